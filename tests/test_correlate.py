@@ -92,7 +92,7 @@ def of(table: ModelTable, column: str) -> dict[str, float]:
 
 def test_models_are_joined_with_a_file_by_their_whole_name_or_its_last_part(tmp_path):
     root, file = comparison(tmp_path / "models"), scores(tmp_path / "scores.csv")
-    table = read_runs([root], metric="coupling/coupling", score=f"{file}:arc", tags={"k": 3})
+    table = read_runs([root], metric="coupling/coupling[k=3]", score=f"{file}:arc")
     assert of(table, "arc") == {"a": 30, "b": 40, "c": 55, "d": 50}
     assert of(table, "coupling") == pytest.approx({"a": 0.0, "b": 0.1, "c": 0.2, "d": 0.3})
     assert of(table, "family") == {"a": "x", "b": "x", "c": "y", "d": "y"}
@@ -104,7 +104,7 @@ def test_models_are_joined_with_a_file_by_their_whole_name_or_its_last_part(tmp_
 
 def test_k_as_a_share_is_counted_from_the_width_of_each_model(tmp_path):
     root, file = comparison(tmp_path / "models"), scores(tmp_path / "scores.csv")
-    table = read_runs([root], metric="coupling", score=f"{file}:arc", tags={"k": 0.1})
+    table = read_runs([root], metric="coupling[k=0.1]", score=f"{file}:arc")
     assert of(table, "k") == {"a": 3, "b": 4, "c": 5, "d": 6}
     assert of(table, "coupling") == pytest.approx({"a": 0.0, "b": 0.3, "c": 0.4, "d": 0.5})
 
@@ -138,7 +138,7 @@ def test_models_measured_in_unlike_ways_are_not_compared(tmp_path):
         found = Record(metric="coupling", value=0.1 * number, tags=tags), Record(metric="loss", value=3.0 - number)
         records.append(tmp_path / "measurements.jsonl", measured(f"org/{number}", None, "coupling", *found))
     sentence = (
-        r"tags: coupling/coupling is k = 8 of org/1; k = 8, dtype = bfloat16 of org/2: .* choose, e.g. --tags dtype=bfl"
+        r"metric: coupling/coupling is k = 8 of org/1; k = 8, dtype = bfloat16 of org/2: .* choose, e.g. .*\[dtype=bfl"
     )
     with pytest.raises(InputError, match=sentence):
         read_runs([tmp_path], metric="coupling/coupling", score="coupling/loss")
@@ -171,7 +171,7 @@ def test_of_a_training_run_the_last_checkpoint_counts_or_the_step_asked_for(tmp_
 
 
 def test_another_metric_of_the_measurements_is_a_score_too(tmp_path):
-    table = read_runs([comparison(tmp_path / "m")], metric="coupling/coupling", score="lens/loss", tags={"k": 3})
+    table = read_runs([comparison(tmp_path / "m")], metric="coupling/coupling[k=3]", score="lens/loss")
     assert of(table, "lens/loss") == pytest.approx({"a": 1.0, "b": 0.9, "c": 0.8, "d": 0.7})
 
 
@@ -182,7 +182,7 @@ def test_models_that_lack_a_value_are_left_out_and_told(tmp_path):
     failed = replace(measured("org/f", None, "coupling"), error="out of memory")
     records.append(root / "measurements.jsonl", failed)
     file = scores(tmp_path / "scores.csv")
-    table = read_runs([root], metric="coupling/coupling", score=f"{file}:arc", tags={"k": 3})
+    table = read_runs([root], metric="coupling/coupling[k=3]", score=f"{file}:arc")
     assert list(table.frame["model"]) == ["a", "b", "c", "d"]
     assert table.left_out == {
         "org/e": "no arc",
@@ -215,8 +215,11 @@ def test_folders_of_equal_run_names_are_told_apart_by_their_paths(tmp_path):
     ("options", "sentence"),
     [
         ({"metric": "coupling/couplng"}, "no model has 'coupling/couplng'; did you mean coupling/coupling"),
-        ({"metric": "coupling/coupling"}, "org/b has 2 variants (k = 3; k = 4): choose one, e.g. --tags k=3"),
-        ({"tags": {"k": 5}}, "org/a: no coupling/coupling with k = 5, it has k = 3"),
+        (
+            {"metric": "coupling/coupling"},
+            "org/b has 2 variants (k = 3; k = 4): choose one, e.g. coupling/coupling[k=",
+        ),
+        ({"metric": "coupling[k=5]"}, "org/a: no coupling/coupling with k = 5, it has k = 3"),
         ({"score": "{file}:arcc"}, "has no column 'arcc'; did you mean arc?"),
         ({"score": "lens/los"}, "no model has 'lens/los', neither as a scalar of training nor as ANALYSIS/METRIC"),
         ({"score": "missing.csv:arc"}, "cannot read missing.csv: [Errno 2] No such file"),
@@ -226,9 +229,7 @@ def test_folders_of_equal_run_names_are_told_apart_by_their_paths(tmp_path):
 )
 def test_wrong_input_is_one_sentence(tmp_path, options, sentence):
     root, file = comparison(tmp_path / "models"), scores(tmp_path / "scores.csv")
-    right = {"metric": "coupling/coupling", "score": "{file}:arc", "tags": {"k": 3}}
-    if options == {"metric": "coupling/coupling"}:
-        right["tags"] = {}
+    right = {"metric": "coupling/coupling[k=3]", "score": "{file}:arc"}
     asked = {**right, **options}
     asked["score"] = asked["score"].format(file=file)
     with pytest.raises(InputError) as refused:
@@ -349,7 +350,7 @@ def test_a_metric_that_follows_the_width_is_warned_of_and_one_that_does_not_is_n
 
 def test_the_corrected_metric_is_shown_beside_the_metric(tmp_path):
     root, file = comparison(tmp_path / "models"), scores(tmp_path / "scores.csv")
-    table = read_runs([root], metric="coupling", score=f"{file}:arc", tags={"k": 0.1})
+    table = read_runs([root], metric="coupling[k=0.1]", score=f"{file}:arc")
     found = correlate(table, resamples=100)
     expected = pearson(table.frame["excess_coupling"], table.frame["arc"]).value
     assert found.corrected[0].value == pytest.approx(expected)

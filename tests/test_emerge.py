@@ -413,12 +413,12 @@ def test_a_table_of_scores_has_a_curve_for_each_combination_of_its_other_columns
     assert [curve.analysis for curve in sorted(few, key=lambda c: c.key)] == ["easy", "hard"]
 
 
-@pytest.mark.parametrize("spelt", ["run=GPT-2, seed 1", "run=GPT-2, seed 1,shots=0", "shots=0,run=GPT-2, seed 1"])
+@pytest.mark.parametrize("spelt", [["--where.run=GPT-2, seed 1"], ["--where", "{shots: 0, run: 'GPT-2, seed 1'}"]])
 def test_a_value_with_a_comma_is_asked_for_as_it_is(tmp_path, spelt):
     rows = scores()[["step", "value", "shots"]].query("shots == 0").iloc[: len(STEPS)]
     table = pd.concat([rows.assign(run=f"GPT-2, seed {seed}", value=rows["value"] + seed / 100) for seed in (1, 2)])
     table.to_csv(tmp_path / "scores.csv", index=False)
-    command = ["emerge", str(tmp_path / "scores.csv"), "--where", spelt, "--root", str(tmp_path / "out")]
+    command = ["emerge", str(tmp_path / "scores.csv"), *spelt, "--root", str(tmp_path / "out")]
     assert main(command) == 0
     assert set(pd.read_csv(tmp_path / "out" / "times.csv")["run"]) == {"GPT-2, seed 1"}
 
@@ -529,14 +529,14 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(run, tmp_path, capsys)
         ("some have none", [tmp_path / "no_step.csv"]),
         ("at 6 checkpoints or more", [tmp_path / "apart.csv"]),
         ("or a list of rows", [tmp_path / "list.json"]),
-        ("has normalization=logN", [run, "--where", "normalization=logN"]),
-        ("no curve over steps of shots=3,task=easy", [tmp_path / "apart.csv", "--where", "shots=3,task=easy"]),
+        ("has normalization=logN", [run, "--where.normalization=logN"]),
+        ("no curve over steps of shots=3,task=easy", [tmp_path / "apart.csv", "--where.shots=3", "--where.task=easy"]),
         ("expected results of lm-eval", [tmp_path / "other.json"]),
         ("expected a run's folder, or results", [tmp_path / "empty"]),
         ("is not there", [tmp_path / "gone.csv"]),
         ("has no curve of accuracies over steps: expected of ", [run, "--metrics", "accuracies"]),
         ("has no curve of accuracies and los over steps", [run, "--metrics", "accuracies,los"]),
-        ("expected NAME=VALUE", [run, "--where", "k"]),
+        ("where: expected one of dict", [run, "--where", "k"]),
         ("the runs of 2 seeds or more, got 1", [run, "--seeds"]),
         ("planted and again have the same numbers", [run, write_run(tmp_path / "again"), "--seeds"]),
         ("has the name of another, planted", [run, run]),

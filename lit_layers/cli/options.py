@@ -37,7 +37,6 @@ from lit_layers.schema import refuse_outside
 T = TypeVar("T")
 _PLAIN = (str, int, float, tuple, Path)  # other classes are named by class_path
 Steps = list[int] | dict[str, int | list[int]] | str
-Pairs = dict[str, Any] | str  # read by `pairs`
 _ROOMS = ("lit_layers.analyses", "lit_layers.data", "lit_layers.series", "lit_layers.training")
 _REWORDED = (
     (r"^unrecognized arguments: (--[^\s=]+).*", r"unknown option \1"),
@@ -74,20 +73,6 @@ def _read(kind: type, convert: Callable[[str], Any], value: Any) -> Any:
     if not read or isinstance(value, Mapping) or any(isinstance(each, int) and each < 0 for each in read):
         raise ValueError(f"expected {kind.__name__.lower()} with commas between, got {value}")
     return kind(read)
-
-
-def pairs(name: str, value: Pairs) -> dict[str, str]:
-    """Return names with a value each: of a mapping in a recipe, of NAME=VALUE,... on a command line.
-
-    Raises:
-        InputError: a part without a name or a value.
-    """
-    words = [] if isinstance(value, Mapping) else re.split(r",(?=[^,=]+=)", value)  # of run=GPT-2, seed 1 one
-    parts = value.items() if isinstance(value, Mapping) else [word.split("=", 1) for word in words]
-    read = {str(each[0]).strip(): str(each[-1]).strip() for each in parts}
-    if any(len(each) < 2 for each in parts) or not all([*read, *read.values()]):
-        raise InputError(f"{name}: expected NAME=VALUE,..., got {value}")
-    return read
 
 
 def _path(value: Any) -> Path:

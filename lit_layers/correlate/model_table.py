@@ -122,7 +122,6 @@ def table_of_models(
     *,
     metric: str,
     score: str,
-    tags: Mapping[str, str | int | float] | None = None,
     layer: int | str | None = None,
     step: int | None = None,
     take: str = "last",
@@ -136,9 +135,9 @@ def table_of_models(
     and so are their sizes and the options of their recipes in which they differ.
 
     Raises:
-        InputError: for a metric or score that no model has, or of which the options leave several values.
+        InputError: for a metric or score that no model has, or of which several variants are left.
     """
-    query = _resolved(models, metric, tags or {})
+    query = _resolved(models, metric)
     rows, left_out, variants = [], {}, {}
     for model in models:
         at = model.at(step, query.analysis)
@@ -149,7 +148,7 @@ def table_of_models(
         else:
             variants[model.name] = variant_of(record.tags)
             rows[-1] |= _measured(model, at, query, layer, record)
-    refuse_unlike(variants, query.text, option="tags", example="--tags {}")
+    refuse_unlike(variants, query.text, option="metric", example=query.text + "[{}]")
     column, title = _add_scores(rows, models, score, take, query)
     settings = [model.settings() for model in models]
     for name in dict.fromkeys(name for each in settings for name in each):
@@ -161,13 +160,15 @@ def table_of_models(
         reasons = "; ".join(f"{model}: {why}" for model, why in list(left_out.items())[:3])
         raise InputError(f"metric: no model has a value of {metric} ({reasons})")
     titles = {each: METRICS[each].title for each in (definition.baseline, definition.excess) if each in METRICS}
-    titles |= {column: title, name: ", ".join(filter(None, [definition.title, tag_text(dict(tags or {}))]))}
+    titles |= {column: title, name: ", ".join(filter(None, [definition.title, tag_text(dict(query.tags))]))}
     facts: Any = {"left_out": left_out, "titles": titles, "source": source}
     return _finished(frame, name, column, baseline, where="these models", **facts)
 
 
-def _resolved(models: Sequence[RunModel], text: str, tags: Mapping[str, str | int | float]) -> MetricQuery:
+def _resolved(models: Sequence[RunModel], text: str) -> MetricQuery:
     """Which analysis and metric `ANALYSIS/METRIC` is, or a metric's name alone where one analysis has it."""
+    query = MetricQuery.of(text, "metric")
+    text = query.text.partition("[")[0]
     pairs = {"/".join(pair): pair for model in models for pair in model.pairs()}
     fitting = [text] if text in pairs else [name for name, pair in pairs.items() if pair[1] == text]
     if not fitting:
@@ -175,7 +176,7 @@ def _resolved(models: Sequence[RunModel], text: str, tags: Mapping[str, str | in
     if len(fitting) > 1:
         raise InputError(f"metric: {text} is in more than one analysis: {', '.join(fitting)}")
     analysis, name = pairs[fitting[0]]
-    return MetricQuery(text=fitting[0], analysis=analysis, name=name, tags=tags)
+    return replace(query, text=fitting[0], analysis=analysis, name=name)
 
 
 def _value(
@@ -193,7 +194,8 @@ def _value(
         return None
     variants = [variant_of(r.tags) for r in records]
     what = f"{query.text} of {model.name}"
-    return records[variants.index({**plainest_variant(variants, what, option="tags", example="--tags {}")})]
+    example = query.text + "[{}]"
+    return records[variants.index({**plainest_variant(variants, what, option="metric", example=example)})]
 
 
 def _measured(
@@ -251,7 +253,7 @@ def _add_scores(
                 f"score: no model has {score!r}, neither as a scalar of training nor as ANALYSIS/METRIC, and it is no "
                 f"FILE.csv:COLUMN{nearest(score, sorted({*scalars, *pairs} - {'step', 'tokens'}))}"
             )
-        other = _resolved(models, score, {})
+        other = _resolved(models, score)
         tags = {tag: value for tag, value in query.tags.items() if tag in _tags(models, other)}
         other, title = replace(other, tags=tags), look_up(other.name).title
         at = [model.at(row.get("step"), other.analysis) for row, model in zip(rows, models, strict=True)]

@@ -190,8 +190,8 @@ def of_width(query: MetricQuery, model: RunModel) -> MetricQuery:
     Raises:
         InputError: where the width is not known.
     """
-    k = query.tags.get("k")
-    if not isinstance(k, float) or not 0 < k < 1:
+    k = pd.to_numeric(query.tags.get("k", 1), errors="coerce")
+    if not 0 < k < 1:
         return query
     width = model.sizes().get("width")
     if width is None:

@@ -4,7 +4,7 @@
 #
 # Time:       a quarter of a minute a run on one CPU thread.
 # Run:        bash recipes/sweeps/digits_grid.sh
-# Then:       lit-layers correlate checkpoints/digits_grid --metric coupling/coupling --tags k=12
+# Then:       lit-layers correlate checkpoints/digits_grid --metric 'coupling/coupling[k=12]'
 #             --score validation/accuracy --group drop_path_rate
 #
 # Options behind the name of the script are those of every run: --trainer.max_steps=400.

@@ -9,7 +9,7 @@
 #             sbatch recipes/slurm/sweep.sh
 #             wandb_configs/sweeps/vit_grid.yaml is the same grid for W&B's agents
 # Data:       CIFAR-10 is downloaded once; a folder of yours: bash recipes/sweeps/vit_grid.sh --corpus=FOLDER
-# Then:       lit-layers correlate checkpoints/vit_grid --metric coupling/coupling --tags k=30
+# Then:       lit-layers correlate checkpoints/vit_grid --metric 'coupling/coupling[k=30]'
 #             --score validation/accuracy --group drop_path_rate
 #
 # Options behind the name of the script are those of every run.

@@ -113,7 +113,7 @@ def test_models_and_a_file_of_scores_make_a_page(study, capsys, monkeypatch):
     leave_undrawn(monkeypatch)
     monkeypatch.chdir(study)
     monkeypatch.setenv("COLUMNS", "120")
-    command = ["correlate", "models", "--metric", "coupling/coupling", "--tags", "k=12", "--score", "scores.csv:arc"]
+    command = ["correlate", "models", "--metric", "coupling/coupling[k=12]", "--score", "scores.csv:arc"]
     assert main([*command, "--group", "family", "--given", "width,depth", *QUICK]) == 0
     said = capsys.readouterr().out
     assert "Coupling, k = 12 against arc, 6 models" in said
@@ -128,7 +128,7 @@ def test_models_without_a_score_are_named_and_left_out(study, capsys, monkeypatc
     monkeypatch.chdir(study)
     lines = Path("scores.csv").read_text().splitlines()
     Path("scores.csv").write_text("\n".join([line for line in lines if not line.startswith("m2")]))
-    command = ["correlate", "models", "--metric", "coupling", "--tags", "k=12", "--score", "scores.csv:arc"]
+    command = ["correlate", "models", "--metric", "coupling[k=12]", "--score", "scores.csv:arc"]
     assert main([*command, *QUICK]) == 0
     assert "left out: org/m2: no arc" in capsys.readouterr().out
     text = shown(study / "correlation" / "correlation.html")
@@ -155,17 +155,17 @@ def test_names_from_files_are_shown_and_never_run(tmp_path):
         ("", "models: expected run folders or a file, or --data published, and not both"),
         ("--data published models", "and not both"),
         ("--data published --metric coupling", "metric: the published table has its own: leave it out"),
-        ("--data published --tags k=3", "tags: a table has none: leave it out"),
+        ("--data published --layer 3", "layer: a table has none: leave it out"),
         ("models --score scores.csv:arc", "metric: expected --metric"),
         ("models --metric coupling", "score: expected --score"),
-        ("models --metric coupling --tags k12 --score scores.csv:arc", "tags: expected NAME=VALUE,..., got k12"),
-        ("models --metric coupling --tags k=12 --score scores.csv:ark", "no column 'ark'; did you mean arc?"),
+        ("models --metric coupling[k12] --score scores.csv:arc", "metric: expected tag=value between the brackets"),
+        ("models --metric coupling[k=12] --score scores.csv:ark", "no column 'ark'; did you mean arc?"),
         ("models --metric copling --score scores.csv:arc", "did you mean coupling/"),
         (
             "models --metric coupling --layer x --score scores.csv:arc",
             "layer: expected one of int, 'last', null, got x",
         ),
-        ("scores.csv --metric width --tags k=1 --score arc", "tags: a table has none: leave it out"),
+        ("scores.csv --metric width --step 1 --score arc", "step: a table has none: leave it out"),
         ("models scores.csv --metric coupling --score arc", "models: expected one file alone"),
         ("scores.csv --metric width --score nothing", "scores.csv has no column 'nothing'"),
         ("elsewhere --metric coupling --score a", "got elsewhere: no such folder"),

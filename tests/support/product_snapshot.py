@@ -345,7 +345,7 @@ def correlate(s: Scenarios) -> None:
     (home / "scores.csv").write_text(
         "model,arc,family\n" + "".join(f"{name},{n * n % 7},x\n" for n, name in enumerate(runs.MODELS))
     )
-    wanted = ["--metric", "coupling/coupling", "--tags", "k=12", "--score", f"{home / 'scores.csv'}:arc"]
+    wanted = ["--metric", "coupling/coupling[k=12]", "--score", f"{home / 'scores.csv'}:arc"]
     s.run("correlate", home / "models", *wanted, "--root", home / "over_models", "--resamples", 100)
     for number in range(3):
         metric, scores = layer_scores.tables(6, seed=number)

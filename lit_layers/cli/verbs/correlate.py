@@ -1,13 +1,12 @@
 """`lit-layers correlate`: a metric of many models against their score, or metrics against scores over layers."""
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from lit_layers.cli.console import show_table
-from lit_layers.cli.options import Names, Pairs, given, pairs, refuse_beside, refuse_replacing, refuse_unwritable
+from lit_layers.cli.options import Names, given, refuse_beside, refuse_replacing, refuse_unwritable
 from lit_layers.correlate import correlate as correlate_models
 from lit_layers.correlate import correlate_layers, published, read_layers
 from lit_layers.correlate.findings import Findings, LayerFindings
@@ -38,8 +37,8 @@ class OverModels:
 
     Args:
         data: in place of models: coupling and leaderboard scores of 28 models, as published
-        metric: the metric: ANALYSIS/METRIC of the measurements, e.g. coupling/coupling, or a column of the file
-        tags: which variant of the metric: NAME=VALUE,... e.g. k=12; k=0.1 is a share of the width
+        metric: the metric: ANALYSIS/METRIC of the measurements, or a column of the file. [tag=value,...] behind it
+            chooses a variant: coupling/coupling[k=12]; k=0.1 is a share of the width
         layer: at which layer: its number, or last (default: the whole model's value, else the last layer's)
         score: the score: FILE.csv:COLUMN with a row a model; a scalar of training, e.g. validation/accuracy; another
             ANALYSIS/METRIC; or a column of the file
@@ -51,7 +50,6 @@ class OverModels:
 
     data: Literal["published"] | None = None
     metric: str | None = None
-    tags: Pairs | None = None
     layer: Annotated[int | Literal["last"] | None, COUNT_OR_NONE] = None
     score: str | None = None
     take: Literal["last", "highest", "lowest"] | None = None
@@ -128,7 +126,7 @@ def _check(models: list[Path], files: list[Path], options: OverModels, step: int
         raise InputError(f"models: expected one file alone, got {files[0]} and {len(models) - 1} more")
     cases = [
         (("metric", "score", "baseline"), options.data is not None, "the published table has its own"),
-        (("tags", "layer", "step"), options.data is not None or bool(files), "a table has none"),
+        (("layer", "step"), options.data is not None or bool(files), "a table has none"),
     ]
     refuse_beside([*given(options), *([] if step is None else ["step"])], cases)
 
@@ -150,16 +148,8 @@ def _table(models: list[Path], options: OverModels, step: int | None) -> ModelTa
     columns: Any = {"metric": options.metric, "score": options.score, "baseline": options.baseline}
     if models[0].suffix in TABLES:
         return read_file(models[0], **columns)
-    tags: Any = {name: _number(value) for name, value in pairs("tags", options.tags or {}).items()}
     columns |= {"layer": options.layer, "step": step, "take": options.take or "last"}
-    return table_of_models(read_run_models(models), tags=tags, source=", ".join(map(str, models)), **columns)
-
-
-def _number(text: str) -> str | int | float:
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(text)
-    return text
+    return table_of_models(read_run_models(models), source=", ".join(map(str, models)), **columns)
 
 
 def _show_models(table: "ModelTable", findings: "Findings") -> None:

@@ -1,10 +1,10 @@
 """`lit-layers emerge`: when each number of a run emerges, in which order, and how sure that is."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from lit_layers.cli.console import bar, show_table
-from lit_layers.cli.options import Names, Pairs, pairs, refuse_replacing, refuse_unwritable
+from lit_layers.cli.options import Names, refuse_replacing, refuse_unwritable
 from lit_layers.clock import times_and_order as clocks
 from lit_layers.clock.curve_sources import curves_of
 from lit_layers.clock.step_curves import MONOTONICITY, layer_curves, over_seeds, over_the_seeds
@@ -20,7 +20,7 @@ def emerge(
     runs: list[Path],
     *,
     metrics: Names | None = None,
-    where: Pairs | None = None,
+    where: dict[str, str | int | float] | None = None,
     seeds: bool = False,
     axis: Literal["step", "tokens"] = "step",
     confidence: Annotated[float, Range(0.5, 0.999)] = 0.95,
@@ -35,7 +35,7 @@ def emerge(
         runs: folders of runs; tables of scores by step (.csv, .parquet, .jsonl); results of lm-eval or MTEB (.json, or
             a folder of these)
         metrics: only these: METRIC,... or ANALYSIS/METRIC,... (default: those that tables of results show)
-        where: only curves with these tags or columns: NAME=VALUE,...
+        where: only curves with these tags or columns: --where.NAME=VALUE
         seeds: the runs are seeds of one training: also find times over all of them
         axis: what training is measured in: optimizer steps or tokens
         confidence: confidence of the intervals, and of the verdict that a curve emerges
@@ -50,7 +50,8 @@ def emerge(
     refuse_unwritable("root", folder)
     refuse_replacing(folder, runs, WRITTEN)
     curves = []
-    options = {"metrics": metrics or (), "where": pairs("where", where or {}), "axis": axis, "settings": settings or ()}
+    tags = {name: str(value) for name, value in (where or {}).items()}
+    options: Any = {"metrics": metrics or (), "where": tags, "axis": axis, "settings": settings or ()}
     for place in runs:
         more = curves_of(place, allow_suspect=allow_suspect, **options)
         if twice := {curve.run for curve in curves} & {curve.run for curve in more}:
