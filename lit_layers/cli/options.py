@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 import docstring_parser
 import yaml
@@ -34,7 +34,6 @@ from lit_layers.cli.recipes import CLASSES, find_recipe, placed, trust_code
 from lit_layers.errors import InputError, refused
 from lit_layers.schema import refuse_outside
 
-T = TypeVar("T")
 _PLAIN = (str, int, float, tuple, Path)  # other classes are named by class_path
 Steps = list[int] | dict[str, int | list[int]] | str
 _ROOMS = ("lit_layers.analyses", "lit_layers.data", "lit_layers.series", "lit_layers.training")
@@ -135,10 +134,6 @@ class Recipe:
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the verb."""
         return arguments(self.verb, {**vars(self.options), "recipe": self})
-
-    def group(self, kind: type[T], options: Namespace) -> T:
-        """Return the options of a group, as its dataclass."""
-        return kind(**arguments(kind, vars(options)))
 
     def instantiated(self) -> Any:
         """Return the options, with all classes that they name instantiated.

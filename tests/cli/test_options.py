@@ -46,7 +46,6 @@ WRONG = {
         "models: runs": "models: expected a list, got runs",
         "given: ''": "given: expected one of Names, null, got ''",
         "layer: first": "layer: expected one of int, 'last', null, got first",
-        "tags: [1]": "tags: expected one of dict[str, typing.Any], str, null, got [1]",
     },
     "analyze": {
         "analyses: 3": "analyses: expected list, got 3",
@@ -160,7 +159,7 @@ def test_whatever_measures_checkpoints_takes_the_same_options(verb, tmp_path: Pa
     for line in (["--config", str(recipe)], words):
         read = Recipe(function_of(verb), ["m", *line])
         expected = Checkpoints(**given | {"root": tmp_path, "offload": tmp_path / "scratch"})
-        assert read.group(Checkpoints, read.options) == expected
+        assert Checkpoints(**arguments(Checkpoints, vars(read.options))) == expected
 
 
 def test_a_wrong_value_is_one_sentence(tmp_path: Path, capsys):

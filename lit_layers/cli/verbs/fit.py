@@ -14,7 +14,7 @@ import lightning as L
 import torch
 import yaml
 from jsonargparse import Namespace
-from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, ModelPruning, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, LambdaCallback, ModelPruning, WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -136,7 +136,9 @@ class Run:
         self.emergence = EmergenceCallback(options.analyses, options.steps, self.root, watchers=watchers)
         self.resumable = ResumeCheckpoint(self.root, every=options.resume_every)
         theirs = given.get("callbacks") or []
-        first = [_FinishStep(), self.folder, run_log, *(theirs if isinstance(theirs, list) else [theirs])]
+        # From the first step on SIGTERM is for `ResumeCheckpoint`, which ends the run where a step is whole.
+        finish_step = LambdaCallback(on_train_start=lambda trainer, pl_module: finish_first())
+        first = [finish_step, self.folder, run_log, *(theirs if isinstance(theirs, list) else [theirs])]
         ours = [StepSeed(options.seed_everything), self.series, self.emergence, progress]
         given["callbacks"] = [*first, *ours, *([] if given.get("fast_dev_run") else [self.resumable])]
         is_asked = any(isinstance(each, Checkpoint) for each in first)
@@ -183,13 +185,6 @@ def _evaluate(options: Any) -> int:
     with _blaming_options():
         trainer.validate(options.model, **about)
     return 0
-
-
-class _FinishStep(L.Callback):
-    """From the first step on SIGTERM is for `ResumeCheckpoint`, which ends the run where a step is whole."""
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        finish_first()
 
 
 def fit(

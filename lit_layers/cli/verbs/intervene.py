@@ -11,7 +11,7 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.speed import Speed
 from lit_layers.cli.console import show_table
 from lit_layers.cli.measuring import Checkpoints, Outcome, measured
-from lit_layers.cli.options import Names, Numbers, Recipe, given, refuse_beside
+from lit_layers.cli.options import Names, Numbers, Recipe, arguments, given, refuse_beside
 from lit_layers.cli.plan import Target
 from lit_layers.data.batches import EvalText
 from lit_layers.data.images import EvalImages
@@ -138,25 +138,11 @@ def intervene(recipe: Recipe, model: str, checkpoints: Checkpoints, options: Int
     trains = [name for name in ("finetune", "glue") if getattr(options, name) is not None]
     if checkpoints.are_series(model) and trains:
         raise InputError(f"{trains[0]}: trains one model, and a series was named: name one of its checkpoints")
-    recipes = _training_recipes(options)
     if options.tasks:
         for task in options.tasks:
             refuse_no_task(task, options.folder)
-    make = functools.partial(_analyses, model, options, recipes)
+    make = functools.partial(_analyses, model, options)
     return measured(checkpoints.opened(model), checkpoints, make, _tell, tokenizer=options.tokenizer)
-
-
-def _training_recipes(options: Interventions) -> dict[str, Any]:
-    """The recipes of training, read before a model is opened."""
-    if options.finetune is None and options.glue is None:
-        return {}
-    from lit_layers.training.finetuning import TaskFinetuningRecipe
-    from lit_layers.training.glue import GlueRecipe
-    from lit_layers.training.trainer import quieten
-
-    quieten()
-    files: dict[str, Any] = {"finetune": (TaskFinetuningRecipe, options.finetune), "glue": (GlueRecipe, options.glue)}
-    return {name: read_recipe(kind, file) for name, (kind, file) in files.items() if file is not None}
 
 
 def read_recipe(kind: type[T], path: str | Path) -> T:
@@ -165,14 +151,13 @@ def read_recipe(kind: type[T], path: str | Path) -> T:
     Raises:
         InputError: no such file, no mapping in it, an unknown key, a key that is missing, a wrong value.
     """
-    recipe = Recipe(kind, ["--config", str(path)])
     try:
-        return recipe.group(kind, recipe.options)
+        return kind(**arguments(kind, vars(Recipe(kind, ["--config", str(path)]).options)))
     except InputError as error:
         raise InputError(f"recipe: {str(error).removeprefix('recipe: ')}") from error
 
 
-def _analyses(model: str, options: Interventions, recipes: dict[str, Any], target: "Target") -> "list[Analysis]":
+def _analyses(model: str, options: Interventions, target: Target) -> list[Analysis]:
     """Return first what tells most, so that a page can be looked at while the rest is under way."""
     _refuse_another_kind(options, target)
     results, chosen, made = target.root / RESULTS, options.chosen, list[Any]()
@@ -192,20 +177,22 @@ def _analyses(model: str, options: Interventions, recipes: dict[str, Any], targe
     if options.speed:
         length: Any = {} if options.num_tokens is None else {"num_tokens": options.num_tokens}
         made.append(Speed(**_timed(chosen), **length))
-    if (recipe := recipes.get("finetune")) is not None:
-        from lit_layers.training.finetuning import TaskFinetuning
+    if options.finetune is not None:
+        from lit_layers.training.finetuning import TaskFinetuning, TaskFinetuningRecipe
 
+        recipe = read_recipe(TaskFinetuningRecipe, options.finetune)
         of_task: Any = {"root": results / f"finetuned_{recipe.task}", "folder": options.folder}
         made.append(TaskFinetuning(recipe=recipe, tokenizer=target.own_tokenizer(), **of_task, **chosen))
-    if (recipe := recipes.get("glue")) is not None:
-        from lit_layers.training.glue import GlueScores
+    if options.glue is not None:
+        from lit_layers.training.glue import GlueRecipe, GlueScores
 
+        glue = read_recipe(GlueRecipe, options.glue)
         places: Any = {"model": model, "root": results, "folder": options.folder, "tokenizer": target.own_tokenizer()}
-        made += [GlueScores(task=task, recipe=recipe, **places, **chosen) for task in recipe.tasks]
+        made += [GlueScores(task=task, recipe=glue, **places, **chosen) for task in glue.tasks]
     return made
 
 
-def _refuse_another_kind(options: Interventions, target: "Target") -> None:
+def _refuse_another_kind(options: Interventions, target: Target) -> None:
     """By what config.json says, as no tokenizer that is asked for would make a reader of a model that sees."""
     if "vocab_size" in target.config and options.images is not None:
         raise InputError(f"images: {target.name} is a language model: take --tasks, --corpus, --glue or --speed")
@@ -222,7 +209,7 @@ def _timed(chosen: dict[str, Any]) -> dict[str, Any]:
     return chosen | {"variants": tuple(names) or chosen["variants"], "loops": loops, "seeds": chosen["seeds"][:1]}
 
 
-def _texts(options: Interventions, target: "Target") -> Any:
+def _texts(options: Interventions, target: Target) -> Any:
     num_tokens = options.num_tokens or min(128, target.length_limit or 128)
     counts: Any = {"num_sequences": options.num_sequences, "num_tokens": num_tokens}
     return EvalText(str(options.corpus), target.own_tokenizer(), **counts)
