@@ -382,7 +382,7 @@ OWN = "--text title --label mood"
         (f"{M} --task banking77 --tolerance -0.1", "tolerance: expected at least 0, got -0.1"),
         (f"{M} --task banking77 --tolerance nan", "tolerance: expected float, got nan"),
         (f"{M} --task banking77 --tolerance some", "tolerance: expected float, got some"),
-        (f"{M} --task banking77 --rule fraction_of_last --tolerance 1", "tolerance: expected at least 0 and below 1"),
+        (f"{M} --task banking77 --rule fraction_of_last --tolerance 1", "tolerance: expected less than 1, got 1.0"),
         (
             f"{M} --task banking77 --rule first",
             "rule: expected one of 'within_tolerance', 'fraction_of_last', 'plateau'",

@@ -18,7 +18,7 @@ from lit_layers.models.costs import layer_latencies
 from lit_layers.models.saved import load
 from lit_layers.models.states import at_least_float32
 from lit_layers.models.view import LayeredModel
-from lit_layers.schema import COUNT, NOT_NEGATIVE, POSITIVE, Device, Range, refuse_outside
+from lit_layers.schema import COUNT, NOT_NEGATIVE, POSITIVE, Device
 from lit_layers.select.choosing import Choice, Part, Score, TaskFeatures, choose, of_images, of_texts
 from lit_layers.select.export import refuse_taken
 from lit_layers.select.selection import Candidate, Selection, comparison_table, write_comparison
@@ -76,7 +76,7 @@ class SelectOptions:
     tokenizer: str | None = None
     by: Literal["accuracy", "log_loss", "mean_squared_error"] | None = None
     rule: Literal["within_tolerance", "fraction_of_last", "plateau", "knee", "best"] = "within_tolerance"
-    tolerance: float = 0.01
+    tolerance: Annotated[float, NOT_NEGATIVE] = 0.01
     pooling: Literal["last", "mean", "cls"] | None = None
     max_tokens: Annotated[int, COUNT] = 512
     num_train: int | None = None
@@ -108,10 +108,8 @@ class SelectOptions:
         if self.root and self.export and self.root.resolve().is_relative_to(self.export.resolve()):
             raise InputError(f"root: {self.root} is where the export goes: name another folder")
         task = None if self.task is None else TASKS.get(self.task) or self._own_task(self.task)
-        is_regression, is_own = (
-            task is not None and task.kind == "regression",
-            task is not None and self.task not in TASKS,
-        )
+        is_regression = task is not None and task.kind == "regression"
+        is_own = task is not None and self.task not in TASKS
         cases = [
             (("num_train", "num_test"), task is not None, "is for --images, and a task of texts was given"),
             (("tolerance",), self.rule in WITHOUT_TOLERANCE, f"the rule {self.rule} has none"),
@@ -120,10 +118,9 @@ class SelectOptions:
             (("penalty",), not is_regression, "is for regressions, and this task is a classification"),
         ]
         refuse_beside(given(self), cases)
-        below = self.rule == "fraction_of_last"
-        tolerance = Range(0, 1, below=True, words="at least 0 and below 1") if below else NOT_NEGATIVE
-        refuse_outside("", {"tolerance": tolerance}, vars(self))
-        if is_regression and below and self.by is None:
+        if self.rule == "fraction_of_last" and self.tolerance >= 1:
+            raise InputError(f"tolerance: expected less than 1, got {self.tolerance}")
+        if is_regression and self.rule == "fraction_of_last" and self.by is None:
             raise InputError("rule: fraction_of_last is for accuracies, and this task is a regression: take another")
         return task
 
@@ -152,8 +149,12 @@ def select(model: str, others: list[str], options: SelectOptions) -> int:
         model: a folder with config.json and weights (a checkpoint), or a name on the Hub
         others: more models, to compare
     """
-    models = [model, *others]
-    texts, names = options.checked(), _names(models, options)
+    models, texts = [model, *others], options.checked()
+    is_one = f"is for one model, and {len(models)} are named"
+    refuse_beside(given(options), [(("export", "revision"), len(models) > 1, is_one)])
+    names = [name_of(each) for each in models]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise InputError(f"models: two are called {twice}: name each once, or compare them in folders of other names")
     if options.export is not None:
         refuse_taken(options.export, options.overwrite)
     for each in models:
@@ -172,20 +173,6 @@ def select(model: str, others: list[str], options: SelectOptions) -> int:
         selection.export(options.export, paths[0], **chosen)
         print(options.export)
     return 0
-
-
-def _names(models: list[str], options: SelectOptions) -> list[str]:
-    """Return what the models are called in tables and folders.
-
-    Raises:
-        InputError: of several models, options that are for one, or two that have one name.
-    """
-    names = [name_of(model) for model in models]
-    is_one = f"is for one model, and {len(models)} are named"
-    refuse_beside(given(options), [(("export", "revision"), len(models) > 1, is_one)])
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise InputError(f"models: two are called {twice}: name each once, or compare them in folders of other names")
-    return names
 
 
 def _selection(model: str, name: str, options: SelectOptions, texts: "ProbeTask | None") -> "Selection":
