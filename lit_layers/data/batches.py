@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,7 +61,7 @@ _AT_ONCE = 1000  # texts: the tokenizer's own account of a token takes 140 bytes
 class EncodedTexts:
     """Token ids of texts, in their order, each without padding."""
 
-    ids: Sequence[np.ndarray | list[int]]  # (tokens,) each
+    ids: Sequence[np.ndarray]  # (tokens,) each
     filler: int  # stands in padded places, where no model looks
     tokenizer_hash: str
     num_cut: int  # texts that lost their end to the limit
@@ -73,10 +73,10 @@ class EncodedTexts:
         """Sixteen hex digits over the token ids."""
         return sha16(*(len(ids).to_bytes(4, "little") + np.asarray(ids, dtype="<i4").tobytes() for ids in self.ids))
 
-    def in_order(self, batch_size: int, *, side: Literal["left", "right"] = "right") -> Iterator[dict[str, Tensor]]:
-        """So many texts a batch, the last may have fewer, in their order; `side` is that of the padding."""
+    def in_order(self, batch_size: int) -> Iterator[dict[str, Tensor]]:
+        """Yield so many texts a batch, the last may have fewer, in their order."""
         for start in range(0, len(self.ids), batch_size):
-            yield padded(self.ids[start : start + batch_size], self.filler, side=side)
+            yield padded(self.ids[start : start + batch_size], self.filler)
 
     def batches(self, max_tokens: int) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
         """The longest texts first, so that texts of a batch are of about one length; with the numbers of its rows.
@@ -93,16 +93,13 @@ class EncodedTexts:
             yield rows, padded([self.ids[row] for row in rows], self.filler)
 
 
-def padded(
-    texts: Sequence[Sequence[int] | np.ndarray], filler: int, *, side: Literal["left", "right"] = "right"
-) -> dict[str, Tensor]:
-    """A batch of texts, filled up to the longest."""
+def padded(texts: Sequence[Sequence[int] | np.ndarray], filler: int) -> dict[str, Tensor]:
+    """Return a batch of texts, filled up to the longest on the right."""
     longest = max(map(len, texts))
     ids = torch.full((len(texts), longest), filler)
     mask = torch.zeros_like(ids)
     for row, text in enumerate(texts):
-        real = slice(longest - len(text), None) if side == "left" else slice(len(text))
-        ids[row, real], mask[row, real] = torch.as_tensor(np.asarray(text, dtype=np.int64)), 1
+        ids[row, : len(text)], mask[row, : len(text)] = torch.as_tensor(np.asarray(text, dtype=np.int64)), 1
     return {"input_ids": ids, "attention_mask": mask}  # (batch, tokens of the longest)
 
 

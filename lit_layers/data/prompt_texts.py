@@ -23,7 +23,7 @@ from lit_layers.data.batches import (
     encode_texts,
     tokenizer_of,
 )
-from lit_layers.data.tokenization import load_tokenizer, one_thread, tokenizer_hash
+from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
 from lit_layers.identity import sha16
 from lit_layers.schema import refuse_below_one
@@ -257,7 +257,6 @@ class BenchmarkPrompts(Batches):
         num_prompts: Number of prompts, over all benchmarks.
         max_tokens: A longer prompt loses its end; `num_cut()` says how many did.
         batch_size: Prompts a batch, in their order; 1 needs no padding.
-        padding: The side on which shorter prompts of a batch are filled up.
         seed: Decides which rows are drawn, and their order.
 
     Raises:
@@ -270,7 +269,6 @@ class BenchmarkPrompts(Batches):
     num_prompts: int = 1200
     max_tokens: int = 512
     batch_size: int = 1
-    padding: Literal["left", "right"] = "right"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -289,15 +287,15 @@ class BenchmarkPrompts(Batches):
         return self._encoded.num_cut
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        return self._encoded.in_order(self.batch_size, side=self.padding)
+        return self._encoded.in_order(self.batch_size)
 
     def __len__(self) -> int:
         return -(-self.num_prompts // self.batch_size)
 
     def content_hash(self) -> str:
         """Sixteen hex digits over the token ids and how they are cut into batches."""
-        layout = "" if self.batch_size == 1 else f" {self.padding}"
-        return sha16(f"{self.batch_size}{layout} {self._encoded.ids}")
+        layout = "" if self.batch_size == 1 else " right"  # the side of the padding
+        return sha16(f"{self.batch_size}{layout} {[ids.tolist() for ids in self._encoded.ids]}")
 
     def tokenizer_hash(self) -> str | None:
         """Loads the prompts on the first call."""
@@ -305,14 +303,7 @@ class BenchmarkPrompts(Batches):
 
     @functools.cached_property
     def _encoded(self) -> EncodedTexts:
-        loaded = load_tokenizer(self.tokenizer)
-        with one_thread():
-            whole = [encoding.ids for encoding in loaded.tokenizer.encode_batch(self.texts())]
-        if empty := [number for number, ids in enumerate(whole) if not ids]:
-            raise InputError(f"the tokenizer {self.tokenizer!r} makes no token of prompt {empty[0]}: use another")
-        cut = [ids[: self.max_tokens] for ids in whole]
-        num_cut = sum(len(ids) > self.max_tokens for ids in whole)
-        return EncodedTexts(cut, loaded.end_of_text_id, tokenizer_hash(loaded.tokenizer), num_cut)
+        return encode_texts(self.tokenizer, self.texts(), max_tokens=self.max_tokens)
 
 
 def _drawn(benchmark: ScoredTask, folder: str | None, number: int, seed: int) -> list[str]:

@@ -64,8 +64,9 @@ class Sources:
     folder: Path | None = None
 
     def local_names(self) -> list[str]:
-        """The tasks whose files lie in the folder, all of them."""
-        return [name for name, copy in self._copies().items() if not copy.missing()]
+        """Return the tasks whose files lie in the folder, all of them."""
+        tasks = tasks_of("mteb") | self.own_tasks()
+        return [name for name in self._copies() if all(path.is_file() for path in self._files(tasks[name]))]
 
     def own_tasks(self) -> dict[str, ScoredTask]:
         """The tasks of the folder that mteb does not have, by name: its `tasks.yaml` says their domain and score.
@@ -88,12 +89,13 @@ class Sources:
         Raises:
             InputError: data that can only be local and are not there.
         """
-        copy = self._copies().get(spec.name)
-        if copy is not None and not copy.missing():
+        files = self._files(spec)
+        missing = [path for path in files if not path.is_file()]
+        if files and not missing:
             return "folder"
         if not spec.official:
-            missing = copy.missing()[0] if copy is not None else f"an entry in {MAPPING}"
-            raise InputError(f"{spec.name}: expected local data with {missing}: name them with --folder")
+            what = missing[0] if missing else f"an entry in {MAPPING}"
+            raise InputError(f"{spec.name}: expected local data with {what}: name them with --folder")
         return "hub"
 
     def data_hash(self, spec: ScoredTask) -> str | None:
@@ -103,8 +105,7 @@ class Sources:
         except InputError:
             return None
         if place == "folder":
-            files = [_of_file(path, *on_disk(path)) for path in self._copies()[spec.name].paths()]
-            return sha16("/".join(files))
+            return sha16("/".join(_of_file(path, *on_disk(path)) for path in self._files(spec)))
         return sha16(repr(sorted(_official(spec.name).metadata.dataset.items())))
 
     def open(self, spec: ScoredTask, *, seed: int) -> Any:
@@ -130,8 +131,17 @@ class Sources:
             facts["difference"] = difference
         return facts
 
+    def _files(self, spec: ScoredTask) -> list[Path]:
+        """Return the files that the folder should have of a task; none if its `tasks.yaml` does not name it."""
+        copy = self._copies().get(spec.name)
+        return [] if copy is None else [path for split in _splits(spec) for path in copy.paths(split)]
+
     def _copies(self) -> dict[str, TaskFiles]:
         return {} if self.folder is None else local_copies("mteb", self.folder)
+
+
+def _splits(spec: ScoredTask) -> tuple[str, ...]:
+    return ("train", SPLIT) if spec.domain == "classification" else (SPLIT,)
 
 
 def _load(task: Any, spec: ScoredTask) -> None:
@@ -186,10 +196,7 @@ def _open_copy(spec: ScoredTask, copy: TaskFiles, seed: int) -> Any:
     task = kind(seed=seed)
     task.hf_subsets = [spec.subset]
     names = dict.fromkeys(_COLUMNS[spec.domain], "columns")
-    splits = {
-        split: copy.read([split], names).values
-        for split in (("train", "test") if spec.domain == "classification" else ("test",))
-    }
+    splits = {split: copy.read([split], names).values for split in _splits(spec)}
     if (here := spec.as_copied(copy)).sets:
         splits["test"] = _sets(splits["test"], here.sets, here.set_size)
     if spec.domain == "reranking":

@@ -295,9 +295,7 @@ def _as_classes(
     names, labels = task.classes or names, {row.label for rows in parts.values() for row in rows}
     if names is None:
         if len({type(label) for label in labels}) > 1:
-            raise task.refusal(
-                "label", f"column {task.label!r} mixes numbers and names, such as {_example(labels)}: use one"
-            )
+            raise task.refusal("label", f"column {task.label!r} mixes numbers and names: use one")
         order = sorted(labels)
         number_of = {label: number for number, label in enumerate(order)}
         names = tuple(map(str, order))
@@ -309,13 +307,6 @@ def _as_classes(
                     "classes",
                     f"row {row.number} of {row.place} has the label {row.label!r}, expected one of {', '.join(names)} "
                     f"or a number from 0 to {len(names) - 1}: name all classes, or choose the rows by where",
-                )
-            number = number_of[row.label]
-            if task.classes and number_of.get(str(row.label), number) != number:  # those of the Hub are places
-                raise task.refusal(
-                    "classes",
-                    f"row {row.number} of {row.place} has the label {row.label!r}, the number of {names[number]!r} and "
-                    "the name of another class: leave classes out, or give them no numbers for names",
                 )
         if task.classes is None:  # the Hub names classes that may occur nowhere in the rows chosen
             used = sorted({number_of[label] for label in labels})
@@ -396,8 +387,3 @@ def _class(task: ProbeTask, row: Row) -> int | str:
 
 def _is_missing(value: Any) -> bool:
     return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
-
-
-def _example(labels: set) -> str:
-    numbers, names = ([value for value in labels if isinstance(value, kind)] for kind in (int, str))
-    return f"{min(numbers)} and {min(names)!r}"

@@ -9,7 +9,6 @@ imported by the functions that need them: that takes 2 and 0.6 s.
 
 import contextlib
 import functools
-import glob
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -211,34 +210,17 @@ class TaskFiles:
         """The file that every split would be read from."""
         return self.folder / self.files if isinstance(self.files, str) and is_one_file(self.files) else None
 
-    def paths(self, split: str | None = None) -> list[Path]:
-        """The files of a split; None: all that are listed, and those of any split that are there.
+    def paths(self, split: str) -> list[Path]:
+        """Return the files of a split, there or not.
 
         Raises:
             InputError: none are listed.
         """
-        names = self._names(split)
-        if split is None:
-            return [self.folder / each for name in names for each in self._of_any_split(name)]
-        return [self.folder / name.replace(PATTERN, split) for name in names]
-
-    def _of_any_split(self, name: str) -> list[str]:
-        pattern = glob.escape(name).replace(PATTERN, "*")
-        return (sorted(glob.glob(pattern, root_dir=self.folder)) if PATTERN in name else []) or [name]
-
-    def _names(self, split: str | None) -> list[str]:
-        """The files of a split as they are listed; None: all."""
-        if isinstance(self.files, str):
-            return [self.files]
-        if split is not None and split not in self.files:
+        names = self.files if isinstance(self.files, str) else self.files.get(split)
+        if names is None:
             splits = ", ".join(self.files)
             raise InputError(f"{self.folder / MAPPING}: expected files of the split {split!r}, got {splits}")
-        chosen = [*self.files.values()] if split is None else [self.files[split]]
-        return [name for value in chosen for name in ([value] if isinstance(value, str) else value)]
-
-    def missing(self) -> list[Path]:
-        """Files that are listed and not there."""
-        return [path for path in self.paths() if not path.is_file()]
+        return [self.folder / name.replace(PATTERN, split) for name in ([names] if isinstance(names, str) else names)]
 
     def read(self, splits: Sequence[str], columns: Mapping[str, str]) -> Columns:
         """Columns of some splits by the data set's own names; `columns` says which option each is named by.

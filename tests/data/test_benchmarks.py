@@ -59,17 +59,16 @@ def test_each_prompt_is_a_batch_of_its_own_length_with_the_tokens_that_the_token
     assert len({batch["input_ids"].shape for batch in batches}) > 1
 
 
-@pytest.mark.parametrize("padding", ["left", "right"])
-def test_in_larger_batches_shorter_prompts_are_filled_up_on_the_side_asked_for(folder, tokenizer, padding):
+def test_in_larger_batches_shorter_prompts_are_filled_up(folder, tokenizer):
     options = {"folder": str(folder), "num_prompts": 7}
     alone = [batch["input_ids"][0] for batch in BenchmarkPrompts(tokenizer, **options)]
-    batches = list(BenchmarkPrompts(tokenizer, **options, batch_size=3, padding=padding))
+    batches = list(BenchmarkPrompts(tokenizer, **options, batch_size=3))
     assert [len(batch["input_ids"]) for batch in batches] == [3, 3, 1]
     rows = [(ids, mask) for batch in batches for ids, mask in zip(*batch.values(), strict=True)]
     for prompt, (ids, mask) in zip(alone, rows, strict=True):
         assert torch.equal(ids[mask.bool()], prompt)
         real = mask.tolist()
-        assert real == sorted(real, reverse=padding == "right")
+        assert real == sorted(real, reverse=True)
     assert any(0 in mask.tolist() for _, mask in rows)
 
 
@@ -100,10 +99,9 @@ def test_the_hash_is_that_of_the_tokens_and_their_batches(folder, tokenizer):
     def hash_of(**options) -> str:
         return BenchmarkPrompts(tokenizer, folder=str(folder), **{"num_prompts": 12} | options).content_hash()
 
-    assert hash_of() == hash_of() == hash_of(max_tokens=500) == hash_of(padding="left")  # nothing is cut or padded
+    assert hash_of() == hash_of() == hash_of(max_tokens=500)  # nothing is cut
     others = [hash_of(num_prompts=11), hash_of(max_tokens=5), hash_of(seed=1), hash_of(batch_size=2)]
-    others.append(hash_of(batch_size=2, padding="left"))
-    assert len({hash_of(), *others}) == 6
+    assert len({hash_of(), *others}) == 5
 
 
 def test_blank_rows_are_left_out(tmp_path, tokenizer):

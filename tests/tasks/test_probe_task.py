@@ -510,10 +510,6 @@ def test_labels_that_are_none_are_refused_with_their_row(tmp_path):
     )
     assert "row 3 of FILE has the label -1, " in sentence([0, 1, 1, -1, 0, 1], classes=("no", "yes"))
     assert "row 1 of FILE has the label 'maybe', " in sentence(["no", "maybe"] * 3, classes=("no", "yes"))
-    assert sentence([2, 1, 2, 1, 2, 1], classes=("1", "2", "3")) == (
-        "task t: classes: row 0 of FILE has the label 2, the number of '3' and the name of another class: leave "
-        "classes out, or give them no numbers for names"
-    )
     assert sentence(["a"] * 6) == "task t: label: all rows of train have 'a', a probe needs two labels: give other rows"
     assert sentence([3.0] * 6, kind="regression").startswith("task t: label: all rows of train have 3.0, ")
     assert sentence([0.5, 1.0] * 3) == (
@@ -521,7 +517,7 @@ def test_labels_that_are_none_are_refused_with_their_row(tmp_path):
         "regression"
     )
     assert sentence([1, "a", 2, "b", 3, "c"], ".jsonl") == (
-        "task t: label: column 'label' mixes numbers and names, such as 1 and 'a': use one"
+        "task t: label: column 'label' mixes numbers and names: use one"
     )
     assert sentence(["a", "b"] * 3, kind="regression").startswith(
         "task t: label: row 0 of FILE has 'a', a regression needs finite numbers: name another column, or"

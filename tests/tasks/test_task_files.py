@@ -39,11 +39,8 @@ def test_columns_are_renamed_rows_chosen_and_files_joined(tmp_path):
         "sentence1": ["21", "22", "11", "12"],
         "score": [1.0] * 4,
     }
-    assert (copy.paths(), copy.missing(), copy.difference) == (
-        [tmp_path / "part2.parquet", tmp_path / "part1.parquet"],
-        [],
-        "two rows",
-    )
+    assert copy.paths("test") == [tmp_path / "part2.parquet", tmp_path / "part1.parquet"]
+    assert copy.difference == "two rows"
     with pytest.raises(InputError, match="expected files of the split 'train', got test"):
         copy.paths("train")
 
