@@ -2,10 +2,9 @@
 
 import hashlib
 import json
-import shutil
-import tempfile
-from collections.abc import Mapping
-from contextlib import ExitStack
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,7 +16,7 @@ from torch import Tensor
 from lit_layers import schema
 from lit_layers.data.batches import BATCH_TOKENS, EncodedTexts, encode_texts, tokenizer_of
 from lit_layers.errors import InputError
-from lit_layers.files.durable import Scratch, naming, sync, write_json
+from lit_layers.files.durable import Scratch, naming, own_draft_of, sync
 from lit_layers.functional.geometry import Pooling, pool
 from lit_layers.models.build import weights_hash
 from lit_layers.models.states import States, convert_states
@@ -128,9 +127,7 @@ def permuted(targets: Tensor, seed: int) -> Tensor:
 
 
 TextPooling = Literal["last", "mean", "cls"]
-_FACTS = "features.json"
-_ROWS = "rows.i64"  # numbers of the texts, in the order in which they passed
-_FORMAT = 4
+_FILE, _FORMAT = "features.npy", 5
 
 
 class _How(NamedTuple):
@@ -139,31 +136,25 @@ class _How(NamedTuple):
     pooling: Pooling
     last: Pooling
     states: States
+    undefined: Literal["raise", "nan"]
 
 
 class LayerFeatures:
-    """Features of all layers in a folder, a file of (rows, dim) each, read a layer at a time.
+    """Features of all layers in a file (layers + 1, rows, dim), read a layer at a time.
 
-    A folder of its own disappears with the object; a cached one stays.
+    A file of its own disappears with the object; a cached one stays.
     """
 
-    def __init__(self, folder: Path, *, scratch: Scratch | None = None) -> None:
-        facts = json.loads((folder / _FACTS).read_text())
-        self.num_layers = facts["num_layers"]  # L: there are L + 1 layers
-        self.num_rows, self.dim = facts["num_rows"], facts["dim"]
-        self.broken = facts["broken"]  # layer and text of the first state that is not finite
-        self._dtype: torch.dtype = getattr(torch, facts["dtype"])
-        self._folder, self._scratch = folder, scratch
+    def __init__(self, file: Path, *, scratch: Scratch | None = None) -> None:
+        self._values, self._scratch = np.load(file, mmap_mode="r"), scratch
+        self.num_layers = len(self._values) - 1  # L: there are L + 1 layers
+        self.num_rows, self.dim = self._values.shape[1:]
 
     def layer(self, layer: int) -> Tensor:
         """Return the features (rows, dim) of one layer, 0 to L, in the order of the texts."""
         if not 0 <= layer <= self.num_layers:
             raise IndexError(f"layers are numbered 0..{self.num_layers}, got {layer}")
-        written = torch.from_numpy(np.fromfile(_file(self._folder, layer), dtype=np.uint8)).view(self._dtype)
-        order = torch.from_numpy(np.fromfile(self._folder / _ROWS, dtype=np.int64))
-        rows = torch.empty((self.num_rows, self.dim), dtype=self._dtype)
-        rows[order] = written.reshape(self.num_rows, self.dim)
-        return rows
+        return torch.from_numpy(np.array(self._values[layer]))
 
     def defined(self) -> Tensor:
         """Return which texts have a vector at which layer, (layers + 1, rows)."""
@@ -196,38 +187,23 @@ def text_features(
     Raises:
         InputError: a text longer than the model takes; with `undefined="raise"` states that are not finite.
     """
-
-    how = _How(pooling, last or pooling, states)
-
-    def write(folder: Path) -> None:
-        try:
-            _write(model, texts, how, max_tokens, undefined == "raise", folder)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-
+    how = _How(pooling, last or pooling, states, undefined)
     is_hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.model.modules())
     if cache is None or is_hooked:  # what a hook does, no key can tell
         scratch = Scratch()
-        write(scratch.folder)
-        return LayerFeatures(scratch.folder, scratch=scratch)
-    folder = Path(cache) / _key(model, texts, how, hashed or weights_hash(model.model))
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        write(draft)
-        draft.chmod(0o755)
-        sync(draft)
+        _write(model, texts, how, max_tokens, scratch.folder / _FILE)
+        return LayerFeatures(scratch.folder / _FILE, scratch=scratch)
+    file = Path(cache) / f"{_key(model, texts, how, hashed or weights_hash(model.model))}.npy"
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        draft = own_draft_of(file)
         try:
-            draft.rename(folder)
-        except OSError:  # another process was first
-            shutil.rmtree(draft)
-            if not folder.is_dir():
-                raise
-    features = LayerFeatures(folder)
-    if undefined == "raise" and features.broken is not None:
-        raise _not_finite(*features.broken)
-    return features
+            _write(model, texts, how, max_tokens, draft)
+            sync(draft)
+            draft.replace(file)
+        finally:
+            draft.unlink(missing_ok=True)
+    return LayerFeatures(file)
 
 
 def rows_of_texts(texts: EncodedTexts) -> list[Batch]:
@@ -249,47 +225,39 @@ def features_of_texts(values: dict[Any, Tensor]) -> LayerFeatures:
     Raises:
         InputError, OSError: the disk does not take them.
     """
-    scratch, order, vectors = Scratch(), values.pop("row"), values.pop("vectors").mT
-    num_layers, num_rows, dim = vectors.shape
-    with naming(scratch.folder):
-        for layer in range(num_layers):
-            vectors[layer].contiguous().numpy().tofile(_file(scratch.folder, layer))
-        order.numpy().tofile(scratch.folder / _ROWS)
-    kept = str(vectors.dtype).removeprefix("torch.")
-    facts = {"num_layers": num_layers - 1, "num_rows": num_rows, "dim": dim, "broken": None, "dtype": kept}
-    write_json(scratch.folder / _FACTS, facts)
-    return LayerFeatures(scratch.folder, scratch=scratch)
+    scratch, order, vectors = Scratch(), values.pop("row"), values.pop("vectors").mT.numpy()
+    with _new_array(scratch.folder / _FILE, vectors.shape, vectors.dtype) as features:
+        for layer, of_layer in enumerate(vectors):
+            features[layer, order] = of_layer
+    return LayerFeatures(scratch.folder / _FILE, scratch=scratch)
 
 
-def _not_finite(layer: int, row: int) -> InputError:
-    return InputError(f"the features of text {row} at layer {layer} are not finite")
+@contextmanager
+def _new_array(file: Path, shape: tuple[int, ...], dtype: Any) -> Iterator[np.ndarray]:
+    """Yield an array that lies in a file; a disk that is too small is refused before anything is written."""
+    with naming(file):
+        values = np.lib.format.open_memmap(file, "w+", dtype, shape)
+        if hasattr(os, "posix_fallocate"):  # elsewhere a full disk ends the process
+            with file.open("r+b") as opened:
+                os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
+        yield values
+        values.flush()
 
 
-def _write(model: LayeredModel, texts: EncodedTexts, how: _How, max_tokens: int, refuses: bool, folder: Path) -> None:
-    order: list[int] = []
-    broken: list[tuple[int, int]] = []
-    paths = [_file(folder, layer) for layer in range(model.num_layers + 1)]
-    with naming(folder), ExitStack() as stack, torch.autocast(model.device.type, enabled=False):
-        files = [stack.enter_context(path.open("wb")) for path in paths]
-
-        def keep(layer: int, hidden: Tensor, mask: Tensor) -> None:
-            way = how.pooling if layer < model.num_layers else how.last
-            vectors, finite = _vectors(model, way, how.states, layer, hidden, mask)
-            if not finite.all():
-                broken.append((layer, order[-len(vectors) :][int(finite.int().argmin())]))
-                if refuses:
-                    raise _not_finite(*broken[0])
-            files[layer].write(vectors.contiguous().view(torch.uint8).numpy().data)
-
+def _write(model: LayeredModel, texts: EncodedTexts, how: _How, max_tokens: int, file: Path) -> None:
+    shape = (model.num_layers + 1, len(texts), model.dim)
+    with _new_array(file, shape, _exact(model)) as features, torch.autocast(model.device.type, enabled=False):
         for rows, batch in texts.batches(max_tokens):
-            order += rows
+
+            def keep(layer: int, hidden: Tensor, mask: Tensor, rows: list[int] = rows) -> None:
+                way = how.pooling if layer < model.num_layers else how.last
+                vectors, finite = _vectors(model, way, how.states, layer, hidden, mask)
+                if how.undefined == "raise" and not finite.all():
+                    row = rows[int(finite.int().argmin())]
+                    raise InputError(f"the features of text {row} at layer {layer} are not finite")
+                features[layer, rows] = vectors.numpy()
+
             model.pass_states(batch, keep)
-    np.asarray(order, dtype=np.int64).tofile(folder / _ROWS)
-    for path in (*paths, folder / _ROWS):
-        sync(path)
-    facts: dict[str, Any] = {"num_layers": model.num_layers, "num_rows": len(texts), "dim": model.dim}
-    facts |= {"broken": broken[0] if broken else None, "dtype": _exact(model)}
-    write_json(folder / _FACTS, facts)
 
 
 def _exact(model: LayeredModel) -> Literal["float64", "float32"]:
@@ -325,8 +293,12 @@ def _key(model: LayeredModel, texts: EncodedTexts, how: _How, hashed: str) -> st
     """Return a hash of all that decides the numbers: weights and how they are run, tokens, pooling, states."""
     facts = [_FORMAT, hashed, type(model.model).__name__, model.attention, str(model.dtype)]
     config = getattr(model.model, "config", None)
-    facts += [config.to_json_string() if config is not None else "", texts.content_hash(), how.pooling, how.states]
-    facts += [_hash_of_buffers(model), *([how.last] if how.last != how.pooling else [])]
+    facts += [
+        config.to_json_string() if config is not None else "",
+        texts.content_hash(),
+        *how,
+        _hash_of_buffers(model),
+    ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
@@ -338,7 +310,3 @@ def _hash_of_buffers(model: LayeredModel) -> str:
             digest.update(f"{name} {buffer.dtype} {tuple(buffer.shape)} ".encode())
             digest.update(buffer.detach().cpu().double().numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def _file(folder: Path, layer: int) -> Path:
-    return folder / f"layer-{layer:03d}.bin"

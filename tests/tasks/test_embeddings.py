@@ -35,7 +35,7 @@ def asked(folder: Path, view: LayeredModel, model: Path, texts: list[str], layer
 
 
 def chunks(folder):
-    return [path for path in folder.iterdir() if path.is_dir()]
+    return [path for path in folder.iterdir() if path.suffix == ".npy"]
 
 
 def test_every_layer_is_what_a_pass_of_its_own_gives(model, tmp_path, passes):
