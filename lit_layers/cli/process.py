@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -104,30 +103,23 @@ def reader_is_gone() -> bool:
     return bool(state.poll(0))
 
 
-@dataclass(frozen=True)
-class Processors:
-    """What this process may use: CPUs, the cores that they are threads of, and a share of their time in CPUs."""
+def num_threads(ranks: int, environment: Mapping[str, str], system: Path = Path("/")) -> int:
+    """Return how many threads each rank on this machine computes with: its share of the cores and of the container.
 
-    cpus: int
-    cores: int
-    quota: float = float("inf")
-
-    def threads(self, ranks: int, allocated: int | None = None) -> int:
-        """Threads of each of so many ranks; where each is bound to CPUs of its own, of those `allocated` to all."""
-        cpus = min(self.cpus, max(self.cpus, allocated or 0) // ranks)
-        return max(1, int(min(cpus * self.cores / self.cpus, self.quota / ranks)))
-
-
-def processors(system: Path = Path("/")) -> Processors:
-    """Return what the scheduler's affinity and the container leave to this process."""
+    torchrun and `srun` say how many ranks they have started here. `srun` may bind each of them to CPUs of its own.
+    """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    cores = set()
-    for cpu in allowed:
-        siblings = system / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-        cores.add(siblings.read_text() if siblings.is_file() else str(cpu))
+    folders = [system / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in allowed]
+    cores = {file.read_text() if file.is_file() else file for file in folders}
     limit = system / "sys/fs/cgroup/cpu.max"  # of a container: microseconds, and in how many
     quota, period = limit.read_text().split() if limit.is_file() else ("max", "1")
-    return Processors(len(allowed), len(cores), float("inf") if quota == "max" else int(quota) / int(period))
+    tasks, nodes = (int(environment.get(f"SLURM_STEP_NUM_{name}", 1)) for name in ("TASKS", "NODES"))
+    is_torchrun = "LOCAL_WORLD_SIZE" in environment
+    ranks = max(ranks, int(environment["LOCAL_WORLD_SIZE"]) if is_torchrun else math.ceil(tasks / nodes))
+    of_all = 0 if is_torchrun else int(environment.get("SLURM_CPUS_ON_NODE", 0))
+    cpus = min(len(allowed), max(len(allowed), of_all) // ranks)
+    share = math.inf if quota == "max" else int(quota) / int(period) / ranks
+    return max(1, int(min(cpus * len(cores) / len(allowed), share)))
 
 
 def settle(ranks: int = 1) -> None:
@@ -139,8 +131,7 @@ def settle(ranks: int = 1) -> None:
     given = os.environ.get(VARIABLE, _divided)
     if given != _divided and not (given == "1" and "TORCHELASTIC_RUN_ID" in os.environ):  # what torchrun sets by itself
         return
-    started, allocated = ranks_here(os.environ)
-    threads = processors().threads(max(started, ranks), allocated)
+    threads = num_threads(ranks, os.environ)
     os.environ[VARIABLE] = _divided = str(threads)
     if "torch" in sys.modules:  # which has read the variable
         import torch
@@ -148,15 +139,6 @@ def settle(ranks: int = 1) -> None:
 
         torch.set_num_threads(threads)
         threadpool_limits(threads)
-
-
-def ranks_here(environment: Mapping[str, str]) -> tuple[int, int | None]:
-    """Return the ranks on this machine, by torchrun or `srun`, and how many CPUs SLURM gave to all of them together."""
-    if "LOCAL_WORLD_SIZE" in environment:
-        return int(environment["LOCAL_WORLD_SIZE"]), None
-    # Of a step: a batch script alone has none.
-    tasks, nodes = (int(environment.get(f"SLURM_STEP_NUM_{name}", 1)) for name in ("TASKS", "NODES"))
-    return math.ceil(tasks / nodes), int(environment.get("SLURM_CPUS_ON_NODE", 0)) or None
 
 
 def tell(device: object) -> None:

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lit_layers.cli.process import Processors, processors
+from lit_layers.cli.process import num_threads
 from lit_layers.models.offload import free_memory
 
-INFINITE = float("inf")
 MEMINFO = "MemTotal:  100 kB\nMemFree:  50 kB\nMemAvailable:  90 kB\nHugePages_Total:  0\n"
 CPU = torch.device("cpu")
 
@@ -21,45 +20,38 @@ def machine_of(files: dict[str, str], folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("machine", "ranks", "allocated", "expected"),
-    [
-        (Processors(8, 8), 1, None, 8),
-        (Processors(8, 8), 2, None, 4),
-        (Processors(8, 8), 3, None, 2),
-        (Processors(2, 2), 8, None, 1),
-        (Processors(16, 8), 1, None, 8),  # two hardware threads a core
-        (Processors(16, 8), 4, None, 2),
-        (Processors(64, 64, 6.5), 1, None, 6),
-        (Processors(64, 64, 6.5), 2, None, 3),
-        (Processors(64, 64, 0.5), 1, None, 1),
-        (Processors(64, 64), 8, 64, 8),  # tasks of SLURM that may use each other's CPUs
-        (Processors(8, 8), 8, 64, 8),  # and that may not
-    ],
-)
-def test_threads_are_the_cores_over_the_ranks(machine, ranks, allocated, expected):
-    assert machine.threads(ranks, allocated) == expected
+SRUN = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "64"}
 
 
 @pytest.mark.parametrize(
-    ("files", "quota"),
+    ("cpus", "quota", "ranks", "environment", "expected"),
     [
-        ({"sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
-        ({"sys/fs/cgroup/cpu.max": "max 100000\n"}, INFINITE),
-        ({}, INFINITE),
+        (8, "max", 1, {}, 8),
+        (8, "max", 2, {}, 4),
+        (8, "max", 3, {}, 2),
+        (2, "max", 8, {}, 1),
+        (8, "max", 1, {"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}, 2),
+        (64, "650000", 1, {}, 6),  # a container with a share of the processors
+        (64, "650000", 2, {}, 3),
+        (64, "50000", 1, {}, 1),
+        (64, "max", 1, SRUN, 8),  # tasks of SLURM that may use each other's CPUs
+        (8, "max", 8, SRUN, 8),  # and that may not
+        (64, "max", 1, {"SLURM_NTASKS": "8", "SLURM_CPUS_ON_NODE": "64"}, 64),  # a batch script alone
     ],
 )
-def test_a_container_may_have_a_share_of_the_processors(files, quota, tmp_path):
-    assert processors(machine_of(files, tmp_path)).quota == quota
+def test_threads_are_the_cores_over_the_ranks(cpus, quota, ranks, environment, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(cpus)}, raising=False)
+    system = machine_of({"sys/fs/cgroup/cpu.max": f"{quota} 100000\n"}, tmp_path)
+    assert num_threads(ranks, environment, system) == expected
 
 
-def test_two_hardware_threads_of_a_core_count_once(tmp_path, monkeypatch):
+def test_two_hardware_num_threads_a_core_count_once(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 4, 5}, raising=False)
-    for cpu in (0, 1, 4, 5):
-        folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
-        folder.mkdir(parents=True)
-        (folder / "thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
-    assert processors(tmp_path) == Processors(4, 2)
+    siblings = {
+        f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{cpu % 4},{cpu % 4 + 4}\n"
+        for cpu in (0, 1, 4, 5)
+    }
+    assert [num_threads(ranks, {}, machine_of(siblings, tmp_path)) for ranks in (1, 2)] == [2, 1]
 
 
 def test_free_memory_is_what_the_system_calls_available(tmp_path):

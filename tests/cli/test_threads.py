@@ -7,26 +7,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from lit_layers.cli import console, process
-from lit_layers.cli.process import Processors, ranks_here
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, (1, None)),
-        ({"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}, (4, None)),
-        ({"SLURM_NTASKS": "8", "SLURM_CPUS_ON_NODE": "32"}, (1, 32)),  # a batch script alone
-        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "32"}, (4, 32)),
-        ({"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NUM_NODES": "2"}, (2, None)),
-    ],
-)
-def test_ranks_on_this_machine_are_what_started_them_says(environment, expected):
-    assert ranks_here(environment) == expected
 
 
 def test_what_the_caller_says_stays_and_what_was_settled_is_divided(monkeypatch):
     made: list[int] = []
-    monkeypatch.setattr(process, "processors", lambda: Processors(12, 12))
+    monkeypatch.setattr(process, "num_threads", lambda ranks, _: 12 // ranks)
     monkeypatch.setattr(torch, "set_num_threads", made.append)
     monkeypatch.setattr("threadpoolctl.threadpool_limits", made.append)
     monkeypatch.setattr(process, "_divided", None)
@@ -41,7 +26,7 @@ def test_what_the_caller_says_stays_and_what_was_settled_is_divided(monkeypatch)
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "3"), ("1", "3"), ("2", "2")])
 def test_the_one_thread_that_torchrun_sets_is_no_callers_wish(given, expected, monkeypatch):
-    monkeypatch.setattr(process, "processors", lambda: Processors(6, 6))
+    monkeypatch.setattr(process, "num_threads", lambda ranks, environment: 6 // int(environment["LOCAL_WORLD_SIZE"]))
     monkeypatch.setattr(process, "_divided", None)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     monkeypatch.setattr("threadpoolctl.threadpool_limits", lambda _: None)
