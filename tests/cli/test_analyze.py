@@ -157,7 +157,7 @@ analyses:
         (["MODEL", "--tokenizer", "no/such/thing"], "no tokenizer 'no/such/thing'"),
         (["MODEL", "--metrics", "lens", "--offload", "x", "--dtype", "bfloat16"], "offload: --dtype bfloat16 needs"),
         (["MODEL", "--analyses+=Coupling"], "batches"),
-        ([], "missing: model"),
+        ([], "model: expected a model"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_ends_in_two(model, recipe, corpus, tmp_path, capsys, arguments, sentence):

@@ -122,7 +122,10 @@ def test_a_suspect_checkpoint_is_left_out_and_said(trained, recipe, tmp_path, ca
         (["--shard", "4/4"], "got 4/4: number a SLURM array from 0, --array=0-3"),
         (["--revision", "step0"], "revision: is for one model"),
         (["--keep_downloads", "perhaps"], "perhaps"),
-        (["--series", "Models", "--series.models", "[a]"], "model and series: expected one of them, got "),
+        (
+            ["--series", "Models", "--series.models", "[a]"],
+            "model: expected a model, a series of its checkpoints or --series, and not two",
+        ),
         (["--analyses.k", "[99]"], "99"),
     ],
 )
@@ -143,7 +146,7 @@ def test_options_of_a_series_are_refused_for_one_model(trained, capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "missing: model; name a model or a series of its checkpoints, or give --series"),
+        ([], "model: expected a model, a series of its checkpoints or --series"),
         (["--series", "Nothing"], "Nothing"),
         (["--series", "lit_layers.series.Nothing"], "expected one of Series, null, got lit_layers.series.Nothing"),
         (["--series", "HubRevisions"], "missing: repo"),

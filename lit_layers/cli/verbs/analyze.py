@@ -115,12 +115,10 @@ class Command:
             InputError: none, several, or options that are for the other of a model and a series.
         """
         options = self.options
-        if options.series is None:
-            if options.model is None:
-                raise InputError("missing: model; name a model or a series of its checkpoints, or give --series")
-            return checkpoints.opened(options.model)
+        if (options.model is None) == (options.series is None):
+            raise InputError("model: expected a model, a series of its checkpoints or --series, and not two of them")
         if options.model is not None:
-            raise InputError(f"model and series: expected one of them, got {options.model} and a series: leave one out")
+            return checkpoints.opened(options.model)
         own = ("steps", "submodule", "revision", "untrained")
         refuse_beside(given(checkpoints), [(own, True, "the class of --series has options of its own, --series.steps")])
         return [self._recipe.made("series", options)]
