@@ -194,15 +194,8 @@ def rounded_copies(read: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]
         grid = grids[one.name]
         if counts[prints[one.name].digest] > 1 or grid not in COARSE or grids[other.name] == grid:
             continue
-        if _is_rounded(prints[one.name], prints[other.name], grid) and not is_still(read, prints, [one, other], grid):
+        if not _moved(prints[one.name], prints[other.name], grid) and not is_still(read, prints, [one, other], grid):
             yield finding("rounded copy", f"holds the weights of {other.label}, rounded to {grid}", [one])
-
-
-def _is_rounded(one: Fingerprint, other: Fingerprint, grid: str) -> bool:
-    return one.samples.keys() == other.samples.keys() and all(
-        values.shape == other.samples[name].shape and bool((values == _rounded(other.samples[name], grid)).all())
-        for name, values in one.samples.items()
-    )
 
 
 def _rounded(values: "Tensor", grid: str | None) -> "Tensor":
@@ -231,6 +224,7 @@ def is_still(
 
 
 def _moved(one: Fingerprint, other: Fingerprint, grid: str | None) -> float:
+    """The share of values that differ in a precision."""
     pairs = [
         (_rounded(values, grid), _rounded(other.samples[name], grid))
         for name, values in one.samples.items()
