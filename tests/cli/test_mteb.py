@@ -215,7 +215,7 @@ def test_texts_whose_views_are_equal_fail_alone(home, tmp_path, monkeypatch, cap
     ("options", "sentence"),
     [
         (["--tasks", "STS18"], "task: there is no 'STS18'; did you mean"),
-        (["--tasks", ","], "tasks: Not of type Names: expected names with commas between, got ,"),
+        (["--tasks", ","], "tasks: expected names with commas between, got ,"),
         (["--domains", "sts,cluster"], "domains: expected some of"),
         (["--layers", "1-3"], "layers: expected one of Numbers, 'all', got 1-3"),
         (["--layers", "7"], "layers: this model has layers 0 to 3, got 7"),
