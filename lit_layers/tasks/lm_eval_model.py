@@ -41,9 +41,8 @@ class OrderLikelihoods:
         self.schedules = [*schedules]
         self.requests = {_key(request): request for request in requests}
         self._rows = {key: row for row, key in enumerate(self.requests)}
-        self._orders = {format_schedule(schedule): row for row, schedule in enumerate(self.schedules)}
-        self.path = folder / f"likelihoods-{sha16(json.dumps([*self._orders, *self._rows]))}.npy"
-        shape = (len(self._orders), len(self._rows), 2)
+        self.path = folder / f"likelihoods-{sha16(json.dumps([*map(format_schedule, schedules), *self._rows]))}.npy"
+        shape = (len(self.schedules), len(self._rows), 2)
         self._values = np.zeros(shape)  # the second number is 0 if unknown, 1 if not greedy, 2 if greedy
         if self._rows:
             with refused(f"results: cannot write {self.path}"):
@@ -58,21 +57,16 @@ class OrderLikelihoods:
         lacking = (self._values[..., 1] == 0).any(0)
         return [request for request, lacks in zip(self.requests.values(), lacking, strict=True) if lacks]
 
-    def orders_of(self, requests: Sequence[Request]) -> list[Schedule]:
-        """The orders that lack one of these requests."""
-        lacking = (self._values[:, [self._rows[_key(request)] for request in requests], 1] == 0).any(1)
-        return [schedule for schedule, lacks in zip(self.schedules, lacking, strict=True) if lacks]
-
-    def add(self, requests: Sequence[Request], likelihoods: Mapping[Schedule, Sequence[Likelihood]]) -> None:
-        """Returns when a batch is on the disk."""
+    def add(self, requests: Sequence[Request], likelihoods: Mapping[int, Sequence[Likelihood]]) -> None:
+        """Keep the likelihoods of a batch by the index of each order; return when they are on the disk."""
         rows = [self._rows[_key(request)] for request in requests]
-        for schedule, pairs in likelihoods.items():
-            self._values[self._orders[format_schedule(schedule)], rows] = [(value, 1 + said) for value, said in pairs]
+        for order, pairs in likelihoods.items():
+            self._values[order, rows] = [(value, 1 + said) for value, said in pairs]
         self._values.flush()
 
     def of(self, schedule: Schedule) -> Callable[[Request], Likelihood | None]:
-        """What is known of a request in one order."""
-        values = self._values[self._orders[format_schedule(schedule)]]
+        """Return what is known of a request in one order."""
+        values = self._values[self.schedules.index(schedule)]
 
         def likelihood(request: Request) -> Likelihood | None:
             row = self._rows.get(_key(request))

@@ -155,18 +155,16 @@ class LmEvalScorer:
         waiting, last_line = sorted(likelihoods.waiting(), key=longest_first), time.monotonic()
         if not waiting:
             return likelihoods
-        held = SharedPrefixes(schedules, model.num_layers).num_held * model.dim * model.dtype.itemsize
+        prefixes = SharedPrefixes(schedules, model.num_layers)
+        held = prefixes.num_held * model.dim * model.dtype.itemsize
         size = max(1, min(self.batch_size, MAX_STATES // (held * min(num_tokens(waiting[0]), wrapped.max_length))))
         of_first = likelihoods.of(schedules[0])
         try:
             in_tuple = model.trajectory({"input_ids": torch.zeros(1, 1, dtype=torch.long)}).in_tuple
             for start in range(0, len(waiting), size):
                 batch = waiting[start : start + size]
-                orders = likelihoods.orders_of(batch)
                 with _quiet():
-                    prefixes = SharedPrefixes(orders, model.num_layers)
-                    of_batch = wrapped.in_orders(batch, prefixes, model, in_tuple=in_tuple)
-                likelihoods.add(batch, {orders[index]: of_order for index, of_order in of_batch.items()})
+                    likelihoods.add(batch, wrapped.in_orders(batch, prefixes, model, in_tuple=in_tuple))
                 if any(math.isnan(value) for value, _ in filter(None, map(of_first, batch))):
                     break
                 if time.monotonic() - last_line > SECONDS_BETWEEN:
