@@ -125,15 +125,10 @@ def headline_facts(run: RunData) -> list[tuple[str, str]]:
     tokens += [int(row["tokens"]) for row in run.scalars[-1:] if "tokens" in row]
     unfinished = planned is not None and last is not None and last < planned
     checkpoints = 0 if run.compares_models else len({m.step for m in run.measurements})
-    numbers = lambda m: (n for r in m.records for n in (r.layer, r.other_layer) if n is not None)  # noqa: E731
-    models = grouped(run.measurements, lambda m: m.run) if run.compares_models else {}
-    depths = {max((n for m in measured for n in numbers(m)), default=0) for measured in models.values()}
     devices = distinct(m.provenance.get("device") for m in run.measurements if m.provenance.get("device"))
     device = " ".join(str(about[name]) for name in ("device", "precision") if about.get(name))
-    layers = f"{min(depths)} to {max(depths)}" if len(depths) > 1 else "".join(str(n) for n in depths if n)
     facts = [
         ("Models", str(len(run.models)) if run.models else ""),
-        ("Layers", layers),
         ("Model", str(model.get("class", ""))),
         ("Parameters", count(model.get("parameters"))),
         ("Steps", "" if last is None else f"{last:,}" + (f" of {planned:,}" if unfinished else "")),

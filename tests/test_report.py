@@ -504,7 +504,7 @@ def test_results_of_models_stand_side_by_side_with_their_intervals(compared: Pat
                 cells.append(f"{r.value:.3f} {r.low:.3f} to {r.high:.3f}")
     assert f"Line shape score {' '.join(cells)}" in text
     assert "Effective rank last layer" in text
-    assert "Models 4 Layers 2 to 4 Device cpu" in text
+    assert "Models 4 Device cpu" in text
 
 
 def test_provenance_of_models_is_told_by_model(compared: Path, comparison: Path) -> None:
