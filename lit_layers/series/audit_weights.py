@@ -154,11 +154,10 @@ def copies(listed: Listed, prints: Mapping[str, Fingerprint], read: Sequence[Che
     The last step and `main` are right by themselves; of others the hashes do not show which one is. It is a note where
     the learning rate may still be 0 and where a training hardly moves.
     """
+    digests = {one.name: prints[one.name].digest for one in read}
 
     def is_same(one: str, other: str) -> bool:
-        return bool(listed.equal(one, other)) or (
-            one in prints and other in prints and prints[one].digest == prints[other].digest
-        )
+        return bool(listed.equal(one, other)) or digests.get(one, one) == digests.get(other)
 
     groups: list[set[str]] = []
     for name in listed.compared:
@@ -176,7 +175,7 @@ def copies(listed: Listed, prints: Mapping[str, Fingerprint], read: Sequence[Che
             continue
         steps = [listed.compared[name].step for name in group]
         is_early = all(step is not None and step <= listed.listing.warm_up for step in steps)
-        is_read = {one.name for one in same} <= {one.name for one in read}
+        is_read = {one.name for one in same} <= digests.keys()
         excuse = ""
         if is_early:
             excuse = "may be genuine: the learning rate starts at 0"
