@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 from filelock import FileLock
 from pydantic import with_config
 from typing_extensions import TypedDict
@@ -261,8 +260,6 @@ class TaskEmbeddings:
     num_empty: int = 0
     _places: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)  # text: its chunk, its row there
     _chunks: list[LayerFeatures] = field(default_factory=list, repr=False)
-    _read: dict[int, np.ndarray] = field(default_factory=dict, repr=False)  # chunks of one layer
-    _layer: int | None = field(default=None, repr=False)
 
     @property
     def num_texts(self) -> int:
@@ -278,15 +275,11 @@ class TaskEmbeddings:
         missing = list(dict.fromkeys(text for text in texts if text not in self._places))
         for start in range(0, len(missing), CHUNK):
             self._add(missing[start : start + CHUNK])
-        if layer != self._layer:  # memory holds one layer at a time
-            self._read, self._layer = {}, layer
         places = np.array([self._places[text] for text in texts], dtype=np.int64).reshape(-1, 2)
         vectors = np.empty((len(texts), self.view.dim), dtype=np.float32)
         for chunk in np.unique(places[:, 0]).tolist():
-            if chunk not in self._read:
-                self._read[chunk] = self._chunks[chunk].layer(layer).to(torch.float32).numpy()
             here = places[:, 0] == chunk
-            vectors[here] = self._read[chunk][places[here, 1]]
+            vectors[here] = self._chunks[chunk].layer(layer, places[here, 1])
         finite = np.isfinite(vectors).all(1)
         if not finite.all():
             raise NotFiniteError(f"the features of text {finite.argmin()} at layer {layer} are not finite")

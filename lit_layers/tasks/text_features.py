@@ -150,11 +150,11 @@ class LayerFeatures:
         self.num_layers = len(self._values) - 1  # L: there are L + 1 layers
         self.num_rows, self.dim = self._values.shape[1:]
 
-    def layer(self, layer: int) -> Tensor:
-        """Return the features (rows, dim) of one layer, 0 to L, in the order of the texts."""
+    def layer(self, layer: int, rows: np.ndarray | slice = slice(None)) -> Tensor:
+        """Return the features (rows, dim) of one layer, 0 to L, in the order of the texts; or only of some rows."""
         if not 0 <= layer <= self.num_layers:
             raise IndexError(f"layers are numbered 0..{self.num_layers}, got {layer}")
-        return torch.from_numpy(np.array(self._values[layer]))
+        return torch.from_numpy(np.array(self._values[layer, rows]))
 
     def defined(self) -> Tensor:
         """Return which texts have a vector at which layer, (layers + 1, rows)."""
