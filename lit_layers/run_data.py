@@ -56,10 +56,6 @@ class RunData:
         return self.measurements[-1].run if self.measurements else str(self.about.get("run") or self.root.name)
 
     @property
-    def tokens_per_step(self) -> int | None:
-        return self.about.get("tokens_per_step")
-
-    @property
     def failures(self) -> list[Measurement]:
         return [m for m in self.measurements if m.error is not None]
 

@@ -137,18 +137,16 @@ def test_models_measured_in_unlike_ways_are_not_compared(tmp_path):
     for number, tags in enumerate(({"k": 4}, {"k": 8}, {"k": 8, "dtype": "bfloat16"})):
         found = Record(metric="coupling", value=0.1 * number, tags=tags), Record(metric="loss", value=3.0 - number)
         records.append(tmp_path / "measurements.jsonl", measured(f"org/{number}", None, "coupling", *found))
-    sentence = (
-        r"metric: coupling/coupling is k = 8 of org/1; k = 8, dtype = bfloat16 of org/2: .* choose, e.g. .*\[dtype=bfl"
-    )
+    sentence = r"metric: coupling/coupling is k=8 of org/1; k=8,dtype=bfloat16 of org/2: .* choose one by its tags"
     with pytest.raises(InputError, match=sentence):
         read_runs([tmp_path], metric="coupling/coupling", score="coupling/loss")
-    with pytest.raises(InputError, match=r"score: coupling/coupling is k = 8 of org/1; k = 8, .*bfloat16 of org/2"):
+    with pytest.raises(InputError, match=r"score: coupling/coupling is k=8 of org/1; k=8,.*bfloat16 of org/2"):
         read_runs([tmp_path], metric="coupling/loss", score="coupling/coupling")
     without = measured(
         "org/2", None, "coupling", Record(metric="coupling", value=0.3), Record(metric="loss", value=1.0)
     )
     records.append(tmp_path / "measurements.jsonl", without)
-    with pytest.raises(InputError, match="k = 8 of org/1; no tag of org/2"):
+    with pytest.raises(InputError, match="k=8 of org/1; no tag of org/2"):
         read_runs([tmp_path], metric="coupling/coupling", score="coupling/loss")
 
 
@@ -161,8 +159,6 @@ def test_of_a_training_run_the_last_checkpoint_counts_or_the_step_asked_for(tmp_
     assert of(table, "weight_decay")["cell3"] == pytest.approx(0.03)
     assert "lr" not in table.frame.columns, "the same in all of them"
     assert of(table, "parameters")["cell3"] == 1003
-    first = read_runs([root], metric="coupling", score="validation/accuracy", take="highest")
-    assert of(first, "validation/accuracy")["cell3"] == pytest.approx(0.87)
     early = read_runs([root], metric="coupling", score="validation/accuracy", step=0)
     assert set(of(early, "coupling").values()) == {0.0}
     assert of(early, "validation/accuracy")["cell3"] == pytest.approx(0.103)
@@ -215,16 +211,12 @@ def test_folders_of_equal_run_names_are_told_apart_by_their_paths(tmp_path):
     ("options", "sentence"),
     [
         ({"metric": "coupling/couplng"}, "no model has 'coupling/couplng'; did you mean coupling/coupling"),
-        (
-            {"metric": "coupling/coupling"},
-            "org/b has 2 variants (k = 3; k = 4): choose one, e.g. coupling/coupling[k=",
-        ),
+        ({"metric": "coupling/coupling"}, "org/b has 2 variants (k=3; k=4): choose one by its tags"),
         ({"metric": "coupling[k=5]"}, "org/a: no coupling/coupling with k = 5, it has k = 3"),
         ({"score": "{file}:arcc"}, "has no column 'arcc'; did you mean arc?"),
         ({"score": "lens/los"}, "no model has 'lens/los', neither as a scalar of training nor as ANALYSIS/METRIC"),
         ({"score": "missing.csv:arc"}, "cannot read missing.csv: [Errno 2] No such file"),
         ({"score": "{file}:family"}, "expected numbers in column 'family' of"),
-        ({"baseline": "chance"}, "baseline: these models has no column 'chance'"),
     ],
 )
 def test_wrong_input_is_one_sentence(tmp_path, options, sentence):

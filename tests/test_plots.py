@@ -65,15 +65,11 @@ def test_ticks_are_steps_that_were_measured_at_their_places() -> None:
         assert step == 0 or place == pytest.approx(math.log10(1 + step), abs=1e-5)
 
 
-def test_the_token_axis_has_tokens_and_needs_them() -> None:
-    fig = plots.emergence_curves(table(*layered((0, 1, 10))), "m", axis="tokens")
-    assert sorted(drawn(fig, "layer 1"))[1:] == [round(math.log10(101), 5), round(math.log10(1001), 5)]
-    assert axis(fig).title == "Tokens seen"
-    assert fig.training.names == ["step", "tokens"]
-    blind = table(*layered((0, 1, 10)), tokens=None)
-    assert plots.emergence_curves(blind, "m").training.names == ["step"]
-    with pytest.raises(ValueError, match="needs the tokens of every step"):
-        plots.emergence_curves(blind, "m", axis="tokens")
+def test_tokens_stand_beside_the_step_where_they_are_known() -> None:
+    fig = plots.emergence_curves(table(*layered((0, 1, 10))), "m")
+    assert fig.training.texts() == ["step 0 · 0 tokens", "step 1 · 100 tokens", "step 10 · 1,000 tokens"]
+    blind = plots.emergence_curves(table(*layered((0, 1, 10)), tokens=None), "m")
+    assert blind.training.texts() == ["step 0", "step 1", "step 10"]
 
 
 def test_layers_have_one_line_each_coloured_by_depth() -> None:
@@ -319,7 +315,7 @@ def test_a_spectrum_has_a_line_a_layer_on_a_log_axis_and_its_curve_shows_the_lar
 def test_training_curves_show_training_first_and_levels_dashed() -> None:
     rows = [{"step": 0, "validation/loss": 7.0}, {"step": 1, "train/loss": 6.0}, {"step": 2, "train/loss": 5.0}]
     rows.append({"step": 4, "train/loss": 4.0, "validation/loss": 4.5})
-    fig = plots.training_curves(rows, tokens_per_step=8, references={"Unigram entropy": 5.5})
+    fig = plots.training_curves(rows, references={"Unigram entropy": 5.5})
     assert [series.name for series in fig.series if series.legend] == [
         "Training loss",
         "Validation loss",
@@ -328,7 +324,7 @@ def test_training_curves_show_training_first_and_levels_dashed() -> None:
     assert list(drawn(fig, "Training loss").values()) == [6.0, 5.0, 4.0]
     assert sorted(drawn(fig, "Validation loss").values()) == [4.5, 7.0]
     assert set(drawn(fig, "Unigram entropy").values()) == {5.5}
-    assert (fig.training.steps, fig.training.tokens) == ([0, 1, 2, 4], [0, 8, 16, 32])
+    assert fig.training.steps == [0, 1, 2, 4]
 
 
 def test_long_curves_are_averaged_over_steps_that_share_a_pixel() -> None:
@@ -339,7 +335,7 @@ def test_long_curves_are_averaged_over_steps_that_share_a_pixel() -> None:
     assert list(line.y[:4]) == [1.0, 0.0, 1.0, 0.0]
     assert line.y[-1] == pytest.approx(0.5, abs=0.01)
     assert fig.training.steps[-1] == 20_000
-    assert fig.training.tokens[-1] == 100_000
+    assert fig.training.tokens[20_000] == 100_000
     with pytest.raises(ValueError, match="no values of lr in these rows; they have: train/loss"):
         plots.training_curves(rows, ["lr"])
 

@@ -209,7 +209,7 @@ def test_the_page_has_one_section_for_all_tasks_with_a_surface_for_each_domain(t
 def test_a_number_that_is_no_score_has_no_surface(tmp_path):
     own = [Record(metric="token_curvature", value=1.0, layer=layer) for layer in range(3)]
     for step in (1, 2):
-        measured = Measurement(run="r", step=step, tokens=None, analysis="lens", records=own, seconds=0)
+        measured = Measurement(run="r", step=step, tokens=None, analysis="trajectory", records=own, seconds=0)
         records.append(tmp_path / "measurements.jsonl", measured)
     assert "Layers over steps" not in write_report(tmp_path).read_text()
 

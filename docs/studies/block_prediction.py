@@ -446,7 +446,6 @@ def prediction_charts(table: pd.DataFrame) -> list[Chart]:
                 "color": COLORS[number % len(COLORS)],
                 "width": 2.0,
                 "mark": "circle",
-                "apart": "circle-open",
             }
             series.append(
                 Series(x=steps, y=rounded(line["rho"]), name=str(predictor), legend=True, interval="", **ends, **look)
@@ -459,7 +458,6 @@ def prediction_charts(table: pd.DataFrame) -> list[Chart]:
                 y=Axis(title="Spearman's rho over blocks", ends=(-1.05, 1.05)),
                 series=series,
                 training=training,
-                axis="step",
             )
         )
     return charts

@@ -75,7 +75,7 @@ def correlate(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Findings:
-    """Returns what the models of a table say of its metric and score.
+    """Return what the models of a table say of its metric and score.
 
     Partial correlations are given each of the sizes and the baseline that is known, and given all of `given` together.
     Intervals are percentile bootstrap over models.
@@ -216,7 +216,7 @@ def _groups(table: ModelTable, x: Column, y: Column, group: str, options: Mappin
 
 
 def _r(table: ModelTable, name: str, column: Column) -> Correlation | None:
-    """How a column goes with another one, over the models that have both; None where undefined."""
+    """Return how a column goes with another one, over the models that have both; None where undefined."""
     covariate = table.values(name)
     defined = ~np.isnan(covariate)
     with suppress(UndefinedError):
@@ -225,7 +225,7 @@ def _r(table: ModelTable, name: str, column: Column) -> Correlation | None:
 
 
 def confounders(table: ModelTable) -> dict[str, float]:
-    """Returns the baseline, the width and K, as far as the metric follows them, with R²."""
+    """Return the baseline, the width and K, as far as the metric follows them, with R²."""
     x = table.values(table.metric)
     names = [name for name in (table.baseline, "width", "k") if name in table.frame.columns]
     shares = {name: along.value**2 for name in names if name and (along := _r(table, name, x)) is not None}
@@ -286,7 +286,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricFindings:
-    """Of one metric: its coefficients, the tasks they rest on, and which tasks are left out, with the reason."""
+    """The coefficients of one metric, the tasks they rest on, and which tasks are left out, with the reason."""
 
     metric: str
     correlations: list[layer_selection.LayerCorrelation]

@@ -83,7 +83,7 @@ def read_layers(
     step: int | None = None,
     with_layer_0: bool = False,
 ) -> LayerTables:
-    """Returns metrics and scores over the layers of each model: of a series the last checkpoint that has both.
+    """Return metrics and scores over the layers of each model: of a series the last checkpoint that has both.
 
     `scores` is `mteb`, the `main_score` of the measurements `mteb/TASK`, or a file with the columns model, task, layer
     and score. A metric is `NAME` or `ANALYSIS/NAME`, with `[tag=value,...]` where it has variants: of the measurements
@@ -169,7 +169,7 @@ def _model_tables(
     for one, curve in curves.items():
         variants = tables.variants.setdefault((one.option, one.query.text), {})
         variants[name] = curve.variant
-        refuse_unlike(variants, one.query.text, option=one.option, example=one.example)
+        refuse_unlike(variants, one.query.text, one.option)
     tables.states = of_scores.states or tables.states
     tables.score_title = tables.score_title if scores.query.name == "score" else _title(scores.query, of_scores)
     return ModelTables(name=name, step=step, scores=table.drop(index=[*gaps]), metrics=tables_of, left_out=left_out)
@@ -255,11 +255,6 @@ class _Source:
     models: list[str]
     values: Any  # a table of `_COLUMNS`, of objects
 
-    @property
-    def example(self) -> str:
-        """How a variant is chosen."""
-        return f"{self.query.text.partition('[')[0]}[{{}}]"
-
     def steps(self, model: str) -> set[int | None]:
         """The checkpoints that have some of it; {None} where there are no steps, none where the model has none."""
         return {*self.values["step"][self.values["model"] == model]}
@@ -278,8 +273,7 @@ class _Source:
             return None
         states = scored.states if scored else None
         if states not in (conventions := rows["states"].unique().tolist()):
-            how = {"option": self.option, "example": self.example}
-            other = plainest_variant(({"states": each} for each in conventions), what, **how)["states"]
+            other = plainest_variant(({"states": each} for each in conventions), what, self.option)["states"]
             if None not in (other, states):
                 raise InputError(
                     f"metrics: {text} was measured on states {other}, the scores of {model} on {states}: measure both "
@@ -287,7 +281,7 @@ class _Source:
                 )
             states = other
         rows = rows[[each == states for each in rows["states"]]]
-        variant = plainest_variant(rows["variant"], what, option=self.option, example=self.example)
+        variant = plainest_variant(rows["variant"], what, self.option)
         plain = rows[[each == variant for each in rows["variant"]]].groupby("task", sort=False)
         by_task = {str(task): dict(zip(part["layer"], part["value"], strict=True)) for task, part in plain}
         return _Curves(by_task, states, variant)
@@ -300,7 +294,7 @@ def _source(query: MetricQuery, models: Sequence[RunModel], path: Path | None, o
 
 
 def _run_values(model: RunModel, query: MetricQuery) -> Iterable[tuple[Any, ...]]:
-    """Those of a run folder; records leave unsaid the usual convention of the states, and no normalization."""
+    """Return those of a run folder; records leave unsaid the usual convention of the states, and no normalization."""
     for m in model.measurements:
         analysis, _, task = m.analysis.partition("/")
         task = "" if m.analysis == query.analysis else task
@@ -313,7 +307,7 @@ def _run_values(model: RunModel, query: MetricQuery) -> Iterable[tuple[Any, ...]
 
 
 def _file_values(path: Path, query: MetricQuery, option: str) -> list[tuple[Any, ...]]:
-    """Those of a table with the columns model, layer and either one named like the value, or `metric` and `value`.
+    """Return those of a table with columns model, layer, and one named like the value or `metric` and `value`.
 
     Columns step, task and states are read where they are there; another is asked for as a tag.
     """

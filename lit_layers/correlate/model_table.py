@@ -57,12 +57,12 @@ class ModelTable:
     notes: list[str] = field(default_factory=list)
 
     def title(self, column: str) -> str:
-        """What a column is called in figures and tables: columns of the user's own are called as there."""
+        """Return what a column is called in figures and tables: columns of the user's own are called as there."""
         known = {name: sentence(name) for name in (*SIZES, "model", "step", "layer")} | {"tokens": "Training tokens"}
         return self.titles.get(column) or known.get(column, column)
 
     def covariate_title(self, column: str) -> str:
-        """What a column is called where it is held fixed: sizes are as their logarithms."""
+        """Return what a column is called where it is held fixed: sizes are as their logarithms."""
         return f"Log {in_sentence(self.title(column))}" if column in LOGS else self.title(column)
 
     def values(self, column: str) -> NDArray[np.float64]:
@@ -78,7 +78,7 @@ class ModelTable:
         return np.where(np.isfinite(values), values, math.nan)
 
     def lacking(self, given: Sequence[str], group: str | None) -> list[str]:
-        """Says of each column that is held fixed which models lack it, and so are left out of its coefficient."""
+        """Say of each column that is held fixed which models lack it, and so are left out of its coefficient."""
         lack = {name: np.isnan(self.values(name)) for name in given}
         lack |= {group: self.frame[group].isna().to_numpy()} if group else {}
         return [
@@ -90,7 +90,7 @@ class ModelTable:
 
 
 def published() -> ModelTable:
-    """Returns the 28 language models of the coupling paper's figure, with what width alone predicts of them.
+    """Return the 28 language models of the coupling paper's figure, with what width alone predicts of them.
 
     `width_alone` is 1 - 1/sqrt(K), K = int(0.1 width): the coupling at p = 1 of blocks that share nothing, for a flat
     spectrum.
@@ -101,11 +101,11 @@ def published() -> ModelTable:
     return ModelTable(frame=frame, **yaml.safe_load(folder.joinpath("published.yaml").read_text(encoding="utf-8")))
 
 
-def read_file(path: Path, *, metric: str, score: str, baseline: str | None = None) -> ModelTable:
-    """Returns the models of a .csv or .parquet file, a row each.
+def read_file(path: Path, *, metric: str, score: str) -> ModelTable:
+    """Return the models of a .csv or .parquet file, a row each.
 
-    `baseline` and the corrected metric are by default the columns `random_<metric>` and `excess_<metric>`, or what the
-    metric's row in `lit_layers.metrics` names instead, if they are there.
+    The baseline and the corrected metric are the columns `random_<metric>` and `excess_<metric>`, or what the metric's
+    row in `lit_layers.metrics` names instead, if they are there.
 
     Raises:
         InputError: for a file that cannot be read, a column that it lacks or that is no number, a model named twice.
@@ -114,7 +114,7 @@ def read_file(path: Path, *, metric: str, score: str, baseline: str | None = Non
     for option, column in (("metric", metric), ("score", score)):
         _refuse_missing(column, frame.columns.drop("model"), option, path)
     titles = {column: look_up(column).title for column in frame.columns if is_in(column, "coupling", "token_coupling")}
-    return _finished(frame, metric, score, baseline, where=path, source=path.name, titles=titles)
+    return _finished(frame, metric, score, where=path, source=path.name, titles=titles)
 
 
 def table_of_models(
@@ -124,14 +124,12 @@ def table_of_models(
     score: str,
     layer: int | str | None = None,
     step: int | None = None,
-    take: str = "last",
-    baseline: str | None = None,
     source: str = "",
 ) -> ModelTable:
-    """Returns the models of run folders: of a training run the last checkpoint that has the metric.
+    """Return the models of run folders: of a training run the last checkpoint that has the metric.
 
-    `score` is `FILE:COLUMN` of a table keyed by model, a scalar of the runs' own training (`take` "last", "highest" or
-    "lowest", up to `step`), or another metric, `ANALYSIS/METRIC`. All columns of such a file are known of the models,
+    `score` is `FILE:COLUMN` of a table keyed by model, a scalar of the runs' own training (the last one up to `step`),
+    or another metric, `ANALYSIS/METRIC`. All columns of such a file are known of the models,
     and so are their sizes and the options of their recipes in which they differ.
 
     Raises:
@@ -148,8 +146,8 @@ def table_of_models(
         else:
             variants[model.name] = variant_of(record.tags)
             rows[-1] |= _measured(model, at, query, layer, record)
-    refuse_unlike(variants, query.text, option="metric", example=query.text + "[{}]")
-    column, title = _add_scores(rows, models, score, take, query)
+    refuse_unlike(variants, query.text, "metric")
+    column, title = _add_scores(rows, models, score, query)
     settings = [model.settings() for model in models]
     for name in dict.fromkeys(name for each in settings for name in each):
         if len({str(each.get(name)) for each in settings}) > 1:  # those in which the models differ
@@ -162,7 +160,7 @@ def table_of_models(
     titles = {each: METRICS[each].title for each in (definition.baseline, definition.excess) if each in METRICS}
     titles |= {column: title, name: ", ".join(filter(None, [definition.title, tag_text(dict(query.tags))]))}
     facts: Any = {"left_out": left_out, "titles": titles, "source": source}
-    return _finished(frame, name, column, baseline, where="these models", **facts)
+    return _finished(frame, name, column, where="these models", **facts)
 
 
 def _resolved(models: Sequence[RunModel], text: str) -> MetricQuery:
@@ -194,8 +192,7 @@ def _value(
         return None
     variants = [variant_of(r.tags) for r in records]
     what = f"{query.text} of {model.name}"
-    example = query.text + "[{}]"
-    return records[variants.index({**plainest_variant(variants, what, option="metric", example=example)})]
+    return records[variants.index({**plainest_variant(variants, what, "metric")})]
 
 
 def _measured(
@@ -231,9 +228,9 @@ def _why(model: RunModel, query: MetricQuery, step: int | None, layer: int | str
 
 
 def _add_scores(
-    rows: list[dict[str, Any]], models: Sequence[RunModel], score: str, take: str, query: MetricQuery
+    rows: list[dict[str, Any]], models: Sequence[RunModel], score: str, query: MetricQuery
 ) -> tuple[str, str]:
-    """Puts the score into each model's row and returns its column, and what that is called.
+    """Put the score into each model's row and returns its column, and what that is called.
 
     Of a run it is that of the step whose metric stands in the row.
     """
@@ -243,9 +240,8 @@ def _add_scores(
         return column, column
     scalars = {name for model in models for scalars in model.scalars for name in scalars}
     if score in scalars:
-        values = [m.scalar(score, row.get("step"), take) for row, m in zip(rows, models, strict=True)]
+        values = [m.scalar(score, row.get("step")) for row, m in zip(rows, models, strict=True)]
         title = scalar_row(score).title
-        title = title if take == "last" else f"{title}, {take}"
     else:
         pairs = ["/".join(pair) for model in models for pair in model.pairs()]
         if score not in pairs:
@@ -259,7 +255,7 @@ def _add_scores(
         at = [model.at(row.get("step"), other.analysis) for row, model in zip(rows, models, strict=True)]
         records = [_value(*each, other) for each in zip(models, at, strict=True)]
         variants = {m.name: variant_of(r.tags) for m, r in zip(models, records, strict=True) if r is not None}
-        refuse_unlike(variants, other.text, option="score", example="models with {} alone")
+        refuse_unlike(variants, other.text, "score")
         values = [record and record.value for record in records]
     for row, value in zip(rows, values, strict=True):
         row |= {score: value} if value is not None else {}
@@ -267,7 +263,7 @@ def _add_scores(
 
 
 def _join(rows: list[dict[str, Any]], path: Path, column: str) -> None:
-    """Adds the columns of a file to the models' rows, by the model's whole name or its last part."""
+    """Add the columns of a file to the models' rows, by the model's whole name or its last part."""
     table: Any = read_table(path, "score")
     _refuse_missing(column, table.columns.drop("model"), "score", path)
     if column in rows[0] or column in ("model", "metric"):
@@ -290,7 +286,6 @@ def _finished(
     frame: Any,
     metric: str,
     score: str,
-    baseline: str | None,
     *,
     where: object,
     left_out: Mapping[str, str] | None = None,
@@ -299,8 +294,6 @@ def _finished(
     """The table of the models that have both values, with short names, and why the others are left out."""
     if metric == score:
         raise InputError(f"expected a metric and another score, got {metric} twice")
-    if baseline is not None:
-        _refuse_missing(baseline, frame.columns, "baseline", where)
     if (twice := frame["model"].duplicated()).any():
         raise InputError(f"{where} has more than one row for {frame['model'][twice].iloc[0]}")
     missing = dict(left_out or {})
@@ -317,6 +310,6 @@ def _finished(
         raise InputError(f"expected at least {FEWEST} models with a metric and a score, got {len(complete)}{reasons}")
     complete["model"] = complete["model"].map(short_names(list(complete["model"])))
     complete = complete.dropna(axis=1, how="all")
-    beside = {"baseline": baseline or look_up(metric).baseline, "corrected": look_up(metric).excess}
+    beside = {"baseline": look_up(metric).baseline, "corrected": look_up(metric).excess}
     beside = {role: column if column in complete.columns else None for role, column in beside.items()}
     return ModelTable(frame=complete, metric=metric, score=score, left_out=missing, **beside, **facts)

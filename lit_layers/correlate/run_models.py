@@ -11,7 +11,6 @@ import pandas as pd
 
 from lit_layers import identity, records
 from lit_layers.errors import InputError, did_you_mean
-from lit_layers.figures.labels import tag_text
 from lit_layers.figures.tables import plainest
 from lit_layers.identity import BESIDE, same_tag
 from lit_layers.records import Measurement, Record
@@ -39,30 +38,26 @@ class MetricQuery:
 
     @classmethod
     def of(cls, text: str, option: str = "metrics") -> "MetricQuery":
-        """Reads `NAME`, `ANALYSIS/NAME` or either with `[tag=value,...]`.
+        """Read `NAME`, `ANALYSIS/NAME` or either with `[tag=value,...]`.
 
         Raises:
             InputError: for a text of another form.
         """
         form = _FORM.fullmatch(text)
-        if form is None:
+        parts = [part.partition("=") for part in (form[2] or "").split(",") if part.strip()] if form else []
+        if form is None or not all(name.strip() and value.strip() for name, _, value in parts):
             raise InputError(f"{option}: expected NAME, ANALYSIS/NAME or NAME[tag=value,...], got {text!r}")
         analysis, _, name = form[1].rpartition("/")
-        tags = {}
-        for part in filter(None, (part.strip() for part in (form[2] or "").split(","))):
-            tag, equals, value = (side.strip() for side in part.partition("="))
-            if not (tag and equals and value):
-                raise InputError(f"{option}: expected tag=value between the brackets of {text!r}, got {part!r}")
-            tags[tag] = value
+        tags = {name.strip(): value.strip() for name, _, value in parts}
         return cls(text=text.strip(), name=name, analysis=analysis or None, tags=tags)
 
     def fits(self, tags: Mapping[str, Any]) -> bool:
-        """Whether a record with these tags is meant; numbers may be written in any way, `drop_first=1`, `k=0.10`."""
+        """Return whether a record with these tags is meant; numbers are written in any way: `k=0.10`."""
         return all(name in tags and same_tag(tags[name], value) for name, value in self.tags.items())
 
 
 def split(text: str) -> list[str]:
-    """Returns the parts between the commas that stand outside brackets."""
+    """Return the parts between the commas that stand outside brackets."""
     parts = (part.strip() for part in re.split(r",(?![^\[\]]*\])", text))
     return [part for part in parts if part]
 
@@ -122,17 +117,14 @@ class RunModel:
         several = Counter(last.values())
         return {name if several[end] > 1 else end: found[name] for name, end in last.items()}
 
-    def scalar(self, name: str, step: int | None, take: str) -> float | None:
-        """A scalar of training, up to a step: the last, the highest or the lowest value; None without any."""
+    def scalar(self, name: str, step: int | None) -> float | None:
+        """Return the last value of a scalar of training up to a step; None without any, and where it is NaN."""
         values = [row[name] for row in self.scalars if name in row and (step is None or row["step"] <= step)]
-        if take == "last":
-            return values[-1] if values and values[-1] == values[-1] else None  # a run that ends in NaN has no score
-        values = [value for value in values if value == value]
-        return None if not values else max(values) if take == "highest" else min(values)
+        return values[-1] if values and values[-1] == values[-1] else None
 
 
 def read_run_models(folders: Sequence[Path]) -> list[RunModel]:
-    """Returns the models of run folders, comparisons and folders that hold such, in this order.
+    """Return the models of run folders, comparisons and folders that hold such, in this order.
 
     Raises:
         InputError: for a folder that holds no measurements, or two models of one name in one folder.
@@ -199,49 +191,44 @@ def of_width(query: MetricQuery, model: RunModel) -> MetricQuery:
     return replace(query, tags={**query.tags, "k": int(k * width + 1e-9)})  # as functional.coupling counts
 
 
-def plainest_variant(
-    variants: Iterable[Mapping[str, Any]], what: str, *, option: str, example: str
-) -> Mapping[str, Any]:
-    """The plainest of some variants, by their tags.
+def plainest_variant(variants: Iterable[Mapping[str, Any]], what: str, option: str) -> Mapping[str, Any]:
+    """Return the plainest of some variants, by their tags.
 
     Raises:
-        InputError: where several are as plain; `example` shows how one is chosen.
+        InputError: where several are as plain.
     """
     distinct = list({str(tags): tags for tags in variants}.values())
     best = plainest(distinct)
     plain = [tags for tags in distinct if plainest([tags, best]) is tags]  # as plain as the plainest
     if len(plain) > 1:
-        listed = "; ".join(tag_text(dict(tags)) or "no tag" for tags in plain)
-        first = example.format(_written(next(filter(None, plain))))
-        raise InputError(f"{option}: {what} has {len(plain)} variants ({listed}): choose one, e.g. {first}")
+        listed = "; ".join(map(_written, plain))
+        raise InputError(f"{option}: {what} has {len(plain)} variants ({listed}): choose one by its tags")
     return best
 
 
-def refuse_unlike(variants: Mapping[str, Mapping[str, Any]], what: str, *, option: str, example: str) -> None:
-    """Refuses variants, by the model, that differ in more than the number `k` of directions, which goes with the width.
+def refuse_unlike(variants: Mapping[str, Mapping[str, Any]], what: str, option: str) -> None:
+    """Refuse variants, by the model, that differ in more than the number `k` of directions, which goes with the width.
 
     Raises:
-        InputError: the tags that differ, with a model of each, and how one is chosen; `example` as above.
+        InputError: the tags that differ, with a model of each.
     """
     alike: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for model, tags in variants.items():
         alike[str(sorted((name, "" if name == "k" else value) for name, value in tags.items()))] = model, tags
     if len(alike) > 1:
-        listed = "; ".join(f"{tag_text(dict(tags)) or 'no tag'} of {model}" for model, tags in alike.values())
-        most = max((tags for _, tags in alike.values()), key=len)
-        first = {name: value for name, value in most.items() if name != "k" or len(most) == 1}
+        listed = "; ".join(f"{_written(tags)} of {model}" for model, tags in alike.values())
         raise InputError(
-            f"{option}: {what} is {listed}: numbers of two kinds do not compare: measure all models alike, or choose, "
-            f"e.g. {example.format(_written(first))}"
+            f"{option}: {what} is {listed}: numbers of two kinds do not compare: measure all models alike, or choose "
+            "one by its tags"
         )
 
 
 def _written(tags: Mapping[str, Any]) -> str:
-    return ",".join(f"{name}={value}" for name, value in tags.items())
+    return ",".join(f"{name}={value}" for name, value in tags.items()) or "no tag"
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """Returns `; did you mean ...?`, or what there is."""
+    """Return `; did you mean ...?`, or what there is."""
     names = list(names)
     there = f"there is: {', '.join(names[:12])}{' ...' if len(names) > 12 else ''}"
     return f"; {did_you_mean(word, names, there)}" if names else ""
@@ -251,7 +238,7 @@ def nearest(word: str, names: Iterable[str]) -> str:
 
 
 def read_table(path: Path, option: str) -> pd.DataFrame:
-    """Returns the rows of a .csv or .parquet file, whose models stand in the column `model`, as text.
+    """Return the rows of a .csv or .parquet file, whose models stand in the column `model`, as text.
 
     Raises:
         InputError: for a file that cannot be read, or has no column that names the models.
@@ -264,13 +251,11 @@ def read_table(path: Path, option: str) -> pd.DataFrame:
     if name is None:
         there = ", ".join(map(str, frame.columns))
         raise InputError(f"{option}: {path} has no column that names the models ({', '.join(NAMES)}); it has: {there}")
-    if (nameless := frame[name].isna()).any():
-        raise InputError(f"{option}: {path}: row {nameless.to_numpy().argmax() + 1} has no name in column {name}")
     return frame.rename(columns={name: "model"}).astype({"model": str})
 
 
 def numbers(column: Any, names: Any, expected: str) -> Any:
-    """Returns a column as float64, NaN where it has no value.
+    """Return a column as float64, NaN where it has no value.
 
     Raises:
         InputError: for a value that is no number: `expected`, what it is, and of which of the `names`.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lit_layers.errors import refused
-from lit_layers.figures.theme import CONFIG, DASHES, GRID, INK, MARKS, MUTED, Axis, AxisName, Training, symbol
+from lit_layers.figures.theme import CONFIG, DASHES, GRID, INK, MARKS, MUTED, Axis, Training, symbol
 from lit_layers.figures.vega import (
     DETAIL,
     LABELS,
@@ -52,7 +52,6 @@ class Series:
     dash: str = ""
     width: float = 0.0  # of the line; 0: there is none
     mark: str = ""
-    apart: str = ""  # the mark of the untrained model
     size: float = 5.0
     labels: Sequence[str] = ()  # beside the points
     label_color: str = INK
@@ -95,11 +94,11 @@ class Picture:
     """What is shown in a notebook, and written as a picture."""
 
     def whole(self, *, still: bool = True) -> dict[str, Any]:
-        """Returns it as Vega-Lite that stands on its own; `still` without what answers to a mouse."""
+        """Return it as Vega-Lite that stands on its own; `still` without what answers to a mouse."""
         raise NotImplementedError
 
     def write(self, path: str | Path) -> None:
-        """Writes it as a picture; the suffix decides: .png, .svg or .pdf.
+        """Write it as a picture; the suffix decides: .png, .svg or .pdf.
 
         Raises:
             InputError: where it cannot be drawn or written.
@@ -110,7 +109,7 @@ class Picture:
             Path(path).write_bytes(picture)
 
     def picture(self, suffix: str) -> bytes:
-        """Returns it as a picture: .png, .svg or .pdf."""
+        """Return it as a picture: .png, .svg or .pdf."""
         return pictures_of([self.whole()], [suffix])[0][0]
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
@@ -128,7 +127,6 @@ class Chart(Picture):
     series: Sequence[Series] = ()
     cells: Cells | None = None
     training: Training | None = None
-    axis: AxisName = "step"
     bar: Bar | None = None
     frames: Sequence[int] = ()
     place: str = "{w}"  # of a point, for hovering
@@ -139,22 +137,17 @@ class Chart(Picture):
     legend_title: str = ""
     background: str = ""
 
-    def __post_init__(self) -> None:
-        if self.training is not None:
-            self.training.values(self.axis)  # refuses tokens that are not known
-
-    def spec(self, axis: AxisName | None = None, *, width: Any = 640, height: Any = None, still: bool = True) -> Any:
-        """Returns it as Vega-Lite; `still` without what answers to a mouse, at the last place of the slider."""
-        axis = axis or self.axis
+    def spec(self, *, width: Any = 640, height: Any = None, still: bool = True) -> Any:
+        """Return it as Vega-Lite; `still` without what answers to a mouse, at the last place of the slider."""
         last = max(0, len(self.frames) - 1)
         rows = rows_of(self)
         spec: dict[str, Any] = {
             "width": self.height - 70 if self.square and width != "container" else width,
             "height": height or self.height - 70,
             "data": {"values": [row for row in rows if row.get("f") in (None, last)] if still else []},
-            "transform": self._lookups(axis),
-            "encoding": self._places(axis),
-            "layer": [*self._cells(still=still), *self._marks(axis, still=still)],
+            "transform": self._lookups(),
+            "encoding": self._places(),
+            "layer": [*self._cells(still=still), *self._marks(still=still)],
         }
         if not still and last > 0:
             place = {"input": "range", "min": 0, "max": last, "step": 1, "name": "Checkpoint "}
@@ -165,7 +158,7 @@ class Chart(Picture):
         return spec
 
     def whole(self, *, still: bool = True, **options: Any) -> dict[str, Any]:
-        """Returns it with its title, its rows and the look of the theme: what stands on its own."""
+        """Return it with its title, its rows and the look of the theme: what stands on its own."""
         spec = self.spec(still=still, **options)
         spec["data"]["values"] = spec["data"]["values"] or rows_of(self)
         at = [f"Step {self.frames[-1]:,}"] if still and len(self.frames) > 1 else []
@@ -181,28 +174,28 @@ class Chart(Picture):
         layout = {"top": {"anchor": anchor, "direction": "horizontal"}, "bottom": {"anchor": "start"}}
         return {**CONFIG, "legend": {**CONFIG["legend"], "layout": layout}}
 
-    def _axes(self, axis: AxisName) -> tuple[Axis, Axis]:
+    def _axes(self) -> tuple[Axis, Axis]:
         if self.training is None:
             return self.x, self.y
-        return replace(self.training.axis(axis, cells=self.cells is not None), grid=self.x.grid), self.y
+        return replace(self.training.axis(cells=self.cells is not None), grid=self.x.grid), self.y
 
-    def _places(self, axis: AxisName) -> dict[str, Any]:
-        across, up = self._axes(axis)
+    def _places(self) -> dict[str, Any]:
+        across, up = self._axes()
         sides = [encoded(across, "x"), encoded(up, "y")]
         if self.horizontal:
             sides[0]["axis"].pop("tickCount", None)  # each row has its text
             sides[0]["axis"]["labelOverlap"] = False
         return dict(zip("yx" if self.horizontal else "xy", sides, strict=True))
 
-    def _lookups(self, axis: AxisName) -> list[dict[str, Any]]:
-        """What rows have in common: their series, and the place of their checkpoint on the axis."""
+    def _lookups(self) -> list[dict[str, Any]]:
+        """Return what rows have in common: their series, and the place of their checkpoint on the axis."""
         lookups = []
         if self.series:
             table = [{"k": number, **_common(series)} for number, series in enumerate(self.series)]
             fields = [*"scmpzeodg"]
             lookups.append({"lookup": "k", "from": {"data": {"values": table}, "key": "k", "fields": fields}})
         if self.training is not None:
-            at, edges = self.training.places(axis), self.training.edges(axis)
+            at, edges = self.training.places, self.training.edges
             names = zip(self.training.steps, at, edges, edges[1:], self.training.texts(), strict=False)
             table = [
                 {"n": number, "x": x, "w": text, "u": step <= 0}
@@ -219,7 +212,7 @@ class Chart(Picture):
 
     @property
     def _num_unplaced(self) -> int:
-        """How many values a log axis has no place for: Vega would draw them at the top, as the largest."""
+        """Return how many values a log axis has no place for: Vega would draw them at the top, as the largest."""
         return sum(v is not None and v <= 0 for s in self.series for v in s.y) if self.y.log else 0
 
     def _cells(self, *, still: bool) -> list[dict[str, Any]]:
@@ -245,10 +238,10 @@ class Chart(Picture):
         rect["transform"] = [{"filter": "isValid(datum.v)"}]
         return [rect if still else touched(rect, tip)]
 
-    def _marks(self, axis: AxisName, *, still: bool) -> list[dict[str, Any]]:
-        """From below: what stands apart, intervals, lines, marks, what answers to touch, labels, notes, the bar."""
+    def _marks(self, *, still: bool) -> list[dict[str, Any]]:
+        """Return layers from below: divider, intervals, lines, marks, tooltips, labels, notes, the colour bar."""
         layers: list[dict[str, Any]] = []
-        divider = self._axes(axis)[0].divider
+        divider = self._axes()[0].divider
         if divider is not None:
             color, width = ("white", 5) if self.cells is not None else (GRID, 6)
             layers.append(rule("x", divider, color, width))
@@ -304,7 +297,7 @@ class Chart(Picture):
 
     def _points(self) -> list[dict[str, Any]]:
         layers = []
-        marks = [mark for s in self.series for mark in (s.mark, s.apart) if mark]
+        marks = [mark for s in self.series for mark in (s.mark, _apart(s)) if mark]
         shape = self._by_name("mark") if self._legend_tells_marks else of_row("m")
         encoding = {"color": self._by_name("color", of_points=True), "shape": shape, "size": of_row("z")}
         for hollow in sorted({mark.endswith("-open") for mark in marks}):
@@ -332,10 +325,10 @@ class Chart(Picture):
 
     @property
     def _legend_tells_marks(self) -> bool:
-        """Whether names have marks that differ, as where more of them are than colours."""
+        """Return whether names have marks that differ, as where more of them are than colours."""
         of_names = {(s.name, symbol(s.mark)) for s in self.series if s.mark}
         differ = len({mark for _, mark in of_names}) > 1 and len(of_names) == len(dict(of_names))
-        return self.legend_of_marks and differ and not any(s.apart for s in self.series)
+        return self.legend_of_marks and differ and self.training is None
 
     def _legend(self) -> dict[str, Any] | None:
         shown = [*dict.fromkeys(s.name for s in self.series if s.legend)]
@@ -349,7 +342,7 @@ class Chart(Picture):
         return {**look, "columns": {"expr": f"max(1, floor(width / {pixels:.0f}))"}}
 
     def _touch(self) -> dict[str, Any]:
-        """Of what lies nearest to the mouse, what it is and a ring around it."""
+        """Return a layer that says what lies nearest to the mouse, with a ring around it."""
         interval = f"'\\n95% interval ' + format(datum.l, {NUMBER}) + ' to ' + format(datum.h, {NUMBER})"
         tip = f"(datum.s ? datum.s + '\\n' : '') + format(datum.y, {NUMBER})"
         tip += f" + (isValid(datum.l) && isValid(datum.h) ? {interval} : '')"
@@ -395,11 +388,16 @@ def rows_of(chart: Chart) -> list[dict[str, Any]]:
     return rows
 
 
+def _apart(s: Series) -> str:
+    """Return the mark of the untrained model."""
+    return s.mark if not s.width else "line-ew" if s.dash else "diamond"
+
+
 def _common(s: Series) -> dict[str, Any]:
     """Return what all points of a series have: name, colour, mark, mark apart, size, interval, line, tooltip, label."""
     interval = s.interval if s.has_interval else ""
     tells = "" if not s.hover else "text" if s.tells_texts else "all"
-    values = (s.name, s.color, s.mark, s.apart or s.mark, area(s.size), interval, s.width, tells)
+    values = (s.name, s.color, s.mark, _apart(s), area(s.size), interval, s.width, tells)
     return dict(zip("scmpzeodg", (*values, s.label_color), strict=True))
 
 

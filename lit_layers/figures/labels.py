@@ -18,23 +18,23 @@ _NAMES = ("Brier", "Jacobian", "Kendall", "Matthews", "Pearson", "Spearman")
 
 
 def analysis_note(name: str) -> str:
-    """Returns what an analysis does, in a sentence; one named `probe/some_task` does what `probe` does."""
+    """Return what an analysis does, in a sentence; one named `probe/some_task` does what `probe` does."""
     return ANALYSES.get(name) or ANALYSES.get(name.split("/")[0], "")
 
 
 def escape(text: object) -> str:
-    """Returns text that figures and HTML show as it is, whatever it holds."""
+    """Return text that figures and HTML show as it is, whatever it holds."""
     return html.escape(str(text), quote=False)
 
 
 def in_sentence(title: str) -> str:
-    """Returns a title as it stands within a sentence: prompt entropy, DiME of halves, Pearson correlation."""
+    """Return a title as it stands within a sentence: prompt entropy, DiME of halves, Pearson correlation."""
     word = title.partition(" ")[0]
     return title if word.startswith(_NAMES) or not word[1:].islower() else title[0].lower() + title[1:]
 
 
 def tag_text(tags: dict[str, object]) -> str:
-    """Returns what a variant of a metric is called: `k = 12, median`; an empty string for no tags."""
+    """Return what a variant of a metric is called: `k = 12, median`; an empty string for no tags."""
     parts = []
     for name, value in tags.items():
         text = f"{value:g}" if isinstance(value, float) else str(value)
@@ -51,7 +51,7 @@ def tag_text(tags: dict[str, object]) -> str:
 
 
 def listing(noun: str, names: Iterable[object], most: int = 12) -> str:
-    """Returns `steps 1, 2, 3 and 40 more`: so many names, and how many there are beyond them."""
+    """Return `steps 1, 2, 3 and 40 more`: so many names, and how many there are beyond them."""
     texts = [str(name) for name in names]
     rest = f" and {len(texts) - most} more" if len(texts) > most else ""
     return f"{noun}{'s' if len(texts) > 1 else ''} {', '.join(texts[:most])}{rest}"
@@ -63,12 +63,12 @@ def wrapped(text: str, most: int = 54) -> str:
 
 
 def pair_text(layer: int | None, other_layer: int | None) -> str:
-    """Returns what a layer is called, or a pair: `block 1 in the directions of block 3`."""
+    """Return what a layer is called, or a pair: `block 1 in the directions of block 3`."""
     return f"layer {layer}" if other_layer is None else f"block {layer} in the directions of block {other_layer}"
 
 
 def count(number: float | None) -> str:
-    """Returns a count, short: 512, 1,500, 143k, 2.1M, 300B."""
+    """Return a count, short: 512, 1,500, 143k, 2.1M, 300B."""
     if number is None:
         return ""
     for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -78,7 +78,7 @@ def count(number: float | None) -> str:
 
 
 def value(number: float | None) -> str:
-    """Returns a measured number with three to four digits; a dash where there is none."""
+    """Return a measured number with three to four digits; a dash where there is none."""
     if number is None or math.isnan(number):
         return DASH
     if math.isinf(number):
@@ -94,7 +94,7 @@ def value(number: float | None) -> str:
 
 
 def p_text(p: float | None, least: float = 1e-300) -> str:
-    """Returns a p-value with two digits: 0.057, 1.4e-10, < 1e-300; nothing for None or NaN. No p is 0."""
+    """Return a p-value with two digits: 0.057, 1.4e-10, < 1e-300; nothing for None or NaN. No p is 0."""
     if p is None or math.isnan(p):
         return ""
     if p < least:
@@ -103,12 +103,12 @@ def p_text(p: float | None, least: float = 1e-300) -> str:
 
 
 def p_equation(p: float | None, least: float = 1e-300) -> str:
-    """Returns the same in a sentence: p = 0.057, p < 1e-300."""
+    """Return the same in a sentence: p = 0.057, p < 1e-300."""
     text = p_text(p, least)
     return f"p {text}" if text.startswith("<") else f"p = {text}"
 
 
 def whole(number: float) -> str:
-    """Returns a number that is a whole one, or the mean of some; a dash where there is none."""
+    """Return a number that is a whole one, or the mean of some; a dash where there is none."""
     text = f"{number:.0f}" if number % 1 == 0 else f"{number:.3g}"
     return DASH if math.isnan(number) else text.replace("-", MINUS, 1)

@@ -12,7 +12,7 @@ from lit_layers.figures.chart import Cells, Chart, Series
 from lit_layers.figures.labels import pair_text, wrapped
 from lit_layers.figures.profiles import FRAMES
 from lit_layers.figures.tables import Point
-from lit_layers.figures.theme import DIVERGING, MISSING, Axis, AxisName, Training, rounded, spread
+from lit_layers.figures.theme import DIVERGING, MISSING, Axis, Training, rounded, spread
 from lit_layers.metrics import look_up, names, sentence
 
 __all__ = ["concept_map", "head_map", "layer_matrix", "layer_surface", "table_map"]
@@ -156,7 +156,6 @@ def layer_surface(
     metric: str,
     *,
     steps: Sequence[int] = (),
-    axis: AxisName = "step",
     **chosen: Unpack[tables.Chosen],
 ) -> Chart:
     """Return a metric over steps (log, the untrained model apart) and layers as a heat map.
@@ -186,7 +185,7 @@ def layer_surface(
     training = Training.of(every, {point.step: point.tokens for point in points})
     look: dict[str, Any] = {"x": Axis(grid=False), "y": y, "height": 380, "background": MISSING}
     title = tables.title_of(metric, tags)
-    return Chart(title=title, cells=cells, series=series, training=training, axis=axis, **look)
+    return Chart(title=title, cells=cells, series=series, training=training, **look)
 
 
 def best_layers(values: Sequence[Sequence[float | None]], metric: str) -> tuple[list[int | None], list[int | None]]:

@@ -26,7 +26,7 @@ def model_profile(
     num_layers: Mapping[str, int] | None = None,
     **chosen: Unpack[tables.Chosen],
 ) -> Chart:
-    """Returns a metric over the layers (or over the tag `distance`), one line a model, of models that have no steps.
+    """Return a metric over the layers (or over the tag `distance`), one line a model, of models that have no steps.
 
     Where the models are not equally deep, a layer lies at its depth in per cent, 100 l / L: 0 is the embedding, 100 the
     last layer, by `num_layers`, or else the last that was measured. Rows tagged `reference`, the metrics named in
@@ -103,7 +103,7 @@ def models_in_rows(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Cho
 
 
 def short_names(runs: Sequence[str]) -> dict[str, str]:
-    """Returns what each model is called in figures: the last part of its path or repository, unless two share it."""
+    """Return what each model is called in figures: the last part of its path or repository, unless two share it."""
     last = {run: run.rstrip("/").split("/")[-1] or run for run in runs}
     shared = {name for name in last.values() if list(last.values()).count(name) > 1}
     return {run: run if name in shared else name for run, name in last.items()}
@@ -118,7 +118,7 @@ def symbol_of(index: int) -> str:
 
 
 def style_of_run(index: int, name: str, *, of: int, **more: Any) -> dict[str, Any]:
-    """Returns how the series of one of so many runs looks; one alone needs no name."""
+    """Return how the series of one of so many runs looks; one alone needs no name."""
     several = {"name": name, "legend": True} if of > 1 else {"name": "", "legend": False}
     return {"color": color_of(index), "mark": symbol_of(index), **several, **more}
 
@@ -135,7 +135,7 @@ def _by_model(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chosen])
 
 
 def _in_legend(x: Sequence[float], text: str, dash: str) -> Series:
-    """What dashed lines in the colours of the models mean."""
+    """Return what dashed lines in the colours of the models mean."""
     return Series(x=x[:1], y=[None], name=text, dash=dash, width=1.6, legend=True)
 
 

@@ -33,7 +33,7 @@ _BARS = 13  # lines of one figure whose error bars can still be told apart
 
 
 def series_of(points: Iterable[Point | None], x: Sequence[Any], **look: Any) -> Series:
-    """Returns points as a series, with their intervals where they have any; it breaks where there is None."""
+    """Return points as a series, with their intervals where they have any; it breaks where there is None."""
     shown = list(points)
     ends = {
         name: rounded(getattr(p, name) if p and math.isfinite(p.low + p.high) else None for p in shown)
@@ -44,13 +44,13 @@ def series_of(points: Iterable[Point | None], x: Sequence[Any], **look: Any) -> 
 
 
 def level(x: Sequence[Any], value: float, name: str, *, color: str = MUTED, dash: str = "dash", **look: Any) -> Series:
-    """Returns a value to compare with: a dashed line through all places."""
+    """Return a value to compare with: a dashed line through all places."""
     look = {"width": 1.6, "legend": True, **look}
     return Series(x=x, y=rounded([value] * len(x)), name=name, color=color, dash=dash, **look)
 
 
 def levels_of(metric: str, x: Sequence[Any], **look: Any) -> list[Series]:
-    """Returns the value to compare with that follows from a metric's definition, or nothing."""
+    """Return the value to compare with that follows from a metric's definition, or nothing."""
     row = look_up(metric)
     return [] if row.level is None else [level(x, row.level, row.level_name, **look)]
 
@@ -66,13 +66,13 @@ def color_bar(
 
 
 def value_axis(metric: str, *, log: bool | None = None, **options: Any) -> Axis:
-    """Returns the axis of a metric's values."""
+    """Return the axis of a metric's values."""
     is_log = look_up(metric).log if log is None else log
     return Axis(title=look_up(metric).unit, log=is_log, whole=look_up(metric).whole, **options)
 
 
 def log_if_wide(chart: Chart) -> Chart:
-    """Returns lines on a log axis where values and ends of intervals span more than three decades, all above 0."""
+    """Return lines on a log axis where values and ends of intervals span more than three decades, all above 0."""
     values = [end for series in chart.series for part in (series.y, series.low, series.high) for end in part]
     numbers = [value for value in values if value is not None]
     if not numbers or chart.y.whole or min(numbers) <= 0 or max(numbers) <= 1e3 * min(numbers):
@@ -92,7 +92,7 @@ def layer_profile(
     intervals: bool = False,
     **chosen: Unpack[Chosen],
 ) -> Chart:
-    """Returns a metric over the layers (or over the tag `distance`), one line a checkpoint.
+    """Return a metric over the layers (or over the tag `distance`), one line a checkpoint.
 
     Colours run from the first checkpoint to the last; of many checkpoints, some that are spread evenly are drawn. With
     `intervals` the first and the last have their 95% intervals around them, where they have any. Rows tagged
@@ -212,12 +212,12 @@ def _by_slider(
 
 
 def framed(points: Sequence[Point], steps: Sequence[int]) -> list[Point]:
-    """Returns the points at places of the slider, one checkpoint after the other."""
+    """Return the points at places of the slider, one checkpoint after the other."""
     return sorted((p for p in points if p.step in {*steps}), key=lambda point: point.step)
 
 
 def unbroken(points: Iterable[Point], number: str) -> tuple[list[Point | None], list[int]]:
-    """Returns points by whole numbers, and these from the first to the last; None where one is missing."""
+    """Return points by whole numbers, and these from the first to the last; None where one is missing."""
     by_number = {point.number(number) or 0: point for point in points}
     numbers = [*range(min(by_number), max(by_number) + 1)]
     return [by_number.get(each) for each in numbers], numbers
@@ -226,7 +226,7 @@ def unbroken(points: Iterable[Point], number: str) -> tuple[list[Point | None], 
 def fixed_limits(
     values: Iterable[float], *, log: bool = False, zero: bool = False, pad: float = 0.05
 ) -> tuple[float, float] | None:
-    """Returns ends of an axis that are the same at every checkpoint, so that the slider shows what moves."""
+    """Return ends of an axis that are the same at every checkpoint, so that the slider shows what moves."""
     finite = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
     finite = [math.log10(value) for value in finite] if log else [*finite, *([0.0] if zero else [])]
     if not finite:
@@ -243,12 +243,12 @@ def plain(points: Iterable[Point]) -> list[Point]:
 
 
 def numbered_by(points: Iterable[Point]) -> str:
-    """Returns what numbers the places of points on an axis: layers, or distances where there are none."""
+    """Return what numbers the places of points on an axis: layers, or distances where there are none."""
     return "layer" if any(point.layer is not None for point in points) else "distance"
 
 
 def numbered(points: Iterable[Point], number: str) -> list[Point]:
-    """Returns the points that have a place, without those to compare with."""
+    """Return the points that have a place, without those to compare with."""
     return [point for point in points if point.number(number) is not None and point.reference is None]
 
 
@@ -259,7 +259,7 @@ def references(points: Iterable[Point]) -> dict[Any, list[Point]]:
 def beside(
     metric: str, tags: Mapping[str, Any], baselines: Sequence[str], controls: Sequence[str], chosen: Chosen
 ) -> list[tuple[str, str, Chosen]]:
-    """Returns what a profile is compared with: a text, a metric and its options for each."""
+    """Return what a profile is compared with: a text, a metric and its options for each."""
     others: list[tuple[str, str, Chosen]] = [(look_up(name).title_beside, name, chosen) for name in baselines]
     for control in controls:
         options: Chosen = {**chosen, "tags": {**tags, "control": control}}

@@ -19,7 +19,7 @@ __all__ = ["Scatter", "paths_in_plane", "scatter_plot"]
 
 
 def paths_in_plane(frame: pd.DataFrame, metric: str = "path", **chosen: Unpack[tables.Chosen]) -> Chart:
-    """Returns paths (tags `token` and `axis`, 1 across and 2 up) as lines with a dot a layer, one line a token.
+    """Return paths (tags `token` and `axis`, 1 across and 2 up) as lines with a dot a layer, one line a token.
 
     Dots are coloured by layer; a slider goes over the checkpoints. Each has axes of its own, and in the corner the
     shares of variance along them. `tags` chooses a prompt (`{"prompt": 2}`); without it the first is drawn.
@@ -75,7 +75,7 @@ def _shares(
 
 
 def _notes(shares: Mapping[tuple[int, int], float], steps: Sequence[int]) -> list[str]:
-    """Of each checkpoint, how much of the variance lies along the axes."""
+    """Return for each checkpoint how much of the variance lies along the axes."""
     if not shares:
         return []
     by_step = [[(axis, shares.get((step, axis))) for axis in (1, 2)] for step in steps]
@@ -119,7 +119,7 @@ class Scatter:
         return sorted(kinds, key=str) if len(kinds) <= len(COLORS) else []
 
     def is_scaled(self) -> bool:
-        """Whether the groups are numbers, which lie on a scale of colours."""
+        """Return whether the groups are numbers, which lie on a scale of colours."""
         kinds = self.kinds()
         return len(kinds) > 1 and all(_is_number(kind) for kind in kinds)
 
@@ -149,7 +149,7 @@ class Scatter:
 
 
 def scatter_plot(content: Scatter, *, width: int = 660, height: int = 440) -> Chart:
-    """Returns the chart; as many names as have room beside their points at this size, others on touch."""
+    """Return the chart; as many names as have room beside their points at this size, others on touch."""
     places = label_places(content, width - 80, height - 110, size=10.5)
     series = []
     if (line := content.line()) is not None:

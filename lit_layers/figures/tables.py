@@ -91,7 +91,7 @@ def select(
     allow_suspect: bool = False,
     over_steps: bool = False,
 ) -> list[Point]:
-    """Returns the points of one metric; reference rows that fit the tags included.
+    """Return the points of one metric; reference rows that fit the tags included.
 
     Rows without a step are left out where there are others, or where only a way over steps can be shown.
 
@@ -118,7 +118,7 @@ def select(
 
 
 def rows_of(frame: pd.DataFrame, metric: str, analysis: str | None = None) -> Any:
-    """Returns the rows of one metric, of one analysis where that is given."""
+    """Return the rows of one metric, of one analysis where that is given."""
     rows: Any = frame[frame["metric"] == metric]
     return rows if analysis is None else rows[rows["analysis"] == analysis]
 
@@ -139,7 +139,7 @@ def _refuse_suspects(rows: Any) -> None:
 
 
 def matching(points: Iterable[Point], tags: Mapping[str, Any]) -> list[Point]:
-    """Returns the points with these tags (None: without the tag); reference rows need not have them."""
+    """Return the points with these tags (None: without the tag); reference rows need not have them."""
 
     def fits(point: Point) -> bool:
         present = point.tags
@@ -153,7 +153,7 @@ def matching(points: Iterable[Point], tags: Mapping[str, Any]) -> list[Point]:
 def variants(
     frame: pd.DataFrame, metric: str, *, analysis: str | None = None, allow_suspect: bool = False
 ) -> list[dict[str, Any]]:
-    """Returns the variants of a metric as tags, in the order they were recorded: `[{"k": 4}, {"k": 12}]`.
+    """Return the variants of a metric as tags, in the order they were recorded: `[{"k": 4}, {"k": 12}]`.
 
     A tag that only some variants have is None in the others: the mean is what has no `statistic`.
     """
@@ -161,7 +161,7 @@ def variants(
 
 
 def variants_of(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Returns the variants among points, as `variants` does; reference rows make none where there are others."""
+    """Return the variants among points, as `variants` does; reference rows make none where there are others."""
     measured = [point for point in points if point.reference is None] or points
     distinct = {_identity(point.tags): point.tags for point in measured}
     names = dict.fromkeys(name for tags in distinct.values() for name in tags if name not in _NOT_VARIANTS)
@@ -169,7 +169,7 @@ def variants_of(points: Sequence[Point]) -> list[dict[str, Any]]:
 
 
 def of_plainest(points: Sequence[Point], tags: Mapping[str, Any] | None) -> tuple[list[Point], dict[str, Any]]:
-    """Returns the points of the plainest variant that has points on axes, and its tags: lines show one variant.
+    """Return the points of the plainest variant that has points on axes, and its tags: lines show one variant.
 
     `tags` are those that chose the points so far. Where there is one variant the points stay as they are.
     """
@@ -183,7 +183,7 @@ def of_plainest(points: Sequence[Point], tags: Mapping[str, Any] | None) -> tupl
 def drawable(
     frame: pd.DataFrame, metric: str, kept: Callable[[Point], bool], missing: str, **chosen: Unpack[Chosen]
 ) -> tuple[list[Point], dict[str, Any]]:
-    """Returns the points of a metric's plainest variant that a figure can show, and its tags.
+    """Return the points of a metric's plainest variant that a figure can show, and its tags.
 
     Raises:
         ValueError: where there is none; `missing` says of what, such as `values per head`. Else as `select`.
@@ -195,32 +195,32 @@ def drawable(
 
 
 def is_placed(point: Point) -> bool:
-    """Whether a point stands in a table of its own, which curves and profiles do not show."""
+    """Return whether a point stands in a table of its own, which curves and profiles do not show."""
     return not point.tags.keys().isdisjoint(PLACES)
 
 
 def is_pair(point: Point) -> bool:
-    """Whether a point belongs to two layers, and to no place in a table of their own."""
+    """Return whether a point belongs to two layers, and to no place in a table of their own."""
     return point.other_layer is not None and not is_placed(point)
 
 
 def is_on_axes(point: Point) -> bool:
-    """Whether a point belongs to a layer, a pair or a distance, not to the whole model or a reference."""
+    """Return whether a point belongs to a layer, a pair or a distance, not to the whole model or a reference."""
     return point.layer is not None or "distance" in point.tags
 
 
 def plainest(choices: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Returns the plainest of some variants: a mean over all tokens, raw; else the first recorded."""
+    """Return the plainest of some variants: a mean over all tokens, raw; else the first recorded."""
     return min(choices, key=lambda tags: sum(tags[name] != value for name, value in _PLAINEST.items() if name in tags))
 
 
 def variant_text(tags: Mapping[str, Any]) -> str:
-    """Returns what a variant is called on its own: `k = 12`; an empty string for one that only lacks others' tags."""
+    """Return what a variant is called on its own: `k = 12`; an empty string for one that only lacks others' tags."""
     return tag_text({name: value for name, value in tags.items() if value is not None})
 
 
 def choice_text(tags: Mapping[str, Any]) -> str:
-    """Returns what a variant is called beside the others: one that only lacks their tags is told by that, `mean`."""
+    """Return what a variant is called beside the others: one that only lacks their tags is told by that, `mean`."""
     text = variant_text(tags)
     if "domain" in tags and tags["domain"] is None:
         return ", ".join(filter(None, [text, _ABSENT["domain"]]))
@@ -228,12 +228,12 @@ def choice_text(tags: Mapping[str, Any]) -> str:
 
 
 def title_of(metric: str, tags: Mapping[str, Any]) -> str:
-    """Returns a metric's title with its unit and variant."""
+    """Return a metric's title with its unit and variant."""
     return ", ".join(filter(None, [look_up(metric).with_unit, variant_text(tags)]))
 
 
 def grouped(points: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
-    """Returns the points (or what else there is) by key, in the order that keys first come."""
+    """Return the points (or what else there is) by key, in the order that keys first come."""
     groups: dict[Any, list[Item]] = {}
     for point in points:
         groups.setdefault(key(point), []).append(point)
@@ -245,7 +245,7 @@ def steps_of(points: Iterable[Point]) -> list[int]:
 
 
 def change_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.DataFrame:
-    """Returns how far each headline metric came from the first checkpoint to the last.
+    """Return how far each headline metric came from the first checkpoint to the last.
 
     A metric of the whole model alone is a row for each variant; one that tells of another metric's curve (tag `of`) is
     one row. One that is also, or only, per layer is one row in its plainest variant: that of the whole model where
@@ -266,7 +266,7 @@ def change_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.Data
 
 
 def model_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.DataFrame:
-    """Returns the headline metrics of models that have no steps, a row a metric and model, chosen as in `change_table`.
+    """Return the headline metrics of models that have no steps, a row a metric and model, chosen as in `change_table`.
 
     Metrics that `change_table` leaves to their figures are there, too, where they have values of the whole model alone:
     they have no profile over the layers. Columns: analysis, metric, variant (text), run, layer, value, low, high.
@@ -287,7 +287,7 @@ def model_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.DataF
 
 
 def _headlines(table: Any, allow_suspect: bool) -> Iterator[tuple[dict[str, Any], list[Point]]]:
-    """What stands in a table of results: analysis, metric and variant, and its points, one a checkpoint."""
+    """Return what stands in a table of results: analysis, metric and variant, and its points, one a checkpoint."""
     table = table[table["other_layer"].isna()]
     for name, metric in _STAND_FOR.items():
         if (table["analysis"] == name).any():  # it stands for its tasks
@@ -309,7 +309,7 @@ def _headlines(table: Any, allow_suspect: bool) -> Iterator[tuple[dict[str, Any]
 
 
 def _of_running_orders(points: list[Point], metric: str) -> list[Point]:
-    """Of other running orders of the blocks a few stand for all: those of about half of the middle blocks.
+    """Return a few points of other running orders of the blocks: those of about half of the middle blocks.
 
     That is the middle one of the recorded numbers of changed blocks, with three loops or the nearest to it; of
     accuracies, which loss and normalized scores tell of, the full model alone.
@@ -330,7 +330,7 @@ def _of_running_orders(points: list[Point], metric: str) -> list[Point]:
 
 
 def usual_loops(tags: Iterable[Mapping[str, Any]]) -> int | None:
-    """Returns the published number of loops, or the nearest to it that any of these tags has."""
+    """Return the published number of loops, or the nearest to it that any of these tags has."""
     loops = {int(each["loops"]) for each in tags if "loops" in each}
     return min(loops, key=lambda number: (abs(number - PUBLISHED_LOOPS), number), default=None)
 
@@ -357,7 +357,7 @@ def _points(rows: Any) -> list[Point]:
 
 
 def tags_of(rows: Any) -> list[str]:
-    """Returns the tags that any of these rows has."""
+    """Return the tags that any of these rows has."""
     tags = [name for name in rows.columns if name not in (*COLUMNS, AUDIT) and not name.startswith("num_")]
     return [name for name in tags if rows[name].notna().any()]
 
@@ -384,7 +384,7 @@ class OverTasks:
 
 
 def with_task_means(frame: pd.DataFrame) -> OverTasks:
-    """Returns a table whose analyses `BASE/TASK` of several tasks have become one, `BASE/mean_over_tasks`.
+    """Return a table whose analyses `BASE/TASK` of several tasks have become one, `BASE/mean_over_tasks`.
 
     A mean is over the tasks that every checkpoint (or model) has at every layer, with equal weights; the others are in
     none and are named. `n` counts the tasks. Rows with a tag `domain` are means over the tasks of that domain alone,
@@ -405,7 +405,7 @@ def with_task_means(frame: pd.DataFrame) -> OverTasks:
 
 
 def with_task_medians(frame: pd.DataFrame) -> OverTasks:
-    """Returns the table and, of several tasks, the median of `normalized_score` (GLUE: the mean of `task_score`).
+    """Return the table and, of several tasks, the median of `normalized_score` (GLUE: the mean of `task_score`).
 
     They are of the analyses `intervene/median_over_tasks` and `intervene/glue/mean_over_tasks`: a number for each
     variant of each checkpoint (or model), over those tasks that have it for every variant that any task has there: a
@@ -437,7 +437,7 @@ def with_task_medians(frame: pd.DataFrame) -> OverTasks:
 
 
 def _refuse_several_settings(table: Any) -> None:
-    """Keeps a mean over tasks from going through numbers of several settings.
+    """Keep a mean over tasks from going through numbers of several settings.
 
     Raises:
         ValueError: where an analysis of a run has them.
@@ -525,7 +525,7 @@ def _medians(rows: Any, statistic: str) -> tuple[Any, str]:
 
 
 def _of_checkpoint(rows: Any, statistic: str) -> tuple[Any, str]:
-    """Of one checkpoint or model a row for each cell, and which tasks enter and what is left out."""
+    """Return a row for each cell of one checkpoint or model, which tasks enter, and what is left out."""
     precision = rows["dtype"].fillna("float32") if "dtype" in rows else pd.Series("float32", index=rows.index)
     tasks = rows.groupby(precision)["task"].nunique().sort_index(ascending=False)
     usual = tasks.idxmax()  # of equally many float32, which is first

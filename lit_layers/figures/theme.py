@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from lit_layers.figures.labels import count
 
@@ -45,7 +45,7 @@ CONFIG: dict[str, Any] = {
 
 
 def colors_of(stops: Sequence[str], count: int) -> list[str]:
-    """Returns `count` colours along a scale, the last at its end."""
+    """Return `count` colours along a scale, the last at its end."""
     colors = []
     for index in range(count):
         place = index / max(count - 1, 1) * (len(stops) - 1)
@@ -56,18 +56,18 @@ def colors_of(stops: Sequence[str], count: int) -> list[str]:
 
 
 def symbol(mark: str) -> str:
-    """Returns what Vega draws a mark as, hollow or not."""
+    """Return what Vega draws a mark as, hollow or not."""
     name = mark.removesuffix("-open")
     return MARKS.get(name, name)
 
 
 def rounded(numbers: Iterable[float | None], digits: int = 5) -> list[float | None]:
-    """Returns plain floats of so many digits, None for what cannot be drawn: pages stay small."""
+    """Return plain floats of so many digits, None for what cannot be drawn: pages stay small."""
     return [float(f"{x:.{digits}g}") if x is not None and math.isfinite(x) else None for x in numbers]
 
 
 def spread(numbers: Sequence[Any], most: int) -> list[Any]:
-    """Returns at most so many of the numbers, evenly spread, the first and the last among them."""
+    """Return at most so many of the numbers, evenly spread, the first and the last among them."""
     if len(numbers) <= most:
         return list(numbers)
     return [numbers[round(index * (len(numbers) - 1) / (most - 1))] for index in range(most)]
@@ -79,9 +79,7 @@ def _parts(color: str) -> list[int]:
 
 # ------------------------------------------------------------------------------------------------ axes
 
-AxisName = Literal["step", "tokens"]
 DEPTH_TITLE = "Depth (100 layer / number of layers)"  # of models that are not equally deep
-TITLES = {"step": "Optimizer step", "tokens": "Tokens seen"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,72 +105,48 @@ def layer_axis(number: str = "layer", **options: Any) -> Axis:
 
 @dataclass(frozen=True)
 class Training:
-    """The checkpoints of a figure, in order; `tokens` is None where they are not known of every step."""
+    """The checkpoints of a figure, in order, and the tokens of those of which they are known."""
 
     steps: list[int]
-    tokens: list[int] | None = field(default=None)
+    tokens: Mapping[int, int | None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, steps: Iterable[int], tokens_of: Mapping[int, int | None]) -> "Training":
-        steps = sorted({*steps})
-        tokens = [number for step in steps if (number := tokens_of.get(step)) is not None]
-        return cls(steps, tokens if len(tokens) == len(steps) else None)
-
-    @property
-    def names(self) -> list[AxisName]:
-        """The axes on which they have places."""
-        return ["step", "tokens"] if self.tokens is not None else ["step"]
-
-    def values(self, axis: AxisName) -> list[int]:
-        """Steps, or tokens.
-
-        Raises:
-            ValueError: for the token axis where tokens are not known.
-        """
-        if axis == "step":
-            return self.steps
-        if self.tokens is None:
-            raise ValueError("the token axis needs the tokens of every step; these records do not have them")
-        return self.tokens
+    def of(cls, steps: Iterable[int], tokens: Mapping[int, int | None]) -> "Training":
+        return cls(sorted({*steps}), tokens)
 
     def texts(self) -> list[str]:
-        """Of each checkpoint the step and, where known, the tokens."""
-        if self.tokens is None:
-            return [f"step {step:,}" for step in self.steps]
-        return [f"step {step:,} · {count(t)} tokens" for step, t in zip(self.steps, self.tokens, strict=True)]
+        """Return for each checkpoint the step and, where known, the tokens."""
+        tokens = {step: f" · {count(number)} tokens" for step, number in self.tokens.items() if number is not None}
+        return [f"step {step:,}{tokens.get(step, '')}" for step in self.steps]
 
-    def places(self, axis: AxisName) -> list[float]:
-        apart = _apart([place(value) for value in self.values(axis) if value > 0])
-        return [place(value) if value > 0 else apart for value in self.values(axis)]
+    @property
+    def places(self) -> list[float]:
+        apart = _apart([place(step) for step in self.steps if step > 0])
+        return [place(step) if step > 0 else apart for step in self.steps]
 
-    def edges(self, axis: AxisName) -> list[float]:
-        """Between the places halfway, at the ends as far beyond as within: of cells around the checkpoints."""
-        places = self.places(axis)
+    @property
+    def edges(self) -> list[float]:
+        """Return the middles between the places, at the ends as far beyond as within: of cells around them."""
+        places = self.places
         if len(places) < 2:
             return [places[0] - 0.5, places[0] + 0.5]
         inner = [round((left + right) / 2, 5) for left, right in itertools.pairwise(places)]
         return [round(2 * places[0] - inner[0], 5), *inner, round(2 * places[-1] - inner[-1], 5)]
 
-    def axis(self, name: AxisName, *, cells: bool = False) -> Axis:
-        values = self.values(name)
-        positive = sorted({value for value in values if value > 0})
-        has_zero = any(value <= 0 for value in values)
-        places = [place(value) for value in positive]
-        span = places[-1] - places[0] if places else 0.0
-        apart = _apart(places)
-        first, last = (apart if has_zero or not places else places[0]), (places[-1] if places else apart)
-        pad = 0.03 * (last - first) or 0.5
-        labels = place_labels(positive)
-        if has_zero:
-            labels = {apart: "0"} | {at: text for at, text in labels.items() if at - apart > 0.1 * span}
-        edges = self.edges(name)
+    def axis(self, *, cells: bool = False) -> Axis:
+        positive, places, edges = [step for step in self.steps if step > 0], self.places, self.edges
+        first, last = (places[0], places[-1]) if places else (0.0, 0.0)
+        pad, labels, divider = 0.03 * (last - first) or 0.5, place_labels(positive), None
+        if len(positive) < len(places):
+            room = 0.1 * (last - place(positive[0])) if positive else 0.0
+            labels = {first: "0"} | {at: text for at, text in labels.items() if at - first > room}
+            divider = round((first + place(positive[0])) / 2, 5) if positive else None
         ends = (edges[0], edges[-1]) if cells else (round(first - pad, 5), round(last + pad, 5))
-        divider = round((apart + places[0]) / 2, 5) if has_zero and places else None
-        return Axis(title=TITLES[name], labels=labels, ends=ends, divider=divider)
+        return Axis(title="Optimizer step", labels=labels, ends=ends, divider=divider)
 
 
 def place(value: float) -> float:
-    """Returns log10(1 + value)."""
+    """Return log10(1 + value)."""
     return round(math.log10(1 + value), 5)
 
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Unpack
 
 import numpy as np
@@ -21,7 +20,7 @@ from lit_layers.figures.profiles import (
     series_of,
     value_axis,
 )
-from lit_layers.figures.theme import COLORS, DASHED, DEPTH, INK, MUTED, Axis, AxisName, Training, colors_of, rounded
+from lit_layers.figures.theme import COLORS, DASHED, DEPTH, INK, MUTED, Axis, Training, colors_of, rounded
 from lit_layers.metrics import METRICS, look_up, scalar_row
 
 __all__ = ["emergence_curves", "training_curves"]
@@ -34,11 +33,10 @@ def emergence_curves(
     frame: pd.DataFrame,
     metric: str,
     *,
-    axis: AxisName = "step",
     baselines: Sequence[str] = (),
     **chosen: Unpack[tables.Chosen],
 ) -> Chart:
-    """Returns a metric over the steps of training, one line a layer, coloured by depth.
+    """Return a metric over the steps of training, one line a layer, coloured by depth.
 
     Values of the whole model are drawn as strong lines with their 95% interval; rows tagged `reference`, and the
     metrics named in `baselines`, as dashed ones. Step 0, the untrained model, stands apart. Of a metric of the whole
@@ -52,7 +50,7 @@ def emergence_curves(
 
     Raises:
         InputError: for suspect checkpoints, unless they are allowed.
-        ValueError: where there is no such metric or variant, or for the token axis where tokens are not known.
+        ValueError: where there is no such metric or variant.
     """
     points = plain(tables.select(frame, metric, **chosen, over_steps=True))
     tags = dict(chosen.get("tags") or {})
@@ -65,83 +63,56 @@ def emergence_curves(
         raise ValueError(f"metric {metric!r} has values for pairs of layers or of tokens only")
     if any(map(tables.is_on_axes, points)):
         points, tags = tables.of_plainest(points, tags)
-    curves = Curves([*points, *(point for part in compared.values() for point in part)])
+    every = [*points, *(point for part in compared.values() for point in part)]
+    training = Training.of((p.step for p in every), {p.step: p.tokens for p in every})
+    steps, series = training.steps, list[Series]()
+    trained = sum(step > 0 for step in steps)
+    marks: dict[str, Any] = {"mark": "" if trained > 1 else "line-ew", "size": 9}  # of dashed lines
+    dots: dict[str, Any] = {"mark": "" if trained > _MARKED else "circle"}
+
+    def line(points: Sequence[tables.Point], name: str, color: str, **look: Any) -> None:
+        """Add a line, with a gap where a checkpoint lacks a point."""
+        by_step = {point.step: point for point in points}
+        series.append(series_of(map(by_step.get, steps), steps, name=name, color=color, **look))
+
+    def dashed(points: Sequence[tables.Point], name: str, color: str, dash: str) -> None:
+        line(points, name, color, dash=dash, width=1.6, legend=True, interval="", **marks)
+
     values = [point for point in points if point.reference is None]
     ordinal, lined = _ordinal(values)
     bar = None
     if ordinal is not None:
         by_number = dict(sorted(tables.grouped(lined, lambda point: point.number(ordinal)).items()))
         for (number, part), color in zip(by_number.items(), colors_of(DEPTH, len(by_number)), strict=True):
-            curves.line(part, f"{ordinal} {number}", color)
+            line(part, f"{ordinal} {number}", color, width=1.6, size=4, interval="", **dots)
         bar = color_bar(ordinal.capitalize(), DEPTH, list(by_number))
         values = [point for point in values if point.layer is None and point.number(ordinal) is None]
-    dashed = references(points)
-    in_legend = ordinal is not None or bool(dashed or compared) or look_up(metric).level is not None
-    colors = curves.whole(values, "Whole model" if ordinal else look_up(metric).title, in_legend=in_legend)
-    for index, (name, part) in enumerate(dashed.items()):
-        curves.dashed(part, tag_text({"reference": name}), dash=DASHED[index % len(DASHED)])
+    references_of, kinds, colors = references(points), _variants(values), dict[str, str]()
+    several = len(kinds) > 1
+    in_legend = several or bool(ordinal or references_of or compared) or look_up(metric).level is not None
+    for index, (text, part) in enumerate(kinds):
+        colors[text] = INK if ordinal else COLORS[index % len(COLORS)]
+        name = (text if several else "") or ("Whole model" if ordinal else look_up(metric).title)
+        line(part, name, colors[text], width=2.4, size=5.5, legend=in_legend, **dots)
+    for index, (name, part) in enumerate(references_of.items()):
+        dashed(part, tag_text({"reference": name}), MUTED, DASHED[index % len(DASHED)])
     for name, part in compared.items():
-        title = look_up(name).title_beside
         for text, variant in _variants(part):
-            curves.dashed(variant, f"{title}, {text}" if text else title, color=colors.get(text, MUTED))
-    curves.series += levels_of(metric, curves.training.steps, dash="dot", **curves.dashed_marks)
-    height = 370 if bar is not None and any(series.legend for series in curves.series) else 340
-    return log_if_wide(curves.chart(tables.title_of(metric, tags), value_axis(metric), axis, bar=bar, height=height))
-
-
-class Curves:
-    """Lines over the checkpoints of some points; each breaks where it was not measured."""
-
-    def __init__(self, points: Sequence[tables.Point]) -> None:
-        self.training = Training.of((p.step for p in points), {p.step: p.tokens for p in points})
-        trained = [step for step in self.training.steps if step > 0]
-        self.is_long = len(trained) > _MARKED
-        self.dashed_marks = {"mark": "" if len(trained) > 1 else "line-ew", "apart": "line-ew", "size": 9}
-        self.series: list[Series] = []
-
-    def line(
-        self, points: Sequence[tables.Point], name: str, color: str, *, strong: bool = False, legend: bool = False
-    ) -> None:
-        look: dict[str, Any] = {"width": 2.4 if strong else 1.6, "size": 5.5 if strong else 4, "apart": "diamond"}
-        look |= {"mark": "" if self.is_long else "circle", "interval": "band" if strong else ""}
-        self.along(points, name=name, color=color, legend=legend, **look)
-
-    def dashed(self, points: Sequence[tables.Point], name: str, *, color: str = MUTED, dash: str = "dash") -> None:
-        """Adds points to compare with: a dashed line, and a dash for the untrained model."""
-        look: dict[str, Any] = {"width": 1.6, "legend": True, "interval": "", **self.dashed_marks}
-        self.along([replace(p, low=math.nan, high=math.nan) for p in points], name=name, color=color, dash=dash, **look)
-
-    def whole(self, points: Sequence[tables.Point], title: str, *, in_legend: bool) -> dict[str, str]:
-        """Adds one strong line a variant, in a colour of its own; returns the colours."""
-        kinds = _variants(points)
-        several = len(kinds) > 1
-        colors = {}
-        for index, (text, part) in enumerate(kinds):
-            colors[text] = INK if title == "Whole model" else COLORS[index % len(COLORS)]
-            name = (text or title) if several else title
-            self.line(part, name, colors[text], strong=True, legend=in_legend or several)
-        return colors
-
-    def chart(self, title: str, values: Axis, axis: AxisName, **options: Any) -> Chart:
-        options = {"training": self.training, "axis": axis, "series": self.series, **options}
-        return Chart(title=title, x=Axis(), y=values, **options)
-
-    def along(self, points: Sequence[tables.Point], **look: Any) -> None:
-        """Adds points as a line, with a gap where a checkpoint lacks one."""
-        by_step = {point.step: point for point in points}
-        steps = self.training.steps
-        self.series.append(series_of((by_step.get(step) for step in steps), steps, **look))
+            title = ", ".join(filter(None, [look_up(name).title_beside, text]))
+            dashed(variant, title, colors.get(text, MUTED), "dash")
+    series += levels_of(metric, steps, dash="dot", **marks)
+    height = 370 if bar is not None and any(each.legend for each in series) else 340
+    look: dict[str, Any] = {"x": Axis(), "y": value_axis(metric), "series": series, "training": training, "bar": bar}
+    return log_if_wide(Chart(title=tables.title_of(metric, tags), height=height, **look))
 
 
 def training_curves(
     scalars: Iterable[Mapping[str, float]],
     names: Sequence[str] | None = None,
     *,
-    axis: AxisName = "step",
-    tokens_per_step: int | None = None,
     references: Mapping[str, float] | None = None,
 ) -> Chart:
-    """Returns scalars of training over steps; without `names` those called loss, of training and of validation.
+    """Return scalars of training over steps; without `names` those called loss, of training and of validation.
 
     Rows are those of `records.rows`. Long curves are averaged over steps that would share a pixel. `references` are
     drawn as dashed levels, e.g. `{"Unigram entropy": 5.9}`.
@@ -162,12 +133,11 @@ def training_curves(
     series, longest = [], []
     for index, name in enumerate(chosen):
         part = _binned(points[name], name) if name in points else pd.DataFrame({"step": [], "tokens": [], name: []})
-        seen: Any = part["tokens"].fillna(part["step"] * (math.nan if tokens_per_step is None else tokens_per_step))
         steps = [int(step) for step in part["step"]]
-        tokens |= {step: None if math.isnan(n) else int(n) for step, n in zip(steps, seen, strict=True)}
+        tokens |= {step: None if math.isnan(n) else int(n) for step, n in zip(steps, part["tokens"], strict=True)}
         longest = max(longest, [step for step in steps if step > 0] or steps, key=len)
         title, color = scalar_row(name).title, COLORS[index % len(COLORS)]
-        look: dict[str, Any] = {"name": title, "color": color, "apart": "diamond"}
+        look: dict[str, Any] = {"name": title, "color": color}
         sparse = name not in points or (points[name]["step"] > 0).sum() <= _MARKED
         look |= {"mark": "circle" if sparse else "", "width": 2.2 if sparse else 1.6, "size": 5}
         series.append(Series(x=steps, y=rounded(part[name]), legend=len(chosen) > 1 or bool(references), **look))
@@ -176,7 +146,7 @@ def training_curves(
     training = Training.of(tokens, tokens)
     row = scalar_row(chosen[0])
     title, y = "Loss (nats)" if names is None else row.with_unit, Axis(title=row.unit, log=row.log)
-    return Chart(title=title, x=Axis(), y=y, series=series, training=training, axis=axis)
+    return Chart(title=title, x=Axis(), y=y, series=series, training=training)
 
 
 def _binned(points: Any, name: str) -> Any:
@@ -189,7 +159,7 @@ def _binned(points: Any, name: str) -> Any:
 
 
 def _ordinal(points: Sequence[tables.Point]) -> tuple[str | None, Sequence[tables.Point]]:
-    """What numbers the lines (layers, distances, ...), and the points on them; of a list of values its first."""
+    """Return what numbers the lines (layers, distances, ...), and the points on them; of a list of values its first."""
     if lined := [point for point in points if point.layer is not None]:
         first = min((point.tags["index"] for point in lined if "index" in point.tags), default=None)
         return "layer", [point for point in lined if point.tags.get("index") == first]

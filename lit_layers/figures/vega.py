@@ -95,7 +95,7 @@ def touched(layer: dict[str, Any], tip: str) -> dict[str, Any]:
 
 
 def digits(ends: tuple[float, float]) -> str:
-    """Of the numbers beside a colour bar: digits enough to tell a sixth of it."""
+    """Return the format of numbers beside a colour bar, with digits enough to tell a sixth of it."""
     span, largest = abs(ends[1] - ends[0]), max(map(abs, ends))
     return f".{max(3, math.ceil(math.log10(largest / span)) + 2) if span else 3}~g"
 
@@ -116,7 +116,7 @@ def rule(side: str, at: float, color: str, width: float) -> dict[str, Any]:
 
 
 def color_bar(title: str, labels: Mapping[int, str], stops: Sequence[str]) -> dict[str, Any]:
-    """Nothing but a colour bar above the plot, with labels at some numbers."""
+    """Return a layer that is a colour bar above the plot, with labels at some numbers."""
     numbers = list(labels)
     texts = f"{json.dumps(list(labels.values()))}[indexof({json.dumps(numbers)}, datum.value)]"
     legend = {"title": title, "orient": "top", "direction": "horizontal", "gradientLength": 150}
@@ -142,7 +142,7 @@ def sized(part: Any, sizes: Mapping[str, float]) -> Any:
 
 
 def write_charts(charts: Mapping[Path, Any]) -> list[Path]:
-    """Writes charts, or panels of them, as PNG, SVG and PDF: no browser, no display, no network.
+    """Write charts, or panels of them, as PNG, SVG and PDF: no browser, no display, no network.
 
     Equal numbers give equal files. Returns their paths: each chart's with the suffixes put to it.
 
@@ -160,7 +160,7 @@ def write_charts(charts: Mapping[Path, Any]) -> list[Path]:
 
 
 def write_pictures(charts: Iterable[tuple[str, Any]], folder: Path) -> list[Path]:
-    """Writes charts, each with what its files are called after, as PNG, SVG and PDF into a folder; returns their paths.
+    """Write charts, each with what its files are called after, as PNG, SVG and PDF into a folder; returns their paths.
 
     The folder is made where there is none; other files in it stay.
 
@@ -175,7 +175,7 @@ def write_pictures(charts: Iterable[tuple[str, Any]], folder: Path) -> list[Path
 
 
 def pictures_of(specs: Sequence[Any], suffixes: Sequence[str]) -> list[list[bytes]]:
-    """Returns each specification of Vega-Lite in each format.
+    """Return each specification of Vega-Lite in each format.
 
     Raises:
         ValueError: for another suffix than .png, .svg and .pdf.
@@ -211,15 +211,17 @@ def _drawing(*suffixes: str, specs: Sequence[Any] = ()) -> Any:
     Raises:
         InputError: vl-convert cannot draw this, dies, or takes too long.
     """
-    task = json.dumps([suffixes, specs])
-    # Also where an expression quotes it: a NUL ends vl-convert's process.
-    task = re.sub(r"\\u00(0[0-9a-f]|1[0-9a-f]|7f)", r"\\ufffd", task)
+    # Also where an expression quotes it: a control character ends vl-convert's process.
+    task = re.sub(r"\\u00[01].", r"\\ufffd", json.dumps([suffixes, specs], ensure_ascii=False)).encode(errors="replace")
     command = isolated_command(Path(__file__).with_name("drawing.py"), ["vl_convert"])
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _PATIENCE, "start_new_session": True}
+    options: dict[str, Any] = {"capture_output": True, "timeout": _PATIENCE, "start_new_session": True}
     try:
-        done = subprocess.run(command, input=task, errors="replace", **options)
+        done = subprocess.run(command, input=task, **options)
         answer = json.loads(done.stdout or "{}")
-        reason = answer.get("error") or f"vl-convert's process ended with {done.returncode}: {done.stderr[-300:]}"
+        reason = (
+            answer.get("error")
+            or f"vl-convert's process ended with {done.returncode}: {done.stderr[-300:].decode(errors='replace')}"
+        )
     except subprocess.TimeoutExpired:
         answer, reason = {}, f"vl-convert took more than {_PATIENCE:g} s"
     except OSError as error:
@@ -230,7 +232,7 @@ def _drawing(*suffixes: str, specs: Sequence[Any] = ()) -> Any:
 
 
 def file_name(text: str, names: set[str]) -> str:
-    """Returns what a picture is called after some text, and notes it in `names`, whose names it does not repeat.
+    """Return what a picture is called after some text, and notes it in `names`, whose names it does not repeat.
 
     Analyses and runs come with any name, and may differ in letters that no file name has.
     """

@@ -14,7 +14,7 @@ __all__ = ["MirrorAside", "WandbMirror", "write_report"]
 def write_report(
     root: str | Path, out: str | Path | None = None, *, allow_suspect: bool = False, settings: Settings = ()
 ) -> Path:
-    """Writes a run's page, by default `root/report.html`, whole or not at all, and returns its path. `out`
+    """Write a run's page, by default `root/report.html`, whole or not at all, and returns its path. `out`
     need not end with `.html`, and may be a folder, which then has the page as report.html.
 
     The page opens anywhere, without a network. Whatever an interrupted run has left is drawn. A folder whose

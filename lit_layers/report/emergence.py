@@ -31,7 +31,7 @@ from lit_layers.figures.labels import BLOCKS, count, p_equation, p_text, value, 
 from lit_layers.figures.maps import named_matrix, row_height
 from lit_layers.figures.models import in_rows, style_of_run
 from lit_layers.figures.tables import grouped
-from lit_layers.figures.theme import TITLES, Axis, layer_axis, place, place_labels, rounded
+from lit_layers.figures.theme import Axis, layer_axis, place, place_labels, rounded
 from lit_layers.figures.vega import write_pictures
 from lit_layers.functional.emergence.curve_times import EmergenceTimes, Time
 from lit_layers.records import Measurement
@@ -46,12 +46,12 @@ ONLY_PROMPTS = (
 
 
 def axis_text(number: float) -> str:
-    """Returns a step or a number of tokens as text: whole ones, below 10 with a digit behind the point."""
+    """Return a step or a number of tokens as text: whole ones, below 10 with a digit behind the point."""
     return f"{number:.1f}".removesuffix(".0") if number < 10 else count(round(number))
 
 
 def time_text(time: Time | None) -> str:
-    """Returns `43 (38 to 50)`, `before 50`, `after 38`, `not yet`, or nothing where there is no time."""
+    """Return `43 (38 to 50)`, `before 50`, `after 38`, `not yet`, or nothing where there is no time."""
     if time is None:
         return ""
     if math.isinf(time.high):
@@ -63,7 +63,7 @@ def time_text(time: Time | None) -> str:
 
 
 def sentence(curve: StepCurve, times: EmergenceTimes, *, axis: AxisName = "step") -> str:
-    """Returns `Coupling, k = 12: half-way at step 13 (13 to 14), peak at 64`, or that it does not emerge."""
+    """Return `Coupling, k = 12: half-way at step 13 (13 to 14), peak at 64`, or that it does not emerge."""
     if times.halfway is None or times.peak is None:
         return f"{curve.title}: does not emerge ({p_equation(times.p_value, LEAST_P)})"
     halfway, where = time_text(times.halfway), "step" if axis == "step" else "token"
@@ -79,33 +79,26 @@ def sentence(curve: StepCurve, times: EmergenceTimes, *, axis: AxisName = "step"
 
 
 def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
-    """Returns a row a metric, sorted by its half-way point, with intervals; a colour a run, hollow marks at peaks.
+    """Return a row a metric, sorted by its half-way point, with intervals; a colour a run, hollow marks at peaks.
 
     Of more than `MOST_ROWS` rows the earliest are shown.
     """
-    by_key: dict[Any, list[tuple[int, StepCurve, EmergenceTimes]]] = {}
-    for number, run in enumerate(clock.runs):
-        for curve, times in emerged_in_order(clock, run):
-            by_key.setdefault(curve.key, []).append((number, curve, times))
+    entries = [(number, *pair) for number, run in enumerate(clock.runs) for pair in emerged_in_order(clock, run)]
+    by_key = grouped(entries, lambda entry: entry[1].key)
     mean = lambda key: np.mean([place(_halfway(times).value) for *_, times in by_key[key]])  # noqa: E731
-    keys = sorted(by_key, key=mean)[:MOST_ROWS]
-    rows = {key: row for row, key in enumerate(keys)}
-    series, several = [], len(clock.runs)
+    keys, series, several = sorted(by_key, key=mean)[:MOST_ROWS], [], len(clock.runs)
     for number, run in enumerate(clock.runs):
-        of_run = [(rows[key], times) for key in keys for index, _, times in by_key[key] if index == number]
-        at = [row + (0.5 * (number + 0.5) / several - 0.25 if several > 1 else 0) for row, _ in of_run]
-        texts = [f"{by_key[keys[row]][0][1].title}: half-way at {time_text(times.halfway)}" for row, times in of_run]
-        half, peak = ([getattr(times, name) for _, times in of_run] for name in ("halfway", "peak"))
-        ends = _ends(half, clock.curves)
-        look = style_of_run(number, run, of=several, tells_texts=True, size=6.5)
-        series.append(
-            Series(x=at, y=rounded(place(t.value) for t in half), texts=texts, interval="bars", **ends, **look)
-        )
-        peaks = [f"{by_key[keys[row]][0][1].title}: peak at {time_text(times.peak)}" for row, times in of_run]
-        hollow = look | {"mark": f"{look['mark']}-open", "size": 5, "legend": False}
-        series.append(Series(x=at, y=rounded(place(t.value) for t in peak), texts=peaks, **hollow))
+        own = [(row, *each) for row, key in enumerate(keys) for index, *each in by_key[key] if index == number]
+        at = [row + 0.5 * (number + 0.5) / several - 0.25 for row, *_ in own]
+        look = style_of_run(number, run, of=several, tells_texts=True, size=6.5, interval="bars")
+        ends = _ends([times.halfway for *_, times in own], clock.curves)
+        hollow: dict[str, Any] = {"mark": f"{look['mark']}-open", "size": 5, "legend": False}
+        for name, text, more in (("halfway", "half-way", ends), ("peak", "peak", hollow)):
+            found = [getattr(times, name) for *_, times in own]
+            texts = [f"{each[1].title}: {text} at {time_text(time)}" for each, time in zip(own, found, strict=True)]
+            series.append(Series(x=at, y=rounded(place(time.value) for time in found), texts=texts, **look | more))
         for side, (mark, end) in enumerate((("triangle-left", "low"), ("triangle-right", "high"))):
-            is_open = [times.open_ends[side] for _, times in of_run]
+            is_open = [times.open_ends[side] for *_, times in own]
             if any(is_open):
                 y = [place if arrow else None for place, arrow in zip(ends[end], is_open, strict=True)]
                 series.append(Series(x=at, y=y, **look | {"mark": mark, "legend": False, "hover": False}))
@@ -117,7 +110,7 @@ def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
 
 
 def layer_fronts(clock: Clock, *, axis: AxisName = "step") -> list[tuple[StepCurve, Chart]]:
-    """Returns for each metric that emerges at two layers or more when each layer is half-way, a colour a run."""
+    """Return for each metric that emerges at two layers or more when each layer is half-way, a colour a run."""
     by_metric = grouped(
         [pair for pair in zip(clock.curves, clock.times, strict=True) if pair[0].layer is not None and pair[1].emerges],
         lambda pair: (pair[0].analysis, pair[0].metric, pair[0].tag_text),
@@ -145,33 +138,25 @@ def layer_fronts(clock: Clock, *, axis: AxisName = "step") -> list[tuple[StepCur
 def monotonicity_charts(
     layers: Sequence[LayerCurve], clock: Clock, *, axis: AxisName = "step"
 ) -> list[tuple[str, Chart]]:
-    """Returns for each number with layers its rank correlation with depth over training, a colour a run, and its name.
+    """Return for each number with layers its rank correlation with depth over training, a colour a run, and its name.
 
     A number that never has one, being the same at all layers, has no chart.
     """
     defined = [each for each in layers if each.statistic == MONOTONICITY and np.isfinite(each.curve.values).any()]
     charts = []
-    for (analysis, metric, tags), group in grouped(
-        defined, lambda each: (each.curve.analysis, each.metric, each.tags)
-    ).items():
+    by_number = grouped(defined, lambda each: (each.curve.analysis, each.metric, each.tags))
+    for (analysis, metric, tags), group in by_number.items():
         lines = {}
         for each in group:
             points = zip(each.curve.at, each.curve.values, strict=True)
-            texts, x = (
-                [f"{axis_text(at)}: {value(number)}" for at, number in points],
-                rounded(map(place, each.curve.at)),
-            )
-            y, low, high = (rounded(part) for part in (each.curve.values, each.low, each.high))
-            lines[each.curve.run] = Series(x=x, y=y, low=low, high=high, texts=texts)
+            texts = [f"{axis_text(at)}: {value(number)}" for at, number in points]
+            ends: Any = {"y": rounded(each.curve.values), "low": rounded(each.low), "high": rounded(each.high)}
+            lines[each.curve.run] = Series(x=rounded(map(place, each.curve.at)), texts=texts, **ends)
         named = replace(group[0].curve, metric=metric, tags={k: v for k, v in group[0].curve.tags.items() if k != "of"})
-        chart = Chart(
-            title=f"{named.title}: rank correlation with depth",
-            x=_time_axis(clock, axis),
-            y=Axis(title="Spearman's rho over the layers", ends=(-1.05, 1.05)),
-            series=_of_runs(clock, lines),
-            place="",
-        )
-        charts.append((" ".join(filter(None, (analysis, metric, tags))), chart))
+        title, up = f"{named.title}: rank correlation with depth", "Spearman's rho over the layers"
+        look: Any = {"x": _time_axis(clock, axis), "y": Axis(title=up, ends=(-1.05, 1.05)), "place": ""}
+        name = " ".join(filter(None, (analysis, metric, tags)))
+        charts.append((name, Chart(title=title, series=_of_runs(clock, lines), **look)))
     return charts
 
 
@@ -183,7 +168,7 @@ def _of_runs(clock: Clock, lines: Mapping[str, Series]) -> list[Series]:
 
 
 def order_matrix(clock: Clock, run: str) -> Chart:
-    """Returns P(row is half-way before column) of what emerges in a run, both sides with the earliest first.
+    """Return P(row is half-way before column) of what emerges in a run, both sides with the earliest first.
 
     Of more than `MOST_ROWS` metrics the earliest are shown.
     """
@@ -206,7 +191,7 @@ def _row_title(curve: StepCurve) -> str:
 
 
 def _halfway(times: EmergenceTimes) -> Time:
-    """Of a curve that emerges."""
+    """Return the half-way point of a curve that emerges."""
     assert times.halfway is not None
     return times.halfway
 
@@ -217,7 +202,11 @@ def _time_axis(clock: Clock, axis: AxisName, low: float = 0, high: float = math.
     first, last = max([0, *(step for step in at if step < low)]), min([at[-1], *(step for step in at if step > high)])
     shown, pad = [step for step in at if first <= step <= last], 0.02 * (place(last) - place(first))
     labels = ({0.0: "0"} if first == 0 else {}) | place_labels([step for step in shown if step > 0])
-    return Axis(title=TITLES[axis], labels=labels, ends=(place(first) - pad, place(last) + pad))
+    return Axis(
+        title={"step": "Optimizer step", "tokens": "Tokens seen"}[axis],
+        labels=labels,
+        ends=(place(first) - pad, place(last) + pad),
+    )
 
 
 # ------------------------------------------------------------------------------------------------ the page
@@ -252,7 +241,7 @@ def write_emergence(
 
 
 def of_one_run(run: str, measurements: Sequence[Measurement], root: Path) -> dict[str, Any] | None:
-    """Returns what a run's own page says of when its metrics emerge, in sentences and a figure; None without any."""
+    """Return what a run's own page says of when its metrics emerge, in sentences and a figure; None without any."""
     clock = times_of_run(run, measurements, root)
     if clock is None:
         return None
@@ -267,7 +256,7 @@ def of_one_run(run: str, measurements: Sequence[Measurement], root: Path) -> dic
 
 
 def _sentences(clock: Clock, run: str, axis: AxisName = "step") -> list[str]:
-    """What emerges, the earliest first, and then what changes and comes back."""
+    """Return what emerges, the earliest first, and then what changes and comes back."""
     back = [pair for pair in of_the_model(clock, run) if pair[1].changes and not pair[1].emerges]
     return [sentence(*pair, axis=axis) for pair in (*emerged_in_order(clock, run), *back)]
 
@@ -338,7 +327,7 @@ def _notes(clock: Clock) -> list[str]:
 
 
 def _how_paired(clock: Clock) -> str:
-    """How the comparisons of the order were made."""
+    """Return how the comparisons of the order were made."""
     pairs = order_table(clock)["paired"]
     alone = "errors of different curves are taken as independent, which those over the same prompts are not"
     if not pairs.any():

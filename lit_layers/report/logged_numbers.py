@@ -94,7 +94,7 @@ def values_of(measurement: Measurement, name: str | None = None) -> dict[str, fl
 
 
 def plotted_values(measurement: Measurement, name: str | None = None) -> dict[str, float]:
-    """Those of `values_of` that a person plots: no diagnostics, no single singular values."""
+    """Return those of `values_of` that a person plots: no diagnostics, no single singular values."""
     rows = [(look_up(point.metric), point) for point in points_of(measurement, name)]
     return {
         point.name: point.value for row, point in rows if not (row.secondary or row.unlisted or "/index=" in point.base)
@@ -199,7 +199,7 @@ def as_logged(library: Any, tables: Mapping[str, Table], pictures: Mapping[str, 
 
 
 def best_of(name: str) -> str | None:
-    """What a run's summary keeps of a curve: the best value of a score, else the last."""
+    """Return what a run's summary keeps of a curve: the best value of a score, else the last."""
     better = next((METRICS[part].better for part in name.split("/") if part in METRICS), None)
     return {"lower": "min", "higher": "max", None: None}[better]
 
@@ -244,7 +244,7 @@ class WandbRun:
             self.join(step)
 
     def join(self, step: int) -> None:
-        """Adds the row of a step to the one that is open, unless that has measurements of another step."""
+        """Add the row of a step to the one that is open, unless that has measurements of another step."""
         if step not in self._waiting:
             return
         number, (taken, by) = self._run.step, self._taken.get(self._run.id, (-1, -1))
@@ -262,7 +262,7 @@ class WandbRun:
         self._run.log(as_logged(self._wandb, named, pictures), commit=False)
 
     def flush(self) -> None:
-        """Writes the rows that wait behind the user's last row."""
+        """Write the rows that wait behind the user's last row."""
         if self._waiting and not self._is_shared:
             self.join(max(self._waiting))
         if not self._waiting:

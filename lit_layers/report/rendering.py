@@ -22,7 +22,7 @@ from lit_layers.report.template import charts_in, fill
 
 
 def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
-    """Returns the page of a run, or of models side by side; without its suspect checkpoints unless they are allowed."""
+    """Return the page of a run, or of models side by side; without its suspect checkpoints unless they are allowed."""
     comparing = run.compares_models
     frame, shown = sections_of(run, allow_suspect=allow_suspect)
     emerges = _emergence(run, allow_suspect=allow_suspect)
@@ -72,7 +72,7 @@ def _emergence(run: run_data.RunData, *, allow_suspect: bool) -> dict[str, Any]:
 
 
 def sections_of(run: run_data.RunData, *, allow_suspect: bool = False) -> tuple[pd.DataFrame, list[dict[str, Any]]]:
-    """Returns the table of what may be drawn of a run, with means over its tasks, and the sections of figures."""
+    """Return the table of what may be drawn of a run, with means over its tasks, and the sections of figures."""
     comparing = run.compares_models
     drawable = [m for m in run.measurements if comparing or m.step is not None]
     drawable = [m for m in drawable if allow_suspect or not records.is_suspect(m)]
@@ -98,7 +98,7 @@ def _results(table: Any) -> list[dict[str, Any]]:
 
 
 def _number(metric: str) -> Callable[[float], str]:
-    """How a metric's values are written."""
+    """Return how a metric's values are written."""
     return whole if look_up(metric).whole else value
 
 
@@ -119,7 +119,7 @@ def _spark(steps: list[int], values: list[float]) -> tuple[str, tuple[float, flo
 def write_pictures(
     root: str | Path, folder: str | Path, *, allow_suspect: bool = False, settings: Settings = ()
 ) -> list[Path]:
-    """Writes every figure of a run's page, or of the page of models side by side, as PNG, SVG and PDF.
+    """Write every figure of a run's page, or of the page of models side by side, as PNG, SVG and PDF.
 
     A picture is named after its section, its title, its choice and what it is over, as on the page; of a figure with a
     slider it shows the last checkpoint. Returns their paths.
@@ -137,7 +137,7 @@ def write_pictures(
 
 
 def _named(run: run_data.RunData, *, allow_suspect: bool) -> Iterator[tuple[str, Chart]]:
-    """What each picture is called after, and its chart, whose title names the section."""
+    """Return what each picture is called after, and its chart, whose title names the section."""
     _, shown = sections_of(run, allow_suspect=allow_suspect)
     emerges = _emergence(run, allow_suspect=allow_suspect)["blocks"]
     first = [{"name": "emergence", "title": "", "metrics": emerges}]

@@ -30,7 +30,7 @@ Choice = tuple[str, Iterable[Captioned]]  # what the reader chooses, and its fig
 def sections(
     frame: pd.DataFrame, *, comparing: bool = False, num_layers: Mapping[str, int] | None = None
 ) -> list[dict[str, Any]]:
-    """Returns a section for each analysis of a run, or of models side by side, that has anything to draw.
+    """Return a section for each analysis of a run, or of models side by side, that has anything to draw.
 
     `num_layers` are those of the models, of which not all need be measured. Secondary metrics, the diagnostics, come
     last in their section and are `folded`.
@@ -76,11 +76,11 @@ def _members(part: Any, *, grouping: bool) -> Iterator[tuple[str, list[str]]]:
 
 
 def training(run: RunData) -> list[Block]:
-    """Returns the figures of training: the loss, then what else its rows hold."""
+    """Return the figures of training: the loss, then what else its rows hold."""
     recorded = dict.fromkeys(name for row in run.scalars for name in row if name not in ("step", "tokens"))
     unigram = run.about.get("data", {}).get("unigram_entropy")
     references = {"Unigram entropy": unigram} if unigram is not None else {}
-    draw = partial(plots.training_curves, run.scalars, tokens_per_step=run.tokens_per_step)
+    draw = partial(plots.training_curves, run.scalars)
     blocks = []
     losses = [name for name in recorded if name in METRICS and name.endswith("/loss")]
     if losses:
@@ -98,7 +98,7 @@ _NO_FIGURE = figure(None, problem="No figure shows these numbers; --export write
 def block(
     title: str, note: str, choices: Iterable[Choice], *, wide: bool | None = None, of: Sequence[str] = ()
 ) -> Block:
-    """Returns the figures of a metric, drawn, with a choice of texts; several figures are wide.
+    """Return the figures of a metric, drawn, with a choice of texts; several figures are wide.
 
     `of` are the metrics that it shows: below the figures stands how they are to be read. All choices have as many
     places: one that a choice has no figure for is not shown with it. A sentence stands for a choice without any.
@@ -124,7 +124,7 @@ def _drawn(caption: str, draw: Callable[[], Chart]) -> dict[str, Any]:
 
 
 def balanced(blocks: list[Block]) -> list[Block]:
-    """Returns the blocks: narrow ones stand in pairs, of an odd number the first becomes wide."""
+    """Return the blocks: narrow ones stand in pairs, of an odd number the first becomes wide."""
     narrow = [block for block in blocks if not block["wide"]]
     if len(narrow) % 2:
         narrow[0]["wide"] = True
@@ -185,8 +185,9 @@ def shapes(
             yield "Over training", curves
             yield f"Over {over}", partial(plots.layer_profile, unplaced, metric, intervals=True, **look)
             del look["baselines"], look["controls"]
-            if look_up(metric).better and not is_in(metric, "half") and has_surface(tables.matching(alone, tags)):
-                caption = "Layers over steps; dots: the best layer"
+            is_tasks = look_up(metric).better or analysis.split("/")[0] in tables.BASES
+            if is_tasks and not is_in(metric, "half") and has_surface(tables.matching(alone, tags)):
+                caption = f"Layers over steps{'; dots: the best layer' if look_up(metric).better else ''}"
                 yield caption, partial(plots.layer_surface, unplaced, metric, steps=steps, **look)
 
     choices = []
@@ -237,7 +238,7 @@ def _is_on_profile(point: tables.Point) -> bool:
 
 
 def choices_of(points: list[tables.Point]) -> list[tuple[dict[str, Any], str]]:
-    """What the reader chooses from, as options of a figure and their text: variants, and layers of tables."""
+    """Return what the reader chooses from, as options of a figure and their text: variants, and layers of tables."""
     kinds = _variant_choices(points)
     if not points[0].tags.keys() & {"row", "token"} or "axis" in points[0].tags:
         return [({"tags": tags}, text) for tags, text in kinds]

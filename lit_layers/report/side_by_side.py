@@ -56,7 +56,7 @@ class Line:
 
     @classmethod
     def of(cls, group: str, curves: Sequence[StepCurve]) -> "Line":
-        """Of the curves of one number, one a run; steps that one of them lacks are left out."""
+        """Return the line of the curves of one number, one a run; steps that one of them lacks are left out."""
         common, rows = at_common_checkpoints(curves)
         first, n, df = curves[0], len(curves), np.inf
         error = np.full(len(common), np.nan)
@@ -88,7 +88,7 @@ def _interval(values: Array, half: Array, least: float, most: float) -> tuple[Ar
 
 
 def difference(one: Line, other: Line) -> Line:
-    """Returns `one` less `other` at the steps that both have.
+    """Return `one` less `other` at the steps that both have.
 
     Of two groups of seeds the interval is Welch's, with Welch and Satterthwaite's degrees of freedom at each step (the
     smallest of them is `df`). Of two single runs that keep the values of the same prompts it is Student's, over the
@@ -169,7 +169,7 @@ def read_side_by_side(
     settings: Settings = (),
     allow_suspect: bool = False,
 ) -> SideBySide:
-    """Returns the curves of several runs, in groups.
+    """Return the curves of several runs, in groups.
 
     Args:
         roots: folders of runs.
@@ -242,20 +242,20 @@ def _differing(recipes: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
 
 
 def over_training(lines: Mapping[str, Line], groups: Sequence[str]) -> Chart:
-    """Returns one number over training, a colour a group, with bands."""
+    """Return one number over training, a colour a group, with bands."""
     first = next(iter(lines.values()))
     series = []
     for number, name in enumerate(groups):
         if name in lines:
-            look = {"color": color_of(number), "width": 2.2, "mark": symbol_of(number), "apart": "diamond"}
+            look = {"color": color_of(number), "width": 2.2, "mark": symbol_of(number)}
             series.append(_series(lines[name], name=name, legend=True, **look))
     return _chart(first.curve.title, first.curve.metric, series)
 
 
 def of_difference(line: Line) -> Chart:
-    """Returns a difference over training, with its interval."""
+    """Return a difference over training, with its interval."""
     zero = level([int(step) for step in line.at], 0.0, "no difference", width=1.4, legend=False)
-    look = {"color": INK, "width": 2.2, "mark": "circle", "apart": "diamond", "name": line.group}
+    look = {"color": INK, "width": 2.2, "mark": "circle", "name": line.group}
     title = f"{line.curve.title}: {line.group}{f', without {line.left_out}' if line.left_out else ''}"
     return _chart(title, line.curve.metric, [zero, _series(line, **look)], signed=True)
 
@@ -268,7 +268,7 @@ def _series(line: Line, **look: Any) -> Series:
 def _chart(title: str, metric: str, series: list[Series], *, signed: bool = False) -> Chart:
     steps = sorted({step for each in series for step in each.x})
     if not signed:
-        series += levels_of(metric, steps, mark="line-ew", apart="line-ew")
+        series += levels_of(metric, steps, mark="line-ew")
     values = value_axis(metric, log=False) if signed else value_axis(metric)
     return Chart(title=title, x=Axis(), y=values, series=series, training=Training.of(steps, {}))
 
@@ -278,7 +278,7 @@ def _common_steps(lines: Iterable[Line]) -> list[float]:
 
 
 def over_layers(by_layer: Mapping[int, Mapping[str, Line]], groups: Sequence[str]) -> Chart:
-    """Returns one number over the layers, a colour a group, with bands and a slider over the steps that all have."""
+    """Return one number over the layers, a colour a group, with bands and a slider over the steps that all have."""
     steps = _common_steps(line for lines in by_layer.values() for line in lines.values())
     frames, series = spread(steps, _FRAMES), []
     for number, name in enumerate(groups):
@@ -301,7 +301,7 @@ def over_layers(by_layer: Mapping[int, Mapping[str, Line]], groups: Sequence[str
 
 
 def page_of(content: SideBySide) -> str:
-    """Returns the page: what the groups are, a table of last values, and the figures of each analysis."""
+    """Return the page: what the groups are, a table of last values, and the figures of each analysis."""
     shown = [
         {"name": analysis, "title": sentence(analysis), "metrics": balanced(blocks)}
         for analysis, blocks in _blocks(content).items()
@@ -319,7 +319,7 @@ def page_of(content: SideBySide) -> str:
 
 
 def write_pictures(content: SideBySide, folder: Path) -> list[Path]:
-    """Writes the figures of the page as .png, .svg and .pdf; returns their paths."""
+    """Write the figures of the page as .png, .svg and .pdf; returns their paths."""
     sections = _blocks(content).items()
     return vega.write_pictures((pair for name, blocks in sections for pair in charts_in(name, blocks)), folder)
 
@@ -383,7 +383,7 @@ def _results(content: SideBySide) -> Table:
 
 
 def last_values(content: SideBySide) -> pd.DataFrame:
-    """Returns a row a number: analysis, metric, layer, tags, step, and each group's value and interval there.
+    """Return a row a number: analysis, metric, layer, tags, step, and each group's value and interval there.
 
     Of numbers of layers the last layer's that all groups have; of two groups also the difference. The step is the last
     that all groups have.

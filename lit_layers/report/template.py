@@ -14,7 +14,6 @@ import jinja2
 
 from lit_layers.errors import refused
 from lit_layers.figures.chart import Chart, rows_of
-from lit_layers.figures.theme import AxisName
 from lit_layers.figures.vega import script
 from lit_layers.files.durable import replace_file
 
@@ -48,13 +47,13 @@ class Table(NamedTuple):
 
 
 def table_of(columns: Sequence[str], groups: Iterable[tuple[str, Iterable[Sequence[str]]]]) -> Table:
-    """Returns a table of plain texts: rows below headings."""
+    """Return a table of plain texts: rows below headings."""
     cells = lambda row: Cells([(text, "") for text in row])  # noqa: E731
     return Table(columns, [Group(heading, "", [*map(cells, rows)]) for heading, rows in groups])
 
 
 def figure(chart: Chart | None, caption: str = "", *, kind: str = "", problem: str = "") -> dict[str, Any]:
-    """Returns a figure of a block. Without a chart the problem stands in its place, and without a problem nothing.
+    """Return a figure of a block. Without a chart the problem stands in its place, and without a problem nothing.
     `kind` is a class of the page.
     """
     return {"caption": caption, "chart": chart, "problem": problem, "kind": kind}
@@ -69,13 +68,13 @@ def block_of(
     tall: bool = False,
     kind: str = "",
 ) -> Block:
-    """Returns a block with one figure, which the reader chooses by these texts."""
+    """Return a block with one figure, which the reader chooses by these texts."""
     choices = [{"text": text, "figures": [figure(chart, kind=kind)]} for text, chart in charts]
     return Block(title=title, note=note, wide=wide, tall=tall, choices=choices)
 
 
 def charts_in(name: str, blocks: Iterable[Block]) -> Iterator[tuple[str, Chart]]:
-    """Yields the charts of a section's blocks, each with a text that tells it from the others."""
+    """Yield the charts of a section's blocks, each with a text that tells it from the others."""
     for block in blocks:
         for choice in block["choices"]:
             for each in choice["figures"]:
@@ -84,17 +83,15 @@ def charts_in(name: str, blocks: Iterable[Block]) -> Iterator[tuple[str, Chart]]
 
 
 def content_of(chart: Chart) -> dict[str, Any]:
-    """Return what the page holds of a chart: its specification on each axis, and its rows."""
-    content: dict[str, Any] = {"square": chart.square, "rows": rows_of(chart)}
-    axes: Sequence[AxisName] = chart.training.names if chart.training else ["step"]
-    for axis in axes:
-        spec = chart.spec(axis, width="container", height="container", still=False)
-        content[axis] = {name: part for name, part in spec.items() if name != "data"} | {"config": chart.config}
-    return content | ({"frames": list(chart.frames)} if len(chart.frames) > 1 else {})
+    """Return what the page holds of a chart: its specification and its rows."""
+    spec = chart.spec(width="container", height="container", still=False) | {"config": chart.config}
+    del spec["data"]
+    frames = {"frames": list(chart.frames)} if len(chart.frames) > 1 else {}
+    return {"square": chart.square, "rows": rows_of(chart), "spec": spec, **frames}
 
 
 def fill(template: str, **content: Any) -> str:
-    """Returns a page as text, with the figures of all blocks in the lists and dictionaries of its content."""
+    """Return a page as text, with the figures of all blocks in the lists and dictionaries of its content."""
     page, figures = files("lit_layers.report").joinpath("page"), Figures()
     content = placed(content, figures)
     specs = json.dumps(figures, separators=(",", ":")).encode()  # alike: compressed they are a tenth
@@ -107,7 +104,6 @@ def fill(template: str, **content: Any) -> str:
             css=page.joinpath("page.css").read_text(encoding="utf-8"),
             js=page.joinpath("page.js").read_text(encoding="utf-8"),
             written=datetime.now().astimezone().strftime("%d %B %Y, %H:%M").lstrip("0"),
-            has_tokens=any("tokens" in figure for figure in figures),
             **content,
         )
     )
@@ -126,7 +122,7 @@ def _environment() -> jinja2.Environment:
 
 
 def placed(content: Any, figures: Figures) -> Any:
-    """Returns content whose blocks have, for each place of a figure, the numbers of what the choices put there.
+    """Return content whose blocks have, for each place of a figure, the numbers of what the choices put there.
 
     All that the blocks show is added to `figures`.
     """
@@ -174,7 +170,7 @@ def _number(drawn: Mapping[str, Any], figures: Figures) -> int:
 
 
 def write_page(page: str, out: Path) -> Path:
-    """Writes a page, whole or not at all, and returns its path: `out` with `.html`, by which a browser knows a page,
+    """Write a page, whole or not at all, and returns its path: `out` with `.html`, by which a browser knows a page,
     or `report.html` in it where that is a folder.
 
     Raises:

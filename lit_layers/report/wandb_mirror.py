@@ -81,7 +81,7 @@ class Sent:
 
 
 def _seconds_behind(file: Path, notes: Path) -> float:
-    """By how much W&B's file is older than the notes, once W&B's own process has had time to write it."""
+    """Return by how much W&B's file is older than the notes, once W&B's own process has had time to write it."""
     deadline = time.monotonic() + _SETTLED
     while (behind := notes.stat().st_mtime - file.stat().st_mtime) > 0 and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -138,7 +138,7 @@ class WandbMirror:
         self._data_dir: str | None = None
 
     def open(self, root: str | Path, *, run_id: str, config: Mapping[str, Any], **options: bool) -> None:
-        """Starts or resumes the run and sends what W&B does not have of it yet: `start`, then `catch_up`."""
+        """Start or resumes the run and sends what W&B does not have of it yet: `start`, then `catch_up`."""
         self.start(root, run_id=run_id, config=config, **options)
         self.catch_up()
 
@@ -181,7 +181,7 @@ class WandbMirror:
         self._start(mode, run_id, dict(config))
 
     def catch_up(self) -> None:
-        """Sends what W&B does not have of the run's files.
+        """Send what W&B does not have of the run's files.
 
         Raises:
             InputError: where one of them is corrupt.
@@ -202,7 +202,7 @@ class WandbMirror:
     def log_step(
         self, step: int, tokens: int | None, scalars: Mapping[str, float], measurements: Sequence[Measurement]
     ) -> None:
-        """Sends the points of one closed step that W&B does not have; see the class for the order."""
+        """Send the points of one closed step that W&B does not have; see the class for the order."""
         if self._run is None:
             return
         new, pictures = self._new(step, scalars, measurements)
@@ -212,7 +212,7 @@ class WandbMirror:
             self._send(step, new | ({} if tokens is None else {"tokens": tokens}))
 
     def finish(self, exit_code: int = 0) -> None:
-        """Closes the run, with the table of all numbers where it ended well; `log_step` does nothing from here on."""
+        """Close the run, with the table of all numbers where it ended well; `log_step` does nothing from here on."""
         if self._run is not None and exit_code == 0:  # one that was cut short is gone on with, and sends it at its end
             self._log_table()
         if self._run is None:  # to begin with, or given up over the table
@@ -226,13 +226,13 @@ class WandbMirror:
             self._stop()
 
     def closing_line(self) -> str:
-        """Returns one line on where to look: the run's address, or how to see and upload an offline run."""
+        """Return one line on where to look: the run's address, or how to see and upload an offline run."""
         return self._message
 
     # ------------------------------------------------------------------------------------------- start
 
     def _start(self, mode: str, run_id: str, config: dict[str, Any]) -> None:
-        """Sets the run, or leaves it None and says why."""
+        """Set the run, or leaves it None and says why."""
         # Tables and figures are staged before they are logged: inside the run's folder, not in the user's home.
         os.environ["WANDB_DATA_DIR"] = str(self.root.resolve() / "wandb")
         for each in ("online", "offline") if mode in ("auto", "online") else ("offline",):
@@ -299,7 +299,7 @@ class WandbMirror:
     # ------------------------------------------------------------------------------------------- points
 
     def _on_disk(self) -> Iterator[tuple[int, int | None, dict[str, float], list[Measurement]]]:
-        """Yields all that the run's files hold, step by step."""
+        """Yield all that the run's files hold, step by step."""
 
         def step_of(each: Any) -> Any:
             return each.step if isinstance(each, Measurement) else int(each["step"])
@@ -337,7 +337,7 @@ class WandbMirror:
         return measurement.analysis if measurement.error is not None else logged_name(measurement, self._plain)
 
     def _send(self, step: int | None, row: dict[str, Any]) -> None:
-        """Logs one row under the next number; one that the server has already is only noted."""
+        """Log one row under the next number; one that the server has already is only noted."""
         number = self._sent.last_row + 1
         self._sent.last_row = number
         self._sent.add(step, set(row))
@@ -379,7 +379,7 @@ class WandbMirror:
         return f"`lit-layers report {shlex.quote(str(self.root))} --wandb` adds what is missing later"
 
     def give_up(self, reason: str) -> str:
-        """Sends nothing more, and returns the sentence that says so."""
+        """Send nothing more, and returns the sentence that says so."""
         self._say(f"W&B: stopped ({reason}); the run goes on, {self._adds_later()}")
         self._stop()
         return self._message
@@ -400,7 +400,7 @@ class WandbMirror:
 
 
 def run_files(root: Path, run_id: str) -> list[Path]:
-    """Returns the files that hold the run's records, oldest first.
+    """Return the files that hold the run's records, oldest first.
 
     Of one run begun twice in a second W&B numbers the folders: `run-20261127_110659-ID`, then `...-ID-1`.
     """
@@ -410,12 +410,12 @@ def run_files(root: Path, run_id: str) -> list[Path]:
 
 
 def _is_online(file: Path) -> bool:
-    """Whether the rows of a local file went to the server: at once, or by `wandb sync`, which leaves a mark."""
+    """Return whether the rows of a local file went to the server: at once, or by `wandb sync`, which leaves a mark."""
     return not file.parent.name.startswith("offline-") or file.with_name(f"{file.name}.synced").exists()
 
 
 def refuse_settings_of_folder() -> None:
-    """Refuses a `wandb/settings` of the working directory that sends data, and the key with it, to another server.
+    """Refuse a `wandb/settings` of the working directory that sends data, and the key with it, to another server.
 
     W&B reads it, and a folder that was downloaded with a run may hold one.
 
@@ -438,7 +438,7 @@ def refuse_settings_of_folder() -> None:
 
 
 def _has_credentials(wandb: Any) -> bool:
-    """Whether wandb would find a key by itself; asking it would prompt in a terminal."""
+    """Return whether wandb would find a key by itself; asking it would prompt in a terminal."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     settings = wandb.setup().settings
@@ -450,7 +450,7 @@ def _has_credentials(wandb: Any) -> bool:
 
 
 class MirrorAside:
-    """Hands the calls of a mirror to a thread, in order, and waits for the first and the last one only.
+    """Hand the calls of a mirror to a thread, in order, and waits for the first and the last one only.
 
     A mirror that raises, falls behind, or needs longer than its `timeout` is given up with one sentence: what it lacks
     is in the run's files. `patient` waits as long as it takes.
@@ -464,7 +464,7 @@ class MirrorAside:
         self._last_words = ""
 
     def open(self, root: str | Path, *, run_id: str, config: Mapping[str, Any], **options: bool) -> None:
-        """Starts the mirror, with its own options; what W&B lacks of the run is sent meanwhile.
+        """Start the mirror, with its own options; what W&B lacks of the run is sent meanwhile.
 
         Raises:
             InputError: what the mirror refuses to start with.
@@ -480,12 +480,12 @@ class MirrorAside:
     def log_step(
         self, step: int, tokens: int | None, scalars: Mapping[str, float], measurements: Sequence[Measurement]
     ) -> None:
-        """Returns at once."""
+        """Return at once."""
         values, measured = dict(scalars), list(measurements)
         self._later(lambda: self.mirror.log_step(step, tokens, values, measured))
 
     def finish(self, exit_code: int = 0) -> None:
-        """Returns when all is sent, or at the limit."""
+        """Return when all is sent, or at the limit."""
         limit = self._limit
         if exit_code == _TERMINATED and limit is not None:
             limit = min(limit, _LIMIT_AFTER_SIGTERM)
@@ -496,7 +496,7 @@ class MirrorAside:
         return self._last_words or self.mirror.closing_line()
 
     def _later(self, call: Callable[[], None], *limit: float | None) -> None:
-        """Queues a call; with a limit (None: without end) waits until it is done."""
+        """Queue a call; with a limit (None: without end) waits until it is done."""
         done = threading.Event()
         if self._is_off:
             return
@@ -509,7 +509,7 @@ class MirrorAside:
                 self._give_up(f"no answer within {limit[0]:.0f} s")
 
     def _end(self) -> None:
-        """Ends the thread, once it has made the calls that wait."""
+        """End the thread, once it has made the calls that wait."""
         with contextlib.suppress(queue.Full):
             self._calls.put_nowait(None)
 

@@ -41,7 +41,7 @@ def workspace_of(root: str | Path, place: str) -> Any:
 
 
 def save(made: Any, place: str) -> str:
-    """Writes the specification to a .json file, or saves it at W&B; returns where it is.
+    """Write the specification to a .json file, or saves it at W&B; returns where it is.
 
     Raises:
         InputError: W&B cannot be reached or refuses it, or the file cannot be written.
@@ -122,7 +122,7 @@ def _scalars(root: Path) -> list[str]:
 
 
 def _named(root: Path) -> list[tuple[str, Measurement]]:
-    """What was measured at the steps of a run, by the names that the mirror gives it."""
+    """Return what was measured at the steps of a run, by the names that the mirror gives it."""
     measured = [m for m in latest(records.read(root / "measurements.jsonl")) if m.error is None and m.step is not None]
     if not measured:
         raise InputError(f"{root}: nothing was measured at a step there, so a workspace would have no charts")

@@ -82,7 +82,7 @@ class Choice:
 
     @property
     def baseline_name(self) -> str:
-        """What knows no text at all."""
+        """Return what knows no text at all."""
         return BASELINES[self.metric]
 
 
@@ -151,14 +151,14 @@ def choose(
 
 
 def _defined(rows: Tensor) -> Tensor:
-    """Those of the rows (layers, rows) whose class some training row had: others have no log-loss."""
+    """Return those of the rows (layers, rows) whose class some training row had: others have no log-loss."""
     return rows[:, rows.isfinite().all(0)]
 
 
 def _check(
     targets: Mapping[Part, Tensor], metric: str, rule: Rule, tolerance: float, *, is_classification: bool
 ) -> None:
-    """Refuses what needs no feature to be refused."""
+    """Refuse what needs no feature to be refused."""
     for part, rows in targets.items():
         if len(rows) < 2:
             raise InputError(f"{part}: expected at least 2 rows, got {len(rows)}: give more")
@@ -188,7 +188,7 @@ def _chosen(rows: Tensor, metric: str, rule: Rule, tolerance: float, baseline: f
 
 
 def _baseline(targets: Mapping[Part, Tensor], num_classes: int | None) -> RowScores:
-    """What the training labels alone say of the validation rows."""
+    """Return what the training labels alone say of the validation rows."""
     train, held_out = targets["train"], targets["validation"]
     if num_classes is None:
         return RowScores((held_out - train.mean()).square())
@@ -352,7 +352,7 @@ def _image_features(
 
 
 def _keys(pictures: Pictures, numbers: list[int], size: int) -> dict[int, str]:
-    """By number; equal for equal images."""
+    """Return a key for each image by its number, equal for equal images."""
     keys = {}
     for part in torch.tensor(numbers).split(IMAGES_AT_ONCE):
         for number, image in zip(part.tolist(), eval_pixels(pictures, part.tolist(), size), strict=True):

@@ -84,7 +84,7 @@ class ProbeHead:
         return log_proba.index_copy(1, self.seen.to(log_proba.device), logits.log_softmax(-1))
 
     def save(self, folder: Path) -> None:
-        """Writes probe.safetensors and probe.json."""
+        """Write probe.safetensors and probe.json."""
         with naming(folder / TENSORS):
             save_file({name: getattr(self, name).cpu().contiguous() for name in NAMES}, folder / TENSORS)
         (folder / TENSORS).chmod(0o644)
@@ -93,7 +93,7 @@ class ProbeHead:
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
-        """What `save` wrote.
+        """Return what `save` wrote.
 
         Raises:
             InputError: a file is missing, damaged or of a later format.
@@ -160,7 +160,7 @@ class LayerClassifier:
         return self.head.log_proba(self.features(inputs)).exp()
 
     def features(self, inputs: Inputs) -> Tensor:
-        """What the probe reads: the pooled state of each input behind the last block kept, (n, dim), on the CPU.
+        """Return what the probe reads: the pooled state of each input behind the last block kept, (n, dim), on the CPU.
 
         Raises:
             InputError: inputs of another kind, or a text that is no token.

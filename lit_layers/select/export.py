@@ -118,13 +118,10 @@ def cost_table(whole: LayeredModel, cut: nn.Module, layer: int, seconds: Mapping
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose columns stand under each other, the first to the left and the others to the right."""
+    """Return a table, the first column to the left and the others to the right."""
     cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in (header, *rows)]
-    widths = [max(3, *(len(row[column]) for row in cells)) for column in range(len(header))]
-    cells.insert(1, ["-" * (width - 1) + (":" if column else "-") for column, width in enumerate(widths)])
-    sides = [str.rjust if column else str.ljust for column in range(len(header))]
-    lines = [[side(text, width) for side, text, width in zip(sides, row, widths, strict=True)] for row in cells]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    cells.insert(1, ["---", *["---:"] * (len(header) - 1)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
 # Equal weights at other addresses: MKL's products differ in their last bits on many CPUs, and blocks add that up.
@@ -145,7 +142,7 @@ def export(
     keep_lm_head: bool = False,
     overwrite: bool = False,
 ) -> Path:
-    """Writes a folder with the blocks of `model` up to `layer` and its probe; returns its path.
+    """Write a folder with the blocks of `model` up to `layer` and its probe; returns its path.
 
     `AutoModel.from_pretrained` (of a timm model `timm.create_model("local-dir:...")`) opens it, and with `keep_lm_head`
     the Auto class of the model's own head; `load_classifier` opens all of it. It holds config.json, the weights in
@@ -199,7 +196,7 @@ def _tokenizer(view: LayeredModel, given: str | Path | TextTokenizer | None) -> 
 
 
 def refuse_taken(folder: Path, overwrite: bool) -> None:
-    """Refuses a folder that is there, unless it is an earlier export and may be overwritten.
+    """Refuse a folder that is there, unless it is an earlier export and may be overwritten.
 
     Raises:
         InputError: saying which of both.

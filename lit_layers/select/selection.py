@@ -13,6 +13,7 @@ from torch import Tensor
 from lit_layers.figures.chart import Chart, Panels, Series
 from lit_layers.figures.labels import in_sentence
 from lit_layers.figures.models import color_of, symbol_of
+from lit_layers.figures.profiles import level
 from lit_layers.figures.theme import ACCENT, MUTED, Axis, rounded
 from lit_layers.figures.vega import write_charts
 from lit_layers.functional.curves import bootstrap_interval
@@ -25,7 +26,6 @@ from lit_layers.select.export import Card, export
 from lit_layers.series.checkpoint_sources import ModelFiles
 
 _PICK = "#c2410c"
-_NUMBERED = 13  # layers at most of which each has its number beside it
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,7 +43,7 @@ class Selection:
     seconds: Mapping[int, float]  # from the beginning to each layer
 
     def write(self, folder: Path) -> list[Path]:
-        """Writes layers.png, .svg, .pdf and select.json, and returns their paths, in that order.
+        """Write layers.png, .svg, .pdf and select.json, and returns their paths, in that order.
 
         Raises:
             InputError: a folder that cannot be made.
@@ -71,47 +71,39 @@ class Selection:
         return [*write_charts({folder / "layers": self.picture()}), *numbers]
 
     def picture(self) -> Panels:
-        """Returns the validation score of each layer, over depth and over the time that it takes to get there."""
+        """Return the validation score of each layer, over depth and over the time that it takes to get there."""
         choice, ids = self.choice, self.task.batch.get("input_ids")
-        text = f"\u25cb layer {choice.layer}, chosen in {choice.shares[choice.layer]:.0%} of resamples"
-        by_depth = {layer: float(layer) for layer in choice.validation}
         by_time = {layer: 1e3 * seconds for layer, seconds in self.seconds.items()}
         timed = "an image" if ids is None else f"a text of {ids.shape[1]} tokens"
         axis = Axis(title=f"milliseconds to the layer, {timed}", ends=(0, 1.06 * max(by_time.values())))
+        text = f"\u25cb layer {choice.layer}, chosen in {choice.shares[choice.layer]:.0%} of resamples"
         charts = [
-            self._scores(by_depth, text, Axis(title="layer", whole=True)),
-            self._scores(by_time, "shaded: 95% interval over the rows", axis, numbered=True),
+            self._scores({layer: layer for layer in choice.validation}, text, Axis(title="layer", whole=True)),
+            self._scores(by_time, "shaded: 95% interval over the rows", axis),
         ]
-        last = f"layer of {choice.num_layers}"
-        where = (
-            f"the last {last}" if choice.layer == choice.num_layers else f"layer {choice.layer} of {choice.num_layers}"
-        )
         rule = choice.rule if self.tolerance is None else f"{choice.rule} {choice.tolerance:g}"
-        title = f"{self.name} on {self.task.name}: {where} is chosen ({rule.replace('_', ' ')})"
-        return Panels(title=title, charts=charts, columns=2, width=400)
+        where = f"layer {choice.layer} of {choice.num_layers} is chosen ({rule.replace('_', ' ')})"
+        return Panels(title=f"{self.name} on {self.task.name}: {where}", charts=charts, columns=2, width=400)
 
-    def _scores(self, places: Mapping[int, float], title: str, x: Axis, *, numbered: bool = False) -> Chart:
-        choice = self.choice
-        layers = sorted(choice.validation)
-        scores = [choice.validation[layer] for layer in layers]
-        value, low, high = (rounded(getattr(score, part) for score in scores) for part in ("value", "low", "high"))
-        shown = layers if len(layers) <= _NUMBERED else [layers[0], choice.layer, layers[-1]]
-        labels = [str(layer) if numbered and layer in shown else "" for layer in layers]
-        look: dict[str, Any] = {"color": ACCENT, "width": 1.5, "mark": "circle", "labels": labels, "label_color": MUTED}
-        at, what = [places[layer] for layer in layers], f"validation {look_up(choice.metric).title.lower()}"
-        picked = {"mark": "ring", "size": 14, "color": _PICK, "name": "chosen"}
+    def _scores(self, places: Mapping[int, float], title: str, x: Axis) -> Chart:
+        choice, layers = self.choice, sorted(self.choice.validation)
+        scores, at = [choice.validation[layer] for layer in layers], [places[layer] for layer in layers]
+        ends: Any = {
+            end: rounded(getattr(score, name) for score in scores)
+            for end, name in {"y": "value", "low": "low", "high": "high"}.items()
+        }
+        what = f"validation {look_up(choice.metric).title.lower()}"
+        texts = [f"layer {layer}" for layer in layers]
+        chosen = {"x": [places[choice.layer]], "y": rounded([choice.validation[choice.layer].value])}
         series = [
-            Series(x=at, y=value, low=low, high=high, name=what, sides=[(-1, 1)] * len(at), **look),
-            Series(x=[places[choice.layer]], y=rounded([choice.validation[choice.layer].value]), **picked),
+            Series(x=at, **ends, name=what, texts=texts, color=ACCENT, width=1.5, mark="circle"),
+            level([min(at), max(at)], choice.baseline, choice.baseline_name),
+            Series(**chosen, mark="ring", size=14, color=_PICK, name="chosen", legend=True),
         ]
-        name = choice.baseline_name
-        line: dict[str, Any] = {"name": name, "dash": "dash", "width": 1.0, "labels": [name, ""], "label_color": MUTED}
-        line["sides"] = [(1, -1)] * 2
-        series.insert(1, Series(x=[min(at), max(at)], y=rounded([choice.baseline] * 2), **line))
         return Chart(title=title, x=x, y=Axis(title=what), series=series, height=380)
 
     def export(self, folder: Path, picture: Path, **options: bool) -> None:
-        """Writes the model cut at the layer, with its probe and its page, which shows the picture of the choice.
+        """Write the model cut at the layer, with its probe and its page, which shows the picture of the choice.
 
         `options` are those of `lit_layers.select.export.export`.
         """
@@ -157,7 +149,7 @@ class Candidate:
         return cls(name=selection.name, **facts)
 
     def milliseconds(self, layer: int) -> float:
-        """To get to a layer."""
+        """Return the milliseconds to get to a layer."""
         return 1e3 * self.seconds[layer]
 
 
@@ -198,14 +190,14 @@ def comparison_table(models: Sequence[Candidate], left_out: Mapping[str, str]) -
 
 
 def write_comparison(models: Sequence[Candidate], left_out: Mapping[str, str], task: str, folder: Path) -> list[Path]:
-    """Writes models.png, .svg, .pdf and .csv, and returns their paths, in that order."""
+    """Write models.png, .svg, .pdf and .csv, and returns their paths, in that order."""
     # Before the pictures, which may fail.
     numbers = write_files(folder, {"models.csv": comparison_table(models, left_out)})
     return [*write_charts({folder / "models": chosen_layers(models, task)}), *numbers]
 
 
 def chosen_layers(models: Sequence[Candidate], task: str) -> Chart:
-    """Returns test scores over milliseconds: of each model the chosen layer, filled, and its last layer, hollow."""
+    """Return test scores over milliseconds: of each model the chosen layer, filled, and its last layer, hollow."""
     series = []
     for index, model in enumerate(models):
         choice, last = model.choice, model.choice.num_layers

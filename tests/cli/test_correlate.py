@@ -158,7 +158,10 @@ def test_names_from_files_are_shown_and_never_run(tmp_path):
         ("--data published --layer 3", "layer: a table has none: leave it out"),
         ("models --score scores.csv:arc", "metric: expected --metric"),
         ("models --metric coupling", "score: expected --score"),
-        ("models --metric coupling[k12] --score scores.csv:arc", "metric: expected tag=value between the brackets"),
+        (
+            "models --metric coupling[k12] --score scores.csv:arc",
+            "metric: expected NAME, ANALYSIS/NAME or NAME[tag=value,...]",
+        ),
         ("models --metric coupling[k=12] --score scores.csv:ark", "no column 'ark'; did you mean arc?"),
         ("models --metric copling --score scores.csv:arc", "did you mean coupling/"),
         (
@@ -172,7 +175,7 @@ def test_names_from_files_are_shown_and_never_run(tmp_path):
         ("--data published --resamples 3", "resamples: expected at least 100, got 3"),
         ("--data published --root scores.csv", "root: cannot write to scores.csv: not a directory"),
         ("--data published --given size", "given: no column 'size'"),
-        ("--data published --take mean", "take: expected one of 'last', 'highest', 'lowest', null, got mean"),
+        ("--data other", "data: expected one of 'published', null, got other"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_exit_code_2(study, capsys, monkeypatch, command, sentence):

@@ -37,12 +37,12 @@ def values(chart: Chart, name: str, frame: int | None = None) -> list[Any]:
 def place(chart: Chart, x: Any) -> Any:
     if chart.training is None:
         return x
-    return chart.training.places(chart.axis)[chart.training.steps.index(x)]
+    return chart.training.places[chart.training.steps.index(x)]
 
 
 def axis(chart: Chart) -> Any:
     """The axis across, of training too."""
-    return chart.x if chart.training is None else chart.training.axis(chart.axis, cells=chart.cells is not None)
+    return chart.x if chart.training is None else chart.training.axis(cells=chart.cells is not None)
 
 
 def svg_texts(chart: Chart | Path) -> list[str]:
@@ -63,7 +63,7 @@ class PageFigure:
         for row in cells:
             by_row.setdefault(row.get("f"), {}).setdefault(row["y"], []).append(row["z"])
         self.z = [[*tables.values()] for tables in by_row.values()] or None
-        self.spec: dict[str, Any] = content.get("step", {})
+        self.spec: dict[str, Any] = content.get("spec", {})
         tables = {
             part["lookup"]: part["from"]["data"]["values"]
             for part in self.spec.get("transform", ())

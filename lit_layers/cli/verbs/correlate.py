@@ -42,20 +42,16 @@ class OverModels:
         layer: at which layer: its number, or last (default: the whole model's value, else the last layer's)
         score: the score: FILE.csv:COLUMN with a row a model; a scalar of training, e.g. validation/accuracy; another
             ANALYSIS/METRIC; or a column of the file
-        take: which value of a scalar of training (default: last)
         given: also correlate with these columns held fixed, alone and together; sizes enter as logarithms
         group: also correlate within groups of equal value of this column, e.g. drop_path_rate
-        baseline: the column that says what the metric is by chance (default: random_METRIC, where known)
     """
 
     data: Literal["published"] | None = None
     metric: str | None = None
     layer: Annotated[int | Literal["last"] | None, COUNT_OR_NONE] = None
     score: str | None = None
-    take: Literal["last", "highest", "lowest"] | None = None
     given: Names | None = None
     group: str | None = None
-    baseline: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +121,7 @@ def _check(models: list[Path], files: list[Path], options: OverModels, step: int
     if files and len(models) > 1:
         raise InputError(f"models: expected one file alone, got {files[0]} and {len(models) - 1} more")
     cases = [
-        (("metric", "score", "baseline"), options.data is not None, "the published table has its own"),
+        (("metric", "score"), options.data is not None, "the published table has its own"),
         (("layer", "step"), options.data is not None or bool(files), "a table has none"),
     ]
     refuse_beside([*given(options), *([] if step is None else ["step"])], cases)
@@ -145,10 +141,10 @@ def _table(models: list[Path], options: OverModels, step: int | None) -> ModelTa
     """Return the table of the models."""
     if options.data is not None:
         return published()
-    columns: Any = {"metric": options.metric, "score": options.score, "baseline": options.baseline}
+    columns: Any = {"metric": options.metric, "score": options.score}
     if models[0].suffix in TABLES:
         return read_file(models[0], **columns)
-    columns |= {"layer": options.layer, "step": step, "take": options.take or "last"}
+    columns |= {"layer": options.layer, "step": step}
     return table_of_models(read_run_models(models), source=", ".join(map(str, models)), **columns)
 
 

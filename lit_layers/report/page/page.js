@@ -22,7 +22,6 @@
     actions: { export: true, source: false, compiled: false, editor: false },
     downloadFileName: "figure",
   };
-  let axis = "step";
 
   // Colours on a dark page: as light as they were dark, of the same hue.
   const TEXTS = new Set(["s", "t", "w", "q", "title", "text", "subtitle", "domain", "values", "calculate", "labelExpr"]);
@@ -73,10 +72,10 @@
     spec.encoding = { ...spec.encoding, y: { ...spec.encoding.y, axis } };
   }
 
-  // A figure as Vega-Lite wants it, on the axis that is chosen.
+  // A figure as Vega-Lite wants it.
   function complete(number, node) {
     const figure = figures[number];
-    const shape = inColumns(figure[axis] || figure.step, node.clientWidth);
+    const shape = inColumns(figure.spec, node.clientWidth);
     const spec = { ...shape, data: { values: figure.rows.map((row) => ({ ...row })) } };
     for (const param of spec.params || []) delete param.bind; // the page has a slider of its own
     if (figure.square) {
@@ -193,12 +192,6 @@
         waiting.delete(node);
         draw(node);
       });
-    }),
-  );
-  document.querySelectorAll("input[name=axis]").forEach((input) =>
-    input.addEventListener("change", () => {
-      axis = input.value;
-      again((figure) => figure.tokens);
     }),
   );
   isDark.addEventListener("change", () => again((figure) => !figure.problem));
