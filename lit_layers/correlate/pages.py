@@ -69,7 +69,7 @@ def write_models(table: ModelTable, findings: Findings, folder: Path) -> list[Pa
     rows = pd.DataFrame([{"of": of, **vars(row)} for of, rows in parts.items() for row in rows])
     charts, blocks = [], []
     for name, (plot, note) in plots_of(table, findings).items():
-        charts.append((name, scatter_plot(plot, width=1140, height=500)))
+        charts.append((name, scatter_plot(plot, width=720, height=500)))
         title = f"{plot.y_title} against {in_sentence(plot.x_title)}"
         blocks.append(block_of(title, [("", charts[-1][1])], f"{plot.title}. {note}", tall=True))
     page = fill(

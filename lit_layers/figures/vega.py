@@ -141,37 +141,26 @@ def sized(part: Any, sizes: Mapping[str, float]) -> Any:
     return in_numbers
 
 
-def write_charts(charts: Mapping[Path, Any]) -> list[Path]:
-    """Write charts, or panels of them, as PNG, SVG and PDF: no browser, no display, no network.
+def write_pictures(charts: Iterable[tuple[str, Any]], folder: Path) -> list[Path]:
+    """Write charts, each with what its files are called after, as PNG, SVG and PDF into a folder; return their paths.
 
-    Equal numbers give equal files. Returns their paths: each chart's with the suffixes put to it.
+    There is no browser, no display and no network. The folder is made where there is none; other files in it stay.
 
     Raises:
-        InputError: where one cannot be drawn or written.
+        InputError: where the folder cannot be made, or one cannot be drawn or written.
     """
+    names: set[str] = set()
+    named = {file_name(text, names): chart for text, chart in charts}
+    with refused(f"cannot make the folder {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    drawings = pictures_of([chart.whole() for chart in charts.values()], SUFFIXES)
-    for path, pictures in zip(charts, drawings, strict=True):
+    drawings = pictures_of([chart.whole() for chart in named.values()], SUFFIXES) if named else []
+    for name, pictures in zip(named, drawings, strict=True):
         for suffix, picture in zip(SUFFIXES, pictures, strict=True):
-            paths.append(path.with_name(path.name + suffix))
+            paths.append(folder / f"{name}{suffix}")
             with refused(f"cannot write {paths[-1]}"):
                 replace_file(paths[-1], picture)
     return paths
-
-
-def write_pictures(charts: Iterable[tuple[str, Any]], folder: Path) -> list[Path]:
-    """Write charts, each with what its files are called after, as PNG, SVG and PDF into a folder; returns their paths.
-
-    The folder is made where there is none; other files in it stay.
-
-    Raises:
-        InputError: where the folder cannot be made, or one cannot be written.
-    """
-    names: set[str] = set()
-    named = {folder / file_name(text, names): chart for text, chart in charts}
-    with refused(f"cannot make the folder {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
-    return write_charts(named) if named else []
 
 
 def pictures_of(specs: Sequence[Any], suffixes: Sequence[str]) -> list[list[bytes]]:

@@ -15,7 +15,7 @@ from lit_layers.figures.labels import in_sentence
 from lit_layers.figures.models import color_of, symbol_of
 from lit_layers.figures.profiles import level
 from lit_layers.figures.theme import ACCENT, MUTED, Axis, rounded
-from lit_layers.figures.vega import write_charts
+from lit_layers.figures.vega import write_pictures
 from lit_layers.functional.curves import bootstrap_interval
 from lit_layers.metrics import look_up
 from lit_layers.models.view import LayeredModel
@@ -68,7 +68,7 @@ class Selection:
             "notes": list(task.notes),
         }
         numbers = write_files(folder, {"select.json": content})  # before the pictures, which may fail
-        return [*write_charts({folder / "layers": self.picture()}), *numbers]
+        return [*write_pictures([("layers", self.picture())], folder), *numbers]
 
     def picture(self) -> Panels:
         """Return the validation score of each layer, over depth and over the time that it takes to get there."""
@@ -193,7 +193,7 @@ def write_comparison(models: Sequence[Candidate], left_out: Mapping[str, str], t
     """Write models.png, .svg, .pdf and .csv, and returns their paths, in that order."""
     # Before the pictures, which may fail.
     numbers = write_files(folder, {"models.csv": comparison_table(models, left_out)})
-    return [*write_charts({folder / "models": chosen_layers(models, task)}), *numbers]
+    return [*write_pictures([("models", chosen_layers(models, task))], folder), *numbers]
 
 
 def chosen_layers(models: Sequence[Candidate], task: str) -> Chart:
