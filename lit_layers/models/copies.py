@@ -93,10 +93,7 @@ def _set_depth(config: Any, num_layers: int) -> None:
             setattr(config, name, list(getattr(config, name))[:num_layers])
     if getattr(config, "attention_types", None) is not None:  # GPT-Neo's own way of writing attention_layers
         config.attention_types = [[config.attention_layers, 1]]
-    try:
-        config.num_hidden_layers = num_layers
-    except NotImplementedError as error:
-        raise InputError(f"this {type(config).__name__} says no number of blocks that can be cut: {error}") from error
+    config.num_hidden_layers = num_layers
     if getattr(config, "stage_names", None) is not None:  # of which layers it would be a backbone: of the last one
         config.stage_names = list(config.stage_names)[: num_layers + 1]
         config.set_output_features_output_indices(None, None)
