@@ -98,7 +98,7 @@ def test_the_digits_grid_is_trained_through_a_stop_and_its_published_figure_is_m
     assert subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode == 0
     assert (first / "measurements.jsonl").read_bytes() == before
     runs_of_grid = read_run_models([runs])
-    table = table_of_models(runs_of_grid, metric="coupling/coupling", score="validation/accuracy", tags={"k": 12}).frame
+    table = table_of_models(runs_of_grid, metric="coupling/coupling[k=12]", score="validation/accuracy").frame
     assert sorted(zip(table["drop_path_rate"], table["weight_decay"], strict=True)) == [
         (drop, decay) for drop in (0.0, 0.3) for decay in (0.0, 0.5)
     ]
