@@ -27,6 +27,7 @@ COMPANIONS = (CONFIG, "special_tokens_map.json", "vocab.json", "merges.txt", "ch
 BYTES, MOST_TOKENS = 256, 2_000_000
 LONG_WORD = 1000  # characters; the time that a merge takes grows with the square of a word's length
 _PARALLEL = "TOKENIZERS_PARALLELISM"
+_PROCESS = os.getpid()  # a fork of it lacks the threads of `tokenizers`, and would wait for them for ever
 _HASHES: dict[bytes, str] = {}  # of tokenizers, by the digest of their text
 
 
@@ -164,9 +165,9 @@ def one_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def all_threads() -> Iterator[None]:
-    """Have `tokenizers` keep every core busy, and one afterwards."""
+    """Have `tokenizers` keep every core busy, and one afterwards; in a fork only one."""
     os.environ.setdefault(_PARALLEL, "false")  # what has been said is not warned of in a forked data loader
-    with _threads("true"):
+    with _threads("true" if os.getpid() == _PROCESS else "false"):
         yield
 
 

@@ -12,6 +12,7 @@ from lit_layers.data import shards as shards_module
 from lit_layers.data.preparing import prepare, prepared
 from lit_layers.data.shards import TokenShards
 from lit_layers.errors import InputError
+from tests.support.forked import run_forked
 
 
 @pytest.fixture
@@ -126,6 +127,16 @@ def test_data_loaders_of_a_script_that_prepares_say_nothing(made, jsonl, tmp_pat
 
 
 @pytest.mark.slow
+def test_a_fork_of_a_process_that_has_prepared_prepares_alone(jsonl, tmp_path):
+    for size in (280, 290):
+        prepare(str(jsonl), f"bpe:{size}", tmp_path / str(size), validation=0.2)
+
+    def again() -> int:
+        return int(not prepare(str(jsonl), "bpe:300", tmp_path / "fork", validation=0.2).checksum)
+
+    assert run_forked(again, kill_after=120) == 0  # minus the signal if it hangs
+
+
 def test_of_two_processes_for_one_folder_one_works_and_both_get_the_result(made, jsonl, tmp_path):
     code = "import sys; from lit_layers.data import prepare\n"
     code += "print(prepare(sys.argv[1], 'bpe:300', sys.argv[2], validation=0.2).checksum)"
