@@ -28,6 +28,7 @@ from lit_layers.models.offload import Offload
 from lit_layers.models.view import LayeredModel
 from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Measurement, UnwrittenStore
+from lit_layers.run_data import duration
 from lit_layers.schema import Device, refuse_no_shard
 from lit_layers.series import Audit, Checkpoint, OneModel, Series, audit
 from lit_layers.series.auditing import SeriesMeasurements, is_suspect, read_weights
@@ -158,11 +159,9 @@ def analyze_series(
         if options.engine == "ray":
             found = work.on_ray(audited)
         else:
-            found = measure_unless_done(
-                work.visits(audited), work.earlier.store, starting=work.starting, failed=work.failed
-            )
-        for measurement in found:
-            work.result.measurements.append(measurement)
+            hooks: Any = {"starting": work.starting, "failed": work.failed, "paced": work.paced}
+            found = measure_unless_done(work.visits(audited), work.earlier.store, **hooks)
+        work.result.measurements += found
         return work.finished(audited)
 
 
@@ -191,8 +190,6 @@ class _Measuring:
     fitting: set[int] = field(default_factory=set)  # lists of analyses that fit a model of this series
     read: dict[str, Fingerprint] = field(default_factory=dict)  # weights that were downloaded to be measured
     broken: set[tuple[str, int | None]] = field(default_factory=set)  # run and step of checkpoints that failed
-    has_read: bool = False  # whether weights were, for the audit
-    varied: bool = False  # whether each checkpoint has analyses of its own
     result: SeriesResult = field(default_factory=lambda: SeriesResult(Audit("", 0, ())))
 
     def choose(self, analyses: Analyses) -> None:
@@ -200,7 +197,6 @@ class _Measuring:
 
         If each checkpoint has data of its own, in the tokens of its own tokenizer, those without any are left out.
         """
-        self.varied = callable(analyses)
         if not callable(analyses):
             self._refuse(analyses := in_dtype(analyses, self.options))
             self.analyses.update({one.name: analyses for one in self.series})
@@ -306,7 +302,7 @@ class _Measuring:
                 self.tell(number, len(audited), checkpoint.name)
             yield self._visit(checkpoint, fetched, due[checkpoint.name][1])
             self._release()
-            self._remember(checkpoint, self.read.pop(checkpoint.name, None))
+            self._remember(checkpoint, self.read.get(checkpoint.name))
         total = len(self.analyses[audited[0].name]) if is_alone else len(audited)
         self.tell(total, total, "")
 
@@ -328,6 +324,9 @@ class _Measuring:
         if self.series.is_alone:
             self.tell(visit.analyses.index(analysis), len(visit.analyses), analysis.name)
 
+    def paced(self, names: Sequence[str], rows: int, seconds: float) -> None:
+        self.tell(None, None, f"{', '.join(names)}: {rows} texts, about {duration(seconds)}")
+
     @contextlib.contextmanager
     def _opened(self, checkpoint: Checkpoint, fetched: "Future[Path]") -> Iterator[Opened]:
         """Hold a checkpoint in memory, on the device or with its blocks on the disk.
@@ -341,11 +340,14 @@ class _Measuring:
                 fetched.result()
             except OSError as error:  # a disk that is full
                 raise InputError(f"{checkpoint.series} {checkpoint.name} cannot be fetched: {error}") from error
-            view = LayeredModel(self._loaded(checkpoint))
+            offload = None if self.options.offload is None else Offload(self.options.offload, self.device)
+            model = checkpoint.load(dtype=getattr(torch, self.options.weights_dtype), offload=offload)
+            view = LayeredModel(model if offload else model.to(self.device))
             self._check(view, self.analyses[checkpoint.name])
             weights = weights_hash(view.model)
             yield Opened(view, weights, *self._provenance(checkpoint, weights))
-            if self._is_unread(checkpoint) and (content := read_weights(checkpoint)) is not None:
+            is_unread = self.result.audit.levels.get(checkpoint.name) == "listing"
+            if is_unread and (content := read_weights(checkpoint)) is not None:
                 self.read[checkpoint.name] = content
         except torch.OutOfMemoryError as error:
             why = f"{checkpoint.series} {checkpoint.name} does not fit in the memory of {self.device}"
@@ -353,12 +355,6 @@ class _Measuring:
         finally:
             if checkpoint.source.is_copied or not self.options.keep_downloads:
                 checkpoint.source.drop()
-
-    def _loaded(self, checkpoint: Checkpoint) -> Any:
-        dtype = getattr(torch, self.options.weights_dtype)
-        if self.options.offload is None:
-            return checkpoint.load(dtype=dtype).to(self.device)
-        return checkpoint.load(dtype=dtype, offload=Offload(self.options.offload, self.device))
 
     def _check(self, view: LayeredModel, analyses: Sequence[Analysis]) -> None:
         """Refuse what does not fit before the first number."""
@@ -381,14 +377,11 @@ class _Measuring:
         known = {name: value for name, value in same.items() if value is not None}
         return {**source, "audit": self.verdicts[checkpoint.name], **known}, same
 
-    def _is_unread(self, checkpoint: Checkpoint) -> bool:
-        return self.result.audit.levels.get(checkpoint.name) == "listing"
-
     def _remember(self, checkpoint: Checkpoint, weights: Fingerprint | None) -> None:
         """Keep what was read of weights that were downloaded to be measured, for the audit."""
         if weights is not None:
             self._memory.put(checkpoint.name, checkpoint.source.identity(), weights)
-            self.has_read = True
+            self.read[checkpoint.name] = weights
 
     def on_ray(self, audited: Sequence[Checkpoint]) -> Iterator[Measurement]:
         """Have workers measure what is not known, and yield it once the store has it."""
@@ -423,19 +416,19 @@ class _Measuring:
         _, fetched = next(_held := fetched_ahead([checkpoint]))  # a download stops if nothing holds it
         measured = [*measure_unless_done([self._visit(checkpoint, fetched, chosen)], store)]
         self._release()
-        return measured, self.read.pop(name, None)
+        return measured, self.read.get(name)
 
     def failed(self, visit: Visit, why: InputError) -> None:
         """Note what cannot be measured; refuse what no other checkpoint can be measured with either."""
-        is_loaded = isinstance(why, DoesNotFit)
-        if self.series.is_alone or is_full(why) or (is_loaded and not self.fitting and not self.varied):
+        is_of_all = isinstance(why, DoesNotFit) and not self.fitting and len({*map(id, self.analyses.values())}) == 1
+        if self.series.is_alone or is_full(why) or is_of_all:
             raise why from why.__cause__
         self.broken.add((visit.run, visit.step))
         self.result.failures.append(_named(visit.name, why))
 
     def finished(self, audited: Sequence[Checkpoint]) -> SeriesResult:
         """Judge once more by the weights that were downloaded to be measured, and count what was known."""
-        if self.has_read:
+        if self.read:
             self._judge(audited)
         whole = [one for one in audited if (self.earlier.run_of(one), one.step) not in self.broken]
         measured = [each for each in self.result.measurements if (each.run, each.step) not in self.broken]
