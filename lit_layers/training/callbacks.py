@@ -242,7 +242,7 @@ class EmergenceCallback(_AtSteps):
         if_exists: what to do where root already holds a run, as of `lit_layers.watch`. "resume" takes also a checkpoint
             of the trainer that this training saved between two measured steps.
         run: the run's name in the records; None: the folder's name.
-        tokens_per_step: tokens per optimizer step, for the token axis; None: the data module's, where it knows it.
+        tokens_per_step: tokens per optimizer step, shown beside the step; None: the data module's, where it knows it.
         model: name of the submodule to measure; None: `.model`, or the module itself where there is none.
         watchers: called as each analysis starts and ends.
         scalars: which numbers are curves of the trainer's loggers: those that a person plots, or all but pairs of

@@ -295,7 +295,7 @@ class Watch:
         save: whether each measured step is written as a Hugging Face folder, `root/step-000001000`.
         tokenizer: a local tokenizer folder whose files are copied into each of those.
         run: the run's name in the records; None: the folder's name.
-        tokens_per_step: tokens per optimizer step, for the token axis.
+        tokens_per_step: tokens per optimizer step, shown beside the step.
         first_step: the optimizer steps that the model has seen, of a training that goes on.
         max_steps: where training ends, if that is known: that step is measured.
         loggers: loggers of Lightning, or others with `log_metrics(values, step=...)`; trackers of accelerate; runs of
