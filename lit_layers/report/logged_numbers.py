@@ -10,7 +10,7 @@ import logging
 import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ from lit_layers import records
 from lit_layers.errors import InputError, first_line
 from lit_layers.figures.chart import Chart
 from lit_layers.figures.maps import has_surface, layer_matrix, layer_surface
-from lit_layers.figures.tables import grouped, matching, select, usual_loops, variants_of
+from lit_layers.figures.tables import grouped, matching, plainest, select, usual_loops, variants_of
 from lit_layers.figures.vega import pictures_of
 from lit_layers.identity import latest, logged_name, plain_settings, settings_of, short, variant_of
 from lit_layers.metrics import METRICS, look_up
@@ -35,6 +35,8 @@ TABLE = "emergence"
 # 0.15 ms a row: 3 s. Above it the pairs of layers are left to the heat maps; W&B itself cuts at 200,000.
 _TABLE_ROWS, _TABLE_LIMIT = 20_000, 200_000
 Table = tuple[list[str], list[list[Any]]]  # columns, rows
+# Tags whose values are variants of one number: figures show one of them first.
+_VARIANTS = ("statistic", "control", "drop_first", "normalization", "split", "of", "domain", "k")
 MATRIX, SURFACE, LAYER_MEAN = "matrix", "over_layers", "layer_mean"  # last words of names
 TABLE_COLUMNS = (
     *("step", "tokens", "analysis", "metric", "layer", "value"),
@@ -94,11 +96,20 @@ def values_of(measurement: Measurement, name: str | None = None) -> dict[str, fl
 
 
 def plotted_values(measurement: Measurement, name: str | None = None) -> dict[str, float]:
-    """Return those of `values_of` that a person plots: no diagnostics, no single singular values."""
-    rows = [(look_up(point.metric), point) for point in points_of(measurement, name)]
-    return {
-        point.name: point.value for row, point in rows if not (row.secondary or row.unlisted or "/index=" in point.base)
-    }
+    """Return those of `values_of` that a person plots: one variant of each metric, no diagnostics.
+
+    Neither single singular values nor the coupling of blocks with themselves are among them.
+    """
+    of_metric = grouped(measurement.records, lambda record: record.metric)
+    chosen = {metric: plainest(record.tags for record in each) for metric, each in of_metric.items()}
+    plotted = [record for record in measurement.records if _is_plotted(record, chosen[record.metric])]
+    return values_of(replace(measurement, records=plotted), name)
+
+
+def _is_plotted(record: Record, chosen: Mapping[str, Any]) -> bool:
+    row, tags = look_up(record.metric), record.tags
+    is_chosen = all(tags.get(name) == chosen.get(name) for name in _VARIANTS)
+    return is_chosen and not (row.secondary or row.unlisted or "index" in tags or tags.get("distance") == 0)
 
 
 def matrices_of(measurement: Measurement, name: str) -> dict[str, tuple[str, dict[str, Any]]]:

@@ -157,6 +157,8 @@ def test_other_loggers_get_the_tokens_and_what_is_plotted_or_all_of_it(tmp_path)
     assert all("/" in name for name in whole.names)
     assert plotted.names < whole.names
     assert any("singular_value" in name for name in whole.names - plotted.names)
+    left_out = ("singular_value", "statistic=median", "distance=0", "random_coupling")
+    assert not [name for name in plotted.names for words in left_out if words in name]
     assert not any("other_layer" in name for name in whole.names)
     with pytest.raises(InputError, match="scalars: expected one of plotted, all, got 'few'"):
         trained(tmp_path / "three", [plotted], scalars="few")
