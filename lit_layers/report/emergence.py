@@ -88,7 +88,9 @@ def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
     mean = lambda key: np.mean([place(_halfway(times).value) for *_, times in by_key[key]])  # noqa: E731
     keys, series, several = sorted(by_key, key=mean)[:MOST_ROWS], [], len(clock.runs)
     for number, run in enumerate(clock.runs):
-        own = [(row, *each) for row, key in enumerate(keys) for index, *each in by_key[key] if index == number]
+        own: list[Any] = [
+            (row, *each) for row, key in enumerate(keys) for index, *each in by_key[key] if index == number
+        ]
         at = [row + 0.5 * (number + 0.5) / several - 0.25 for row, *_ in own]
         look = style_of_run(number, run, of=several, tells_texts=True, size=6.5, interval="bars")
         ends = _ends([times.halfway for *_, times in own], clock.curves)
