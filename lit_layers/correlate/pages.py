@@ -143,7 +143,7 @@ def plots_of(table: ModelTable, findings: Findings) -> dict[str, tuple[Scatter, 
             for rest, column in zip(left, (metric, score), strict=True):
                 rest[there] = correlation.residuals(column[there], [at[there]])
             note = f"What is left of both once {in_sentence(title)} is regressed out: the partial correlation."
-            plots["partial"] = (*left, f"{x}, residual", f"{y}, residual", note)
+            plots["partial"] = (left[0], left[1], f"{x}, residual", f"{y}, residual", note)
         note = f"The closer to the line, the less the metric tells beyond {in_sentence(title)}."
         plots["confounder"] = (at, metric, title, x, note)
     return {

@@ -251,6 +251,8 @@ def read_table(path: Path, option: str) -> pd.DataFrame:
     if name is None:
         there = ", ".join(map(str, frame.columns))
         raise InputError(f"{option}: {path} has no column that names the models ({', '.join(NAMES)}); it has: {there}")
+    if (nameless := frame[name].isna()).any():
+        raise InputError(f"{option}: {path}: row {nameless.to_numpy().argmax() + 1} has no name in column {name}")
     return frame.rename(columns={name: "model"}).astype({"model": str})
 
 

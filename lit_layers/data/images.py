@@ -245,7 +245,8 @@ def _listing(root: Path, files: Sequence[Path]) -> str:
 
 def _data_set(name: str, split: Split) -> Content:
     """Read parquet files of a folder or a data set of the Hub; held out is validation, or test where there is none."""
-    import datasets
+    from datasets import Image as EncodedImage
+    from datasets import exceptions, load_dataset
 
     is_local, (path, _, config) = Path(name).is_dir(), name.partition(":")
     what, advice = f"source: {name!r} is no local path and cannot be had from the Hub", "check the name and the network"
@@ -254,8 +255,8 @@ def _data_set(name: str, split: Split) -> Content:
     with asking_the_hub(what, advice):
         try:
             where: Any = ("parquet", None, name) if is_local else (path, config or None)
-            splits: Any = datasets.load_dataset(*where)
-        except datasets.exceptions.DatasetGenerationError as error:
+            splits: Any = load_dataset(*where)
+        except exceptions.DatasetGenerationError as error:
             raise OSError(str(error.__cause__)) from error
     order = ("train",) if split == "train" else ("validation", "valid", "test")
     chosen = next((each for each in order if each in splits), None)
@@ -266,7 +267,7 @@ def _data_set(name: str, split: Split) -> Content:
     names, labels = getattr(rows.features[label], "names", None), rows[label][:]
     if (row := next((row for row, each in enumerate(labels) if not isinstance(each, int)), None)) is not None:
         raise InputError(f"source: row {row} of {place} has the label {labels[row]!r}: expected a whole number")
-    images = rows.cast_column(image, datasets.Image(decode=False)).data.column(image)
+    images = rows.cast_column(image, EncodedImage(decode=False)).data.column(image)
 
     def encoded(index: int) -> bytes | Path:
         value = images[index].as_py()

@@ -368,9 +368,10 @@ def rows_of(chart: Chart) -> list[dict[str, Any]]:
     """
     rows = list[dict[str, Any]]()
     cells, several = chart.cells, len(chart.frames) > 1
-    for frame, table in enumerate(cells.values if cells is not None else ()):
+    for frame, grid in enumerate(cells.values if cells is not None else ()):
+        assert cells is not None
         full = cells.scale[frame] if cells.scale else 1
-        for down, (row, values) in enumerate(zip(cells.rows, table, strict=True)):
+        for down, (row, values) in enumerate(zip(cells.rows, grid, strict=True)):
             common = {"t": cells.texts[down]} if cells.texts else {}
             common |= {"y0": row - 0.5, "y1": row + 0.5} if chart.training else {"f": frame} if several else {}
             for number, (column, value) in enumerate(zip(cells.columns, values, strict=True)):

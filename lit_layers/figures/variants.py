@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Unpack
+from typing import Any, Unpack
 
 import pandas as pd
 
@@ -71,14 +71,14 @@ def variant_curves(
     points = framed(points, steps)
 
     def kind(point: Point) -> str:
-        return tag_text({split: point.tags[split]}) if split in point.tags else ""
+        return tag_text({split: point.tags[split]}) if split is not None and split in point.tags else ""
 
     lines, full = lines_of(points, variants, number, split), grouped(full_model(points), kind)
     if not lines:
         what = "single blocks that are skipped, switched or repeated" if blocks else "variants of the middle"
         raise ValueError(f"metric {metric!r} has no values of {what}")
     strong = [*dict.fromkeys(map(kind, points))][-1]
-    series, places = [], sorted({p.number(number) for part in lines.values() for p in part})
+    series, places = [], sorted(set[Any](p.number(number) for part in lines.values() for p in part))
     for name, part in lines.items():
         color, mark = LOOKS[variant := part[0].tags["variant"]]
         look = {"width": 2.0, "mark": mark, "interval": "band" if variant == "random" and not split else ""}
@@ -243,7 +243,7 @@ def lines_of(
     kept.sort(key=lambda p: [*LOOKS].index(p.tags["variant"]))
 
     def name(point: Point) -> str:
-        more = [tag_text({tag: point.tags[tag]}) for tag in ("loops", split) if tag in point.tags]
+        more = [tag_text({tag: point.tags[tag]}) for tag in ("loops", split) if tag is not None and tag in point.tags]
         return ", ".join([variant_name(point.tags["variant"]), *more])
 
     by_name = grouped(kept, name)

@@ -43,7 +43,7 @@ class OrderLikelihoods:
         self._rows = {key: row for row, key in enumerate(self.requests)}
         self.path = folder / f"likelihoods-{sha16(json.dumps([*map(format_schedule, schedules), *self._rows]))}.npy"
         shape = (len(self.schedules), len(self._rows), 2)
-        self._values = np.zeros(shape)  # the second number is 0 if unknown, 1 if not greedy, 2 if greedy
+        self._values: Any = np.zeros(shape)  # the second number is 0 if unknown, 1 if not greedy, 2 if greedy
         if self._rows:
             with refused(f"results: cannot write {self.path}"):
                 folder.mkdir(parents=True, exist_ok=True)

@@ -288,7 +288,7 @@ def test_a_full_disk_ends_all_steps_of_a_paper(tmp_path: Path, monkeypatch: pyte
 
     def reproduced(number: int) -> tuple[int, list[str]]:
         error = OSError(number, os.strerror(number), "correlation.csv")
-        monkeypatch.setattr("lit_layers.correlate.pages.write", raising(error))
+        monkeypatch.setattr("lit_layers.cli.verbs.correlate.write_models", raising(error))
         code = main(["reproduce", str(tmp_path / "points.yaml"), "--root", str(tmp_path / "out")])
         return code, [line for line in capsys.readouterr().err.splitlines() if line.startswith(("lit-", "step 2"))]
 
