@@ -130,7 +130,6 @@ def test_the_repositories_of_a_manifest_are_audited_one_after_the_other(tmp_path
 def test_a_repository_is_audited_by_the_command_as_users_type_it(tmp_path, model):
     make_series(model, tmp_path / "hub" / "org" / "tiny", [0, 1, 2, 4], values={1: 9.0, 2: 9.0})
     with FakeHub(tmp_path / "hub") as hub:
-        hub.fail("/refs", status=503, times=1)
         done = subprocess.run(
             [sys.executable, "-m", "lit_layers.cli.main", "audit", "org/tiny"],
             cwd=ROOT,
