@@ -5,8 +5,8 @@ The floors of imports, circles and files of one name are in tests/test_architect
 
 from tests.support import code_lines
 
-LINES = 33_720
-CHARACTERS = 1_603_500
+LINES = 33_726
+CHARACTERS = 1_603_600
 FILES = 201
 FILES_IN_A_FOLDER = 16
 

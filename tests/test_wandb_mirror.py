@@ -57,7 +57,7 @@ def mirror_all(root: Path, mirror: WandbMirror | None = None) -> Run:
 
 @pytest.mark.slow
 def test_opening_sends_every_point_of_the_files_once_on_the_axis_of_steps(root: Path) -> None:
-    run = mirror_all(root, WandbMirror(project="here", mode="offline", tags=["a"]))
+    run = mirror_all(root, WandbMirror(project="here", mode="offline", tags=["a"], scalars="all"))
     assert (run.state, run.project, run.name, run.tags, run.config) == ("finished", "here", "run", ["a"], {"lr": 1e-3})
     frame = records.frame(root / "measurements.jsonl")
     singles = frame[frame["other_layer"].isna()]
@@ -338,7 +338,7 @@ def test_no_point_is_lost_when_the_process_is_killed_again_and_again(tmp_path: P
     measured = [step for step in range(1, last + 1) if step % 10 == 0]
     of_steps = [name for name in run.names() if not name.endswith("/over_layers")]
     names = [name for name in of_steps if name.startswith(("trajectory/", "coupling/"))]
-    assert len(names) > 50
+    assert len(names) > 10
     for name in names:
         assert sorted({step for step, _ in run.curve(name)}) == measured, name
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pandas as pd
 
@@ -34,6 +34,7 @@ TRANSFORMERS_AXIS = "train/global_step"  # in each row that transformers logs to
 TABLE = "emergence"
 # 0.15 ms a row: 3 s. Above it the pairs of layers are left to the heat maps; W&B itself cuts at 200,000.
 _TABLE_ROWS, _TABLE_LIMIT = 20_000, 200_000
+Scalars = Literal["plotted", "all"]  # which numbers are curves
 Table = tuple[list[str], list[list[Any]]]  # columns, rows
 # Tags whose values are variants of one number: figures show one of them first.
 _VARIANTS = ("statistic", "control", "drop_first", "normalization", "split", "of", "domain", "k")
@@ -95,15 +96,15 @@ def values_of(measurement: Measurement, name: str | None = None) -> dict[str, fl
     return {point.name: point.value for point in points_of(measurement, name)}
 
 
-def plotted_values(measurement: Measurement, name: str | None = None) -> dict[str, float]:
-    """Return those of `values_of` that a person plots: one variant of each metric, no diagnostics.
+def plotted(measurement: Measurement) -> Measurement:
+    """Return a measurement with those numbers that a person plots: one variant of each metric, no diagnostics.
 
     Neither single singular values nor the coupling of blocks with themselves are among them.
     """
     of_metric = grouped(measurement.records, lambda record: record.metric)
     chosen = {metric: plainest(record.tags for record in each) for metric, each in of_metric.items()}
-    plotted = [record for record in measurement.records if _is_plotted(record, chosen[record.metric])]
-    return values_of(replace(measurement, records=plotted), name)
+    shown = [record for record in measurement.records if _is_plotted(record, chosen[record.metric])]
+    return replace(measurement, records=shown)
 
 
 def _is_plotted(record: Record, chosen: Mapping[str, Any]) -> bool:
@@ -194,7 +195,7 @@ def of_the_whole_run(
     if len(rows) > _TABLE_LIMIT:
         logger.warning("the table would have more than %d rows; the first are kept", _TABLE_LIMIT)
     table = [*TABLE_COLUMNS], [_table_row(*pair) for pair in rows[:_TABLE_LIMIT]]
-    return {TABLE: table}, layer_maps(measured, plain)
+    return {TABLE: table}, layer_maps([*map(plotted, measured)], plain)
 
 
 def as_logged(library: Any, tables: Mapping[str, Table], pictures: Mapping[str, bytes]) -> dict[str, Any]:

@@ -22,10 +22,12 @@ from lit_layers.records import Measurement
 from lit_layers.report.logged_numbers import (
     AXIS,
     TABLE,
+    Scalars,
     as_logged,
     best_of,
     heat_maps,
     of_the_whole_run,
+    plotted,
     values_of,
 )
 
@@ -110,6 +112,8 @@ class WandbMirror:
         name: the run's name at W&B; None: that of its folder.
         init_timeout: seconds to wait for the server.
         timeout: seconds that a training waits for W&B at its start and at its end; between them it does not wait.
+        scalars: plotted: one variant of each metric is a curve, without diagnostics; all: everything but pairs of
+            layers.
     """
 
     def __init__(
@@ -123,7 +127,9 @@ class WandbMirror:
         tags: Sequence[str] = (),
         init_timeout: float = 8.0,
         timeout: float = 60.0,
+        scalars: Scalars = "plotted",
     ) -> None:
+        self.scalars: Scalars = scalars
         self.mode, self.init_timeout, self.timeout = mode, init_timeout, timeout
         self.place = {"project": project, "entity": entity, "group": group, "tags": tuple(tags), "name": name}
         self._message = ""
@@ -325,8 +331,9 @@ class WandbMirror:
         row, pictures = dict(scalars), {}
         sent = self._sent.names.get(step, frozenset())
         for measurement in measurements:
-            row.update(values_of(measurement, self._name(measurement)))
-            pictures.update(heat_maps(measurement, self._name(measurement), sent))
+            name, shown = self._name(measurement), measurement if self.scalars == "all" else plotted(measurement)
+            row.update(values_of(shown, name))
+            pictures.update(heat_maps(shown, name, sent))
         return {name: value for name, value in row.items() if name not in sent}, pictures
 
     def _measured(self) -> list[Measurement]:

@@ -20,13 +20,13 @@ from lit_layers.report.logged_numbers import (
     SURFACE,
     TABLE,
     matrices_of,
+    plotted,
     points_of,
     surfaces_of,
 )
 from lit_layers.report.wandb_mirror import refuse_settings_of_folder
 
 _LINES = 25  # layers in one chart; of deeper models some that are spread evenly have a line
-_ASIDE = "Diagnostics"
 
 
 def workspace_of(root: str | Path, place: str) -> Any:
@@ -84,7 +84,7 @@ def _sections(root: Path, wr: Any) -> Iterable[tuple[str, bool, list[Any]]]:
 
     if scalars := _scalars(root):
         yield "Training", True, [chart(name, [name]) for name in scalars]
-    titles = {**{group.name: group.title for group in GROUPS}, "": "Other metrics", _ASIDE: _ASIDE}
+    titles = {**{group.name: group.title for group in GROUPS}, "": "Other metrics"}
     charts: dict[str, list[Any]] = {title: [] for title in titles.values()}
     curves: dict[str, tuple[str, dict[int | None, str]]] = {}
     for name, measurement in named:
@@ -92,13 +92,13 @@ def _sections(root: Path, wr: Any) -> Iterable[tuple[str, bool, list[Any]]]:
             curves.setdefault(point.base, (point.metric, {}))[1][point.layer] = point.name
     for name, (metric, of_layer) in curves.items():
         row, title = look_up(metric), chart_title(metric, name)
-        shown = charts[titles[_ASIDE if row.secondary or row.unlisted else row.group]]
+        shown = charts[titles[row.group]]
         layers: list[Any] = spread(sorted(layer for layer in of_layer if layer is not None), _LINES)
         layers = [None, *layers] if None in of_layer else layers
         shown.append(chart(title, [of_layer[layer] for layer in layers], row.log))
         if (picture := f"{name}/{SURFACE}") in surfaces:
             shown.append(_gallery(wr, f"{title}: layers and steps", picture))
-    yield from ((title, title != _ASIDE, shown) for title, shown in charts.items() if shown)
+    yield from ((title, True, shown) for title, shown in charts.items() if shown)
     if pairs := dict.fromkeys(kind for name, measurement in named for kind in matrices_of(measurement, name)):
         yield "Pairs of layers", False, [_gallery(wr, kind.removesuffix(f"/{MATRIX}"), kind) for kind in pairs]
     yield "All numbers", False, [wr.WeavePanelSummaryTable(table_name=TABLE)]
@@ -127,7 +127,7 @@ def _named(root: Path) -> list[tuple[str, Measurement]]:
     if not measured:
         raise InputError(f"{root}: nothing was measured at a step there, so a workspace would have no charts")
     plain = plain_settings(measured)
-    return [(logged_name(measurement, plain), measurement) for measurement in measured]
+    return [(logged_name(measurement, plain), plotted(measurement)) for measurement in measured]
 
 
 def _library() -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, get_args
+from typing import Any, Protocol, Self, get_args
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import distributed, nn
@@ -28,9 +28,10 @@ from lit_layers.records import Measurement, Store
 from lit_layers.report.logged_numbers import (
     STEP,
     TOKENS,
+    Scalars,
     WandbRun,
     heat_maps,
-    plotted_values,
+    plotted,
     values_of,
     writer_of,
 )
@@ -41,7 +42,6 @@ from lit_layers.training.run_log import TimeLines
 from lit_layers.training.sharding import is_sharded
 
 logger = logging.getLogger(__name__)
-Scalars = Literal["plotted", "all"]  # which numbers loggers draw as curves
 
 
 class Watcher(Protocol):
@@ -200,8 +200,8 @@ class StepMeasurer:
             return
         place = self.axis.get(step, step)
         named = [(each, logged_name(each, self._plain) if each.records else each.analysis) for each in measured]
-        curves = values_of if self.scalars == "all" else plotted_values
-        row = {name: value for each in named for name, value in curves(*each).items()}
+        named = named if self.scalars == "all" else [(plotted(each), name) for each, name in named]
+        row = {name: value for each in named for name, value in values_of(*each).items()}
         tokens = next((each.tokens for each in measured if each.tokens is not None), None)
         row |= {} if tokens is None else {TOKENS: tokens}
         row |= {} if place == step else {STEP: step}
