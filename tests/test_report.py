@@ -637,7 +637,7 @@ def test_the_command_brings_wandb_up_to_date(tmp_path: Path, capsys) -> None:
         read_finished(root)  # waits until W&B's process has written its files
     rows = read_finished(root)["a1b2c3d4"].history
     assert len(rows) == 3  # two steps and the table, once
-    assert "lens/kl_to_final/layer_01" in rows[1]
+    assert "lens/logit_lens_loss/layer_01" in rows[1]
 
 
 def sections_of(page: Path) -> dict[str, str]:
