@@ -164,7 +164,7 @@ def test_perplexities_over_many_decades_have_axes_that_can_be_read(measured, tmp
     fig = plots.model_profile(records.frame([lens]), "logit_lens_perplexity")
     axis = fig.spec()["encoding"]["y"]
     assert axis["scale"]["type"] == "log"
-    assert 3 <= len(axis["axis"]["values"]) <= 9, "the number of ticks"
+    assert axis["axis"]["tickCount"] == 5
     for measurement in measured.values():
         records.append(tmp_path / "measurements.jsonl", measurement)
     assert "Logit-lens perplexity" in write_report(tmp_path).read_text()
