@@ -27,22 +27,22 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of what an error says, else its kind."""
+    """Return the first line of what an error says, else its kind."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def first_sentence(error: BaseException) -> str:
-    """Returns the first sentence of what an error says, on one line."""
+    """Return the first sentence of what an error says, on one line."""
     return " ".join(str(error).split()).split(". ")[0]
 
 
 def kind_and_words(error: BaseException) -> str:
-    """Returns the kind of an error and all that it says, on one line."""
+    """Return the kind of an error and all that it says, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def did_you_mean(word: str, names: Iterable[str], otherwise: str, *, most: int = 3) -> str:
-    """Returns `did you mean A or B?` of the names that are near, whatever their case, or what is said `otherwise`."""
+    """Return `did you mean A or B?` of the names that are near, whatever their case, or what is said `otherwise`."""
     spelt = {name.lower(): name for name in names}
     near = difflib.get_close_matches(word[:400].lower(), spelt, n=most, cutoff=0.6 if most == 1 else 0.5)
     return f"did you mean {' or '.join(spelt[name] for name in near)}?" if near else otherwise

@@ -128,12 +128,12 @@ class Measurement:
 
 
 def variant_of(tags: Mapping[str, Tag], without: Collection[str] = ()) -> dict[str, Tag]:
-    """Returns the tags that tell which number a record is: counts of what went into it do not."""
+    """Return the tags that tell which number a record is: counts of what went into it do not."""
     return {name: value for name, value in tags.items() if not name.startswith("num_") and name not in without}
 
 
 def same_tag(value: Any, asked: Any) -> bool:
-    """Returns whether a tag is the one asked for; numbers compare as numbers, however they are written."""
+    """Return whether a tag is the one asked for; numbers compare as numbers, however they are written."""
     try:
         return math.isclose(float(value), float(asked), rel_tol=1e-9)
     except (TypeError, ValueError):
@@ -154,17 +154,17 @@ def sha16(*parts: str | bytes | memoryview) -> str:
 
 
 def settings_name(config_hash: str | None, data_hash: str | None) -> str:
-    """Returns what settings are called: `CONFIG.DATA`; an analysis without data has no second part."""
+    """Return what settings are called: `CONFIG.DATA`; an analysis without data has no second part."""
     return ".".join([str(config_hash or UNKNOWN), *([str(data_hash)] if data_hash else [])])
 
 
 def settings_of(measurement: Measurement) -> str:
-    """Returns the name of a measurement's settings."""
+    """Return the name of a measurement's settings."""
     return settings_name(measurement.provenance.get("config_hash"), measurement.provenance.get("data_hash"))
 
 
 def short(settings: str) -> str:
-    """Returns eight digits of each hash, which are enough to name settings by."""
+    """Return eight digits of each hash, which are enough to name settings by."""
     return ".".join(part[:8] for part in settings.split("."))
 
 
@@ -193,7 +193,7 @@ def of_one_training(measurements: Iterable[Measurement], known: Lineage | None =
 
 
 def latest(measurements: Iterable[Measurement]) -> list[Measurement]:
-    """Returns the last measurement of each identity, failed ones too, in the order written.
+    """Return the last measurement of each identity, failed ones too, in the order written.
 
     Raises:
         InputError: for one run of two trainings.
@@ -220,7 +220,7 @@ def keep(last: dict[tuple[Any, ...], Measurement], measurement: Measurement) -> 
 
 
 def shown(measurements: Iterable[Measurement], settings: Settings = ()) -> list[Measurement]:
-    """Returns the latest measurements of the settings that make the curves, failed ones too.
+    """Return the latest measurements of the settings that make the curves, failed ones too.
 
     `settings` names others than the default, one or several, for the analyses that have them; `all`: all of them.
 
@@ -233,7 +233,7 @@ def shown(measurements: Iterable[Measurement], settings: Settings = ()) -> list[
 def divided(
     measurements: Iterable[Measurement], settings: Settings = ()
 ) -> tuple[list[Measurement], list[Measurement]]:
-    """Returns what `shown` does, and the latest measurements of all other settings."""
+    """Return what `shown` does, and the latest measurements of all other settings."""
     measurements, asked = of_one_training(measurements), [settings] if isinstance(settings, str) else [*settings]
     if ALL in asked:
         return latest(measurements), []
@@ -293,7 +293,7 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, s
 
 @functools.cache
 def code_versions() -> Mapping[str, str]:
-    """Returns the versions that numbers are computed by here: of the libraries that states come from, without their
+    """Return the versions that numbers are computed by here: of the libraries that states come from, without their
     build, and of this package, with a hash of its code, as copies of one version may differ.
     """
     here, code = Path(__file__).parent, hashlib.sha256()
@@ -304,7 +304,7 @@ def code_versions() -> Mapping[str, str]:
 
 
 def refuse_other_code(theirs: Mapping[str, Any], who: str) -> None:
-    """Refuses to join what another process computes at the same time by other code: of weights that only one of them
+    """Refuse to join what another process computes at the same time by other code: of weights that only one of them
     sees nobody could tell whether both compute the same.
 
     Raises:
@@ -328,7 +328,7 @@ def plain_settings(measurements: Iterable[Measurement]) -> dict[tuple[str, str],
 
 
 def logged_name(measurement: Measurement, plain: dict[tuple[str, str], str]) -> str:
-    """Returns what tells an analysis' curves apart by name: `coupling`, and of others than `plain` `coupling@1a2b3c4d`.
+    """Return what tells an analysis' curves apart by name: `coupling`, and of others than `plain` `coupling@1a2b3c4d`.
 
     Settings of an analysis that is new in `plain` are entered there.
     """

@@ -133,7 +133,7 @@ METRICS = {metric.name: metric for group in GROUPS for metric in group.metrics}
 
 
 def look_up(metric: str) -> Metric:
-    """Returns a metric's row; one that has none is called by its name, and nothing else is known of it."""
+    """Return a metric's row; one that has none is called by its name, and nothing else is known of it."""
     half = metric.endswith("_of_half")
     return METRICS.get(metric) or Metric(metric, sentence(metric), secondary=half, also="half" if half else "")
 
@@ -149,22 +149,22 @@ def is_in(metric: str, *groups: str) -> bool:
 
 
 def names(group: str) -> list[str]:
-    """Returns the metrics of a group, in order."""
+    """Return the metrics of a group, in order."""
     return [name for name in METRICS if is_in(name, group)]
 
 
 def headlines() -> list[str]:
-    """Returns the metrics that stand for all scores of a variant of the model, the first one first."""
+    """Return the metrics that stand for all scores of a variant of the model, the first one first."""
     return sorted((name for name, row in METRICS.items() if row.headline), key=lambda name: METRICS[name].headline)
 
 
 def rank(metric: str) -> int:
-    """Returns a metric's place among the rows; those without a row come last."""
+    """Return a metric's place among the rows; those without a row come last."""
     return list(METRICS).index(metric) if metric in METRICS else len(METRICS)
 
 
 def sentence(name: str) -> str:
-    """Returns `some_name` as `Some name`, and `probe/some_task` as `Probe: some task`."""
+    """Return `some_name` as `Some name`, and `probe/some_task` as `Probe: some task`."""
     words = name.replace("_", " ").replace("/", ": ").strip()
     return f"MTEB{words[4:]}" if words.split(":")[0] == "mteb" else words[:1].upper() + words[1:]
 
@@ -189,7 +189,7 @@ class Reading(NamedTuple):
 
 
 def reading(metric: str) -> Reading | None:
-    """Returns how a metric is to be read; None where nothing is known of it."""
+    """Return how a metric is to be read; None where nothing is known of it."""
     row = look_up(metric)
     definition = _definition(row.function) if row.function else Definition([], "")
     facts = {

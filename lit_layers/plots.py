@@ -39,7 +39,7 @@ __all__ += _variants.__all__
 
 
 def titled(chart: Chart, metric: str, analysis: str | None) -> Chart:
-    """Returns a chart whose title names its analysis, too."""
+    """Return a chart whose title names its analysis, too."""
     name = sentence(analysis or "")
     title = ": ".join(filter(None, [name if name != look_up(metric).title else "", chart.title]))
     return replace(chart, title=title)

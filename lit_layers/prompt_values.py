@@ -38,13 +38,13 @@ ByPrompt = NDArray[np.float32]
 
 
 def key_of(record: Record) -> Key:
-    """Returns what tells a number from the others of its measurement."""
+    """Return what tells a number from the others of its measurement."""
     tags = {name: tag if isinstance(tag, str | int | float) else str(tag) for name, tag in record.tags.items()}
     return record.metric, record.layer, json.dumps(tags, sort_keys=True)
 
 
 def path_of(root: Path, measurement: Measurement, kind: str = VALUES) -> Path:
-    """Returns where the values of a measurement are, or with `kind` its states: one place for each training, run, step,
+    """Return where the values of a measurement are, or with `kind` its states: one place for each training, run, step,
     analysis, settings and weights."""
     identity = json.dumps([measurement.training, measurement.run, measurement.analysis, settings_of(measurement)])
     digest = hashlib.sha256(identity.encode("utf-8", "replace")).hexdigest()[:10]
@@ -87,14 +87,14 @@ class ValueFiles:
 
 
 def without_values(measurement: Measurement) -> Measurement:
-    """Returns a measurement as it is in `measurements.jsonl`."""
+    """Return a measurement as it is in `measurements.jsonl`."""
     return replace(
         measurement, records=[replace(record, by_prompt=None, states=None) for record in measurement.records]
     )
 
 
 def read_values(root: Path, measurements: Sequence[Measurement]) -> list[dict[Key, ByPrompt] | str]:
-    """Returns for each measurement the values behind its numbers, as far as they were kept; none without a file.
+    """Return for each measurement the values behind its numbers, as far as they were kept; none without a file.
 
     Values count only for a number whose mean they have. In place of the values of a file that is damaged or of other
     weights stands the sentence that says so.

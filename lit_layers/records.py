@@ -62,7 +62,7 @@ FAILED = "failed"  # the metric of a part of a measurement that came to nothing;
 
 
 def append(path: str | Path, measurement: Measurement) -> None:
-    """Adds one line to a file of measurements and returns when it is on the disk.
+    """Add one line to a file of measurements and return when it is on the disk.
 
     Raises:
         InputError: where the file cannot be written.
@@ -78,7 +78,7 @@ def append(path: str | Path, measurement: Measurement) -> None:
 
 
 def read(path: str | Path) -> list[Measurement]:
-    """Returns the measurements of a file in the order written; none where there is no file yet.
+    """Return the measurements of a file in the order written; none where there is no file yet.
 
     Raises:
         InputError: for a line that is no measurement.
@@ -133,7 +133,7 @@ class Store:
         return iter([*self._last.values()])
 
     def add(self, measurement: Measurement) -> Measurement:
-        """Writes a measurement, and returns it, without the values of prompts, when it is on the disk.
+        """Write a measurement, and return it, without the values of prompts, when it is on the disk.
 
         Raises:
             InputError: where another training has taken the folder over, as while a second process measured the first.
@@ -151,13 +151,13 @@ class Store:
         return measurement
 
     def last(self, run: str, step: int | None, analysis: Any) -> Measurement | None:
-        """Returns the last measurement of an analysis with these very options and data, or one that failed before."""
+        """Return the last measurement of an analysis with these very options and data, or one that failed before."""
         settings = settings_name(analysis.config_hash(), analysis.data_hash())
         place = run, step, analysis.name
         return self._last.get((*place, settings)) or self._last.get((*place, None))
 
     def is_done(self, run: str, step: int | None, analysis: Any, **facts: Any) -> bool:
-        """Returns whether an analysis need not run: it succeeded, whole, with these options, data and weights.
+        """Return whether an analysis need not run: it succeeded, whole, with these options, data and weights.
 
         `facts` must stand in its provenance: `weights_hash`, or, where no weights are loaded, `weight_files` with
         `dtype`. The `model_tokenizer_hash` of a measurement that says none counts as equal: training writes none.
@@ -230,7 +230,7 @@ def frame(
 
 
 def key(analysis: str, record: Record) -> str:
-    """Returns the name of a number's curve: `trajectory/line_shape_score/layer_03`, `coupling/coupling/k=12`."""
+    """Return the name of a number's curve: `trajectory/line_shape_score/layer_03`, `coupling/coupling/k=12`."""
     texts = {name: f"{tag:g}" if isinstance(tag, float) else tag for name, tag in variant_of(record.tags).items()}
     tags = [f"{name}={text}" for name, text in sorted(texts.items())]
     layers = [] if record.layer is None else [f"layer_{record.layer:02d}"]
@@ -252,7 +252,7 @@ class ScalarLog:
         self._ready = False
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Adds values to the row of `step`; a value logged twice keeps its last.
+        """Add values to the row of `step`; a value logged twice keeps its last.
 
         Raises:
             ValueError: for a step before one that is in the file already: `truncate` first.
@@ -268,7 +268,7 @@ class ScalarLog:
         self._row |= {name: int(value) if isinstance(value, int) else float(value) for name, value in scalars.items()}
 
     def close(self, *, durably: bool = True) -> None:
-        """Closes the open row, if any, and returns when every row is in the file, `durably` on the disk: a kill takes
+        """Close the open row, if any, and return when every row is in the file, `durably` on the disk: a kill takes
         no row either way, a power cut may take those since the last durable close."""
         self._write_row()
         if durably and self.path.exists():
@@ -282,7 +282,7 @@ class ScalarLog:
         return self.path.stat().st_size if self.path.exists() else 0
 
     def truncate(self, offset: int) -> None:
-        """Drops the open row and all rows behind `offset`, an `offset` of this file seen before.
+        """Drop the open row and all rows behind `offset`, an `offset` of this file seen before.
 
         A file that is gone stays gone: it cannot bring back what it held.
 
@@ -327,7 +327,7 @@ class _Row(TypedDict, extra_items=Scalar):
 
 
 def rows(path: str | Path) -> list[dict[str, float]]:
-    """Returns the rows of a `metrics.jsonl`, one a step, each `{"step": ..., name: value}`; none without a file.
+    """Return the rows of a `metrics.jsonl`, one a step, each `{"step": ..., name: value}`; none without a file.
 
     Raises:
         InputError: for a line that is no row.
@@ -336,7 +336,7 @@ def rows(path: str | Path) -> list[dict[str, float]]:
 
 
 def iterate_rows(path: str | Path) -> Iterator[dict[str, float]]:
-    """Yields what `rows` returns, one at a time: a long run's rows need not be in memory together."""
+    """Yield what `rows` returns, one at a time: a long run's rows need not be in memory together."""
     for _, parts in groupby(lines_of(Path(path), _Row), key=lambda part: part["step"]):  # several for a checkpoint
         yield {name: value for part in parts for name, value in cast("dict[str, float]", part).items()}
 
@@ -356,7 +356,7 @@ def _tag_columns(pairs: list[tuple[Measurement, Record]]) -> dict[str, pd.Series
 
 @contextmanager
 def locked_for_append(path: Path) -> Generator[BinaryIO, None, None]:
-    """Opens a file at its end, its last line whole; other writers on this machine wait meanwhile."""
+    """Open a file at its end, its last line whole; other writers on this machine wait meanwhile."""
     with refused(f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
@@ -395,7 +395,7 @@ def write_line(file: BinaryIO, line: Mapping[str, Any]) -> None:
 
 
 def lines_of(path: Path, kind: type[T]) -> Iterator[T]:
-    """Yields each whole line as `kind`."""
+    """Yield each whole line as `kind`."""
     if not path.exists():
         return
     with open(path, "rb") as file:

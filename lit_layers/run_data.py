@@ -61,7 +61,7 @@ class RunData:
 
 
 def read_run(root: str | Path, *, settings: Settings = ()) -> RunData:
-    """Returns what a run folder holds, however little an interrupted run has left.
+    """Return what a run folder holds, however little an interrupted run has left.
 
     `settings` chooses other numbers than those that `lit_layers.identity` says.
 
@@ -91,7 +91,7 @@ def read_run(root: str | Path, *, settings: Settings = ()) -> RunData:
 
 
 def other_settings(run: RunData) -> list[str]:
-    """Returns for each analysis that was measured with several settings which is shown, and which others there are."""
+    """Return for each analysis that was measured with several settings which is shown, and which others there are."""
     chosen = {(m.run, m.analysis): short(settings_of(m)) for m in run.measurements if m.error is None}
     sentences = []
     for (name, analysis), measured in grouped(run.others, lambda m: (m.run, m.analysis)).items():
@@ -106,14 +106,14 @@ def other_settings(run: RunData) -> list[str]:
 
 
 def suspects(run: RunData) -> dict[str, list[str]]:
-    """Returns the steps (or models) that an audit found suspect, by its verdict."""
+    """Return the steps (or models) that an audit found suspect, by its verdict."""
     suspect = [m for m in run.measurements if records.is_suspect(m)]
     by_verdict = grouped(suspect, lambda m: " ".join(m.provenance[records.AUDIT].removeprefix("suspect: ").split()))
     return {verdict: list(dict.fromkeys(map(run.place, these))) for verdict, these in by_verdict.items()}
 
 
 def headline_facts(run: RunData) -> list[tuple[str, str]]:
-    """Returns what stands at the head of the page, as (name, value)."""
+    """Return what stands at the head of the page, as (name, value)."""
     about, model = run.about, run.about.get("model", {})
     steps = [m.step for m in run.measurements if m.step is not None] + [int(row["step"]) for row in run.scalars]
     last, planned, data = max(steps, default=None), about.get("max_steps"), about.get("data", {})
@@ -139,7 +139,7 @@ def headline_facts(run: RunData) -> list[tuple[str, str]]:
 
 
 def cost(run: RunData) -> list[dict[str, Any]]:
-    """Returns for each analysis how often it ran, for how long, and its share of the wall time where that is known."""
+    """Return for each analysis how often it ran, for how long, and its share of the wall time where that is known."""
     by_analysis = grouped(run.measurements, lambda m: m.analysis)
     seconds = {name: [m.seconds for m in these] for name, these in by_analysis.items()}
     total, wall = sum(map(sum, seconds.values())), run.about.get("seconds")
@@ -155,7 +155,7 @@ def cost(run: RunData) -> list[dict[str, Any]]:
 
 
 def duration(seconds: float) -> str:
-    """Returns 42 s, 3 min 07 s, 2 h 05 min."""
+    """Return 42 s, 3 min 07 s, 2 h 05 min."""
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -164,7 +164,7 @@ def duration(seconds: float) -> str:
 
 
 def distinct(values: Iterable[Any]) -> list[Any]:
-    """Returns the values without those that were there before."""
+    """Return the values without those that were there before."""
     seen: dict[str, Any] = {}
     for value in values:
         seen.setdefault(json.dumps(value, sort_keys=True, default=str), value)
@@ -218,7 +218,7 @@ def shortened(text: str) -> str:
 
 
 def flat(content: Any, prefix: str = "") -> list[tuple[str, str]]:
-    """Returns nested data as rows of (dotted name, text)."""
+    """Return nested data as rows of (dotted name, text)."""
     if isinstance(content, dict) and content:
         return [row for name, value in content.items() for row in flat(value, f"{prefix}.{name}" if prefix else name)]
     if isinstance(content, list):

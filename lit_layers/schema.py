@@ -75,7 +75,7 @@ class NotJson(InputError):
 
 
 def parse(text: str | bytes, kind: type[T], place: str | Path, remedy: str) -> T:
-    """Returns the content of JSON text as `kind`; `place` and `remedy` begin and end the sentence of a refusal.
+    """Return the content of JSON text as `kind`; `place` and `remedy` begin and end the sentence of a refusal.
 
     Raises:
         NotJson: for what is none.
@@ -96,7 +96,7 @@ def check(content: Any, kind: type[T], place: str | Path, remedy: str) -> T:
 
 
 def read(path: Path, kind: type[T], remedy: str) -> T:
-    """Returns the content of a JSON file as `kind`.
+    """Return the content of a JSON file as `kind`.
 
     Raises:
         InputError: for a file that is none, or cannot be read.
@@ -160,7 +160,7 @@ def _complaint(error: ErrorDetails) -> str:
 
 
 def beginning(value: Any) -> str:
-    """Returns as much of a wrong value as a sentence shows."""
+    """Return as much of a wrong value as a sentence shows."""
     text = repr(value)
     return text if len(text) <= _LONG else f"{text[:_LONG]}..."
 
@@ -214,7 +214,7 @@ SEED = Range(0, 2**32 - 1, whole=True)
 
 
 def refuse_outside(place: str, ranges: Mapping[str, Range], values: Mapping[str, Any]) -> None:
-    """Refuses the first value outside its range; None and what is not there are left to the types.
+    """Refuse the first value outside its range; None and what is not there are left to the types.
 
     Raises:
         InputError: naming it, what is expected and what came.
@@ -227,7 +227,7 @@ def refuse_outside(place: str, ranges: Mapping[str, Range], values: Mapping[str,
 
 
 def refuse_below_one(place: str = "", **counts: int | None) -> None:
-    """Refuses the first option that is no count of at least 1; None is left to the types.
+    """Refuse the first option that is no count of at least 1; None is left to the types.
 
     Raises:
         InputError: naming it, what is expected and what came.
@@ -236,7 +236,7 @@ def refuse_below_one(place: str = "", **counts: int | None) -> None:
 
 
 def refuse_no_shard(shard: tuple[int, int], engine: Engine = "process") -> None:
-    """Refuses what is no share (i, n) of the work of n processes.
+    """Refuse what is no share (i, n) of the work of n processes.
 
     Raises:
         InputError: i is not from 0 to n - 1, or an engine that has one process alone.
@@ -301,7 +301,7 @@ _RunFacts = _open(  # in the order in which a page shows them
 
 
 def run_facts(root: Path, *, needed: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Returns what a run says of itself in its folder; nothing where there is no run.json.
+    """Return what a run says of itself in its folder; nothing where there is no run.json.
 
     Raises:
         InputError: a run.json that is damaged, or lacks what is needed.

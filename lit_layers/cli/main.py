@@ -9,7 +9,7 @@ from typing import NoReturn
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command and returns its exit code; docs/training.md has them all."""
+    """Run one command and return its exit code; docs/training.md has them all."""
     is_own_process, argv = argv is None, sys.argv[1:] if argv is None else argv
     if is_own_process:
         _leave_working_directory()

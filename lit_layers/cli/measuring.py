@@ -57,7 +57,7 @@ class Outcome:
         return complete, [each for each in complete if self.steps is None or each.step in self.steps]
 
     def write(self, folder: str, files: "Mapping[str, pd.DataFrame | list[dict[str, Any]]]") -> None:
-        """Writes files into a folder of the root, as `records.write_files`, and prints their paths."""
+        """Write files into a folder of the root, as `records.write_files`, and print their paths."""
         print(*records.write_files(self.root / folder, files), sep="\n")
 
     def tell(self) -> bool:
@@ -174,7 +174,7 @@ def measured(
 
 
 def take_own_gpu(device: str, environment: Mapping[str, str]) -> None:
-    """Makes `cuda` mean a GPU of its own for each process of torchrun on a machine."""
+    """Make `cuda` mean a GPU of its own for each process of torchrun on a machine."""
     if device == "cpu" or "LOCAL_RANK" not in environment:
         return
     if torch.cuda.is_available():  # fewer GPUs than processes are shared
@@ -182,7 +182,7 @@ def take_own_gpu(device: str, environment: Mapping[str, str]) -> None:
 
 
 def wait_for_the_others(environment: Mapping[str, str]) -> None:
-    """Returns when every process of torchrun is done: it ends all of them once one has ended with an error."""
+    """Return when every process of torchrun is done: it ends all of them once one has ended with an error."""
     if "TORCHELASTIC_RUN_ID" not in environment:
         return
     distributed.init_process_group("gloo", timeout=timedelta(days=30))

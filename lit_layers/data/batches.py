@@ -34,7 +34,7 @@ class Batches(ABC):
 
     @abstractmethod
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Walks the batches from the first, on the CPU."""
+        """Walk the batches from the first, on the CPU."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -231,7 +231,7 @@ class EvalText(Batches):
         return torch.from_numpy(chosen), shards.tokenizer_hash, torch.from_numpy(document)
 
     def _check(self, total: int) -> None:
-        """Refuses a corpus that holds too few windows, and says where it holds fewer than were asked for."""
+        """Refuse a corpus that holds too few windows, and say where it holds fewer than were asked for."""
         if total < self.num_sequences:
             least = self.num_sequences if self.min_sequences is None else self.min_sequences
             there = (
@@ -337,7 +337,7 @@ class GivenBatches(Batches):
 
 
 def refuse_many(count: int) -> None:
-    """Refuses more texts or images than anybody means to measure at every step."""
+    """Refuse more texts or images than anybody means to measure at every step."""
     if count > MOST:
         raise InputError(
             f"batches: expected at most {MOST} texts or images, got {count} or more: give Subset(data, range(64))"
@@ -440,7 +440,7 @@ MAX_TOKENS = 100_000_000  # 0.2 GB of uint16 read once; the entropy of more diff
 
 
 def unigram_entropy(shards: TokenShards, split: str = "train") -> float:
-    """Returns the entropy of the token frequencies, in nats: the loss of a model that ignores all context.
+    """Return the entropy of the token frequencies, in nats: the loss of a model that ignores all context.
 
     Over the first `MAX_TOKENS` tokens of the split.
     """

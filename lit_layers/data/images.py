@@ -150,7 +150,7 @@ class ImageSource:
         return self._content("train")[1] or tuple(map(str, range(self.num_classes)))
 
     def check(self) -> None:
-        """Reads both splits, which must have the same classes."""
+        """Read both splits, which must have the same classes."""
         train, test = (set(each.labels.unique().tolist()) for each in (self.train, self.test))
         names = self.classes
         missing = sorted(set(range(len(names))) - train)

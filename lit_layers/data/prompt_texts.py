@@ -298,7 +298,7 @@ class BenchmarkPrompts(Batches):
         return sha16(f"{self.batch_size}{layout} {[ids.tolist() for ids in self._encoded.ids]}")
 
     def tokenizer_hash(self) -> str | None:
-        """Loads the prompts on the first call."""
+        """Load the prompts on the first call."""
         return self._encoded.tokenizer_hash
 
     @functools.cached_property

@@ -38,7 +38,7 @@ class TokenShards:
 
     @classmethod
     def open(cls, folder: str | Path) -> "TokenShards":
-        """Opens a prepared folder and checks its sizes.
+        """Open a prepared folder and check its sizes.
 
         Raises:
             InputError: for a folder that is missing, of another version, or damaged.

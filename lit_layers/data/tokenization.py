@@ -81,7 +81,7 @@ def train_bpe(texts: Iterable[str], size: int) -> TextTokenizer:
 
 
 def _without_long_words(texts: Iterable[str]) -> Iterator[str]:
-    """Cuts what stands without a space for longer than any word: a line of megabytes would take days."""
+    """Cut what stands without a space for longer than any word: a line of megabytes would take days."""
     for text in texts:
         if len(text) < LONG_WORD or max(map(len, text.split()), default=0) < LONG_WORD:
             yield text
@@ -122,7 +122,7 @@ class WithTokenizer:
 
 
 def save_tokenizer(text_tokenizer: TextTokenizer, folder: Path) -> None:
-    """Writes a folder that `AutoTokenizer` opens."""
+    """Write a folder that `AutoTokenizer` opens."""
     folder.mkdir(parents=True, exist_ok=True)
     with naming(folder / MAIN):
         text_tokenizer.tokenizer.save(str(folder / MAIN))

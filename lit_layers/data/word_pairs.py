@@ -103,7 +103,7 @@ class WordPairs(Batches):
         return sha16(f"{self.batch_size} {[tuple(word) for word in self.words()]} {pairs}")
 
     def tokenizer_hash(self) -> str | None:
-        """Loads the words on the first call."""
+        """Load the words on the first call."""
         return self._loaded[2]
 
     def _chunks(self) -> Iterator[list[Word]]:

@@ -21,7 +21,7 @@ _OF_THE_SYSTEM = re.compile(r"\(os error (\d+)\)")
 
 
 def sync(path: Path) -> None:
-    """Returns when a file, or the names in a folder, are on the disk."""
+    """Return when a file, or the names in a folder, are on the disk."""
     if path.is_dir() and os.name != "posix":
         return  # other systems open no folders
     handle = os.open(path, os.O_RDONLY)
@@ -68,7 +68,7 @@ def write_json(path: Path, content: Any, *, sort_keys: bool = False) -> None:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Writes a file, whole or not at all: two processes may do it at once."""
+    """Write a file, whole or not at all: two processes may do it at once."""
     draft = own_draft_of(path)
     try:
         with naming(path):
@@ -111,7 +111,7 @@ def export(frame: "pd.DataFrame", path: str | Path) -> None:
 
 
 def write_files(folder: Path, files: Mapping[str, Any]) -> list[Path]:
-    """Writes files into a folder, which is made where there is none, each whole or not at all; returns their paths.
+    """Write files into a folder, which is made where there is none, each whole or not at all; returns their paths.
 
     A table is written as its name ends (`export`), a text as it is, and anything else as JSON.
 

@@ -44,7 +44,7 @@ def named_shards(content: str | bytes) -> dict[str, str]:
 
 
 def refuse_foreign_code(settings: Any, name: str | Path) -> None:
-    """Refuses a config.json by which transformers would fetch a kernel from the Hub, which is code, and run it.
+    """Refuse a config.json by which transformers would fetch a kernel from the Hub, which is code, and run it.
 
     One that is named is refused everywhere. Where the package `kernels` is installed, which fetches them, so is what
     would be fetched in place of a package (`flash_attention_2`), for quantized weights, or for some types of models.

@@ -106,7 +106,7 @@ def _frame_of_trainer() -> FrameType | None:
 
 
 def _give_up_after(watched: Watch, training: FrameType, thread: int) -> None:
-    """Gives a watch up when its training is left without a last word, e.g. so that another process may write there."""
+    """Give a watch up when its training is left without a last word, e.g. so that another process may write there."""
     while watched.is_open:
         frame = sys._current_frames().get(thread)
         while frame is not None and frame is not training:

@@ -302,7 +302,7 @@ def _modules(model: nn.Module) -> Iterable[tuple[nn.Module, str]]:
 
 
 def remove_new_hooks_(model: nn.Module, before: dict[str, set]) -> list[str]:
-    """Takes off the hooks that were not there before; the modules that bore them."""
+    """Take off the hooks that were not there before; the modules that bore them."""
     left = []
     for part, path in _modules(model):
         for kind in HOOKS:

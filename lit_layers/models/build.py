@@ -160,7 +160,7 @@ def untrained(model: Network, *, seed: int = 0) -> nn.Module:
 
 
 def save(model: Network, folder: str | Path, tokenizer: Any = None) -> None:
-    """Writes a folder that `from_pretrained` loads: config.json, model.safetensors, the tokenizer; files of mode 644.
+    """Write a folder that `from_pretrained` loads: config.json, model.safetensors, the tokenizer; files of mode 644.
     What is known of how a model's images are prepared is written as well.
 
     Padding rows of the vocabulary are left out. `tokenizer` is an object with `save_pretrained` or a folder whose files

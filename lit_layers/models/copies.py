@@ -59,7 +59,7 @@ def truncate(model: nn.Module, num_layers: int, *, head: bool = True) -> nn.Modu
 
 
 def _expect_the_same_again(cut: Network) -> None:
-    """Refuses a model of which only a row could say what else in its config goes by the number of blocks."""
+    """Refuse a model of which only a row could say what else in its config goes by the number of blocks."""
     if next(cut.parameters()).device.type == "meta":
         return
     try:

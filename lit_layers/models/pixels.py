@@ -15,7 +15,7 @@ _PREPROCESSOR = "preprocessor_settings"  # attribute of a model of transformers:
 
 
 def set_pixel_statistics_(model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
-    """Notes what images are normalised by; saving writes it as timm's `pretrained_cfg.mean` and `.std`."""
+    """Note what images are normalised by; saving writes it as timm's `pretrained_cfg.mean` and `.std`."""
     statistics: Statistics = tuple(map(float, mean)), tuple(map(float, std))
     setattr(model, _STATISTICS, statistics)
     config: Any = model.pretrained_cfg
@@ -23,14 +23,14 @@ def set_pixel_statistics_(model: nn.Module, mean: Sequence[float], std: Sequence
 
 
 def keep_pixel_statistics_(model: nn.Module, settings: Mapping[str, Any]) -> None:
-    """Notes what a timm config.json says; nothing where it says nothing, though timm would then fill in a default."""
+    """Note what a timm config.json says; nothing where it says nothing, though timm would then fill in a default."""
     config = settings.get("pretrained_cfg", settings)
     if "mean" in config and "std" in config:
         set_pixel_statistics_(model, config["mean"], config["std"])
 
 
 def keep_preprocessor_(model: nn.Module, settings: Mapping[str, Any]) -> None:
-    """Notes what a preprocessor_config.json says; where it gives no mean and deviation, nobody says."""
+    """Note what a preprocessor_config.json says; where it gives no mean and deviation, nobody says."""
     setattr(model, _PREPROCESSOR, dict(settings))
     mean, std = settings.get("image_mean"), settings.get("image_std")
     if not settings.get("do_normalize", True):
@@ -50,7 +50,7 @@ def preprocessor(model: nn.Module) -> dict[str, Any] | None:
 
 
 def copy_pixel_statistics_(source: nn.Module, model: nn.Module) -> None:
-    """Notes of `model`, made from `source`, what is known of that."""
+    """Note of `model`, made from `source`, what is known of that."""
     for name in (_STATISTICS, _PREPROCESSOR):
         if hasattr(source, name) and not hasattr(model, name):
             setattr(model, name, getattr(source, name))
@@ -71,7 +71,7 @@ _NEGLIGIBLE = 1e-4
 
 
 def refuse_unlike_training(name: str, images: Any, model: Any) -> None:
-    """Refuses `EvalImages` in another normalisation or size than those of the model in a view: its numbers would be
+    """Refuse `EvalImages` in another normalisation or size than those of the model in a view: its numbers would be
     wrong without a word.
 
     Raises:

@@ -98,7 +98,7 @@ def _refuse_too_large(settings: dict[str, Any], attempt: str) -> None:
 
 
 def refuse_weights_elsewhere(model: str, revision: str | None = None) -> None:
-    """Refuses a model in a folder or on the Hub whose weights are not all in its own files.
+    """Refuse a model in a folder or on the Hub whose weights are not all in its own files.
 
     Raises:
         InputError: an index that names others or is damaged; an adapter, which transformers would add where the package

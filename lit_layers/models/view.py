@@ -202,7 +202,7 @@ class LayeredModel:
         return Trajectory(whole, mask, tuple(calls), self.attention, self, inputs, alignment, in_tuple)
 
     def pass_states(self, batch: Batch, look: Callable[[int, Tensor, Tensor], None]) -> None:
-        """Calls `look(layer, hidden, mask)` for layers 0 to L as one batch passes them, and keeps nothing.
+        """Call `look(layer, hidden, mask)` for layers 0 to L as one batch passes them, and keep nothing.
 
         What `trajectory` holds as `hidden[layer]` (batch, tokens, dim) and `mask` (batch, tokens), to be read and not
         written to. No scores of a vocabulary are computed.
@@ -267,7 +267,7 @@ class LayeredModel:
             raise RuntimeError(f"expected {self.num_layers} blocks to run once each, in order, saw {len(order)} calls")
 
     def refuse_reordered(self) -> None:
-        """Refuses a model whose blocks run in another order for now: what they are called with tells no layer."""
+        """Refuse a model whose blocks run in another order for now: what they are called with tells no layer."""
         if REORDERED in self.model.__dict__:
             raise InputError(
                 f"this {type(self.model).__name__} runs its blocks in another order: leave that context before looking "
@@ -322,7 +322,7 @@ class LayeredModel:
         return inputs, alignment
 
     def check_tokens(self, ids: Tensor) -> None:
-        """Refuses token ids that the model does not take.
+        """Refuse token ids that the model does not take.
 
         Raises:
             InputError: too many tokens, or ids that it has no embedding of.

@@ -242,13 +242,13 @@ class WandbRun:
         self._defined = {self._axis}
 
     def begin(self, about: Mapping[str, Any]) -> None:
-        """Takes what is measured, the options of each analysis by its name, and where."""
+        """Take what is measured, the options of each analysis by its name, and where."""
         self._run.config.update({_PLACE: dict(about)}, allow_val_change=True)
         if not self._is_shared:
             self._run.define_metric(STEP)
 
     def row(self, step: int, values: Mapping[str, float], pictures: Mapping[str, bytes]) -> None:
-        """Takes the curves of a step of the axis, and its pictures."""
+        """Take the curves of a step of the axis, and its pictures."""
         if self._is_shared and len(self._waiting) > 1:  # one alone may be step 0, before the logger's first row
             self.flush()
         self._waiting[step] = values, pictures
@@ -265,7 +265,7 @@ class WandbRun:
             self._taken[self._run.id] = number, step
 
     def end(self, root: Path) -> None:
-        """Takes the tables and the pictures of all steps; the run is the user's to close."""
+        """Take the tables and the pictures of all steps; the run is the user's to close."""
         self.flush()
         measurements = records.read(root / "measurements.jsonl")
         shown = [measurement for measurement in latest(measurements) if not records.is_suspect(measurement)]

@@ -160,7 +160,7 @@ def _prints(
 
 
 def read_weights(checkpoint: Checkpoint) -> Fingerprint | None:
-    """Reads the weights of a checkpoint of a series that is on this machine now, for the next audit; None where they
+    """Read the weights of a checkpoint of a series that is on this machine now, for the next audit; None where they
     cannot be read.
     """
     return _prints([checkpoint], "auto", None)[0].get(checkpoint.name) if checkpoint.step is not None else None
@@ -212,7 +212,7 @@ class SeriesMeasurements:
     def refuse_another(
         self, checkpoints: Iterable[Checkpoint], weights: Callable[[Checkpoint], tuple[str, Any]]
     ) -> None:
-        """Refuses to make one curve of two series, or to put a model in another's place.
+        """Refuse to make one curve of two series, or to put a model in another's place.
 
         Raises:
             InputError: where the root holds measurements of another one, as far as they say of which they are.
@@ -253,7 +253,7 @@ class SeriesMeasurements:
         return today if whole and not (saw_weights and f"not checked: {WEIGHTS}" in today) else suspicion
 
     def correct_verdicts(self, checkpoint: Checkpoint, verdict: str) -> None:
-        """Writes again, with this verdict, the measurements of these files that another one would let pass or hide."""
+        """Write again, with this verdict, the measurements of these files that another one would let pass or hide."""
         for m in self._of_files(checkpoint):
             if is_suspect(m.provenance.get("audit") or "") != is_suspect(verdict):
                 self.store.add(replace(m, provenance={**m.provenance, "audit": verdict}))
@@ -267,7 +267,7 @@ class SeriesMeasurements:
     def _refuse_another_model(
         self, run: str, checkpoints: Sequence[Checkpoint], weights: Callable[[Checkpoint], tuple[str, Any]]
     ) -> None:
-        """Refuses numbers of a second model under the name of one run, where they would replace or go on with the
+        """Refuse numbers of a second model under the name of one run, where they would replace or go on with the
         first's.
 
         A model is its repository or folder, that of all its steps; with equal weights it is the same one, also where

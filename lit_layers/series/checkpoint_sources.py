@@ -64,7 +64,7 @@ class Source(ABC):
         """A local folder with config, tokenizer and weights, downloaded now if need be."""
 
     def drop(self) -> None:  # noqa: B027 - what lies on this machine stays
-        """Removes from this machine the weights that `fetch` downloaded; what was there before stays."""
+        """Remove from this machine the weights that `fetch` downloaded; what was there before stays."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class Fingerprint:
 
 
 def fingerprint(tensors: Iterator[tuple[str, "Tensor"]]) -> Fingerprint:
-    """Reads each tensor once, one at a time."""
+    """Read each tensor once, one at a time."""
     facts: dict[str, TensorFacts] = {}
     samples: dict[str, Tensor] = {}
     digests: dict[str, bytes] = {}

@@ -182,7 +182,7 @@ class ResultFolder:
         return None
 
     def write(self, schedule: Sequence[Step], scores: TaskScores, facts: dict[str, Any]) -> None:
-        """Returns when the file is on the disk. `facts` are for its readers.
+        """Return when the file is on the disk. `facts` are for its readers.
 
         Raises:
             InputError: where it cannot be written.

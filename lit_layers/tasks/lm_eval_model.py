@@ -75,7 +75,7 @@ class OrderLikelihoods:
         return likelihood
 
     def close(self, finished: Callable[[Schedule], bool]) -> None:
-        """Removes the file, if all orders are finished."""
+        """Remove the file, if all orders are finished."""
         if all(map(finished, self.schedules)):
             self.path.unlink(missing_ok=True)
 

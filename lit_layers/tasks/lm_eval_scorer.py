@@ -61,7 +61,7 @@ def lm_eval_version() -> str:
 
 
 def refuse_unknown(task: str) -> None:
-    """Refuses what is neither a name of lm-eval's nor a task file.
+    """Refuse what is neither a name of lm-eval's nor a task file.
 
     Raises:
         InputError: it, or where lm-eval is not installed.

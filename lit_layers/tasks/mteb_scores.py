@@ -93,7 +93,7 @@ class MtebTask(WithTokenizer, Analysis):
             self.max_tokens = min(self.max_tokens, self.encoder.max_tokens or self.max_tokens)
 
     def check(self, model: LayeredModel) -> None:
-        """Refuses options that do not fit; data that are missing fail this one task, when its turn comes."""
+        """Refuse options that do not fit; data that are missing fail this one task, when its turn comes."""
         if model.family.sees_images:
             raise InputError(f"{self.name}: expected a model of text, got {type(model.model).__name__}")
         self.check_options(model)

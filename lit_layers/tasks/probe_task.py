@@ -77,7 +77,7 @@ class ProbeTask(Task):
     description: str = ""
 
     def check(self) -> None:
-        """Refuses options that contradict each other or are out of range; reads nothing.
+        """Refuse options that contradict each other or are out of range; reads nothing.
 
         Raises:
             InputError: says which option.
@@ -108,7 +108,7 @@ class ProbeTask(Task):
         return [match["column"] for match in matches if match]
 
     def load(self, folder: str | None = None) -> TaskData:
-        """Reads and splits the task.
+        """Read and split the task.
 
         With `folder`, a data set of the Hub is read from its copy there, where the folder's `tasks.yaml`
         says. Such a copy may be a sample: where it has fewer rows than the task asks for all are taken, and
@@ -183,7 +183,7 @@ def _read(task: ProbeTask) -> tuple[dict[str, Rows], tuple[str, ...] | None, int
 
 
 def _part(task: ProbeTask, parts: dict[str, Rows]) -> tuple[int, int]:
-    """Takes the texts of test from the others, and those of validation from train; how many rows that were."""
+    """Take the texts of test from the others, and those of validation from train; how many rows that were."""
     counts = []
     for first, others in (("test", ("train", "validation")), ("validation", ("train",))):
         before, keys = sum(map(len, parts.values())), {row.key for row in parts.get(first, ())}
@@ -196,7 +196,7 @@ def _part(task: ProbeTask, parts: dict[str, Rows]) -> tuple[int, int]:
 
 
 def _choose(task: ProbeTask, parts: dict[str, Rows], classes: tuple[str, ...] | None) -> dict[str, int]:
-    """Draws and cuts off the parts; how many rows the task asks for where a copy has fewer."""
+    """Draw and cut off the parts; how many rows the task asks for where a copy has fewer."""
     parts["train"], asked_for_in_all = _balanced(task, parts["train"], classes)
     asked_for = {"train": asked_for_in_all} if asked_for_in_all else {}
     if "test" not in parts:

@@ -261,7 +261,7 @@ class Augmentation:
         return torch.nn.functional.pad(pixels, [padding] * 4)[image, channel, rows, columns]
 
     def erased(self, images: Tensor, numbers: Tensor) -> Tensor:
-        """Fills a rectangle of some of the normalised images with noise; in place."""
+        """Fill a rectangle of some of the normalised images with noise; in place."""
         if not self.erasing:
             return images
         height, width = images.shape[2:]

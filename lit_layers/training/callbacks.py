@@ -69,7 +69,7 @@ class _AtSteps(L.Callback):
             self._held.enter_context(run_lock.writing(self.root, part=part))
 
     def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begins the training in the root, unless a callback before this one has."""
+        """Begin the training in the root, unless a callback before this one has."""
         self._last_step = -1
         together = [each for each in _callbacks(trainer) if isinstance(each, _AtSteps | RunFolder)]
         together = [each for each in together if each.root.resolve() == self.root.resolve()]
@@ -98,11 +98,11 @@ class _AtSteps(L.Callback):
 
     @abstractmethod
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
-        """Acts on the plain model after `step` optimizer steps."""
+        """Act on the plain model after `step` optimizer steps."""
 
     @abstractmethod
     def act_on_shards(self, trainer: L.Trainer, model: nn.Module, step: int, reason: str) -> None:
-        """Acts on the sharded model, on every rank, where the whole one does not fit into memory."""
+        """Act on the sharded model, on every rank, where the whole one does not fit into memory."""
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._updates is None else {"updates": self._updates}
@@ -133,7 +133,7 @@ class _AtSteps(L.Callback):
             self._hooks.callback(hook.remove)
 
     def end_batch(self, trainer: L.Trainer) -> None:
-        """Does what is due at the end of every batch, before a scheduled step."""
+        """Do what is due at the end of every batch, before a scheduled step."""
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         self.end_batch(trainer)

@@ -273,7 +273,7 @@ class LitImageData(LitStepData):
         self.use(source)
 
     def use(self, source: ImageSource) -> None:
-        """Takes the images of a checked source."""
+        """Take the images of a checked source."""
         self.source = source
         self.image_size = image_size(self.source, self.asked_size)
         self.statistics = statistics(self.source, self.normalisation)

@@ -62,13 +62,13 @@ class ExponentialAverage(WeightAveraging):
             self._latest_update_step = trainer.global_step
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leaves the trained weights."""
+        """Leave the trained weights."""
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leaves the trained weights: the module validates both."""
+        """Leave the trained weights: the module validates both."""
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leaves the trained weights."""
+        """Leave the trained weights."""
 
 
 _OF_MODULE, _OF_DATA = {"patch_size", "drop_path_rate"}, {"img_size", "num_classes"}  # what `config` may not say again
@@ -218,7 +218,7 @@ class LitImageClassifier(LitModule):
         )
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        """Returns logits (batch, classes)."""
+        """Return logits (batch, classes)."""
         return self._network(pixel_values)
 
     def training_step(self, batch: Any, batch_index: int) -> Tensor:

@@ -20,7 +20,7 @@ _CHUNK_ELSEWHERE = 2**26
 
 
 def next_token_loss(logits: Tensor, targets: Tensor, num_words: int) -> Tensor:
-    """Returns the mean cross-entropy in nats over the first `num_words` columns; the others are padding.
+    """Return the mean cross-entropy in nats over the first `num_words` columns; the others are padding.
 
     Where a gradient is wanted the logits are used up: their memory takes in their own gradient. Neither a float32
     copy of them nor log-probabilities nor a second gradient of that size (batch x tokens x vocabulary) ever exist.
@@ -42,7 +42,7 @@ def _without_padding(rows: Tensor, num_words: int) -> Tensor:
 
 
 def network_loss(network: Callable[..., Any], input_ids: Tensor, targets: Tensor, num_words: int) -> Tensor:
-    """Returns the `next_token_loss` of what a causal language model predicts: one function, for one compiled graph."""
+    """Return the `next_token_loss` of what a causal language model predicts: one function, for one compiled graph."""
     return next_token_loss(network(input_ids=input_ids, use_cache=False).logits, targets, num_words)
 
 
@@ -80,7 +80,7 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
 
 
 def sum_into_gradient_(logits: Tensor, targets: Tensor, num_words: int) -> Tensor:
-    """Returns the sum of the rows' losses and writes its gradient over the logits: (rows, padded vocabulary)."""
+    """Return the sum of the rows' losses and write its gradient over the logits: (rows, padded vocabulary)."""
     rows = _without_padding(logits, num_words)
     total = rows.logsumexp(1, keepdim=True)
     losses = total - rows.gather(1, targets[:, None])
@@ -121,7 +121,7 @@ def _is_of_compiling(error: RuntimeError) -> bool:
 
 
 def mean_of_step(losses: Sequence[Tensor], accumulate: int) -> Tensor:
-    """Returns the mean loss of a step's micro-batches, of losses that Lightning has divided by `accumulate` each.
+    """Return the mean loss of a step's micro-batches, of losses that Lightning has divided by `accumulate` each.
 
     The last step of an epoch may have fewer micro-batches than that.
     """
@@ -143,7 +143,7 @@ class WeightedMean(Metric):
         self.add_state("weight", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, value: Tensor, weight: float) -> None:
-        """Adds one batch's mean."""
+        """Add one batch's mean."""
         self.total = self.total + weight * value.detach().double()
         self.weight = self.weight + weight
 

@@ -36,7 +36,7 @@ def adamw(
     fused: bool = True,
     but: Container[nn.Parameter] = (),
 ) -> torch.optim.AdamW:
-    """Returns AdamW that decays matrices and embeddings, but neither biases nor norm weights.
+    """Return AdamW that decays matrices and embeddings, but neither biases nor norm weights.
 
     Source: Brown et al. 2020 (GPT-3), appendix B; the split by number of axes is nanoGPT's and timm's.
     """
@@ -130,7 +130,7 @@ def warmup_linear(*, warmup_steps: int, steps: int) -> Callable[[int], float]:
 
 
 def warmup_cosine(*, warmup_steps: int, decay_steps: int, min_ratio: float) -> Callable[[int], float]:
-    """Returns step -> factor of the peak learning rate: linear warm-up, then a cosine down to `min_ratio`.
+    """Return step -> factor of the peak learning rate: linear warm-up, then a cosine down to `min_ratio`.
 
     The first step already moves (factor 1 / warmup_steps); from `decay_steps` on the factor stays at `min_ratio`.
     """
@@ -237,14 +237,14 @@ class LitModule(L.LightningModule, ABC):
         self.take(model)
 
     def take(self, model: nn.Module) -> None:
-        """Trains `model`."""
+        """Train `model`."""
         self.model = model
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[DESCRIBED] = json.dumps(described(self.model))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Builds the network that a checkpoint is of, where none is there: in `load_from_checkpoint`."""
+        """Build the network that a checkpoint is of, where none is there: in `load_from_checkpoint`."""
         if hasattr(self, "model"):
             return
         if DESCRIBED not in checkpoint:
@@ -252,7 +252,7 @@ class LitModule(L.LightningModule, ABC):
         self.take(rebuilt(json.loads(checkpoint[DESCRIBED])))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Logs the loss of the step to the trainer's loggers, if it has any, and has the last step validated."""
+        """Log the loss of the step to the trainer's loggers, if it has any, and have the last step validated."""
         trainer = self.trainer
         if trainer.loggers:
             self._step_losses.append(outputs["loss"].detach())  # each divided by the number of micro-batches
@@ -456,7 +456,7 @@ class LitCausalLM(LitModule):
         return model
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Returns logits over the true vocabulary, without its padding rows."""
+        """Return logits over the true vocabulary, without its padding rows."""
         logits = self._network(input_ids=input_ids, use_cache=False).logits  # (batch, tokens, padded vocabulary)
         return logits[..., : true_vocab_size(self.model)]
 
@@ -467,7 +467,7 @@ class LitCausalLM(LitModule):
             vars(self)["_loss"] = functools.partial(loss, self.model)
 
     def loss(self, batch: Any) -> Tensor:
-        """Returns the mean next-token cross-entropy in nats over a batch of `num_tokens` + 1 ids a row."""
+        """Return the mean next-token cross-entropy in nats over a batch of `num_tokens` + 1 ids a row."""
         tokens = _token_ids(batch)
         loss = self.__dict__.get("_loss", functools.partial(network_loss, self._network))
         # The blocks are full, so that no padding needs a mask.
@@ -489,7 +489,7 @@ class LitCausalLM(LitModule):
         return warmup_cosine(warmup_steps=self.warmup_steps, decay_steps=decay_steps, min_ratio=self.min_lr_ratio)
 
     def flops_per_token(self, num_tokens: int) -> float:
-        """Returns floating-point operations per trained token: 6 N + 12 L d T, N without position embeddings, and of
+        """Return floating-point operations per trained token: 6 N + 12 L d T, N without position embeddings, and of
         experts only with as many as a token goes through.
 
         Source: Chowdhery et al. 2022 (PaLM), appendix B.

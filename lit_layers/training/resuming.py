@@ -187,7 +187,7 @@ class ResumeCheckpoint(L.Callback):
             self._writing.exception()
 
     def wait(self) -> None:
-        """Returns when what is being written is whole.
+        """Return when what is being written is whole.
 
         Raises:
             InputError: where it could not be written.
@@ -267,7 +267,7 @@ class ResumeCheckpoint(L.Callback):
 
 
 def _save(path: Path, content: Any) -> str:
-    """Writes tensors and plain values; the hash of the file."""
+    """Write tensors and plain values; the hash of the file."""
     with open(path, "wb") as file:
         try:
             torch.save(content, file)
@@ -316,7 +316,7 @@ class ResumePoint(NamedTuple):
 
 
 def resume_point(root: Path, which: str, *, hashed: bool = True) -> ResumePoint | None:
-    """Returns the checkpoint that `--resume` names: "last", or a step; None for the start of the run.
+    """Return the checkpoint that `--resume` names: "last", or a step; None for the start of the run.
 
     "last" passes over corrupt ones, naming them, and means the start where there never was one. Not `hashed`, it is
     what is there by its name: for the other ranks, as `ResumeCheckpoint` reads what the first one found whole.
@@ -346,7 +346,7 @@ def resume_point(root: Path, which: str, *, hashed: bool = True) -> ResumePoint 
 
 
 def lightning_point(file: Path) -> ResumePoint:
-    """Returns a .ckpt that any Trainer saved.
+    """Return a .ckpt that any Trainer saved.
 
     Raises:
         InputError: none there, or one that holds more than tensors and plain values.

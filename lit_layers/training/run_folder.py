@@ -38,17 +38,17 @@ _NAME = re.compile(r"step-(\d{9,})")
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Returns `<root>/step-000001000`: names sort as steps do."""
+    """Return `<root>/step-000001000`: names sort as steps do."""
     return root / f"step-{step:09d}"
 
 
 def saved_steps(root: Path) -> list[int]:
-    """Returns the steps whose folders are complete, in order."""
+    """Return the steps whose folders are complete, in order."""
     return sorted(int(match[1]) for path in root.glob("step-*") if (match := _NAME.fullmatch(path.name)))
 
 
 def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Fills a hidden temporary folder, makes it durable and renames it: a kill leaves all of `folder` or nothing.
+    """Fill a hidden temporary folder, make it durable and rename it: a kill leaves all of `folder` or nothing.
 
     Raises:
         InputError: where it cannot be written, as on a full disk.
@@ -72,7 +72,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
 
 
 def save_step(model: nn.Module, root: Path, step: int, tokenizer: str | Path | None) -> None:
-    """Writes the model of a step as a Hugging Face folder, complete or not at all.
+    """Write the model of a step as a Hugging Face folder, complete or not at all.
 
     A step that is there was saved with these weights: a training that goes back takes later ones out of its root.
     """
@@ -87,7 +87,7 @@ def draft_of(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turns the operating system's refusal to write a checkpoint into the user's sentence."""
+    """Turn the operating system's refusal to write a checkpoint into the user's sentence."""
     try:
         yield
     except OSError as error:
@@ -98,7 +98,7 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def writable_folder(folder: Path, field: str) -> Path:
-    """Makes `folder`, or says in one sentence why it cannot be written.
+    """Make `folder`, or say in one sentence why it cannot be written.
 
     Raises:
         InputError: naming the field, the folder and the operating system's reason.
@@ -183,7 +183,7 @@ def kept(root: Path, described: dict[str, Any]) -> tuple[Checkpoint, Origin] | N
 
 
 def refuse_another_tokenizer(folder: Path, data: Any, name: str | None) -> None:
-    """Refuses token ids that mean other words to the model in `folder`.
+    """Refuse token ids that mean other words to the model in `folder`.
 
     Raises:
         InputError: where the model carries a tokenizer and the text was made with another.
@@ -217,7 +217,7 @@ _FREE = {
 
 
 def refuse_a_used_folder(root: Path, if_exists: IfExists, *, of_fit: bool = False) -> None:
-    """Refuses to mix two runs.
+    """Refuse to mix two runs.
 
     Raises:
         InputError: where `root` holds a run and the user did not ask to overwrite it or to go on with it.
@@ -300,7 +300,7 @@ def origin_in(root: Path) -> dict[str, Any]:
 
 
 def refuse_another_run(root: Path, options: Mapping[str, Any]) -> None:
-    """Refuses to go on with other data, another model or another seed than the run in `root` has.
+    """Refuse to go on with other data, another model or another seed than the run in `root` has.
 
     Raises:
         InputError: naming the first option that differs.
@@ -431,12 +431,12 @@ class RunFolder(L.Callback):
             shutil.rmtree(aside, ignore_errors=True)
 
     def _clear_away(self) -> None:
-        """Removes what a run that was killed while it took over had put aside: the user had asked to overwrite it."""
+        """Remove what a run that was killed while it took over had put aside: the user had asked to overwrite it."""
         for leftover in self.root.glob(".old-*"):
             shutil.rmtree(leftover)
 
     def close(self, **facts: Any) -> None:
-        """Adds what is known only at the end, e.g. the wall time; seconds of a resumed run's parts are summed."""
+        """Add what is known only at the end, e.g. the wall time; seconds of a resumed run's parts are summed."""
         before = run_facts(self.root)
         if not before:  # others removed it: a part of it would hide that
             return

@@ -197,7 +197,7 @@ class RunLog(L.Callback, Logger):
     def _flush(
         self, trainer: L.Trainer, pl_module: L.LightningModule, *, reduce: bool = True, durably: bool = True
     ) -> None:
-        """Closes every row up to the current step; one transfer from the device for all of them.
+        """Close every row up to the current step; one transfer from the device for all of them.
 
         What is on disk comes first: a mirror may fail, and whatever breaks off here is written again by the next flush
         (equal rows of one step are one).
@@ -263,7 +263,7 @@ _PEAKS = {
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Returns the most operations a second that a GPU can do in Lightning's `precision`; None where it is unknown."""
+    """Return the most operations a second that a GPU can do in Lightning's `precision`; None where it is unknown."""
     peak = _PEAKS.get(torch.cuda.get_device_name(device))
     if peak is None or "16" in precision:
         return peak

@@ -98,7 +98,7 @@ def put_in_shards(state: Any, of_ranks: Sequence[Mapping[str, Tensor]], mesh: De
 
 
 def load_shards_(strategy: Any, state: dict[str, Any], of_ranks: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-    """Gives the sharded model and the optimizers of a strategy what `extract_shards` took from theirs; the state."""
+    """Give the sharded model and the optimizers of a strategy what `extract_shards` took from theirs; the state."""
     state = put_in_shards(state, of_ranks, sharding_mesh(strategy))
     set_model_state_dict(strategy.model, state["state_dict"])
     for optimizer, values in zip(strategy.optimizers, state["optimizer_states"], strict=True):
@@ -201,7 +201,7 @@ def whole_copy(model: nn.Module, strategy: ModelParallelStrategy, step: int) -> 
 
 
 def release_copy_(model: nn.Module) -> None:
-    """Gives the memory of the whole copy back, where there is one."""
+    """Give the memory of the whole copy back, where there is one."""
     _whole(model).copy = None
 
 
@@ -261,7 +261,7 @@ def _least_free(strategy: ModelParallelStrategy) -> float:
 
 
 def _check_room(skeleton: nn.Module, free: float, device: torch.device, num_ranks: int) -> None:
-    """Refuses a copy that would not fit; `num_ranks` are those of this machine.
+    """Refuse a copy that would not fit; `num_ranks` are those of this machine.
 
     Raises:
         NoRoomError: naming what is needed and what is free.

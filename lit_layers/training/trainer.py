@@ -189,7 +189,7 @@ class StepSampler(Sampler[list[int]]):
         self._epoch, self._permutation = -1, np.empty(0, dtype=np.int64)
 
     def global_batch(self, step: int) -> list[int]:
-        """Returns the indices that step number `step` (from 0) trains on, on all ranks together."""
+        """Return the indices that step number `step` (from 0) trains on, on all ranks together."""
         start = step * self.global_batch_size
         return [self.sample(number) for number in range(start, start + self.global_batch_size)]
 
@@ -202,7 +202,7 @@ class StepSampler(Sampler[list[int]]):
                 yield batch[start : start + size]
 
     def sample(self, number: int) -> int:
-        """Returns which sample stands at a place of the endless sequence."""
+        """Return which sample stands at a place of the endless sequence."""
         epoch, place = divmod(number, self.num_samples)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
@@ -229,7 +229,7 @@ class Termination:
         connector._sigterm_notifier_fn = self._note
 
     def connect(self, trainer: L.Trainer) -> None:
-        """Lets the ranks agree; called by every rank."""
+        """Let the ranks agree; called by every rank."""
         if trainer.world_size > 1:
             self._group = distributed.new_group(backend="gloo")
 

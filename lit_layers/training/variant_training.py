@@ -180,7 +180,7 @@ class TrainedVariants(Analysis):
         return variants_of(self, model)
 
     def compute(self, model: LayeredModel) -> Iterator[Record]:
-        """Yields the records of each variant, and at last the means over the seeds of random orders."""
+        """Yield the records of each variant, and at last the means over the seeds of random orders."""
         records: list[Record] = []
         try:
             for of_variant in self.trained(model):
@@ -192,14 +192,14 @@ class TrainedVariants(Analysis):
 
     @abstractmethod
     def trained(self, model: LayeredModel) -> Iterator[list[Record]]:
-        """Yields what each variant gives, trained now where that is not done."""
+        """Yield what each variant gives, trained now where that is not done."""
 
     def say(self, what: str) -> None:
         if self.tell is not None:
             self.tell(what)
 
     def fit(self, module: LitModule, data: L.LightningDataModule, model: LayeredModel, *, steps: int) -> None:
-        """Trains a module where a model is, and writes nothing. The global random state stays as it is."""
+        """Train a module where a model is, and write nothing. The global random state stays as it is."""
         options: dict[str, Any] = {"limit_val_batches": 0, "gradient_clip_val": self.recipe.gradient_clip}
         with kept_random_state():
             module.model.train()
@@ -213,7 +213,7 @@ def accelerator_of(model: LayeredModel) -> str:
 
 
 def check_texts(model: LayeredModel, num_tokens: int, size: int, *, vocabulary: int, tokenizer: str) -> None:
-    """Refuses rows that are longer than the model reads, and a tokenizer of more tokens than it knows.
+    """Refuse rows that are longer than the model reads, and a tokenizer of more tokens than it knows.
 
     Raises:
         InputError: naming the option.

@@ -115,7 +115,7 @@ class StepMeasurer:
                 analysis.check(view)
 
     def begin(self) -> None:
-        """Joins the training that has begun in the root, and reads what it has measured before."""
+        """Join the training that has begun in the root, and read what it has measured before."""
         lineage, measurements = self.ranks.from_first(self._begun)
         self.run, self.training = self.run or lineage.run, lineage.training
         values = ValueFiles(self.root)
@@ -138,7 +138,7 @@ class StepMeasurer:
         loggers: Sequence[Any] = (),
         is_first: bool = False,
     ) -> None:
-        """Measures what is missing of a step; every rank calls.
+        """Measure what is missing of a step; every rank calls.
 
         Raises:
             InputError: before training has begun (`is_first`), of an analysis whose options or data no step could be
@@ -167,7 +167,7 @@ class StepMeasurer:
             self.ranks.from_first(functools.partial(_refuse, refusals))
 
     def fail(self, step: int, tokens: int | None, reason: str, *, loggers: Sequence[Any] = ()) -> None:
-        """Writes for every analysis why it could not be measured at a step."""
+        """Write for every analysis why it could not be measured at a step."""
         for analysis in self.analyses:
             failed = Measurement(
                 run=str(self.run),
@@ -194,7 +194,7 @@ class StepMeasurer:
             watcher.measured(measurement)
 
     def log_row(self) -> None:
-        """Hands the measurements of a step to the loggers as one row, at the place of its losses."""
+        """Hand the measurements of a step to the loggers as one row, at the place of its losses."""
         measured, self._row = self._row, []
         if not measured or (step := measured[0].step) is None:
             return
@@ -235,7 +235,7 @@ class StepMeasurer:
         rank_zero_info(f"measured {len(due) - len(missing)} of {len(due)} scheduled steps{rest}: {self.root}")
 
     def finish(self, *, whole: bool = True) -> None:
-        """Gives loggers what is left, and a run of W&B the tables, unless the training failed."""
+        """Give loggers what is left, and a run of W&B the tables, unless the training failed."""
         self.log_row()
         self._at_wandb((lambda run: run.end(self.root)) if whole else WandbRun.flush)
         self._writers = {}
@@ -361,7 +361,7 @@ class Watch:
             raise
 
     def _hold(self, if_exists: IfExists, saved_by: str | None) -> None:
-        """Holds the root for a training of its own, or with other watches over the model that have seen no step yet."""
+        """Hold the root for a training of its own, or with other watches over the model that have seen no step yet."""
         others = self._others()
         if not run_lock.is_held(self._place[1]):
             self._lock.enter_context(run_lock.writing(self._place[1]))
@@ -377,7 +377,7 @@ class Watch:
         return [each for each in _open if each is not self and each._place == self._place]
 
     def step(self, number: int | None = None) -> None:
-        """Notes that an optimizer step was made: the next one, or that of a number; measures where it is scheduled.
+        """Note that an optimizer step was made: the next one, or that of a number; measures where it is scheduled.
 
         Scheduled steps that numbers leave out are measured as the next one.
 
@@ -392,7 +392,7 @@ class Watch:
         self._visit(due=self.schedule.is_due(self.now, before) or self.now == self._final)
 
     def close(self, *, is_last: bool = True) -> None:
-        """Measures the last step, if it was not, and gives the run's folder free.
+        """Measure the last step, if it was not, and give the run's folder free.
 
         Args:
             is_last: whether the model has the weights of the last step still; others are not measured as that step.
@@ -412,7 +412,7 @@ class Watch:
         return self in _open
 
     def give_up(self) -> None:
-        """Gives the run's folder free after an exception, and measures nothing more."""
+        """Give the run's folder free after an exception, and measure nothing more."""
         self.measurer.finish(whole=False)
         self._leave()
 

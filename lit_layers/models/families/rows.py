@@ -378,7 +378,7 @@ def row_of(model: nn.Module) -> Family | None:
 
 
 def refuse_two_rows(model: nn.Module) -> None:
-    """Refuses a model of two rows of blocks with what to do instead."""
+    """Refuse a model of two rows of blocks with what to do instead."""
     if (part := _PART_OF.get(type(model).__name__)) is not None:
         raise InputError(
             f"no layered view of {type(model).__name__}: images and texts pass two rows of blocks; save the one of the "

@@ -157,7 +157,7 @@ def proven(model: Network) -> Structured:
 
 @contextmanager
 def untouched(model: Network) -> Iterator[None]:
-    """Holds that what is done inside writes to no weight and no buffer of a model, and exchanges none of its modules.
+    """Hold that what is done inside writes to no weight and no buffer of a model, and exchanges none of its modules.
 
     Raises:
         NotShown: it does.
