@@ -5,7 +5,7 @@ The floors of imports, circles and files of one name are in tests/test_architect
 
 from tests.support import code_lines
 
-LINES = 33_726
+LINES = 33_727
 CHARACTERS = 1_603_600
 FILES = 201
 FILES_IN_A_FOLDER = 16

@@ -180,9 +180,10 @@ def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any], int]]:
 
 
 def _check_columns(place: str, columns: Mapping[str, str], names: list[str]) -> None:
-    if missing := [column for column in columns if column not in names]:
+    if missing := [column for column in columns if names.count(column) != 1]:
+        many = "several columns" if missing[0] in names else "no column"
         held = ", ".join(names) or "none at all"
-        raise InputError(f"{columns[missing[0]]}: {place} has no column {missing[0]!r}: it has {held}")
+        raise InputError(f"{columns[missing[0]]}: {place} has {many} {missing[0]!r}: it has {held}")
 
 
 @dataclass(frozen=True, kw_only=True)

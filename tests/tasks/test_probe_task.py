@@ -552,6 +552,8 @@ def test_files_splits_and_columns_that_are_missing_or_damaged_are_one_sentence(t
     assert sentence("set", where={"x": 1}).startswith("task t: where: set/train.parquet has no column 'x'")
     write(tmp_path / "set" / "train.csv", made_rows(20))
     assert sentence("set").endswith("train.parquet|.csv|.jsonl in set, it has test.parquet, train.csv, train.parquet")
+    pq.write_table(pa.table([pa.array(["a"])] * 3, names=["text", "label", "label"]), tmp_path / "twice.parquet")
+    assert "label: twice.parquet has several columns 'label'" in sentence("twice.parquet", test=None)
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
     assert "broken.parquet is no parquet file, or only a part of one (" in sentence("broken.parquet", test=None)
     (tmp_path / "broken.jsonl").write_text('{"text": "a", "label": 1}\n{"text": ')
