@@ -20,7 +20,7 @@ SMALLEST = {
     "emergence": "--curves 12 --errors stderr",
     "interventions": "--layers 3 --width 32 --vocabulary 64 --tokens 8",
     "measuring_pass": "--share 16",
-    "quickstart": "--wall --steps 2",
+    "quickstart": "",
     "watching_probes": "--layers 1 --rows 200 --dim 16 --classes 5",
 }
 

@@ -204,7 +204,7 @@ def test_states_of_checkpoints_and_seeds_are_as_alike_as_the_functions_say(tmp_p
 
     roots, steps = [tmp_path / f"seed{seed}" for seed in range(2)], (0, 8)
     for seed, root in enumerate(roots):
-        store = Store(root / "measurements.jsonl", values=ValueFiles(root, 8, checkpoints=len(steps)))
+        store = Store(root / "measurements.jsonl", values=ValueFiles(root))
         for step in steps:
             analysis = PooledStates(batches=RandomText(num_batches=3))
             store.add(measure(tiny("gpt2", seed=seed + step), analysis, run=root.name, step=step, raises=True))

@@ -60,7 +60,7 @@ def test_a_command_ends_as_it_writes_and_loses_nothing(name, writes, home, expec
         return main(case.argv(home, folder))
 
     code = run_forked(slowly)
-    assert code == (143 if writes <= {"report": 2}.get(name, 3) else 0)  # so many files are written
+    assert code == (143 if writes <= {"prepare": 2}.get(name, 3) else 0)  # so many files are written
     left = files(folder)
     assert {place: left[place] for place in given} == given
     whole = expected(name)

@@ -111,6 +111,7 @@ def test_a_field_takes_only_classes_of_its_kind_from_modules_that_are_listed(wea
 
 
 def test_a_field_for_a_function_takes_none_but_of_the_users_own_code(weapons, write, canary, capsys):
+    weapons.pop("layer", None)  # a recipe may name it, and a layer as a function is only a TypeError
     for name, weapon in weapons.items():
         for given in (weapon, weapon["class_path"]):
             refused(["fit", "--config", write(CALLBACK, [spec(LAMBDA, on_fit_start=given)])], capsys)
