@@ -29,10 +29,9 @@ from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, Record
 from lit_layers.tasks import benchmark_scores, mteb_scores
-from lit_layers.tasks.benchmark_rows import local_rows
 from lit_layers.tasks.benchmark_scores import BenchmarkScores
 from lit_layers.tasks.embeddings import TaskEmbeddings
-from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
+from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, local_task
 from lit_layers.tasks.text_features import text_features
 from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
 from tests.support.labelled_texts import saved_gpt2
@@ -137,7 +136,7 @@ def test_scores_of_a_task_are_checked_row_by_row_in_every_order(tmp_path):
     analysis = BenchmarkScores(task="arc_challenge", variants=("skip_one",), dtype="bfloat16", limit=3, **options)
     found = list(records_of(analysis, LayeredModel(model)))
     assert list(records_of(analysis, LayeredModel(model))) == found  # from its files
-    rows = local_rows("arc_challenge", tmp_path / "data")
+    rows = local_task("arc_challenge", tmp_path / "data")
     likelihoods = []
     for network in (tiny_speaker(blocks=3, seed=3), under_autocast(tiny_speaker(blocks=3, seed=3))):
         with running_order(network, parse_schedule("1 3", 3)):

@@ -1,44 +1,51 @@
-"""A benchmark task as an analysis: its score while the model's blocks run in other orders."""
+"""A benchmark task as an analysis: its score while the model's blocks run in other orders.
+
+Scores are means over rows with their errors; they are kept in one JSON file for each task and schedule, so that an
+interrupted run goes on where it was.
+"""
 
 import contextlib
 import functools
+import json
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from lit_layers.analyses.base import NUM_CHECKED, Analysis, Dtype
 from lit_layers.analyses.statistics import rounding_records
 from lit_layers.data.tokenization import WithTokenizer
-from lit_layers.errors import InputError
-from lit_layers.functional.block_schedules import OF_MIDDLES, SEEDS, Schedule, Variant
-from lit_layers.identity import hash_of
+from lit_layers.errors import InputError, refused
+from lit_layers.files.durable import write_json
+from lit_layers.functional.block_schedules import OF_MIDDLES, SEEDS, Schedule, Variant, format_schedule
+from lit_layers.functional.curves import wilson_interval
+from lit_layers.identity import hash_of, sha16
 from lit_layers.models.build import architecture_hash, weights_hash
 from lit_layers.models.copies import BFloat16View
 from lit_layers.models.running_order import running_order, variants_of
 from lit_layers.models.states import at_least_float32
 from lit_layers.models.view import LayeredModel, evaluating
 from lit_layers.records import Record
-from lit_layers.schema import refuse_below_one
-from lit_layers.tasks.benchmark_rows import (
-    NORMALIZED,
-    SCORE,
-    LocalRows,
-    ResultFolder,
-    TaskScores,
-    interval,
-    local_rows,
-    mean_and_error,
-    normalized_error,
-    normalized_score,
-)
+from lit_layers.tasks.catalogue import ScoredTask
 from lit_layers.tasks.lm_eval_model import OrderLikelihoods
-from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, lm_eval_version, refuse_unknown, task_file_hash
+from lit_layers.tasks.lm_eval_scorer import (
+    PERPLEXITY,
+    SCORE,
+    LmEvalScorer,
+    TaskScores,
+    lm_eval_version,
+    local_task,
+    refuse_unknown,
+    task_file_hash,
+)
 
+NORMALIZED = "normalized_score"
 _CHOOSING = ("name", "variants", "middles", "seeds", "loops", "custom")  # which results are asked for
 _FAILURES = (InputError, FloatingPointError, RuntimeError)  # of one variant; the last is also torch's lack of memory
 
@@ -50,9 +57,70 @@ def refuse_no_task(task: str, folder: Path | None) -> None:
         InputError: naming it.
     """
     if folder is not None and not task.endswith(".yaml"):
-        local_rows(task, folder, 1)
+        local_task(task, folder)
     else:
         refuse_unknown(task)
+
+
+def mean_and_error(metric: str, runs: Sequence[Sequence[float]]) -> tuple[float, float | None]:
+    """A metric over the rows (runs, rows), averaged over runs, and its standard error over the rows; None of a single
+    row.
+
+    The perplexity of a run is exp of its mean negative log-likelihood; its error is linearised in each row.
+    """
+    rows = np.asarray(runs, dtype=np.float64)
+    if metric != PERPLEXITY:
+        return float(rows.mean()), _error(rows.mean(0))
+    with np.errstate(over="ignore", invalid="ignore"):  # a broken model's may be infinite
+        perplexities = np.exp(-rows.mean(1))
+        moves = (perplexities[:, None] * (rows - rows.mean(1, keepdims=True))).mean(0)
+    return float(perplexities.mean()), _error(moves) if np.isfinite(perplexities).all() else None
+
+
+def _error(rows: np.ndarray) -> float | None:
+    return float(rows.std(ddof=1) / math.sqrt(len(rows))) if len(rows) > 1 else None
+
+
+def interval(metric: str, value: float, error: float | None, n: int) -> dict[str, Any]:
+    """Return `low` and `high` of the 95% interval of a mean with this error over n rows.
+
+    A perplexity's is symmetric on the log scale. A share's is Wilson's, which is no point at 0 or 1 either; a mean over
+    several orders, whose error is smaller than that of one, counts as the more rows.
+    """
+    if error is None or math.isnan(value):
+        return {}
+    if metric == PERPLEXITY:
+        times = math.exp(min(1.96 * error / value, 700))
+        return {"low": value / times, "high": value * times}
+    if not metric.startswith(SCORE) and not metric.endswith("accuracy"):
+        return {"low": value - 1.96 * error, "high": value + 1.96 * error}
+    rows = max(value * (1 - value) / error**2 * n / max(n - 1, 1), 1) if error else n
+    low, high = wilson_interval(value * rows, rows)
+    return {"low": low, "high": high}
+
+
+def normalized_score(score: float, random_score: float, full_score: float) -> float:
+    """(b - b_random) / (b_full - b_random): 0 is guessing, 1 the full model; it may leave [0, 1].
+
+    Unchanged by adding a number to all three scores, or by multiplying all three by one.
+
+    Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298, section 2.
+    """
+    return (score - random_score) / (full_score - random_score)
+
+
+def normalized_error(values: Sequence[float], full: Sequence[float], random_score: float) -> float | None:
+    """The standard error of the normalised score of one set of rows, on which both models were scored; None for a row.
+
+    To first order, with guessing as a constant: that of the mean of (x - b' y) / (b_full - b_random) over the rows,
+    where x is the variant's score of a row and y the full model's.
+    """
+    of_variant, of_full = np.asarray(values, dtype=np.float64), np.asarray(full, dtype=np.float64)
+    if len(of_variant) < 2:
+        return None
+    span = of_full.mean() - random_score
+    rows = (of_variant - (of_variant.mean() - random_score) / span * of_full) / span
+    return float(rows.std(ddof=1) / math.sqrt(len(rows)))
 
 
 @dataclass(kw_only=True)
@@ -89,8 +157,8 @@ class BenchmarkScores(WithTokenizer, Analysis):
         tell: is told what goes on, in one line.
     """
 
-    PRECISION = "own"
-
+    PRECISION, NEXT_TOKEN = "own", True
+    LEAST: ClassVar = {"limit": 1, "batch_size": 1, "max_new_tokens": 1}
     UNMEASURED = ("results", "folder", "tell", "batch_size")
 
     task: str
@@ -123,7 +191,7 @@ class BenchmarkScores(WithTokenizer, Analysis):
         return self.task if self.task.endswith(".yaml") else None
 
     def check(self, model: LayeredModel) -> None:
-        self._check_options(model)
+        self.check_options(model)
         self.variants_of(model)
         num_tokens, vocab_size = self.words.vocab_size, model.vocab_size or 0
         if num_tokens > vocab_size:
@@ -156,10 +224,10 @@ class BenchmarkScores(WithTokenizer, Analysis):
 
     def data_hash(self) -> str | None:
         """Of the rows scored; None where lm-eval fetches them (each result has theirs)."""
-        return None if self._local is None else self._local.content_hash()
+        return None if self._local is None else self._local.data_hash()
 
     def compute(self, model: LayeredModel) -> Iterator[Record]:
-        self._check_options(model)
+        self.check_options(model)
         variants = self.variants_of(model)
         scored, failed = self._scored(model, variants)
         for record in self._records(variants, scored, failed):
@@ -177,8 +245,10 @@ class BenchmarkScores(WithTokenizer, Analysis):
         self, model: LayeredModel, variants: Sequence[Variant]
     ) -> tuple[dict[Schedule, TaskScores], dict[Schedule, str]]:
         """The scores of each order, from its file or made now, and why others have none."""
-        folder = ResultFolder(self._place(model))
-        earlier = {variant.schedule: folder.read(variant.schedule) for variant in variants}
+        folder = self._place(model)
+        # named by a hash, as a schedule may be longer than a file's name
+        files = {each.schedule: folder / f"{sha16(format_schedule(each.schedule))}.json" for each in variants}
+        earlier = {schedule: _read(file) for schedule, file in files.items()}
         scored = {schedule: scores for schedule, scores in earlier.items() if scores is not None}
         missing = [schedule for schedule in earlier if schedule not in scored]
         failed: dict[Schedule, str] = {}
@@ -186,7 +256,7 @@ class BenchmarkScores(WithTokenizer, Analysis):
         model = BFloat16View(at_least_float32(model)) if missing and self.dtype == "bfloat16" else model
         likelihoods: OrderLikelihoods | None = None
         with contextlib.suppress(InputError):  # said of each variant
-            likelihoods = scorer.in_orders(model, missing, folder.folder, self._say) if missing[1:] else None
+            likelihoods = scorer.in_orders(model, missing, folder, self._say) if missing[1:] else None
         shared = (time.perf_counter() - start) / max(1, len(missing))
         for number, variant in enumerate(variants, 1):
             schedule = variant.schedule
@@ -203,11 +273,13 @@ class BenchmarkScores(WithTokenizer, Analysis):
                 failed[schedule] = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 self._say(f"{variant} failed: {failed[schedule]}")
                 continue
-            folder.write(schedule, scores, self._facts(variant, shared + time.perf_counter() - start))
+            facts = self._facts(variant, shared + time.perf_counter() - start)
+            _write(files[schedule], schedule, scores, facts)
             scored[schedule] = scores
         if likelihoods is not None:
             likelihoods.close(lambda schedule: schedule in scored or schedule in failed)
-        self._check_rows(scored.values(), folder)
+        if len({each.rows_hash for each in scored.values()}) > 1:
+            raise InputError(f"{self.name}: the task's rows changed between variants: remove {folder}")
         return scored, failed
 
     def _records(
@@ -236,13 +308,6 @@ class BenchmarkScores(WithTokenizer, Analysis):
             scores = [scored[variant.schedule] for variant in seeds]
             yield from _of_variant(seeds[0], tags | task, scores, full if lead else None)
 
-    def _check_options(self, model: LayeredModel) -> None:
-        self.check_fields()
-        network = model.model
-        if model.vocab_size is None or not getattr(network, "can_generate", bool)():
-            raise InputError(f"{self.name}: expected a causal language model, got {type(network).__name__}")
-        refuse_below_one(limit=self.limit, batch_size=self.batch_size, max_new_tokens=self.max_new_tokens)
-
     def _scorer(self, model: LayeredModel) -> LmEvalScorer:
         return LmEvalScorer(
             self._local or self.task,
@@ -260,26 +325,48 @@ class BenchmarkScores(WithTokenizer, Analysis):
         options |= {"dtype": self.dtype if self.dtype == "bfloat16" else model.precision, "attention": model.attention}
         options |= {"architecture": architecture_hash(model.model)}
         if self.folder is not None:  # the rows themselves count, not how they were asked for
-            options |= {"limit": None, "task": self.task_name}
+            options["task"] = self.task_name
         return self.results / weights_hash(model.model) / self.task_name / hash_of(options)
 
     def _facts(self, variant: Variant, seconds: float) -> dict[str, Any]:
         facts = {"task": self.task_name, "variant": str(variant), "limit": self.limit}
         facts |= {"scorer": f"lm-eval {lm_eval_version()}"}
-        facts |= {} if self._local is None else {"difference": self._local.difference}
+        facts |= {} if self._local is None or self._local.copy is None else {"difference": self._local.copy.difference}
         return facts | self.tags_of("dtype") | {"seconds": round(seconds, 3)}
 
-    def _check_rows(self, scores: Iterable[TaskScores], folder: ResultFolder) -> None:
-        if len({each.rows_hash for each in scores}) > 1:
-            raise InputError(f"{self.name}: the task's rows changed between variants: remove {folder.folder}")
-
     @functools.cached_property
-    def _local(self) -> LocalRows | None:
-        return None if self.folder is None else local_rows(self.task, self.folder, self.limit)
+    def _local(self) -> ScoredTask | None:
+        return None if self.folder is None else local_task(self.task, self.folder)
 
     def _say(self, what: str) -> None:
         if self.tell is not None:
             self.tell(f"{self.task_name}: {what}")
+
+
+def _read(file: Path) -> TaskScores | None:
+    """Return the scores in a file; None where there is nothing, or a damaged file."""
+    with (
+        refused(f"results: cannot read {file}"),
+        contextlib.suppress(FileNotFoundError, ValueError, KeyError),
+    ):
+        result = json.loads(file.read_text(encoding="utf-8"))
+        return TaskScores(**{each.name: result[each.name] for each in fields(TaskScores)})
+    return None
+
+
+def _write(file: Path, schedule: Schedule, scores: TaskScores, facts: dict[str, Any]) -> None:
+    """Return when the file is on the disk. `facts` are for its readers."""
+    summary = {metric: mean_and_error(metric, [values]) for metric, values in scores.values.items()}
+    content = {
+        **facts,
+        "schedule": format_schedule(schedule),
+        "n": len(scores.values[SCORE]),
+        "scores": {metric: {"value": value, "stderr": error} for metric, (value, error) in summary.items()},
+        **vars(scores),
+    }
+    with refused(f"results: cannot write {file}"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, content)
 
 
 def _differences(rounded: TaskScores, exact: TaskScores) -> tuple[torch.Tensor, str]:

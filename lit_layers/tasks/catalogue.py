@@ -74,6 +74,19 @@ class ScoredTask(Task):
         return chosen
 
     @property
+    def splits(self) -> tuple[str, ...]:
+        """Return the splits that are read; only some tasks need rows of `train`."""
+        return ("train", self.split) if self.examples or self.domain == "classification" else (self.split,)
+
+    def data_hash(self) -> str | None:
+        """Return a hash of the files of a local copy and of what is read of them; None for data of the Hub.
+
+        Raises:
+            InputError: a file is missing.
+        """
+        return None if self.copy is None else self.copy.content_hash(self.splits)
+
+    @property
     def analysis(self) -> str:
         """The name of the measurements of one of MTEB."""
         return f"{self.use}/{self.name}"

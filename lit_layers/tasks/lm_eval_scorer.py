@@ -1,4 +1,4 @@
-"""Scores of a task by lm-eval, of the Hub's data or of rows at hand.
+"""Scores of a task by lm-eval, of the Hub's data or of a local copy.
 
 lm-eval is optional and takes seconds to import: functions do, where they need it.
 """
@@ -11,6 +11,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,7 @@ from lit_layers.identity import sha16
 from lit_layers.models.families import Network
 from lit_layers.models.running_order import SharedPrefixes
 from lit_layers.models.view import LayeredModel
-from lit_layers.tasks.benchmark_rows import FLEXIBLE, NORMED, PERPLEXITY, SCORE, LocalRows, TaskScores
-from lit_layers.tasks.catalogue import LOCAL_TASKS, unknown_task
+from lit_layers.tasks.catalogue import LOCAL_TASKS, ScoredTask, find, unknown_task
 from lit_layers.tasks.lm_eval_model import (
     Likelihood,
     OrderLikelihoods,
@@ -38,6 +38,8 @@ from lit_layers.tasks.lm_eval_model import (
     num_tokens,
 )
 
+SCORE, NORMED, FLEXIBLE, PERPLEXITY = "task_score", "task_score_norm", "task_score_flexible", "task_perplexity"
+EXAMPLES = "train"  # the split that worked examples are drawn from
 INSTALL = "lm-eval is needed to score tasks: pip install 'lit_layers[eval]'"
 SHOT_SEED = 1234  # lm-eval's own
 NAMES = {"lambada": "lambada_openai"}  # there: any other name is lm-eval's own
@@ -100,6 +102,53 @@ def task_file_hash(path: Path) -> str:
     return sha16(*(f"{len(text)} {text}" for text in texts.values()))
 
 
+def local_task(name: str, folder: Path, *, training: bool = False) -> ScoredTask:
+    """Return a task of the catalogue that is read from a folder of local data, with `training` also its training rows.
+
+    Raises:
+        InputError: there is no such task, files or columns are missing, or a row is none of the task.
+    """
+    task = find("benchmark", name, "give a task file of lm-eval (yaml)")
+    task = replace(task, examples=max(task.examples, int(training))).in_folder(folder)
+    if training and task.copy and task.copy.paths(EXAMPLES) == task.copy.paths(task.split):
+        raise InputError(f"task {name}: {task.copy.files} holds the rows that are scored: list files of train")
+    _local_rows(task)
+    return task
+
+
+def _local_rows(task: ScoredTask) -> dict[str, dict[str, list[Any]]]:
+    """Return the columns of the scored split, and of the training split if the task needs rows of it."""
+    rows = {}
+    for split in task.splits:
+        try:
+            read = task.read([split], dict.fromkeys(task.text, "columns"))
+        except InputError as error:
+            raise InputError(f"task {task.name}: {error}") from error
+        choices, labels = read.values.get("choices", []), read.values.get("label", [])
+        for number, (each, label) in enumerate(zip(choices, labels, strict=False)):
+            if label not in range(len(each)):
+                why = f"{len(each)} choices and the label {label}"
+                raise InputError(f"task {task.name}: row {number} of {read.place} has {why}")
+        rows[split] = read.values
+    if (number := len(rows.get(EXAMPLES, {}).get(task.text[0], ()))) < task.examples:
+        raise InputError(f"task {task.name}: {task.examples} rows of {EXAMPLES} are needed, there are {number}")
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskScores:
+    """What a model made of the rows of a task, in their order.
+
+    `values` holds one number a row for each metric; of `task_perplexity` it is the log-likelihood in nats.
+    """
+
+    values: dict[str, list[float]]
+    log_likelihoods: list[list[float]]  # of each row's choices; none where texts were written
+    texts: list[str]  # written by the model
+    random_score: float  # what guessing scores on these rows
+    rows_hash: str
+
+
 class LmEvalScorer:
     """One task of lm-eval, loaded on the first score and scored as often as wanted.
 
@@ -107,7 +156,7 @@ class LmEvalScorer:
     generation. Log-probabilities are in float32.
 
     Args:
-        task: a name of lm-eval, the path of a task file as lm-eval has them, or rows at hand.
+        task: a name of lm-eval, the path of a task file as lm-eval has them, or one of `local_task`.
         tokenizer: a folder, or NAME[@REVISION] of the Hub.
         limit: only the first rows; None: all.
         batch_size: inputs at once.
@@ -117,7 +166,7 @@ class LmEvalScorer:
 
     def __init__(
         self,
-        task: str | LocalRows,
+        task: str | ScoredTask,
         tokenizer: str,
         *,
         limit: int | None = None,
@@ -125,7 +174,7 @@ class LmEvalScorer:
         max_new_tokens: int | None = None,
         max_length: int | None = None,
     ) -> None:
-        self.rows = None if isinstance(task, str) else task
+        self.local = None if isinstance(task, str) else task
         self.name = NAMES.get(task, task) if isinstance(task, str) else task.name
         self.tokenizer, self.limit = tokenizer, limit
         self.batch_size, self.max_new_tokens, self.max_length = batch_size, max_new_tokens, max_length
@@ -197,8 +246,7 @@ class LmEvalScorer:
                 log_samples=True,
             )
         (samples,), (task,) = results["samples"].values(), loaded["tasks"].values()
-        rows_hash = None if self.rows is None else self.rows.content_hash()
-        return _scores(samples, task, rows_hash=rows_hash)
+        return _scores(samples, task)
 
     def requests(self) -> list[Any]:
         """What is asked of a model for one score, as lm-eval has it, in any order: its `arguments` are texts.
@@ -242,8 +290,8 @@ class LmEvalScorer:
         if self._loaded is None:
             _compile_templates_once()
             try:
-                if self.rows is not None:
-                    loaded = _load_rows(self.rows)
+                if self.local is not None:
+                    loaded = _load_local(self.local)
                 else:
                     loaded = _manager(defaults=not self.name.endswith(".yaml")).load([self.name])
             except KeyError as error:
@@ -284,27 +332,28 @@ class LmEvalScorer:
         return self._wrapped[1]
 
 
-def _load_rows(rows: LocalRows) -> Any:
-    """lm-eval's definition of a task over rows at hand: a task file that includes its own, and the rows beside it."""
+def _load_local(task: ScoredTask) -> Any:
+    """Return lm-eval's task of a local copy: a task file that includes lm-eval's own, and the rows beside it."""
     import lm_eval
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     with tempfile.TemporaryDirectory() as name:  # what is read stays readable after its file is gone
-        folder = Path(name)
-        files = {}
-        for split, each in rows.rows.items():
+        folder, files = Path(name), dict[str, str]()
+        for split, columns in _local_rows(task).items():
             files[split] = str(folder / f"{split}.parquet")
-            pq.write_table(pa.Table.from_pylist(each), files[split])
+            pq.write_table(pa.table(columns), files[split])
         content: dict[str, Any] = {
-            "task": f"{rows.name}_rows",
-            f"{rows.split}_split": rows.split,
+            "training_split": EXAMPLES if EXAMPLES in files else None,
+            **{f"{each}_split": each if each in files else None for each in ("validation", "test")},
+            **task.settings,
+            "task": f"{task.name}_rows",
             "dataset_path": "parquet",
             "dataset_name": None,
             "dataset_kwargs": {"data_files": files, "cache_dir": str(folder / "cache")},
-            "include": str(Path(lm_eval.__file__).parent / "tasks" / rows.definition),
+            "include": str(Path(lm_eval.__file__).parent / "tasks" / task.source),
         }
-        (folder / "task.yaml").write_text(yaml.safe_dump({**rows.settings, **content}), encoding="utf-8")
+        (folder / "task.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
         return _manager(defaults=False).load([str(folder / "task.yaml")])
 
 
@@ -344,7 +393,7 @@ def _tokenizer_of(spec: str) -> tuple[Any, str]:
     return name, revision or "main"
 
 
-def _scores(samples: list[dict[str, Any]], task: Any, *, rows_hash: str | None) -> TaskScores:
+def _scores(samples: list[dict[str, Any]], task: Any) -> TaskScores:
     filters = list(dict.fromkeys(sample["filter"] for sample in samples))
     first = _STRICT if _STRICT in filters else filters[0]
     rows = _in_order(samples, first)
@@ -368,7 +417,7 @@ def _scores(samples: list[dict[str, Any]], task: Any, *, rows_hash: str | None) 
         log_likelihoods=likelihoods,
         texts=[str(row["resps"][0][0]) for row in rows] if written else [],
         random_score=sum(1 / len(row["filtered_resps"]) for row in rows) / len(rows) if chosen else 0.0,
-        rows_hash=rows_hash or sha16(*(row["doc_hash"] + row["target_hash"] for row in rows)),
+        rows_hash=sha16(*(row["doc_hash"] + row["target_hash"] for row in rows)),
     )
 
 

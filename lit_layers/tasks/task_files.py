@@ -9,6 +9,7 @@ imported by the functions that need them: that takes 2 and 0.6 s.
 
 import contextlib
 import functools
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,9 +21,10 @@ from pydantic import with_config
 from typing_extensions import TypedDict
 
 from lit_layers import schema
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import on_disk
 from lit_layers.files.hub import HUB_ERRORS, reason
+from lit_layers.identity import hash_of
 
 Use = Literal["probe", "prompts", "benchmark", "glue", "mteb"]
 SUFFIXES = (".parquet", ".csv", ".jsonl")
@@ -223,6 +225,16 @@ class TaskFiles:
             raise InputError(f"{self.folder / MAPPING}: expected files of the split {split!r}, got {splits}")
         return [self.folder / name.replace(PATTERN, split) for name in ([names] if isinstance(names, str) else names)]
 
+    def content_hash(self, splits: Sequence[str]) -> str:
+        """Return a hash of the files of some splits and of what is read of them.
+
+        Raises:
+            InputError: a file is missing.
+        """
+        with refused(f"cannot read data of {self.folder}"):
+            digests = [_digest(path, *on_disk(path)) for split in splits for path in self.paths(split)]
+        return hash_of([dict(self.columns), dict(self.where), dict(self.options), digests])
+
     def read(self, splits: Sequence[str], columns: Mapping[str, str]) -> Columns:
         """Columns of some splits by the data set's own names; `columns` says which option each is named by.
 
@@ -238,6 +250,12 @@ class TaskFiles:
             values = {each: [column[row] for row in rows] for each, column in values.items()}
         renamed = {name: values[self.columns.get(name, name)] for name in columns}
         return Columns(renamed, {}, " and ".join(part.place for part in parts))
+
+
+@functools.cache
+def _digest(path: Path, *_: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)

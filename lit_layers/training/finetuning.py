@@ -25,8 +25,9 @@ from lit_layers.models.families import Network
 from lit_layers.models.running_order import running_order
 from lit_layers.models.view import LayeredModel, evaluating
 from lit_layers.records import Record
-from lit_layers.tasks.benchmark_rows import LocalRows, interval, local_rows, mean_and_error
-from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, lm_eval_version, refuse_unknown
+from lit_layers.tasks.benchmark_scores import interval, mean_and_error
+from lit_layers.tasks.catalogue import ScoredTask
+from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, lm_eval_version, local_task, refuse_unknown
 from lit_layers.training.datamodules import LitStepData
 from lit_layers.training.modules import LitCausalLM
 from lit_layers.training.run_folder import writable_folder, write_folder
@@ -174,12 +175,11 @@ class TaskFinetuning(WithTokenizer, TrainedVariants):
         return math.ceil(self.recipe.num_epochs * len(self.texts) / self.recipe.batch_size)
 
     @cached_property
-    def _local(self) -> LocalRows | None:
-        task, limit = self.recipe.task, self.recipe.limit
-        return None if self.folder is None else local_rows(task, self.folder, limit, training=True)
+    def _local(self) -> ScoredTask | None:
+        return None if self.folder is None else local_task(self.recipe.task, self.folder, training=True)
 
     def data_hash(self) -> str | None:
-        return None if self._local is None else self._local.content_hash()
+        return None if self._local is None else self._local.data_hash()
 
     def settings(self, model: LayeredModel, variant: Variant) -> dict[str, Any]:
         """Return all that decides the result of a variant."""
@@ -252,6 +252,6 @@ class TaskFinetuning(WithTokenizer, TrainedVariants):
         return {metric: (*mean_and_error(metric, [rows]), len(rows)) for metric, rows in values.items()}
 
     def _scorer(self, longest: int | None) -> LmEvalScorer:
-        rows = self._local or self.recipe.task
+        task = self._local or self.recipe.task
         options: dict[str, Any] = {"batch_size": _SCORED_AT_ONCE, "max_length": longest}
-        return LmEvalScorer(rows, self.tokenizer, limit=self.recipe.limit, **options)
+        return LmEvalScorer(task, self.tokenizer, limit=self.recipe.limit, **options)

@@ -25,7 +25,7 @@ from lit_layers.models.running_order import running_order
 from lit_layers.models.saved import ENCODERS, sequence_classifier
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
-from lit_layers.tasks.benchmark_rows import interval
+from lit_layers.tasks.benchmark_scores import interval
 from lit_layers.tasks.catalogue import SPLITS, GlueRows, ScoredTask, find, glue_metrics, read_rows
 from lit_layers.training import variant_training
 from lit_layers.training.datamodules import LitStepData

@@ -30,7 +30,7 @@ from lit_layers.models.running_order import variants_of
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 from lit_layers.schema import BATCH, COUNT, LEARNING_RATE, MANY, Range, refuse_outside
-from lit_layers.tasks.benchmark_rows import interval
+from lit_layers.tasks.benchmark_scores import interval
 from lit_layers.training.datamodules import DATA_RANGES
 from lit_layers.training.modules import MODEL_RANGES, LitModule
 from lit_layers.training.trainer import StepSeed, new_trainer

@@ -11,10 +11,19 @@ from lit_layers.errors import InputError
 from lit_layers.functional import block_schedules as schedules
 from lit_layers.measuring.one_model import measure
 from lit_layers.models.running_order import running_order
-from lit_layers.tasks.benchmark_rows import FLEXIBLE, NORMED, PERPLEXITY, SCORE, local_rows, mean_and_error
-from lit_layers.tasks.benchmark_scores import BenchmarkScores
+from lit_layers.tasks.benchmark_scores import BenchmarkScores, mean_and_error
 from lit_layers.tasks.catalogue import LOCAL_TASKS
-from lit_layers.tasks.lm_eval_scorer import NAMES, LmEvalScorer, refuse_unknown, task_file_hash
+from lit_layers.tasks.lm_eval_scorer import (
+    FLEXIBLE,
+    NAMES,
+    NORMED,
+    PERPLEXITY,
+    SCORE,
+    LmEvalScorer,
+    local_task,
+    refuse_unknown,
+    task_file_hash,
+)
 from tests.support.benchmark_rows import TASKS, lm_eval_file, tiny_speaker, write_tasks, write_tokenizer
 
 BLOCKS, LENGTH, NEW = 5, 400, 16
@@ -61,7 +70,7 @@ def ours(tmp_path_factory):
     for family, tasks in FAMILIES.items():
         model = tiny_speaker(family, blocks=BLOCKS, positions=LENGTH)
         for task in tasks:
-            rows = local_rows(task, local)
+            rows = local_task(task, local)
             scorer = LmEvalScorer(rows, tokenizer, batch_size=3, max_new_tokens=NEW, max_length=LENGTH)
             for order, schedule in ORDERS.items():
                 with running_order(model, schedule):

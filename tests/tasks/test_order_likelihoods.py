@@ -8,10 +8,9 @@ from lit_layers.functional.block_schedules import variants
 from lit_layers.models.running_order import running_order
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks import lm_eval_scorer
-from lit_layers.tasks.benchmark_rows import local_rows
 from lit_layers.tasks.benchmark_scores import BenchmarkScores
 from lit_layers.tasks.lm_eval_model import OrderLikelihoods
-from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
+from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, local_task
 from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
 from tests.support.measured import records_of
 from tests.support.noted_calls import noted_calls
@@ -39,7 +38,7 @@ def model():
 def scorer(folder):
     def make(task="arc_challenge", **options):
         options = {"batch_size": 7, "max_length": 600} | options
-        return LmEvalScorer(local_rows(task, folder / "local"), str(folder / "tokenizer"), **options)
+        return LmEvalScorer(local_task(task, folder / "local"), str(folder / "tokenizer"), **options)
 
     return make
 

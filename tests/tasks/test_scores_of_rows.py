@@ -6,14 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from lit_layers.tasks.benchmark_rows import (
-    PERPLEXITY,
-    SCORE,
-    interval,
-    mean_and_error,
-    normalized_error,
-    normalized_score,
-)
+from lit_layers.tasks.benchmark_scores import interval, mean_and_error, normalized_error, normalized_score
+from lit_layers.tasks.lm_eval_scorer import PERPLEXITY, SCORE
 
 
 def test_the_error_of_a_mean():

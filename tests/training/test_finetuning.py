@@ -17,8 +17,7 @@ from lit_layers.models.running_order import running_order
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
-from lit_layers.tasks.benchmark_rows import local_rows
-from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
+from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, local_task
 from lit_layers.training import finetuning
 from lit_layers.training.finetuning import AnswerData, LitAnswers, TaskFinetuning, TaskFinetuningRecipe
 from lit_layers.training.trainer import StepSampler
@@ -252,7 +251,7 @@ def test_rows_learnt_by_heart_are_answered_and_scores_before_are_those_of_the_or
     before = {name: value.clone() for name, value in model.state_dict().items()}
     records = {(r.metric, r.tags["variant"], r.tags["when"]): r for r in records_of(made, view)}
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    scorer = LmEvalScorer(local_rows("arc_challenge", folder), str(folder / "tokenizer"), max_length=600)
+    scorer = LmEvalScorer(local_task("arc_challenge", folder), str(folder / "tokenizer"), max_length=600)
     for name, order in (("baseline", baseline(6)), ("skip", ORDER.schedule)):
         with running_order(model, order):
             values = scorer.score(model).values["task_score"]
