@@ -74,7 +74,7 @@ class LayerResult:
     def plot(self, metric: str | None = None, **options: Any) -> Chart | Panels:
         """A metric over the layers, a line a model; without a name a panel for each of up to six.
 
-        A metric of pairs of layers, heads or tokens is a map of each model, one of whole models a row for each.
+        The name of an analysis stands for the first of its metrics. A metric of pairs of layers, heads or tokens is a map of each model, one of whole models a row for each.
         `options` are those of the figure, e.g. `tags={"k": 12}` or `layer=3`. It shows itself in a notebook, and
         writes itself: `result.plot("logit_lens_loss").write("lens.pdf")`.
 
@@ -82,6 +82,9 @@ class LayerResult:
             InputError: a metric that was not measured.
         """
         measured, usual = {*self.frame["metric"]}, self.metrics
+        if metric in self.selected.keys() - measured:
+            of_analysis = {*self.frame["metric"][self.frame["analysis"] == metric]}
+            metric = next((name for name in usual if name in of_analysis), min(of_analysis, key=rank))
         if metric is not None and not (isinstance(metric, str) and metric in measured):
             listed = ", ".join(sorted(measured, key=rank))
             raise InputError(f"metric: expected one of {listed}, got {metric!r}")

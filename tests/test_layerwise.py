@@ -74,6 +74,11 @@ def test_it_shows_itself_with_a_picture(result):
     assert single["application/vnd.vegalite.v6+json"]["title"]["text"]
 
 
+def test_the_name_of_an_analysis_draws_the_first_of_its_metrics(result):
+    assert result.plot("lens").title == result.plot("logit_lens_loss").title
+    assert result.plot("representation").title == result.plot("prompt_entropy").title  # the one that was asked for
+
+
 def test_coupling_is_drawn_over_distances(model, batches):
     coupling = lit_layers.layers(model, ["coupling"], batches=batches)
     assert coupling.metrics == ["coupling_by_distance"]
