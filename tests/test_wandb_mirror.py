@@ -87,7 +87,7 @@ def test_means_over_layers_heat_maps_and_the_long_table_are_there(root: Path) ->
     }
     assert dict(run.curve("next_token_probe/log_loss/layer_mean"))[4] == pytest.approx((values[1] + values[2]) / 2)
     assert len(run.media("image-file")["coupling/coupling_pair/k=4/matrix"]) == 4
-    assert len(run.media("image-file")["lens/logit_lens_loss/over_layers"]) == 1  # of all steps
+    assert len(run.media("image-file")["lens/logit_lens_loss/over_layers"]) == 2  # of four steps, and of all
     assert not any("other_layer" in key for key in run.names())
     table = run.tables["emergence"]
     assert table["columns"][:6] == ["step", "tokens", "analysis", "metric", "layer", "value"]
@@ -198,7 +198,7 @@ def test_pairs_with_undefined_prompts_are_drawn_like_the_others(tmp_path: Path) 
 class FakeRun:
     """A run at a server that has `starting_step` rows already."""
 
-    id, url = RUN_ID, "https://wandb.example/run"
+    id, url, entity = RUN_ID, "https://wandb.example/run", None
 
     def __init__(self, starting_step: int, folder: Path) -> None:
         self.starting_step, self.sent, self.dir = starting_step, [], str(folder / "files")
@@ -235,7 +235,7 @@ def test_online_only_what_the_server_lacks_is_sent(
     mirror.open(tmp_path, run_id=RUN_ID, config={})
     mirror.finish()
     assert run.sent == [(step - 1, step, 1 / step) for step in sent]
-    assert mirror.closing_line().endswith(run.url)
+    assert mirror.closing_line().splitlines()[0].endswith(run.url)
 
 
 @pytest.mark.slow

@@ -161,9 +161,14 @@ def heat_maps(measurement: Measurement, name: str, without: Collection[str] = ()
     return _drawn(charts, f"{measurement.analysis} at step {measurement.step}")
 
 
-def layer_maps(measured: Sequence[Measurement], plain: dict[tuple[str, str], str]) -> dict[str, bytes]:
-    """Layers by steps, a picture (PNG) for each metric that has both; of settings other than `plain` by their names."""
-    drawn = (m for m in measured if m.error is None and m.step is not None)
+def layer_maps(
+    measured: Sequence[Measurement], plain: dict[tuple[str, str], str], until: float = math.inf
+) -> dict[str, bytes]:
+    """Return a picture (PNG) of layers by steps up to `until` for each metric that has both, by its name.
+
+    Names of settings other than `plain` say which they are.
+    """
+    drawn = (plotted(m) for m in measured if m.error is None and m.step is not None and m.step <= until)
     series = grouped(drawn, lambda m: logged_name(m, plain))
     charts: dict[str, Chart] = {}
     for name, measurements in series.items():
@@ -173,6 +178,11 @@ def layer_maps(measured: Sequence[Measurement], plain: dict[tuple[str, str], str
         except (InputError, ValueError) as error:  # no picture is worth the run's end
             logger.warning("no maps over layers of %s: %s", name, first_line(error))
     return _drawn(charts, "layers by steps") if charts else {}
+
+
+def are_maps_due(num_steps: int) -> bool:
+    """Return whether layers by steps are drawn while training goes on: after 4, 8, 16, ... measured steps."""
+    return num_steps >= 4 and num_steps.bit_count() == 1
 
 
 def _drawn(charts: Mapping[str, Chart], what: str) -> dict[str, bytes]:
@@ -195,7 +205,7 @@ def of_the_whole_run(
     if len(rows) > _TABLE_LIMIT:
         logger.warning("the table would have more than %d rows; the first are kept", _TABLE_LIMIT)
     table = [*TABLE_COLUMNS], [_table_row(*pair) for pair in rows[:_TABLE_LIMIT]]
-    return {TABLE: table}, layer_maps([*map(plotted, measured)], plain)
+    return {TABLE: table}, layer_maps(measured, plain)
 
 
 def as_logged(library: Any, tables: Mapping[str, Table], pictures: Mapping[str, bytes]) -> dict[str, Any]:

@@ -21,11 +21,14 @@ from lit_layers.identity import latest, logged_name, plain_settings
 from lit_layers.records import Measurement
 from lit_layers.report.logged_numbers import (
     AXIS,
+    SURFACE,
     TABLE,
     Scalars,
+    are_maps_due,
     as_logged,
     best_of,
     heat_maps,
+    layer_maps,
     of_the_whole_run,
     plotted,
     values_of,
@@ -138,6 +141,7 @@ class WandbMirror:
         self._sent = Sent()
         self._notes: IO[str] | None = None
         self._defined: set[str] = set()
+        self._steps = set[int]()  # that were measured
         self._table_is_due = self._allow_suspect = False
         self._plain: dict[tuple[str, str], str] = {}
         self._lock: IO[str] | None = None
@@ -163,7 +167,7 @@ class WandbMirror:
         Raises:
             InputError: where `mode` is online and W&B cannot be reached.
         """
-        self.root, self._table_is_due, self._defined = Path(root), False, set()
+        self.root, self._table_is_due, self._defined, self._steps = Path(root), False, set(), set()
         self._allow_suspect, self._data_dir = allow_suspect, os.environ.get("WANDB_DATA_DIR")
         mode = (os.environ.get("WANDB_MODE", "").lower() or "auto") if self.mode == "auto" else self.mode
         if mode == "disabled":
@@ -231,8 +235,13 @@ class WandbMirror:
             self._note(is_closed=True)
             self._stop()
 
+    @property
+    def num_rows(self) -> int:
+        """Rows sent so far, in this and earlier processes."""
+        return self._sent.last_row + 1
+
     def closing_line(self) -> str:
-        """Return one line on where to look: the run's address, or how to see and upload an offline run."""
+        """Return where to look: the run's address, or how to upload an offline run, and how to get its workspace."""
         return self._message
 
     # ------------------------------------------------------------------------------------------- start
@@ -262,6 +271,8 @@ class WandbMirror:
                 raise InputError(f"wandb: {' '.join(str(error).split())}") from error
         online = self._run.settings.mode != "offline"
         self._message = f"W&B          {self._run.url}" if online else self._where_offline(self._run.id)
+        place = f"{self._run.entity or 'ENTITY'}/{self.place['project']}"
+        self._message += f"\nworkspace    lit-layers report {shlex.quote(str(self.root))} --workspace {place}"
 
     def _init(self, mode: str, run_id: str, config: dict[str, Any]) -> Any:
         settings = {"console": "off", "silent": True, "reinit": "create_new", "init_timeout": self.init_timeout}
@@ -334,6 +345,10 @@ class WandbMirror:
             name, shown = self._name(measurement), measurement if self.scalars == "all" else plotted(measurement)
             row.update(values_of(shown, name))
             pictures.update(heat_maps(shown, name, sent))
+        if any(m.error is None for m in measurements) and step not in self._steps:
+            self._steps.add(step)
+            if are_maps_due(len(self._steps)) and not any(name.endswith(SURFACE) for name in sent):
+                pictures.update(layer_maps(self._measured(), self._plain, step))
         return {name: value for name, value in row.items() if name not in sent}, pictures
 
     def _measured(self) -> list[Measurement]:
@@ -459,8 +474,8 @@ def _has_credentials(wandb: Any) -> bool:
 class MirrorAside:
     """Hand the calls of a mirror to a thread, in order, and waits for the first and the last one only.
 
-    A mirror that raises, falls behind, or needs longer than its `timeout` is given up with one sentence: what it lacks
-    is in the run's files. `patient` waits as long as it takes.
+    A mirror that raises, falls behind, or makes no call within its `timeout` is given up with one sentence: what it
+    lacks is in the run's files. `patient` waits as long as it takes.
     """
 
     def __init__(self, mirror: WandbMirror, *, patient: bool = False) -> None:
@@ -468,7 +483,7 @@ class MirrorAside:
         self._calls: queue.Queue[tuple[Callable[[], None], threading.Event] | None] = queue.Queue(_STEPS)
         self._is_off, self._is_starting = False, True
         self._refused: InputError | None = None
-        self._last_words = ""
+        self._last_words, self._seen = "", -1
 
     def open(self, root: str | Path, *, run_id: str, config: Mapping[str, Any], **options: bool) -> None:
         """Start the mirror, with its own options; what W&B lacks of the run is sent meanwhile.
@@ -492,18 +507,18 @@ class MirrorAside:
         self._later(lambda: self.mirror.log_step(step, tokens, values, measured))
 
     def finish(self, exit_code: int = 0) -> None:
-        """Return when all is sent, or at the limit."""
-        limit = self._limit
-        if exit_code == _TERMINATED and limit is not None:
+        """Return when all is sent, or when nothing more was within the limit."""
+        limit, is_killed = self._limit, exit_code == _TERMINATED
+        if is_killed and limit is not None:
             limit = min(limit, _LIMIT_AFTER_SIGTERM)
-        self._later(lambda: self.mirror.finish(exit_code), limit)
+        self._later(lambda: self.mirror.finish(exit_code), limit, renewed=not is_killed)
         self._end()
 
     def closing_line(self) -> str:
         return self._last_words or self.mirror.closing_line()
 
-    def _later(self, call: Callable[[], None], *limit: float | None) -> None:
-        """Queue a call; with a limit (None: without end) waits until it is done."""
+    def _later(self, call: Callable[[], None], *limit: float | None, renewed: bool = False) -> None:
+        """Queue a call. Wait until it is done if there is a limit (None: without end), which each row may renew."""
         done = threading.Event()
         if self._is_off:
             return
@@ -512,8 +527,10 @@ class MirrorAside:
         except queue.Full:
             self._give_up("it does not keep up")
         else:
-            if limit and not done.wait(limit[0]):
-                self._give_up(f"no answer within {limit[0]:.0f} s")
+            while limit and not done.wait(limit[0]):
+                before, self._seen = self._seen, self.mirror.num_rows
+                if not renewed or self._seen == before:
+                    return self._give_up(f"no answer within {limit[0]:.0f} s")
 
     def _end(self) -> None:
         """End the thread, once it has made the calls that wait."""

@@ -297,7 +297,7 @@ class EmergenceCallback(_AtSteps):
         self._place = _next_place(trainer)
         self._source = self._ranks.from_first(lambda: origin_of(trainer).source)
         self.measurer.ranks = self._ranks
-        self.measurer.begin()
+        self.measurer.begin(self.schedule.steps)
 
     def end_batch(self, trainer: Any) -> None:
         self._place = _next_place(trainer) + 1  # the loss of this batch, of the weights before, is yet to be logged

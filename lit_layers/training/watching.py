@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import os
+import shlex
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +31,9 @@ from lit_layers.report.logged_numbers import (
     TOKENS,
     Scalars,
     WandbRun,
+    are_maps_due,
     heat_maps,
+    layer_maps,
     plotted,
     values_of,
     writer_of,
@@ -114,13 +117,16 @@ class StepMeasurer:
             for analysis in self.analyses:
                 analysis.check(view)
 
-    def begin(self) -> None:
-        """Join the training that has begun in the root, and read what it has measured before."""
+    def begin(self, steps: Steps) -> None:
+        """Join the training that has begun in the root, read what it has measured before, and say what will be."""
         lineage, measurements = self.ranks.from_first(self._begun)
         self.run, self.training = self.run or lineage.run, lineage.training
         values = ValueFiles(self.root)
         self._store = Store(self.file, measurements, values=values, lineage=lineage._replace(run=self.run))
         self._plain = plain_settings(measurements)
+        if self.analyses:
+            names, schedule = ", ".join(each.name for each in self.analyses), str(steps).strip("[{}]").replace("'", "")
+            rank_zero_info(f"measures {names} at the first step, the last and {schedule}, into {self.root}")
 
     def _begun(self) -> tuple[Lineage, list[Measurement]]:
         lineage: Any = records.lineage_in(self.root)
@@ -209,7 +215,10 @@ class StepMeasurer:
             try:
                 writer = self._writer_of(destination)
                 if isinstance(writer, WandbRun):
-                    writer.row(place, row, {key: png for each in named for key, png in heat_maps(*each).items()})
+                    pictures = {key: png for each in named for key, png in heat_maps(*each).items()}
+                    if are_maps_due(len(self._measured)):
+                        pictures |= layer_maps(records.read(self.file), self._plain)
+                    writer.row(place, row, pictures)
                 elif writer is not None:
                     writer.log_metrics(dict(row), step=place)
             except Exception as error:  # whatever a logger has: no training ends for it
@@ -228,11 +237,14 @@ class StepMeasurer:
                     logger.warning("W&B: measurements are not logged: %s", first_line(error))
 
     def say_how_many(self, scheduled: Iterable[int]) -> None:
-        """Say how many of the scheduled steps were measured, and which were not."""
+        """Say how many of the scheduled steps were measured, which were not, and what draws them."""
         due = {*scheduled}
         missing = sorted(due - (self._measured - self._failed))
         rest = f", not {', '.join(map(str, missing[:5]))}{', ...' if len(missing) > 5 else ''}" if missing else ""
-        rank_zero_info(f"measured {len(due) - len(missing)} of {len(due)} scheduled steps{rest}: {self.root}")
+        rank_zero_info(
+            f"measured {len(due) - len(missing)} of {len(due)} scheduled steps{rest}: "
+            f"lit-layers report {shlex.quote(str(self.root))} draws them"
+        )
 
     def finish(self, *, whole: bool = True) -> None:
         """Give loggers what is left, and a run of W&B the tables, unless the training failed."""
@@ -354,7 +366,7 @@ class Watch:
         self._place, self._lock = (os.getpid(), self.measurer.root.resolve()), contextlib.ExitStack()
         try:
             self.measurer.ranks.from_first(functools.partial(self._hold, if_exists, _saved_by))
-            self.measurer.begin()
+            self.measurer.begin(steps)
             self._visit(due=first_step in self.schedule)
         except BaseException:
             self.give_up()

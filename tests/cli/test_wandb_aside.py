@@ -38,7 +38,7 @@ def none_before(monkeypatch):
 class FakeRun:
     """A run that does as it is told at one of its calls."""
 
-    id, url, starting_step = "a1b2c3d4", "https://wandb.example/run", 0
+    id, url, entity, starting_step = "a1b2c3d4", "https://wandb.example/run", "someone", 0
 
     def __init__(self, where: str, what) -> None:
         self.where, self.what, self.rows, self.dir = where, what, [], ""
@@ -107,6 +107,18 @@ def test_one_that_hangs_is_waited_for_no_longer_than_its_limit(where, tmp_path, 
     assert time.monotonic() - started < 60
     assert "W&B: stopped (no answer within 0 s)" in mirror.closing_line()
     assert wandb_mirror.abandoned == [mirror]
+
+
+def test_a_slow_one_is_waited_for_as_long_as_rows_arrive(tmp_path, monkeypatch):
+    run, rows = fake(monkeypatch, "nowhere", None), []
+    monkeypatch.setattr(run, "log", lambda row, **_: (time.sleep(0.2), rows.append(row)))
+    mirror = MirrorAside(WandbMirror(mode="online", timeout=0.5))
+    mirror.open(make_run(tmp_path / "run", steps=(0, 1), layers=2), run_id="a1b2c3d4", config={})
+    for step in range(2, 12):
+        mirror.log_step(step, None, {"train/loss": 1.0}, [])
+    mirror.finish()
+    assert [row.get("trainer/global_step") for row in rows] == [*range(12), None]
+    assert mirror.closing_line().splitlines()[1].endswith("/run --workspace someone/lit_layers")
 
 
 def test_one_that_does_not_keep_up_is_given_up(tmp_path, monkeypatch, release):

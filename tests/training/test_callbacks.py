@@ -171,12 +171,13 @@ def test_with_several_optimizers_a_step_is_an_update_of_the_network(network, ste
     assert by_hand(tmp_path, steps, ByHand(**network))[1] == measured
 
 
-def test_the_end_says_how_many_of_the_scheduled_steps_were_measured(tmp_path, caplog):
+def test_a_training_says_what_it_will_measure_and_what_it_measured(tmp_path, caplog):
     with caplog.at_level("INFO"):
         by_hand(tmp_path / "all", [1, 3], ByHand(2), batches=4)
         by_hand(tmp_path / "passed", [1, 6, 7, 8], ByHand(2, 3), batches=4)
-    assert f"measured 4 of 4 scheduled steps: {tmp_path / 'all'}" in caplog.text
-    assert f"measured 3 of 6 scheduled steps, not 1, 7, 8: {tmp_path / 'passed'}" in caplog.text
+    assert f"measures noisy at the first step, the last and 1, 3, into {tmp_path / 'all'}" in caplog.text
+    assert f"measured 4 of 4 scheduled steps: lit-layers report {tmp_path / 'all'} draws them" in caplog.text
+    assert "measured 3 of 6 scheduled steps, not 1, 7, 8: lit-layers report" in caplog.text
 
 
 def test_a_training_that_goes_on_counts_on(tmp_path):

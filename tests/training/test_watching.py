@@ -284,7 +284,7 @@ def test_a_scheduled_step_that_numbers_leave_out_is_measured_at_the_next(tmp_pat
         for number in (2, 3, 5, 9, 10):
             watched.step(number)
     assert [m.step for m in records.read(tmp_path / "run" / "measurements.jsonl")] == [0, 3, 9, 10]
-    assert f"measured 3 of 5 scheduled steps, not 7, 8: {tmp_path / 'run'}" in caplog.text
+    assert f"measured 3 of 5 scheduled steps, not 7, 8: lit-layers report {tmp_path / 'run'} draws them" in caplog.text
 
 
 def test_numbers_reach_loggers_of_any_kind(tmp_path):
