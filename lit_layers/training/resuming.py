@@ -12,30 +12,24 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, NotRequired, cast
+from typing import Any, NamedTuple, cast
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from pydantic import with_config
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import TypedDict
 
 from lit_layers import schema
 from lit_layers.errors import InputError
 from lit_layers.files.durable import sync, write_json
+from lit_layers.measuring.ranks import OneProcess, Ranks, ranks_of
 from lit_layers.schema import Count
 from lit_layers.series.local_series import read_lightning
-from lit_layers.training.run_folder import (
-    axis_step,
-    draft_of,
-    explained,
-    saved_steps,
-    step_folder,
-    write_folder,
-)
-from lit_layers.training.sharding import SHARDED, are_sharded, extract_shards, load_shards_, put_in_shards
+from lit_layers.training.run_folder import axis_step, saved_steps, step_folder, write_folder
+from lit_layers.training.sharding import SHARDED, are_sharded
 from lit_layers.training.trainer import Termination
 
 logger = logging.getLogger(__name__)
@@ -98,23 +92,15 @@ def _sentence(what: str, step: int, root: Path) -> str:
 # written on a schedule of its own.
 
 FOLDER, STATE, FACTS = "resume", "trainer.ckpt", "meta.json"
-_SHARD_FILE = "shard-{}.ckpt"  # the rows that a rank holds of a sharded run's weights and moments
-_Facts = with_config(schema.STRICT)(
-    TypedDict("_Facts", {"step": Count, "sha256": str, "shards": NotRequired[dict[str, str]]})
-)
-
-
-class OtherRankError(InputError):
-    """What another rank could not do: raised on those that could."""
+_Facts = with_config(schema.STRICT)(TypedDict("_Facts", {"step": Count, "sha256": str}))
 
 
 class ResumeCheckpoint(L.Callback):
     """Writes `root/resume/step-000001000`, complete or not at all, and keeps the newest.
 
-    Training waits while the state is copied to the CPU, into memory that is kept for the next copy; a thread of rank 0
-    writes and hashes it, or of a sharded run, unless its strategy says `save_distributed_checkpoint=False`, a thread of
-    each rank its own rows. The next checkpoint, the end of the run and its every way to stop wait for that, and raise
-    on all ranks what went wrong on one.
+    Training waits while the state is copied to the CPU of rank 0, where sharded weights and moments are gathered; a
+    thread of that rank writes and hashes it. The next checkpoint, the end of the run and its every way to stop wait for
+    that, and raise on all ranks what went wrong.
 
     Reads such a checkpoint, too, where the trainer is given one as `ckpt_path`: that of the first rank, whatever
     the others were given, on any number of ranks.
@@ -134,25 +120,24 @@ class ResumeCheckpoint(L.Callback):
         self.folder, self.every, self.keep = Path(root) / FOLDER, every, keep
         self.paused_seconds = 0.0
         self._termination = Termination()
-        self._group: Any = None  # of the writing threads alone
+        self._ranks: OneProcess | Ranks = OneProcess()
         self._last_step = -1
         self._writer = ThreadPoolExecutor(1, "resume-checkpoint")
-        self._writing: Future[None] | None = None
-        self._buffers: dict[int, Tensor] = {}
+        self._writing: Future[None] | None = None  # on the first rank
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._termination.listen(trainer)
         strategy: Any = trainer.strategy
-        strategy.load_checkpoint = functools.partial(_load, strategy)  # Lightning's index of shards is a pickle
+        strategy.load_checkpoint = functools.partial(_load, strategy)
+        if are_sharded(strategy):
+            strategy._save_distributed_checkpoint = False  # Lightning's index of shards is a pickle
         if trainer.is_global_zero:
             for leftover in self.folder.glob(".tmp-step-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
-            for leftover in self.folder.glob(".state-*"):
-                leftover.unlink()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._termination.connect(trainer)
-        self._group = distributed.new_group(backend="gloo") if trainer.world_size > 1 else None
+        self._ranks = ranks_of(trainer.world_size)
         self._last_step = axis_step(trainer)  # needs no checkpoint: a run starts there again by itself
         for optimizer in trainer.optimizers:  # whose groups a checkpoint has replaced
             options = optimizer.defaults.keys() - {"differentiable"}  # which torch adds as it loads
@@ -174,27 +159,24 @@ class ResumeCheckpoint(L.Callback):
             self._save(trainer)
         if asked:
             self.wait()
-            trainer.strategy.barrier()
             raise SIGTERMException
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._save(trainer)
         self.wait()
-        trainer.strategy.barrier()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if self._writing is not None:  # what ends the run is said, not what follows from it
             self._writing.exception()
 
     def wait(self) -> None:
-        """Return when what is being written is whole.
+        """Return when what is being written is whole; every rank calls.
 
         Raises:
             InputError: where it could not be written.
         """
         writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+        self._ranks.from_first(lambda: None if writing is None else writing.result())
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         refuse_diverged_weights(trainer, pl_module, axis_step(trainer), self.folder.parent)  # after their losses
@@ -214,56 +196,18 @@ class ResumeCheckpoint(L.Callback):
         self._last_step, started = step, time.perf_counter()
         self.wait()
         connector: Any = trainer._checkpoint_connector
-        state, shards = extract_shards(connector.dump_checkpoint(weights_only=False))  # all ranks take part
-        files: dict[str, Any] = {STATE: state} if trainer.is_global_zero else {}
-        if shards:
-            files[_SHARD_FILE.format(f"{trainer.global_rank:05d}")] = shards
-        # What was gathered from shards is large already: its copy goes when it is written.
-        buffers = {} if state[SHARDED] and not shards else self._buffers
-        self._writing = self._writer.submit(self._write, _on_cpu(files, buffers), step)
+        state = connector.dump_checkpoint(weights_only=False)  # all ranks take part
+        if trainer.is_global_zero:
+            self._writing = self._writer.submit(self._write, _on_cpu(state), step)
         self.paused_seconds += time.perf_counter() - started
 
-    def _write(self, files: dict[str, Any], step: int) -> None:
-        """Every rank writes its files into the folder that the first one makes, and renames when all are whole."""
-        folder = step_folder(self.folder, step)
-        try:
-            if STATE in files:
-                write_folder(folder, lambda draft: self._fill(draft, files, step))
-                for old in saved_steps(self.folder)[: -self.keep]:
-                    shutil.rmtree(step_folder(self.folder, old))
-            else:
-                with explained(folder):
-                    self._fill(draft_of(folder), files, step)
-            self._agree()
-        except OtherRankError:
-            raise
-        except Exception as error:
-            with contextlib.suppress(OtherRankError, RuntimeError):  # or none of them lives any more
-                self._agree(refusal=str(error))  # in the place of what the others wait for next
-            raise
+    def _write(self, state: dict[str, Any], step: int) -> None:
+        def fill(draft: Path) -> None:
+            write_json(draft / FACTS, {"sha256": _save(draft / STATE, state), "step": step})
 
-    def _fill(self, draft: Path, files: dict[str, Any], step: int) -> None:
-        self._agree()  # the folder is there
-        hashes: dict[str, str] = {}
-        for of_rank in self._agree({name: _save(draft / name, content) for name, content in files.items()}):
-            hashes |= of_rank
-        if STATE in files:
-            facts: dict[str, Any] = {"step": step, "sha256": hashes.pop(STATE)}
-            write_json(draft / FACTS, facts | ({"shards": hashes} if hashes else {}))
-
-    def _agree(self, result: Any = None, refusal: str | None = None) -> list[Any]:
-        """The results of all ranks, each of which calls.
-
-        Raises:
-            OtherRankError: where one of them calls with a refusal.
-        """
-        if self._group is None:
-            return [result]
-        answers: list[Any] = [None] * distributed.get_world_size(self._group)
-        distributed.all_gather_object(answers, (result, refusal), group=self._group)
-        if refusals := [each for _, each in answers if each is not None]:
-            raise OtherRankError(refusals[0])
-        return [each for each, _ in answers]
+        write_folder(step_folder(self.folder, step), fill)
+        for old in saved_steps(self.folder)[: -self.keep]:
+            shutil.rmtree(step_folder(self.folder, old))
 
 
 def _save(path: Path, content: Any) -> str:
@@ -284,27 +228,16 @@ def _hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _on_cpu(state: dict[str, Any], buffers: dict[int, Tensor]) -> dict[str, Any]:
-    """A copy that training does not change; tensors that are one stay one.
-
-    `buffers` are the tensors of the copy before, which are written over: fresh memory takes longer than the copying.
-    """
+def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy that training does not change; tensors that are one stay one."""
     copies: dict[tuple, Tensor] = {}
     memo: dict[int, Any] = {}
     for leaf in tree_leaves(state):
-        if isinstance(leaf, Tensor) and not leaf.is_meta:
-            place = (
-                (leaf.device, leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride()) if leaf.numel() else (id(leaf),)
-            )
+        if isinstance(leaf, Tensor):
+            place = leaf.device, leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride()
             if place not in copies:
-                buffer = buffers.get(len(copies))
-                if buffer is None or (buffer.dtype, buffer.shape) != (leaf.dtype, leaf.shape):
-                    buffer = torch.empty_like(leaf, device="cpu", pin_memory=leaf.is_cuda, requires_grad=False)
-                    buffers[len(copies)] = buffer
-                copies[place] = buffer.copy_(leaf.detach(), non_blocking=leaf.is_cuda)
+                copies[place] = leaf.detach().to("cpu", copy=True)
             memo[id(leaf)] = copies[place]
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
     return copy.deepcopy(state, memo)
 
 
@@ -358,17 +291,15 @@ def _whole(folder: Path, hashed: bool) -> ResumePoint:
     """The checkpoint, if its bytes are those that were written."""
     try:
         facts = schema.read(folder / FACTS, _Facts, "take another checkpoint")
-        hashes = {STATE: facts["sha256"], **facts.get("shards", {})}
-        for name, expected in hashes.items() if hashed else ():
-            if _hash(folder / name) != expected:
-                raise InputError(f"resume: {folder / name} is corrupt (its hash differs from the one in {FACTS})")
+        if hashed and _hash(folder / STATE) != facts["sha256"]:
+            raise InputError(f"resume: {folder / STATE} is corrupt (its hash differs from the one in {FACTS})")
         return ResumePoint(facts["step"], folder / STATE)
     except (OSError, ValueError) as error:
         raise InputError(f"resume: {folder} is no whole resume checkpoint ({error})") from error
 
 
 def _load(strategy: Any, path: str | Path, weights_only: bool | None = True) -> dict[str, Any]:
-    """The state in a checkpoint that the first rank names; of a sharded strategy, model and optimizers get theirs here.
+    """Load the state in a checkpoint that the first rank names, as Lightning does.
 
     Weights saved by a sharded run go to any number of ranks, sharded or not. Those of an unsharded run are refused by
     a sharded one: Lightning would mix up the optimizer's moments, which it numbers in the model's order, an unsharded
@@ -378,23 +309,19 @@ def _load(strategy: Any, path: str | Path, weights_only: bool | None = True) -> 
         InputError: where a sharded run is to begin with such a state, or a file is no state of a training.
     """
     path = Path(strategy.broadcast(path))
-    of_ranks = [_read(file, mmap=True) for file in sorted(path.parent.glob(_SHARD_FILE.format("*")))]
-    state = _read(path, mmap=True)
+    state = _read(path)
     if "optimizer_states" not in state:
         raise InputError(f"ckpt_path: {path} holds weights only: begin with them, by --model.init_from {path}")
     if are_sharded(strategy) and not state.get(SHARDED, False):
         raise InputError(
             f"resume: {path} was saved by a run without sharded weights; go on with the strategy of that run"
         )
-    if not of_ranks:
-        return type(strategy).load_checkpoint(strategy, path, weights_only=True)
-    state = _read(path)
-    return load_shards_(strategy, state, of_ranks) if are_sharded(strategy) else put_in_shards(state, of_ranks)
+    return type(strategy).load_checkpoint(strategy, path, weights_only=True)
 
 
-def _read(path: Path, **options: bool) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     with contextlib.suppress(pickle.UnpicklingError, EOFError, RuntimeError):  # which advise to trust the file
-        if isinstance(state := torch.load(path, map_location="cpu", weights_only=True, **options), dict):
+        if isinstance(state := torch.load(path, map_location="cpu", weights_only=True, mmap=True), dict):
             return state
     raise InputError(
         f"{path} is no state of a training, or holds more than tensors and plain values; take another checkpoint, or "

@@ -1,18 +1,16 @@
 """Sharded training (FSDP2): every rank holds a part of each weight, and the whole model only while it is measured."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, distributed, nn
-from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import keystr, tree_map_with_path
+from torch.distributed.tensor import DTensor
 
 from lit_layers.errors import InputError
 from lit_layers.models.offload import free_memory
@@ -56,54 +54,6 @@ def sharding_mesh(strategy: Any) -> DeviceMesh | None:
             "set data_parallel_size to the number of all devices"
         )
     return strategy.device_mesh["data_parallel"]
-
-
-def extract_shards(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """A state with a tensor on "meta" in the place of each that is spread over the ranks, and this rank's rows of
-    those, by their place in the state: `shard_` spreads by rows.
-    """
-    shards: dict[str, Tensor] = {}
-
-    def of_rank(path: Any, leaf: Any) -> Any:
-        if not isinstance(leaf, DTensor):
-            return leaf
-        shards[keystr(path)] = leaf.to_local()
-        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-
-    return tree_map_with_path(of_rank, state), shards
-
-
-def put_in_shards(state: Any, of_ranks: Sequence[Mapping[str, Tensor]], mesh: DeviceMesh | None = None) -> Any:
-    """The state that `extract_shards` took apart on as many ranks: with whole tensors, or with those that are spread
-    over the ranks of `mesh`, which may be more or fewer. Rows of other ranks are not read."""
-
-    def filled(path: Any, leaf: Any) -> Any:
-        if not (isinstance(leaf, Tensor) and leaf.is_meta):
-            return leaf
-        count, first = len(leaf), 0
-        if mesh is not None:
-            count, first = Shard.local_shard_size_and_offset(len(leaf), mesh.size(), mesh.get_local_rank())
-        rows, start = [], 0
-        for shards in of_ranks:
-            shard = shards[keystr(path)]
-            rows.append(shard[max(first - start, 0) : max(first + count - start, 0)])
-            start += len(shard)
-        rows_here = torch.cat(rows)
-        if mesh is None:
-            return rows_here
-        rows_here = rows_here.to(_device_of(mesh))
-        return DTensor.from_local(rows_here, mesh, (Shard(0),), run_check=False, shape=leaf.shape, stride=leaf.stride())
-
-    return tree_map_with_path(filled, state)
-
-
-def load_shards_(strategy: Any, state: dict[str, Any], of_ranks: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-    """Give the sharded model and the optimizers of a strategy what `extract_shards` took from theirs; the state."""
-    state = put_in_shards(state, of_ranks, sharding_mesh(strategy))
-    set_model_state_dict(strategy.model, state["state_dict"])
-    for optimizer, values in zip(strategy.optimizers, state["optimizer_states"], strict=True):
-        set_optimizer_state_dict(strategy.model, optimizer, optim_state_dict=values)
-    return state
 
 
 def built_once(strategy: Any, build: Callable[[str], nn.Module]) -> nn.Module:

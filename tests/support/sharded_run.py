@@ -66,19 +66,12 @@ def watching(root: Path, found: Sequence[Analysis]) -> list[L.Callback]:
     return [run_log, SeriesCheckpoint(STEPS, root), EmergenceCallback(found, STEPS, root, watchers=[run_log])]
 
 
-def strategy(ranks: int = 2, *, one_file: bool = False) -> ModelParallelStrategy:
-    return ModelParallelStrategy(
-        data_parallel_size=ranks,
-        tensor_parallel_size=1,
-        save_distributed_checkpoint=not one_file,
-        process_group_backend="gloo",
-    )
+def strategy(ranks: int = 2) -> ModelParallelStrategy:
+    return ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1, process_group_backend="gloo")
 
 
-def sharded(
-    root: Path, callbacks: list[L.Callback], *, ranks: int = 2, one_file: bool = False, **options: Any
-) -> tuple[L.Trainer, Any]:
-    settings = {"devices": ranks, "strategy": strategy(ranks, one_file=one_file), "log_every_n_steps": 1}
+def sharded(root: Path, callbacks: list[L.Callback], *, ranks: int = 2, **options: Any) -> tuple[L.Trainer, Any]:
+    settings = {"devices": ranks, "strategy": strategy(ranks), "log_every_n_steps": 1}
     return fit(root, callbacks, **settings, **options)
 
 
@@ -134,23 +127,21 @@ def part(
 
 
 def torn(root: Path) -> None:
-    """A newer checkpoint beside the last one, of which a shard lacks its end."""
+    """A newer checkpoint beside the last one, whose state lacks its end."""
     if torch.distributed.get_rank() == 0:
         newer = step_folder(root / "resume", 5)
         shutil.copytree(step_folder(root / "resume", 3), newer)
-        (shard,) = newer.glob("shard-00001.ckpt")
-        os.truncate(shard, shard.stat().st_size - 100)
+        state = newer / "trainer.ckpt"
+        os.truncate(state, state.stat().st_size - 100)
     torch.distributed.barrier()
 
 
 def full_disk(root: Path) -> str:
-    """What a rank is told where the second cannot write."""
+    """What a rank is told where the first cannot write."""
     save = resuming._save
 
     def no_space(path: Path, content: Any) -> str:
-        if path.name == "shard-00001.ckpt":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return save(path, content)
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     resuming._save = no_space
     try:
@@ -221,9 +212,9 @@ def run(folder: Path) -> int:
     facts["built"] = [[], []]
     torch.distributed.all_gather_object(facts["built"], held)
     part(folder / "whole", 6)
-    stopped(folder / "shards", one_file=False)
-    torn(folder / "shards")
-    part(folder / "shards", 6, resume=True)
+    stopped(folder / "parts")
+    torn(folder / "parts")
+    part(folder / "parts", 6, resume=True)
     facts["refusals"] = ["", ""]
     torch.distributed.all_gather_object(facts["refusals"], full_disk(folder / "full"))
     return written(folder / "facts.json", facts)
@@ -237,14 +228,12 @@ def run_more(folder: Path) -> int:
     dropping_out(folder / "bare", [])
     _fsdp_param_group.foreach_reduce = reduce
     dropping_out(folder / "seen", [Noisy(), Trajectory(batches=RandomText()), Coupling(batches=RandomText(), k=(2,))])
-    stopped(folder / "one_file", one_file=True)
-    part(folder / "one_file", 6, resume=True, one_file=True)
     roomless(folder / "roomless")
     return written(folder / "more.json", {"reductions": len(reductions), **other_ways(folder)})
 
 
-def stopped(root: Path, *, one_file: bool) -> None:
-    part(root, 3, one_file=one_file)
+def stopped(root: Path) -> None:
+    part(root, 3)
     if torch.distributed.get_rank() == 0:
         shutil.rmtree(step_folder(root, 0))  # a run that starts again would write it again
 

@@ -1,7 +1,5 @@
 """The thread that writes checkpoints to resume from: what it writes, and who waits for it."""
 
-import hashlib
-import json
 import os
 import signal
 import sys
@@ -15,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lit_layers.errors import InputError
 from lit_layers.training import resuming
 from lit_layers.training.resuming import ResumeCheckpoint, resume_point
-from lit_layers.training.run_folder import saved_steps, step_folder, write_folder
+from lit_layers.training.run_folder import saved_steps, write_folder
 from tests.support.forked import run_forked
 from tests.support.tiny_training import fit, module
 
@@ -103,19 +101,3 @@ def test_sigterm_ends_the_run_after_the_step_it_came_in_which_is_saved(tmp_path)
     saved = torch.load(point.state, weights_only=True)["state_dict"]
     assert all(torch.equal(saved[name], tensor) for name, tensor in weights.after[3].items())
     assert any(not torch.equal(saved[name], tensor) for name, tensor in weights.after[4].items())
-
-
-def test_a_corrupt_shard_of_any_rank_is_named_and_the_checkpoint_before_is_taken(tmp_path, caplog):
-    names = ("trainer.ckpt", "shard-0.ckpt", "shard-1.ckpt")
-    for step in (1, 2):
-        folder = step_folder(tmp_path / "resume", step)
-        folder.mkdir(parents=True)
-        for name in names:
-            (folder / name).write_bytes(name.encode())
-        state, *shards = (hashlib.sha256(name.encode()).hexdigest() for name in names)
-        facts = {"step": step, "sha256": state, "shards": dict(zip(names[1:], shards, strict=True))}
-        (folder / resuming.FACTS).write_text(json.dumps(facts))
-    assert resume_point(tmp_path, "last").step == 2
-    (folder / "shard-1.ckpt").write_bytes(b"shard-1.ckpT")
-    assert resume_point(tmp_path, "last").step == 1
-    assert "step-000000002/shard-1.ckpt is corrupt" in caplog.text

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
-from torch.utils._pytree import tree_flatten_with_path
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from lit_layers import records
@@ -30,7 +30,6 @@ from tests.support.sharded_run import analyses, watching
 from tests.support.tiny_training import CONFIG, VOCABULARY, fit, module
 
 ROOT = Path(__file__).parents[2]
-FORMS = [pytest.param("one_file", marks=pytest.mark.soak), "shards"]  # of what a run goes on from
 
 
 @pytest.fixture(scope="module")
@@ -137,55 +136,30 @@ def test_sharded_training_with_analyses_and_without_ends_in_equal_bits(more):
 
 
 def saved_state(root: Path, step: int) -> dict[str, Any]:
-    """A checkpoint to resume from, with whole tensors."""
-    folder = step_folder(root / "resume", step)
-    files = [folder / "trainer.ckpt", *sorted(folder.glob("shard-*.ckpt"))]
-    state, *of_ranks = (torch.load(file, weights_only=True) for file in files)
-    return sharding.put_in_shards(state, of_ranks)
+    """A checkpoint to resume from."""
+    return torch.load(step_folder(root / "resume", step) / "trainer.ckpt", weights_only=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FORMS)
-def test_a_resumed_sharded_run_ends_in_the_state_of_an_uninterrupted_one(name, folder, request):
+def test_a_resumed_sharded_run_ends_in_the_state_of_an_uninterrupted_one(folder):
     """Also where the newest checkpoint is torn, which only the first rank has looked for."""
-    if name == "one_file":
-        request.getfixturevalue("more")
-    assert saved_steps(folder / name) == [3, 6]  # it did not start again
-    assert weights(folder / "whole", 6) == weights(folder / name, 6)
-    losses = [column(folder / root, "train/loss") for root in ("whole", name)]
+    assert saved_steps(folder / "parts") == [3, 6]  # it did not start again
+    assert weights(folder / "whole", 6) == weights(folder / "parts", 6)
+    losses = [column(folder / root, "train/loss") for root in ("whole", "parts")]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 6
-    if name == "shards":
-        states = [saved_state(folder / root, 6) for root in (name, "whole")]
-        for part in ("global_step", "state_dict", "optimizer_states", "lr_schedulers"):
-            (found, spec), (expected, other_spec) = (tree_flatten_with_path(state[part]) for state in states)
-            assert spec == other_spec
-            for (path, value), (_, right) in zip(found, expected, strict=True):
-                assert torch.equal(value, right) if isinstance(value, torch.Tensor) else value == right, path
+    states = [saved_state(folder / root, 6) for root in ("parts", "whole")]
+    for part in ("global_step", "state_dict", "optimizer_states", "lr_schedulers"):
+        for value, right in zip(*(tree_leaves(state[part]) for state in states), strict=True):
+            assert torch.equal(value, right) if isinstance(value, torch.Tensor) else value == right, part
 
 
 @pytest.mark.slow
-def test_a_resume_checkpoint_of_a_sharded_run_holds_half_of_each_tensor_in_the_file_of_a_rank(folder):
-    root = step_folder(folder / "shards" / "resume", 6)
-    assert {path.name for path in root.iterdir()} == {
-        *("meta.json", "trainer.ckpt", "shard-00000.ckpt", "shard-00001.ckpt")
-    }
-    saved = load(step_folder(folder / "shards", 6)).state_dict()
-    first, second = (torch.load(root / f"shard-0000{rank}.ckpt", weights_only=True) for rank in range(2))
-    for name, tensor in saved.items():
-        key = f"['state_dict']['model.{name}']"
-        assert torch.equal(torch.cat([first[key], second[key]]), tensor), name
-        assert len(first[key]) == (len(tensor) + 1) // 2
-    moments = [key for key in first if key.endswith("['exp_avg_sq']")]
-    assert len(moments) == len({id(parameter) for parameter in load(step_folder(folder / "shards", 6)).parameters()})
-
-
-@pytest.mark.soak
-def test_asked_for_one_file_a_sharded_run_writes_plain_whole_tensors(more):
-    (path,) = (more / "one_file" / "resume").glob("step-000000006/trainer.ckpt")
-    assert {file.name for file in path.parent.iterdir()} == {"meta.json", "trainer.ckpt"}
-    state = torch.load(path, weights_only=True)
-    saved = load(step_folder(more / "one_file", 6)).state_dict()
+def test_a_resume_checkpoint_of_a_sharded_run_holds_plain_whole_tensors(folder):
+    files = step_folder(folder / "parts" / "resume", 6).iterdir()
+    assert {file.name for file in files} == {"meta.json", "trainer.ckpt"}
+    state = saved_state(folder / "parts", 6)
+    saved = load(step_folder(folder / "parts", 6)).state_dict()
     for name, tensor in saved.items():
         assert torch.equal(state["state_dict"][f"model.{name}"], tensor), name
     moments = {tuple(entry["exp_avg"].shape) for entry in state["optimizer_states"][0]["state"].values()}
@@ -193,20 +167,16 @@ def test_asked_for_one_file_a_sharded_run_writes_plain_whole_tensors(more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FORMS)
-def test_one_rank_can_go_on_with_the_weights_and_moments_of_a_sharded_run(name, folder, request, tmp_path):
-    if name == "one_file":
-        request.getfixturevalue("more")
-    path = step_folder(folder / name / "resume", 3) / "trainer.ckpt"
+def test_one_rank_can_go_on_with_the_weights_and_moments_of_a_sharded_run(folder, tmp_path):
+    path = step_folder(folder / "parts" / "resume", 3) / "trainer.ckpt"
     lit = module(dropout=0.2, decay_steps=6, pad_vocab_to=None)
     trainer, _ = fit(tmp_path, [ResumeCheckpoint(tmp_path, every=None)], module=lit, steps=3, resume_from=path)
-    saved = load(step_folder(folder / name, 3)).state_dict()
+    saved = load(step_folder(folder / "parts", 3)).state_dict()
     optimizer = trainer.optimizers[0]
-    # One file numbers the moments in the model's order, files of shards name them.
-    entries = saved_state(folder / name, 3)["optimizer_states"][0]["state"]
+    entries = saved_state(folder / "parts", 3)["optimizer_states"][0]["state"]  # numbered in the model's order
     for number, (key, parameter) in enumerate(lit.model.named_parameters()):
         assert torch.equal(parameter, saved[key]), key
-        moments = entries[number if name == "one_file" else f"model.{key}"]
+        moments = entries[number]
         for moment in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(optimizer.state[parameter][moment], moments[moment]), key
 
@@ -215,21 +185,6 @@ def test_one_rank_can_go_on_with_the_weights_and_moments_of_a_sharded_run(name, 
 def test_what_one_rank_cannot_write_both_are_told_and_no_half_checkpoint_is_left(folder, facts):
     assert all("step-000000003: no space left on device; what was saved" in each for each in facts["refusals"])
     assert not list((folder / "full" / "resume").iterdir())
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-def test_rows_of_two_ranks_go_to_any_number_of_them(ranks, monkeypatch):
-    """The rows that torch.chunk gives each; with seven the last get none."""
-    whole = {"a": torch.arange(15.0).view(5, 3), "b": torch.arange(4), "step": torch.tensor(3.0)}
-    pieces = [{f"['{key}']": whole[key].chunk(2)[rank] for key in "ab"} for rank in range(2)]
-    state = {key: each if key == "step" else each.to("meta") for key, each in whole.items()}
-    monkeypatch.setattr(sharding.DTensor, "from_local", lambda rows, *_, **__: rows)
-    for rank in range(ranks):
-        mesh: Any = SimpleNamespace(size=lambda: ranks, get_local_rank=lambda rank=rank: rank, device_type="cpu")
-        for key, rows in sharding.put_in_shards(state, pieces, mesh).items():
-            chunks = whole[key].chunk(ranks) if whole[key].ndim else (whole[key],) * ranks
-            expected = chunks[rank] if rank < len(chunks) else whole[key][:0]
-            assert torch.equal(rows, expected), (key, rank)
 
 
 def test_a_sharded_run_refuses_the_state_of_an_unsharded_one(tmp_path):
