@@ -211,7 +211,7 @@ def trained_on_text(device, root: Path) -> tuple[dict, list[dict]]:
 def trained_on_images(device, root: Path) -> tuple[dict, list[dict]]:
     waits = WaitsOfSteps(device, PLAIN)
     augmented = {"flip": True, "crop_padding": 1, "rand_augment": "rand-m9-mstd0.5-inc1", "erasing": 0.5}
-    lit = tiny_images.module(mixup=0.8, cutmix=1.0, ema_decay=0.9, drop_path_rate=0.0)
+    lit = tiny_images.module(mixup=0.8, cutmix=1.0, drop_path_rate=0.0)
     device.reset()
     given = {"strategy": device.strategy(), "accelerator": "auto", "check_val_every_n_epoch": None}
     images, callbacks = (

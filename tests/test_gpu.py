@@ -80,7 +80,7 @@ def on_images(root: Path, *, watched: bool) -> dict[str, torch.Tensor]:
     batches = Listed({"pixel_values": torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))})
     watch = [EmergenceCallback([Trajectory(batches=batches)], [0, 2, 4], root)] if watched else []
     images = tiny_images.data(flip=True, crop_padding=1, rand_augment="rand-m9-mstd0.5-inc1", erasing=0.5)
-    lit = tiny_images.module(init_seed=5, mixup=0.8, cutmix=1.0, ema_decay=0.9)
+    lit = tiny_images.module(init_seed=5, mixup=0.8, cutmix=1.0)
     options = {"accelerator": "gpu", "precision": "bf16-mixed", "steps": 6}
     return weights(tiny_images.fit(root, RunLog(root), *watch, lit=lit, images=images, **options)[1])
 

@@ -41,7 +41,7 @@ BRIER = replace(BRIER, better="lower", group="score")
 # What takes minutes of training, in whose own tests the values are compared, or what tiny random models may lack.
 OF_GLUE = {metric for task in GLUE.values() for metric in task.scores}
 NOT_HERE = {
-    *("validation/accuracy", "validation/accuracy_top5", "validation/ema_accuracy", "validation/ema_loss"),
+    *("validation/accuracy", "validation/accuracy_top5"),
     *(
         "train/images_per_second",
         "train/mfu",

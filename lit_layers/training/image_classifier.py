@@ -1,14 +1,12 @@
 """The Lightning module of image classifiers: vision transformers of timm, trained as DeiT is."""
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import lightning as L
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from lit_layers.errors import InputError, first_sentence
@@ -18,64 +16,13 @@ from lit_layers.schema import COUNT, MANY, SHARE_BELOW_1, Range, refuse_outside
 from lit_layers.training.datamodules import LitImageData
 from lit_layers.training.losses import WeightedMean
 from lit_layers.training.modules import MODEL_RANGES, LitModule, warmup_cosine
-from lit_layers.training.sharding import are_sharded, built_once
-
-
-class ExponentialAverage(WeightAveraging):
-    """Lightning's averaging, except that the trained weights stay in their place.
-
-    Lightning validates the average alone and leaves it in the model when training ends; the last step of the series
-    would then hold other weights than all before it, and a resumed run would go on from them.
-
-    Args:
-        decay: share of the average that stays at each step; the first step's weights begin it.
-    """
-
-    def __init__(self, decay: float) -> None:
-        super().__init__()
-        self.decay = decay
-
-    @property
-    def model(self) -> nn.Module:
-        """The averaged network; there is one in training only."""
-        averaged: Any = self._average_model
-        return averaged.module.model
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if are_sharded(trainer.strategy):
-            raise InputError("model.ema_decay: expected null with sharded weights, which cannot be averaged yet")
-        self._device = trainer.strategy.root_device  # where the weights will be, not where they are now
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="You're using the WeightAveraging callback")  # on sharding
-            super().setup(trainer, pl_module, stage)
-
-    @torch.no_grad()
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Average after each optimizer step. torch's own update would wait for a GPU twice a step."""
-        if trainer.global_step > self._latest_update_step:
-            averaged: Any = self._average_model
-            share = 1 - self.decay if self._latest_update_step else 1.0  # first copies
-            torch._foreach_lerp_([*averaged.module.parameters()], [*pl_module.parameters()], share)
-            for average, buffer in zip(averaged.module.buffers(), pl_module.buffers(), strict=True):
-                average.copy_(buffer)
-            averaged.n_averaged += 1
-            self._latest_update_step = trainer.global_step
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leave the trained weights."""
-
-    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leave the trained weights: the module validates both."""
-
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leave the trained weights."""
-
+from lit_layers.training.sharding import built_once
 
 _OF_MODULE, _OF_DATA = {"patch_size", "drop_path_rate"}, {"img_size", "num_classes"}  # what `config` may not say again
 _RANGES = {
     **MODEL_RANGES,
     **dict.fromkeys(("patch_size", "lr_batch_size"), COUNT),
-    **dict.fromkeys(("drop_path_rate", "label_smoothing", "ema_decay"), SHARE_BELOW_1),
+    **dict.fromkeys(("drop_path_rate", "label_smoothing"), SHARE_BELOW_1),
     **dict.fromkeys(("mixup", "cutmix"), Range(0, 1000)),
     "warmup_epochs": Range(0, MANY),
 }
@@ -110,7 +57,6 @@ class LitImageClassifier(LitModule):
         mixup: alpha of the Beta distribution by which two images are blended; 0: off.
         cutmix: the same for pasting a rectangle; with both on, each batch takes one of them. Either needs an even
             number of images a micro-batch.
-        ema_decay: keeps an exponential moving average of the weights beside them, which is validated too; None: none.
         compile: trains through `torch.compile`; `.model` stays eager, and the analyses use that.
     """
 
@@ -137,7 +83,6 @@ class LitImageClassifier(LitModule):
         label_smoothing: float = 0.0,
         mixup: float = 0.0,
         cutmix: float = 0.0,
-        ema_decay: float | None = None,
         compile: bool = False,
     ) -> None:
         super().__init__(locals())
@@ -152,11 +97,10 @@ class LitImageClassifier(LitModule):
         self.lr, self.lr_batch_size, self.weight_decay, self.betas = lr, lr_batch_size, weight_decay, betas
         self.warmup_steps, self.warmup_epochs, self.decay_steps = warmup_steps, warmup_epochs, decay_steps
         self.min_lr_ratio, self.label_smoothing = min_lr_ratio, label_smoothing
-        self.mixup, self.cutmix, self.ema_decay = mixup, cutmix, ema_decay
+        self.mixup, self.cutmix = mixup, cutmix
         refuse_outside("model.", _RANGES, vars(self))
-        self.validation_loss, self.ema_loss = WeightedMean(), WeightedMean()
+        self.validation_loss = WeightedMean()
         self._mix: Callable[..., tuple[Tensor, Tensor]] | None = None
-        self.average = None if ema_decay is None else ExponentialAverage(ema_decay)
 
     @property
     def images(self) -> LitImageData:
@@ -168,9 +112,6 @@ class LitImageClassifier(LitModule):
         if not isinstance(self.data, LitImageData):
             raise InputError(f"data: LitImageClassifier needs LitImageData for this, got {type(self.data).__name__}")
         return self.data
-
-    def configure_callbacks(self) -> list[L.Callback]:
-        return [] if self.average is None else [self.average]
 
     def build(self) -> nn.Module:
         options: dict[str, Any] = {"drop_path_rate": self.drop_path_rate, **self.config}
@@ -212,9 +153,9 @@ class LitImageClassifier(LitModule):
 
             options: dict[str, Any] = {"label_smoothing": self.label_smoothing, "num_classes": count}
             self._mix = Mixup(mixup_alpha=self.mixup, cutmix_alpha=self.cutmix, **options)
-        names = {"accuracy": 1, "accuracy_top5": 5, "ema_accuracy": 1 if self.average is not None else count}
-        self.validation_metrics = nn.ModuleDict(
-            {name: MulticlassAccuracy(count, top_k=k, average="micro") for name, k in names.items() if k < count}
+        tops = {"accuracy": 1, "accuracy_top5": 5}
+        self.validation_metrics = MetricCollection(
+            {name: MulticlassAccuracy(count, top_k=k, average="micro") for name, k in tops.items() if k < count}
         )
 
     def forward(self, pixel_values: Tensor) -> Tensor:
@@ -232,35 +173,15 @@ class LitImageClassifier(LitModule):
         images, labels = _images_and_labels(batch)
         logits = self(images).float()
         self.validation_loss.update(F.cross_entropy(logits, labels), weight=len(labels))
-        for name, metric in self._metrics():
-            if name == "ema_accuracy":
-                average: Any = self.average
-                averaged = average.model.eval()(images).float()
-                self.ema_loss.update(F.cross_entropy(averaged, labels), weight=len(labels))
-                metric.update(averaged, labels)
-            else:
-                metric.update(logits, labels)
+        self.validation_metrics.update(logits, labels)
 
     def scores(self) -> dict[str, Tensor]:
-        scores = {"loss": self.validation_loss.compute().float()}  # over all ranks, weighted by images
+        loss = self.validation_loss.compute().float()  # over all ranks, weighted by images
         self.validation_loss.reset()
-        if self._averages:
-            scores["ema_loss"] = self.ema_loss.compute().float()
-            self.ema_loss.reset()
-        for name, metric in self._metrics():
-            loss = scores["ema_loss" if name == "ema_accuracy" else "loss"]
-            # The highest of logits that are not numbers is the first class: that would be an accuracy of chance.
-            scores[name] = metric.compute().where(~loss.isnan(), torch.nan)
-            metric.reset()
-        return scores
-
-    @property
-    def _averages(self) -> bool:
-        """Whether there is an average beside the weights: in training, and not of a checkpoint alone."""
-        return self.average is not None and self.average._average_model is not None
-
-    def _metrics(self) -> Iterable[tuple[str, Any]]:
-        return ((name, each) for name, each in self.validation_metrics.items() if self._averages or name[:3] != "ema")
+        accuracies = self.validation_metrics.compute()
+        self.validation_metrics.reset()
+        # The highest of logits that are not numbers is the first class: that would be an accuracy of chance.
+        return {"loss": loss} | {name: each.where(~loss.isnan(), torch.nan) for name, each in accuracies.items()}
 
     def lr_factor(self, decay_steps: int) -> Callable[[int], float]:
         return warmup_cosine(warmup_steps=self.num_warmup_steps, decay_steps=decay_steps, min_ratio=self.min_lr_ratio)

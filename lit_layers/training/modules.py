@@ -270,7 +270,7 @@ class LitModule(L.LightningModule, ABC):
 
     def on_fit_start(self) -> None:
         # Kept out of the module tree: the compiled copy shares every weight and must not double the state dict. Not
-        # before: a moving average begins as a copy of this module.
+        # before: a callback that averages weights begins with a copy of this module.
         vars(self)["_compiled"] = torch.compile(self.model) if self.compile_model else self.model
         self._weights = [*self.model.parameters()]  # going through all modules takes a millisecond, at every step
 

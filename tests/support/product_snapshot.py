@@ -236,7 +236,7 @@ def images(s: Scenarios) -> None:
             "trainer": {"max_steps": 3, "accelerator": "cpu", "devices": 1, "log_every_n_steps": 1},
             "model": {
                 "class_path": "lit_layers.training.LitImageClassifier",
-                "init_args": {"config": network, "patch_size": 4, "warmup_steps": 1, "mixup": 0.8, "ema_decay": 0.9},
+                "init_args": {"config": network, "patch_size": 4, "warmup_steps": 1, "mixup": 0.8},
             },
             "data": {
                 "class_path": "lit_layers.training.LitImageData",

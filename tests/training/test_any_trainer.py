@@ -201,20 +201,17 @@ def test_a_checkpoint_of_a_stranger_runs_nothing_and_is_refused_in_one_sentence(
         LitCausalLM.load_from_checkpoint(file, weights_only=True)
 
 
-@pytest.mark.parametrize("decay", [None, 0.9])
-def test_an_image_classifier_opens_its_checkpoint_with_the_statistics_of_its_images(decay, tmp_path):
-    run, module = tiny_images.fit(tmp_path, lit=tiny_images.module(ema_decay=decay), steps=2)
+def test_an_image_classifier_opens_its_checkpoint_with_the_statistics_of_its_images(tmp_path):
+    run, module = tiny_images.fit(tmp_path, lit=tiny_images.module(), steps=2)
     run.save_checkpoint(tmp_path / "last.ckpt")
     again = LitImageClassifier.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
-    # where there is an average, Lightning saves that as the module's weights
-    expected = module.model if decay is None else module.average.model
-    assert weights_hash(again.model) == weights_hash(expected)
+    assert weights_hash(again.model) == weights_hash(module.model)
     assert pixel_statistics(again.model) == pixel_statistics(module.model) is not None
     assert again.validation_metrics.keys() == module.validation_metrics.keys()
 
 
 def test_an_image_classifier_begins_with_the_weights_of_a_file_and_refuses_those_of_another_network(tmp_path):
-    run, module = tiny_images.fit(tmp_path, lit=tiny_images.module(ema_decay=None), steps=2)
+    run, module = tiny_images.fit(tmp_path, lit=tiny_images.module(), steps=2)
     run.save_checkpoint(tmp_path / "last.ckpt")
     begun = tiny_images.module(init_from=str(tmp_path / "last.ckpt"), init_seed=7)
     tiny_images.trainer(tmp_path).validate(begun, datamodule=tiny_images.data(), verbose=False)
@@ -225,15 +222,13 @@ def test_an_image_classifier_begins_with_the_weights_of_a_file_and_refuses_those
         tiny_images.trainer(tmp_path).validate(other, datamodule=tiny_images.data(), verbose=False)
 
 
-@pytest.mark.parametrize("decay", [None, 0.9])
-def test_the_data_of_images_validate_a_file_without_the_average(decay, tmp_path):
+def test_the_data_of_images_validate_a_file(tmp_path):
     images = tiny_images.data()
-    run, _ = tiny_images.fit(tmp_path, lit=tiny_images.module(ema_decay=decay), images=images, steps=1)
+    run, _ = tiny_images.fit(tmp_path, lit=tiny_images.module(), images=images, steps=1)
     run.save_checkpoint(tmp_path / "last.ckpt")
     again = LitImageClassifier.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
     other = tiny_images.trainer(tmp_path, limit_val_batches=None)
     (validated,) = other.validate(again, datamodule=images, verbose=False)
-    assert not any("ema" in name for name in validated), "the file holds the average itself"
     hits = []
     for batch in images.val_dataloader():
         batch = images.on_after_batch_transfer(batch, 0)
