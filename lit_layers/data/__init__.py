@@ -21,12 +21,11 @@ if TYPE_CHECKING:
     from lit_layers.data.shards import TokenShards
     from lit_layers.data.word_pairs import WordPairs
     from lit_layers.tasks.catalogue import TASKS, find_task
-    from lit_layers.tasks.probe_task import ProbeTask
-    from lit_layers.tasks.task_splits import TaskData, TaskSplit
+    from lit_layers.tasks.probe_task import ProbeTask, TaskData, TaskSplit
 
 # Imported on first use: what reads names, files and tokens needs no torch, which takes seconds to import.
 _HOMES = ["shards", "preparing", "batches", "images", "word_pairs", "prompt_texts"]
-_TASKS = ["task_splits", "probe_task", "catalogue"]
+_TASKS = ["probe_task", "catalogue"]
 __all__ = [
     "TASKS",
     "Batches",

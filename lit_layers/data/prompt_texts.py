@@ -28,8 +28,7 @@ from lit_layers.errors import InputError
 from lit_layers.identity import sha16
 from lit_layers.schema import refuse_below_one
 from lit_layers.tasks.catalogue import ScoredTask, find, find_task, tasks_of
-from lit_layers.tasks.probe_task import ProbeTask
-from lit_layers.tasks.task_splits import TaskSplit, draw
+from lit_layers.tasks.probe_task import ProbeTask, TaskSplit, draw
 
 
 class Texts(ABC):

@@ -25,8 +25,7 @@ from lit_layers.functional.probes.logistic import LogisticProbes
 from lit_layers.metrics import look_up
 from lit_layers.models.pixels import pixel_statistics
 from lit_layers.models.view import Batch, LayeredModel
-from lit_layers.tasks.probe_task import ProbeTask
-from lit_layers.tasks.task_splits import hold_out
+from lit_layers.tasks.probe_task import ProbeTask, hold_out
 from lit_layers.tasks.text_features import TaskReader, TextPooling, text_features
 
 # What a probe can be judged by, as a mean over rows; the first one where none is named.

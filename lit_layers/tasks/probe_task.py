@@ -1,19 +1,22 @@
 """Downstream tasks of linear probes: labelled texts, in a train, a validation and a test part."""
 
+import hashlib
+import json
 import math
 import re
-import string
+import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from lit_layers.errors import InputError
+from lit_layers.identity import sha16
 from lit_layers.schema import Range, refuse_outside
 from lit_layers.tasks.task_files import Columns, Task, is_local, is_one_file
-from lit_layers.tasks.task_splits import TaskData, TaskSplit, draw, hold_out, normalised
 
 _SHARE, _ROWS = "a share between 0 and 1", "at least 1, or null for all rows"
 FEW_VALUES = 20  # a regression with no more different values is split value by value
@@ -22,7 +25,59 @@ _RANGES = {
     **dict.fromkeys(("num_train", "num_test", "balance"), Range(1, math.inf, low_words=_ROWS)),
     "seed": Range(0, math.inf),
 }
-_FIELD = re.compile(r"(?P<column>[^.\[\]!:]+)(\[\w+\])*")  # of a text format: a column, or an entry of one
+_FIELD = re.compile(r"\{(?P<column>[^{}.\[\]!:]+)(?P<entries>(\[\w+\])*)\}")  # of a format: a column, or its entry
+
+
+@dataclass(frozen=True, eq=False)
+class TaskSplit:
+    """Texts with what is to be told from them."""
+
+    texts: tuple[str, ...]
+    targets: Tensor  # (rows,) int64 numbers of classes, or float64 values
+    rows: tuple[int, ...]
+    """Where each text stands in its source, counted from 0; over several files in their order."""
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __add__(self, other: "TaskSplit") -> "TaskSplit":
+        targets = torch.cat([self.targets, other.targets])
+        return TaskSplit(self.texts + other.texts, targets, self.rows + other.rows)
+
+
+@dataclass(frozen=True, eq=False)
+class TaskData:
+    """The parts of a task. No text is in two of them; texts are compared without case, white space and form (NFKC)."""
+
+    name: str
+    kind: Literal["classification", "regression"]
+    train: TaskSplit
+    validation: TaskSplit
+    test: TaskSplit
+    classes: tuple[str, ...] | None
+    """Names of the classes, by number; None for a regression."""
+    num_duplicates: int = 0
+    """Rows of train, and of a validation split that came with the task, left out because test has their text."""
+    num_validation_duplicates: int = 0
+    """Rows of train left out because the validation split that came with the task has their text."""
+    num_empty: int = 0
+    """Rows without text that were left out of all parts."""
+    num_conflicting: int = 0
+    """Rows of train and validation, all kept, whose text also stands there with another target."""
+    num_unseen_test_rows: int = 0
+    """Test rows of a class that train lacks: no probe can get them right."""
+    num_train_wanted: int | None = None
+    """Rows that the task asks for in training (with the validation cut from it) if the local copy has fewer."""
+    num_test_wanted: int | None = None
+    """Test rows that the task asks for if the local copy has fewer."""
+
+    def train_and_validation(self) -> TaskSplit:
+        return self.train + self.validation
+
+    def content_hash(self) -> str:
+        """Sixteen hex digits over the kind, the classes, and the texts and targets of each part."""
+        parts = ([part.texts, part.targets.tolist()] for part in (self.train, self.validation, self.test))
+        return sha16(*map(json.dumps, ([self.kind, self.classes], *parts)))
 
 
 @dataclass(frozen=True)
@@ -85,7 +140,8 @@ class ProbeTask(Task):
         refuse_outside(f"task {self.name}: ", _RANGES, vars(self))
         if self.classes is not None and len(set(self.classes)) < max(2, len(self.classes)):
             raise self.refusal("classes", f"expected two or more different names, got {list(self.classes)}")
-        self.text_columns()
+        if "{" in self.text and re.search("[{}]", _FIELD.sub("", self.text)):
+            raise self.refusal("text", f"expected {{column}} or {{column[0]}} in {self.text!r}")
 
     @property
     def train_splits(self) -> Sequence[str]:
@@ -93,19 +149,7 @@ class ProbeTask(Task):
 
     def text_columns(self) -> list[str]:
         """The columns that a text is made of: itself, or those in the braces of a format."""
-        if "{" not in self.text:
-            return [self.text]
-        try:
-            places = [place for _, place, _, _ in string.Formatter().parse(self.text) if place is not None]
-        except ValueError as error:
-            raise self.refusal(
-                "text", f"{self.text!r} is no format ({error}): write {{column}} or {{column[0]}}"
-            ) from error
-        matches = [_FIELD.fullmatch(place) for place in places]
-        for place, match in zip(places, matches, strict=True):
-            if match is None:
-                raise self.refusal("text", f"cannot tell the column in {{{place}}}: write {{column}} or {{column[0]}}")
-        return [match["column"] for match in matches if match]
+        return [field["column"] for field in _FIELD.finditer(self.text)] or [self.text]
 
     def load(self, folder: str | None = None) -> TaskData:
         """Read and split the task.
@@ -132,7 +176,11 @@ class Row(NamedTuple):
     key: str  # equal where texts are equal
     label: Any  # as read; then the number of its class, or a value
     number: int  # in its source
-    place: str  # its source, for messages
+    place: str  # its source
+
+    @property
+    def named(self) -> str:
+        return f"row {self.number} of {self.place}"
 
 
 Rows = list[Row]
@@ -141,11 +189,11 @@ Rows = list[Row]
 def _load(task: ProbeTask) -> TaskData:
     parts, classes, num_empty = _read(task)
     num_duplicates, num_validation_duplicates = _part(task, parts)
-    asked_for = _choose(task, parts, classes)
+    asked_for = _choose(task, parts)
     train, validation, test = (parts[part] for part in ("train", "validation", "test"))
     if len(seen := {row.label for row in train}) < 2:
         held = classes[train[0].label] if classes else train[0].label
-        raise task.refusal("label", f"all rows of train have {held!r}, a probe needs two labels: give other rows")
+        raise task.refusal("label", f"all rows of train have {held!r}, a probe needs two labels")
     labels = Counter(key for key, _ in {(row.key, row.label) for row in train + validation})
     return TaskData(
         name=task.name,
@@ -168,12 +216,9 @@ def _read(task: ProbeTask) -> tuple[dict[str, Rows], tuple[str, ...] | None, int
     """The splits that the source has, by part, the names of the classes, and how many rows had no text."""
     others = {part: [split] for part in ("validation", "test") if (split := getattr(task, part)) is not None}
     one_file = task.copy.one_file if task.copy else task.source if is_one_file(task.source) else None
-    if one_file is not None:
-        if len(task.train_splits) > 1:
-            raise task.refusal("train", f"{one_file} is one file without splits: name one")
-        if others:
-            part = min(others)  # test before validation
-            raise task.refusal(part, f"{one_file} is one file without splits: set {part} to null to cut off a share")
+    if one_file is not None and others:
+        part = min(others)  # test before validation
+        raise task.refusal(part, f"{one_file} is one file without splits: set {part} to null to cut off a share")
     read = {part: _rows(task, splits) for part, splits in {"train": task.train_splits, **others}.items()}
     parts, num_empty = {part: rows for part, (rows, _, _) in read.items()}, sum(number for *_, number in read.values())
     if task.kind == "regression":
@@ -190,14 +235,14 @@ def _part(task: ProbeTask, parts: dict[str, Rows]) -> tuple[int, int]:
         for other in parts.keys() & set(others) if first in parts else ():
             parts[other] = [row for row in parts[other] if row.key not in keys]
             if not parts[other]:
-                raise task.refusal(other, f"all its texts are in {first}, too: give other rows")
+                raise task.refusal(other, f"all its texts are in {first}, too")
         counts.append(before - sum(map(len, parts.values())))
     return counts[0], counts[1]
 
 
-def _choose(task: ProbeTask, parts: dict[str, Rows], classes: tuple[str, ...] | None) -> dict[str, int]:
+def _choose(task: ProbeTask, parts: dict[str, Rows]) -> dict[str, int]:
     """Draw and cut off the parts; how many rows the task asks for where a copy has fewer."""
-    parts["train"], asked_for_in_all = _balanced(task, parts["train"], classes)
+    parts["train"], asked_for_in_all = _balanced(task, parts["train"])
     asked_for = {"train": asked_for_in_all} if asked_for_in_all else {}
     if "test" not in parts:
         parts["train"], parts["test"] = _cut(task, parts["train"], "test")
@@ -209,8 +254,7 @@ def _choose(task: ProbeTask, parts: dict[str, Rows], classes: tuple[str, ...] | 
             continue
         if len(parts[part]) < number:
             if task.copy is None:
-                sentence = f"{number} rows are wanted, {len(parts[part])} are there for {part}: ask for fewer"
-                raise task.refusal(f"num_{part}", sentence)
+                raise task.refusal(f"num_{part}", f"{part} has {len(parts[part])} rows, {number} were asked for")
             asked_for[part] = number
         parts[part] = _drawn(task, parts[part], number, f"num_{part}")
     if "validation" not in parts:
@@ -222,21 +266,16 @@ def _drawn(task: ProbeTask, rows: Rows, number: int, purpose: str) -> Rows:
     return [rows[index] for index in draw([row.key for row in rows], number, seed=task.seed, purpose=purpose)]
 
 
-def _balanced(task: ProbeTask, rows: Rows, classes: tuple[str, ...] | None) -> tuple[Rows, int | None]:
+def _balanced(task: ProbeTask, rows: Rows) -> tuple[Rows, int | None]:
     """`balance` random rows of each class, and how many that should be in all where a copy has fewer."""
     if task.balance is None:
         return rows, None
     by_label: dict[Any, Rows] = {}
     for row in rows:
         by_label.setdefault(row.label, []).append(row)
-    label = min(by_label, key=lambda label: len(by_label[label]))
-    fewest = len(by_label[label])
+    fewest = min(map(len, by_label.values()))
     if fewest < task.balance and task.copy is None:
-        name = classes[label] if classes else label
-        sentence = (
-            f"{task.balance} rows of each label are wanted, {rows[0].place} has {fewest} of {name!r}: ask for fewer"
-        )
-        raise task.refusal("balance", sentence)
+        raise task.refusal("balance", f"{rows[0].place} has a label of {fewest} rows: ask for as many at most")
     number = min(fewest, task.balance)
     chosen = [row for those in by_label.values() for row in _drawn(task, those, number, "balance")]
     in_order = sorted(chosen, key=lambda row: row.number)
@@ -250,8 +289,7 @@ def _cut(task: ProbeTask, rows: Rows, part: Literal["test", "validation"]) -> tu
     strata = [row.label if by_label else None for row in rows]
     held = hold_out([row.key for row in rows], strata, share, seed=task.seed, purpose=part)
     if len(set(held)) < 2:
-        sentence = f"cannot cut {share} off {len(rows)} rows with equal texts kept together: give more rows"
-        raise task.refusal(f"{part}_share", sentence)
+        raise task.refusal(f"{part}_share", f"cannot cut {share} off {len(rows)} rows, equal texts together")
     left, out = ([row for row, each in zip(rows, held, strict=True) if each is side] for side in (False, True))
     return left, out
 
@@ -273,16 +311,11 @@ def _rows(task: ProbeTask, splits: Sequence[str]) -> tuple[Rows, tuple[str, ...]
     texts = {number: _text(task, read, number) for number in _kept(task, read)}
     empty = [number for number, text in texts.items() if not text]
     if empty and not task.drop_empty:
-        raise task.refusal(
-            "text", f"row {empty[0]} of {read.place} has none: mend it, or leave such rows out by drop_empty"
-        )
+        raise task.refusal("text", f"row {empty[0]} of {read.place} has none: drop_empty leaves such rows out")
     texts = {number: text for number, text in texts.items() if text}
     labels = read.values[task.label]
     if (row := next((n for n in texts if _is_missing(labels[n])), None)) is not None:
-        raise task.refusal(
-            columns[task.label],
-            f"row {row} of {read.place} has no value in column {task.label!r}: mend the row or take it out",
-        )
+        raise task.refusal("label", f"row {row} of {read.place} has no value in column {task.label!r}")
     rows = [Row(text, normalised(text), labels[n], n, read.place) for n, text in texts.items()]
     return rows, read.class_names.get(task.label), len(empty)
 
@@ -303,11 +336,8 @@ def _as_classes(
         number_of = dict(enumerate(range(len(names)))) | {name: number for number, name in enumerate(names)}
         for row in (row for rows in parts.values() for row in rows):
             if row.label not in number_of:
-                raise task.refusal(
-                    "classes",
-                    f"row {row.number} of {row.place} has the label {row.label!r}, expected one of {', '.join(names)} "
-                    f"or a number from 0 to {len(names) - 1}: name all classes, or choose the rows by where",
-                )
+                expected = f"one of {', '.join(names)} or a number from 0 to {len(names) - 1}"
+                raise task.refusal("classes", f"{row.named} has the label {row.label!r}, expected {expected}")
         if task.classes is None:  # the Hub names classes that may occur nowhere in the rows chosen
             used = sorted({number_of[label] for label in labels})
             places = {number: place for place, number in enumerate(used)}
@@ -320,11 +350,7 @@ def _as_values(task: ProbeTask, parts: Mapping[str, Rows]) -> dict[str, Rows]:
     """The parts with numbers for labels."""
     for row in (row for rows in parts.values() for row in rows):
         if isinstance(row.label, bool) or not isinstance(row.label, int | float) or not math.isfinite(row.label):
-            raise task.refusal(
-                "label",
-                f"row {row.number} of {row.place} has {row.label!r}, a regression needs finite numbers: name another "
-                "column, or choose kind classification",
-            )
+            raise task.refusal("label", f"{row.named} has {row.label!r}, a regression needs finite numbers")
     return {
         part: [row._replace(label=float(row.label) + task.label_offset) for row in rows] for part, rows in parts.items()
     }
@@ -339,36 +365,31 @@ def _kept(task: ProbeTask, read: Columns) -> Iterator[int]:
         for value in allowed:
             if value not in values:
                 held = ", ".join(sorted({repr(each) for each in values})[:5])
-                raise task.refusal(
-                    "where", f"no row of {read.place} has {value!r} in column {column!r}: it holds {held}"
-                )
+                raise task.refusal("where", f"{read.place} has no {value!r} in column {column!r}: it holds {held}")
         kept = [number for number in kept if values[number] in allowed]
     if not kept:
-        raise task.refusal("where" if num_rows else "source", f"no row of {read.place} is left: choose others")
+        raise task.refusal("where" if num_rows else "source", f"no row of {read.place} is left")
     return iter(kept)
 
 
 def _text(task: ProbeTask, read: Columns, number: int) -> str:
     """The text of a row; empty if there is nothing but space."""
-    if "{" not in task.text:
-        text = read.values[task.text][number]
-        if text is not None and not isinstance(text, str):
-            kind = type(text).__name__
-            raise task.refusal("text", f"expected text in column {task.text!r} of {read.place}, found {kind}")
-        text = text or ""
-    else:
-        row = {column: read.values[column][number] for column in task.text_columns()}
-        if missing := [column for column, value in row.items() if value is None]:
-            raise task.refusal(
-                "text",
-                f"row {number} of {read.place} has no value in column {missing[0]!r}: mend the row or take it out",
-            )
-        try:
-            text = task.text.format_map(row)
-        except (LookupError, TypeError, ValueError) as error:
-            raise task.refusal(
-                "text", f"row {number} of {read.place} does not fit {task.text!r} ({error}): change the format"
-            ) from error
+
+    def filled(field: re.Match[str]) -> str:
+        value = read.values[field["column"]][number]
+        for entry in re.findall(r"\w+", field["entries"]):
+            value = value[int(entry) if entry.isdigit() else entry]
+        if value is None:
+            raise LookupError(f"no value of {field['column']}")
+        return str(value)
+
+    try:
+        given = read.values.get(task.text)
+        text = _FIELD.sub(filled, task.text) if given is None else given[number] or ""
+        if not isinstance(text, str):
+            raise TypeError(f"expected text, found {type(text).__name__}")
+    except (LookupError, TypeError) as error:
+        raise task.refusal("text", f"row {number} of {read.place} does not fit {task.text!r} ({error})") from error
     return text.encode("utf-8", "replace").decode() if text.strip() else ""  # JSON can hold half a surrogate pair
 
 
@@ -378,12 +399,83 @@ def _class(task: ProbeTask, row: Row) -> int | str:
         return label
     if isinstance(label, int) or (isinstance(label, float) and label.is_integer()):
         return int(label)
-    raise task.refusal(
-        "label",
-        f"row {row.number} of {row.place} has {label!r}, expected an integer or a name: name another column"
-        + (", or choose kind regression" if isinstance(label, float) else ""),
-    )
+    raise task.refusal("label", f"{row.named} has {label!r}, expected an integer or a name, or kind regression")
 
 
 def _is_missing(value: Any) -> bool:
     return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
+
+
+# How rows are drawn and cut off: by the seed and the texts, not by the order of the rows.
+
+
+def normalised(text: str) -> str:
+    """What equal texts share: compatibility forms (NFKC), case and white space are of no account."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def draw(keys: Sequence[str], number: int, *, seed: int, purpose: str) -> list[int]:
+    """Indices of `number` rows, in rising order.
+
+    Each row has a random place of its own, which (seed, purpose, key) decides, so the rows drawn do not depend on the
+    order of the rows, and fewer of them are a part of more. Equal keys are told apart by their count so far.
+    """
+    seen: Counter[str] = Counter()
+    places = []
+    for key in keys:
+        places.append(_place(seed, purpose, f"{seen[key]}/{key}"))
+        seen[key] += 1
+    return sorted(sorted(range(len(keys)), key=places.__getitem__)[:number])
+
+
+def hold_out(keys: Sequence[str], strata: Sequence[Hashable], share: float, *, seed: int, purpose: str) -> list[bool]:
+    """Which rows to hold out: `share` of each stratum, with equal keys on one side.
+
+    Rows of one key are one unit. Units stand in an order that (seed, purpose, keys) decides; the first that fit into
+    what is left of the strata's shares are held out. Shares are rounded so that the total is the rounded share of all
+    rows, and each stratum keeps a row on the other side. Where units are larger than what is left, those that bring the
+    counts of the strata closer to the shares are also held out. Returns False throughout if there is only one unit.
+    """
+    by_key: dict[str, list[int]] = {}
+    for row, key in enumerate(keys):
+        by_key.setdefault(key, []).append(row)
+    units = [by_key[key] for key in sorted(by_key, key=lambda key: _place(seed, purpose, key))]
+    counts = [Counter(strata[row] for row in unit) for unit in units]
+    sizes = Counter(strata)
+    quotas, taken, held = _quotas(sizes, share), Counter[Hashable](), set[int]()
+
+    def gain(count: Counter[Hashable]) -> int:
+        """How much the sum of squared differences from the shares falls with a unit."""
+        return sum(rows * (2 * (quotas[stratum] - taken[stratum]) - rows) for stratum, rows in count.items())
+
+    def fits(count: Counter[Hashable]) -> bool:
+        return all(taken[stratum] + rows <= quotas[stratum] for stratum, rows in count.items())
+
+    def helps(count: Counter[Hashable]) -> bool:
+        return all(taken[stratum] + rows < sizes[stratum] for stratum, rows in count.items()) and gain(count) > 0
+
+    for rule in (fits, helps):
+        for number, count in enumerate(counts):
+            if number not in held and rule(count):
+                held.add(number)
+                taken.update(count)
+    if not held and len(units) > 1:  # every unit is far too large
+        held.add(max(range(len(units)), key=lambda number: gain(counts[number])))
+    chosen = {row for number in held for row in units[number]}
+    return [row in chosen for row in range(len(keys))]
+
+
+def _place(seed: int, purpose: str, key: str) -> bytes:
+    return hashlib.blake2b(f"{seed}/{purpose}/{key}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _quotas(sizes: Counter[Hashable], share: float) -> dict[Hashable, int]:
+    """Rows of each stratum, by largest remainders."""
+    exact = {stratum: share * rows for stratum, rows in sizes.items()}
+    quotas = {stratum: math.floor(rows) for stratum, rows in exact.items()}
+    missing = max(1, round(share * sizes.total())) - sum(quotas.values())
+    for stratum in sorted(exact, key=lambda each: (round(quotas[each] - exact[each], 9), str(each))):
+        if missing > 0 and quotas[stratum] < sizes[stratum] - 1:
+            quotas[stratum] += 1
+            missing -= 1
+    return quotas

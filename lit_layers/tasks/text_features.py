@@ -22,8 +22,7 @@ from lit_layers.models.build import weights_hash
 from lit_layers.models.states import States, convert_states
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.tasks.catalogue import find_task
-from lit_layers.tasks.probe_task import ProbeTask
-from lit_layers.tasks.task_splits import TaskData
+from lit_layers.tasks.probe_task import ProbeTask, TaskData
 
 Part = Literal["train", "validation", "test"]
 
