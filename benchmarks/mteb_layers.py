@@ -25,7 +25,7 @@ from lit_layers.models.families import trunk_of
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.catalogue import resolve
 from lit_layers.tasks.embeddings import Embedding, LayerEncoder, opened
-from lit_layers.tasks.mteb_tasks import Prepared, Sources
+from lit_layers.tasks.mteb_tasks import Prepared, open_task
 
 WANTED = 1.1
 VOCABULARY, CONTEXT = 4000, 512
@@ -46,10 +46,9 @@ class Listener(LayerEncoder):
 def main() -> int:
     parser = _parser()
     options = parser.parse_args()
-    sources = Sources(folder=options.folder)
     try:
-        specs = resolve(options.tasks.split(","), own=sources.own_tasks())
-        tasks = [Prepared(sources.open(spec, seed=42), spec) for spec in specs]
+        specs = resolve(options.tasks.split(","), options.folder)
+        tasks = [Prepared(open_task(spec, seed=42), spec) for spec in specs]
     except InputError as error:
         parser.error(str(error))
     complete = {task.spec.name: _texts(task) for task in tasks}

@@ -23,7 +23,7 @@ from filelock import FileLock
 
 from lit_layers.data import tokenization
 from lit_layers.data.shards import FORMAT, HEADER, STARTS, STEMS, TOKENIZER, VERSION, TokenShards, finish, token_dtype
-from lit_layers.data.text_sources import Document, Source, digest, in_share, open_source
+from lit_layers.data.text_sources import Source, digest, in_share, open_source
 from lit_layers.errors import InputError
 from lit_layers.files.durable import sync, write_json
 from lit_layers.identity import hash_of, sha16
@@ -75,7 +75,7 @@ def prepare(
         separator: The line that ends a document in a `.txt` file; `<|endoftext|>` by default, "" for a blank line.
         validation: Share of the documents to hold out, where the source brings no validation split.
         max_documents: Read at most so many documents, of each split where the source brings its own.
-        progress: Whether to show a bar.
+        progress: Whether to count the tokens on standard error.
 
     Raises:
         InputError: for options that do not fit, damaged text, an empty split, a folder that cannot be written.
@@ -164,16 +164,15 @@ def _written(
             file.truncate(state["sizes"][name])  # of what was written behind the last note
         files = dict(zip(splits, zip(opened[::2], opened[1::2], strict=True), strict=True))
         stack.enter_context(tokenization.all_threads())
-        bar = stack.enter_context(_bar(progress))
-        task, size, closed = bar.add_task("tokens", total=None), 0, time.monotonic()
-        for read, (document, split, value) in enumerate(_placed(source, limit), start=1):
+        size, closed = 0, time.monotonic()
+        for read, (text, split, value) in enumerate(_placed(source, limit), start=1):
             if read <= state["read"]:
                 continue
             if split in left_out:
                 left_out[split] += 1
                 continue
-            waiting.append((split, document.text))
-            length = len(document.text.encode("utf-8"))
+            waiting.append((split, text))
+            length = len(text.encode("utf-8"))
             size, splits[split]["bytes"] = size + length, splits[split]["bytes"] + length
             chains[split] = hashlib.sha256(f"{chains[split]}/{value}".encode()).hexdigest()
             if size >= CHUNK_BYTES:
@@ -181,10 +180,12 @@ def _written(
                 if time.monotonic() - closed >= PART_SECONDS:
                     note(read)
                     closed = time.monotonic()
-                size, fraction = 0, document.fraction
-                tokens = sum(of["tokens"] for of in splits.values()) / 1e6
-                bar.update(task, description=f"{tokens:.1f} M tokens", total=fraction and 1.0, completed=fraction or 0)
+                size = 0
+                if progress:
+                    sys.stderr.write(f"\r{sum(of['tokens'] for of in splits.values()) / 1e6:.1f} M tokens")
         write()
+    if progress:
+        sys.stderr.write("\n")
     noted.unlink(missing_ok=True)
     for split, of in splits.items():
         of["corpus_hash"] = chains[split][:16]
@@ -198,30 +199,30 @@ def _written(
     return {"splits": splits, "left_out": left_out, "corpus_hash": corpus_hash}
 
 
-def _placed(source: Source, limit: int | None) -> Iterator[tuple[Document, str, int]]:
-    """Documents with their split or why they are left out, and their hashes; those of validation first."""
+def _placed(source: Source, limit: int | None) -> Iterator[tuple[str, str, int]]:
+    """Texts with their split or why they are left out, and their hashes; those of validation first."""
     most, held_out = limit or sys.maxsize, set[int]()
     for part in source.splits:  # None: one stream
-        for document in islice(source.read(part), most):
-            value = digest(document.text)
-            if not document.text.strip():
-                yield document, "empty", value
+        for text in islice(source.read(part), most):
+            value = digest(text)
+            if not text.strip():
+                yield text, "empty", value
             elif part == "train" and value in held_out:
-                yield document, "duplicate", value
+                yield text, "duplicate", value
             else:
                 held_out |= {value} if part == "validation" else set()
-                yield document, part or ("validation" if in_share(value, source.validation or 0) else "train"), value
+                yield text, part or ("validation" if in_share(value, source.validation or 0) else "train"), value
 
 
 def _training_texts(source: Source, limit: int | None, size: int) -> Iterator[str]:
     """The first `size` characters, or some more, of the training documents."""
     total = 0
-    for document, split, _ in _placed(source, limit):
+    for text, split, _ in _placed(source, limit):
         if total >= size:
             return
         if split == "train":
-            total += len(document.text)
-            yield document.text
+            total += len(text)
+            yield text
 
 
 def _expect_tokenizer(shards: TokenShards, tokenizer: str) -> None:
@@ -248,21 +249,14 @@ def _cache_folder(corpus: str, tokenizer: str, cache: str | Path | None) -> Path
 
 
 def _expect_settings(folder: Path, there: dict[str, Any], asked: dict[str, Any]) -> None:
-    old, new = _flat(there), _flat(asked)
-    same_tokenizer = old.get("tokenizer.hash") is not None and old["tokenizer.hash"] == new.get("tokenizer.hash")
-    for key in sorted((old.keys() | new.keys()) - ({"tokenizer.spec"} if same_tokenizer else set())):
+    old, new = ({**each["source"], **each["tokenizer"], "documents": each["max_documents"]} for each in (there, asked))
+    same_tokenizer = old["hash"] is not None and old["hash"] == new["hash"]
+    for key in sorted((old.keys() | new.keys()) - ({"spec"} if same_tokenizer else set())):
         if old.get(key) != new.get(key):
             raise InputError(
                 f"{folder} holds shards with {key} {old.get(key)!r}, and {new.get(key)!r} was asked for: "
                 "choose another folder, or remove that one"
             )
-
-
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 @contextlib.contextmanager
@@ -288,11 +282,3 @@ def _draft_of(folder: Path) -> Iterator[Path]:
 
 def _name_of(source: dict[str, Any]) -> str:
     return source.get("path") or source.get("name") or "python"
-
-
-def _bar(progress: bool) -> Any:
-    from rich.console import Console  # a twentieth of a second, which reading prepared text need not wait for
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), disable=not progress)

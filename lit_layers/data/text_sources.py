@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lit_layers.errors import InputError
 from lit_layers.files.hub import asking_the_hub
@@ -25,14 +25,6 @@ ALIASES = {
     "openwebtext": f"Skylion007/openwebtext@{CONVERTED}:plain_text",
     "wikitext": "Salesforce/wikitext:wikitext-103-raw-v1",
 }
-
-
-class Document(NamedTuple):
-    """A text; behind it, `fraction` of the source is read."""
-
-    id: str
-    text: str
-    fraction: float | None = None
 
 
 class Source(ABC):
@@ -52,8 +44,8 @@ class Source(ABC):
         """All that decides which documents come, as JSON: read without opening the documents or the network."""
 
     @abstractmethod
-    def read(self, split: str | None) -> Iterator[Document]:
-        """The documents of a split."""
+    def read(self, split: str | None) -> Iterator[str]:
+        """The texts of a split."""
 
     def pin(self) -> None:  # noqa: B027 - most sources have nothing to fix
         """Fix a source that may change to what it is now."""
@@ -129,19 +121,21 @@ class PythonSources(Source):
             "validation": self.validation,
         }
 
-    def read(self, split: str | None) -> Iterator[Document]:
+    def read(self, split: str | None) -> Iterator[str]:
+        return (text for _, text in self.named(split))
+
+    def named(self, split: str | None) -> Iterator[tuple[str, str]]:
+        """Yield the path of each document, which decides its split, and its text."""
         path = self.root / TOPICS
         texts = runpy.run_path(str(path))["topics"] if path.is_file() else {}
         topics = {f"{TOPICS.with_suffix('')}/{name}": texts[name] for name in sorted(texts)}
         names = [*(path.as_posix() for path in self.files), *topics]
-        for place, name in enumerate(names, 1):
+        for name in names:
             if (split == "validation") == in_share(digest(name), self.validation or 0):
-                text = topics[name] if name in topics else self._content(name)
-                yield Document(name, text, place / len(names))
-
-    def _content(self, name: str) -> str:
-        with tokenize.open(self.root / name) as file:  # minds the encoding a file declares
-            return file.read()
+                if name not in topics:
+                    with tokenize.open(self.root / name) as file:  # minds the encoding a file declares
+                        topics[name] = file.read()
+                yield name, topics.pop(name)
 
 
 _AGAIN = "check the name and the network, then run again"
@@ -192,18 +186,15 @@ class HubText(Source):
         self.splits = SPLITS if has_both else (None,)
         self.validation = None if has_both else self.share or 0.01
 
-    def read(self, split: str | None) -> Iterator[Document]:
+    def read(self, split: str | None) -> Iterator[str]:
         lines: list[str] = []
-        for count, text in enumerate(self._rows(split or "train")):
-            if self.name not in BY_LINE:
-                yield Document(f"{self.name}:{count}", text)
-                continue
-            if TITLE.fullmatch(text) and lines:
-                yield Document(f"{self.name}:{count}", "".join(lines))
+        for text in self._rows(split or "train"):
+            if lines and (self.name not in BY_LINE or TITLE.fullmatch(text)):
+                yield "".join(lines)
                 lines = []
             lines.append(text)
         if lines:
-            yield Document(f"{self.name}:end", "".join(lines))
+            yield "".join(lines)
 
     def _rows(self, split: str) -> Iterator[str]:
         with asking_the_hub(f"the data set {self.name!r} cannot be had from the Hub", _AGAIN):
@@ -228,7 +219,6 @@ LONGEST = 2**20  # bytes of a .txt document; a longer one is cut at a line end
 SPLIT_NAME = re.compile(
     r"(?:(?P<train>train(?:ing)?)|(?P<test>test)|(?P<validation>valid(?:ation)?|val|dev))(?![a-z])", re.IGNORECASE
 )
-_Piece = tuple[int, str, float]  # where a document starts, its text, share of the file
 
 
 class LocalText(Source):
@@ -266,40 +256,32 @@ class LocalText(Source):
             "validation": self.validation,
         }
 
-    def read(self, split: str | None) -> Iterator[Document]:
-        files = [file for file, part in self.files if part == split]
+    def read(self, split: str | None) -> Iterator[str]:
         readers = {".txt": self._read_txt, ".jsonl": self._read_jsonl, ".parquet": self._read_parquet}
-        for index, file in enumerate(files):
-            for start, text, share in readers[file.suffix](file):
-                yield Document(f"{file}:{start}", text, (index + share) / len(files))
+        for file in (file for file, part in self.files if part == split):
+            yield from readers[file.suffix](file)
 
-    def _read_txt(self, file: Path) -> Iterator[_Piece]:
-        total, mark = max(file.stat().st_size, 1), self.separator.encode()
+    def _read_txt(self, file: Path) -> Iterator[str]:
         with file.open("rb") as lines:
-            start, place, size, document = 0, 0, 0, []
+            start, size, document = 0, 0, []
             for line in lines:
-                place += len(line)
-                ends = line.strip() == mark
-                if not ends:
-                    document.append(line)
-                    size += len(line)
+                ends = line.strip() == self.separator.encode()
+                document += [] if ends else [line]
+                size += len(line)
                 if ends or size >= LONGEST:
-                    yield start, _decoded(document, file, start), place / total
-                    start, size, document = place, 0, []
+                    yield _decoded(document, file, start)
+                    start, size, document = start + size, 0, []
             if document:
-                yield start, _decoded(document, file, start), 1.0
+                yield _decoded(document, file, start)
 
-    def _read_jsonl(self, file: Path) -> Iterator[_Piece]:
-        total = max(file.stat().st_size, 1)
-        for start, row, after in json_objects(file):
-            text = _text_of(row, self.column, str(file))
-            yield start, text.encode("utf-8", "replace").decode(), after / total  # halves of characters
+    def _read_jsonl(self, file: Path) -> Iterator[str]:
+        for row in json_objects(file):
+            yield _text_of(row, self.column, str(file)).encode("utf-8", "replace").decode()  # halves of characters
 
-    def _read_parquet(self, file: Path) -> Iterator[_Piece]:
+    def _read_parquet(self, file: Path) -> Iterator[str]:
         with open_parquet(file, {self.column: "column"}) as table:
-            rows = (row for batch in table.iter_batches(256, columns=[self.column]) for row in batch.to_pylist())
-            for number, row in enumerate(rows):
-                yield number, _text_of(row, self.column, str(file)), (number + 1) / table.metadata.num_rows
+            for batch in table.iter_batches(256, columns=[self.column]):
+                yield from (_text_of(row, self.column, str(file)) for row in batch.to_pylist())
 
 
 def _text_of(row: Mapping[str, Any], column: str, place: str) -> str:

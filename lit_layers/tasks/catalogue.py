@@ -18,7 +18,7 @@ import yaml
 from lit_layers.errors import InputError, did_you_mean
 from lit_layers.identity import sha16
 from lit_layers.tasks.probe_task import ProbeTask
-from lit_layers.tasks.task_files import Task, Use
+from lit_layers.tasks.task_files import MAPPING, Task, Use, local_copies
 
 Domain = Literal["classification", "clustering", "pair_classification", "reranking", "sts"]
 DOMAINS: tuple[Domain, ...] = get_args(Domain)
@@ -34,7 +34,6 @@ class ScoredTask(Task):
         domain: of MTEB.
         score: what it is judged by foremost.
         subset: the one of MTEB's that is scored.
-        official: whether mteb has it; else its data is local data.
         use: what asks for it: prompts to measure on, benchmark scores, fine-tuning on GLUE, MTEB.
         text: columns of its texts; of a benchmark all that a local copy needs.
         split: that is measured or scored.
@@ -50,7 +49,6 @@ class ScoredTask(Task):
     domain: Literal[Domain, ""] = ""
     score: str = ""
     subset: str = "default"
-    official: bool = True
     _: KW_ONLY
     use: Use = "mteb"
     text: tuple[str, ...] = ()
@@ -72,6 +70,17 @@ class ScoredTask(Task):
         if "score" in chosen:
             chosen["scores"] = tuple(dict.fromkeys((chosen["score"], *chosen.get("scores", ()))))
         return chosen
+
+    @property
+    def official(self) -> bool:
+        """Whether mteb has it; the data of any other task of MTEB's kind are local."""
+        return self.name in tasks_of("mteb")
+
+    @property
+    def has_files(self) -> bool:
+        """Return whether all files of its local copy are there."""
+        copy = self.copy
+        return copy is not None and all(path.is_file() for split in self.splits for path in copy.paths(split))
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -123,32 +132,35 @@ def find_task(task: str | ProbeTask) -> ProbeTask:
     return TASKS[task]
 
 
-def resolve(
-    names: Sequence[str],
-    *,
-    domains: Sequence[str] | None = None,
-    local: Iterable[str] = (),
-    own: Mapping[str, ScoredTask] = MappingProxyType({}),
-) -> list[ScoredTask]:
-    """The tasks of MTEB that names stand for, each once: `layerwise32`, `local` (those named in `local`), or single
-    tasks; `own` are some that mteb does not have.
+def resolve(names: Sequence[str], folder: Path | None = None) -> list[ScoredTask]:
+    """The tasks of MTEB that names stand for, each once: `layerwise32`, a domain of it, `local`, or single tasks.
+
+    Args:
+        names: of tasks or groups.
+        folder: of local data, which tasks are read from that have all their files there; `local` is all of these.
 
     Raises:
-        InputError: a name that is none, a domain that is none, or nothing left.
+        InputError: a name that is none, or nothing left; a task of one's own without domain or score.
     """
-    for domain in domains or ():
-        if domain not in DOMAINS:
-            raise InputError(f"domains: expected some of {', '.join(DOMAINS)}, got {domain!r}")
-    tasks, local = {**tasks_of("mteb"), **own}, set(local)
-    of_name = {name: [task] for name, task in tasks.items()} | {SUITE: list(LAYERWISE32)}
-    of_name[LOCAL] = [task for task in tasks.values() if task.name in local]
-    if unknown := [name for name in names if name not in of_name]:
+    tasks = tasks_of("mteb")
+    groups: dict[str, list[str]] = {SUITE: [*tasks]}
+    for task in LAYERWISE32:
+        groups.setdefault(task.domain, []).append(task.name)
+    for name, copy in ({} if folder is None else local_copies("mteb", folder)).items():
+        task = tasks.get(name, ScoredTask(name)).as_copied(copy)
+        if not (task.domain and task.score):
+            remedy = f"of a task of your own {copy.folder / MAPPING} says domain and score among its options"
+            raise unknown_task(name, tasks, remedy)
+        if task.has_files:
+            groups.setdefault(LOCAL, []).append(name)
+        if task.has_files or not task.official:
+            tasks[name] = task
+    chosen = dict.fromkeys(each for name in names for each in groups.get(name, [name]))
+    if unknown := [name for name in chosen if name not in tasks]:
+        if unknown[0] == LOCAL:
+            raise InputError("tasks: local means all tasks whose data lie in --folder, there are none")
         raise unknown_task(unknown[0], [SUITE, LOCAL, *tasks])
-    chosen = dict.fromkeys(task.name for name in names for task in of_name[name])
-    left = [tasks[name] for name in chosen if domains is None or tasks[name].domain in domains]
-    if not left:
-        raise InputError(f"tasks: none is left of {', '.join(names) or 'no name'} in the domains and data given")
-    return left
+    return [tasks[name] for name in chosen]
 
 
 def unknown_task(name: str, tasks: Iterable[str], instead: str = "") -> InputError:

@@ -34,15 +34,12 @@ if TYPE_CHECKING:
 MODULES = "modules.json"
 _ADVICE = "with --modules none pooled states are taken as they are"
 _REMEDY = f"download or save the model again; {_ADVICE}"
+# By the mode of a file, and by the switches of older files; without any it is the mean.
 _POOLINGS: Mapping[str, TextPooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
-# The switches of older files, by the mode that each stands for; without any of them it is the mean.
-_SWITCHES = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
+_SWITCHES: Mapping[str, TextPooling] = {
     "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-    "pooling_mode_lasttoken": "lasttoken",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "last",
 }
 _UNLIMITED = 10**9  # how a tokenizer says that it has no limit: int(1e30)
 
@@ -132,12 +129,11 @@ def sentence_encoder(read: Callable[[str], bytes]) -> SentenceEncoder | None:
 
 def save_sentence_encoder(folder: Path, pooling: str, dim: int, max_tokens: int | None) -> None:
     """Write the files by which sentence-transformers gives pooled states of the model in a folder as its vectors."""
-    switches = {name: _POOLINGS.get(mode) == pooling for name, mode in _SWITCHES.items()}
-    kinds = {"Transformer": "", "Pooling": "1_Pooling"}
     modules = [
         {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for number, (kind, path) in enumerate(kinds.items())
+        for number, (kind, path) in enumerate((("Transformer", ""), ("Pooling", "1_Pooling")))
     ]
+    switches = {name: each == pooling for name, each in _SWITCHES.items()}
     contents = {
         MODULES: modules,
         "sentence_bert_config.json": {"max_seq_length": max_tokens, "do_lower_case": False},
@@ -150,15 +146,15 @@ def save_sentence_encoder(folder: Path, pooling: str, dim: int, max_tokens: int 
 
 def _pooling(read: Callable[[str], bytes], place: str) -> TextPooling:
     """The one way of pooling that its file names."""
-    config = _read(read, place)
-    if config is None:
+    if (config := _read(read, place)) is None:
         raise InputError(f"{MODULES} names {place}, which is not there: {_REMEDY}")
-    switched = [_SWITCHES.get(name, name) for name, on in config.items() if name.startswith("pooling_mode_") and on]
+    switched = [name for name, on in config.items() if name.startswith("pooling_mode_") and on]
     modes = config.get("pooling_mode", switched or "mean")
     modes = [modes] if isinstance(modes, str) else modes
-    if len(modes) != 1 or modes[0] not in _POOLINGS:
+    known = {**_POOLINGS, **_SWITCHES}
+    if len(modes) != 1 or modes[0] not in known:
         raise _unlike(place, f"pooling by one of {', '.join(_POOLINGS)}", " and ".join(modes) or "nothing")
-    return _POOLINGS[modes[0]]
+    return known[modes[0]]
 
 
 def _transformer(read: Callable[[str], bytes]) -> dict[str, Any]:
@@ -172,28 +168,24 @@ def _transformer(read: Callable[[str], bytes]) -> dict[str, Any]:
 
 
 def _read(read: Callable[[str], bytes], path: str, kind: Any = dict[str, Any]) -> Any:
-    """The content of a file; None where there is none."""
+    """The content of a file; None where there is none, or HF_HUB_OFFLINE keeps it away."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
     try:
         return schema.parse(read(path), kind, path, _REMEDY)
     except (FileNotFoundError, KeyError):
         return None
     except InputError as error:
+        cause: BaseException | None = error
         if type(error.__cause__) is FileNotFoundError:  # what the Hub's client raises without a network is one, too
             return None
-        if not _is_offline(error):
+        while cause is not None and not isinstance(cause, OfflineModeIsEnabled):
+            cause = cause.__cause__
+        if cause is None:
             raise
         if path == MODULES:  # a snapshot of a model that has none does not say so, and most models have none
             warnings.warn(f"{path} is not in the cache, and the Hub is not asked: taken as not there", stacklevel=4)
         return None
-
-
-def _is_offline(error: BaseException | None) -> bool:
-    """Whether a file is missing because HF_HUB_OFFLINE is set."""
-    from huggingface_hub.errors import OfflineModeIsEnabled
-
-    while error is not None and not isinstance(error, OfflineModeIsEnabled):
-        error = error.__cause__
-    return error is not None
 
 
 def _unlike(place: str, expected: Any, got: Any) -> InputError:

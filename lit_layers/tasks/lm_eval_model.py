@@ -88,10 +88,6 @@ def _key(request: Request) -> str:
 # ------------------------------------------------------------------------------------------------ the model
 
 
-def nothing_computed(request: Request) -> None:
-    """Of a request nothing is computed yet."""
-
-
 def num_tokens(request: Request) -> int:
     return len(request[1]) + len(request[2])
 
@@ -118,7 +114,7 @@ def lm_eval_class() -> Any:
 
         def __init__(self, **options: Any) -> None:
             super().__init__(**options)
-            self.computed = nothing_computed
+            self.computed = lambda request: None
             self._encoded: dict[tuple[str, bool | None], list[int]] = {}
             self._takes_keep = "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
@@ -129,11 +125,6 @@ def lm_eval_class() -> Any:
             return self._encoded[key]
 
         def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: Any = None) -> Any:
-            for _, _, continuation in requests:
-                if not continuation or len(continuation) > self.max_length:
-                    raise InputError(
-                        f"a continuation has {len(continuation)} tokens, the model takes 1 to {self.max_length}"
-                    )
             likelihoods = [self.computed(request) for request in requests]
             missing = [row for row, likelihood in enumerate(likelihoods) if likelihood is None]
             missing.sort(key=lambda row: longest_first(requests[row]))
@@ -148,7 +139,7 @@ def lm_eval_class() -> Any:
             encoded: list[Request] = []
             self.computed = lambda request: encoded.append(request) or (0.0, False)
             self.loglikelihood(requests, disable_tqdm=True)
-            self.computed = nothing_computed
+            self.computed = lambda request: None
             return encoded
 
         def in_orders(

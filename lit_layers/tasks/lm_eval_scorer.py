@@ -34,7 +34,6 @@ from lit_layers.tasks.lm_eval_model import (
     Request,
     lm_eval_class,
     longest_first,
-    nothing_computed,
     num_tokens,
 )
 
@@ -237,7 +236,7 @@ class LmEvalScorer:
         with _quiet():
             loaded = self._load()
             wrapped = self._wrap(model)
-            wrapped.computed = computed or nothing_computed
+            wrapped.computed = computed or (lambda request: None)
             results: Any = evaluate(
                 lm=wrapped,
                 task_dict=loaded,
@@ -269,18 +268,14 @@ class LmEvalScorer:
         with _quiet():
             (task,) = self._load()["tasks"].values()
             if not task.has_training_docs():
-                raise InputError(
-                    f"task: {self.name} has no training rows here: name one that has, such as arc_challenge"
-                )
+                raise InputError(f"task: {self.name} has no training rows: name another, such as arc_challenge")
             rows, delimiter = [], task.get_config("target_delimiter")
             for doc in task.training_docs():
                 asked, answer = task.doc_to_text(doc), task.doc_to_target(doc)
                 if task.get_config("output_type") == "multiple_choice" and not isinstance(asked, int):
                     answer = task.doc_to_choice(doc)[int(answer)]
                 if not isinstance(asked, str) or not isinstance(answer, str):
-                    raise InputError(
-                        f"task: the answers of {self.name} do not stand behind what is asked: name another"
-                    )
+                    raise InputError(f"task: answers of {self.name} do not stand behind what is asked: name another")
                 rows.append((asked, f"{delimiter}{answer}"))
         return rows
 
@@ -297,10 +292,8 @@ class LmEvalScorer:
             except KeyError as error:
                 raise InputError(f"task: lm-eval has no task {self.name!r}: see lm-eval ls tasks") from error
             except HUB_ERRORS as error:
-                raise InputError(
-                    f"the rows of {self.name!r} cannot be had from the Hub ({reason(error)}): check the network, or "
-                    "name a folder of local data"
-                ) from error
+                what = f"the rows of {self.name!r} cannot be had from the Hub ({reason(error)})"
+                raise InputError(f"{what}: check the network, or name a folder of local data") from error
             if len(loaded["tasks"]) != 1:
                 raise InputError(f"task: {self.name!r} is {len(loaded['tasks'])} tasks of lm-eval: name one of them")
             (task,) = loaded["tasks"].values()
@@ -401,12 +394,12 @@ def _scores(samples: list[dict[str, Any]], task: Any) -> TaskScores:
     main = next((metric for metric in ("acc", "exact_match") if metric in metrics), None)
     if main is None:
         raise InputError(f"task: expected one with acc or exact_match, {task.task_name} has {', '.join(metrics)}")
-    values = {SCORE: _column(rows, main)}
+    values = {SCORE: [float(row[main]) for row in rows]}
     for metric, name in (("acc_norm", NORMED), ("perplexity", PERPLEXITY)):
         if metric in metrics:
-            values[name] = _column(rows, metric)
+            values[name] = [float(row[metric]) for row in rows]
     if _FLEXIBLE in filters and first == _STRICT:
-        values[FLEXIBLE] = _column(_in_order(samples, _FLEXIBLE), main)
+        values[FLEXIBLE] = [float(row[main]) for row in _in_order(samples, _FLEXIBLE)]
     written = task.get_config("output_type") == "generate_until"
     chosen = task.get_config("output_type") == "multiple_choice"
     likelihoods = [] if written else [[float(each[0]) for each in row["filtered_resps"]] for row in rows]
@@ -423,7 +416,3 @@ def _scores(samples: list[dict[str, Any]], task: Any) -> TaskScores:
 
 def _in_order(samples: Iterable[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return sorted((sample for sample in samples if sample["filter"] == name), key=lambda sample: sample["doc_id"])
-
-
-def _column(rows: list[dict[str, Any]], metric: str) -> list[float]:
-    return [float(row[metric]) for row in rows]

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -30,7 +30,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 from lit_layers.tasks.catalogue import DOMAINS, ScoredTask
 from lit_layers.tasks.embeddings import Embedding, LayerEncoder, NotFiniteError, SentenceEncoder, opened
-from lit_layers.tasks.mteb_tasks import Prepared, Sources, mteb_version
+from lit_layers.tasks.mteb_tasks import Prepared, data_hash, describe, mteb_version, open_task
 from lit_layers.tasks.text_features import LayerFeatures, TextPooling
 
 RESULTS, EMBEDDINGS = "mteb", "embeddings"
@@ -54,7 +54,6 @@ class MtebTask(WithTokenizer, Analysis):
     Args:
         task: what is scored.
         tokenizer: a local path or a name of the Hub.
-        sources: where the data come from.
         results: the folder of the layers' results, and of the embeddings of a task until it is scored.
         layers: which are scored; None: all.
         pooling: "mean", "last" or "cls".
@@ -67,12 +66,11 @@ class MtebTask(WithTokenizer, Analysis):
         dtype: bfloat16: of products within blocks.
     """
 
-    LEAST: ClassVar = {"max_tokens": 1, "seed": 0}
-    UNMEASURED = ("results", "sources", "tell")
+    SEES, LEAST = "text", {"max_tokens": 1, "seed": 0}
+    UNMEASURED = ("results", "tell")
 
     task: ScoredTask
     tokenizer: str
-    sources: Sources
     results: Path
     name: str = ""
     layers: tuple[int, ...] | None = None
@@ -92,12 +90,6 @@ class MtebTask(WithTokenizer, Analysis):
             self.pooling = self.encoder.pooling if self.modules == "all" else self.pooling
             self.max_tokens = min(self.max_tokens, self.encoder.max_tokens or self.max_tokens)
 
-    def check(self, model: LayeredModel) -> None:
-        """Refuse options that do not fit; data that are missing fail this one task, when its turn comes."""
-        if model.family.sees_images:
-            raise InputError(f"{self.name}: expected a model of text, got {type(model.model).__name__}")
-        self.check_options(model)
-
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
         for layer in self.layers or ():
@@ -107,7 +99,7 @@ class MtebTask(WithTokenizer, Analysis):
 
     def first_share(self, rows: int) -> tuple[Analysis, float] | None:
         """Embed the first texts without scoring them."""
-        texts = Prepared(self.sources.open(self.task, seed=self.seed), self.task).texts(sys.maxsize) or []
+        texts = Prepared(open_task(self.task, seed=self.seed), self.task).texts(sys.maxsize) or []
         if not (texts := [text for text in texts if text.strip()]):
             return None
         batches = TextBatches(GivenTexts(texts[:rows]), self.tokenizer, max_tokens=self.max_tokens)
@@ -122,7 +114,7 @@ class MtebTask(WithTokenizer, Analysis):
         return config
 
     def data_hash(self) -> str | None:
-        return self.sources.data_hash(self.task)
+        return data_hash(self.task)
 
     def compute(self, model: LayeredModel) -> Iterator[Record]:
         layers = list(range(model.num_layers + 1)) if self.layers is None else sorted(set(self.layers))
@@ -132,7 +124,7 @@ class MtebTask(WithTokenizer, Analysis):
         results = {layer: result for layer in range(model.num_layers + 1) if (result := _read(_file(folder, layer)))}
         if missing := [layer for layer in layers if layer not in results]:
             self._say("reading the data")
-            prepared = Prepared(self.sources.open(self.task, seed=self.seed), self.task)
+            prepared = Prepared(open_task(self.task, seed=self.seed), self.task)
             last = None if self.encoder is None else self.encoder.pooling
             embedding = Embedding(self.words, limit, self.pooling, self.states, last)
             view = BFloat16View(at_least_float32(model)) if self.dtype == "bfloat16" else model
@@ -155,7 +147,9 @@ class MtebTask(WithTokenizer, Analysis):
                     facts = {"layer": layer, "num_layers": model.num_layers, "n": prepared.num_rows()}
                     facts |= {name: getattr(embeddings, name) for name in _COUNTS}
                     results[layer] = self._described(self._follows(layer, model)) | facts | scores
-                    write_json(_file(folder, layer), results[layer])
+                    with refused(f"root: cannot write {folder}"):
+                        folder.mkdir(parents=True, exist_ok=True)
+                        write_json(_file(folder, layer), results[layer])
         if all("undefined" in results[layer] for layer in layers):
             raise InputError(results[layers[0]]["undefined"])
         num_undefined = sum(result["main_score"] is None for result in results.values())
@@ -186,7 +180,7 @@ class MtebTask(WithTokenizer, Analysis):
         """What a layer's result says of itself."""
         of_task = {"task": self.task.name} | {name: getattr(self.task, name) for name in ("domain", "score", "subset")}
         encoder = {} if self.encoder is None else self.encoder.facts(follows)
-        return of_task | {"pooling": self.pooling, "states": self.states} | encoder | self.sources.describe(self.task)
+        return of_task | {"pooling": self.pooling, "states": self.states} | encoder | describe(self.task)
 
     def _key(self, model: LayeredModel, limit: int) -> str:
         """Over all that decides a layer's score beside the weights; which layers are asked for does not."""
@@ -208,11 +202,9 @@ def _file(folder: Path, layer: int) -> Path:
 
 def _read(path: Path) -> dict[str, Any] | None:
     """A layer's result; None where there is none, or a damaged one."""
-    result: Any = None
-    with refused(f"root: cannot write {path.parent}"), contextlib.suppress(FileNotFoundError, ValueError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        result = json.loads(path.read_text(encoding="utf-8"))
-    return result if isinstance(result, dict) and "main_score" in result else None
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        return json.loads(path.read_text(encoding="utf-8"))
+    return None
 
 
 def mteb_analyses(
@@ -220,7 +212,6 @@ def mteb_analyses(
     *,
     tokenizer: str,
     root: str | Path,
-    sources: Sources | None = None,
     metrics: bool = False,
     model_limit: int | None = None,
     **options: Any,
@@ -234,23 +225,19 @@ def mteb_analyses(
         model_limit: tokens that the model takes at most, for these metrics; None: `max_tokens`.
         options: further ones of `MtebTask`: layers, pooling, states, max_tokens, seed, encoder, modules, tell.
     """
-    places: dict[str, Any] = {"sources": sources or Sources(), "results": Path(root) / RESULTS}
-    if options.get("layers") is not None:
-        options["layers"] = tuple(options["layers"])
     analyses: list[Analysis] = []
     for task in tasks:
-        scored = MtebTask(task=task, tokenizer=tokenizer, **places, **options)
+        scored = MtebTask(task=task, tokenizer=tokenizer, results=Path(root) / RESULTS, **options)
         analyses.append(scored)
         if metrics:
             limit = min(scored.max_tokens, model_limit or scored.max_tokens)
             how: dict[str, Any] = {"states": scored.states, "pooling": scored.pooling, "max_tokens": limit}
-            analyses += metric_analyses(task, scored.sources, tokenizer=tokenizer, **how)
+            analyses += metric_analyses(task, tokenizer=tokenizer, **how)
     return analyses
 
 
 def metric_analyses(
     task: ScoredTask,
-    sources: Sources,
     *,
     tokenizer: str,
     states: States = "resid",
@@ -266,7 +253,7 @@ def metric_analyses(
     if task.domain == "pair_classification":
         return []
     try:
-        texts = Prepared(sources.open(task, seed=SEED), task).texts(num_texts) or []
+        texts = Prepared(open_task(task, seed=SEED), task).texts(num_texts) or []
     except InputError:
         return []
     given = GivenTexts([text for text in texts if text.strip()])

@@ -6,27 +6,22 @@ like `datasets` takes seconds to import: functions do, where they need it.
 
 import contextlib
 import functools
-import hashlib
 import math
 import random
 import time
 import warnings
 from collections.abc import Iterator
 from copy import copy as cloned
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from lit_layers.errors import InputError
-from lit_layers.files.durable import on_disk
 from lit_layers.identity import sha16
-from lit_layers.tasks.catalogue import ScoredTask, tasks_of, unknown_task
+from lit_layers.tasks.catalogue import LAYERWISE32, ScoredTask
 from lit_layers.tasks.embeddings import LayerEncoder
-from lit_layers.tasks.task_files import MAPPING, TaskFiles, local_copies
 
 SPLIT = "test"
 INSTALL = "mteb is not installed: pip install lit_layers[eval]"
@@ -57,97 +52,35 @@ def mteb_version() -> str:
         raise InputError(INSTALL) from error
 
 
-@dataclass(frozen=True)
-class Sources:
-    """Where to look: in `folder`, whose `tasks.yaml` says where tasks lie, then on the Hub."""
-
-    folder: Path | None = None
-
-    def local_names(self) -> list[str]:
-        """Return the tasks whose files lie in the folder, all of them."""
-        tasks = tasks_of("mteb") | self.own_tasks()
-        return [name for name in self._copies() if all(path.is_file() for path in self._files(tasks[name]))]
-
-    def own_tasks(self) -> dict[str, ScoredTask]:
-        """The tasks of the folder that mteb does not have, by name: its `tasks.yaml` says their domain and score.
-
-        Raises:
-            InputError: one without them, or options that a task does not have.
-        """
-        official, tasks = tasks_of("mteb"), {}
-        for name, copy in self._copies().items():
-            task = official.get(name, ScoredTask(name, official=False)).as_copied(copy)
-            if not (task.domain and task.score):
-                remedy = f"of a task of your own {copy.folder / MAPPING} says domain and score among its options"
-                raise unknown_task(name, official, remedy)
-            tasks |= {} if name in official else {name: task}
-        return tasks
-
-    def place(self, spec: ScoredTask) -> str:
-        """Return where the data of a task are: "folder" or "hub".
-
-        Raises:
-            InputError: data that can only be local and are not there.
-        """
-        files = self._files(spec)
-        missing = [path for path in files if not path.is_file()]
-        if files and not missing:
-            return "folder"
-        if not spec.official:
-            what = missing[0] if missing else f"an entry in {MAPPING}"
-            raise InputError(f"{spec.name}: expected local data with {what}: name them with --folder")
-        return "hub"
-
-    def data_hash(self, spec: ScoredTask) -> str | None:
-        """Sixteen hex digits over the data, or over the revision of the Hub; None where there are none."""
-        try:
-            place = self.place(spec)
-        except InputError:
-            return None
-        if place == "folder":
-            return sha16("/".join(_of_file(path, *on_disk(path)) for path in self._files(spec)))
-        return sha16(repr(sorted(_official(spec.name).metadata.dataset.items())))
-
-    def open(self, spec: ScoredTask, *, seed: int) -> Any:
-        """The task of mteb with its data.
-
-        Raises:
-            InputError: data that are not there.
-        """
-        if self.place(spec) == "folder":
-            return _open_copy(spec, self._copies()[spec.name], seed)
-        task = type(_official(spec.name))(seed=seed)
-        task.hf_subsets = [spec.subset]
-        _load(task, spec)
-        return task
-
-    def describe(self, spec: ScoredTask) -> dict[str, Any]:
-        """Where the data come from and how they differ from the official ones, for the results."""
-        place = self.place(spec)
-        facts: dict[str, Any] = {"source": place}
-        if spec.official:
-            facts["dataset"] = dict(_official(spec.name).metadata.dataset)
-        if place == "folder" and (difference := self._copies()[spec.name].difference):
-            facts["difference"] = difference
-        return facts
-
-    def _files(self, spec: ScoredTask) -> list[Path]:
-        """Return the files that the folder should have of a task; none if its `tasks.yaml` does not name it."""
-        copy = self._copies().get(spec.name)
-        return [] if copy is None else [path for split in _splits(spec) for path in copy.paths(split)]
-
-    def _copies(self) -> dict[str, TaskFiles]:
-        return {} if self.folder is None else local_copies("mteb", self.folder)
+def data_hash(spec: ScoredTask) -> str | None:
+    """Return a hash over the local data, or over the revision of the Hub; None where files are missing."""
+    if spec.copy is not None:
+        return spec.data_hash() if spec.has_files else None
+    return sha16(repr(sorted(_official(spec.name).metadata.dataset.items())))
 
 
-def _splits(spec: ScoredTask) -> tuple[str, ...]:
-    return ("train", SPLIT) if spec.domain == "classification" else (SPLIT,)
+def describe(spec: ScoredTask) -> dict[str, Any]:
+    """Return where the data come from and how they differ from the official ones, for the results."""
+    facts: dict[str, Any] = {"source": "hub" if spec.copy is None else "folder"}
+    if spec.official:
+        facts["dataset"] = dict(_official(spec.name).metadata.dataset)
+    if spec.copy is not None and spec.copy.difference:
+        facts["difference"] = spec.copy.difference
+    return facts
 
 
-def _load(task: Any, spec: ScoredTask) -> None:
-    """Has mteb read the data of a task."""
+def open_task(spec: ScoredTask, *, seed: int) -> Any:
+    """Return the task of mteb with its data.
+
+    Raises:
+        InputError: data that are not there.
+    """
     from datasets.exceptions import DatasetNotFoundError
 
+    if spec.copy is not None:
+        return _open_copy(spec, seed)
+    task = type(_official(spec.name))(seed=seed)
+    task.hf_subsets = [spec.subset]
     try:
         with no_bars():
             task.load_data()
@@ -157,6 +90,7 @@ def _load(task: Any, spec: ScoredTask) -> None:
         raise InputError(
             f"{spec.name}: its data set {path} cannot be had ({why}): check the network, or name a --folder with it"
         ) from error
+    return task
 
 
 @contextlib.contextmanager
@@ -181,24 +115,17 @@ def _official(name: str) -> Any:
     return mteb.get_task(name)
 
 
-@functools.cache
-def _of_file(path: Path, *_: int) -> str:
-    with path.open("rb") as file:
-        return f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}"
-
-
-def _open_copy(spec: ScoredTask, copy: TaskFiles, seed: int) -> Any:
+def _open_copy(spec: ScoredTask, seed: int) -> Any:
     """The task of mteb with its data, as mteb's own reading would leave it."""
-    import mteb
     from datasets import Dataset, DatasetDict
 
-    kind: Any = type(mteb.get_task(spec.name)) if spec.official else _own_kind(spec)
+    kind: Any = type(_official(spec.name)) if spec.official else _own_kind(spec)
     task = kind(seed=seed)
     task.hf_subsets = [spec.subset]
     names = dict.fromkeys(_COLUMNS[spec.domain], "columns")
-    splits = {split: copy.read([split], names).values for split in _splits(spec)}
-    if (here := spec.as_copied(copy)).sets:
-        splits["test"] = _sets(splits["test"], here.sets, here.set_size)
+    splits = {split: spec.read([split], names).values for split in spec.splits}
+    if spec.sets:
+        splits["test"] = _sets(splits["test"], spec.sets, spec.set_size)
     if spec.domain == "reranking":
         task.dataset = {"default": {"test": _candidates(splits["test"])}}
     else:
@@ -252,28 +179,20 @@ def _candidates(columns: dict[str, list[Any]]) -> dict[str, Any]:
 def _own_kind(spec: ScoredTask) -> Any:
     """A class of mteb for a task that it does not have."""
     from mteb import abstasks
-    from mteb.abstasks.task_metadata import TaskMetadata
 
     bases = {
-        "classification": (abstasks.AbsTaskClassification, "Classification"),
-        "clustering": (abstasks.AbsTaskClustering, "Clustering"),
-        "pair_classification": (abstasks.AbsTaskPairClassification, "PairClassification"),
-        "reranking": (abstasks.AbsTaskRetrieval, "Reranking"),
-        "sts": (abstasks.AbsTaskSTS, "STS"),
+        "classification": abstasks.AbsTaskClassification,
+        "clustering": abstasks.AbsTaskClustering,
+        "pair_classification": abstasks.AbsTaskPairClassification,
+        "reranking": abstasks.AbsTaskRetrieval,
+        "sts": abstasks.AbsTaskSTS,
     }
-    base, kind = bases[spec.domain]
-    metadata = TaskMetadata(
-        name=spec.name,
-        description=f"{spec.name}, from local files.",
-        dataset={"path": "local", "revision": "local"},
-        type=kind,
-        category="t2t" if spec.domain in ("reranking", "sts", "pair_classification") else "t2c",
-        modalities=["text"],
-        eval_splits=["test"],
-        eval_langs=["eng-Latn"],
-        main_score=spec.score,
-    )
-    return type(spec.name, (base,), {"metadata": metadata, **(_CLUSTERED if spec.domain == "clustering" else {})})
+    like = next(each for each in LAYERWISE32 if each.domain == spec.domain)
+    facts = {"name": spec.name, "description": f"{spec.name}, from local files.", "main_score": spec.score}
+    facts |= {"dataset": {"path": "local", "revision": "local"}, "eval_splits": [SPLIT], "eval_langs": ["eng-Latn"]}
+    metadata = _official(like.name).metadata.model_copy(update=facts)
+    more = _CLUSTERED if spec.domain == "clustering" else {}
+    return type(spec.name, (bases[spec.domain],), {"metadata": metadata, **more})
 
 
 class Prepared:

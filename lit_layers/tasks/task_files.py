@@ -159,26 +159,24 @@ def _numbers_of(cells: list[str | None]) -> list[Any]:
 
 
 def _read_jsonl(path: Path, columns: Mapping[str, str]) -> dict[str, list[Any]]:
-    rows = [row for _, row, _ in json_objects(path)]
+    rows = [*json_objects(path)]
     _check_columns(str(path), columns, list(dict.fromkeys(key for row in rows for key in row)))
     return {column: [row.get(column) for row in rows] for column in columns}
 
 
-def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any], int]]:
-    """The object of each line, with the bytes at which it starts and ends."""
-    place = 0
+def json_objects(path: Path) -> Iterator[dict[str, Any]]:
+    """The object of each line that is not blank."""
     with path.open("rb") as lines:
-        for line in lines:
-            start, place = place, place + len(line)
+        for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)  # which takes halves of characters, too
             except ValueError as error:  # also of bytes that are not UTF-8
-                raise InputError(f"{path} has no JSON object at byte {start} ({error}): mend that line") from error
+                raise InputError(f"{path}, line {number}: expected a JSON object ({error})") from error
             if not isinstance(row, dict):
-                raise InputError(f"{path} has a {type(row).__name__}, no JSON object, at byte {start}: mend it")
-            yield start, row, place
+                raise InputError(f"{path}, line {number}: expected a JSON object, got a {type(row).__name__}")
+            yield row
 
 
 def _check_columns(place: str, columns: Mapping[str, str], names: list[str]) -> None:

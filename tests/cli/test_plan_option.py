@@ -46,7 +46,7 @@ def test_other_orders_and_tasks_are_planned_in_a_folder_of_their_own(run, corpus
     orders = ["--corpus", corpus, "--variants", "skip", "--num_tokens", "16", "--num_sequences", "8"]
     assert main([*map(str, ["intervene", model, *orders, *places])]) == 0
     assert "in all, 1 checkpoints" in cells(capsys)
-    assert main([*map(str, ["mteb", model, "--tasks", "local", "--folder", data, "--domains", "sts", *places])]) == 0
+    assert main([*map(str, ["mteb", model, "--tasks", "STSBenchmark", "--folder", data, *places])]) == 0
     assert "in all, 1 checkpoints" in cells(capsys)
     assert not (tmp_path / "out").exists()
     assert main([*map(str, ["analyze", tmp_path / "nowhere", "--plan"])]) == 2

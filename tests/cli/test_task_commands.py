@@ -32,7 +32,6 @@ from lit_layers.data.shards import TokenShards
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.models.build import save, vit
 from lit_layers.records import Measurement, Record, ScalarLog
-from lit_layers.tasks.mteb_tasks import Sources
 from tests.support import layer_scores
 from tests.support.documented_commands import ROOT, documented_commands
 from tests.support.labelled_texts import labelled, saved_gpt2, write_csv, write_jsonl
@@ -275,12 +274,8 @@ def test_the_examples_in_python(page, with_tables, tmp_path, monkeypatch, capsys
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checkpoints").symlink_to(with_tables / "checkpoints")
     write_pairs(tmp_path / "data")
-    whole = 'resolve(["layerwise32"], domains=["sts"])'
-    text = text.replace(whole, f'[each for each in {whole} if each.name == "STSBenchmark"]')
-    exec(
-        compile(text.replace('root="out"),', 'root="out", sources=DATA),'), page, "exec"),
-        {"DATA": Sources(folder=Path("data"))},
-    )
+    text = text.replace('resolve(["sts"])', 'resolve(["STSBenchmark"], DATA)')
+    exec(compile(text, page, "exec"), {"DATA": Path("data")})
     assert len(capsys.readouterr().out.splitlines()) > 1
 
 

@@ -153,9 +153,7 @@ def test_a_finished_folder_is_opened_and_not_made_again(made, jsonl, monkeypatch
 
 
 def test_other_settings_for_a_folder_are_refused_by_name(made, jsonl):
-    with pytest.raises(
-        InputError, match=r"holds shards with source.validation 0.2, and 0.1 was asked for: choose another"
-    ):
+    with pytest.raises(InputError, match=r"holds shards with validation 0.2, and 0.1 was asked for: choose another"):
         prepare(str(jsonl), "bpe:300", made.folder, validation=0.1)
 
 

@@ -24,7 +24,6 @@ MODULES = (
     "numpy",
     "pandas",
     "jinja2",
-    "rich",
     "lightning",
     "multiprocessing",
 )

@@ -7,7 +7,7 @@ import pytest
 
 from lit_layers.cli.main import main
 from lit_layers.tasks.catalogue import resolve
-from lit_layers.tasks.mteb_tasks import Sources
+from lit_layers.tasks.mteb_tasks import open_task
 
 pytestmark = [pytest.mark.realmodel, pytest.mark.realdata, pytest.mark.soak]  # 1,379 pairs at seven layers
 PUBLISHED = 0.8203246731235654  # Spearman correlation of cosines, as the model's own page has it
@@ -31,12 +31,12 @@ def test_minilm_as_it_defines_itself_scores_what_sentence_transformers_gives_mte
     from mteb.models import SentenceTransformerEncoderWrapper
     from sentence_transformers import SentenceTransformer
 
-    (task,) = resolve(["Banking77Classification"])
+    (task,) = resolve(["Banking77Classification"], realdata)
     command = ["mteb", minilm, "--tasks", task.name, "--folder", realdata, "--layers", "6", "--root", tmp_path]
     assert main([str(part) for part in command]) == 0
     (scores,) = pd.read_csv(tmp_path / "mteb" / "scores.csv").to_dict("records")
     theirs: Any = SentenceTransformerEncoderWrapper(SentenceTransformer(str(minilm), device="cpu"))
-    official = Sources(folder=realdata).open(task, seed=42)
+    official = open_task(task, seed=42)
     found = official.evaluate(theirs, "test", encode_kwargs={"batch_size": 64, "show_progress_bar": False})
     # a text on the border of two classes may fall on the other side: one of 3,080 rows in each of ten experiments
     assert scores["layer_006"] == pytest.approx(found["default"]["main_score"], abs=1e-4)

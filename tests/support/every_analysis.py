@@ -15,7 +15,6 @@ from lit_layers.data.word_pairs import WordPairs
 from lit_layers.functional.entropy import effective_rank
 from lit_layers.tasks.catalogue import resolve
 from lit_layers.tasks.mteb_scores import MtebTask
-from lit_layers.tasks.mteb_tasks import Sources
 from lit_layers.tasks.probe_task import ProbeTask
 from tests.support.data_mapping import with_mapping
 from tests.support.labelled_texts import labelled, write_csv
@@ -112,7 +111,7 @@ def of_text(folder: Path) -> list[Analysis]:
     task = ProbeTask("moods", str(folder / "moods"))
     rows = {"train": _rows(80, 1), "test": _rows(40, 2)}
     classes = {name: Listed(*(b | {"labels": b["input_ids"][:, 0] % 2} for b in r)) for name, r in rows.items()}
-    (spec,) = resolve(["STSBenchmark"])
+    (spec,) = resolve(["STSBenchmark"], folder / "mteb")
     return [
         *of_prompts(batches),
         lit_layers.analyses.Induction(num_prompts=3, num_tokens=4, repeats=2),
@@ -139,7 +138,6 @@ def of_text(folder: Path) -> list[Analysis]:
         MtebTask(
             task=spec,
             tokenizer=tokenizer,
-            sources=Sources(folder=folder / "mteb"),
             results=folder / "results",
         ),
     ]

@@ -22,7 +22,7 @@ from lit_layers.records import PLACES, Record
 from lit_layers.tasks.catalogue import resolve
 from lit_layers.tasks.embeddings import LayerEncoder, TaskEmbeddings
 from lit_layers.tasks.mteb_scores import mteb_analyses
-from lit_layers.tasks.mteb_tasks import Prepared, Sources
+from lit_layers.tasks.mteb_tasks import Prepared, open_task
 from lit_layers.tasks.text_features import text_features
 from tests.support.labelled_texts import saved_bert
 from tests.support.measured import records_of
@@ -208,7 +208,7 @@ def test_a_layer_scores_what_mteb_gives_a_new_task(home, scored, name, tmp_path)
     one = task(name, *home, tmp_path)
     view = saved_model(home[1])
     embeddings = TaskEmbeddings(view, embedding_of(home[1]), tmp_path / "embeddings")
-    fresh = one.sources.open(one.task, seed=42)
+    fresh = open_task(one.task, seed=42)
     options = {"batch_size": 4, "show_progress_bar": False}
     plain = fresh.evaluate(LayerEncoder(embeddings, 2), "test", encode_kwargs=options)
     assert scored[name][2].value == plain["default"]["main_score"]
@@ -323,7 +323,7 @@ def test_a_task_leaves_the_random_state_alone(home, tmp_path):
     seeded()
     expected = [random.random(), np.random.rand(), torch.rand(1).item()]
     one = task("StackOverflowTitles", *home, tmp_path)
-    prepared, view = Prepared(one.sources.open(one.task, seed=42), one.task), saved_model(home[1])
+    prepared, view = Prepared(open_task(one.task, seed=42), one.task), saved_model(home[1])
     seeded()
     prepared.evaluate(LayerEncoder(TaskEmbeddings(view, embedding_of(home[1]), tmp_path / "embeddings"), 1))
     assert [random.random(), np.random.rand(), torch.rand(1).item()] == expected
@@ -372,10 +372,8 @@ def test_metrics_are_of_the_first_thousand_texts_of_a_published_test_split(home,
     first[7] = " "
     labels = [row % 5 for row in range(len(first))]
     write(folder / f"{file}.parquet", **texts, **{"score" if name == "STSBenchmark" else "label": labels})
-    sources = Sources(folder)
-    (spec,) = resolve([name], own=sources.own_tasks())
-    how: dict[str, Any] = {"tokenizer": str(model), "root": tmp_path / "run", "sources": sources}
-    _, representation, invariance = mteb_analyses([spec], metrics=True, **how)
+    tasks = resolve([name], folder)
+    _, representation, invariance = mteb_analyses(tasks, metrics=True, tokenizer=str(model), root=tmp_path / "run")
     expected = [*first[:7], *first[8:1000]]
     for given in (representation.batches.texts, invariance.texts):
         assert list(given.texts()) == expected

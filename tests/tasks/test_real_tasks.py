@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lit_layers.tasks.catalogue import resolve, tasks_of
-from lit_layers.tasks.mteb_tasks import Prepared, Sources
+from lit_layers.tasks.mteb_tasks import Prepared, open_task
 from tests.support.data_mapping import copies
 from tests.support.measured import records_of
 from tests.tasks.tiny_tasks import saved_model, task
@@ -26,13 +26,12 @@ def official(name: str) -> dict[str, Any]:
 
 
 def opened(realdata: Path, name: str) -> Prepared:
-    sources = Sources(folder=realdata)
-    (spec,) = resolve([name], own=sources.own_tasks())
-    return Prepared(sources.open(spec, seed=42), spec)
+    (spec,) = resolve([name], realdata)
+    return Prepared(open_task(spec, seed=42), spec)
 
 
 def test_every_local_task_is_there(realdata):
-    assert Sources(folder=realdata).local_names() == list(LOCAL_DATA)
+    assert [spec.name for spec in resolve(["local"], realdata)] == list(LOCAL_DATA)
 
 
 @pytest.mark.parametrize("name", [name for name in LOCAL_DATA if name in tasks_of("mteb")])

@@ -11,8 +11,16 @@ import pytest
 
 from lit_layers.data.prompt_texts import BenchmarkPrompts
 from lit_layers.errors import InputError
-from lit_layers.tasks.catalogue import CATALOGUE, GlueRows, find, find_task, glue_metrics, read_rows
-from lit_layers.tasks.mteb_tasks import Sources
+from lit_layers.tasks.catalogue import (
+    CATALOGUE,
+    GlueRows,
+    ScoredTask,
+    find,
+    find_task,
+    glue_metrics,
+    read_rows,
+    resolve,
+)
 from lit_layers.tasks.task_files import local_copies, local_copy
 from tests.support.data_mapping import copies, with_mapping
 from tests.support.same_times import exchange
@@ -171,17 +179,15 @@ def test_names_are_unique_within_a_use_and_unknown_ones_are_refused_with_their_n
 def test_files_of_any_split_are_those_that_are_there(tmp_path: Path) -> None:
     options = {"domain": "classification", "score": "accuracy"}
 
-    def sources(files: Any) -> Sources:
+    def songs(files: Any) -> ScoredTask:
         write(tmp_path, json.dumps({"mteb": {"Songs": {"files": files, "options": options}}}))
-        return Sources(folder=tmp_path)
+        return resolve(["Songs"], tmp_path)[0]
 
-    spec = sources("{split}.csv").own_tasks()["Songs"]
-    assert sources("{split}.csv").local_names() == []
-    assert sources("{split}.csv").data_hash(spec) is None
+    assert not songs("{split}.csv").has_files
     for split in ("test", "train"):
         (tmp_path / f"{split}.csv").write_text(f"text,label\n{split},1\n")
-    assert sources("{split}.csv").local_names() == ["Songs"]
-    each = sources({"test": "test.csv", "train": "train.csv"}).data_hash(spec)
-    assert sources("{split}.csv").data_hash(spec) == each
+    assert songs("{split}.csv").has_files
+    each = songs({"test": "test.csv", "train": "train.csv"}).data_hash()
+    assert songs("{split}.csv").data_hash() == each
     exchange(tmp_path / "train.csv", b"text,label\nother,1\n")
-    assert sources("{split}.csv").data_hash(spec) != each
+    assert songs("{split}.csv").data_hash() != each

@@ -5,8 +5,7 @@ from collections import Counter
 import pytest
 
 from lit_layers.errors import InputError
-from lit_layers.tasks.catalogue import LAYERWISE32, ScoredTask, resolve, tasks_of
-from lit_layers.tasks.mteb_tasks import Sources
+from lit_layers.tasks.catalogue import LAYERWISE32, resolve, tasks_of
 from tests.support.data_mapping import copies, with_mapping
 
 
@@ -38,7 +37,7 @@ def test_names_are_found_once_and_in_order():
         LAYERWISE32[0].name,
     ]
     assert len(resolve(["layerwise32", "STS13"])) == 32
-    assert [spec.name for spec in resolve(["layerwise32"], domains=["reranking"])] == [
+    assert [spec.name for spec in resolve(["reranking"])] == [
         "AskUbuntuDupQuestions",
         "MindSmallReranking",
         "SciDocsRR",
@@ -46,45 +45,48 @@ def test_names_are_found_once_and_in_order():
     ]
 
 
-def test_local_means_what_lies_in_the_folder():
-    own = {"Songs": ScoredTask("Songs", domain="sts", score="cosine_spearman", official=False)}
-    assert [spec.name for spec in resolve(["local"], local=["Songs", "STS13"], own=own)] == ["STS13", "Songs"]
-    assert resolve(["Songs"], own=own) == [own["Songs"]]
-    assert resolve(["layerwise32"], own=own) == [*LAYERWISE32]
+def test_local_means_what_lies_in_the_folder(tmp_path):
+    entries = "Songs: {files: songs.csv, options: {domain: sts, score: cosine_spearman}}, STS12: 12.csv, STS13: 13.csv"
+    (tmp_path / "tasks.yaml").write_text(f"mteb: {{{entries}}}")
+    for name in ("songs", "13"):
+        (tmp_path / f"{name}.csv").touch()
+    assert [spec.name for spec in resolve(["local"], tmp_path)] == ["Songs", "STS13"]
+    (songs,) = resolve(["Songs"], tmp_path)
+    assert songs.copy is not None
+    assert resolve(["layerwise32"], tmp_path) == [*LAYERWISE32]
+    assert {spec.name for spec in resolve(["layerwise32"], tmp_path) if spec.copy} == {"STS13"}
 
 
 @pytest.mark.parametrize(
-    ("names", "domains", "sentence"),
+    ("names", "sentence"),
     [
-        (["Banking77"], None, "task: there is no 'Banking77'; did you mean Banking77Classification"),
-        (["sts12"], None, "task: there is no 'sts12'; did you mean STS12"),
-        (["xyz"], None, "task: there is no 'xyz'; expected one such as layerwise32, local, "),
-        (["STS12"], ["stss"], "domains: expected some of classification, .*, got 'stss'"),
-        (["STS12"], ["clustering"], "tasks: none is left of STS12 in the domains and data given"),
-        (["local"], None, "tasks: none is left of local"),
+        (["Banking77"], "task: there is no 'Banking77'; did you mean Banking77Classification"),
+        (["sts12"], "task: there is no 'sts12'; did you mean STS12"),
+        (["xyz"], "task: there is no 'xyz'; expected one such as layerwise32, local, "),
+        (["local"], "tasks: local means all tasks whose data lie in --folder, there are none"),
     ],
 )
-def test_what_is_no_task_is_named_with_its_neighbours(names, domains, sentence):
+def test_what_is_no_task_is_named_with_its_neighbours(names, sentence):
     with pytest.raises(InputError, match=sentence):
-        resolve(names, domains=domains)
+        resolve(names)
 
 
 def test_local_data_are_of_every_domain_and_have_no_official_name_of_their_own(tmp_path):
     import mteb
 
-    names, own = copies("mteb"), Sources(folder=with_mapping(tmp_path)).own_tasks()
+    names, folder = copies("mteb"), with_mapping(tmp_path)
     assert len(names) >= 12
-    tasks = tasks_of("mteb") | own
+    tasks = {name: resolve([name], folder)[0] for name in names}
     assert {tasks[name].domain for name in names} == {spec.domain for spec in LAYERWISE32}
     official = {task.metadata.name for task in mteb.get_tasks(exclude_superseded=False)}
     for name in names:
-        assert (name in official) == (name not in own) == tasks[name].official
+        assert (name in official) == (name in tasks_of("mteb")) == tasks[name].official
 
 
 def test_options_of_official_tasks_are_checked_before_anything_is_measured(tmp_path):
     (tmp_path / "tasks.yaml").write_text("mteb: {STS12: {files: a.csv, options: {sets: many}}}")
     with pytest.raises(InputError, match="^task STS12: .*tasks.yaml: options: sets: expected .*, got 'many'"):
-        Sources(folder=tmp_path).own_tasks()
+        resolve(["STS12"], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -99,4 +101,4 @@ def test_options_of_official_tasks_are_checked_before_anything_is_measured(tmp_p
 def test_a_task_of_ones_own_says_its_domain_and_its_score(options, sentence, tmp_path):
     (tmp_path / "tasks.yaml").write_text(f"mteb: {{BankingClassification: {{files: a.csv, options: {options}}}}}")
     with pytest.raises(InputError, match=sentence):
-        Sources(folder=tmp_path).own_tasks()
+        resolve(["STS12"], tmp_path)

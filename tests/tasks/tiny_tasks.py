@@ -15,7 +15,6 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.catalogue import resolve
 from lit_layers.tasks.embeddings import Embedding
 from lit_layers.tasks.mteb_scores import MtebTask
-from lit_layers.tasks.mteb_tasks import Sources
 from tests.support.data_mapping import with_mapping
 from tests.support.labelled_texts import MOODS, labelled, saved_gpt2
 
@@ -75,9 +74,8 @@ def embedding_of(folder: Path, **options: Any) -> Embedding:
 
 
 def task(name: str, data: Path | None, model: Path, root: Path, **options: Any) -> MtebTask:
-    sources = Sources(folder=data)
-    (spec,) = resolve([name], own=sources.own_tasks())
-    return MtebTask(task=spec, tokenizer=str(model), sources=sources, results=root / "mteb", **options)
+    (spec,) = resolve([name], data)
+    return MtebTask(task=spec, tokenizer=str(model), results=root / "mteb", **options)
 
 
 def encoded(model: Path, texts: list[str]) -> Any:

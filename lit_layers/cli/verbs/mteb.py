@@ -13,10 +13,10 @@ from lit_layers.cli.options import Names, Numbers
 from lit_layers.cli.plan import Target
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT, COUNT_OR_NONE
-from lit_layers.tasks.catalogue import DOMAINS, LOCAL, ScoredTask, resolve
+from lit_layers.tasks.catalogue import DOMAINS, ScoredTask, resolve
 from lit_layers.tasks.embeddings import sentence_encoder
 from lit_layers.tasks.mteb_scores import Averages, averages, mteb_analyses, score_table
-from lit_layers.tasks.mteb_tasks import Sources, mteb_version
+from lit_layers.tasks.mteb_tasks import mteb_version
 
 TASKS = Names(("layerwise32",))
 
@@ -27,7 +27,6 @@ def mteb(
     *,
     tokenizer: str | None = None,
     tasks: Names = TASKS,
-    domains: Names | None = None,
     layers: Numbers | Literal["all"] = "all",
     folder: Path | None = None,
     modules: Literal["last", "all", "none"] | None = None,
@@ -45,8 +44,8 @@ def mteb(
         model: a folder with config.json and weights, or a name on the Hub; for a series a folder of steps,
             a name on the Hub with --steps, or a manifest
         tokenizer: name or folder of the tokenizer (default: the model's own)
-        tasks: which tasks: layerwise32, local (all that --folder holds), or names with commas between
-        domains: only these kinds of tasks: classification, clustering, pair_classification, reranking, sts
+        tasks: which tasks: layerwise32, of these only a kind (classification, clustering, pair_classification,
+            reranking, sts), local (all that --folder holds), or names with commas between
         layers: which layers: all, or numbers such as 0,3,6; 0 is the embedding output
         folder: a folder of local data in their own layout (docs/mteb.md); it is searched first
         modules: where to apply the pooling and normalisation of a sentence encoder's modules.json: at the last layer,
@@ -60,17 +59,13 @@ def mteb(
     """
     checkpoints.are_series(model)
     mteb_version()  # before anything is loaded: it may not be installed
-    sources = Sources(folder)
-    own = sources.own_tasks()
     if pooling is not None and modules == "all":
         raise InputError(f"pooling: with --modules all it is the model's own, and {pooling} was given: leave one out")
-    if LOCAL in tasks and folder is None:
-        raise InputError("tasks: local means all tasks whose data lie in --folder, which was not given")
-    resolved = resolve(tasks, domains=domains, local=sources.local_names(), own=own)
+    resolved = resolve(tasks, folder)
     follow = modules or ("last" if pooling is None else "none")
     options: dict[str, Any] = {"states": states, "max_tokens": max_tokens, "seed": seed}
     options |= {"metrics": metrics, "pooling": pooling or "mean"}
-    options |= {"layers": None if layers == "all" else tuple(sorted(layers)), "sources": sources}
+    options |= {"layers": None if layers == "all" else tuple(sorted(layers))}
     options["modules"] = "all" if follow == "all" else "last"
 
     def analyses(target: "Target") -> "list[Analysis]":
