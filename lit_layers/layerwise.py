@@ -74,7 +74,8 @@ class LayerResult:
     def plot(self, metric: str | None = None, **options: Any) -> Chart | Panels:
         """A metric over the layers, a line a model; without a name a panel for each of up to six.
 
-        The name of an analysis stands for the first of its metrics. A metric of pairs of layers, heads or tokens is a map of each model, one of whole models a row for each.
+        The name of an analysis stands for the first of its metrics. A metric of pairs of layers, heads or tokens is a
+        map of each model, one of whole models a row for each.
         `options` are those of the figure, e.g. `tags={"k": 12}` or `layer=3`. It shows itself in a notebook, and
         writes itself: `result.plot("logit_lens_loss").write("lens.pdf")`.
 

@@ -530,7 +530,8 @@ class MirrorAside:
             while limit and not done.wait(limit[0]):
                 before, self._seen = self._seen, self.mirror.num_rows
                 if not renewed or self._seen == before:
-                    return self._give_up(f"no answer within {limit[0]:.0f} s")
+                    self._give_up(f"no answer within {limit[0]:.0f} s")
+                    break
 
     def _end(self) -> None:
         """End the thread, once it has made the calls that wait."""
