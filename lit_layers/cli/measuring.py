@@ -1,10 +1,17 @@
-"""Analyses on a model, or on each checkpoint of a series: what the commands that measure have in common."""
+"""Analyses on a model, or on each checkpoint of a series: what the commands that measure have in common.
 
+All that a plan says is an extrapolation, from the seconds of a first share of the data on this machine.
+"""
+
+import copy
 import functools
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,16 +21,24 @@ import torch
 from torch import distributed
 
 from lit_layers import records
+from lit_layers.analyses.base import Analysis
 from lit_layers.cli import FAILED, process
 from lit_layers.cli.console import bar, note, show_audit, show_table
 from lit_layers.cli.options import Steps, given, refuse_beside
-from lit_layers.cli.plan import Make, analyses_for, plan_of, root_of
-from lit_layers.errors import refuse_odd_files
+from lit_layers.data import EvalText
+from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
+from lit_layers.errors import InputError, refuse_odd_files
 from lit_layers.identity import settings_of, shown
 from lit_layers.measuring import AUTO, MeasuringOptions
-from lit_layers.measuring.offline import SeriesResult, analyze_series, silent
+from lit_layers.measuring.offline import Analyses, SeriesResult, analyze_series, silent
 from lit_layers.records import Measurement
-from lit_layers.series import OneModel, Series, open_series
+from lit_layers.run_data import duration
+from lit_layers.series import Checkpoint, OneModel, Series, open_series
+from lit_layers.series.local_series import training_of
+from lit_layers.series.weight_files import Memory
+
+LIMITS = ("n_positions", "max_position_embeddings", "max_seq_len")  # how config.json names the longest text
+ROWS = 4  # of data in the first round, which warms up, and half of those in the next one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,3 +203,220 @@ def wait_for_the_others(environment: Mapping[str, str]) -> None:
     distributed.init_process_group("gloo", timeout=timedelta(days=30))
     distributed.barrier()
     distributed.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one checkpoint takes: the seconds of each analysis, by the share of its data that was measured, and others.
+
+    `around` are the seconds of opening, hashing and checking the checkpoint; `left_out` has the reasons of the others.
+    """
+
+    seconds: dict[str, float]
+    shares: dict[str, float]
+    around: float
+    left_out: dict[str, str]
+
+    def table(self, number: int) -> Iterator[dict[str, str]]:
+        """Yield the rows for a number of checkpoints."""
+        times = {name: number * seconds for name, seconds in self.seconds.items()}
+        times["opening and hashing"] = number * self.around
+        times[f"in all, {number} checkpoints"] = sum(times.values())
+        for name, seconds in times.items():
+            share = f"{self.shares[name]:.0%}" if name in self.seconds else ""
+            yield {"": name, "measured": share, "time": duration(seconds)}
+
+    def notes(self) -> list[str]:
+        """Return what the numbers are, a sentence each."""
+        return [
+            "an extrapolation: analyses ran on that share of their data, and their time was multiplied",
+            *(f"{name}: not in these numbers: {why}" for name, why in self.left_out.items()),
+        ]
+
+
+def sampled(analyses: Sequence[Analysis], measure: Callable[[Sequence[Analysis]], Sequence[Measurement]]) -> Plan:
+    """Measure the analyses on a few rows of their data and multiply; one that fails on so few is given more."""
+    rows, is_warm = ROWS, False
+    while True:
+        cuts = {each.name: each.first_share(rows) for each in analyses}
+        shares = {name: cut[1] for name, cut in cuts.items() if cut is not None}
+        started, found, refusal = time.perf_counter(), [], ""
+        try:
+            found = measure([cut[0] for cut in cuts.values() if cut is not None]) if shares else []
+        except InputError as error:
+            refusal = str(error)
+            if not any(f"{name}: " in refusal and share < 1 for name, share in shares.items()):
+                raise
+        failed = {each.analysis: each.error for each in found if each.error is not None}
+        is_whole = all(share == 1 for share in shares.values())
+        if is_whole or (is_warm and not refusal and all(shares[name] == 1 for name in failed)):
+            break
+        rows, is_warm = 2 * rows, True
+    around = time.perf_counter() - started - sum(each.seconds for each in found)
+    left_out = {name: "a share takes as long as the whole" for name in cuts if name not in shares} | failed
+    seconds = {each.analysis: each.seconds / shares[each.analysis] for each in found if each.analysis not in failed}
+    return Plan(seconds, shares, around, left_out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What analyses are made for: a model, or all checkpoints of a series.
+
+    `trained` are the options of the training that the checkpoints come from, as far as they are known; `tokenizer` is
+    the one that was named; `tell` shows what an analysis says of itself.
+    """
+
+    name: str
+    root: Path
+    series: Series
+    checkpoint: Checkpoint
+    trained: Mapping[str, Any]
+    tokenizer: str | None
+    tell: Callable[[str], None]
+
+    @functools.cached_property
+    def carried(self) -> str | None:
+        """The tokenizer that the checkpoints carry."""
+        return self.series.tokenizer(self.checkpoint)
+
+    @functools.cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The content of config.json, empty if it is damaged, which loading the model reports."""
+        return self.checkpoint.config()
+
+    @property
+    def length_limit(self) -> int | None:
+        """Return how many tokens its models take."""
+        return length_limit(self.config)
+
+    @property
+    def sees_images(self) -> bool:
+        """Return whether its models take only images, by the config.json of transformers or of timm."""
+        return "vocab_size" not in self.config and ("image_size" in self.config or "architecture" in self.config)
+
+    def own_tokenizer(self) -> str:
+        """Return its tokenizer: the one that was named, or the one that it carries.
+
+        Raises:
+            InputError: neither.
+        """
+        named = self.trained.get("tokenizer")
+        tokenizer = self.tokenizer or self.carried or (named if named and ":" not in named else None)
+        if tokenizer is None:
+            raise InputError(f"tokenizer: {self.name} carries none; name one with --tokenizer")
+        return tokenizer
+
+
+Make = Callable[[Target], Sequence[Analysis]]
+
+
+def plan_of(series: Series, make: Make, options: MeasuringOptions, *, root: Path, tokenizer: str | None) -> Plan:
+    """Measure the first checkpoint on a share of the data, and return what one checkpoint takes.
+
+    Raises:
+        InputError: what measuring raises.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        series = copy.copy(series)
+        series.memory = series.memory and Memory(Path(folder))
+        vars(series).pop("listing", None)
+        vars(series)["checkpoints"] = series.checkpoints[:1]
+        options = replace(options, engine="process", shard="0/1", keep_downloads=True)
+
+        def measure(analyses: Sequence[Analysis]) -> Sequence[Measurement]:
+            place = Path(tempfile.mkdtemp(dir=folder)) / root.name
+            result = analyze_series(series, analyses, options, root=place)
+            if result.failures:
+                raise InputError(result.failures[0])
+            return result.measurements
+
+        analyses = analyses_for(series, make, root=Path(folder) / root.name, tokenizer=tokenizer)
+        return sampled(analyses(series.checkpoints[0]) if callable(analyses) else analyses, measure)
+
+
+def analyses_for(
+    series: Series, make: Make, *, root: Path, tokenizer: str | None, tell: Callable[[str], None] = silent
+) -> Analyses:
+    """Make the analyses of all checkpoints of a series, or a function that makes those of one.
+
+    Models without steps have a tokenizer each, and the same text is other tokens to each of them: analyses are made for
+    each of these, and for all steps of one training together.
+
+    Raises:
+        InputError: a tokenizer that is not the models' own, texts longer than a model reads.
+    """
+    folder = _folder_of(series)
+    trained = training_of(folder) if folder else {}
+
+    def target(checkpoint: Checkpoint, name: str) -> Target:
+        about: Any = {"root": root, "series": series, "trained": trained, "tokenizer": tokenizer}
+        return Target(name=name, checkpoint=checkpoint, tell=tell, **about)
+
+    last = series.listing.checkpoints[-1]
+    if series.is_alone or last.step is not None:  # the same one whichever steps are chosen
+        whole = target(last, series.name)
+        return _fitting(make(whole), whole)
+    _refuse_a_foreign_tokenizer(tokenizer, series)
+    return lambda checkpoint: make(target(checkpoint, checkpoint.name))
+
+
+def _fitting(analyses: Sequence[Analysis], target: Target) -> Sequence[Analysis]:
+    """Refuse texts that are longer than the model reads, before it is opened or downloaded."""
+    for analysis in analyses:
+        for text in (value for value in vars(analysis).values() if isinstance(value, EvalText)):
+            limit = target.length_limit
+            if limit is not None and text.num_tokens > limit:
+                raise InputError(
+                    f"{analysis.name}: num_tokens: {target.name} reads at most {limit} tokens, got {text.num_tokens}: "
+                    f"ask for {limit} or fewer"
+                )
+    return analyses
+
+
+def _refuse_a_foreign_tokenizer(name: str | None, series: Series) -> None:
+    if name is None:
+        return
+    expected = tokenizer_hash(load_tokenizer(name).tokenizer)
+    for checkpoint in series.listing.checkpoints:
+        try:
+            carried = series.tokenizer(checkpoint)
+        except InputError:  # said of it when its turn comes
+            continue
+        if carried is not None and tokenizer_hash(load_tokenizer(carried).tokenizer) != expected:
+            raise InputError(
+                f"tokenizer: {name} is not that of {checkpoint.name}, to which its tokens mean something else: leave "
+                "it out, and each model is measured with its own"
+            )
+
+
+def _folder_of(series: Series) -> Path | None:
+    """Return the folder of the training that the checkpoints come from, if it is on this machine."""
+    if series.is_alone:
+        place = Path(series.name).resolve()
+        return place.parent if place.is_dir() else None
+    return getattr(series, "root", None)
+
+
+def root_of(series: Series, root: Path | None, *, is_only: bool) -> Path:
+    """Return the folder of a series' results: the one that was named, of several each below it, or a run's own."""
+    if series.is_alone:
+        seed = "" if series.untrained is None else f"-untrained-{series.untrained}"
+        return root or Path("checkpoints") / f"{name_of(series.name)}{seed}"
+    name = re.sub(r"[^\w.-]+", "-", series.name)
+    if root:
+        return root if is_only else root / name
+    return _folder_of(series) or Path("checkpoints") / name
+
+
+def name_of(model: str) -> str:
+    """Return the name of the folder or the repository; step-000001000 alone would not name the run."""
+    path = Path(model).resolve()
+    return f"{path.parent.name}-{path.name}" if path.name.startswith("step-") else path.name
+
+
+def length_limit(config: Mapping[str, Any]) -> int | None:
+    """Return how many tokens a model takes. RoBERTa's positions begin behind the index of the padding token."""
+    named = [config[name] for name in LIMITS if isinstance(config.get(name), int)]
+    limit = min((each for each in named if each > 0), default=None)  # others are refused when the model is made
+    behind = config.get("model_type") in ("roberta", "xlm-roberta", "camembert")
+    return limit - config.get("pad_token_id", 1) - 1 if limit is not None and behind else limit

@@ -12,7 +12,7 @@ import pytest
 
 from lit_layers import records
 from lit_layers.cli.main import main
-from lit_layers.cli.plan import length_limit
+from lit_layers.cli.measuring import length_limit
 from lit_layers.models.build import save, untrained, weights_hash
 from lit_layers.models.saved import load
 from lit_layers.tasks.mteb_tasks import Prepared

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lit_layers.analyses import Coupling, Induction, Invariance, Trajectory
-from lit_layers.cli import plan as planning
-from lit_layers.cli.plan import sampled
+from lit_layers.cli import measuring as planning
+from lit_layers.cli.measuring import sampled
 from lit_layers.data import GivenTexts
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Record
@@ -45,9 +45,8 @@ def test_what_is_measured_whole_is_exact_and_the_rest_is_in_proportion(monkeypat
     assert clock.asked == [4, 4, 6, 8]
     assert plan.shares == {"trajectory": 1.0, "long": 8 / 10_000}
     assert plan.seconds == pytest.approx({"trajectory": 1.6, "long": 1.8 * 10_000 / 8})
-    assert plan.of_checkpoint == pytest.approx(2 + 1.6 + 2250)
-    *_, whole = plan.table(3, training=60.0)
-    assert (whole[""], whole["time"]) == ("in all, 3 checkpoints", duration(3 * 2253.6 + 60))
+    *_, whole = plan.table(3)
+    assert (whole[""], whole["time"]) == ("in all, 3 checkpoints", duration(3 * 2253.6))
     assert "an extrapolation" in plan.notes()[0]
 
 

@@ -50,30 +50,3 @@ def test_other_orders_and_tasks_are_planned_in_a_folder_of_their_own(run, corpus
     assert "in all, 1 checkpoints" in cells(capsys)
     assert not (tmp_path / "out").exists()
     assert main([*map(str, ["analyze", tmp_path / "nowhere", "--plan"])]) == 2
-
-
-def test_a_training_is_planned_by_a_few_of_its_steps(corpus, tmp_path, capsys):
-    options = f"{{corpus: {corpus}, tokenizer: bpe:300, num_sequences: 8}}"
-    text = f"{{class_path: lit_layers.data.EvalText, init_args: {options}}}"
-    (tmp_path / "recipe.yaml").write_text(
-        f"""
-corpus: {corpus}
-tokenizer: bpe:300
-steps: {{every: 50}}
-trainer: {{max_steps: 200, devices: 1, accelerator: cpu}}
-model:
-  class_path: lit_layers.training.LitCausalLM
-  init_args: {{config: {{n_layer: 2, n_embd: 32, n_head: 2, n_positions: 128}}, warmup_steps: 40, pad_vocab_to: null}}
-data:
-  class_path: lit_layers.training.LitTextData
-  init_args: {{corpus: "${{corpus}}", tokenizer: "${{tokenizer}}", num_tokens: 128, global_batch_size: 4}}
-analyses:
-  - {{class_path: lit_layers.analyses.Trajectory, init_args: {{batches: {text}}}}}
-"""
-    )
-    words = ["fit", "--config", tmp_path / "recipe.yaml", "--root", tmp_path / "run", "--plan"]
-    assert main([*map(str, words)]) == 0
-    out = capsys.readouterr().out
-    rows = {line.split("  ")[0] for line in out.splitlines()}
-    assert {"trajectory", "opening and hashing", "training", "in all, 5 checkpoints"} <= rows
-    assert not (tmp_path / "run").exists()

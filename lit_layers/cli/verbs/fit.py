@@ -4,14 +4,12 @@ import contextlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
 import lightning as L
-import torch
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, LambdaCallback, ModelPruning, WeightAveraging
@@ -22,25 +20,20 @@ from torch.optim.lr_scheduler import LRScheduler
 from lit_layers import records
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli import DIVERGED, INTERRUPTED, TERMINATED, process
-from lit_layers.cli.console import Status, show_table
+from lit_layers.cli.console import Status
 from lit_layers.cli.options import Recipe, Steps
-from lit_layers.cli.plan import Plan, sampled
 from lit_layers.cli.process import finish_first
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
 from lit_layers.identity import latest
-from lit_layers.measuring.one_model import outcomes
-from lit_layers.models.build import weights_hash
-from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
 from lit_layers.report import MirrorAside, WandbMirror, write_report
-from lit_layers.schedule import Schedule
 from lit_layers.schema import COUNT, MANY, RUN_FILE, SEED, Range, refuse_outside
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint, run_folder
 from lit_layers.training.datamodules import LitStepData
 from lit_layers.training.modules import use_optimizer_
 from lit_layers.training.resuming import DivergedError, ResumeCheckpoint, ResumePoint, lightning_point, resume_point
-from lit_layers.training.run_folder import Origin, axis_step, kept, origin_of, planned_steps
+from lit_layers.training.run_folder import Origin, axis_step, kept
 from lit_layers.training.run_log import LONG, RunLog, TimeLeft
 from lit_layers.training.trainer import (
     DEFAULTS,
@@ -79,7 +72,6 @@ class RunOptions:
         tokenizer: The tokenizer, as ${tokenizer} in recipes.
         analyses: What to measure at these steps, as a list of classes with options.
         wandb: Send the run to W&B, as --config wandb_configs/default.yaml does.
-        plan: Say what it would take, by a first share of the data and a few steps; nothing is kept.
     """
 
     root: Path
@@ -95,7 +87,6 @@ class RunOptions:
     tokenizer: str | None = None
     analyses: list[Analysis] = field(default_factory=list)
     wandb: WandbMirror | None = None
-    plan: bool = False
 
 
 class Run:
@@ -211,8 +202,6 @@ def fit(
     L.seed_everything(seed_everything, workers=True)
     if options.stage != "fit":
         return _evaluate(_instantiated(recipe))
-    if options.plan:
-        return _plan(_instantiated(recipe))
     with contextlib.ExitStack() as held:
         if trainer.get("fast_dev_run"):  # which leaves nothing behind
             root = held.enter_context(tempfile.TemporaryDirectory())
@@ -236,53 +225,6 @@ def fit(
                     ends = "max_steps, max_epochs or max_time ends the run before its first"
                     raise InputError(f"trainer: no step was trained: {ends}")
         return end.code
-
-
-class _Rehearsal(L.Callback):
-    """Measures a share of the data on the untrained model, and stops after the steps that are timed."""
-
-    NUM_STEPS = 4  # of which the first one warms up
-
-    def __init__(self, analyses: Sequence[Analysis]) -> None:
-        self.analyses, self.plan = analyses, Plan({}, {}, 0.0, {})
-        self.ended = dict[int, float]()  # when each optimizer step had ended
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        model: Any = getattr(pl_module, "model", pl_module)
-        for analysis in self.analyses:
-            analysis.check(LayeredModel(model))
-
-        def measure(analyses: Sequence[Analysis]) -> list[Measurement]:
-            found = outcomes(model, analyses, weights_hash=weights_hash(model))
-            return [outcome.measurement(run="plan", step=0) for outcome in found]
-
-        self.plan = sampled(self.analyses, measure)
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.strategy.root_device.type == "cuda":
-            torch.cuda.synchronize()
-        self.ended.setdefault(trainer.global_step, time.perf_counter())
-        self.ended.pop(0, None)  # micro-batches before the first step
-        trainer.should_stop = len(self.ended) >= self.NUM_STEPS
-
-
-def _plan(options: Any) -> int:
-    """Print what the run would take, by a first share of it in a temporary folder."""
-    given: dict[str, Any] = dict(options.trainer) | {"min_steps": None, "min_epochs": None, "logger": False}
-    with tempfile.TemporaryDirectory() as folder:
-        rehearsal = _Rehearsal(options.analyses)
-        trainer = _new_trainer(given | {"callbacks": [rehearsal], "default_root_dir": None}, folder)
-        trainer.fit(options.model, datamodule=options.data)
-    if len(rehearsal.ended) < _Rehearsal.NUM_STEPS or not trainer.is_global_zero:
-        return 0
-    seconds = min(later - earlier for earlier, later in pairwise(rehearsal.ended.values()))
-    plan, first, steps = rehearsal.plan, origin_of(trainer).step, planned_steps(trainer)
-    if steps is None:
-        raise InputError("trainer.max_steps: without it nothing says how long training takes: give it")
-    training, count = steps * seconds, len([*Schedule(options.steps).until(first + steps, first)])
-    show_table(plan.table(count, training=training), str(options.root))
-    print(*plan.notes(), f"measuring takes {count * plan.of_checkpoint / training:.1%} of training", sep="\n")
-    return 0
 
 
 @contextlib.contextmanager

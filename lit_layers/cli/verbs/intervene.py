@@ -10,9 +10,8 @@ from lit_layers import analyses, records
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.speed import Speed
 from lit_layers.cli.console import show_table
-from lit_layers.cli.measuring import Checkpoints, Outcome, measured
+from lit_layers.cli.measuring import Checkpoints, Outcome, Target, measured
 from lit_layers.cli.options import Names, Numbers, Recipe, arguments, given, refuse_beside
-from lit_layers.cli.plan import Target
 from lit_layers.data.batches import EvalText
 from lit_layers.data.images import EvalImages
 from lit_layers.errors import InputError

@@ -8,9 +8,8 @@ import pandas as pd
 
 from lit_layers import records
 from lit_layers.analyses.base import Analysis
-from lit_layers.cli.measuring import Checkpoints, Outcome, measured
+from lit_layers.cli.measuring import Checkpoints, Outcome, Target, measured
 from lit_layers.cli.options import Names, Numbers
-from lit_layers.cli.plan import Target
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT, COUNT_OR_NONE
 from lit_layers.tasks.catalogue import DOMAINS, ScoredTask, resolve

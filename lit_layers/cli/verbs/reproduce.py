@@ -15,7 +15,7 @@ from lit_layers.files.durable import replace_file
 from lit_layers.papers import PAPERS, PaperRecipe, Step, compare, read_recipe, write_comparison
 
 STEPS = "steps"  # folder of the options of each step
-PLANNED = ("analyze", "fit", "intervene", "mteb")
+PLANNED = ("analyze", "intervene", "mteb")
 _STOPPED = 128  # exit codes above: Ctrl-C, SIGTERM
 
 
