@@ -96,7 +96,7 @@ def test_a_training_shows_a_live_line_in_a_terminal_and_lines_elsewhere(terminal
     shown = stream.getvalue()
     assert "trajectory failed at step 3: [oh] no" in shown
     assert shown.count("step 3/7 loss 2.346  12,346 tokens/s") == 1
-    assert ("measuring trajectory at step 3" in shown) == terminal
+    assert ("step 3 measuring trajectory" in shown) == terminal
     assert ("trajectory measured in 1.0 s" in shown) != terminal
     assert shown.endswith("\r\x1b[2K") == terminal
 
@@ -139,19 +139,3 @@ def test_measuring_of_seconds_is_no_news(monkeypatch):
         now[0] += 3.0
         lines.measured(a_measurement(step))
     assert said == []
-
-
-def test_without_a_terminal_a_training_says_how_long_a_checkpoint_takes(monkeypatch):
-    now, stream = [100.0], Stream(False)
-    monkeypatch.setattr(run_log.time, "perf_counter", lambda: now[0])
-    log: Any = SimpleNamespace(shown={})
-    progress = StepProgress(log, stream)
-    for step in (0, 1):
-        progress.measuring(step, "lens")
-        now[0] += 40.0
-        progress.measured(a_measurement(step))
-    assert stream.getvalue().splitlines() == [
-        "step 0: lens measured in 1.0 s",
-        "measuring lens at step 1, about 40 s left",
-        "step 1: lens measured in 1.0 s",
-    ]

@@ -34,7 +34,7 @@ from lit_layers.training.datamodules import LitStepData
 from lit_layers.training.modules import use_optimizer_
 from lit_layers.training.resuming import DivergedError, ResumeCheckpoint, ResumePoint, lightning_point, resume_point
 from lit_layers.training.run_folder import Origin, axis_step, kept
-from lit_layers.training.run_log import LONG, RunLog, TimeLeft
+from lit_layers.training.run_log import RunLog
 from lit_layers.training.trainer import (
     DEFAULTS,
     StepSeed,
@@ -314,22 +314,15 @@ class StepProgress(L.Callback):
     """
 
     def __init__(self, run_log: RunLog, stream: TextIO | None = None) -> None:
-        self.run_log, self.status, self._time = run_log, Status(stream or sys.stdout, LINE), TimeLeft()
+        self.run_log, self.status = run_log, Status(stream or sys.stdout, LINE)
         self.status.last = -LINE
-        self._now, self._told_step = "", -1
 
     def measuring(self, step: int, analysis: str) -> None:
-        self._time.measuring(step, analysis)
-        self._now = ", ".join(filter(None, [f"measuring {analysis} at step {step}", self._time.words()]))
         if self.status.is_live:
-            self.status.show(f"step {step} {self._values()}")
-        elif (self._time.expected or 0.0) >= LONG and step != self._told_step:
-            self._told_step = step
-            self.status.say(self._now)
+            self.status.show(f"step {step} measuring {analysis}")
 
     def measured(self, measurement: Measurement) -> None:
-        self._time.measured(measurement)
-        self._now, step, analysis = "", measurement.step, measurement.analysis
+        step, analysis = measurement.step, measurement.analysis
         if measurement.error is not None:
             self.status.say(f"{analysis} failed at step {step}: {measurement.error}")
         elif not self.status.is_live:
@@ -347,14 +340,14 @@ class StepProgress(L.Callback):
 
     def _values(self) -> str:
         forms = {
-            "loss": "loss {:.3f}",
-            "tokens_per_second": "{:,.0f} tokens/s",
-            "images_per_second": "{:,.0f} images/s",
+            "train/loss": "loss {:.3f}",
+            "train/tokens_per_second": "{:,.0f} tokens/s",
+            "train/images_per_second": "{:,.0f} images/s",
+            "train/mfu": "MFU {:.1%}",
+            "validation/loss": "validation {:.3f}",
         }
-        forms = {f"train/{name}": form for name, form in forms.items()} | {"train/mfu": "MFU {:.1%}"}
-        forms |= {"validation/loss": "validation {:.3f}"}
         shown = self.run_log.shown
-        return "  ".join(filter(None, [self._now, *(form.format(shown[n]) for n, form in forms.items() if n in shown)]))
+        return "  ".join(form.format(shown[name]) for name, form in forms.items() if name in shown)
 
 
 def beginning(point: ResumePoint | None, origin: Origin, *, has_ended: bool) -> str | None:
