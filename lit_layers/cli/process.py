@@ -142,16 +142,9 @@ def settle(ranks: int = 1) -> None:
 
 
 def tell(device: object) -> None:
-    """Say on what a command computes, unless it is to be quiet."""
-    if verbosity() >= 0:
-        print(description(device), file=sys.stderr)
-
-
-def description(device: object) -> str:
-    """Return what a command computes on, in a line: `8 threads, cuda:0`."""
+    """Say on what a command computes, `8 threads, cuda`, unless it is to be quiet."""
     import torch
 
-    number = torch.get_num_threads()
-    named = "cuda" if device == "auto" and torch.cuda.is_available() else str(device).replace("auto", "cpu")
-    where = f"cuda:{torch.cuda.current_device()}" if named == "cuda" and torch.cuda.is_available() else named
-    return f"{number} thread{'s' if number > 1 else ''}, {where}"
+    if verbosity() >= 0:
+        named = str(device).replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
+        print(f"{torch.get_num_threads()} threads, {named}", file=sys.stderr)

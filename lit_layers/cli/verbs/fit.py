@@ -139,7 +139,7 @@ class Run:
             # The model is built when training begins, and the series holds the weights that were trained.
             refuse_another_order(trainer, also=(BaseFinetuning, ModelPruning, WeightAveraging))
         if trainer.is_global_zero:
-            progress.status.say(process.description(trainer.strategy.root_device))
+            process.tell(trainer.strategy.root_device)
         return trainer
 
 
