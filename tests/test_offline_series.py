@@ -12,7 +12,7 @@ from lit_layers import identity, records
 from lit_layers.analyses import Coupling, Trajectory
 from lit_layers.data.tokenization import save_tokenizer, tokenizer_hash, train_bpe
 from lit_layers.errors import InputError
-from lit_layers.measuring import offline, shard_of
+from lit_layers.measuring import offline
 from lit_layers.measuring.offline import analyze_series
 from lit_layers.series import Checkpoint, HubRevisions, Models, StepFolders
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
@@ -212,8 +212,7 @@ def test_two_processes_at_once_measure_everything_once_in_the_table_of_one(run, 
     def share(index: int) -> None:
         torch.set_num_threads(1)
         start.wait(300)
-        shard = shard_of("auto", {"RANK": str(index), "WORLD_SIZE": "2"})
-        analyze_series(StepFolders(run), analyses(), root=tmp_path / "two" / "run", shard=shard)
+        analyze_series(StepFolders(run), analyses(), root=tmp_path / "two" / "run", shard=(index, 2))
 
     processes = [context.Process(target=share, args=(index,)) for index in range(2)]
     for process in processes:

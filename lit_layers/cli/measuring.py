@@ -5,20 +5,15 @@ All that a plan says is an extrapolation, from the seconds of a first share of t
 
 import copy
 import functools
-import os
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
-from torch import distributed
 
 from lit_layers import records
 from lit_layers.analyses.base import Analysis
@@ -29,7 +24,7 @@ from lit_layers.data import EvalText
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError, refuse_odd_files
 from lit_layers.identity import settings_of, shown
-from lit_layers.measuring import AUTO, MeasuringOptions
+from lit_layers.measuring import MeasuringOptions
 from lit_layers.measuring.offline import Analyses, SeriesResult, analyze_series, silent
 from lit_layers.records import Measurement
 from lit_layers.run_data import duration
@@ -158,9 +153,7 @@ def measured(
     Raises:
         InputError: a model or series that is not there, options that do not fit it.
     """
-    hidden = options.is_hidden or beside_training
-    take_own_gpu(options.device, os.environ)
-    if not hidden and not options.plan:
+    if not beside_training and not options.plan:
         process.tell(options.device)
     failed = False
     for series in everything:
@@ -170,39 +163,19 @@ def measured(
             show_table(plan.table(len(series.checkpoints)), series.name)
             print(*plan.notes(), sep="\n")
             continue
-        with bar("opening the model" if series.is_alone else "auditing the series", hidden=hidden) as show:
+        with bar("opening the model" if series.is_alone else "auditing the series", hidden=beside_training) as show:
             at_work = silent if options.engine == "ray" else functools.partial(show, None, None)
             analyses = analyses_for(series, make, tell=at_work, **about)
             placed: Any = {"root": about["root"], "beside_training": beside_training}
             result = analyze_series(series, analyses, options, progress=show, **placed)
-        if not hidden and not series.is_alone:
+        if not beside_training and not series.is_alone:
             show_audit(result.audit)
         if result.left_out:
             names = ", ".join(suspect.name for suspect in result.left_out)
             print(f"left out as suspect: {names}; --allow_suspect measures them")
         steps = [one.step for one in series.checkpoints] if series.is_alone else None
         failed |= tell(Outcome(root=about["root"], result=result, steps=steps))
-    sys.stdout.flush()  # torchrun may end this process as soon as another one ends
-    if options.shard == AUTO and not options.plan and not beside_training:
-        wait_for_the_others(os.environ)
     return FAILED if failed else 0
-
-
-def take_own_gpu(device: str, environment: Mapping[str, str]) -> None:
-    """Make `cuda` mean a GPU of its own for each process of torchrun on a machine."""
-    if device == "cpu" or "LOCAL_RANK" not in environment:
-        return
-    if torch.cuda.is_available():  # fewer GPUs than processes are shared
-        torch.cuda.set_device(int(environment["LOCAL_RANK"]) % torch.cuda.device_count())
-
-
-def wait_for_the_others(environment: Mapping[str, str]) -> None:
-    """Return when every process of torchrun is done: it ends all of them once one has ended with an error."""
-    if "TORCHELASTIC_RUN_ID" not in environment:
-        return
-    distributed.init_process_group("gloo", timeout=timedelta(days=30))
-    distributed.barrier()
-    distributed.destroy_process_group()
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,12 @@
 """Measuring: the loop over checkpoints and analyses, in training and after it, and the options of saved checkpoints."""
 
-import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from lit_layers.errors import InputError
 from lit_layers.schema import Device, Engine, refuse_no_shard
-
-AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +18,7 @@ class MeasuringOptions:
         offload: for a model that does not fit into memory, a folder on a disk: its blocks are read for each batch
             (docs/offload.md)
         keep_downloads: false: remove each checkpoint of a series from the Hub's cache once it is measured
-        shard: i/n: measure only every n-th checkpoint, from the i-th on, counted from 0. auto: a share for each process
-            of torchrun
+        shard: i/n: measure only every n-th checkpoint, from the i-th on, counted from 0
         root: folder of the results (default: checkpoints/NAME OF MODEL, or a run's own folder).
         device: where the model runs. auto: on a GPU if there is one
         dtype: what weights are converted to. bfloat16: only products within blocks, with a sample checked in float32
@@ -34,7 +29,7 @@ class MeasuringOptions:
     allow_suspect: bool = False
     offload: Path | None = None
     keep_downloads: bool = True
-    shard: str = AUTO
+    shard: str = "0/1"
     root: Path | None = None
     device: Device = "auto"
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
@@ -47,7 +42,10 @@ class MeasuringOptions:
         Raises:
             InputError: a shard that is none, or beside an engine that has one process alone.
         """
-        share = shard_of(self.shard, os.environ)
+        numbers = re.fullmatch(r"(\d+)/(\d+)", self.shard)
+        if numbers is None:
+            raise InputError(f"shard: expected i/n, such as 0/4, got {self.shard!r}")
+        share = int(numbers[1]), int(numbers[2])
         refuse_no_shard(share, self.engine)
         return share
 
@@ -55,23 +53,3 @@ class MeasuringOptions:
     def weights_dtype(self) -> Literal["float32", "float64"]:
         """Return what weights are converted to. With bfloat16 the view of an analysis converts its blocks."""
         return "float32" if self.dtype == "bfloat16" else self.dtype
-
-    @property
-    def is_hidden(self) -> bool:
-        """Whether another process speaks for this one: the first one of torchrun."""
-        return self.share[0] > 0 and self.shard == AUTO
-
-
-def shard_of(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return which checkpoints this process measures: (i, n) of `i/n`.
-
-    `auto` is what torchrun says, or all of them without torchrun.
-    """
-    if text == AUTO:
-        if not {"RANK", "WORLD_SIZE"} <= environment.keys():
-            return 0, 1
-        text = f"{environment['RANK']}/{environment['WORLD_SIZE']}"
-    numbers = re.fullmatch(r"(\d+)/(\d+)", text)
-    if numbers is None:
-        raise InputError(f"shard: expected auto or i/n, such as 0/4, got {text!r}")
-    return int(numbers[1]), int(numbers[2])

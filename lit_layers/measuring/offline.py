@@ -40,7 +40,7 @@ from lit_layers.series.weight_files import Fingerprint, Memory
 Analyses = Sequence[Analysis] | Callable[[Checkpoint], Sequence[Analysis]]
 Dtype = Literal["float32", "float64", "bfloat16"]
 Tell = Callable[[int | None, int | None, str], None]  # done, of how many, what comes next: checkpoints, or analyses
-ALONE = MeasuringOptions(shard="0/1")  # whatever torchrun says
+ALONE = MeasuringOptions()
 
 
 def silent(*_: Any) -> None:

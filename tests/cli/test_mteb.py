@@ -226,7 +226,6 @@ def test_texts_whose_views_are_equal_fail_alone(home, tmp_path, monkeypatch, cap
         (["--keep_downloads", "perhaps"], "keep_downloads: expected bool, got perhaps"),
         (["--keep_downloads", "false"], "keep_downloads: is for series, and one model was named"),
         (["--shard", "0/2"], "shard: is for series, and one model was named"),
-        (["--steps", "0", "--shard", "x"], "shard: expected auto or i/n, such as 0/4, got 'x'"),
         (["--submodule", "net"], "submodule: is for series, and one model was named"),
         (["--allow_suspect"], "allow_suspect: is for series, and one model was named: leave it out"),
         (["--steps", "1", "--revision", "main"], "revision: is for one model, and"),

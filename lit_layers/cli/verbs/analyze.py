@@ -1,7 +1,6 @@
 """`lit-layers analyze`: measure a trained model, whole or block by block, or a series of checkpoints."""
 
 import functools
-import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 from lit_layers.analyses import metric_names
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli.console import note
-from lit_layers.cli.measuring import Checkpoints, Outcome, Target, measured, wait_for_the_others
+from lit_layers.cli.measuring import Checkpoints, Outcome, Target, measured
 from lit_layers.cli.options import Recipe, given, refuse_beside
 from lit_layers.data import EvalText
 from lit_layers.errors import InputError
@@ -85,7 +84,6 @@ def _follow(command: "Command", options: Checkpoints, tokenizer: str | None, pat
         codes.append(measured(everything, options, command.analyses, _tell, **about))
 
     follow_folder(folder, measure, patience)
-    wait_for_the_others(os.environ)
     return codes[-1]
 
 
