@@ -4,7 +4,6 @@ import copy
 import gc
 import pickle
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,21 +120,16 @@ class Failing(TrainerCallback):
 
 
 @pytest.mark.parametrize("error", [pytest.param(ZeroDivisionError, marks=pytest.mark.soak), KeyboardInterrupt])
-def test_a_trainer_of_transformers_that_fails_gives_the_folder_free_and_can_train_again(error, tmp_path):
+def test_a_trainer_of_transformers_that_fails_holds_the_folder_and_can_train_again(error, tmp_path):
     root, rows = tmp_path / "run", [{"input_ids": ids, "labels": ids} for ids in RandomBlocks(4).tokens]
     arguments = TrainingArguments(
         str(tmp_path / "hf"), max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no"
     )
     watched, failing = EmergenceTrainerCallback([One()], [1], root, if_exists="overwrite"), Failing(error)
     trainer = Trainer(tiny("gpt2"), arguments, train_dataset=rows, callbacks=[watched, failing])
-    with pytest.raises(error) as kept:  # with the frames of its traceback, as a notebook keeps them
+    with pytest.raises(error):
         trainer.train()
-    assert kept.tb is not None
-    deadline = time.monotonic() + 300
-    while run_lock.is_held(root) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not run_lock.is_held(root)
-    assert run_forked(lambda: train(root, if_exists="overwrite")) == 0
+    assert run_lock.is_held(root)
     trainer.remove_callback(failing)
     trainer.train()
     assert not run_lock.is_held(root)
