@@ -16,7 +16,7 @@ from typing import Any
 
 from huggingface_hub import errors
 
-from lit_layers.errors import InputError, is_full, refused
+from lit_layers.errors import InputError, refused
 
 _OF_TORCH = {  # what these fields of a config.json may choose where the package `kernels` is installed
     "attn_implementation": ("sdpa", "eager", "flex_attention"),
@@ -85,15 +85,8 @@ def would_run_code(where: str, error: pickle.UnpicklingError) -> InputError:
 ADAPTER = "adapter_config.json"  # of peft
 MERGE_IT = "merge it into its model (merge_and_unload of peft), save that model, and name its folder"
 HUB_ERRORS = (OSError, ValueError, errors.HTTPError, errors.EntryNotFoundError)
-
-
 LOG_IN = "access is refused: ask for it on the repository's page, then log in with `hf auth login` or set HF_TOKEN"
-
-
-def is_refused(error: BaseException) -> bool:
-    """Whether the Hub answered that this user may not have it: a gated repository, or status 403."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    return isinstance(error, errors.GatedRepoError) or status == 403
+ASK_AGAIN = "check the name, the revision and the network, or run the same command again later"
 
 
 def reason(error: Exception) -> str:
@@ -115,20 +108,10 @@ def asking_the_hub(what: str, advice: str = "") -> Iterator[None]:
     except InputError:
         raise
     except (*HUB_ERRORS, RuntimeError) as error:
-        raise InputError(
-            f"{what} ({reason(error)}): {LOG_IN if is_refused(error) else advice or _advice(error)}"
-        ) from error
-
-
-def _advice(error: Exception) -> str:
-    status = getattr(getattr(error, "response", None), "status_code", 500)
-    if isinstance(error, errors.OfflineModeIsEnabled) or isinstance(error.__cause__, errors.OfflineModeIsEnabled):
-        return "unset HF_HUB_OFFLINE"
-    if isinstance(error, ValueError) or status not in (408, 429, *range(500, 600)):
-        return "check the name, the revision and your access to it"
-    if is_full(error):
-        return "check the disk of the cache (HF_HOME)"
-    return "run the same command again later, or set HF_HUB_OFFLINE=1 to read only the cache"
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        is_refused = isinstance(error, errors.GatedRepoError) or status == 403
+        remedy = LOG_IN if is_refused else advice or ASK_AGAIN
+        raise InputError(f"{what} ({reason(error)}): {remedy}") from error
 
 
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
