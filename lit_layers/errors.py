@@ -80,22 +80,12 @@ def odd_file(folder: str | os.PathLike[str]) -> str | None:
     return None
 
 
-OF_WEIGHTS_ALONE = (".pt", ".pth", ".bin", ".safetensors", ".tar")  # the last of timm: checkpoint-9.pth.tar
-LOAD_THEM = "a file of weights alone is loaded in Python, into the network that it is of, and measured by watch"
-
-
 def no_folder(name: str | Path) -> InputError:
     """Return what is said of a file in the place of a folder with a model: what to name instead."""
-    path = Path(name)
-    if path.suffix in (*OF_WEIGHTS_ALONE, ".json") and (path.parent / "config.json").is_file():
-        advice = f"name its folder, {path.parent}"
-    elif path.suffix == ".gguf":
-        advice = "make one of the GGUF file, once (docs/families.md)"
-    elif path.suffix in OF_WEIGHTS_ALONE:
-        advice = LOAD_THEM
-    else:
-        advice = "name its folder, with the config.json of the model in it"
-    return InputError(f"expected a folder with a model, {name} is a file: {advice}")
+    says = (
+        "name its folder, with the config.json of the model in it; without one load it in Python, and measure by watch"
+    )
+    return InputError(f"expected a folder with a model, {name} is a file: {says}")
 
 
 def given_root(root: str | Path) -> Path:

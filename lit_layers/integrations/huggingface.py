@@ -25,8 +25,8 @@ class EmergenceTrainerCallback(TrainerCallback):
 
     Step 0 is measured before the first update, and the last step always, unless training stops early and an earlier
     step's weights are loaded then (`load_best_model_at_end`); a training that is resumed goes on in the same file,
-    with `if_exists="resume"`. After an exception the callback holds the folder until the process ends or it trains again,
-    and then goes on there. The runs of W&B and TensorBoard that the Trainer reports to are its loggers, where no
+    with `if_exists="resume"`. After an exception the callback holds the folder until the process ends, or it trains
+    again and goes on there. The runs of W&B and TensorBoard that the Trainer reports to are its loggers, where no
     others are given.
 
     Args:

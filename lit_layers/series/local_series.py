@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_layers.errors import LOAD_THEM, OF_WEIGHTS_ALONE, InputError, refuse_odd_files
+from lit_layers.errors import InputError, refuse_odd_files
 from lit_layers.files.durable import Scratch, on_disk
-from lit_layers.files.hub import ADAPTER, MERGE_IT, ListedFile, would_run_code
+from lit_layers.files.hub import ListedFile, would_run_code
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import refuse_below_one, run_facts
 from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series, ordered, parsed_names, recognize
@@ -67,14 +67,9 @@ class StepFolders(_LocalSeries):
         names = sorted(name for name in folders if name not in _NO_CHECKPOINTS)
         steps, strangers = parsed_names(names, self._grammar or recognize(names))
         if not steps:
-            alone = any(path.suffix in OF_WEIGHTS_ALONE for path in self.root.iterdir())
-            advice = f"; {LOAD_THEM}" if alone else ""
-            if (self.root / ADAPTER).is_file():
-                advice = f"; it is an adapter of peft: {MERGE_IT}"
-            elif (self.root / "config.json").is_file():
+            advice = f"; of {strangers[0]} the step is not known: write it as a whole number" if strangers else ""
+            if (self.root / "config.json").is_file():
                 advice = "; it is one model: leave steps out, or name the folder that its steps lie in"
-            elif strangers:
-                advice = f"; of {strangers[0]} the step is not known: write it as a whole number"
             raise InputError(f"{self.root} holds no folder that is a step, such as step-000001000{advice}")
         kept, doubles = ordered(steps)
         run = run_facts(self.root)
