@@ -25,8 +25,8 @@ class EmergenceTrainerCallback(TrainerCallback):
 
     Step 0 is measured before the first update, and the last step always, unless training stops early and an earlier
     step's weights are loaded then (`load_best_model_at_end`); a training that is resumed goes on in the same file,
-    with `if_exists="resume"`. After an exception the callback holds the folder until the process ends, or it trains
-    again and goes on there. The runs of W&B and TensorBoard that the Trainer reports to are its loggers, where no
+    with `if_exists="resume"`. After an exception the callback holds the folder until the process ends or it trains
+    again. The runs of W&B and TensorBoard that the Trainer reports to are its loggers, where no
     others are given.
 
     Args:
@@ -56,9 +56,10 @@ class EmergenceTrainerCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
         before, options = self._watch, self._options | {"_saved_by": state.stateful_callbacks.get(STATE)}  # pyright: ignore
-        if before is not None and before.is_open:  # begins anew: with smaller batches, or after an exception
-            options |= {"if_exists": "resume", "_saved_by": before.measurer.training}
+        if before is not None and before.is_open:  # left by an exception, or because its batches did not fit
             before.give_up()
+            if args.auto_find_batch_size:
+                options |= {"if_exists": "resume", "_saved_by": before.measurer.training}
         if self.model is not None:
             model = submodule(model, self.model)
         first, last = state.global_step, state.max_steps

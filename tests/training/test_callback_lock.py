@@ -141,7 +141,7 @@ def test_a_trainer_that_begins_anew_while_it_fails_holds_the_folder(tmp_path):
     """As with `auto_find_batch_size`, which calls the training loop again."""
     root = tmp_path / "run"
     watched, state = EmergenceTrainerCallback([One()], [1], root), TrainerState(global_step=0, max_steps=1)
-    arguments = SimpleNamespace(report_to=[], load_best_model_at_end=False)
+    arguments = SimpleNamespace(report_to=[], load_best_model_at_end=False, auto_find_batch_size=True)
     for _ in range(2):
         watched.on_train_begin(arguments, state, TrainerControl(), model=tiny("gpt2"))
         gc.collect()
