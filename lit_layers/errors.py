@@ -82,10 +82,9 @@ def odd_file(folder: str | os.PathLike[str]) -> str | None:
 
 def no_folder(name: str | Path) -> InputError:
     """Return what is said of a file in the place of a folder with a model: what to name instead."""
-    says = (
-        "name its folder, with the config.json of the model in it; without one load it in Python, and measure by watch"
+    return InputError(
+        f"expected a folder with a model, {name} is a file: name its folder, with the config.json of the model in it"
     )
-    return InputError(f"expected a folder with a model, {name} is a file: {says}")
 
 
 def given_root(root: str | Path) -> Path:

@@ -258,48 +258,6 @@ def refuse_no_shard(shard: tuple[int, int], engine: Engine = "process") -> None:
 RUN_FILE = "run.json"
 
 
-def _open(name: str, **types: Any) -> Any:
-    """The type of an object with these fields, of which any may be missing, and any others."""
-    return with_config(OPEN)(TypedDict(name, types, total=False))  # pyright: ignore[reportArgumentType]
-
-
-_Origin = _open("_Origin", step=Count, tokens=Count | None)
-_Model = _open("_Model", **{"class": str, "parameters": Count})
-_Data = _open("_Data", corpus=str | None, source=Any, unigram_entropy=Real | None)
-_Config = _open(
-    "_Config",
-    seed_everything=int | bool | None,
-    **dict.fromkeys(("corpus", "tokenizer"), str | None),
-    **dict.fromkeys(("model", "data", "trainer", "wandb"), dict[str, Any] | None),
-    analyses=list[Any] | None,
-)
-
-
-@with_config(OPEN)
-class _Resumed(TypedDict):
-    step: Count
-    at: str
-    back: bool
-
-
-_RunFacts = _open(  # in the order in which a page shows them
-    "_RunFacts",
-    **dict.fromkeys(("run", "id", "started"), str),
-    max_steps=Count,
-    origin=_Origin | None,
-    tokens_per_step=Count | None,
-    world_size=Count,
-    **dict.fromkeys(("device", "precision"), str),
-    model=_Model,
-    config=_Config,
-    data=_Data,
-    resumed=list[_Resumed],
-    seconds=Seconds,
-    last_step=Count,
-    **dict.fromkeys(("checkpoint_seconds", "analysis_seconds"), Seconds),
-)
-
-
 def run_facts(root: Path, *, needed: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return what a run says of itself in its folder; nothing where there is no run.json.
 
@@ -309,7 +267,7 @@ def run_facts(root: Path, *, needed: tuple[str, ...] = ()) -> dict[str, Any]:
     path = root / RUN_FILE
     if not path.is_file():
         return {}
-    facts: Any = read(path, _RunFacts, "restore it, or delete it to go on without it")
+    facts = read(path, dict[str, Any], "restore it, or delete it to go on without it")
     for field in needed:
         if field not in facts:
             raise InputError(f"{path}: {field}: this field is missing; restore it, or begin another run")

@@ -131,26 +131,16 @@ def test_a_recipe_in_another_encoding_is_named(tmp_path: Path, capsys: pytest.Ca
         refused(["analyze", "model", f"--config={file}"], "config: 'utf-8' codec can't decode byte", capsys)
 
 
-def test_a_run_whose_files_are_of_another_shape_is_refused_by_every_reader(
+def test_a_run_whose_file_is_damaged_is_refused_by_every_reader(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path / "run", steps=(0, 1), analyses=("coupling",), layers=2)
-    readers = (["report", str(run)], ["correlate", str(run), "--metric", "coupling", "--score", "validation/loss"])
     facts = (run / "run.json").read_text()
-    for change, sentence in (
-        ({"model": "gpt2"}, "run.json: model: expected an object, got 'gpt2'"),
-        ({"config": [1]}, "run.json: config: expected an object, got [1]"),
-        ({"config": {"analyses": {}}}, "run.json: config.analyses: expected a list, got {}"),
-        ({"data": 3}, "run.json: data: expected an object, got 3"),
-        ({"seconds": "long"}, "run.json: seconds: expected seconds of at least 0, got 'long'"),
-        ({"max_steps": 1.5}, "run.json: max_steps: expected a whole number of at least 0, got 1.5"),
-        ({"origin": {"step": None}}, "run.json: origin.step: expected a whole number of at least 0, got None"),
-    ):
-        (run / "run.json").write_text(json.dumps({**json.loads(facts), **change}))
-        for argv in readers:
-            refused(argv, sentence, capsys)
-    (run / "run.json").write_bytes(facts.encode("utf-16"))
-    refused(readers[0], "run.json: not valid JSON", capsys)
+    correlated = ["correlate", str(run), "--metric", "coupling", "--score", "validation/loss"]
+    for content in (facts.encode("utf-16"), facts[:100].encode()):
+        (run / "run.json").write_bytes(content)
+        for argv in (["report", str(run)], correlated):
+            refused(argv, "run.json: not valid JSON", capsys)
 
 
 def test_a_vocabulary_beyond_reason_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
