@@ -8,7 +8,7 @@ import sys
 from importlib.metadata import version
 
 from lit_layers.cli import INTERRUPTED, REFUSED, process
-from lit_layers.cli.console import one_line, without_verbosity
+from lit_layers.cli.console import one_line, without_verbose
 from lit_layers.errors import InputError, did_you_mean, is_full
 
 COMMANDS = {  # each a file of `verbs`
@@ -29,7 +29,7 @@ GO_ON = ("analyze", "intervene", "mteb", "prepare")  # where they were, when the
 
 def answered(argv: list[str]) -> list[str]:
     """Return the command and its words; for help and version, which are printed, an empty one."""
-    argv = without_verbosity(argv)
+    argv = without_verbose(argv)
     command, rest = (argv or ["--help"])[0], argv[1:]
     if command in ("-h", "--help", "-V", "--version"):
         print(f"lit-layers {version('lit_layers')}" if command in ("-V", "--version") else _help())
@@ -93,6 +93,6 @@ How structure emerges, layer by layer, while a transformer trains.
 {commands}
 
 To begin: lit-layers fit quickstart/gpt2, and then lit-layers report checkpoints/quickstart.
-lit-layers COMMAND --help shows its options; all have -q (quiet) and -v (verbose).
+lit-layers COMMAND --help shows its options; all have -v (verbose).
 validate takes the options of fit: lit-layers validate RECIPE --ckpt_path FILE.ckpt
 fit and analyze: --code PACKAGE lets recipes name the classes of your own package or folder."""

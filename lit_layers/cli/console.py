@@ -9,44 +9,30 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TextIO
 
-from lit_layers.errors import InputError
-
 if TYPE_CHECKING:
     from lit_layers.series import Audit
 
-QUIET, VERBOSE = ("-q", "--quiet"), ("-v", "--verbose")
+VERBOSE = ("-v", "--verbose")
 REDRAWN, LINE = 0.1, 60.0  # seconds between two drawings of a status, and between two lines where there is no terminal
 _STEPS = 6  # of a finding, at each end
-_verbosity = 0
+_is_verbose = False
 Show = Callable[[int | None, int | None, str], None]  # done, of how many (None: as before), what comes next
 
 
-def without_verbosity(words: Sequence[str]) -> list[str]:
-    """Return a command line without its -q or -v, which hold from here on, for this command.
-
-    Raises:
-        InputError: both are there.
+def without_verbose(words: Sequence[str]) -> list[str]:
+    """Return a command line without its -v, which holds from here on, for this command: lines of all that is done, and
+    tracebacks of what failed.
     """
-    global _verbosity
+    global _is_verbose
     end = words.index("--") if "--" in words else len(words)
-    is_quiet, is_verbose = (any(word in words[:end] for word in names) for names in (QUIET, VERBOSE))
-    if is_quiet and is_verbose:
-        raise InputError("-q and -v: one of them, expected either quiet or verbose")
-    _verbosity = int(is_verbose) - int(is_quiet)
+    _is_verbose = any(word in words[:end] for word in VERBOSE)
     package = logging.getLogger("lit_layers")
-    package.setLevel(logging.DEBUG if is_verbose else logging.NOTSET)
-    if is_verbose and not package.handlers:
+    package.setLevel(logging.DEBUG if _is_verbose else logging.NOTSET)
+    if _is_verbose and not package.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
         package.addHandler(handler)
-    return [word for word in words[:end] if word not in QUIET + VERBOSE] + list(words[end:])
-
-
-def verbosity() -> int:
-    """-1: only results, warnings and refusals. 0: also bars, or lines now and then. 1: lines of all that is done, and
-    tracebacks of what failed.
-    """
-    return _verbosity
+    return [word for word in words[:end] if word not in VERBOSE] + list(words[end:])
 
 
 def one_line(text: str) -> str:
@@ -99,13 +85,13 @@ class Status:
     """A line of text that a terminal shows in place of the line before, and a log file once in `every` seconds."""
 
     def __init__(self, stream: TextIO | None, every: float = LINE) -> None:
-        self.stream, self.is_live = stream, stream is not None and stream.isatty() and verbosity() == 0
+        self.stream, self.is_live = stream, stream is not None and stream.isatty() and not _is_verbose
         self.every, self.last = (REDRAWN, 0.0) if self.is_live else (every, time.monotonic())
 
     @property
     def is_due(self) -> bool:
         """Whether the next text is shown."""
-        return verbosity() >= 0 and time.monotonic() - self.last >= self.every
+        return time.monotonic() - self.last >= self.every
 
     def show(self, text: str) -> None:
         if not self.is_due:
@@ -118,10 +104,9 @@ class Status:
             print(text, file=self.stream, flush=True)
 
     def say(self, sentence: str) -> None:
-        """Print a line that stays, unless the command is to be quiet."""
+        """Print a line that stays."""
         self.clear()
-        if verbosity() >= 0:
-            print(sentence, file=self.stream, flush=True)
+        print(sentence, file=self.stream, flush=True)
 
     def clear(self) -> None:
         if self.is_live:

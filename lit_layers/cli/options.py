@@ -29,7 +29,7 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from jsonargparse.typing import register_type
 from omegaconf.errors import OmegaConfBaseException
 
-from lit_layers.cli.console import QUIET, VERBOSE
+from lit_layers.cli.console import VERBOSE
 from lit_layers.cli.recipes import CLASSES, find_recipe, placed, trust_code
 from lit_layers.errors import InputError, refused
 from lit_layers.schema import refuse_outside
@@ -188,9 +188,8 @@ def parser_of(verb: Callable[..., Any]) -> RecipeParser:
     parser.usage = " ".join([parser.prog, *_add_options(parser, verb), "[options]"])
     words = "a YAML recipe with values for these options; of several, later ones win"
     parser.add_argument("-c", "--config", action=_RecipeFile, help=words)
-    heeded: Any = {"action": "store_true", "default": argparse.SUPPRESS}  # before a verb reads its options
-    parser.add_argument(*QUIET, help="print only results, warnings and refusals", **heeded)
-    parser.add_argument(*VERBOSE, help="print a line for everything that is done, and tracebacks of failures", **heeded)
+    words = "print a line for everything that is done, and tracebacks of failures"  # heeded before a verb reads these
+    parser.add_argument(*VERBOSE, action="store_true", default=argparse.SUPPRESS, help=words)
     return parser
 
 

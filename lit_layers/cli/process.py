@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from lit_layers.cli import READER_GONE, TERMINATED
-from lit_layers.cli.console import verbosity
 
 VARIABLE = "OMP_NUM_THREADS"  # torch, numpy and scikit-learn read it when they are imported
 _current: "Stopping | None" = None
@@ -142,9 +141,8 @@ def settle(ranks: int = 1) -> None:
 
 
 def tell(device: object) -> None:
-    """Say on what a command computes, `8 threads, cuda`, unless it is to be quiet."""
+    """Say on what a command computes: `8 threads, cuda`."""
     import torch
 
-    if verbosity() >= 0:
-        named = str(device).replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
-        print(f"{torch.get_num_threads()} threads, {named}", file=sys.stderr)
+    named = str(device).replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
+    print(f"{torch.get_num_threads()} threads, {named}", file=sys.stderr)

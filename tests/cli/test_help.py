@@ -45,7 +45,7 @@ def test_each_option_has_one_spelling(verb):
     shown = parser_of(getattr(importlib.import_module(f"lit_layers.cli.verbs.{verb}"), verb)).format_help()
     names = re.findall(r"^  (?:-\w, )?--([\w.]+)", shown, re.MULTILINE)
     assert len({*names}) == len(names)
-    assert {"help", "print_config", "quiet", "verbose"} <= {*names}
+    assert {"help", "print_config", "verbose"} <= {*names}
 
 
 def test_the_usage_names_what_a_command_needs(capsys):

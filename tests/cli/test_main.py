@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lit_layers.cli.command_line import COMMANDS
-from lit_layers.cli.console import verbosity, without_verbosity
+from lit_layers.cli.console import without_verbose
 from lit_layers.cli.main import main
 from tests.support.runs import make_run
 
@@ -64,30 +64,19 @@ def test_a_full_disk_is_a_sentence_though_the_error_names_no_file(monkeypatch, t
 @pytest.fixture
 def logs_as_before():
     yield
-    without_verbosity([])
+    without_verbose([])
     logging.getLogger("lit_layers").handlers.clear()
 
 
-@pytest.mark.parametrize(
-    ("words", "left", "level"),
-    [
-        (["-q", "audit", "x"], ["audit", "x"], -1),
-        (["audit", "x", "--verbose"], ["audit", "x"], 1),
-        (["audit", "--", "-q"], ["audit", "--", "-q"], 0),
-    ],
-)
-def test_quiet_and_verbose_are_taken_wherever_they_stand_before_a_double_dash(words, left, level, logs_as_before):
-    assert without_verbosity(words) == left
-    assert verbosity() == level
+@pytest.mark.parametrize("words", [["-v", "audit", "x"], ["audit", "x", "--verbose"], ["audit", "x", "--", "-v"]])
+def test_verbose_is_taken_wherever_it_stands_before_a_double_dash(words, logs_as_before):
+    is_taken = "--" not in words
+    assert without_verbose(words) == (["audit", "x"] if is_taken else words)
+    assert (logging.getLogger("lit_layers").level == logging.DEBUG) == is_taken
 
 
-def test_quiet_and_verbose_together_are_refused(logs_as_before, capsys):
-    assert main(["audit", "-q", "x", "--verbose"]) == 2
-    assert capsys.readouterr().err == "lit-layers: error: -q and -v: one of them, expected either quiet or verbose\n"
-
-
-@pytest.mark.parametrize(("option", "is_traced"), [("-v", True), ("-q", False)])
-def test_verbose_tells_where_a_refusal_comes_from_and_quiet_does_not(option, is_traced, tmp_path):
+@pytest.mark.parametrize(("option", "is_traced"), [("-v", True), ("--steps=all", False)])
+def test_verbose_tells_where_a_refusal_comes_from(option, is_traced, tmp_path):
     command = [sys.executable, "-P", "-m", "lit_layers.cli.main", "audit", str(tmp_path / "none"), option]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 2
@@ -167,4 +156,4 @@ def test_the_help_of_every_command_has_them(verb, capsys):
     with contextlib.suppress(SystemExit):
         main([verb, "--help"])
     help = capsys.readouterr().out
-    assert {"-q, --quiet", "-v, --verbose"} <= {line.strip().partition("  ")[0] for line in help.splitlines()}
+    assert "-v, --verbose" in {line.strip().partition("  ")[0] for line in help.splitlines()}

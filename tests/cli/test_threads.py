@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lit_layers.cli import console, process
+from lit_layers.cli import process
 
 
 def test_what_the_caller_says_stays_and_what_was_settled_is_divided(monkeypatch):
@@ -53,13 +53,3 @@ def test_a_data_loaders_worker_has_one_thread():
         assert [int(each) for each in DataLoader(Threads(), num_workers=1)] == [1, 1]  # pyright: ignore
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize(("words", "is_told"), [([], True), (["-q"], False)])
-def test_a_quiet_command_does_not_say_on_what_it_computes(words, is_told, capsys):
-    try:
-        console.without_verbosity(words)
-        process.tell("cpu")
-    finally:
-        console.without_verbosity([])
-    assert capsys.readouterr().err.endswith("cpu\n") == is_told

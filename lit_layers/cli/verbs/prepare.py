@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from lit_layers.cli.console import verbosity
-
 SEPARATOR = "<|endoftext|>"
 
 
@@ -42,7 +40,7 @@ def prepare(
         separator=None if separator == SEPARATOR else separator,
         validation=validation,
         max_documents=max_documents,
-        progress=verbosity() >= 0,
+        progress=True,
     )
     header = shards.header
     for split in ("train", "validation"):
