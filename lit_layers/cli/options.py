@@ -16,7 +16,6 @@ import functools
 import importlib
 import inspect
 import re
-import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, takewhile
@@ -31,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lit_layers.cli.console import VERBOSE
 from lit_layers.cli.recipes import CLASSES, find_recipe, placed, trust_code
-from lit_layers.errors import InputError, refused
+from lit_layers.errors import InputError
 from lit_layers.schema import refuse_outside
 
 _PLAIN = (str, int, float, tuple, Path)  # other classes are named by class_path
@@ -320,18 +319,6 @@ def refuse_beside(options: Iterable[str], cases: Iterable[tuple[Iterable[str], b
     for names, applies, why in cases:
         if applies and (name := next((name for name in names if name in options), None)):
             raise InputError(f"{name}: {why}: leave it out")
-
-
-def refuse_unwritable(name: str, folder: Path) -> None:
-    """Refuse, before anything is computed for it, a folder to be that is a file or where nothing can be written.
-
-    Raises:
-        InputError: naming the option, and the file or why.
-    """
-    with refused(f"{name}: cannot write to {folder}"):
-        there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path.cwd())
-        with tempfile.TemporaryFile(dir=there):
-            pass
 
 
 def refuse_replacing(folder: Path, read: Iterable[str | Path | None], written: Iterable[str]) -> None:

@@ -173,7 +173,7 @@ def test_names_from_files_are_shown_and_never_run(tmp_path):
         ("scores.csv --metric width --score nothing", "scores.csv has no column 'nothing'"),
         ("elsewhere --metric coupling --score a", "got elsewhere: no such folder"),
         ("--data published --resamples 3", "resamples: expected at least 100, got 3"),
-        ("--data published --root scores.csv", "root: cannot write to scores.csv: not a directory"),
+        ("--data published --root scores.csv", "cannot write to scores.csv: not a directory"),
         ("--data published --given size", "given: no column 'size'"),
         ("--data other", "data: expected one of 'published', null, got other"),
     ],

@@ -370,9 +370,6 @@ OWN = "--text title --label mood"
         (f"{M} --task yelp --rule fraction_of_last", "rule: fraction_of_last is for accuracies, and this task is a"),
         (f"{M} --task banking77 --folder nowhere", "folder: expected a folder of data, nowhere is none"),
         (f"{M} --task emotion --folder data", "emotion"),
-        (f"{M} --task banking77 --root file", "root: cannot write to file: not a directory"),
-        (f"{M} --task banking77 --root file/deep", "root: cannot write to file/deep: not a directory"),
-        (f"{M} --task banking77 --export file", "export: cannot write to file: not a directory"),
         (
             f"{M} --task banking77 --export taken",
             "taken is there already: choose another folder, or allow to overwrite",

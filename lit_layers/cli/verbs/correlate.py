@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from lit_layers.cli.console import show_table
-from lit_layers.cli.options import Names, given, refuse_beside, refuse_replacing, refuse_unwritable
+from lit_layers.cli.options import Names, given, refuse_beside, refuse_replacing
 from lit_layers.correlate import correlate as correlate_models
 from lit_layers.correlate import correlate_layers, published, read_layers
 from lit_layers.correlate.findings import Findings, LayerFindings
@@ -103,7 +103,6 @@ def correlate(
         raise InputError(f"models: expected run folders, got {files[0]}: give files as --scores and --metrics_file")
     if missing := [name for name in ("metrics", "scores") if of_layers and name not in of_layers]:
         raise InputError(f"{missing[0]}: expected --{missing[0]}; see `lit-layers correlate --help`")
-    refuse_unwritable("root", root)
     read = [*files, (over_models.score or "").rpartition(":")[0], over_layers.scores, over_layers.metrics_file]
     written = ("models", "correlation", "layers", "correlations", "selection", "curves")
     refuse_replacing(root, read, written)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from lit_layers.cli.console import bar, show_table
-from lit_layers.cli.options import Names, refuse_replacing, refuse_unwritable
+from lit_layers.cli.options import Names, refuse_replacing
 from lit_layers.clock import times_and_order as clocks
 from lit_layers.clock.curve_sources import curves_of
 from lit_layers.clock.step_curves import MONOTONICITY, layer_curves, over_seeds, over_the_seeds
@@ -47,7 +47,6 @@ def emerge(
     if not runs:
         raise InputError("missing: runs: expected a run's folder or a table of scores, or several")
     folder = root or Path("emergence")
-    refuse_unwritable("root", folder)
     refuse_replacing(folder, runs, WRITTEN)
     curves = []
     tags = {name: str(value) for name, value in (where or {}).items()}

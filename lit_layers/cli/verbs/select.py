@@ -11,7 +11,7 @@ from lit_layers.analyses.probes.probe_fits import ProbeOptions
 from lit_layers.cli import process
 from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.measuring import name_of
-from lit_layers.cli.options import given, refuse_beside, refuse_replacing, refuse_unwritable
+from lit_layers.cli.options import given, refuse_beside, refuse_replacing
 from lit_layers.errors import InputError
 from lit_layers.measuring.offline import device_of
 from lit_layers.models.costs import layer_latencies
@@ -100,9 +100,6 @@ class SelectOptions:
         """
         if (self.task is None) == (self.images is None):
             raise InputError("task: expected --task NAME, or --images SOURCE for a vision model, and not both")
-        for name, folder in {"root": self.root, "export": self.export, "cache": self.cache}.items():
-            if folder is not None:
-                refuse_unwritable(name, Path(folder))
         if self.root is not None:
             refuse_replacing(self.root, [self.task], ("models", "layers"))
         if self.root and self.export and self.root.resolve().is_relative_to(self.export.resolve()):
