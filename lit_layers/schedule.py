@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lit_layers.errors import InputError
-from lit_layers.schema import MANY, Range
+from lit_layers.schema import COUNT, COUNT_OR_NONE, MANY, Range, refuse_outside
 
 Steps = str | Sequence[int] | Mapping[str, int | Sequence[int]]
 """As a recipe writes it: `pythia`, `[0, 1, 2, 1000]`, `{every: 500}` or `{log: 2, until: 512, then_every: 1000}`; a
@@ -12,9 +12,8 @@ rule takes single steps besides: `{every: 500, also: [750]}`."""
 
 PYTHIA = {"log": 2, "until": 512, "then_every": 1000}
 _KEYS = ({"every"}, {"log"}, {"log", "until"}, {"log", "until", "then_every"})
-_STEP = Range(0, MANY, whole=True, low_words="whole numbers of at least 0")
-_EVERY = Range(1, MANY, whole=True, low_words="a whole number of at least 1")
-_BASE = Range(2, MANY, whole=True, low_words="a whole number of at least 2")
+_RANGES = {"log": Range(2, MANY, whole=True), "also": COUNT_OR_NONE}
+_RANGES |= dict.fromkeys(("every", "until", "then_every"), COUNT)
 _EXPECTED = "expected pythia, a list of steps, {every: N} or {log: BASE, until: N, then_every: N}, also: [STEP, ...]"
 
 
@@ -27,17 +26,19 @@ class Schedule:
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
-        if isinstance(steps, str):
-            if steps != "pythia":
-                raise InputError(f"steps: {_EXPECTED}, got {steps!r}")
-            steps = PYTHIA
-        self._rule: dict[str, int] = {}
+        steps = PYTHIA if steps == "pythia" else steps
+        self._rule: dict[str, Any] = {}
         self._listed: frozenset[int] = frozenset()
         self._also: frozenset[int] = frozenset()
-        if isinstance(steps, Mapping):
-            self._rule, self._also = _checked_rule(steps)
+        if isinstance(steps, Mapping) and {*steps} - {"also"} in _KEYS:
+            refuse_outside("steps.", _RANGES, steps)
+            also = steps.get("also", [])
+            self._rule, self._also = dict(steps), frozenset([also] if isinstance(also, int) else also)
+        elif isinstance(steps, Sequence) and not isinstance(steps, str) and len(steps):
+            refuse_outside("", {"steps": COUNT_OR_NONE}, {"steps": steps})
+            self._listed = frozenset(steps)
         else:
-            self._listed = frozenset(_checked_list(steps))
+            raise InputError(f"steps: {_EXPECTED}, got {steps!r}")
 
     def __contains__(self, step: int) -> bool:
         if step <= 0 or self._listed:
@@ -66,24 +67,3 @@ def _is_power(step: int, base: int) -> bool:
     while step % base == 0:
         step //= base
     return step == 1
-
-
-def _checked_rule(steps: Mapping[str, Any]) -> tuple[dict[str, int], frozenset[int]]:
-    """The rule, and the steps besides."""
-    rule = {key: value for key, value in steps.items() if key != "also"}
-    if set(rule) not in _KEYS:
-        raise InputError(f"steps: {_EXPECTED}, got the keys {', '.join(map(str, steps)) or '(none)'}")
-    for key, value in rule.items():
-        allowed = _BASE if key == "log" else _EVERY
-        if (expected := allowed.expected(value)) is not None:
-            raise InputError(f"steps.{key}: expected {expected}, got {value!r}")
-    return rule, frozenset(_checked_list(steps["also"], "steps.also") if "also" in steps else ())
-
-
-def _checked_list(steps: Sequence[int], where: str = "steps") -> list[int]:
-    if not isinstance(steps, Sequence) or isinstance(steps, str) or not len(steps):
-        raise InputError(f"{where}: {_EXPECTED if where == 'steps' else 'expected a list of steps'}, got {steps!r}")
-    for step in steps:
-        if (expected := _STEP.expected(step)) is not None:
-            raise InputError(f"{where}: expected {expected}, got {step!r}")
-    return list(steps)

@@ -174,7 +174,7 @@ MANY = 10**9  # steps, sequences, tokens: more is a slip of the pen, and some lo
 class Range:
     """Numbers from `low` to `high`, both of them in it unless `above` or `below` leaves them out.
 
-    `words` say what is expected, `low_words` where a number is too low or none; without them it is the bound passed.
+    `words` say what is expected; without them it is the bound passed.
     """
 
     low: float
@@ -183,15 +183,14 @@ class Range:
     above: bool = False
     below: bool = False
     words: str | None = None
-    low_words: str | None = None
 
     def expected(self, value: Any) -> str | None:
         """What is expected in place of `value`; None where it is in the range."""
         if isinstance(value, bool) or not isinstance(value, numbers.Integral if self.whole else numbers.Real):
-            return self.words or self.low_words or ("a whole number" if self.whole else "a number")
+            return self.words or ("a whole number" if self.whole else "a number")
         size: Any = value  # a whole number too large for a float compares, too
         if not (size > self.low if self.above else size >= self.low):
-            return self.words or self.low_words or f"{'more than' if self.above else 'at least'} {self.low:,}"
+            return self.words or f"{'more than' if self.above else 'at least'} {self.low:,}"
         if not (size < self.high if self.below else size <= self.high):
             return self.words or f"{'less than' if self.below else 'at most'} {self.high:,}"
         return None
@@ -205,7 +204,7 @@ NOT_NEGATIVE = Range(0, math.inf)
 POSITIVE = Range(0, math.inf, above=True, words="a positive number")
 SHARE = Range(0, 1, words="a share from 0 to 1")
 SHARE_BELOW_1 = Range(0, 1, below=True, words="a share of at least 0 and below 1")
-LEARNING_RATE = Range(0, 1, above=True, below=True, low_words="a positive learning rate")
+LEARNING_RATE = Range(0, 1, above=True, below=True)
 WEIGHT_DECAY = Range(0, 100)
 BETA = Range(0, 1, below=True, words="two numbers of at least 0 and below 1")
 BATCH = Range(1, 2**24, whole=True)  # its numbers are listed before they are cut into micro-batches

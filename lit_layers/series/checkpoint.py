@@ -21,6 +21,7 @@ from lit_layers import schema
 from lit_layers.errors import InputError
 from lit_layers.files.hub import would_run_code
 from lit_layers.schedule import Schedule, Steps
+from lit_layers.schema import MANY, Range, refuse_outside
 from lit_layers.series.checkpoint_sources import Source
 from lit_layers.series.weight_files import Memory
 
@@ -157,8 +158,7 @@ def choose(listed: Sequence[int], steps: Steps, where: str) -> list[int]:
 
 
 def _log_spaced(listed: list[int], count: Any) -> list[int]:
-    if not isinstance(count, int) or isinstance(count, bool) or count < 2:
-        raise InputError(f"steps.log_spaced: expected a whole number of at least 2, got {count!r}")
+    refuse_outside("steps.", {"log_spaced": Range(2, MANY, whole=True)}, {"log_spaced": count})
     if count >= len(listed):
         return listed
     places = [math.log1p(step) for step in listed]

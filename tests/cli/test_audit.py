@@ -152,7 +152,7 @@ def test_a_repository_is_audited_by_the_command_as_users_type_it(tmp_path, model
         (["{run}/.."], "holds no folder that is a step"),
         (["{run}", "--steps", "often"], "steps: expected pythia, a list of steps"),
         (["{run}", "--steps", "0,7"], "steps: first has no step 7; it has 5 steps from 0 to 8, the nearest 4 and 8"),
-        (["{run}", "--steps", "{log_spaced: 1}"], "steps.log_spaced: expected a whole number of at least 2, got 1"),
+        (["{run}", "--steps", "{log_spaced: 1}"], "steps.log_spaced: expected at least 2, got 1"),
         (["{run}", "--steps", "{log"], "steps: expected pythia, a list of steps"),
         (["{run}", "--grammar", "word"], "grammar: expected auto, step, stages, continued, checkpoint or a template"),
         (["{run}", "--json", "{run}"], "json: expected a file in a folder that exists, got {run}"),

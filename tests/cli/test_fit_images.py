@@ -94,7 +94,7 @@ def test_a_resumed_run_refuses_other_images_under_the_old_name(recipe, tmp_path,
     [
         (["--model.patch_size", "3"], "model.patch_size: expected a divisor of the image size 8, got 3"),
         (["--data.image_size", "9"], "model.patch_size: expected a divisor of the image size 9, got 4"),
-        (["--model.lr", "-1"], "model.lr: expected a positive learning rate, got -1"),
+        (["--model.lr", "-1"], "model.lr: expected more than 0, got -1"),
         (["--model.architecture", "vit_tini"], "no model named 'vit_tini' in timm"),
         (["--model.config.embed_dims", "16"], "embed_dims"),
         (["--model.config.num_heads", "3"], "cannot build vit_tiny_patch16_224"),

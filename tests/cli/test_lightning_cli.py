@@ -68,7 +68,7 @@ REFUSED = {
     "batch size finder": ([f"{CALLBACK}BatchSizeFinder"], "callbacks.BatchSizeFinder: expected none"),
     "overfit_batches": (["--trainer.overfit_batches=2"], "trainer.overfit_batches: expected 0"),
     "epochs without end": (["--trainer.max_epochs=2"], "trainer.max_epochs: expected none without"),
-    "no end": (["--trainer.max_steps=-1"], "trainer.max_steps: expected the number of steps to train, got -1"),
+    "no end": (["--trainer.max_steps=-1"], "trainer.max_steps: expected at least 1, got -1"),
     "a random seed": (["--seed_everything", "true"], "seed_everything: expected int"),
 }
 

@@ -413,7 +413,7 @@ def test_the_learning_rate_goes_up_and_down_on_straight_lines():
         ({"tasks": ["mnli"]}, "task: there is no 'mnli'; did you mean wnli or qnli"),
         ({"training": ["half"]}, "recipe: training: expected one of 'full', 'frozen', got half"),
         ({"max_steps": 0}, "recipe: max_steps: expected at least 1, got 0"),
-        ({"frozen_learning_rate": 0}, "recipe: frozen_learning_rate: expected a positive learning rate, got 0"),
+        ({"frozen_learning_rate": 0}, "recipe: frozen_learning_rate: expected more than 0, got 0"),
     ],
 )
 def test_a_recipe_with_wrong_keys_or_values_is_refused(content, sentence, tmp_path):

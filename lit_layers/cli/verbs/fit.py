@@ -28,7 +28,7 @@ from lit_layers.files import run_lock
 from lit_layers.identity import latest
 from lit_layers.records import Measurement
 from lit_layers.report import MirrorAside, WandbMirror, write_report
-from lit_layers.schema import COUNT, MANY, RUN_FILE, SEED, Range, refuse_outside
+from lit_layers.schema import COUNT, RUN_FILE, SEED, refuse_outside
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint, run_folder
 from lit_layers.training.datamodules import LitStepData
 from lit_layers.training.modules import use_optimizer_
@@ -46,10 +46,6 @@ from lit_layers.training.trainer import (
 )
 
 LINE = 20.0  # seconds between two lines where there is no terminal
-TRAINER = {
-    "max_steps": Range(1, MANY, whole=True, low_words="the number of steps to train"),
-    "accumulate_grad_batches": COUNT,
-}
 
 
 @dataclass(kw_only=True)
@@ -144,7 +140,9 @@ class Run:
 
 
 def _instantiated(recipe: Recipe) -> Any:
-    refuse_outside("trainer.", TRAINER, vars(recipe.options.trainer))
+    refuse_outside(
+        "trainer.", dict.fromkeys(("max_steps", "accumulate_grad_batches"), COUNT), vars(recipe.options.trainer)
+    )
     options = recipe.instantiated()
     use_optimizer_(options.model, options.optimizer, options.lr_scheduler)
     return options
