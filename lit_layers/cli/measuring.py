@@ -29,8 +29,8 @@ from lit_layers.measuring.offline import Analyses, SeriesResult, analyze_series,
 from lit_layers.records import Measurement
 from lit_layers.run_data import duration
 from lit_layers.series import Checkpoint, OneModel, Series, open_series
+from lit_layers.series.checkpoint_sources import Memory
 from lit_layers.series.local_series import training_of
-from lit_layers.series.weight_files import Memory
 
 LIMITS = ("n_positions", "max_position_embeddings", "max_seq_len")  # how config.json names the longest text
 ROWS = 4  # of data in the first round, which warms up, and half of those in the next one

@@ -81,7 +81,7 @@ def end_process(code: int) -> NoReturn:
         sys.exit(code)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C from here on ends the process without a traceback
-    own, ranks = map(sys.modules.get, ("lit_layers.cli.recipes", "torch.distributed"))
+    own, ranks = map(sys.modules.get, ("lit_layers.cli.options", "torch.distributed"))
     aside = sys.modules.get("lit_layers.report.wandb_mirror")
     if aside is not None and aside.abandoned:
         sys.unraisablehook = lambda _: None  # what W&B does at the end of Python fails again, as was said

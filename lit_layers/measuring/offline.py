@@ -33,9 +33,8 @@ from lit_layers.schema import Device, refuse_no_shard
 from lit_layers.series import Audit, Checkpoint, OneModel, Series, audit
 from lit_layers.series.auditing import SeriesMeasurements, is_suspect, read_weights
 from lit_layers.series.checkpoint import fetched_ahead
-from lit_layers.series.checkpoint_sources import at_once
+from lit_layers.series.checkpoint_sources import Fingerprint, Memory, at_once
 from lit_layers.series.opening import UNAUDITED
-from lit_layers.series.weight_files import Fingerprint, Memory
 
 Analyses = Sequence[Analysis] | Callable[[Checkpoint], Sequence[Analysis]]
 Dtype = Literal["float32", "float64", "bfloat16"]

@@ -11,8 +11,15 @@ from lit_layers.data.tokenization import Tokenizer, tokenizer_hash
 from lit_layers.files.hub import ADAPTER, MERGE_IT
 from lit_layers.schedule import Schedule
 from lit_layers.series.checkpoint import ALL, Checkpoint, Listing, Series
-from lit_layers.series.checkpoint_sources import TOKENIZER, TOKENIZER_CONFIG, at_once
-from lit_layers.series.weight_files import Fingerprint, Format, formats, missing
+from lit_layers.series.checkpoint_sources import (
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    Fingerprint,
+    Format,
+    at_once,
+    formats,
+    missing,
+)
 
 # Kinds of what a listing shows of hashes alone, or not at all: without the weights nobody can say that it is mended.
 OF_WEIGHTS = {

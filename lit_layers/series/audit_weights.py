@@ -17,7 +17,7 @@ import numpy as np
 
 from lit_layers.series.audit_files import Finding, Listed, finding
 from lit_layers.series.checkpoint import Checkpoint
-from lit_layers.series.weight_files import Fingerprint
+from lit_layers.series.checkpoint_sources import Fingerprint
 
 if TYPE_CHECKING:  # torch inside functions, as in checkpoint.py
     from torch import Tensor

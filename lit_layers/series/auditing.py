@@ -13,9 +13,8 @@ from lit_layers.schema import run_facts
 from lit_layers.series import audit_files, audit_weights
 from lit_layers.series.audit_files import OF_A_LISTING, OF_WEIGHTS, Finding, Listed, finding
 from lit_layers.series.checkpoint import MAIN, Checkpoint, Series
-from lit_layers.series.checkpoint_sources import TOKENIZER
+from lit_layers.series.checkpoint_sources import TOKENIZER, Fingerprint, Memory, fingerprint
 from lit_layers.series.local_series import SUBMODULE, run_in
-from lit_layers.series.weight_files import Fingerprint, Memory, fingerprint
 
 Level = Literal["auto", "listing", "weights"]
 WEIGHTS = "weights"  # what was not checked of a checkpoint

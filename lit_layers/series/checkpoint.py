@@ -22,8 +22,7 @@ from lit_layers.errors import InputError
 from lit_layers.files.hub import would_run_code
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import MANY, Range, refuse_outside
-from lit_layers.series.checkpoint_sources import Source
-from lit_layers.series.weight_files import Memory
+from lit_layers.series.checkpoint_sources import Memory, Source
 
 if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and what only lists files needs none of it
     import torch

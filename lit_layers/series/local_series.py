@@ -17,8 +17,7 @@ from lit_layers.files.hub import ListedFile, would_run_code
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import refuse_below_one, run_facts
 from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series, ordered, parsed_names, recognize
-from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, ModelFiles, Source, companions
-from lit_layers.series.weight_files import Memory
+from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, Memory, ModelFiles, Source, companions
 
 if TYPE_CHECKING:  # torch inside functions, as in checkpoint.py
     from torch import Tensor, nn

@@ -101,7 +101,7 @@ ENDING = """
 import atexit, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from lit_layers.cli.process import end_process
-from lit_layers.cli.recipes import own_code
+from lit_layers.cli.options import own_code
 
 ThreadPoolExecutor(1).submit(lambda: (time.sleep(0.2), print("thread")))
 own_code.update({own})
@@ -124,8 +124,8 @@ def test_what_a_lost_wandb_does_as_python_ends_is_no_traceback():
     """It registers a function for the end, which fails where its service has died."""
     lines = [
         "import atexit, sys, types",
-        "from lit_layers.cli import process, recipes",
-        "recipes.own_code.add('package')",
+        "from lit_layers.cli import process, options",
+        "options.own_code.add('package')",
         "sys.modules['lit_layers.report.wandb_mirror'] = types.SimpleNamespace(abandoned=[None])",
         "atexit.register(lambda: 1 / 0)",
         "process.end_process(3)",

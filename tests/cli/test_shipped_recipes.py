@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from lit_layers.cli.main import main
-from lit_layers.cli.options import Recipe
-from lit_layers.cli.recipes import find_recipe, shipped_recipes
+from lit_layers.cli.options import Recipe, find_recipe, shipped_recipes
 from lit_layers.cli.verbs.analyze import analyze
 from lit_layers.cli.verbs.fit import fit
 from lit_layers.errors import InputError

@@ -11,7 +11,7 @@ import yaml
 from jsonargparse import Namespace
 
 from lit_layers.cli.main import main
-from lit_layers.cli.recipes import placed
+from lit_layers.cli.options import placed
 from lit_layers.errors import InputError
 from lit_layers.report import WandbMirror
 from tests.cli.conftest import corpus  # noqa: F401 - a fixture

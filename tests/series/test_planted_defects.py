@@ -15,8 +15,7 @@ from tokenizers import Tokenizer, models
 
 from lit_layers.series import Audit, StepFolders, audit, audit_weights
 from lit_layers.series.checkpoint import Checkpoint
-from lit_layers.series.checkpoint_sources import FolderSource
-from lit_layers.series.weight_files import Memory, fingerprint
+from lit_layers.series.checkpoint_sources import FolderSource, Memory, fingerprint
 from tests.support.tiny_series import EVEN, VOCABULARY, Training, forty, harsh, series
 
 WTE, ATTENTION = "transformer.wte.weight", "transformer.h.0.attn.c_attn.weight"

@@ -36,7 +36,7 @@ def audit(
     """
     from lit_layers.series import audit as audit_of
     from lit_layers.series import open_series
-    from lit_layers.series.weight_files import Memory
+    from lit_layers.series.checkpoint_sources import Memory
 
     if json is not None and (json.is_dir() or not json.parent.is_dir()):
         raise InputError(f"json: expected a file in a folder that exists, got {json}")

@@ -8,8 +8,7 @@ import yaml
 
 from lit_layers.cli.command_line import run_verb
 from lit_layers.cli.console import show_table
-from lit_layers.cli.options import Recipe
-from lit_layers.cli.recipes import find_recipe
+from lit_layers.cli.options import Recipe, find_recipe
 from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import replace_file
 from lit_layers.papers import PAPERS, PaperRecipe, Step, compare, read_recipe, write_comparison
