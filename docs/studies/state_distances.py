@@ -149,7 +149,7 @@ def _several(metric: str, states: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 def _pairs(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Both centred, and what is undefined."""
-    x, y = widened("x", x), widened("y", y)
+    x, y = widened(x), widened(y)
     if x.ndim < 2 or x.shape[:-1] != y.shape[:-1]:
         raise ValueError(f"expected x and y of the same rows, got {(*x.shape,)} and {(*y.shape,)}")
     problems: dict[str, Tensor] = {"values are not finite": not_finite(x) | not_finite(y)}

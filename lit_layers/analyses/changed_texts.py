@@ -24,7 +24,7 @@ from lit_layers.analyses.statistics import (
 from lit_layers.data.batches import Batches, EncodedTexts, encode_texts, tokenizer_of
 from lit_layers.data.prompt_texts import Texts, Views, make_views
 from lit_layers.errors import InputError
-from lit_layers.functional.entropy import AtTwo, Normalization, Side, spectra
+from lit_layers.functional.entropy import AtTwo, Normalization, Side, spectrum
 from lit_layers.functional.geometry import Pooling
 from lit_layers.functional.invariance import LidarSums, dime, infonce
 from lit_layers.models.states import States, special_tokens, states_of_layers
@@ -317,8 +317,8 @@ class PromptStudies(Analysis):
         """Return entropies (layers + 1, prompts) by normalization and first tokens left out."""
         entropies: dict[tuple[Normalization, int], list[Tensor]] = {}
         for states in states_of_layers(seen, self.states):
-            of_rows = spectra(states, seen.mask, drop_first=self.drop_first)
-            for dropped, sets in zip(self.drop_first, of_rows, strict=True):
+            for dropped in self.drop_first:
+                sets = spectrum(states, seen.mask, drop_first=dropped)
                 for normalization in NORMALIZATIONS:
                     values = sets.entropy(normalization=normalization, undefined="nan").cpu()
                     values = values.masked_fill((seen.mask.sum(-1) - dropped < 2).cpu(), torch.nan)

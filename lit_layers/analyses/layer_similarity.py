@@ -217,7 +217,7 @@ class OrderStates(Analysis):
         for indices, hidden in shared.states(seen):
             for index in indices:
                 usual = seen.hidden[orders[index][2]]
-                values[:, index] = _against(widened("states", hidden), widened("states", usual), mask).cpu()
+                values[:, index] = _against(widened(hidden), widened(usual), mask).cpu()
         return {"against": values[..., mask.any(-1).cpu()]}
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:

@@ -15,7 +15,7 @@ from lit_layers.analyses.statistics import complete, left_out, records_of_layers
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError, kind_and_words
 from lit_layers.functional._checks import widened
-from lit_layers.functional.entropy import AtTwo, Normalization, Side, dataset_entropy, divided, matrix_entropy, spectra
+from lit_layers.functional.entropy import AtTwo, Normalization, Side, dataset_entropy, divided, matrix_entropy, spectrum
 from lit_layers.functional.geometry import Pooling, curvature_and_missing, pool, token_angle
 from lit_layers.models.states import States, drop_first_tokens, states_of_layers
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
@@ -147,9 +147,9 @@ class Representation(Analysis):
 
     def _ranks(self, states: Tensor, mask: Tensor) -> dict[Key, Tensor]:
         values: dict[Key, Tensor] = {}
-        # one decomposition for all that follows
-        of_dropped = spectra(states, mask, center=self.center, unit=self.unit, drop_first=self.drop_first)
-        for dropped, sets in zip(self.drop_first, of_dropped, strict=True):
+        for dropped in self.drop_first:
+            # one decomposition for all that follows
+            sets = spectrum(states, mask, center=self.center, unit=self.unit, drop_first=dropped)
             single = mask.sum(-1) - dropped < 2
             for each in () if self._needs_entries() else self.normalizations:
                 entropies = sets.entropy(alpha=self.alpha, normalization=each, undefined="nan")
@@ -308,14 +308,14 @@ class StateMetric(Analysis):
         """Return the function's value of points (points, dim), in float64; NaN without any point.
 
         Raises:
-            TypeError, ValueError: something other than one floating-point number.
+            TypeError, ValueError: something other than one number.
         """
         if not len(points):
             return points.new_full((), torch.nan, dtype=torch.float64)
         options: dict[str, Any] = {"undefined": "nan"} if "undefined" in _parameters(self.metric) else {}
         with torch.no_grad():
-            value = self.metric(widened("states", points), **(options | self.options))
-        value = widened(f"what {self.metric_name} returns", torch.as_tensor(value))
+            value = self.metric(widened(points), **(options | self.options))
+        value = widened(torch.as_tensor(value))
         if value.shape != ():
             raise ValueError(f"shape {tuple(value.shape)}")
         return value

@@ -8,21 +8,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 
-def widened(name: str, tensor: Tensor) -> Tensor:
-    """Return the tensor in float64, on the CPU if its device has no float64.
-
-    Raises:
-        TypeError: no floating-point tensor.
-    """
-    check_floating(name, tensor)
+def widened(tensor: Tensor) -> Tensor:
+    """Return the tensor in float64, on the CPU if its device has no float64."""
     return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
-
-
-def check_floating(name: str, tensor: Tensor) -> None:
-    """Raise TypeError unless `tensor` is a floating-point tensor."""
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"expected {name} to be a floating-point tensor, got {kind}")
 
 
 def check_option(name: str, value: Any, *allowed: Any) -> None:
@@ -37,17 +25,15 @@ def settled(metric: str, values: Tensor, problems: Mapping[str, Tensor], undefin
     `problems` maps a reason to a boolean tensor that broadcasts to `values`.
 
     Raises:
-        ValueError: `undefined="raise"` and an element with a problem; the sentence names the first one. Another value
-            of `undefined` than "raise" and "nan".
+        ValueError: an element with a problem, unless `undefined="nan"`; the sentence names the first one.
     """
-    check_option("undefined", undefined, "raise", "nan")
     for reason, bad in problems.items():
         bad = bad.to(values.device).expand(values.shape)
-        if undefined == "raise" and bad.any():
+        if undefined != "nan" and bad.any():
             place = tuple(bad.nonzero()[0].tolist())
             where = f" at element {place}" if place else ""
             raise ValueError(f'{metric} is undefined{where}: {reason}; pass undefined="nan" to get NaN there instead')
-        values = values.masked_fill(bad, torch.nan) if undefined == "nan" else values
+        values = values.masked_fill(bad, torch.nan)
     return values
 
 
@@ -65,14 +51,15 @@ def real_rows(tokens: Float[Tensor, "*n tokens dim"], mask: Tensor | None, drop_
 
     Raises:
         TypeError: a mask that is not boolean.
-        ValueError: a shape or a count that does not fit.
+        ValueError: a `drop_first` below 0.
     """
-    if tokens.ndim < 2:
-        raise ValueError(f"expected rows of shape (*n, rows, dim), got {tuple(tokens.shape)}")
-    if not isinstance(drop_first, int) or drop_first < 0:
-        raise ValueError(f"expected drop_first to be an integer of at least 0, got {drop_first!r}")
+    if drop_first < 0:
+        raise ValueError(f"expected drop_first of at least 0, got {drop_first}")
     if mask is not None:
-        mask = _checked(mask, tokens)
+        if mask.dtype != torch.bool:
+            raise TypeError(f"expected a boolean mask, True on real tokens, got {mask.dtype}")
+        mask = mask.to(tokens.device)
+        mask.expand(tokens.shape[:-1])  # refuses a mask of other prompts or tokens
     if mask is None or mask.all():
         rows = tokens[..., drop_first:, :]
         return rows, rows.new_ones(rows.shape[:-1], dtype=torch.bool)
@@ -83,19 +70,6 @@ def real_rows(tokens: Float[Tensor, "*n tokens dim"], mask: Tensor | None, drop_
     rows = torch.take_along_dim(tokens, order[..., None].expand(*tokens.shape[:-2], width, 1), -2)
     kept = (torch.arange(width, device=mask.device) < counts).expand(rows.shape[:-1])
     return rows.masked_fill(~kept[..., None], 0.0), kept
-
-
-def _checked(mask: Tensor, tokens: Tensor) -> Tensor:
-    if mask.dtype != torch.bool:
-        raise TypeError(f"expected a boolean mask, True on real tokens, got {mask.dtype}")
-    shape = tokens.shape[:-1]
-    try:
-        fits = torch.broadcast_shapes(mask.shape, shape) == shape and mask.shape[-1] == shape[-1]
-    except (RuntimeError, IndexError):
-        fits = False
-    if not fits:
-        raise ValueError(f"expected a mask that fits {tuple(shape)}, got {tuple(mask.shape)}")
-    return mask.to(tokens.device)
 
 
 def not_finite(rows: Rows) -> Bool[Tensor, "*n"]:
@@ -136,23 +110,18 @@ def unit_rows(rows: Rows, kept: Kept, *, after_centering: bool = False) -> tuple
 
 def wide_matrices(matrices: Tensor) -> Tensor:
     """Return the matrices in float64 if they are small or already in float64, otherwise in float32."""
-    if matrices.ndim < 2 or matrices.shape[-1] != matrices.shape[-2]:
+    if matrices.shape[-1] != matrices.shape[-2]:
         raise ValueError(f"expected square matrices (*n, dim, dim), got {tuple(matrices.shape)}")
-    if not matrices.is_floating_point():
-        raise TypeError(f"expected floating-point Jacobians, got {matrices.dtype}")
     wide = matrices.dtype == torch.float64 or matrices.shape[-1] <= 512
     return matrices.detach().to(torch.float64 if wide else torch.float32)
 
 
 def finite_matrices(jacobians: Tensor, undefined: str) -> tuple[Tensor, Tensor]:
     """Return the Jacobians with non-finite ones set to zero and where those were, or raise if asked to."""
-    check_option("undefined", undefined, "raise", "nan")
     broken = ~jacobians.isfinite().all(-1).all(-1)
-    if not bool(broken.any()):
-        return jacobians, broken
-    if undefined == "raise":
+    if undefined != "nan" and broken.any():
         raise ValueError(f"expected finite Jacobians, got a non-finite one at index {first_index(broken)}")
-    return jacobians.masked_fill(broken[..., None, None], 0), broken
+    return without(jacobians, broken), broken
 
 
 def first_index(where: Tensor) -> list[int]:
@@ -164,14 +133,12 @@ def first_index(where: Tensor) -> list[int]:
 CHUNK = 2**21  # numbers widened at once: 16 MB in float64
 
 
-def check_features(features: Tensor, like: Tensor | None = None) -> None:
-    """Raise unless the features are a floating-point tensor (layers, n, dim) with the layers and width of `like`."""
-    check_floating("features", features)
-    if features.ndim != 3 or not len(features) or not features.shape[2]:
-        raise ValueError(f"expected features of shape (layers, n, dim), got {tuple(features.shape)}")
-    if like is not None and (len(features), features.shape[2]) != like.shape[:2]:
-        layers, dim = like.shape[:2]
+def check_features(features: Tensor, weight: Tensor) -> None:
+    """Raise ValueError unless the features are finite and have the layers and the width that a probe was fitted to."""
+    layers, dim = weight.shape[:2]
+    if (len(features), features.shape[2]) != (layers, dim):
         raise ValueError(f"these probes read {layers} layers of width {dim}, got shape {tuple(features.shape)}")
+    check_finite(features)
 
 
 def check_finite(features: Float[Tensor, "layers n dim"], first_layer: int = 0) -> None:

@@ -33,7 +33,7 @@ def attention_entropy(weights: Weights, *, undefined: Undefined = "raise") -> Pe
     Raises:
         ValueError: fewer than 2 tokens, weights that are not finite (NaN there with `undefined="nan"`).
     """
-    weights = widened("weights", weights)
+    weights = widened(weights)
     return _mean_over_queries("attention_entropy", torch.special.entr(weights).sum(-1), weights, undefined)
 
 
@@ -46,7 +46,7 @@ def sink_mass(weights: Weights, *, undefined: Undefined = "raise") -> PerHead:
 
     Raises: as `attention_entropy`.
     """
-    weights = widened("weights", weights)
+    weights = widened(weights)
     return _mean_over_queries("sink_mass", weights[..., 0], weights, undefined)
 
 
@@ -59,7 +59,7 @@ def previous_token_score(weights: Weights, *, undefined: Undefined = "raise") ->
 
     Raises: as `attention_entropy`.
     """
-    weights = widened("weights", weights)
+    weights = widened(weights)
     before = torch.nn.functional.pad(weights.diagonal(offset=-1, dim1=-2, dim2=-1), (1, 0))
     return _mean_over_queries("previous_token_score", before, weights, undefined)
 
@@ -79,7 +79,7 @@ def prefix_matching_score(
     Raises:
         ValueError: no token occurs twice, weights that are not finite (NaN there with `undefined="nan"`).
     """
-    weights = widened("weights", weights)
+    weights = widened(weights)
     ids = input_ids.to(weights.device)
     same = (ids[..., :, None] == ids[..., None, :]).tril(-1)  # (*n, queries, earlier positions)
     follows = torch.nn.functional.pad(same[..., :-1], (1, 0))

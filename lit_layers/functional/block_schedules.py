@@ -19,7 +19,6 @@ Schedule = tuple[Step, ...]
 
 def baseline(num_blocks: int) -> Schedule:
     """Return every block once, in order."""
-    _check_blocks(num_blocks)
     return tuple(range(1, num_blocks + 1))
 
 
@@ -29,9 +28,8 @@ def middle(num_blocks: int, start: int) -> range:
     Raises:
         ValueError: a start outside 0..(T-2)//2, which would leave no middle.
     """
-    _check_blocks(num_blocks)
-    if type(start) is not int or not 0 <= start <= (num_blocks - 2) // 2:
-        raise ValueError(f"start: of {num_blocks} blocks expected 0..{(num_blocks - 2) // 2}, got {start!r}")
+    if not 0 <= start <= (num_blocks - 2) // 2:
+        raise ValueError(f"start: of {num_blocks} blocks expected 0..{(num_blocks - 2) // 2}, got {start}")
     return range(start + 2, num_blocks - start + 1)
 
 
@@ -42,9 +40,9 @@ def start_of(num_blocks: int, num_middle: int, option: str = "middle") -> int:
         ValueError: a number that no start leaves; the sentence begins with `option`.
     """
     starts = {len(middle(num_blocks, start)): start for start in range((num_blocks - 2) // 2, -1, -1)}
-    if type(num_middle) is not int or num_middle not in starts:
+    if num_middle not in starts:
         sizes = ", ".join(map(str, starts))
-        raise ValueError(f"{option}: of {num_blocks} blocks the middle has {sizes} blocks, got {num_middle!r}")
+        raise ValueError(f"{option}: of {num_blocks} blocks the middle has {sizes} blocks, got {num_middle}")
     return starts[num_middle]
 
 
@@ -84,8 +82,8 @@ def looped_parallel(num_blocks: int, start: int, *, loops: int = 3) -> Schedule:
     Raises:
         ValueError: fewer than one loop.
     """
-    if type(loops) is not int or loops < 1:
-        raise ValueError(f"loops: expected an integer of at least 1, got {loops!r}")
+    if loops < 1:
+        raise ValueError(f"loops: expected at least 1, got {loops}")
     return _around(num_blocks, start, [tuple(middle(num_blocks, start))] * loops)
 
 
@@ -96,8 +94,8 @@ def skip_one(num_blocks: int, block: int) -> Schedule:
 
 def switch(num_blocks: int, block: int) -> Schedule:
     """Return the schedule in which a block and the next one trade places."""
-    if type(block) is not int or not 1 <= block <= num_blocks - 1:
-        raise ValueError(f"block: expected 1..{num_blocks - 1}, which have a next one, got {block!r}")
+    if not 1 <= block < num_blocks:
+        raise ValueError(f"block: expected 1..{num_blocks - 1}, which have a next one, got {block}")
     order = list(baseline(num_blocks))
     order[block - 1 : block + 1] = [block + 1, block]
     return tuple(order)
@@ -130,7 +128,7 @@ def checked(schedule: Sequence[Step], num_blocks: int) -> Schedule:
     return tuple(steps)
 
 
-_STEP = re.compile(r"\s*(?:(\d+)|\(([^()]*)\))(?=\s|\(|$)")
+_STEP = re.compile(r"\d+|\(\s*\d+(?:\s*,\s*\d+)*\s*\)")
 
 
 def members(step: Step) -> tuple[int, ...]:
@@ -142,19 +140,11 @@ def parse_schedule(text: str, num_blocks: int) -> Schedule:
     """Return the schedule that a text such as `1 2 (3,4,5) (3,4,5) 6` writes.
 
     Raises:
-        ValueError: anything else, or what `checked` refuses.
+        ValueError: no step, anything else, or what `checked` refuses.
     """
-    steps: list[Step] = []
-    place = 0
-    while text[place:].strip():
-        match = _STEP.match(text, place)
-        if match is None:
-            raise ValueError(
-                f"schedule: expected numbers and groups such as 1 2 (3,4,5) 6, got {text[place:].strip()!r}"
-            )
-        number, group = match.groups()
-        steps.append(int(number) if number else _group(group))
-        place = match.end()
+    steps = [tuple(map(int, re.findall(r"\d+", step))) for step in _STEP.findall(text)]
+    if not steps or _STEP.sub("", text).strip():
+        raise ValueError(f"schedule: expected numbers and groups such as 1 2 (3,4,5) 6, got {text!r}")
     return checked(steps, num_blocks)
 
 
@@ -173,22 +163,10 @@ def _around(num_blocks: int, start: int, steps: Sequence[Step]) -> Schedule:
     return checked([*range(1, changed.start), *steps, *range(changed.stop, num_blocks + 1)], num_blocks)
 
 
-def _group(text: str) -> tuple[int, ...]:
-    numbers = [number.strip() for number in text.split(",")] if text.strip() else []
-    if not all(re.fullmatch(r"\d+", number) for number in numbers):
-        raise ValueError(f"schedule: expected block numbers in a parallel group, got ({text})")
-    return tuple(map(int, numbers))
-
-
 def _checked_block(number: int, num_blocks: int) -> int:
-    if type(number) is not int or not 1 <= number <= num_blocks:
-        raise ValueError(f"block: expected 1..{num_blocks}, got {number!r}")
+    if not 1 <= number <= num_blocks:
+        raise ValueError(f"block: expected 1..{num_blocks}, got {number}")
     return number
-
-
-def _check_blocks(num_blocks: int) -> None:
-    if type(num_blocks) is not int or num_blocks < 2:
-        raise ValueError(f"num_blocks: expected an integer of at least 2, got {num_blocks!r}")
 
 
 # The variants of a model's running order that are compared.
@@ -259,16 +237,15 @@ def variants(
         custom: further schedules, written as `1 2 (3,4,5) 6`.
 
     Raises:
-        ValueError: an unknown name, a number of middle blocks that no start leaves, an empty list of numbers, seeds or
-            loops, a further schedule without a step or what `parse_schedule` refuses.
+        ValueError: an unknown name, a number of middle blocks that no start leaves, fewer than one loop, what
+            `parse_schedule` refuses.
     """
     for name in names:
         if name not in NAMES:
             raise ValueError(f"variants: there is no {name!r}; choose from {', '.join(NAMES)}")
-    for option, values, least in (("seeds", seeds, 0), ("loops", loops, 1)):
-        if not values or any(type(value) is not int or value < least for value in values):
-            raise ValueError(f"{option}: expected integers of at least {least}, got {list(values)}")
-    starts = _starts(num_blocks, middles)
+    starts = list(range((num_blocks - 2) // 2, -1, -1))  # from the smallest middle to the largest
+    if middles is not None:
+        starts = sorted({start_of(num_blocks, number, "middles") for number in middles}, reverse=True)
     chosen = [Variant(name="baseline", schedule=baseline(num_blocks))]
     for name in dict.fromkeys(names):
         if name in OF_MIDDLES:
@@ -279,27 +256,8 @@ def variants(
             chosen += [
                 Variant(name=name, schedule=make(num_blocks, block), block=block) for block in range(1, last + 1)
             ]
-    orders = dict.fromkeys(_custom(text, num_blocks) for text in custom)
+    orders = dict.fromkeys(parse_schedule(text, num_blocks) for text in custom)
     return chosen + [Variant(name=CUSTOM, schedule=schedule) for schedule in orders]
-
-
-def _starts(num_blocks: int, middles: Sequence[int] | None) -> list[int]:
-    """Return the starts, from the smallest middle to the largest."""
-    if middles is None:
-        return list(range((num_blocks - 2) // 2, -1, -1))
-    if not middles:
-        raise ValueError("middles: expected at least one number, or None for all, got none")
-    return sorted({start_of(num_blocks, number, "middles") for number in middles}, reverse=True)
-
-
-def _custom(text: str, num_blocks: int) -> Schedule:
-    try:
-        schedule = parse_schedule(text, num_blocks)
-    except ValueError as error:
-        raise ValueError(f"schedule {text!r}: {str(error).removeprefix('schedule: ')}") from error
-    if not schedule:
-        raise ValueError("schedule: expected at least one step, as in 1 2 (3,4,5) 6, got none")
-    return schedule
 
 
 def _of_middle(name: str, num_blocks: int, start: int, seeds: Sequence[int], loops: Sequence[int]) -> list[Variant]:

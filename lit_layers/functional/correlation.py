@@ -165,8 +165,6 @@ def within_group_correlation(x: Values, y: Values, groups: Sequence[Hashable]) -
         ValueError: columns of unequal length, or a value that is not finite.
     """
     x, y = _columns(x, y)
-    if len(groups) != len(x):
-        raise ValueError(f"expected a group for each of the {len(x)} rows, got {len(groups)}")
     numbers = list(dict.fromkeys(groups))
     places = np.array([numbers.index(group) for group in groups])
     df = len(x) - len(numbers) - 1
@@ -262,10 +260,8 @@ def residuals(x: Values, given: Sequence[Values]) -> NDArray[np.float64]:
 
 def _columns(x: Values, y: Values, fewest: int = 3) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    if x.ndim != 1 or x.shape != y.shape:
-        raise ValueError(f"expected two columns of equal length, got shapes {x.shape} and {y.shape}")
-    if not (np.isfinite(x).all() and np.isfinite(y).all()):
-        raise ValueError("expected finite values: leave rows without a value out first")
+    if x.shape != y.shape or not (np.isfinite(x).all() and np.isfinite(y).all()):
+        raise ValueError(f"expected finite columns of equal length, got shapes {x.shape} and {y.shape}")
     if len(x) < fewest:
         raise UndefinedError(f"expected at least {fewest} rows, got {len(x)}")
     return x, y

@@ -44,10 +44,10 @@ def choose_layer(
     A constant curve gives the first layer under every rule. Choose on validation scores, report test scores.
 
     Raises:
-        ValueError: no score, one that is not finite, a tolerance below 0 (or a fraction not below 1), an unknown rule,
+        ValueError: a score that is not finite, a tolerance below 0 (or a fraction not below 1), an unknown rule,
             fraction_of_last with losses or a last score that is not positive.
     """
-    values = _checked(scores, "the score of at least one layer")
+    values = _checked(scores)
     _check_last(rule, values)
     return first_layer + int(chosen_layers(values, rule, tolerance, higher_is_better))
 
@@ -69,7 +69,7 @@ def turns(scores: Sequence[float], *, first_layer: int = 1) -> Turns:
     Raises:
         ValueError: fewer than 3 layers, or a score that is not finite.
     """
-    values = _checked(scores, "the scores of at least 3 layers", least=3)
+    values = _checked(scores, least=3)
     bends = values.diff(n=2)
     bends = bends.masked_fill(bends.abs() <= 4 * SLACK * values.abs().max(), 0.0)
     signs = bends.sign().tolist()
@@ -90,13 +90,10 @@ def resampled_curves(
     In float64. The rows of a seed are those of `bootstrap_interval`. 25 layers of 10,000 rows, 2,000 times: a second.
 
     Raises:
-        ValueError: fewer than 2 rows, a score that is not finite, no resample.
+        ValueError: fewer than 2 rows, a score that is not finite.
     """
-    values = widened("row_scores", row_scores).cpu()
-    if values.ndim != 2 or not len(values) or values.shape[1] < 2:
-        raise ValueError(f"expected the scores (layers, rows) of at least 2 rows, got shape {tuple(values.shape)}")
-    if not values.isfinite().all():
-        raise ValueError("expected finite scores: leave undefined rows out first")
+    values = widened(row_scores).cpu()
+    _check_rows(values.mT)
     num_rows = values.shape[1]
     return torch.cat([counts @ values.T / num_rows for counts in row_counts(num_rows, resamples, seed)])
 
@@ -129,14 +126,8 @@ def choice_distribution(
 def choice_interval(
     shares: Float[Tensor, " layers"], *, first_layer: int = 1, confidence: float = 0.95
 ) -> tuple[int, int]:
-    """Return the percentile interval, lowest and highest layer, of a distribution that `choice_distribution` gave.
-
-    Raises:
-        ValueError: shares that do not sum to 1, a confidence outside (0, 1).
-    """
-    shares = widened("shares", shares).cpu()
-    if shares.ndim != 1 or not len(shares) or (shares < 0).any() or abs(shares.sum().item() - 1) > 1e-6:
-        raise ValueError(f"expected the shares of layers, which sum to 1, got shape {tuple(shares.shape)}")
+    """Return the percentile interval, lowest and highest layer, of a distribution that `choice_distribution` gave."""
+    shares = widened(shares).cpu()
     (tail, head), below = percentiles(confidence).tolist(), shares.cumsum(0)
     low = int((below > tail + SLACK).int().argmax())
     high = int((below >= head - SLACK).int().argmax())
@@ -145,11 +136,8 @@ def choice_interval(
 
 def row_counts(num_rows: int, resamples: int, seed: int) -> Iterator[Float[Tensor, "resamples rows"]]:
     """Yield how often each row is drawn, for some resamples at a time."""
-    if resamples < 1:
-        raise ValueError(f"expected at least 1 resample, got {resamples}")
-    if (
-        num_rows * resamples <= _KEPT and num_rows <= torch.iinfo(torch.int16).max
-    ):  # all records of an analysis have them
+    # all records of an analysis have them
+    if num_rows * resamples <= _KEPT and num_rows <= torch.iinfo(torch.int16).max:
         parts = _few_counts(num_rows, resamples, seed).split(max(1, DRAWN_AT_ONCE // num_rows))
         yield from (part.double() for part in parts)
     else:
@@ -174,7 +162,7 @@ def _drawn_counts(num_rows: int, resamples: int, seed: int) -> Iterator[Tensor]:
 def chosen_layers(values: Float[Tensor, "*n layers"], rule: str, tolerance: float, higher_is_better: bool) -> Tensor:
     """Return the index (*n) of the layer that a rule chooses from each curve."""
     check_option("rule", rule, *RULES)
-    if not 0 <= tolerance < math.inf:
+    if not tolerance >= 0:
         raise ValueError(f"expected a tolerance of at least 0, got {tolerance}")
     values = values if higher_is_better else -values
     slack = SLACK * values.abs().amax(-1, keepdim=True)
@@ -210,13 +198,16 @@ def _first(fits: Tensor) -> Tensor:
     return fits.int().argmax(-1)
 
 
-def _checked(scores: Sequence[float], expected: str, least: int = 1) -> Tensor:
+def _checked(scores: Sequence[float], least: int = 1) -> Tensor:
     values = torch.as_tensor(scores, dtype=torch.float64)
-    if values.ndim != 1 or len(values) < least:
-        raise ValueError(f"expected {expected}, got shape {tuple(values.shape)}")
-    if not values.isfinite().all():
-        raise ValueError(f"expected finite scores, got {values[~values.isfinite()][0].item()}")
+    if len(values) < least or not values.isfinite().all():
+        raise ValueError(f"expected finite scores of {least} layers or more, got {values.tolist()}")
     return values
+
+
+def _check_rows(values: Float[Tensor, "rows *n"]) -> None:
+    if len(values) < 2 or not values.isfinite().all():
+        raise ValueError(f"expected finite values of at least 2 rows, got shape {tuple(values.shape)}")
 
 
 # Whether a curve over layers falls by one factor per block.
@@ -247,11 +238,10 @@ def exponential_law(
     Source: He & Su, arXiv 2408.13442.
 
     Raises:
-        TypeError: residuals that are not floating-point.
         ValueError: fewer than 3 layers; a residual that is not finite or not above 0: NaN there with `undefined="nan"`.
     """
-    residuals = widened("residuals", residuals)
-    if residuals.ndim < 1 or residuals.shape[-1] < 3:
+    residuals = widened(residuals)
+    if residuals.shape[-1] < 3:
         raise ValueError(f"expected the residuals of at least 3 layers, got shape {tuple(residuals.shape)}")
     allowed = residuals.isfinite() & (residuals > 0)
     logs = residuals.where(allowed, 1.0).log10()
@@ -291,7 +281,7 @@ def monotonicity(scores: Sequence[float], *, higher_is_better: bool = True) -> M
     Raises:
         ValueError: fewer than 3 layers, or a score that is not finite.
     """
-    values = _checked(scores, "the scores of at least 3 layers", least=3)
+    values = _checked(scores, least=3)
     return Monotonicity(*(value.item() for value in monotonicities(values, higher_is_better)))
 
 
@@ -310,12 +300,10 @@ def monotonicity_interval(
     are rougher than the curve itself: then the interval may lie beside its value.
 
     Raises:
-        ValueError: fewer than 3 layers or 2 rows, a score that is not finite, an option out of range.
+        ValueError: fewer than 2 rows, a score that is not finite.
     """
     ends = percentiles(confidence)
     curves = resampled_curves(row_scores, resamples=resamples, seed=seed)
-    if curves.shape[1] < 3:
-        raise ValueError(f"expected the scores of at least 3 layers, got {curves.shape[1]}")
     bounds = [values.nanquantile(ends).tolist() for values in monotonicities(curves, higher_is_better)]
     low, high = zip(*bounds, strict=True)
     return Monotonicity(*low), Monotonicity(*high)
@@ -360,11 +348,8 @@ def bootstrap_interval(
         ValueError: fewer than 2 prompts, a value that is not finite, an option out of range.
     """
     check_option("statistic", statistic, "mean", "median")
-    values = widened("values", values).cpu()
-    if values.ndim < 1 or len(values) < 2:
-        raise ValueError(f"expected the values of at least 2 prompts, got shape {tuple(values.shape)}")
-    if not values.isfinite().all():
-        raise ValueError("expected finite values: leave undefined ones out first")
+    values = widened(values).cpu()
+    _check_rows(values)
     ends, columns = percentiles(confidence), values.reshape(len(values), -1)
     resampled = _medians if statistic == "median" else _means
     drawn = torch.cat([resampled(columns, counts) for counts in row_counts(len(values), resamples, seed)])
@@ -388,14 +373,7 @@ def _medians(columns: Float[Tensor, "rows n"], counts: Float[Tensor, "resamples 
 
 
 def wilson_interval(successes: float, n: float, confidence: float = 0.95) -> tuple[float, float]:
-    """Return Wilson's score interval, low and high, of a share of `successes` among `n` trials. It lies within [0, 1].
-
-    Raises:
-        ValueError: no trial, more successes than trials, or a confidence outside (0, 1).
-    """
-    if n < 1 or not 0 <= successes <= n:
-        raise ValueError(f"expected 0 <= successes <= n and n >= 1, got successes={successes}, n={n}")
-    percentiles(confidence)
+    """Return Wilson's score interval, low and high, of a share of `successes` among `n` trials, within [0, 1]."""
     z2 = NormalDist().inv_cdf((1 + confidence) / 2) ** 2
     share = successes / n
     center = (share + z2 / (2 * n)) / (1 + z2 / n)
@@ -414,15 +392,7 @@ def macro_f1_interval(
     """Return the percentile bootstrap interval over rows, low and high, of `macro_f1`.
 
     The rows of a seed are those of `bootstrap_interval`. 10,000 rows of 77 classes: a few seconds.
-
-    Raises:
-        ValueError: fewer than 2 rows, labels and predictions of different shapes, an option out of range.
     """
-    if labels.shape != predictions.shape or labels.ndim != 1 or len(labels) < 2:
-        raise ValueError(
-            f"expected labels and predictions of at least 2 rows, got {tuple(labels.shape)} and "
-            f"{tuple(predictions.shape)}"
-        )
     ends = percentiles(confidence)
     classes, labels = labels.cpu().unique(return_inverse=True)
     predictions = predictions.cpu()
@@ -445,6 +415,4 @@ def macro_f1_interval(
 
 def percentiles(confidence: float) -> Float[Tensor, " 2"]:
     """Return the shares of resamples below the low and the high end of an interval."""
-    if not 0 < confidence < 1:
-        raise ValueError(f"expected a confidence between 0 and 1, got {confidence}")
     return torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)

@@ -10,9 +10,9 @@ normalises sigma and sigma^2 at once.)
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -28,13 +28,7 @@ from lit_layers.functional._checks import (
     widened,
     without,
 )
-from lit_layers.functional.singular import (
-    LEAST_IN_ENTROPIES,
-    eigenvalues_,
-    products,
-    singular_values,
-    with_and_without_first,
-)
+from lit_layers.functional.singular import LEAST_IN_ENTROPIES, eigenvalues, products, singular_values
 
 # Renyi entropies of shares and of positive semi-definite matrices, what they are divided by, where they are undefined.
 #
@@ -63,13 +57,12 @@ def renyi_of_matrices(matrices: Iterable[Tensor], alpha: float, *, frobenius: bo
     """Return the Renyi entropies (matrices, *n) of the positive eigenvalues of each (*n, size, size) over their sum.
 
     With `frobenius` and alpha 2 from the entries instead: -log(sum K^2 / size^2), right only if the trace is the size.
-    Matrices may be written over.
     """
     if frobenius and alpha == 2:
         squares = torch.stack([matrix.square().sum((-2, -1)) for matrix in matrices])
         sizes = torch.as_tensor(size, dtype=squares.dtype, device=squares.device).clamp(min=1)
         return -(squares / sizes.square()).log()
-    values = torch.stack([eigenvalues_(matrix) for matrix in matrices]).clamp(min=0.0)
+    values = torch.stack([eigenvalues(matrix) for matrix in matrices]).clamp(min=0.0)
     values = values.masked_fill(values < values.shape[-1] * EPS * values[..., -1:], 0.0)
     return renyi(values / positive(values.sum(-1, keepdim=True)), alpha)
 
@@ -84,7 +77,6 @@ def divided(
     undefined: str,
 ) -> Tensor:
     """Return the entropies divided as `normalization` says, and NaN or an error for those with a problem."""
-    check_option("normalization", normalization, "raw", "logN", "logD", "maxEntropy", "logNlogD")
     if normalization == "raw":
         return settled(metric, values, problems, undefined)
     log_n = num_rows.clamp(min=1).double().log()
@@ -97,12 +89,6 @@ def divided(
     }[normalization]
     problems = {**problems, f"{normalization} divides by the logarithm of one row or one dimension": divisor == 0}
     return settled(metric, values / positive(divisor), problems, undefined)
-
-
-def check_alpha(alpha: float) -> None:
-    """Refuse an order that no entropy has."""
-    if not alpha > 0:
-        raise ValueError(f"expected alpha above 0, got {alpha}")
 
 
 def positive(values: Tensor) -> Tensor:
@@ -155,7 +141,6 @@ def matrix_entropy(
     if not clamp and (alpha2 == "spectrum" or alpha != 2):
         whole = spectrum(rows, mask, center=center, unit=unit, drop_first=drop_first)
         return whole.entropy(alpha=alpha, normalization=normalization, undefined=undefined)
-    check_alpha(alpha)
     rows, num_rows, problems = _prepared(rows, mask, center, unit, drop_first)
     problems[_NOTHING] = ~rows.flatten(-2).any(-1)
     dim = rows.shape[-1]
@@ -172,19 +157,8 @@ def matrix_entropy(
     return divided("matrix_entropy", values, problems, num_rows, dim, normalization, undefined)
 
 
-def dataset_entropy(
-    pooled: Float[Tensor, "*n prompts dim"],
-    *,
-    alpha: float = 1.0,
-    center: bool = False,
-    unit: bool = False,
-    clamp: bool = False,
-    side: Side = "rows",
-    alpha2: AtTwo = "spectrum",
-    normalization: Normalization = "raw",
-    undefined: Undefined = "raise",
-) -> PerSet:
-    """Return matrix_entropy of one pooled vector per prompt.
+def dataset_entropy(pooled: Float[Tensor, "*n prompts dim"], **options: Any) -> PerSet:
+    """Return matrix_entropy, with its options, of one pooled vector per prompt.
 
     It grows with the number of prompts: compare equal numbers.
 
@@ -192,17 +166,7 @@ def dataset_entropy(
 
     Source: Skean et al., arXiv 2502.02013, section 3.3.1.
     """
-    return matrix_entropy(
-        pooled,
-        alpha=alpha,
-        center=center,
-        unit=unit,
-        clamp=clamp,
-        side=side,
-        alpha2=alpha2,
-        normalization=normalization,
-        undefined=undefined,
-    )
+    return matrix_entropy(pooled, **options)
 
 
 def effective_rank(
@@ -271,7 +235,6 @@ class Spectrum:
         self, *, alpha: float = 1.0, normalization: Normalization = "raw", undefined: Undefined = "raise"
     ) -> PerSet:
         """Return matrix_entropy of the sets."""
-        check_alpha(alpha)
         squares = self.values.square()
         values = renyi(squares / positive(squares.sum(-1, keepdim=True)), alpha)
         return divided("matrix_entropy", values, self.problems, self.num_rows, self.dim, normalization, undefined)
@@ -280,8 +243,6 @@ class Spectrum:
         return settled("effective_rank", torch.special.entr(self._shares()).sum(-1).exp(), self.problems, undefined)
 
     def rankme(self, *, eps: float = 1e-7, undefined: Undefined = "raise") -> PerSet:
-        if not eps >= 0:
-            raise ValueError(f"expected eps to be at least 0, got {eps}")
         places = torch.arange(self.values.shape[-1], device=self.values.device)
         there = places < self.num_rows[..., None].clamp(max=self.dim)
         shares = (self._shares() + eps).masked_fill(~there, 0.0)
@@ -303,26 +264,9 @@ def spectrum(
     rows: Rows, mask: Mask | None = None, *, center: bool = False, unit: bool = False, drop_first: int = 0
 ) -> Spectrum:
     """Return the singular values of each set of rows, from one decomposition."""
-    (whole,) = spectra(rows, mask, center=center, unit=unit, drop_first=[drop_first])
-    return whole
-
-
-def spectra(
-    rows: Rows, mask: Mask | None = None, *, center: bool = False, unit: bool = False, drop_first: Sequence[int]
-) -> list[Spectrum]:
-    """Return `spectrum` for each number of first rows left out; 0 and 1 share their decomposition if possible."""
-    parts = [_prepared(rows, mask, center, unit, dropped) for dropped in drop_first]
-    ranks = [num_rows - 1 if center else num_rows for _, num_rows, _ in parts]
-    values: list[Tensor] | None = None
-    if [*drop_first] == [0, 1] and torch.equal(parts[0][0][..., 1:, :], parts[1][0]):
-        values = with_and_without_first(parts[0][0], ranks)
-    if values is None:
-        pairs = zip(parts, ranks, strict=True)
-        values = [singular_values(each, rank, least_share=LEAST_IN_ENTROPIES) for (each, _, _), rank in pairs]
-    return [_spectrum(each, *part[1:], rows.shape[-1]) for each, part in zip(values, parts, strict=True)]
-
-
-def _spectrum(values: Tensor, num_rows: Tensor, problems: dict[str, Tensor], dim: int) -> Spectrum:
+    rows, num_rows, problems = _prepared(rows, mask, center, unit, drop_first)
+    dim = rows.shape[-1]
+    values = singular_values(rows, num_rows - 1 if center else num_rows, least_share=LEAST_IN_ENTROPIES)
     largest = values[..., :1] if values.shape[-1] else values.new_zeros(*values.shape[:-1], 1)
     values = values / positive(largest)
     floor = num_rows.clamp(min=dim)[..., None] * EPS
@@ -334,7 +278,7 @@ def _prepared(
     rows: Rows, mask: Mask | None, center: bool, unit: bool, drop_first: int
 ) -> tuple[Rows, Int[Tensor, "*n"], dict[str, Tensor]]:
     """Return the real rows with zeros after them, how many there are, and which sets are undefined, by reason."""
-    rows, kept = real_rows(widened("rows", rows), mask, drop_first)
+    rows, kept = real_rows(widened(rows), mask, drop_first)
     num_rows = kept.sum(-1)
     broken = not_finite(rows)
     rows = without(rows, broken)

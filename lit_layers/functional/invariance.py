@@ -18,13 +18,12 @@ from lit_layers.functional.entropy import (
     Normalization,
     Side,
     Undefined,
-    check_alpha,
     divided,
     positive,
     renyi,
     renyi_of_matrices,
 )
-from lit_layers.functional.singular import cholesky, products, singular_values, solved
+from lit_layers.functional.singular import products, singular_values
 
 View = Float[Tensor, "*n prompts dim"]
 PerSet = Float[Tensor, "*n"]
@@ -58,8 +57,6 @@ def infonce(
             (NaN there with `undefined="nan"`).
     """
     check_option("form", form, "ntxent", "cross")
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(f"expected a positive temperature, got {temperature}")
     view_a, view_b, problems = _views(view_a, view_b, unit=unit)
     if form == "cross":
         scores = view_a @ view_b.mT / temperature
@@ -102,7 +99,6 @@ def dime(
         ValueError: fewer than 2 prompts, an option out of range; a view of zeros, with `unit` a zero row, or a row that
             is not finite (NaN there with `undefined="nan"`).
     """
-    check_alpha(alpha)
     check_option("side", side, "rows", "smaller")
     check_option("alpha2", alpha2, "spectrum", "frobenius")
     view_a, view_b, problems = _views(view_a, view_b, unit=unit)
@@ -159,8 +155,6 @@ def lidar(
         ValueError: fewer than 2 prompts or views, delta 0 with a scatter within that has no inverse, an option out of
             range; or all means equal, or a value that is not finite (NaN there with `undefined="nan"`).
     """
-    if not isinstance(views, Tensor) or views.ndim < 3:
-        raise ValueError(f"expected views of shape (*n, prompts, views, dim), got {tuple(getattr(views, 'shape', ()))}")
     results = []
     for element in views.reshape(math.prod(views.shape[:-3]), *views.shape[-3:]):
         sums = LidarSums()
@@ -179,7 +173,7 @@ class LidarSums:
 
     def __init__(self) -> None:
         self.means: list[Tensor] = []
-        self.scatter: Tensor | None = None  # (dim, dim), over prompts and views; on a CPU 0 below the diagonal
+        self.scatter: Tensor | None = None  # (dim, dim), over prompts and views
         self.num_views = 0
 
     @property
@@ -190,15 +184,11 @@ class LidarSums:
         """Add all views of further prompts.
 
         Raises:
-            TypeError, ValueError: a shape that does not fit; fewer than 2 views.
+            ValueError: fewer than 2 views, or another number than before.
         """
-        views = widened("views", views)
-        if views.ndim != 3 or (self.means and views.shape[1:] != (self.num_views, self.means[0].shape[-1])):
-            raise ValueError(f"expected views of shape (prompts, views, dim) as before, got {tuple(views.shape)}")
-        if views.shape[1] < 2:
-            raise ValueError(f"expected at least 2 views of each prompt, got {views.shape[1]}")
-        if not views.shape[2]:
-            raise ValueError("expected views of at least 1 dimension, got 0")
+        views = widened(views)
+        if views.shape[1] < 2 or (self.means and views.shape[1] != self.num_views):
+            raise ValueError(f"expected at least 2 views of each prompt, as many as before, got {views.shape[1]}")
         self.num_views = views.shape[1]
         # A mean of equal views is off by rounding, one of zeros is not. With t the sum of the differences x from the
         # first of n views, the scatter about the mean is that of x - t (1 - n^(-1/2)) / (n - 1) about 0: one row less.
@@ -206,7 +196,8 @@ class LidarSums:
         total = apart.sum(1)
         self.means.append(views[:, 0] + total / self.num_views)
         apart -= (total * ((1 - self.num_views**-0.5) / (self.num_views - 1)))[:, None]
-        self.scatter = _with_products(self.scatter, apart.flatten(0, 1))
+        rows = apart.flatten(0, 1)
+        self.scatter = rows.mT @ rows + (0.0 if self.scatter is None else self.scatter)
 
     def value(
         self,
@@ -237,12 +228,8 @@ class LidarSums:
         self, delta: float, alpha: float, output: Output, eps: float, alpha2: AtTwo, normalization: Normalization
     ) -> tuple[Tensor, str]:
         """Return the value, and why there is none."""
-        check_alpha(alpha)
         check_option("output", output, "entropy", "rank")
         check_option("alpha2", alpha2, "spectrum", "frobenius")
-        for name, number in (("delta", delta), ("eps", eps)):
-            if not (number >= 0 and math.isfinite(number)):
-                raise ValueError(f"expected {name} to be at least 0, got {number}")
         scatter, means = self._scatter(), torch.cat(self.means)
         num_prompts, dim = means.shape
         # one pass for the usual case: what is not finite is so on the diagonal too
@@ -253,7 +240,7 @@ class LidarSums:
         if between.norm() <= max(num_prompts, dim) * EPS * means.norm():
             return means.new_tensor(0.0), "all prompts have the same mean"
         factor = _factor(scatter, delta, most=num_prompts * (self.num_views - 1))
-        whitened = solved(factor, between.div_(math.sqrt(num_prompts)).mT)
+        whitened = torch.linalg.solve_triangular(factor, between.div_(math.sqrt(num_prompts)).mT, upper=False)
         values = singular_values(whitened, torch.tensor(num_prompts - 1, device=means.device))
         values = values.masked_fill(values < max(num_prompts, dim) * EPS * values[0], 0.0).square()
         shares = values / positive(values.sum())
@@ -270,25 +257,10 @@ class LidarSums:
         return entropy, f"{normalization} divides by the logarithm of one dimension" if entropy.isnan() else ""
 
 
-def _with_products(sums: Tensor | None, rows: Float[Tensor, "rows dim"]) -> Float[Tensor, "dim dim"]:
-    """Return the sums with the products of each two columns added.
-
-    On a CPU only one triangle is added, which is all that `cholesky` reads; BLAS adds the products as it computes them
-    and copies nothing to the other triangle.
-    """
-    sums = rows.new_zeros(rows.shape[1], rows.shape[1]) if sums is None else sums
-    if rows.device.type != "cpu":
-        return sums.addmm(rows.mT, rows)
-    from scipy.linalg.blas import dsyrk
-
-    lower = dsyrk(1.0, rows.detach().numpy().T, beta=1.0, c=sums.numpy().T, lower=1, overwrite_c=1)
-    return torch.from_numpy(lower).mT
-
-
 def _factor(scatter: Tensor, delta: float, *, most: int) -> Tensor:
     """Return the lower factor of the scatter within prompts, of rank `most` or less, plus delta on its diagonal."""
     scatter.diagonal().add_(delta)
-    factor, failed = cholesky(scatter)
+    factor, failed = torch.linalg.cholesky_ex(scatter)
     pivots = factor.diagonal().square()
     rounded = delta == 0 and (most < len(scatter) or bool(pivots.amin() <= len(scatter) * EPS * pivots.amax()))
     if failed or rounded:
@@ -300,12 +272,10 @@ def _factor(scatter: Tensor, delta: float, *, most: int) -> Tensor:
 
 def _views(view_a: View, view_b: View, *, unit: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return both views as they are compared, and which sets are undefined."""
-    view_a, view_b = widened("view_a", view_a), widened("view_b", view_b)
-    if view_a.ndim < 2 or view_a.shape != view_b.shape:
+    view_a, view_b = widened(view_a), widened(view_b)
+    if view_a.shape != view_b.shape or view_a.shape[-2] < 2:
         shapes = f"{tuple(view_a.shape)} and {tuple(view_b.shape)}"
-        raise ValueError(f"expected two views of one shape (*n, prompts, dim), got {shapes}")
-    if view_a.shape[-2] < 2:
-        raise ValueError(f"expected at least 2 prompts, got {view_a.shape[-2]}")
+        raise ValueError(f"expected two views of one shape (*n, prompts, dim) with 2 prompts or more, got {shapes}")
     broken = not_finite(view_a) | not_finite(view_b)
     problems, views = {"a row is not finite": broken}, []
     for view in (without(view_a, broken), without(view_b, broken)):
@@ -319,14 +289,8 @@ def _views(view_a: View, view_b: View, *, unit: bool) -> tuple[Tensor, Tensor, d
 def _permutations(permutations: int | Tensor, size: int, seed: int) -> Tensor:
     """Return permutations (repeats, size)."""
     if isinstance(permutations, Tensor):
-        straight = torch.arange(size, device=permutations.device)
-        shape = tuple(permutations.shape)
-        if permutations.ndim != 2 or shape[1] != size or not len(permutations) or permutations.is_floating_point():
-            raise ValueError(f"expected permutations of shape (repeats, {size}), got {shape} of {permutations.dtype}")
-        if not (permutations.sort(-1).values == straight).all():
+        if not (permutations.sort(-1).values == torch.arange(size, device=permutations.device)).all():
             raise ValueError(f"expected each row of permutations to hold every number below {size} once")
         return permutations
-    if permutations < 1:
-        raise ValueError(f"expected at least 1 permutation, got {permutations}")
     generator = torch.Generator().manual_seed(seed)
     return torch.stack([torch.randperm(size, generator=generator) for _ in range(permutations)])

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lit_layers.functional._checks import check_option
 from lit_layers.functional.correlation import UndefinedError, distance_correlations
 from lit_layers.functional.curves import (
     bootstrap_interval,
@@ -131,8 +130,6 @@ def distance_null_over_layers(num_layers: int, *, samples: int = 2000, seed: int
     Raises:
         UndefinedError: fewer than 4 layers.
     """
-    if num_layers < FEWEST_LAYERS:
-        raise UndefinedError(f"expected at least {FEWEST_LAYERS} layers, got {num_layers}")
     noise = np.random.default_rng(seed).standard_normal((2, samples, num_layers))
     drawn = [_coefficients(*pair)[:, 0] for pair in (noise, noise.cumsum(-1))]
     summaries = [(float(values.mean()), float(np.quantile(values, 0.95))) for values in drawn]
@@ -141,7 +138,6 @@ def distance_null_over_layers(num_layers: int, *, samples: int = 2000, seed: int
 
 def extreme_layers(metric: Table, direction: Direction) -> NDArray[np.intp]:
     """Return the column of each task where the metric is smallest ("min") or largest ("max"); the first if equal."""
-    check_option("direction", direction, *DIRECTIONS)
     metric = np.asarray(metric, dtype=np.float64)
     return metric.argmin(1) if direction == "min" else metric.argmax(1)
 
@@ -198,12 +194,8 @@ def better_rule(models: Sequence[tuple[Mapping[str, Table], Table]]) -> tuple[st
     Each model counts alike: the mean over tasks, then over models. Of one model all metrics have the tasks of its
     scores. Of equal rules the first.
 
-    Raises:
-        ValueError: no model, or models that share no metric.
     """
-    names = [name for name in models[0][0] if all(name in metrics for metrics, _ in models)] if models else []
-    if not names:
-        raise ValueError("expected models that share a metric")
+    names = [name for name in models[0][0] if all(name in metrics for metrics, _ in models)]
     rules: list[tuple[str, Direction]] = [(name, direction) for name in names for direction in DIRECTIONS]
     values = [np.mean([scores_at(metrics[name], scores, d).mean() for metrics, scores in models]) for name, d in rules]
     return rules[int(np.argmax(values))]
@@ -211,10 +203,8 @@ def better_rule(models: Sequence[tuple[Mapping[str, Table], Table]]) -> tuple[st
 
 def _tables(metric: Table, scores: Table) -> tuple[Table, Table]:
     metric, scores = np.asarray(metric, dtype=np.float64), np.asarray(scores, dtype=np.float64)
-    if metric.ndim != 2 or metric.shape != scores.shape or not metric.size:
-        raise ValueError(f"expected two tables (tasks, layers) alike, got shapes {metric.shape} and {scores.shape}")
-    if not (np.isfinite(metric).all() and np.isfinite(scores).all()):
-        raise ValueError("expected finite values: leave tasks without a value at some layer out first")
+    if metric.shape != scores.shape or not (np.isfinite(metric).all() and np.isfinite(scores).all()):
+        raise ValueError(f"expected finite tables (tasks, layers) alike, got {metric.shape} and {scores.shape}")
     return metric, scores
 
 

@@ -46,10 +46,9 @@ def cosine_similarity_matrix(
             layer's row and column are NaN.
     """
     check_option("mode", mode, "token", "flattened")
-    if not isinstance(states, Tensor) or states.ndim != 4:
-        shape = tuple(states.shape) if isinstance(states, Tensor) else type(states).__name__
-        raise ValueError(f"expected states of shape (layers, batch, tokens, dim), got {shape}")
-    rows, kept = real_rows(widened("states", states), mask)
+    if states.ndim != 4:
+        raise ValueError(f"expected states of shape (layers, batch, tokens, dim), got {tuple(states.shape)}")
+    rows, kept = real_rows(widened(states), mask)
     broken = not_finite(rows).any(-1)
     rows = without(rows, broken[:, None].expand(rows.shape[:2]))
     num_prompts, num_tokens = rows.shape[1], kept[0].sum(-1)
@@ -90,46 +89,40 @@ def linear_cka(
         ValueError: fewer than 2 rows (4 if debiased), shapes that differ; constant x or y, or values that are not
             finite (NaN there with `undefined="nan"`).
     """
-    x, y = widened("x", x), widened("y", y)
-    if x.ndim < 2 or x.shape[:-1] != y.shape[:-1]:
+    x, y = widened(x), widened(y)
+    if x.shape[:-1] != y.shape[:-1]:
         raise ValueError(f"expected shapes (*n, rows, dim1) and (*n, rows, dim2), got {(*x.shape,)} and {(*y.shape,)}")
-    least = 4 if debiased else 2
-    if x.shape[-2] < least:
-        raise ValueError(f"linear_cka with debiased={debiased} needs at least {least} rows, got {x.shape[-2]}")
     broken = not_finite(x) | not_finite(y)
-    all_real = x.new_ones(x.shape[:-1], dtype=torch.bool)
-    x, y = (centered(side, all_real) for side in (x, y))
-    inner = _debiased_inner if debiased else _inner
-    xx, yy, xy = inner(x, x), inner(y, y), inner(x, y)
-    # as a share of the plain product: what debiasing leaves of rows at equal distances is rounding
-    floors = [1e-13 * _inner(side, side) for side in (x, y)]
-    problems = {
-        "values are not finite": broken,
-        "x does not vary": xx <= floors[0],
-        "y does not vary": yy <= floors[1],
-    }
-    return settled("linear_cka", xy / (xx.sqrt() * yy.sqrt()), problems, undefined)
+    x, y = (centered(side, side.new_ones(side.shape[:-1], dtype=torch.bool)) for side in (x, y))
+    inner = torch.stack([(a.mT @ b).square().sum((-2, -1)) for a in (x, y) for b in (x, y)], -1)  # tr(XX'YY')
+    squares = torch.stack([x.square().sum(-1), y.square().sum(-1)], -2)
+    alignment, flat = _alignment(inner.unflatten(-1, (2, 2)), squares, debiased)
+    problems = {"values are not finite": broken, "x does not vary": flat[..., 0], "y does not vary": flat[..., 1]}
+    return settled("linear_cka", alignment[..., 0, 1], problems, undefined)
 
 
-def _inner(x: Tensor, y: Tensor) -> Tensor:
-    """Return tr(XX'YY') = |Y'X|_F^2, by the smaller of its two matrices."""
-    num_rows = x.shape[-2]
-    if num_rows * num_rows < x.shape[-1] * y.shape[-1]:
-        return ((x @ x.mT) * (y @ y.mT)).sum((-2, -1))
-    return (y.mT @ x).square().sum((-2, -1))
+def _alignment(
+    inner: Float[Tensor, "*n layers layers"], squares: Float[Tensor, "*n layers rows"], debiased: bool
+) -> tuple[Float[Tensor, "*n layers layers"], Bool[Tensor, "*n layers"]]:
+    """Return the alignment of centred layers from products and diagonals of their Gram matrices, and who does not vary.
 
-
-def _debiased_inner(x: Tensor, y: Tensor) -> Tensor:
-    """Return HSIC_1 of centred x and y up to its constant factor, which the ratio loses.
-
-    No matrix of rows x rows is needed.
+    Raises:
+        ValueError: too few rows.
     """
-    m = x.shape[-2]
-    x_squares, y_squares = x.square().sum(-1), y.square().sum(-1)  # the diagonals that are left out
-    # with centred columns the rows of XX' sum to 0, so those of XX' without its diagonal to minus the diagonal
-    trace = _inner(x, y) - (x_squares * y_squares).sum(-1)
-    totals = x_squares.sum(-1) * y_squares.sum(-1) / ((m - 1) * (m - 2))
-    return trace + totals - 2 / (m - 2) * (x_squares * y_squares).sum(-1)
+    m, least = squares.shape[-1], 4 if debiased else 2
+    if m < least:
+        raise ValueError(f"linear CKA with debiased={debiased} needs at least {least} rows, got {m}")
+    plain = inner.diagonal(dim1=-2, dim2=-1)
+    if debiased:
+        # HSIC_1 up to its constant factor, which the ratio loses: with centred columns the rows of XX' sum to 0, so
+        # those of XX' without its diagonal to minus the diagonal
+        products, total = squares @ squares.mT, squares.sum(-1)
+        totals = total[..., None] * total[..., None, :] / ((m - 1) * (m - 2))
+        inner = inner - products + totals - 2 / (m - 2) * products
+    scale = inner.diagonal(dim1=-2, dim2=-1)
+    flat = scale <= 1e-13 * plain  # what debiasing leaves of rows at equal distances is rounding
+    scale = scale.masked_fill(flat, 1.0).sqrt()
+    return inner / (scale[..., None] * scale[..., None, :]), flat
 
 
 def linear_cka_matrix(
@@ -147,13 +140,7 @@ def linear_cka_matrix(
         ValueError: fewer than 2 rows (4 if debiased), a layer whose rows are all equal or hold a value that is not
             finite; with `undefined="nan"` such a layer's row and column are NaN.
     """
-    states = widened("states", states)
-    least = 4 if debiased else 2
-    if states.ndim != 3 or states.shape[1] < least:
-        raise ValueError(
-            f"linear_cka_matrix with debiased={debiased} needs states of shape (layers, rows, dim) of at least {least} "
-            f"rows, got {(*states.shape,)}"
-        )
+    states = widened(states)
     num_layers, m, _ = states.shape
     broken = not_finite(states)
     states = centered(
@@ -164,19 +151,12 @@ def linear_cka_matrix(
     for start in range(0, m, size):
         band = (states[:, start : start + size] @ states.mT).flatten(1)  # (layers, rows of the band x rows)
         inner += band @ band.mT
-    plain = inner.diagonal()
-    if debiased:  # HSIC_1 up to its constant factor, as centred Gram matrices have rows that sum to 0
-        squares = states.square().sum(-1)
-        products, total = squares @ squares.mT, squares.sum(-1)
-        inner = inner - products + total[:, None] * total / ((m - 1) * (m - 2)) - 2 / (m - 2) * products
-    scale = inner.diagonal()
-    flat = scale <= 1e-13 * plain  # what debiasing leaves of rows at equal distances is rounding
-    scale = scale.masked_fill(flat, 1.0).sqrt()
+    alignment, flat = _alignment(inner, states.square().sum(-1), debiased)
     problems = {
         "values are not finite": broken | broken[:, None],
         "a layer does not vary": flat | flat[:, None],
     }
-    return settled("linear_cka_matrix", inner / (scale * scale[:, None]), problems, undefined)
+    return settled("linear_cka_matrix", alignment, problems, undefined)
 
 
 class LayerStages(NamedTuple):
@@ -202,17 +182,11 @@ def layer_stages(similarity: Float[Tensor, "layers layers"]) -> LayerStages:
     Source: ours, after the blocks that Sun et al., arXiv 2407.09298, find by eye.
 
     Raises:
-        ValueError: no symmetric, finite matrix of at least 2 layers.
+        ValueError: fewer than 2 layers, or a similarity that is not finite.
     """
-    matrix = widened("similarity", similarity)
-    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or len(matrix) < LEAST_MIDDLE:
-        raise ValueError(
-            f"expected similarities of shape (layers, layers) of at least {LEAST_MIDDLE} layers, got {(*matrix.shape,)}"
-        )
-    if not matrix.isfinite().all():
-        raise ValueError("expected finite similarities, got some that are not")
-    if not torch.allclose(matrix, matrix.mT, rtol=1e-6, atol=1e-9):
-        raise ValueError("expected a symmetric matrix of similarities")
+    matrix = widened(similarity)
+    if len(matrix) < LEAST_MIDDLE or not matrix.isfinite().all():
+        raise ValueError(f"expected finite similarities of at least {LEAST_MIDDLE} layers, got {matrix.tolist()}")
     matrix = matrix - matrix.diagonal().diag()
     num_layers, size = len(matrix), matrix.abs().max().item()
     best, most = LayerStages(0, num_layers, 0, 0.0), 0.0

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lit_layers.functional._checks import centered, not_finite, real_rows, settled, unit_rows, widened, without
-from lit_layers.functional.singular import eigenvalues_, products
+from lit_layers.functional.singular import eigenvalues, products
 
 Points = Float[Tensor, "*n points dim"]
 PerSet = Float[Tensor, "*n"]
@@ -34,17 +34,14 @@ def alpha_req(points: Points, *, fit_range: tuple[int, int] = (11, 100), undefin
     arXiv 2509.23024.
 
     Raises:
-        ValueError: a range that is none; fewer than 3 ranks in it, points that are not finite (NaN there with
-            `undefined="nan"`).
+        ValueError: fewer than 3 ranks in the range, points that are not finite (NaN there with `undefined="nan"`).
     """
     first, last = fit_range
-    if not 1 <= first < last:
-        raise ValueError(f"expected fit_range to be two ranks from 1 on, the first below the last, got {fit_range}")
-    points = _of_sets(points)
+    points = widened(points)
     broken = not_finite(points)
     points = centered(without(points, broken), points.new_ones(points.shape[:-1], dtype=torch.bool))
     wide = points.shape[-2] <= points.shape[-1]
-    values = eigenvalues_(products(points if wide else points.mT)).flip(-1)  # the largest first
+    values = eigenvalues(products(points if wide else points.mT)).flip(-1)  # the largest first
     floor = max(points.shape[-2:]) * _EPS * values[..., :1]
     ranks = torch.arange(1, values.shape[-1] + 1, device=values.device)
     fitted = (ranks >= first) & (ranks <= last) & (values > floor)
@@ -74,14 +71,12 @@ def two_nn_dimension(points: Points, *, discarded: float = 0.1, undefined: Undef
     Source: Facco et al. 2017, equations 3 to 5.
 
     Raises:
-        ValueError: `discarded` outside [0, 1); fewer than 3 different points, all ratios 1, points that are not finite
-            (NaN there with `undefined="nan"`).
+        ValueError: fewer than 3 different points, all ratios 1, points that are not finite (NaN there with
+            `undefined="nan"`).
     """
-    if not 0 <= discarded < 1:
-        raise ValueError(f"expected discarded to be a share from 0 to below 1, got {discarded}")
-    given, points = points.dtype, _of_sets(points)
+    given, points = points.dtype, widened(points)
     broken = not_finite(points)
-    sets = without(points, broken).flatten(0, -3) if points.ndim > 2 else without(points, broken)[None]
+    sets = without(points, broken).reshape(-1, *points.shape[-2:])
     values = [two_nn_of_distances(apart_of_different(each, given)[0], discarded) for each in sets]
     values = torch.stack(values).reshape(points.shape[:-2])
     reason = "it has fewer than 3 different points, or all have two neighbours at one distance"
@@ -159,7 +154,7 @@ def uniformity(points: Points, *, undefined: Undefined = "raise") -> PerSet:
 
 def _directions(points: Points) -> tuple[Points, dict[str, Tensor]]:
     """Return the points at length 1, and what keeps pairs of them from having an angle."""
-    points = _of_sets(points)
+    points = widened(points)
     broken = not_finite(points)
     points = without(points, broken)
     rows, none = unit_rows(points, points.new_ones(points.shape[:-1], dtype=torch.bool))
@@ -187,7 +182,7 @@ def massive_activation(
     Raises:
         ValueError: no real token, a median of 0, values that are not finite (NaN there with `undefined="nan"`).
     """
-    rows, kept = real_rows(widened("tokens", tokens), mask)
+    rows, kept = real_rows(widened(tokens), mask)
     broken = not_finite(rows)
     sizes = without(rows, broken).abs().masked_fill(~kept[..., None], torch.nan).flatten(-2)
     if not sizes.shape[-1]:
@@ -223,10 +218,13 @@ def block_influence(
     Raises:
         ValueError: a state that is zero or not finite (NaN there with `undefined="nan"`).
     """
-    before, after = widened("before", before), widened("after", after)
+    before, after = widened(before), widened(after)
     norms = [torch.linalg.vector_norm(state, dim=-1, keepdim=True) for state in (before, after)]
     sides = [state / norm.where(norm > 0, 1.0) for state, norm in zip((before, after), norms, strict=True)]
-    problems = _of_states(norms)
+    problems = {
+        "a state is not finite": ~(norms[0].isfinite() & norms[1].isfinite())[..., 0],
+        "a state is zero": ((norms[0] == 0) | (norms[1] == 0))[..., 0],
+    }
     # half the squared distance of the directions is exact near 0, where 1 - cos is rounding
     return settled("block_influence", (sides[0] - sides[1]).square().sum(-1) / 2, problems, undefined)
 
@@ -244,18 +242,10 @@ def step_ratio(
     Raises:
         ValueError: a state before that is zero, one that is not finite (NaN there with `undefined="nan"`).
     """
-    before, after = widened("before", before), widened("after", after)
+    before, after = widened(before), widened(after)
     norm, step = (torch.linalg.vector_norm(state, dim=-1) for state in (before, after - before))
     problems = {"a state is not finite": ~(norm.isfinite() & step.isfinite()), "the state before is zero": norm == 0}
     return settled("step_ratio", step / norm.where(norm > 0, 1.0), problems, undefined)
-
-
-def _of_states(norms: list[Tensor]) -> dict[str, Tensor]:
-    norms = [norm[..., 0] for norm in norms]
-    return {
-        "a state is not finite": ~(norms[0].isfinite() & norms[1].isfinite()),
-        "a state is zero": (norms[0] == 0) | (norms[1] == 0),
-    }
 
 
 def shuffled_features(points: Float[Tensor, "points dim"], seed: int = 0) -> Float[Tensor, "points dim"]:
@@ -263,10 +253,3 @@ def shuffled_features(points: Float[Tensor, "points dim"], seed: int = 0) -> Flo
     generator = torch.Generator().manual_seed(seed)
     order = torch.rand(points.shape, generator=generator, dtype=torch.float64).argsort(0).to(points.device)
     return points.gather(0, order)
-
-
-def _of_sets(points: Points) -> Points:
-    points = widened("points", points)
-    if points.ndim < 2:
-        raise ValueError(f"expected points of shape (*n, points, dim), got {tuple(points.shape)}")
-    return points

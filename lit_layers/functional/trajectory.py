@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_layers.functional._checks import check_floating, check_option, settled, widened
+from lit_layers.functional._checks import check_option, settled, widened
 
 States = Float[Tensor, "layers *n dim"]
 PerToken = Float[Tensor, "*n"]
@@ -33,8 +33,9 @@ def line_shape_score(states: States, *, undefined: Undefined = "raise") -> PerTo
     Raises:
         ValueError: a token with a step of length zero, or no step; NaN there with `undefined="nan"`.
     """
-    if _num_steps(states) < 1:
-        return _nowhere("line_shape_score", states, "a trajectory needs at least one step", undefined)
+    if len(states) < 2:
+        values, problems = states[0, ..., 0].double(), {"it takes a step": torch.tensor(True)}
+        return settled("line_shape_score", values, problems, undefined)
     return WalkedPath.along(states).line_shape_score(undefined)
 
 
@@ -43,8 +44,6 @@ def running_line_shape_score(states: States, *, undefined: Undefined = "raise") 
 
     In one pass, where L calls of `line_shape_score` would take L^2 / 2 steps. Raises as that does.
     """
-    if _num_steps(states) < 1:
-        raise ValueError(f"expected at least 2 layers, got {len(states)}")
     return WalkedPath.along(states).running_line_shape_score(undefined)
 
 
@@ -58,7 +57,6 @@ def growth_rates(states: States, *, undefined: Undefined = "raise") -> Float[Ten
     Raises:
         ValueError: a state of norm zero; NaN in the two steps around it with `undefined="nan"`.
     """
-    _num_steps(states)
     return WalkedPath.along(states).growth_rates(undefined)
 
 
@@ -83,10 +81,6 @@ def expodistance(
             `undefined="nan"`.
     """
     check_option("form", form, "cv", "var_over_mean2")
-    _check_correction(correction)
-    steps = _num_steps(states)
-    if steps < max(2, correction + 1):
-        return _nowhere("expodistance", states, f"{steps} steps are too few for a deviation", undefined)
     return WalkedPath.along(states).expodistance(undefined, form=form, correction=correction)
 
 
@@ -101,22 +95,16 @@ def equidistance(states: States, *, correction: int = 0, undefined: Undefined = 
     Raises:
         ValueError: all steps have length zero, or too few steps; NaN there with `undefined="nan"`.
     """
-    _check_correction(correction)
-    steps = _num_steps(states)
-    if steps < correction + 1:
-        return _nowhere("equidistance", states, f"{steps} steps are too few for a deviation", undefined)
     return WalkedPath.along(states).equidistance(undefined, correction=correction)
 
 
 def state_norms(states: States) -> Float[Tensor, "layers *n"]:
     """Return |x^l| for every layer l = 0..L."""
-    _num_steps(states)
     return WalkedPath.along(states).state["norms"]
 
 
 def step_norms(states: States) -> Float[Tensor, "steps *n"]:
     """Return |x^l - x^(l-1)| for every block l = 1..L."""
-    _num_steps(states)
     return WalkedPath.along(states).state["lengths"]
 
 
@@ -142,7 +130,7 @@ class WalkedPath:
 
     def start(self, state: Float[Tensor, "*n dim"]) -> None:
         """Take layer 0."""
-        norms = torch.linalg.vector_norm(widened("states", state), dim=-1)
+        norms = torch.linalg.vector_norm(widened(state), dim=-1)
         self.state.update(
             norms=norms[None],
             lengths=norms.new_empty(0, *norms.shape),
@@ -153,8 +141,8 @@ class WalkedPath:
 
     def step(self, before: Float[Tensor, "*n dim"], after: Float[Tensor, "*n dim"]) -> None:
         """Take the next layer, from the one before it."""
-        reached = widened("states", after)
-        step = reached - widened("states", before)  # two layers at a time, not all
+        reached = widened(after)
+        step = reached - widened(before)  # two layers at a time, not all
         self.state.update({name: tensor.to(step.device) for name, tensor in self.state.items()})
         length = torch.linalg.vector_norm(step, dim=-1, keepdim=True)
         total = step / length.masked_fill(length == 0, 1.0) + self.state.get("total", 0.0)
@@ -200,19 +188,25 @@ class WalkedPath:
         total = (norms[-1] / norms[0]).log()
         returned = ~zero & (total.abs() <= 16 * _EPS)  # equal up to the rounding of two norms
         problems = {
+            "it takes more steps": torch.tensor(steps < max(2, correction + 1)),
             "a state is not finite": self.state["broken"][-1],
             "a state has norm zero": zero,
             "the norm returns to its start, so that the mean growth rate is 0": returned,
         }
-        mean = (total / steps).masked_fill(returned | zero, 1.0).abs()
+        mean = (total / max(steps, 1)).masked_fill(returned | zero, 1.0).abs()
         values = _deviation((norms[1:] / norms[:-1]).log(), correction) / mean
         return settled("expodistance", values if form == "cv" else values.square(), problems, undefined)
 
     def equidistance(self, undefined: Undefined = "raise", *, correction: int = 0) -> PerToken:
         """Return what the function of that name does."""
-        mean = self.state["lengths"].mean(0)
-        problems = {"a state is not finite": self.state["broken"][-1], "all steps have length zero": mean == 0}
-        values = _deviation(self.state["lengths"], correction) / mean.masked_fill(mean == 0, 1.0)
+        lengths = self.state["lengths"]
+        mean = lengths.mean(0)
+        problems = {
+            "it takes more steps": torch.tensor(len(lengths) < correction + 1),
+            "a state is not finite": self.state["broken"][-1],
+            "all steps have length zero": mean == 0,
+        }
+        values = _deviation(lengths, correction) / mean.masked_fill(mean == 0, 1.0)
         return settled("equidistance", values, problems, undefined)
 
     def _broken(self, so_far: bool) -> Bool[Tensor, "layers *n"]:
@@ -239,24 +233,6 @@ def _deviation(values: Float[Tensor, "steps *n"], correction: int) -> PerToken:
     return ((values - values.mean(0)).square().sum(0) / (len(values) - correction)).sqrt()
 
 
-def _num_steps(states: States) -> int:
-    check_floating("states", states)
-    if states.ndim < 2 or not len(states):
-        raise ValueError(f"expected states of shape (layers, *n, dim), got {tuple(states.shape)}")
-    return len(states) - 1
-
-
-def _nowhere(metric: str, states: States, reason: str, undefined: Undefined) -> PerToken:
-    """Return NaN for every token, or raise the error that says why."""
-    values = torch.zeros(states.shape[1:-1], dtype=torch.float64)
-    return settled(metric, values, {reason: torch.tensor(True)}, undefined)
-
-
-def _check_correction(correction: int) -> None:
-    if not isinstance(correction, int) or correction < 0:
-        raise ValueError(f"expected correction to be an integer of at least 0, got {correction!r}")
-
-
 # The paths of tokens through the layers, seen in the plane that spreads the last layer most.
 
 
@@ -279,33 +255,19 @@ def principal_paths(
     Source: Aubry et al., arXiv 2407.07810, whose axes have no fixed sign.
 
     Raises:
-        ValueError: fewer than 3 tokens or 2 dimensions; a state that is not finite, or tokens of the last layer that
-            lie on a line, where there is no second axis: all NaN there with `undefined="nan"`.
+        ValueError: a state that is not finite, or tokens of the last layer that lie on a line, where there is no second
+            axis (two do): all NaN with `undefined="nan"`.
     """
-    check_option("undefined", undefined, "raise", "nan")
-    states = widened("states", states)
-    if states.ndim != 3 or not len(states) or states.shape[1] < 3 or states.shape[2] < 2:
-        raise ValueError(
-            "expected states (layers, tokens, dim) of at least 3 tokens and 2 dimensions, "
-            f"got shape {tuple(states.shape)}"
-        )
-    if not states.isfinite().all():
-        return _no_plane(states, "a state is not finite", undefined)
-    last = states[-1]
+    states = widened(states)
+    broken = ~states.isfinite().all()
+    last = states[-1].masked_fill(broken, 0.0)
     mean = last.mean(0)
     _, sizes, axes = torch.linalg.svd(last - mean, full_matrices=False)
     # What subtracting the mean leaves of equal states is rounding, as large as the states are.
     rounding = max(last.shape) * torch.finfo(states.dtype).eps * torch.linalg.matrix_norm(last)
-    if sizes[1] <= rounding:
-        return _no_plane(states, "the last layer's tokens lie on a line and have no second axis", undefined)
+    on_line = "the last layer's tokens lie on a line and have no second axis"
+    problems = {"a state is not finite": broken, on_line: sizes[1] <= rounding}
     axes = axes[:2]
     axes = axes * axes.gather(1, axes.abs().argmax(1, keepdim=True)).sign()
-    return PrincipalPaths((states - mean) @ axes.T, sizes[:2].square() / sizes.square().sum())
-
-
-def _no_plane(states: Tensor, reason: str, undefined: str) -> PrincipalPaths:
-    nowhere = {reason: torch.tensor(True)}
-    shapes = (*states.shape[:2], 2), (2,)
-    return PrincipalPaths(
-        *(settled("principal_paths", states.new_zeros(shape), nowhere, undefined) for shape in shapes)
-    )
+    found = (states - mean) @ axes.T, sizes[:2].square() / sizes.square().sum()
+    return PrincipalPaths(*(settled("principal_paths", values, problems, undefined) for values in found))

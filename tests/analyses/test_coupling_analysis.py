@@ -230,7 +230,7 @@ def test_measuring_leaves_no_gradients_behind(model):
     ("options", "message"),
     [
         ({"k": (33,)}, "expected k between 1 and the dimension 32, got 33; the model is 32 wide: choose another k"),
-        ({"k": (0.01,)}, "at least one of 32 directions, got 0.01"),
+        ({"k": (0.01,)}, "expected k between 1 and the dimension 32, got 0.32"),
         ({"k": ()}, "expected at least one of k, got none"),
         ({"token": "middle"}, "expected token to be one of"),
         ({"num_prompts": 0}, "expected num_prompts of at least 1, got 0"),

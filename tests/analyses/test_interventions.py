@@ -347,10 +347,9 @@ def test_the_model_and_the_random_numbers_are_as_they_were():
     [
         ({"variants": ("skips",)}, "variants: there is no 'skips'; choose from baseline"),
         ({"middles": (2,)}, "middles: of 4 blocks the middle has 1, 3 blocks, got 2"),
-        ({"seeds": ()}, r"seeds: expected integers of at least 0, got \[\]"),
-        ({"loops": (0,)}, r"loops: expected integers of at least 1, got \[0\]"),
-        ({"custom": ("1 5",)}, r"schedule '1 5': block: expected 1\.\.4, got 5"),
-        ({"custom": ("1 ()",)}, "schedule '1 ..': a parallel group is empty"),
+        ({"loops": (0,)}, "loops: expected at least 1, got 0"),
+        ({"custom": ("1 5",)}, r"block: expected 1\.\.4, got 5"),
+        ({"custom": ("1 ()",)}, "schedule: expected numbers and groups such as .*, got '1 ..'"),
     ],
 )
 def test_options_that_do_not_fit_the_model_are_refused(model, options, message):

@@ -392,8 +392,8 @@ def test_an_encoder_is_trained_on_each_task_in_each_variant(home, tmp_path, caps
 WRONG = [
     ("model", "--variants skipped", "variants: there is no 'skipped'; choose all, or from baseline, middle_repeat"),
     ("model", "CORPUS --middles 2", "middles: of 4 blocks the middle has 1, 3 blocks, got 2"),
-    ("model", "CORPUS --schedule '1 (,2)'", "expected block numbers in a parallel group, got (,2)"),
-    ("model", "CORPUS --schedule '1 () 2'", "a parallel group is empty: name its blocks, as in (3,4,5)"),
+    ("model", "CORPUS --schedule '1 (,2)'", "expected numbers and groups such as 1 2 (3,4,5) 6, got '1 (,2)'"),
+    ("model", "CORPUS --schedule '1 () 2'", "expected numbers and groups such as 1 2 (3,4,5) 6, got '1 () 2'"),
     ("model", "CORPUS --schedule '1 9'", "block: expected 1..4, got 9"),
     ("model", "CORPUS --schedule ' '", "schedule: expected a name or a path, got ' '"),
     ("model", "--loops 0", "loops: expected at least 1, got 0"),

@@ -81,10 +81,9 @@ def test_a_schedule_is_read_as_it_is_written():
     assert schedules.parse_schedule(text, 6) == (1, 2, (3, 4, 5), (3, 4, 5), 6)
     assert schedules.format_schedule(schedules.parse_schedule(text, 6)) == text
     assert schedules.parse_schedule(" 1 ( 2 , 3 )(4) 4 ", 4) == (1, (2, 3), 4, 4)
-    assert schedules.parse_schedule("", 4) == ()
 
 
-@given(st.lists(st.integers(1, 9) | st.lists(st.integers(1, 9), min_size=2, max_size=4).map(tuple)))
+@given(st.lists(st.integers(1, 9) | st.lists(st.integers(1, 9), min_size=2, max_size=4).map(tuple), min_size=1))
 def test_writing_and_reading_gives_any_schedule_back(steps):
     assert schedules.parse_schedule(schedules.format_schedule(steps), 9) == tuple(steps)
 
@@ -95,19 +94,17 @@ def test_writing_and_reading_gives_any_schedule_back(steps):
         (lambda: schedules.skip(8, 4), "start: of 8 blocks expected 0..3, got 4"),
         (lambda: schedules.skip(8, -1), "start: of 8 blocks expected 0..3, got -1"),
         (lambda: schedules.start_of(8, 4), "middle: of 8 blocks the middle has 1, 3, 5, 7 blocks, got 4"),
-        (lambda: schedules.looped_parallel(8, 1, loops=0), "loops: expected an integer of at least 1, got 0"),
+        (lambda: schedules.looped_parallel(8, 1, loops=0), "loops: expected at least 1, got 0"),
         (lambda: schedules.skip_one(4, 5), "block: expected 1..4, got 5"),
         (lambda: schedules.repeat_one(4, 0), "block: expected 1..4, got 0"),
         (lambda: schedules.switch(4, 4), "block: expected 1..3, which have a next one, got 4"),
-        (lambda: schedules.parse_schedule("1 () 2", 4), "schedule: a parallel group is empty: name its blocks"),
+        (lambda: schedules.parse_schedule("1 () 2", 4), "numbers and groups such as 1 2 (3,4,5) 6, got '1 () 2'"),
+        (lambda: schedules.parse_schedule(" ", 4), "numbers and groups such as 1 2 (3,4,5) 6, got ' '"),
+        (lambda: schedules.checked([1, ()], 4), "schedule: a parallel group is empty: name its blocks"),
         (lambda: schedules.parse_schedule("1 9", 4), "block: expected 1..4, got 9"),
-        (lambda: schedules.parse_schedule("1 (2,x)", 4), "expected block numbers in a parallel group, got (2,x)"),
-        (
-            lambda: schedules.parse_schedule("1 (2,3", 4),
-            "numbers and groups such as 1 2 (3,4,5) 6, got '(2,3'",
-        ),
-        (lambda: schedules.parse_schedule("1 -2", 4), "expected numbers and groups such as 1 2 (3,4,5) 6, got '-2'"),
-        (lambda: schedules.baseline(1), "num_blocks: expected an integer of at least 2, got 1"),
+        (lambda: schedules.parse_schedule("1 (2,x)", 4), "numbers and groups such as 1 2 (3,4,5) 6, got '1 (2,x)'"),
+        (lambda: schedules.parse_schedule("1 (2,3", 4), "numbers and groups such as 1 2 (3,4,5) 6, got '1 (2,3'"),
+        (lambda: schedules.parse_schedule("1 -2", 4), "numbers and groups such as 1 2 (3,4,5) 6, got '1 -2'"),
     ],
 )
 def test_what_is_no_schedule_is_refused(call, sentence):

@@ -61,17 +61,3 @@ def test_neither_the_numbers_of_classes_nor_a_perfect_score_leave_any_doubt():
     assert renamed == pytest.approx(found, abs=1e-12)
     low, high = found
     assert low <= macro_f1(labels, predictions) <= high
-
-
-def test_what_has_no_interval_is_refused():
-    labels, predictions = rows()
-    with pytest.raises(
-        ValueError, match=r"expected labels and predictions of at least 2 rows, got \(60,\) and \(59,\)"
-    ):
-        macro_f1_interval(labels, predictions[1:])
-    with pytest.raises(ValueError, match=r"at least 2 rows, got \(1,\) and \(1,\)"):
-        macro_f1_interval(labels[:1], predictions[:1])
-    refusals = ({"resamples": 0}, "at least 1 resample, got 0"), ({"confidence": 1.0}, "confidence between 0 and 1")
-    for options, message in refusals:
-        with pytest.raises(ValueError, match=message):
-            macro_f1_interval(labels, predictions, **options)

@@ -193,42 +193,12 @@ def test_others_that_cancel_leave_leave_one_out_alone_undefined():
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "options", "error", "sentence"),
+    ("first", "second", "shapes"),
     [
-        (torch.ones(2, 4), torch.zeros(2, 4), {}, ValueError, "expected at least 3 pairs, got 2"),
-        (
-            torch.ones(3, 4),
-            torch.zeros(3, 5),
-            {},
-            ValueError,
-            r"of one shape \(\*layers, pairs, dim\), got \(3, 4\) and \(3, 5\)",
-        ),
-        (torch.ones(3, 4).long(), torch.zeros(3, 4), {}, TypeError, "first to be a floating-point tensor, got torch.i"),
-        (torch.ones(3, 4), torch.eye(3, 4), {"shuffles": 0}, ValueError, "expected at least 1 shuffle, got 0"),
-        (torch.ones(3, 4), torch.eye(3, 4), {"undefined": "skip"}, ValueError, "undefined to be one of 'raise', 'nan'"),
-        (
-            torch.ones(3, 4),
-            torch.eye(3, 4),
-            {"whiten": torch.eye(3)},
-            ValueError,
-            r"whiten of shape \(4, 4\), got \(3, 3\)",
-        ),
-        (
-            torch.ones(3, 4),
-            torch.eye(3, 4),
-            {"whiten": -torch.eye(4)},
-            ValueError,
-            "got a matrix with a negative or no",
-        ),
-        (
-            torch.ones(3, 4),
-            torch.eye(3, 4),
-            {"whiten": torch.ones(4, 4).triu()},
-            ValueError,
-            "not finite or not symmetric",
-        ),
+        (torch.ones(2, 4), torch.zeros(2, 4), r"\(2, 4\) and \(2, 4\)"),
+        (torch.ones(3, 4), torch.zeros(3, 5), r"\(3, 4\) and \(3, 5\)"),
     ],
 )
-def test_what_has_no_alignment_is_refused(first, second, options, error, sentence):
-    with pytest.raises(error, match=sentence):
-        concept_alignment(first, second, **options)
+def test_what_has_no_alignment_is_refused(first, second, shapes):
+    with pytest.raises(ValueError, match=f"of one shape .*, 3 pairs or more, got {shapes}"):
+        concept_alignment(first, second)

@@ -10,7 +10,7 @@ import torch
 
 from lit_layers.functional.entropy import matrix_entropy
 from lit_layers.functional.invariance import LidarSums, dime, infonce, lidar
-from lit_layers.functional.singular import eigenvalues_
+from lit_layers.functional.singular import eigenvalues
 
 BOTH: Any = "both"
 
@@ -273,28 +273,18 @@ def test_undefined_sets_are_named_or_nan_alone():
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: infonce(random(1, 3), random(1, 3)), "expected at least 2 prompts, got 1"),
-        (lambda: infonce(*two_views(), temperature=0.0), "expected a positive temperature, got 0.0"),
+        (lambda: infonce(random(1, 3), random(1, 3)), r"2 prompts or more, got \(1, 3\)"),
         (lambda: infonce(*two_views(), form=BOTH), "expected form to be one of 'ntxent', 'cross', got 'both'"),
         (lambda: infonce(random(4, 3), random(5, 3)), r"expected two views of one shape .* got \(4, 3\) and \(5, 3\)"),
-        (lambda: dime(*two_views(), alpha=0.0), "expected alpha above 0, got 0.0"),
-        (lambda: dime(*two_views(), permutations=0), "expected at least 1 permutation, got 0"),
         (
             lambda: dime(*two_views(), permutations=torch.zeros(2, 6).long()),
             "expected each row of permutations to hold",
         ),
-        (
-            lambda: dime(*two_views(), permutations=torch.zeros(2, 5).long()),
-            r"expected permutations of shape \(repeats",
-        ),
-        (lambda: dime(random(1, 3), random(1, 3)), "expected at least 2 prompts, got 1"),
+        (lambda: dime(random(1, 3), random(1, 3)), r"2 prompts or more, got \(1, 3\)"),
         (lambda: lidar(some_views(1, 3)), "expected at least 2 prompts, got 1"),
-        (lambda: lidar(some_views(4, 1)), "expected at least 2 views of each prompt, got 1"),
+        (lambda: lidar(some_views(4, 1)), "expected at least 2 views of each prompt, as many as before, got 1"),
         (lambda: dime(random(4, 3) * 1e200, random(4, 3) * 1e200), "a view holds nothing but zeros"),
         (lambda: lidar(torch.zeros(0, 3, 4)), "expected at least 2 prompts, got 0"),
-        (lambda: lidar(torch.zeros(4, 3, 0)), "expected views of at least 1 dimension, got 0"),
-        (lambda: lidar(random(4, 3)), r"expected views of shape \(\*n, prompts, views, dim\), got \(4, 3\)"),
-        (lambda: lidar(some_views(), delta=-1.0), "expected delta to be at least 0, got -1.0"),
         (lambda: lidar(some_views(2, 2, 9), delta=0.0), "the scatter within prompts has no inverse with delta 0.0"),
         (lambda: lidar(some_views(noise=0.0), delta=0.0), "the scatter within prompts has no inverse with delta 0.0"),
     ],
@@ -304,20 +294,14 @@ def test_what_cannot_be_measured_is_refused(call, sentence):
         call()
 
 
-def test_whole_numbers_are_refused():
-    for call in (lambda x: infonce(x, x), lambda x: dime(x, x), lambda x: lidar(x[None].expand(3, 4, 3))):
-        with pytest.raises(TypeError, match="to be a floating-point tensor, got torch.int64"):
-            call(torch.ones(4, 3, dtype=torch.int64))
-
-
 @pytest.mark.parametrize("scale", [1e-160, 1e-20, 1.0, 1e20, 1e160])
 def test_eigenvalues_are_those_that_matrices_were_made_of_at_any_scale(scale):
     draws, expected = np.random.default_rng(0), np.array([[0.5, 2, 3, 7], [-1, -0.5, 1e-3, 4]]) * scale
     turns = [np.linalg.qr(draws.normal(size=(4, 4)))[0] for _ in expected]
     made = np.stack([turn * values @ turn.T for turn, values in zip(turns, expected, strict=True)])
     matrices = torch.from_numpy((made + made.swapaxes(1, 2)) / 2)
-    np.testing.assert_allclose(eigenvalues_(matrices.clone()), expected, rtol=0, atol=1e-14 * scale)
-    np.testing.assert_allclose(eigenvalues_(matrices[1].clone()), expected[1], rtol=0, atol=1e-14 * scale)
+    np.testing.assert_allclose(eigenvalues(matrices), expected, rtol=0, atol=1e-14 * scale)
+    np.testing.assert_allclose(eigenvalues(matrices[1]), expected[1], rtol=0, atol=1e-14 * scale)
 
 
 def test_what_is_measured_is_left_as_it_was():

@@ -198,13 +198,8 @@ def test_a_constant_block_has_minus_the_identity(hidden):
     [
         ({"out_tokens": 5}, ValueError, "expected out_tokens among real tokens, got 5 for prompt 0 of 5 tokens"),
         ({"in_tokens": -4, "mask": torch.ones(2, 5).tril(2)}, ValueError, "got -4 for prompt 0 of 3 tokens"),
-        ({"in_tokens": "some"}, ValueError, 'expected in_tokens "same", "all", an int or a sequence of ints'),
-        ({"out_tokens": []}, TypeError, "non-empty sequence of ints"),
-        ({"out_tokens": [True]}, TypeError, "sequence of ints"),
-        ({"mask": torch.ones(2, 4)}, ValueError, r"mask of shape \(2, 5\), got \(2, 4\)"),
         ({"mask": torch.tensor([[1] * 5, [0] * 5])}, ValueError, "prompt 1 has none"),
         ({"identity": "never"}, ValueError, "expected identity to be one of 'same_token', 'always'"),
-        ({"chunk_size": 0}, ValueError, "chunk_size of at least 1"),
     ],
 )
 def test_wrong_options_are_refused_with_a_sentence(block, hidden, options, kind, message):
@@ -215,9 +210,5 @@ def test_wrong_options_are_refused_with_a_sentence(block, hidden, options, kind,
 def test_wrong_states_and_blocks_are_refused_with_a_sentence(block, hidden):
     with pytest.raises(ValueError, match=r"convert the model with \.float\(\)"):
         block_jacobian(block, hidden.bfloat16())
-    with pytest.raises(ValueError, match=r"\(batch, tokens, dim\), got \(5, 6\)"):
-        block_jacobian(block, hidden[0])
     with pytest.raises(ValueError, match="block to return a tensor of shape"):
         block_jacobian(lambda x: x[:, :1], hidden)
-    with pytest.raises(TypeError, match="expected a callable block"):
-        block_jacobian(3, hidden)

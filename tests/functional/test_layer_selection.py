@@ -181,15 +181,13 @@ def test_the_direction_is_the_one_that_scores_higher_elsewhere():
     assert better_rule([following, opposing, opposing]) == ("good", "min"), "each model counts alike"
     rule = better_rule([({"noise": scores[::-1], "good": metric}, -metric)])
     assert rule == ("good", "min")
-    with pytest.raises(ValueError, match="expected models that share a metric"):
-        better_rule([])
 
 
 @pytest.mark.parametrize(
     ("metric", "scores", "message"),
     [
-        (np.zeros((2, 5)), np.zeros((2, 4)), r"two tables \(tasks, layers\) alike, got shapes \(2, 5\) and \(2, 4\)"),
-        (np.full((2, 5), np.nan), np.zeros((2, 5)), "finite values"),
+        (np.zeros((2, 5)), np.zeros((2, 4)), r"finite tables \(tasks, layers\) alike, got \(2, 5\) and \(2, 4\)"),
+        (np.full((2, 5), np.nan), np.zeros((2, 5)), "finite tables"),
     ],
 )
 def test_tables_that_do_not_fit_are_refused(metric, scores, message):
@@ -204,5 +202,3 @@ def test_too_few_layers_and_constant_curves_are_refused():
         layer_correlations(*(table[:, :3] for table in curves()))
     with pytest.raises(UndefinedError, match="constant over the layers of every task"):
         layer_correlations(np.ones((3, 5)), curves(3, 5)[1])
-    with pytest.raises(ValueError, match="direction to be one of 'min', 'max', got 'least'"):
-        extreme_layers(curves()[0], "least")  # pyright: ignore[reportArgumentType]

@@ -181,17 +181,8 @@ def test_several_labellings_at_once_are_each_one_s_own():
 @pytest.mark.parametrize(
     ("features", "ids", "options", "error", "sentence"),
     [
-        (
-            torch.ones(5, 3).long(),
-            torch.arange(5),
-            {},
-            TypeError,
-            "features to be a floating-point tensor, got torch.i",
-        ),
-        (torch.ones(5, 3), torch.ones(5), {}, TypeError, "token_ids to be an integer tensor, got torch.float32"),
-        (torch.ones(5), torch.arange(5), {}, ValueError, r"features of shape \(\*n, m, dim\), got \(5,\)"),
-        (torch.ones(5, 3), torch.arange(4), {}, ValueError, r"one token id for each of 5 rows, got shape \(4,\)"),
-        (torch.ones(2, 3), torch.arange(2), {}, ValueError, "expected at least 3 rows, got 2"),
+        (torch.ones(5, 3), torch.arange(4), {}, ValueError, "a token id for each of 3 rows or more, got 4 for 5"),
+        (torch.ones(2, 3), torch.arange(2), {}, ValueError, "a token id for each of 3 rows or more, got 2 for 2"),
         (random(5, 3), torch.full((5,), 9), {}, ValueError, "token ids that are not all equal: their variance is 0"),
         (
             random(6, 3),
@@ -209,16 +200,8 @@ def test_several_labellings_at_once_are_each_one_s_own():
             "expected rows that are fin",
         ),
         (random(5, 3), torch.arange(5), {"normalize": "unit"}, ValueError, "normalize to be one of 'layer_norm', 'rms"),
-        (random(5, 3), torch.arange(5), {"eps": -1.0}, ValueError, "expected eps of at least 0, got -1.0"),
-        (random(5, 3), torch.arange(5), {"split": 1.0}, ValueError, "expected split between 0 and 1, got 1.0"),
+        (random(5, 3), torch.arange(5), {"split": 1.0}, ValueError, "3 rows to fit and 2 to score, got 5 and 0"),
         (random(5, 3), torch.arange(5), {"split": 0.2}, ValueError, "3 rows to fit and 2 to score, got 1 and 4"),
-        (
-            random(5, 3),
-            torch.arange(5),
-            {"split": torch.ones(4) > 0},
-            ValueError,
-            "a boolean mask of 5 rows, got torch",
-        ),
     ],
 )
 def test_what_cannot_be_fitted_is_refused(features, ids, options, error, sentence):

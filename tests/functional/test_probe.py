@@ -199,23 +199,20 @@ def test_half_precision_is_widened_and_no_gradient_reaches_the_features():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"features": torch.ones(2, 4, 3, dtype=torch.long)}, TypeError, "floating-point tensor, got torch.int64"),
-        ({"features": torch.ones(4, 3)}, ValueError, r"shape \(layers, n, dim\), got \(4, 3\)"),
-        ({"features": torch.ones(0, 4, 3)}, ValueError, r"shape \(layers, n, dim\), got \(0, 4, 3\)"),
         (
             {"features": torch.ones(2, 4, 3).index_fill(0, torch.tensor(1), torch.nan)},
             ValueError,
             "finite features, got others at layer 1",
         ),
-        ({"labels": torch.ones(4)}, TypeError, "labels to be an integer tensor, got torch.float32"),
-        ({"labels": torch.tensor([0, 1])}, ValueError, r"one label for each of 4 rows, got shape \(2,\)"),
-        ({"labels": torch.tensor([0, 1, -1, 0])}, ValueError, r"labels in 0\.\.1, got -1"),
-        ({"num_classes": 2, "labels": torch.tensor([0, 1, 2, 0])}, ValueError, r"labels in 0\.\.1, got 2"),
-        ({"labels": torch.tensor([3, 3, 3, 3])}, ValueError, "at least 2 classes, got only class 3"),
-        ({"features": torch.ones(2, 1, 3), "labels": torch.tensor([0])}, ValueError, "at least 2 rows, got 1"),
-        ({"c": 0.0}, ValueError, "expected a positive c, got 0.0"),
-        ({"tolerance": -1.0}, ValueError, "expected a positive tolerance, got -1.0"),
-        ({"max_iterations": 0}, ValueError, "max_iterations of at least 1, got 0"),
+        ({"labels": torch.tensor([0, 1])}, ValueError, r"a label for each of 4 rows, got shape \(2,\)"),
+        ({"labels": torch.tensor([0, 1, -1, 0])}, ValueError, r"2 classes or more in 0\.\.1, got \[-1, 0, 1\]"),
+        (
+            {"num_classes": 2, "labels": torch.tensor([0, 1, 2, 0])},
+            ValueError,
+            r"2 classes or more in 0\.\.1, got \[0, 1, 2\]",
+        ),
+        ({"labels": torch.tensor([3, 3, 3, 3])}, ValueError, r"2 classes or more in 0\.\.3, got \[3\]"),
+        ({"c": 0.0}, ValueError, "expected c above 0, got 0.0"),
     ],
 )
 def test_wrong_input_is_refused_with_a_sentence(change, error, message):
@@ -238,8 +235,6 @@ def test_macro_f1_weighs_the_classes_among_the_labels_alike():
     labels, predictions = torch.randint(9, (2, 60), generator=generator)
     expected = f1_score(labels, predictions, average="macro", labels=labels.unique(), zero_division=0)
     assert macro_f1(labels, predictions) == pytest.approx(expected)
-    with pytest.raises(ValueError, match="at least one row"):
-        macro_f1(labels[:0], predictions[:0])
 
 
 def test_macro_f1_is_torchmetrics_where_each_predicted_class_occurs():

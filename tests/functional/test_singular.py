@@ -479,20 +479,6 @@ def test_small_matrices_are_decomposed_whole_in_float64():
     assert singular_factors(torch.zeros(0, 300, 300), 3).left.shape == (0, 300, 3)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"count": 10}, "expected a count between 1 and the dimension 9, got 10"),
-        ({"count": 0}, "expected a count between 1 and the dimension 9, got 0"),
-        ({"tolerance": 0.0}, "expected a tolerance above 0, got 0.0"),
-        ({"tolerance": math.nan}, "expected a tolerance above 0, got nan"),
-    ],
-)
-def test_wrong_options_are_refused_with_a_sentence(options, message):
-    with pytest.raises(ValueError, match=message):
-        singular_factors(gaussian(9, 9), **options)
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_matrix_that_is_not_finite_is_named(value):
     matrices = gaussian(3, 9, 9)

@@ -255,32 +255,19 @@ def test_a_state_is_finite_however_large_its_entries_and_without_a_single_one_it
 
 
 def test_too_few_layers_are_undefined():
-    with pytest.raises(
-        ValueError, match=r"line_shape_score is undefined at element .*: a trajectory needs at least one"
-    ):
+    with pytest.raises(ValueError, match=r"line_shape_score is undefined at element .*: it takes a step"):
         line_shape_score(torch.ones(1, 2, 3))
-    with pytest.raises(ValueError, match=r"expodistance is undefined .*: 1 steps are too few"):
+    with pytest.raises(ValueError, match=r"expodistance is undefined .*: it takes more steps"):
         expodistance(torch.ones(2, 2, 3))
-    with pytest.raises(ValueError, match=r"equidistance is undefined .*: 1 steps are too few"):
+    with pytest.raises(ValueError, match=r"equidistance is undefined .*: it takes more steps"):
         equidistance(torch.ones(2, 2, 3), correction=1)
-    with pytest.raises(ValueError, match="expected at least 2 layers, got 1"):
-        running_line_shape_score(torch.ones(1, 2, 3))
     for metric, layers in ((line_shape_score, 1), (expodistance, 2), (equidistance, 1)):
         assert metric(torch.ones(layers, 2, 3), undefined="nan").isnan().tolist() == [True, True]
 
 
-def test_wrong_kinds_shapes_and_options_are_refused():
-    for metric in (*PER_TOKEN, growth_rates, running_line_shape_score):
-        with pytest.raises(TypeError, match=r"expected states to be a floating-point tensor, got torch.int64"):
-            metric(torch.ones(3, 4, dtype=torch.long))
-        with pytest.raises(ValueError, match=r"expected states of shape \(layers, \*n, dim\), got \(3,\)"):
-            metric(torch.ones(3))
-        with pytest.raises(ValueError, match="expected undefined to be one of 'raise', 'nan', got 'skip'"):
-            metric(random_states(), undefined="skip")
+def test_an_unknown_form_is_refused():
     with pytest.raises(ValueError, match="expected form to be one of 'cv', 'var_over_mean2', got 'std'"):
         expodistance(random_states(), form="std")
-    with pytest.raises(ValueError, match="expected correction to be an integer of at least 0, got -1"):
-        equidistance(random_states(), correction=-1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

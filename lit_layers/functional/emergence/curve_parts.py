@@ -174,10 +174,7 @@ def freed(rows: Array) -> Array:
 
 def whole_rows(replicates: ArrayLike, there: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], Array]:
     """Return which replicates have a value wherever the curve has one, and these values."""
-    rows = np.asarray(replicates, dtype=np.float64)
-    if rows.ndim != 2 or rows.shape[1:] != there.shape:
-        raise ValueError(f"expected replicates of shape (replicates, {len(there)}), got {rows.shape}")
-    rows = rows[:, there]
+    rows = np.asarray(replicates, dtype=np.float64)[:, there]
     whole: Any = np.isfinite(rows).all(1)
     rows = rows[whole]
     if len(rows) < 2:

@@ -12,7 +12,6 @@ from torch import Tensor
 from lit_layers.functional._checks import (
     check_features,
     check_finite,
-    check_floating,
     check_option,
     feature_scaling,
     settled,
@@ -40,11 +39,9 @@ class RidgeProbes:
         """Return predictions in float64, of the targets' shape: one number a row, or one for each output.
 
         Raises:
-            TypeError: features that are not floating-point.
             ValueError: features of other layers or width, or that are not finite.
         """
-        check_features(features, like=self.weight)
-        check_finite(features)
+        check_features(features, self.weight)
         mean, scale, bias = self.mean[:, None], self.scale[:, None], self.bias[:, None]
         parts = [(chunk.sub_(mean).div_(scale)) @ self.weight + bias for chunk in widened_chunks(features)]
         predictions = torch.cat(parts, 1)
@@ -76,13 +73,9 @@ def fit_ridge_probes(
     values of the R of a QR decomposition of X, which are not squared.
 
     Raises:
-        TypeError: features that are not floating-point, targets that are not numbers.
-        ValueError: no row, targets of another number of rows, a value that is not finite, a penalty below 0.
+        ValueError: targets of another number of rows, a value that is not finite, a penalty below 0.
     """
-    check_features(features)
-    if not features.shape[1]:
-        raise ValueError("expected at least one row, got none")
-    if penalty is not None and not (penalty >= 0 and math.isfinite(penalty)):
+    if penalty is not None and penalty < 0:
         raise ValueError(f"expected a penalty of at least 0, got {penalty}")
     outputs = _outputs(targets, features.shape[1]).to(features.device)
     probes = []
@@ -107,15 +100,12 @@ def r_squared(
     the scored targets for the baseline, and agrees where that is the training mean. In float64.
 
     Raises:
-        TypeError: targets that are not numbers.
-        ValueError: no row, shapes that do not fit, or targets that are all equal, for which it is undefined; with
+        ValueError: shapes that do not fit, or targets that are all equal, for which it is undefined; with
             `undefined="nan"` that gives NaN.
     """
-    if predictions.shape[-1:] != targets.shape or targets.ndim != 1:
+    if predictions.shape[-1:] != targets.shape:
         shapes = f"{tuple(predictions.shape)} of {tuple(targets.shape)}"
         raise ValueError(f"expected predictions (*layers, n) of targets (n), got {shapes}")
-    if not len(targets):
-        raise ValueError("expected at least one row, got none")
     truth = _outputs(targets, len(targets))[:, 0].to(predictions.device)
     values = 1 - (predictions.double() - truth).square().mean(-1) / (truth - baseline).square().mean()
     constant = (truth == truth[0]).all()
@@ -186,17 +176,9 @@ def _from_rows(layer: Tensor, mean: Tensor, scale: Tensor, targets: Tensor, pena
 
 def _outputs(targets: Tensor, num_rows: int) -> Tensor:
     """Return targets in float64, (rows, outputs)."""
-    if not isinstance(targets, Tensor) or targets.is_complex() or targets.dtype == torch.bool:
-        kind = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
-        raise TypeError(f"expected targets to be a tensor of real numbers, got {kind}")
-    if targets.ndim not in (1, 2) or len(targets) != num_rows or not targets.shape[1:].numel():
-        raise ValueError(f"expected targets of shape ({num_rows},) or ({num_rows}, q), got {tuple(targets.shape)}")
-    outputs = targets.detach().double().reshape(num_rows, math.prod(targets.shape[1:]))
-    if not outputs.isfinite().all():
-        raise ValueError(
-            f"expected finite targets, got another at row {int((~outputs.isfinite()).any(1).nonzero()[0])}"
-        )
-    return outputs
+    if len(targets) != num_rows or not targets.isfinite().all():
+        raise ValueError(f"expected a finite target for each of {num_rows} rows, got shape {tuple(targets.shape)}")
+    return targets.detach().double().reshape(num_rows, -1)
 
 
 # How much of the variance of the next token's id a linear map of the states leaves. All computed in float64.
@@ -242,12 +224,13 @@ def prediction_residual(
     Source: He & Su, arXiv 2408.13442.
 
     Raises:
-        TypeError: features that are not floating-point, ids that are not integers.
         ValueError: fewer than 3 rows, equal ids (with `split` also among the scored rows), a value that is not finite,
-            a row without deviation ("standardize"), an option out of range.
+            a row without deviation ("standardize"), an unknown `normalize`, a split of too few rows.
     """
     check_option("normalize", normalize, "layer_norm", "rms_norm", "standardize", "none")
-    ids = _checked_ids(features, token_ids, eps)
+    ids, num_rows = token_ids.cpu(), features.shape[-2]
+    if len(ids) != num_rows or num_rows < 3:
+        raise ValueError(f"expected a token id for each of 3 rows or more, got {len(ids)} for {num_rows}")
     fitted = _fitted_rows(len(ids), split, seed)
     single = ids.ndim == 1
     targets = ids.reshape(len(ids), -1).double()
@@ -312,7 +295,7 @@ def _triangle(features: Tensor, targets: Tensor, origin: Tensor, normalize: Norm
 
 
 def _normalized(rows: Tensor, normalize: Normalize, eps: float) -> Tensor:
-    rows = widened("features", rows)
+    rows = widened(rows)
     if normalize == "rms_norm":
         rows = rows / (rows.square().mean(-1, keepdim=True) + eps).sqrt()
     elif normalize != "none":
@@ -347,38 +330,14 @@ def _fitted_rows(num_rows: int, split: float | Tensor | None, seed: int) -> Tens
     if split is None:
         return torch.ones(num_rows, dtype=torch.bool)
     if isinstance(split, Tensor):
-        if split.dtype != torch.bool or split.shape != (num_rows,):
-            raise ValueError(
-                f"expected split to be a share or a boolean mask of {num_rows} rows, got {split.dtype} of shape "
-                f"{tuple(split.shape)}"
-            )
         fitted = split.cpu()
-    elif 0 < split < 1:
+    else:
         order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
         fitted = torch.zeros(num_rows, dtype=torch.bool)
         fitted[order[: round(split * num_rows)]] = True
-    else:
-        raise ValueError(f"expected split between 0 and 1, got {split}")
     count = int(fitted.sum())
     if count < 3 or num_rows - count < 2:
         raise ValueError(
             f"expected a split into at least 3 rows to fit and 2 to score, got {count} and {num_rows - count}"
         )
     return fitted
-
-
-def _checked_ids(features: Tensor, token_ids: Tensor, eps: float) -> Tensor:
-    check_floating("features", features)
-    if not isinstance(token_ids, Tensor) or token_ids.is_floating_point() or token_ids.dtype == torch.bool:
-        kind = token_ids.dtype if isinstance(token_ids, Tensor) else type(token_ids).__name__
-        raise TypeError(f"expected token_ids to be an integer tensor, got {kind}")
-    if features.ndim < 2 or not features.shape[-1] or not math.prod(features.shape[:-2]):
-        raise ValueError(f"expected features of shape (*n, m, dim), got {tuple(features.shape)}")
-    num_rows = features.shape[-2]
-    if token_ids.ndim not in (1, 2) or len(token_ids) != num_rows or not token_ids[:1].numel():
-        raise ValueError(f"expected one token id for each of {num_rows} rows, got shape {tuple(token_ids.shape)}")
-    if num_rows < 3:
-        raise ValueError(f"expected at least 3 rows, got {num_rows}")
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"expected eps of at least 0, got {eps}")
-    return token_ids.cpu()

@@ -9,7 +9,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from lit_layers.functional._checks import check_features
 from lit_layers.functional.probes.logistic import LogisticProbes, PrincipalRows, Softmax, checked_classes
 
 PENALTIES = [10 ** (exponent / 2) for exponent in range(2, -7, -1)]  # from 10 to 0.001, the strongest first
@@ -51,11 +50,8 @@ def fit_watching_probes(
     Source: Friedman, Regularized discriminant analysis, 1989, for W + l. The factor and the steps are ours.
 
     Raises:
-        TypeError: features that are not floating-point, labels that are not integers.
-        ValueError: fewer than 2 rows or 2 classes, labels outside 0..num_classes - 1, features that are not finite,
-            groups of another number of rows.
+        ValueError: fewer than 2 classes, labels outside 0..num_classes - 1, features that are not finite.
     """
-    check_features(features)
     device = features.device if device is None else torch.device(device)
     folds = fold_numbers(features.shape[1], groups).to(device)
     fitted: list[list[LogisticProbes]] = [[] for _ in labellings]
@@ -71,8 +67,6 @@ def fit_watching_probes(
 
 def fold_numbers(num_rows: int, groups: Int[Tensor, " n"] | None = None) -> Int[Tensor, " n"]:
     """Return the fold of each row, the same for all rows of a group."""
-    if groups is not None and groups.shape != (num_rows,):
-        raise ValueError(f"expected a group for each of {num_rows} rows, got shape {tuple(groups.shape)}")
     numbers = torch.arange(num_rows) if groups is None else groups.cpu().unique(return_inverse=True)[1]
     order = torch.randperm(int(numbers.max()) + 1, generator=torch.Generator().manual_seed(0))
     return order[numbers] % NUM_FOLDS
