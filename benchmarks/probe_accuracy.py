@@ -27,8 +27,7 @@ import torch
 from rounds import Row, add_options, finish
 from torch import Tensor
 
-from lit_layers.functional.probes.logistic import LogisticProbes, fit_logistic_probes
-from lit_layers.functional.probes.watching_probe import fit_watching_probes
+from lit_layers.functional.probes.logistic import LogisticProbes, fit_logistic_probes, fit_watching_probes
 from lit_layers.models.view import LayeredModel
 
 LAYERS = {"minilm": list(range(7)), "smollm2": [0, 10, 20, 30]}

@@ -13,7 +13,7 @@ import argparse
 import torch
 from rounds import Row, add_options, clock, finish
 
-from lit_layers.functional.probes.watching_probe import fit_watching_probes
+from lit_layers.functional.probes.logistic import fit_watching_probes
 
 WANTED = 60.0  # seconds for 13 layers
 LAYERS = 13

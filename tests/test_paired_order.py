@@ -18,8 +18,7 @@ from lit_layers.clock.times_and_order import (
     order_table,
     probability_before,
 )
-from lit_layers.functional.emergence.curve_parts import bootstrap_counts
-from lit_layers.functional.emergence.curve_times import emergence_times
+from lit_layers.functional.emergence.curve_times import bootstrap_counts, emergence_times
 from lit_layers.prompt_values import ValueFiles, path_of
 from lit_layers.records import Measurement, Record, Store
 from lit_layers.report import write_report

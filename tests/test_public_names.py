@@ -13,12 +13,7 @@ PAGES = "\n".join(path.read_text() for path in [*sorted((ROOT / "docs").glob("*.
 RECIPES = "\n".join(path.read_text() for path in sorted((ROOT / "recipes").rglob("*.yaml")))
 FUNCTIONAL = ROOT / "lit_layers" / "functional"
 METRIC_FILES = functional._FILES
-PLUMBING = {
-    "jacobian.block_call",
-    "jacobian.block_attention",
-    "jacobian.linear_cut",
-}
-PLUMBING |= {"emergence.drawn_curves", "emergence.curve_parts"}
+PLUMBING = {"jacobian.block_call", "jacobian.linear_cut", "emergence.drawn_curves"}
 
 
 def tree_of(file: str) -> ast.Module:

@@ -30,7 +30,7 @@ from lit_layers.analyses.statistics import complete
 from lit_layers.errors import first_line
 from lit_layers.figures.tables import grouped
 from lit_layers.figures.theme import spread
-from lit_layers.functional import similarity
+from lit_layers.functional import geometry
 from lit_layers.functional.entropy import participation_ratio
 from lit_layers.identity import Measurement, settings_of
 from lit_layers.records import is_suspect
@@ -203,7 +203,7 @@ def _compared(
         return
     k = min(NUM_DIRECTIONS, number - 1, rows.shape[-1])
     matrices: dict[str, Callable[..., Any]] = {
-        CKA: lambda rows: similarity.linear_cka_matrix(rows, debiased=True, undefined="nan"),
+        CKA: lambda rows: geometry.linear_cka_matrix(rows, debiased=True, undefined="nan"),
         PROCRUSTES: lambda rows: state_distances.procrustes_distance_matrix(rows, undefined="nan"),
         SUBSPACE: lambda rows: state_distances.subspace_overlap_matrix(rows, k=k, undefined="nan"),
         PROMPT_SUBSPACE: lambda rows: state_distances.subspace_overlap_matrix(rows, k=k, of="rows", undefined="nan"),

@@ -20,16 +20,18 @@ from lit_layers.analyses.statistics import (
 )
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
-from lit_layers.functional.attention_patterns import (
+from lit_layers.functional.context import (
+    Distribution,
+    NgramTable,
     attention_entropy,
+    count_ngrams,
+    ngram_divergence,
     prefix_matching_score,
     previous_token_score,
     sink_mass,
     uniform_attention,
 )
-from lit_layers.functional.jacobian.block_attention import read_attention
-from lit_layers.functional.jacobian.block_call import Unsupported
-from lit_layers.functional.ngrams import Distribution, NgramTable, count_ngrams, ngram_divergence
+from lit_layers.functional.jacobian.block_call import Unsupported, read_attention
 from lit_layers.models.states import evenly_spread, real_tokens, special_tokens
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
@@ -109,7 +111,7 @@ class AttentionPatterns(Analysis):
     The weights follow from the queries, keys and masks of the block itself, which runs as far as its attention on the
     states of the shared pass: at most 0.4 of a pass. A block without attention is a gap; a model without any (Mamba) is
     refused. The model runs in float32 or wider.
-    Source: as the functions of `lit_layers.functional.attention_patterns` say.
+    Source: as the functions of `lit_layers.functional.context` say.
 
     Args:
         batches: what is measured on.

@@ -17,8 +17,12 @@ from scipy import stats
 from lit_layers.clock.step_curves import StepCurve, curves_in, with_prompts
 from lit_layers.errors import InputError
 from lit_layers.figures.tables import grouped
-from lit_layers.functional.emergence.curve_parts import bootstrap_counts
-from lit_layers.functional.emergence.curve_times import FEWEST_CHECKPOINTS, EmergenceTimes, emergence_times
+from lit_layers.functional.emergence.curve_times import (
+    FEWEST_CHECKPOINTS,
+    EmergenceTimes,
+    bootstrap_counts,
+    emergence_times,
+)
 from lit_layers.records import Measurement
 
 TIMES = ("onset", "halfway", "peak", "plateau")

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lit_layers.functional.attention_patterns import *
     from lit_layers.functional.block_schedules import *
+    from lit_layers.functional.context import *
     from lit_layers.functional.correlation import *
     from lit_layers.functional.coupling import *
     from lit_layers.functional.curves import *
@@ -16,20 +16,14 @@ if TYPE_CHECKING:
     from lit_layers.functional.invariance import *
     from lit_layers.functional.jacobian.block_jacobians import *
     from lit_layers.functional.layer_selection import *
-    from lit_layers.functional.ngrams import *
     from lit_layers.functional.probes.logistic import *
     from lit_layers.functional.probes.regression import *
-    from lit_layers.functional.probes.watching_probe import *
-    from lit_layers.functional.similarity import *
     from lit_layers.functional.singular import *
     from lit_layers.functional.state_geometry import *
     from lit_layers.functional.trajectory import *
 
 # Files that metrics are computed with; all others define them.
-_PLUMBING = (
-    *("_checks", "emergence.drawn_curves", "emergence.curve_parts"),
-    *("jacobian.block_call", "jacobian.block_attention", "jacobian.linear_cut"),
-)
+_PLUMBING = ("_checks", "emergence.drawn_curves", "jacobian.block_call", "jacobian.linear_cut")
 _HERE = Path(__file__).parent
 _BELOW = (".".join(path.relative_to(_HERE).with_suffix("").parts) for path in sorted(_HERE.rglob("*.py")))
 _FILES = tuple(name for name in _BELOW if name.rpartition(".")[2] != "__init__" and name not in _PLUMBING)

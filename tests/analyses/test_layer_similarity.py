@@ -8,7 +8,7 @@ import torch
 
 from lit_layers.analyses.layer_similarity import LayerSimilarity
 from lit_layers.errors import InputError
-from lit_layers.functional.similarity import layer_stages
+from lit_layers.functional.geometry import layer_stages
 from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed

@@ -24,7 +24,7 @@ from lit_layers.analyses.probes.next_token_probe import (
 )
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import bootstrap_interval, wilson_interval
-from lit_layers.functional.probes.watching_probe import fit_watching_probes
+from lit_layers.functional.probes.logistic import fit_watching_probes
 from lit_layers.measuring.one_model import measure
 from lit_layers.models.states import real_tokens
 from lit_layers.models.view import LayeredModel

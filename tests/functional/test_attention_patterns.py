@@ -13,8 +13,7 @@ from lit_layers.functional import (
     sink_mass,
     uniform_attention,
 )
-from lit_layers.functional.jacobian.block_attention import read_attention
-from lit_layers.functional.jacobian.block_call import Unsupported
+from lit_layers.functional.jacobian.block_call import Unsupported, read_attention
 from lit_layers.models.view import LayeredModel
 from tests.support.tiny_models import LAYERS, tiny, tiny_batch
 

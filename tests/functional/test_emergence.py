@@ -8,18 +8,15 @@ import pytest
 from scipy import stats
 
 from lit_layers.functional import emergence_times
-from lit_layers.functional.emergence import curve_parts as step_pairs
 from lit_layers.functional.emergence import drawn_curves
-from lit_layers.functional.emergence.curve_parts import (
-    SHAPES,
-    Pairs,
-    Steps,
+from lit_layers.functional.emergence.curve_times import (
+    SHORTEST,
+    _best_cuts,
+    _Lines,
     bootstrap_counts,
     drawn_together,
-    likeliest,
 )
-from lit_layers.functional.emergence.curve_times import SHORTEST, _best_cuts, _Lines
-from lit_layers.functional.emergence.drawn_curves import draw_curves, mean_curves
+from lit_layers.functional.emergence.drawn_curves import SHAPES, Pairs, Steps, draw_curves, likeliest, mean_curves
 from tests.support.drawn_emergence import covered, drawn, flat_noise
 
 STEPS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 143000])
@@ -247,7 +244,7 @@ def test_means_over_processes_and_steps_are_those_of_gaussian_regression_written
     """Few processes and steps, each with weights by its density; sets of values in blocks, the last of one set."""
     for name, number in {"RARE": 0, "MOST_PAIRS": 10000, "SETS": 2, "SPLITS": 1, "KEPT": 20, "BATCH": 1000}.items():
         monkeypatch.setattr(drawn_curves, name, number)
-    monkeypatch.setattr(step_pairs, "PLACES", 5)
+    monkeypatch.setattr(drawn_curves, "PLACES", 5)
     rng = np.random.default_rng(0)
     x, noise, grid = np.arange(6.0), np.diag(rng.uniform(0.05, 0.2, 6) ** 2), np.linspace(0, 5, 11)
     sets = (x > 2) * 1.0 + rng.normal(0, 0.1, (3, 6))

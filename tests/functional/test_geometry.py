@@ -7,8 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from lit_layers.functional.geometry import curvature_and_missing, token_angle, token_curvature
-from lit_layers.functional.similarity import cosine_similarity_matrix, linear_cka
+from lit_layers.functional.geometry import (
+    cosine_similarity_matrix,
+    curvature_and_missing,
+    linear_cka,
+    token_angle,
+    token_curvature,
+)
 
 PI = math.pi
 

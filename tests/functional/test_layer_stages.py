@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_layers.functional import similarity
-from lit_layers.functional.similarity import LayerStages, layer_stages, linear_cka_matrix
+from lit_layers.functional import geometry
+from lit_layers.functional.geometry import LayerStages, layer_stages, linear_cka_matrix
 
 
 def symmetric(size, seed):
@@ -124,7 +124,7 @@ def debiased_cka(x, y):
 @pytest.mark.parametrize(("debiased", "formula"), [(False, plain_cka), (True, debiased_cka)])
 @pytest.mark.parametrize("rows_at_a_time", [1, 4, 100])
 def test_the_alignment_of_all_layers_is_that_of_every_two(debiased, formula, rows_at_a_time, monkeypatch):
-    monkeypatch.setattr(similarity, "MAX_ENTRIES", rows_at_a_time * 4 * 11)
+    monkeypatch.setattr(geometry, "MAX_ENTRIES", rows_at_a_time * 4 * 11)
     generator = np.random.default_rng(5)
     states = generator.normal(size=(4, 11, 6)) + 3
     states[2] = states[1] @ np.linalg.qr(generator.normal(size=(6, 6)))[0] * 7 - 2  # a rotation: equal but for rounding

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_layers.functional.jacobian import block_attention, block_jacobians
+from lit_layers.functional.jacobian import block_call, block_jacobians
 from lit_layers.functional.jacobian.block_call import Call
 from lit_layers.functional.jacobian.block_jacobians import block_jacobian
 from lit_layers.models.view import LayeredModel
@@ -269,9 +269,9 @@ def test_a_block_that_is_not_understood_falls_back_says_so_once_and_is_exact(blo
 def test_an_error_in_the_surrogate_would_be_noticed(monkeypatch, route, method):
     """The check on the block's own derivative, with a fault planted in the one place it guards."""
     block, hidden = Attending(fused()).double(), torch.randn(1, 5, 8, dtype=torch.float64)
-    original = getattr(block_attention.Expansion, method)
+    original = getattr(block_call.Expansion, method)
     monkeypatch.setattr(
-        block_attention.Expansion, method, lambda self, *changes: original(self._replace(p=1.01 * self.p), *changes)
+        block_call.Expansion, method, lambda self, *changes: original(self._replace(p=1.01 * self.p), *changes)
     )
     with pytest.raises(ValueError, match="it differs from the block's own derivative"):
         block_jacobian(block, hidden, route=route)

@@ -12,8 +12,8 @@ from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import StandardScaler
 from torch.nn.functional import cross_entropy
 
-from lit_layers.functional.probes.logistic import LogisticProbes
-from lit_layers.functional.probes.watching_probe import (
+from lit_layers.functional.probes.logistic import (
+    LogisticProbes,
     best_factor,
     fit_watching_probes,
     fold_numbers,

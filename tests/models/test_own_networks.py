@@ -15,7 +15,7 @@ import lit_layers
 from lit_layers.analyses import Coupling, Lens, Trajectory
 from lit_layers.errors import InputError
 from lit_layers.functional import block_jacobian
-from lit_layers.functional.jacobian.block_attention import read_attention
+from lit_layers.functional.jacobian.block_call import read_attention
 from lit_layers.measuring.one_model import measure
 from lit_layers.models.build import save, untrained, weights_hash
 from lit_layers.models.copies import truncate

@@ -54,7 +54,7 @@ MUTANTS = (
     ),
     Mutant(
         "functional/entropy.py",
-        "ranks = [num_rows - 1 if center else num_rows",
+        "num_rows - 1 if center else num_rows",
         "ranks = [num_rows if center else num_rows",
         "functional/test_entropy.py functional",
     ),
@@ -95,9 +95,9 @@ MUTANTS = (
         "functional/test_pooling.py functional/test_geometry.py",
     ),
     Mutant(
-        "functional/similarity.py",
-        "xy / (xx.sqrt() * yy.sqrt())",
-        "xy / (xx * yy).sqrt().sqrt()",
+        "functional/geometry.py",
+        "(scale[..., None] * scale[..., None, :])",
+        "(scale[..., None] * scale[..., None, :]).sqrt()",
         "functional",
     ),
     Mutant(
@@ -125,7 +125,7 @@ MUTANTS = (
         "functional/test_emergence.py",
     ),
     Mutant(
-        "functional/jacobian/block_attention.py",
+        "functional/jacobian/block_call.py",
         "scale = 1 / math.sqrt(query.shape[-1]) if scale is None",
         "scale = 1 / query.shape[-1] if scale is None",
         "functional/test_jacobian.py models/test_jacobians_of_families.py",

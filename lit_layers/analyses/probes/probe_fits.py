@@ -12,9 +12,8 @@ from torch import Tensor
 from lit_layers.analyses.base import Analysis, Jobs
 from lit_layers.analyses.statistics import TagDict, Tags, gap, summarize
 from lit_layers.functional import curves
-from lit_layers.functional.probes.logistic import LogisticProbes, fit_logistic_probes, macro_f1
+from lit_layers.functional.probes.logistic import LogisticProbes, fit_logistic_probes, fit_watching_probes, macro_f1
 from lit_layers.functional.probes.regression import RidgeProbes, fit_ridge_probes
-from lit_layers.functional.probes.watching_probe import fit_watching_probes
 from lit_layers.metrics import look_up
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record

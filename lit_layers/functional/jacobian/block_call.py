@@ -1,13 +1,18 @@
-"""A block in one call, the same call for single tokens, and its Jacobians by reverse mode, whatever it does inside."""
+"""A block in one call, the same call for single tokens, its Jacobians by reverse mode, and its attention."""
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 # Of tuples, as older releases have them; one of transformers is known by its class.
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
@@ -198,3 +203,365 @@ def pull_back(outputs: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: S
             raise
         single = [torch.autograd.grad(outputs, leaves, rows, **call) for rows in zip(*cotangents, strict=True)]
         return [torch.stack(grads) for grads in zip(*single, strict=True)]
+
+
+# The attention of a block, expanded around single tokens, and what its heads attend to.
+#
+# One head at output token t has the scores s_n = c(q k_n) of the tokens n it sees (c scales, caps, adds masks and
+# positions), the weights p = softmax(s) and the output a = sum_n p_n v_n. From dp_n = p_n (ds_n - sum_m p_m ds_m)
+# follows da = sum_n p_n (v_n - a) ds_n + sum_n p_n dv_n. With ds_n = c'(q k_n) (dq k_n + q dk_n) and
+# w_n = p_n c'(q k_n), attention answers, to first order, a change of
+#
+#     its own query                    a + dq M        M = sum_n w_n k_n (v_n - a)'
+#     key and value of token s         a + w_s (v_s - a) (q dk_s) + p_s dv_s        (s = t among them)
+#
+# so that a token's own Jacobian has all three terms with s = t, and needs of the rest of its prompt M, w_t, p_t and a
+# alone, whatever the length of the prompt.
+#
+# Works through the module itself: fused attention or matmul-softmax-matmul, grouped heads, rotary tables, masks,
+# windows, ALiBi, soft-capping. What it cannot do raises `Unsupported`.
+
+FUSED = F.scaled_dot_product_attention
+MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
+_SOFTMAXES = (F.softmax, torch.softmax, torch.Tensor.softmax)
+# What torch's own attention module calls, and the same without its look for modes, by which it hides from them what it
+# calls in turn. A release of torch that looks in another way keeps its attention hidden.
+MODULE = F.multi_head_attention_forward
+_IS_OPEN = "has_torch_function" in MODULE.__code__.co_names
+
+
+def _hides(tensors: Any) -> bool:
+    return False
+
+
+_opened = FunctionType(MODULE.__code__, {**vars(F), "has_torch_function": _hides}, argdefs=MODULE.__defaults__)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The attention of one block call on whole prompts: (batch, heads, tokens, head_dim) each."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    weights: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # prompts, places -> p, w, each (picked, heads, tokens)
+    matmuls: tuple[int, int] | None  # which products make the scores and the output; None: one fused call
+    map_of: Callable[[int], Tensor]  # of a prompt: p of all its tokens, (heads, queries, keys)
+
+    def expansion(self, prompts: Tensor, places: Tensor) -> "Expansion":
+        p, w = self.weights(prompts, places)
+        heads = p.shape[1]
+        key, value = (expand_heads(states[prompts], heads) for states in (self.key, self.value))  # (picked, heads, ..)
+        out = p[:, :, None] @ value  # (picked, heads, 1, head_dim)
+        index = torch.arange(len(places), device=places.device)
+        # Softmax turns changes ds of the scores into dp_n = p_n (ds_n - sum_m p_m ds_m), so that the output changes by
+        # sum_n p_n ds_n (v_n - a): its own value a is subtracted because the weights go on adding up to 1.
+        return Expansion(
+            out=out,
+            query=self.query[prompts, :, places][:, :, None],
+            key=key[index, :, places][:, :, None],
+            value=value[index, :, places][:, :, None],
+            p=p[index, :, places][:, :, None, None],
+            w=w[index, :, places][:, :, None, None],
+            query_map=(w[..., None] * key).mT @ (value - out),
+        )
+
+
+class Expansion(NamedTuple):
+    """First-order expansion at the query token: (picked, heads, 1, head_dim); its own weights (picked, heads, 1, 1)."""
+
+    out: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    p: Tensor
+    w: Tensor
+    query_map: Tensor  # (picked, heads, head_dim, head_dim)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.check(query, key, value)
+        heads, shape = self.query.shape[1], query.shape
+        query = query.reshape(self.query.shape)  # transformers folds grouped heads into the tokens where there is one
+        key, value = expand_heads(key, heads), expand_heads(value, heads)
+        # each term is 0 at the point of expansion, so that autograd sees the slopes and the value stays `out`
+        through_key = self.w * (self.value - self.out) * (self.query * (key - self.key)).sum(-1, keepdim=True)
+        through_query = _PerHead.apply(query - self.query, self.query_map)
+        return (self.out + through_query + through_key + self.p * (value - self.value)).reshape(shape)
+
+    def check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Refuse a token that does not reach its attention alone with what it had within its prompt."""
+        heads = self.query.shape[1]
+        if query.numel() != self.query.numel():
+            raise Unsupported("its attention takes other shapes for one token")
+        _check_point(query.reshape(self.query.shape), self.query)
+        _check_point(expand_heads(key, heads), self.key)
+        _check_point(expand_heads(value, heads), self.value)
+
+    def push_query(self, tangents: Tensor) -> Tensor:
+        """Return changes of the output (picked, heads x head_dim, num) from those of the query (picked, .., num)."""
+        return (self.query_map.mT @ self._of_heads(tangents, self.query)).flatten(1, 2)
+
+    def push_key(self, tangents: Tensor) -> Tensor:
+        slopes = (self.w * (self.value - self.out)).mT  # (picked, heads, head_dim, 1)
+        return (slopes * (self.query @ self._of_heads(tangents, self.key))).flatten(1, 2)
+
+    def push_value(self, tangents: Tensor) -> Tensor:
+        return (self.p * self._of_heads(tangents, self.value)).flatten(1, 2)
+
+    @staticmethod
+    def _of_heads(tangents: Tensor, reference: Tensor) -> Tensor:
+        """Return (picked, .., num) as (picked, heads, head_dim, num)."""
+        picked, heads, _, head_dim = reference.shape
+        return expand_heads(tangents.reshape(picked, -1, head_dim, tangents.shape[-1]), heads)
+
+
+class _PerHead(torch.autograd.Function):
+    """x (picked, heads, 1, head_dim) @ maps (picked, heads, head_dim, head_dim).
+
+    Its own rule for vmap makes rows of the cotangents; the general one would copy the maps for each of them.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, maps: Tensor) -> Tensor:
+        return x @ maps
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (maps,) = ctx.saved_tensors
+        return _PerHead.apply(grad, maps.mT), None
+
+    @staticmethod
+    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
+        info: Any, in_dims: tuple[int, None], x: Tensor, maps: Tensor
+    ) -> tuple[Tensor, int]:
+        rows = x.movedim(in_dims[0], 3)[..., 0, :]  # (picked, heads, rows, head_dim)
+        return (rows @ maps)[..., None, :], 2
+
+
+def record_attention(call: Callable[[Tensor], Tensor], hidden: Tensor) -> Attention:
+    """Run the block on whole prompts until it has attended."""
+    recorder = _Recorder()
+    with contextlib.suppress(Done), recorder:
+        call(hidden)
+    attention = recorder.attention
+    if attention is None:
+        raise Unsupported("no attention of a known kind was found in it")
+    if attention.query.ndim != 4 or {attention.query.shape[2], attention.key.shape[2]} != {hidden.shape[1]}:
+        raise Unsupported("its attention is not over the tokens it is given")
+    return attention
+
+
+class Done(Exception):
+    """The rest of the block is not needed."""
+
+
+class _Calls(TorchFunctionMode):
+    """Sees each function that a block calls, those that torch's own attention module calls among them."""
+
+    of_module: ClassVar[dict[str, Any]] = {}  # what that is given instead of its own
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is MODULE and _IS_OPEN:
+            with self:
+                return _opened(*args, **kwargs | self.of_module)
+        return self.called(func, args, kwargs)
+
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def is_of_heads(self, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        """Whether this is a product of heads, which is counted then."""
+        is_product = func in MATMULS and args[0].ndim == 4 and args[1].ndim == 4
+        self.products += is_product
+        return is_product
+
+
+class _Recorder(_Calls):
+    """Watches a block on whole prompts and leaves it once its attention is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention: Attention | None = None
+        self.scores: tuple[int, Tensor, Tensor, Tensor] | None = None
+        self.softmax: tuple[Tensor, Tensor] | None = None
+
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is FUSED:
+            self.attention = _fused_attention(**_named(args, kwargs))
+            raise Done
+        if self.is_of_heads(func, args):
+            return self._product(func, args)
+        if self.scores is None or self.softmax is not None:
+            return func(*args, **kwargs)
+        with torch.enable_grad():  # between scores and softmax: scaling, masks, soft-capping, all entry by entry
+            output = func(*args, **kwargs)
+        if func in _SOFTMAXES and output.shape == self.scores[3].shape:
+            return self._weights(output, args[0])
+        return output
+
+    def _product(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if self.softmax is not None and self.scores is not None:
+            number, query, key, _ = self.scores
+            p, w = (part.to(query.dtype) for part in self.softmax)  # some models take the softmax in float32
+            self.attention = Attention(
+                query, key, args[1], lambda b, t: (p[b, :, t], w[b, :, t]), (number, self.products), lambda b: p[b]
+            )
+            raise Done
+        scores = func(*args).detach().requires_grad_()
+        self.scores = (self.products, args[0], args[1].mT, scores)
+        with torch.enable_grad():
+            return scores.clone()  # a mask may be added to it in place
+
+    def _weights(self, output: Tensor, before: Tensor) -> Tensor:
+        assert self.scores is not None
+        scores = self.scores[3]
+        slope = None
+        if before.requires_grad:
+            with torch.enable_grad():
+                # what is between them acts entry by entry, so that the gradient of the sum is each entry's own slope
+                (slope,) = torch.autograd.grad(before.sum(), scores, allow_unused=True)
+        if slope is None:
+            raise Unsupported("its softmax does not come from the product before it")
+        p = output.detach()
+        self.softmax = (p, p * slope)
+        return p
+
+
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Attention:
+    if query.ndim != 4 or dropout_p:
+        raise Unsupported("its attention has no heads, or drops at random")
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    heads, tokens = query.shape[1], key.shape[2]
+
+    def shares(logits: Tensor, prompts: Tensor, places: Tensor) -> Tensor:
+        if is_causal:
+            later = torch.arange(tokens, device=places.device) > places[:, None]
+            logits = logits.masked_fill(later[:, None], -math.inf)
+        if attn_mask is not None:
+            mask = attn_mask.expand(query.shape[0], heads, query.shape[2], tokens)[prompts, :, places]
+            logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
+        return logits.softmax(-1)
+
+    def weights(prompts: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        keys = expand_heads(key[prompts], heads)  # (picked, heads, tokens, head_dim)
+        logits = scale * (keys @ query[prompts, :, places][..., None])[..., 0]  # (picked, heads, tokens)
+        p = shares(logits, prompts, places)
+        return p, scale * p
+
+    def map_of(prompt: int) -> Tensor:
+        logits = scale * (query[prompt] @ expand_heads(key[[prompt]], heads)[0].mT)  # (heads, queries, tokens)
+        places = torch.arange(query.shape[2], device=query.device)
+        return shares(logits.movedim(1, 0), torch.full_like(places, prompt), places).movedim(0, 1)
+
+    return Attention(query, key, value, weights, None, map_of)
+
+
+class Replay(_Calls):
+    """Answers the one attention of a block that is called on single tokens."""
+
+    of_module: ClassVar = {"attn_mask": None, "key_padding_mask": None, "is_causal": False}  # the answer knows of masks
+
+    def __init__(self, attention: Attention, answer: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.attention, self.answer = attention, answer
+        self.answers = 0
+        self.scored: tuple[Tensor, Tensor] | None = None
+
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is FUSED:
+            call = _named(args, kwargs)
+            return self._attend(call["query"], call["key"], call["value"])
+        if self.attention.matmuls and self.is_of_heads(func, args):
+            if self.products == self.attention.matmuls[0]:
+                self.scored = args[0], args[1].mT
+                return args[0].new_zeros(*args[0].shape[:3], 1)  # its softmax is not looked at
+            if self.products == self.attention.matmuls[1] and self.scored is not None:
+                return self._attend(*self.scored, args[1])
+        return func(*args, **kwargs)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.answers += 1
+        if self.answers > 1:
+            raise Unsupported("it attends more than once")
+        return self.answer(query, key, value)
+
+
+def run_on_tokens(
+    call: Call, attention: Attention, leaf: Tensor, answer: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Return the output (picked, dim) of a call for single tokens on their states `leaf` (picked, dim)."""
+    replay = Replay(attention, answer)
+    with replay:
+        output = call(leaf[:, None])
+    if not replay.answers:
+        raise Unsupported("it does not attend when it is called on one token")
+    expect_single_tokens(output, leaf)
+    return output[:, 0]
+
+
+def expect_single_tokens(output: Tensor, states: Tensor) -> None:
+    """Refuse a block that makes several tokens of one, for example by a table over all positions."""
+    if output.shape != (len(states), 1, states.shape[-1]):
+        raise Unsupported("it does not make one token of one token")
+
+
+def expand_heads(grouped: Tensor, heads: int) -> Tensor:
+    """Return keys or values (picked, key_heads, ..) for every query head."""
+    return grouped if grouped.shape[1] == heads else grouped.repeat_interleave(heads // grouped.shape[1], 1)
+
+
+def sum_heads(values: Tensor, heads: int) -> Tensor:
+    """Return the transpose of `expand_heads`, applied to (picked, dim, heads, 1, head_dim)."""
+    return values if values.shape[2] == heads else values.unflatten(2, (heads, -1)).sum(3)
+
+
+def _check_point(alone: Tensor, expected: Tensor) -> None:
+    """Refuse a token that does not reach its attention alone with what it had within its prompt."""
+    tolerance = 1e-3 if alone.dtype == torch.float32 else 1e-6
+    if float((alone.detach() - expected).norm()) > tolerance * float(expected.norm()):
+        raise Unsupported("before its attention it does not treat a token alone as within its prompt")
+
+
+# A block runs until it has attended. The weights follow from its own queries, keys and mask, so that a map costs the
+# query, key and value projections of a block and no attention, MLP or graph.
+
+
+def read_attention(call: Callable[[Tensor], Tensor], hidden: Tensor) -> Attention:
+    """Return the attention of a block that is given `hidden` (batch, tokens, dim); real tokens come before padding.
+
+    Raises:
+        Unsupported: a block without attention of a known kind over the tokens it is given.
+    """
+    alignment = getattr(call, "alignment", None)
+    if alignment is not None:  # a batch with padding before its texts
+        call, hidden = call.aligned(), alignment.moved(hidden)  # pyright: ignore[reportFunctionMemberAccess]
+    with torch.no_grad():
+        attention = record_attention(call, hidden)
+    if attention.query.shape[0] != len(hidden):
+        raise Unsupported("its attention is not over the prompts it is given")
+    return attention

@@ -4,7 +4,7 @@ Reverse mode through the block on whole prompts gives a row of J for one backwar
 every token of the prompt. Two routes are faster and exact, as only attention mixes tokens:
 
 - "one_token" calls the block on the asked tokens alone and answers attention's first-order expansion where it attends
-  (`block_attention.py` has the formulas); its backward passes cost nothing for the other tokens of the prompt.
+  (`block_call.py` has the formulas); its backward passes cost nothing for the other tokens of the prompt.
 - "cut" goes on from there: it cuts that call at its linear maps and multiplies their weights from the end to the
   beginning, in products of matrices that serve all rows and tokens at once (`linear_cut.CutBlock`).
 
@@ -24,24 +24,22 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from lit_layers.functional._checks import check_option
-from lit_layers.functional.jacobian.block_attention import (
-    Attention,
-    Done,
-    Expansion,
-    expand_heads,
-    record_attention,
-    run_on_tokens,
-    sum_heads,
-)
 from lit_layers.functional.jacobian.block_call import (
     Alignment,
+    Attention,
     Call,
+    Done,
+    Expansion,
     Unsupported,
     as_call,
     basis_rows,
     evaluating,
+    expand_heads,
     jacobians_by_reverse_mode,
     pull_back,
+    record_attention,
+    run_on_tokens,
+    sum_heads,
 )
 from lit_layers.functional.jacobian.linear_cut import CutBlock
 

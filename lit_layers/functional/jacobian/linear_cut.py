@@ -9,7 +9,7 @@ input x as leaf z_0, node n computes z_n = W_n u_n + b_n from u_n = f_n(z_0, ...
 Reverse mode carries cotangents G_n = d(output)/dz_n down from the last node: G_m += (G_n W_n) D_nm. D_nm is mostly
 diagonal (an activation, a residual sum), then it is a product entry by entry; else (a norm) autograd applies it.
 A linear map that ends the block has G_n = 1, and its product is its weight. The attention is no linear map: its
-Jacobian J (see `block_attention`) and the maps W that make its queries, keys and values are multiplied first, forwards,
+Jacobian J (see `block_call`) and the maps W that make its queries, keys and values are multiplied first, forwards,
 which costs the products of J's few terms alone; then one product G J W joins both sides.
 
 For GPT-2, in operations (a multiplication and an addition are two): 8 dim^3 through the first map of the MLP (dim x
@@ -26,8 +26,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_layers.functional.jacobian.block_attention import Attention, Expansion, Replay, expect_single_tokens
-from lit_layers.functional.jacobian.block_call import Call, Unsupported, pull_back
+from lit_layers.functional.jacobian.block_call import (
+    Attention,
+    Call,
+    Expansion,
+    Replay,
+    Unsupported,
+    expect_single_tokens,
+    pull_back,
+)
 
 _ADDMMS = (torch.addmm, torch.Tensor.addmm)
 # Entries of the widest intermediate held at a time: on a CPU 8 MB stay near the cache, a GPU wants long products.
