@@ -27,10 +27,17 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 from lit_layers.tasks.benchmark_scores import interval
 from lit_layers.tasks.catalogue import SPLITS, GlueRows, ScoredTask, find, glue_metrics, read_rows
-from lit_layers.training import variant_training
 from lit_layers.training.datamodules import LitStepData
+from lit_layers.training.finetuning import (
+    BETAS,
+    TrainedVariants,
+    TrainingRecipe,
+    accelerator_of,
+    check_texts,
+    finished,
+    name_of,
+)
 from lit_layers.training.modules import LitModule, warmup_linear
-from lit_layers.training.run_folder import writable_folder
 
 ANALYSIS, SCORE = "intervene/glue", "task_score"
 Training = Literal["full", "frozen"]
@@ -38,23 +45,13 @@ _CHOOSING = ("tasks", "training")  # which results are asked for, not what they 
 
 
 class EncodedRows:
-    """Rows as token ids, with the tokenizer's special tokens; of a pair too long the longer text loses its end.
-
-    Raises:
-        InputError: a limit that leaves no room beside special tokens.
-    """
+    """Rows as token ids, with the tokenizer's special tokens; of a pair too long the longer text loses its end."""
 
     def __init__(self, tokenizer: TextTokenizer, rows: GlueRows, *, max_tokens: int) -> None:
         self.words, self.rows, self.max_tokens = tokenizer.tokenizer, rows, max_tokens
         self.is_pair = len(rows.task.text) == 2
         kind = torch.float32 if rows.task.num_classes is None else torch.int64
         self.targets = torch.tensor(rows.targets).to(kind)
-        added = self.words.num_special_tokens_to_add(is_pair=self.is_pair)
-        if max_tokens <= added + self.is_pair:
-            raise InputError(
-                f"max_tokens: expected more than {added + self.is_pair}, {added} of which are special tokens, got "
-                f"{max_tokens}"
-            )
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -79,7 +76,7 @@ class EncodedRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GlueRecipe(variant_training.TrainingRecipe):
+class GlueRecipe(TrainingRecipe):
     """How an encoder is fine-tuned on tasks of GLUE; after the warm-up the learning rate falls on a line to zero.
 
     Args:
@@ -143,7 +140,7 @@ class LitGlue(LitModule):
 
     def __init__(self, network: Network, task: ScoredTask, recipe: GlueRecipe, training: Training) -> None:
         super().__init__({})
-        self.task, self.betas, self.decay_steps = task, variant_training.BETAS, None
+        self.task, self.betas, self.decay_steps = task, BETAS, None
         self.weight_decay, self.warmup_steps = recipe.weight_decay, recipe.warmup_steps
         self.lr = recipe.learning_rate if training == "full" else recipe.frozen_learning_rate
         self.model = network.train().requires_grad_(True)
@@ -188,7 +185,7 @@ class LitGlue(LitModule):
 
 
 @dataclass(kw_only=True)
-class GlueScores(WithTokenizer, variant_training.TrainedVariants):
+class GlueScores(WithTokenizer, TrainedVariants):
     """Scores of an encoder on one task of GLUE, fine-tuned in each variant of its running order.
 
     `task_score` is the mean of the task's metrics, each of which is a record of its own. Tags are those of the variant
@@ -203,7 +200,7 @@ class GlueScores(WithTokenizer, variant_training.TrainedVariants):
         folder: of local data, whose `tasks.yaml` says where they lie; None: the Hub.
     """
 
-    UNMEASURED = (*variant_training.TrainedVariants.UNMEASURED, "folder")
+    UNMEASURED = (*TrainedVariants.UNMEASURED, "folder")
 
     task: str
     recipe: GlueRecipe
@@ -223,7 +220,7 @@ class GlueScores(WithTokenizer, variant_training.TrainedVariants):
             raise InputError(f"glue: expected an encoder ({', '.join(ENCODERS)}), got {type(model.model).__name__}")
         vocabulary = model.model.config.vocab_size
         tokens = {"vocabulary": vocabulary, "tokenizer": "the tokenizer"}
-        variant_training.check_texts(model, self.recipe.num_tokens, self.words.vocab_size, **tokens)
+        check_texts(model, self.recipe.num_tokens, self.words.vocab_size, **tokens)
         self.data_hash()
 
     def data_hash(self) -> str | None:
@@ -240,7 +237,6 @@ class GlueScores(WithTokenizer, variant_training.TrainedVariants):
         return GlueData(rows, self.words, recipe)
 
     def trained(self, model: LayeredModel) -> Iterator[list[Record]]:
-        writable_folder(self.root, "root")
         data, recipe = self.data(), self.recipe
         network, _ = sequence_classifier(self.model, data.task.num_classes or 1, seed=recipe.seed)
         options = {key: value for key, value in asdict(recipe).items() if key not in _CHOOSING}
@@ -254,9 +250,9 @@ class GlueScores(WithTokenizer, variant_training.TrainedVariants):
         }
         for training in dict.fromkeys(recipe.training):
             for variant in self.chosen(model):
-                file = self.root / "glue" / self.task / training / f"{variant_training.name_of(variant)}.json"
+                file = self.root / "glue" / self.task / training / f"{name_of(variant)}.json"
                 asked = {**settings, "training": training, "variant": variant.tags, "block": variant.block}
-                result = variant_training.finished(file, asked)
+                result = finished(file, asked)
                 if result is None:
                     scores = self.score(network, variant, training, data, model)
                     counts = {"num_train": len(data.rows["train"]), "n": len(data.rows["validation"])}
@@ -274,7 +270,7 @@ class GlueScores(WithTokenizer, variant_training.TrainedVariants):
         with running_order(trunk_of(module.model), variant.schedule):
             self.fit(module, data, model, steps=self.recipe.steps(len(data.rows["train"])))
             with kept_random_state():
-                trainer = self.recipe.trainer(self.root, variant_training.accelerator_of(model), max_steps=1)
+                trainer = self.recipe.trainer(self.root, accelerator_of(model), max_steps=1)
                 trainer.validate(module, datamodule=data, verbose=False)
         return module.scores()
 

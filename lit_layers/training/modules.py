@@ -149,8 +149,6 @@ def warmup_cosine(*, warmup_steps: int, decay_steps: int, min_ratio: float) -> C
 _EAGER_LOSS = ("cpu",)
 
 
-# Arguments of `causal_lm` beside the configuration.
-_NOT_OF_CONFIG = {"name", "seed", "pad_vocab_to", "attention", "device"}
 MODEL_RANGES = {  # of all modules
     "init_seed": schema.SEED,
     "pad_vocab_to": schema.Range(1, 2**16, whole=True),
@@ -383,10 +381,6 @@ class LitCausalLM(LitModule):
         activation_checkpointing: bool = False,
     ) -> None:
         super().__init__(locals())
-        for name in _NOT_OF_CONFIG & set(config or {}):
-            raise InputError(
-                f"model.config.{name}: no field of a configuration; the module has options of its own for it"
-            )
         self.init_from, self.allow_suspect = init_from, allow_suspect
         self.architecture, self.config, self.init_seed = architecture, dict(config or {}), init_seed
         self.pad_vocab_to, self.compile_model = pad_vocab_to, compile

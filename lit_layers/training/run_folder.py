@@ -1,6 +1,5 @@
 """The folder of one run: its checkpoints, complete or not there, who owns it, and what it says about itself."""
 
-import contextlib
 import datetime
 import json
 import logging
@@ -9,10 +8,10 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import lightning as L
 from torch import nn
@@ -20,12 +19,11 @@ from torch import nn
 from lit_layers import records
 from lit_layers.data.shards import TokenShards
 from lit_layers.data.tokenization import MAIN, load_tokenizer, tokenizer_hash
-from lit_layers.errors import InputError
-from lit_layers.files.durable import own_draft_of, replace_file, sync, write_json
+from lit_layers.errors import InputError, refused
+from lit_layers.files.durable import replace_file, sync, write_json
 from lit_layers.identity import Lineage, of_one_training
 from lit_layers.models.build import save, true_vocab_size, weights_hash
 from lit_layers.models.saved import load
-from lit_layers.records import Measurement
 from lit_layers.schema import RUN_FILE, run_facts
 from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.series.checkpoint_sources import FolderSource
@@ -53,8 +51,8 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     Raises:
         InputError: where it cannot be written, as on a full disk.
     """
-    temporary = draft_of(folder)
-    with explained(folder):
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    with refused(f"cannot write {folder}", "; what was saved before is whole: mend it and go on with --resume last"):
         try:
             if temporary.exists():
                 shutil.rmtree(temporary)
@@ -79,38 +77,6 @@ def save_step(model: nn.Module, root: Path, step: int, tokenizer: str | Path | N
     folder = step_folder(root, step)
     if not folder.exists():
         write_folder(folder, lambda folder: save(model, folder, tokenizer))
-
-
-def draft_of(folder: Path) -> Path:
-    return folder.with_name(f".tmp-{folder.name}")
-
-
-@contextlib.contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Turn the operating system's refusal to write a checkpoint into the user's sentence."""
-    try:
-        yield
-    except OSError as error:
-        reason = (getattr(error, "strerror", None) or str(error)).lower()
-        raise InputError(
-            f"cannot write {path}: {reason}; what was saved before is whole: mend it and go on with --resume last"
-        ) from error
-
-
-def writable_folder(folder: Path, field: str) -> Path:
-    """Make `folder`, or say in one sentence why it cannot be written.
-
-    Raises:
-        InputError: naming the field, the folder and the operating system's reason.
-    """
-    probe = own_draft_of(folder / "writable")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise InputError(f"{field}: cannot write to {folder} ({error.strerror}); choose another folder") from error
-    return folder
 
 
 @dataclass(frozen=True)
@@ -340,16 +306,6 @@ def _flat(value: Any, name: str) -> dict[str, Any]:
     return {key: item for inner, part in value.items() for key, item in _flat(part, f"{name}.{inner}").items()}
 
 
-class Mirror(Protocol):
-    """Where closed steps are shown again, e.g. W&B; what is on disk stays the truth."""
-
-    def open(self, root: Path, *, run_id: str, config: Mapping[str, Any], **options: bool) -> None: ...
-
-    def log_step(
-        self, step: int, tokens: int | None, scalars: Mapping[str, float], measurements: list[Measurement]
-    ) -> None: ...
-
-
 class RunFolder(L.Callback):
     """Takes over `root` just before the first step, when all that could be refused has been checked.
 
@@ -365,17 +321,13 @@ class RunFolder(L.Callback):
         *,
         config: str,
         options: Mapping[str, Any],
-        mirror: Mirror | None,
+        mirror: Any | None,  # W&B
         resume: bool = False,
         goes_back: bool = False,
     ) -> None:
         self.root, self.config, self.options, self.mirror = Path(root), config, dict(options), mirror
         self.resume, self.goes_back, self.run_id = resume, goes_back, _new_id()
         self.started, self._found = False, _contents(self.root, of_fit=True)  # before this run's loggers write there
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if trainer.is_global_zero:
-            writable_folder(self.root, "root")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.is_global_zero:

@@ -15,10 +15,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lit_layers.records import Measurement, ScalarLog
-from lit_layers.run_data import duration
 from lit_layers.training.losses import mean_of_step
 from lit_layers.training.resuming import refuse_diverged_losses
-from lit_layers.training.run_folder import Mirror, Origin, axis_step, origin_of
+from lit_layers.training.run_folder import Origin, axis_step, origin_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ class RunLog(L.Callback, Logger):
     name = version = property(lambda self: "")
     save_dir = property(lambda self: str(self.file.parent))
 
-    def __init__(self, root: str | Path, mirror: Mirror | None = None, *, resume: bool = False) -> None:
+    def __init__(self, root: str | Path, mirror: Any | None = None, *, resume: bool = False) -> None:
         self.file = Path(root) / "metrics.jsonl"
         self.mirror, self.resume = mirror, resume
         self._offset = 0  # bytes of rows that the resume checkpoint knows
@@ -271,47 +270,25 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     return peak / 2 if precision.startswith("32") and torch.get_float32_matmul_precision() != "highest" else None
 
 
-LONG = 10.0  # seconds: what takes longer says how far it is, at most once in so long
+LONG = 10.0  # seconds
 
 
-class TimeLeft:
-    """Hears what is measured while it is measured, as a watcher of a training, and estimates what is left."""
+class LongMeasuring:
+    """Says through Lightning's own log what is measured of a checkpoint that takes over ten seconds, on the first rank.
+
+    It says so at most once in ten seconds.
+    """
 
     def __init__(self) -> None:
-        self._step: int | None = None
-        self._started = self._heard = 0.0
-        self.expected: float | None = None  # seconds of a checkpoint, by the last one
+        self._step, self._said = -1, 0.0
 
     def measuring(self, step: int, analysis: str) -> None:
+        now = time.perf_counter()
         if step != self._step:
-            if self._step is not None:
-                self.expected = self._heard - self._started
-            self._step, self._started = step, time.perf_counter()
-        self._heard = time.perf_counter()
+            self._step, self._said = step, now
+        elif now - self._said >= LONG:
+            self._said = now
+            rank_zero_info(f"measuring {analysis} at step {step}")
 
     def measured(self, measurement: Measurement) -> None:
-        self._heard = time.perf_counter()
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the measuring of this checkpoint began."""
-        return self._heard - self._started
-
-    def words(self) -> str:
-        """Such as `about 40 s left`; nothing where no checkpoint was measured before, or little is left."""
-        left = 0.0 if self.expected is None else self.expected - self.elapsed
-        return f"about {duration(left)} left" if left >= 1 else ""
-
-
-class TimeLines(TimeLeft):
-    """Tells it through Lightning's own log, of measuring that takes over ten seconds, on the first rank alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._last_line = -LONG
-
-    def measuring(self, step: int, analysis: str) -> None:
-        super().measuring(step, analysis)
-        if max(self.elapsed, self.expected or 0.0) >= LONG and self._heard - self._last_line >= LONG:
-            self._last_line = self._heard
-            rank_zero_info(", ".join(filter(None, [f"measuring {analysis} at step {step}", self.words()])))
+        """Nothing to say."""

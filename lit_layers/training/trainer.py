@@ -176,8 +176,6 @@ class StepSampler(Sampler[list[int]]):
         seed: int = 0,
         first_step: Callable[[], int] = lambda: 0,
     ) -> None:
-        if num_samples < 1:
-            raise ValueError(f"expected at least one sample, got {num_samples}")
         if global_batch_size % (world_size * num_micro_batches):
             raise ValueError(
                 f"a global batch of {global_batch_size} does not split over {world_size} ranks x "

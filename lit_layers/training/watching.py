@@ -41,7 +41,7 @@ from lit_layers.report.logged_numbers import (
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import COUNT, COUNT_OR_NONE, MANY, Range, refuse_outside
 from lit_layers.training.run_folder import IfExists, begin_training, save_step
-from lit_layers.training.run_log import TimeLines
+from lit_layers.training.run_log import LongMeasuring
 from lit_layers.training.sharding import is_sharded
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class StepMeasurer:
         self.root = given_root(root)
         self.analyses, self.run = list(analyses), run
         self.training: str | None = None  # its id, once it has begun
-        self.watchers: list[Watcher] = [TimeLines(), *watchers]
+        self.watchers: list[Watcher] = [LongMeasuring(), *watchers]
         self.ranks: OneProcess | Ranks = OneProcess()
         self._store = Store(self.file, [])
         self._plain: dict[tuple[str, str], str] = {}  # the settings that loggers know by the analysis' own name

@@ -2,8 +2,7 @@ import os
 
 import pytest
 
-from lit_layers.errors import InputError
-from lit_layers.training.run_folder import saved_steps, step_folder, writable_folder, write_folder
+from lit_layers.training.run_folder import saved_steps, step_folder, write_folder
 
 
 def test_folders_sort_as_steps_do(tmp_path):
@@ -35,14 +34,3 @@ def test_foreign_folders_are_no_steps(tmp_path):
     for name in ("step-1", "step-abc", ".tmp-step-000000001", "wandb"):
         (tmp_path / name).mkdir()
     assert saved_steps(tmp_path) == []
-
-
-def test_a_folder_under_a_file_cannot_be_written(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=r"root: cannot write to .*/file/run \(Not a directory\); choose another"):
-        writable_folder(tmp_path / "file" / "run", "root")
-
-
-def test_asking_leaves_nothing_behind(tmp_path):
-    writable_folder(tmp_path / "new", "root")
-    assert os.listdir(tmp_path / "new") == []

@@ -19,9 +19,15 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, local_task
 from lit_layers.training import finetuning
-from lit_layers.training.finetuning import AnswerData, LitAnswers, TaskFinetuning, TaskFinetuningRecipe
+from lit_layers.training.finetuning import (
+    AnswerData,
+    LitAnswers,
+    TaskFinetuning,
+    TaskFinetuningRecipe,
+    means_of_seeds,
+    name_of,
+)
 from lit_layers.training.trainer import StepSampler
-from lit_layers.training.variant_training import means_of_seeds, name_of
 from tests.support.benchmark_rows import tiny_speaker, write_tokenizer
 from tests.support.measured import records_of
 
