@@ -42,7 +42,7 @@ from lit_layers.cli.verbs.fit import StepProgress
 from lit_layers.models import true_vocab_size
 from lit_layers.training import LitCausalLM, LitTextData
 from lit_layers.training.modules import adamw, warmup_cosine
-from lit_layers.training.run_log import RunLog, peak_flops
+from lit_layers.training.run_log import RunLog
 from lit_layers.training.trainer import DEFAULTS, StepSampler
 
 OURS, BARE, NANO = "lit_layers", "bare loop", "nanoGPT"
@@ -213,6 +213,46 @@ def plain_loops(lit: LitCausalLM, data: RandomText, size: Size) -> dict[str, Loo
     }
 
 
+# Dense bf16 and float16 operations a second by the name that CUDA gives a card; others have none here, for a like name
+# may be another card. NVIDIA's datasheets, which from Hopper on and for L4, L40S give twice that, "with sparsity":
+# A100 (312), A10 (125), L4 (242), L40 (181 dense), L40S (362 dense), H100 (SXM 1,979, PCIe 1,513, NVL 1,671), H200 (SXM
+# 1,979, NVL 1,671), GH200 (1,979), HGX B200 (4,500 a GPU) and GB200 NVL72 (5,000 a GPU), in teraflops.
+_PEAKS = {
+    **dict.fromkeys(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB"), 312e12),
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA A10": 125e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA L40": 181e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA H100 PCIe": 756e12,
+    **dict.fromkeys(("NVIDIA H100 NVL", "NVIDIA H200 NVL"), 835e12),
+    **dict.fromkeys(("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"), 989e12),
+    "NVIDIA B200": 2250e12,
+    "NVIDIA GB200": 2500e12,
+}
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Return the most operations a second that a GPU can do in Lightning's `precision`; None where it is unknown."""
+    peak = _PEAKS.get(torch.cuda.get_device_name(device))
+    if peak is None or "16" in precision:
+        return peak
+    # TF32 has half of it. Without, these cards are a tenth as fast, which is nobody's training.
+    return peak / 2 if precision.startswith("32") and torch.get_float32_matmul_precision() != "highest" else None
+
+
+_POSITIONS = ("wpe.weight", "embed_positions.weight", "position_embeddings.weight")
+
+
+def flops_per_token(model: Any, num_tokens: int) -> float:
+    """Return floating-point operations per trained token: 6 N + 12 L d T, N without position embeddings.
+
+    Source: Chowdhery et al. 2022 (PaLM), appendix B.
+    """
+    size = sum(each.numel() for name, each in model.named_parameters() if not name.endswith(_POSITIONS))
+    return 6 * size + 12 * model.config.num_hidden_layers * model.config.hidden_size * num_tokens
+
+
 class TakeTurns(L.Callback):
     """Stops the trainer's clock every `turn` steps and lets the plain loops run as many.
 
@@ -233,7 +273,7 @@ class TakeTurns(L.Callback):
         device = trainer.strategy.root_device
         peak = peak_flops(device, str(trainer.precision)) if device.type == "cuda" else None
         if peak is not None:
-            self.mfu_of_a_token_a_second = pl_module.flops_per_token(self.size.context) / peak
+            self.mfu_of_a_token_a_second = flops_per_token(pl_module.model, self.size.context) / peak
         self._started = self._clock()
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:

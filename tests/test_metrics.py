@@ -44,7 +44,6 @@ NOT_HERE = {
     *("validation/accuracy", "validation/accuracy_top5"),
     *(
         "train/images_per_second",
-        "train/mfu",
         "mean_squared_error",
         "inflection_layer",
         "normalized_score",

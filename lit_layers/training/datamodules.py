@@ -285,11 +285,6 @@ class LitImageData(LitStepData):
             rand_augment=self._rand_augment(),
             erasing=self.erasing,
         )
-        if not isinstance(self.source.train, SmallPictures) and self.crop_padding:
-            raise InputError(
-                f"data.crop_padding: expected 0 for large images, which are cropped at random sizes, got "
-                f"{self.crop_padding}"
-            )
 
     def _rand_augment(self) -> RandAugment | None:
         if self.rand_augment is None or not isinstance(self.source.train, SmallPictures):

@@ -140,10 +140,7 @@ class LitImageClassifier(LitModule):
     def _expect_images_that_fit(self, model: Any, data: LitImageData) -> None:
         size = model.patch_embed.patch_size[0]
         if data.image_size % size:  # timm would leave the border out without a word
-            raise InputError(
-                f"model.patch_size: expected a divisor of the image size {data.image_size}, got {size}; choose "
-                "another, or another data.image_size"
-            )
+            raise InputError(f"model.patch_size: expected a divisor of the image size {data.image_size}, got {size}")
 
     def take(self, model: Any) -> None:
         super().take(model)

@@ -161,9 +161,6 @@ MODEL_RANGES = {  # of all modules
 }
 
 
-_POSITIONS = ("wpe.weight", "embed_positions.weight", "position_embeddings.weight")
-
-
 class LitModule(L.LightningModule, ABC):
     """Training of a plain model, kept eager at `.model`: the optimizer and its schedule, the clipping, the gradient
     norm, and where the weights go, for all modules alike.
@@ -326,8 +323,8 @@ class LitModule(L.LightningModule, ABC):
         decay_steps = self.decay_steps or planned_steps(self.trainer)
         if decay_steps is None:
             raise InputError(
-                "model.decay_steps: expected the step at which the learning rate has decayed, as neither "
-                "trainer.max_steps nor trainer.max_epochs says where the run ends, got none"
+                "model.decay_steps: expected a step, as neither trainer.max_steps nor trainer.max_epochs ends the run, "
+                "got none"
             )
         return torch.optim.lr_scheduler.LambdaLR(optimizer, self.lr_factor(decay_steps))
 
@@ -396,8 +393,7 @@ class LitCausalLM(LitModule):
         num_tokens = getattr(self.data, "num_tokens", 0)
         if context is not None and context < num_tokens:
             raise InputError(
-                f"data.num_tokens: expected at most {context}, the model's context, got {num_tokens}; "
-                "choose shorter blocks or a longer context in model.config"
+                f"data.num_tokens: expected at most {context}, the context of model.config, got {num_tokens}"
             )
         if self.activation_checkpointing:
             model._set_gradient_checkpointing(True, functools.partial(checkpoint, use_reentrant=False))
@@ -412,8 +408,7 @@ class LitCausalLM(LitModule):
         model = self._new_model(device) if self.init_from is None else self._continued(device)
         if device == "cpu" and not LayeredModel(model).predicts_next_token:
             raise InputError(
-                f"model: expected one that predicts the next token, got a {type(model).__name__} whose tokens see "
-                "later ones, as with is_causal: false in config.json"
+                f"model: expected one that predicts the next token, got a {type(model).__name__} that sees later ones"
             )
         return model
 
@@ -423,8 +418,7 @@ class LitCausalLM(LitModule):
             vocab_size = options.setdefault("vocab_size", least)
             if not isinstance(vocab_size, int) or vocab_size < least:
                 raise InputError(
-                    f"model.config.vocab_size: expected at least {least}, the tokenizer's vocabulary, "
-                    f"got {vocab_size}; leave it out to take the tokenizer's"
+                    f"model.config.vocab_size: expected at least the tokenizer's {least}, got {vocab_size}"
                 )
         return causal_lm(self.architecture, seed=self.init_seed, **options)
 
@@ -437,15 +431,15 @@ class LitCausalLM(LitModule):
             kept_value = getattr(trained.config, field, None)
             if "drop" not in field and value != kept_value:
                 raise InputError(
-                    f"model.config.{field}: {self.init_from} has {kept_value} and keeps it, got {value}; only dropout "
-                    "is free where a checkpoint is begun with: leave the others out, or say --model.config null"
+                    f"model.config.{field}: {self.init_from} has {kept_value} and keeps it, got {value}: leave it out, "
+                    "or say --model.config null"
                 )
         options = {**self.config, "pad_vocab_to": self.pad_vocab_to, "weights": trained, "device": device}
         model = causal_lm(folder, seed=self.init_seed, **options)
         if (needed := self._num_words) is not None and true_vocab_size(model) < needed:
             raise InputError(
-                f"tokenizer: expected at most {true_vocab_size(model)} tokens, as many as {self.init_from} knows, got "
-                f"{needed}; name the model's own with --tokenizer"
+                f"tokenizer: expected at most the {true_vocab_size(model)} tokens of {self.init_from}, got {needed}: "
+                "name its own with --tokenizer"
             )
         return model
 
@@ -482,19 +476,6 @@ class LitCausalLM(LitModule):
     def lr_factor(self, decay_steps: int) -> Callable[[int], float]:
         return warmup_cosine(warmup_steps=self.warmup_steps, decay_steps=decay_steps, min_ratio=self.min_lr_ratio)
 
-    def flops_per_token(self, num_tokens: int) -> float:
-        """Return floating-point operations per trained token: 6 N + 12 L d T, N without position embeddings, and of
-        experts only with as many as a token goes through.
-
-        Source: Chowdhery et al. 2022 (PaLM), appendix B.
-        """
-        config: Any = self.model.config
-        size, used = 0.0, getattr(config, "num_experts_per_tok", None)
-        for name, each in self.model.named_parameters():
-            if not name.endswith(_POSITIONS):
-                size += each.numel() * (used / len(each) if used and ".experts." in name else 1)  # (experts, ...)
-        return 6 * size + 12 * config.num_hidden_layers * config.hidden_size * num_tokens
-
 
 def _token_ids(batch: Any) -> Tensor:
     """Return the token ids of a batch, of `LitTextData` or another loader.
@@ -512,7 +493,7 @@ def _token_ids(batch: Any) -> Tensor:
             raise InputError("data: expected blocks of tokens without padding, got an attention_mask with zeros")
         if name != "attention_mask" and isinstance(part, Tensor) and not torch.equal(part, ids):
             raise InputError(
-                f"data: expected batches of input_ids, each of which predicts the next, got other {name} with them: "
-                "train on such batches with a module of your own"
+                f"data: expected batches of input_ids, each of which predicts the next, got other {name}: a module of "
+                "your own trains on them"
             )
     return ids

@@ -324,6 +324,5 @@ def _read(path: Path) -> dict[str, Any]:
         if isinstance(state := torch.load(path, map_location="cpu", weights_only=True, mmap=True), dict):
             return state
     raise InputError(
-        f"{path} is no state of a training, or holds more than tensors and plain values; take another checkpoint, or "
-        "begin with a saved step by --model.init_from"
+        f"{path} is no state of a training, or holds more than tensors and plain values; take another checkpoint"
     )

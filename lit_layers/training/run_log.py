@@ -1,11 +1,10 @@
 """The scalars of training: one closed row a step on disk, mirrored to W&B."""
 
-import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
 import torch
@@ -18,8 +17,6 @@ from lit_layers.records import Measurement, ScalarLog
 from lit_layers.training.losses import mean_of_step
 from lit_layers.training.resuming import refuse_diverged_losses
 from lit_layers.training.run_folder import Origin, axis_step, origin_of
-
-logger = logging.getLogger(__name__)
 
 # What a data module counts a step in, and the curve of their speed.
 _SPEEDS = {"tokens_per_step": "train/tokens_per_second", "images_per_step": "train/images_per_second"}
@@ -73,7 +70,6 @@ class RunLog(L.Callback, Logger):
         self._origin = Origin()
         self._scalars: ScalarLog | None = None
         self._rate = 0.0
-        self._peak: float | None = None  # operations a second of one device
 
     def measuring(self, step: int, analysis: str) -> None:
         """Nothing to note before an analysis is done."""
@@ -105,14 +101,6 @@ class RunLog(L.Callback, Logger):
             trainer.loggers = [*trainer.loggers, self]
         self._now = axis_step(trainer)
         self._window = _Window(trainer.global_step, time.perf_counter(), self._paused(trainer))
-        device, precision = trainer.strategy.root_device, str(trainer.precision)
-        if device.type == "cuda" and hasattr(pl_module, "flops_per_token"):
-            self._peak = peak_flops(device, precision)
-            if self._peak is None and trainer.is_global_zero:
-                name = torch.cuda.get_device_name(device)
-                logger.warning(
-                    "train/mfu is left out: the peak of %s in precision %s is not known here", name, precision
-                )
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -144,7 +132,7 @@ class RunLog(L.Callback, Logger):
         if trainer.global_step % every == 0:
             for step in self._pending[-1:]:
                 self.shown["train/loss"] = step.loss.item()  # waits for the device: the clock below is honest
-            self._close_window(trainer, pl_module)
+            self._close_window(trainer)
             self._flush_due = True
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -179,19 +167,12 @@ class RunLog(L.Callback, Logger):
         callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         return self._validating + sum(getattr(callback, "paused_seconds", 0.0) for callback in callbacks)
 
-    def _close_window(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def _close_window(self, trainer: L.Trainer) -> None:
         window, self._window = self._window, _Window(trainer.global_step, time.perf_counter(), self._paused(trainer))
         seconds = self._window.clock - window.clock - (self._window.paused - window.paused)
         steps = self._window.step - window.step
-        if steps < 1:
-            return
-        speed = {name: steps * count / seconds for name, count in self._per_step.items()}
-        tokens_per_second = speed.get("train/tokens_per_second")
-        if self._peak and tokens_per_second:
-            module, data = cast("Any", pl_module), cast("Any", trainer).datamodule
-            flops = tokens_per_second * module.flops_per_token(data.num_tokens)
-            speed["train/mfu"] = flops / (self._peak * trainer.world_size)
-        self.log_metrics(speed)
+        if steps:
+            self.log_metrics({name: steps * count / seconds for name, count in self._per_step.items()})
 
     def _flush(
         self, trainer: L.Trainer, pl_module: L.LightningModule, *, reduce: bool = True, durably: bool = True
@@ -240,34 +221,6 @@ class RunLog(L.Callback, Logger):
     def _tokens(self, step: int) -> dict[str, int]:
         tokens = self._origin.tokens_at(step, self._tokens_per_step)
         return {} if tokens is None else {"tokens": tokens}
-
-
-# Dense bf16 and float16 operations a second by the name that CUDA gives a card; others have none here, for a like name
-# may be another card. NVIDIA's datasheets, which from Hopper on and for L4, L40S give twice that, "with sparsity":
-# A100 (312), A10 (125), L4 (242), L40 (181 dense), L40S (362 dense), H100 (SXM 1,979, PCIe 1,513, NVL 1,671), H200 (SXM
-# 1,979, NVL 1,671), GH200 (1,979), HGX B200 (4,500 a GPU) and GB200 NVL72 (5,000 a GPU), in teraflops.
-_PEAKS = {
-    **dict.fromkeys(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB"), 312e12),
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA A10": 125e12,
-    "NVIDIA L4": 121e12,
-    "NVIDIA L40": 181e12,
-    "NVIDIA L40S": 362e12,
-    "NVIDIA H100 PCIe": 756e12,
-    **dict.fromkeys(("NVIDIA H100 NVL", "NVIDIA H200 NVL"), 835e12),
-    **dict.fromkeys(("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"), 989e12),
-    "NVIDIA B200": 2250e12,
-    "NVIDIA GB200": 2500e12,
-}
-
-
-def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Return the most operations a second that a GPU can do in Lightning's `precision`; None where it is unknown."""
-    peak = _PEAKS.get(torch.cuda.get_device_name(device))
-    if peak is None or "16" in precision:
-        return peak
-    # TF32 has half of it. Without, these cards are a tenth as fast, which is nobody's training.
-    return peak / 2 if precision.startswith("32") and torch.get_float32_matmul_precision() != "highest" else None
 
 
 LONG = 10.0  # seconds

@@ -50,8 +50,7 @@ def sharding_mesh(strategy: Any) -> DeviceMesh | None:
         return None
     if (size := strategy.device_mesh["tensor_parallel"].size()) > 1:
         raise InputError(
-            f"trainer.strategy.tensor_parallel_size: expected 1, got {size}; "
-            "set data_parallel_size to the number of all devices"
+            f"trainer.strategy.tensor_parallel_size: expected 1, got {size}; set data_parallel_size to all devices"
         )
     return strategy.device_mesh["data_parallel"]
 
@@ -221,7 +220,6 @@ def _check_room(skeleton: nn.Module, free: float, device: torch.device, num_rank
     needed = copies * (sum(sizes) + max(sizes))  # one weight is there twice while it is copied
     if needed > free:
         raise NoRoomError(
-            f"a whole model on each rank takes {needed / 1e9:.2f} GB beside its shards and "
-            f"{free / 1e9:.2f} GB are free on {device.type}: measure the saved checkpoints afterwards, one by one, "
-            "with lit-layers analyze FOLDER --offload SCRATCH"
+            f"a whole model on each rank takes {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free on "
+            f"{device.type}: measure the saved checkpoints with lit-layers analyze FOLDER --offload SCRATCH"
         )

@@ -178,8 +178,8 @@ class StepSampler(Sampler[list[int]]):
     ) -> None:
         if global_batch_size % (world_size * num_micro_batches):
             raise ValueError(
-                f"a global batch of {global_batch_size} does not split over {world_size} ranks x "
-                f"{num_micro_batches} micro-batches: choose a multiple of {world_size * num_micro_batches}"
+                f"{global_batch_size} does not split over {world_size} ranks x {num_micro_batches} micro-batches: take "
+                f"a multiple of {world_size * num_micro_batches}"
             )
         self.num_samples, self.global_batch_size, self.seed = num_samples, global_batch_size, seed
         self.num_micro_batches, self.rank, self.world_size = num_micro_batches, rank, world_size

@@ -66,7 +66,7 @@ def fit(recipe: Path, root: Path, *arguments: str, **options) -> int:
     return run_forked(lambda: main(["fit", "--config", str(recipe), "--root", str(root), *arguments]), **options)
 
 
-TIMED = ("train/tokens_per_second", "train/mfu")
+TIMED = ("train/tokens_per_second",)
 
 
 def what_is_left(root: Path) -> dict:

@@ -3,15 +3,13 @@
 import os
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from lit_layers.training import LitCausalLM, run_log
+from lit_layers.training import LitCausalLM
 from lit_layers.training import trainer as trainers
 from tests.support.tiny_training import CONFIG, RandomTokens
 
@@ -75,70 +73,6 @@ def test_bfloat16_is_chosen_where_the_card_computes_in_it_and_not_where_it_emula
     finally:
         torch.set_float32_matmul_precision(before)
     assert trainers.best_precision("cpu") == "32-true"
-
-
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA H200 NVL", 835e12),
-        ("NVIDIA GH200 480GB", 989e12),
-        ("NVIDIA B200", 2250e12),
-        ("NVIDIA GB200", 2500e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA H100 NVL", 835e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA L4", 121e12),
-        ("NVIDIA H200 MIG 1g.18gb", None),  # an eighth of one
-        ("NVIDIA L40S-12Q", None),
-        ("NVIDIA GeForce RTX 4090", None),
-    ],
-)
-def test_peaks_are_those_of_dense_products(monkeypatch, name, peak):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    device = torch.device("cuda", 0)
-    assert run_log.peak_flops(device, "bf16-mixed") == peak
-    assert run_log.peak_flops(device, "16-mixed") == peak
-    assert run_log.peak_flops(device, "32-true") == (peak and peak / 2)  # TF32
-
-
-def test_full_float32_has_no_peak_rather_than_a_wrong_one(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA B200")
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
-    assert run_log.peak_flops(torch.device("cuda", 0), "32-true") is None
-    assert run_log.peak_flops(torch.device("cuda", 0), "64-true") is None
-
-
-@pytest.mark.parametrize(("name", "logged"), [("NVIDIA L40S", True), ("NVIDIA L40S-12Q", False)])
-def test_utilisation_is_of_the_peak_or_left_out_which_is_said_once(tmp_path, monkeypatch, caplog, name, logged):
-    log = run_log.RunLog(tmp_path)
-    data = SimpleNamespace(tokens_per_step=100, num_tokens=10)
-    strategy = SimpleNamespace(root_device=torch.device("cuda", 0))
-    trainer: Any = SimpleNamespace(
-        strategy=strategy,
-        datamodule=data,
-        precision="bf16-mixed",
-        world_size=2,
-        callbacks=[],
-        loggers=[],
-        is_global_zero=True,
-        global_step=0,
-        lightning_module=None,
-    )
-    module: Any = SimpleNamespace(flops_per_token=lambda tokens: 1e9 * tokens)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
-    log.on_fit_start(trainer, module)
-    log.on_train_start(trainer, module)
-    for trainer.global_step in (4, 8):
-        log._close_window(trainer, module)
-    speed = log.shown["train/tokens_per_second"]
-    utilisation = pytest.approx(speed * 1e10 / (2 * 362e12), rel=1e-9)
-    assert log.shown.get("train/mfu") == (utilisation if logged else None)
-    said = [record.message for record in caplog.records if "train/mfu" in record.message]
-    assert len(said) == (0 if logged else 1)
-    assert logged or name in said[0]
 
 
 @pytest.mark.parametrize("script", ["fit.sh", "sweep.sh"])

@@ -202,7 +202,7 @@ def test_options_that_change_the_model_are_refused(field, value, earlier, tmp_pa
     """Also those with which the weights still fit and mean something else."""
     lit = module(init_from=str(step_folder(earlier, 2)))
     lit.config = {field: value, "n_layer": 2, "resid_pdrop": 0.3}
-    with pytest.raises(InputError, match=rf"model.config.{field}: .* keeps it, got {value}; only dropout is free"):
+    with pytest.raises(InputError, match=rf"model.config.{field}: .* keeps it, got {value}: leave it out"):
         fit(tmp_path, [], steps=1, module=lit)
 
 

@@ -61,7 +61,7 @@ def test_there_is_no_length_for_lightning_to_stop_at():
 
 
 def test_a_batch_that_does_not_split_is_refused():
-    with pytest.raises(ValueError, match="global batch of 10 does not split over 2 ranks x 2 micro-batches"):
+    with pytest.raises(ValueError, match="10 does not split over 2 ranks x 2 micro-batches"):
         StepSampler(40, global_batch_size=10, world_size=2, num_micro_batches=2)
 
 

@@ -341,7 +341,6 @@ class StepProgress(L.Callback):
             "train/loss": "loss {:.3f}",
             "train/tokens_per_second": "{:,.0f} tokens/s",
             "train/images_per_second": "{:,.0f} images/s",
-            "train/mfu": "MFU {:.1%}",
             "validation/loss": "validation {:.3f}",
         }
         shown = self.run_log.shown
