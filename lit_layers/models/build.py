@@ -1,7 +1,6 @@
 """Models: built from a name, cut to their first blocks, saved as plain folders, identified by a hash."""
 
 import copy
-import difflib
 import hashlib
 import inspect
 import json
@@ -10,29 +9,23 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
-from lit_layers.errors import InputError, first_sentence
+from lit_layers.errors import InputError, did_you_mean, first_sentence
 from lit_layers.files.durable import naming, write_json
 from lit_layers.files.hub import refuse_foreign_code
 from lit_layers.models.families import Network, family_of, text_config
 from lit_layers.models.families.own_networks import known_inside
 from lit_layers.models.families.proof import is_timm
-from lit_layers.models.offload import free_memory, weight
+from lit_layers.models.offload import weight
 from lit_layers.models.pixels import PREPROCESSOR, copy_pixel_statistics_, pixel_statistics, preprocessor
 
 _OF_A_FILE = ("architectures", "dtype", "torch_dtype", "transformers_version")  # options that change no function
 
-_LAYERS, _WIDTH = ("n_layer", "num_hidden_layers", "num_layers", "depth"), ("n_embd", "hidden_size", "embed_dim")
-_SIZES = (
-    *(*_LAYERS, *_WIDTH, "n_head", "num_attention_heads", "num_heads", "num_key_value_heads", "patch_size", "img_size"),
-    *("n_positions", "max_position_embeddings", "n_inner", "intermediate_size", "ffn_dim", "vocab_size"),
-)
 READABLE = 0o644  # safetensors writes files that nobody else on a shared disk can read
 _WRAPPERS = ("DataParallel", "DistributedDataParallel")
 TIMM_OPTIONS = "build_options"  # attribute of a timm model: what it was built with, for its config.json
@@ -70,7 +63,6 @@ def causal_lm(
     try:
         options = fused | _no_foreign_tokens(plain, overrides.get("vocab_size", plain.vocab_size)) | overrides
         config = _config(name, **options)
-        refuse_beyond_memory(config, vocabulary=config.vocab_size)
         with seeded(seed, device):
             model = transformers.AutoModelForCausalLM.from_config(
                 config, attn_implementation=attention_implementation, dtype=torch.float32
@@ -101,11 +93,11 @@ def vit(name: str, *, seed: int = 0, device: str = "cpu", **overrides: Any) -> n
     from timm.models.vision_transformer import VisionTransformer
 
     if not timm.is_model(name):
-        raise InputError(f"no model named {name!r} in timm{_close(name, timm.list_models())}")
+        near = did_you_mean(name, timm.list_models(), "timm.list_models() has them all")
+        raise InputError(f"no model named {name!r} in timm; {near}")
     arguments = set(inspect.signature(VisionTransformer).parameters) | {"num_classes", "drop_rate"}
     _refuse_unknown(overrides, arguments, "option of a vision transformer")
     try:
-        refuse_beyond_memory(SimpleNamespace(**overrides))
         with seeded(seed, device):
             model = timm.create_model(name, pretrained=False, **overrides)
     except (ValueError, TypeError, AssertionError, RuntimeError, ZeroDivisionError) as error:
@@ -113,26 +105,6 @@ def vit(name: str, *, seed: int = 0, device: str = "cpu", **overrides: Any) -> n
     family_of(model)
     setattr(model, TIMM_OPTIONS, overrides)
     return model.train()
-
-
-def refuse_beyond_memory(config: Any, vocabulary: int = 0) -> None:
-    """Refuse sizes below 1, and weights that could not be held; counts no more than what every family has.
-
-    Raises:
-        ValueError: naming the size, or what is needed and what is free.
-    """
-    for name in _SIZES:
-        if isinstance(size := getattr(config, name, None), int) and size < 1:
-            raise ValueError(f"expected {name} of at least 1, got {size}")
-    layers, width = (
-        next((getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)), 0)
-        for names in (_LAYERS, _WIDTH)
-    )
-    least, free = 4 * (4 * layers * width**2 + vocabulary * width), free_memory(torch.device("cpu"))
-    if free is not None and least > free:
-        raise ValueError(
-            f"its weights take at least {least / 1e9:,.0f} GB, and {free / 1e9:,.0f} GB of memory are free"
-        )
 
 
 def untrained(model: Network, *, seed: int = 0) -> nn.Module:
@@ -278,8 +250,8 @@ def _config(name: str | Path, **options: Any) -> Any:
         refuse_foreign_code(PreTrainedConfig.get_config_dict(name)[0], name)
         return AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
     if name not in CONFIG_MAPPING:
-        close = _close(str(name), CONFIG_MAPPING.keys())
-        raise InputError(f"expected a model type or a folder with a config.json, got {str(name)!r}{close}")
+        near = did_you_mean(str(name), CONFIG_MAPPING.keys(), "transformers has none of a like name")
+        raise InputError(f"expected a model type or a folder with a config.json, got {str(name)!r}; {near}")
     return AutoConfig.for_model(str(name), **options)
 
 
@@ -321,12 +293,7 @@ def _save_timm(model: nn.Module, folder: Path) -> None:
 def _refuse_unknown(given: Iterable[str], names: Iterable[str], kind: str) -> None:
     for name in given:
         if name not in names:
-            raise InputError(f"{name!r} is no {kind}{_close(name, names)}")
-
-
-def _close(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.5)
-    return f"; close matches: {', '.join(near)}" if near else ""
+            raise InputError(f"{name!r} is no {kind}; {did_you_mean(name, names, 'there is none of a like name')}")
 
 
 @contextmanager

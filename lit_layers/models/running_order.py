@@ -44,7 +44,7 @@ def running_order(model: nn.Module, schedule: Sequence[Step]) -> Iterator[nn.Mod
         InputError: a model that is no row of blocks, or one in such a context already, here or in another thread;
             inside, a cache that is not made of keys and values alone or was filled in another order, and
             `output_hidden_states`.
-        TypeError, ValueError: a schedule that does not fit the model, or without a step.
+        TypeError, ValueError: a schedule that does not fit the model.
     """
     network: Network = plain_model(model)
     family = family_of(network)
@@ -57,9 +57,11 @@ def running_order(model: nn.Module, schedule: Sequence[Step]) -> Iterator[nn.Mod
     if any(map(is_hooked, blocks)):
         raise InputError(f"{type(network).__name__} has hooks on its blocks, which do not move with them: remove them")
     steps = checked(schedule, len(blocks))
-    if not steps:
-        raise ValueError("schedule: expected at least one step, got none")
-    _claim(network, steps)
+    if (running := network.__dict__.setdefault(REORDERED, steps)) is not steps:
+        schedule = format_schedule(running)
+        raise InputError(
+            f"this {type(network).__name__} runs the schedule {schedule} already: leave that context first"
+        )
     tuples = _IN_TUPLES.setdefault(network, {})
     order = _Order(steps, [block.forward for block in blocks], type(network).__name__, tuples, family.layout)
     refusing = network.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
@@ -77,20 +79,6 @@ def _refuse_hidden_states(network: Network, args: tuple, kwargs: dict[str, Any])
             f"output_hidden_states: {type(network).__name__} runs its blocks in another order and would give the "
             "embedding for all of them: take the states of the plain model"
         )
-
-
-_CLAIMING = threading.Lock()
-
-
-def _claim(network: Network, steps: Schedule) -> None:
-    with _CLAIMING:
-        running: Schedule | None = network.__dict__.get(REORDERED)
-        if running is not None:
-            raise InputError(
-                f"this {type(network).__name__} runs the schedule {format_schedule(running)} already: leave that "
-                "context before another one begins"
-            )
-        network.__dict__[REORDERED] = steps
 
 
 @dataclass
@@ -276,14 +264,7 @@ class SharedPrefixes:
         """Yield the indices of equal schedules and the state (batch, tokens, dim) before final norm and head.
 
         The state is to be read and not written to: it may be needed for others.
-
-        Raises:
-            ValueError: a trajectory through another number of blocks.
         """
-        if trajectory.num_layers != self.num_blocks:
-            raise ValueError(
-                f"expected a trajectory through {self.num_blocks} blocks, got one through {trajectory.num_layers}"
-            )
         way, before, full = [trajectory.hidden[0]], (), tuple(range(1, len(trajectory.hidden)))
         for schedule, indices in self.indices.items():
             pairs = zip(schedule, before, strict=False)

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 from pickle import UnpicklingError
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,9 +17,9 @@ from torch import nn
 from lit_layers.errors import InputError, first_sentence, no_folder, refuse_odd_files
 from lit_layers.files.hub import ADAPTER, MERGE_IT, named_shards, refuse_foreign_code, would_run_code
 from lit_layers.models import pixels
-from lit_layers.models.build import TIMM_OPTIONS, has_tied_head, quiet, refuse_beyond_memory, untrained
+from lit_layers.models.build import TIMM_OPTIONS, has_tied_head, quiet, untrained
 from lit_layers.models.families import Network, class_named, family_of, trunk_of
-from lit_layers.models.offload import Offload
+from lit_layers.models.offload import Offload, free_memory
 
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 INDEX, PICKLED = "model.safetensors.index.json", "pytorch_model.bin.index.json"  # which file holds which weights
@@ -79,7 +78,7 @@ def _load(name: str, revision: str | None, dtype: torch.dtype, offload: Offload 
     settings, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
     refuse_foreign_code(settings, name)
     if offload is None:
-        refuse_beyond_memory(SimpleNamespace(**settings))
+        _refuse_beyond_memory(settings | settings.get("model_args", {}))
     if is_timm(settings):
         if offload is not None:
             raise InputError(f"offload: {name} is a model of timm, which is only read whole: leave --offload out")
@@ -90,11 +89,19 @@ def _load(name: str, revision: str | None, dtype: torch.dtype, offload: Offload 
     return _load_transformers(name, settings, revision, dtype, offload)
 
 
-def _refuse_too_large(settings: dict[str, Any], attempt: str) -> None:
-    try:
-        refuse_beyond_memory(SimpleNamespace(**settings))
-    except ValueError as error:
-        raise InputError(f"{attempt}: {error}") from error
+def _refuse_beyond_memory(settings: dict[str, Any]) -> None:
+    """Refuse weights that could not be held; counts no more than what every family has."""
+
+    def size(*names: str) -> int:
+        return next((settings[name] for name in names if isinstance(settings.get(name), int)), 0)
+
+    layers = size("n_layer", "num_hidden_layers", "num_layers", "depth")
+    width = size("n_embd", "hidden_size", "embed_dim")
+    least, free = 4 * (4 * layers * width**2 + size("vocab_size") * width), free_memory(torch.device("cpu"))
+    if free is not None and least > free:
+        raise ValueError(
+            f"its weights take at least {least / 1e9:,.0f} GB, and {free / 1e9:,.0f} GB of memory are free"
+        )
 
 
 def refuse_weights_elsewhere(model: str, revision: str | None = None) -> None:
@@ -232,9 +239,8 @@ def initialised(
     `preprocessor` is the content of its preprocessor_config.json, which says how a model of images takes its pixels.
 
     Raises:
-        InputError: a config.json that neither transformers nor timm knows, sizes beyond the memory.
+        InputError: a config.json that neither transformers nor timm knows.
     """
-    _refuse_too_large(settings, f"the config.json of {name} cannot be built")
     model: Network = outline(settings, name, dtype)
     if preprocessor is not None and not is_timm(settings) and model.main_input_name == "pixel_values":
         pixels.keep_preprocessor_(model, preprocessor)
@@ -263,10 +269,9 @@ def rebuilt(settings: dict[str, Any]) -> nn.Module:
     """The model that `described` described, with new weights, on the CPU in training mode.
 
     Raises:
-        InputError: what describes no model, or one that does not fit into memory.
+        InputError: what describes no model.
     """
     source = outline(settings, "the checkpoint")
-    _refuse_too_large(settings, "the checkpoint cannot be opened")
     model = untrained(source)
     pixels.copy_pixel_statistics_(source, model)
     return model.train()
@@ -286,7 +291,6 @@ def is_timm(settings: dict[str, Any]) -> bool:
 def _open_timm(name: str, settings: dict[str, Any], revision: str | None) -> Network:
     import timm
 
-    refuse_beyond_memory(SimpleNamespace(**settings.get("model_args", {})))
     source = f"local-dir:{name}" if os.path.isdir(name) else f"hf-hub:{name}" + (f"@{revision}" if revision else "")
     return timm.create_model(source, pretrained=True)
 

@@ -131,14 +131,8 @@ class LayeredModel:
         return trunk_of(self.model) is not self.model
 
     def num_patches(self, image_size: int | None = None) -> int:
-        """Number of patches of an image of that side in px, or of the size the model was made for.
-
-        Raises:
-            InputError: a model of texts.
-        """
-        vision = self.family.vision
-        if vision is None:
-            raise InputError(f"{type(self.model).__name__} has no patches: it is a model of texts")
+        """Number of patches of an image of that side in px, or of the size the model was made for."""
+        vision: Any = self.family.vision
         side = vision.usual_side(self.model) if image_size is None else image_size
         return (side // vision.patch_side(self.model)) ** 2
 

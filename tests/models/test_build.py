@@ -67,12 +67,12 @@ def test_special_tokens_outside_a_smaller_vocabulary_are_dropped():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "gpt2", "n_layers": 2}, "'n_layers' is no option of gpt2; close matches: n_layer, num_hidden_layers"),
+        ({"name": "gpt2", "n_layers": 2}, "'n_layers' is no option of gpt2; did you mean n_layer or num_hidden_layers"),
         ({"name": "gpt2", "model_type": "bert"}, "'model_type' is no option of gpt2"),
         ({"name": "gpt2", "n_embd": 30}, "cannot build gpt2 with {'n_embd': 30}: .*divisible"),
         ({"name": "gpt2", "n_layer": "two"}, "cannot build gpt2 with .*expected int, got str"),
         ({"name": "gpt2", "vocab_size": -1}, "cannot build gpt2 with {'vocab_size': -1}"),
-        ({"name": "gpt3"}, "expected a model type or a folder with a config.json, got 'gpt3'; close matches: .*gpt2"),
+        ({"name": "gpt3"}, "expected a model type or a folder with a config.json, got 'gpt3'; did you mean .*gpt2"),
         ({"name": "gpt2", "attention_implementation": "fast", **GPT2}, "cannot build gpt2 .*fast"),
         (
             {
@@ -190,7 +190,7 @@ def test_a_vit_comes_back_with_its_options(tmp_path):
 
 def test_vits_that_cannot_be_are_refused_in_a_sentence(tmp_path):
     for name, options, message in (
-        ("deit_tinny_patch16_224", {}, "no model named 'deit_tinny_patch16_224' in timm; close matches: deit_tiny"),
+        ("deit_tinny_patch16_224", {}, "no model named 'deit_tinny_patch16_224' in timm; did you mean deit_tiny"),
         ("deit_tiny_patch16_224", {"layers": 2}, "'layers' is no option of a vision transformer"),
         ("deit_tiny_patch16_224", {"embed_dim": 31}, "cannot build deit_tiny_patch16_224 with {'embed_dim': 31}"),
         ("resnet18", {}, "no layered view of ResNet"),

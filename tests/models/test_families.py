@@ -303,9 +303,6 @@ def test_a_view_says_what_a_model_of_images_is(name, image_size, prefix, num_cla
         assert (model.vocab_size, model.max_tokens, model.dim) == (None, None, 32)
         tokens = model.trajectory(tiny_batch(name)).hidden.shape[2]
         assert model.num_patches() == model.num_patches(IMAGE) == tokens - prefix == 16
-    else:
-        with pytest.raises(InputError, match="has no patches: it is a model of texts"):
-            model.num_patches()
 
 
 def test_the_vision_model_is_the_trunk_also_where_transformers_does_not_call_it_the_base(monkeypatch):

@@ -248,7 +248,6 @@ def test_a_cache_that_cannot_have_a_slot_for_each_execution_is_refused():
 @pytest.mark.parametrize(
     ("schedule", "kind", "sentence"),
     [
-        ((), ValueError, "schedule: expected at least one step, got none"),
         ((1, 9), ValueError, "block: expected 1..5, got 9"),
         ((1, ()), ValueError, "schedule: a parallel group is empty"),
         ((1, "2"), TypeError, "a step is a block number or a tuple of them, got '2'"),

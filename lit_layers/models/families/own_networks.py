@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, kind_and_words
 from lit_layers.functional.jacobian.block_call import evaluating
 from lit_layers.models.families.proof import CANNOT_CALL, PositionTables, is_timm
 from lit_layers.models.families.rows import Network, row_of, side_length
@@ -79,7 +79,7 @@ class OwnNetwork(nn.Module):
         except CANNOT_CALL as error:
             raise InputError(
                 f"{type(self).__name__} cannot be called with {self.main_input_name} of shape {tuple(given.shape)} "
-                f"({_words(error)})"
+                f"({kind_and_words(error)[:240]})"
             ) from error
 
     def get_output_embeddings(self) -> nn.Module | None:
@@ -307,11 +307,7 @@ def _tried(network: nn.Module, given: Tensor, facts: _Facts, what: str) -> dict[
     except torch.OutOfMemoryError:
         raise
     except CANNOT_CALL as error:
-        raise _refusal(network, f"it cannot be called with {what} alone ({_words(error)})") from error
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise _refusal(network, f"it cannot be called with {what} alone ({kind_and_words(error)[:240]})") from error
 
 
 def _called(network: nn.Module, facts: _Facts, given: Tensor, mask: Tensor | None = None) -> Any:
@@ -326,15 +322,11 @@ def _values(output: Any) -> dict[Any, Tensor]:
     """The tensors of numbers for each text or more in what a call returns, by name or number."""
     if isinstance(output, Tensor):
         values: dict[Any, Any] = {None: output}
-    elif isinstance(output, Mapping):
-        values = dict(output)
     elif hasattr(output, "_asdict"):
         values = output._asdict()
     elif isinstance(output, tuple | list):
         values = dict(enumerate(output))
-    elif is_dataclass(output):
-        values = {field.name: getattr(output, field.name) for field in fields(output)}
     else:
-        values = dict(getattr(output, "__dict__", {}))
+        values = dict(output if isinstance(output, Mapping) else getattr(output, "__dict__", {}))
     floats = {name: value for name, value in values.items() if isinstance(value, Tensor) and value.is_floating_point()}
     return {name: value for name, value in floats.items() if value.ndim > 1}

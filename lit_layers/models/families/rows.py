@@ -364,9 +364,6 @@ FAMILIES = (
 )
 # fmt: on
 
-# Classes of two rows of blocks, and the one to take instead.
-_PART_OF = {"CLIPModel": "CLIPVisionModel"}
-
 
 def row_of(model: nn.Module) -> Family | None:
     """The row of a model, by the names of its class and of the classes it derives from; None without one."""
@@ -375,15 +372,6 @@ def row_of(model: nn.Module) -> Family | None:
             if ancestor.__name__ in family.classes and ancestor.__module__.split(".")[0] == family.package:
                 return family
     return None
-
-
-def refuse_two_rows(model: nn.Module) -> None:
-    """Refuse a model of two rows of blocks with what to do instead."""
-    if (part := _PART_OF.get(type(model).__name__)) is not None:
-        raise InputError(
-            f"no layered view of {type(model).__name__}: images and texts pass two rows of blocks; save the one of the "
-            f"images with {part}.from_pretrained(...).save_pretrained(folder) and open that"
-        )
 
 
 def class_named(architecture: str) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_layers.errors import InputError
+from lit_layers.errors import InputError, kind_and_words
 from lit_layers.functional.jacobian.block_call import evaluating, is_cache
 from lit_layers.models.block_calls import num_values
 from lit_layers.models.families.discovery import (
@@ -51,7 +51,6 @@ from lit_layers.models.families.rows import (
     Network,
     Vision,
     propose_blocks,
-    refuse_two_rows,
     row_of,
     text_config,
     timm_features,
@@ -89,8 +88,12 @@ def by_structure(model: Network) -> Family:
     Raises:
         InputError: as `family_of`.
     """
-    refuse_two_rows(model)
     kind = type(model).__name__
+    if kind == "CLIPModel":
+        raise InputError(
+            "no layered view of CLIPModel: images and texts pass two rows of blocks; save the one of the images with "
+            "CLIPVisionModel.from_pretrained(...).save_pretrained(folder) and open that"
+        )
     if not is_known(model):
         raise InputError(
             f"{kind} is neither of transformers nor of timm: it can be measured, and not be saved, cut or run in "
@@ -203,7 +206,7 @@ def taken_apart(model: Network) -> Structured:
         except CANNOT_CALL as error:
             if isinstance(error, InputError) and not isinstance(model, OwnNetwork):
                 raise
-            raise NotShown(f"its blocks cannot be called again ({_words(error)})") from error
+            raise NotShown(f"its blocks cannot be called again ({kind_and_words(error)[:240]})") from error
 
 
 def _tensors(model: Network) -> dict[str, Tensor]:
@@ -253,11 +256,6 @@ def _shown(evidence: Evidence) -> Structured:
             (name, float(f"{value:.1e}") if isinstance(value, float) else value) for name, value in shown.items()
         ),
     )
-
-
-def _words(error: BaseException) -> str:
-    words = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-    return " ".join(words.split())[:240]
 
 
 def _path(model: Network, path: str) -> str:
@@ -310,8 +308,8 @@ def _discovered(model: Network, probe: Probe) -> tuple[Structured, Pass]:
         except torch.OutOfMemoryError:
             raise
         except CANNOT_CALL as error:
-            two_rows = f"{TWO_ROWS}, and " if is_encoder_decoder(model) else ""
-            raise NotShown(f"{two_rows}it cannot be called with {probe.columns[0]} alone ({_words(error)})") from error
+            two_rows, why = f"{TWO_ROWS}, and " if is_encoder_decoder(model) else "", kind_and_words(error)[:240]
+            raise NotShown(f"{two_rows}it cannot be called with {probe.columns[0]} alone ({why})") from error
     blocks = row_of_blocks(model, calls, lists, probe)
     row = blocks.calls
     if any(is_cache(value) for call in row for value in (*call.args, *call.kwargs.values())):
