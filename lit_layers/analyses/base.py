@@ -23,8 +23,7 @@ from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.identity import hash_of
 from lit_layers.models.pixels import refuse_unlike_training
-from lit_layers.models.states import first_rows
-from lit_layers.models.view import Batch, LayeredModel, Trajectory
+from lit_layers.models.view import Batch, LayeredModel, Trajectory, first_rows
 from lit_layers.records import Record
 
 _ORDERS = ("alpha", "p")  # of an entropy, of a norm: these may be infinite

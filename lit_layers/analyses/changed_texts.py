@@ -27,8 +27,7 @@ from lit_layers.errors import InputError
 from lit_layers.functional.entropy import AtTwo, Normalization, Side, spectrum
 from lit_layers.functional.geometry import Pooling
 from lit_layers.functional.invariance import LidarSums, dime, infonce
-from lit_layers.models.states import States, special_tokens, states_of_layers
-from lit_layers.models.view import Batch, LayeredModel, Trajectory
+from lit_layers.models.view import Batch, LayeredModel, States, Trajectory, special_tokens, states_of_layers
 from lit_layers.records import Record
 from lit_layers.tasks.text_features import (
     LayerFeatures,

@@ -32,8 +32,7 @@ from lit_layers.functional.context import (
     uniform_attention,
 )
 from lit_layers.functional.jacobian.block_call import Unsupported, read_attention
-from lit_layers.models.states import evenly_spread, real_tokens, special_tokens
-from lit_layers.models.view import Batch, LayeredModel, Trajectory
+from lit_layers.models.view import Batch, LayeredModel, Trajectory, evenly_spread, real_tokens, special_tokens
 from lit_layers.records import Record
 
 PATTERNS = attention_entropy, sink_mass, previous_token_score

@@ -29,8 +29,7 @@ from lit_layers.functional.coupling import (
     singular_factors,
 )
 from lit_layers.functional.jacobian.block_jacobians import block_jacobian, token_places
-from lit_layers.models.states import convert_states, evenly_spread, final_norm
-from lit_layers.models.view import Batch, LayeredModel, Trajectory
+from lit_layers.models.view import Batch, LayeredModel, Trajectory, convert_states, evenly_spread, final_norm
 from lit_layers.records import Record
 
 _KEPT = ("left", "values", "right", "errors", "strays")  # of the factors

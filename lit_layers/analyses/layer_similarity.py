@@ -17,8 +17,15 @@ from lit_layers.functional._checks import widened
 from lit_layers.functional.block_schedules import LOOPS, OF_MIDDLES, SEEDS, Schedule, Variant, start_of
 from lit_layers.functional.geometry import cosine_similarity_matrix, layer_stages, linear_cka_matrix, pool
 from lit_layers.models.running_order import SharedPrefixes, variants_of
-from lit_layers.models.states import States, drop_first_tokens, evenly_spread, states_of_layers
-from lit_layers.models.view import Batch, LayeredModel, Trajectory
+from lit_layers.models.view import (
+    Batch,
+    LayeredModel,
+    States,
+    Trajectory,
+    drop_first_tokens,
+    evenly_spread,
+    states_of_layers,
+)
 from lit_layers.records import Record
 
 Mode = Literal["token", "flattened"]

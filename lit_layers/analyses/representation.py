@@ -17,8 +17,7 @@ from lit_layers.errors import InputError, kind_and_words
 from lit_layers.functional._checks import widened
 from lit_layers.functional.entropy import AtTwo, Normalization, Side, dataset_entropy, divided, matrix_entropy, spectrum
 from lit_layers.functional.geometry import Pooling, curvature_and_missing, pool, token_angle
-from lit_layers.models.states import States, drop_first_tokens, states_of_layers
-from lit_layers.models.view import Batch, LayeredModel, Trajectory
+from lit_layers.models.view import Batch, LayeredModel, States, Trajectory, drop_first_tokens, states_of_layers
 from lit_layers.records import Record
 
 # Skean et al., releases of 2024-09 and of 2025, of arXiv 2502.02013.

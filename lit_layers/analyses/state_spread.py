@@ -32,8 +32,15 @@ from lit_layers.functional.state_geometry import (
     step_ratio,
     two_nn_of_distances,
 )
-from lit_layers.models.states import States, drop_first_tokens, evenly_spread, states_of_layers
-from lit_layers.models.view import Batch, LayeredModel, Trajectory
+from lit_layers.models.view import (
+    Batch,
+    LayeredModel,
+    States,
+    Trajectory,
+    drop_first_tokens,
+    evenly_spread,
+    states_of_layers,
+)
 from lit_layers.prompt_values import DIMENSION
 from lit_layers.records import Record
 

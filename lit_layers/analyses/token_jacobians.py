@@ -26,8 +26,7 @@ from lit_layers.functional.coupling import (
     singular_factors,
 )
 from lit_layers.functional.jacobian.block_jacobians import block_jacobian, token_places
-from lit_layers.models.states import evenly_spread, final_norm
-from lit_layers.models.view import Batch, LayeredModel, Trajectory
+from lit_layers.models.view import Batch, LayeredModel, Trajectory, evenly_spread, final_norm
 from lit_layers.records import Record
 
 

@@ -19,8 +19,7 @@ from lit_layers.analyses.statistics import (
 from lit_layers.data.batches import Batches
 from lit_layers.functional.trajectory import WalkedPath, principal_paths
 from lit_layers.metrics import is_in, look_up
-from lit_layers.models.states import States, evenly_spread, states_of_layers
-from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.models.view import Batch, LayeredModel, States, evenly_spread, states_of_layers
 from lit_layers.models.view import Trajectory as Seen
 from lit_layers.records import Record
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.functional import entropy, trajectory
-from lit_layers.models.states import drop_first_tokens
+from lit_layers.models.view import drop_first_tokens
 from lit_layers.training.losses import WeightedMean
 
 

@@ -24,8 +24,7 @@ from lit_layers.measuring.undisturbed import DisturbedError, undisturbed
 from lit_layers.models.build import weights_hash as hash_weights
 from lit_layers.models.copies import BFloat16View
 from lit_layers.models.offload import is_offloaded
-from lit_layers.models.states import at_least_float32
-from lit_layers.models.view import Batch, LayeredModel, Trajectory
+from lit_layers.models.view import Batch, LayeredModel, Trajectory, at_least_float32
 from lit_layers.records import Measurement, Record, Store
 
 logger = logging.getLogger(__name__)

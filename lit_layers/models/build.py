@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from lit_layers.errors import InputError, did_you_mean, first_sentence
 from lit_layers.files.durable import naming, write_json
 from lit_layers.files.hub import refuse_foreign_code
-from lit_layers.models.families import Network, family_of, text_config
-from lit_layers.models.families.own_networks import known_inside
-from lit_layers.models.families.proof import is_timm
+from lit_layers.models.families import Network, text_config
 from lit_layers.models.offload import weight
+from lit_layers.models.own_networks import known_inside
 from lit_layers.models.pixels import PREPROCESSOR, copy_pixel_statistics_, pixel_statistics, preprocessor
+from lit_layers.models.proof import is_timm
+from lit_layers.models.structure import family_of
 
 _OF_A_FILE = ("architectures", "dtype", "torch_dtype", "transformers_version")  # options that change no function
 

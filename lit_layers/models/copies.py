@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from lit_layers.errors import InputError, first_sentence
 from lit_layers.models.build import TIMM_OPTIONS, plain_model
-from lit_layers.models.families import Network, family_of, trunk_of
-from lit_layers.models.families.structure import apart_when_built_again
+from lit_layers.models.families import Network, trunk_of
 from lit_layers.models.pixels import copy_pixel_statistics_
+from lit_layers.models.structure import apart_when_built_again, family_of
 from lit_layers.models.view import LayeredModel
 
 PER_BLOCK = ("layer_types", "attention_layers", "mlp_layer_types")  # fields of a config with an entry for each block

@@ -16,7 +16,8 @@ from lit_layers.functional.block_schedules import Schedule, Step, Variant, check
 from lit_layers.functional.jacobian.block_call import is_cache, is_hooked
 from lit_layers.models.block_calls import Layout, in_place_of, num_values, replaced, split_arguments
 from lit_layers.models.build import plain_model
-from lit_layers.models.families import Network, family_of
+from lit_layers.models.families import Network
+from lit_layers.models.structure import family_of
 from lit_layers.models.view import REORDERED, LayeredModel, Trajectory
 
 _NUMBERS, _OWNER = itertools.count(1), "lit_layers_order"  # of orders; a number stays what it is in a copy of a cache

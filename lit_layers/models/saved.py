@@ -18,8 +18,9 @@ from lit_layers.errors import InputError, first_sentence, no_folder, refuse_odd_
 from lit_layers.files.hub import ADAPTER, MERGE_IT, named_shards, refuse_foreign_code, would_run_code
 from lit_layers.models import pixels
 from lit_layers.models.build import TIMM_OPTIONS, has_tied_head, quiet, untrained
-from lit_layers.models.families import Network, class_named, family_of, trunk_of
+from lit_layers.models.families import Network, class_named, trunk_of
 from lit_layers.models.offload import Offload, free_memory
+from lit_layers.models.structure import family_of
 
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 INDEX, PICKLED = "model.safetensors.index.json", "pytorch_model.bin.index.json"  # which file holds which weights

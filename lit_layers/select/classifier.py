@@ -21,8 +21,7 @@ from lit_layers.functional.probes.logistic import LogisticProbes
 from lit_layers.functional.probes.regression import RidgeProbes
 from lit_layers.models.families import trunk_of
 from lit_layers.models.saved import load
-from lit_layers.models.states import at_least_float32
-from lit_layers.models.view import Batch, LayeredModel
+from lit_layers.models.view import Batch, LayeredModel, at_least_float32
 
 Kind = Literal["classification", "regression"]
 TENSORS, FACTS = "probe.safetensors", "probe.json"

@@ -29,8 +29,7 @@ from lit_layers.identity import hash_of, sha16
 from lit_layers.models.build import architecture_hash, weights_hash
 from lit_layers.models.copies import BFloat16View
 from lit_layers.models.running_order import running_order, variants_of
-from lit_layers.models.states import at_least_float32
-from lit_layers.models.view import LayeredModel, evaluating
+from lit_layers.models.view import LayeredModel, at_least_float32, evaluating
 from lit_layers.records import Record
 from lit_layers.tasks.catalogue import ScoredTask
 from lit_layers.tasks.lm_eval_model import OrderLikelihoods

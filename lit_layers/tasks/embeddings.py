@@ -24,8 +24,7 @@ from lit_layers.data.batches import EncodedTexts, encode_texts
 from lit_layers.data.tokenization import TextTokenizer
 from lit_layers.errors import InputError, refused
 from lit_layers.identity import hash_of
-from lit_layers.models.states import States
-from lit_layers.models.view import LayeredModel
+from lit_layers.models.view import LayeredModel, States
 from lit_layers.tasks.text_features import LayerFeatures, TextPooling, text_features
 
 if TYPE_CHECKING:

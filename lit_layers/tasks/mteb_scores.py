@@ -25,8 +25,7 @@ from lit_layers.files.durable import write_json
 from lit_layers.identity import hash_of
 from lit_layers.models.build import weights_hash
 from lit_layers.models.copies import BFloat16View
-from lit_layers.models.states import States, at_least_float32
-from lit_layers.models.view import LayeredModel
+from lit_layers.models.view import LayeredModel, States, at_least_float32
 from lit_layers.records import Record
 from lit_layers.tasks.catalogue import DOMAINS, ScoredTask
 from lit_layers.tasks.embeddings import Embedding, LayerEncoder, NotFiniteError, SentenceEncoder, opened

@@ -19,8 +19,7 @@ from lit_layers.errors import InputError
 from lit_layers.files.durable import Scratch, naming, own_draft_of, sync
 from lit_layers.functional.geometry import Pooling, pool
 from lit_layers.models.build import weights_hash
-from lit_layers.models.states import States, convert_states
-from lit_layers.models.view import Batch, LayeredModel, Trajectory
+from lit_layers.models.view import Batch, LayeredModel, States, Trajectory, convert_states
 from lit_layers.tasks.catalogue import find_task
 from lit_layers.tasks.probe_task import ProbeTask, TaskData
 
@@ -176,7 +175,7 @@ def text_features(
 
     "centered_unit_mean" is that of `pool`, with NaN for a text where it is undefined; with `undefined="nan"` so have
     texts whose states are not finite, at that layer: `LayerFeatures.defined` says which texts have a vector. `states`
-    are in one of the conventions of `lit_layers.models.states`, before they are pooled. `last` is the pooling of the
+    are in one of the conventions of `lit_layers.models.view`, before they are pooled. `last` is the pooling of the
     last layer, where that is another.
 
     One forward pass per text, without the head; each state is pooled on the device as it passes and only the vector is

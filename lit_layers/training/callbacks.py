@@ -21,7 +21,7 @@ from lit_layers.errors import InputError, given_root
 from lit_layers.files import run_lock
 from lit_layers.measuring.ranks import OneProcess, Ranks, ranks_of
 from lit_layers.models.build import submodule, weights_hash
-from lit_layers.models.families.own_networks import known_inside
+from lit_layers.models.own_networks import known_inside
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import refuse_below_one
 from lit_layers.training.run_folder import (

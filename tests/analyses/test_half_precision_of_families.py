@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from lit_layers.models.states import at_least_float32
-from lit_layers.models.view import LayeredModel
+from lit_layers.models.view import LayeredModel, at_least_float32
 from tests.support.tiny_models import EVERY, tiny
 
 

@@ -9,8 +9,7 @@ import torch
 from lit_layers.analyses import JacobianLens, Lens
 from lit_layers.analyses.readouts.jacobian_lens import FittedLens, one_by_one, shuffle_weights
 from lit_layers.errors import InputError
-from lit_layers.models.states import first_rows
-from lit_layers.models.view import LayeredModel
+from lit_layers.models.view import LayeredModel, first_rows
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
 from tests.support.shares import found_by_ranks

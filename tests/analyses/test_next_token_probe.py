@@ -26,8 +26,7 @@ from lit_layers.errors import InputError
 from lit_layers.functional.curves import bootstrap_interval, wilson_interval
 from lit_layers.functional.probes.logistic import fit_watching_probes
 from lit_layers.measuring.one_model import measure
-from lit_layers.models.states import real_tokens
-from lit_layers.models.view import LayeredModel
+from lit_layers.models.view import LayeredModel, real_tokens
 from lit_layers.tasks.text_features import permuted
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of

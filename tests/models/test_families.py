@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from lit_layers.errors import InputError
-from lit_layers.models.families import class_named, family_of, propose_blocks
-from lit_layers.models.families.rows import row_of, trunk_of
+from lit_layers.models.families import class_named, propose_blocks, row_of, trunk_of
 from lit_layers.models.running_order import running_order
+from lit_layers.models.structure import family_of
 from lit_layers.models.view import LayeredModel
 from tests.support.replay import replay
 from tests.support.tiny_models import (

@@ -2,8 +2,8 @@
 
 import torch
 
-from lit_layers.models.families import family_of
 from lit_layers.models.running_order import running_order
+from lit_layers.models.structure import family_of
 from tests.support.benchmark_rows import tiny_speaker
 
 

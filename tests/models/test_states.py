@@ -5,8 +5,7 @@ import torch
 
 from lit_layers.models.build import save
 from lit_layers.models.saved import load
-from lit_layers.models.states import at_least_float32, convert_states
-from lit_layers.models.view import LayeredModel
+from lit_layers.models.view import LayeredModel, at_least_float32, convert_states
 from tests.support.tiny_models import tiny, tiny_batch
 
 

@@ -14,8 +14,8 @@ from lit_layers.analyses import Interventions, Lens
 from lit_layers.analyses import Trajectory as TrajectoryAnalysis
 from lit_layers.errors import InputError
 from lit_layers.measuring.one_model import measure
-from lit_layers.models.families.proof import NotShown
-from lit_layers.models.families.structure import by_structure, untouched
+from lit_layers.models.proof import NotShown
+from lit_layers.models.structure import by_structure, untouched
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of

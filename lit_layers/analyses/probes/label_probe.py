@@ -20,8 +20,7 @@ from lit_layers.errors import InputError
 from lit_layers.functional.curves import wilson_interval
 from lit_layers.functional.geometry import pool
 from lit_layers.functional.probes.logistic import fit_attentive_probe, macro_f1
-from lit_layers.models.states import real_tokens
-from lit_layers.models.view import Batch, LayeredModel, Trajectory
+from lit_layers.models.view import Batch, LayeredModel, Trajectory, real_tokens
 from lit_layers.records import Record
 
 Pooling = Literal["cls", "mean", "last"]

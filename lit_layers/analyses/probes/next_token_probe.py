@@ -17,8 +17,7 @@ from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import wilson_interval
 from lit_layers.functional.probes.logistic import NUM_FOLDS, macro_f1
-from lit_layers.models.states import real_tokens
-from lit_layers.models.view import LayeredModel
+from lit_layers.models.view import LayeredModel, real_tokens
 from lit_layers.records import Record
 
 

@@ -18,8 +18,7 @@ from lit_layers.errors import InputError
 from lit_layers.functional.curves import exponential_law
 from lit_layers.functional.probes.regression import Normalize, PredictionResidual, prediction_residual
 from lit_layers.models.build import true_vocab_size
-from lit_layers.models.states import final_norm, states_of_layers
-from lit_layers.models.view import Batch, LayeredModel, Trajectory
+from lit_layers.models.view import Batch, LayeredModel, Trajectory, final_norm, states_of_layers
 from lit_layers.records import Record
 
 MAX_BYTES = 8 * 10**9  # of states held: 78,000 rows of 25 layers of width 1,024 in float32

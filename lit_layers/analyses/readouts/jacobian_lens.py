@@ -20,8 +20,7 @@ from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.jacobian.block_call import pull_back
 from lit_layers.functional.jacobian.block_jacobians import exact_arithmetic
-from lit_layers.models.states import real_tokens
-from lit_layers.models.view import Batch, LayeredModel, Trajectory
+from lit_layers.models.view import Batch, LayeredModel, Trajectory, real_tokens
 from lit_layers.records import Record
 
 HALVES = "one half", "other half"

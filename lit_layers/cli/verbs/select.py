@@ -16,8 +16,7 @@ from lit_layers.errors import InputError
 from lit_layers.measuring.offline import device_of
 from lit_layers.models.costs import layer_latencies
 from lit_layers.models.saved import load
-from lit_layers.models.states import at_least_float32
-from lit_layers.models.view import LayeredModel
+from lit_layers.models.view import LayeredModel, at_least_float32
 from lit_layers.schema import COUNT, NOT_NEGATIVE, POSITIVE, Device
 from lit_layers.select.choosing import Choice, Part, Score, TaskFeatures, choose, of_images, of_texts
 from lit_layers.select.export import refuse_taken

@@ -20,15 +20,30 @@ from torch import Tensor, nn
 from lit_layers.errors import InputError, kind_and_words
 from lit_layers.functional.jacobian.block_call import evaluating, is_cache
 from lit_layers.models.block_calls import num_values
-from lit_layers.models.families.discovery import (
+from lit_layers.models.discovery import (
     TWO_ROWS,
     Structured,
     is_encoder_decoder,
     row_of_blocks,
     scores_of,
 )
-from lit_layers.models.families.own_networks import OwnNetwork, is_known, network_of
-from lit_layers.models.families.proof import (
+from lit_layers.models.families import (
+    TIMM,
+    TRANSFORMERS,
+    Family,
+    Network,
+    Vision,
+    propose_blocks,
+    row_of,
+    text_config,
+    timm_features,
+    trunk_by_name,
+    trunk_of,
+    without_mask,
+)
+from lit_layers.models.offload import execution_device
+from lit_layers.models.own_networks import OwnNetwork, is_known, network_of
+from lit_layers.models.proof import (
     CANNOT_CALL,
     COLUMNS,
     Evidence,
@@ -44,21 +59,6 @@ from lit_layers.models.families.proof import (
     probe_of,
     watch,
 )
-from lit_layers.models.families.rows import (
-    TIMM,
-    TRANSFORMERS,
-    Family,
-    Network,
-    Vision,
-    propose_blocks,
-    row_of,
-    text_config,
-    timm_features,
-    trunk_by_name,
-    trunk_of,
-    without_mask,
-)
-from lit_layers.models.offload import execution_device
 
 META = torch.device("meta")
 
@@ -109,8 +109,7 @@ def by_structure(model: Network) -> Family:
         except NotShown as reason:
             if not (isinstance(reason, NotFinite) and key in families):
                 raise InputError(
-                    f"no layered view of {kind}: {reason}; nor has its class a row in "
-                    "lit_layers/models/families/rows.py"
+                    f"no layered view of {kind}: {reason}; nor has its class a row in lit_layers/models/families.py"
                 ) from reason
         _SHOWN[network] = shown = by, families[key]
     return shown[1]

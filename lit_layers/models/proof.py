@@ -29,7 +29,7 @@ from lit_layers.models.block_calls import (
     split_arguments,
     watching,
 )
-from lit_layers.models.families.rows import (
+from lit_layers.models.families import (
     Network,
     by_name,
     by_pixels,

@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from lit_layers.errors import InputError, kind_and_words
 from lit_layers.functional.jacobian.block_call import evaluating
-from lit_layers.models.families.proof import CANNOT_CALL, PositionTables, is_timm
-from lit_layers.models.families.rows import Network, row_of, side_length
+from lit_layers.models.families import Network, row_of, side_length
+from lit_layers.models.proof import CANNOT_CALL, PositionTables, is_timm
 
 NUM_TOKENS = 6
 # What scripts call the length of their longest text, and the next tokens that they are given for the loss.

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lit_layers.models.block_calls import PLAIN, Layout, handing_on
-from lit_layers.models.families.own_networks import OwnNetwork
-from lit_layers.models.families.proof import NotShown, Probe, Watched, is_timm, watch
-from lit_layers.models.families.rows import Family, Network, propose_blocks, text_config
+from lit_layers.models.families import Family, Network, propose_blocks, text_config
+from lit_layers.models.own_networks import OwnNetwork
+from lit_layers.models.proof import NotShown, Probe, Watched, is_timm, watch
 
 TWO_ROWS = "an encoder and a decoder are two rows of blocks"
 
