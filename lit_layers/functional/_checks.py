@@ -120,12 +120,8 @@ def finite_matrices(jacobians: Tensor, undefined: str) -> tuple[Tensor, Tensor]:
     """Return the Jacobians with non-finite ones set to zero and where those were, or raise if asked to."""
     broken = ~jacobians.isfinite().all(-1).all(-1)
     if undefined != "nan" and broken.any():
-        raise ValueError(f"expected finite Jacobians, got a non-finite one at index {first_index(broken)}")
+        raise ValueError(f"expected finite Jacobians, got a non-finite one at index {broken.nonzero()[0].tolist()}")
     return without(jacobians, broken), broken
-
-
-def first_index(where: Tensor) -> list[int]:
-    return where.nonzero()[0].tolist()
 
 
 # Features of layers read a few rows at a time: what probes check, and by what they centre and divide.

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from lit_layers.functional._checks import check_option, finite_matrices, first_index, wide_matrices
+from lit_layers.functional._checks import check_option, finite_matrices, settled, wide_matrices
 from lit_layers.functional.singular import EPS, Factors, expected_rotations, singular_factors
 
 Sign = Literal["signed", "absolute"]
@@ -109,7 +109,8 @@ def miscoupling_with_error(
     check_option("sign", sign, "signed", "absolute")
     dim = jacobians.shape[-1]
     counts = _counts(k, dim)
-    norms = _norms(values, counts, p, undefined)
+    norms = torch.stack([vector_norm(values[..., :number], p, dim=-1) for number in counts])
+    norms = settled("miscoupling", norms, {"a Jacobian is zero": norms == 0}, undefined)
     turns = _turns(factors, counts)
     rows, likely = [], []
     for block, (compressed, images) in enumerate(_compressions(jacobians, factors, max(counts))):
@@ -119,19 +120,6 @@ def miscoupling_with_error(
     least = max(torch.finfo(factors.left.dtype).eps, math.sqrt(dim) * EPS)
     errors = (torch.stack(likely, -2) / norms[..., None]).clamp(min=least)
     return torch.stack(rows, -2) / norms[..., None], errors
-
-
-def _norms(values: Tensor, counts: Sequence[int], p: float, undefined: Undefined) -> Tensor:
-    """Return the norms (k, *n, blocks), NaN for a matrix of zeros.
-
-    Raises:
-        ValueError: one of zeros, with undefined="raise".
-    """
-    norms = torch.stack([vector_norm(values[..., :number], p, dim=-1) for number in counts])
-    if undefined != "nan" and bool((norms == 0).any()):
-        where = (norms == 0).nonzero()[0, 1:].tolist()
-        raise ValueError(f"miscoupling is undefined for a zero Jacobian, got one at index {where}")
-    return norms.masked_fill(norms == 0, math.nan)
 
 
 def _lengths(compressed: Tensor, values: Tensor, counts: Sequence[int], sign: Sign) -> Tensor:
@@ -278,9 +266,6 @@ def random_miscoupling_from_norms(
 ) -> Float[Tensor, "*n"]:
     """Return `random_miscoupling` from the leading K singular values of J1 and its Frobenius norm, which suffice."""
     values, frobenius = values.double(), frobenius.double()
-    zero = values[..., 0] == 0
-    if undefined != "nan" and bool(zero.any()):
-        raise ValueError("the random baseline is undefined for a spectrum of zeros")
     # |A - diag(s)|^2 = |s|^2 - 2 sum_i s_i A_ii + |A|^2. In bases that have nothing to do with J1 an entry of
     # A = U' J1 V has mean 0 and variance (|J1|_F / dim)^2: the middle term goes, the last is K^2 of those. An absolute
     # entry, taken as normal, has the mean sqrt(2 / pi) |J1|_F / dim, and the middle term stays.
@@ -288,7 +273,8 @@ def random_miscoupling_from_norms(
     square = values.square().sum(-1) + (share * frobenius) ** 2
     if sign == "absolute":
         square = square - 2 * math.sqrt(2 / math.pi) * frobenius * values.sum(-1) / dim
-    return (square.sqrt() / vector_norm(values, p, dim=-1)).masked_fill(zero, math.nan)
+    zero = {"a spectrum is zero": values[..., 0] == 0}
+    return settled("random_miscoupling", square.sqrt() / vector_norm(values, p, dim=-1), zero, undefined)
 
 
 def excess_coupling(
@@ -370,8 +356,6 @@ def inverse_norm_line(
     blocks = largest.shape[-1]
     if fit_from < 1 or blocks - fit_from + 1 < 3:
         raise ValueError(f"expected at least three blocks to fit a line to, got blocks {fit_from} to {blocks}")
-    if undefined != "nan" and bool((largest == 0).any()):
-        raise ValueError(f"1 / s_1 is undefined for a zero Jacobian, got one at index {first_index(largest == 0)}")
     largest = largest[..., fit_from - 1 :].double()
     inverse = 1 / largest.masked_fill(largest == 0, math.nan)
     number = torch.arange(fit_from, blocks + 1, dtype=inverse.dtype, device=inverse.device)
@@ -382,12 +366,9 @@ def inverse_norm_line(
     total = deviation.square().sum(-1)
     # rounding alone leaves a deviation of some 1e-16 of the mean
     constant = total <= len(number) * (1e-15 * mean.abs()) ** 2
-    if undefined != "nan" and bool(constant.any()):
-        raise ValueError(
-            f"r_squared is undefined where 1 / s_1 is constant over depth, as at index {first_index(constant)}"
-        )
     residual = (deviation - slope[..., None] * offset).square().sum(-1)
-    r_squared = (1 - residual / total).masked_fill(constant, math.nan)
+    problems = {"a Jacobian is zero": mean.isnan(), "1 / s_1 is constant over depth": constant}
+    r_squared = settled("r_squared", 1 - residual / total, problems, undefined)
     return slope.masked_fill(constant, 0), mean - slope * number.mean(), r_squared
 
 
@@ -405,14 +386,11 @@ def linearized_rollout(
     `skip_last` leaves out the last block's factor, as published code does. The headline is the last entry. In float64.
 
     Raises:
-        ValueError: a zero or non-finite vector, naming its layer.
+        ValueError: a zero or non-finite vector.
     """
     blocks = jacobians.shape[0]
-    if states.shape[0] != blocks + 1 or states.shape[1:] != jacobians.shape[1:-1]:
-        raise ValueError(
-            f"expected states of shape {(blocks + 1, *jacobians.shape[1:-1])} for these Jacobians, got "
-            f"{tuple(states.shape)}"
-        )
+    if states.shape != (shape := (blocks + 1, *jacobians.shape[1:-1])):
+        raise ValueError(f"expected states of shape {shape} for these Jacobians, got {tuple(states.shape)}")
     states = states.double()
     carried = states[0]
     cosines = []
@@ -421,12 +399,10 @@ def linearized_rollout(
             carried = carried + (jacobians[block].double() @ carried[..., None])[..., 0]
         state = states[block + 1]
         norms = vector_norm(carried, dim=-1) * vector_norm(state, dim=-1)
-        cosine = (carried * state).sum(-1) / norms.masked_fill(norms == 0, math.nan)
-        cosine = torch.where(cosine.isfinite(), cosine.clamp(-1, 1), math.nan)
-        if undefined != "nan" and bool(cosine.isnan().any()):
-            raise ValueError(f"the rollout is undefined at layer {block + 1}: a vector there is zero or not finite")
-        cosines.append(cosine)
-    return torch.stack(cosines)
+        cosines.append((carried * state).sum(-1) / norms)
+    values = torch.stack(cosines)
+    problems = {"a vector is zero or not finite": ~values.isfinite()}
+    return settled("linearized_rollout", values.clamp(-1, 1), problems, undefined)
 
 
 def cross_token_influence(
@@ -444,11 +420,10 @@ def cross_token_influence(
     jacobians, broken = finite_matrices(wide_matrices(jacobians), undefined)
     values = torch.linalg.svdvals(jacobians).double()
     zero = values[..., 0] == 0
-    if undefined != "nan" and bool(zero.any()):
-        raise ValueError(f"the rank of a zero Jacobian is undefined, got one at index {first_index(zero)}")
     total, squares = values.sum(-1), values.square().sum(-1)
     shares = values / (total + eps)[..., None]
     kept = torch.where(shares > eps, shares, 1.0)  # 1 log 1 = 0
     ranks = total**2 / (squares + eps), torch.exp(-(kept * kept.log()).sum(-1))
-    ranks = [rank.masked_fill(zero | broken, math.nan) for rank in ranks]
-    return Influence(squares.sqrt().masked_fill(broken, math.nan), values[..., 0].masked_fill(broken, math.nan), *ranks)
+    ranks = [settled("rank", rank, {"a Jacobian is zero": zero}, undefined) for rank in ranks]
+    norms = [norm.masked_fill(broken, math.nan) for norm in (squares.sqrt(), values[..., 0])]
+    return Influence(*norms, *ranks)

@@ -52,19 +52,11 @@ def choose_layer(
     return first_layer + int(chosen_layers(values, rule, tolerance, higher_is_better))
 
 
-class Turns(NamedTuple):
-    """Where the curvature of a curve turns; see `turns`."""
+def inflection_layer(scores: Sequence[float]) -> int | None:
+    """Return the layer, counted from 1, at which the bend of the curve first changes sign; None where it never does.
 
-    sharpest: int
-    inflection: int | None
-
-
-def turns(scores: Sequence[float], *, first_layer: int = 1) -> Turns:
-    """Return where the curve bends most and where its bend first changes sign, from second differences.
-
-    The second difference at an inner layer l is s_{l+1} - 2 s_l + s_{l-1}. `sharpest` is the layer of the largest one,
-    whatever its sign. `inflection` is the first layer at which the curve no longer bends to the side it bent to
-    before and after which it bends to the other; None where it never does. Differences of rounding size are 0.
+    The bend at an inner layer l is the second difference s_{l+1} - 2 s_l + s_{l-1}. At the layer that is returned the
+    curve no longer bends to the side it bent to before, and after it to the other. Differences of rounding size are 0.
 
     Raises:
         ValueError: fewer than 3 layers, or a score that is not finite.
@@ -74,12 +66,7 @@ def turns(scores: Sequence[float], *, first_layer: int = 1) -> Turns:
     bends = bends.masked_fill(bends.abs() <= 4 * SLACK * values.abs().max(), 0.0)
     signs = bends.sign().tolist()
     bent = [place for place, sign in enumerate(signs) if sign]
-    flips = (left + 1 for left, right in itertools.pairwise(bent) if signs[left] != signs[right])
-    place = next(flips, None)
-    return Turns(
-        sharpest=first_layer + 1 + int(bends.abs().argmax()),
-        inflection=None if place is None else first_layer + 1 + place,
-    )
+    return next((left + 3 for left, right in itertools.pairwise(bent) if signs[left] != signs[right]), None)
 
 
 def resampled_curves(

@@ -521,7 +521,7 @@ class MirrorAside:
         """Queue a call. Wait until it is done if there is a limit (None: without end), which each row may renew."""
         done = threading.Event()
         if self._is_off:
-            return None
+            return
         try:
             self._calls.put_nowait((call, done))
         except queue.Full:

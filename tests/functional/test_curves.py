@@ -15,10 +15,10 @@ from lit_layers.functional.curves import (
     choice_interval,
     choose_layer,
     exponential_law,
+    inflection_layer,
     monotonicity,
     monotonicity_interval,
     resampled_curves,
-    turns,
     wilson_interval,
 )
 
@@ -286,30 +286,27 @@ def test_choices_that_mean_nothing_are_refused(scores, options, sentence):
 # ---------------------------------------------------------------------------------------- turns
 
 
-def test_turns_of_curves_solved_by_hand():
-    cubic = [(layer - 4) ** 3 for layer in range(1, 8)]  # second differences 6 (l - 4)
-    assert turns(cubic) == (2, 4)
-    assert turns(cubic, first_layer=0) == (1, 3)
-    assert turns([layer**2 for layer in range(6)]) == (2, None)  # bends one way
-    assert turns([0.1 * layer for layer in range(9)]).inflection is None  # rounding is no bend
-    assert turns([0, 0, 1, 3, 4, 4]) == (2, 4)  # second differences 1, 1, -1, -1 at layers 2..5
-    assert turns([0.0, 0.5, 0.9, 0.95, 1.0, 1.3]) == (3, 4)  # -.1, -.35, 0, .25: straight at 4, and up from there
+def test_inflections_of_curves_solved_by_hand():
+    assert inflection_layer([(layer - 4) ** 3 for layer in range(1, 8)]) == 4  # second differences 6 (l - 4)
+    assert inflection_layer([layer**2 for layer in range(6)]) is None  # bends one way
+    assert inflection_layer([0.1 * layer for layer in range(9)]) is None  # rounding is no bend
+    assert inflection_layer([0, 0, 1, 3, 4, 4]) == 4  # second differences 1, 1, -1, -1 at layers 2..5
+    assert inflection_layer([0.0, 0.5, 0.9, 0.95, 1.0, 1.3]) == 4  # -.1, -.35, 0, .25: straight at 4, up from there
 
 
-def test_turns_do_not_change_with_scale_and_added_lines():
+def test_inflections_do_not_change_with_scale_and_added_lines():
     for seed in range(20):
         scores = random(10, seed=seed)
-        found = turns(scores.tolist())
-        assert turns((7 * scores + 3 * torch.arange(10) - 2).tolist()) == found
+        found = inflection_layer(scores.tolist())
+        assert inflection_layer((7 * scores + 3 * torch.arange(10) - 2).tolist()) == found
         bends = np.diff(scores.numpy(), 2)
-        assert found.sharpest == 2 + np.abs(bends).argmax()
         flips = [place for place in range(1, 8) if bends[place - 1] * bends[place] < 0]
-        assert found.inflection == (2 + flips[0] if flips else None)
+        assert found == (2 + flips[0] if flips else None)
 
 
 def test_curves_without_an_inner_layer_have_no_turn():
     with pytest.raises(ValueError, match="expected finite scores of 3 layers or more"):
-        turns([1.0, 2.0])
+        inflection_layer([1.0, 2.0])
 
 
 # ---------------------------------------------------------------------------------------- resampled curves

@@ -258,8 +258,7 @@ def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Ite
         shares = curves.choice_distribution(rows, rule=rule, tolerance=PLATEAU, higher_is_better=better)
         first, last = curves.choice_interval(shares)
         yield Record(metric=name, value=layer, low=first, high=last, n=rows.shape[1], tags=of)
-    inflection = curves.turns(values).inflection
-    if inflection is not None:
+    if (inflection := curves.inflection_layer(values)) is not None:
         yield Record(metric="inflection_layer", value=inflection, n=rows.shape[1], tags=of)
 
 

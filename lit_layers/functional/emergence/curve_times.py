@@ -8,7 +8,7 @@ docs/emergence_accuracy.md.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,7 +18,6 @@ from scipy.linalg.lapack import dtrtrs
 from lit_layers.functional.emergence.drawn_curves import draw_curves, mean_curves
 
 Array = NDArray[np.floating[Any]]
-Scale = Literal["log", "linear"]
 
 FEWEST_CHECKPOINTS, MOST_CHECKPOINTS = 6, 1000  # a thousand take a minute and 5 GB, ten thousand would hours and 500
 EDGE = 0.1  # of the whole change: where a curve has left its first level, and where it has reached its last one
@@ -82,7 +81,6 @@ def emergence_times(
     stderr: ArrayLike | None = None,
     replicates: ArrayLike | None = None,
     counts: ArrayLike | None = None,
-    scale: Scale = "log",
     confidence: float = 0.95,
     seed: int | Sequence[int] = 0,
 ) -> EmergenceTimes:
@@ -129,7 +127,6 @@ def emergence_times(
         counts: How often each draw takes each replicate, (1000, replicates), as `bootstrap_counts` says. Curves of the
             same prompts that are given the same are compared draw by draw: `halfway_draws` stand in an order that goes
             with the half-way points of the bootstrap samples' curves (`drawn_together`). Give each a seed of its own.
-        scale: Whether the curve is smooth over log2(1 + step) or over the step.
         confidence: Of the intervals and the verdict.
         seed: Of the draws; the same input gives the same numbers.
 
@@ -138,7 +135,7 @@ def emergence_times(
             standard errors that are negative or not finite where there is a value, fewer than 2 whole replicates, a
             confidence outside (0, 1).
     """
-    curve = _Curve.checked(steps, values, stderr, replicates, scale, confidence)
+    curve = _Curve.checked(steps, values, stderr, replicates, confidence)
     rng = np.random.default_rng(seed)
     p_value = curve.p_value(rng)
     resampled = None if counts is None else curve.resampled(counts)
@@ -180,7 +177,6 @@ class _Curve:
     covariance: Array | None
     rows: Array | None
     whole: NDArray[np.bool_] | None  # which of the replicates these are
-    scale: Scale
     num_gaps: int
 
     @classmethod
@@ -190,11 +186,10 @@ class _Curve:
         values: ArrayLike,
         stderr: ArrayLike | None,
         replicates: ArrayLike | None,
-        scale: Scale,
         confidence: float,
     ) -> "_Curve":
         at, y = np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
-        x = {"log": np.log2(1 + at.clip(0)), "linear": at}[scale]
+        x = np.log2(1 + at.clip(0))
         if len(wrong := np.flatnonzero(~((at >= 0) & (np.diff(x, prepend=-1) > 0)))):
             got = " after ".join(f"{step:g}" for step in at[max(0, wrong[0] - 1) : wrong[0] + 1][::-1])
             raise ValueError(f"expected steps of 0 or more that increase, got {got}")
@@ -218,10 +213,10 @@ class _Curve:
         elif rows is not None:
             rows = np.ldexp(rows, unit)
             covariance = covariance_of_mean(rows, x)
-        return cls(x, y, covariance, rows, whole, scale, int((~there).sum()))
+        return cls(x, y, covariance, rows, whole, int((~there).sum()))
 
     def step(self, x: Array) -> Array:
-        return np.exp2(x) - 1 if self.scale == "log" else x
+        return np.exp2(x) - 1
 
     def time(self, positions: Array, confidence: float) -> Time:
         return Time(*self.step(np.quantile(positions, _levels(confidence))).tolist())

@@ -156,13 +156,13 @@ def _cut(value: Any, prompts: Tensor, places: Tensor | None, shape: tuple[int, .
 # Vector-Jacobian products of many output coordinates at once, and with them Jacobians of any block.
 
 
-def jacobians_by_reverse_mode(
-    block: Callable[[Tensor], Tensor], hidden: Tensor, outs: Tensor, ins: Tensor, chunk_size: int | None = None
-) -> Tensor:
+ROWS = 8192  # a chunk: they keep the backward's buffers in cache; measured best at dim 128 and 768 on CPU
+
+
+def jacobians_by_reverse_mode(block: Callable[[Tensor], Tensor], hidden: Tensor, outs: Tensor, ins: Tensor) -> Tensor:
     """Return d block(X)[out] / d X[in], (batch, out, in, dim, dim), for positions (batch, out) and (batch, out, in)."""
     batch, tokens, dim = hidden.shape
-    # 8,192 rows a chunk keep the backward's buffers in cache: measured best at dim 128 and 768 on CPU
-    chunk = chunk_size or max(1, min(dim, 8192 // (batch * tokens)))
+    chunk = max(1, min(dim, ROWS // (batch * tokens)))
     prompts = torch.arange(batch, device=hidden.device)
     result = hidden.new_empty(batch, outs.shape[1], ins.shape[2], dim, dim)
     # the fused attention kernels have no rule for vmap, the plain one has

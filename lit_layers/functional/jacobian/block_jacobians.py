@@ -56,7 +56,6 @@ def block_jacobian(
     mask: Bool[Tensor, "batch tokens"] | None = None,
     residual: bool = True,
     identity: Literal["same_token", "always"] = "same_token",
-    chunk_size: int | None = None,
     route: Route = "auto",
 ) -> Tensor:
     """Return the Jacobians of a block's residual branch between tokens: rows are outputs, columns inputs.
@@ -75,7 +74,7 @@ def block_jacobian(
     on one token, its attention expanded around the prompt: exact, and the cost does not grow with the prompt's length.
     That route is held against the block's own derivative whenever a module meets a new layout of inputs, or has new
     weights; where it fails, a warning says so once. Then, and for any other callable, it is reverse mode through the
-    block on whole prompts. `chunk_size` is how many output coordinates are taken at a time; `route` forces a way.
+    block on whole prompts. `route` forces a way.
 
     Source: Aubry et al., "Transformer block coupling and its correlation with generalization in LLMs", eq. 4; there
     the identity is subtracted as by `identity="always"`.
@@ -98,7 +97,6 @@ def block_jacobian(
             mask=alignment.mask,
             residual=residual,
             identity=identity,
-            chunk_size=chunk_size,
             route=route,
         )
         return _of_all_places(jacobians, alignment) if in_tokens == "all" else jacobians
@@ -110,7 +108,7 @@ def block_jacobian(
         outs = token_places(out_tokens, mask, "out_tokens")  # (batch, out)
         ins = _input_places(in_tokens, outs, mask)  # (batch, out, in)
         with exact_arithmetic(hidden.device):
-            jacobians = _compute(block, hidden, outs, ins, chunk_size, route)  # (batch, out, in, dim, dim)
+            jacobians = _compute(block, hidden, outs, ins, route)  # (batch, out, in, dim, dim)
         if residual:
             _subtract_identity_(jacobians, outs, ins, always=identity == "always")
         if in_tokens == "all":
@@ -166,7 +164,7 @@ def _subtract_identity_(jacobians: Tensor, outs: Tensor, ins: Tensor, *, always:
     jacobians.diagonal(dim1=-2, dim2=-1).sub_(skip[..., None].to(jacobians.dtype))
 
 
-def _compute(block: Block, hidden: Tensor, outs: Tensor, ins: Tensor, chunk_size: int | None, route: Route) -> Tensor:
+def _compute(block: Block, hidden: Tensor, outs: Tensor, ins: Tensor, route: Route) -> Tensor:
     """Return d block(X)[out] / d X[in] by the fastest route that holds for this block, (batch, out, in, dim, dim)."""
     call = None if route == "plain" else as_call(block)
     if call is not None and hidden.shape[1] > 1:
@@ -174,7 +172,7 @@ def _compute(block: Block, hidden: Tensor, outs: Tensor, ins: Tensor, chunk_size
         reasons: dict[str, str] = {}
         for name in routes:
             try:
-                return _verified_jacobians(call, hidden, outs, ins, chunk_size, cut=name == "cut")
+                return _verified_jacobians(call, hidden, outs, ins, cut=name == "cut")
             except Unsupported as error:
                 if route != "auto":
                     raise ValueError(f"no route {name!r} for {type(call.module).__name__}: {error}") from error
@@ -182,12 +180,10 @@ def _compute(block: Block, hidden: Tensor, outs: Tensor, ins: Tensor, chunk_size
         warn_once(call.module, reasons["one_token"])
     elif route in ("cut", "one_token"):
         raise ValueError(f"route {route!r} needs a module, or a block of a trajectory, and more than one token")
-    return jacobians_by_reverse_mode(block, hidden, outs, ins, chunk_size)
+    return jacobians_by_reverse_mode(block, hidden, outs, ins)
 
 
-def _verified_jacobians(
-    call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, chunk_size: int | None, *, cut: bool
-) -> Tensor:
+def _verified_jacobians(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, *, cut: bool) -> Tensor:
     """Return Jacobians by a fast route, checked against the block itself once for these weights and this layout."""
     checks = _verified.setdefault(call.module, {})
     layout = (hidden.shape[1:], hidden.dtype, hidden.device, _layout(call.args), _layout(call.kwargs))
@@ -198,7 +194,7 @@ def _verified_jacobians(
     if checked == weights and reason:
         raise Unsupported(reason)
     try:
-        jacobians = _jacobians_by_one_token(call, hidden, outs, ins, chunk_size, cut=cut)
+        jacobians = _jacobians_by_one_token(call, hidden, outs, ins, cut=cut)
         if checked != weights:
             error = _disagreement(call, hidden, outs, ins, jacobians)
             tolerance = 1e-4 if hidden.dtype == torch.float32 else 1e-6  # parts of some models are float32 always
@@ -270,9 +266,7 @@ def exact_arithmetic(device: torch.device) -> Generator[None, None, None]:
 _ROWS = 2048  # cotangents a chunk: measured best at dim 128 and 768 on CPU
 
 
-def _jacobians_by_one_token(
-    call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, chunk_size: int | None = None, *, cut: bool = True
-) -> Tensor:
+def _jacobians_by_one_token(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, *, cut: bool = True) -> Tensor:
     """Return what `jacobians_by_reverse_mode` does.
 
     With `cut`, work stops at the linear maps: half the work, see `CutBlock`.
@@ -295,7 +289,7 @@ def _jacobians_by_one_token(
         for route, chosen in ((_same_token, same), (_cross_token, ~same)):
             for where in chosen.nonzero()[:, 0].split(size):
                 if len(where):
-                    flat[where] = route(call, attention, hidden, pairs[:, where], chunk_size, cut)
+                    flat[where] = route(call, attention, hidden, pairs[:, where], cut)
     return result
 
 
@@ -329,24 +323,22 @@ def _disagreement(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, jacobia
     return float(torch.stack(errors).max())
 
 
-def _same_token(
-    call: Call, attention: Attention, hidden: Tensor, pairs: Tensor, chunk_size: int | None, cut: bool
-) -> Tensor:
+def _same_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor, cut: bool) -> Tensor:
     """Return (picked, dim, dim) for pairs (3, picked) of prompt, output position and the same input position."""
     prompts, places, _ = pairs
     expansion = attention.expansion(prompts, places)
     alone, states = call.at(prompts, places, hidden.shape[:2]), hidden[prompts, places]
     if cut:
-        return CutBlock(alone, attention, expansion, states).jacobians(chunk_size)
+        return CutBlock(alone, attention, expansion, states).jacobians()
     with torch.enable_grad():
         leaf = states.detach().requires_grad_()
-        return _rows(run_on_tokens(alone, attention, leaf, expansion), leaf, chunk_size)
+        return _rows(run_on_tokens(alone, attention, leaf, expansion), leaf)
 
 
-def _rows(output: Tensor, leaf: Tensor, chunk_size: int | None) -> Tensor:
+def _rows(output: Tensor, leaf: Tensor) -> Tensor:
     """Return d output / d leaf per token, (picked, dim, *leaf)."""
     picked, dim = output.shape
-    chunk = chunk_size or max(1, min(dim, _ROWS // picked))
+    chunk = max(1, min(dim, _ROWS // picked))
     result = leaf.new_empty(picked, dim, *leaf.shape[1:])
     for start in range(0, dim, chunk):
         rows = slice(start, min(start + chunk, dim))
@@ -355,9 +347,7 @@ def _rows(output: Tensor, leaf: Tensor, chunk_size: int | None) -> Tensor:
     return result
 
 
-def _cross_token(
-    call: Call, attention: Attention, hidden: Tensor, pairs: Tensor, chunk_size: int | None, cut: bool
-) -> Tensor:
+def _cross_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor, cut: bool) -> Tensor:
     """Return the Jacobians of pairs of different tokens: the input reaches the output by its key and value only."""
     prompts, outs, ins = pairs
     shape, dim = hidden.shape[:2], hidden.shape[2]
@@ -366,7 +356,7 @@ def _cross_token(
     expansion = attention.expansion(tokens[0], tokens[1])
     heads, head_dim = expansion.out.shape[1], expansion.out.shape[3]
     after = _after_attention(
-        call.at(tokens[0], tokens[1], shape), attention, expansion, hidden[tokens[0], tokens[1]], chunk_size, cut
+        call.at(tokens[0], tokens[1], shape), attention, expansion, hidden[tokens[0], tokens[1]], cut
     )
     after = after.expand(-1, -1, heads * head_dim).unflatten(2, (heads, 1, head_dim))[which]
 
@@ -389,18 +379,16 @@ def _cross_token(
         with contextlib.suppress(Done):
             run_on_tokens(call.at(prompts, ins, shape), attention, leaf, take)
         cotangents = [sum_heads(part, taken[0].shape[1]).movedim(1, 0) for part in (for_key, for_value)]
-        chunk = chunk_size or max(1, min(dim, _ROWS // len(ins)))
+        chunk = max(1, min(dim, _ROWS // len(ins)))
         parts = zip(*(rows.split(chunk) for rows in cotangents), strict=True)
         grads = [pull_back(taken, [leaf], part)[0] for part in parts]
     return torch.cat(grads).movedim(0, 1)
 
 
-def _after_attention(
-    alone: Call, attention: Attention, expansion: Expansion, states: Tensor, chunk_size: int | None, cut: bool
-) -> Tensor:
+def _after_attention(alone: Call, attention: Attention, expansion: Expansion, states: Tensor, cut: bool) -> Tensor:
     """Return d output / d output of the attention of single tokens, (picked, dim, heads x head_dim)."""
     if cut:
-        return CutBlock(alone, attention, expansion, states).after_attention(chunk_size)
+        return CutBlock(alone, attention, expansion, states).after_attention()
     attended: list[Tensor] = []
 
     def answer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -409,4 +397,4 @@ def _after_attention(
 
     with torch.enable_grad():
         output = run_on_tokens(alone, attention, states.detach(), answer)
-        return _rows(output, attended[0], chunk_size).flatten(2)
+        return _rows(output, attended[0]).flatten(2)

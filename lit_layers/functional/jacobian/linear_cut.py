@@ -136,7 +136,7 @@ class CutBlock:
             for before, node in enumerate(self.nodes, start=1):
                 self.links.append([] if node is None else links_of(node.input, self.leaves[:before]))
 
-    def jacobians(self, chunk_size: int | None = None) -> Tensor:
+    def jacobians(self) -> Tensor:
         """Return d block(x) / dx, (picked, dim, dim).
 
         Raises:
@@ -145,22 +145,22 @@ class CutBlock:
         with torch.enable_grad():
             joined = self._joined()
             result = self.output.new_empty(self.picked, self.dim, self.dim)
-            for rows in self._chunks(chunk_size):
+            for rows in self._chunks():
                 cotangents = self._cotangents(rows, joined)
                 result[:, rows] = cotangents.expand(-1, self.picked, -1).transpose(0, 1)
         return result
 
-    def after_attention(self, chunk_size: int | None = None) -> Tensor:
+    def after_attention(self) -> Tensor:
         """Return d block(x) / d output of its attention, (picked, dim, heads x head_dim)."""
         with torch.enable_grad():
-            parts = [self._cotangents(rows, None) for rows in self._chunks(chunk_size)]
+            parts = [self._cotangents(rows, None) for rows in self._chunks()]
         return torch.cat(parts).expand(-1, self.picked, -1).transpose(0, 1)
 
-    def _chunks(self, chunk_size: int | None) -> Iterator[slice]:
+    def _chunks(self) -> Iterator[slice]:
         width = max(leaf.numel() for leaf in self.leaves)  # of all picked tokens
         entries = _ENTRIES.get(self.output.device.type, _ENTRIES_ELSEWHERE)
         num = max(1, min(self.dim // 64, round(self.dim * width / entries)))
-        size = chunk_size or math.ceil(self.dim / num)
+        size = math.ceil(self.dim / num)
         return (slice(start, min(start + size, self.dim)) for start in range(0, self.dim, size))
 
     def _joined(self) -> dict[int, Tensor]:
