@@ -299,8 +299,8 @@ class LayeredModel:
             raise ValueError("every text needs a real token, got a row of attention_mask without one")
         elif not self.family.takes_padding:
             raise InputError(
-                f"{type(self.model).__name__} has no row in lit_layers/models/families.py, and other states or scores "
-                "with padding behind the texts: give texts of one length"
+                f"{type(self.model).__name__} has no row in lit_layers/models/families.py, and "
+                "its states or scores are others with padding behind the texts: give texts of one length"
             )
         elif inputs["input_ids"].shape[1] > (most := short_length(self.model.config) or math.inf):
             raise InputError(
