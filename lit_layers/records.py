@@ -332,13 +332,10 @@ def rows(path: str | Path) -> list[dict[str, float]]:
     Raises:
         InputError: for a line that is no row.
     """
-    return list(iterate_rows(path))
-
-
-def iterate_rows(path: str | Path) -> Iterator[dict[str, float]]:
-    """Yield what `rows` returns, one at a time: a long run's rows need not be in memory together."""
-    for _, parts in groupby(lines_of(Path(path), _Row), key=lambda part: part["step"]):  # several for a checkpoint
-        yield {name: value for part in parts for name, value in cast("dict[str, float]", part).items()}
+    lines = groupby(lines_of(Path(path), _Row), key=lambda part: part["step"])  # several for a checkpoint
+    return [
+        {name: value for part in parts for name, value in cast("dict[str, float]", part).items()} for _, parts in lines
+    ]
 
 
 def _tag_columns(pairs: list[tuple[Measurement, Record]]) -> dict[str, pd.Series]:

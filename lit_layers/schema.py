@@ -234,24 +234,6 @@ def refuse_below_one(place: str = "", **counts: int | None) -> None:
     refuse_outside(place, dict.fromkeys(counts, COUNT), counts)
 
 
-def refuse_no_shard(shard: tuple[int, int], engine: Engine = "process") -> None:
-    """Refuse what is no share (i, n) of the work of n processes.
-
-    Raises:
-        InputError: i is not from 0 to n - 1, or an engine that has one process alone.
-    """
-    index, count = shard
-    if engine == "ray" and count > 1:
-        raise InputError(
-            f"shard: with engine ray one process hands out all, and {index}/{count} was given: leave it out"
-        )
-    if not 0 <= index < count:
-        raise InputError(
-            f"shard: expected i/n with i from 0 to n - 1, got {index}/{count}: number a SLURM array from 0, "
-            f"--array=0-{max(count, 1) - 1}"
-        )
-
-
 # `run.json`: what a run says of itself, written by training and read by whatever looks at its folder.
 
 RUN_FILE = "run.json"

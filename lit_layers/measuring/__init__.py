@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from lit_layers.errors import InputError
-from lit_layers.schema import Device, Engine, refuse_no_shard
+from lit_layers.schema import Device, Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,13 @@ class MeasuringOptions:
         if numbers is None:
             raise InputError(f"shard: expected i/n, such as 0/4, got {self.shard!r}")
         share = int(numbers[1]), int(numbers[2])
-        refuse_no_shard(share, self.engine)
+        if self.engine == "ray" and share[1] > 1:
+            raise InputError(
+                f"shard: with engine ray one process hands out all, and {self.shard} was given: leave it out"
+            )
+        if share[0] >= share[1]:
+            highest = max(share[1], 1) - 1
+            raise InputError(f"shard: got {self.shard}: number a SLURM array from 0, --array=0-{highest}")
         return share
 
     @property

@@ -29,7 +29,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Measurement, UnwrittenStore
 from lit_layers.run_data import duration
-from lit_layers.schema import Device, refuse_no_shard
+from lit_layers.schema import Device
 from lit_layers.series import Audit, Checkpoint, OneModel, Series, audit
 from lit_layers.series.auditing import SeriesMeasurements, is_suspect, read_weights
 from lit_layers.series.checkpoint import fetched_ahead
@@ -144,10 +144,8 @@ def analyze_series(
             `root`, unless as another shard of as many, by the same versions.
     """
     if "shard" in changed:
-        refuse_no_shard(changed["shard"], changed.get("engine", options.engine))
         changed["shard"] = "{}/{}".format(*changed["shard"])
-    options = replace(options, **changed)
-    root = given_root(root)
+    options, root = replace(options, **changed), given_root(root)
     # On Ray each worker has a device of its own.
     device = device_of("cpu" if options.engine == "ray" else options.device)
     work = _Measuring(series, root, options, device, SeriesMeasurements(root), progress or silent)

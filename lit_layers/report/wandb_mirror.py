@@ -322,7 +322,7 @@ class WandbMirror:
             return each.step if isinstance(each, Measurement) else int(each["step"])
 
         measured = sorted((m for m in self._measured() if m.step is not None), key=step_of)
-        rows = records.iterate_rows(self.root / "metrics.jsonl")
+        rows = records.rows(self.root / "metrics.jsonl")
         for step, here in itertools.groupby(heapq.merge(rows, measured, key=step_of), step_of):
             scalars: dict[str, Any] = {}
             measurements = []

@@ -117,7 +117,7 @@ def _gallery(wr: Any, title: str, key: str) -> Any:
 def _scalars(root: Path) -> list[str]:
     """The names of the scalars of training, in the order in which they came."""
     file = root / "metrics.jsonl"
-    names = {name: None for row in records.iterate_rows(file) for name in row} if file.is_file() else {}
+    names = {name: None for row in records.rows(file) for name in row} if file.is_file() else {}
     return [name for name in names if name not in ("step", "tokens")]
 
 

@@ -15,7 +15,7 @@ from lit_layers.errors import InputError, refuse_odd_files
 from lit_layers.files.durable import Scratch, on_disk
 from lit_layers.files.hub import ListedFile, would_run_code
 from lit_layers.schedule import Schedule, Steps
-from lit_layers.schema import refuse_below_one, run_facts
+from lit_layers.schema import run_facts
 from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series, ordered, parsed_names, recognize
 from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, Memory, ModelFiles, Source, companions
 
@@ -30,7 +30,6 @@ class _LocalSeries(Series):
     """Checkpoints in a folder, which also keeps what was read of them."""
 
     def __init__(self, root: str | Path, steps: Steps, tokens_per_step: int | None) -> None:
-        refuse_below_one(tokens_per_step=tokens_per_step)
         self.root, self.steps, self.tokens_per_step = Path(root), steps, tokens_per_step
         self.name = self.root.resolve().name
         self.memory: Memory = Memory(self.root)

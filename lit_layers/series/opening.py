@@ -14,7 +14,7 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from lit_layers import schema
-from lit_layers.errors import InputError, no_folder
+from lit_layers.errors import InputError
 from lit_layers.files.hub import Hub, ListedFile
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import SEED, Count, Expected, Step, refuse_outside
@@ -220,11 +220,6 @@ class Models(Series):
         self.models, self.name, self.tokenizers = list(models), name, dict(tokenizers or {})
 
     def find(self) -> Listing:
-        for model in self.models:
-            if os.path.isfile(model):
-                raise no_folder(model)
-            if model.startswith((".", "/", "~")) and not os.path.isdir(model):
-                raise InputError(f"models: expected a folder with a model, {model} does not exist")
         hub = None if all(map(os.path.isdir, self.models)) else Hub()
         sources = at_once(lambda model: _source(hub, model), self.models)
         reasons = [source.why if isinstance(source, HubSource) else None for source in sources]

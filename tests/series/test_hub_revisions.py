@@ -309,7 +309,7 @@ def test_a_set_of_models_mixes_folders_and_repositories(hub, root, model):
     for models, sentence in (
         ([], "models: expected a list of folders or names on the Hub, got"),
         ("org/tiny", "models: expected a list of folders or names on the Hub, got 'org/tiny'"),
-        (["./nowhere"], "models: expected a folder with a model, ./nowhere does not exist"),
+        (["./nowhere"], "cannot list the branches of ./nowhere"),
         (["org/tiny@step7"], "models: org/tiny has no branch step7; it has 3"),
         (["org/tiny", "org/tiny"], "models: org/tiny is there twice"),
     ):

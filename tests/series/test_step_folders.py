@@ -99,7 +99,6 @@ def test_wrong_input_is_refused(tmp_path, run):
         ),
         (lambda: StepFolders(run, grammar="checkpoint"), "first holds no folder that is a step"),
         (lambda: StepFolders(run, [3]), "steps: first has no step 3; it has 5 steps from 0 to 8, the nearest 2 and 4"),
-        (lambda: StepFolders(run, tokens_per_step=0), "tokens_per_step: expected at least 1, got 0"),
     ):
         with pytest.raises(InputError, match=sentence):
             list(series())
