@@ -4,7 +4,6 @@ import functools
 import json
 import math
 import os
-import pickle
 import re
 import threading
 from abc import ABC, abstractmethod
@@ -19,7 +18,6 @@ from pydantic import with_config
 
 from lit_layers import schema
 from lit_layers.errors import InputError
-from lit_layers.files.hub import would_run_code
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import MANY, Range, refuse_outside
 from lit_layers.series.checkpoint_sources import Memory, Source
@@ -200,12 +198,9 @@ class Checkpoint:
         try:
             return self.source.load(folder, dtype or torch.float32, offload)
         except InputError as error:
-            if error.__cause__ is None or not self.is_of_a_series:
+            if not self.is_of_a_series:
                 raise
-            if isinstance(error.__cause__, pickle.UnpicklingError):  # the checkpoint is named, not its local copy
-                raise would_run_code(f"{self.series} {self.name}", error.__cause__) from error
-            why = " ".join(str(error.__cause__).split())[:300]
-            raise InputError(f"{self.series} {self.name} cannot be loaded ({why}): get it again") from error.__cause__
+            raise InputError(f"{self.series} {self.name}: {error}") from error.__cause__  # not only its local copy
 
     def config(self) -> dict[str, Any]:
         """What config.json says; nothing where it is damaged, which loading the model refuses."""
