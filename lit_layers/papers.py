@@ -7,7 +7,7 @@ would (docs/papers.md).
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -205,7 +205,6 @@ def _filled(value: Any, names: Mapping[str, Any], where: str) -> Any:
 
 # ---------------------------------------------------------------------------------------------- measured beside printed
 
-NAME = "comparison"
 ASIDE = ("control", "reference", "statistic", "variant")  # tags of numbers beside the one that is meant
 Verdict = Literal[
     "inside", "outside", "too wide", "no interval", "holds", "fails", "undecided", "not measured", "reduced"
@@ -258,19 +257,6 @@ def compare(recipe: PaperRecipe, root: Path, *, reduced: bool = False) -> list[R
     if num_left_out:
         rows.append(Row(f"{num_left_out} numbers that the reduced recipe lacks", "", "not measured"))
     return rows
-
-
-def write_comparison(rows: Sequence[Row], root: Path, title: str, notes: Iterable[str] = ()) -> list[Path]:
-    """Write comparison.csv and comparison.md, and return their paths.
-
-    Raises:
-        InputError: where the folder cannot be written.
-    """
-    header = list(rows[0].cells()) if rows else []
-    lines = [header, ["---"] * len(header), *(list(row.cells().values()) for row in rows)]
-    table = [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines if line]
-    text = "\n".join([f"# {title}", "", *(f"{note}\n" for note in notes), *table]) + "\n"
-    return records.write_files(root, {f"{NAME}.csv": pd.DataFrame(rows, columns=Row._fields), f"{NAME}.md": text})
 
 
 def _verdict(published: Published, value: float, low: float | None, high: float | None) -> Verdict:

@@ -17,7 +17,7 @@ from lit_layers import analyses, records
 from lit_layers.cli.main import main
 from lit_layers.cli.options import parser_of
 from lit_layers.metrics import METRICS
-from lit_layers.papers import PAPERS, PaperRecipe, Step, compare, read_recipe, write_comparison
+from lit_layers.papers import PAPERS, PaperRecipe, Step, compare, read_recipe
 from lit_layers.records import Measurement, Record
 from lit_layers.tasks.catalogue import GLUE
 from tests.support.paper_tables import PAGE, ROOT, read, recipe_paths, with_tables
@@ -251,12 +251,7 @@ def test_numbers_of_files_are_found_by_row_and_by_keys(tmp_path):
     assert [row.verdict for row in found] == [
         *("inside", "not measured", "not measured", "inside", "inside", "no interval", "outside", "not measured")
     ]
-    paths = write_comparison(found, tmp_path / "out", "A title", ["A note."])
-    with paths[0].open() as file:
-        assert [row["verdict"] for row in csv.DictReader(file)] == [row.verdict for row in found]
-    text = paths[1].read_text()
-    assert text.startswith("# A title\n\nA note.\n")
-    assert "| accuracy | 0.7 | 0.9 | 0.8 to 1 | outside |" in text
+    assert [*found[6].cells().values()] == ["accuracy", "0.7", "0.9", "0.8 to 1", "outside"]
 
 
 # ------------------------------------------------------------------------------------------------ the command
@@ -325,7 +320,7 @@ def test_the_steps_run_with_their_sizes_and_the_numbers_stand_side_by_side(tmp_p
     assert "lit-layers correlate --config checkpoints/papers/coupling/r-reduced/steps/1-correlate.yaml" in said.err
     assert "Differs from the paper: in all" in said.out
     assert "Reduced: " in said.out
-    assert "| reduced |" in Path("checkpoints/papers/coupling/r-reduced/comparison.md").read_text()
+    assert ",reduced," in Path("checkpoints/papers/coupling/r-reduced/comparison.csv").read_text()
     assert main(["reproduce", "r.yaml"]) == 0
     assert "fails" in (said := capsys.readouterr().out)
     assert "Reduced: " not in said
@@ -348,7 +343,7 @@ def test_a_run_that_diverges_ends_nothing_and_a_signal_all(code, verbs, tmp_path
     )
     assert main(["reproduce", "r.yaml", "--root", "out"]) == code
     assert ran == verbs
-    assert Path("out/comparison.md").exists() == (code == 3)
+    assert Path("out/comparison.csv").exists() == (code == 3)
 
 
 def test_sizes_keep_their_kind_and_stand_within_texts(tmp_path):

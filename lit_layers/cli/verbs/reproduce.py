@@ -4,14 +4,16 @@ import importlib
 import sys
 from pathlib import Path
 
+import pandas as pd
 import yaml
 
+from lit_layers import records
 from lit_layers.cli.command_line import run_verb
 from lit_layers.cli.console import show_table
 from lit_layers.cli.options import Recipe, find_recipe
 from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import replace_file
-from lit_layers.papers import PAPERS, PaperRecipe, Step, compare, read_recipe, write_comparison
+from lit_layers.papers import PAPERS, PaperRecipe, Row, Step, compare, read_recipe
 
 STEPS = "steps"  # folder of the options of each step
 PLANNED = ("analyze", "intervene", "mteb")
@@ -75,14 +77,12 @@ def _written(number: int, step: Step, root: Path) -> list[str]:
 
 def _compare(recipe: PaperRecipe, root: Path, *, reduced: bool) -> None:
     rows = compare(recipe, root, reduced=reduced)
-    notes = [recipe.shows]
-    if recipe.differs:
-        notes.append(f"Differs from the paper: {recipe.differs}")
-    if reduced:
-        notes.append("Reduced: at other sizes than the published ones, so that nothing is said of the printed numbers.")
-    if not rows:
-        notes.append("The paper prints no number of this one: its figure is compared by eye.")
-    title = f"{recipe.item}, {PAPERS[recipe.paper].partition(' (')[0]}"
     if rows:
-        show_table([row.cells() for row in rows], title)
-    print(*notes[1:], *write_comparison(rows, root, title, notes), sep="\n")
+        show_table([row.cells() for row in rows], f"{recipe.item}, {PAPERS[recipe.paper].partition(' (')[0]}")
+    else:
+        print("The paper prints no number of this one: its figure is compared by eye.")
+    if recipe.differs:
+        print(f"Differs from the paper: {recipe.differs}")
+    if reduced:
+        print("Reduced: at other sizes than the published ones, so that nothing is said of the printed numbers.")
+    print(*records.write_files(root, {"comparison.csv": pd.DataFrame(rows, columns=Row._fields)}))
