@@ -79,7 +79,7 @@ def test_a_run_may_begin_with_a_checkpoint_of_another_and_says_so(recipe, tmp_pa
     start, later = tmp_path / "run" / "step-000000002", tmp_path / "later"
     begin = ["fit", "--config", str(recipe), "--root", str(later), "--model.init_from", str(start)]
     assert main([*begin, "--trainer.max_steps", "1", "--model.decay_steps", "2"]) == 0
-    said = f"begins with the weights of {start}: step 2, tokens seen 128; the optimizer starts afresh"
+    said = f"begins at step 2 with the weights of {start}; the optimizer starts afresh"
     shown = capsys.readouterr().out.replace("\n", "")
     assert said in shown
     assert main([*begin, "--trainer.max_steps", "2", "--model.decay_steps", "2", "--resume", "last"]) == 0

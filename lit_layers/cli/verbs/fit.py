@@ -160,8 +160,7 @@ def _new_trainer(given: dict[str, Any], root: str | Path) -> L.Trainer:
     try:
         trainer = L.Trainer(**given)
     except (MisconfigurationException, TypeError, ValueError) as error:
-        option = f".accelerator {given['accelerator']}" if "backend" in str(error) else ""
-        raise InputError(f"trainer{option}: {' '.join(str(error).split())}") from error
+        raise InputError(f"trainer: {' '.join(str(error).split())}") from error
     process.settle(trainer.num_devices)
     return trainer
 
@@ -355,6 +354,5 @@ def beginning(point: ResumePoint | None, origin: Origin, *, has_ended: bool) -> 
         return f"resumed at step {point.step} from {point.state.parent}"
     if not origin.source:
         return None
-    seen = "unknown" if origin.tokens is None else f"{origin.tokens:,}"
-    place = f"step {origin.step:,}, tokens seen {seen}" if origin.step else "its step is unknown, the axis begins at 0"
-    return f"begins with the weights of {origin.source['init_from']}: {place}; the optimizer starts afresh"
+    begun = f"begins at step {origin.step:,} with the weights of {origin.source['init_from']}"
+    return f"{begun}; the optimizer starts afresh"
