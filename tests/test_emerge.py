@@ -537,7 +537,6 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(run, tmp_path, capsys)
         ("has no curve of accuracies over steps: expected of ", [run, "--metrics", "accuracies"]),
         ("has no curve of accuracies and los over steps", [run, "--metrics", "accuracies,los"]),
         ("where: expected one of dict", [run, "--where", "k"]),
-        ("the runs of 2 seeds or more, got 1", [run, "--seeds"]),
         ("planted and again have the same numbers", [run, write_run(tmp_path / "again"), "--seeds"]),
         ("has the name of another, planted", [run, run]),
         ("confidence: expected", [run, "--confidence", "95"]),

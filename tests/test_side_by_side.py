@@ -338,8 +338,6 @@ def test_wrong_input_is_one_sentence(seeds, tmp_path, capsys):
     copy = write_run(tmp_path / "copy", seeds[1][0, 0])
     for command, sentence in (
         ([one, str(copy), "--seeds"], "seeds: real0 and copy have the same numbers at every checkpoint"),
-        ([one, "--seeds"], "seeds: expected two runs or more, got 1"),
-        ([one, "--group", "data.seed"], "group: expected two runs or more, got 1"),
         ([one, other, "--seeds", "--group", "data.seed"], "seeds: expected either seeds or group, got both"),
         ([one, other, "--group", "data.seed"], f"group: the recipe of {one} has no data.seed: expected a field"),
         (

@@ -155,11 +155,7 @@ def test_a_repository_is_audited_by_the_command_as_users_type_it(tmp_path, model
         (["{run}", "--steps", "{log_spaced: 1}"], "steps.log_spaced: expected at least 2, got 1"),
         (["{run}", "--steps", "{log"], "steps: expected pythia, a list of steps"),
         (["{run}", "--grammar", "word"], "grammar: expected auto, step, stages, continued, checkpoint or a template"),
-        (["{run}", "--json", "{run}"], "json: expected a file in a folder that exists, got {run}"),
-        (
-            ["{run}", "--json", "{run}/none/x.json"],
-            "json: expected a file in a folder that exists, got {run}/none/x.json",
-        ),
+        (["{run}", "--json", "{run}"], "json: cannot write {run}: is a directory"),
         (["{run}", "--json", "/proc/none.json"], "json: cannot write /proc/none.json: no such file or directory"),
         (["{run}", "--step", "all"], "unknown option --step; did you mean --steps?"),
     ],

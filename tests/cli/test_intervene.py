@@ -390,7 +390,7 @@ def test_an_encoder_is_trained_on_each_task_in_each_variant(home, tmp_path, caps
 
 
 WRONG = [
-    ("model", "--variants skipped", "variants: there is no 'skipped'; choose all, or from baseline, middle_repeat"),
+    ("model", "--variants skipped", "variants: there is no 'skipped'; choose from baseline, middle_repeat"),
     ("model", "CORPUS --middles 2", "middles: of 4 blocks the middle has 1, 3 blocks, got 2"),
     ("model", "CORPUS --schedule '1 (,2)'", "expected numbers and groups such as 1 2 (3,4,5) 6, got '1 (,2)'"),
     ("model", "CORPUS --schedule '1 () 2'", "expected numbers and groups such as 1 2 (3,4,5) 6, got '1 () 2'"),

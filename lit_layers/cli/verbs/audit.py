@@ -7,7 +7,7 @@ from typing import Literal
 
 from lit_layers.cli.console import show_audit
 from lit_layers.cli.options import Steps
-from lit_layers.errors import InputError, refused
+from lit_layers.errors import refused
 
 FINDINGS = 1
 
@@ -38,8 +38,6 @@ def audit(
     from lit_layers.series import open_series
     from lit_layers.series.checkpoint_sources import Memory
 
-    if json is not None and (json.is_dir() or not json.parent.is_dir()):
-        raise InputError(f"json: expected a file in a folder that exists, got {json}")
     audits = []
     for each in open_series(series, steps, model=submodule, grammar=grammar):
         memory = each.memory or Memory(Path("checkpoints") / re.sub(r"[^\w.-]+", "-", each.name))

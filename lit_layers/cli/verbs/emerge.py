@@ -61,8 +61,6 @@ def emerge(
     number = len({curve.run for curve in curves})
     together, lacking = f"{number} seeds", 0
     if seeds:
-        if number < 2:
-            raise InputError(f"seeds: expected the runs of 2 seeds or more, got {number}")
         merged = over_seeds(curves, together)
         lacking = len({curve.key for curve in curves}) - len(merged)
         curves = merged + curves

@@ -93,8 +93,6 @@ class Interventions:
             InputError: an option that names what is not there, or does not fit the others.
         """
         options = given(self)
-        if unknown := next((one for one in options.get("variants", ()) if one not in orders.NAMES), None):
-            raise InputError(f"variants: there is no {unknown!r}; choose all, or from {', '.join(orders.NAMES)}")
         for task in self.tasks or ():
             if task.endswith(".yaml") and not any(task in word.split(",") for word in recipe.typed("tasks")):
                 raise InputError(f"tasks: a recipe names no task file, which is code, got {task}: say --tasks {task}")

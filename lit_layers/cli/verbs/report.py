@@ -52,8 +52,6 @@ def report(
         return _side_by_side(side_by_side.read_side_by_side(runs, **about), root or Path("runs.html"), export, pictures)
     if not runs:
         raise InputError("missing: runs: expected a run's folder, or several")
-    if group is not None or seeds:
-        raise InputError(f"{'seeds' if seeds else 'group'}: expected two runs or more, got {len(runs)}")
     (folder,) = runs
     if workspace is not None:
         place_of(workspace)  # before anything is written
