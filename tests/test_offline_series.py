@@ -212,7 +212,7 @@ def test_two_processes_at_once_measure_everything_once_in_the_table_of_one(run, 
     def share(index: int) -> None:
         torch.set_num_threads(1)
         start.wait(300)
-        analyze_series(StepFolders(run), analyses(), root=tmp_path / "two" / "run", shard=(index, 2))
+        analyze_series(StepFolders(run), analyses(), root=tmp_path / "two" / "run", shard=f"{index}/2")
 
     processes = [context.Process(target=share, args=(index,)) for index in range(2)]
     for process in processes:
@@ -250,10 +250,10 @@ def test_a_run_whose_folder_was_renamed_is_still_known(tmp_path):
 
 def test_two_shards_measure_every_checkpoint_once_in_one_table(run, tmp_path):
     for index in range(2):
-        analyze_series(StepFolders(run), few(), root=tmp_path / "out", shard=(index, 2))
+        analyze_series(StepFolders(run), few(), root=tmp_path / "out", shard=f"{index}/2")
     assert sorted(m.step for m in lines(tmp_path / "out")) == [0, 2, 4]
-    with pytest.raises(InputError, match="got 2/2: number a SLURM array from 0, --array=0-1"):
-        analyze_series(StepFolders(run), few(), root=tmp_path / "out", shard=(2, 2))
+    with pytest.raises(InputError, match="i from 0 to n - 1, such as 0/4, got '2/2'"):
+        analyze_series(StepFolders(run), few(), root=tmp_path / "out", shard="2/2")
 
 
 def test_models_without_steps_are_runs_of_their_own(run, tmp_path):

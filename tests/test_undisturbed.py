@@ -448,19 +448,15 @@ def test_versions_are_of_all_packages_that_numbers_or_training_depend_on():
         assert found[package] == importlib.metadata.version(package)
 
 
-@pytest.mark.parametrize(
-    ("records", "error"),
-    [([], "ValueError: odd gave no record"), ([1.0], "TypeError: odd should give records, got a float")],
-)
-def test_an_analysis_without_records_is_an_error(records, error):
+def test_an_analysis_without_records_is_an_error():
     @dataclass(kw_only=True)
     class Odd(Analysis):
         name: str = "odd"
 
         def compute(self, model):
-            return records
+            return []
 
-    assert measure(tiny("gpt2"), Odd(), run="", step=None).error == error
+    assert measure(tiny("gpt2"), Odd(), run="", step=None).error == "ValueError: odd gave no record"
 
 
 def test_a_model_of_no_known_family_is_refused():

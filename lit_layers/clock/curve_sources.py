@@ -212,8 +212,6 @@ def _step_in(*texts: str, path: Path) -> int:
 
 
 def _of_table(table: Any, place: Path, axis: AxisName, where: Mapping[str, str]) -> list[StepCurve]:
-    if not len(table):
-        raise InputError(f"{place}: expected scores by step, it has no rows")
     names = {role: next((each for each in among if each in table), "") for role, among in _COLUMNS.items()}
     for column, name in {axis: axis if axis in table else "", "value": names["value"]}.items():
         if not name:
@@ -225,10 +223,6 @@ def _of_table(table: Any, place: Path, axis: AxisName, where: Mapping[str, str])
     numbers = {axis, "stderr", names["value"], "step", "tokens"}
     for column in [each for each in table.columns if each in {*numbers, "layer"}]:
         table = table.assign(**{column: _numeric(table[column], f"{place}, {column}")})
-    if table[axis].isna().any():
-        raise InputError(f"{place}: expected a number in each row of column {axis}, some have none")
-    if "layer" in table and not (table["layer"].dropna() % 1 == 0).all():
-        raise InputError(f"{place}: expected whole numbers in column layer")
     roles = [name for role, name in names.items() if name and role != "value"]
     others = [name for name in table.columns if name not in {*numbers, *roles, "layer"}]
     table = table.assign(

@@ -43,17 +43,12 @@ class MeasuringOptions:
             InputError: a shard that is none, or beside an engine that has one process alone.
         """
         numbers = re.fullmatch(r"(\d+)/(\d+)", self.shard)
-        if numbers is None:
-            raise InputError(f"shard: expected i/n, such as 0/4, got {self.shard!r}")
-        share = int(numbers[1]), int(numbers[2])
-        if self.engine == "ray" and share[1] > 1:
-            raise InputError(
-                f"shard: with engine ray one process hands out all, and {self.shard} was given: leave it out"
-            )
-        if share[0] >= share[1]:
-            highest = max(share[1], 1) - 1
-            raise InputError(f"shard: got {self.shard}: number a SLURM array from 0, --array=0-{highest}")
-        return share
+        index, count = map(int, numbers.groups()) if numbers else (0, 0)
+        if not index < count:
+            raise InputError(f"shard: expected i/n with i from 0 to n - 1, such as 0/4, got {self.shard!r}")
+        if self.engine == "ray" and count > 1:
+            raise InputError(f"shard: with engine ray one process hands out all, and {self.shard} was given")
+        return index, count
 
     @property
     def weights_dtype(self) -> Literal["float32", "float64"]:

@@ -95,11 +95,12 @@ def analyze(
             of another model.
     """
     options = replace(ALONE, offload=offload, device=device, dtype=dtype)
-    series, analyses = OneModel(model, revision=revision), in_dtype(analyses, options)  # as they are in the record
-    analyze_series(series, analyses, options, root=root, dtype=options.weights_dtype, progress=progress)
+    series = OneModel(model, revision=revision)
+    analyze_series(series, analyses, options, root=root, progress=progress)
     earlier, (checkpoint,) = SeriesMeasurements(Path(root)), series.checkpoints
     run, step = earlier.run_of(checkpoint), checkpoint.step
-    return [last for each in analyses if (last := earlier.store.last(run, step, each))]  # there is one of each now
+    measured = in_dtype(analyses, options)  # as they are in the record; there is one of each now
+    return [last for each in measured if (last := earlier.store.last(run, step, each))]
 
 
 def analyze_series(
@@ -131,7 +132,7 @@ def analyze_series(
     Of the options:
 
     - `keep_downloads`: false: weights that this call downloads leave the Hub's cache when they are measured.
-    - `shard`, here (i, n): every n-th checkpoint from the i-th (from 0), for n processes on one root. Beside a
+    - `shard`, "i/n": every n-th checkpoint from the i-th (from 0), for n processes on one root. Beside a
       training, which adds checkpoints and removes others, the name of each one says whose it is.
     - `offload`: a folder on a disk, for models that do not fit into memory. Each batch reads the blocks from the disk.
     - `dtype`: what the weights are converted to, however they are stored.
@@ -143,8 +144,6 @@ def analyze_series(
             analyses of its own, what fits one of them only is among the `failures`. Where another process writes in
             `root`, unless as another shard of as many, by the same versions.
     """
-    if "shard" in changed:
-        changed["shard"] = "{}/{}".format(*changed["shard"])
     options, root = replace(options, **changed), given_root(root)
     # On Ray each worker has a device of its own.
     device = device_of("cpu" if options.engine == "ray" else options.device)
@@ -209,8 +208,6 @@ class _Measuring:
 
     def _refuse(self, analyses: Sequence[Analysis]) -> None:
         one_model.refuse_same_names(analyses)
-        if not analyses:
-            raise InputError("analyses: expected at least one, got none")
         if self.options.offload is not None and self.options.dtype == "bfloat16":
             raise InputError("offload: --dtype bfloat16 needs a copy of the weights in memory: leave one of them out")
         for analysis in analyses:

@@ -118,8 +118,8 @@ def test_a_suspect_checkpoint_is_left_out_and_said(trained, recipe, tmp_path, ca
     [
         (["--steps", "0,9"], "steps: "),
         (["--steps", "sometimes"], "got 'sometimes'"),
-        (["--shard", "3"], "shard: expected i/n, such as 0/4, got '3'"),
-        (["--shard", "4/4"], "got 4/4: number a SLURM array from 0, --array=0-3"),
+        (["--shard", "3"], "shard: expected i/n with i from 0 to n - 1, such as 0/4, got '3'"),
+        (["--shard", "4/4"], "i from 0 to n - 1, such as 0/4, got '4/4'"),
         (["--revision", "step0"], "revision: is for one model"),
         (["--keep_downloads", "perhaps"], "perhaps"),
         (
