@@ -41,8 +41,8 @@ class Outcome:
     """What was measured: folder and result, and the steps of one model (None: of a series all)."""
 
     root: Path
-    result: "SeriesResult"
-    steps: "list[int | None] | None" = None
+    result: SeriesResult
+    steps: list[int | None] | None = None
 
     @property
     def settings(self) -> list[str]:
@@ -50,23 +50,23 @@ class Outcome:
         there = {settings_of(each) for each in self.read()}
         return [name for name in self.result.settings if name in there]
 
-    def read(self) -> "list[Measurement]":
+    def read(self) -> list[Measurement]:
         """All that the root holds."""
         return records.read(self.root / "measurements.jsonl")
 
-    def measurements(self) -> "list[Measurement]":
+    def measurements(self) -> list[Measurement]:
         """The measurements of the root: of the analyses that this call measured those of its settings, of others the
         usual. The last of each counts, also one that failed: an older one may be of other weights.
         """
         return shown(self.read(), self.settings)
 
-    def complete(self, of: str = "") -> "tuple[list[Measurement], list[Measurement]]":
+    def complete(self, of: str = "") -> tuple[list[Measurement], list[Measurement]]:
         """The measurements with numbers whose analysis begins so: all, and those of the steps of this call."""
         complete = [each for each in self.measurements() if each.error is None and each.records]
         complete = [each for each in complete if each.analysis.startswith(of)]
         return complete, [each for each in complete if self.steps is None or each.step in self.steps]
 
-    def write(self, folder: str, files: "Mapping[str, pd.DataFrame | list[dict[str, Any]]]") -> None:
+    def write(self, folder: str, files: Mapping[str, pd.DataFrame | list[dict[str, Any]]]) -> None:
         """Write files into a folder of the root, as `records.write_files`, and print their paths."""
         print(*records.write_files(self.root / folder, files), sep="\n")
 
@@ -124,7 +124,7 @@ class Checkpoints(MeasuringOptions):
         refuse_beside(given(self), cases)
         return is_series
 
-    def opened(self, model: str) -> "list[Series]":
+    def opened(self, model: str) -> list[Series]:
         """The model, or each series that is meant.
 
         Raises:
@@ -137,7 +137,7 @@ class Checkpoints(MeasuringOptions):
 
 
 def measured(
-    everything: "Sequence[Series]",
+    everything: Sequence[Series],
     options: Checkpoints,
     make: "Make",
     tell: Callable[[Outcome], bool],
@@ -157,24 +157,24 @@ def measured(
         process.tell(options.device)
     failed = False
     for series in everything:
-        about: Any = {"root": root_of(series, options.root, is_only=len(everything) == 1), "tokenizer": tokenizer}
+        root = root_of(series, options.root, is_only=len(everything) == 1)
         if options.plan:
-            plan = plan_of(series, make, options, **about)
+            plan = plan_of(series, make, options, root=root, tokenizer=tokenizer)
             show_table(plan.table(len(series.checkpoints)), series.name)
             print(*plan.notes(), sep="\n")
             continue
         with bar("opening the model" if series.is_alone else "auditing the series", hidden=beside_training) as show:
             at_work = silent if options.engine == "ray" else functools.partial(show, None, None)
-            analyses = analyses_for(series, make, tell=at_work, **about)
-            placed: Any = {"root": about["root"], "beside_training": beside_training}
-            result = analyze_series(series, analyses, options, progress=show, **placed)
+            analyses = analyses_for(series, make, tell=at_work, root=root, tokenizer=tokenizer)
+            followed: Any = {"progress": show, "beside_training": beside_training}
+            result = analyze_series(series, analyses, options, root=root, **followed)
         if not beside_training and not series.is_alone:
             show_audit(result.audit)
         if result.left_out:
             names = ", ".join(suspect.name for suspect in result.left_out)
             print(f"left out as suspect: {names}; --allow_suspect measures them")
         steps = [one.step for one in series.checkpoints] if series.is_alone else None
-        failed |= tell(Outcome(root=about["root"], result=result, steps=steps))
+        failed |= tell(Outcome(root=root, result=result, steps=steps))
     return FAILED if failed else 0
 
 
@@ -322,8 +322,8 @@ def analyses_for(
     trained = training_of(folder) if folder else {}
 
     def target(checkpoint: Checkpoint, name: str) -> Target:
-        about: Any = {"root": root, "series": series, "trained": trained, "tokenizer": tokenizer}
-        return Target(name=name, checkpoint=checkpoint, tell=tell, **about)
+        known: Any = {"trained": trained, "tokenizer": tokenizer, "tell": tell}
+        return Target(name=name, root=root, series=series, checkpoint=checkpoint, **known)
 
     last = series.listing.checkpoints[-1]
     if series.is_alone or last.step is not None:  # the same one whichever steps are chosen

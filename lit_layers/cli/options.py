@@ -383,9 +383,9 @@ def _packages(named: str) -> list[str]:
     folder, name = Path(named).resolve(), named.strip()
     if name and folder.is_dir() and not name.isidentifier():
         sys.path.append(str(folder))
-        found = {path.stem: find_spec(path.stem) for path in folder.iterdir() if path.stem.isidentifier()}
-        places = {name: [spec.origin, *(spec.submodule_search_locations or ())] for name, spec in found.items() if spec}
-        return [name for name, there in places.items() if any(each and folder in Path(each).parents for each in there)]
+        names = {path.stem for path in folder.iterdir() if path.stem.isidentifier()}
+        places = {name: Path(spec.origin) for name in names if (spec := find_spec(name)) and spec.origin}
+        return [name for name, place in places.items() if folder in place.parents]
     try:
         if all(map(str.isidentifier, named.split("."))) and find_spec(named) is not None:
             return [named]
