@@ -183,8 +183,8 @@ def of_one_training(measurements: Iterable[Measurement], known: Lineage | None =
     for m in measurements:
         if m.step is not None and (training := trainings.setdefault(m.run, m.training)) != m.training:
             raise InputError(
-                f"{m.run} has measurements of two trainings, {training} and {m.training}: take the lines of one out of "
-                "measurements.jsonl, or measure each in a root of its own"
+                f"{m.run} has measurements of two trainings, {training} and {m.training}: measure each in a "
+                "root of its own"
             )
         ways[m.training] = max(ways.get(m.training, ()), m.resumed, key=len)
     return [

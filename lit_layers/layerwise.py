@@ -235,10 +235,7 @@ def _tokenizer(model: Any, named: str | Path | None) -> str:
         return str(named)
     carried = getattr(plain_model(model), "name_or_path", "") if isinstance(model, nn.Module) else str(model)
     if not carried:
-        raise InputError(
-            f"tokenizer: a {type(model).__name__} in memory carries none; name a folder or a name on the Hub, or give "
-            "batches"
-        )
+        raise InputError(f"tokenizer: a {type(model).__name__} in memory carries none; name one, or give batches")
     return carried
 
 

@@ -296,10 +296,7 @@ class ScalarLog:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(offset - 1, 0))
             if offset > size or (offset and file.read(1) != b"\n"):
-                raise InputError(
-                    f"{self.path} has no row that ends at byte {offset} (it has {size} bytes): it is not the file of "
-                    f"this checkpoint; restore it, or move it away to go on without its rows"
-                )
+                raise InputError(f"{self.path} has no row that ends at byte {offset}: restore it, or move it away")
             file.truncate(offset)
             os.fsync(file.fileno())
 

@@ -339,10 +339,8 @@ def _fitting(analyses: Sequence[Analysis], target: Target) -> Sequence[Analysis]
         for text in (value for value in vars(analysis).values() if isinstance(value, EvalText)):
             limit = target.length_limit
             if limit is not None and text.num_tokens > limit:
-                raise InputError(
-                    f"{analysis.name}: num_tokens: {target.name} reads at most {limit} tokens, got {text.num_tokens}: "
-                    f"ask for {limit} or fewer"
-                )
+                most = f"{target.name} reads at most {limit} tokens"
+                raise InputError(f"{analysis.name}: num_tokens: {most}, got {text.num_tokens}")
     return analyses
 
 
@@ -356,10 +354,7 @@ def _refuse_a_foreign_tokenizer(name: str | None, series: Series) -> None:
         except InputError:  # said of it when its turn comes
             continue
         if carried is not None and tokenizer_hash(load_tokenizer(carried).tokenizer) != expected:
-            raise InputError(
-                f"tokenizer: {name} is not that of {checkpoint.name}, to which its tokens mean something else: leave "
-                "it out, and each model is measured with its own"
-            )
+            raise InputError(f"tokenizer: {name} is not that of {checkpoint.name}: leave it out")
 
 
 def _folder_of(series: Series) -> Path | None:

@@ -427,10 +427,8 @@ def placed(options: Namespace, root: str | Path, argv: list[str]) -> Namespace:
         if is_place and found is not None:
             within[name] = type(within[name])(found)
         elif found is None and (is_place or (leaves and not is_ours)) and not _is_default(holder, name, within[name]):
-            raise InputError(
-                f"{where}: a recipe reaches only its root and folders that the command line names, got {value!r}: "
-                "write it relative to the root, or type it"
-            )
+            only = "a recipe reaches only its root and folders that the command line names"
+            raise InputError(f"{where}: {only}, got {value!r}")
     return options
 
 

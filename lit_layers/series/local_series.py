@@ -191,10 +191,7 @@ class NetworkTensors:
                 )
             return prefix
         if not matches:
-            raise InputError(
-                f"no submodule holds any of the {len(self.shapes)} tensors of the {self.kind} that the config.json of "
-                f"{self.folder} asks for: name the right config"
-            )
+            raise InputError(f"no submodule holds any tensor of the {self.kind} of the config.json in {self.folder}")
         most = max(matches.values())
         first, *others = [prefix for prefix, count in matches.items() if count == most]
         for other in others:
@@ -312,8 +309,7 @@ class LightningCheckpoints(_LocalSeries):
         if self.config is None and isinstance(described, str):
             return _written(described).folder
         raise InputError(
-            f"config: expected the config.json of the models in {self.config or self.root}, and there is none: put it "
-            "beside the .ckpt files"
+            f"config: expected the config.json of the models in {self.config or self.root}, beside the .ckpt files"
         )
 
 

@@ -102,7 +102,7 @@ def correlate(
     elif files:
         raise InputError(f"models: expected run folders, got {files[0]}: give files as --scores and --metrics_file")
     if missing := [name for name in ("metrics", "scores") if of_layers and name not in of_layers]:
-        raise InputError(f"{missing[0]}: expected --{missing[0]}; see `lit-layers correlate --help`")
+        raise InputError(f"missing: --{missing[0]}")
     read = [*files, (over_models.score or "").rpartition(":")[0], over_layers.scores, over_layers.metrics_file]
     written = ("models", "correlation", "layers", "correlations", "selection", "curves")
     refuse_replacing(root, read, written)
@@ -116,9 +116,9 @@ def _check(models: list[Path], files: list[Path], options: OverModels, step: int
     if bool(models) == bool(options.data):
         raise InputError("models: expected run folders or a file, or --data published, and not both")
     if missing := [name for name in ("metric", "score") if getattr(options, name) is None and not options.data]:
-        raise InputError(f"{missing[0]}: expected --{missing[0]}; see `lit-layers correlate --help`")
+        raise InputError(f"missing: --{missing[0]}")
     if files and len(models) > 1:
-        raise InputError(f"models: expected one file alone, got {files[0]} and {len(models) - 1} more")
+        raise InputError(f"models: expected one file, got {len(models)} places")
     cases = [
         (("metric", "score"), options.data is not None, "the published table has its own"),
         (("layer", "step"), options.data is not None or bool(files), "a table has none"),

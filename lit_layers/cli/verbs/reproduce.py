@@ -35,7 +35,7 @@ def reproduce(file: Path, *, reduced: bool = False, root: Path | None = None, pl
     if recipe.status == "cannot":
         raise InputError(f"{file}: {recipe.item} cannot be measured: {recipe.why}")
     if reduced and not recipe.reduced:
-        raise InputError(f"reduced: {file} has no sizes below the published ones: leave --reduced out")
+        raise InputError(f"reduced: {file} has no sizes below the published ones")
     root = root or Path("checkpoints", "papers", recipe.paper, f"{file.stem}{'-reduced' if reduced else ''}")
     steps = recipe.commands(root, file.parent, reduced=reduced)
     with refused(f"root: cannot make {root}"):

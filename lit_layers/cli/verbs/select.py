@@ -150,7 +150,7 @@ def select(model: str, others: list[str], options: SelectOptions) -> int:
     refuse_beside(given(options), [(("export", "revision"), len(models) > 1, is_one)])
     names = [name_of(each) for each in models]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise InputError(f"models: two are called {twice}: name each once, or compare them in folders of other names")
+        raise InputError(f"models: two are called {twice}")
     if options.export is not None:
         refuse_taken(options.export, options.overwrite)
     for each in models:
