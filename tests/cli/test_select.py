@@ -365,7 +365,7 @@ OWN = "--text title --label mood"
         (f"{M} --task songs.csv", "task songs: text: songs.csv has no column 'text': it has title, mood"),
         (f"{M} --task songs.csv --text title", "task songs: label: songs.csv has no column 'label'"),
         (f"{M} --task songs.csv {OWN} --regression", "a regression needs finite numbers"),
-        (f"{M} --task songs.csv --text {{title --label mood", "text: expected {{column}} or"),
+        (f"{M} --task songs.csv --text {{title --label mood", "text: expected {column} or"),
         (f"{M} --task banking77 --label mood", "label: is for files of your own: leave it out"),
         (f"{M} --task yelp --rule fraction_of_last", "rule: fraction_of_last is for accuracies, and this task is a"),
         (f"{M} --task banking77 --folder nowhere", "folder: expected a folder of data, nowhere is none"),
