@@ -155,27 +155,24 @@ def widened_chunks(features: Float[Tensor, "layers n dim"]) -> Iterator[Float[Te
 
 
 def feature_scaling(
-    features: Float[Tensor, "layers n dim"], *, standardize: bool, center: bool
+    features: Float[Tensor, "layers n dim"],
 ) -> tuple[Float[Tensor, "layers dim"], Float[Tensor, "layers dim"]]:
-    """Return what to subtract from the features and what to divide them by afterwards, in float64.
+    """Return the mean of the features and their population deviation, 1 where a feature is constant, in float64.
 
-    The mean, or 0 unless `center`; the population deviation, or 1 unless `standardize` and where the feature is
-    constant. Rows are read once, and chunks joined as in Chan, Golub & LeVeque (1983).
+    Rows are read once, and chunks joined as in Chan, Golub & LeVeque (1983).
     """
     # A constant feature minus it is exactly 0, minus a rounded mean it is not.
     origin = features[:, 0].detach().double()
     mean, squares, count = torch.zeros_like(origin), torch.zeros_like(origin), 0
-    if center or standardize:
-        for chunk in widened_chunks(features):
-            shifted = chunk.sub_(origin[:, None])
-            here, rows = shifted.mean(1), shifted.shape[1]
-            count += rows
-            step = here - mean
-            squares += shifted.sub_(here[:, None]).square_().sum(1) + step.square() * (rows * (count - rows) / count)
-            mean += step * (rows / count)
-    scale = (squares / max(count, 1)).sqrt() if standardize else torch.ones_like(squares)
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    return (origin + mean if center else torch.zeros_like(mean)), scale
+    for chunk in widened_chunks(features):
+        shifted = chunk.sub_(origin[:, None])
+        here, rows = shifted.mean(1), shifted.shape[1]
+        count += rows
+        step = here - mean
+        squares += shifted.sub_(here[:, None]).square_().sum(1) + step.square() * (rows * (count - rows) / count)
+        mean += step * (rows / count)
+    scale = (squares / count).sqrt()
+    return origin + mean, scale.where(scale > 0, 1.0)
 
 
 def _chunks(features: Tensor) -> Iterator[Tensor]:

@@ -33,7 +33,6 @@ class LogisticProbes:
     classes: Int[Tensor, " seen"]
     num_classes: int
     converged: Bool[Tensor, " layers"]
-    objective: Float[Tensor, " layers"]
     c: Float[Tensor, " layers"]
 
     def log_proba(self, features: Float[Tensor, "layers n dim"]) -> Float[Tensor, "layers n num_classes"]:
@@ -71,8 +70,6 @@ def fit_logistic_probes(
     labels: Int[Tensor, " n"],
     *,
     c: float = 1.0,
-    standardize: bool = True,
-    intercept: bool = True,
     num_classes: int | None = None,
     tolerance: float = 1e-6,
     max_iterations: int = 1000,
@@ -81,10 +78,10 @@ def fit_logistic_probes(
     """Fit the L2-regularised logistic regression of the labels on each layer: scikit-learn's, with C = c.
 
     Minimises c sum_i CE_i + |W|^2 / 2, natural logarithm, the intercept free. Three or more classes share a softmax
-    with a weight vector each, two have one logit. With `standardize`, features are first centred and divided by the
-    training rows' population deviation (by 1 if it is 0), which makes the probabilities invariant to affine maps of
-    each feature. They do not depend on the order of rows, nor on how classes are numbered. Constant features give the
-    class frequencies. `c` multiplies a sum: regularisation fades as rows are added.
+    with a weight vector each, two have one logit. Features are first centred and divided by the training rows'
+    population deviation (by 1 if it is 0), which makes the probabilities invariant to affine maps of each feature. They
+    do not depend on the order of rows, nor on how classes are numbered. Constant features give the class frequencies.
+    `c` multiplies a sum: regularisation fades as rows are added.
 
     A layer has converged when max |gradient| <= tolerance c n. A layer that has not is flagged in `converged`. Computed
     by scipy's L-BFGS-B, in float32 until that no longer resolves the objective, then in float64; in float64 throughout
@@ -103,30 +100,27 @@ def fit_logistic_probes(
     share = torch.bincount(targets).double() / len(targets)
     probes = []
     for layer in range(len(features)):
-        rows = PrincipalRows(features[layer].detach().to(device), layer, standardize=standardize, intercept=intercept)
+        rows = PrincipalRows(features[layer].detach().to(device), layer)
         point = rows.spread.new_zeros(len(rows.spread) + 1, len(classes))
-        if intercept:
-            point[-1] = share.log()  # no weights; biases that give the class shares
-        is_solved = partial(rows.is_solved, intercept=intercept, tolerance=tolerance)
-        found, left = Minimum(point, math.nan, is_solved=False, num_iterations=0), max_iterations
+        point[-1] = share.log()  # no weights; biases that give the class shares
+        is_solved = partial(rows.is_solved, tolerance=tolerance)
+        found, left = Minimum(point, is_solved=False, num_iterations=0), max_iterations
         for dtype in dict.fromkeys((rows.inputs.dtype, torch.float64)):
-            softmax = Softmax(rows.inputs.to(dtype), targets, rows.spread, 1 / (c * len(targets)), intercept=intercept)
+            softmax = Softmax(rows.inputs.to(dtype), targets, rows.spread, 1 / (c * len(targets)))
             found = softmax.minimize(found.point, left, is_solved)
             left -= found.num_iterations
             if found.is_solved or left < 1:
                 break
-        numbers = {"converged": found.is_solved, "objective": found.value * c * len(targets), "c": c}
-        probes.append(rows.probes(found.point, classes, num_classes, numbers))
+        probes.append(rows.probes(found.point, classes, num_classes, c=c, converged=found.is_solved))
     return LogisticProbes.stacked(probes).to(features.device)
 
 
 class PrincipalRows:
     """The features of one layer, scaled and turned to their principal axes, the largest last."""
 
-    def __init__(self, features: Tensor, layer: int, *, standardize: bool = True, intercept: bool = True) -> None:
+    def __init__(self, features: Tensor, layer: int) -> None:
         check_finite(features[None], first_layer=layer)
-        mean, scale = feature_scaling(features[None], standardize=standardize, center=standardize or intercept)
-        self.mean, self.scale, self.standardize = mean[0], scale[0], standardize
+        self.mean, self.scale = (part[0] for part in feature_scaling(features[None]))
         dtype = torch.float64 if features.dtype == torch.float64 else torch.float32
         self.inputs = torch.empty_like(features, dtype=dtype)  # the one copy of the features, made some rows at a time
         gram, since = torch.diag(torch.zeros_like(self.mean)), 0
@@ -140,31 +134,24 @@ class PrincipalRows:
         for part in self.inputs.split(4096):
             part.copy_(part @ self.axes.to(dtype))
 
-    def is_solved(self, slope: Float[Tensor, "inputs classes"], *, intercept: bool, tolerance: float) -> bool:
+    def is_solved(self, slope: Float[Tensor, "inputs classes"], *, tolerance: float) -> bool:
         """Whether no entry of the gradient is above the tolerance in the coordinates of the features."""
-        of_weights, of_biases = slope[:-1], slope[-1] * intercept
         # A turn keeps the norm, and the largest entry is at least the root mean square: most slopes need no turn.
-        if self.standardize and of_weights.norm() > tolerance * of_weights.numel() ** 0.5:
+        if slope[:-1].norm() > tolerance * slope[:-1].numel() ** 0.5:
             return False
-        of_weights = self.axes @ of_weights
-        if not self.standardize:  # the features were centred unasked
-            of_weights = of_weights + self.mean[:, None] * of_biases
-        return max(float(of_weights.abs().max()), float(of_biases.abs().max())) <= tolerance
+        return max(float((self.axes @ slope[:-1]).abs().max()), float(slope[-1].abs().max())) <= tolerance
 
-    def probes(self, point: Tensor, classes: Tensor, num_classes: int, numbers: dict[str, float]) -> LogisticProbes:
+    def probes(
+        self, point: Tensor, classes: Tensor, num_classes: int, *, c: float, converged: bool = True
+    ) -> LogisticProbes:
         """Return the probe of the features as they came, from weights and biases (dim + 1, classes) of the rows."""
         weight, bias = self.axes @ point[:-1], point[-1] - point[-1].mean()
         if len(classes) == 2:
             weight, bias = weight[:, 1:] - weight[:, :1], bias[1:] - bias[:1]
-        mean = self.mean
-        if not self.standardize:
-            mean, bias = torch.zeros_like(mean), bias - mean @ weight
-        about: dict[str, Any] = {
-            name: torch.tensor([value], dtype=torch.bool if name == "converged" else torch.float64, device=bias.device)
-            for name, value in numbers.items()
-        }
-        parts = weight.to(self.inputs.dtype)[None], bias.to(self.inputs.dtype)[None], mean[None], self.scale[None]
-        return LogisticProbes(*parts, classes, num_classes, **about)
+        weight, bias = weight.to(self.inputs)[None], bias[None]
+        told = {"converged": torch.tensor([converged], device=bias.device), "c": bias.new_tensor([c])}
+        mean, scale = self.mean[None], self.scale[None]
+        return LogisticProbes(weight, bias.to(weight), mean, scale, classes, num_classes, **told)
 
 
 class Softmax:
@@ -185,8 +172,6 @@ class Softmax:
         targets: Int[Tensor, " n"],
         spread: Float[Tensor, " dim"],
         penalty: float,
-        *,
-        intercept: bool = True,
         offset: Float[Tensor, "n classes"] | None = None,
     ) -> None:
         self.inputs, self.targets, self.offset = inputs, targets, offset
@@ -194,7 +179,7 @@ class Softmax:
         share = torch.bincount(targets).double() / len(targets)
         self.penalty = penalty * (2 if len(share) == 2 else 1)
         of_weights = (spread[:, None] * share * (1 - share) + self.penalty).rsqrt()
-        of_biases = (share * (1 - share)).rsqrt() * intercept
+        of_biases = (share * (1 - share)).rsqrt()
         self.unit = torch.cat([of_weights, of_biases[None]])
 
     def evaluate(self, point: Float[Tensor, "inputs classes"]) -> tuple[float, Float[Tensor, "inputs classes"]]:
@@ -235,20 +220,18 @@ class Softmax:
             if is_solved and last and is_solved(last[1]):
                 raise StopIteration
 
-        flat = (start / self.unit).nan_to_num(0).flatten().cpu().numpy()
+        flat = (start / self.unit).flatten().cpu().numpy()
         resolved = RESOLVED if self.inputs.dtype == torch.float32 else 0.0
         options: Any = {"maxiter": max_iterations, "maxfun": 20 * max_iterations, "ftol": resolved, "gtol": 0}
         found = minimize(evaluate, flat, method="L-BFGS-B", jac=True, callback=stop, options=options)
         assert accepted is not None, "scipy evaluates the start"
-        value, slope = accepted
-        return Minimum(at(found.x), value, is_solved is not None and is_solved(slope), found.nit)
+        return Minimum(at(found.x), is_solved is not None and is_solved(accepted[1]), found.nit)
 
 
 class Minimum(NamedTuple):
     """Where L-BFGS-B stopped."""
 
     point: Tensor  # (dim + 1, classes)
-    value: float
     is_solved: bool
     num_iterations: int
 
@@ -401,8 +384,8 @@ def fit_watching_probes(
     is t K / (l n) for K classes: the c at which a logistic probe holds the weights of a class of mean size as strongly
     as the discriminant does.
 
-    `c` of the result is that c. `converged` is True, and `objective` is NaN, as the number of steps is fixed. `device`
-    says where to compute, if not where the features are; the probes come back to where the features were.
+    `c` of the result is that c. `converged` is True, as the number of steps is fixed. `device` says where to compute,
+    if not where the features are; the probes come back to where the features were.
 
     Source: Friedman, Regularized discriminant analysis, 1989, for W + l. The factor and the steps are ours.
 
@@ -417,8 +400,7 @@ def fit_watching_probes(
         for labels, probes in zip(labellings, fitted, strict=True):
             classes, targets, count = checked_classes(labels, features, num_classes)
             point, c = _fit(rows, targets.to(device), folds)
-            numbers = {"converged": True, "objective": math.nan, "c": c}
-            probes.append(rows.probes(point, classes.to(device), count, numbers))
+            probes.append(rows.probes(point, classes.to(device), count, c=c))
     return [LogisticProbes.stacked(probes).to(features.device) for probes in fitted]
 
 

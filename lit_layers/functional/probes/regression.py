@@ -53,17 +53,14 @@ def fit_ridge_probes(
     targets: Float[Tensor, "n *q"],
     *,
     penalty: float | None = 1.0,
-    standardize: bool = True,
-    intercept: bool = True,
 ) -> RidgeProbes:
     """Return the linear regression of the targets on each layer's features, by squared errors plus a penalty.
 
     Minimises sum_i |y_i - W x_i - b|^2 + penalty |W|_F^2, b free of penalty: scikit-learn's `Ridge(alpha=penalty)`.
     With `penalty=0`, least squares, of several solutions the one of smallest |W|_F (singular values that may be
-    rounding count as 0). With `standardize`, features are first centred and divided by the
-    training rows' population deviation (by 1 where that is 0), which makes predictions invariant to affine maps of each
-    feature. Constant features, or a single row, give the mean target. `penalty` is added to a sum: regularisation fades
-    as rows are added.
+    rounding count as 0). Features are first centred and divided by the training rows' population deviation (by 1 where
+    that is 0), which makes predictions invariant to affine maps of each feature. Constant features, or a single row,
+    give the mean target. `penalty` is added to a sum: regularisation fades as rows are added.
 
     With `penalty=None` each layer has its own, of half decades from 1e-3 to 1e5: that of the lowest squared error of
     all rows, each left out in closed form (of all sums but the scale), and of several the strongest.
@@ -82,7 +79,7 @@ def fit_ridge_probes(
     for index in range(len(features)):  # one at a time: all in float64 may be more than there is memory
         layer = features[index : index + 1].detach()
         check_finite(layer, first_layer=index)
-        probes.append(_fit(layer, outputs, penalty, standardize, intercept))
+        probes.append(_fit(layer, outputs, penalty))
     weight, bias, mean, scale, penalties = (torch.cat(parts) for parts in zip(*probes, strict=True))
     return RidgeProbes(weight, bias, mean, scale, outputs.mean(0).reshape(targets.shape[1:]), penalties)
 
@@ -112,12 +109,10 @@ def r_squared(
     return settled("r_squared", values, {"all targets are equal": constant}, undefined)
 
 
-def _fit(
-    layer: Tensor, outputs: Tensor, penalty: float | None, standardize: bool, intercept: bool
-) -> tuple[Tensor, ...]:
+def _fit(layer: Tensor, outputs: Tensor, penalty: float | None) -> tuple[Tensor, ...]:
     """Return weight, bias, mean, scale and penalty of the probe of one layer (1, n, dim)."""
-    mean, scale = feature_scaling(layer, standardize=standardize, center=standardize or intercept)
-    target_mean = outputs.mean(0) if intercept else torch.zeros_like(outputs[0])
+    mean, scale = feature_scaling(layer)
+    target_mean = outputs.mean(0)
     targets = outputs - target_mean
     num_rows, dim = layer.shape[1:]
     weight = None
@@ -130,7 +125,7 @@ def _fit(
         values, cross = values.clamp(min=0), vectors.T @ cross
         if penalty is None:
             turned = ((rows @ vectors, y) for rows, y in _pieces(layer, mean, scale, targets))
-            penalty = _best_penalty(values, cross, turned, 1 / num_rows if intercept else 0.0)
+            penalty = _best_penalty(values, cross, turned, num_rows)
         values = values + penalty
         if values.min() >= SMALLEST_SHARE * values.max():  # else the result would be rounding
             weight = vectors @ (cross / values[:, None])
@@ -139,13 +134,13 @@ def _fit(
     return weight[None], target_mean[None], mean, scale, mean.new_tensor([penalty])
 
 
-def _best_penalty(values: Tensor, cross: Tensor, pieces: Iterator[tuple[Tensor, Tensor]], of_mean: float) -> float:
+def _best_penalty(values: Tensor, cross: Tensor, pieces: Iterator[tuple[Tensor, Tensor]], num_rows: int) -> float:
     """Return the penalty with the least squared error of left-out rows: that of all rows over 1 - leverage."""
     penalties = values.new_tensor(PENALTIES)
     inverse = 1 / (values[:, None] + penalties)  # (dim, penalties)
     errors = torch.zeros_like(penalties)
     for rows, y in pieces:
-        outside = 1 - of_mean - rows.square() @ inverse  # (rows, penalties)
+        outside = 1 - 1 / num_rows - rows.square() @ inverse  # (rows, penalties)
         for column in range(len(penalties)):
             residual = y - rows @ (cross * inverse[:, column, None])
             errors[column] += (residual / outside[:, column, None]).square().sum()
