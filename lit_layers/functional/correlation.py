@@ -198,10 +198,8 @@ def leave_one_out(x: Values, y: Values) -> LeaveOneOut:
     return LeaveOneOut(values, index, values[index] - whole)
 
 
-def bootstrap_rows(
-    statistic: Statistic, n: int, *, resamples: int = 2000, seed: int = 0, confidence: float = 0.95
-) -> Interval:
-    """Return the percentile bootstrap interval of a statistic of n rows, which is given the indices of the drawn rows.
+def bootstrap_rows(statistic: Statistic, n: int, *, resamples: int = 2000, seed: int = 0) -> Interval:
+    """Return the 95% bootstrap interval of a statistic of n rows, which is given the indices of the drawn rows.
 
     Resamples in which it is undefined (all rows alike, say) are left out and counted.
 
@@ -217,7 +215,7 @@ def bootstrap_rows(
             continue
     if 2 * len(drawn) <= resamples:
         raise UndefinedError(f"undefined in {resamples - len(drawn)} of {resamples} resamples of {n} rows")
-    low, high = np.quantile(drawn, [(1 - confidence) / 2, (1 + confidence) / 2])
+    low, high = np.quantile(drawn, [(1 - 0.95) / 2, (1 + 0.95) / 2])
     return Interval(float(low), float(high), resamples - len(drawn))
 
 
@@ -236,13 +234,13 @@ def fit_line(x: Values, y: Values) -> Line:
     return Line(slope, float(y.mean() - slope * x.mean()), error, float(x.mean()), spread, len(x))
 
 
-def line_band(line: Line, at: Values, *, confidence: float = 0.95) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the low and high ends of the mean of y at some x, by the t distribution: a band around the line."""
+def line_band(line: Line, at: Values) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the low and high ends of the mean of y at some x: a 95% band around the line, by the t distribution."""
     from scipy.special import stdtrit
 
     at = np.asarray(at, dtype=np.float64)
     middle = line.intercept + line.slope * at
-    factor = float(stdtrit(line.n - 2, (1 + confidence) / 2)) * line.error
+    factor = float(stdtrit(line.n - 2, 0.975)) * line.error
     half = factor * np.sqrt(1 / line.n + (at - line.center) ** 2 / line.spread)
     return middle - half, middle + half
 

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from lit_layers.functional._checks import check_option, settled, widened
 
@@ -20,6 +21,7 @@ Rule = Literal["within_tolerance", "fraction_of_last", "plateau", "knee", "best"
 RULES = ("within_tolerance", "fraction_of_last", "plateau", "knee", "best")
 DRAWN_AT_ONCE = 2**20  # row numbers of resamples: 8 MB
 _KEPT = 2**23  # counts of them, as many as 2,000 resamples of 4,194 rows: 17 MB in int16
+ENDS = torch.tensor([(1 - 0.95) / 2, (1 + 0.95) / 2], dtype=torch.float64)  # of a 95% interval
 SLACK = 1e-12  # of the largest score: 0.84 - 0.80 is no more than 0.04, whatever float64 makes of it
 
 
@@ -29,9 +31,8 @@ def choose_layer(
     rule: Rule,
     tolerance: float = 0.01,
     higher_is_better: bool = True,
-    first_layer: int = 1,
 ) -> int:
-    """Return the layer, numbered from `first_layer`, that a rule chooses; the earliest if several are equal.
+    """Return the layer, counted from 1, that a rule chooses; the earliest if several are equal.
 
     With scores s_1..s_L, losses (`higher_is_better=False`) negated first:
 
@@ -49,7 +50,7 @@ def choose_layer(
     """
     values = _checked(scores)
     _check_last(rule, values)
-    return first_layer + int(chosen_layers(values, rule, tolerance, higher_is_better))
+    return 1 + int(chosen_layers(values, rule, tolerance, higher_is_better))
 
 
 def inflection_layer(scores: Sequence[float]) -> int | None:
@@ -110,15 +111,10 @@ def choice_distribution(
     return chosen.bincount(minlength=curves.shape[1]).double() / resamples
 
 
-def choice_interval(
-    shares: Float[Tensor, " layers"], *, first_layer: int = 1, confidence: float = 0.95
-) -> tuple[int, int]:
-    """Return the percentile interval, lowest and highest layer, of a distribution that `choice_distribution` gave."""
-    shares = widened(shares).cpu()
-    (tail, head), below = percentiles(confidence).tolist(), shares.cumsum(0)
-    low = int((below > tail + SLACK).int().argmax())
-    high = int((below >= head - SLACK).int().argmax())
-    return first_layer + low, first_layer + high
+def choice_interval(shares: Float[Tensor, " layers"]) -> tuple[int, int]:
+    """Return the 95% interval, lowest and highest layer, of a distribution that `choice_distribution` gave."""
+    below = widened(shares).cpu().cumsum(0)
+    return 1 + int(_first(below > ENDS[0] + SLACK)), 1 + int(_first(below >= ENDS[1] - SLACK))
 
 
 def row_counts(num_rows: int, resamples: int, seed: int) -> Iterator[Float[Tensor, "resamples rows"]]:
@@ -278,9 +274,8 @@ def monotonicity_interval(
     higher_is_better: bool = True,
     resamples: int = 2000,
     seed: int = 0,
-    confidence: float = 0.95,
 ) -> tuple[Monotonicity, Monotonicity]:
-    """Return the bootstrap interval, low and high, of each number of `monotonicity` of the layers' mean row scores.
+    """Return the 95% bootstrap interval, low and high, of each number of `monotonicity` of the layers' mean row scores.
 
     Test rows are resampled, for all layers together, never layers. A resample whose curve is constant has no rank
     correlation and is left out of that interval, which is NaN where none is left. With only few rows, resampled curves
@@ -289,9 +284,8 @@ def monotonicity_interval(
     Raises:
         ValueError: fewer than 2 rows, a score that is not finite.
     """
-    ends = percentiles(confidence)
     curves = resampled_curves(row_scores, resamples=resamples, seed=seed)
-    bounds = [values.nanquantile(ends).tolist() for values in monotonicities(curves, higher_is_better)]
+    bounds = [values.nanquantile(ENDS).tolist() for values in monotonicities(curves, higher_is_better)]
     low, high = zip(*bounds, strict=True)
     return Monotonicity(*low), Monotonicity(*high)
 
@@ -324,7 +318,6 @@ def bootstrap_interval(
     statistic: Statistic = "mean",
     resamples: int = 2000,
     seed: int = 0,
-    confidence: float = 0.95,
 ) -> tuple[Float[Tensor, "*n"], Float[Tensor, "*n"]]:
     """Return the percentile bootstrap interval, low and high, of the mean (or median) over the first dimension.
 
@@ -337,10 +330,10 @@ def bootstrap_interval(
     check_option("statistic", statistic, "mean", "median")
     values = widened(values).cpu()
     _check_rows(values)
-    ends, columns = percentiles(confidence), values.reshape(len(values), -1)
+    columns = values.reshape(len(values), -1)
     resampled = _medians if statistic == "median" else _means
     drawn = torch.cat([resampled(columns, counts) for counts in row_counts(len(values), resamples, seed)])
-    low, high = drawn.mT.contiguous().quantile(ends, dim=1)
+    low, high = drawn.mT.contiguous().quantile(ENDS, dim=1)
     return low.reshape(values.shape[1:]), high.reshape(values.shape[1:])
 
 
@@ -359,9 +352,9 @@ def _medians(columns: Float[Tensor, "rows n"], counts: Float[Tensor, "resamples 
     return torch.stack(medians, dim=1)
 
 
-def wilson_interval(successes: float, n: float, confidence: float = 0.95) -> tuple[float, float]:
-    """Return Wilson's score interval, low and high, of a share of `successes` among `n` trials, within [0, 1]."""
-    z2 = NormalDist().inv_cdf((1 + confidence) / 2) ** 2
+def wilson_interval(successes: float, n: float) -> tuple[float, float]:
+    """Return Wilson's 95% score interval, low and high, of a share of `successes` among `n` trials, within [0, 1]."""
+    z2 = NormalDist().inv_cdf(0.975) ** 2
     share = successes / n
     center = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = math.sqrt(z2 * (share * (1 - share) / n + z2 / (4 * n * n))) / (1 + z2 / n)
@@ -374,21 +367,16 @@ def macro_f1_interval(
     *,
     resamples: int = 2000,
     seed: int = 0,
-    confidence: float = 0.95,
 ) -> tuple[float, float]:
     """Return the percentile bootstrap interval over rows, low and high, of `macro_f1`.
 
     The rows of a seed are those of `bootstrap_interval`. 10,000 rows of 77 classes: a few seconds.
     """
-    ends = percentiles(confidence)
     classes, labels = labels.cpu().unique(return_inverse=True)
     predictions = predictions.cpu()
     is_known = classes[torch.searchsorted(classes, predictions).clamp(max=len(classes) - 1)] == predictions
     predicted = torch.where(is_known, torch.searchsorted(classes, predictions), len(classes))  # others: one class more
-    rows = torch.arange(len(labels))
-    is_class = torch.zeros(len(labels), len(classes) + 1, dtype=torch.float64)
-    is_predicted = is_class.clone()
-    is_class[rows, labels], is_predicted[rows, predicted] = 1, 1
+    is_class, is_predicted = (one_hot(each, len(classes) + 1).double() for each in (labels, predicted))
     sums = torch.cat([is_class * is_predicted, is_class, is_predicted], dim=1)  # (rows, 3 x (classes + 1))
     drawn = []
     for counts in row_counts(len(labels), resamples, seed):
@@ -396,10 +384,5 @@ def macro_f1_interval(
         present = labelled[:, :-1] > 0
         scores = 2 * hits[:, :-1] / (labelled + predicted_as)[:, :-1].clamp(min=1)
         drawn.append((scores * present).sum(1) / present.sum(1))
-    low, high = torch.cat(drawn).quantile(ends).tolist()
+    low, high = torch.cat(drawn).quantile(ENDS).tolist()
     return low, high
-
-
-def percentiles(confidence: float) -> Float[Tensor, " 2"]:
-    """Return the shares of resamples below the low and the high end of an interval."""
-    return torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)
