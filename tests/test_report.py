@@ -682,6 +682,7 @@ def test_probes_sample_sizes_categories_and_residuals_have_few_figures_whatever_
 ) -> None:
     page = layerwise_page
     found = {name: part for name, part in sections_of(page).items() if 'class="plot"' in part}
+    assert titles_of(found.pop("At a glance")) == ["Probe accuracy (share): layers over steps"]
     assert {name: titles_of(part) for name, part in found.items()} == {
         "Probe: topics": [
             *("Probe accuracy (share)", "Probe log-loss (nats)", RISES, SINGLED_OUT, "Probe macro F1 (share)"),

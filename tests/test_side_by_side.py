@@ -21,9 +21,10 @@ from lit_layers.report.side_by_side import (
     of_difference,
     over_layers,
     over_training,
+    page_of,
     read_side_by_side,
 )
-from tests.support.runs import make_run
+from tests.support.runs import make_run, measurement
 
 STEPS, LAYERS = (0, 1, 10, 100), (1, 2, 3)
 RNG = np.random.default_rng(3)
@@ -360,3 +361,16 @@ def test_wrong_input_is_one_sentence(seeds, tmp_path, capsys):
     ):
         assert main(["report", *command]) == 2, command
         assert sentence in " ".join(capsys.readouterr().err.split()), command
+
+
+def test_a_comparison_begins_with_what_differs_first(tmp_path):
+    for name, seeds in {"a": (1, 1, 1), "b": (1, 1, 2), "c": (1, 1, 1)}.items():
+        for step, seed in zip((0, 4, 8), seeds, strict=True):
+            for analysis in ("trajectory", "lens"):
+                measured = measurement(name, step, analysis, seed=seed if analysis == "trajectory" else 1, layers=2)
+                records.append(tmp_path / name / "measurements.jsonl", measured)
+    page = page_of(read_side_by_side([tmp_path / "a", tmp_path / "b"]))
+    assert "All numbers are equal up to step 4." in page
+    assert "Line shape score: differs from step 8 on" in page
+    equal = page_of(read_side_by_side([tmp_path / "a", tmp_path / "c"]))
+    assert "All numbers are equal at all common steps." in equal

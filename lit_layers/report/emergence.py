@@ -35,6 +35,7 @@ from lit_layers.figures.theme import Axis, layer_axis, place, place_labels, roun
 from lit_layers.figures.vega import write_pictures
 from lit_layers.functional.emergence.curve_times import EmergenceTimes, Time
 from lit_layers.records import Measurement
+from lit_layers.report.logged_numbers import plotted
 from lit_layers.report.template import Block, Table, block_of, fill, table_of
 
 LEAST_P = 1e-4  # that is written out
@@ -243,8 +244,12 @@ def write_emergence(
 
 
 def of_one_run(run: str, measurements: Sequence[Measurement], root: Path) -> dict[str, Any] | None:
-    """Return what a run's own page says of when its metrics emerge, in sentences and a figure; None without any."""
-    clock = times_of_run(run, measurements, root)
+    """Return what a run's own page says of when its metrics emerge, in sentences and a figure; None without any.
+
+    It tells one variant of each metric, without diagnostics and other running orders; `lit-layers emerge` tells all.
+    """
+    shown = [replace(m, records=[r for r in plotted(m).records if "variant" not in r.tags]) for m in measurements]
+    clock = times_of_run(run, shown, root)
     if clock is None:
         return None
     pairs = of_the_model(clock, run)

@@ -18,14 +18,14 @@ from lit_layers.figures.tables import change_table, grouped, model_table, with_t
 from lit_layers.identity import Settings
 from lit_layers.metrics import look_up, sentence
 from lit_layers.report import emergence, sections, variant_sections
-from lit_layers.report.template import charts_in, fill
+from lit_layers.report.template import Block, charts_in, fill
 
 
 def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
     """Return the page of a run, or of models side by side; without its suspect checkpoints unless they are allowed."""
     comparing = run.compares_models
     frame, shown = sections_of(run, allow_suspect=allow_suspect)
-    emerges = _emergence(run, allow_suspect=allow_suspect)
+    emerges, training = _emergence(run, allow_suspect=allow_suspect), sections.training(run)
     for section in shown:
         blocks = section["metrics"]
         section["metrics"] = [block for block in blocks if not block.get("folded")]
@@ -51,7 +51,8 @@ def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
         others=run_data.other_settings(run),
         command=f"lit-layers report {shlex.quote(str(run.root))}",
         emergence=emerges if any(emerges.values()) else None,
-        training=sections.training(run),
+        first=sections.balanced([*training[:1], *_surface(run, frame)]),
+        training=sections.balanced(training[1:]),
         sections=shown,
         cost=run_data.cost(run) if any(each.seconds for each in run.measurements) else [],
         provenance=run_data.provenance(run),
@@ -59,6 +60,10 @@ def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
         title_of=sentence,
         without_step=0 if comparing else sum(m.step is None for m in run.measurements),
     )
+
+
+def _surface(run: run_data.RunData, frame: pd.DataFrame) -> list[Block]:
+    return [] if run.compares_models else sections.first_surface(frame[~variant_sections.is_own(frame)])
 
 
 def _emergence(run: run_data.RunData, *, allow_suspect: bool) -> dict[str, Any]:
@@ -138,10 +143,10 @@ def write_pictures(
 
 def _named(run: run_data.RunData, *, allow_suspect: bool) -> Iterator[tuple[str, Chart]]:
     """Return what each picture is called after, and its chart, whose title names the section."""
-    _, shown = sections_of(run, allow_suspect=allow_suspect)
+    frame, shown = sections_of(run, allow_suspect=allow_suspect)
     emerges = _emergence(run, allow_suspect=allow_suspect)["blocks"]
     first = [{"name": "emergence", "title": "", "metrics": emerges}]
-    first.append({"name": "training", "title": "Training", "metrics": sections.training(run)})
+    first.append({"name": "training", "title": "Training", "metrics": [*sections.training(run), *_surface(run, frame)]})
     for section in [*first, *shown]:
         for text, chart in charts_in(section["name"], section["metrics"]):
             name = section["title"] if section["title"] not in chart.title else ""

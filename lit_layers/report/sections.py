@@ -85,11 +85,28 @@ def training(run: RunData) -> list[Block]:
     losses = [name for name in recorded if name in METRICS and name.endswith("/loss")]
     if losses:
         note = "Dashed: what a model knows that only counts tokens." if references else ""
-        blocks.append(block("Loss (nats)", note, [("", [("", partial(draw, references=references))])], wide=True))
+        blocks.append(block("Loss (nats)", note, [("", [("", partial(draw, references=references))])]))
     for name in sorted((name for name in recorded if name not in losses), key=rank):
         row, figures = scalar_row(name), [("", partial(draw, names=[name]))]
         blocks.append(block(row.with_unit, row.note, [("", figures)], of=[name] if row.group else []))
-    return balanced(blocks)
+    return blocks
+
+
+def first_surface(frame: pd.DataFrame) -> list[Block]:
+    """Return the figure of one metric over layers and steps that a page begins with: the lens, or the first."""
+    table: Any = frame
+    on_layers = table[table["layer"].notna() & table["other_layer"].isna() & table["step"].notna()]
+    counts = on_layers.groupby(["analysis", "metric"], sort=False)[["layer", "step"]].nunique().min(axis=1)
+    pairs: list[Any] = [*counts[counts > 1].index]
+    for analysis, metric in sorted(pairs, key=lambda pair: (pair[1] != "logit_lens_loss", rank(pair[1]))):
+        if look_up(metric).secondary or look_up(metric).unlisted:
+            continue
+        points = tables.select(table, metric, analysis=analysis)
+        tags = tables.plainest(tables.variants_of(points))
+        if has_surface(tables.matching(points, tags)):
+            draw = partial(plots.layer_surface, table, metric, analysis=analysis, tags=tags)
+            return [block(f"{look_up(metric).with_unit}: layers over steps", "", [("", [("", draw)])], of=[metric])]
+    return []
 
 
 _NO_FIGURE = figure(None, problem="No figure shows these numbers; --export writes them.")

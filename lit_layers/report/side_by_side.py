@@ -313,9 +313,31 @@ def page_of(content: SideBySide) -> str:
         groups=content.groups,
         recipes=content.recipes,
         notes=[*content.notes, *_notes(content)],
+        differs=_first_difference(content),
         results=_results(content),
         sections=shown,
     )
+
+
+def _first_difference(content: SideBySide) -> dict[str, Any]:
+    """Return up to which step all groups have equal numbers, as a sentence, and the number that differs first."""
+    shared = {key: lines for key, lines in content.lines.items() if len(lines) == len(content.groups)}
+    found: list[tuple[float, tuple[int, int], Key]] = []
+    steps, order = set[float](), _order(content)
+    for key, lines in shared.items():
+        common = np.array(_common_steps(lines.values()))
+        values = np.stack([line.values[np.isin(line.at, common)] for line in lines.values()])
+        apart = ~np.isclose(values, values[0], rtol=_ROUNDING, atol=0, equal_nan=True).all(0)
+        steps |= {*common.tolist()}
+        found += [(common[apart][0], order(*key[:2]), key)] if apart.any() else []
+    if not found:
+        return {"sentence": "All numbers are equal at all common steps." if steps else "", "blocks": []}
+    first, _, key = min(found, key=lambda each: each[:2])
+    equal = max((step for step in steps if step < first), default=None)
+    sentence = "" if equal is None else f"All numbers are equal up to step {equal:,.0f}."
+    draw = partial(over_training, shared[key], list(content.groups))
+    title = f"{next(iter(shared[key].values())).curve.title}: differs from step {first:,.0f} on"
+    return {"sentence": sentence, "blocks": [block(title, look_up(key[1]).note, [("", [("", draw)])], wide=True)]}
 
 
 def write_pictures(content: SideBySide, folder: Path) -> list[Path]:
