@@ -248,22 +248,13 @@ def in_float32(model: Network) -> Iterator[None]:
             narrow(module, (), None)
 
 
-class Pass(NamedTuple):
-    """The model's own pass of the probe."""
-
-    calls: Sequence[Watched]  # of its blocks
-    output: Any
-    limit: int | None  # tokens that fit the tables that are looked up by counting
-
-
 class Evidence:
     """The identities of one model, one after the other."""
 
-    def __init__(self, model: Network, family: Any, probe: Probe, first: Pass) -> None:
+    def __init__(self, model: Network, family: Any, probe: Probe, calls: Sequence[Watched], output: Any) -> None:
         self.model, self.family, self.probe = model, family, probe
         self.blocks = family.block_list(model)
-        self.calls, self.limit = self._of_blocks(first.calls), first.limit
-        self.logits = family.result(first.output)
+        self.calls, self.logits = self._of_blocks(calls), family.result(output)  # of the model's own pass
         self.states = [self.calls[0].state, *(call.after for call in self.calls)]
         self.tolerance = _SAME_IN_HALF if self.states[0].dtype.itemsize == 2 else _SAME
         if not all(bool(values.isfinite().all()) for values in (*self.states, self.logits)):

@@ -50,12 +50,10 @@ def load(
     if os.path.isdir(name):  # a whole path is never the name of a repository, even once the folder is gone
         name = os.path.abspath(name)
         refuse_odd_files(name)
-    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
-        raise InputError(f"expected a model in {name}, found no config.json there")
-    is_place = isinstance(folder_or_repo, Path) or name.startswith((".", "/", "~"))
-    if os.path.isfile(name):
+        read_config(Path(name))
+    elif os.path.isfile(name):
         raise no_folder(name)
-    if is_place and not os.path.isdir(name):
+    elif isinstance(folder_or_repo, Path) or name.startswith((".", "/", "~")):
         raise InputError(f"expected a folder with a model, {name} does not exist")
     try:
         with quiet():  # a model is filled with random weights before it is with its own

@@ -49,7 +49,6 @@ from lit_layers.models.proof import (
     Evidence,
     NotFinite,
     NotShown,
-    Pass,
     PositionTables,
     Probe,
     Watched,
@@ -197,9 +196,9 @@ def taken_apart(model: Network) -> Structured:
         evaluating(model),
     ):
         probe = probe_of(model)
-        family, first = _discovered(model, probe)
+        family, calls, output = _discovered(model, probe)
         try:
-            return _shown(Evidence(model, family, probe, first))
+            return _shown(Evidence(model, family, probe, calls, output))
         except torch.OutOfMemoryError:
             raise
         except CANNOT_CALL as error:
@@ -232,7 +231,7 @@ def _shown(evidence: Evidence) -> Structured:
     if is_own and padding:
         padding = evidence.scores_take_padding()
     causal = evidence.is_causal()
-    limits = [evidence.limit, _said_limit(evidence.model.config)] if probe.of_texts else []
+    limits = [family.limit, _said_limit(evidence.model.config)] if probe.of_texts else []
     positive = [limit for limit in limits if limit and limit > 0]
     shown = {
         "blocks": _path(evidence.model, family.blocks),
@@ -295,8 +294,8 @@ def _lists(model: Network) -> dict[str, list[nn.Module]]:
     return {path: list(module) for path, module in model.named_modules() if isinstance(module, kinds) and len(module)}
 
 
-def _discovered(model: Network, probe: Probe) -> tuple[Structured, Pass]:
-    """The family as its structure is, and the pass that shows it."""
+def _discovered(model: Network, probe: Probe) -> tuple[Structured, list[Watched], Any]:
+    """The family as its structure is, and the calls of its blocks and the output of the pass that shows it."""
     lists = _lists(model)
     outside = [module for module in model.modules() if "Norm" in type(module).__name__]
     tables = PositionTables(probe.needed.shape[1])
@@ -333,12 +332,13 @@ def _discovered(model: Network, probe: Probe) -> tuple[Structured, Pass]:
         else features,
         returned=tuple(num_values(call.output) for call in row),
         dim=blocks.layout.taken(row[-1].after).shape[-1],
+        limit=tables.limit,
         layout=blocks.layout,
         order=blocks.order,
         **scores_of(model, output, probe),
         word=int(probe.needed[0, 0]) if probe.of_texts else 0,
     )
-    return family, Pass(row, output, tables.limit)
+    return family, row, output
 
 
 def _norm_behind(model: Network, row: list[Watched], calls: list[Watched]) -> str | None:

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import logging
-import shutil
 import time
 from abc import abstractmethod
 from collections import Counter
@@ -207,12 +206,6 @@ class SeriesCheckpoint(_AtSteps):
     ) -> None:
         super().__init__(steps, root, model)
         self.tokenizer = Path(tokenizer) if tokenizer else None
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if trainer.is_global_zero and stage == "fit":
-            for leftover in self.root.glob(".tmp-step-*"):
-                shutil.rmtree(leftover, ignore_errors=True)
 
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
         tokenizer = self.tokenizer or getattr(getattr(_data(trainer), "shards", None), "tokenizer_path", None)

@@ -26,21 +26,11 @@ from lit_layers.data.images import (
 from lit_layers.data.preparing import prepared
 from lit_layers.errors import InputError
 from lit_layers.measuring.undisturbed import kept_random_state
-from lit_layers.schema import BATCH, COUNT, SEED, SHARE, WORKERS, Range, refuse_outside
+from lit_layers.schema import refuse_outside
 from lit_layers.training.augmentation import Augmentation, RandAugment, uniforms
-from lit_layers.training.trainer import StepSampler, refuse_another_order
+from lit_layers.training.trainer import RANGES, StepSampler, refuse_another_order
 
 Batch = dict[str, Tensor]
-DATA_RANGES = {
-    "num_tokens": COUNT,
-    "image_size": Range(1, 10_000, whole=True),
-    **dict.fromkeys(("global_batch_size", "validation_batch_size"), BATCH),
-    **dict.fromkeys(("num_validation_sequences", "num_validation_images", "num_repeats"), COUNT),
-    "crop_padding": Range(0, 10_000, whole=True),
-    "erasing": SHARE,
-    "seed": SEED,
-    "num_workers": WORKERS,
-}
 
 
 class LitStepData(L.LightningDataModule):
@@ -133,7 +123,7 @@ class LitTextData(LitStepData):
         self.shuffle_tokens = shuffle_tokens
         self.global_batch_size, self.num_validation_sequences = global_batch_size, num_validation_sequences
         self.validation_batch_size, self.num_workers = validation_batch_size, num_workers
-        refuse_outside("data.", DATA_RANGES, vars(self))
+        refuse_outside("data.", RANGES, vars(self))
 
     @property
     def tokens_per_step(self) -> int:
@@ -236,7 +226,7 @@ class LitImageData(LitStepData):
         self.validation_batch_size, self.crop_padding, self.flip = validation_batch_size, crop_padding, flip
         self.rand_augment, self.erasing, self.num_repeats = rand_augment, erasing, num_repeats
         self.seed, self.shuffle_labels, self.num_workers = seed, shuffle_labels, num_workers
-        refuse_outside("data.", DATA_RANGES, {**vars(self), "image_size": image_size})
+        refuse_outside("data.", RANGES, {**vars(self), "image_size": image_size})
 
     @property
     def images_per_step(self) -> int:

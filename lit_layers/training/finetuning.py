@@ -33,25 +33,17 @@ from lit_layers.models.families import Network
 from lit_layers.models.running_order import running_order, variants_of
 from lit_layers.models.view import LayeredModel, evaluating
 from lit_layers.records import Record
-from lit_layers.schema import BATCH, COUNT, LEARNING_RATE, MANY, Range, refuse_outside
+from lit_layers.schema import refuse_outside
 from lit_layers.tasks.benchmark_scores import interval, mean_and_error
 from lit_layers.tasks.catalogue import ScoredTask
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, lm_eval_version, local_task, refuse_unknown
-from lit_layers.training.datamodules import DATA_RANGES, LitStepData
-from lit_layers.training.modules import MODEL_RANGES, LitCausalLM, LitModule
+from lit_layers.training.datamodules import LitStepData
+from lit_layers.training.modules import LitCausalLM, LitModule
 from lit_layers.training.run_folder import write_folder
-from lit_layers.training.trainer import StepSeed, new_trainer
+from lit_layers.training.trainer import RANGES, StepSeed, new_trainer
 
 AGAIN = "take it away to train that variant again"
 BETAS = (0.9, 0.999)
-_RANGES = {
-    **MODEL_RANGES,
-    **DATA_RANGES,
-    **dict.fromkeys(("num_epochs", "max_steps", "limit", "num_train", "num_validation"), COUNT),
-    **dict.fromkeys(("learning_rate", "frozen_learning_rate"), LEARNING_RATE),
-    "batch_size": BATCH,
-    "gradient_clip": Range(0, MANY, above=True),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +71,7 @@ class TrainingRecipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        refuse_outside("recipe: ", _RANGES, vars(self))
+        refuse_outside("recipe: ", RANGES, vars(self))
 
     def trainer(self, root: str | Path, accelerator: str, **options: Any) -> L.Trainer:
         """As `lit-layers fit` makes it, in one process, of which nothing is written."""

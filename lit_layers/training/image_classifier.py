@@ -12,20 +12,14 @@ from torchmetrics.classification import MulticlassAccuracy
 from lit_layers.errors import InputError, first_sentence
 from lit_layers.models.build import vit
 from lit_layers.models.pixels import set_pixel_statistics_
-from lit_layers.schema import COUNT, MANY, SHARE_BELOW_1, Range, refuse_outside
+from lit_layers.schema import refuse_outside
 from lit_layers.training.datamodules import LitImageData
 from lit_layers.training.losses import WeightedMean
-from lit_layers.training.modules import MODEL_RANGES, LitModule, warmup_cosine
+from lit_layers.training.modules import LitModule, warmup_cosine
 from lit_layers.training.sharding import built_once
+from lit_layers.training.trainer import RANGES
 
 _OF_MODULE, _OF_DATA = {"patch_size", "drop_path_rate"}, {"img_size", "num_classes"}  # what `config` may not say again
-_RANGES = {
-    **MODEL_RANGES,
-    **dict.fromkeys(("patch_size", "lr_batch_size"), COUNT),
-    **dict.fromkeys(("drop_path_rate", "label_smoothing"), SHARE_BELOW_1),
-    **dict.fromkeys(("mixup", "cutmix"), Range(0, 1000)),
-    "warmup_epochs": Range(0, MANY),
-}
 
 
 class LitImageClassifier(LitModule):
@@ -98,7 +92,7 @@ class LitImageClassifier(LitModule):
         self.warmup_steps, self.warmup_epochs, self.decay_steps = warmup_steps, warmup_epochs, decay_steps
         self.min_lr_ratio, self.label_smoothing = min_lr_ratio, label_smoothing
         self.mixup, self.cutmix = mixup, cutmix
-        refuse_outside("model.", _RANGES, vars(self))
+        refuse_outside("model.", RANGES, vars(self))
         self.validation_loss = WeightedMean()
         self._mix: Callable[..., tuple[Tensor, Tensor]] | None = None
 

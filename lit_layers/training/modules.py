@@ -13,17 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lit_layers import schema
 from lit_layers.errors import InputError, first_sentence
 from lit_layers.models.build import causal_lm, true_vocab_size
 from lit_layers.models.families import causal_by_flag
 from lit_layers.models.saved import described, outline, read_config, rebuilt
 from lit_layers.models.view import LayeredModel
+from lit_layers.schema import refuse_outside
 from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.series.local_series import DESCRIBED
 from lit_layers.training.losses import WeightedMean, mean_of_step, network_loss
 from lit_layers.training.run_folder import Origin, planned_steps, published, refuse_another_tokenizer
 from lit_layers.training.sharding import built_once, full, reduce_gradients_, shard_, sharding_mesh
+from lit_layers.training.trainer import RANGES
 
 
 def adamw(
@@ -147,18 +148,6 @@ def warmup_cosine(*, warmup_steps: int, decay_steps: int, min_ratio: float) -> C
 # Where the loss in place is also the faster one: its chunks stay in the cache. On a GPU, by count, it reads and writes
 # 48 bytes a logit, and generated code for loss and network together 10 to 12.
 _EAGER_LOSS = ("cpu",)
-
-
-MODEL_RANGES = {  # of all modules
-    "init_seed": schema.SEED,
-    "pad_vocab_to": schema.Range(1, 2**16, whole=True),
-    "lr": schema.LEARNING_RATE,
-    "weight_decay": schema.WEIGHT_DECAY,
-    "betas": schema.BETA,
-    "warmup_steps": schema.COUNT_OR_NONE,
-    "decay_steps": schema.COUNT,
-    "min_lr_ratio": schema.SHARE,
-}
 
 
 class LitModule(L.LightningModule, ABC):
@@ -384,7 +373,7 @@ class LitCausalLM(LitModule):
         self.activation_checkpointing = activation_checkpointing
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
         self.warmup_steps, self.decay_steps, self.min_lr_ratio = warmup_steps, decay_steps, min_lr_ratio
-        schema.refuse_outside("model.", MODEL_RANGES, vars(self))
+        refuse_outside("model.", RANGES, vars(self))
         self.validation_loss = WeightedMean()
 
     def build(self) -> nn.Module:

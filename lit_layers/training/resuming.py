@@ -131,9 +131,6 @@ class ResumeCheckpoint(L.Callback):
         strategy.load_checkpoint = functools.partial(_load, strategy)
         if are_sharded(strategy):
             strategy._save_distributed_checkpoint = False  # Lightning's index of shards is a pickle
-        if trainer.is_global_zero:
-            for leftover in self.folder.glob(".tmp-step-*"):
-                shutil.rmtree(leftover, ignore_errors=True)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._termination.connect(trainer)

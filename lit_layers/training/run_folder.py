@@ -54,8 +54,8 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     temporary = folder.with_name(f".tmp-{folder.name}")
     with refused(f"cannot write {folder}", "; what was saved before is whole: mend it and go on with --resume last"):
         try:
-            if temporary.exists():
-                shutil.rmtree(temporary)
+            for leftover in {temporary, *folder.parent.glob(".tmp-step-*")}:  # of a killed save
+                shutil.rmtree(leftover, ignore_errors=True)
             temporary.mkdir(parents=True)
             fill(temporary)
             for path in [*temporary.rglob("*"), temporary]:

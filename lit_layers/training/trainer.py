@@ -18,6 +18,41 @@ from torch import distributed
 from torch.utils.data import Sampler
 
 from lit_layers.errors import InputError
+from lit_layers.schema import (
+    BATCH,
+    BETA,
+    COUNT,
+    COUNT_OR_NONE,
+    LEARNING_RATE,
+    MANY,
+    SEED,
+    SHARE,
+    SHARE_BELOW_1,
+    WEIGHT_DECAY,
+    WORKERS,
+    Range,
+)
+
+RANGES = {  # of the options of all modules, data and recipes of fine-tuning, by name
+    **dict.fromkeys(("num_tokens", "decay_steps", "patch_size", "lr_batch_size", "num_epochs", "max_steps"), COUNT),
+    **dict.fromkeys(("limit", "num_train", "num_validation", "num_repeats"), COUNT),
+    **dict.fromkeys(("num_validation_sequences", "num_validation_images"), COUNT),
+    **dict.fromkeys(("global_batch_size", "validation_batch_size", "batch_size"), BATCH),
+    **dict.fromkeys(("lr", "learning_rate", "frozen_learning_rate"), LEARNING_RATE),
+    **dict.fromkeys(("seed", "init_seed"), SEED),
+    **dict.fromkeys(("min_lr_ratio", "erasing"), SHARE),
+    **dict.fromkeys(("drop_path_rate", "label_smoothing"), SHARE_BELOW_1),
+    **dict.fromkeys(("mixup", "cutmix"), Range(0, 1000)),
+    "pad_vocab_to": Range(1, 2**16, whole=True),
+    "image_size": Range(1, 10_000, whole=True),
+    "crop_padding": Range(0, 10_000, whole=True),
+    "weight_decay": WEIGHT_DECAY,
+    "betas": BETA,
+    "warmup_steps": COUNT_OR_NONE,
+    "warmup_epochs": Range(0, MANY),
+    "gradient_clip": Range(0, MANY, above=True),
+    "num_workers": WORKERS,
+}
 
 # What a recipe does not decide: all that is logged, shown and written is this package's own.
 DEFAULTS: dict[str, Any] = {
@@ -113,10 +148,6 @@ def refuse_another_order(trainer: Any, *, also: Sequence[type] = ()) -> None:
         name = f"callbacks.{type(each).__name__}"
         if isinstance(each, refused):
             _refuse(name, "none, as it changes the batches, the weights or the rate that a step should have", "one")
-        if isinstance(limit, float) and (
-            getattr(each, "_interval", None) == "epoch" or getattr(each, "_check_on_train_epoch_end", False)
-        ):
-            _refuse(name, "one that counts steps or validations, or trainer.limit_train_batches", "epochs without end")
     for name, least in {"max_epochs": 1, "min_epochs": 1, "check_val_every_n_epoch": 2}.items():
         if isinstance(limit, float) and (given := getattr(trainer, name) or 0) >= least:
             _refuse(name, "none without trainer.limit_train_batches, as the data have no end", given)

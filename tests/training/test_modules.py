@@ -162,7 +162,7 @@ def test_a_misspelt_configuration_field_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1.0}, "model.lr: expected a positive"),
+        ({"lr": -1.0}, "model.lr: expected more than 0"),
         ({"warmup_steps": -3}, "model.warmup_steps: .* got -3"),
         ({"pad_vocab_to": 0}, "model.pad_vocab_to: expected at least 1, got 0"),
         ({"weight_decay": -0.1}, "model.weight_decay: expected at least 0"),

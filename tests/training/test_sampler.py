@@ -142,16 +142,13 @@ MEANT = (
     ),
 )
 REFUSED = "expected none, as it changes the batches, the weights or the rate"
-ENDLESS = "expected one that counts steps or validations"
 LOSS = "validation/loss"
 CALLBACKS = (
     ("BatchSizeFinder", {"batch_arg_name": "global_batch_size", "max_trials": 2, "steps_per_trial": 1}, REFUSED),
-    ("EarlyStopping", {"monitor": LOSS, "check_on_train_epoch_end": True}, ENDLESS),
     ("EarlyStopping", {"monitor": LOSS}, (4, 1)),
     ("GradientAccumulationScheduler", {"scheduling": {0: 1, 1: 2}}, REFUSED),
     ("LearningRateFinder", {"num_training_steps": 2}, (4, 1)),
     ("StochasticWeightAveraging", {"swa_lrs": 0.01, "swa_epoch_start": 1}, REFUSED),
-    ("Timer", {"duration": {"hours": 1}, "interval": "epoch"}, ENDLESS),
     ("Timer", {"duration": {"hours": 1}}, (4, 1)),
     # These leave the data and the steps alone; what they need else Lightning asks for.
     *(
