@@ -1,11 +1,9 @@
 """A model whose blocks run in another order while a context lasts: skipped, repeated, side by side."""
 
 import itertools
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -82,16 +80,11 @@ def _refuse_hidden_states(network: Network, args: tuple, kwargs: dict[str, Any])
         )
 
 
-@dataclass
-class _Call:
-    """What the blocks of one forward pass were called with, so far."""
-
-    hidden: Tensor
-    arguments: list[tuple[tuple, dict[str, Any]]] = field(default_factory=list)
-
-
 class _Order:
-    """Stands in place of the blocks: each notes what it is called with and passes its input on; the last runs them."""
+    """Stands in place of the blocks: each notes what it is called with and passes its input on; the last runs them.
+
+    Each execution of a block has a slot of a key-value cache, after those that the model itself counts.
+    """
 
     def __init__(
         self,
@@ -102,33 +95,38 @@ class _Order:
         layout: Layout,
     ) -> None:
         self.steps, self.forwards, self.kind = steps, forwards, kind
-        self.calls = threading.local()
         self.tuples, self.layout = tuples, layout
         self.number = next(_NUMBERS)
+        self.arguments: list[tuple[tuple, dict[str, Any]]] = []  # of the blocks of one forward pass, so far
 
     def at(self, number: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             hidden, args, kwargs = split_arguments(args, kwargs)
             if number == 1:
                 self._own_caches(args, kwargs)
-                self.calls.now = _Call(hidden)
-            call: _Call | None = getattr(self.calls, "now", None)
-            if call is None or len(call.arguments) != number - 1:
-                raise RuntimeError(
-                    f"block {number} of {self.kind} was called alone while its blocks run in another order"
-                )
+                self.arguments = []
+            if len(self.arguments) != number - 1:
+                raise RuntimeError(f"block {number} of {self.kind} was called alone: leave its order of blocks first")
             returned = self._num_values(number, hidden, args, kwargs)
-            call.arguments.append((args, kwargs))
+            self.arguments.append((args, kwargs))
             if number < len(self.forwards):
                 return in_place_of(hidden, returned)
-            del self.calls.now
-            return self._run(call, returned)
+            arguments, self.arguments = self.arguments, []
+            return in_place_of(self.layout.put(self._run(self.layout.taken(hidden), arguments)), returned)
 
         return forward
 
     def _own_caches(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Claims empty caches for this order, and refuses what another one has filled."""
+        """Claim empty caches for this order, and refuse what another one has filled, or what has no slots."""
+        from transformers.cache_utils import DynamicCache, DynamicLayer
+
         for cache in filter(is_cache, (*args, *kwargs.values())):
+            is_plain = type(cache) is DynamicCache and not cache.offloading
+            if not is_plain or not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
+                raise InputError(
+                    f"{self.kind} cannot use a {type(cache).__name__} of this kind while its blocks run in another "
+                    "order: generate with use_cache=False"
+                )
             owner = getattr(cache, _OWNER, None)
             if owner is None and not cache.get_seq_length():
                 setattr(cache, _OWNER, self.number)
@@ -138,24 +136,24 @@ class _Order:
                     "with the whole text in this one"
                 )
 
-    def _run(self, call: _Call, returned: int) -> Any:
-        caches = _Slots(len(self.forwards), self.kind)
-        hidden = self.layout.taken(call.hidden)
-        for number, (args, kwargs) in enumerate(call.arguments, 1):
-            for value in (*args, *kwargs.values()):
-                caches.advance_cache(value, number, hidden)
-        slot = 0
+    def _run(self, hidden: Tensor, arguments: list[tuple[tuple, dict[str, Any]]]) -> Tensor:
+        # Caches say of each block that the tokens at hand are in it: masks and positions go by that.
+        place_holder = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[1], 1)  # (batch, head, tokens, width)
+        for number, (args, kwargs) in enumerate(arguments):
+            for cache in filter(is_cache, (*args, *kwargs.values())):
+                cache.update(place_holder, place_holder, number)
+        slot = len(self.forwards)
         for step in self.steps:
             outputs = []
             for number in members(step):
-                args, kwargs = call.arguments[number - 1]
-                args = tuple(caches.of(value, slot, number) for value in args)
-                kwargs = {name: caches.of(value, slot, number) for name, value in kwargs.items()}
+                args, kwargs = arguments[number - 1]
+                args = tuple(_in_slot(value, slot, number) for value in args)
+                kwargs = {name: _in_slot(value, slot, number) for name, value in kwargs.items()}
                 output = self.forwards[number - 1](self.layout.put(hidden), *args, **kwargs)
                 outputs.append(self.layout.given(output))
                 slot += 1
             hidden = outputs[0] if len(outputs) == 1 else torch.stack(outputs).mean(0)
-        return in_place_of(self.layout.put(hidden), returned)
+        return hidden
 
     def _num_values(self, number: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> int:
         """Found out once for each model and class of block, by a run of its own whose outcome is dropped."""
@@ -171,43 +169,15 @@ class _Order:
         return self.tuples[kind]
 
 
-class _Slots:
-    """One slot of a key-value cache for each execution of a block, after those that the model itself counts."""
-
-    def __init__(self, num_blocks: int, kind: str) -> None:
-        self.num_blocks, self.kind = num_blocks, kind
-
-    def advance_cache(self, value: Any, number: int, hidden: Tensor) -> None:
-        """Has a cache say, of block `number`, that the tokens at hand are in it: masks and positions go by that."""
-        if not is_cache(value):
-            return
-        self._check(value)
-        place_holder = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[1], 1)  # (batch, head, tokens, width)
-        value.update(place_holder, place_holder, number - 1)
-
-    def of(self, value: Any, slot: int, number: int) -> Any:
-        """What a block is given in place of a cache; anything else as it is."""
-        if not is_cache(value):
-            return value
-        place = self.num_blocks + slot
-        if len(value.layers) == place:
-            layer = value.layers[number - 1]  # of the same kind: with a window, or without
-            window = getattr(layer, "sliding_window", None)
-            value.layers.append(type(layer)() if window is None else type(layer)(sliding_window=window))
-        return _OneSlot(value, place)
-
-    def _check(self, cache: Any) -> None:
-        from transformers.cache_utils import DynamicCache, DynamicLayer
-
-        if (
-            type(cache) is not DynamicCache
-            or cache.offloading
-            or not all(isinstance(layer, DynamicLayer) for layer in cache.layers)
-        ):
-            raise InputError(
-                f"{self.kind} cannot use a {type(cache).__name__} of this kind while its blocks run in another order: "
-                "generate with use_cache=False"
-            )
+def _in_slot(value: Any, slot: int, number: int) -> Any:
+    """What block `number` is given in place of a cache; anything else as it is."""
+    if not is_cache(value):
+        return value
+    if len(value.layers) == slot:
+        layer = value.layers[number - 1]  # of the same kind: with a window, or without
+        window = getattr(layer, "sliding_window", None)
+        value.layers.append(type(layer)() if window is None else type(layer)(sliding_window=window))
+    return _OneSlot(value, slot)
 
 
 class _OneSlot:
