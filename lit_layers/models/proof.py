@@ -197,7 +197,6 @@ class PositionTables(TorchFunctionMode):
 
 # Relative differences of float32 (of which parts of any model are), and of 16 bits.
 _SAME, _SAME_IN_HALF = 1e-4, 3e-2
-_HALVES = torch.float16, torch.bfloat16
 _SHIFT = 0.5  # of the change of a state, as part of its own length
 
 
@@ -213,39 +212,6 @@ def apart(one: Tensor, other: Tensor) -> float:
     """The largest distance of two rows (.., dim), as part of the second one's length."""
     lengths = other.double().norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
     return float(((one.double() - other.double()).norm(dim=-1) / lengths).max())
-
-
-@contextmanager
-def in_float32(model: Network) -> Iterator[None]:
-    """Inside, modules compute in float32: each has a wide copy of its own weights as long as its call lasts."""
-    kept: dict[nn.Module, list[tuple[dict, str, Tensor]]] = {}
-
-    def widen(module: nn.Module, args: tuple) -> tuple:
-        before = kept.setdefault(module, [])
-        tensors: dict[str, Any]
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in list(tensors.items()):
-                if tensor is not None and tensor.is_floating_point() and tensor.dtype.itemsize == 2:
-                    before.append((tensors, name, tensor))
-                    wide = tensor.detach().float()
-                    tensors[name] = nn.Parameter(wide, False) if isinstance(tensor, nn.Parameter) else wide
-        if not before:
-            return args
-        # Images are made what the weights were before.
-        return tuple(each.float() if isinstance(each, Tensor) and each.dtype in _HALVES else each for each in args)
-
-    def narrow(module: nn.Module, args: tuple, output: Any) -> None:
-        for tensors, name, tensor in kept.pop(module, ()):
-            tensors[name] = tensor
-
-    handles = [module.register_forward_pre_hook(widen) for module in model.modules()]
-    handles += [module.register_forward_hook(narrow, always_call=True) for module in model.modules()]
-    try:
-        with hooked(handles):
-            yield
-    finally:
-        for module in list(kept):  # whose call was interrupted
-            narrow(module, (), None)
 
 
 class Evidence:

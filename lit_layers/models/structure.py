@@ -6,6 +6,7 @@ its actual weights (`proof`). What follows the blocks is never rebuilt: a state 
 whose blocks hand it on.
 """
 
+import copy
 import hashlib
 import inspect
 import weakref
@@ -53,7 +54,6 @@ from lit_layers.models.proof import (
     Probe,
     Watched,
     apart,
-    in_float32,
     is_timm,
     probe_of,
     watch,
@@ -132,17 +132,12 @@ def _digest(model: Network) -> str:
 
 
 def _proven_widely(model: Network) -> Structured:
-    """As `proven`; of weights of 16 bits in float32, where no more than float32 rounds hides an identity that fails. A
-    model that cannot be called so (with weights of modules that it does not call) is shown as it is."""
-    if all(parameter.dtype.itemsize != 2 for parameter in model.parameters()):
+    """As `proven`; of weights of 16 bits on a copy in float32, where no more than float32 rounds hides an identity that
+    fails. A model whose weights are not in memory is shown as it is.
+    """
+    if any(each.is_meta for each in model.parameters()) or all(each.dtype.itemsize != 2 for each in model.parameters()):
         return proven(model)
-    try:
-        with in_float32(model):
-            family = proven(model)
-    except NotShown as reason:
-        if reason.__cause__ is None:
-            raise
-        return proven(model)
+    family = proven(copy.deepcopy(model).float())
     return replace(family, shown=(*family.shown, ("computed", "float32")))
 
 

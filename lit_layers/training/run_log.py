@@ -32,15 +32,6 @@ class _Step:
     learning_rate: float
 
 
-@dataclass(frozen=True)
-class _Window:
-    """Where a stretch of steps begins whose speed is measured."""
-
-    step: int
-    clock: float
-    paused: float
-
-
 class RunLog(L.Callback, Logger):
     """Writes `root/metrics.jsonl`: loss and learning rate at every step; gradient norm and speed where known.
 
@@ -100,7 +91,7 @@ class RunLog(L.Callback, Logger):
         if self not in trainer.loggers:  # not before: they would decide where a ModelCheckpoint writes
             trainer.loggers = [*trainer.loggers, self]
         self._now = axis_step(trainer)
-        self._window = _Window(trainer.global_step, time.perf_counter(), self._paused(trainer))
+        self._window = self._progress(trainer)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -162,15 +153,15 @@ class RunLog(L.Callback, Logger):
         if self._measurements or self._extra:
             self._flush(trainer, pl_module, reduce=False)
 
-    def _paused(self, trainer: L.Trainer) -> float:
-        """Seconds spent so far on anything but training: saving, measuring, validating."""
+    def _progress(self, trainer: L.Trainer) -> tuple[int, float]:
+        """Return the steps, and seconds of a clock that stands while anything but training is done."""
         callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        return self._validating + sum(getattr(callback, "paused_seconds", 0.0) for callback in callbacks)
+        paused = self._validating + sum(getattr(callback, "paused_seconds", 0.0) for callback in callbacks)
+        return trainer.global_step, time.perf_counter() - paused
 
     def _close_window(self, trainer: L.Trainer) -> None:
-        window, self._window = self._window, _Window(trainer.global_step, time.perf_counter(), self._paused(trainer))
-        seconds = self._window.clock - window.clock - (self._window.paused - window.paused)
-        steps = self._window.step - window.step
+        (step, clock), self._window = self._window, self._progress(trainer)
+        steps, seconds = self._window[0] - step, self._window[1] - clock
         if steps:
             self.log_metrics({name: steps * count / seconds for name, count in self._per_step.items()})
 
