@@ -97,7 +97,7 @@ def test_each_begins(script: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words", "sentence"),
     [
-        ("mteb_layers", "--folder {}", "error: folder: expected a file tasks.yaml in {} that says where its tasks lie"),
+        ("mteb_layers", "--folder {}", "error: folder: expected a file tasks.yaml in {}, there is none"),
         ("mteb_layers", "--folder {}/none", "error: folder: expected a folder of data, {}/none is none"),
     ],
 )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lit_layers.data.batches import Batches, EvalText, TokenBlocks
     from lit_layers.data.images import EvalImages
-    from lit_layers.data.preparing import prepare, prepared
+    from lit_layers.data.preparing import TokenShards, prepare, prepared
     from lit_layers.data.prompt_texts import (
         BenchmarkPrompts,
         CorpusTexts,
@@ -18,13 +18,12 @@ if TYPE_CHECKING:
         Views,
         make_views,
     )
-    from lit_layers.data.shards import TokenShards
     from lit_layers.data.word_pairs import WordPairs
     from lit_layers.tasks.catalogue import TASKS, find_task
     from lit_layers.tasks.probe_task import ProbeTask, TaskData, TaskSplit
 
 # Imported on first use: what reads names, files and tokens needs no torch, which takes seconds to import.
-_HOMES = ["shards", "preparing", "batches", "images", "word_pairs", "prompt_texts"]
+_HOMES = ["preparing", "batches", "images", "word_pairs", "prompt_texts"]
 _TASKS = ["probe_task", "catalogue"]
 __all__ = [
     "TASKS",

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lit_layers.data.preparing import prepared
-from lit_layers.data.shards import TokenShards
+from lit_layers.data.preparing import TokenShards, prepared
 from lit_layers.data.tokenization import TextTokenizer, bpe_size, load_tokenizer, one_thread, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.identity import sha16
@@ -112,9 +111,7 @@ def tokenizer_of(tokenizer: str, corpus: str | None) -> str:
     if bpe_size(tokenizer) is None:
         return tokenizer
     if corpus is None:
-        raise InputError(
-            f"tokenizer: {tokenizer} is trained on a corpus: name that as corpus, or a folder that holds the tokenizer"
-        )
+        raise InputError(f"tokenizer: {tokenizer} is trained on a corpus: name that as corpus")
     return str(prepared(corpus, tokenizer).tokenizer_path)
 
 
@@ -129,14 +126,11 @@ def encode_texts(tokenizer: str | TextTokenizer, texts: Sequence[str], *, max_to
     """
     for row, text in enumerate(texts):
         if not text.isascii() and re.search("[\ud800-\udfff]", text):
-            raise InputError(f"text {row}: expected letters, got half of a pair of UTF-16: {text[:60]!a}")
+            raise InputError(f"text {row}: expected letters, got half of a pair of UTF-16")
     loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
     added = loaded.tokenizer.num_special_tokens_to_add(is_pair=False)
     if max_tokens <= added:
-        raise InputError(
-            f"max_tokens: expected more than the {added} special tokens that the tokenizer adds to a text, got "
-            f"{max_tokens}"
-        )
+        raise InputError(f"max_tokens: expected more than the {added} special tokens of every text, got {max_tokens}")
     ids, num_cut = [], 0
     loaded.tokenizer.enable_truncation(max_tokens)
     try:
@@ -189,7 +183,7 @@ class EvalText(Batches):
         first, last = self.documents
         self.documents = (first, last)  # a recipe brings a list
         if not 0 <= first < last <= 1:
-            raise InputError(f"documents must be a share such as (0.0, 0.5), within 0 and 1, not {self.documents}")
+            raise InputError(f"documents: expected a share such as (0.0, 0.5), got {self.documents}")
         refuse_below_one(num_sequences=self.num_sequences, num_tokens=self.num_tokens, batch_size=self.batch_size)
 
     def windows(self) -> Tensor:
@@ -232,15 +226,11 @@ class EvalText(Batches):
 
     def _check(self, total: int) -> None:
         """Refuse a corpus that holds too few windows, and say where it holds fewer than were asked for."""
+        name = "num_sequences" if self.min_sequences is None else "min_sequences"
+        there = f"{self.corpus!r} has {total} windows of {self.num_tokens} tokens in {self.documents} of {self.split}"
+        if total < (least := getattr(self, name)):
+            raise InputError(f"{there}, and {name} is {least}: ask for fewer or shorter ones")
         if total < self.num_sequences:
-            least = self.num_sequences if self.min_sequences is None else self.min_sequences
-            there = (
-                f"{self.corpus!r} has {total} windows of {self.num_tokens} tokens in the documents {self.documents} of "
-                f"its {self.split} split"
-            )
-            if total < least:
-                option = "num_sequences" if self.min_sequences is None else "min_sequences"
-                raise InputError(f"{there}, and {option} is {least}: ask for fewer or shorter ones")
             logger.warning("%s: all are taken, num_sequences asks for %d", there, self.num_sequences)
 
     def _count(self, shards: TokenShards) -> tuple[np.ndarray, np.ndarray]:
@@ -287,8 +277,6 @@ class GivenBatches(Batches):
             raise InputError(f"batches: {_EXPECTED}; got {_called(given)}")
         if isinstance(getattr(given, "sampler", None), DistributedSampler):
             raise InputError("batches: every process would measure other data: leave the DistributedSampler out")
-        if is_rows and not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
-            raise InputError(f"batches: {_called(given)} has no known length: give a list of its first batches")
         self._given: Any = given
         self._tokenizer_hash = tokenizer_hash
         self._is_rows = is_rows
@@ -339,9 +327,7 @@ class GivenBatches(Batches):
 def refuse_many(count: int) -> None:
     """Refuse more texts or images than anybody means to measure at every step."""
     if count > MOST:
-        raise InputError(
-            f"batches: expected at most {MOST} texts or images, got {count} or more: give Subset(data, range(64))"
-        )
+        raise InputError(f"batches: expected at most {MOST} texts or images, got more: give Subset(data, range(64))")
 
 
 def as_batches(given: Any) -> Batches:
@@ -370,25 +356,20 @@ def _batch(given: Any, number: int) -> dict[str, Tensor]:
         given = given[0]
     if isinstance(given, Tensor):
         given = {"pixel_values" if given.is_floating_point() else "input_ids": given}
-    if not isinstance(given, Mapping):
-        raise InputError(f"batches: {_EXPECTED}; batch {number} is {_called(given)}")
+    given = given if isinstance(given, Mapping) else {}
     values = {name: torch.as_tensor(given[name]).detach().cpu() for name in _NAMES if given.get(name) is not None}
     inputs = next((name for name in ("input_ids", "pixel_values") if name in values), None)
     dimensions = {"input_ids": 2, "pixel_values": 4}
     if inputs is None:
-        raise InputError(
-            f"batches: expected input_ids or pixel_values, batch {number} has {', '.join(map(str, given)) or 'nothing'}"
-        )
+        raise InputError(f"batches: {_EXPECTED}; batch {number} has {', '.join(map(str, given)) or 'neither'}")
     if values[inputs].ndim != dimensions[inputs] or not values[inputs].numel():
-        shapes = {"input_ids": "(batch, tokens)", "pixel_values": "(batch, channels, height, width)"}
-        raise InputError(
-            f"batches: expected {inputs} of shape {shapes[inputs]}, got {tuple(values[inputs].shape)} in batch {number}"
-        )
+        got = f"{tuple(values[inputs].shape)} in batch {number}"
+        raise InputError(f"batches: expected {inputs} of {dimensions[inputs]} dimensions, got {got}")
     if inputs == "input_ids":
         values["input_ids"] = values["input_ids"].long()
         mask = values.setdefault("attention_mask", torch.ones_like(values["input_ids"]))
         if not mask.any(dim=-1).all():
-            raise InputError(f"batches: expected a 1 in each row of attention_mask, got none in one of batch {number}")
+            raise InputError(f"batches: a row of batch {number} has no 1 in its attention_mask")
     labels = given.get("labels") if labels is None else labels
     one_each = labels is not None and isinstance(labels, Tensor) and labels.shape == (len(values[inputs]),)
     if labels is not None and one_each and not labels.is_floating_point():
@@ -415,10 +396,8 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
         self.shards, self.split, self.num_tokens = shards, split, num_tokens
         self._tokens: np.ndarray | None = None
         if len(self) < 1:
-            raise InputError(
-                f"the {split} split of {shards.folder} has {shards.num_tokens(split)} tokens, too few for one block of "
-                f"{num_tokens} + 1: use shorter blocks or a larger corpus"
-            )
+            there = f"{shards.num_tokens(split)} tokens in the {split} split of {shards.folder}"
+            raise InputError(f"{there} are too few for one block of {num_tokens} + 1")
 
     def __len__(self) -> int:
         return max(self.shards.num_tokens(self.split) - 1, 0) // self.num_tokens

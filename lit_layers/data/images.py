@@ -3,7 +3,6 @@
 import functools
 import io
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -30,28 +29,15 @@ _BROKEN = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # wh
 _EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV")
 
 
-class Pictures(ABC):
-    """Labelled images in a fixed order."""
+@dataclass(eq=False)
+class SmallPictures:
+    """Labelled images of one size in a fixed order, held as uint8."""
 
+    pixels: Tensor  # (images, 3, height, width)
     labels: Tensor  # (images,) int64
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    @abstractmethod
-    def picture(self, index: int) -> Image.Image:
-        """Return one image in RGB; one that cannot be decoded is refused by its file or row."""
-
-    @abstractmethod
-    def content_hash(self) -> str:
-        """Sixteen hex digits over the images and their labels."""
-
-
-class SmallPictures(Pictures):
-    """Images of one size, held as uint8."""
-
-    def __init__(self, pixels: Tensor, labels: Tensor) -> None:
-        self.pixels, self.labels = pixels, labels  # (images, 3, height, width), (images,)
 
     def picture(self, index: int) -> Image.Image:
         return Image.fromarray(self.pixels[index].permute(1, 2, 0).numpy())
@@ -70,19 +56,29 @@ class SmallPictures(Pictures):
         return sha16(f"{tuple(self.pixels.shape)}", self.pixels.contiguous().numpy().data, labels)
 
 
-class EncodedPictures(Pictures):
-    """Image files, or encoded rows (of a parquet file, a data set of the Hub), decoded when they are asked for."""
+@dataclass(eq=False)
+class EncodedPictures:
+    """Labelled image files, or encoded rows (of a parquet file, a data set of the Hub), decoded when asked for."""
 
-    def __init__(self, rows: Callable[[int], bytes | Path], labels: Tensor, name: str, fingerprint: str) -> None:
-        self.rows, self.labels, self.name, self.fingerprint = rows, labels, name, fingerprint
+    rows: Callable[[int], bytes | Path]
+    labels: Tensor  # (images,) int64
+    name: str
+    fingerprint: str
+
+    def __len__(self) -> int:
+        return len(self.labels)
 
     def picture(self, index: int) -> Image.Image:
+        """Return one image in RGB; one that cannot be decoded is refused by its file or row."""
         row = self.rows(index)
         return decoded(row, str(row) if isinstance(row, Path) else f"row {index} of {self.name}")
 
     def content_hash(self) -> str:
         """Over the name of the data, its fingerprint and the labels: reading 150 GB would take hours."""
         return sha16(f"{self.name} {self.fingerprint} ", self.labels.numpy().astype("<i8").tobytes())
+
+
+Pictures = SmallPictures | EncodedPictures
 
 
 def decoded(source: Path | bytes | None, name: str) -> Image.Image:
@@ -110,10 +106,8 @@ def _decoded_if_small(pictures: EncodedPictures) -> Pictures:
     for index in range(len(pictures)):
         image = pictures.picture(index)
         if image.size != (width, height):
-            raise InputError(
-                f"row {index} of {pictures.name} is {image.size[0]} x {image.size[1]} px where the first image is "
-                f"{width} x {height}: images of up to {SMALL} px must be of one size"
-            )
+            sizes = f"{image.size[0]} x {image.size[1]} px where the first image is {width} x {height}"
+            raise InputError(f"row {index} of {pictures.name} is {sizes}: small images must be of one size")
         pixels[index] = np.asarray(image)
     return SmallPictures(torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), pictures.labels)
 
@@ -151,26 +145,17 @@ class ImageSource:
 
     def check(self) -> None:
         """Read both splits, which must have the same classes."""
-        train, test = (set(each.labels.unique().tolist()) for each in (self.train, self.test))
         names = self.classes
-        missing = sorted(set(range(len(names))) - train)
-        if missing:
-            raise InputError(f"{self.name}: class {names[missing[0]]!r} has no training image; leave it out")
-        if train != test:
-            odd = sorted(train ^ test)[0]
-            name, where = (names[odd] if odd < len(names) else odd), "train" if odd in train else "test"
-            raise InputError(
-                f"{self.name}: the train split has {len(train)} classes and the test split {len(test)}; class {name!r} "
-                f"is in {where} alone"
-            )
+        for split in (self.train, self.test):
+            if odd := sorted(set(split.labels.unique().tolist()) ^ set(range(len(names)))):
+                name = names[odd[0]] if odd[0] < len(names) else odd[0]
+                raise InputError(f"{self.name}: class {name!r} is not in both splits: leave it out")
 
     def _checked(self, split: Split, pictures: Pictures, names: tuple[str, ...] | None) -> Content:
         highest = int(pictures.labels.max()) if names is None else len(names) - 1
         for row, label in enumerate(pictures.labels.tolist()):
             if not 0 <= label <= highest:
-                raise InputError(
-                    f"{self.name}: row {row} of the {split} split has {label}, expected a label from 0 to {highest}"
-                )
+                raise InputError(f"{self.name}: row {row} of {split} has {label}, expected a label from 0 to {highest}")
         return pictures, names
 
 
@@ -190,9 +175,7 @@ def image_source(name: str) -> ImageSource:
         return ImageSource(name, functools.partial(_folders, path))
     if path.exists():
         if not list(path.rglob("*.parquet")):
-            raise InputError(
-                f"source: {path} holds neither parquet files nor train/CLASS/*.jpg: docs/images.md converts others"
-            )
+            raise InputError(f"source: {path} holds no parquet files and no train/CLASS/*.jpg (see docs/images.md)")
         return ImageSource(name, functools.partial(_data_set, str(path)))
     hub = HUB_NAMES.get(name, name)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", hub) or name.startswith((".", "/", "~")):
@@ -230,10 +213,7 @@ def _folders(root: Path, split: Split) -> Content:
     names = [folder.classes for folder in folders.values()]
     if names[0] != names[1]:
         odd = sorted(set(names[0]) ^ set(names[1]))[0]
-        place = "train" if odd in names[0] else held_out
-        raise InputError(
-            f"{root}: {len(names[0])} classes in train and {len(names[1])} in {held_out}; class {odd!r} is in {place}"
-        )
+        raise InputError(f"{root}: class {odd!r} is not in both train and {held_out}")
     files = [Path(file) for file, _ in folders[split].samples]
     labels = torch.tensor([label for _, label in folders[split].samples])
     return EncodedPictures(files.__getitem__, labels, split, _listing(root, files)), tuple(names[0])
@@ -265,8 +245,8 @@ def _data_set(name: str, split: Split) -> Content:
     rows, place = splits[chosen], f"the {chosen} split of {name}"
     image, label = _columns(rows.column_names, place)
     names, labels = getattr(rows.features[label], "names", None), rows[label][:]
-    if (row := next((row for row, each in enumerate(labels) if not isinstance(each, int)), None)) is not None:
-        raise InputError(f"source: row {row} of {place} has the label {labels[row]!r}: expected a whole number")
+    if odd := [each for each in labels if not isinstance(each, int)]:
+        raise InputError(f"source: {place} has the label {odd[0]!r}: expected a whole number")
     images = rows.cast_column(image, EncodedImage(decode=False)).data.column(image)
 
     def encoded(index: int) -> bytes | Path:
@@ -285,9 +265,7 @@ def _columns(names: Sequence[str], place: str) -> tuple[str, str]:
     for kind, usual in (("images", IMAGE_COLUMNS), ("labels", LABEL_COLUMNS)):
         column = next((name for name in usual if name in names), None)
         if column is None:
-            raise InputError(
-                f"source: expected a column of {kind} named {' or '.join(usual)} in {place}, it has {', '.join(names)}"
-            )
+            raise InputError(f"source: expected {' or '.join(usual)} ({kind}) in {place}, it has {', '.join(names)}")
         columns.append(column)
     return columns[0], columns[1]
 
@@ -362,10 +340,8 @@ class EvalImages(Batches):
         source = image_source(self.source)
         pictures = source.split(self.split)
         if len(pictures) < self.num_images:
-            raise InputError(
-                f"{self.source!r} has {len(pictures)} images in its {self.split} split, and num_images is "
-                f"{self.num_images}: ask for fewer"
-            )
+            there = f"{self.source!r} has {len(pictures)} images in its {self.split} split"
+            raise InputError(f"{there}, and num_images is {self.num_images}: ask for fewer")
         order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(self.seed))
         chosen = order[: self.num_images]
         size = image_size(source, self.image_size)
@@ -393,9 +369,7 @@ def statistics(source: ImageSource, normalisation: Normalisation) -> tuple[tuple
         return STATISTICS[normalisation]
     pictures = source.train
     if not isinstance(pictures, SmallPictures):
-        raise InputError(
-            f"normalisation: expected imagenet or half, got source, and the images of {source.name} are large"
-        )
+        raise InputError(f"normalisation: the images of {source.name} are large: take imagenet or half")
     means, deviations = [], []
     levels = torch.arange(256, dtype=torch.float64) / 255
     for channel in range(3):
@@ -415,9 +389,7 @@ def image_size(source: ImageSource, chosen: int | None) -> int:
         return USUAL_SIZE
     height, width = pictures.pixels.shape[2:]
     if height != width:
-        raise InputError(
-            f"image_size: expected a number of pixels: the images of {source.name} are {width} x {height} px"
-        )
+        raise InputError(f"image_size: name one, as images of {source.name} have {width} x {height} px")
     return height
 
 

@@ -1,5 +1,10 @@
 """Corpus to token shards, streamed; the result depends on the corpus and the options only, not on the threads.
 
+train.bin  val.bin      token ids, uint16 where the vocabulary allows it, else uint32; little-endian, nothing else
+train.idx  val.idx      int64: where in the .bin file each document starts; a document ends with the end of text
+tokenizer/              as `AutoTokenizer` opens it
+meta.json               the header
+
 A preparation under way is a hidden folder beside the one asked for, which gets that name once it is whole. Its note of
 progress says how far its files are good: a run that was cut reads the corpus again and writes what they lack.
 """
@@ -14,6 +19,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,18 +27,123 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
+from lit_layers import schema
 from lit_layers.data import tokenization
-from lit_layers.data.shards import FORMAT, HEADER, STARTS, STEMS, TOKENIZER, VERSION, TokenShards, finish, token_dtype
 from lit_layers.data.text_sources import Source, digest, in_share, open_source
 from lit_layers.errors import InputError
 from lit_layers.files.durable import sync, write_json
 from lit_layers.identity import hash_of, sha16
 from lit_layers.schema import refuse_below_one
 
+FORMAT, VERSION = "lit_layers token shards", 1
+HEADER, TOKENIZER = "meta.json", "tokenizer"
+STEMS = {"train": "train", "validation": "val"}
+STARTS = np.dtype("<i8")
+_AGAIN = "remove the folder and run `lit-layers prepare` again"
 CHUNK_BYTES = 2**22  # of text, the work of one call of the tokenizer
 PART_SECONDS = 10.0  # of work, at most, that an interruption loses
 PROGRESS = "progress.json"
 BPE_BYTES = 10**8  # of text a tokenizer is trained on
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The narrowest unsigned type that holds every id."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+@dataclass(frozen=True)
+class TokenShards:
+    """A folder of prepared tokens. Files are mapped when asked for, so an object is small and can be sent anywhere."""
+
+    folder: Path
+    header: dict[str, Any]
+
+    @classmethod
+    def open(cls, folder: str | Path) -> "TokenShards":
+        """Open a prepared folder and check its sizes.
+
+        Raises:
+            InputError: for a folder that is missing, of another version, or damaged.
+        """
+        folder = Path(folder)
+        shards = cls(folder, _read_header(folder))
+        for name, expected in shards.header["files"].items():
+            path = folder / name
+            if not path.is_file() or path.stat().st_size != expected["bytes"]:
+                raise InputError(f"{path} has not the {expected['bytes']} bytes that its header says: {_AGAIN}")
+        return shards
+
+    def tokens(self, split: str) -> np.ndarray:
+        """All token ids of a split, memory-mapped."""
+        return np.memmap(self._path(split, ".bin"), dtype=np.dtype(self.header["dtype"]), mode="r")
+
+    def document_starts(self, split: str) -> np.ndarray:
+        """Index of each document's first token."""
+        return np.memmap(self._path(split, ".idx"), dtype=STARTS, mode="r")
+
+    def num_tokens(self, split: str) -> int:
+        return self.header["splits"][split]["tokens"]
+
+    def num_documents(self, split: str) -> int:
+        return self.header["splits"][split]["documents"]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.header["vocab_size"]
+
+    @property
+    def end_of_text_id(self) -> int:
+        return self.header["end_of_text_id"]
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.folder / TOKENIZER
+
+    @property
+    def tokenizer_hash(self) -> str:
+        return self.header["tokenizer"]["hash"]
+
+    @property
+    def corpus_hash(self) -> str:
+        return self.header["corpus_hash"]
+
+    @property
+    def checksum(self) -> str:
+        """SHA-256 over the checksums of all files: equal folders have equal ones."""
+        return self.header["checksum"]
+
+    def _path(self, split: str, suffix: str) -> Path:
+        if split not in STEMS:
+            raise InputError(f"split: expected train or validation, got {split!r}")
+        return self.folder / (STEMS[split] + suffix)
+
+
+def finish(draft: Path, folder: Path, header: dict[str, Any]) -> None:
+    """Write the header of the files in a folder, which then gets its name."""
+    paths = [path for path in sorted(draft.rglob("*")) if path.is_file() and path.name != HEADER]
+    files = {path.relative_to(draft).as_posix(): _measure(path) for path in paths}
+    listing = "\n".join(f"{name} {entry['sha256']}" for name, entry in sorted(files.items()))
+    header = {**header, "files": files, "checksum": hashlib.sha256(listing.encode()).hexdigest()}
+    write_json(draft / HEADER, header, sort_keys=True)
+    for path in [*paths, draft / TOKENIZER, draft]:
+        sync(path)
+    draft.rename(folder)
+    sync(folder.parent)
+
+
+def _read_header(folder: Path) -> dict[str, Any]:
+    path = folder / HEADER
+    if not path.is_file():
+        raise InputError(f"{folder} holds no token shards ({HEADER} is missing): make them with `lit-layers prepare`")
+    header = schema.read(path, dict[str, Any], _AGAIN)
+    if (header.get("format"), header.get("version")) != (FORMAT, VERSION):
+        raise InputError(f"{path}: expected {FORMAT} of version {VERSION}: {_AGAIN}")
+    return header
+
+
+def _measure(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def prepared(corpus: str, tokenizer: str, *, cache: str | Path | None = None) -> TokenShards:
@@ -102,7 +213,7 @@ def prepare(
         tokenization.save_tokenizer(loaded, draft / TOKENIZER)
         dtype, hash_ = token_dtype(loaded.vocab_size), tokenization.tokenizer_hash(loaded.tokenizer)
         key = hash_of([settings, corpus.revision, hash_])
-        counts = _written(draft, dtype, corpus, loaded, max_documents, progress, key)
+        counts = _written(draft, dtype, corpus, loaded, max_documents, progress and sys.stderr.isatty(), key)
         header = {
             "format": FORMAT,
             "version": VERSION,
@@ -190,11 +301,11 @@ def _written(
     for split, of in splits.items():
         of["corpus_hash"] = chains[split][:16]
         if not of["documents"]:
-            raise InputError(
-                f"the {split} split of {_name_of(source.describe())} is empty "
-                f"({sum(of['documents'] for of in splits.values())} documents in all): give more documents (a .txt "
-                'file is one unless a separator line, "" for a blank one, divides it), or another validation share'
-            )
+            about = source.describe()
+            what = f"the {split} split of {about.get('path') or about.get('name') or 'python'} is empty"
+            why = f"{sum(of['documents'] for of in splits.values())} documents in all"
+            remedy = 'give more (a .txt file is one unless a separator line, "" for a blank one, divides it)'
+            raise InputError(f"{what} ({why}): {remedy}, or another validation share")
     corpus_hash = sha16("/".join(chains[split] for split in ("train", "validation")))
     return {"splits": splits, "left_out": left_out, "corpus_hash": corpus_hash}
 
@@ -233,8 +344,8 @@ def _expect_tokenizer(shards: TokenShards, tokenizer: str) -> None:
     if hash_ != shards.tokenizer_hash:
         made_by = shards.header["tokenizer"]
         raise InputError(
-            f"{shards.folder} was made with the tokenizer {made_by['spec']!r} ({made_by['hash']}), not {tokenizer!r}"
-            f"{f' ({hash_})' if hash_ else ''}: name {shards.tokenizer_path}, or prepare the corpus again"
+            f"{shards.folder} was made with the tokenizer {made_by['spec']!r}, not {tokenizer!r}: name "
+            f"{shards.tokenizer_path}, or prepare the corpus again"
         )
 
 
@@ -278,7 +389,3 @@ def _draft_of(folder: Path) -> Iterator[Path]:
                     shutil.rmtree(draft, ignore_errors=True)
     except OSError as error:
         raise InputError(f"cannot prepare {folder} ({error}): choose another folder, or run again to go on") from error
-
-
-def _name_of(source: dict[str, Any]) -> str:
-    return source.get("path") or source.get("name") or "python"

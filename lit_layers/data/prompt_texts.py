@@ -1,7 +1,6 @@
 """Texts that an analysis measures on, their batches and perturbed copies; the prompts of the six usual benchmarks."""
 
 import functools
-import itertools
 import json
 import math
 import random
@@ -141,10 +140,8 @@ class CorpusTexts(Texts):
         while len(texts) < self.num_texts:
             windows = self._windows(number).windows()  # begin with those of a smaller number
             if len(windows) == drawn:
-                raise InputError(
-                    f"texts: expected {self.num_texts} windows with words, the {self.split} split of {self.corpus} has "
-                    f"{len(texts)} among {drawn}: ask for fewer"
-                )
+                there = f"the {self.split} split of {self.corpus} has {len(texts)} windows with words"
+                raise InputError(f"texts: {there}, expected {self.num_texts}: ask for fewer")
             texts = [text for text in tokenizer.decode_batch(windows.tolist()) if text.strip()]
             drawn, number = len(windows), number + self.num_texts - len(texts)
         return texts
@@ -219,7 +216,7 @@ class LabelledTexts(TextBatches):
     @functools.cached_property
     def _classes(self) -> Tensor:
         if (labels := self.texts.labels()) is None:
-            raise InputError("labels: these texts have no classes: expected the texts of a classification task")
+            raise InputError("labels: expected the texts of a classification task, these have no classes")
         return labels
 
 
@@ -309,21 +306,16 @@ def _drawn(benchmark: ScoredTask, folder: str | None, number: int, seed: int) ->
     """`number` different rows of a benchmark; more of them begin with the same."""
     texts, place = _texts(benchmark.name, folder)
     if len(texts) < number:
-        raise InputError(
-            f"num_prompts: {number} prompts of {benchmark.name} are needed, {place} has {len(texts)}: ask for fewer"
-        )
+        raise InputError(f"num_prompts: {place} has {len(texts)} prompts, {number} are needed: ask for fewer")
     return [texts[row] for row in different_numbers(len(texts), number, f"{seed}/{benchmark.name}")]
 
 
 @functools.lru_cache(maxsize=2 * len(BENCHMARKS))  # every model of a suite is measured on the same texts
 def _texts(name: str, folder: str | None) -> tuple[tuple[str, ...], str]:
     """The prompts of a benchmark, those left out that hold nothing but space; and where they are from."""
-    try:
-        benchmark = find("prompts", name).in_folder(folder)
-        (column,) = benchmark.text  # one: `ScoredTask` refuses others
-        rows = benchmark.read([benchmark.split], {column: "text"})
-    except InputError as error:
-        raise InputError(f"the prompts of {name}: {error}") from error
+    benchmark = find("prompts", name).in_folder(folder)
+    (column,) = benchmark.text
+    rows = benchmark.read([benchmark.split], {column: "text"})
     return tuple(text for text in rows.values[column] if text and text.strip()), rows.place
 
 
@@ -385,14 +377,16 @@ def make_views(
     Source: the defaults of Skean et al., arXiv 2502.02013, appendix D.
 
     Raises:
-        InputError: two views that agree on all texts, or more than 5% of the texts with two equal views.
+        InputError: more than 5% of the texts have two equal views.
     """
     views = [
         [view_of(text, (seed, number, row), share=share, max_words=max_words) for row, text in rows]
         for number, rows in ((number, enumerate(texts)) for number in range(num_views))
     ]
     num_equal = sum(len({view[row] for view in views}) < num_views for row in range(len(texts)))
-    _check_different(views, num_equal)
+    if num_equal > MOST_EQUAL * len(texts):
+        what = f"{num_equal} of {len(texts)} texts have two equal views, expected at most {MOST_EQUAL:.0%}"
+        raise InputError(f"views: {what}: give texts with words of {LEAST_CHARACTERS} or more characters")
     changed = [  # how many words of each text its views lack
         (Counter(text.split()) - Counter(view[row].split())).total() for view in views for row, text in enumerate(texts)
     ]
@@ -441,17 +435,3 @@ def _perturbed(word: str, draw: random.Random, share: float, letters: str | None
 
 def _is_long(word: str) -> bool:
     return len(word) >= LEAST_CHARACTERS
-
-
-def _check_different(views: list[list[str]], num_equal: int) -> None:
-    num_texts = len(views[0])
-    for (first, one), (second, other) in itertools.combinations(enumerate(views), 2):
-        if num_texts and one == other:
-            raise InputError(
-                f"views: views {first} and {second} are equal for all {num_texts} texts: expected texts with words "
-                f"of {LEAST_CHARACTERS} or more characters"
-            )
-    if num_equal > MOST_EQUAL * num_texts:
-        raise InputError(
-            f"views: {num_equal} of {num_texts} texts have two equal views, expected at most {MOST_EQUAL:.0%}"
-        )

@@ -1,14 +1,13 @@
 """Tokenizers: found, trained on a corpus, saved beside a checkpoint."""
 
 import contextlib
-import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ BYTES, MOST_TOKENS = 256, 2_000_000
 LONG_WORD = 1000  # characters; the time that a merge takes grows with the square of a word's length
 _PARALLEL = "TOKENIZERS_PARALLELISM"
 _PROCESS = os.getpid()  # a fork of it lacks the threads of `tokenizers`, and would wait for them for ever
-_HASHES: dict[bytes, str] = {}  # of tokenizers, by the digest of their text
 
 
 @dataclass(frozen=True)
@@ -137,14 +135,12 @@ def save_tokenizer(text_tokenizer: TextTokenizer, folder: Path) -> None:
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
     """Sixteen hex digits over all that decides the ids of a text: equal for copies saved in other ways."""
-    text = tokenizer.to_str()
-    key = hashlib.sha256(text.encode()).digest()
-    if key not in _HASHES:  # of 50,000 tokens it takes six times as long as their text, and each analysis asks
-        _HASHES[key] = _hash_of(json.loads(text))
-    return _HASHES[key]
+    return _hash_of(tokenizer.to_str())
 
 
-def _hash_of(parts: dict[str, Any]) -> str:
+@lru_cache(maxsize=4)  # of 50,000 tokens it takes six times as long as their text, and each analysis asks
+def _hash_of(text: str) -> str:
+    parts = json.loads(text)
     model = {
         key: value
         for key, value in parts["model"].items()
@@ -186,13 +182,16 @@ def _load(main: Path, companions: dict[str, Path]) -> TextTokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(main))
     except Exception as error:  # the library raises bare Exception
-        raise InputError(
-            f"{main} is no tokenizer of the `tokenizers` library ({error}): save a fast tokenizer there"
-        ) from error
+        raise InputError(f"{main} is no fast tokenizer of the `tokenizers` library ({error})") from error
     asked = _read_json(companions[CONFIG]) if CONFIG in companions else {}
     named = asked.get("eos_token")
     named = named.get("content") if isinstance(named, dict) else named
-    loaded = _ending(tokenizer, named, main, companions)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    end = next((each for each in (named, *ENDS) if each and tokenizer.token_to_id(each) is not None), None)
+    if end is None:
+        raise InputError(f"the tokenizer {main} has no token to end a document: name one as eos_token in {CONFIG}")
+    loaded = TextTokenizer(tokenizer, end, companions)
     if asked.get("add_eos_token") is True and named == loaded.end_of_text:
         _add_end(loaded)
     return loaded
@@ -211,15 +210,6 @@ def _add_end(loaded: TextTokenizer) -> None:
         )
         before = tokenizer.post_processor
         tokenizer.post_processor = last if before is None else processors.Sequence([before, last])
-
-
-def _ending(tokenizer: Tokenizer, named: str | None, main: Path, companions: dict[str, Path]) -> TextTokenizer:
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    for token in (named, *ENDS):
-        if isinstance(token, str) and tokenizer.token_to_id(token) is not None:
-            return TextTokenizer(tokenizer, token, companions)
-    raise InputError(f"the tokenizer {main} has no token to end a document: name one as eos_token in {CONFIG}")
 
 
 def _download(spec: str) -> Path:

@@ -43,7 +43,7 @@ class Word(NamedTuple):
 
 @dataclass
 class WordPairs(Batches):
-    """Word pairs by category: BATS 3.0, or any parquet, CSV or TSV file with two columns of words.
+    """Word pairs by category: BATS 3.0, or any parquet, CSV or TSV file of pairs.
 
     Each word stands alone, behind a space, with the special tokens that the tokenizer adds to any text (BOS, for one);
     its place is its last sub-token. Of several answers (a list, or separated by "/") the first is taken. The order
@@ -53,8 +53,8 @@ class WordPairs(Batches):
     word has the same states in all its pairs; `"positions"` (batch,) holds the places.
 
     Args:
-        source: Path of the file. BATS has the columns `word` and `answers`; `word1` and `word2` are known as well, and
-            a file with just two columns of words is understood. A column `category` divides it, else it is one.
+        source: Path of the file. BATS has the columns `word` and `answers`; others have `word1` and
+            `word2`. A column `category` divides it, else it is one.
         tokenizer: A local path, a name on the Hub, or `bpe:SIZE`.
         corpus: Which the tokenizer `bpe:SIZE` is trained on.
         categories: Ids (`I01`), names or groups of those to take, each a category of its own; None for all.
@@ -74,8 +74,6 @@ class WordPairs(Batches):
 
     def __post_init__(self) -> None:
         refuse_below_one(batch_size=self.batch_size)
-        if isinstance(self.categories, str):
-            raise InputError(f"categories: expected a list of names, got {self.categories!r}")
         self.categories = None if self.categories is None else tuple(self.categories)  # a recipe brings a list
 
     def words(self) -> list[Word]:
@@ -119,7 +117,7 @@ class WordPairs(Batches):
     def _loaded(self) -> tuple[list[Word], tuple[Category, ...], str]:
         table, tokenizer = self._pairs, load_tokenizer(tokenizer_of(self.tokenizer, self.corpus))
         spelled = list(dict.fromkeys(table[["first", "second"]].to_numpy().ravel()))
-        encoded = dict(zip(spelled, _encoded(spelled, tokenizer, self.tokenizer), strict=True))
+        encoded = dict(zip(spelled, _encoded(spelled, tokenizer), strict=True))
         words = sorted(dict.fromkeys(encoded.values()), key=lambda word: len(word.ids))  # otherwise as in the file
         place = {word: number for number, word in enumerate(words)}
         by_category = table.groupby(LABELS, sort=False, dropna=False)
@@ -131,10 +129,8 @@ class WordPairs(Batches):
         pairs = zip(rows["first"], rows["second"], strict=True)
         kept = [pair for pair in pairs if encoded[pair[0]].ids != encoded[pair[1]].ids]
         if len(kept) < LEAST_PAIRS:
-            raise InputError(
-                f"{self.source}: category {name!r} has {len(kept)} pairs of different token ids, and at least "
-                f"{LEAST_PAIRS} are needed: leave it out of categories, or add pairs"
-            )
+            there = f"category {name!r} has {len(kept)} pairs of different token ids"
+            raise InputError(f"{self.source}: {there}, expected {LEAST_PAIRS}: leave it out of categories")
         first, second = (torch.tensor([place[encoded[pair[side]]] for pair in kept]) for side in (0, 1))
         return Category(name, tuple(kept), first, second, len(rows) - len(kept), id, group)
 
@@ -148,17 +144,15 @@ class WordPairs(Batches):
         return table[table[LABELS].isin(self.categories).any(axis=1)]
 
 
-def _encoded(words: Sequence[str], tokenizer: TextTokenizer, name: str) -> list[Word]:
+def _encoded(words: Sequence[str], tokenizer: TextTokenizer) -> list[Word]:
     """Each word behind a space, which is not given where the tokenizer puts one in front of any text itself."""
     with one_thread():
         bare = tokenizer.tokenizer.encode("a", add_special_tokens=False).tokens
         space = "" if bare and bare[0].startswith(("\u2581", "\u0120")) else " "
         encodings = tokenizer.tokenizer.encode_batch([space + word for word in words])
     result = []
-    for word, encoding in zip(words, encodings, strict=True):
+    for encoding in encodings:
         places = [place for place, special in enumerate(encoding.special_tokens_mask) if not special]
-        if not places:
-            raise InputError(f"the tokenizer {name!r} makes no token of the word {word!r}: use another")
         result.append(Word(tuple(encoding.ids), places[-1]))
     return result
 
@@ -169,26 +163,17 @@ def _read(path: Path) -> Any:
 
     table = _table(path)
     names = [str(name) for name in table.columns]
-    first, second = _columns(path, names)
+    if (found := next((pair for pair in KNOWN_COLUMNS if set(pair) <= set(names)), None)) is None:
+        expected = " or ".join(map(" and ".join, KNOWN_COLUMNS))
+        raise InputError(f"{path}: expected the columns {expected}, it has {', '.join(names)}")
+    first, second = found
     pairs = [(_word(one), _word(other)) for one, other in zip(table[first], table[second], strict=True)]
     for number, pair in enumerate(pairs):
         if not all(pair):
             raise InputError(f"{path}, row {number}: expected two words in {first!r} and {second!r}, got {pair}")
-    if not pairs:
-        raise InputError(f"{path}: expected word pairs, the file has none")
     labels = {name: list(map(str, table[name])) if name in names else None for name in LABELS}
     labels["category"] = [name or path.stem for name in labels["category"] or [""] * len(pairs)]
     return pd.DataFrame(pairs, columns=["first", "second"], dtype=object).assign(**labels)
-
-
-def _columns(path: Path, names: list[str]) -> tuple[str, str]:
-    for pair in KNOWN_COLUMNS:
-        if set(pair) <= set(names):
-            return pair
-    others = [name for name in names if name not in LABELS]
-    if len(others) != 2:
-        raise InputError(f"{path}: expected two columns of words, it has {', '.join(names)}: leave others out")
-    return others[0], others[1]
 
 
 def _word(value: Any) -> str:

@@ -38,11 +38,11 @@ from lit_layers.tasks.lm_eval_scorer import (
     SCORE,
     LmEvalScorer,
     TaskScores,
-    lm_eval_version,
     local_task,
     refuse_unknown,
     task_file_hash,
 )
+from lit_layers.tasks.task_files import version_of
 
 NORMALIZED = "normalized_score"
 _CHOOSING = ("name", "variants", "middles", "seeds", "loops", "custom")  # which results are asked for
@@ -115,11 +115,9 @@ def normalized_error(values: Sequence[float], full: Sequence[float], random_scor
     where x is the variant's score of a row and y the full model's.
     """
     of_variant, of_full = np.asarray(values, dtype=np.float64), np.asarray(full, dtype=np.float64)
-    if len(of_variant) < 2:
-        return None
     span = of_full.mean() - random_score
     rows = (of_variant - (of_variant.mean() - random_score) / span * of_full) / span
-    return float(rows.std(ddof=1) / math.sqrt(len(rows)))
+    return _error(rows)
 
 
 @dataclass(kw_only=True)
@@ -195,7 +193,7 @@ class BenchmarkScores(WithTokenizer, Analysis):
         num_tokens, vocab_size = self.words.vocab_size, model.vocab_size or 0
         if num_tokens > vocab_size:
             raise InputError(f"tokenizer: it has {num_tokens} tokens and the model {vocab_size}: give the model's own")
-        lm_eval_version()
+        version_of("lm_eval")
         if self.folder is None:
             refuse_unknown(self.task)
         self.data_hash()
@@ -218,7 +216,7 @@ class BenchmarkScores(WithTokenizer, Analysis):
         config = super().config()
         if self.code_file is not None:
             config["init_args"]["task_file"] = task_file_hash(Path(self.task))
-        config["init_args"]["version"] = lm_eval_version()
+        config["init_args"]["version"] = version_of("lm_eval")
         return config
 
     def data_hash(self) -> str | None:
@@ -247,9 +245,8 @@ class BenchmarkScores(WithTokenizer, Analysis):
         folder = self._place(model)
         # named by a hash, as a schedule may be longer than a file's name
         files = {each.schedule: folder / f"{sha16(format_schedule(each.schedule))}.json" for each in variants}
-        earlier = {schedule: _read(file) for schedule, file in files.items()}
-        scored = {schedule: scores for schedule, scores in earlier.items() if scores is not None}
-        missing = [schedule for schedule in earlier if schedule not in scored]
+        scored = {schedule: scores for schedule, file in files.items() if (scores := _read(file)) is not None}
+        missing = [schedule for schedule in files if schedule not in scored]
         failed: dict[Schedule, str] = {}
         scorer, start = self._scorer(model), time.perf_counter()
         model = BFloat16View(at_least_float32(model)) if missing and self.dtype == "bfloat16" else model
@@ -272,8 +269,7 @@ class BenchmarkScores(WithTokenizer, Analysis):
                 failed[schedule] = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 self._say(f"{variant} failed: {failed[schedule]}")
                 continue
-            facts = self._facts(variant, shared + time.perf_counter() - start)
-            _write(files[schedule], schedule, scores, facts)
+            _write(files[schedule], schedule, scores, self._facts(variant, shared + time.perf_counter() - start))
             scored[schedule] = scores
         if likelihoods is not None:
             likelihoods.close(lambda schedule: schedule in scored or schedule in failed)
@@ -323,15 +319,14 @@ class BenchmarkScores(WithTokenizer, Analysis):
         options |= {"tokenizer": self.tokenizer_hash(), "data": self.data_hash(), "max_tokens": model.max_tokens}
         options |= {"dtype": self.dtype if self.dtype == "bfloat16" else model.precision, "attention": model.attention}
         options |= {"architecture": architecture_hash(model.model)}
-        if self.folder is not None:  # the rows themselves count, not how they were asked for
-            options["task"] = self.task_name
         return self.results / weights_hash(model.model) / self.task_name / hash_of(options)
 
     def _facts(self, variant: Variant, seconds: float) -> dict[str, Any]:
-        facts = {"task": self.task_name, "variant": str(variant), "limit": self.limit}
-        facts |= {"scorer": f"lm-eval {lm_eval_version()}"}
-        facts |= {} if self._local is None or self._local.copy is None else {"difference": self._local.copy.difference}
-        return facts | self.tags_of("dtype") | {"seconds": round(seconds, 3)}
+        facts: dict[str, Any] = {"task": self.task_name, "variant": str(variant), "limit": self.limit}
+        facts |= {"scorer": f"lm-eval {version_of('lm_eval')}", "seconds": round(seconds, 3)}
+        if self._local is not None and self._local.copy is not None:
+            facts["difference"] = self._local.copy.difference
+        return facts | self.tags_of("dtype")
 
     @functools.cached_property
     def _local(self) -> ScoredTask | None:
@@ -344,10 +339,7 @@ class BenchmarkScores(WithTokenizer, Analysis):
 
 def _read(file: Path) -> TaskScores | None:
     """Return the scores in a file; None where there is nothing, or a damaged file."""
-    with (
-        refused(f"results: cannot read {file}"),
-        contextlib.suppress(FileNotFoundError, ValueError, KeyError),
-    ):
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
         result = json.loads(file.read_text(encoding="utf-8"))
         return TaskScores(**{each.name: result[each.name] for each in fields(TaskScores)})
     return None

@@ -32,13 +32,12 @@ class ScoredTask(Task):
     Args:
         source: ORG/NAME[:CONFIG] of the Hub; of a benchmark its task file within lm-eval; mteb knows its own.
         domain: of MTEB.
-        score: what it is judged by foremost.
+        score: what MTEB judges it by; of GLUE it may be several.
         subset: the one of MTEB's that is scored.
         use: what asks for it: prompts to measure on, benchmark scores, fine-tuning on GLUE, MTEB.
         text: columns of its texts; of a benchmark all that a local copy needs.
         split: that is measured or scored.
         num_classes: of GLUE; None: a number is predicted.
-        scores: all that it is judged by, where that is more than `score`.
         examples: worked ones that a benchmark's prompts begin with.
         settings: of lm-eval that are others for a local copy.
         sets: of a clustering's local copy, how many sets are drawn of its rows; 0: the rows are one.
@@ -47,29 +46,21 @@ class ScoredTask(Task):
 
     source: str = field(default="", kw_only=True)
     domain: Literal[Domain, ""] = ""
-    score: str = ""
+    score: str | tuple[str, ...] = ""
     subset: str = "default"
     _: KW_ONLY
     use: Use = "mteb"
     text: tuple[str, ...] = ()
     split: str = "test"
     num_classes: int | None = None
-    scores: tuple[str, ...] = ()
     examples: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
     sets: int = 0
     set_size: int = 0
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "scores", self.scores or ((self.score,) if self.score else ()))
-        object.__setattr__(self, "score", "".join(self.scores[:1]))
-
-    def checked_options(self, options: Mapping[str, Any], place: str) -> dict[str, Any]:
-        """Options that are those of this kind of task; `score` is foremost among the scores."""
-        chosen = super().checked_options(options, place)
-        if "score" in chosen:
-            chosen["scores"] = tuple(dict.fromkeys((chosen["score"], *chosen.get("scores", ()))))
-        return chosen
+    @property
+    def scores(self) -> tuple[str, ...]:
+        return (self.score,) if isinstance(self.score, str) else self.score
 
     @property
     def official(self) -> bool:
@@ -94,11 +85,6 @@ class ScoredTask(Task):
             InputError: a file is missing.
         """
         return None if self.copy is None else self.copy.content_hash(self.splits)
-
-    @property
-    def analysis(self) -> str:
-        """The name of the measurements of one of MTEB."""
-        return f"{self.use}/{self.name}"
 
 
 def tasks_of(use: Use) -> dict[str, ScoredTask]:
@@ -223,15 +209,10 @@ def read_rows(task: ScoredTask, split: str, folder: str | Path | None) -> GlueRo
         InputError: a split, file or column is missing, the Hub does not answer, a folder that has no files of the task,
             a row without text, or a target that is none.
     """
-    try:
-        task = task.in_folder(folder)
-        read = task.read([split], dict.fromkeys(task.text, "text") | {"label": "label"})
-    except InputError as error:
-        raise InputError(f"task {task.name}: {error}") from error
+    task = task.in_folder(folder)
+    read = task.read([split], dict.fromkeys(task.text, "text") | {"label": "label"})
     texts = tuple(zip(*(read.values[column] for column in task.text), strict=True))
-    for row, (pair, target) in enumerate(zip(texts, read.values["label"], strict=True)):
-        if not all(isinstance(text, str) and text.strip() for text in pair):
-            raise InputError(f"task {task.name}: row {row} of {read.place} has no text: mend it or take it out")
+    for row, target in enumerate(read.values["label"]):
         if not _is_target(task, target):
             expected = "a finite number" if task.num_classes is None else f"a class from 0 to {task.num_classes - 1}"
             raise InputError(f"task {task.name}: row {row} of {read.place} has {target!r}, expected {expected}")

@@ -150,7 +150,7 @@ def _pooling(read: Callable[[str], bytes], place: str) -> TextPooling:
     switched = [name for name, on in config.items() if name.startswith("pooling_mode_") and on]
     modes = config.get("pooling_mode", switched or "mean")
     modes = [modes] if isinstance(modes, str) else modes
-    known = {**_POOLINGS, **_SWITCHES}
+    known: dict[str, TextPooling] = {**_POOLINGS, **_SWITCHES}
     if len(modes) != 1 or modes[0] not in known:
         raise _unlike(place, f"pooling by one of {', '.join(_POOLINGS)}", " and ".join(modes) or "nothing")
     return known[modes[0]]

@@ -3,16 +3,13 @@
 lm-eval is optional and takes seconds to import: functions do, where they need it.
 """
 
-import contextlib
 import functools
-import io
 import math
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +33,10 @@ from lit_layers.tasks.lm_eval_model import (
     longest_first,
     num_tokens,
 )
+from lit_layers.tasks.task_files import quiet, version_of
 
 SCORE, NORMED, FLEXIBLE, PERPLEXITY = "task_score", "task_score_norm", "task_score_flexible", "task_perplexity"
 EXAMPLES = "train"  # the split that worked examples are drawn from
-INSTALL = "lm-eval is needed to score tasks: pip install 'lit_layers[eval]'"
 SHOT_SEED = 1234  # lm-eval's own
 NAMES = {"lambada": "lambada_openai"}  # there: any other name is lm-eval's own
 SECONDS_BETWEEN = 60.0  # of two lines that tell how far it is
@@ -48,26 +45,13 @@ MAX_STATES = 2**31
 _STRICT, _FLEXIBLE = "strict-match", "flexible-extract"
 
 
-def lm_eval_version() -> str:
-    """The installed version.
-
-    Raises:
-        InputError: there is none, or accelerate is missing, without which lm-eval opens no model of transformers.
-    """
-    try:
-        version("accelerate")
-        return version("lm_eval")
-    except PackageNotFoundError as error:
-        raise InputError(INSTALL) from error
-
-
 def refuse_unknown(task: str) -> None:
     """Refuse what is neither a name of lm-eval's nor a task file.
 
     Raises:
         InputError: it, or where lm-eval is not installed.
     """
-    lm_eval_version()
+    version_of("lm_eval")
     name = NAMES.get(task, task)
     if name.endswith(".yaml"):
         if not Path(name).is_file():
@@ -75,7 +59,7 @@ def refuse_unknown(task: str) -> None:
         return
     if task in LOCAL_TASKS:  # which lm-eval has: to read the names of its thousands of task files takes ten seconds
         return
-    with _quiet():
+    with quiet():
         names = _manager(defaults=True).all_tasks
     if name not in names:
         raise unknown_task(name, names)
@@ -119,10 +103,7 @@ def _local_rows(task: ScoredTask) -> dict[str, dict[str, list[Any]]]:
     """Return the columns of the scored split, and of the training split if the task needs rows of it."""
     rows = {}
     for split in task.splits:
-        try:
-            read = task.read([split], dict.fromkeys(task.text, "columns"))
-        except InputError as error:
-            raise InputError(f"task {task.name}: {error}") from error
+        read = task.read([split], dict.fromkeys(task.text, "columns"))
         choices, labels = read.values.get("choices", []), read.values.get("label", [])
         for number, (each, label) in enumerate(zip(choices, labels, strict=False)):
             if label not in range(len(each)):
@@ -148,6 +129,7 @@ class TaskScores:
     rows_hash: str
 
 
+@dataclass(eq=False)
 class LmEvalScorer:
     """One task of lm-eval, loaded on the first score and scored as often as wanted.
 
@@ -163,22 +145,18 @@ class LmEvalScorer:
         max_length: tokens that the model takes; None: what its config says, or 2,048.
     """
 
-    def __init__(
-        self,
-        task: str | ScoredTask,
-        tokenizer: str,
-        *,
-        limit: int | None = None,
-        batch_size: int = 16,
-        max_new_tokens: int | None = None,
-        max_length: int | None = None,
-    ) -> None:
-        self.local = None if isinstance(task, str) else task
-        self.name = NAMES.get(task, task) if isinstance(task, str) else task.name
-        self.tokenizer, self.limit = tokenizer, limit
-        self.batch_size, self.max_new_tokens, self.max_length = batch_size, max_new_tokens, max_length
-        self._loaded: Any = None
-        self._wrapped: tuple[Network, Any] | None = None
+    task: str | ScoredTask
+    tokenizer: str
+    _: KW_ONLY
+    limit: int | None = None
+    batch_size: int = 16
+    max_new_tokens: int | None = None
+    max_length: int | None = None
+    _wrapped: tuple[Network, Any] | None = field(default=None, init=False)
+
+    @property
+    def name(self) -> str:
+        return NAMES.get(self.task, self.task) if isinstance(self.task, str) else self.task.name
 
     def in_orders(
         self,
@@ -196,7 +174,7 @@ class LmEvalScorer:
         Raises:
             InputError: as for `score`; the file cannot be written.
         """
-        with _quiet():
+        with quiet():
             chosen = [request for request in self.requests() if request.request_type == "loglikelihood"]
             wrapped = self._wrap(model.model)
             likelihoods = OrderLikelihoods(folder, schedules, wrapped.encoded(chosen))
@@ -211,7 +189,7 @@ class LmEvalScorer:
             in_tuple = model.trajectory({"input_ids": torch.zeros(1, 1, dtype=torch.long)}).in_tuple
             for start in range(0, len(waiting), size):
                 batch = waiting[start : start + size]
-                with _quiet():
+                with quiet():
                     likelihoods.add(batch, wrapped.in_orders(batch, prefixes, model, in_tuple=in_tuple))
                 if any(math.isnan(value) for value, _ in filter(None, map(of_first, batch))):
                     break
@@ -230,11 +208,10 @@ class LmEvalScorer:
                 model does not take.
             FloatingPointError: a log-likelihood that is not a number.
         """
-        lm_eval_version()
-        from lm_eval.evaluator import evaluate
-
-        with _quiet():
+        with quiet():
             loaded = self._load()
+            from lm_eval.evaluator import evaluate
+
             wrapped = self._wrap(model)
             wrapped.computed = computed or (lambda request: None)
             results: Any = evaluate(
@@ -253,7 +230,7 @@ class LmEvalScorer:
         Raises:
             InputError: as for `score`, whatever the model.
         """
-        with _quiet():
+        with quiet():
             (task,) = self._load()["tasks"].values()
             task.build_all_requests(limit=self.limit)
         return list(task.instances)
@@ -265,7 +242,7 @@ class LmEvalScorer:
             InputError: as for `score`, whatever the model; a task without training rows, or whose answers do not stand
                 after what is asked.
         """
-        with _quiet():
+        with quiet():
             (task,) = self._load()["tasks"].values()
             if not task.has_training_docs():
                 raise InputError(f"task: {self.name} has no training rows: name another, such as arc_challenge")
@@ -280,31 +257,33 @@ class LmEvalScorer:
         return rows
 
     def _load(self) -> Any:
-        """lm-eval's dictionary of the one task, which draws the same examples each time."""
-        lm_eval_version()
-        if self._loaded is None:
-            _compile_templates_once()
-            try:
-                if self.local is not None:
-                    loaded = _load_local(self.local)
-                else:
-                    loaded = _manager(defaults=not self.name.endswith(".yaml")).load([self.name])
-            except KeyError as error:
-                raise InputError(f"task: lm-eval has no task {self.name!r}: see lm-eval ls tasks") from error
-            except HUB_ERRORS as error:
-                what = f"the rows of {self.name!r} cannot be had from the Hub ({reason(error)})"
-                raise InputError(f"{what}: check the network, or name a folder of local data") from error
-            if len(loaded["tasks"]) != 1:
-                raise InputError(f"task: {self.name!r} is {len(loaded['tasks'])} tasks of lm-eval: name one of them")
-            (task,) = loaded["tasks"].values()
-            if task.get_config("num_fewshot") is None:
-                task.set_config(key="num_fewshot", value=0)
-            if self.max_new_tokens is not None and task.get_config("output_type") == "generate_until":
-                task.set_config("generation_kwargs", {"max_gen_toks": self.max_new_tokens}, update=True)
-            self._loaded = loaded
+        """Return lm-eval's dictionary of the one task, which draws the same examples each time."""
         for task in self._loaded["tasks"].values():
             task.set_fewshot_seed(seed=SHOT_SEED)
         return self._loaded
+
+    @functools.cached_property
+    def _loaded(self) -> Any:
+        version_of("lm_eval")
+        _compile_templates_once()
+        try:
+            if isinstance(self.task, str):
+                loaded = _manager(defaults=not self.name.endswith(".yaml")).load([self.name])
+            else:
+                loaded = _load_local(self.task)
+        except KeyError as error:
+            raise InputError(f"task: lm-eval has no task {self.name!r}: see lm-eval ls tasks") from error
+        except HUB_ERRORS as error:
+            what = f"the rows of {self.name!r} cannot be had from the Hub ({reason(error)})"
+            raise InputError(f"{what}: check the network, or name a folder of local data") from error
+        if len(loaded["tasks"]) != 1:
+            raise InputError(f"task: {self.name!r} is {len(loaded['tasks'])} tasks of lm-eval: name one of them")
+        (task,) = loaded["tasks"].values()
+        if task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        if self.max_new_tokens is not None and task.get_config("output_type") == "generate_until":
+            task.set_config("generation_kwargs", {"max_gen_toks": self.max_new_tokens}, update=True)
+        return loaded
 
     def _wrap(self, model: Network) -> Any:
         """The model as lm-eval takes it; the same for every order of its blocks."""
@@ -365,13 +344,6 @@ def _manager(defaults: bool) -> Any:
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_defaults=defaults)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """lm-eval draws bars and prints on both streams."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield
 
 
 def _tokenizer_of(spec: str) -> tuple[Any, str]:

@@ -29,7 +29,8 @@ from lit_layers.models.view import LayeredModel, States, at_least_float32
 from lit_layers.records import Record
 from lit_layers.tasks.catalogue import DOMAINS, ScoredTask
 from lit_layers.tasks.embeddings import Embedding, LayerEncoder, NotFiniteError, SentenceEncoder, opened
-from lit_layers.tasks.mteb_tasks import Prepared, data_hash, describe, mteb_version, open_task
+from lit_layers.tasks.mteb_tasks import Prepared, data_hash, describe, open_task
+from lit_layers.tasks.task_files import version_of
 from lit_layers.tasks.text_features import LayerFeatures, TextPooling
 
 RESULTS, EMBEDDINGS = "mteb", "embeddings"
@@ -83,7 +84,7 @@ class MtebTask(WithTokenizer, Analysis):
     tell: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.name = self.name or self.task.analysis
+        self.name = self.name or f"mteb/{self.task.name}"
         if self.encoder is not None:
             self.states = "hf" if self.states == "resid" else self.states
             self.pooling = self.encoder.pooling if self.modules == "all" else self.pooling
@@ -109,7 +110,7 @@ class MtebTask(WithTokenizer, Analysis):
         """Of all that decides the numbers; mteb's own version, too."""
         config = super().config()
         task = {name: getattr(self.task, name) for name in ("name", "domain", "score", "subset", "official")}
-        config["init_args"] |= {"task": task, "mteb": mteb_version()}
+        config["init_args"] |= {"task": task, "mteb": version_of("mteb")}
         return config
 
     def data_hash(self) -> str | None:
@@ -135,8 +136,8 @@ class MtebTask(WithTokenizer, Analysis):
                         results[layer] = result
                         continue
                     self._say(f"layer {layer} of {model.num_layers}" if place else "embedding, and its first layer")
+                    follows = self._follows(layer, model)
                     try:
-                        follows = self._follows(layer, model)
                         scores = prepared.evaluate(LayerEncoder(embeddings, layer, self.encoder, follows=follows))
                         if isinstance(view, BFloat16View):
                             exact = exact or embeddings.features_of_first(NUM_CHECKED, view.exact)
@@ -145,7 +146,7 @@ class MtebTask(WithTokenizer, Analysis):
                         scores = {"main_score": None, "undefined": str(error)}
                     facts = {"layer": layer, "num_layers": model.num_layers, "n": prepared.num_rows()}
                     facts |= {name: getattr(embeddings, name) for name in _COUNTS}
-                    results[layer] = self._described(self._follows(layer, model)) | facts | scores
+                    results[layer] = self._described(follows) | facts | scores
                     with refused(f"root: cannot write {folder}"):
                         folder.mkdir(parents=True, exist_ok=True)
                         write_json(_file(folder, layer), results[layer])
@@ -220,7 +221,8 @@ def mteb_analyses(
     Args:
         tasks: of `resolve`.
         root: the folder of the measurements; results of single layers lie below it, in `mteb`.
-        metrics: whether the texts of each task are measured without labels, too: see `metric_analyses`.
+        metrics: whether the first 1,000 texts of each task are measured without labels, too: `representation/TASK` and
+            `invariance/TASK`. Pair classification has no column of texts of its own.
         model_limit: tokens that the model takes at most, for these metrics; None: `max_tokens`.
         options: further ones of `MtebTask`: layers, pooling, states, max_tokens, seed, encoder, modules, tell.
     """
@@ -229,42 +231,29 @@ def mteb_analyses(
         scored = MtebTask(task=task, tokenizer=tokenizer, results=Path(root) / RESULTS, **options)
         analyses.append(scored)
         if metrics:
-            limit = min(scored.max_tokens, model_limit or scored.max_tokens)
-            how: dict[str, Any] = {"states": scored.states, "pooling": scored.pooling, "max_tokens": limit}
-            analyses += metric_analyses(task, tokenizer=tokenizer, **how)
+            analyses += _without_labels(scored, min(scored.max_tokens, model_limit or scored.max_tokens))
     return analyses
 
 
-def metric_analyses(
-    task: ScoredTask,
-    *,
-    tokenizer: str,
-    states: States = "resid",
-    pooling: TextPooling = "mean",
-    max_tokens: int = MAX_TOKENS,
-    num_texts: int = NUM_METRIC_TEXTS,
-) -> list[Analysis]:
-    """`representation/TASK` and `invariance/TASK`, of the first texts of the task's test split that have a word.
-
-    None for pair classification, which has no column of texts of its own, and for a task whose data cannot be had: that
-    is said when the task itself is scored.
-    """
-    if task.domain == "pair_classification":
-        return []
+def _without_labels(scored: MtebTask, max_tokens: int) -> list[Analysis]:
+    """Return none for a task whose data cannot be had: that is said when the task itself is scored."""
+    task = scored.task
+    how: dict[str, Any] = {"states": scored.states, "pooling": scored.pooling}
     try:
-        texts = Prepared(open_task(task, seed=SEED), task).texts(num_texts) or []
+        texts = Prepared(open_task(task, seed=SEED), task).texts(NUM_METRIC_TEXTS)
     except InputError:
         return []
+    if texts is None:
+        return []
     given = GivenTexts([text for text in texts if text.strip()])
-    how: dict[str, Any] = {"states": states, "pooling": pooling}
-    batches = TextBatches(given, tokenizer, max_tokens=max_tokens)
+    batches = TextBatches(given, scored.tokenizer, max_tokens=max_tokens)
     representation = Representation(batches=batches, name=f"representation/{task.name}", **how)
-    name = f"invariance/{task.name}"
-    invariance = Invariance(texts=given, tokenizer=tokenizer, name=name, max_tokens=max_tokens, **how)
+    about: Any = {"tokenizer": scored.tokenizer, "name": f"invariance/{task.name}", "max_tokens": max_tokens}
+    invariance = Invariance(texts=given, **about, **how)
     try:
         invariance.make()
     except InputError as error:  # the texts of one task must not keep the others from being measured
-        return [representation, Refused(name=name, reason=str(error))]
+        return [representation, Refused(name=invariance.name, reason=str(error))]
     return [representation, invariance]
 
 
@@ -356,16 +345,13 @@ def score_table(frame: pd.DataFrame) -> pd.DataFrame:
     rows: Any = frame[frame["analysis"].str.startswith("mteb/") & (frame["metric"] == "main_score")]
     if not len(rows):
         raise InputError("expected scores of mteb, the measurements hold none: run `lit-layers mteb` first")
-    order = {name: place for place, name in enumerate(dict.fromkeys(rows["task"]))}
+    ranks = {"domain": [*DOMAINS], "task": [*dict.fromkeys(rows["task"])]}
     index = [*RUN, *(name for name in OPTIONS if name in rows and rows[name].notna().any())]
     index += ["task", "domain", "score", "n"]
-    wide = rows.assign(step=rows["step"].astype("Int64"), layer=rows["layer"].astype(int)).pivot(
-        index=index, columns="layer", values="value"
-    )
-    wide = wide.reset_index().rename_axis(columns=None)
-    place = wide["domain"].map({name: at for at, name in enumerate(DOMAINS)})
-    keys = wide.assign(_domain=place, _task=wide["task"].map(order))
-    return wide.loc[keys.sort_values(["run", "step", "_domain", "_task"], kind="stable").index].reset_index(drop=True)
+    typed = rows.assign(step=rows["step"].astype("Int64"), layer=rows["layer"].astype(int))
+    wide = typed.pivot(index=index, columns="layer", values="value").reset_index().rename_axis(columns=None)
+    keys = wide.assign(**{name: wide[name].map(values.index) for name, values in ranks.items()})
+    return wide.loc[keys.sort_values(["run", "step", *ranks], kind="stable").index].reset_index(drop=True)
 
 
 def _layers(table: Any) -> list[int]:

@@ -6,25 +6,25 @@ like `datasets` takes seconds to import: functions do, where they need it.
 
 import contextlib
 import functools
+import itertools
 import math
 import random
 import time
-import warnings
 from collections.abc import Iterator
 from copy import copy as cloned
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 
 from lit_layers.errors import InputError
 from lit_layers.identity import sha16
 from lit_layers.tasks.catalogue import LAYERWISE32, ScoredTask
 from lit_layers.tasks.embeddings import LayerEncoder
+from lit_layers.tasks.task_files import quiet, version_of
 
 SPLIT = "test"
-INSTALL = "mteb is not installed: pip install lit_layers[eval]"
 DOCUMENTS = 2048  # that a clustering is made of, as in mteb's own newer clusterings
 _CLUSTERED = {
     "max_fraction_of_documents_to_embed": None,
@@ -38,18 +38,6 @@ _COLUMNS = {
     "reranking": ("query_id", "query", "candidate", "relevant"),
     "sts": ("sentence1", "sentence2", "score"),
 }
-
-
-def mteb_version() -> str:
-    """The installed version.
-
-    Raises:
-        InputError: there is none.
-    """
-    try:
-        return version("mteb")
-    except PackageNotFoundError as error:
-        raise InputError(INSTALL) from error
 
 
 def data_hash(spec: ScoredTask) -> str | None:
@@ -75,41 +63,24 @@ def open_task(spec: ScoredTask, *, seed: int) -> Any:
     Raises:
         InputError: data that are not there.
     """
-    from datasets.exceptions import DatasetNotFoundError
-
     if spec.copy is not None:
         return _open_copy(spec, seed)
     task = type(_official(spec.name))(seed=seed)
     task.hf_subsets = [spec.subset]
     try:
-        with no_bars():
+        with quiet():
             task.load_data()
-    except (DatasetNotFoundError, OSError, ValueError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
         path = task.metadata.dataset["path"]
         why = " ".join(str(error).split())[:200]
-        raise InputError(
-            f"{spec.name}: its data set {path} cannot be had ({why}): check the network, or name a --folder with it"
-        ) from error
+        what = f"{spec.name}: its data set {path} cannot be had ({why})"
+        raise InputError(f"{what}: check the network, or name a --folder with it") from error
     return task
-
-
-@contextlib.contextmanager
-def no_bars() -> Iterator[None]:
-    """`datasets` draws no progress inside."""
-    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    shown = not are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            enable_progress_bars()
 
 
 @functools.cache
 def _official(name: str) -> Any:
-    mteb_version()
+    version_of("mteb")
     import mteb
 
     return mteb.get_task(name)
@@ -149,29 +120,23 @@ def _candidates(columns: dict[str, list[Any]]) -> dict[str, Any]:
     """
     from datasets import Dataset
 
-    questions: dict[Any, tuple[str, list[tuple[str, int]]]] = {}
-    for number, query, candidate, relevant in zip(
-        *(columns[name] for name in ("query_id", "query", "candidate", "relevant")), strict=True
-    ):
-        questions.setdefault(number, (query, []))[1].append((candidate, int(relevant > 0)))
     corpus: list[dict[str, str]] = []
     queries: list[dict[str, str]] = []
     relevant_docs: dict[str, dict[str, int]] = {}
-    ranked: dict[str, list[str]] = {}
-    for number, (query, candidates) in questions.items():
-        if len({relevant for _, relevant in candidates}) < 2:
+    for number, rows in pd.DataFrame(columns).groupby("query_id", sort=False):
+        relevant = (rows["relevant"] > 0).astype(int).sort_values(ascending=False, kind="stable")
+        if relevant.nunique() < 2:
             continue
         name = f"query{number}"
-        queries.append({"id": name, "text": query})
-        ordered = sorted(candidates, key=lambda candidate: -candidate[1])
-        relevant_docs[name] = {f"{name}-{place:05}": relevant for place, (_, relevant) in enumerate(ordered)}
-        ranked[name] = list(relevant_docs[name])
-        corpus += [{"id": doc, "title": "", "text": text} for doc, (text, _) in zip(ranked[name], ordered, strict=True)]
+        queries.append({"id": name, "text": rows["query"].iloc[0]})
+        relevant_docs[name] = {f"{name}-{place:05}": value for place, value in enumerate(relevant.tolist())}
+        texts = zip(relevant_docs[name], rows["candidate"][relevant.index], strict=True)
+        corpus += [{"id": doc, "title": "", "text": text} for doc, text in texts]
     return {
         "corpus": Dataset.from_list(corpus),
         "queries": Dataset.from_list(queries),
         "relevant_docs": relevant_docs,
-        "top_ranked": ranked,
+        "top_ranked": {name: [*docs] for name, docs in relevant_docs.items()},
     }
 
 
@@ -215,7 +180,7 @@ class Prepared:
 
         task, start = cloned(self.task), time.perf_counter()
         task.rng_state, task.np_rng = random.Random(task.seed), np.random.default_rng(task.seed)
-        with _seeded(task.seed), _quiet():
+        with _seeded(task.seed), quiet():
             scores = task.evaluate(
                 encoder,
                 split=SPLIT,
@@ -246,21 +211,13 @@ class Prepared:
     def texts(self, number: int) -> list[str] | None:
         """The first texts of the test split: of pairs with a similarity the first text, of questions these; None for
         pairs that are alike or not, which have no column of texts of their own."""
-        part, domain = self._part(), self.spec.domain
-        if domain == "pair_classification":
+        columns = {"reranking": "text", "sts": "sentence1", "classification": "text", "clustering": "sentences"}
+        if (column := columns.get(self.spec.domain)) is None:
             return None
-        if domain == "reranking":
-            return [str(text) for text in part["queries"]["text"][:number]]
-        if domain == "sts":
-            return list(part["sentence1"][:number])
-        if domain == "classification":
-            return list(part["text"][:number])
-        texts: list[str] = []
-        for row in part:
-            texts += row["sentences"] if isinstance(row["sentences"], list) else [row["sentences"]]
-            if len(texts) >= number:
-                break
-        return texts[:number]
+        part = self._part()
+        rows = (part["queries"] if self.spec.domain == "reranking" else part)[column]
+        texts = itertools.chain.from_iterable([row] if isinstance(row, str) else row for row in rows)
+        return [*itertools.islice(texts, number)]
 
     def _part(self) -> Any:
         data = self.task.dataset
@@ -297,14 +254,6 @@ def _seeded(seed: int) -> Iterator[None]:
         finally:
             np.random.set_state(in_numpy)  # noqa: NPY002
             random.setstate(in_python)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without warnings of what the scores say themselves."""
-    with no_bars(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _plain(value: Any) -> Any:

@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_layers.errors import InputError
 from lit_layers.identity import sha16
 from lit_layers.schema import Range, refuse_outside
 from lit_layers.tasks.task_files import Columns, Task, is_local, is_one_file
@@ -215,10 +214,10 @@ def _load(task: ProbeTask) -> TaskData:
 def _read(task: ProbeTask) -> tuple[dict[str, Rows], tuple[str, ...] | None, int]:
     """The splits that the source has, by part, the names of the classes, and how many rows had no text."""
     others = {part: [split] for part in ("validation", "test") if (split := getattr(task, part)) is not None}
-    one_file = task.copy.one_file if task.copy else task.source if is_one_file(task.source) else None
-    if one_file is not None and others:
+    source = task.copy.files if task.copy else task.source
+    if others and isinstance(source, str) and is_one_file(source):
         part = min(others)  # test before validation
-        raise task.refusal(part, f"{one_file} is one file without splits: set {part} to null to cut off a share")
+        raise task.refusal(part, f"{source} is one file without splits: set {part} to null to cut off a share")
     read = {part: _rows(task, splits) for part, splits in {"train": task.train_splits, **others}.items()}
     parts, num_empty = {part: rows for part, (rows, _, _) in read.items()}, sum(number for *_, number in read.values())
     if task.kind == "regression":
@@ -304,10 +303,7 @@ def _rows(task: ProbeTask, splits: Sequence[str]) -> tuple[Rows, tuple[str, ...]
     """The rows of some splits that `where` keeps, with raw labels, the names of classes, and how many had no text."""
     columns = dict.fromkeys(task.text_columns(), "text") | {task.label: "label"}
     columns |= {column: "where" for column in task.where if column not in columns}
-    try:
-        read = task.read(splits, columns)
-    except InputError as error:
-        raise InputError(f"task {task.name}: {error}") from error
+    read = task.read(splits, columns)
     texts = {number: _text(task, read, number) for number in _kept(task, read)}
     empty = [number for number, text in texts.items() if not text]
     if empty and not task.drop_empty:

@@ -10,10 +10,13 @@ imported by the functions that need them: that takes 2 and 0.6 s.
 import contextlib
 import functools
 import hashlib
+import io
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Required, Self
 
@@ -33,6 +36,27 @@ MAPPING = "tasks.yaml"
 _NAME = re.compile(r"(?!\.)[\w.-]{1,99}")  # results and embeddings lie in folders of these names
 
 
+def version_of(package: str) -> str:
+    """Return the version of a package that scores tasks.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    try:
+        return version(package)
+    except PackageNotFoundError as error:
+        raise InputError(f"{package} is needed to score tasks: pip install 'lit_layers[eval]'") from error
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Show neither bars nor warnings of a library that draws and prints on both streams."""
+    hidden = io.StringIO()
+    with contextlib.redirect_stdout(hidden), contextlib.redirect_stderr(hidden), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 class Columns(NamedTuple):
     values: dict[str, list[Any]]  # every column as long as the others
     class_names: dict[str, tuple[str, ...]]  # of the integer columns whose classes the Hub names
@@ -49,16 +73,8 @@ def is_one_file(source: str) -> bool:
     return source.endswith(SUFFIXES) and PATTERN not in source
 
 
-def read_columns(source: str, splits: Sequence[str], columns: Mapping[str, str]) -> Columns:
-    """The columns of several splits, one after the other.
-
-    `columns` says for each which option it is named by.
-
-    Raises:
-        InputError: a split, file or column is missing, a file is damaged, or the Hub does not answer.
-    """
-    read = _of_files if is_local(source) else _of_the_hub
-    parts = [read(source, split, columns) for split in splits]
+def _joined(parts: Sequence[Columns]) -> Columns:
+    """Return the columns of several splits or files, one after the other."""
     values = {column: [value for part in parts for value in part.values[column]] for column in parts[0].values}
     return Columns(values, parts[0].class_names, " and ".join(part.place for part in parts))
 
@@ -70,10 +86,8 @@ def _of_the_hub(source: str, split: str, columns: Mapping[str, str]) -> Columns:
     try:
         rows: Any = datasets.load_dataset(path, config or None, split=split)
     except (*HUB_ERRORS, RuntimeError) as error:
-        raise InputError(
-            f"source: the split {split!r} of {source!r} cannot be had from the Hub ({reason(error)}), and no local "
-            "file has that name: check the names and the network, or read a local copy"
-        ) from error
+        what = f"source: the split {split!r} of {source!r} is no local file and cannot be had from the Hub"
+        raise InputError(f"{what} ({reason(error)}): check the names and the network") from error
     place = f"the {split} split of {source}"
     _check_columns(place, columns, rows.column_names)
     names = {column: tuple(getattr(rows.features[column], "names", None) or ()) for column in columns}
@@ -146,15 +160,13 @@ def _read_csv(path: Path, columns: Mapping[str, str]) -> dict[str, list[Any]]:
 
 def _numbers_of(cells: list[str | None]) -> list[Any]:
     """Written labels as the integers or floats that they all are; as they are where one is a name, such as "01"."""
-    filled = [cell for cell in cells if cell]
+    filled = {cell for cell in cells if cell}
     for kind in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             numbers = {cell: kind(cell) for cell in filled}
-        except ValueError:
-            continue
-        if kind is float or all(str(number) == cell for cell, number in numbers.items()):
-            return [numbers[cell] if cell else None for cell in cells]
-        return [cell or None for cell in cells]
+            if kind is float or all(str(number) == cell for cell, number in numbers.items()):
+                return [numbers.get(cell or "") for cell in cells]
+            break
     return [cell or None for cell in cells]
 
 
@@ -206,11 +218,6 @@ class TaskFiles:
     options: Mapping[str, Any] = field(default_factory=dict)
     difference: str = ""
 
-    @property
-    def one_file(self) -> Path | None:
-        """The file that every split would be read from."""
-        return self.folder / self.files if isinstance(self.files, str) and is_one_file(self.files) else None
-
     def paths(self, split: str) -> list[Path]:
         """Return the files of a split, there or not.
 
@@ -241,13 +248,12 @@ class TaskFiles:
         """
         here = {self.columns.get(name, name): use for name, use in columns.items()}
         here |= dict.fromkeys(self.where.keys() - here.keys(), "where")
-        parts = [_of_path(path, split, here) for split in splits for path in self.paths(split)]
-        values = {name: [value for part in parts for value in part.values[name]] for name in here}
+        read = _joined([_of_path(path, split, here) for split in splits for path in self.paths(split)])
+        values = read.values
         for name, kept in self.where.items():
             rows = [row for row, value in enumerate(values[name]) if value == kept]
             values = {each: [column[row] for row in rows] for each, column in values.items()}
-        renamed = {name: values[self.columns.get(name, name)] for name in columns}
-        return Columns(renamed, {}, " and ".join(part.place for part in parts))
+        return read._replace(values={name: values[self.columns.get(name, name)] for name in columns})
 
 
 @functools.cache
@@ -304,7 +310,13 @@ class Task:
         Raises:
             InputError: a split, file or column is missing, a file is damaged, or the Hub does not answer.
         """
-        return read_columns(self.source, splits, columns) if self.copy is None else self.copy.read(splits, columns)
+        try:
+            if self.copy is not None:
+                return self.copy.read(splits, columns)
+            read = _of_files if is_local(self.source) else _of_the_hub
+            return _joined([read(self.source, split, columns) for split in splits])
+        except InputError as error:
+            raise InputError(f"task {self.name}: {error}") from error
 
 
 @with_config(schema.STRICT)
@@ -331,10 +343,7 @@ def local_copies(use: Use, folder: str | Path) -> dict[str, TaskFiles]:
         raise InputError(f"folder: expected a folder of data, {folder} is none")
     path = folder / MAPPING
     if not path.is_file():
-        raise InputError(
-            f"folder: expected a file {MAPPING} in {folder} that says where its tasks lie, there is none: write one as "
-            "docs/tasks.md shows"
-        )
+        raise InputError(f"folder: expected a file {MAPPING} in {folder}, there is none: docs/tasks.md shows one")
     return _entries(path, *on_disk(path)).get(use, {})
 
 
@@ -347,9 +356,7 @@ def local_copy(use: Use, name: str, folder: str | Path) -> TaskFiles:
     copies = local_copies(use, folder)
     if name not in copies:
         names = ", ".join(copies) or "none"
-        raise InputError(
-            f"folder: {Path(folder) / MAPPING} has no {use} {name!r}, it has {names}: add it, or leave the folder out"
-        )
+        raise InputError(f"folder: {Path(folder) / MAPPING} has no {use} {name!r}, it has {names}: add it")
     return copies[name]
 
 
@@ -362,10 +369,8 @@ def _entries(path: Path, *_: int) -> dict[str, dict[str, TaskFiles]]:
         copies[use] = {}
         for name, entry in (entries or {}).items():
             if not _NAME.fullmatch(name):
-                raise InputError(
-                    f"folder: {path}: {use}: expected names of letters, digits, '_', '-' and '.', got "
-                    f"{schema.beginning(name)}"
-                )
+                expected = "names of letters, digits, '_', '-' and '.'"
+                raise InputError(f"folder: {path}: {use}: expected {expected}, got {schema.beginning(name)}")
             facts: Any = {"files": entry} if isinstance(entry, str) else entry
             copies[use][name] = TaskFiles(folder=path.parent, **facts)
     return copies

@@ -150,8 +150,6 @@ class LayerFeatures:
 
     def layer(self, layer: int, rows: np.ndarray | slice = slice(None)) -> Tensor:
         """Return the features (rows, dim) of one layer, 0 to L, in the order of the texts; or only of some rows."""
-        if not 0 <= layer <= self.num_layers:
-            raise IndexError(f"layers are numbered 0..{self.num_layers}, got {layer}")
         return torch.from_numpy(np.array(self._values[layer, rows]))
 
     def defined(self) -> Tensor:

@@ -36,7 +36,8 @@ from lit_layers.records import Record
 from lit_layers.schema import refuse_outside
 from lit_layers.tasks.benchmark_scores import interval, mean_and_error
 from lit_layers.tasks.catalogue import ScoredTask
-from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, lm_eval_version, local_task, refuse_unknown
+from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, local_task, refuse_unknown
+from lit_layers.tasks.task_files import version_of
 from lit_layers.training.datamodules import LitStepData
 from lit_layers.training.modules import LitCausalLM, LitModule
 from lit_layers.training.run_folder import write_folder
@@ -340,7 +341,7 @@ class TaskFinetuning(WithTokenizer, TrainedVariants):
             raise InputError(f"model: expected a causal language model, which predicts the next token, got {kind}")
         tokens = {"vocabulary": true_vocab_size(model.model), "tokenizer": self.tokenizer}
         check_texts(model, self.recipe.num_tokens, self.words.vocab_size, **tokens)
-        lm_eval_version()
+        version_of("lm_eval")
         if self.folder is None:
             refuse_unknown(self.recipe.task)
         self.texts  # noqa: B018 - a task without training rows is refused now
@@ -376,7 +377,7 @@ class TaskFinetuning(WithTokenizer, TrainedVariants):
             "architecture": architecture_hash(model.model),
             "tokenizer": self.tokenizer_hash(),
             "data": self.data_hash(),
-            "scorer": f"lm-eval {lm_eval_version()}",
+            "scorer": f"lm-eval {version_of('lm_eval')}",
         }
 
     def trained(self, model: LayeredModel) -> Iterator[list[Record]]:

@@ -17,7 +17,7 @@ import lightning as L
 from torch import nn
 
 from lit_layers import records
-from lit_layers.data.shards import TokenShards
+from lit_layers.data.preparing import TokenShards
 from lit_layers.data.tokenization import MAIN, load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import replace_file, sync, write_json

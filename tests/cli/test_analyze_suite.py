@@ -165,7 +165,7 @@ def test_what_cannot_be_had_is_named_and_the_others_are_measured(hub, repositori
         ("cannot list the branches of nobody/nothing", "check the name"),
         ("cannot list the branches of lab/refused", "access is refused", "log in with `hf auth login`"),
         ("tokenizer: lab/untold carries none; name one with --tokenizer",),
-        ("lab/broken: ", "is no tokenizer of the `tokenizers` library"),
+        ("lab/broken: ", "is no fast tokenizer of the `tokenizers` library"),
         ("lab/strange: no layered view of T5ForConditionalGeneration", "an encoder and a decoder"),
         ("of lab/olmo at main", "cannot download tokenizer"),
         ("models: lab/phi has no branch v9",),

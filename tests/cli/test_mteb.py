@@ -107,7 +107,9 @@ def test_more_layers_are_added_to_those_that_are_there(home, tmp_path, monkeypat
 def test_a_task_without_data_fails_alone(home, tmp_path, capsys):
     assert run(home, tmp_path, tasks="SearchSnippets,BIOSSES,STSBenchmark") == 1
     said = capsys.readouterr()
-    assert "failed: mteb/SearchSnippets: InputError: source: expected the split 'test' in" in said.err
+    assert (
+        "failed: mteb/SearchSnippets: InputError: task SearchSnippets: source: expected the split" in said.err
+    )
     assert "failed: mteb/BIOSSES: InputError: BIOSSES: its data set mteb/biosses-sts cannot be had" in said.err
     assert "in no mean, as it lacks scores: SearchSnippets, BIOSSES" in said.out
     errors = {each.analysis: each.error for each in records.read(tmp_path / "measurements.jsonl")}
@@ -205,7 +207,10 @@ def test_the_files_hold_what_earlier_commands_scored(home, tmp_path):
 def test_texts_whose_views_are_equal_fail_alone(home, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Prepared, "texts", lambda prepared, most: ["a to b", "of it", "so I am"] * 4)
     assert run(home, tmp_path, "--metrics", tasks="STSBenchmark") == 1
-    assert "failed: invariance/STSBenchmark: InputError: views: views 0 and 1 are equal" in capsys.readouterr().err
+    assert (
+        "failed: invariance/STSBenchmark: InputError: views: 12 of 12 texts have two equal views"
+        in capsys.readouterr().err
+    )
     errors = {each.analysis: each.error for each in records.read(tmp_path / "measurements.jsonl")}
     assert errors["mteb/STSBenchmark"] is None
     assert errors["representation/STSBenchmark"] is None
@@ -258,9 +263,12 @@ def test_without_mteb_it_says_what_to_install(home, tmp_path, capsys, monkeypatc
     def none(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("lit_layers.tasks.mteb_tasks.version", none)
+    monkeypatch.setattr("lit_layers.tasks.task_files.version", none)
     assert run(home, tmp_path) == 2
-    assert capsys.readouterr().err == "lit-layers mteb: error: mteb is not installed: pip install lit_layers[eval]\n"
+    assert (
+        capsys.readouterr().err
+        == "lit-layers mteb: error: mteb is needed to score tasks: pip install 'lit_layers[eval]'\n"
+    )
 
 
 @pytest.mark.soak  # five seconds of CPU; tests/test_architecture.py sees it by the imports as written

@@ -8,7 +8,7 @@ import pytest
 from lit_layers.cli.main import main
 from lit_layers.cli.options import Recipe
 from lit_layers.cli.verbs.prepare import prepare
-from lit_layers.data.shards import TokenShards
+from lit_layers.data.preparing import TokenShards
 
 ROOT = Path(__file__).parents[2]
 

@@ -28,7 +28,7 @@ import yaml
 
 from lit_layers import records
 from lit_layers.cli.main import main
-from lit_layers.data.shards import TokenShards
+from lit_layers.data.preparing import TokenShards
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.models.build import save, vit
 from lit_layers.records import Measurement, Record, ScalarLog

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_layers.data.preparing import prepare, prepared
-from lit_layers.data.shards import TokenShards
+from lit_layers.data.preparing import TokenShards, prepare, prepared
 
 WORDS = ["layer", "state", "block", "the", "of", "a", "to", "norm", "depth", "token", "model", "rises", "falls", "with"]
 WORDS += ["each", "step", "and", "then", "ünder", "層"]

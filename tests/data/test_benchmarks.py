@@ -111,7 +111,7 @@ def test_blank_rows_are_left_out(tmp_path, tokenizer):
     assert sorted(BenchmarkPrompts(tokenizer, folder=str(tmp_path), num_prompts=12).texts()[3::6]) == ["one", "two"]
     write_benchmarks(tmp_path / "more", rows=3)
     shutil.copy(mmlu, tmp_path / "more" / "benchmarks")
-    with pytest.raises(InputError, match=r"num_prompts: 3 prompts of mmlu are needed, .*mmlu_test.parquet has 2: ask"):
+    with pytest.raises(InputError, match=r"num_prompts: .*mmlu_test.parquet has 2 prompts, 3 are needed: ask"):
         BenchmarkPrompts(tokenizer, folder=str(tmp_path / "more"), num_prompts=16).texts()
 
 
@@ -121,19 +121,19 @@ def test_a_folder_a_file_or_a_column_that_is_missing_is_one_sentence(tmp_path, t
             len(list(BenchmarkPrompts(tokenizer, folder=str(folder), num_prompts=6)))
         return str(refused.value)
 
-    assert refusal(tmp_path / "no").startswith("the prompts of arc: folder: expected a folder of data, ")
+    assert refusal(tmp_path / "no").startswith("folder: expected a folder of data, ")
     for number, (file, column) in enumerate(COLUMNS.items()):
         folder = write_benchmarks(tmp_path / str(number))
         path = folder / "benchmarks" / f"{file}.parquet"
         pq.write_table(pa.table({"words": ["a"]}), path)
-        assert refusal(folder) == f"the prompts of {NAMES[number]}: text: {path} has no column {column!r}: it has words"
+        assert refusal(folder) == f"task {NAMES[number]}: text: {path} has no column {column!r}: it has words"
     folder = write_benchmarks(tmp_path / "damaged")
     (folder / "benchmarks" / "gsm8k_test.parquet").write_bytes(b"PAR1 and no more")
     assert "gsm8k_test.parquet is no parquet file, or only a part of one (" in refusal(folder)
     folder = write_benchmarks(tmp_path / "less")
     (folder / "benchmarks" / "arc_challenge_test.parquet").unlink()
     assert refusal(folder) == (
-        f"the prompts of arc: source: expected the split 'test' in {folder}/benchmarks/arc_challenge_test.parquet, "
+        f"task arc: source: expected the split 'test' in {folder}/benchmarks/arc_challenge_test.parquet, "
         "there is no such file"
     )
 
@@ -182,7 +182,9 @@ def test_without_a_folder_the_data_sets_of_the_hub_are_asked_for(monkeypatch, to
         raise ConnectionError("no network")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(InputError, match=r"^the prompts of arc: .* 'allenai/ai2_arc:ARC-Challenge' cannot be had "):
+    with pytest.raises(
+        InputError, match=r"^task arc: .* 'allenai/ai2_arc:ARC-Challenge' is no local file and cannot be had "
+    ):
         BenchmarkPrompts(tokenizer, num_prompts=6).texts()
 
 

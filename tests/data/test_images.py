@@ -105,5 +105,5 @@ def test_more_images_than_there_are_and_unknown_statistics_are_refused_on_the_fi
     with pytest.raises(InputError, match="'digits' has 355 images in its test split, and num_images is 356"):
         EvalImages("digits", num_images=356).images()
     write_folders(tmp_path)
-    with pytest.raises(InputError, match="expected imagenet or half, got source"):
+    with pytest.raises(InputError, match="are large: take imagenet or half"):
         EvalImages(str(tmp_path), num_images=2).images()

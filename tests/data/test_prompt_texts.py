@@ -94,7 +94,7 @@ def test_texts_without_classes_have_no_labels(regression, tmp_path):
     (tmp_path / "scores.csv").write_text("text,score\n" + "".join(f"{text},{n / 7}\n" for n, text in enumerate(TEXTS)))
     task = ProbeTask("scored", str(tmp_path / "scores.csv"), label="score", kind="regression", test=None)
     texts = TaskTexts(task, folder=str(tmp_path), part="train") if regression else GivenTexts(TEXTS)
-    with pytest.raises(InputError, match="these texts have no classes: expected the texts of a classification task"):
+    with pytest.raises(InputError, match="labels: expected the texts of a classification task"):
         list(LabelledTexts(texts, str(tmp_path / "model")))
 
 
@@ -168,6 +168,6 @@ def test_a_window_without_a_word_is_passed_over_and_too_many_are_refused(tmp_pat
     words = [text for text in drawn if text.strip()]
     assert any(not text.strip() for text in drawn[:9]), "else this shows nothing"
     assert list(texts) == words[:9]
-    refused = r"expected 399 windows with words, the train split of .* has [0-9]+ among [0-9]+: ask for fewer"
+    refused = r"the train split of .* has [0-9]+ windows with words, expected 399: ask for fewer"
     with pytest.raises(InputError, match=refused):
         CorpusTexts(*place, num_texts=399, **options).texts()

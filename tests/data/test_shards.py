@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from lit_layers.data.shards import TokenShards, token_dtype
+from lit_layers.data.preparing import TokenShards, token_dtype
 from lit_layers.errors import InputError
 
 
@@ -72,14 +72,14 @@ def test_a_truncated_file_is_found_at_once(copied):
     with (copied / "train.bin").open("ab") as file:
         file.truncate(100)
     with pytest.raises(
-        InputError, match=r"train.bin has 100 bytes where its header says \d+: remove the folder and run"
+        InputError, match=r"train.bin has not the \d+ bytes that its header says: remove the folder and run"
     ):
         TokenShards.open(copied)
 
 
 def test_a_missing_file_is_named(copied):
     (copied / "val.idx").unlink()
-    with pytest.raises(InputError, match=r"val.idx is missing"):
+    with pytest.raises(InputError, match=r"val.idx has not the"):
         TokenShards.open(copied)
 
 
@@ -108,5 +108,5 @@ def test_a_folder_without_shards_says_how_to_make_them(tmp_path):
 
 
 def test_an_unknown_split_is_refused(made):
-    with pytest.raises(InputError, match=r"expected the split train or validation, not 'val'"):
+    with pytest.raises(InputError, match=r"split: expected train or validation, got 'val'"):
         made.tokens("val")

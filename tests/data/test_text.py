@@ -92,7 +92,7 @@ def test_the_content_hash_sees_the_data_and_the_batches(made):
 def test_too_few_windows_are_refused_with_their_number(made):
     total = len(all_windows(made, 12))
     with pytest.raises(
-        InputError, match=rf"has {total} windows of 12 tokens .* train split, and num_sequences is {total + 1}"
+        InputError, match=rf"has {total} windows of 12 tokens in .* of train, and num_sequences is {total + 1}"
     ):
         make(made, num_sequences=total + 1).windows()
     with pytest.raises(InputError, match="has 0 windows of 5000 tokens"):
@@ -115,8 +115,8 @@ def test_making_one_reads_nothing(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"documents": (0.5, 0.5)}, r"documents must be a share .* not \(0.5, 0.5\)"),
-        ({"documents": (-0.1, 1)}, "documents must be a share"),
+        ({"documents": (0.5, 0.5)}, r"documents: expected a share .* got \(0.5, 0.5\)"),
+        ({"documents": (-0.1, 1)}, "documents: expected a share"),
         ({"num_sequences": 0}, "num_sequences: expected at least 1, got 0"),
         ({"num_tokens": 0}, "num_tokens: expected at least 1"),
         ({"num_tokens": 0.5}, "num_tokens: expected a whole number, got 0.5"),

@@ -123,7 +123,7 @@ def test_a_folder_or_file_that_is_no_tokenizer_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"has no tokenizer.json .* save it as a fast tokenizer"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(InputError, match=r"is no tokenizer of the `tokenizers` library"):
+    with pytest.raises(InputError, match=r"is no fast tokenizer of the `tokenizers` library"):
         load_tokenizer(str(tmp_path))
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(InputError, match=r"has no token to end a document: name one as eos_token"):

@@ -59,7 +59,7 @@ def test_a_block_that_does_not_exist_is_refused(made):
 def test_a_split_too_short_for_one_block_is_refused(made):
     total = made.num_tokens("validation")
     with pytest.raises(
-        InputError, match=rf"validation split of .* has {total} tokens, too few for one block of {total} \+ 1"
+        InputError, match=rf"{total} tokens in the validation split of .* are too few for one block of {total} \+ 1"
     ):
         TokenBlocks(made, "validation", num_tokens=total)
     with pytest.raises(InputError, match="num_tokens: expected at least 1"):

@@ -5,7 +5,6 @@ weights; data sets with few rows, as these are read at reduced sizes. The grid o
 is trained by tests/test_grid_loops.py.
 """
 
-import functools
 import re
 import shutil
 import warnings
@@ -74,8 +73,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Itera
     with pytest.MonkeyPatch.context() as patch, served(hub, folder / "home" / "hub", patch):
         patch.setattr(datasets, "load_dataset", wikitext)
         patch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha="abc", siblings=[]))
-        few = functools.partial(mteb_scores.metric_analyses, num_texts=FEW_TEXTS)
-        patch.setattr(mteb_scores, "metric_analyses", few)
+        patch.setattr(mteb_scores, "NUM_METRIC_TEXTS", FEW_TEXTS)
         patch.setenv("LIT_LAYERS_BENCHMARKS", str(once(world / "few", few_rows)))
         patch.chdir(folder)
         write_grid(folder / "checkpoints" / "digits_grid", k=12)

@@ -344,8 +344,8 @@ def test_wrong_options_are_refused(folder, model, make, monkeypatch):
     def missing(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("lit_layers.tasks.lm_eval_scorer.version", missing)
-    with pytest.raises(InputError, match=r"lm-eval is needed .*: pip install 'lit_layers\[eval\]'"):
+    monkeypatch.setattr("lit_layers.tasks.task_files.version", missing)
+    with pytest.raises(InputError, match=r"lm_eval is needed .*: pip install 'lit_layers\[eval\]'"):
         make("lambada", folder=None).check(view)
 
 

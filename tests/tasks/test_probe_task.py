@@ -575,7 +575,9 @@ def test_parts_that_would_be_empty_are_refused(tmp_path):
 
 
 def test_a_folder_that_is_none_or_a_task_without_a_copy_is_refused(tmp_path):
-    assert refusal(TASKS["sst2"], tmp_path).startswith(f"folder: expected a file tasks.yaml in {tmp_path} that says")
+    assert refusal(TASKS["sst2"], tmp_path).startswith(
+        f"folder: expected a file tasks.yaml in {tmp_path}, there is none"
+    )
     with_mapping(tmp_path)
     assert refusal(TASKS["trec"], tmp_path).startswith(f"folder: {tmp_path}/tasks.yaml has no probe 'trec', it has ")
     assert refusal(TASKS["sst2"], tmp_path / "no") == f"folder: expected a folder of data, {tmp_path / 'no'} is none"
@@ -620,8 +622,8 @@ def test_without_a_folder_the_splits_of_the_hub_are_asked_for_and_its_class_name
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
     assert refusal(ProbeTask("t", "org/name")) == (
-        "task t: source: the split 'train' of 'org/name' cannot be had from the Hub (ConnectionError: no network), and "
-        "no local file has that name: check the names and the network, or read a local copy"
+        "task t: source: the split 'train' of 'org/name' is no local file and cannot be had from the Hub "
+        "(ConnectionError: no network): check the names and the network"
     )
 
 

@@ -275,7 +275,7 @@ def test_a_limit_that_leaves_no_room_beside_special_tokens_is_refused_before_any
     model = write_encoder(tmp_path / "bert", sentence_bert_config={"max_seq_length": 2})
     assert mteb(model, tmp_path / "root") == 2
     said = capsys.readouterr().err
-    assert "expected more than the 2 special tokens that the tokenizer adds to a text, got 2" in said
+    assert "expected more than the 2 special tokens of every text, got 2" in said
     assert not (tmp_path / "root" / "measurements.jsonl").exists()
 
 

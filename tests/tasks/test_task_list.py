@@ -95,7 +95,7 @@ def test_options_of_official_tasks_are_checked_before_anything_is_measured(tmp_p
         ("{}", "^task: there is no 'BankingClassification'; did you mean Banking77Classi.*tasks.yaml says domain"),
         ("{domain: sts}", "there is no 'BankingClassification'; .*says domain and score among its options"),
         ("{domain: a, score: x}", "^task BankingClassification: .*tasks.yaml: options: domain: expected .*got 'a'"),
-        ("{domain: sts, scores: 3}", "^task BankingClassification: .*tasks.yaml: options: scores: expected "),
+        ("{domain: sts, score: 3}", "^task BankingClassification: .*tasks.yaml: options: score"),
     ],
 )
 def test_a_task_of_ones_own_says_its_domain_and_its_score(options, sentence, tmp_path):

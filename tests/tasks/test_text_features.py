@@ -137,13 +137,6 @@ def test_a_folder_of_its_own_goes_with_its_object_and_a_broken_pass_leaves_nothi
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_a_layer_that_is_not_there_is_refused():
-    found = text_features(LayeredModel(tiny("gpt2")), encoded())
-    with pytest.raises(IndexError, match=r"layers are numbered 0..3, got 4"):
-        found.layer(4)
-    assert (found.num_rows, found.num_layers) == (9, LAYERS)
-
-
 def test_texts_are_cut_at_the_limit_and_texts_without_a_token_are_named(tmp_path):
     tokenizer = train_bpe(["one two three four five six"] * 3, 259)
     save_tokenizer(tokenizer, tmp_path)

@@ -181,7 +181,6 @@ def test_fewer_rows_are_the_beginning_of_more(folder):
 @pytest.mark.parametrize(
     ("columns", "sentence"),
     [
-        ({"sentence": ["a", " "], "label": [0, 1]}, "row 1 of .* has no text: mend it"),
         ({"sentence": ["a"], "label": [2]}, "row 0 of .* has 2, expected a class from 0 to 1"),
         ({"sentence": ["a"], "other": [2]}, "task cola: .*label"),
     ],
@@ -197,7 +196,7 @@ def test_tasks_splits_and_folders_that_are_not_there_are_refused(tmp_path):
     with_mapping(tmp_path)
     with pytest.raises(InputError, match=r"task: there is no 'colla'; did you mean cola\?"):
         find("glue", "colla")
-    with pytest.raises(InputError, match=r"task qnli: folder: .*tasks.yaml has no glue 'qnli', it has cola, mrpc"):
+    with pytest.raises(InputError, match=r"^folder: .*tasks.yaml has no glue 'qnli', it has cola, mrpc"):
         read_rows(GLUE["qnli"], "train", tmp_path)
     with pytest.raises(InputError, match="task rte: source: expected the split 'train' in"):
         read_rows(GLUE["rte"], "train", tmp_path)

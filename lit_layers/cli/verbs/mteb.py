@@ -15,7 +15,7 @@ from lit_layers.schema import COUNT, COUNT_OR_NONE
 from lit_layers.tasks.catalogue import DOMAINS, ScoredTask, resolve
 from lit_layers.tasks.embeddings import sentence_encoder
 from lit_layers.tasks.mteb_scores import Averages, averages, mteb_analyses, score_table
-from lit_layers.tasks.mteb_tasks import mteb_version
+from lit_layers.tasks.task_files import version_of
 
 TASKS = Names(("layerwise32",))
 
@@ -57,7 +57,7 @@ def mteb(
         seed: seed of mteb's random draws; 42 is mteb's own
     """
     checkpoints.are_series(model)
-    mteb_version()  # before anything is loaded: it may not be installed
+    version_of("mteb")  # before anything is loaded: it may not be installed
     if pooling is not None and modules == "all":
         raise InputError(f"pooling: with --modules all it is the model's own, and {pooling} was given: leave one out")
     resolved = resolve(tasks, folder)
@@ -79,9 +79,9 @@ def mteb(
 
 def _tell(tasks: "list[ScoredTask]", outcome: Outcome) -> bool:
     """Print what the root holds of these tasks (and steps, if some are named), write all; return whether any failed."""
-    chosen, names = {spec.analysis for spec in tasks}, [spec.name for spec in tasks]
+    names = [spec.name for spec in tasks]
     scored, of_call = outcome.complete("mteb/")
-    if shown := [each for each in of_call if each.analysis in chosen]:
+    if shown := [each for each in of_call if each.analysis.removeprefix("mteb/") in names]:
         for means in averages(records.frame(shown), expected=names):
             _show(means)
     if scored:
