@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.figures.chart import Chart, Panels, Series
-from lit_layers.figures.labels import in_sentence
+from lit_layers.figures.labels import in_sentence, value
 from lit_layers.figures.models import color_of, symbol_of
 from lit_layers.figures.profiles import level
 from lit_layers.figures.theme import ACCENT, MUTED, Axis, rounded
@@ -20,6 +20,7 @@ from lit_layers.functional.curves import bootstrap_interval
 from lit_layers.metrics import look_up
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import write_files
+from lit_layers.report.template import Cells, Group, Table, block_of, fill
 from lit_layers.select.choosing import Choice, Score, TaskFeatures
 from lit_layers.select.classifier import HeadFacts, ProbeHead
 from lit_layers.select.export import Card, export
@@ -43,7 +44,7 @@ class Selection:
     seconds: Mapping[int, float]  # from the beginning to each layer
 
     def write(self, folder: Path) -> list[Path]:
-        """Write layers.png, .svg, .pdf and select.json, and returns their paths, in that order.
+        """Write layers.png, .svg, .pdf, select.html and select.json, and return their paths, in that order.
 
         Raises:
             InputError: a folder that cannot be made.
@@ -67,8 +68,32 @@ class Selection:
             "rows": {part: len(targets) for part, targets in task.targets.items()},
             "notes": list(task.notes),
         }
-        numbers = write_files(folder, {"select.json": content})  # before the pictures, which may fail
+        files = {"select.html": self.page(), "select.json": content}
+        numbers = write_files(folder, files)  # before the pictures, which may fail
         return [*write_pictures([("layers", self.picture())], folder), *numbers]
+
+    def page(self) -> str:
+        """Return the page of the choice: validation scores over layers and over time, and the scores of test rows."""
+        choice, picture = self.choice, self.picture()
+        titles = ("Validation score over layers", "Validation score over time")
+        rows = [*((f"Layer {layer}", score, layer == choice.layer) for layer, score in sorted(choice.test.items()))]
+        if choice.layer != choice.num_layers:
+            rows.append((f"Layer {choice.layer} less layer {choice.num_layers}, same rows", choice.difference, False))
+        cells = [
+            Cells([(name, ""), (value(score.value), f"{value(score.low)} to {value(score.high)}")], strong)
+            for name, score, strong in rows
+        ]
+        facts = {"Task": self.task.name, "Rule": choice.rule.replace("_", " ")}
+        facts |= {part.capitalize(): f"{len(rows):,} rows" for part, rows in self.task.targets.items()}
+        return fill(
+            "select.html.jinja",
+            title=picture.title.partition(": ")[0],
+            sentence=picture.title.partition(": ")[2].capitalize(),
+            facts=[*facts.items()],
+            blocks=[block_of(t, [("", c)], c.title, wide=False) for t, c in zip(titles, picture.charts, strict=True)],
+            scores=Table(["", look_up(choice.metric).with_unit], [Group("", "", cells)]),
+            notes=self.task.notes,
+        )
 
     def picture(self) -> Panels:
         """Return the validation score of each layer, over depth and over the time that it takes to get there."""

@@ -107,9 +107,7 @@ def test_more_layers_are_added_to_those_that_are_there(home, tmp_path, monkeypat
 def test_a_task_without_data_fails_alone(home, tmp_path, capsys):
     assert run(home, tmp_path, tasks="SearchSnippets,BIOSSES,STSBenchmark") == 1
     said = capsys.readouterr()
-    assert (
-        "failed: mteb/SearchSnippets: InputError: task SearchSnippets: source: expected the split" in said.err
-    )
+    assert "failed: mteb/SearchSnippets: InputError: task SearchSnippets: source: expected the split" in said.err
     assert "failed: mteb/BIOSSES: InputError: BIOSSES: its data set mteb/biosses-sts cannot be had" in said.err
     assert "in no mean, as it lacks scores: SearchSnippets, BIOSSES" in said.out
     errors = {each.analysis: each.error for each in records.read(tmp_path / "measurements.jsonl")}

@@ -15,6 +15,7 @@ from lit_layers.cli.main import main
 from lit_layers.data import TASKS, ProbeTask
 from lit_layers.data.batches import encode_texts
 from lit_layers.data.tokenization import load_tokenizer
+from lit_layers.figures.labels import value
 from lit_layers.functional.probes.logistic import fit_logistic_probes
 from lit_layers.functional.probes.regression import fit_ridge_probes
 from lit_layers.models.build import quiet, save, vit
@@ -22,6 +23,7 @@ from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from lit_layers.select import load_classifier
 from lit_layers.tasks.text_features import text_features
+from tests.support.charts import page_figures
 from tests.support.labelled_texts import (
     labelled,
     saved_bert,
@@ -157,8 +159,14 @@ def test_the_choice_is_printed_and_with_the_costs_on_the_page(selected):
     assert (cut / "validation.png").read_bytes() == (out / "layers.png").read_bytes()
 
 
-def test_the_pictures_show_both_curves(selected):
+def test_the_pictures_and_the_page_show_both_curves(selected):
     out, *_ = selected
+    page, found = (out / "select.html").read_text(), content(out)
+    assert f"<h2>Layer {found['layer']} of 3 is chosen (within tolerance 0.1)</h2>" in page
+    assert value(found["test_difference_to_last"]["value"]) in page
+    over_depth, _ = page_figures(out / "select.html")
+    scores = [point["y"] for point in over_depth.points if point["k"] == 0]
+    assert scores == pytest.approx([score["value"] for score in found["validation"].values()], rel=1e-3)
     with Image.open(out / "layers.png") as picture:
         assert picture.width > 1600
         colors = {color for _, color in picture.convert("RGB").getcolors(1 << 21) or ()}
