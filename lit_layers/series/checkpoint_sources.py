@@ -199,6 +199,9 @@ def _places(count: int) -> "Tensor":
     return ((turns - turns.floor()) * count).long().sort().values
 
 
+_keeping = threading.Lock()
+
+
 class Memory:
     """Fingerprints, and hashes of files, that were made before, in a hidden folder beside the series.
 
@@ -208,10 +211,6 @@ class Memory:
 
     def __init__(self, root: Path) -> None:
         self.folder = root / FOLDER
-        self._lock = threading.Lock()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Memory, (self.folder.parent,)  # a lock is no data
 
     def hash_of(self, path: Path, compute: Callable[[], str], *, part: str = "") -> str:
         """The hash of a file's content or a part of it, computed where the file is not the one of last time."""
@@ -219,7 +218,7 @@ class Memory:
         kept = self._hashes.get(name)
         if kept is None or kept[0] != key:
             kept = (key, compute())
-            with self._lock:
+            with _keeping:
                 self._hashes[name] = kept
                 self._write("hashes.json", json.dumps(self._hashes).encode())
         return kept[1]
