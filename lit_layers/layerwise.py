@@ -37,30 +37,21 @@ class LayerResult:
     In a notebook it shows itself: what it is of, and a picture of each metric over the layers.
 
     Args:
-        measurements: one for each model and analysis; none failed.
-        selected: of each analysis the metrics that were asked for; None: all.
+        measurements: one for each model and analysis, with the numbers that were asked for; none failed.
     """
 
     measurements: tuple[Measurement, ...]
-    selected: Mapping[str, frozenset[str] | None]
 
     @functools.cached_property
     def frame(self) -> pd.DataFrame:
         """The tidy table of `records.frame`, a row a number: run, metric, layer, value, its error, tags."""
-        table: Any = records.frame(self.measurements)
-        keep = [
-            (names := self.selected[analysis]) is None or metric in names
-            for analysis, metric in zip(table["analysis"], table["metric"], strict=True)
-        ]
-        return table[keep].reset_index(drop=True)
+        return records.frame(self.measurements)
 
     @property
     def metrics(self) -> list[str]:
         """What is drawn over the layers, in the order of pages; what is secondary only where there is nothing else."""
-        drawn = self._profiles
-        asked = set().union(*(names or () for names in self.selected.values()))
-        usual = {name for name in drawn if name in asked or not METRICS[name].secondary}
-        return sorted(usual or drawn, key=rank)
+        usual = {name for name in self._profiles if not METRICS[name].secondary}
+        return sorted(usual or self._profiles, key=rank)
 
     @property
     def _profiles(self) -> set[str]:
@@ -83,8 +74,7 @@ class LayerResult:
             InputError: a metric that was not measured.
         """
         measured, usual = {*self.frame["metric"]}, self.metrics
-        if metric in self.selected.keys() - measured:
-            of_analysis = {*self.frame["metric"][self.frame["analysis"] == metric]}
+        if metric not in measured and (of_analysis := {*self.frame["metric"][self.frame["analysis"] == metric]}):
             metric = next((name for name in usual if name in of_analysis), min(of_analysis, key=rank))
         if metric is not None and not (isinstance(metric, str) and metric in measured):
             listed = ", ".join(sorted(measured, key=rank))
@@ -134,11 +124,7 @@ class LayerResult:
             new_names[run] = next(name for name in names if name not in taken)
             taken.add(new_names[run])
         renamed = [replace(m, run=new_names[m.run]) for m in other.measurements]
-        selected = {**self.selected}
-        for name, chosen in other.selected.items():
-            mine = selected.get(name, frozenset())
-            selected[name] = None if mine is None or chosen is None else mine | chosen
-        return LayerResult((*self.measurements, *renamed), selected)
+        return LayerResult((*self.measurements, *renamed))
 
     def __repr__(self) -> str:
         runs = ", ".join(dict.fromkeys(m.run for m in self.measurements))
@@ -200,9 +186,10 @@ def layers(
     measurements = []
     for analysis in analyses:
         analysis.check(view)
-        measurements.append(measure(view, analysis, raises=True, **facts))
-    chosen = {analysis: None if names is None else frozenset(names) for analysis, names in selected.items()}
-    return LayerResult(tuple(measurements), chosen)
+        measured, names = measure(view, analysis, raises=True, **facts), selected[analysis.name]
+        asked = [record for record in measured.records if names is None or record.metric in names]
+        measurements.append(replace(measured, records=asked))
+    return LayerResult(tuple(measurements))
 
 
 def _of_texts(
