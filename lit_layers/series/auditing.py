@@ -71,18 +71,8 @@ class Audit:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
-        return {
-            "series": self.series,
-            "checked": self.num_checked,
-            "level": self.level,
-            "unseen": UNSEEN[self.level],
-            "clean": self.is_clean,
-            "suspect_steps": list(self.suspect_steps),
-            "suspects": sorted(self.suspect_names),
-            "findings": [asdict(finding) for finding in self.findings],
-            "levels": dict(self.levels),
-            "commits": dict(self.commits),
-        }
+        verdict = {"clean": self.is_clean, "suspect_steps": self.suspect_steps, "suspects": sorted(self.suspect_names)}
+        return {**asdict(self), "unseen": UNSEEN[self.level], **verdict}
 
 
 def audit(
