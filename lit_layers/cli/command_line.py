@@ -8,7 +8,7 @@ import sys
 from importlib.metadata import version
 
 from lit_layers.cli import INTERRUPTED, REFUSED, process
-from lit_layers.cli.console import one_line, without_verbose
+from lit_layers.cli.process import one_line, without_verbose
 from lit_layers.errors import InputError, did_you_mean, is_full
 
 COMMANDS = {  # each a file of `verbs`

@@ -18,8 +18,8 @@ import pandas as pd
 from lit_layers import records
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli import FAILED, process
-from lit_layers.cli.console import bar, note, show_audit, show_table
 from lit_layers.cli.options import Steps, given, refuse_beside
+from lit_layers.cli.process import bar, note, show_audit, show_table
 from lit_layers.data import EvalText
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError, refuse_odd_files

@@ -36,7 +36,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from lit_layers.cli.console import VERBOSE
+from lit_layers.cli.process import VERBOSE
 from lit_layers.errors import InputError, did_you_mean
 from lit_layers.schema import refuse_outside
 

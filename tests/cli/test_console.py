@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lit_layers.cli import console
-from lit_layers.cli.console import bar, show_table
+from lit_layers.cli import process as console
+from lit_layers.cli.process import bar, show_table
 from lit_layers.cli.verbs.fit import StepProgress
 from lit_layers.records import Measurement
 from lit_layers.training import run_log

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lit_layers.cli.command_line import COMMANDS
-from lit_layers.cli.console import without_verbose
 from lit_layers.cli.main import main
+from lit_layers.cli.process import without_verbose
 from tests.support.runs import make_run
 
 

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 from lit_layers.analyses import metric_names
 from lit_layers.analyses.base import Analysis
-from lit_layers.cli.console import note
 from lit_layers.cli.measuring import Checkpoints, Outcome, Target, measured
 from lit_layers.cli.options import Recipe, given, refuse_beside
+from lit_layers.cli.process import note
 from lit_layers.data import EvalText
 from lit_layers.errors import InputError
 from lit_layers.measuring.follow import follow as follow_folder

@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from lit_layers.cli.console import show_audit
 from lit_layers.cli.options import Steps
+from lit_layers.cli.process import show_audit
 from lit_layers.errors import refused
 
 FINDINGS = 1

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from lit_layers.cli.console import show_table
 from lit_layers.cli.options import Names, given, refuse_beside, refuse_replacing
+from lit_layers.cli.process import show_table
 from lit_layers.correlate import correlate as correlate_models
 from lit_layers.correlate import correlate_layers, published, read_layers
 from lit_layers.correlate.findings import Findings, LayerFindings

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.options import Names, refuse_replacing
+from lit_layers.cli.process import bar, show_table
 from lit_layers.clock import times_and_order as clocks
 from lit_layers.clock.curve_sources import curves_of
 from lit_layers.clock.step_curves import MONOTONICITY, layer_curves, over_seeds, over_the_seeds

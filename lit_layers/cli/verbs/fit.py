@@ -20,9 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from lit_layers import records
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli import DIVERGED, INTERRUPTED, TERMINATED, process
-from lit_layers.cli.console import Status
 from lit_layers.cli.options import Recipe, Steps
-from lit_layers.cli.process import finish_first
+from lit_layers.cli.process import Status, finish_first
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
 from lit_layers.identity import latest

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from lit_layers import analyses, records
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.speed import Speed
-from lit_layers.cli.console import show_table
 from lit_layers.cli.measuring import Checkpoints, Outcome, Target, measured
 from lit_layers.cli.options import Names, Numbers, Recipe, arguments, given, refuse_beside
+from lit_layers.cli.process import show_table
 from lit_layers.data.batches import EvalText
 from lit_layers.data.images import EvalImages
 from lit_layers.errors import InputError

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_layers import records, run_data
-from lit_layers.cli.console import note
 from lit_layers.cli.options import Names
+from lit_layers.cli.process import note
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import listing
 from lit_layers.report import MirrorAside, WandbMirror, rendering, side_by_side, write_report

@@ -9,8 +9,8 @@ import yaml
 
 from lit_layers import records
 from lit_layers.cli.command_line import run_verb
-from lit_layers.cli.console import show_table
 from lit_layers.cli.options import Recipe, find_recipe
+from lit_layers.cli.process import show_table
 from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import replace_file
 from lit_layers.papers import PAPERS, PaperRecipe, Row, Step, compare, read_recipe

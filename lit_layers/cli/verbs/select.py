@@ -9,9 +9,9 @@ import torch
 
 from lit_layers.analyses.probes.probe_fits import ProbeOptions
 from lit_layers.cli import process
-from lit_layers.cli.console import bar, show_table
 from lit_layers.cli.measuring import name_of
 from lit_layers.cli.options import given, refuse_beside, refuse_replacing
+from lit_layers.cli.process import bar, show_table
 from lit_layers.errors import InputError
 from lit_layers.measuring.offline import device_of
 from lit_layers.models.costs import layer_latencies
