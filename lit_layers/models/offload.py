@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import logging
 import shutil
 import tempfile
 import warnings
@@ -40,9 +39,6 @@ class Offload:
         with refused(f"offload: cannot write {self.folder}"):
             self.folder.mkdir(parents=True, exist_ok=True)
             folder = tempfile.mkdtemp(prefix="weights-", dir=self.folder)
-        log = logging.getLogger("accelerate.big_modeling")
-        level = log.level
-        log.setLevel(logging.ERROR)  # it warns that weights are offloaded
         try:
             with warnings.catch_warnings():  # it warns of names of parameters in the map, and places them all the same
                 warnings.filterwarnings("ignore", message="The following device_map keys do not match any submodules")
@@ -50,8 +46,6 @@ class Offload:
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        finally:
-            log.setLevel(level)
         weakref.finalize(opened, shutil.rmtree, folder, ignore_errors=True)
         return opened, report
 

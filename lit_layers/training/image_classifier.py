@@ -127,14 +127,11 @@ class LitImageClassifier(LitModule):
 
         model: Any = built_once(self.trainer.strategy, make)
         if isinstance(self.data, LitImageData):
-            self._expect_images_that_fit(model, self.data)
+            side, patch = self.data.image_size, model.patch_embed.patch_size[0]
+            if side % patch:  # timm would leave the border out without a word
+                raise InputError(f"model.patch_size: expected a divisor of the image size {side}, got {patch}")
             set_pixel_statistics_(model, *self.data.statistics)
         return model
-
-    def _expect_images_that_fit(self, model: Any, data: LitImageData) -> None:
-        size = model.patch_embed.patch_size[0]
-        if data.image_size % size:  # timm would leave the border out without a word
-            raise InputError(f"model.patch_size: expected a divisor of the image size {data.image_size}, got {size}")
 
     def take(self, model: Any) -> None:
         super().take(model)

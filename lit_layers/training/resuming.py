@@ -18,7 +18,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from pydantic import with_config
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.utils._pytree import tree_leaves
 from typing_extensions import TypedDict
 
@@ -30,7 +30,6 @@ from lit_layers.schema import Count
 from lit_layers.series.local_series import read_lightning
 from lit_layers.training.run_folder import axis_step, saved_steps, step_folder, write_folder
 from lit_layers.training.sharding import SHARDED, are_sharded
-from lit_layers.training.trainer import Termination
 
 logger = logging.getLogger(__name__)
 
@@ -119,21 +118,23 @@ class ResumeCheckpoint(L.Callback):
         schema.refuse_below_one(resume_every=every)
         self.folder, self.every, self.keep = Path(root) / FOLDER, every, keep
         self.paused_seconds = 0.0
-        self._termination = Termination()
+        self._is_asked = False  # to stop
         self._ranks: OneProcess | Ranks = OneProcess()
         self._last_step = -1
         self._writer = ThreadPoolExecutor(1, "resume-checkpoint")
         self._writing: Future[None] | None = None  # on the first rank
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._termination.listen(trainer)
+        # Lightning's own handler runs a collective wherever the signal finds the process: ranks that are inside another
+        # one, or are signalled one after the other, then wait for each other for ever.
+        self._is_asked, connector = False, cast("Any", trainer)._signal_connector
+        connector._sigterm_notifier_fn = self._note_signal
         strategy: Any = trainer.strategy
         strategy.load_checkpoint = functools.partial(_load, strategy)
         if are_sharded(strategy):
             strategy._save_distributed_checkpoint = False  # Lightning's index of shards is a pickle
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._termination.connect(trainer)
         self._ranks = ranks_of(trainer.world_size)
         self._last_step = axis_step(trainer)  # needs no checkpoint: a run starts there again by itself
         for optimizer in trainer.optimizers:  # whose groups a checkpoint has replaced
@@ -151,12 +152,23 @@ class ResumeCheckpoint(L.Callback):
         # Here and not at the end of the batch before: its validation would be missing.
         if batch_idx % trainer.accumulate_grad_batches:
             return
-        asked = self._termination.asked()
+        asked = self._is_any_asked()
         if asked or (self.every is not None and axis_step(trainer) % self.every == 0):
             self._save(trainer)
         if asked:
             self.wait()
             raise SIGTERMException
+
+    def _note_signal(self, *_: Any) -> None:
+        self._is_asked = True
+
+    def _is_any_asked(self) -> bool:
+        """Return whether any rank was asked to stop: the same on all ranks, all of which call."""
+        if isinstance(self._ranks, OneProcess):
+            return self._is_asked
+        flag = torch.tensor([int(self._is_asked)])
+        distributed.all_reduce(flag, op=distributed.ReduceOp.MAX, group=self._ranks.group)
+        return bool(flag)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._save(trainer)

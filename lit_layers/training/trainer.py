@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from torch import distributed
 from torch.utils.data import Sampler
 
 from lit_layers.errors import InputError
@@ -238,37 +237,3 @@ class StepSampler(Sampler[list[int]]):
             # As an array: one number of a tensor takes ten times as long, and is taken for each image of a batch.
             self._epoch, self._permutation = epoch, torch.randperm(self.num_samples, generator=generator).numpy()
         return int(self._permutation[place])
-
-
-class Termination:
-    """Whether any rank was asked to stop.
-
-    Takes the place of Lightning's own handler, which runs a collective wherever the signal finds the process: ranks
-    that are inside another collective, or are signalled one after the other, then wait for each other for ever.
-    """
-
-    def __init__(self) -> None:
-        self._asked = False
-        self._group: Any = None
-
-    def listen(self, trainer: L.Trainer) -> None:
-        """Has Lightning install a handler that only notes the signal: before it installs its own, in `setup`."""
-        self._asked = False
-        connector: Any = trainer._signal_connector
-        connector._sigterm_notifier_fn = self._note
-
-    def connect(self, trainer: L.Trainer) -> None:
-        """Let the ranks agree; called by every rank."""
-        if trainer.world_size > 1:
-            self._group = distributed.new_group(backend="gloo")
-
-    def asked(self) -> bool:
-        """The same on all ranks, all of which ask: some tenths of a millisecond between CPUs of one machine."""
-        if self._group is None:
-            return self._asked
-        flag = torch.tensor([int(self._asked)])
-        distributed.all_reduce(flag, op=distributed.ReduceOp.MAX, group=self._group)
-        return bool(flag)
-
-    def _note(self, *_: Any) -> None:
-        self._asked = True
