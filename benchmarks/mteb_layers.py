@@ -17,14 +17,14 @@ from statistics import median
 import torch
 from rounds import Row, add_options, clock, finish, ratios
 
-from lit_layers.data.batches import BATCH_TOKENS, EncodedTexts
+from lit_layers.data.batches import BATCH_TOKENS, EncodedTexts, encode_texts
 from lit_layers.data.tokenization import train_bpe
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, weights_hash
 from lit_layers.models.families import trunk_of
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.catalogue import resolve
-from lit_layers.tasks.embeddings import Embedding, LayerEncoder, opened
+from lit_layers.tasks.embeddings import LayerEncoder, opened
 from lit_layers.tasks.mteb_tasks import Prepared, open_task
 
 WANTED = 1.1
@@ -57,8 +57,9 @@ def main() -> int:
     shape = {"hidden_size": options.dim, "num_hidden_layers": options.layers, "num_attention_heads": options.dim // 64}
     sizes = {"intermediate_size": 4 * options.dim, "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
     view = LayeredModel(causal_lm("gpt_neox", **shape, **sizes).eval().to(options.device))
-    embedding, hashed = Embedding(tokenizer, CONTEXT, "mean", "resid"), weights_hash(view.model)
-    encoded = {name: embedding.encode(each)[0] for name, each in texts.items()}
+    hashed = weights_hash(view.model)
+    how = {"tokenizer": tokenizer, "max_tokens": CONTEXT, "pooling": "mean", "states": "resid", "weights_hash": hashed}
+    encoded = {name: encode_texts(tokenizer, each, max_tokens=CONTEXT) for name, each in texts.items()}
     seconds: dict[str, dict[str, list[float]]] = {name: {"all": [], "last": []} for name in texts}
     scoring: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +67,7 @@ def main() -> int:
             for task in tasks:
                 name, place = task.spec.name, Path(folder) / str(number)
                 last = _timed(lambda name=name: _last_layer(view, encoded[name]), view)
-                with opened(place, view, embedding, task=name, weights_hash=hashed) as found:
+                with opened(place, view, task=name, **how) as found:
                     whole = _timed(lambda name=name, found=found: found.of(texts[name], view.num_layers), view)
                     if options.scoring and number == options.rounds:
                         found.of(complete[name], 1)
@@ -89,7 +90,7 @@ def main() -> int:
 def _texts(task: Prepared) -> list[str]:
     listener = Listener()
     task.evaluate(listener)
-    return list(dict.fromkeys(listener.texts))
+    return [text for text in dict.fromkeys(listener.texts) if text.strip()]
 
 
 def _last_layer(view: LayeredModel, encoded: EncodedTexts) -> list[torch.Tensor]:

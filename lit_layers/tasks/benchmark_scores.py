@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 
-from lit_layers.analyses.base import NUM_CHECKED, Analysis, Dtype
-from lit_layers.analyses.statistics import rounding_records
+from lit_layers.analyses.base import Analysis, Dtype
 from lit_layers.data.tokenization import WithTokenizer
 from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import write_json
@@ -150,7 +148,7 @@ class BenchmarkScores(WithTokenizer, Analysis):
         limit: only the first rows; None: all.
         batch_size: inputs at once.
         max_new_tokens: of generated texts; None: lm-eval's 256.
-        dtype: bfloat16: of products within blocks; the first rows are scored in float32, too, in every order.
+        dtype: bfloat16: of products within blocks.
         tell: is told what goes on, in one line.
     """
 
@@ -229,14 +227,6 @@ class BenchmarkScores(WithTokenizer, Analysis):
         scored, failed = self._scored(model, variants)
         for record in self._records(variants, scored, failed):
             yield replace(record, tags=record.tags | self.tags_of("dtype"))
-        if self.dtype == "bfloat16":
-            first = min(NUM_CHECKED, self.limit or NUM_CHECKED)
-            exact, _ = replace(self, dtype="float32", limit=first)._scored(at_least_float32(model), variants)
-            for variant in variants:
-                if variant.schedule in scored and variant.schedule in exact:
-                    differences, of = _differences(scored[variant.schedule], exact[variant.schedule])
-                    tags = variant.tags | {"task": self.task_name}
-                    yield from rounding_records(differences, of, layer=variant.block, tags=tags)
 
     def _scored(
         self, model: LayeredModel, variants: Sequence[Variant]
@@ -358,16 +348,6 @@ def _write(file: Path, schedule: Schedule, scores: TaskScores, facts: dict[str, 
     with refused(f"results: cannot write {file}"):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, content)
-
-
-def _differences(rounded: TaskScores, exact: TaskScores) -> tuple[torch.Tensor, str]:
-    """Between two scores of the same first rows, and of what: log-likelihoods of answers, else scores of rows."""
-    if not exact.log_likelihoods:
-        pairs, of = zip(rounded.values[SCORE], exact.values[SCORE], strict=False), SCORE
-    else:
-        rows, of = zip(rounded.log_likelihoods, exact.log_likelihoods, strict=False), "log-likelihood"
-        pairs = ((low, full) for ours, theirs in rows for low, full in zip(ours, theirs, strict=True))
-    return torch.tensor([low - full for low, full in pairs], dtype=torch.float64), of
 
 
 def _of_variant(

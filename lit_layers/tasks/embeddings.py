@@ -10,7 +10,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +20,7 @@ from pydantic import with_config
 from typing_extensions import TypedDict
 
 from lit_layers import schema
-from lit_layers.data.batches import EncodedTexts, encode_texts
+from lit_layers.data.batches import encode_texts
 from lit_layers.data.tokenization import TextTokenizer
 from lit_layers.errors import InputError, refused
 from lit_layers.identity import hash_of
@@ -199,40 +199,15 @@ class NotFiniteError(InputError):
     """A layer at which a text has no embedding."""
 
 
-@dataclass(frozen=True)
-class Embedding:
-    """How a text becomes a vector of each layer."""
-
-    tokenizer: TextTokenizer
-    max_tokens: int
-    pooling: TextPooling
-    states: States
-    last: TextPooling | None = None  # the pooling of the last layer, where that is another
-
-    @property
-    def how(self) -> dict[str, Any]:
-        """Options of `text_features`."""
-        return {"pooling": self.pooling, "states": self.states, "last": self.last}
-
-    def encode(self, texts: Sequence[str]) -> tuple[EncodedTexts, int]:
-        """Token ids, and of how many texts the tokenizer makes none: the end of a text stands for each of these."""
-        tokenizer, end = self.tokenizer.tokenizer, self.tokenizer.end_of_text
-        empty = [not text.strip() and not tokenizer.encode(text).ids for text in texts]
-        filled = [end if is_empty else text for text, is_empty in zip(texts, empty, strict=True)]
-        return encode_texts(self.tokenizer, filled, max_tokens=self.max_tokens), sum(empty)
-
-
 @contextlib.contextmanager
-def opened(
-    folder: Path, view: LayeredModel, embedding: Embedding, *, task: str, weights_hash: str
-) -> Iterator["TaskEmbeddings"]:
+def opened(folder: Path, view: LayeredModel, *, task: str, weights_hash: str, **how: Any) -> Iterator["TaskEmbeddings"]:
     """The embeddings of one task, which lie below a folder until it is scored. Another process that asks for the same
     waits meanwhile."""
     name = f"{task}-{hash_of([weights_hash, view.precision, view.device.type])}"
     with refused(f"cannot write {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / f".{name}.lock"):
-        yield TaskEmbeddings(view, embedding, folder / name, weights_hash)
+        yield TaskEmbeddings(view, folder / name, weights_hash=weights_hash, **how)
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
@@ -240,12 +215,18 @@ def opened(
 class TaskEmbeddings:
     """The embeddings of a task's texts: made when they are asked for, by whichever layer comes first.
 
-    `num_cut` and `num_empty` count the texts that lost their end to the limit of tokens or have no token of their own.
+    `last` is the pooling of the last layer, where that is another. `num_cut` and `num_empty` count the texts that lost
+    their end to the limit of tokens or have no token of their own: the end of a text stands for each of the latter.
     """
 
     view: LayeredModel
-    embedding: Embedding
     folder: Path
+    _: KW_ONLY
+    tokenizer: TextTokenizer
+    max_tokens: int
+    pooling: TextPooling
+    states: States
+    last: TextPooling | None = None
     weights_hash: str | None = None
     num_cut: int = 0
     num_empty: int = 0
@@ -276,29 +257,17 @@ class TaskEmbeddings:
             raise NotFiniteError(f"the features of text {finite.argmin()} at layer {layer} are not finite")
         return vectors
 
-    def features_of_first(self, most: int, view: LayeredModel) -> LayerFeatures:
-        """Of the first texts that were asked for, by another view of the model."""
-        encoded, _ = self.embedding.encode(list(self._places)[:most])
-        return text_features(view, encoded, **self.embedding.how)
-
-    def distances(self, exact: LayerFeatures, layer: int) -> list[float | None]:
-        """How far the first texts' embeddings are from features of them, as a share of the length of these.
-
-        None where a feature has no length.
-        """
-        rounded = self.of(list(self._places)[: exact.num_rows], layer)
-        vectors = exact.layer(layer).double().numpy()
-        norms = np.linalg.norm(vectors, axis=1).tolist()
-        distances = np.linalg.norm(rounded - vectors, axis=1).tolist()
-        return [distance / norm if norm else None for distance, norm in zip(distances, norms, strict=True)]
-
     def _add(self, texts: list[str]) -> None:
-        encoded, num_empty = self.embedding.encode(texts)
-        how: dict[str, Any] = {**self.embedding.how, "undefined": "nan", "hashed": self.weights_hash}
-        self._chunks.append(text_features(self.view, encoded, cache=self.folder, **how))
+        tokenizer, end = self.tokenizer.tokenizer, self.tokenizer.end_of_text
+        empty = [not text.strip() and not tokenizer.encode(text).ids for text in texts]
+        filled = [end if is_empty else text for text, is_empty in zip(texts, empty, strict=True)]
+        encoded = encode_texts(self.tokenizer, filled, max_tokens=self.max_tokens)
+        how: Any = {name: getattr(self, name) for name in ("pooling", "states", "last")}
+        how |= {"cache": self.folder, "undefined": "nan", "hashed": self.weights_hash}
+        self._chunks.append(text_features(self.view, encoded, **how))
         self._places |= {text: (len(self._chunks) - 1, row) for row, text in enumerate(texts)}
         self.num_cut += encoded.num_cut
-        self.num_empty += num_empty
+        self.num_empty += sum(empty)
 
 
 class LayerEncoder:

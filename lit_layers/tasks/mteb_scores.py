@@ -10,13 +10,11 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
-import torch
 
-from lit_layers.analyses.base import NUM_CHECKED, Analysis, Dtype
+from lit_layers.analyses.base import Analysis, Dtype
 from lit_layers.analyses.changed_texts import Invariance
 from lit_layers.analyses.representation import Representation
 from lit_layers.analyses.state_spread import PooledStates
-from lit_layers.analyses.statistics import rounding_records
 from lit_layers.data.batches import encode_texts
 from lit_layers.data.prompt_texts import GivenTexts, TextBatches
 from lit_layers.data.tokenization import WithTokenizer
@@ -28,10 +26,10 @@ from lit_layers.models.copies import BFloat16View
 from lit_layers.models.view import LayeredModel, States, at_least_float32
 from lit_layers.records import Record
 from lit_layers.tasks.catalogue import DOMAINS, ScoredTask
-from lit_layers.tasks.embeddings import Embedding, LayerEncoder, NotFiniteError, SentenceEncoder, opened
+from lit_layers.tasks.embeddings import LayerEncoder, NotFiniteError, SentenceEncoder, opened
 from lit_layers.tasks.mteb_tasks import Prepared, data_hash, describe, open_task
 from lit_layers.tasks.task_files import version_of
-from lit_layers.tasks.text_features import LayerFeatures, TextPooling
+from lit_layers.tasks.text_features import TextPooling
 
 RESULTS, EMBEDDINGS = "mteb", "embeddings"
 NUM_METRIC_TEXTS = 1000
@@ -48,8 +46,7 @@ class MtebTask(WithTokenizer, Analysis):
     Every layer's full result is a file below `results`, written as it is made; layers that have theirs are not scored
     again, nor are texts passed again whose embeddings are still there. A layer whose score is not defined (equal
     vectors have no rank correlation, states that are not finite no cosine) gives no record, and the others say how many
-    there are of it (`num_undefined`). The model runs in float32 or wider, or with `dtype` in bfloat16; then the
-    embeddings of the first texts are made in float32, too, and their relative distance is a record of each layer.
+    there are of it (`num_undefined`). The model runs in float32 or wider, or with `dtype` in bfloat16.
 
     Args:
         task: what is scored.
@@ -125,12 +122,11 @@ class MtebTask(WithTokenizer, Analysis):
         if missing := [layer for layer in layers if layer not in results]:
             self._say("reading the data")
             prepared = Prepared(open_task(self.task, seed=self.seed), self.task)
-            last = None if self.encoder is None else self.encoder.pooling
-            embedding = Embedding(self.words, limit, self.pooling, self.states, last)
+            how: dict[str, Any] = {"tokenizer": self.words, "max_tokens": limit, "states": self.states}
+            how |= {"pooling": self.pooling, "last": None if self.encoder is None else self.encoder.pooling}
             view = BFloat16View(at_least_float32(model)) if self.dtype == "bfloat16" else model
-            exact: LayerFeatures | None = None
-            of_task = {"task": self.task.name, "weights_hash": hashed}
-            with opened(self.results / EMBEDDINGS, view, embedding, **of_task) as embeddings:
+            how |= {"task": self.task.name, "weights_hash": hashed}
+            with opened(self.results / EMBEDDINGS, view, **how) as embeddings:
                 for place, layer in enumerate(missing):
                     if result := _read(_file(folder, layer)):  # another process had the embeddings meanwhile
                         results[layer] = result
@@ -139,9 +135,6 @@ class MtebTask(WithTokenizer, Analysis):
                     follows = self._follows(layer, model)
                     try:
                         scores = prepared.evaluate(LayerEncoder(embeddings, layer, self.encoder, follows=follows))
-                        if isinstance(view, BFloat16View):
-                            exact = exact or embeddings.features_of_first(NUM_CHECKED, view.exact)
-                            scores["bf16_differences"] = embeddings.distances(exact, layer)
                     except NotFiniteError as error:
                         scores = {"main_score": None, "undefined": str(error)}
                     facts = {"layer": layer, "num_layers": model.num_layers, "n": prepared.num_rows()}
@@ -160,9 +153,6 @@ class MtebTask(WithTokenizer, Analysis):
                 tags |= self._unusual() | {name: result[name] for name in _COUNTS if result[name]}
                 tags |= {"num_undefined": num_undefined} if num_undefined else {}
                 yield Record(metric="main_score", value=result["main_score"], layer=layer, n=result["n"], tags=tags)
-                # None: a text whose embedding has no length
-                differences = torch.from_numpy(np.array(result.get("bf16_differences", []), dtype=float))
-                yield from rounding_records(differences, "embedding", layer=layer, tags=tags)
 
     def _unusual(self) -> dict[str, Any]:
         """The options that are not the usual ones: means are over tasks that have the same of them."""

@@ -31,7 +31,7 @@ def passes(monkeypatch) -> Passes:
 
 
 def asked(folder: Path, view: LayeredModel, model: Path, texts: list[str], layer: int, **options: Any) -> np.ndarray:
-    return TaskEmbeddings(view, embedding_of(model, **options), folder).of(texts, layer)
+    return TaskEmbeddings(view, folder, **embedding_of(model, **options)).of(texts, layer)
 
 
 def chunks(folder):
@@ -42,7 +42,7 @@ def test_every_layer_is_what_a_pass_of_its_own_gives(model, tmp_path, passes):
     view = saved_model(model)
     expected = text_features(view, encoded(model, TEXTS), pooling="mean")
     passes.texts = 0
-    found = TaskEmbeddings(view, embedding_of(model), tmp_path)
+    found = TaskEmbeddings(view, tmp_path, **embedding_of(model))
     for layer in (3, 0, 2, 1):
         assert np.array_equal(found.of(TEXTS, layer), expected.layer(layer).numpy())
     assert passes.texts == len(TEXTS), "one pass gives all layers"
@@ -52,7 +52,7 @@ def test_texts_come_in_any_order_and_any_number_of_times(model, tmp_path, passes
     view, again = saved_model(model), [*reversed(TEXTS), *TEXTS[:3], TEXTS[0]]
     plain = dict(zip(TEXTS, asked(tmp_path, view, model, TEXTS, 2), strict=True))
     passes.texts = 0
-    found = TaskEmbeddings(view, embedding_of(model), tmp_path / "b")
+    found = TaskEmbeddings(view, tmp_path / "b", **embedding_of(model))
     first = found.of(TEXTS[:5], 2)
     rest = found.of(again, 2)
     assert found.num_texts == len(TEXTS)
@@ -97,8 +97,8 @@ def test_changed_weights_under_the_same_name_find_nothing(model, tmp_path, passe
 
 def test_a_text_without_a_token_is_the_end_of_a_text(model, tmp_path):
     view = saved_model(model)
-    found = TaskEmbeddings(view, embedding_of(model), tmp_path)
-    empty, given = found.of(["", found.embedding.tokenizer.end_of_text], 3)
+    found = TaskEmbeddings(view, tmp_path, **embedding_of(model))
+    empty, given = found.of(["", found.tokenizer.end_of_text], 3)
     assert found.num_empty == 1
     assert np.allclose(empty, given, atol=1e-6)
 
@@ -116,7 +116,7 @@ def test_a_place_that_cannot_be_written_is_named(model, tmp_path):
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(InputError, match="cannot write .*file"),
-        stores.opened(tmp_path / "file", saved_model(model), embedding_of(model), task="Songs", weights_hash="x"),
+        stores.opened(tmp_path / "file", saved_model(model), **embedding_of(model), task="Songs", weights_hash="x"),
     ):
         pass
 
@@ -126,12 +126,12 @@ def test_the_embeddings_of_a_task_go_once_it_is_scored_and_stay_where_it_broke_o
     opened = {"task": "Songs", "weights_hash": weights_hash(view.model)}
     with (
         pytest.raises(IndexError),
-        stores.opened(tmp_path, view, embedding_of(model), **opened) as found,
+        stores.opened(tmp_path, view, **embedding_of(model), **opened) as found,
     ):
         found.of(TEXTS, 9)
     assert passes.texts == len(TEXTS)
     passes.texts = 0
-    with stores.opened(tmp_path, view, embedding_of(model), **opened) as found:
+    with stores.opened(tmp_path, view, **embedding_of(model), **opened) as found:
         found.of(TEXTS, 1)
     assert passes.texts == 0
     assert not list(tmp_path.glob("Songs-*"))

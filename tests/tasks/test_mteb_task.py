@@ -207,7 +207,7 @@ def test_records_say_what_they_are(scored):
 def test_a_layer_scores_what_mteb_gives_a_new_task(home, scored, name, tmp_path):
     one = task(name, *home, tmp_path)
     view = saved_model(home[1])
-    embeddings = TaskEmbeddings(view, embedding_of(home[1]), tmp_path / "embeddings")
+    embeddings = TaskEmbeddings(view, tmp_path / "embeddings", **embedding_of(home[1]))
     fresh = open_task(one.task, seed=42)
     options = {"batch_size": 4, "show_progress_bar": False}
     plain = fresh.evaluate(LayerEncoder(embeddings, 2), "test", encode_kwargs=options)
@@ -325,7 +325,7 @@ def test_a_task_leaves_the_random_state_alone(home, tmp_path):
     one = task("StackOverflowTitles", *home, tmp_path)
     prepared, view = Prepared(open_task(one.task, seed=42), one.task), saved_model(home[1])
     seeded()
-    prepared.evaluate(LayerEncoder(TaskEmbeddings(view, embedding_of(home[1]), tmp_path / "embeddings"), 1))
+    prepared.evaluate(LayerEncoder(TaskEmbeddings(view, tmp_path / "embeddings", **embedding_of(home[1])), 1))
     assert [random.random(), np.random.rand(), torch.rand(1).item()] == expected
 
 

@@ -13,7 +13,6 @@ from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.catalogue import resolve
-from lit_layers.tasks.embeddings import Embedding
 from lit_layers.tasks.mteb_scores import MtebTask
 from tests.support.data_mapping import with_mapping
 from tests.support.labelled_texts import MOODS, labelled, saved_gpt2
@@ -68,9 +67,9 @@ def saved_model(folder: Path) -> LayeredModel:
     return LayeredModel(load(folder))
 
 
-def embedding_of(folder: Path, **options: Any) -> Embedding:
+def embedding_of(folder: Path, **options: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {"max_tokens": 32, "pooling": "mean", "states": "resid"}
-    return Embedding(load_tokenizer(str(folder)), **(settings | options))
+    return {"tokenizer": load_tokenizer(str(folder))} | settings | options
 
 
 def task(name: str, data: Path | None, model: Path, root: Path, **options: Any) -> MtebTask:
