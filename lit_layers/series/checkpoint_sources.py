@@ -159,7 +159,7 @@ def _facts(tensor: "Tensor") -> tuple[TensorFacts, "Tensor", bytes]:
         top = torch.topk(piece.abs(), min(2, len(piece))).values.tolist()
         largest, second = sorted([largest, second, *top], reverse=True)[:2]
     numbers = squares**0.5, largest, second, num_broken, _is_8_bit(tensor)
-    facts = TensorFacts(_dtype(tensor), tuple(tensor.shape), *numbers)
+    facts = TensorFacts(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), *numbers)
     return facts, flat[_places(len(flat))].float(), digest.digest()
 
 
@@ -183,10 +183,6 @@ def _is_on_grid(values: "Tensor") -> bool:
         return False
     steps = gaps / gaps.min()
     return bool(steps.sum() < 256 and ((steps - steps.round()).abs() < 0.01).all())
-
-
-def _dtype(tensor: "Tensor") -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _places(count: int) -> "Tensor":

@@ -88,7 +88,8 @@ def _tell(tasks: "list[ScoredTask]", outcome: Outcome) -> bool:
         frame = records.frame(scored)
         means = averages(frame, expected=names)
         curves = [each.curve.assign(run=each.run, step=each.step, states=each.states, **each.options) for each in means]
-        scores = score_table(frame).rename(columns=_layer_name)
+        scores = score_table(frame)
+        scores = scores.rename(columns={name: f"layer_{name:03d}" for name in scores if isinstance(name, int)})
         outcome.write("mteb", {"scores.csv": scores, "averages.csv": pd.concat(curves)})
     return outcome.tell()
 
@@ -112,7 +113,3 @@ def _show(means: "Averages") -> None:
         print(f"best layer of each task (chosen on these scores): {100 * means.best_per_task():.2f}")
     if means.missing:
         print(f"in no mean, as it lacks scores: {', '.join(means.missing)}")
-
-
-def _layer_name(column: Any) -> Any:
-    return f"layer_{column:03d}" if isinstance(column, int) else column
