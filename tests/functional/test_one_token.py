@@ -1,4 +1,4 @@
-"""The one-token route against plain reverse mode, for every family, and its refusal of what it does not understand."""
+"""The fast route against plain reverse mode, for every family, and its refusal of what it does not understand."""
 
 import math
 import warnings
@@ -19,7 +19,6 @@ WITH_A_NAME_OF_TWO_WORDS = ("gpt_neox", "gpt_neo", "falcon_grouped", "falcon_ali
 ATTENTIONS = [(name, attention) for name in FAMILIES if "_" not in name or name in WITH_A_NAME_OF_TWO_WORDS
               for attention in (("eager",) if name in EAGER_ONLY else ("sdpa", "eager"))
               if (name, attention) != ("falcon_alibi", "eager")]  # fmt: skip
-ROUTES = ("cut", "one_token")
 TOKENS = {
     "same": {"out_tokens": -1},
     "first": {"out_tokens": 0},
@@ -29,11 +28,6 @@ TOKENS = {
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
-
-
-def routes_of(name: str) -> tuple[str, ...]:
-    """Falcon multiplies by its weights itself, with no linear map to cut at."""
-    return ("auto", "one_token") if name.startswith("falcon") else ("auto", *ROUTES)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +51,7 @@ def test_every_family_and_route_agrees_with_reverse_mode_through_the_whole_block
         for tokens in TOKENS.values():
             call = {"mask": trajectory.mask, **tokens}
             expected = block_jacobian(reference.block(layer), hidden.to(exact), route="plain", **call)
-            for route in routes_of(name):
+            for route in ("auto", "cut"):
                 found = block_jacobian(trajectory.block(layer), hidden, route=route, **call)
                 assert relative_error(found.to(exact), expected) < 1e-5, route
 
@@ -80,13 +74,12 @@ def test_in_float64_the_routes_agree_to_rounding(name, monkeypatch):
         expected = block_jacobian(block, hidden, route="plain", **tokens)
         for rows in (2048, 10):
             monkeypatch.setattr(block_jacobians, "_ROWS", rows)
-            for route in ROUTES:
-                found = block_jacobian(block, hidden, route=route, **tokens)
-                # Llama's norm and rotary tables are float32 in any model
-                assert relative_error(found, expected) < (1e-7 if name == "llama" else 1e-13)
+            found = block_jacobian(block, hidden, route="cut", **tokens)
+            # Llama's norm and rotary tables are float32 in any model
+            assert relative_error(found, expected) < (1e-7 if name == "llama" else 1e-13)
 
 
-@pytest.mark.parametrize("route", [*ROUTES, "plain"])
+@pytest.mark.parametrize("route", ["cut", "plain"])
 def test_causal_zeros_are_exact(route):
     trajectory = LayeredModel(tiny("llama")).trajectory(tiny_batch("llama", tokens=6))
     found = block_jacobian(trajectory.block(2), trajectory.hidden[1], out_tokens=range(6), in_tokens="all", route=route)
@@ -144,16 +137,15 @@ def with_linear_biases(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias.masked_fill(causal, -math.inf)[None])
 
 
-@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(
     "attend",
     [fused(), fused(is_causal=True, scale=0.3), grouped, windowed, with_linear_biases, soft_capped_with_bias,
      causal_inside],
 )  # fmt: skip
-def test_attention_of_any_make_is_expanded_exactly(attend, route):
+def test_attention_of_any_make_is_expanded_exactly(attend):
     block, hidden = Attending(attend).double(), torch.randn(2, 6, 8, dtype=torch.float64)
     for tokens in TOKENS.values():
-        found = block_jacobian(block, hidden, route=route, **tokens)
+        found = block_jacobian(block, hidden, route="cut", **tokens)
         assert relative_error(found, block_jacobian(block, hidden, route="plain", **tokens)) < 1e-12
 
 
@@ -176,11 +168,10 @@ class Tangled(nn.Module):
         return (hidden * 2 + self.out(mixed) * beside.sigmoid() + mixed).tanh()
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_linear_maps_may_be_tangled(route):
+def test_linear_maps_may_be_tangled():
     block, hidden = Tangled().double(), torch.randn(2, 6, 8, dtype=torch.float64)
     for tokens in TOKENS.values():
-        found = block_jacobian(block, hidden, route=route, **tokens)
+        found = block_jacobian(block, hidden, route="cut", **tokens)
         assert relative_error(found, block_jacobian(block, hidden, route="plain", **tokens)) < 1e-12
 
 
@@ -190,25 +181,22 @@ class Unmapped(Attending):
         return hidden + self.out(fused()(heads, heads, heads).transpose(1, 2).flatten(2))
 
 
-def test_attention_that_no_linear_map_feeds_is_not_cut_but_still_fast(monkeypatch):
+def test_attention_that_no_linear_map_feeds_is_not_cut(monkeypatch):
     monkeypatch.setattr(block_jacobians, "_warned", set())
     block, hidden = Unmapped(None).double(), torch.randn(2, 6, 8, dtype=torch.float64)
     expected = block_jacobian(block, hidden, route="plain")
     with pytest.raises(ValueError, match="no route 'cut' for Unmapped: its attention is fed otherwise than by linear"):
         block_jacobian(block, hidden, route="cut")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert relative_error(block_jacobian(block, hidden), expected) < 1e-12
-    torch.testing.assert_close(block_jacobian(block, hidden), block_jacobian(block, hidden, route="one_token"))
+    with pytest.warns(RuntimeWarning, match="by plain reverse mode"):
+        assert torch.equal(block_jacobian(block, hidden), expected)
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_many_tokens_of_many_prompts_are_the_same_as_one_at_a_time(route):
+def test_many_tokens_of_many_prompts_are_the_same_as_one_at_a_time():
     block, hidden = Attending(fused(is_causal=True)).double(), torch.randn(3, 7, 8, dtype=torch.float64)
-    together = block_jacobian(block, hidden, out_tokens=range(7), route=route)
+    together = block_jacobian(block, hidden, out_tokens=range(7), route="cut")
     for prompt in range(3):
         for token in range(7):
-            alone = block_jacobian(block, hidden[prompt : prompt + 1], out_tokens=token, route=route)[0]
+            alone = block_jacobian(block, hidden[prompt : prompt + 1], out_tokens=token, route="cut")[0]
             torch.testing.assert_close(together[prompt, token], alone, rtol=1e-12, atol=1e-14)
 
 
@@ -255,9 +243,8 @@ def test_a_block_that_is_not_understood_falls_back_says_so_once_and_is_exact(blo
     monkeypatch.setattr(block_jacobians, "_warned", set())
     block, hidden = block.double(), torch.randn(2, 5, 8, dtype=torch.float64)
     expected = block_jacobian(block, hidden, route="plain")
-    for route in ROUTES:
-        with pytest.raises(ValueError, match=f"no route '{route}' for .*: .*{reason}"):
-            block_jacobian(block, hidden, route=route)
+    with pytest.raises(ValueError, match=f"no route 'cut' for .*: .*{reason}"):
+        block_jacobian(block, hidden, route="cut")
     with pytest.warns(RuntimeWarning, match=f"by plain reverse mode, exactly but slowly: .*{reason}"):
         found = block_jacobian(block, hidden)
     assert torch.equal(found, expected)
@@ -266,16 +253,15 @@ def test_a_block_that_is_not_understood_falls_back_says_so_once_and_is_exact(blo
         assert torch.equal(block_jacobian(block, hidden), expected)
 
 
-@pytest.mark.parametrize(("route", "method"), [("one_token", "__call__"), ("cut", "push_value")])
-def test_an_error_in_the_surrogate_would_be_noticed(monkeypatch, route, method):
+def test_an_error_in_the_expansion_would_be_noticed(monkeypatch):
     """The check on the block's own derivative, with a fault planted in the one place it guards."""
     block, hidden = Attending(fused()).double(), torch.randn(1, 5, 8, dtype=torch.float64)
-    original = getattr(block_call.Expansion, method)
+    original = block_call.Expansion.push_value
     monkeypatch.setattr(
-        block_call.Expansion, method, lambda self, *changes: original(self._replace(p=1.01 * self.p), *changes)
+        block_call.Expansion, "push_value", lambda self, changes: original(self._replace(p=1.01 * self.p), changes)
     )
     with pytest.raises(ValueError, match="it differs from the block's own derivative"):
-        block_jacobian(block, hidden, route=route)
+        block_jacobian(block, hidden, route="cut")
 
 
 def test_the_check_is_made_once_for_the_weights_of_a_module_and_a_layout_of_inputs(monkeypatch):
@@ -353,8 +339,8 @@ def test_a_branch_that_is_zero_at_first_is_looked_at_again_when_it_has_grown(kin
 
 def test_a_diverged_block_gives_its_nans_and_is_not_judged_by_them():
     block = Attending(fused())
-    assert block_jacobian(block, torch.full((1, 4, 8), math.nan), route="one_token").isnan().any()
-    found = block_jacobian(block, torch.randn(1, 4, 8), route="one_token")
+    assert block_jacobian(block, torch.full((1, 4, 8), math.nan), route="cut").isnan().any()
+    found = block_jacobian(block, torch.randn(1, 4, 8), route="cut")
     assert found.isfinite().all()
 
 
@@ -415,7 +401,7 @@ def test_modes_and_gradients_of_the_module_are_left_as_they_were():
     trajectory = LayeredModel(model).trajectory(tiny_batch("gpt2"))
     expected = block_jacobian(trajectory.block(1), trajectory.hidden[0], route="plain")
     with torch.inference_mode():
-        found = block_jacobian(trajectory.block(1), trajectory.hidden[0].clone(), route="one_token")
+        found = block_jacobian(trajectory.block(1), trajectory.hidden[0].clone(), route="cut")
     assert relative_error(found, expected) < 1e-5
     assert all(part.training for part in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -424,5 +410,3 @@ def test_modes_and_gradients_of_the_module_are_left_as_they_were():
 def test_plain_functions_take_reverse_mode_without_a_word():
     hidden = torch.randn(1, 4, 8)
     block_jacobian(lambda x: x**2, hidden)
-    with pytest.raises(ValueError, match="needs a module, or a block of a trajectory"):
-        block_jacobian(lambda x: x**2, hidden, route="one_token")

@@ -50,5 +50,5 @@ def test_a_state_space_has_no_attention_to_expand_and_says_that_it_takes_longer(
     with pytest.warns(RuntimeWarning, match=r"Jacobians of Mamba2?Block are computed by plain reverse mode, exactly"):
         found = block_jacobian(block, hidden)
     assert torch.equal(found, block_jacobian(block, hidden, route="plain"))
-    with pytest.raises(ValueError, match="no route 'one_token' for Mamba"):
-        block_jacobian(block, hidden, route="one_token")
+    with pytest.raises(ValueError, match="no route 'cut' for Mamba"):
+        block_jacobian(block, hidden, route="cut")

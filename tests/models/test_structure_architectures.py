@@ -125,12 +125,6 @@ def test_jacobians_of_every_route_are_the_differences_of_the_block(model_type):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*computed by plain reverse mode")
         found = {"auto": block_jacobian(block, hidden), "plain": block_jacobian(block, hidden, route="plain")}
-        for route in ("cut", "one_token"):
-            try:
-                found[route] = block_jacobian(block, hidden, route=route)
-            except ValueError as refusal:  # told, never another number
-                if not str(refusal).startswith((f"no route {route!r} for ", f"route {route!r} needs a module")):
-                    raise
     for route, jacobian in found.items():
         torch.testing.assert_close(jacobian, found["plain"], rtol=1e-3, atol=1e-3, msg=route)
         torch.testing.assert_close(

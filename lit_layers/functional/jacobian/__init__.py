@@ -1,1 +1,1 @@
-"""Block Jacobians: how they are computed, by reverse mode and by faster routes."""
+"""Block Jacobians: how they are computed, by reverse mode and by a faster route."""

@@ -20,7 +20,7 @@ SHARED = ("position_bias",)  # MPT's ALiBi: a row for each head, and as many pro
 
 
 class Unsupported(Exception):
-    """The block does something that the one-token route does not know; the message says what."""
+    """The block does something that the fast route does not know; the message says what."""
 
 
 class Alignment(NamedTuple):
@@ -278,16 +278,6 @@ class Expansion(NamedTuple):
     w: Tensor
     query_map: Tensor  # (picked, heads, head_dim, head_dim)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.check(query, key, value)
-        heads, shape = self.query.shape[1], query.shape
-        query = query.reshape(self.query.shape)  # transformers folds grouped heads into the tokens where there is one
-        key, value = expand_heads(key, heads), expand_heads(value, heads)
-        # each term is 0 at the point of expansion, so that autograd sees the slopes and the value stays `out`
-        through_key = self.w * (self.value - self.out) * (self.query * (key - self.key)).sum(-1, keepdim=True)
-        through_query = _PerHead.apply(query - self.query, self.query_map)
-        return (self.out + through_query + through_key + self.p * (value - self.value)).reshape(shape)
-
     def check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Refuse a token that does not reach its attention alone with what it had within its prompt."""
         heads = self.query.shape[1]
@@ -313,33 +303,6 @@ class Expansion(NamedTuple):
         """Return (picked, .., num) as (picked, heads, head_dim, num)."""
         picked, heads, _, head_dim = reference.shape
         return expand_heads(tangents.reshape(picked, -1, head_dim, tangents.shape[-1]), heads)
-
-
-class _PerHead(torch.autograd.Function):
-    """x (picked, heads, 1, head_dim) @ maps (picked, heads, head_dim, head_dim).
-
-    Its own rule for vmap makes rows of the cotangents; the general one would copy the maps for each of them.
-    """
-
-    @staticmethod
-    def forward(x: Tensor, maps: Tensor) -> Tensor:
-        return x @ maps
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (maps,) = ctx.saved_tensors
-        return _PerHead.apply(grad, maps.mT), None
-
-    @staticmethod
-    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
-        info: Any, in_dims: tuple[int, None], x: Tensor, maps: Tensor
-    ) -> tuple[Tensor, int]:
-        rows = x.movedim(in_dims[0], 3)[..., 0, :]  # (picked, heads, rows, head_dim)
-        return (rows @ maps)[..., None, :], 2
 
 
 def record_attention(call: Callable[[Tensor], Tensor], hidden: Tensor) -> Attention:
@@ -509,19 +472,6 @@ class Replay(_Calls):
         if self.answers > 1:
             raise Unsupported("it attends more than once")
         return self.answer(query, key, value)
-
-
-def run_on_tokens(
-    call: Call, attention: Attention, leaf: Tensor, answer: Callable[[Tensor, Tensor, Tensor], Tensor]
-) -> Tensor:
-    """Return the output (picked, dim) of a call for single tokens on their states `leaf` (picked, dim)."""
-    replay = Replay(attention, answer)
-    with replay:
-        output = call(leaf[:, None])
-    if not replay.answers:
-        raise Unsupported("it does not attend when it is called on one token")
-    expect_single_tokens(output, leaf)
-    return output[:, 0]
 
 
 def expect_single_tokens(output: Tensor, states: Tensor) -> None:

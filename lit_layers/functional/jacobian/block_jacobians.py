@@ -1,15 +1,15 @@
 """Block Jacobians: how a block's update of one token answers to the input of another.
 
 Reverse mode through the block on whole prompts gives a row of J for one backward pass, dim passes in all, each over
-every token of the prompt. Two routes are faster and exact, as only attention mixes tokens:
+every token of the prompt.
 
-- "one_token" calls the block on the asked tokens alone and answers attention's first-order expansion where it attends
-  (`block_call.py` has the formulas); its backward passes cost nothing for the other tokens of the prompt.
-- "cut" goes on from there: it cuts that call at its linear maps and multiplies their weights from the end to the
-  beginning, in products of matrices that serve all rows and tokens at once (`linear_cut.CutBlock`).
+As only attention mixes tokens, another route is faster and exact. It calls the block on the asked tokens alone and
+answers attention's first-order expansion where it attends (`block_call.py` has the formulas), so that the other tokens
+of the prompt cost nothing. It cuts that call at its linear maps and multiplies their weights from the end to the
+beginning, in products of matrices that serve all rows and tokens at once (`linear_cut.CutBlock`).
 
-Neither knows a block by name, so both may meet one that does something else. Each is therefore held against a
-derivative of the block itself before it is believed, and "auto" falls back to the next: cut, one_token, reverse mode.
+It knows no block by name, so it may meet one that does something else. It is therefore held against a derivative of the
+block itself before it is believed, and "auto" falls back to reverse mode.
 """
 
 import contextlib
@@ -29,22 +29,20 @@ from lit_layers.functional.jacobian.block_call import (
     Attention,
     Call,
     Done,
-    Expansion,
+    Replay,
     Unsupported,
     as_call,
-    basis_rows,
     evaluating,
     expand_heads,
     jacobians_by_reverse_mode,
     pull_back,
     record_attention,
-    run_on_tokens,
     sum_heads,
 )
 from lit_layers.functional.jacobian.linear_cut import CutBlock
 
 Block = Callable[[Tensor], Tensor]
-Route = Literal["auto", "cut", "one_token", "plain"]
+Route = Literal["auto", "cut", "plain"]
 
 
 def block_jacobian(
@@ -168,33 +166,27 @@ def _compute(block: Block, hidden: Tensor, outs: Tensor, ins: Tensor, route: Rou
     """Return d block(X)[out] / d X[in] by the fastest route that holds for this block, (batch, out, in, dim, dim)."""
     call = None if route == "plain" else as_call(block)
     if call is not None and hidden.shape[1] > 1:
-        routes = ("cut", "one_token") if route == "auto" else (route,)
-        reasons: dict[str, str] = {}
-        for name in routes:
-            try:
-                return _verified_jacobians(call, hidden, outs, ins, cut=name == "cut")
-            except Unsupported as error:
-                if route != "auto":
-                    raise ValueError(f"no route {name!r} for {type(call.module).__name__}: {error}") from error
-                reasons[name] = str(error)
-        warn_once(call.module, reasons["one_token"])
-    elif route in ("cut", "one_token"):
-        raise ValueError(f"route {route!r} needs a module, or a block of a trajectory, and more than one token")
+        try:
+            return _verified_jacobians(call, hidden, outs, ins)
+        except Unsupported as error:
+            if route == "cut":
+                raise ValueError(f"no route 'cut' for {type(call.module).__name__}: {error}") from error
+            warn_once(call.module, str(error))
     return jacobians_by_reverse_mode(block, hidden, outs, ins)
 
 
-def _verified_jacobians(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, *, cut: bool) -> Tensor:
-    """Return Jacobians by a fast route, checked against the block itself once for these weights and this layout."""
+def _verified_jacobians(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor) -> Tensor:
+    """Return Jacobians by the fast route, checked against the block itself once for these weights and this layout."""
     checks = _verified.setdefault(call.module, {})
     layout = (hidden.shape[1:], hidden.dtype, hidden.device, _layout(call.args), _layout(call.kwargs))
     # pairs of two tokens take another path; what is right at one place may be wrong at another
-    layout = (*layout, bool((outs[..., None] == ins).all()), tuple(outs[0].tolist()), cut)
+    layout = (*layout, bool((outs[..., None] == ins).all()), tuple(outs[0].tolist()))
     weights = _weights_of(call.module)  # a branch that is zero at first shows nothing
     checked, reason = checks.get(layout, (None, ""))
     if checked == weights and reason:
         raise Unsupported(reason)
     try:
-        jacobians = _jacobians_by_one_token(call, hidden, outs, ins, cut=cut)
+        jacobians = _jacobians_of_tokens(call, hidden, outs, ins)
         if checked != weights:
             error = _disagreement(call, hidden, outs, ins, jacobians)
             tolerance = 1e-4 if hidden.dtype == torch.float32 else 1e-6  # parts of some models are float32 always
@@ -259,17 +251,15 @@ def exact_arithmetic(device: torch.device) -> Generator[None, None, None]:
             torch.set_float32_matmul_precision(precision)
 
 
-# The fast routes. A block of a transformer mixes tokens in its attention only: so the block itself is called on single
+# The fast route. A block of a transformer mixes tokens in its attention only: so the block itself is called on single
 # tokens, and where it attends, the answer is attention's first-order expansion around the whole prompt. Value and
 # derivative at that point are exact, hence so is the Jacobian. Parallel and post-norm blocks are nothing special.
 
 _ROWS = 2048  # cotangents a chunk: measured best at dim 128 and 768 on CPU
 
 
-def _jacobians_by_one_token(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, *, cut: bool = True) -> Tensor:
+def _jacobians_of_tokens(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor) -> Tensor:
     """Return what `jacobians_by_reverse_mode` does.
-
-    With `cut`, work stops at the linear maps: half the work, see `CutBlock`.
 
     Raises:
         Unsupported: the block has no attention that is understood, or depends on its place in other ways.
@@ -289,7 +279,7 @@ def _jacobians_by_one_token(call: Call, hidden: Tensor, outs: Tensor, ins: Tenso
         for route, chosen in ((_same_token, same), (_cross_token, ~same)):
             for where in chosen.nonzero()[:, 0].split(size):
                 if len(where):
-                    flat[where] = route(call, attention, hidden, pairs[:, where], cut)
+                    flat[where] = route(call, attention, hidden, pairs[:, where])
     return result
 
 
@@ -323,41 +313,26 @@ def _disagreement(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, jacobia
     return float(torch.stack(errors).max())
 
 
-def _same_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor, cut: bool) -> Tensor:
+def _same_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor) -> Tensor:
     """Return (picked, dim, dim) for pairs (3, picked) of prompt, output position and the same input position."""
-    prompts, places, _ = pairs
+    return _cut(call, attention, hidden, *pairs[:2]).jacobians()
+
+
+def _cut(call: Call, attention: Attention, hidden: Tensor, prompts: Tensor, places: Tensor) -> CutBlock:
     expansion = attention.expansion(prompts, places)
-    alone, states = call.at(prompts, places, hidden.shape[:2]), hidden[prompts, places]
-    if cut:
-        return CutBlock(alone, attention, expansion, states).jacobians()
-    with torch.enable_grad():
-        leaf = states.detach().requires_grad_()
-        return _rows(run_on_tokens(alone, attention, leaf, expansion), leaf)
+    return CutBlock(call.at(prompts, places, hidden.shape[:2]), attention, expansion, hidden[prompts, places])
 
 
-def _rows(output: Tensor, leaf: Tensor) -> Tensor:
-    """Return d output / d leaf per token, (picked, dim, *leaf)."""
-    picked, dim = output.shape
-    chunk = max(1, min(dim, _ROWS // picked))
-    result = leaf.new_empty(picked, dim, *leaf.shape[1:])
-    for start in range(0, dim, chunk):
-        rows = slice(start, min(start + chunk, dim))
-        (grads,) = pull_back([output], [leaf], [basis_rows(output, rows)])
-        result[:, rows] = grads.movedim(0, 1)
-    return result
-
-
-def _cross_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor, cut: bool) -> Tensor:
+def _cross_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor) -> Tensor:
     """Return the Jacobians of pairs of different tokens: the input reaches the output by its key and value only."""
     prompts, outs, ins = pairs
     shape, dim = hidden.shape[:2], hidden.shape[2]
     # the part after the attention is shared by all input tokens of an output token
     tokens, which = torch.unique(torch.stack([prompts, outs]), dim=1, return_inverse=True)
-    expansion = attention.expansion(tokens[0], tokens[1])
+    cut = _cut(call, attention, hidden, *tokens)
+    expansion = cut.expansion
     heads, head_dim = expansion.out.shape[1], expansion.out.shape[3]
-    after = _after_attention(
-        call.at(tokens[0], tokens[1], shape), attention, expansion, hidden[tokens[0], tokens[1]], cut
-    )
+    after = cut.after_attention()
     after = after.expand(-1, -1, heads * head_dim).unflatten(2, (heads, 1, head_dim))[which]
 
     p, w = (part[which] for part in attention.weights(tokens[0], tokens[1]))
@@ -376,25 +351,10 @@ def _cross_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor
 
     with torch.enable_grad():
         leaf = hidden[prompts, ins].detach().requires_grad_()
-        with contextlib.suppress(Done):
-            run_on_tokens(call.at(prompts, ins, shape), attention, leaf, take)
+        with contextlib.suppress(Done), Replay(attention, take):
+            call.at(prompts, ins, shape)(leaf[:, None])
         cotangents = [sum_heads(part, taken[0].shape[1]).movedim(1, 0) for part in (for_key, for_value)]
         chunk = max(1, min(dim, _ROWS // len(ins)))
         parts = zip(*(rows.split(chunk) for rows in cotangents), strict=True)
         grads = [pull_back(taken, [leaf], part)[0] for part in parts]
     return torch.cat(grads).movedim(0, 1)
-
-
-def _after_attention(alone: Call, attention: Attention, expansion: Expansion, states: Tensor, cut: bool) -> Tensor:
-    """Return d output / d output of the attention of single tokens, (picked, dim, heads x head_dim)."""
-    if cut:
-        return CutBlock(alone, attention, expansion, states).after_attention()
-    attended: list[Tensor] = []
-
-    def answer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        attended.append(expansion(query, key, value).detach().reshape(expansion.out.shape).requires_grad_())
-        return attended[0].reshape(query.shape)
-
-    with torch.enable_grad():
-        output = run_on_tokens(alone, attention, states.detach(), answer)
-        return _rows(output, attended[0]).flatten(2)

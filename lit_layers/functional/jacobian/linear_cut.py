@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lit_layers.functional.jacobian.block_call import (
+    MATMULS,
     Attention,
     Call,
     Expansion,
@@ -75,6 +76,8 @@ class _Replay(Replay):
             return self._linear(output, named["input"], named["weight"], named.get("bias"))
         if func in _ADDMMS and not kwargs:
             return self._linear(output, args[1], args[2].mT, args[0])
+        if func in MATMULS and args[1].ndim == 2:
+            return self._linear(output, args[0], args[1].mT, None).clone()  # Falcon adds to it in place
         return output
 
     def _linear(self, output: Tensor, input_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
