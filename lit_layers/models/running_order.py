@@ -57,10 +57,8 @@ def running_order(model: nn.Module, schedule: Sequence[Step]) -> Iterator[nn.Mod
         raise InputError(f"{type(network).__name__} has hooks on its blocks, which do not move with them: remove them")
     steps = checked(schedule, len(blocks))
     if (running := network.__dict__.setdefault(REORDERED, steps)) is not steps:
-        schedule = format_schedule(running)
-        raise InputError(
-            f"this {type(network).__name__} runs the schedule {schedule} already: leave that context first"
-        )
+        kind, other = type(network).__name__, format_schedule(running)
+        raise InputError(f"this {kind} runs the schedule {other} already: leave that context first")
     tuples = _IN_TUPLES.setdefault(network, {})
     order = _Order(steps, [block.forward for block in blocks], type(network).__name__, tuples, family.layout)
     refusing = network.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)

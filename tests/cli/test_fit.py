@@ -129,7 +129,7 @@ def test_a_used_folder_is_refused_and_left_as_it_is_unless_overwriting_is_asked_
         (["--model.architecture", "gpt22"], "gpt22"),
         (["--data.global_batch_size", "0"], "data.global_batch_size: expected at least 1, got 0"),
         (["--data.num_tokens", "17"], "data.num_tokens: expected at most 16, the context of model.config, got 17"),
-        (["--data.global_batch_size", "5", "--trainer.accumulate_grad_batches", "2"], "choose a multiple of 2"),
+        (["--data.global_batch_size", "5", "--trainer.accumulate_grad_batches", "2"], "take a multiple of 2"),
         (["--tokenizer", "/nowhere/tokenizer"], "/nowhere/tokenizer"),
         (["--corpus", "/nowhere/text"], "/nowhere/text"),
         (["--config", "/nowhere/recipe.yaml"], "/nowhere/recipe.yaml"),
