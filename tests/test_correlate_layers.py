@@ -10,8 +10,8 @@ import pytest
 from lit_layers import records
 from lit_layers.cli import main as cli
 from lit_layers.correlate import correlate_layers, read_layers
+from lit_layers.correlate.model_table import MetricQuery, split
 from lit_layers.correlate.pages import write_layers
-from lit_layers.correlate.run_models import MetricQuery, split
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Record
 from tests.support.layer_scores import TASKS, add, tables
@@ -183,7 +183,7 @@ def test_models_measured_in_unlike_ways_are_not_compared(tmp_path, of_metric):
             line = Measurement(run=name, step=None, tokens=None, analysis=analysis, records=found, seconds=0)
             records.append(tmp_path / name / "measurements.jsonl", line)
     text = "metrics: prompt_entropy" if of_metric else "scores: mteb"
-    with pytest.raises(InputError, match=f"{text} is no tag of a; dtype=bfloat16 of b: numbers of two kinds"):
+    with pytest.raises(InputError, match=f"{text} is no tag of a; dtype=bfloat16 of b: measure all models alike"):
         read_layers([tmp_path / "a", tmp_path / "b"], metrics=["prompt_entropy"], scores="mteb")
 
 
@@ -235,19 +235,31 @@ def test_models_too_shallow_for_a_correlation_are_left_out(tmp_path):
     assert found.left_out == {"shallow": "3 layers, expected at least 4"}
 
 
+def scores_file(path: Path, model: str, scores: np.ndarray) -> pd.DataFrame:
+    rows = [
+        (model, task, layer, value) for task, row in zip(TASKS, scores, strict=True) for layer, value in enumerate(row)
+    ]
+    frame = pd.DataFrame(rows, columns=["model", "task", "layer", "score"])
+    frame.to_csv(path, index=False)
+    return frame
+
+
 def test_rows_without_a_layer_are_means_and_wrong_layers_are_named(tmp_path):
-    metric, scores = tables(5)
-    own = {"model": "a", "task": [t for t in TASKS for _ in range(6)], "layer": [*range(6)] * len(TASKS)}
-    pd.DataFrame({**own, "score": scores.ravel()}).to_csv(tmp_path / "scores.csv", index=False)
-    frame = pd.DataFrame({**own, "lidar": metric.ravel()})
-    means = pd.DataFrame({"model": "a", "task": TASKS, "layer": None, "lidar": 9.0})
-    pd.concat([frame, means.astype({"layer": float})]).to_csv(tmp_path / "metrics.csv", index=False)
-    options = {"scores": str(tmp_path / "scores.csv"), "metrics_file": tmp_path / "metrics.csv"}
-    (model,) = read_layers([], metrics=["lidar"], **options).models
-    assert np.allclose(model.tables("lidar", 0)[1], metric)
-    frame.replace({"layer": {3: 2.5}}).to_csv(tmp_path / "metrics.csv", index=False)
-    with pytest.raises(InputError, match="expected layers in .*metrics.csv, whole numbers from 0, got 2.5"):
-        read_layers([], metrics=["lidar"], **options)
+    root, _, scores = one_model(tmp_path)
+    path = tmp_path / "scores.csv"
+    frame = scores_file(path, "model", scores)
+    means = pd.DataFrame({"model": "model", "task": TASKS, "layer": None, "score": 9.0})
+    pd.concat([frame, means.astype({"layer": float})]).to_csv(path, index=False)
+    (model,) = read_layers([root], metrics=["prompt_entropy"], scores=str(path)).models
+    assert np.allclose(model.tables("prompt_entropy", 0)[2], scores)
+    for wrong, message in (
+        (frame.replace({"layer": {3: 2.5}}), "expected layers in .*scores.csv, whole numbers from 0, got 2.5"),
+        (pd.concat([frame, frame]), "more than one score of model, Banking77Classification, layer 0"),
+        (frame.drop(columns="task"), "has no column 'task'"),
+    ):
+        wrong.to_csv(path, index=False)
+        with pytest.raises(InputError, match=message):
+            read_layers([root], metrics=["prompt_entropy"], scores=str(path))
 
 
 def test_suspect_checkpoints_are_not_read(tmp_path):
@@ -257,39 +269,13 @@ def test_suspect_checkpoints_are_not_read(tmp_path):
     assert read_layers([tmp_path], metrics=["prompt_entropy"], scores="mteb").models[0].step == 1
 
 
-def test_published_tables_are_read_from_files(tmp_path):
-    metric, scores = tables(5)
-    rows = [(task, layer) for task in TASKS for layer in range(6)]
-    own = {"model": "org/a", "task": [t for t, _ in rows], "layer": [layer for _, layer in rows]}
-    frame = pd.DataFrame({**own, "score": scores.ravel(), "domain": "d"})
-    frame.to_csv(tmp_path / "scores.csv", index=False)
-    pd.DataFrame({**own, "model": "a", "lidar": metric.ravel()}).to_parquet(tmp_path / "wide.parquet")
-    long = pd.DataFrame({**own, "metric": "lidar", "value": metric.ravel(), "variant": "raw"})
-    pd.concat([long, long.assign(variant="logN", value=0.0)]).to_csv(tmp_path / "long.csv", index=False)
-    asked = {"wide.parquet": "lidar", "long.csv": "lidar[variant=raw]"}
-    for file, name in asked.items():
-        options = {"scores": str(tmp_path / "scores.csv"), "metrics_file": tmp_path / file}
-        (model,) = read_layers([], metrics=[name], **options).models
-        assert np.allclose(model.tables(name, 0)[1], metric)
-        assert np.allclose(model.tables(name, 0)[2], scores)
-    with pytest.raises(InputError, match="more than one lidar of org/a, Banking77Classification, layer 0"):
-        read_layers([], metrics=["lidar"], scores=str(tmp_path / "scores.csv"), metrics_file=tmp_path / "long.csv")
-    with pytest.raises(InputError, match="has no column 'dime'"):
-        read_layers([], metrics=["dime"], scores=str(tmp_path / "scores.csv"), metrics_file=tmp_path / "wide.parquet")
-    with pytest.raises(InputError, match="expected run folders, or files of both"):
-        read_layers([], metrics=["lidar"], scores=str(tmp_path / "scores.csv"))
-
-
 def test_scores_of_a_file_meet_metrics_of_runs(tmp_path):
     root, metric, scores = one_model(tmp_path)
-    rows = [("model", task, layer, scores[n, layer]) for n, task in enumerate(TASKS) for layer in range(9)]
-    frame = pd.DataFrame(rows, columns=["model", "task", "layer", "score"])
-    frame.to_csv(tmp_path / "scores.csv", index=False)
+    scores_file(tmp_path / "scores.csv", "model", scores)
     found = read_layers([root], metrics=["prompt_entropy"], scores=str(tmp_path / "scores.csv"))
     assert np.allclose(found.models[0].tables("prompt_entropy", 0)[1], metric)
-    frame.assign(states="resid").to_csv(tmp_path / "scores.csv", index=False)
-    with pytest.raises(InputError, match="measured on states normed, the scores of org/model on resid"):
-        read_layers([root], metrics=["prompt_entropy"], scores=str(tmp_path / "scores.csv"))
+    with pytest.raises(InputError, match="expected run folders"):
+        read_layers([], metrics=["prompt_entropy"], scores=str(tmp_path / "scores.csv"))
 
 
 # ------------------------------------------------------------------------------------------------ what is said
@@ -383,7 +369,7 @@ def test_the_page_tells_which_tasks_are_left_out(tmp_path, monkeypatch):
         (["--metrics", "a"], "missing: --scores"),
         (["--scores", "mteb"], "missing: --metrics"),
         (["--metrics", "a", "--scores", "mteb", "--resamples", "9"], "resamples: expected at least 100, got 9"),
-        (["x.csv", "--metrics", "a", "--scores", "mteb"], "give files as --scores and --metrics_file"),
+        (["x.csv", "--metrics", "a", "--scores", "mteb"], "give a file as --scores"),
     ],
 )
 def test_the_options_of_the_two_modes_do_not_mix(arguments, message, capsys):
@@ -444,7 +430,7 @@ SELECTED = {
 
 @pytest.fixture(scope="module")
 def stored(realdata, tmp_path_factory) -> tuple[Path, Path]:
-    """The stored results as the two tables that the command takes: test split, English subsets."""
+    """The stored results as a table of scores and a run folder: test split, English subsets."""
     folder = realdata / "layerwise_reference"
     if not folder.is_dir():
         pytest.skip(f"no layerwise_reference in {realdata}")
@@ -459,15 +445,20 @@ def stored(realdata, tmp_path_factory) -> tuple[Path, Path]:
     metrics = metrics.assign(task=tasks, model="pythia-410m").dropna(subset=["task", "value"])
     out = tmp_path_factory.mktemp("stored")
     scores.assign(model="pythia-410m").to_csv(out / "scores.csv", index=False)
-    metrics[["model", "task", "layer", "metric", "variant", "value"]].to_parquet(out / "metrics.parquet")
-    return out / "scores.csv", out / "metrics.parquet"
+    (out / "run").mkdir()
+    for (name, task), rows in metrics[metrics["variant"] == "raw"].groupby(["metric", "task"]):
+        found = [Record(metric=name, value=row.value, layer=row.layer) for row in rows.itertuples()]
+        about = {"training": "t", "run": "pythia-410m", "step": None, "tokens": None, "seconds": 1.0, "provenance": {}}
+        records.append(
+            out / "run" / "measurements.jsonl", Measurement(analysis=f"{name}/{task}", records=found, **about)
+        )
+    return out / "scores.csv", out / "run"
 
 
 @pytest.mark.realdata
 def test_the_stored_results_of_pythia_410m_give_the_published_correlations_and_selections(stored):
-    scores, metrics = stored
-    names = {f"{name}[variant=raw]": name for name in PUBLISHED}
-    found = read_layers([], metrics=[*names], scores=str(scores), metrics_file=metrics, with_layer_0=True)
+    scores, run = stored
+    found = read_layers([run], metrics=[*PUBLISHED], scores=str(scores), with_layer_0=True)
     assert len(found.models[0].scores) == 32
     findings = correlate_layers(found, resamples=200)
     (model,) = findings.models
@@ -477,13 +468,13 @@ def test_the_stored_results_of_pythia_410m_give_the_published_correlations_and_s
         pytest.approx(0.54, abs=0.01),
     )
     for one in model.metrics:
-        tasks, *forms = PUBLISHED[names[one.metric]]
+        tasks, *forms = PUBLISHED[one.metric]
         assert len(one.tasks) == tasks
         assert {"SprintDuplicateQuestions", "TwitterSemEval2015", "TwitterURLCorpus"} <= {*one.left_out}
         for form, expected in zip(("per_task_mean", "of_task_means"), forms, strict=True):
             own = [found.estimate.value for found in one.correlations if found.form == form]
             assert own == pytest.approx(expected, abs=6e-4)
-    own = {(names[c.metric], c.rule): c.result for c in model.choices if c.metric is not None}
+    own = {(c.metric, c.rule): c.result for c in model.choices if c.metric is not None}
     for rule, (score, last) in SELECTED.items():
         assert 100 * own[rule].score.value == pytest.approx(score, abs=0.006)
         assert 100 * own[rule].last.value == pytest.approx(last, abs=0.006)

@@ -11,8 +11,7 @@ import pytest
 
 from lit_layers import records
 from lit_layers.cli.main import main
-from lit_layers.correlate.model_table import table_of_models
-from lit_layers.correlate.run_models import read_run_models
+from lit_layers.correlate.model_table import read_run_models, table_of_models
 from tests.support.grid_loops import LOOPS, ROOT, Loop, name_of
 
 DIGITS = ROOT / "recipes" / "sweeps" / "digits_grid.sh"

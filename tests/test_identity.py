@@ -14,7 +14,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lit_layers import identity, plots, records
 from lit_layers.analyses import Coupling
 from lit_layers.cli.main import main
-from lit_layers.correlate.run_models import read_run_models
+from lit_layers.correlate.model_table import read_run_models
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Record
 from lit_layers.report import WandbMirror, write_report

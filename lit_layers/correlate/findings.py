@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lit_layers.correlate.layer_tables import LayerTables, ModelTables
-from lit_layers.correlate.model_table import ModelTable
-from lit_layers.correlate.run_models import SIZES, nearest
+from lit_layers.correlate.model_table import SIZES, ModelTable, nearest
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import in_sentence, p_equation, value
 from lit_layers.functional import correlation, layer_selection
@@ -88,8 +87,6 @@ def correlate(
         for name in names:
             if name not in columns:
                 raise InputError(f"{option}: no column {name!r}{nearest(name, columns)}")
-            if option == "given" and name in (table.metric, table.score):
-                raise InputError(f"given: {name} is itself correlated; hold another column fixed")
     x, y = table.values(table.metric), table.values(table.score)
     for name, column in ((table.metric, x), (table.score, y)):
         if (column == column[0]).all():
@@ -104,18 +101,19 @@ def correlate(
         defined = ~np.isnan(baseless)
         with suppress(UndefinedError):
             corrected = _coefficients(baseless[defined], y[defined], options)
-    explained = {table.covariate_title(name): [_r(table, name, column) for column in (x, y)] for name in covariates}
+    found = []
+    for name in covariates:
+        of_x, of_y = (_r(table, name, column) for column in (x, y))
+        if of_x is not None and of_y is not None:
+            title, shares = table.covariate_title(name), (of_x.value**2, of_y.value**2)
+            found.append(Covariate(title, *shares, of_x.n, of_x.value, of_y.value))
     return Findings(
         metric=table.metric,
         score=table.score,
         n=len(x),
         rows=rows,
         corrected=corrected,
-        covariates=[
-            Covariate(name, of_x.value**2, of_y.value**2, of_x.n, of_x.value, of_y.value)
-            for name, (of_x, of_y) in explained.items()
-            if of_x is not None and of_y is not None
-        ],
+        covariates=found,
         groups=_groups(table, x, y, group, options) if group else [],
         group=group,
         given=list(given),
@@ -188,8 +186,7 @@ def _partials(
         except UndefinedError as error:
             if set(names) <= set(given):
                 raise InputError(
-                    f"given: {', '.join(names)} leaves nothing to correlate: it determines the metric or the score, or "
-                    f"there are too few models ({columns.shape[1]})"
+                    f"given: {', '.join(names)} leaves nothing to correlate: it determines a column or models are few"
                 ) from error
     return rows
 
@@ -305,7 +302,6 @@ class ModelFindings:
     null: layer_selection.Null
     metrics: list[MetricFindings]
     choices: list[Choice]
-    note: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,8 +326,6 @@ def correlate_layers(tables: LayerTables, *, resamples: int = 2000, seed: int = 
         others = [other for other in tables.models if other is not model]
         keys = [key for key in tables.titles if key in model.metrics]
         sets = [[key] for key in keys] + ([keys] if len(keys) > 1 and others else [])
-        least, most = min(counts := [len(model.metrics[key]) for key in keys]), max(counts)
-        note = f"The metrics have scores of {least} to {most} tasks: compare each with its own last layer."
         models.append(
             ModelFindings(
                 model=model.name,
@@ -340,11 +334,9 @@ def correlate_layers(tables: LayerTables, *, resamples: int = 2000, seed: int = 
                 null=layer_selection.distance_null_over_layers(model.num_layers + 1 - first, seed=seed),
                 metrics=[_correlated(model, key, first, options) for key in keys],
                 choices=[c for names in sets for c in _choices(model, others, names, first, options)],
-                note=note if least < most else "",
             )
         )
-    basis = "The direction, and the metric where one is picked among all, is that which scores highest on average over "
-    basis += "the other models (leave one model out)."
+    basis = "Directions and metrics are chosen by the mean score of the other models (leave one model out)."
     basis = basis if len(models) > 1 else "Neither direction is chosen: that takes the scores of other models."
     return LayerFindings(models=models, basis=basis, first_layer=first, left_out=dict(tables.left_out))
 

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from lit_layers.correlate.run_models import (
+from lit_layers.correlate.model_table import (
     MetricQuery,
     RunModel,
     candidates,
@@ -79,7 +79,6 @@ def read_layers(
     *,
     metrics: Sequence[str],
     scores: str,
-    metrics_file: Path | None = None,
     step: int | None = None,
     with_layer_0: bool = False,
 ) -> LayerTables:
@@ -88,23 +87,22 @@ def read_layers(
     `scores` is `mteb`, the `main_score` of the measurements `mteb/TASK`, or a file with the columns model, task, layer
     and score. A metric is `NAME` or `ANALYSIS/NAME`, with `[tag=value,...]` where it has variants: of the measurements
     on each task's own texts (`ANALYSIS/TASK`) or else of those on texts common to all.
-    `metrics_file` has them in columns instead.
 
     Raises:
         InputError: for a metric that no model has, one of several variants, or one of other states than the scores.
     """
-    queries = [MetricQuery.of(text) for text in metrics]
-    score_path = Path(scores) if Path(scores).suffix in (".csv", ".parquet") else None
-    if not folders and (score_path is None or metrics_file is None):
-        raise InputError("models: expected run folders, or files of both the scores and the metrics")
-    score = MetricQuery(text="score", name="score") if score_path else MetricQuery.of(scores, "scores")
-    if not score_path and score.analysis is None:
-        score = replace(score, name="main_score", analysis=score.name)
-    models = read_run_models(folders) if folders else []
-    of_score = _source(score, models, score_path, "scores")
-    of_metrics = [_source(one, models, metrics_file, "metrics-file" if metrics_file else "metrics") for one in queries]
-    source = ", ".join(str(path) for path in (*folders, score_path, metrics_file) if path is not None)
-    tables = LayerTables(first_layer=0 if with_layer_0 else 1, source=source)
+    if not folders:
+        raise InputError("models: expected run folders")
+    models = read_run_models(folders)
+    of_metrics = [_source(MetricQuery.of(text), models, "metrics") for text in metrics]
+    if Path(scores).suffix in (".csv", ".parquet"):
+        table = _file_values(Path(scores))
+        of_score = _Source(MetricQuery(text="score", name="score"), "scores", [*table["model"].unique()], table)
+    else:
+        score = MetricQuery.of(scores, "scores")
+        score = score if score.analysis else replace(score, name="main_score", analysis=score.name)
+        of_score = _source(score, models, "scores")
+    tables = LayerTables(first_layer=0 if with_layer_0 else 1, source=", ".join(map(str, [*folders, scores])))
     names, depths = of_metrics[0].models, dict[str, int]()
     for model in models:
         measured = (each.provenance.get("depth") for each in model.measurements)
@@ -148,10 +146,7 @@ def _model_tables(
     if depth + 1 - first < FEWEST_LAYERS:
         raise _LeftOutError(f"{depth} layers, expected at least {FEWEST_LAYERS - (1 - first)}")
     if None not in (tables.states, of_scores.states) and of_scores.states != tables.states:
-        raise InputError(
-            f"scores: some models were scored on states {tables.states}, others on {of_scores.states}: results of two "
-            f"conventions do not compare"
-        )
+        raise InputError(f"scores: models were scored on states {tables.states} and {of_scores.states}: take one")
     table = pd.DataFrame(of_scores.by_task, index=range(depth + 1), dtype="float64").T
     gaps = {str(task): why for task, row in table.iterrows() if (why := _gap(row, first, "score"))}
     tables_of, left_out, curves = {}, {}, {scores: of_scores}
@@ -220,11 +215,10 @@ def _title(query: MetricQuery, curves: "_Curves") -> str:
 
 def _nothing(tables: LayerTables, models: Sequence[RunModel], sources: Sequence["_Source"]) -> str:
     """Return why no model is left."""
+    pairs = (pair for model in models for pair in model.pairs())
+    there = dict.fromkeys(f"{analysis.partition('/')[0]}/{name}" for analysis, name in pairs)
     for source in sources:
-        if models and source.values.empty:
-            there = dict.fromkeys(
-                f"{analysis.partition('/')[0]}/{name}" for m in models for analysis, name in m.pairs()
-            )
+        if source.values.empty:
             return f"{source.option}: no model has {source.query.text!r} per layer{nearest(source.query.text, there)}"
     reasons = "; ".join(f"{model}: {why}" for model, why in list(tables.left_out.items())[:3])
     return f"expected a model with scores and metrics of the same tasks and layers, got none ({reasons})"
@@ -243,7 +237,6 @@ class _Curves(NamedTuple):
 
 # Of a number at a layer: an empty `task` where it is of texts common to all, no `states` where a table does not tell.
 _COLUMNS = ["model", "step", "analysis", "task", "layer", "value", "states", "variant"]
-_OF_FILES = {*_COLUMNS} - {"analysis", "variant"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,10 +268,8 @@ class _Source:
         if states not in (conventions := rows["states"].unique().tolist()):
             other = plainest_variant(({"states": each} for each in conventions), what, self.option)["states"]
             if None not in (other, states):
-                raise InputError(
-                    f"metrics: {text} was measured on states {other}, the scores of {model} on {states}: measure both "
-                    f"with the same `states`"
-                )
+                both = f"was measured on states {other}, the scores of {model} on {states}"
+                raise InputError(f"metrics: {text} {both}: measure both with the same `states`")
             states = other
         rows = rows[[each == states for each in rows["states"]]]
         variant = plainest_variant(rows["variant"], what, self.option)
@@ -287,10 +278,10 @@ class _Source:
         return _Curves(by_task, states, variant)
 
 
-def _source(query: MetricQuery, models: Sequence[RunModel], path: Path | None, option: str) -> _Source:
-    values = [v for m in models for v in _run_values(m, query)] if path is None else _file_values(path, query, option)
+def _source(query: MetricQuery, models: Sequence[RunModel], option: str) -> _Source:
+    values = [row for model in models for row in _run_values(model, query)]
     table = pd.DataFrame(values, columns=_COLUMNS, dtype=object)
-    return _Source(query, option, [m.name for m in models] if path is None else [*table["model"].unique()], table)
+    return _Source(query, option, [model.name for model in models], table)
 
 
 def _run_values(model: RunModel, query: MetricQuery) -> Iterable[tuple[Any, ...]]:
@@ -306,36 +297,21 @@ def _run_values(model: RunModel, query: MetricQuery) -> Iterable[tuple[Any, ...]
                 yield (*place, variant_of(record.tags, _BESIDE))
 
 
-def _file_values(path: Path, query: MetricQuery, option: str) -> list[tuple[Any, ...]]:
-    """Return those of a table with columns model, layer, and one named like the value or `metric` and `value`.
-
-    Columns step, task and states are read where they are there; another is asked for as a tag.
-    """
-    rows: Any = read_table(path, option)
-    is_long = {"metric", "value"} <= {*rows.columns}
-    for column in ("layer", *query.tags, *([] if is_long else [query.name])):
+def _file_values(path: Path) -> Any:
+    """Return the scores of a file with the columns model, task, layer and score, and step if there are several."""
+    rows: Any = read_table(path, "scores")
+    for column in ("task", "layer", "score"):
         if column not in rows:
             there = ", ".join(map(str, rows.columns))
-            raise InputError(f"{option}: {path} has no column {column!r}; it has: {there}")
-    rows = rows[rows["metric"].astype(str) == query.name] if is_long else rows.assign(value=rows[query.name])
-    if rows.empty:
-        raise InputError(f"{option}: {path} has no {query.name!r}")
-    for column in query.tags:
-        rows = rows[[query.fits({**query.tags, column: cell}) for cell in rows[column]]]
-    expected = f"{option}: expected numbers of {query.name} in {path}, got"
-    rows = rows.assign(value=numbers(rows["value"], rows["model"], expected)).dropna(subset="layer")  # else a mean
-    layers = rows["layer"] = numbers(rows["layer"], rows["model"], expected)
-    if (wrong := ~(layers.ge(0) & layers.mod(1).eq(0))).any():
-        raise InputError(f"{option}: expected layers in {path}, whole numbers from 0, got {layers[wrong].iloc[0]:g}")
-    rows = rows.astype({"layer": int}).reindex(columns=[name for name in _COLUMNS if name in _OF_FILES]).astype(object)
-    rows = rows.where(rows.notna(), None)
+            raise InputError(f"scores: {path} has no column {column!r}; it has: {there}")
+    expected = f"scores: expected numbers in {path}, got"
+    values, layers = (numbers(rows[column], rows["model"], expected) for column in ("score", "layer"))
+    if (wrong := layers.lt(0) | layers.mod(1).gt(0)).any():
+        raise InputError(f"scores: expected layers in {path}, whole numbers from 0, got {layers[wrong].iloc[0]:g}")
+    rows = rows.assign(value=values, layer=layers, analysis="").dropna(subset="layer").astype({"layer": int})
+    rows = rows.reindex(columns=_COLUMNS).astype(object)
+    rows = rows.where(rows.notna(), None).assign(variant=[{}] * len(rows))
     if (twice := rows.duplicated(["model", "step", "task", "layer"])).any():
-        model, _, task, layer = rows[twice].iloc[0].tolist()[:4]
-        raise InputError(
-            f"{option}: {path} has more than one {query.text} of {model}, {task or 'all tasks'}, layer {layer}: "
-            f"choose with [column=value]"
-        )
-    return [
-        (model, step and int(step), "", str(task or ""), layer, value, states and str(states), {})
-        for model, step, task, layer, value, states in rows.itertuples(index=False)
-    ]
+        model, task, layer = rows[twice].iloc[0][["model", "task", "layer"]]
+        raise InputError(f"scores: {path} has more than one score of {model}, {task}, layer {layer}")
+    return rows

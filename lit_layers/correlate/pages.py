@@ -1,9 +1,7 @@
 """Output of a correlation over models or over layers: its page, its figures and its numbers."""
 
 import json
-import math
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,17 +10,16 @@ import numpy as np
 import pandas as pd
 
 from lit_layers import records
-from lit_layers.correlate.findings import Findings, LayerFindings, ModelFindings, Row, confounders
+from lit_layers.correlate.findings import Findings, LayerFindings, ModelFindings, Row
 from lit_layers.correlate.layer_tables import LayerTables, ModelTables
 from lit_layers.correlate.model_table import ModelTable
 from lit_layers.figures.chart import Chart
-from lit_layers.figures.labels import MINUS, count, in_sentence, p_equation, p_text, value
+from lit_layers.figures.labels import in_sentence, p_equation, p_text, value
 from lit_layers.figures.models import depth_curves
 from lit_layers.figures.scatter import Scatter, scatter_plot
 from lit_layers.figures.tables import grouped
 from lit_layers.figures.vega import write_pictures
 from lit_layers.functional import correlation
-from lit_layers.functional.correlation import UndefinedError
 from lit_layers.functional.layer_selection import COEFFICIENTS, Estimate
 from lit_layers.report.template import Cells, Group, Table, block_of, fill
 
@@ -130,60 +127,33 @@ def plots_of(table: ModelTable, findings: Findings) -> dict[str, tuple[Scatter, 
     """Return the scatter plots of a table by the names of their files, the headline first, each with a sentence."""
     x, y = table.title(table.metric), table.title(table.score)
     metric, score = table.values(table.metric), table.values(table.score)
-    plots: dict[str, tuple[Any, Any, str, str, str]] = {
-        "scatter": (metric, score, x, y, "Line: least squares, with the 95% band.")
-    }
+    plots: dict[str, Any] = {"scatter": (metric, score, x, y, "Line: least squares, with the 95% band.")}
     if table.corrected is not None:
         note = "The same with the baseline of each model taken off: 0 is what chance gives."
         plots["corrected"] = (table.values(table.corrected), score, table.title(table.corrected), y, note)
-    for confounder in list(confounders(table))[:1]:
-        at, title = table.values(confounder), table.covariate_title(confounder)
-        there, left = ~np.isnan(at), np.full((2, len(at)), math.nan)
-        with suppress(UndefinedError):
-            for rest, column in zip(left, (metric, score), strict=True):
-                rest[there] = correlation.residuals(column[there], [at[there]])
-            note = f"What is left of both once {in_sentence(title)} is regressed out: the partial correlation."
-            plots["partial"] = (left[0], left[1], f"{x}, residual", f"{y}, residual", note)
-        note = f"The closer to the line, the less the metric tells beyond {in_sentence(title)}."
-        plots["confounder"] = (at, metric, title, x, note)
-    return {
-        name: (_scatter(table, findings, *columns, fitted=int(name == "partial")), note)
-        for name, (*columns, note) in plots.items()
-    }
+    return {name: (_scatter(table, findings, *columns), note) for name, (*columns, note) in plots.items()}
 
 
-def _scatter(
-    table: ModelTable, findings: Findings, x: Any, y: Any, x_title: str, y_title: str, *, fitted: int = 0
-) -> Scatter:
-    """Return a plot of the models that have both values; `fitted` degrees of freedom went to covariates."""
+def _scatter(table: ModelTable, findings: Findings, x: Any, y: Any, x_title: str, y_title: str) -> Scatter:
+    """Return a plot of the models that have both values."""
     there = ~np.isnan(x) & ~np.isnan(y)
     frame: Any = table.frame[there]
-    r = correlation.pearson(x[there], y[there])
-    p = p_equation(correlation.p_value(r.value, r.df - fitted))
-    group = findings.group
+    r, group, hover = correlation.pearson(x[there], y[there]), findings.group, list[list[str]]()
     order = dict.fromkeys([table.metric, table.score, *frame.columns.drop("model")])
-    hover = [
-        [f"{table.title(name)}: {_cell(row[name])}" for name in order if not pd.isna(row[name])]
-        for row in frame.to_dict("records")
-    ]
+    for row in frame.to_dict("records"):
+        known = {table.title(name): row[name] for name in order if not pd.isna(row[name])}
+        hover.append([f"{name}: {cell if isinstance(cell, str) else f'{cell:,.4g}'}" for name, cell in known.items()])
     return Scatter(
         x=x[there].tolist(),
         y=y[there].tolist(),
         names=frame["model"].tolist(),
         x_title=x_title,
         y_title=y_title,
-        title=f"r = {value(r.value)}, R² = {r.value**2:.2f}, {p}, {len(frame)} models",
+        title=f"r = {value(r.value)}, R² = {r.value**2:.2f}, {p_equation(r.p)}, {len(frame)} models",
         groups=[None if pd.isna(label) else label for label in frame[group].tolist()] if group else None,
         group_title=table.title(group) if group else "",
         hover=hover,
     )
-
-
-def _cell(cell: Any) -> str:
-    if isinstance(cell, bool | str):
-        return str(cell)
-    number = float(cell)
-    return (count(number) if number.is_integer() else f"{number:.4g}").replace("-", MINUS, 1)
 
 
 # ------------------------------------------------------------------------------------------------ over layers

@@ -242,14 +242,8 @@ def test_layers_as_embeddings(command, with_models, world, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("command", of("correlate"))
-def test_metrics_beside_scores(command, with_tables, tmp_path, monkeypatch, capsys):
+def test_metrics_beside_scores(command, with_tables, monkeypatch, capsys):
     monkeypatch.chdir(with_tables)
-    if "--metrics_file" in command:
-        monkeypatch.chdir(tmp_path)
-        values, scores = layer_scores.tables(8)
-        table = pd.DataFrame({"model": "m", "task": np.repeat(layer_scores.TASKS, 9), "layer": [*range(9)] * 6})
-        table.assign(score=scores.ravel()).to_csv("scores.csv", index=False)
-        table.assign(dime=values.ravel(), infonce=values.ravel() ** 2).to_parquet("metrics.parquet")
     said = run(command, capsys)
     assert "layers.html" in said or "correlation.html" in said
 

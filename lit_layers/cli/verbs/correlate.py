@@ -11,7 +11,7 @@ from lit_layers.correlate import correlate as correlate_models
 from lit_layers.correlate import correlate_layers, published, read_layers
 from lit_layers.correlate.findings import Findings, LayerFindings
 from lit_layers.correlate.layer_tables import LayerTables
-from lit_layers.correlate.model_table import ModelTable, read_file, table_of_models
+from lit_layers.correlate.model_table import ModelTable, read_file, read_run_models, split, table_of_models
 from lit_layers.correlate.pages import (
     Table,
     choice_table,
@@ -23,7 +23,6 @@ from lit_layers.correlate.pages import (
     write_layers,
     write_models,
 )
-from lit_layers.correlate.run_models import read_run_models, split
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import in_sentence
 from lit_layers.schema import COUNT_OR_NONE, SEED, Range
@@ -61,13 +60,11 @@ class OverLayers:
     Args:
         metrics: the metrics: NAME or ANALYSIS/NAME, with [tag=value,...] for a variant; several with commas between
         scores: the scores of layers: mteb, or a file with the columns model, task, layer, score
-        metrics_file: a file of the metrics, with the columns model, task, layer, and one for each metric
         with_layer_0: also take the embedding, not only layers 1 to the last
     """
 
     metrics: list[str] | str | None = None
     scores: str | None = None
-    metrics_file: Path | None = None
     with_layer_0: bool = False
 
 
@@ -100,10 +97,10 @@ def correlate(
     if not of_layers:
         _check(models, files, over_models, step)
     elif files:
-        raise InputError(f"models: expected run folders, got {files[0]}: give files as --scores and --metrics_file")
+        raise InputError(f"models: expected run folders, got {files[0]}: give a file as --scores")
     if missing := [name for name in ("metrics", "scores") if of_layers and name not in of_layers]:
         raise InputError(f"missing: --{missing[0]}")
-    read = [*files, (over_models.score or "").rpartition(":")[0], over_layers.scores, over_layers.metrics_file]
+    read = [*files, (over_models.score or "").rpartition(":")[0], over_layers.scores]
     written = ("models", "correlation", "layers", "correlations", "selection", "curves")
     refuse_replacing(root, read, written)
     options = {"resamples": resamples, "seed": seed}
@@ -174,7 +171,7 @@ def _rows(table: "Table") -> Iterator[dict[str, str]]:
 
 def _over_layers(models: list[Path], options: OverLayers, step: int | None, resampling: Any, root: Path) -> int:
     """Print coefficients and choices of layers, write the page, the tables and the pictures, and return 0."""
-    about: Any = {name: getattr(options, name) for name in ("scores", "metrics_file", "with_layer_0")}
+    about: Any = {name: getattr(options, name) for name in ("scores", "with_layer_0")}
     metrics = options.metrics if isinstance(options.metrics, list) else split(options.metrics or "")
     tables = read_layers(models, metrics=metrics, step=step, **about)
     findings = correlate_layers(tables, **resampling)
@@ -192,6 +189,5 @@ def _show_layers(tables: "LayerTables", findings: "LayerFindings") -> None:
     show_table(_rows(choice_table(tables, findings)), title)
     for model, metric, tasks, why in missing_tasks(tables, findings):
         print(f"{model}, {metric}: left out {tasks}: {why}")
-    notes = [f"{model.model}: {model.note}" for model in findings.models if model.note]
     left_out = [f"left out: {name}: {why}" for name, why in findings.left_out.items()]
-    print("", *notes, findings.basis, *left_out, sep="\n")
+    print("", findings.basis, *left_out, sep="\n")
