@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from lit_layers.metrics import look_up
 from lit_layers.models.pixels import pixel_statistics
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.tasks.probe_task import ProbeTask, hold_out
-from lit_layers.tasks.text_features import TaskReader, TextPooling, text_features
+from lit_layers.tasks.text_features import LayerFeatures, TaskReader, TextPooling, features_of_texts, text_features
 
 # What a probe can be judged by, as a mean over rows; the first one where none is named.
 BY: dict[str, tuple[str, ...]] = {
@@ -36,17 +36,6 @@ BY: dict[str, tuple[str, ...]] = {
 BASELINES = {"accuracy": "majority class", "log_loss": "shares of the classes", "mean_squared_error": "training mean"}
 Part = Literal["train", "validation", "test"]
 Progress = Callable[[int, int, str], None]
-
-
-class Features(Protocol):
-    """Features of all layers, one of them in memory at a time."""
-
-    @property
-    def num_layers(self) -> int: ...
-
-    def layer(self, layer: int) -> Tensor:
-        """(rows, dim)"""
-        ...
 
 
 @dataclass(frozen=True)
@@ -86,7 +75,7 @@ class Choice:
 
 
 def choose(
-    features: Callable[[Part], Features],
+    features: Callable[[Part], LayerFeatures],
     targets: Mapping[Part, Tensor],
     *,
     num_classes: int | None,
@@ -111,22 +100,32 @@ def choose(
     metric = by or usual[0]
     if metric not in usual:
         raise InputError(f"by: expected {' or '.join(usual)} of this task's probes, got {metric}")
-    _check(targets, metric, rule, tolerance, is_classification=num_classes is not None)
+    for part, labels in targets.items():
+        if len(labels) < 2:
+            raise InputError(f"{part}: expected at least 2 rows, got {len(labels)}: give more")
+    if num_classes is not None and len(targets["train"].unique()) < 2:
+        raise InputError("train: all rows have one class, and a probe needs two: give other rows")
+    how: Any = {"rule": rule, "tolerance": tolerance, "higher_is_better": look_up(metric).higher_is_better}
+    _by_rule([1.0], how)  # refuses before anything is fitted
     train, held_out = features("train"), features("validation")
     num_layers, probes, rows = train.num_layers, list[Fitted](), list[Tensor]()
     for layer in range(num_layers + 1):
         progress(layer, num_layers + 1, f"probe of layer {layer}")
         probe = fit_layer(train.layer(layer), targets["train"], options, num_classes=num_classes)
         if isinstance(probe, LogisticProbes) and not probe.converged.all():
-            raise InputError(
-                f"max_iterations: the probe of layer {layer} has not converged in {options.max_iterations}: allow "
-                "more, or give a smaller c"
-            )
+            raise InputError(f"max_iterations: the probe of layer {layer} has not converged: allow more, or lower c")
         probes.append(probe)
         rows.append(score_rows(probe, held_out.layer(layer), targets["validation"]).row_shares(metric))
     scores = _defined(torch.stack(rows))
     baseline = float(_defined(_baseline(targets, num_classes).row_shares(metric)[None]).mean())
-    layer, by_layer = _chosen(scores[1:], metric, rule, tolerance, baseline)
+    values, higher = scores[1:].mean(1).tolist(), how["higher_is_better"]
+    best = max(values) if higher else min(values)
+    if (best <= baseline) if higher else (best >= baseline):
+        raise InputError(
+            f"rule: no layer can be chosen: the best validation {metric} of a probe is {best:.4f}, and the "
+            f"{BASELINES[metric]} alone gives {baseline:.4f}"
+        )
+    layer, by_layer = _by_rule(values, how), choice_distribution(scores[1:], **how)
     progress(num_layers + 1, num_layers + 1, "")
     test = features("test")
     on_test = {
@@ -154,36 +153,12 @@ def _defined(rows: Tensor) -> Tensor:
     return rows[:, rows.isfinite().all(0)]
 
 
-def _check(
-    targets: Mapping[Part, Tensor], metric: str, rule: Rule, tolerance: float, *, is_classification: bool
-) -> None:
-    """Refuse what needs no feature to be refused."""
-    for part, rows in targets.items():
-        if len(rows) < 2:
-            raise InputError(f"{part}: expected at least 2 rows, got {len(rows)}: give more")
-    if is_classification and len(targets["train"].unique()) < 2:
-        raise InputError("train: all rows have one class, and a probe needs two: give other rows")
-    _by_rule([1.0], metric, rule, tolerance)
-
-
-def _by_rule(values: list[float], metric: str, rule: Rule, tolerance: float) -> int:
+def _by_rule(values: list[float], how: Any) -> int:
     try:
-        return choose_layer(values, rule=rule, tolerance=tolerance, higher_is_better=look_up(metric).higher_is_better)
+        return choose_layer(values, **how)
     except ValueError as error:
-        raise InputError(f"rule: {rule} with tolerance {tolerance:g} chooses no layer here: {error}") from error
-
-
-def _chosen(rows: Tensor, metric: str, rule: Rule, tolerance: float, baseline: float) -> tuple[int, Tensor]:
-    """The layer and the shares of resamples, of the scores (L, rows) of layers 1 to L."""
-    values, better = rows.mean(1).tolist(), look_up(metric).higher_is_better
-    best = max(values) if better else min(values)
-    if (best <= baseline) if better else (best >= baseline):
-        raise InputError(
-            f"rule: no layer can be chosen: the best validation {metric} of a probe is {best:.4f}, and the "
-            f"{BASELINES[metric]} alone gives {baseline:.4f}"
-        )
-    layer = _by_rule(values, metric, rule, tolerance)
-    return layer, choice_distribution(rows, rule=rule, tolerance=tolerance, higher_is_better=better)
+        given = f"{how['rule']} with tolerance {how['tolerance']:g}"
+        raise InputError(f"rule: {given} chooses no layer here: {error}") from error
 
 
 def _baseline(targets: Mapping[Part, Tensor], num_classes: int | None) -> RowScores:
@@ -224,7 +199,7 @@ class TaskFeatures:
     kind: str
     classes: tuple[str, ...] | None
     targets: Mapping[Part, Tensor]
-    features: Callable[[Part], Features]
+    features: Callable[[Part], LayerFeatures]
     pooling: TextPooling
     batch: Batch  # a few validation rows as the model takes them
     max_tokens: int | None  # a longer text lost its end; None for images
@@ -279,8 +254,6 @@ def of_images(
 ) -> TaskFeatures:
     """A labelled image set (`digits`, `cifar10`, a path, ...), normalised as the model saw images in training.
 
-    Features lie in memory: layers x images x width.
-
     Raises:
         InputError: a model of texts, or one without a class token for the pooling "cls"; a source that is not there.
     """
@@ -325,17 +298,9 @@ def of_images(
     )
 
 
-class _InMemory(NamedTuple):
-    num_layers: int
-    states: Tensor  # (layers + 1, rows, dim)
-
-    def layer(self, layer: int) -> Tensor:
-        return self.states[layer]
-
-
 def _image_features(
     model: LayeredModel, numbers: list[int], pooling: TextPooling, pixels: Callable[[list[int]], Tensor]
-) -> Features:
+) -> LayerFeatures:
     first = model.num_prefix_tokens if pooling == "mean" else 0
     layers: list[list[Tensor]] = [[] for _ in range(model.num_layers + 1)]
 
@@ -347,7 +312,8 @@ def _image_features(
 
     for part in torch.tensor(numbers).split(IMAGES_AT_ONCE):
         model.pass_states({"pixel_values": pixels(part.tolist())}, keep)
-    return _InMemory(model.num_layers, torch.stack([torch.cat(parts) for parts in layers]))
+    vectors = torch.stack([torch.cat(parts) for parts in layers]).mT
+    return features_of_texts({"row": torch.arange(len(numbers)), "vectors": vectors})
 
 
 def _keys(pictures: Pictures, numbers: list[int], size: int) -> dict[int, str]:

@@ -22,8 +22,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.records import write_files
 from lit_layers.report.template import Cells, Group, Table, block_of, fill
 from lit_layers.select.choosing import Choice, Score, TaskFeatures
-from lit_layers.select.classifier import HeadFacts, ProbeHead
-from lit_layers.select.export import Card, export
+from lit_layers.select.export import Card, HeadFacts, ProbeHead, export
 from lit_layers.series.checkpoint_sources import ModelFiles
 
 _PICK = "#c2410c"
@@ -133,25 +132,11 @@ class Selection:
         `options` are those of `lit_layers.select.export.export`.
         """
         task, choice = self.task, self.choice
-        facts = HeadFacts(
-            kind="regression" if task.classes is None else "classification",
-            task=task.name,
-            layer=choice.layer,
-            pooling=task.pooling,
-            max_tokens=task.max_tokens,
-            classes=task.classes,
-        )
-        head = ProbeHead.of(choice.probe, facts)
-        card = Card(
-            source=self.files.model,
-            revision=self.revision,
-            commit=self.files.commit,
-            choice=choice,
-            tolerance=self.tolerance,
-            seconds=self.seconds,
-            picture=picture,
-            notes=task.notes,
-        )
+        about: Any = {"task": task.name, **{name: getattr(task, name) for name in ("pooling", "max_tokens", "classes")}}
+        about |= {"kind": "regression" if task.classes is None else "classification", "layer": choice.layer}
+        head = ProbeHead.of(choice.probe, HeadFacts(**about))
+        about = {name: getattr(self, name) for name in ("revision", "choice", "tolerance", "seconds")}
+        card = Card(source=self.files.model, commit=self.files.commit, picture=picture, notes=task.notes, **about)
         how: Any = {"tokenizer": self.tokenizer, "card": card, **options}
         export(self.view.model, choice.layer, head, folder, batches=[task.batch], **how)
 

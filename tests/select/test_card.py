@@ -5,8 +5,7 @@ import yaml
 from lit_layers.models.copies import truncate
 from lit_layers.models.view import LayeredModel
 from lit_layers.select.choosing import Score
-from lit_layers.select.classifier import HeadFacts
-from lit_layers.select.export import cost_table, render, score_table
+from lit_layers.select.export import HeadFacts, cost_table, render, score_table
 from tests.support.exports import card
 from tests.support.tiny_models import tiny
 

@@ -249,7 +249,7 @@ def test_too_few_rows_or_classes_and_probes_that_do_not_end_are_refused():
     with pytest.raises(InputError, match="train: all rows have one class, and a probe needs two"):
         choose(data, data.targets | {"train": torch.zeros(SIZES["train"], dtype=torch.int64)}, num_classes=3)
     assert data.asked == []
-    with pytest.raises(InputError, match="max_iterations: the probe of layer 0 has not converged in 1: allow more, or"):
+    with pytest.raises(InputError, match="the probe of layer 0 has not converged: allow more, or lower c"):
         choose(data, data.targets, num_classes=3, options=ProbeOptions(max_iterations=1))
 
 

@@ -10,7 +10,7 @@ import torch
 from lit_layers.errors import InputError
 from lit_layers.functional.probes.logistic import fit_logistic_probes
 from lit_layers.functional.probes.regression import RidgeProbes, fit_ridge_probes
-from lit_layers.select.classifier import HeadFacts, ProbeHead
+from lit_layers.select.export import HeadFacts, ProbeHead
 from tests.support.exports import head_of
 
 REGRESSION = HeadFacts(kind="regression", task="t", layer=1, pooling="mean", max_tokens=None, classes=None)
@@ -98,7 +98,6 @@ def test_a_head_comes_back_from_disk_as_it_was(dtype, tmp_path):
         assert one.dtype == other.dtype
         assert torch.equal(one, other)
     assert json.loads((tmp_path / "probe.json").read_text()) == {
-        "format": 1,
         "kind": "classification",
         "task": "moods",
         "layer": 1,
@@ -115,7 +114,6 @@ def test_damaged_files_are_refused_in_a_sentence(tmp_path):
     facts = json.loads((tmp_path / "probe.json").read_text())
     for content, message in (
         ("{", "the probe in .* is damaged"),
-        (json.dumps({**facts, "format": 2}), "expected format 1"),
         (json.dumps({**facts, "depth": 2}), "is damaged .*depth"),
         (json.dumps({**facts, "layer": "four"}), "probe.json: layer: .*got 'four'; export it again"),
     ):

@@ -11,8 +11,7 @@ from lit_layers.functional.probes.regression import RidgeProbes
 from lit_layers.models.build import save, vit
 from lit_layers.models.view import LayeredModel
 from lit_layers.select import load_classifier
-from lit_layers.select.classifier import HeadFacts, ProbeHead
-from lit_layers.select.export import export
+from lit_layers.select.export import HeadFacts, ProbeHead, export
 from lit_layers.tasks.text_features import text_features
 from tests.support.exports import CLASSES, TEXTS, card, features, head_of, probes_of, saved_tokenizer, token_batch
 from tests.support.tiny_models import tiny, tiny_batch

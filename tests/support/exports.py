@@ -11,8 +11,7 @@ from lit_layers.functional.geometry import Pooling, pool
 from lit_layers.functional.probes.logistic import LogisticProbes, fit_logistic_probes
 from lit_layers.models.view import LayeredModel
 from lit_layers.select.choosing import Choice, Score
-from lit_layers.select.classifier import HeadFacts, ProbeHead
-from lit_layers.select.export import Card
+from lit_layers.select.export import Card, HeadFacts, ProbeHead
 
 CLASSES = ("joy", "anger", "none")
 TEXTS = [f"{word} the {other} {'very ' * number}much" for number, word in enumerate(("we like", "they hate", "a"))
