@@ -20,7 +20,7 @@ import torch
 from rounds import Row, add_options, finish, ratios
 from torch import Tensor
 
-from lit_layers.analyses.readouts.readout_scores import FullModel, Interventions, Sums, rows_of
+from lit_layers.analyses.readout_scores import FullModel, Interventions, Sums, rows_of
 from lit_layers.data.batches import Batches
 from lit_layers.models import LayeredModel, causal_lm
 from lit_layers.models.running_order import SharedPrefixes, running_order

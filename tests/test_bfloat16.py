@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from lit_layers import plots, records
-from lit_layers.analyses import Interventions, Lens, Trajectory, base
-from lit_layers.analyses.readouts import readout_scores
+from lit_layers.analyses import Interventions, Lens, Trajectory, base, readout_scores
 from lit_layers.analyses.statistics import rounding_records
 from lit_layers.cli.main import main
 from lit_layers.functional.block_schedules import parse_schedule

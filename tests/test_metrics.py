@@ -14,8 +14,7 @@ from lit_layers.analyses import metric_names
 from lit_layers.analyses.speed import Speed
 from lit_layers.clock.curve_sources import curves_of
 from lit_layers.clock.step_curves import layer_curves
-from lit_layers.correlate.model_table import table_of_models
-from lit_layers.correlate.run_models import read_run_models
+from lit_layers.correlate.model_table import read_run_models, table_of_models
 from lit_layers.data import GivenTexts
 from lit_layers.metrics import METRICS, Metric, look_up
 from lit_layers.models.view import LayeredModel

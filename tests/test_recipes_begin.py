@@ -218,8 +218,8 @@ def test_probes_learn_the_tokenizer_of_a_run_that_trained_its_own(small, tmp_pat
     assert isinstance(probe, Probe)
     pd.DataFrame({"text": [f"word {n}" for n in range(20)], "label": ["a", "b"] * 10}).to_csv(tmp_path / "task.csv")
     for analysis in (probe, sweep):
-        analysis.task = type(analysis._read().task)("task", str(tmp_path / "task.csv"), test=None)
-        analysis._reader = None
+        analysis.task = type(analysis._reader.task)("task", str(tmp_path / "task.csv"), test=None)
+        del analysis._reader
         analysis.check_data()
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import math
 import os
 import sys
 from abc import ABC
@@ -26,7 +25,6 @@ from lit_layers.models.pixels import refuse_unlike_training
 from lit_layers.models.view import Batch, LayeredModel, Trajectory, first_rows
 from lit_layers.records import Record
 
-_ORDERS = ("alpha", "p")  # of an entropy, of a norm: these may be infinite
 Dtype = Literal["float32", "bfloat16"]
 NUM_CHECKED = 16  # prompts, texts or rows that are measured in float32, too, where the blocks multiply in bfloat16
 Key = tuple[str | float | None, ...]  # of values: a metric, say, and what else tells them apart
@@ -84,9 +82,7 @@ class Analysis(ABC):
     PRECISION: ClassVar[Precision] = "float32"  # of the model that `compute` and `jobs` see
     SEES: ClassVar[Literal["text", "images"] | None] = None  # models of these alone
     NEXT_TOKEN: ClassVar[bool] = False  # models that predict the next token alone
-    LEAST: ClassVar[Mapping[str, float]] = {}  # the lowest value of options that are numbers or lists of them
-    POSITIVE: ClassVar[Sequence[str]] = ()  # options that are above 0
-    LISTS: ClassVar[Sequence[str]] = ()  # options that are different values, at least one
+    LEAST: ClassVar[Mapping[str, float]] = {}  # the lowest value of some options
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # the options that each value of `preset` sets
     UNMEASURED: ClassVar[Sequence[str]] = ()  # options that decide no number: no part of the config
 
@@ -103,11 +99,11 @@ class Analysis(ABC):
                 a copy, to which it may write.
             batch: the columns of these rows as they were given.
         """
-        raise NotImplementedError(f"{type(self).__name__} reads rows and has no update")
+        raise NotImplementedError
 
     def compute(self, model: LayeredModel, **values: Values) -> Iterable[Record]:
         """Yield the records, from the values of all prompts in the order of the data. `jobs` may take its place."""
-        raise NotImplementedError(f"{type(self).__name__} has neither compute nor jobs")
+        raise NotImplementedError
 
     def jobs(self, model: LayeredModel, **values: Values) -> Jobs:
         """Divide `compute` into jobs, which ranks share; by default one."""
@@ -161,23 +157,9 @@ class Analysis(ABC):
                     f"{self.name}: num_tokens: {type(model.model).__name__} takes at most {longest} tokens, got "
                     f"{value.num_tokens}: ask for {longest} or fewer"
                 )
-            if isinstance(value, GivenBatches):
-                self._check_given(value, model)
             if isinstance(value, EvalImages):
                 refuse_unlike_training(self.name, value, model)
         self.check_data()
-
-    def _check_given(self, batches: GivenBatches, model: LayeredModel) -> None:
-        needed = "pixel_values" if model.family.sees_images else "input_ids"
-        for number, batch in enumerate(batches):
-            if needed not in batch:
-                name = type(model.model).__name__
-                raise InputError(f"{self.name}: batches: {name} needs {needed}, batch {number} has {', '.join(batch)}")
-            if needed == "input_ids":
-                try:
-                    model.check_tokens(batch[needed])
-                except InputError as error:
-                    raise InputError(f"{self.name}: batches: {error}") from error
 
     def check_options(self, model: LayeredModel) -> None:
         """Refuse options that do not fit, whatever the data; a subclass adds checks that depend on the model.
@@ -187,13 +169,11 @@ class Analysis(ABC):
                 `resolved`.
         """
         self.check_fields()
-        kind = "images" if model.family.sees_images else "text"
-        if self.SEES not in (None, kind):
-            raise InputError(f"{self.name}: expected a model of {self.SEES}, got {type(model.model).__name__}")
+        sees, kind = "images" if model.family.sees_images else "text", type(model.model).__name__
+        if self.SEES not in (None, sees):
+            raise InputError(f"{self.name}: expected a model of {self.SEES}, got {kind}")
         if self.NEXT_TOKEN and not model.predicts_next_token:
-            raise InputError(
-                f"{self.name}: expected a model that predicts the next token, got {type(model.model).__name__}"
-            )
+            raise InputError(f"{self.name}: expected a model that predicts the next token, got {kind}")
         self.resolved(model)
 
     def resolved(self, model: LayeredModel) -> Self:
@@ -215,9 +195,7 @@ class Analysis(ABC):
                     "of them out"
                 )
         resolved = dataclasses.replace(fields, **options)
-        for field in dataclasses.fields(fields):
-            if not field.init:  # what has been loaded
-                setattr(resolved, field.name, getattr(self, field.name))
+        vars(resolved).update({name: value for name, value in vars(self).items() if name not in defaults})  # is loaded
         return resolved
 
     def preset_options(self, preset: str, model: LayeredModel) -> Mapping[str, Any]:
@@ -236,44 +214,23 @@ class Analysis(ABC):
         return tags
 
     def check_fields(self) -> None:
-        """Refuse options outside their `Literal` or outside the bounds that the class declares.
+        """Refuse options outside their `Literal` or below `LEAST`.
 
         Raises:
             InputError: naming the option and what it may be.
         """
         for field in dataclasses.fields(self) if dataclasses.is_dataclass(self) else ():
             value, choices = getattr(self, field.name), _choices(field.type)
-            if choices and get_origin(field.type) in (list, tuple) and not isinstance(value, list | tuple):
-                raise InputError(f"{self.name}: expected {field.name} to be a list of {choices}, got {value!r}")
-            for choice in value if isinstance(value, list | tuple) else (value,):
+            is_list = isinstance(value, list | tuple) or get_origin(field.type) in (list, tuple)
+            for choice in value if is_list else (value,):
                 if choices and isinstance(choice, str | None) and choice not in choices:
                     raise InputError(f"{self.name}: expected {field.name} to be one of {choices}, got {choice!r}")
-        for option in self.LISTS:
-            if (values := getattr(self, option)) is None:
-                continue
-            if not len(values):
-                raise InputError(f"{self.name}: expected at least one of {option}, got none")
-            if len(set(values)) < len(values):
-                raise InputError(f"{self.name}: expected {option} to be different values, got {list(values)}")
         for option, least in self.LEAST.items():
-            value = getattr(self, option)
-            for number in value if isinstance(value, list | tuple) else (value,):
-                if number is not None and not (least <= number and (number < math.inf or option in _ORDERS)):
-                    raise InputError(f"{self.name}: expected {option} of at least {least}, got {number}")
-        for option in self.POSITIVE:
-            value = getattr(self, option)
-            if not (value > 0 and (value < math.inf or option in _ORDERS)):
-                raise InputError(f"{self.name}: expected a positive {option}, got {value}")
-        num_halves = getattr(self, "num_halves", 0)
-        if num_halves < 0 or num_halves == 1:  # one has no spread
-            raise InputError(f"{self.name}: expected num_halves to be 0 or at least 2, got {num_halves}")
+            if (value := getattr(self, option)) is not None and not value >= least:  # NaN is refused
+                raise InputError(f"{self.name}: expected {option} of at least {least}, got {value}")
 
     def check_data(self) -> None:
-        """Refuse missing or insufficient data, as far as that needs no model.
-
-        Raises:
-            InputError: one sentence. The default loads every field that is data.
-        """
+        """Refuse missing or insufficient data, as far as that needs no model; the default loads every field."""
         self.data_hash()
 
     def config(self) -> dict[str, Any]:
@@ -291,9 +248,7 @@ class Analysis(ABC):
 
     def data_hash(self) -> str | None:
         """Return a hash of the measured data, over every field with a `content_hash()`; None if there is none."""
-        parts = [
-            value.content_hash() for value in vars(self).values() if callable(getattr(value, "content_hash", None))
-        ]
+        parts = [value.content_hash() for value in vars(self).values() if hasattr(value, "content_hash")]
         return hashlib.sha256("/".join(parts).encode()).hexdigest()[:16] if parts else None
 
     def tokenizer_hash(self) -> str | None:
@@ -320,8 +275,7 @@ def in_bfloat16(analysis: Analysis) -> Analysis:
     """
     if not hasattr(analysis, "dtype"):
         raise InputError(
-            f"dtype: {analysis.name} ({type(analysis).__name__}) is measured in float32 or wider alone; bfloat16 is "
-            "for Lens, Interventions and scores of tasks: leave one of them out"
+            f"dtype: {analysis.name} is measured in float32 or wider; bfloat16 is for Lens, Interventions and tasks"
         )
     return dataclasses.replace(cast("Any", analysis), dtype="bfloat16")
 

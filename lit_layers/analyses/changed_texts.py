@@ -4,8 +4,8 @@ import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, ClassVar, Literal
+from functools import cached_property, partial
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -84,9 +84,7 @@ class Invariance(Analysis):
     """
 
     SEES = "text"
-    LEAST: ClassVar = {"num_views": 2, "max_tokens": 1, "permutations": 1}
-    POSITIVE = ("temperature", "alpha", "delta")
-    LISTS = ("normalizations",)
+    LEAST: ClassVar = {"alpha": 1e-6, "temperature": 1e-6, "num_views": 2}
     PRESETS: ClassVar = {
         "released_code": {**_RELEASED, "pooling": "centered_unit_mean", "form": "ntxent"},
         "released_code_later": {**_RELEASED, "pooling": "mean", "rescale": "centered_unit", "form": "cross"},
@@ -115,7 +113,6 @@ class Invariance(Analysis):
     seed: int = 0
     num_halves: int = 20
     preset: Literal["released_code", "released_code_later"] | None = None
-    _views: Views | None = field(default=None, init=False, repr=False, compare=False)
     _encoded: dict[int, EncodedTexts] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def check(self, model: LayeredModel) -> None:
@@ -155,16 +152,15 @@ class Invariance(Analysis):
             return layer, {key: [values[key] for values in of_sets] for key in of_sets[0]}
 
         def records(of_layers: list[_OfLayer]) -> Iterator[Record]:
-            return self._records(dict(of_layers), len(layers), len(kept), encoded.num_cut, bool(halves))
+            return self._records(dict(of_layers), len(layers), len(kept), encoded.num_cut)
 
         return Jobs([partial(layer_values, layer) for layer in layers.nonzero()[:, 0].tolist()], records)
 
-    def make(self) -> Views:
-        """Return the views, which the first call makes."""
-        if self._views is None:
-            how: dict[str, Any] = {name: getattr(self, name) for name in ("seed", "share", "max_words")}
-            self._views = make_views(self.texts.texts(), self.num_views, **how)
-        return self._views
+    @cached_property
+    def views(self) -> Views:
+        """The misprinted copies of the texts."""
+        how: Any = {name: getattr(self, name) for name in ("seed", "share", "max_words")}
+        return make_views(self.texts.texts(), self.num_views, **how)
 
     def _encoded_for(self, model: LayeredModel) -> EncodedTexts:
         """Return token ids, view after view, cut at the model's own limit if that is lower."""
@@ -172,7 +168,7 @@ class Invariance(Analysis):
 
     def _encode(self, limit: int) -> EncodedTexts:
         if limit not in self._encoded:
-            texts = [text for view in self.make().texts for text in view]
+            texts = [text for view in self.views.texts for text in view]
             self._encoded[limit] = encode_texts(tokenizer_of(self.tokenizer, self.corpus), texts, max_tokens=limit)
         return self._encoded[limit]
 
@@ -186,24 +182,25 @@ class Invariance(Analysis):
         return layers, prompts.nonzero().squeeze(-1)
 
     def _records(
-        self, of_layers: dict[int, dict[_Metric, list[float]]], num_layers: int, n: int, num_cut: int, has_halves: bool
+        self, of_layers: dict[int, dict[_Metric, list[float]]], num_layers: int, n: int, num_cut: int
     ) -> Iterator[Record]:
         """Yield the records, given the values of the measured layers by layer index."""
-        views = self.make()
+        views = self.views
         num_texts = len(views.texts[0])
         missing = left_out("", num_texts - n)
         counts = {"num_equal": views.num_equal, "num_unchanged": views.num_unchanged, "num_cut": num_cut}
         tags: dict[str, Any] = {name: count for name, count in counts.items() if count} | missing
         yield Record(metric="changed_fraction", value=views.changed_fraction, n=num_texts, tags=tags)
-        for metric, size in {"infonce_chance": n, **({"infonce_chance_of_half": n // 2} if has_halves else {})}.items():
+        has_halves = n >= 4 and self.num_halves > 0
+        for metric, size in (("infonce_chance", n), ("infonce_chance_of_half", n // 2))[: 1 + has_halves]:
             chance = math.log(size if self.form == "cross" else 2 * size - 1)
             yield Record(metric=metric, value=chance, n=size, tags=self._tags(metric) | missing)
 
         values: dict[_Metric, Tensor] = {}  # (layers + 1, all prompts and halves of them)
-        for layer, layer_values in of_layers.items():
-            for key, columns in layer_values.items():
-                whole = torch.full((num_layers, len(columns)), math.nan, dtype=torch.float64)
-                values.setdefault(key, whole)[layer] = torch.tensor(columns, dtype=torch.float64)
+        for key, columns in next(iter(of_layers.values())).items():
+            values[key] = torch.full((num_layers, len(columns)), math.nan, dtype=torch.float64)
+            for layer, layer_values in of_layers.items():
+                values[key][layer] = torch.tensor(layer_values[key], dtype=torch.float64)
         within = values.pop(_WITHIN)[:, 0]
         for layer in of_layers:
             tags = self._tags(_WITHIN[0]) | missing
@@ -228,7 +225,7 @@ class Invariance(Analysis):
         """
         pair: dict[str, Any] = {"view_a": vectors[0], "view_b": vectors[1], "unit": self.unit, "undefined": "nan"}
         loss = infonce(**pair, temperature=self.temperature, form=self.form).item()
-        values: dict[tuple[str, Normalization], float] = {("infonce", "raw"): loss}
+        values: dict[_Metric, float] = {("infonce", "raw"): loss}
         if self.form == "cross":
             values["infonce_share", "raw"] = 1 - loss / math.log(vectors.shape[1])
         sums = LidarSums()
@@ -254,15 +251,14 @@ class Invariance(Analysis):
             of_kind = {"infonce": ["unit", "form"], "lidar": ["alpha2"], "dime": ["unit", "side", "alpha2"]}
             options += of_kind.get(kind, [])
         tags: dict[str, Any] = {} if normalization == "raw" else {"normalization": normalization}
-        given = self.tags_of("preset", *options)
-        # what begins with num_ is a count, not a variant
-        return tags | {"views" if option == "num_views" else option: value for option, value in given.items()}
+        for option, value in self.tags_of("preset", *options).items():
+            tags[option.removeprefix("num_")] = value  # what begins with num_ is a count, not a variant
+        return tags
 
 
 Study = Literal["repetition", "randomness", "length"]
-STUDIES: tuple[Study, ...] = ("repetition", "randomness", "length")
+STUDIES: tuple[Study, ...] = get_args(Study)
 NORMALIZATIONS: tuple[Normalization, ...] = ("raw", "maxEntropy")
-SHORTEST = 8  # of the lengths that are chosen by themselves
 
 
 @dataclass(kw_only=True)
@@ -288,9 +284,6 @@ class PromptStudies(Analysis):
     """
 
     SEES = "text"
-    LEAST: ClassVar = {"seed": 0, "drop_first": 0, "lengths": 1, "p": 0}
-    LISTS = ("studies", "p", "drop_first", "lengths")
-
     batches: Batches
     name: str = "prompt_studies"
     studies: tuple[Study, ...] = STUDIES
@@ -333,7 +326,8 @@ class PromptStudies(Analysis):
         measured = {level for study, level, *_ in entropies if study == "length"}
         if "length" in self.studies and (missing := sorted(set(self.lengths or ()) - measured)):
             raise InputError(f"{self.name}: no prompt has {int(missing[0])} tokens, which lengths asks for")
-        for key in sorted(entropies, key=_place):
+        order: Any = [*STUDIES, *NORMALIZATIONS]
+        for key in sorted(entropies, key=lambda key: (order.index(key[0]), key[1], key[3], order.index(key[2]))):
             study, level, normalization, dropped = key
             tags: dict[str, Any] = {"study": study, ("length" if study == "length" else "p"): level}
             tags |= {"normalization": normalization, "drop_first": dropped, **self.tags_of("states")}
@@ -347,14 +341,15 @@ class PromptStudies(Analysis):
         mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
         if study == "length":
             counts = mask.sum(-1)
-            for length in self.lengths or _powers(int(counts.max())):
+            for length in self.lengths or [2**octave for octave in range(3, int(counts.max()).bit_length())]:
                 rows = (counts >= length).nonzero().squeeze(-1).tolist()
                 if rows:
                     cut = torch.stack([ids[row][mask[row]][:length] for row in rows])
                     yield length, {"input_ids": cut, "attention_mask": torch.ones_like(cut)}
             return
         drawn, others = torch.full(ids.shape, np.inf, dtype=torch.float64), ids.clone()
-        allowed = self._ordinary(model) if study == "randomness" else np.empty(0)
+        size = model.vocab_size or model.model.config.vocab_size
+        allowed = np.array(sorted({*range(size)} - special_tokens(model) - {*self.special_tokens}))
         for row in range(len(ids)):
             draw, real = np.random.default_rng([self.seed, STUDIES.index(study), first + row]), ids[row][mask[row]]
             drawn[row, mask[row]] = torch.from_numpy(draw.random(len(real)))
@@ -362,21 +357,5 @@ class PromptStudies(Analysis):
                 others[row, mask[row]] = real[int(draw.integers(len(real)))]
             else:
                 others[row, mask[row]] = torch.from_numpy(draw.choice(allowed, len(real)))
-        if max(self.p) > 1:
-            raise InputError(f"{self.name}: p: expected 0 to 1, got {max(self.p)}")
         for p in self.p:
             yield p, {"input_ids": torch.where(drawn < p, others, ids), "attention_mask": mask.long()}
-
-    def _ordinary(self, model: LayeredModel) -> np.ndarray:
-        """Return the ids of the vocabulary without the special tokens."""
-        size = model.vocab_size or model.model.config.vocab_size
-        return np.array(sorted({*range(size)} - special_tokens(model) - {*self.special_tokens}))
-
-
-def _powers(most: int) -> list[int]:
-    return [SHORTEST * 2**octave for octave in range(most.bit_length()) if SHORTEST * 2**octave <= most]
-
-
-def _place(key: Key) -> tuple[Any, ...]:
-    study, level, normalization, dropped = key
-    return list(STUDIES).index(study), level, dropped, list(NORMALIZATIONS).index(normalization)  # pyright: ignore[reportArgumentType]

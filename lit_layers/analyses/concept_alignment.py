@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +11,7 @@ from torch import Tensor
 from lit_layers.analyses.base import Analysis, Rows, Values
 from lit_layers.analyses.statistics import TagDict, summarize
 from lit_layers.data.word_pairs import LEAST_PAIRS, Category, WordPairs
-from lit_layers.errors import InputError
 from lit_layers.functional import geometry
-from lit_layers.models.build import true_vocab_size
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 
@@ -36,18 +34,13 @@ class ConceptAlignment(Analysis):
     `concept_alignment` is over its pairs: each pair enters twice, as either side, so it is the interval of
     mean + 2 (a pair's mean with the others - mean), the linear part of the mean over two pairs.
 
-    `whiten` takes inner products x' M^-1 y with M the covariance of the unembedding's rows (Park et al., arXiv
-    2311.03658), at every layer. The model runs in float32 or
-    wider. Held in memory: layers x words x width (25 x 3,000 x 1,024 x 4 B = 0.3 GB). Source: hierarchical analysis of
-    monotonicity (OpenReview ZVLyyG5yS6), figure 3.
+    The model runs in float32 or wider. Held in memory: layers x words x width (25 x 3,000 x 1,024 x 4 B = 0.3 GB).
+    Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), figure 3.
     """
 
     SEES = "text"
-    LEAST: ClassVar = {"shuffles": 1, "seed": 0}
-
     words: WordPairs
     name: str = "concept_alignment"
-    whiten: bool = False
     shuffles: int = 10
     seed: int = 0
 
@@ -62,51 +55,31 @@ class ConceptAlignment(Analysis):
 
     def compute(self, model: LayeredModel, words: Values) -> Iterator[Record]:
         states = words["states"].mT.contiguous()  # (layers + 1, words, dim)
-        covariance = self._covariance(model)
         categories = self.words.by_category()
         values = torch.full((len(METRICS), len(states), len(categories)), math.nan, dtype=torch.float64)
         for column, category in enumerate(categories):
-            for record in self._category_records(states, category, covariance):
+            for record in self._category_records(states, category):
                 values[METRICS.index(record.metric), record.layer, column] = record.value
                 yield record
         for metric, by_layer in zip(METRICS, values, strict=True):
             for layer, row in enumerate(by_layer):
                 yield from summarize(metric, row, layer=layer) if len(row) > 1 else []
 
-    def _category_records(self, states: Tensor, category: Category, covariance: Tensor | None) -> Iterator[Record]:
+    def _category_records(self, states: Tensor, category: Category) -> Iterator[Record]:
         kept = _two_points(states, category)  # (layers + 1, pairs)
         patterns, pattern = kept.unique(dim=0, return_inverse=True)
         for number, stays in enumerate(patterns):
             layers = (pattern == number).nonzero()[:, 0]
             if int(stays.sum()) < LEAST_PAIRS:
                 continue
-            alignment = geometry.concept_alignment(
-                states[layers][:, category.first[stays]],
-                states[layers][:, category.second[stays]],
-                whiten=covariance,
-                shuffles=self.shuffles,
-                seed=self.seed,
-                undefined="nan",
-            )
+            first, second = (states[layers][:, side[stays]] for side in (category.first, category.second))
+            how: Any = {"shuffles": self.shuffles, "seed": self.seed, "undefined": "nan"}
+            alignment = geometry.concept_alignment(first, second, **how)
             counts = {"num_dropped": category.num_dropped, "num_undefined": int((~stays).sum())}
             named = {"category_id": category.id, "group": category.group, **counts}
             tags: TagDict = {"category": category.name, **{name: tag for name, tag in named.items() if tag}}
             for row, layer in enumerate(layers.tolist()):
                 yield from _alignment_records(alignment, row, layer, int(stays.sum()), tags)
-
-    def _covariance(self, model: LayeredModel) -> Tensor | None:
-        """Return the covariance (dim, dim) of the unembedding's rows of real tokens; None without whitening."""
-        if not self.whiten:
-            return None
-        rows = model.model.get_output_embeddings().weight[: true_vocab_size(model.model)].detach().cpu().double()
-        rows = rows - rows.mean(0)
-        return rows.T @ rows / len(rows)
-
-    def check_options(self, model: LayeredModel) -> None:
-        super().check_options(model)
-        kind = type(model.model).__name__
-        if self.whiten and model.vocab_size is None:
-            raise InputError(f"{self.name}: whiten needs an unembedding, which {kind} lacks: set whiten to false")
 
 
 def _two_points(states: Tensor, category: Category) -> Tensor:

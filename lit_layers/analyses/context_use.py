@@ -1,6 +1,8 @@
 """How a model uses context: what heads attend to and continue, what context gains, how near layers are to n-grams."""
 
 import functools
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -44,28 +46,22 @@ Score = Callable[..., Tensor]  # (heads,) from weights (heads, tokens, tokens)
 
 def _scores_of_heads(name: str, seen: Trajectory, batch: Batch, scores: Sequence[Score]) -> Values:
     """Return scores (heads, prompts) by name and block, and those of uniform attention on the same tokens."""
-    values, reasons = Values(), list[str]()
+    found, reason = defaultdict[Key, list[Tensor]](list), ""
     for layer in range(1, seen.num_layers + 1):
         try:
             attention = read_attention(seen.block(layer), seen.hidden[layer - 1])
         except Unsupported as error:
-            reasons.append(str(error))
+            reason = reason or str(error)
             continue
-        found: dict[str, list[Tensor]] = {}
         for prompt, length in enumerate(seen.mask.sum(-1).tolist()):
             weights = attention.map_of(prompt)[:, :length, :length]  # real tokens come before padding
-            for kind, each in (("", weights), ("random_", _chance(weights))):
-                for score in scores:
-                    given = {"input_ids": batch["input_ids"][prompt]} if score is prefix_matching_score else {}
-                    of_heads = score(each, undefined="nan", **given).cpu()
-                    found.setdefault(kind + score.__name__, []).append(of_heads)
-        values |= {(score, layer): torch.stack(of_prompts, -1) for score, of_prompts in found.items()}
-    if not values:
-        raise InputError(
-            f"{name}: {type(seen.model.model).__name__} has no attention weights to read ({reasons[0]}): "
-            "leave this analysis out"
-        )
-    return values
+            for (kind, each), score in itertools.product((("", weights), ("random_", _chance(weights))), scores):
+                given = {"input_ids": batch["input_ids"][prompt]} if score is prefix_matching_score else {}
+                found[kind + score.__name__, layer].append(score(each, undefined="nan", **given).cpu())
+    if not found:
+        kind = type(seen.model.model).__name__
+        raise InputError(f"{name}: {kind} has no attention weights to read ({reason}): leave this analysis out")
+    return {key: torch.stack(of_prompts, -1) for key, of_prompts in found.items()}
 
 
 def _records_of_heads(
@@ -91,9 +87,8 @@ def _records_of_heads(
             whole = torch.full_like(whole, torch.nan) if missing else whole  # the best of fewer: another number
             samples.append(Sample(f"best_{metric}", whole, tags={**tags, **missing}))
         for layer, each in enumerate(blocks if heads else (), start=1):
-            samples += [
-                Sample(metric, column, layer, tags={"head": head, **tags}) for head, column in enumerate(each.mT)
-            ]
+            for head, column in enumerate(each.mT):
+                samples.append(Sample(metric, column, layer, tags={"head": head, **tags}))
         yield from summarize_all(samples)
         yield from _mean_over_heads(f"random_{metric}", chance, tags)
 
@@ -150,7 +145,7 @@ class Induction(Analysis):
 
     SEES: ClassVar = "text"
     NEXT_TOKEN = True
-    LEAST: ClassVar = {"num_prompts": 1, "num_tokens": 2, "repeats": 2}
+    LEAST: ClassVar = {"num_tokens": 2, "repeats": 2}
 
     name: str = "induction"
     num_prompts: int = 16
@@ -209,8 +204,6 @@ class InContext(Analysis):
 
     SEES: ClassVar = "text"
     NEXT_TOKEN = True
-    LEAST: ClassVar = {"early": 2, "late": 3}
-
     batches: Batches
     name: str = "in_context"
     early: int = 50
@@ -219,8 +212,9 @@ class InContext(Analysis):
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
         longest = model.max_tokens or self.late
-        if not self.early < self.late <= longest:
-            raise InputError(f"{self.name}: expected late from {self.early + 1} to {longest} tokens, got {self.late}")
+        if not 2 <= self.early < self.late <= longest:
+            got = f"early {self.early} and late {self.late}"
+            raise InputError(f"{self.name}: expected tokens from 2 to {longest}, early before late, got {got}")
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         early, late = self.early, self.late
@@ -258,9 +252,6 @@ class NgramAgreement(Analysis):
 
     SEES: ClassVar = "text"
     NEXT_TOKEN = True
-    LEAST: ClassVar = {"orders": 1, "num_tokens": 2}
-    LISTS: ClassVar = ("orders",)
-
     batches: Batches
     corpus: Batches
     name: str = "ngrams"
@@ -288,15 +279,15 @@ class NgramAgreement(Analysis):
                 counted = [each for each in after if each is not None]
                 others = iter(counted[1:] + counted[:1] if len(counted) > 1 else [None])  # one has no other
                 compared["random_ngram_divergence", order] = [each and next(others) for each in after]
-        values: dict[Key, list[Tensor]] = {}
+        values = defaultdict[Key, list[Tensor]](list)
         for states in seen.hidden[:, row, seen.mask[row].nonzero()[positions, 0]]:
             with torch.no_grad():
                 logits = seen.model.readout(states[None])[0] if positions else states.new_zeros(0, 1)
             log_proba = logits.double().log_softmax(-1)
             for key, distributions in compared.items():
                 divergences = ngram_divergence(log_proba, distributions)
-                values.setdefault(key, []).append(mean_of_defined(divergences).cpu())
-                values.setdefault((*key, "missing"), []).append(divergences.isnan().sum().cpu())
+                values[key].append(mean_of_defined(divergences).cpu())
+                values[*key, "missing"].append(divergences.isnan().sum().cpu())
         return {key: torch.stack(of_layers) for key, of_layers in values.items()}
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:

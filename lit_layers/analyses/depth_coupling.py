@@ -1,7 +1,7 @@
 """Coupling of blocks over depth: how far their Jacobians share singular directions, and how linear the path is."""
 
-import functools
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -13,9 +13,9 @@ from lit_layers.analyses.base import Analysis, Rows, Values
 from lit_layers.analyses.statistics import Sample, TagDict, Tags, left_out, summarize_all
 from lit_layers.analyses.token_jacobians import (
     accuracy_records,
-    check_directions,
     check_pairs,
     finite_or_zero,
+    numbers_of_directions,
     same_token_jacobians,
 )
 from lit_layers.data.batches import Batches
@@ -32,7 +32,6 @@ from lit_layers.functional.jacobian.block_jacobians import block_jacobian, token
 from lit_layers.models.view import Batch, LayeredModel, Trajectory, convert_states, evenly_spread, final_norm
 from lit_layers.records import Record
 
-_KEPT = ("left", "values", "right", "errors", "strays")  # of the factors
 TOKENS = {"last": -1, "first": 0, "cls": 0, "last_patch": -1}  # "mean_patch" is many
 
 
@@ -64,9 +63,7 @@ class Coupling(Analysis):
     Source: definitions and departures as in `lit_layers.functional.coupling`.
     """
 
-    LEAST: ClassVar = {"num_prompts": 1, "num_singular_values": 1, "fit_from": 1, "num_patches": 1, "p": 1}
-    POSITIVE = ("tolerance",)
-    LISTS = ("k",)
+    LEAST: ClassVar = {"p": 1, "tolerance": 1e-9, "num_singular_values": 1, "fit_from": 1}
     # What published code does where it departs from our defaults.
     PRESETS: ClassVar = {
         "released_code": {"k": (10, 30, 50), "sign": "absolute", "states": "hf", "fit_from": 10, "skip_last": True}
@@ -89,10 +86,7 @@ class Coupling(Analysis):
 
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
-        if model.num_layers < 2:
-            raise InputError(f"{self.name}: coupling needs at least two blocks, the model has {model.num_layers}")
-        for k in self.resolved(model).k:
-            check_directions(self.name, k, model.dim)
+        self.resolved(model).counts(model)
         is_image, token = model.family.sees_images, self.token
         if (token == "mean_patch" and not is_image) or (token == "cls" and is_image and not model.has_class_token):
             raise InputError(f"{self.name}: {type(model.model).__name__} has no {token}: choose another token")
@@ -116,7 +110,7 @@ class Coupling(Analysis):
 
     def counts(self, model: LayeredModel) -> list[int]:
         """Return the different numbers of directions in ascending order."""
-        return sorted({*map(functools.partial(functional.num_directions, dim=model.dim), self.k)})
+        return numbers_of_directions(self.name, self.k, model)
 
     def preset_options(self, preset: str, model: LayeredModel) -> dict[str, Any]:
         """Return the options of a preset.
@@ -153,20 +147,17 @@ class _Blocks:
 
         The last dimension is prompts, and within them their tokens.
         """
-        rows: dict[str, list[Tensor]] = {}
-        jacobians: list[Tensor] = []
-        parts: dict[str, list[Tensor]] = {name: [] for name in _KEPT}
+        rows = defaultdict[str, list[Tensor]](list)
+        jacobians, of_layers = list[Tensor](), list[Factors]()
         carried = self._token_states(self.trajectory.hidden[0]).double()
         for layer in range(1, self.model.num_layers + 1):
             jacobian = self._jacobian(layer)
             cosines, carried = self._carry(layer, jacobian, carried)
             finite, factors, of_block = self._factors_and_values(jacobian)
             jacobians.append(finite)
-            for name in _KEPT:
-                parts[name].append(getattr(factors, name))
+            of_layers.append(factors)
             _append(rows, {**of_block, "rollout": cosines})
-        kept = {name: torch.stack(parts.pop(name), 1) for name in _KEPT}
-        bases = functional.Factors(**kept, bounds=kept["values"])  # whose bounds play no part
+        bases = Factors(*(torch.stack(part, 1) for part in zip(*of_layers, strict=True)))
         undefined = torch.stack(rows["undefined"], 1).bool().to(bases.left.device)  # (prompts, blocks)
         for number, jacobian in enumerate(jacobians):
             _append(rows, self._coupling_with_others(number, jacobian, bases, undefined))
@@ -243,7 +234,7 @@ class _Blocks:
 
 def _append(rows: dict[str, list[Tensor]], values: dict[str, Tensor]) -> None:
     for name, row in values.items():
-        rows.setdefault(name, []).append(row.double().cpu())
+        rows[name].append(row.double().cpu())
 
 
 def _pair_samples(of_prompts: dict[Any, Tensor], position: int, tags: Tags, tokens: int) -> Iterator[Sample | Record]:
@@ -315,8 +306,6 @@ class CouplingMatrices(Analysis):
     eq. 6 and the figures of its section 4.
     """
 
-    LEAST: ClassVar = {"num_prompts": 1}
-
     batches: Batches
     pairs: list[tuple[int, int]]
     name: str = "coupling_matrices"
@@ -326,7 +315,7 @@ class CouplingMatrices(Analysis):
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
         check_pairs(self.name, self.pairs, model.num_layers)
-        check_directions(self.name, self.k, model.dim)
+        numbers_of_directions(self.name, [self.k], model)
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
         return {"batches": Rows(self.batches, limit=self.num_prompts, at_once=1)}

@@ -1,10 +1,11 @@
 """How similar states are: between layers, and of one layer when the blocks before it run in another order."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -29,8 +30,6 @@ from lit_layers.models.view import (
 from lit_layers.records import Record
 
 Mode = Literal["token", "flattened"]
-Rows = Literal["tokens", "prompts"]
-MODES, ROWS = get_args(Mode), get_args(Rows)
 SIZES = "num_beginning", "num_middle", "num_ending"
 
 
@@ -63,11 +62,9 @@ class LayerSimilarity(Analysis):
         states: which convention.
     """
 
-    LEAST: ClassVar = {"num_tokens": 1, "drop_first": 0}
-
     batches: Batches
     name: str = "layer_similarity"
-    rows: Rows = "tokens"
+    rows: Literal["tokens", "prompts"] = "tokens"
     num_tokens: int | None = 16
     debiased: bool = True
     drop_first: int = 0
@@ -78,7 +75,7 @@ class LayerSimilarity(Analysis):
         mask = drop_first_tokens(seen.mask, self.drop_first)
         left = mask.any(-1)
         hidden, mask = torch.stack([states[left] for states in states_of_layers(seen, self.states)]), mask[left]
-        values = {mode: _cosines(hidden, mask, mode) for mode in MODES}
+        values = {mode: _cosines(hidden, mask, mode) for mode in get_args(Mode)}
         values["finite"] = (hidden.isfinite().all(-1) | ~mask).all(-1)
         rows, values["num_rows"] = self._rows(hidden, mask)
         return {key: value.cpu() for key, value in values.items()} | {"rows": rows.mT.cpu()}
@@ -90,10 +87,9 @@ class LayerSimilarity(Analysis):
         least = 4 if self.debiased else 2
         enough = rows.shape[1] >= least
         if not enough and kept.all():
-            got = f"got {rows.shape[1]} ({self.rows})"
-            raise InputError(f"{self.name}: layer_cka needs at least {least} rows, {got}: give more texts")
+            raise InputError(f"{self.name}: layer_cka needs {least} rows or more, got {rows.shape[1]}: give more texts")
         tags = self.tags_of("states", "drop_first")
-        for mode in MODES:
+        for mode in get_args(Mode):
             values = batches[mode].movedim(-1, 0).contiguous()  # (prompts, layers + 1, layers + 1)
             tags_of_mode = {"mode": mode, **tags}
             yield from _cosine_records(values, tags_of_mode)
@@ -101,9 +97,7 @@ class LayerSimilarity(Analysis):
             means = mean_of_defined(values[whole] if whole.any() else values, dim=0)
             tags_of_stages = {**tags_of_mode, **left_out("", ~whole)}
             yield from _stages("layer_cosine", means, int(whole.sum()), tags_of_stages)
-        tags |= self.tags_of("rows")
-        tags |= {} if self.debiased else {"debiased": "no"}
-        tags |= left_out("", ~kept)
+        tags |= self.tags_of("rows") | ({} if self.debiased else {"debiased": "no"}) | left_out("", ~kept)
         alignment = torch.full((len(rows), len(rows)), math.nan)
         if enough:
             alignment = linear_cka_matrix(rows.to(model.device), debiased=self.debiased, undefined="nan").cpu()
@@ -123,32 +117,24 @@ class LayerSimilarity(Analysis):
             kept[prompt, places[evenly_spread(0, len(places) - 1, count)]] = True
         return hidden[:, kept], kept.sum(-1)
 
-    def check_options(self, model: LayeredModel) -> None:
-        super().check_options(model)
-        if model.num_layers < 2:
-            raise InputError(f"{self.name}: stages need at least two blocks, the model has {model.num_layers}")
-
 
 def _cosines(hidden: Tensor, mask: Tensor, mode: Mode) -> Tensor:
     """Return the matrices (layers + 1, layers + 1, prompts), in float64, NaN where a state is zero.
 
     Their mean over prompts is that of all, and so is its spread.
     """
-    num_layers, num_prompts = hidden.shape[:2]
-    matrices = torch.zeros(num_layers, num_layers, num_prompts, dtype=torch.float64)
-    for row in range(num_prompts):
+    matrices = torch.zeros(len(hidden), len(hidden), len(mask), dtype=torch.float64)
+    for row in range(len(mask)):
         matrices[..., row] = cosine_similarity_matrix(hidden[:, [row]], mask[[row]], mode=mode, undefined="nan")
     return matrices
 
 
 def _cosine_records(values: Tensor, tags: dict[str, Any]) -> Iterator[Record]:
-    num_layers = values.shape[-1]
-    for layer in range(num_layers):
-        for other in range(layer, num_layers):
-            records = summarize("layer_cosine", values[:, layer, other], layer=layer, other_layer=other, tags=tags)
-            yield from records
-            if other != layer:
-                yield from (replace(record, layer=other, other_layer=layer) for record in records)
+    for layer, other in itertools.combinations_with_replacement(range(values.shape[-1]), 2):
+        records = summarize("layer_cosine", values[:, layer, other], layer=layer, other_layer=other, tags=tags)
+        yield from records
+        if other != layer:
+            yield from (replace(record, layer=other, other_layer=layer) for record in records)
 
 
 def _stages(of: str, matrix: Tensor, num_prompts: int, tags: dict[str, Any]) -> Iterator[Record]:
@@ -158,9 +144,9 @@ def _stages(of: str, matrix: Tensor, num_prompts: int, tags: dict[str, Any]) -> 
             yield gap(metric, tags={"of": of, **tags, **left_out("layers", missing)})
         return
     stages = layer_stages(matrix[1:, 1:])
-    sizes = {name: getattr(stages, name) for name in SIZES}
-    for metric, value in {**sizes, "block_contrast": stages.contrast}.items():
-        yield Record(metric=metric, value=float(value), n=num_prompts, tags={"of": of, **tags})
+    for metric in (*SIZES, "block_contrast"):
+        value = float(getattr(stages, metric.removeprefix("block_")))
+        yield Record(metric=metric, value=value, n=num_prompts, tags={"of": of, **tags})
 
 
 @dataclass(kw_only=True)
@@ -189,8 +175,6 @@ class OrderStates(Analysis):
         drop_first: how many first tokens are left out, mostly sinks, whose norm is unlike all others.
     """
 
-    LEAST: ClassVar = {"drop_first": 0}
-
     batches: Batches
     name: str = "interventions/states"
     variants: tuple[str, ...] = OF_MIDDLES
@@ -208,11 +192,11 @@ class OrderStates(Analysis):
     def _orders(self, model: LayeredModel) -> list[tuple[Variant, Schedule, int]]:
         """Return each variant, its steps up to the end of the middle, and the layer at which the ending begins."""
         chosen = variants_of(self, model, f"{self.name}: ")
-        behind = [0 if each.middle is None else start_of(model.num_layers, each.middle) for each in chosen]
-        return [
-            (each, each.schedule[: len(each.schedule) - number], model.num_layers - number)
-            for each, number in zip(chosen, behind, strict=True)
-        ]
+        orders = []
+        for each in chosen:
+            behind = 0 if each.middle is None else start_of(model.num_layers, each.middle)
+            orders.append((each, each.schedule[: len(each.schedule) - behind], model.num_layers - behind))
+        return orders
 
     @torch.no_grad()
     def update(self, seen: Trajectory, batch: Batch) -> Values:
@@ -230,15 +214,14 @@ class OrderStates(Analysis):
         against = batches["against"]  # (2, orders, prompts)
         chosen = enumerate(variant for variant, _, _ in self._orders(model))
         for _, group in groupby(chosen, key=lambda item: (item[1].name, item[1].middle, item[1].loops)):
-            members = list(group)
-            tags = {name: tag for name, tag in members[0][1].tags.items() if name not in ("seed", "schedule")}
-            tags |= {"num_seeds": len(members)} if members[0][1].name == "random" else {}
+            members = dict(group)
+            variant = next(iter(members.values()))
+            tags = {name: tag for name, tag in variant.tags.items() if name not in ("seed", "schedule")}
+            tags |= {"num_seeds": len(members)} if variant.name == "random" else {}
             tags |= self.tags_of("drop_first")
-            for metric, values in zip(ENDING, against[:, [index for index, _ in members]].mean(1), strict=True):
-                yield from summarize(metric, values, tags=tags)
-
-
-ENDING = ("ending_input_cosine", "ending_input_norm_ratio")
+            cosine, ratio = against[:, [*members]].mean(1)
+            yield from summarize("ending_input_cosine", cosine, tags=tags)
+            yield from summarize("ending_input_norm_ratio", ratio, tags=tags)
 
 
 def _against(states: Tensor, usual: Tensor, mask: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Names of what can be measured of any model: analyses that need nothing but batches, and their metrics."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from lit_layers import functional, metrics
@@ -9,9 +9,8 @@ from lit_layers.analyses.context_use import AttentionPatterns
 from lit_layers.analyses.depth_coupling import Coupling
 from lit_layers.analyses.layer_similarity import LayerSimilarity
 from lit_layers.analyses.probes.next_token_residual import NextTokenResidual
-from lit_layers.analyses.readouts.readout_scores import Lens
-from lit_layers.analyses.representation import Representation, StateMetric
-from lit_layers.analyses.state_spread import PooledStates, StateGeometry
+from lit_layers.analyses.readout_scores import Lens
+from lit_layers.analyses.representation import PooledStates, Representation, StateGeometry, StateMetric
 from lit_layers.analyses.token_jacobians import CrossTokenInfluence, TokenCoupling
 from lit_layers.analyses.token_paths import PathsInPlane, Trajectory
 from lit_layers.data.batches import Batches
@@ -59,12 +58,10 @@ def named(names: Sequence[str]) -> dict[str, set[str] | None]:
     Raises:
         InputError: no name, or one that is neither, with those that are near.
     """
-    if isinstance(names, str) or not isinstance(names, Iterable) or not names:
+    if isinstance(names, str) or not names:
         raise InputError(f"metrics: expected a list of names such as ['coupling', 'lens'], got {names!r}")
     of_metrics, metrics_of = metric_names(), dict[str, set[str] | None]()
     for name in names:
-        if not isinstance(name, str):
-            raise InputError(f"metrics: expected names such as 'coupling', got {name!r}")
         if name in NAMES:
             metrics_of[name] = None
         elif name in of_metrics:

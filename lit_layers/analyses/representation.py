@@ -1,28 +1,55 @@
-"""Entropies, ranks and curvature of the states at every layer, and any metric of one's own."""
+"""How the states of each layer lie in their space: entropies, ranks, curvature, dimension, and any other metric."""
 
+import functools
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, Key, Values, stack_layers
-from lit_layers.analyses.statistics import complete, left_out, records_of_layers, summarize_layers, values_of_halves
+from lit_layers.analyses.statistics import (
+    complete,
+    left_out,
+    mean_of_defined,
+    random_halves,
+    records_of_layers,
+    summarize_layers,
+    values_of_halves,
+)
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError, kind_and_words
+from lit_layers.functional import state_geometry as geometry
 from lit_layers.functional._checks import widened
-from lit_layers.functional.entropy import AtTwo, Normalization, Side, dataset_entropy, divided, matrix_entropy, spectrum
+from lit_layers.functional.entropy import (
+    AtTwo,
+    Normalization,
+    Side,
+    dataset_entropy,
+    divided,
+    matrix_entropy,
+    participation_ratio,
+    spectrum,
+)
 from lit_layers.functional.geometry import Pooling, curvature_and_missing, pool, token_angle
-from lit_layers.models.view import Batch, LayeredModel, States, Trajectory, drop_first_tokens, states_of_layers
+from lit_layers.models.view import (
+    Batch,
+    LayeredModel,
+    States,
+    Trajectory,
+    drop_first_tokens,
+    evenly_spread,
+    states_of_layers,
+)
+from lit_layers.prompt_values import DIMENSION
 from lit_layers.records import Record
 
 # Skean et al., releases of 2024-09 and of 2025, of arXiv 2502.02013.
-_FLAGS: dict[str, Any] = dict.fromkeys(("center", "unit", "clamp"), True)
-_RELEASED: dict[str, Any] = {**_FLAGS, "states": "hf", "side": "smaller", "alpha2": "frobenius"}
+_RELEASED = {"center": True, "unit": True, "clamp": True, "states": "hf", "side": "smaller", "alpha2": "frobenius"}
 
 
 def pooled_vectors(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
@@ -71,9 +98,7 @@ class Representation(Analysis):
         rankme: whether that is measured, too.
     """
 
-    LEAST: ClassVar = {"drop_first": 0}
-    POSITIVE = ("alpha",)
-    LISTS = ("normalizations", "drop_first")
+    LEAST: ClassVar = {"alpha": 1e-6}
     PRESETS: ClassVar = {
         "released_code": {**_RELEASED, "pooling": "centered_unit_mean"},
         "released_code_later": {**_RELEASED, "pooling": "mean", "center_pooled": True, "unit_pooled": True},
@@ -98,18 +123,16 @@ class Representation(Analysis):
     preset: Literal["released_code", "released_code_later"] | None = None
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        layers = list[dict[Key, Tensor]]()
-        for hidden in states_of_layers(seen, self.states):
-            layers.append(self._layer_values(hidden, seen.mask))
-        return stack_layers(layers)
+        return stack_layers([self._layer_values(hidden, seen.mask) for hidden in states_of_layers(seen, self.states)])
 
     def _layer_values(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
         """Return the values (batch,) by (metric, normalization, drop_first), and the pooled vectors."""
         values: dict[Key, Tensor] = {}
-        for dropped in self.drop_first if self._needs_entries() else ():
+        needs_entries = self.clamp or (self.alpha == 2 and self.alpha2 == "frobenius")  # not only singular values
+        for dropped in self.drop_first if needs_entries else ():
             values |= self._entropies(hidden, mask, dropped)
         if not self.preset:
-            values |= self._ranks(hidden, mask)
+            values |= self._ranks(hidden, mask, () if needs_entries else self.normalizations)
         if self.preset == "released_code":
             values["token_angle", None, None] = token_angle(hidden, mask, undefined="nan")
         else:
@@ -121,44 +144,39 @@ class Representation(Analysis):
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
         pooled, missing = vectors_of_prompts(batches.pop(POOLED)), batches.pop(MISSING_ANGLES, None)
         for (metric, normalization, dropped), rows in batches.items():
-            assert isinstance(metric, str)
             tags = {"normalization": normalization, "drop_first": dropped}
-            tags = {name: tag for name, tag in tags.items() if tag is not None} | self.tags(metric)
+            tags = {name: tag for name, tag in tags.items() if tag is not None} | self.tags(str(metric))
             counts = {"num_missing_angles": missing} if metric == "token_curvature" and missing is not None else {}
-            yield from summarize_layers(metric, rows, tags=tags, counts=counts)
+            yield from summarize_layers(str(metric), rows, tags=tags, counts=counts)
         yield from self.dataset_records(pooled)
 
-    def _needs_entries(self) -> bool:
-        """Whether entropies need more than the singular values."""
-        return self.clamp or (self.alpha == 2 and self.alpha2 == "frobenius")
-
     def _entropies(self, states: Tensor, mask: Tensor, dropped: int) -> dict[Key, Tensor]:
-        how: dict[str, Any] = {"center": self.center, "unit": self.unit, **self._matrix_options()}
-        values = matrix_entropy(states, mask, drop_first=dropped, undefined="nan", **how)
-        num_rows = (mask.sum(-1) - dropped).clamp(min=0)
-        single = num_rows < 2
-        values = (values + self._excess(num_rows).to(values.device)).masked_fill(single.to(values.device), math.nan)
-        how = {"num_rows": num_rows.to(values.device), "dim": states.shape[-1], "undefined": "nan"}
+        how: Any = {"center": self.center, "unit": self.unit, "drop_first": dropped, **self._matrix_options()}
+        values = matrix_entropy(states, mask, **how)
+        num_rows = (mask.sum(-1) - dropped).clamp(min=0).to(values.device)
+        values = (values + self._excess(num_rows)).masked_fill(num_rows < 2, math.nan)
+        how = {"num_rows": num_rows, "dim": states.shape[-1], "undefined": "nan"}
         return {
             ("prompt_entropy", each, dropped): divided("prompt_entropy", values, {}, normalization=each, **how)
             for each in self.normalizations
         }
 
-    def _ranks(self, states: Tensor, mask: Tensor) -> dict[Key, Tensor]:
+    def _ranks(self, states: Tensor, mask: Tensor, normalizations: tuple[Normalization, ...]) -> dict[Key, Tensor]:
         values: dict[Key, Tensor] = {}
         for dropped in self.drop_first:
             # one decomposition for all that follows
             sets = spectrum(states, mask, center=self.center, unit=self.unit, drop_first=dropped)
             single = mask.sum(-1) - dropped < 2
-            for each in () if self._needs_entries() else self.normalizations:
+            for each in normalizations:
                 entropies = sets.entropy(alpha=self.alpha, normalization=each, undefined="nan")
                 values["prompt_entropy", each, dropped] = entropies.masked_fill(single.to(entropies.device), math.nan)
-            for metric in ("effective_rank", "participation_ratio", *(("rankme",) if self.rankme else ())):
+            for metric in ("effective_rank", "participation_ratio", "rankme")[: 3 if self.rankme else 2]:
                 values[metric, None, dropped] = getattr(sets, metric)(undefined="nan")
         return values
 
     def _matrix_options(self) -> dict[str, Any]:
-        return {"alpha": self.alpha} | {name: getattr(self, name) for name in ("alpha2", "clamp", "side")}
+        options = {name: getattr(self, name) for name in ("alpha", "alpha2", "clamp", "side")}
+        return options | {"undefined": "nan"}
 
     def _excess(self, num_rows: Tensor) -> Tensor:
         """Return what dividing the Gram matrix of unit rows by its trace, and then by its size, adds at order 2."""
@@ -170,10 +188,9 @@ class Representation(Analysis):
         _, kept = complete(~pooled.isnan().any(-1))
         pooled, dim = pooled[:, kept], pooled.shape[-1]
         n = pooled.shape[1]
-        tags = self.tags("dataset_entropy") | left_out("", ~kept)
         if not n:
             return
-        whole = self._dataset_entropy(pooled)  # (layers + 1,)
+        tags, whole = self.tags("dataset_entropy") | left_out("", ~kept), self._dataset_entropy(pooled)
         of_halves = values_of_halves(self._dataset_entropy, pooled, self.num_halves)
         for normalization in self.normalizations:
             most, most_of_half = _most(normalization, n, dim), _most(normalization, n // 2, dim)
@@ -184,19 +201,18 @@ class Representation(Analysis):
             yield from records_of_layers("dataset_entropy", whole / most, spread, n, all_tags)
 
     def _dataset_entropy(self, pooled: Tensor) -> Tensor:
-        how: dict[str, Any] = {"center": self.center_pooled, "unit": self.unit_pooled, **self._matrix_options()}
-        values = dataset_entropy(pooled, undefined="nan", **how)
+        how: Any = {"center": self.center_pooled, "unit": self.unit_pooled}
+        values = dataset_entropy(pooled, **how, **self._matrix_options())
         return values + self._excess(torch.tensor(pooled.shape[-2])).to(values.device)
 
     def tags(self, metric: str) -> dict[str, Any]:
         """Return tags for the options that differ from their defaults."""
-        options = ["alpha"] if "entropy" in metric else []
+        options = ["alpha", "alpha2", "clamp", "side"] if "entropy" in metric else []
         if self.preset:
-            return self.tags_of(*options, "preset")
-        options += ["alpha2", "clamp", "side"] if "entropy" in metric else []
+            return self.tags_of(*options[:1], "preset")
         if metric == "dataset_entropy":
             options += ["pooling", "center_pooled", "unit_pooled"]
-        elif metric in ("prompt_entropy", "effective_rank", "participation_ratio", "rankme"):
+        elif metric != "token_curvature":
             options += ["center", "unit"]
         return self.tags_of(*options, "states")
 
@@ -206,9 +222,6 @@ def _most(normalization: Normalization, n: int, dim: int) -> float:
     one, how = torch.ones((), dtype=torch.float64), {"num_rows": torch.tensor(n), "undefined": "nan"}
     share = divided("dataset_entropy", one, {}, dim=dim, normalization=normalization, **how).item()
     return 0.0 if math.isnan(share) else 1 / share
-
-
-_POINTS = 64  # that a function is tried on
 
 
 @dataclass(kw_only=True)
@@ -236,8 +249,6 @@ class StateMetric(Analysis):
         num_halves: for intervals of "prompts"; 0: none.
         states: of which convention.
     """
-
-    LEAST: ClassVar = {"drop_first": 0}
 
     metric: Callable[..., Any]  # not -> Tensor: a recipe could then name annotated functions alone
     batches: Batches
@@ -269,13 +280,17 @@ class StateMetric(Analysis):
         if not self.metric_name.isidentifier():
             raise InputError(f"metric: expected a function that has a name, got {self.metric!r}")
         super().check_options(model)
-        self._try(model.dim)
+        generator, shape = torch.Generator().manual_seed(0), (64, model.dim)
+        try:
+            self._value_of_layer(torch.randn(shape, generator=generator, dtype=torch.float64))
+        except Exception as failure:  # of anyone's code
+            raise InputError(
+                f"{self.name}: expected metric to turn states (points, dim) into one number, got "
+                f"{kind_and_words(failure)} from {self.metric_name} on states {shape}"
+            ) from failure
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        layers = list[dict[Key, Tensor]]()
-        for hidden in states_of_layers(seen, self.states):
-            layers.append(self._layer_values(hidden, seen.mask))
-        return stack_layers(layers)
+        return stack_layers([self._layer_values(hidden, seen.mask) for hidden in states_of_layers(seen, self.states)])
 
     def tags(self) -> dict[str, str | int | float]:
         """Return tags for the options that differ from their defaults."""
@@ -285,8 +300,7 @@ class StateMetric(Analysis):
     def _layer_values(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
         if self.points == "prompts":
             return {POOLED: pooled_vectors(hidden, mask, self.pooling)}
-        kept = drop_first_tokens(mask, self.drop_first)
-        prompts = zip(hidden, kept, strict=True)
+        prompts = zip(hidden, drop_first_tokens(mask, self.drop_first), strict=True)
         return {(self.metric_name,): torch.stack([self._value_of_layer(tokens[real]) for tokens, real in prompts])}
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterable[Record]:
@@ -311,36 +325,13 @@ class StateMetric(Analysis):
         """
         if not len(points):
             return points.new_full((), torch.nan, dtype=torch.float64)
-        options: dict[str, Any] = {"undefined": "nan"} if "undefined" in _parameters(self.metric) else {}
+        options: Any = {"undefined": "nan"} if "undefined" in inspect.signature(self.metric).parameters else {}
         with torch.no_grad():
             value = self.metric(widened(points), **(options | self.options))
         value = widened(torch.as_tensor(value))
         if value.shape != ():
             raise ValueError(f"shape {tuple(value.shape)}")
         return value
-
-    def _try(self, dim: int) -> None:
-        """Refuse a function that gives anything but a number of random states.
-
-        Raises:
-            InputError: what it gives, or why it fails.
-        """
-        try:
-            self._value_of_layer(
-                torch.randn(_POINTS, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-            )
-        except Exception as failure:  # of anyone's code
-            raise InputError(
-                f"{self.name}: expected metric to turn states (points, dim) into one number, got "
-                f"{kind_and_words(failure)} from {self.metric_name} on states {(_POINTS, dim)}"
-            ) from failure
-
-
-def _parameters(function: Callable[..., Any]) -> Collection[str]:
-    try:
-        return inspect.signature(function).parameters.keys()
-    except (TypeError, ValueError):  # of one that is compiled
-        return ()
 
 
 def _source(function: Callable[..., Any]) -> str:
@@ -350,3 +341,165 @@ def _source(function: Callable[..., Any]) -> str:
     except (OSError, TypeError):
         code = getattr(function, "__code__", None)
         return f"{code.co_code.hex()} {code.co_consts} {code.co_names}" if code else repr(type(function))
+
+
+OF_PROMPTS = "massive_activation", "random_massive_activation", "block_influence", "step_ratio"
+
+
+@dataclass(kw_only=True)
+class StateGeometry(Analysis):
+    """Spectrum, dimension and direction of the states at every layer, and what a block does to them.
+
+    Of the tokens of all prompts as one set, from `num_tokens` of each prompt: `alpha_req`, `two_nn_dimension` and
+    `anisotropy`; `random_alpha_req` and `random_two_nn_dimension` are of the same values with each feature dealt out
+    anew among the tokens. Intervals come from `num_halves` random halves of the prompts, whose mean is the metric
+    `NAME_of_half`: values of more tokens and of fewer are not alike.
+
+    Of each prompt, then averaged over prompts: `massive_activation`, over all real tokens, with what normal entries
+    give (`random_massive_activation`); `block_influence` and `step_ratio` of the block that ends there, means over
+    tokens. The tag `num_undefined_tokens` counts tokens without a value. Means over layers 1..L have no layer.
+
+    An untrained model is a baseline of all: step 0 of a run, or `analyze --untrained`. The states are those of the
+    shared pass: no block runs again. The model runs in float32 or wider.
+    Source: as the functions of `lit_layers.functional.state_geometry` say.
+
+    Args:
+        batches: what is measured on.
+        num_tokens: of each prompt, evenly spread, for what is of all prompts; 1 takes the last. All layers' are kept
+            in memory: 128 prompts x 8 tokens x 13 layers x 768 x 4 B = 41 MB.
+        drop_first: how many first tokens are left out, mostly sinks, of all but `massive_activation`.
+        first_rank, last_rank: of the eigenvalues that `alpha_req` is fitted to.
+        num_halves: for intervals; 0: none.
+        states: which convention.
+    """
+
+    LEAST: ClassVar = {"first_rank": 1, "last_rank": 2}
+
+    batches: Batches
+    name: str = "state_geometry"
+    num_tokens: int = 8
+    drop_first: int = 1
+    first_rank: int = 11
+    last_rank: int = 100
+    num_halves: int = 10
+    states: States = "resid"
+
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        """Return the kept rows (layers + 1, dim, rows), `num_rows` of each prompt, and values of prompts."""
+        mask = seen.mask
+        chosen = [
+            evenly_spread(self.drop_first, count - 1, self.num_tokens) if count > self.drop_first else []
+            for count in mask.sum(-1).tolist()
+        ]
+        real = [row.nonzero()[:, 0].tolist() for row in mask.cpu()]
+        pairs = [(row, real[row][place]) for row, places in enumerate(chosen) for place in places]
+        prompts, places = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).to(seen.hidden.device).T
+        kept = drop_first_tokens(mask, self.drop_first).cpu()
+        moved = torch.full((2, len(mask)), torch.nan, dtype=torch.float64)
+        missing, before = moved[0], None
+        layers = list[dict[Any, Tensor]]()
+        for states in states_of_layers(seen, self.states):
+            if before is not None:
+                kinds = (geometry.block_influence, geometry.step_ratio)
+                steps = [each(before, states, undefined="nan").cpu() for each in kinds]
+                of_tokens = torch.stack(steps).masked_fill(~kept, torch.nan)
+                moved, missing = mean_of_defined(of_tokens), (of_tokens.isnan() & kept).sum(-1)[0]
+            size = geometry.massive_activation(states, mask, undefined="nan")
+            normal = geometry.normal_massive_activation((mask.sum(-1) * states.shape[-1]).cpu())
+            of_prompts = (size, normal.masked_fill(size.isnan().cpu(), torch.nan), *moved)
+            layers.append(dict(zip(OF_PROMPTS, of_prompts, strict=True)))
+            layers[-1] |= {"num_undefined_tokens": missing.double(), "rows": states[prompts, places].T}
+            before = states
+        return {"num_rows": torch.tensor([len(each) for each in chosen]), **stack_layers(layers)}
+
+    def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
+        missing = batches["num_undefined_tokens"].nan_to_num()
+        for metric in OF_PROMPTS:
+            counts = {} if metric.endswith("massive_activation") else {"num_undefined_tokens": missing}
+            yield from summarize_layers(metric, batches[metric], tags=self.tags(metric), counts=counts)
+        yield from self._set_records(vectors_of_prompts(batches["rows"]), batches["num_rows"])
+
+    def _set_records(self, rows: Tensor, num_rows: Tensor) -> Iterator[Record]:
+        """Yield the records of rows (layers + 1, rows, dim), given how many belong to each prompt."""
+        owner = torch.arange(len(num_rows)).repeat_interleave(num_rows)
+        broken = (~rows.isfinite().all(-1)).double()  # (layers + 1, rows)
+        num_broken = broken.new_zeros(len(rows), len(num_rows)).index_add_(1, owner, broken)
+        _, kept = complete((num_broken == 0) & (num_rows > 0))
+        rows, owner = rows[:, kept[owner]], owner[kept[owner]]
+        prompts = kept.nonzero()[:, 0]
+        members = [prompts, *(prompts[half] for half in random_halves(len(prompts), self.num_halves))]
+        choices = [torch.isin(owner, each).nonzero()[:, 0] for each in members]
+        by_layer = [_set_values(layer, choices, (self.first_rank, self.last_rank)) for layer in rows]
+        for metric in by_layer[0]:
+            values = torch.stack([of_layer[metric] for of_layer in by_layer])  # (layers + 1, 1 + halves)
+            of_halves = values[:, 1:] if values.shape[1] > 1 else None
+            tags = self.tags(metric) | left_out("", ~kept)
+            yield from records_of_layers(metric, values[:, 0], of_halves, int(kept.sum()), tags)
+
+    def tags(self, metric: str) -> dict[str, Any]:
+        options = ["states"] if metric.endswith("massive_activation") else ["states", "drop_first"]
+        options += ["first_rank", "last_rank"] if "alpha_req" in metric else []
+        return self.tags_of(*options)
+
+
+def _set_values(points: Tensor, choices: list[Tensor], fit_range: tuple[int, int]) -> dict[str, Tensor]:
+    """Return values of some choices of one layer's points, (choices,) each; the baselines only for the first choice."""
+    computed_in, points = points.dtype, points.double()
+    sets = [points[rows] for rows in choices]
+    apart, number = geometry.apart_of_different(points, computed_in)
+    shuffled = geometry.shuffled_features(sets[0])
+    of_different = [number[each].unique() for each in choices]
+    slope = functools.partial(geometry.alpha_req, fit_range=fit_range, undefined="nan")
+    dimension = geometry.two_nn_of_distances
+    return {
+        "alpha_req": torch.stack([*map(slope, sets)]),
+        "random_alpha_req": slope(shuffled)[None],
+        "two_nn_dimension": torch.stack([dimension(apart[rows][:, rows]) for rows in of_different]),
+        "random_two_nn_dimension": dimension(geometry.apart_of_different(shuffled, computed_in)[0])[None],
+        "anisotropy": torch.stack([geometry.anisotropy(each, undefined="nan") for each in sets]),
+    }
+
+
+@dataclass(kw_only=True)
+class PooledStates(Analysis):
+    """The pooled state of each prompt at every layer, and on about how many dimensions the prompts lie.
+
+    `pooled_dimension` is the participation ratio of the centred pooled states (prompts, dim): (sum l)^2 / sum l^2 of
+    the eigenvalues l of their covariance, from 1 to the smaller of prompts - 1 and dim. Intervals come from
+    `num_halves` random halves of the prompts, whose mean is `pooled_dimension_of_half`. Means over layers 1..L have no
+    layer.
+
+    The states themselves stay in the run's folder, as `lit_layers.prompt_values` says:
+    `lit-layers emerge` compares by them every two checkpoints of a run, and the runs of several seeds at each step.
+    Only states of the same prompts are compared. A prompt whose states are not finite at some layer is left out of the
+    dimension, and of comparisons of that layer.
+
+    The model runs in float32 or wider; states are kept in float32.
+
+    Args:
+        batches: what is measured on; 64 prompts x 13 layers x 768 x 4 B = 2.6 MB are kept of a checkpoint.
+        pooling: of a prompt's tokens.
+        num_halves: for intervals; 0: none.
+        states: which convention.
+    """
+
+    batches: Batches
+    name: str = "pooled_states"
+    pooling: Pooling = "mean"
+    num_halves: int = 10
+    states: States = "resid"
+
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        layers = states_of_layers(seen, self.states)
+        return stack_layers([{POOLED: pooled_vectors(hidden, seen.mask, self.pooling)} for hidden in layers])
+
+    def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
+        pooled = vectors_of_prompts(batches[POOLED].double())
+        _, kept = complete(~pooled.isnan().any(-1))
+        tags = self.tags_of("pooling", "states") | left_out("", ~kept)
+        finite = pooled[:, kept]
+        dimensions = functools.partial(participation_ratio, center=True, undefined="nan")
+        of_halves = values_of_halves(dimensions, finite, self.num_halves)
+        for record in records_of_layers(DIMENSION, dimensions(finite), of_halves, finite.shape[1], tags):
+            is_kept = record.metric == DIMENSION and record.layer is not None
+            yield replace(record, states=pooled[record.layer].float().numpy()) if is_kept else record

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -105,8 +105,6 @@ class Speed(Analysis):
     PRECISION = "own"
 
     UNMEASURED = ("tell",)
-    LEAST: ClassVar = {"num_tokens": 1, "batch_size": 1, "num_rounds": 1, "num_warm_up": 0}
-
     variants: Sequence[str] = ("skip", "middle_repeat", "parallel", "looped_parallel")
     middles: Sequence[int] | None = None
     seeds: Sequence[int] = (0,)
@@ -127,11 +125,10 @@ class Speed(Analysis):
         self._batch(model)
 
     def compute(self, model: LayeredModel) -> Iterator[Record]:
-        compared = variants_of(self, model, f"{self.name}: ")
+        compared, batch = variants_of(self, model, f"{self.name}: "), self._batch(model)
         if self.tell is not None:
             self.tell(f"timing {len(compared)} orders, {self.num_warm_up + self.num_rounds} rounds")
-        rounds = {"num_rounds": self.num_rounds, "num_warm_up": self.num_warm_up}
-        yield from measure_speed(model.model, compared, self._batch(model), **rounds)
+        return measure_speed(model.model, compared, batch, num_rounds=self.num_rounds, num_warm_up=self.num_warm_up)
 
     def _batch(self, model: LayeredModel) -> Batch:
         return any_inputs(model.model, self.num_tokens, self.batch_size, self.seed)

@@ -16,9 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_layers.functional.curves import Statistic, bootstrap_interval
@@ -57,15 +55,10 @@ def summarize(metric: str, values: Tensor, *, intervals: bool = True, **place: A
     is defined there is no record of a layer, and of the whole model one whose value is NaN. `place` are the other
     fields of `Sample`. Without `intervals` there is neither `low` nor `high`.
     """
-    sample = Sample(metric, torch.as_tensor(values).detach().cpu().double(), **place)
-    defined, interval = sample.values[~sample.values.isnan()], NO_INTERVAL
-    if intervals and len(defined) > 1 and defined.isfinite().all():
-        low, high = bootstrap_interval(defined[:, None], statistic=sample.statistic)
-        interval = low.item(), high.item()
-    return _summarized(sample, interval)
+    return [*summarize_all([Sample(metric, values, **place)], intervals=intervals)]
 
 
-def summarize_all(samples: Iterable[Sample | Record]) -> Iterator[Record]:
+def summarize_all(samples: Iterable[Sample | Record], *, intervals: bool = True) -> Iterator[Record]:
     """Summarize many samples in their order, ten times faster than one by one; records pass unchanged."""
     everything = [
         each if isinstance(each, Record) else each._replace(values=torch.as_tensor(each.values).detach().cpu().double())
@@ -73,31 +66,26 @@ def summarize_all(samples: Iterable[Sample | Record]) -> Iterator[Record]:
     ]
     pending = [each for each in everything if isinstance(each, Sample)]
     # Rows that are defined for the same prompts are resampled by one product.
-    intervals = [NO_INTERVAL] * len(pending)
+    bounds = [NO_INTERVAL] * len(pending)
     by_prompts: dict[tuple[Statistic, tuple[bool, ...]], list[int]] = {}
     for index, sample in enumerate(pending):
         defined = tuple((~sample.values.isnan()).tolist())
-        if sum(defined) > 1 and not sample.values.isinf().any():
+        if intervals and sum(defined) > 1 and not sample.values.isinf().any():
             by_prompts.setdefault((sample.statistic, defined), []).append(index)
     for (statistic, defined), alike in by_prompts.items():
         for start in range(0, len(alike), ROWS_AT_ONCE):
             indices = alike[start : start + ROWS_AT_ONCE]
             values = torch.stack([pending[index].values for index in indices])[:, list(defined)]
-            bounds = bootstrap_interval(values.T, statistic=statistic)
-            for index, low, high in zip(indices, *(bound.tolist() for bound in bounds), strict=True):
-                intervals[index] = low, high
-    following = iter(intervals)
+            ends = bootstrap_interval(values.T, statistic=statistic)
+            for index, low, high in zip(indices, *(end.tolist() for end in ends), strict=True):
+                bounds[index] = low, high
+    following = iter(bounds)
     for each in everything:
-        if isinstance(each, Record):
-            yield each
-        else:
-            yield from _summarized(each, next(following))
+        yield from [each] if isinstance(each, Record) else _summarized(each, next(following))
 
 
 def _summarized(sample: Sample, interval: Interval) -> list[Record]:
-    values, layer = sample.values, sample.layer
-    if values.ndim != 1:
-        raise ValueError(f"expected one value per prompt of {sample.metric}, got shape {tuple(values.shape)}")
+    values, layer, rows = sample.values, sample.layer, sample.rows
     undefined = values.isnan()
     defined = values[~undefined]
     tags = {**(sample.tags or {}), **left_out("", undefined)}
@@ -110,17 +98,9 @@ def _summarized(sample: Sample, interval: Interval) -> list[Record]:
     stderr = defined.std().item() / math.sqrt(n) if is_spread else None
     place: dict[str, Any] = {"layer": layer, "other_layer": sample.other_layer}
     if sample.statistic == "mean":
-        place["by_prompt"] = by_prompt(values, sample.rows)
+        everyone = values if rows is None else values.new_full(rows.shape, math.nan).masked_scatter(rows.cpu(), values)
+        place["by_prompt"] = everyone.float().numpy()
     return [Record(metric=sample.metric, value=value, n=n, tags=tags, stderr=stderr, low=low, high=high, **place)]
-
-
-def by_prompt(values: Tensor, rows: Tensor | None = None) -> NDArray[np.float32]:
-    """Return the values (prompts,) as a record holds them; with `rows` NaN for the prompts that are False in it."""
-    if rows is None:
-        return values.detach().cpu().float().numpy()
-    everyone = torch.full(rows.shape, math.nan)
-    everyone[rows.cpu()] = values.detach().cpu().float()
-    return everyone.numpy()
 
 
 def summarize_layers(
@@ -135,8 +115,7 @@ def summarize_layers(
     inner = values[1:]
     rows = torch.cat([values, inner.mean(0, keepdim=True)])
     samples = []
-    for number, row in enumerate(rows):
-        layer = number if number < len(values) else None
+    for layer, row in zip([*range(len(values)), None], rows, strict=True):
         members = slice(1, None) if layer is None else layer
         totals = {name: int(number[members].sum()) for name, number in (counts or {}).items()}
         row_tags = {**(tags or {}), **{name: total for name, total in totals.items() if total}}
@@ -234,11 +213,7 @@ def summarize_ratio(
         return [gap(metric, tags=tags)] if layer is None else []
     ratio = sums.sum() / kept.sum()
     values = ratio + (sums - ratio * kept) / kept.mean()
-    interval = NO_INTERVAL
-    if len(values) > 1 and values.isfinite().all():
-        low, high = bootstrap_interval(values[:, None])
-        interval = low.item(), high.item()
-    (record,) = _summarized(Sample(metric, values, layer=layer, tags=tags, rows=defined), interval)
+    (record,) = summarize(metric, values, layer=layer, tags=tags, rows=defined)
     return [replace(record, value=ratio.item())]
 
 
@@ -283,9 +258,7 @@ def values_of_halves(values_of: Callable[[Tensor], Tensor], pooled: Tensor, num_
 
     `pooled` is (layers + 1, prompts, dim).
     """
-    values = list[Tensor]()
-    for rows in random_halves(pooled.shape[1], num_halves):
-        values.append(values_of(pooled[:, rows]))
+    values = [values_of(pooled[:, rows]) for rows in random_halves(pooled.shape[1], num_halves)]
     return torch.stack(values, -1) if values else None
 
 
@@ -305,12 +278,12 @@ def records_of_layers(
     `num_undefined_layers`. `counted` says of each layer what tags count.
     """
     undefined = values.isnan()
-    defined = [layer for layer, missing in enumerate(undefined.tolist()) if not missing]
-    inner = range(1, len(values))
+    places: list[Any] = [(layer, [layer]) for layer in (~undefined).nonzero()[:, 0].tolist()]
     if undefined[1:].any():
         yield gap(metric, tags={**tags, **left_out("layers", undefined[1:])})
-    means = [(None, [*inner])] if inner and not undefined[1:].any() else []
-    for layer, members in [*((layer, [layer]) for layer in defined), *means]:
+    elif len(values) > 1:
+        places.append((None, [*range(1, len(values))]))
+    for layer, members in places:
         counts = {name: sum(flags[member] for member in members) for name, flags in (counted or {}).items()}
         spread = None if of_halves is None else of_halves[members].mean(0)
         if spread is not None:
@@ -329,7 +302,7 @@ def records_with_halves(
     tags: Tags | None = None,
 ) -> Iterator[Record]:
     """Yield the value of all prompts and the mean over halves' values (halves,), with intervals from their spread."""
-    place = {"layer": layer, "tags": dict(tags or {})}
+    place: Any = {"layer": layer, "tags": dict(tags or {})}
     if of_halves is None or len(of_halves) < 2:
         yield Record(metric=metric, value=value, n=n, **place)
         return

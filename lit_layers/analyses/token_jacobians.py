@@ -6,12 +6,12 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
-from lit_layers.analyses.base import Analysis, Key, Rows, Values
+from lit_layers.analyses.base import Analysis, Rows, Values
 from lit_layers.analyses.statistics import TagDict, Tags, left_out, summarize
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
@@ -62,30 +62,24 @@ def accuracy_records(gaps: Tensor, errors: Tensor, n: int, tags: Tags) -> Iterat
 
 
 def check_pairs(name: str, pairs: Sequence[Sequence[int]], num_layers: int) -> None:
-    """Refuse pairs of blocks that the model does not have.
-
-    Raises:
-        InputError: no pair, one that is not two block numbers, one out of range.
-    """
-    blocks = range(1, num_layers + 1)
-    if not pairs or any(len(pair) != 2 or not {*pair} <= {*blocks} for pair in pairs):
+    """Refuse pairs of blocks that the model does not have."""
+    if any(len(pair) != 2 or not {*pair} <= {*range(1, num_layers + 1)} for pair in pairs):
         raise InputError(f"{name}: expected pairs of blocks 1..{num_layers}, got {[*map(list, pairs)]}")
 
 
-def check_directions(name: str, k: Directions, dim: int) -> int:
-    """Return the number of directions that `k` stands for in a model of this width.
+def numbers_of_directions(name: str, k: Sequence[Directions], model: LayeredModel) -> list[int]:
+    """Return the different numbers of directions that `k` stands for in a model, in ascending order.
 
     Raises:
-        InputError: `k` does not fit.
+        InputError: one does not fit.
     """
     try:
-        return num_directions(k, dim)
+        return sorted({num_directions(each, model.dim) for each in k})
     except (TypeError, ValueError) as error:
-        raise InputError(f"{name}: {error}; the model is {dim} wide: choose another k") from error
+        raise InputError(f"{name}: {error}; the model is {model.dim} wide: choose another k") from error
 
 
 Table = Literal["token", "input_context", "output_context"]
-TABLES: tuple[Table, ...] = ("token", "input_context", "output_context")
 TIE = 1e-4  # relative gap of singular values below which their directions are not well determined
 
 
@@ -121,8 +115,7 @@ class TokenCoupling(Analysis):
     section 4.
     """
 
-    LEAST: ClassVar = {"num_prompts": 1, "num_tokens": 2, "p": 1}
-    LISTS = ("k", "tables")
+    LEAST: ClassVar = {"p": 1}
 
     batches: Batches
     name: str = "token_coupling"
@@ -130,23 +123,18 @@ class TokenCoupling(Analysis):
     p: float = 2.0
     sign: Literal["signed", "absolute"] = "signed"
     pairs: Literal["same", "all"] | list[tuple[int, int]] = "same"
-    tables: tuple[Table, ...] = TABLES
+    tables: tuple[Table, ...] = get_args(Table)
     num_tokens: int = 8
     num_prompts: int = 4
 
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
-        self._counts(model)
-        if not isinstance(self.pairs, str):
-            check_pairs(self.name, self.pairs, model.num_layers)
+        numbers_of_directions(self.name, self.k, model)
+        check_pairs(self.name, self._pairs(model), model.num_layers)
 
-    def _counts(self, model: LayeredModel) -> list[int]:
-        """Return the numbers of directions that `k` stands for."""
-        return sorted({check_directions(self.name, k, model.dim) for k in self.k})
-
-    def _pairs(self, model: LayeredModel) -> list[tuple[int, int]]:
+    def _pairs(self, model: LayeredModel) -> list[Any]:
         if not isinstance(self.pairs, str):
-            return [(layer, other) for layer, other in self.pairs]
+            return [(*pair,) for pair in self.pairs]
         blocks = range(1, model.num_layers + 1)
         return [(a, b) for a, b in itertools.product(blocks, blocks) if a == b or self.pairs == "all"]
 
@@ -163,30 +151,31 @@ class TokenCoupling(Analysis):
         """
         model = seen.model
         places = evenly_spread(0, int(seen.mask.sum()) - 1, self.num_tokens)
-        counts, pairs = self._counts(model), self._pairs(model)
-        of_prompt = self._prompt_values(seen, places, counts, pairs) if len(places) > 1 else {}
+        counts, pairs = numbers_of_directions(self.name, self.k, model), self._pairs(model)
         nothing = torch.full((len(counts), 3, self.num_tokens, self.num_tokens), math.nan, dtype=torch.float64)
         values: Values = {"num_tokens": torch.tensor([len(places)])}
         for pair, table in itertools.product(pairs, self.tables):
-            values["means", *pair, table] = of_prompt.get(("means", *pair, table), nothing[..., 0, 0])[..., None]
-            values["map", *pair, table] = of_prompt.get(("map", *pair, table), nothing[:, 0])[..., None]
-            values["undefined", *pair, table] = torch.tensor([of_prompt.get(("undefined", *pair, table), 0)])
+            values["means", *pair, table] = nothing[..., 0, 0]
+            values["map", *pair, table] = nothing[:, 0]
+            values["undefined", *pair, table] = torch.tensor(0)
             if table == "token" and pair[0] != pair[1]:
-                values["same", *pair] = of_prompt.get(("same", *pair), nothing[:, :2, 0, 0])[..., None]
-        nothing = nothing[:, 0, 0, :0]
-        values |= {name: of_prompt.get((name,), nothing) for name in ("gaps", "errors")}
-        return values | {"undefined": of_prompt.get(("undefined",), torch.zeros(0, dtype=torch.bool))}
+                values["same", *pair] = nothing[:, :2, 0, 0]
+        if len(places) > 1:
+            values |= self._prompt_values(seen, places, counts, pairs)
+        values = {key: value[..., None] if isinstance(key, tuple) else value for key, value in values.items()}
+        empty = dict.fromkeys(("gaps", "errors"), nothing[:, 0, 0, :0])
+        return {**empty, "undefined": torch.zeros(0, dtype=torch.bool), **values}
 
     def _prompt_values(
         self, seen: Trajectory, places: list[int], counts: list[int], pairs: list[tuple[int, int]]
-    ) -> dict[Key, Any]:
+    ) -> Values:
         model, context = seen.model, set(self.tables) != {"token"}
         most = min(counts[-1] + 1, model.dim)  # one direction more than K: min_gap looks at it
         last_use = {layer: index for index, pair in enumerate(pairs) for layer in pair}
         blocks: dict[int, _Layer] = {}
         assessed: dict[int, dict[str, Tensor]] = {}
         errors: list[Tensor] = []
-        values: dict[Key, Any] = {}
+        values = Values()
         for index, (layer, other) in enumerate(pairs):
             for each in {layer, other} - blocks.keys():
                 blocks[each] = _Layer.read(seen, each, places, most, context=context)
@@ -197,7 +186,7 @@ class TokenCoupling(Analysis):
                 errors += [largest]
                 diagonal = torch.eye(three.shape[-1], dtype=torch.bool)
                 values["means", layer, other, table] = three.masked_fill(diagonal, math.nan).nanmean((2, 3, 4))
-                values["undefined", layer, other, table] = num_undefined
+                values["undefined", layer, other, table] = torch.tensor(num_undefined)
                 if len(places) == self.num_tokens:
                     values["map", layer, other, table] = three[:, 0].nanmean(1)
                 if table == "token" and layer != other:
@@ -206,23 +195,25 @@ class TokenCoupling(Analysis):
                 if last_use[each] == index:
                     del blocks[each]  # 36 Jacobians of width 768 are 85 MB in float32
         for name in ("gaps", "undefined"):
-            values[name,] = torch.cat([of_block[name] for of_block in assessed.values()], -1)
-        values["errors",] = torch.cat(errors, -1)
+            values[name] = torch.cat([of_block[name] for of_block in assessed.values()], -1)
+        values["errors"] = torch.cat(errors, -1)
         return values
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
         if not (batches["num_tokens"] > 1).any():
             raise InputError(f"{self.name}: coupling of tokens needs prompts of at least two tokens, all have one")
         pairs, num_prompts = self._pairs(model), len(batches["num_tokens"])
-        for position, count in enumerate(self._counts(model)):
+        for position, count in enumerate(numbers_of_directions(self.name, self.k, model)):
             tags: Tags = {"k": count}
             for pair, table in itertools.product(pairs, self.tables):
                 yield from self._table_records(batches, (*pair, table), position, tags)
             same = {pair: batches["same", *pair][position] for pair in pairs if ("same", *pair) in batches}
-            for (layer, other), part in same.items():  # (2, prompts) each
-                yield from _same_token_records(part, tags, layer=layer, other_layer=other)
+            parts: list[Any] = [({"layer": a, "other_layer": b}, part) for (a, b), part in same.items()]
             if same and self.pairs == "all":
-                yield from _same_token_records(torch.stack(list(same.values())).mean(0), tags)
+                parts.append(({}, torch.stack([*same.values()]).mean(0)))
+            for place, (coupling, excess) in parts:  # (prompts,) each
+                yield from summarize("same_token_coupling", coupling, **place, tags=tags)
+                yield from summarize("excess_same_token_coupling", excess, **place, tags=tags)
             counted = {**tags, **left_out("jacobians", batches["undefined"])}
             yield from accuracy_records(batches["gaps"][position], batches["errors"][position], num_prompts, counted)
 
@@ -289,11 +280,6 @@ class TokenCoupling(Analysis):
         return three, num_undefined, likely.amax(-1, keepdim=True) if likely.numel() else likely
 
 
-def _same_token_records(values: Tensor, tags: Tags, **place: Any) -> Iterator[Record]:
-    for name, column in zip(("same_token_coupling", "excess_same_token_coupling"), values, strict=True):
-        yield from summarize(name, column, **place, tags=tags)
-
-
 class _Layer(NamedTuple):
     """The Jacobians of one block between chosen tokens of one prompt, and their leading directions."""
 
@@ -307,11 +293,11 @@ class _Layer(NamedTuple):
     def read(cls, trajectory: Trajectory, layer: int, places: list[int], count: int, *, context: bool) -> "_Layer":
         tokens = len(places)
         if context:
-            block, before, mask = trajectory.block(layer), trajectory.hidden[layer - 1], trajectory.mask
-            parts = [
-                block_jacobian(block, before, out_tokens=out, in_tokens=places[: row + 1], mask=mask)[0, 0]
-                for row, out in enumerate(places)
-            ]
+            block, before = trajectory.block(layer), trajectory.hidden[layer - 1]
+            parts = list[Tensor]()
+            for row, out in enumerate(places):
+                how: Any = {"out_tokens": out, "in_tokens": places[: row + 1], "mask": trajectory.mask}
+                parts.append(block_jacobian(block, before, **how)[0, 0])
             rows, columns = torch.tril_indices(tokens, tokens)
         else:
             parts = [same_token_jacobians(trajectory, layer, places)]
@@ -345,26 +331,18 @@ class CrossTokenInfluence(Analysis):
     of a zero Jacobian are undefined: left out, and counted per prompt in the tag `num_undefined_tokens`.
 
     `num_inputs`: at most so many input tokens a prompt, spread evenly over log(1 + distance); None: all of them.
-    `states="hf"` puts the final norm into the last block. `identity="always"` subtracts the identity also where s < t,
-    and then reports |J - I|: for comparison with published values alone (preset `released_code`).
+    `states="hf"` puts the final norm into the last block.
 
     Cost: a Jacobian and its singular values for each layer, prompt and input token; at width 768 one takes 0.1 s on a
     CPU core, so 12 layers and 128 tokens take 2.6 min a prompt, 32 of them 40 s.
     Source: definitions and departures as in `lit_layers.functional.cross_token_influence`.
     """
 
-    LEAST: ClassVar = {"num_prompts": 1, "num_inputs": 1, "eps": 0}
-    # What published code does where it departs from our defaults.
-    PRESETS: ClassVar = {"released_code": {"identity": "always", "eps": 1e-10, "states": "hf"}}
-
     batches: Batches
     name: str = "cross_token_influence"
     num_prompts: int = 4
     num_inputs: int | None = None
-    identity: Literal["same_token", "always"] = "same_token"
-    eps: float = 0.0
     states: Literal["resid", "hf"] = "resid"
-    preset: Literal["released_code"] | None = None
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
         return {"batches": Rows(self.batches, limit=self.num_prompts, at_once=1)}
@@ -393,11 +371,10 @@ class CrossTokenInfluence(Analysis):
         if count is None or count > most:
             return list(range(most + 1))
         steps = [math.expm1(math.log1p(most) * index / max(count - 1, 1)) for index in range(count)]
-        distances: list[int] = []
+        distances = [-1]
         for index, step in enumerate(steps):  # neighbours that round to one distance move apart
-            least = distances[-1] + 1 if distances else 0
-            distances.append(min(max(round(step), least), most - (count - 1 - index)))
-        return distances
+            distances.append(min(max(round(step), distances[-1] + 1), most - (count - 1 - index)))
+        return distances[1:]
 
     def _groups(self, distances: list[int]) -> dict[int | None, list[int]]:
         """Return the indices of the distances of each group; group None is all s < t."""
@@ -415,18 +392,13 @@ class CrossTokenInfluence(Analysis):
         parts = []
         for start in range(0, len(distances), size):
             tokens = [-1 - distance for distance in distances[start : start + size]]
-            jacobians = block_jacobian(
-                trajectory.block(layer),
-                trajectory.hidden[layer - 1],
-                out_tokens=-1,
-                in_tokens=tokens,
-                mask=trajectory.mask,
-                identity=self.identity,
-            )[0, 0]  # (tokens, dim, dim)
+            block, before = trajectory.block(layer), trajectory.hidden[layer - 1]
+            how: Any = {"out_tokens": -1, "in_tokens": tokens, "mask": trajectory.mask}
+            jacobians = block_jacobian(block, before, **how)[0, 0]  # (tokens, dim, dim)
             norm = final_norm(model)
             if self.states == "hf" and layer == model.num_layers and norm is not None:
                 jacobians = self._through_norm(norm, trajectory, jacobians, tokens)
-            parts.append(cross_token_influence(jacobians, eps=self.eps, undefined="nan"))
+            parts.append(cross_token_influence(jacobians, undefined="nan"))
         return Influence(*(torch.cat(part).double().cpu() for part in zip(*parts, strict=True)))
 
     def _through_norm(self, norm: nn.Module, trajectory: Trajectory, jacobians: Tensor, tokens: list[int]) -> Tensor:
@@ -436,6 +408,6 @@ class CrossTokenInfluence(Analysis):
         """
         last = trajectory.hidden[-1][0, token_places(-1, trajectory.mask)[0, 0]]
         (outer,) = block_jacobian(norm, last[None, None], residual=False)
-        skip = torch.tensor([self.identity == "always" or token == -1 for token in tokens], device=outer.device)
+        skip = torch.tensor([token == -1 for token in tokens], device=outer.device)
         identity = torch.eye(len(outer), device=outer.device, dtype=outer.dtype) * skip[:, None, None]
         return outer @ (jacobians + identity) - identity

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -40,7 +40,6 @@ class Trajectory(Analysis):
     norm (preset "paper"): one large last step.
     """
 
-    LEAST: ClassVar = {"drop_first": 0}
     PRESETS: ClassVar = {"paper": {"states": "hf"}}
 
     batches: Batches
@@ -67,8 +66,9 @@ class Trajectory(Analysis):
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
         tags = self.tags_of("states")
-        samples = (sample for metric, values in batches.items() for sample in _samples(metric, values, tags))
-        yield from summarize_all(samples)
+        yield from summarize_all(
+            sample for metric, values in batches.items() for sample in _samples(metric, values, tags)
+        )
 
 
 def _summaries_of_prompts(values: Tensor, kept: Tensor) -> Tensor:
@@ -94,10 +94,10 @@ def _token_values(path: WalkedPath) -> dict[str, Tensor]:
     return values | {"step_norm": lengths.where(lengths.isfinite(), torch.nan)}
 
 
-def _samples(metric: str, statistics: Tensor, tags: dict[str, str | int | float]) -> Iterator[Sample]:
+def _samples(metric: str, statistics: Tensor, tags: dict[str, Any]) -> Iterator[Sample]:
     means, medians, missing = statistics  # (rows, prompts) each
     about, of_path = look_up(metric), is_in(metric, "path")
-    rows: list[tuple[int, int | None]] = [(-1, None)] if of_path else []
+    rows: list[Any] = [(-1, None)] if of_path else []  # row and layer
     if about.first_layer is not None:  # the row of layer 0 is there for states, not for steps
         places = enumerate(range(len(means)), start=min(1, about.first_layer))
         rows += [(row, layer) for layer, row in places if layer >= about.first_layer]
@@ -106,9 +106,6 @@ def _samples(metric: str, statistics: Tensor, tags: dict[str, str | int | float]
         yield Sample(metric, means[row], layer, tags=tags | counts)
         if about.median and (layer is None or not of_path):
             yield Sample(metric, medians[row], layer, tags=tags | counts, statistic="median")
-
-
-LEAST_TOKENS = 3  # a plane needs them
 
 
 @dataclass(kw_only=True)
@@ -127,8 +124,6 @@ class PathsInPlane(Analysis):
     `lit_layers.functional.trajectory`.
     """
 
-    LEAST: ClassVar = {"num_prompts": 1, "num_tokens": 1, "drop_first": 0}
-
     batches: Batches
     name: str = "paths_in_plane"
     num_prompts: int = 2
@@ -145,10 +140,9 @@ class PathsInPlane(Analysis):
         places = torch.full((seen.num_layers + 1, self.num_tokens, 2, 1), torch.nan, dtype=torch.float64)
         explained = torch.full((2, 1), torch.nan, dtype=torch.float64)
         tokens = range(self.drop_first, int(seen.mask.sum()))
-        if len(tokens) >= LEAST_TOKENS:
-            kept = torch.stack(
-                [states[0][seen.mask[0]][self.drop_first :] for states in states_of_layers(seen, self.states)]
-            )
+        if len(tokens) >= 3:  # a plane needs them
+            layers = states_of_layers(seen, self.states)
+            kept = torch.stack([states[0][seen.mask[0]][self.drop_first :] for states in layers])
             coordinates, shares = principal_paths(kept, undefined="nan")
             spread = evenly_spread(0, len(tokens) - 1, self.num_tokens)
             shown[: len(spread), 0] = torch.tensor([tokens[index] for index in spread])
@@ -161,17 +155,14 @@ class PathsInPlane(Analysis):
         yield from summarize("plane_variance", explained.sum(-1), tags=tags)
         for prompt, share in enumerate(explained):
             if not share.isnan().any():
-                tokens = shown[prompt][shown[prompt] >= 0].tolist()
-                yield from _plane_records(tokens, places[prompt], share, {"prompt": prompt + 1, **tags})
+                yield from _plane_records(shown[prompt], places[prompt], share, {"prompt": prompt + 1, **tags})
 
 
-def _plane_records(
-    tokens: list[int], places: Tensor, explained: Tensor, tags: dict[str, str | int | float]
-) -> Iterator[Record]:
+def _plane_records(shown: Tensor, places: Tensor, explained: Tensor, tags: dict[str, Any]) -> Iterator[Record]:
     """Yield the records of one prompt: `places` (layers + 1, tokens, 2), `explained` (2,)."""
     for axis, share in enumerate(explained.tolist(), start=1):
         yield Record(metric="path_variance", value=share, n=1, tags={**tags, "axis": axis})
     for layer, of_layer in enumerate(places.tolist()):
-        for token, place in zip(tokens, of_layer, strict=False):  # padded behind
+        for token, place in zip(shown[shown >= 0].tolist(), of_layer, strict=False):  # padded behind
             for axis, value in enumerate(place, start=1):
                 yield Record(metric="path", value=value, layer=layer, n=1, tags={**tags, "token": token, "axis": axis})

@@ -20,7 +20,7 @@ from lit_layers.run_data import RunData
 
 _TOGETHER = 6  # variants of a metric of the whole model that one figure still shows
 _CHOSEN_FROM = ("monotonicity", "layer", "concept", "residual", "law", "stage")  # groups of metrics that share a block
-CONTROLS = ("random_labels", "untrained_model", "relabelled_vocabulary")
+CONTROLS = ("random_labels", "relabelled_vocabulary")
 
 logger = logging.getLogger(__name__)
 Captioned = tuple[str, Callable[..., Chart]]  # a caption, and what draws the figure below it

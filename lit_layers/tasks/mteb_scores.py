@@ -13,8 +13,7 @@ import pandas as pd
 
 from lit_layers.analyses.base import Analysis, Dtype
 from lit_layers.analyses.changed_texts import Invariance
-from lit_layers.analyses.representation import Representation
-from lit_layers.analyses.state_spread import PooledStates
+from lit_layers.analyses.representation import PooledStates, Representation
 from lit_layers.data.batches import encode_texts
 from lit_layers.data.prompt_texts import GivenTexts, TextBatches
 from lit_layers.data.tokenization import WithTokenizer
@@ -241,7 +240,7 @@ def _without_labels(scored: MtebTask, max_tokens: int) -> list[Analysis]:
     about: Any = {"tokenizer": scored.tokenizer, "name": f"invariance/{task.name}", "max_tokens": max_tokens}
     invariance = Invariance(texts=given, **about, **how)
     try:
-        invariance.make()
+        invariance.views  # noqa: B018
     except InputError as error:  # the texts of one task must not keep the others from being measured
         return [representation, Refused(name=invariance.name, reason=str(error))]
     return [representation, invariance]

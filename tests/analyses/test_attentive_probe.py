@@ -126,8 +126,6 @@ def test_the_model_and_the_random_state_are_as_they_were():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"lr": 0.0}, "expected a positive lr, got 0"),
-        ({"steps": 0}, "expected steps of at least 1, got 0"),
         ({"train": Listed({"input_ids": torch.ones(3, 4, dtype=torch.long)})}, "the batches of train have no labels"),
     ],
 )

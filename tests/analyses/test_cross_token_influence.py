@@ -25,12 +25,12 @@ def found(model, *batches, **options):
     return dict(zip(keys, records, strict=True))
 
 
-def influence_by_hand(jacobian, eps=0.0):
+def influence_by_hand(jacobian):
     values = np.linalg.svd(jacobian, compute_uv=False)
-    shares = values / (values.sum() + eps)
-    shares = shares[shares > eps]
+    shares = values / values.sum()
+    shares = shares[shares > 0]
     rank = np.exp(-(shares * np.log(shares)).sum())
-    return np.sqrt((values**2).sum()), values[0], values.sum() ** 2 / ((values**2).sum() + eps), rank
+    return np.sqrt((values**2).sum()), values[0], values.sum() ** 2 / (values**2).sum(), rank
 
 
 @pytest.fixture(scope="module")
@@ -53,25 +53,6 @@ def test_every_record_equals_the_definition_on_the_running_model(model):
                 assert record.value == pytest.approx(here.mean(), rel=1e-9)
                 assert record.stderr == pytest.approx(here.std(ddof=1) / 2**0.5, rel=1e-7)
     assert not records
-
-
-def test_the_preset_does_what_published_code_does(model):
-    batch = tiny_batch("gpt2", batch=1, tokens=5)
-    model_ = copy.deepcopy(model)
-    jacobians, states = whole_jacobians(model_, model_.transformer.h, {"input_ids": batch["input_ids"]})
-    normed = model_.transformer.ln_f(states[-1])
-    last = np.zeros((5, DIM, DIM))
-    for row in range(DIM):
-        (grad,) = torch.autograd.grad(normed[0, 4, row], states[-2], retain_graph=True)
-        last[:, row] = grad[0].numpy()
-    records = found(model, batch, preset="released_code")
-    for distance in range(5):
-        s = 4 - distance
-        first = jacobians[0, 4, s] - (np.eye(DIM) if distance else 0)  # the identity also where there is no skip
-        for layer, jacobian in ((1, first), (LAYERS, last[s] - np.eye(DIM))):
-            for name, expected in zip(NAMES, influence_by_hand(jacobian, 1e-10), strict=True):
-                value = records[f"influence_{name}", layer, distance].value
-                assert value == pytest.approx(expected, rel=1e-6), (name, layer, distance)
 
 
 def test_the_final_norm_alone_changes_the_last_block_and_no_identity_is_taken_from_other_tokens(model):
@@ -156,13 +137,7 @@ def test_a_model_in_half_precision_is_measured_in_float32():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_prompts": 0}, "expected num_prompts of at least 1, got 0"),
-        ({"num_inputs": 0}, "expected num_inputs of at least 1, got 0"),
-        ({"identity": "never"}, r"expected identity to be one of \['same_token', 'always'\], got 'never'"),
         ({"states": "raw"}, "expected states to be one of"),
-        ({"eps": -1.0}, "expected eps of at least 0, got -1.0"),
-        ({"preset": "paper"}, r"expected preset to be one of \[None, 'released_code'\], got 'paper'"),
-        ({"preset": "released_code", "eps": 1.0}, "sets eps to 1e-10, got eps 1.0 as well: leave one of them out"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_before_anything_runs(model, options, message):

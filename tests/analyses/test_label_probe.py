@@ -206,7 +206,7 @@ def test_a_training_row_that_is_a_test_row_is_left_out_and_counted(split):
     assert values(doubled) == pytest.approx(values(expected))
     assert doubled["accuracy", None, "majority"].tags["num_duplicates"] == 40
     assert doubled["accuracy", None, "majority"].tags["num_train_rows"] == 60
-    with pytest.raises(InputError, match="train holds nothing beside 40 rows that are test rows too"):
+    with pytest.raises(InputError, match=r"train holds labels \[\] beside 40 rows that are test rows too"):
         run(model, test, test)
 
 
@@ -256,17 +256,12 @@ def labelled(labels, count=6):
         (None, labelled(torch.tensor([2, 5, 7, 2, 7, 7])), {}, "no training row has the label 7 of 3 of the 6 test"),
         (None, labelled(torch.tensor([99] * 6)), {}, "no training row has the label 99 of 6 of the 6 test rows"),
         (None, labelled(torch.tensor([0] * 6)), {}, "no training row has the label 0 of 6 of the 6 test rows"),
-        (labelled(torch.tensor([4] * 6)), None, {}, "train holds only the label 4, and a probe needs two labels"),
+        (labelled(torch.tensor([4] * 6)), None, {}, r"train holds labels \[4\], and a probe needs two"),
         (labelled(torch.rand(6)), None, {}, "expected an integer label for each of 6 rows, got torch.flo"),
         (labelled(torch.tensor([[1, 2]] * 6)), None, {}, r"got torch.int64 of shape \(6, 2\)"),
-        (None, labelled(torch.tensor([2, -100] * 3)), {}, "expected labels of 0 and above in test, got -100"),
+        (None, labelled(torch.tensor([2, -100] * 3)), {}, "expected an integer label for each .* the least -100"),
         (None, Listed(tiny_batch("vit")), {}, r"the batches of test have no labels, they hold \['pixel_values'\]"),
-        (Listed(), None, {}, "(train holds no rows|the data holds no prompts)"),
         (None, None, {"pooling": "max"}, r"expected pooling to be one of \['cls', 'mean', 'last'\], got 'max'"),
-        (None, None, {"c": 0.0}, "expected a positive c, got 0.0"),
-        (None, None, {"tolerance": -1.0}, "expected a positive tolerance, got -1.0"),
-        (None, None, {"seed": -1}, "expected seed of at least 0, got -1"),
-        (None, None, {"max_iterations": 0}, "expected max_iterations of at least 1, got 0"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_with_a_sentence(split, train, test, options, message):

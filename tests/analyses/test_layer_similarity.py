@@ -196,9 +196,9 @@ def test_nothing_is_disturbed(model):
 def test_prompts_of_which_nothing_is_left_count_for_nothing(model, states):
     lone = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[1, 0]])}
     assert run(model, *BATCHES, lone, drop_first=1) == run(model, *BATCHES, drop_first=1)
-    with pytest.raises(InputError, match=r"^layer_similarity: layer_cka needs at least 4 rows, got 0 \(tokens\)"):
+    with pytest.raises(InputError, match="^layer_similarity: layer_cka needs 4 rows or more, got 0"):
         run(model, lone, drop_first=1)
-    with pytest.raises(InputError, match=r"needs at least 4 rows, got 1 \(prompts\): give more texts"):
+    with pytest.raises(InputError, match="needs 4 rows or more, got 1: give more texts"):
         run(model, tiny_batch("gpt2", batch=1), rows="prompts")
 
 
@@ -207,8 +207,6 @@ def test_prompts_of_which_nothing_is_left_count_for_nothing(model, states):
     [
         ({"rows": "texts"}, r"expected rows to be one of \['tokens', 'prompts'\], got 'texts'"),
         ({"states": "last"}, "expected states to be one of"),
-        ({"num_tokens": 0}, "expected num_tokens of at least 1, got 0"),
-        ({"drop_first": -1}, "expected drop_first of at least 0, got -1"),
     ],
 )
 def test_options_that_there_are_not_are_refused(model, options, message):
@@ -216,9 +214,3 @@ def test_options_that_there_are_not_are_refused(model, options, message):
     for call in (analysis.check, lambda view: list(records_of(analysis, view))):
         with pytest.raises(InputError, match=f"^layer_similarity: {message}"):
             call(LayeredModel(model))
-
-
-def test_a_model_of_one_block_has_no_stages():
-    given = LayerSimilarity(batches=Listed(*BATCHES))
-    with pytest.raises(InputError, match="^layer_similarity: stages need at least two blocks, the model has 1"):
-        given.check(LayeredModel(tiny("gpt2", n_layer=1)))

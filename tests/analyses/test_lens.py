@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
-from lit_layers.analyses import Interventions, Lens
-from lit_layers.analyses.readouts import readout_scores
+from lit_layers.analyses import Interventions, Lens, readout_scores
 from lit_layers.analyses.statistics import summarize_ratio
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import bootstrap_interval
@@ -351,7 +350,7 @@ def test_a_model_without_a_head_is_refused(name):
     ("labels", "got"), [(torch.tensor([1]), r"torch.int64 of shape \(1,\)"), (torch.rand(3), "torch.float32")]
 )
 def test_labels_of_another_shape_or_kind_are_refused(labels, got):
-    with pytest.raises(InputError, match=rf"expected integer labels of shape \(3,\) for VisionTransformer, got {got}"):
+    with pytest.raises(InputError, match=rf"expected integer labels of shape \(3,\), got {got}"):
         run(tiny("vit"), tiny_batch("vit") | {"labels": labels})
 
 

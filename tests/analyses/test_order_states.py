@@ -129,7 +129,6 @@ def test_states_at_every_place_of_an_order_are_those_of_its_beginnings(model):
     [
         ({"variants": ("skip_one",)}, "variants: expected some of middle_repeat, skip, .*, got 'skip_one'"),
         ({"middles": (2,)}, "of 6 blocks the middle has 1, 3, 5 blocks, got 2"),
-        ({"drop_first": -1}, "expected drop_first of at least 0, got -1"),
     ],
 )
 def test_what_does_not_fit_is_refused(model, options, sentence):

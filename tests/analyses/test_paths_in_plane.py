@@ -113,9 +113,6 @@ def test_it_runs_as_a_measurement_and_gives_the_same_numbers_in_half_precision()
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_prompts": 0}, "expected num_prompts of at least 1, got 0"),
-        ({"num_tokens": 0}, "expected num_tokens of at least 1, got 0"),
-        ({"drop_first": -1}, "expected drop_first of at least 0, got -1"),
         ({"states": "raw"}, r"expected states to be one of \['resid', 'hf'\], got 'raw'"),
     ],
 )

@@ -145,9 +145,7 @@ def test_a_variant_that_fails_leaves_the_model_in_its_own_order(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"num_rounds": 0}, "intervene/speed: expected num_rounds of at least 1, got 0"),
         ({"num_tokens": 65}, "num_tokens: the model takes at most 64 tokens, got 65"),
-        ({"batch_size": 0}, "intervene/speed: expected batch_size of at least 1, got 0"),
         ({"middles": [3]}, ": of 5 blocks the middle has 2, 4 blocks, got 3"),
         ({"variants": ["skipp"]}, "intervene/speed: variants: there is no 'skipp'"),
     ],

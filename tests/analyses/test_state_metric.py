@@ -167,8 +167,6 @@ def test_refusals_name_what_is_wrong(model):
             StateMetric(metric=metric, batches=prompts(), name="mine").check(LayeredModel(model))
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"points": "layers"}, "expected points"),
-        ({"drop_first": -1}, "expected drop_first of at least 0"),
-        ({"num_halves": 1}, "expected num_halves"),
         ({"states": "raw"}, "expected states"),
     ]
     for options, said in wrong:

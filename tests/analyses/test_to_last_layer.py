@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lit_layers.analyses.readouts.jacobian_lens import jacobians_to_last_layer
+from lit_layers.analyses.jacobian_lens import jacobians_to_last_layer
 from lit_layers.models.view import LayeredModel
 from tests.support.tiny_models import tiny
 

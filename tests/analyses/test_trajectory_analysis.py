@@ -164,7 +164,6 @@ def test_the_final_norm_changes_only_the_last_layer(model):
             {"preset": "released_code"},
             r"trajectory: expected preset to be one of \[None, 'paper'\], got 'released_code'",
         ),
-        ({"drop_first": -1}, "trajectory: expected drop_first of at least 0, got -1"),
     ],
 )
 def test_options_out_of_range_are_refused_before_anything_runs(model, options, sentence):

@@ -171,7 +171,7 @@ def test_the_file_holds_every_number_single_seeds_too(home, tmp_path):
 def test_run_again_it_measures_nothing(home, tmp_path, monkeypatch, capsys):
     assert with_text(home, tmp_path) == 0
     before, said = (tmp_path / "measurements.jsonl").read_bytes(), capsys.readouterr().out
-    monkeypatch.setattr("lit_layers.analyses.readouts.readout_scores.Interventions.update", None)
+    monkeypatch.setattr("lit_layers.analyses.readout_scores.Interventions.update", None)
     assert with_text(home, tmp_path) == 0
     assert (tmp_path / "measurements.jsonl").read_bytes() == before
     assert capsys.readouterr().out == said

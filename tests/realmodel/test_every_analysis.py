@@ -114,7 +114,7 @@ def measured(model, tokens, smollm2, tmp_path_factory) -> dict[str, Measurement]
         analyses.NextTokenProbe(
             train=windows(tokens, 120, 20), test=windows(tokens, 40, 20, 4000), num_classes=5, random_labels=False
         ),
-        analyses.NextTokenResidual(batches=windows(tokens, 90, 16), num_halves=0, relabelled=False),
+        analyses.NextTokenResidual(batches=windows(tokens, 90, 16), num_halves=0),
         analyses.Probe(**task),
         analyses.SampleSizeSweep(**task, num_seeds=2, layers=[0, 15, 30]),
         analyses.ConceptAlignment(words=WordPairs(str(folder / "plurals.csv"), tokenizer)),

@@ -75,9 +75,7 @@ class LabelProbe(ProbeAnalysis):
         fittings = []
         for pooling in self._poolings():
             tags: TagDict = {"pooling": pooling, **left_out("", ~kept)}
-            features, held_out = train[pooling], test[pooling]
-            if not kept.all() or not layers.all():
-                features, held_out = features[layers][:, in_train], held_out[layers][:, in_test]
+            features, held_out = train[pooling][layers][:, in_train], test[pooling][layers][:, in_test]
             scores = partial(label_scores, problem)
             fittings.append(Fitting(features, problem.train, held_out, layers, problem.num_classes, tags, scores))
         seed = self.seed if self.random_labels else None
@@ -94,42 +92,37 @@ class LabelProbe(ProbeAnalysis):
 
     def problem(self, model: LayeredModel) -> "LabelProblem":
         """Return the labels of both splits as class indices."""
-        train, test = (self._rows(model, split) for split in ("train", "test"))
-        test_keys = set(test.keys)
-        kept = torch.tensor([key not in test_keys for key in train.keys])
+        (train, keys), (test, test_keys) = (self._rows(model, split) for split in ("train", "test"))
+        test_keys = set(test_keys)
+        kept = torch.tensor([key not in test_keys for key in keys])
         num_duplicates = int((~kept).sum())
         beside = f" beside {num_duplicates} rows that are test rows too" if num_duplicates else ""
-        classes, train_classes = train.labels[kept].unique(return_inverse=True)
+        classes, train_classes = train[kept].unique(return_inverse=True)
         if len(classes) < 2:
-            held = f"only the label {classes.item()}" if len(classes) else "nothing"
-            raise InputError(f"{self.name}: train holds {held}{beside}, and a probe needs two labels")
-        places = torch.searchsorted(classes, test.labels).clamp(max=len(classes) - 1)
-        if (unseen := test.labels[classes[places] != test.labels]).numel():
-            raise InputError(
-                f"{self.name}: no training row has the label {unseen[0].item()} of {len(unseen)} of the "
-                f"{len(test.labels)} test rows{beside}"
-            )
+            raise InputError(f"{self.name}: train holds labels {classes.tolist()}{beside}, and a probe needs two")
+        places = torch.searchsorted(classes, test).clamp(max=len(classes) - 1)
+        if (unseen := test[classes[places] != test]).numel():
+            count = f"{len(unseen)} of the {len(test)} test rows{beside}"
+            raise InputError(f"{self.name}: no training row has the label {unseen[0].item()} of {count}")
         everyone = torch.ones(len(places), dtype=torch.bool)
         fitted = torch.ones(len(train_classes), dtype=torch.bool)
         return LabelProblem(kept, train_classes, places, fitted, everyone, len(classes), num_duplicates)
 
-    def _rows(self, model: LayeredModel, split: Literal["train", "test"]) -> "_Rows":
+    def _rows(self, model: LayeredModel, split: str) -> tuple[Tensor, list[bytes]]:
+        """Return the labels (rows,) of a split, and keys that are equal for equal rows."""
         all_labels: list[Tensor] = []
         keys: list[bytes] = []
         for batch in getattr(self, split):
             if "labels" not in batch:
                 raise InputError(f"{self.name}: the batches of {split} have no labels, they hold {sorted(batch)}")
-            labels, inputs = batch["labels"], _inputs(model, batch)
-            if labels.is_floating_point() or labels.shape != (len(inputs),):
-                got = f"{labels.dtype} of shape {tuple(labels.shape)}"
+            labels = batch["labels"]
+            inputs = batch["pixel_values"] if model.family.sees_images else real_tokens(batch)  # no padding
+            if labels.is_floating_point() or labels.shape != (len(inputs),) or labels.min() < 0:
+                got = f"{labels.dtype} of shape {tuple(labels.shape)}, the least {labels.min()}"
                 raise InputError(f"{self.name}: expected an integer label for each of {len(inputs)} rows, got {got}")
-            if labels.min() < 0:
-                raise InputError(f"{self.name}: expected labels of 0 and above in {split}, got {int(labels.min())}")
             all_labels.append(labels.cpu().long())
-            keys += [_key(row) for row in inputs]
-        if not all_labels:
-            raise InputError(f"{self.name}: {split} holds no rows")
-        return _Rows(torch.cat(all_labels), keys)
+            keys += [row.contiguous().view(torch.uint8).numpy().tobytes() for row in inputs]
+        return torch.cat(all_labels), [hashlib.blake2b(key, digest_size=16).digest() for key in keys]
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         """Return the vectors (layers + 1, dim, rows) of each pooling."""
@@ -153,11 +146,6 @@ class LabelProbe(ProbeAnalysis):
         yield from label_scores(problem, share.log().expand(len(problem.test), -1), tags)
 
 
-class _Rows(NamedTuple):
-    labels: Tensor  # (rows,)
-    keys: list[bytes]  # equal for equal rows
-
-
 class LabelProblem(NamedTuple):
     kept: Tensor  # (rows of train,) False for those of test
     train: Tensor  # (kept rows,) numbers of classes
@@ -172,17 +160,6 @@ class LabelProblem(NamedTuple):
         return self._replace(train=self.train[in_train], test=self.test[in_test], fitted=in_train, scored=in_test)
 
 
-def _inputs(model: LayeredModel, batch: Batch) -> list[Tensor]:
-    """Return the input that identifies each row: an image, or the token ids of a text without padding."""
-    if model.family.sees_images:
-        return list(batch["pixel_values"])
-    return real_tokens(batch)
-
-
-def _key(row: Tensor) -> bytes:
-    return hashlib.blake2b(row.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
-
-
 def label_scores(problem: LabelProblem, log_proba: Tensor, tags: TagDict, layer: int | None = None) -> Iterator[Record]:
     """Yield the scores of log-probabilities (test rows, classes)."""
     truth, predicted = problem.test, log_proba.argmax(-1)
@@ -193,9 +170,6 @@ def label_scores(problem: LabelProblem, log_proba: Tensor, tags: TagDict, layer:
     yield replace(accuracy, low=low, high=high)
     yield from summarize("log_loss", -log_proba.gather(1, truth[:, None])[:, 0], **place)
     yield Record(metric="macro_f1", value=macro_f1(truth, predicted), layer=layer, n=len(truth), tags=tags)
-
-
-_OPTIONS = ("num_heads", "steps", "batch_size", "lr", "weight_decay", "seed")
 
 
 @dataclass(kw_only=True)
@@ -223,8 +197,7 @@ class AttentiveProbe(Analysis):
         seed: of the probes' first weights and of the order of rows.
     """
 
-    LEAST: ClassVar = {"num_heads": 1, "steps": 1, "batch_size": 1, "weight_decay": 0, "seed": 0}
-    POSITIVE = ("lr",)
+    LEAST: ClassVar = {"steps": 1}
 
     train: Batches
     test: Batches
@@ -262,28 +235,21 @@ class AttentiveProbe(Analysis):
         problem = problem.left(in_train, in_test)
         tags: TagDict = {**left_out("", ~kept)}
         rows = problem.kept.nonzero()[:, 0][in_train]
+        how = {name: getattr(self, name) for name in ("num_heads", "steps", "batch_size", "lr", "weight_decay", "seed")}
 
         def layer_records(layer: int) -> list[Record]:
             states, mask = self._states(model, "train", layer)
-            probe = fit_attentive_probe(
-                states[rows],
-                mask[rows],
-                problem.train.to(states.device),
-                num_classes=problem.num_classes,
-                **{option: getattr(self, option) for option in _OPTIONS},
-            )
+            labels, num_classes = problem.train.to(states.device), problem.num_classes
+            probe = fit_attentive_probe(states[rows], mask[rows], labels, num_classes=num_classes, **how)
             states, mask = self._states(model, "test", layer)
             log_proba = probe.log_proba(states[in_test], mask[in_test]).cpu()
             return [*label_scores(problem, log_proba, tags, layer)]
 
         references = [*self._rows.majority(problem)]
+        jobs = [partial(layer_records, layer) for layer in layers.nonzero()[:, 0].tolist()]
+        return Jobs(jobs, lambda of_layers: itertools.chain(references, *of_layers))
 
-        def records(of_layers: list[list[Record]]) -> Iterator[Record]:
-            yield from itertools.chain(references, *of_layers)
-
-        return Jobs([partial(layer_records, layer) for layer in layers.nonzero()[:, 0].tolist()], records)
-
-    def _states(self, view: LayeredModel, split: Literal["train", "test"], layer: int) -> tuple[Tensor, Tensor]:
+    def _states(self, view: LayeredModel, split: str, layer: int) -> tuple[Tensor, Tensor]:
         """Return states (rows, tokens, dim) and mask (rows, tokens) of a split, shorter texts padded at their end."""
         states: list[Tensor] = []
         masks: list[Tensor] = []

@@ -1,9 +1,10 @@
 """Linear probes of each layer that predict the next token."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,9 +33,9 @@ class Rows:
     def __len__(self) -> int:
         return len(self.text)
 
-    @property
+    @cached_property
     def targets(self) -> Tensor:
-        """Return the next tokens (n,)."""
+        """The next tokens (n,)."""
         where = zip(self.text.tolist(), self.position.tolist(), strict=True)
         return torch.tensor([int(self.texts[text][place + 1]) for text, place in where], dtype=torch.long)
 
@@ -64,7 +65,7 @@ def draw_rows(
     min_context: int,
     per_text: int = 1,
     seed: int = 0,
-    left_out: frozenset[int] | set[int] = frozenset(),
+    left_out: Collection[int] = (),
 ) -> Rows:
     """Draw up to `per_text` different positions of each text, uniformly.
 
@@ -149,8 +150,6 @@ class NextTokenProbe(ProbeAnalysis):
     """
 
     SEES = "text"
-    LEAST: ClassVar = {"num_classes": 2, "min_context": 1, "positions_per_sequence": 1, **ProbeAnalysis.LEAST}
-
     train: Batches
     test: Batches
     name: str = "next_token_probe"
@@ -158,19 +157,17 @@ class NextTokenProbe(ProbeAnalysis):
     min_context: int = 16
     positions_per_sequence: int = 1
     random_labels: bool = True
-    _problems: dict["_Broken", "_Problem"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def check_data(self) -> None:
-        self.check_fields()
         super().check_data()
-        self._problem()
+        self._problem  # noqa: B018
 
     def reads(self, model: LayeredModel) -> dict[str, RowsRead]:
         """Return nothing: the contexts are passed by `jobs`, as those of a broken model are drawn and passed again."""
         return {}
 
     def jobs(self, model: LayeredModel) -> Jobs:
-        problem = self._problem()
+        problem = self._problem
         train, test, head = self._features(model, problem)
         layers, kept = complete(torch.cat([states.isfinite().all(-1) for states in (train, test)], dim=1))
         in_train, in_test = kept.split([len(problem.train), len(problem.test)])
@@ -178,8 +175,7 @@ class NextTokenProbe(ProbeAnalysis):
             raise nothing_defined(self.name)
         tags: TagDict = {**left_out("", ~kept)}
         if tags:  # drawn and counted anew without the texts of these rows
-            broken = frozenset(problem.train.text[~in_train].tolist()), frozenset(problem.test.text[~in_test].tolist())
-            problem = self._problem(broken)
+            problem = self._drawn({*problem.train.text[~in_train].tolist()}, {*problem.test.text[~in_test].tolist()})
             train, test, head = self._features(model, problem)
         references = self._coverage(problem, tags)
         for reference, predicted, log_proba in _references(problem, head):
@@ -211,21 +207,14 @@ class NextTokenProbe(ProbeAnalysis):
         max_tokens = max(batch["input_ids"].numel() for batch in self.test)
         how: dict[str, Any] = {"max_tokens": min(max_tokens, MAX_LOGITS // (model.vocab_size or model.dim))}
         how["together"] = model.predicts_next_token
-        train = [_look(model, each) for each in passes(problem.train, **how)]
-        test = [_look(model, each, problem) for each in passes(problem.test, **how)]
-        of_test, head = _together(model, test, problem.test)
-        return _together(model, train, problem.train)[0], of_test, head
+        return _read(model, problem.train, None, **how)[0], *_read(model, problem.test, problem.classes, **how)
 
-    def _problem(self, broken: "_Broken" = (frozenset(), frozenset())) -> "_Problem":
-        """Return the rows of both splits and their classes.
+    @cached_property
+    def _problem(self) -> "_Problem":
+        """The rows of both splits and their classes, which depend only on tokens."""
+        return self._drawn(set(), set())
 
-        They depend only on tokens and are the same at every checkpoint.
-        """
-        if broken not in self._problems:
-            self._problems[broken] = self._drawn(*broken)
-        return self._problems[broken]
-
-    def _drawn(self, broken_train: frozenset[int], broken_test: frozenset[int]) -> "_Problem":
+    def _drawn(self, broken_train: set[int], broken_test: set[int]) -> "_Problem":
         """Draw the rows, without the broken texts, which are given by index."""
         train_texts, test_texts = (
             [text for batch in split for text in real_tokens(batch)] for split in (self.train, self.test)
@@ -239,33 +228,21 @@ class NextTokenProbe(ProbeAnalysis):
         for split, rows in (("train", drawn), ("test", test)):
             if not len(rows):
                 also = f" beside {len(doubles)} that are test texts too" if split == "train" and doubles else ""
-                raise InputError(
-                    f"{self.name}: {split} has no text of more than {self.min_context} tokens (min_context){also}"
-                )
+                raise InputError(f"{self.name}: {split} has no text of over {self.min_context} tokens{also}")
         classes = most_frequent(drawn.targets, self.num_classes)
         if len(classes) < 2:
-            raise InputError(
-                f"{self.name}: the {len(drawn)} training rows all have the next token {classes.item()}, and a probe "
-                "needs two classes"
-            )
+            raise InputError(f"{self.name}: all training rows have one next token, and a probe needs two classes")
         train_classes, test_classes = class_of(drawn.targets, classes), class_of(test.targets, classes)
         if not (test_classes >= 0).any():
-            raise InputError(
-                f"{self.name}: no test row has one of the {len(classes)} classes (num_classes) as its next token"
-            )
+            raise InputError(f"{self.name}: no test row has one of the {len(classes)} classes as its next token")
         covered = train_classes >= 0
         num_short = sum(len(text) <= self.min_context for text in [*train_texts, *test_texts])
         counts = len(doubles), num_short, (len(train_texts), len(test_texts))
         return _Problem(drawn.where(covered), test, classes, train_classes[covered], test_classes, *counts)
 
     def _coverage(self, problem: "_Problem", tags: TagDict) -> list[Record]:
-        tags = {
-            **tags,
-            "num_classes": len(problem.classes),
-            "num_train_rows": len(problem.train),
-            "num_duplicates": problem.num_duplicates,
-            "num_too_short": problem.num_too_short,
-        }
+        tags = tags | {"num_classes": len(problem.classes), "num_train_rows": len(problem.train)}
+        tags |= {"num_duplicates": problem.num_duplicates, "num_too_short": problem.num_too_short}
         for name, batches, count in zip(("train", "test"), (self.train, self.test), problem.num_texts, strict=True):
             requested = getattr(batches, "num_sequences", count)
             if requested > count:
@@ -297,7 +274,7 @@ class NextTokenProbe(ProbeAnalysis):
 
     def _mean(self, metric: str, values: Tensor, text: Tensor, **place: Any) -> list[Record]:
         """Return the mean over rows; its interval is over texts, and Wilson's for a share with one row a text."""
-        _, num_texts = self._problem().num_texts
+        _, num_texts = self._problem.num_texts
         counts = torch.bincount(text, minlength=num_texts)
         sums = torch.zeros(num_texts, dtype=torch.float64).index_add_(0, text, values.double())
         records = summarize_ratio(metric, sums, counts, empty_is_undefined=False, **place)
@@ -326,17 +303,6 @@ class _Head(NamedTuple):
     closed: Tensor  # (rows, classes) logits
 
 
-_Broken = tuple[frozenset[int], frozenset[int]]  # texts of train and of test whose states are not finite
-
-
-class _Seen(NamedTuple):
-    """Of one pass: its rows, their states (layers + 1, rows, dim), and what the head makes of those to be tested."""
-
-    row: Tensor
-    states: Tensor
-    head: _Head | None
-
-
 def _references(problem: _Problem, head: _Head | None) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield what probes are compared with: predictions (test rows,) and log-probabilities (test rows, classes)."""
     share = torch.bincount(problem.train_classes).double() / len(problem.train)
@@ -346,30 +312,23 @@ def _references(problem: _Problem, head: _Head | None) -> Iterator[tuple[str, Te
         yield "lm_head_closed", closed.argmax(-1), closed
 
 
-def _look(model: LayeredModel, part: Pass, problem: _Problem | None = None) -> _Seen:
-    """Return the states at the rows' positions.
+def _read(model: LayeredModel, rows: Rows, classes: Tensor | None, **how: Any) -> tuple[Tensor, _Head | None]:
+    """Return the states (layers + 1, rows, dim) at the rows' positions, on the CPU.
 
-    Given a problem and a model that generates, also return the predictions of its head.
-
-    On the CPU; of the forward pass only the rows' own states and logits are kept.
+    Given classes and a model that generates, also return what its head makes of the rows.
     """
-    trajectory = model.trajectory({"input_ids": part.input_ids})
-    states, head = trajectory.hidden[:, part.context, part.position].cpu(), None
-    if problem is not None and model.predicts_next_token:
-        logits = trajectory.logits_of((part.context, part.position)).cpu()  # (k, vocabulary)
-        log_loss = -logits.log_softmax(-1).gather(1, problem.test.where(part.row).targets[:, None])[:, 0]
-        head = _Head(logits.argmax(-1), log_loss, logits[:, problem.classes])
-    return _Seen(part.row, states, head)
-
-
-def _together(model: LayeredModel, seen: list[_Seen], rows: Rows) -> tuple[Tensor, _Head | None]:
-    """Return the results of all passes of a split in the order of its rows; empties the list to free memory."""
-    states = torch.empty(model.num_layers + 1, len(rows), model.dim, dtype=model.dtype)
-    order, heads = torch.cat([each.row for each in seen]).argsort(), [each.head for each in seen if each.head]
-    head = _Head(*(torch.cat(columns)[order] for columns in zip(*heads, strict=True))) if heads else None
-    if head is not None and not head.log_loss.isfinite().all():
-        head = None  # it is behind a broken layer
-    while seen:
-        each = seen.pop()
-        states[:, each.row] = each.states
-    return states, head
+    states, heads = torch.empty(model.num_layers + 1, len(rows), model.dim, dtype=model.dtype), list[_Head]()
+    order, targets = list[Tensor](), rows.targets
+    for part in passes(rows, **how):
+        trajectory = model.trajectory({"input_ids": part.input_ids})
+        states[:, part.row] = trajectory.hidden[:, part.context, part.position].cpu()
+        if classes is not None and model.predicts_next_token:
+            logits = trajectory.logits_of((part.context, part.position)).cpu()  # (k, vocabulary)
+            log_loss = -logits.log_softmax(-1).gather(1, targets[part.row, None])[:, 0]
+            heads.append(_Head(logits.argmax(-1), log_loss, logits[:, classes]))
+            order.append(part.row)
+    if not heads:
+        return states, None
+    place = torch.cat(order).argsort()
+    head = _Head(*(torch.cat(columns)[place] for columns in zip(*heads, strict=True)))
+    return states, head if head.log_loss.isfinite().all() else None  # else it is behind a broken layer

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from lit_layers.models.view import Batch, LayeredModel, Trajectory, final_norm, 
 from lit_layers.records import Record
 
 MAX_BYTES = 8 * 10**9  # of states held: 78,000 rows of 25 layers of width 1,024 in float32
-CONTROL: TagDict = {"control": "relabelled_vocabulary"}
 EPS = 1e-5  # of the norms that carry none of their own: OlmoLayerNorm has this one in its code
 
 
@@ -46,23 +45,19 @@ class NextTokenResidual(Analysis):
     would repeat rows. The means of the halves, of `num_half_texts` texts each, are `..._of_half`. There are no halves
     of fewer than 4 texts, nor of too few rows for the width.
 
-    `normalize` is per row; "model" is a fresh norm of the kind and eps of the model's own. `states="hf"` measures the
-    last layer after the final norm, without another. The model runs in float32 or wider, all fits in float64 on its
+    Rows are normalised by a fresh norm of the kind and eps of the model's own. `states="hf"` measures the last layer
+    after the final norm, without another. The model runs in float32 or wider, all fits in float64 on its
     device. Held in memory: layers x rows x width, which is refused above 8 GB. Source: He & Su, arXiv 2408.13442.
     """
 
     SEES = "text"
     NEXT_TOKEN = True  # states of others have seen the token that is to be predicted
-    LEAST: ClassVar = {"seed": 0}
-
     batches: Batches
     name: str = "prediction_residual"
     states: Literal["resid", "hf"] = "resid"
-    normalize: Literal["model", "layer_norm", "rms_norm", "standardize", "none"] = "model"
     split: float = 0.8
     seed: int = 0
     num_halves: int = 20
-    relabelled: bool = True
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
@@ -78,9 +73,8 @@ class NextTokenResidual(Analysis):
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         """Return the states (layers + 1, dim, rows) that have a next token."""
         prompt, place = _predicted(seen.mask)
-        return {
-            "states": torch.stack([states[prompt, place].cpu() for states in states_of_layers(seen, self.states)]).mT
-        }
+        layers = states_of_layers(seen, self.states)
+        return {"states": torch.stack([states[prompt, place].cpu() for states in layers]).mT}
 
     def jobs(self, model: LayeredModel, batches: Values | None = None) -> Jobs:
         rows = self._rows()
@@ -91,12 +85,8 @@ class NextTokenResidual(Analysis):
         if tags:
             states, rows = states[:, kept], rows.where(kept)
             self._check_rows(model, rows)
-        ids = rows.targets[:, None]
-        if self.relabelled:
-            vocabulary = torch.randperm(
-                true_vocab_size(model.model), generator=torch.Generator().manual_seed(self.seed)
-            )
-            ids = torch.cat([ids, vocabulary[ids]], dim=1)  # (rows, 2)
+        size, generator = true_vocab_size(model.model), torch.Generator().manual_seed(self.seed)
+        ids = torch.stack([rows.targets, torch.randperm(size, generator=generator)[rows.targets]], dim=1)
         fitted = self._texts_to_fit(rows)[rows.text]
         halves = self._halves(rows, model.dim)
 
@@ -130,7 +120,7 @@ class NextTokenResidual(Analysis):
     def _fit(
         self, model: LayeredModel, layer: int, features: Tensor, ids: Tensor, split: Tensor | None = None
     ) -> PredictionResidual:
-        kind, eps = _own_norm(model) if self.normalize == "model" else (self.normalize, EPS)
+        kind, eps = _own_norm(model)
         if self.states == "hf" and layer == model.num_layers:
             kind = "none"  # it comes from the final norm
         fit = prediction_residual(features, ids, normalize=kind, eps=eps, split=split)
@@ -138,35 +128,36 @@ class NextTokenResidual(Analysis):
         return replace(fit, value=fit.value.cpu(), adjusted=fit.adjusted.cpu(), held_out=held_out, rank=fit.rank.cpu())
 
     def _layer_records(self, found: "_OfLayer", rows: "_Rows", counts: TagDict) -> Iterator[Record]:
-        """Yield the records of one layer from its fit of one or two labellings."""
+        """Yield the records of one layer from its fit of both labellings."""
         layer, whole, halves = found
         num_scored = whole.num_rows - int(self._texts_to_fit(rows)[rows.text].sum())
-        controls: list[TagDict] = [{}, CONTROL]
-        assert whole.held_out is not None
-        for column, control in enumerate(controls[: len(whole.value)]):
+        held_out = cast("Tensor", whole.held_out)
+        controls: tuple[TagDict, ...] = ({}, {"control": "relabelled_vocabulary"})
+        for column, control in enumerate(controls):
             tags = self._tags(rows) | counts | control
-            spread = halves[: 0 if control else None].T
-            for metric, values, of_halves in zip(
-                ("prediction_residual", "adjusted"), (whole.value, whole.adjusted), spread, strict=True
+            value, adjusted = halves[: 0 if control else None].T
+            for metric, values, spread in (
+                ("prediction_residual", whole.value, value),
+                ("adjusted", whole.adjusted, adjusted),
             ):
-                yield from self._spread(metric, values[column], of_halves, whole.num_rows, rows, tags, layer)
-            yield Record(metric="held_out", value=whole.held_out[column].item(), layer=layer, n=num_scored, tags=tags)
+                yield from self._spread(metric, values[column], spread, whole.num_rows, rows, tags, layer)
+            yield Record(metric="held_out", value=held_out[column].item(), layer=layer, n=num_scored, tags=tags)
         tags = self._tags(rows) | counts
         yield Record(metric="rank", value=whole.rank.item(), layer=layer, n=whole.num_rows, tags=tags)
 
     def _law(self, curve: Tensor, halves: Tensor, rows: "_Rows", counts: TagDict) -> Iterator[Record]:
         """Yield the records of the law over layers 1..L, from values (layers,) and those of halves (halves, layers)."""
-        tags, missing = self._tags(rows) | counts, left_out("layers", curve.isnan())
+        tags, missing, n = self._tags(rows) | counts, left_out("layers", curve.isnan()), rows.num_texts
         if missing and len(curve) >= 3:
             yield from (gap(metric, tags=tags | missing) for metric in ("residual_ratio", "r_squared", "pearson"))
         if len(curve) < 3 or not (curve > 0).all():
             return
         law = exponential_law(curve)
         spread = exponential_law(halves).rho if len(halves) and (halves > 0).all() else halves.new_empty(0)
-        yield from self._spread("residual_ratio", law.rho, spread, rows.num_texts, rows, tags)
+        yield from self._spread("residual_ratio", law.rho, spread, n, rows, tags)
         if not law.pearson.isnan():
-            for metric, value in (("r_squared", law.r_squared), ("pearson", law.pearson)):
-                yield Record(metric=metric, value=value.item(), n=rows.num_texts, tags=tags)
+            yield Record(metric="r_squared", value=law.r_squared.item(), n=n, tags=tags)
+            yield Record(metric="pearson", value=law.pearson.item(), n=n, tags=tags)
 
     def _spread(
         self, metric: str, value: Tensor, halves: Tensor, n: int, rows: "_Rows", tags: TagDict, layer: int | None = None
@@ -192,10 +183,7 @@ class NextTokenResidual(Analysis):
         return _Rows(torch.cat(targets), torch.cat(text), num_texts)
 
     def _texts_to_fit(self, rows: "_Rows") -> Tensor:
-        """Return which texts are fitted, (texts,): those with the lowest draws.
-
-        Each draw depends on the seed and the text's index.
-        """
+        """Return which texts are fitted, (texts,): those with the lowest draws, by the seed and the text's index."""
         draws = [np.random.default_rng([self.seed, number]).random() for number in range(rows.num_texts)]
         count = min(max(round(self.split * rows.num_texts), 1), rows.num_texts - 1)
         fitted = torch.zeros(rows.num_texts, dtype=torch.bool)
@@ -219,19 +207,14 @@ class NextTokenResidual(Analysis):
             raise InputError(f"{self.name}: expected at least 2 texts, to fit on one and score another, got 1")
         if num_rows <= dim + 1:
             raise InputError(
-                f"{self.name}: {num_rows} positions are fitted exactly by states of width {dim}: raise num_sequences "
-                f"or num_tokens of the batches to many times {dim + 1} positions"
+                f"{self.name}: {num_rows} positions are fitted exactly by states of width {dim}: give many times "
+                f"{dim + 1} positions"
             )
         if (size := bytes_of_vectors(model, num_rows)) > MAX_BYTES:
             raise InputError(
-                f"{self.name}: the states of {num_rows} positions take {size / 1e9:.1f} GB, more than "
-                f"{MAX_BYTES / 1e9:.0f} GB: lower num_sequences of the batches to {MAX_BYTES / size:.0%}"
+                f"{self.name}: the states of {num_rows} positions take {size / 1e9:.1f} GB: give "
+                f"{MAX_BYTES / size:.0%} of the texts"
             )
-
-    def check_options(self, model: LayeredModel) -> None:
-        super().check_options(model)
-        if not 0 < self.split < 1:
-            raise InputError(f"{self.name}: expected split between 0 and 1, got {self.split}")
 
 
 class _Rows(NamedTuple):

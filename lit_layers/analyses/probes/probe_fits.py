@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -84,8 +84,7 @@ class ProbeAnalysis(Analysis):
     work.
     """
 
-    LEAST: ClassVar = {"max_iterations": 1, "seed": 0}
-    POSITIVE = ("c", "tolerance")
+    LEAST: ClassVar = {"tolerance": 1e-12, "max_iterations": 1}
 
     c: float = 1.0
     tolerance: float = 1e-6
@@ -128,12 +127,10 @@ def probe_jobs(
             labellings.append(permuted(fitting.labels, seed_of_control))
         how: dict[str, Any] = {"num_classes": fitting.num_classes, "groups": fitting.groups, "device": device}
         probes = fit_labellings(fitting.features[row], labellings, options, **how)
-        for probe, tags in zip(probes, controls, strict=True):
-            assert isinstance(probe, LogisticProbes), "labels are classes"
+        for probe, tags in zip(cast("Sequence[LogisticProbes]", probes), controls, strict=True):
             flag = {} if probe.converged.all() else {"num_not_converged": 1}
             scores = fitting.scores(probe.log_proba(fitting.test[[row]])[0], {**tags, **flag}, layer)
-            for record in scores:
-                found.append((number, record))
+            found += [(number, record) for record in scores]
             if options.estimator == "watch":
                 about: dict[str, Any] = {"layer": layer, "n": len(fitting.labels), "tags": tags}
                 found.append((number, Record(metric="probe_c", value=probe.c.item(), **about)))
@@ -168,10 +165,7 @@ class RowScores:
 
     def row_shares(self, metric: str) -> Tensor:
         """Return the values per row of a metric that is a mean over rows."""
-        if metric != "accuracy":
-            return self.losses
-        assert self.hits is not None, "accuracy is of classifications"
-        return self.hits.double()
+        return cast("Tensor", self.hits).double() if metric == "accuracy" else self.losses
 
 
 def score_rows(probe: Fitted, features: Tensor, targets: Tensor) -> RowScores:
@@ -205,18 +199,15 @@ def score_records(
     """
     rows = torch.ones(len(targets), dtype=torch.bool) if rows is None else rows
     place: dict[str, Any] = {"layer": layer, "rows": rows}
-    if scores.hits is None:
-        assert baseline is not None, "a regression has a baseline"
+    if scores.hits is None or scores.predicted is None:
         yield from summarize("mean_squared_error", scores.losses, **place, tags=tags, intervals=intervals)
-        mean = baseline.mean()
-        if mean > 0:
+        if (mean := cast("Tensor", baseline).mean()) > 0:
             value = float(1 - scores.losses.mean() / mean)
             yield Record(metric="r_squared", value=value, layer=layer, n=len(targets), tags={**tags})
         return
     (accuracy,) = summarize("accuracy", scores.hits, **place, tags=tags, intervals=False)
     low, high = curves.wilson_interval(int(scores.hits.sum()), len(targets))
     yield replace(accuracy, low=low, high=high)
-    assert scores.predicted is not None, "a classification has predictions"
     low, high = curves.macro_f1_interval(targets, scores.predicted) if intervals and len(targets) > 1 else (None, None)
     value = macro_f1(targets, scores.predicted)
     yield Record(metric="macro_f1", value=value, layer=layer, n=len(targets), tags={**tags}, low=low, high=high)

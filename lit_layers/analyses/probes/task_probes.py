@@ -1,9 +1,10 @@
 """Linear probes of each layer on a downstream task, with all of its training texts and with fewer."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
@@ -24,7 +25,6 @@ from lit_layers.analyses.probes.probe_fits import (
 from lit_layers.analyses.statistics import TagDict, Tags, clip_interval, complete, left_out, nothing_defined
 from lit_layers.errors import InputError
 from lit_layers.functional.probes.logistic import LogisticProbes
-from lit_layers.models.build import untrained
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 from lit_layers.tasks.probe_task import ProbeTask
@@ -49,7 +49,7 @@ class TaskTexts:
     at another layer is left out of every part and layer, and counted in `num_undefined`.
 
     Several processes divide the texts, and then the probes, a layer each. Above 1 GB of vectors each process passes all
-    texts, as each does for the control of new weights.
+    texts.
 
     Args:
         task: a name of the catalogue, or a `ProbeTask`.
@@ -79,24 +79,23 @@ class TaskTexts:
     pooling: TextPooling = "last"
     max_tokens: int = 512
     penalty: float = 1.0
-    _reader: TaskReader | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.name:
             self.name = f"{self.kind}/{self.task if isinstance(self.task, str) else self.task.name}"
 
     def data_hash(self) -> str | None:
-        return self._read().content_hash()
+        return self._reader.content_hash()
 
     def tokenizer_hash(self) -> str | None:
-        return self._read().tokenizer_hash()
+        return self._reader.tokenizer_hash()
 
     def first_share(self, rows: int) -> tuple[Analysis, float]:
-        data = self._read().data()
-        numbers = len(data.train_and_validation().texts), len(data.test.texts)
-        share = sum(min(rows, number) for number in numbers) / sum(numbers)
-        cut = {"num_train": min(rows, numbers[0]), "num_test": min(rows, numbers[1])} if share < 1 else {}
-        return cast("Analysis", replace(self, task=replace(self._read().task, **cut))), share
+        data = self._reader.data()
+        train, test = len(data.train_and_validation().texts), len(data.test.texts)
+        cut = {"num_train": min(rows, train), "num_test": min(rows, test)}
+        share = sum(cut.values()) / (train + test)
+        return cast("Analysis", replace(self, task=replace(self._reader.task, **(cut if share < 1 else {})))), share
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
         """Return the texts of each part; none if their vectors are too large to send between ranks."""
@@ -110,21 +109,16 @@ class TaskTexts:
 
     def _rows(self, model: LayeredModel) -> TaskRows:
         """Return the parts that are measured on; train includes the validation rows."""
-        return self._read().rows(model, join_validation=True)
+        return self._reader.rows(model, join_validation=True)
 
     def _features_of(
         self, model: LayeredModel, rows: TaskRows, parts_read: dict[str, Values]
     ) -> dict[str, LayerFeatures]:
         """Return the features of all parts, which are made here if no part was read."""
-        if not parts_read:
-            return self._features(model, rows)
-        return {part: features_of_texts(parts_read.pop(part)) for part in rows.texts}
-
-    def _features(self, model: LayeredModel, rows: TaskRows) -> dict[str, LayerFeatures]:
-        return {
-            part: text_features(model, texts, pooling=self.pooling, undefined="nan")
-            for part, texts in rows.texts.items()
-        }
+        if parts_read:
+            return {part: features_of_texts(parts_read.pop(part)) for part in rows.texts}
+        how: Any = {"pooling": self.pooling, "undefined": "nan"}
+        return {part: text_features(model, texts, **how) for part, texts in rows.texts.items()}
 
     def _complete(self, features: Mapping[str, LayerFeatures]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return which layers (layers + 1,) are measured, and which rows of each part have a vector at each of them.
@@ -139,11 +133,10 @@ class TaskTexts:
             raise nothing_defined(self.name)
         return layers, dict(zip(defined, parts, strict=True))
 
-    def _read(self) -> TaskReader:
-        if self._reader is None:
-            about: Any = {name: getattr(self, name) for name in ("corpus", "folder", "max_tokens")}
-            self._reader = TaskReader(self.name, self.task, self.tokenizer, **about)
-        return self._reader
+    @cached_property
+    def _reader(self) -> TaskReader:
+        about: Any = {name: getattr(self, name) for name in ("corpus", "folder", "max_tokens")}
+        return TaskReader(self.name, self.task, self.tokenizer, **about)
 
 
 @dataclass(kw_only=True)
@@ -154,10 +147,10 @@ class Probe(TaskTexts, ProbeAnalysis):
     ("cls"); every text passes the model once. Per layer and part, tag `split`: `accuracy`, `macro_f1` and `log_loss`
     (nats), or `mean_squared_error` and `r_squared` (against predicting the training mean). Rows tagged
     `reference="majority"` (or "mean") are what the training labels alone give on the same rows;
-    `control="random_labels"` are probes fitted to permuted labels, `control="untrained_model"` probes on the same
-    architecture with new weights. A test row of a class that no training row has counts as an error, and is left out of
-    the log-loss. Without a layer: how steadily the test score rises (`monotonicity_...`, tag `of`), the layer from
-    which no single step gains more than 0.01 (`plateau_layer`), the best one, the first inflection.
+    `control="random_labels"` are probes fitted to permuted labels. A test row of a class that no training row has
+    counts as an error, and is left out of the log-loss. Without a layer: how steadily the test score rises
+    (`monotonicity_...`, tag `of`), the layer from which no single step gains more than 0.01 (`plateau_layer`), the best
+    one, the first inflection.
 
     Fitted on train alone, `validation` is scored as well: choose layers there. Test has intervals: Wilson's for the
     accuracy, bootstrap over its rows for the rest. Features lie on disk, up to 1 GB of them in memory before; a layer
@@ -167,8 +160,7 @@ class Probe(TaskTexts, ProbeAnalysis):
     Args:
         fit_on: "train_and_validation", as published, or "train".
         random_labels: whether to fit the control.
-        untrained: whether to measure new weights too; a series has its step 0 for that.
-        seed: of permuted labels and of new weights.
+        seed: of permuted labels.
 
     The other arguments are those of every analysis on a task (`TaskTexts`).
     """
@@ -177,95 +169,68 @@ class Probe(TaskTexts, ProbeAnalysis):
 
     fit_on: Literal["train", "train_and_validation"] = "train_and_validation"
     random_labels: bool = True
-    untrained: bool = False
 
     def jobs(self, model: LayeredModel, **parts_read: Values) -> Jobs:
         rows = self._rows(model)
         features = self._features_of(model, rows, parts_read)
         layers, kept = self._complete(features)
         rows = rows.where(kept)
-        labels, trained = rows.targets["train"], _Kept(features, layers, kept)
-        fittings = [_Fitting(trained, labels, {})]
-        if self.random_labels:
-            fittings.append(_Fitting(trained, permuted(labels, self.seed), {"control": "random_labels"}))
-        if self.untrained:
-            fresh = self._features(LayeredModel(untrained(model.model, seed=self.seed)), rows)
-            everywhere = _Kept(fresh, torch.ones_like(layers), kept)
-            fittings.append(_Fitting(everywhere, labels, {"control": "untrained_model"}))
+        train = rows.targets["train"]
+        labellings = {"": train, **({"random_labels": permuted(train, self.seed)} if self.random_labels else {})}
+        missing = left_out("", ~torch.cat([*kept.values()]))
+        references = [*majority_records(rows, missing)]
 
-        def layer_results(layer: int) -> "list[_LayerScores | None]":
-            return [self._layer_scores(each, rows, layer) if each.features.layers[layer] else None for each in fittings]
+        def layer_results(layer: int) -> list[_LayerScores]:
+            parts = {part: each.layer(layer) for part, each in features.items()}
+            parts = {part: each if kept[part].all() else each[kept[part]] for part, each in parts.items()}
+            found = []
+            for control, labels in labellings.items():
+                tags = {"task": rows.data.name, **({"control": control} if control else {}), **missing}
+                found.append(self._layer_scores(parts, labels, rows, kept, layer, tags))
+            return found
 
-        of_labels = [*references(rows, left_out("", ~torch.cat([*kept.values()])))]
+        def records(of_layers: list[list[_LayerScores]]) -> Iterator[Record]:
+            yield from references
+            for control, column in zip(labellings, zip(*of_layers, strict=True), strict=True):
+                yield from (record for each in column for record in each.records)
+                if not control:
+                    tags = {"task": rows.data.name, **missing, "split": "test"}
+                    yield from self._curves(rows, [each for each in column if each.layer], tags, ~layers[1:])
 
-        def records(of_layers: "list[list[_LayerScores | None]]") -> Iterator[Record]:
-            yield from of_labels
-            for fitting, column in zip(fittings, zip(*of_layers, strict=True), strict=True):
-                scores = [each for each in column if each is not None]
-                yield from (record for each in scores for record in each.records)
-                if not fitting.control:
-                    yield from self._curves(fitting, rows, [each for each in scores if each.layer])
+        return Jobs([partial(layer_results, layer) for layer in layers.nonzero()[:, 0].tolist()], records)
 
-        present = torch.stack([each.features.layers for each in fittings]).any(0)
-        return Jobs([partial(layer_results, layer) for layer in present.nonzero()[:, 0].tolist()], records)
-
-    def _layer_scores(self, fitting: "_Fitting", rows: TaskRows, layer: int) -> "_LayerScores":
-        features, labels, control = fitting
-        tags = self._tags(fitting, rows)
-        train, num_classes = features.layer("train", layer), rows.num_classes or None
-        probe = fit_layer(train, labels, self, num_classes=num_classes)
+    def _layer_scores(
+        self,
+        parts: Mapping[str, Tensor],
+        labels: Tensor,
+        rows: TaskRows,
+        kept: Mapping[str, Tensor],
+        layer: int,
+        tags: TagDict,
+    ) -> "_LayerScores":
+        """Fit one labelling of the training rows at one layer, given the features (rows, dim) of each part."""
+        probe = fit_layer(parts["train"], labels, self, num_classes=rows.num_classes or None)
         failed = isinstance(probe, LogisticProbes) and not bool(probe.converged.all())
         flag = {"num_not_converged": 1} if failed else {}
-        records: list[Record] = []
-        of_test: RowScores | None = None
-        for part, targets in rows.targets.items():
-            if control and part != "test":
-                continue
-            scores = score_rows(probe, features.layer(part, layer), targets)
-            how = {"baseline": rows.errors_of_mean(part), "intervals": part != "train", "rows": features.rows[part]}
-            records += score_records(scores, targets, {**tags, "split": part, **flag}, layer=layer, **how)
-            of_test = scores if part == "test" else of_test
+        records, scores = list[Record](), dict[str, RowScores]()
+        for part in ("test",) if "control" in tags else rows.targets:
+            scores[part], targets = score_rows(probe, parts[part], rows.targets[part]), rows.targets[part]
+            how = {"baseline": rows.errors_of_mean(part), "intervals": part != "train", "rows": kept[part]}
+            records += score_records(scores[part], targets, {**tags, "split": part, **flag}, layer=layer, **how)
         if self.estimator == "watch":
             c = float(probe.c if isinstance(probe, LogisticProbes) else 1 / probe.penalty)
             records.append(Record(metric="probe_c", value=c, layer=layer, n=len(labels), tags=tags))
-        assert of_test is not None, "every task has test rows"
-        return _LayerScores(layer, records, of_test, failed)
+        return _LayerScores(layer, records, scores["test"], failed)
 
-    def _curves(self, fitting: "_Fitting", rows: TaskRows, of_layers: "list[_LayerScores]") -> Iterator[Record]:
+    def _curves(self, rows: TaskRows, of_layers: "list[_LayerScores]", tags: TagDict, gaps: Tensor) -> Iterator[Record]:
         """Yield how the test score rises over layers 1 to L."""
         unconverged = sum(each.failed for each in of_layers)
-        flag = {"num_not_converged": unconverged} if unconverged else {}
+        tags = {**tags, **({"num_not_converged": unconverged} if unconverged else {}), **left_out("layers", gaps)}
         for metric in ("accuracy", "log_loss") if rows.is_classification else ("mean_squared_error",):
-            gaps = left_out("layers", ~fitting.features.layers[1:])
-            whole = {**self._tags(fitting, rows), "split": "test", **flag, **gaps}
-            yield from curve_records([each.of_test for each in of_layers], whole, metric=metric)
-
-    def _tags(self, fitting: "_Fitting", rows: TaskRows) -> TagDict:
-        missing = left_out("", ~torch.cat([*fitting.features.rows.values()]))
-        return {"task": rows.data.name, **fitting.control, **missing}
+            yield from curve_records([each.of_test for each in of_layers], tags, metric=metric)
 
     def _rows(self, model: LayeredModel) -> TaskRows:
-        return self._read().rows(model, join_validation=self.fit_on == "train_and_validation")
-
-
-class _Kept(NamedTuple):
-    """Features of those layers that are no gap, of those rows of each part that have them."""
-
-    parts: Mapping[str, LayerFeatures]
-    layers: Tensor  # (layers + 1,)
-    rows: Mapping[str, Tensor]  # (rows of the part,) each
-
-    def layer(self, part: str, layer: int) -> Tensor:
-        features, kept = self.parts[part].layer(layer), self.rows[part]
-        return features if kept.all() else features[kept]  # a copy is a layer's features once more
-
-
-class _Fitting(NamedTuple):
-    """What probes of all layers are fitted to."""
-
-    features: _Kept
-    labels: Tensor  # (train rows,)
-    control: Tags
+        return self._reader.rows(model, join_validation=self.fit_on == "train_and_validation")
 
 
 class _LayerScores(NamedTuple):
@@ -277,7 +242,7 @@ class _LayerScores(NamedTuple):
     failed: bool  # whether it has not converged
 
 
-def references(rows: TaskRows, missing: Tags) -> Iterator[Record]:
+def majority_records(rows: TaskRows, missing: Tags) -> Iterator[Record]:
     """Yield the scores of the training labels' class frequencies, or of their mean, on the test rows.
 
     `missing` counts rows.
@@ -289,9 +254,7 @@ def references(rows: TaskRows, missing: Tags) -> Iterator[Record]:
         scores = score_log_proba(share.log().expand(len(targets), -1), targets)
         tags = {**tags, "reference": "majority", "num_classes": rows.num_classes}
     else:
-        errors = rows.errors_of_mean("test")
-        assert errors is not None, "of a regression"
-        scores, tags = RowScores(errors), {**tags, "reference": "mean"}
+        scores, tags = RowScores(cast("Tensor", rows.errors_of_mean("test"))), {**tags, "reference": "mean"}
     yield from score_records(scores, targets, tags, layer=None, baseline=rows.errors_of_mean("test"), intervals=True)
 
 
@@ -320,9 +283,6 @@ class SampleSizeSweep(TaskTexts, ProbeAnalysis):
     """
 
     kind = "sample_sizes"
-    LEAST: ClassVar = {**TaskTexts.LEAST, "num_seeds": 1}
-    LISTS = ("layers",)
-
     layers: list[int] | None = None
     num_seeds: int = 5
 
@@ -354,7 +314,7 @@ class SampleSizeSweep(TaskTexts, ProbeAnalysis):
         self, rows: TaskRows, features: Tensor, held_out: Tensor, layer: int, size: int, counts: dict[str, int]
     ) -> Iterable[Record]:
         labels, targets = rows.targets["train"], rows.targets["test"]
-        by_metric: dict[str, list[float]] = {}
+        by_metric = defaultdict[str, list[float]](list)
         seen, unconverged = [], 0
         for subset in subsets(len(features), size, self.num_seeds, self.seed):
             chosen = labels[subset]
@@ -366,19 +326,15 @@ class SampleSizeSweep(TaskTexts, ProbeAnalysis):
             unconverged += int(not getattr(probe, "converged", torch.ones(1)).all())
             scores = score_rows(probe, held_out, targets)
             if scores.hits is None:
-                by_metric.setdefault("mean_squared_error", []).append(float(scores.losses.mean()))
+                by_metric["mean_squared_error"].append(float(scores.losses.mean()))
                 continue
-            by_metric.setdefault("accuracy", []).append(float(scores.hits.double().mean()))
-            losses = scores.losses[scores.losses.isfinite()]
-            by_metric.setdefault("log_loss", []).append(float(losses.mean()) if len(losses) else math.nan)
-        tags: dict[str, str | int | float] = {"task": rows.data.name, "split": "test", "train_rows": size, **counts}
-        if seen:
-            tags["num_classes_seen"] = min(seen)
-        if unconverged:
-            tags["num_not_converged"] = unconverged
+            by_metric["accuracy"].append(float(scores.hits.double().mean()))
+            by_metric["log_loss"].append(float(scores.losses[scores.losses.isfinite()].mean()))  # NaN of none
+        tags: TagDict = {"task": rows.data.name, "split": "test", "train_rows": size, **counts}
+        tags |= {"num_classes_seen": min(seen)} if seen else {}
+        tags |= {"num_not_converged": unconverged} if unconverged else {}
         for metric, values in by_metric.items():
-            defined = [value for value in values if not math.isnan(value)]
-            if defined:
+            if defined := [value for value in values if not math.isnan(value)]:
                 yield summarize_seeds(metric, defined, layer=layer, tags=tags)
 
 
@@ -391,13 +347,11 @@ def subsets(num_rows: int, size: int, num_seeds: int, seed: int) -> list[Tensor]
     """Return the first `size` rows of a permutation for each seed; all rows once if `size` is all."""
     if size == num_rows:
         return [torch.arange(num_rows)]
-    orders = [
-        torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed + turn)) for turn in range(num_seeds)
-    ]
-    return [order[:size] for order in orders]
+    generators = (torch.Generator().manual_seed(seed + turn) for turn in range(num_seeds))
+    return [torch.randperm(num_rows, generator=each)[:size] for each in generators]
 
 
-def summarize_seeds(metric: str, values: list[float], *, layer: int, tags: dict[str, str | int | float]) -> Record:
+def summarize_seeds(metric: str, values: list[float], *, layer: int, tags: TagDict) -> Record:
     """Return the mean over seeds; from two seeds on with stderr and Student's interval."""
     mean, n = sum(values) / len(values), len(values)
     if n < 2:

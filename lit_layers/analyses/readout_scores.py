@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -90,14 +90,11 @@ def rows_of(name: str, trajectory: Trajectory, batch: Batch) -> Rows:
         labels = batch["labels"].to(prompt.device)
         expected = mask.shape if per_token else mask.shape[:1]
         if labels.is_floating_point() or labels.shape != expected:
-            kind, got = type(model.model).__name__, f"{labels.dtype} of shape {tuple(labels.shape)}"
-            raise InputError(f"{name}: expected integer labels of shape {tuple(expected)} for {kind}, got {got}")
+            got = f"{labels.dtype} of shape {tuple(labels.shape)}"
+            raise InputError(f"{name}: expected integer labels of shape {tuple(expected)}, got {got}")
         target = labels[prompt, place] if per_token else labels
-        if len(target) and (target.max() >= num_classes or (target[target != NO_LABEL] < 0).any()):
-            raise InputError(
-                f"{name}: {type(model.model).__name__} has {num_classes} classes, labels from {int(target.min())} to "
-                f"{int(target.max())} do not fit it"
-            )
+        if len(target) and target.max() >= num_classes:
+            raise InputError(f"{name}: expected labels of {num_classes} classes, got {int(target.max())}")
     return Rows(prompt, place, target, per_token)
 
 
@@ -108,25 +105,19 @@ def check_head(name: str, model: LayeredModel) -> None:
         InputError: naming the analysis and the model.
     """
     scores_texts = model.has_head and "logits" in model.family.results  # what CLIP's text model projects is a state
-    bare = model.num_classes == 0 if model.family.sees_images else not scores_texts
-    if bare:
+    if model.num_classes == 0 if model.family.sees_images else not scores_texts:
         raise InputError(f"{name}: {type(model.model).__name__} has no head to read its layers with")
 
 
 MAX_LOGITS = 2**23  # held at a time: 32 MB in float32, 166 tokens of GPT-2's vocabulary
-_CACHED_LOGITS = 2**18  # compared at a time on a CPU: 1 MB
-
-
-def rows_at_once(rows: int, classes: int, device: torch.device) -> int:
-    """Return how many rows are compared at a time: on a CPU so few that their scores stay in its cache."""
-    return max(1, _CACHED_LOGITS // classes if device.type == "cpu" else rows)
+_CACHED_LOGITS = 2**18  # compared at a time on a CPU, where they stay in its cache: 1 MB
 
 
 class FullModel:
     """What the full model makes of some rows, to compare other readouts of these rows with."""
 
     def __init__(self, logits: Tensor, rows: Rows) -> None:
-        self._size = rows_at_once(len(logits), logits.shape[-1], logits.device)
+        self._size = max(1, _CACHED_LOGITS // logits.shape[-1] if logits.device.type == "cpu" else len(logits))
         self.rows, self._pieces, itself = rows, list[tuple[Rows, Tensor, Tensor]](), list[Tensor]()
         for some, of_rows in zip(logits.split(self._size), rows.chunks(self._size), strict=True):
             log_proba = _log_softmax(some)  # (rows, classes)
@@ -189,10 +180,6 @@ class ReadoutAnalysis(Analysis):
     dtype: Dtype = "float32"
 
     @abstractmethod
-    def sums(self, seen: Trajectory, batch: Batch) -> Sums:
-        """Return the sums over each prompt of a batch, of every readout."""
-
-    @abstractmethod
     def records(self, model: LayeredModel, sums: Sums) -> Iterable[Record]:
         """Yield the records of all prompts."""
 
@@ -205,9 +192,6 @@ class ReadoutAnalysis(Analysis):
             return {"batches": RowsRead(self.batches, precision="own")}
         rounded = RowsRead(self.batches, precision="bfloat16")
         return {"batches": rounded, "checked": RowsRead(self.batches, limit=NUM_CHECKED)}
-
-    def update(self, seen: Trajectory, batch: Batch) -> Values:
-        return self.sums(seen, batch)._asdict()
 
     def compute(self, model: LayeredModel, batches: Values, checked: Values | None = None) -> Iterator[Record]:
         sums = Sums(**batches)
@@ -269,21 +253,18 @@ class Lens(ReadoutAnalysis):
                     yield from map(_perplexity, loss)
             yield from summarize_ratio("kl_to_final", sums.divergence[layer], sums.num_rows, **place)
 
-    def sums(self, seen: Trajectory, batch: Batch) -> Sums:
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
         rows = rows_of(self.name, seen, batch)
         parts = [torch.zeros(3, seen.num_layers + 1, 0, dtype=torch.float64)]  # a batch may predict nothing
         parts += [_compare(seen, chunk).double().cpu() for chunk in _chunks(seen, rows)]
-        return Sums.add_up(torch.cat(parts, dim=-1), rows, len(seen.mask))
+        return Sums.add_up(torch.cat(parts, dim=-1), rows, len(seen.mask))._asdict()
 
 
 def _chunks(trajectory: Trajectory, rows: Rows) -> Iterator[Rows]:
     """Yield rows, as many at a time as logits are held."""
-    return rows.chunks(max(1, MAX_LOGITS // _num_classes(trajectory)))
-
-
-def _num_classes(trajectory: Trajectory) -> int:
     model = trajectory.model
-    return (model.vocab_size if model.predicts_next_token else trajectory.logits.shape[-1]) or 1
+    num_classes = model.vocab_size if model.predicts_next_token else trajectory.logits.shape[-1]
+    return rows.chunks(max(1, MAX_LOGITS // (num_classes or 1)))
 
 
 @torch.no_grad()
@@ -353,17 +334,12 @@ class Interventions(ReadoutAnalysis):
         return [(variant.block, variant.tags) for variant in self.chosen(model)]
 
     def chosen(self, model: LayeredModel) -> list[Variant]:
-        """Return the variants of this model, the full one first.
-
-        Raises:
-            InputError: options that do not fit the model.
-        """
+        """Return the variants of this model, the full one first."""
         return variants_of(self, model, f"{self.name}: ")
 
     @torch.no_grad()
-    def sums(self, seen: Trajectory, batch: Batch) -> Sums:
-        model, trajectory = seen.model, seen
-        rows, num_prompts = rows_of(self.name, seen, batch), len(seen.mask)
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        model, trajectory, rows = seen.model, seen, rows_of(self.name, seen, batch)
         full = [FullModel(trajectory.logits_of(chunk.index), chunk) for chunk in _chunks(trajectory, rows)]
         trajectory = replace(trajectory)  # without logits: they are large, and `full` has what is needed of them
         chosen = self.chosen(model)
@@ -378,7 +354,7 @@ class Interventions(ReadoutAnalysis):
                     compared = torch.cat(parts, dim=-1)
                     for index in indices:
                         by_variant[index] = compared
-        return Sums.add_up(torch.stack(by_variant, dim=1), rows, num_prompts)
+        return Sums.add_up(torch.stack(by_variant, dim=1), rows, len(seen.mask))._asdict()
 
     def records(self, model: LayeredModel, sums: Sums) -> Iterable[Record]:
         chosen = enumerate(self.chosen(model))
@@ -399,14 +375,12 @@ def _variant_records(sums: Sums, indices: list[int], tags: Tags, layer: int | No
     """Yield the records of one variant, or of the mean of several, which is taken within each prompt."""
     kinds = [("variant_loss", sums.loss, sums.num_labels), ("variant_accuracy", sums.hits, sums.num_labels)]
     for metric, values, counts in (*kinds, ("kl_to_full", sums.divergence, sums.num_rows)):
+        about: Any = {"layer": layer, "tags": tags, "counted": "num_tokens"}
         if counts.any():
-            yield from summarize_ratio(
-                metric, values[indices].mean(0), counts, layer=layer, tags=tags, counted="num_tokens"
-            )
+            yield from summarize_ratio(metric, values[indices].mean(0), counts, **about)
 
 
 def _distance(variant: Variant, num_blocks: int) -> Record:
-    assert variant.middle is not None
-    start = start_of(num_blocks, variant.middle)
+    start = start_of(num_blocks, cast("int", variant.middle))
     order = [step for step in variant.schedule[start + 1 : num_blocks - start] if isinstance(step, int)]
     return Record(metric="kendall_distance", value=float(kendall_distance(order)), tags=dict(variant.tags))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lit_layers.analyses.base import Analysis, Jobs
 from lit_layers.analyses.base import Rows as RowsRead
-from lit_layers.analyses.readouts.readout_scores import FullModel, Rows, check_head, rows_of
+from lit_layers.analyses.readout_scores import FullModel, Rows, check_head, rows_of
 from lit_layers.analyses.statistics import exponential, require_a_value, summarize, summarize_ratio
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
@@ -63,9 +63,6 @@ class JacobianLens(Analysis):
 
     SEES = "text"
     NEXT_TOKEN = True
-    LEAST: ClassVar = {"num_prompts": 1, "skip_first": 0}
-    LISTS = ("lenses",)
-
     batches: Batches
     name: str = "jacobian_lens"
     num_prompts: int = 8
@@ -77,28 +74,16 @@ class JacobianLens(Analysis):
         super().check_options(model)
         check_head(self.name, model)
 
-    def check(self, model: LayeredModel) -> None:
-        super().check(model)
-        self._check_prompts()
-
-    def _check_prompts(self) -> None:
+    def check_data(self) -> None:
         """Refuse prompts that are too few or too short to fit on and to compare on."""
+        super().check_data()
         are_long = [is_long(prompt, self.skip_first) for prompt in one_by_one(self.batches)]
-        fitting = are_long[: self.num_prompts]
-        if self._fitted and not any(fitting):
+        parts = {"fit on": are_long[: self.num_prompts], "compare on": are_long[self.num_prompts :]}
+        if missing := [part for part, long in parts.items() if not any(long)]:
             raise InputError(
-                f"{self.name}: skip_first: none of the first {len(fitting)} prompts is longer than "
-                f"{self.skip_first + 1} tokens"
+                f"{self.name}: no prompt to {missing[0]}: give more than {self.num_prompts} (num_prompts) of more than "
+                f"{self.skip_first + 1} tokens (skip_first), got {len(are_long)}"
             )
-        if not any(are_long[self.num_prompts :]):
-            raise InputError(
-                f"{self.name}: no prompt is left to compare on: give more than {self.num_prompts} (num_prompts) of "
-                f"more than {self.skip_first + 1} tokens (skip_first), got {len(are_long)}"
-            )
-
-    @property
-    def _fitted(self) -> list[str]:
-        return [name for name in ("jacobian", "shuffled") if name in self.lenses]
 
     def reads(self, model: LayeredModel) -> dict[str, RowsRead]:
         """Return nothing: a lens is fitted on the first prompts before the others are read with it."""
@@ -106,7 +91,7 @@ class JacobianLens(Analysis):
 
     def jobs(self, model: LayeredModel) -> Jobs:
         """Return a job for each lens."""
-        self._check_prompts()
+        self.check_data()
         jobs = [partial(self._lens_records, model, name) for name in self.lenses]
         return Jobs(jobs, lambda results: require_a_value(self.name, chain.from_iterable(results)))
 
@@ -116,9 +101,9 @@ class JacobianLens(Analysis):
         fit = None if name == "logit" else self.fit(model, name, prompts[: self.num_prompts])
         lenses: dict[str, Tensor] = {}  # (layers, dim, dim) each
         if fit is not None:
+            lenses = {name: fit.jacobians, **(dict(zip(HALVES, fit.halves, strict=True)) if name == "jacobian" else {})}
             dtype = torch.promote_types(model.dtype, torch.float32)
-            of_halves = zip(HALVES, fit.halves, strict=True) if name == "jacobian" else ()
-            lenses = {key: each.to(model.device, dtype) for key, each in ((name, fit.jacobians), *of_halves)}
+            lenses = {key: each.to(model.device, dtype) for key, each in lenses.items()}
         keys = [(key, layer) for key in lenses or ["logit"] for layer in range(model.num_layers)]
 
         def compared(prompt: Batch) -> Tensor:

@@ -1,1 +1,0 @@
-"""Readouts: what each layer, or a model in another order of its blocks, predicts through norm and head."""
