@@ -228,7 +228,7 @@ def test_of_seeds_only_what_all_have_is_measured_together_and_the_rest_counted(t
     said, page = capsys.readouterr().out, (out / "emergence.html").read_text()
     assert "left out: 1 curve: over 3 seeds: not all of them have it" in said
     for text in (said, html.unescape(page)):
-        assert "Over 3 seeds the verdict rests on Student's t with 2 degrees of freedom" in text
+        assert "Over 3 seeds the verdict rests on Student's t (df = 2)" in text
     assert "With 90% intervals" in page
     assert "of 6 flat curves some 0.6 would" in page
     assert "<h1>3 runs</h1>" in page  # their mean is none

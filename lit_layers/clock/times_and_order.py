@@ -193,11 +193,8 @@ def few_seeds_sentence(clock: Clock) -> str:
     seeds = min((len(curve.seeds) for curve in clock.curves if curve.seeds is not None), default=FEW_SEEDS + 1)
     if seeds > FEW_SEEDS:
         return ""
-    degrees = f"{seeds - 1} degree{'s' if seeds > 2 else ''} of freedom"
-    return (
-        f"Over {seeds} seeds the verdict rests on Student's t with {degrees}: "
-        "what emerges in each of them may be said not to."
-    )
+    verdict = f"Over {seeds} seeds the verdict rests on Student's t (df = {seeds - 1}): "
+    return verdict + "what emerges in each of them may be said not to."
 
 
 def order_table(clock: Clock) -> pd.DataFrame:
@@ -271,9 +268,7 @@ def agreement_sentence(agreement: pd.DataFrame) -> str:
     if len(agreement) < 2:
         return ""
     low, median, high = agreement["spearman"].quantile([0.25, 0.5, 0.75])
-    least, most = agreement["n"].min(), agreement["n"].max()
-    curves = f"{least} curves" if least == most else f"{least} to {most} curves"
     return (
         f"The orders of {len(agreement)} pairs of runs agree at a median Spearman of {median:.2f} "
-        f"(quartiles {low:.2f} and {high:.2f}), over {curves} a pair."
+        f"(quartiles {low:.2f} and {high:.2f}), over {agreement['n'].min()} to {agreement['n'].max()} curves a pair."
     )

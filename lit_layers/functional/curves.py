@@ -49,7 +49,7 @@ def choose_layer(
             fraction_of_last with losses or a last score that is not positive.
     """
     values = _checked(scores)
-    _check_last(rule, values)
+    _check_last(rule, values[-1].item(), tolerance, higher_is_better)
     return 1 + int(chosen_layers(values, rule, tolerance, higher_is_better))
 
 
@@ -105,7 +105,7 @@ def choice_distribution(
     Raises:
         ValueError: as `resampled_curves` and `choose_layer`.
     """
-    _check_last(rule, row_scores.double().mean(1))
+    _check_last(rule, row_scores[-1].double().mean().item(), tolerance, higher_is_better)
     curves = resampled_curves(row_scores, resamples=resamples, seed=seed)
     chosen = chosen_layers(curves, rule, tolerance, higher_is_better)
     return chosen.bincount(minlength=curves.shape[1]).double() / resamples
@@ -155,11 +155,6 @@ def chosen_layers(values: Float[Tensor, "*n layers"], rule: str, tolerance: floa
     if rule == "within_tolerance":
         return _first(values >= last - tolerance - slack)
     if rule == "fraction_of_last":
-        if not higher_is_better or tolerance >= 1 or (last < 0).any():
-            raise ValueError(
-                "fraction_of_last expects positive scores where higher is better and a tolerance below 1, got "
-                f"higher_is_better={higher_is_better}, tolerance={tolerance}, a last score of {last.min().item()}"
-            )
         return _first(values >= (1 - tolerance) * last - slack)
     if rule == "plateau":
         rises = values.diff() > tolerance + slack
@@ -170,10 +165,11 @@ def chosen_layers(values: Float[Tensor, "*n layers"], rule: str, tolerance: floa
     return _first(above >= above.amax(-1, keepdim=True) - slack)
 
 
-def _check_last(rule: str, values: Float[Tensor, " layers"]) -> None:
-    if rule == "fraction_of_last" and values[-1] <= 0:
+def _check_last(rule: str, last: float, tolerance: float, higher_is_better: bool) -> None:
+    if rule == "fraction_of_last" and not (higher_is_better and tolerance < 1 and last > 0):
         raise ValueError(
-            f"fraction_of_last expects positive scores where higher is better, got a last score of {values[-1].item()}"
+            "fraction_of_last expects positive scores where higher is better and a tolerance below 1, got "
+            f"higher_is_better={higher_is_better}, tolerance={tolerance}, a last score of {last}"
         )
 
 

@@ -240,9 +240,9 @@ def test_a_resample_without_a_hit_at_the_last_layer_is_as_good_at_the_first():
     counts = list(itertools.product(range(4), repeat=4))
     first = sum(rows.count(2) >= 0.9 * rows.count(0) for rows in counts) / len(counts)
     assert shares[0].item() == pytest.approx(first, abs=0.015)
-    with pytest.raises(ValueError, match="expects positive scores .* got a last score of 0.0"):
+    with pytest.raises(ValueError, match="expects positive scores .* a last score of 0.0"):
         choice_distribution(hits[[1, 0]] * torch.tensor([[1.0], [0.0]]), rule="fraction_of_last")
-    with pytest.raises(ValueError, match="got a last score of 0.0"):
+    with pytest.raises(ValueError, match="a last score of 0.0"):
         choose_layer([0.3, 0.0], rule="fraction_of_last")
 
 
