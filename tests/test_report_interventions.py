@@ -14,9 +14,10 @@ from lit_layers import plots, records
 from lit_layers.figures.labels import tag_text
 from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
-from lit_layers.report import variant_sections, write_report
+from lit_layers.report import write_report
 from lit_layers.report.logged_numbers import values_of
 from lit_layers.report.rendering import write_pictures
+from lit_layers.report.sections import intervention_sections
 from tests.support import variant_results
 from tests.support.charts import PageFigure, page_figures
 
@@ -190,7 +191,7 @@ def test_variants_that_failed_break_no_page_and_have_no_curve(tmp_path, steps):
         line = Measurement(run="r", step=step, tokens=None, analysis="intervene/arc", records=found, seconds=1.0)
         records.append(tmp_path / "measurements.jsonl", line)
     assert write_report(tmp_path).is_file()
-    drawn = variant_sections.sections(records.frame(tmp_path / "measurements.jsonl"), {})
+    drawn = intervention_sections(records.frame(tmp_path / "measurements.jsonl"), {})
     assert "Failed" not in str(drawn)
     assert "Skip" in str(drawn)
     names = [path.name for path in write_pictures(tmp_path, tmp_path / "pictures")]

@@ -17,7 +17,7 @@ from lit_layers.figures.labels import listing, value, whole
 from lit_layers.figures.tables import change_table, grouped, model_table, with_task_means, with_task_medians
 from lit_layers.identity import Settings
 from lit_layers.metrics import look_up, sentence
-from lit_layers.report import emergence, sections, variant_sections
+from lit_layers.report import emergence, sections
 from lit_layers.report.template import Block, charts_in, fill
 
 
@@ -63,7 +63,7 @@ def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
 
 
 def _surface(run: run_data.RunData, frame: pd.DataFrame) -> list[Block]:
-    return [] if run.compares_models else sections.first_surface(frame[~variant_sections.is_own(frame)])
+    return [] if run.compares_models else sections.first_surface(frame[~sections.is_of_intervention(frame)])
 
 
 def _emergence(run: run_data.RunData, *, allow_suspect: bool) -> dict[str, Any]:
@@ -86,10 +86,10 @@ def sections_of(run: run_data.RunData, *, allow_suspect: bool = False) -> tuple[
     medians = with_task_medians(means.frame)
     frame = medians.frame
     depths = {m.run: m.provenance["depth"] for m in drawable if type(m.provenance.get("depth")) is int}
-    shown = sections.sections(frame[~variant_sections.is_own(frame)], comparing=comparing, num_layers=depths)
+    shown = sections.sections(frame[~sections.is_of_intervention(frame)], comparing=comparing, num_layers=depths)
     for section in shown:
         section["note"] = " ".join(filter(None, [section["note"], means.notes.get(section["name"])]))
-    shown += variant_sections.sections(frame, medians.notes)
+    shown += sections.intervention_sections(frame, medians.notes)
     return frame, shown
 
 
