@@ -343,10 +343,8 @@ def _expect_tokenizer(shards: TokenShards, tokenizer: str) -> None:
     hash_ = None if size else tokenization.tokenizer_hash(tokenization.load_tokenizer(tokenizer).tokenizer)
     if hash_ != shards.tokenizer_hash:
         made_by = shards.header["tokenizer"]
-        raise InputError(
-            f"{shards.folder} was made with the tokenizer {made_by['spec']!r}, not {tokenizer!r}: name "
-            f"{shards.tokenizer_path}, or prepare the corpus again"
-        )
+        what = f"{shards.folder} was made with the tokenizer {made_by['spec']!r}, not {tokenizer!r}"
+        raise InputError(f"{what}: name {shards.tokenizer_path}, or prepare the corpus again")
 
 
 def _cache_folder(corpus: str, tokenizer: str, cache: str | Path | None) -> Path:
@@ -359,15 +357,13 @@ def _cache_folder(corpus: str, tokenizer: str, cache: str | Path | None) -> Path
     return root / "text" / "-".join([*names, key])
 
 
-def _expect_settings(folder: Path, there: dict[str, Any], asked: dict[str, Any]) -> None:
-    old, new = ({**each["source"], **each["tokenizer"], "documents": each["max_documents"]} for each in (there, asked))
+def _expect_settings(folder: Path, before: dict[str, Any], asked: dict[str, Any]) -> None:
+    old, new = ({**each["source"], **each["tokenizer"], "documents": each["max_documents"]} for each in (before, asked))
     same_tokenizer = old["hash"] is not None and old["hash"] == new["hash"]
     for key in sorted((old.keys() | new.keys()) - ({"spec"} if same_tokenizer else set())):
         if old.get(key) != new.get(key):
-            raise InputError(
-                f"{folder} holds shards with {key} {old.get(key)!r}, and {new.get(key)!r} was asked for: "
-                "choose another folder, or remove that one"
-            )
+            there = f"{folder} holds shards with {key} {old.get(key)!r}, and {new.get(key)!r} was asked for"
+            raise InputError(f"{there}: choose another folder, or remove that one")
 
 
 @contextlib.contextmanager

@@ -67,10 +67,8 @@ def open_source(
         return PythonSources(validation=validation or 0.1)
     name = ALIASES.get(spec, spec)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?(:[\w.-]+)?", name) or Path(name).suffix in SUFFIXES:
-        names = ", ".join(["python", *ALIASES])
-        raise InputError(
-            f"no corpus {spec!r}: expected {names}, an existing path, or ORG/NAME[@REVISION][:CONFIG] of the Hub"
-        )
+        names = ", ".join(["python", *ALIASES, "an existing path"])
+        raise InputError(f"no corpus {spec!r}: expected {names}, or ORG/NAME[@REVISION][:CONFIG] of the Hub")
     return HubText(name, column=column or "text", validation=validation)
 
 
@@ -175,9 +173,7 @@ class HubText(Source):
             self.revision = str(info.sha)
             splits = set(self._open(None))
         if any("/partial" in file.rfilename for file in info.siblings or ()):
-            raise InputError(
-                f"the Hub has converted only a part of {self.name} to parquet: download it, and name the folder"
-            )
+            raise InputError(f"the Hub has converted only a part of {self.name} to parquet: name a local copy")
         has_both = {"train", "validation"} <= splits
         if has_both and self.share is not None:
             raise InputError(f"{self.name} brings its own validation split: leave validation out")
@@ -296,9 +292,8 @@ def _decoded(lines: list[bytes], file: Path, start: int) -> str:
     try:
         return b"".join(lines).decode("utf-8" if start else "utf-8-sig").strip("\r\n")
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"{file} is not UTF-8 (byte {start + error.start} is {error.object[error.start]:#x}): convert it first"
-        ) from error
+        place = f"byte {start + error.start} is {error.object[error.start]:#x}"
+        raise InputError(f"{file} is not UTF-8 ({place}): convert it first") from error
 
 
 def _split_of(path: Path) -> str | None:

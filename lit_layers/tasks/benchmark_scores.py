@@ -187,7 +187,7 @@ class BenchmarkScores(WithTokenizer, Analysis):
 
     def check(self, model: LayeredModel) -> None:
         self.check_options(model)
-        self.variants_of(model)
+        variants_of(self, model)
         num_tokens, vocab_size = self.words.vocab_size, model.vocab_size or 0
         if num_tokens > vocab_size:
             raise InputError(f"tokenizer: it has {num_tokens} tokens and the model {vocab_size}: give the model's own")
@@ -200,14 +200,6 @@ class BenchmarkScores(WithTokenizer, Analysis):
         scorer = LmEvalScorer(self._local or self.task, self.tokenizer, limit=self.limit)
         number = len({request.doc_id for request in scorer.requests()})
         return replace(self, limit=min(rows, number)), min(1.0, rows / number)
-
-    def variants_of(self, model: LayeredModel) -> list[Variant]:
-        """The variants that are scored of this model, the full one first.
-
-        Raises:
-            InputError: options that do not fit the model.
-        """
-        return variants_of(self, model)
 
     def config(self) -> dict[str, Any]:
         """Of all that decides the numbers; the scorer's version, too."""
@@ -223,7 +215,7 @@ class BenchmarkScores(WithTokenizer, Analysis):
 
     def compute(self, model: LayeredModel) -> Iterator[Record]:
         self.check_options(model)
-        variants = self.variants_of(model)
+        variants = variants_of(self, model)
         scored, failed = self._scored(model, variants)
         for record in self._records(variants, scored, failed):
             yield replace(record, tags=record.tags | self.tags_of("dtype"))

@@ -116,11 +116,15 @@ def sentence_encoder(read: Callable[[str], bytes]) -> SentenceEncoder | None:
     similarity = about.get("similarity_fn_name") or "cosine"
     if similarity not in ("cosine", "dot"):
         raise _unlike("similarity_fn_name", "cosine or dot", similarity)
+    transformer = _read(read, "sentence_bert_config.json") or {}
+    if (limit := transformer.get("max_seq_length")) is None:  # the tokenizer's counts
+        limit = (_read(read, "tokenizer_config.json") or {}).get("model_max_length")
     return SentenceEncoder(
         pooling=_pooling(read, f"{modules[1]['path']}/config.json"),
         normalizes=len(kinds) == 3,
         similarity=similarity,
-        **_transformer(read),
+        max_tokens=limit if isinstance(limit, int) and 0 < limit < _UNLIMITED else None,
+        lowercases=transformer.get("do_lower_case", False),
         prompts=tuple(sorted(prompts.items())),
         default_prompt=about.get("default_prompt_name"),
     )
@@ -154,16 +158,6 @@ def _pooling(read: Callable[[str], bytes], place: str) -> TextPooling:
     if len(modes) != 1 or modes[0] not in known:
         raise _unlike(place, f"pooling by one of {', '.join(_POOLINGS)}", " and ".join(modes) or "nothing")
     return known[modes[0]]
-
-
-def _transformer(read: Callable[[str], bytes]) -> dict[str, Any]:
-    """The limit of tokens and whether texts are lower case. Without a limit of its own the tokenizer's counts."""
-    config = _read(read, "sentence_bert_config.json") or {}
-    limit = config.get("max_seq_length")
-    if limit is None:
-        limit = (_read(read, "tokenizer_config.json") or {}).get("model_max_length")
-    limited = isinstance(limit, int) and 0 < limit < _UNLIMITED
-    return {"max_tokens": limit if limited else None, "lowercases": config.get("do_lower_case", False)}
 
 
 def _read(read: Callable[[str], bytes], path: str, kind: Any = dict[str, Any]) -> Any:

@@ -52,17 +52,16 @@ def refuse_unknown(task: str) -> None:
         InputError: it, or where lm-eval is not installed.
     """
     version_of("lm_eval")
-    name = NAMES.get(task, task)
-    if name.endswith(".yaml"):
-        if not Path(name).is_file():
-            raise InputError(f"task: expected a task file of lm-eval, {name} does not exist")
-        return
-    if task in LOCAL_TASKS:  # which lm-eval has: to read the names of its thousands of task files takes ten seconds
-        return
-    with quiet():
-        names = _manager(defaults=True).all_tasks
-    if name not in names:
-        raise unknown_task(name, names)
+    if task.endswith(".yaml"):
+        if not Path(task).is_file():
+            raise InputError(f"task: expected a task file of lm-eval, {task} does not exist")
+    elif (
+        task not in LOCAL_TASKS
+    ):  # which lm-eval has: to read the names of its thousands of task files takes ten seconds
+        with quiet():
+            names = _manager(defaults=True).all_tasks
+        if task not in names:
+            raise unknown_task(task, names)
 
 
 def task_file_hash(path: Path) -> str:

@@ -142,10 +142,6 @@ class ProbeTask(Task):
         if "{" in self.text and re.search("[{}]", _FIELD.sub("", self.text)):
             raise self.refusal("text", f"expected {{column}} or {{column[0]}} in {self.text!r}")
 
-    @property
-    def train_splits(self) -> Sequence[str]:
-        return [self.train] if isinstance(self.train, str) else self.train
-
     def text_columns(self) -> list[str]:
         """The columns that a text is made of: itself, or those in the braces of a format."""
         return [field["column"] for field in _FIELD.finditer(self.text)] or [self.text]
@@ -218,7 +214,8 @@ def _read(task: ProbeTask) -> tuple[dict[str, Rows], tuple[str, ...] | None, int
     if others and isinstance(source, str) and is_one_file(source):
         part = min(others)  # test before validation
         raise task.refusal(part, f"{source} is one file without splits: set {part} to null to cut off a share")
-    read = {part: _rows(task, splits) for part, splits in {"train": task.train_splits, **others}.items()}
+    splits = {"train": [task.train] if isinstance(task.train, str) else task.train, **others}
+    read = {part: _rows(task, each) for part, each in splits.items()}
     parts, num_empty = {part: rows for part, (rows, _, _) in read.items()}, sum(number for *_, number in read.values())
     if task.kind == "regression":
         return _as_values(task, parts), None, num_empty

@@ -95,10 +95,6 @@ def _of_the_hub(source: str, split: str, columns: Mapping[str, str]) -> Columns:
     return Columns(values, {column: classes for column, classes in names.items() if classes}, place)
 
 
-def _of_files(source: str, split: str, columns: Mapping[str, str]) -> Columns:
-    return _of_path(Path(source.replace(PATTERN, split)).expanduser(), split, columns)
-
-
 def _of_path(path: Path, split: str, columns: Mapping[str, str]) -> Columns:
     path = _file_of(path, split)
     read = {".parquet": _read_parquet, ".csv": _read_csv, ".jsonl": _read_jsonl}.get(path.suffix)
@@ -313,8 +309,10 @@ class Task:
         try:
             if self.copy is not None:
                 return self.copy.read(splits, columns)
-            read = _of_files if is_local(self.source) else _of_the_hub
-            return _joined([read(self.source, split, columns) for split in splits])
+            if not is_local(self.source):
+                return _joined([_of_the_hub(self.source, split, columns) for split in splits])
+            paths = [(Path(self.source.replace(PATTERN, split)).expanduser(), split) for split in splits]
+            return _joined([_of_path(path, split, columns) for path, split in paths])
         except InputError as error:
             raise InputError(f"task {self.name}: {error}") from error
 
