@@ -419,7 +419,7 @@ OWN = "--text title --label mood"
         (f"{M} --task noise.csv", "rule: no layer can be chosen: the best validation accuracy of a probe is"),
         (
             f"{M} --task songs.csv {OWN} --max_iterations 1",
-            "max_iterations: the probe of layer 0 has not converged in 1",
+            "max_iterations: the probe of layer 0 has not converged",
         ),
     ],
 )
