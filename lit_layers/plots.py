@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 
-from lit_layers.figures import chart, maps, models, profiles, scatter, training
+from lit_layers.figures import chart, maps, profiles, scatter, training
 from lit_layers.figures import variants as _variants
 from lit_layers.figures.chart import *  # noqa: F403
 from lit_layers.figures.chart import Chart
 from lit_layers.figures.maps import *  # noqa: F403
-from lit_layers.figures.models import *  # noqa: F403
 from lit_layers.figures.profiles import *  # noqa: F403
 from lit_layers.figures.scatter import *  # noqa: F403
 from lit_layers.figures.tables import (
@@ -31,7 +30,6 @@ __all__ = [
 
 __all__ += chart.__all__
 __all__ += maps.__all__
-__all__ += models.__all__
 __all__ += profiles.__all__
 __all__ += scatter.__all__
 __all__ += training.__all__

@@ -10,7 +10,7 @@ from typing import Any
 from lit_layers import records
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import DASH, count, listing
-from lit_layers.figures.models import short_names
+from lit_layers.figures.profiles import short_names
 from lit_layers.figures.tables import grouped
 from lit_layers.identity import ALL, LAST, Settings, divided, settings_of, short
 from lit_layers.metrics import sentence

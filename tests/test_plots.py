@@ -10,7 +10,7 @@ import pytest
 from lit_layers import plots, records
 from lit_layers.errors import InputError
 from lit_layers.figures import theme
-from lit_layers.figures.models import in_rows, short_names
+from lit_layers.figures.profiles import in_rows, short_names
 from lit_layers.figures.theme import DASHES, Axis
 from lit_layers.records import Measurement, Record
 from tests.support.charts import axis, drawn, line, names, svg_texts, values

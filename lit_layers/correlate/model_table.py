@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lit_layers import identity, records
 from lit_layers.errors import InputError, did_you_mean
 from lit_layers.figures.labels import in_sentence, tag_text
-from lit_layers.figures.models import short_names
+from lit_layers.figures.profiles import short_names
 from lit_layers.figures.tables import plainest
 from lit_layers.identity import BESIDE, same_tag, variant_of
 from lit_layers.metrics import METRICS, is_in, look_up, scalar_row, sentence

@@ -15,7 +15,7 @@ from lit_layers.correlate.layer_tables import LayerTables, ModelTables
 from lit_layers.correlate.model_table import ModelTable
 from lit_layers.figures.chart import Chart
 from lit_layers.figures.labels import in_sentence, p_equation, p_text, value
-from lit_layers.figures.models import depth_curves
+from lit_layers.figures.profiles import depth_curves
 from lit_layers.figures.scatter import Scatter, scatter_plot
 from lit_layers.figures.tables import grouped
 from lit_layers.figures.vega import write_pictures

@@ -79,8 +79,6 @@ def _parts(color: str) -> list[int]:
 
 # ------------------------------------------------------------------------------------------------ axes
 
-DEPTH_TITLE = "Depth (100 layer / number of layers)"  # of models that are not equally deep
-
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:

@@ -9,8 +9,17 @@ import pandas as pd
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.labels import tag_text
 from lit_layers.figures.maps import by_checkpoint, colored, key_axis, slider_map
-from lit_layers.figures.models import color_of, short_names, symbol_of
-from lit_layers.figures.profiles import FRAMES, fixed_limits, framed, level, series_of, value_axis
+from lit_layers.figures.profiles import (
+    FRAMES,
+    color_of,
+    fixed_limits,
+    framed,
+    level,
+    series_of,
+    short_names,
+    symbol_of,
+    value_axis,
+)
 from lit_layers.figures.tables import (
     Chosen,
     Point,

@@ -29,7 +29,7 @@ from lit_layers.clock.times_and_order import (
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.labels import BLOCKS, count, p_equation, p_text, value, wrapped
 from lit_layers.figures.maps import named_matrix, row_height
-from lit_layers.figures.models import in_rows, style_of_run
+from lit_layers.figures.profiles import in_rows, style_of_run
 from lit_layers.figures.tables import grouped
 from lit_layers.figures.theme import Axis, layer_axis, place, place_labels, rounded
 from lit_layers.figures.vega import write_pictures

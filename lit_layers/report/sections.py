@@ -14,7 +14,7 @@ from lit_layers.figures import tables
 from lit_layers.figures.chart import Chart
 from lit_layers.figures.labels import BLOCKS, analysis_note, in_sentence, pair_text, tag_text
 from lit_layers.figures.maps import has_surface
-from lit_layers.figures.models import short_names
+from lit_layers.figures.profiles import short_names
 from lit_layers.figures.theme import spread
 from lit_layers.figures.variants import BASELINE, LOOPED
 from lit_layers.functional.block_schedules import CUSTOM, OF_BLOCKS, OF_MIDDLES

@@ -17,8 +17,7 @@ from lit_layers.errors import InputError
 from lit_layers.figures import vega
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.labels import listing, tag_text, value, whole
-from lit_layers.figures.models import color_of, symbol_of
-from lit_layers.figures.profiles import level, levels_of, value_axis
+from lit_layers.figures.profiles import color_of, level, levels_of, symbol_of, value_axis
 from lit_layers.figures.tables import choice_text, grouped
 from lit_layers.figures.theme import INK, Axis, Training, layer_axis, rounded, spread
 from lit_layers.identity import Settings, short

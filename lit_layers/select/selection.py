@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lit_layers.figures.chart import Chart, Panels, Series
 from lit_layers.figures.labels import in_sentence, value
-from lit_layers.figures.models import color_of, symbol_of
-from lit_layers.figures.profiles import level
+from lit_layers.figures.profiles import color_of, level, symbol_of
 from lit_layers.figures.theme import ACCENT, MUTED, Axis, rounded
 from lit_layers.figures.vega import write_pictures
 from lit_layers.functional.curves import bootstrap_interval
