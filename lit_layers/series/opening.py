@@ -2,10 +2,11 @@
 
 import dataclasses
 import fnmatch
+import functools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,12 +46,15 @@ _Range = Annotated[tuple[Step, Step, _Every], Expected("[first, last, every]")]
 class Facts:
     """What a manifest says of the repositories of these names; None is unknown.
 
-    `others` are branches that are no steps of
-    it, such as a later training that counts from 0 again; `*`, `?` and `[...]` stand as in file names.
+    A list of grammars has one for each training whose branches a repository holds. `repositories` is the name of the
+    repository of each step, where a step is a repository, with `{repo}` and `{step}` or `{thousands}` of steps.
+    `others` are branches that are no steps of it, such as a later training that counts from 0 again; `*`, `?` and
+    `[...]` stand as in file names.
     """
 
     names: Annotated[str | list[str], Expected("a name, or a list of names")]
-    grammar: str | None = None
+    grammar: Annotated[str | list[str] | None, Expected("a grammar, or a list of grammars")] = None
+    repositories: str | None = None
     steps: Annotated[str | list[Step] | dict[str, int] | None, Expected("pythia, a list of steps, or {every: N}")] = (
         None
     )
@@ -90,8 +94,8 @@ class Manifest:
             try:
                 if entry.steps is not None:
                     Schedule(entry.steps)
-                if entry.grammar is not None:
-                    Grammar(entry.grammar)
+                for grammar in _listed(entry.grammar or []):
+                    Grammar(grammar)
             except InputError as error:
                 raise InputError(f"{self.path}: repositories.{number}: {error}") from error
 
@@ -126,6 +130,8 @@ def known_facts(repo: str) -> Facts:
 class HubRevisions(Series):
     """The branches of a repository that are steps: Pythia, OLMo, CRFM and others. Listing them takes one request.
 
+    Where a manifest says that each step is a repository (MultiBERTs), they are these, with a request each.
+
     Args:
         repo: ORGANIZATION/NAME.
         steps: all, a list, {log_spaced: N}, or a schedule as in training (pythia, {every: 1000}, ...).
@@ -133,6 +139,7 @@ class HubRevisions(Series):
             one; a template such as `stage2-ingredient1-step{step}-*` is another (OLMo), of which a manifest knows the
             tokens per step.
         manifest: a file with tokens per step and known defects; one of ours is used where it knows the repository.
+        name: what the series is called, where the branches hold several trainings.
     """
 
     def __init__(
@@ -142,17 +149,24 @@ class HubRevisions(Series):
         *,
         grammar: str = "auto",
         manifest: str | Path | None = None,
+        name: str | None = None,
     ) -> None:
         self.repo, self.steps, self._manifest = repo, steps, manifest
         self._grammar = None if grammar == "auto" else Grammar(grammar)
-        self.name = f"{repo} {grammar}" if "*" in grammar else repo
+        self.name = name or (f"{repo} {grammar}" if "*" in grammar else repo)
 
     def find(self) -> Listing:
         facts, hub = self._facts(), Hub()
+        if facts.repositories is not None:
+            return self._repositories(facts, facts.repositories, hub)
+        if self._grammar is None and isinstance(facts.grammar, list):
+            raise InputError(
+                f"{self.repo} holds several trainings: name one by its grammar, {' or '.join(facts.grammar)}"
+            )
         if self.name != self.repo:
             facts = Facts(self.repo, tokens_per_step=facts.tokens_per_step, warm_up=0)
         commits = hub.commits(self.repo)
-        grammar = self._grammar or (Grammar(facts.grammar) if facts.grammar else recognize(commits))
+        grammar = self._grammar or (Grammar(facts.grammar) if isinstance(facts.grammar, str) else recognize(commits))
         no_steps = (MAIN, *facts.others)
         names = [name for name in commits if not any(fnmatch.fnmatchcase(name, other) for other in no_steps)]
         steps, strangers = parsed_names(names, grammar)
@@ -181,6 +195,28 @@ class HubRevisions(Series):
             expected=facts.expected(),
             strangers=strangers if self.name == self.repo else (),
             doubles=doubles,
+            defects=facts.defects,
+            warm_up=facts.warm_up,
+        )
+
+    def _repositories(self, facts: Facts, template: str, hub: Hub) -> Listing:
+        """Return the listing of a series whose steps are repositories; the repository itself is no step."""
+        steps = facts.expected() or ()
+        places = [{"{repo}": self.repo, "{step}": str(step), "{thousands}": str(step // 1000)} for step in steps]
+        names = [functools.reduce(lambda name, part: name.replace(*part), each.items(), template) for each in places]
+        *sources, main = at_once(functools.partial(_source, hub), [*names, self.repo])
+        if sources and all(reasons := [source.why for source in sources if isinstance(source, HubSource)]):
+            raise InputError(reasons[0])
+        found = zip(steps, names, sources, strict=True)
+        per_step = facts.tokens_per_step
+        return Listing(
+            checkpoints=tuple(
+                Checkpoint(self.name, name, source, step=step, tokens=per_step and step * per_step)
+                for step, name, source in found
+            ),
+            main=Checkpoint(self.name, MAIN, main),
+            main_is_last=facts.main_is_last,
+            expected=steps,
             defects=facts.defects,
             warm_up=facts.warm_up,
         )
@@ -334,11 +370,21 @@ def open_series(
         repos = Manifest(name).names()
         if not repos:
             raise InputError(f"{name} names no repository in full: give one, such as ORGANIZATION/NAME")
-        return [HubRevisions(repo, steps, grammar=grammar, manifest=name) for repo in repos]
+        return [each for repo in repos for each in _trainings(repo, steps, grammar, name)]
     # checkpoints/first is spelled like a repository: where its parent is a folder here, a folder was meant.
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or Path(name).parent.is_dir():
         raise InputError(f"expected a folder, ORGANIZATION/NAME on the Hub or a manifest, {name} does not exist")
-    return [HubRevisions(name, steps, grammar=grammar)]
+    return [*_trainings(name, steps, grammar)]
+
+
+def _trainings(repo: str, steps: Any, grammar: str, manifest: str | None = None) -> Iterator[Series]:
+    """Yield the series of a repository: one for each training that its manifest knows in its branches."""
+    facts = known_facts(repo) if manifest is None else Manifest(manifest).facts(repo)
+    several = facts.grammar if facts is not None and isinstance(facts.grammar, list) and grammar == "auto" else []
+    for each in several:
+        yield HubRevisions(repo, steps, grammar=each, manifest=manifest, name=f"{repo} {each}")
+    if not several:
+        yield HubRevisions(repo, steps, grammar=grammar, manifest=manifest)
 
 
 UNAUDITED = "unaudited"

@@ -14,7 +14,8 @@ from huggingface_hub.utils import close_session
 from transformers import AutoModelForCausalLM
 
 from lit_layers.errors import InputError
-from lit_layers.series import HubRevisions, Models
+from lit_layers.models.build import weights_hash
+from lit_layers.series import HubRevisions, Models, audit, open_series
 from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.series.checkpoint_sources import HubSource
 from tests.support.fake_hub import FakeHub
@@ -329,3 +330,40 @@ def test_a_checkpoint_is_a_plain_value():
     one = Checkpoint("org/tiny", "step1", HubSource(None, "org/tiny", "step1", "abc"), step=1)  # pyright: ignore
     assert one == Checkpoint("org/tiny", "step1", HubSource(None, "org/tiny", "step1", "abc"), step=1)  # pyright: ignore
     assert one != Checkpoint("org/tiny", "step1", HubSource(None, "org/tiny", "step1", "abd"), step=1)  # pyright: ignore
+
+
+def test_steps_that_are_repositories_are_one_series(hub, root, model, tmp_path):
+    for step in (0, 20, 40):
+        make_step(model, root / "org" / f"bert-seed_0-step_{step}k" / "main", step / 64)
+    make_step(model, root / "org" / "bert-seed_0" / "main", 40 / 64)
+    manifest = tmp_path / "own.yaml"
+    entry = 'names: org/bert-seed_0, repositories: "{repo}-step_{thousands}k", ranges: [[0, 40000, 20000]]'
+    manifest.write_text(f"repositories: [{{{entry}, main_is_last: true, tokens_per_step: 1000}}]")
+    (series,) = open_series(str(manifest))
+    assert series.name == "org/bert-seed_0"
+    assert [(each.name, each.step, each.tokens) for each in series] == [
+        (f"org/bert-seed_0-step_{step // 1000}k", step, 1000 * step) for step in (0, 20000, 40000)
+    ]
+    assert audit(series).is_clean
+    assert series.checkpoints[1].provenance()["checkpoint"] == "org/bert-seed_0-step_20k"
+    assert weights_hash(series.checkpoints[1].load()) != weights_hash(series.checkpoints[2].load())
+
+
+def test_trainings_in_the_branches_of_one_repository_are_a_series_each(hub, root, model, tmp_path):
+    make_step(model, root / "org" / "data" / "main", 27 / 64)
+    for seed, steps in {"default": (0, 10, 20), "small-aux-2": (0, 10)}.items():
+        for step in steps:
+            make_step(model, root / "org" / "data" / f"step{step}-seed-{seed}", (step + len(seed)) / 64)
+    manifest = tmp_path / "own.yaml"
+    manifest.write_text(
+        'repositories: [{names: org/data, grammar: ["step{step}-seed-default", "step{step}-seed-small-aux-2"]}]'
+    )
+    default, other = open_series(str(manifest))
+    assert [each.step for each in default] == [0, 10, 20]
+    assert [each.step for each in other] == [0, 10]
+    assert default.name == "org/data step{step}-seed-default"
+    assert all(audit(each).is_clean for each in (default, other))
+    with pytest.raises(
+        InputError, match=r"org/data holds several trainings: name one by its grammar, step\{step\}-seed-d"
+    ):
+        HubRevisions("org/data", manifest=manifest).find()

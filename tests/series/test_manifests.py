@@ -65,6 +65,20 @@ def test_olmo_has_tokens_per_step_where_they_are_known(repo, tokens):
     assert known_facts(repo).grammar == "stages"
 
 
+def test_multiberts_have_28_steps_of_five_seeds():
+    names = Manifest(MANIFESTS / "multiberts.yaml").names()
+    assert names == [f"google/multiberts-seed_{seed}" for seed in range(5)]
+    steps = known_facts(names[0]).expected()
+    assert steps is not None
+    assert (len(steps), steps[0], steps[9], steps[10], steps[-1]) == (28, 20_000, 200_000, 300_000, 2_000_000)
+
+
+def test_datadecide_has_three_seeds_in_each_repository():
+    for size, seeds in {"1B": "large", "150M": "small"}.items():
+        default, *others = known_facts(f"allenai/DataDecide-dolma1_7-{size}").grammar or []
+        assert (default, others) == ("step{step}-seed-default", [f"step{{step}}-seed-{seeds}-aux-{n}" for n in (2, 3)])
+
+
 def test_defects_belong_to_the_repository_that_has_them():
     assert [defect.steps for defect in known_facts("EleutherAI/pythia-410m-seed9").defects] == [(40000,)]
     assert known_facts("EleutherAI/pythia-410m-seed8").defects == ()
