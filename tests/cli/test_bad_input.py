@@ -68,7 +68,6 @@ def test_options_of_a_run_that_would_do_harm_are_refused(
     [
         ("correlate MODELS --metric coupling --score score --seed -1", "seed: expected at least 0, got -1"),
         ("emerge RUN --confidence=", "confidence: expected float, got"),
-        ("emerge RUN --root NOWHERE", "cannot write to NOWHERE"),
         ("emerge EleutherAI/pythia-70m", "is not there: measure it first, by lit-layers analyze EleutherAI/pythia-70m"),
         ("correlate MODELS --metric coupling --score score --root NOWHERE", "cannot write to NOWHERE"),
         ("select nothing --task MODELS --text=", "text: expected a name or a path, got ''"),
