@@ -33,9 +33,8 @@ STEP, TOKENS = f"{_PLACE}/step", f"{_PLACE}/tokens"
 TRANSFORMERS_AXIS = "train/global_step"  # in each row that transformers logs to W&B
 TABLE = "emergence"
 # 0.15 ms a row: 3 s. Above it the pairs of layers are left to the heat maps; W&B itself cuts at 200,000.
-_TABLE_ROWS, _TABLE_LIMIT = 20_000, 200_000
+_TABLE_ROWS = 20_000
 Scalars = Literal["plotted", "all"]  # which numbers are curves
-Table = tuple[list[str], list[list[Any]]]  # columns, rows
 # Tags whose values are variants of one number: figures show one of them first.
 _VARIANTS = ("statistic", "control", "drop_first", "normalization", "split", "of", "domain", "k")
 MATRIX, SURFACE, LAYER_MEAN = "matrix", "over_layers", "layer_mean"  # last words of names
@@ -195,35 +194,28 @@ def _drawn(charts: Mapping[str, Chart], what: str) -> dict[str, bytes]:
 
 
 def of_the_whole_run(
-    measured: Sequence[Measurement], plain: dict[tuple[str, str], str]
-) -> tuple[dict[str, Table], dict[str, bytes]]:
-    """Return the table and the pictures (PNG) that are of all steps together, by their names; none without numbers."""
+    library: Any, measured: Sequence[Measurement], plain: dict[tuple[str, str], str], name: str = TABLE
+) -> dict[str, Any]:
+    """Return the row of wandb of all steps together, a table of this name and pictures; empty without numbers."""
     rows = [(measurement, record) for measurement in measured for record in measurement.records]
     if not rows:
-        return {}, {}
+        return {}
     rows = rows if len(rows) <= _TABLE_ROWS else [pair for pair in rows if _is_on_curve(pair[1])]
-    if len(rows) > _TABLE_LIMIT:
-        logger.warning("the table would have more than %d rows; the first are kept", _TABLE_LIMIT)
-    table = [*TABLE_COLUMNS], [_table_row(*pair) for pair in rows[:_TABLE_LIMIT]]
-    return {TABLE: table}, layer_maps(measured, plain)
+    table = library.Table(columns=[*TABLE_COLUMNS], data=[_table_row(*pair) for pair in rows])
+    return {name: table} | images_of(library, layer_maps(measured, plain))
 
 
-def as_logged(library: Any, tables: Mapping[str, Table], pictures: Mapping[str, bytes]) -> dict[str, Any]:
-    """Tables and pictures (PNG) as a row of wandb takes them.
-
-    Beside others of its name a picture has a slider over the steps.
-    """
+def images_of(library: Any, pictures: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return pictures (PNG) as a row of wandb takes them: beside others of its name one has a slider over the steps."""
     from PIL import Image  # what only heat maps need
 
-    made = {name: library.Table(columns=columns, data=rows) for name, (columns, rows) in tables.items()}
-    images = {name: Image.open(io.BytesIO(png)).convert("RGB") for name, png in pictures.items()}
-    return made | {name: library.Image(image) for name, image in images.items()}
+    return {name: library.Image(Image.open(io.BytesIO(png)).convert("RGB")) for name, png in pictures.items()}
 
 
 def best_of(name: str) -> str | None:
     """Return what a run's summary keeps of a curve: the best value of a score, else the last."""
     better = next((METRICS[part].better for part in name.split("/") if part in METRICS), None)
-    return {"lower": "min", "higher": "max", None: None}[better]
+    return {"lower": "min", "higher": "max"}.get(better or "")
 
 
 # ------------------------------------------------------------------------------------------------ the user's loggers
@@ -279,9 +271,8 @@ class WandbRun:
         self.flush()
         measurements = records.read(root / "measurements.jsonl")
         shown = [measurement for measurement in latest(measurements) if not records.is_suspect(measurement)]
-        tables, pictures = of_the_whole_run(shown, plain_settings(measurements))
-        named = {f"{_PLACE}/{name}": table for name, table in tables.items()}
-        self._run.log(as_logged(self._wandb, named, pictures), commit=False)
+        row = of_the_whole_run(self._wandb, shown, plain_settings(measurements), f"{_PLACE}/{TABLE}")
+        self._run.log(row, commit=False)
 
     def flush(self) -> None:
         """Write the rows that wait behind the user's last row."""
@@ -302,7 +293,7 @@ class WandbRun:
 
     def _log(self, step: int, *, commit: bool) -> None:
         values, pictures = self._waiting.pop(step)
-        row = {**values, **as_logged(self._wandb, {}, pictures), self._axis: step}
+        row = {**values, **images_of(self._wandb, pictures), self._axis: step}
         for name in row.keys() - self._defined:  # by exact name: globs are the user's
             self._run.define_metric(name, step_metric=self._axis, summary=best_of(name))
         self._defined |= row.keys()

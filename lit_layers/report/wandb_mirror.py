@@ -2,8 +2,6 @@
 
 import configparser
 import contextlib
-import heapq
-import itertools
 import json
 import logging
 import os
@@ -17,6 +15,7 @@ from typing import IO, Any, Literal
 
 from lit_layers import records
 from lit_layers.errors import InputError, first_line, refused
+from lit_layers.figures.tables import grouped
 from lit_layers.identity import latest, logged_name, plain_settings
 from lit_layers.records import Measurement
 from lit_layers.report.logged_numbers import (
@@ -25,9 +24,9 @@ from lit_layers.report.logged_numbers import (
     TABLE,
     Scalars,
     are_maps_due,
-    as_logged,
     best_of,
     heat_maps,
+    images_of,
     layer_maps,
     of_the_whole_run,
     plotted,
@@ -145,7 +144,6 @@ class WandbMirror:
         self._table_is_due = self._allow_suspect = False
         self._plain: dict[tuple[str, str], str] = {}
         self._lock: IO[str] | None = None
-        self._data_dir: str | None = None
 
     def open(self, root: str | Path, *, run_id: str, config: Mapping[str, Any], **options: bool) -> None:
         """Start or resumes the run and sends what W&B does not have of it yet: `start`, then `catch_up`."""
@@ -168,7 +166,7 @@ class WandbMirror:
             InputError: where `mode` is online and W&B cannot be reached.
         """
         self.root, self._table_is_due, self._defined, self._steps = Path(root), False, set(), set()
-        self._allow_suspect, self._data_dir = allow_suspect, os.environ.get("WANDB_DATA_DIR")
+        self._allow_suspect = allow_suspect
         mode = (os.environ.get("WANDB_MODE", "").lower() or "auto") if self.mode == "auto" else self.mode
         if mode == "disabled":
             return
@@ -216,7 +214,7 @@ class WandbMirror:
         if self._run is None:
             return
         new, pictures = self._new(step, scalars, measurements)
-        new |= as_logged(self._wandb, {}, pictures)
+        new |= images_of(self._wandb, pictures)
         if new:
             self._table_is_due |= any(measurement.error is None for measurement in measurements)
             self._send(step, new | ({} if tokens is None else {"tokens": tokens}))
@@ -317,20 +315,11 @@ class WandbMirror:
 
     def _on_disk(self) -> Iterator[tuple[int, int | None, dict[str, float], list[Measurement]]]:
         """Yield all that the run's files hold, step by step."""
-
-        def step_of(each: Any) -> Any:
-            return each.step if isinstance(each, Measurement) else int(each["step"])
-
-        measured = sorted((m for m in self._measured() if m.step is not None), key=step_of)
-        rows = records.rows(self.root / "metrics.jsonl")
-        for step, here in itertools.groupby(heapq.merge(rows, measured, key=step_of), step_of):
-            scalars: dict[str, Any] = {}
-            measurements = []
-            for each in here:
-                if isinstance(each, Measurement):
-                    measurements.append(each)
-                else:
-                    scalars |= each
+        measured = grouped((m for m in self._measured() if m.step is not None), lambda m: m.step)
+        rows = grouped(records.rows(self.root / "metrics.jsonl"), lambda row: int(row["step"]))
+        for step in sorted(measured.keys() | rows.keys()):
+            measurements = measured.get(step, [])
+            scalars: dict[str, Any] = {name: value for row in rows.get(step, ()) for name, value in row.items()}
             tokens = scalars.pop("tokens", next((m.tokens for m in measurements if m.tokens is not None), None))
             scalars.pop("step", None)
             yield step, None if tokens is None else int(tokens), scalars, measurements
@@ -387,9 +376,8 @@ class WandbMirror:
         """The long form of all measurements, once they are complete, with maps over layers."""
         if not self._table_is_due and TABLE in self._sent.names.get(None, frozenset()):
             return
-        tables, pictures = of_the_whole_run(self._measured(), self._plain)
-        if tables:
-            self._send(None, as_logged(self._wandb, tables, pictures))
+        if row := of_the_whole_run(self._wandb, self._measured(), self._plain):
+            self._send(None, row)
 
     # ------------------------------------------------------------------------------------------- words
 
@@ -412,10 +400,6 @@ class WandbMirror:
 
     def _stop(self) -> None:
         self._run = None
-        if self._data_dir is None:
-            os.environ.pop("WANDB_DATA_DIR", None)
-        else:
-            os.environ["WANDB_DATA_DIR"] = self._data_dir
         for file in filter(None, (self._lock, self._notes)):
             file.close()
         self._lock = self._notes = None
@@ -475,28 +459,34 @@ class MirrorAside:
     """Hand the calls of a mirror to a thread, in order, and waits for the first and the last one only.
 
     A mirror that raises, falls behind, or makes no call within its `timeout` is given up with one sentence: what it
-    lacks is in the run's files. `patient` waits as long as it takes.
+    lacks is in the run's files.
     """
 
-    def __init__(self, mirror: WandbMirror, *, patient: bool = False) -> None:
-        self.mirror, self._limit = mirror, None if patient else mirror.timeout
+    def __init__(self, mirror: WandbMirror) -> None:
+        self.mirror = mirror
         self._calls: queue.Queue[tuple[Callable[[], None], threading.Event] | None] = queue.Queue(_STEPS)
-        self._is_off, self._is_starting = False, True
-        self._refused: InputError | None = None
-        self._last_words, self._seen = "", -1
+        self._is_off, self._last_words = False, ""
 
-    def open(self, root: str | Path, *, run_id: str, config: Mapping[str, Any], **options: bool) -> None:
-        """Start the mirror, with its own options; what W&B lacks of the run is sent meanwhile.
+    def open(self, root: str | Path, *, run_id: str, config: Mapping[str, Any]) -> None:
+        """Start the mirror; what W&B lacks of the run is sent meanwhile.
 
         Raises:
             InputError: what the mirror refuses to start with.
         """
+        refusals = list[InputError]()
+
+        def start() -> None:
+            try:
+                self.mirror.start(root, run_id=run_id, config=config)
+            except InputError as error:
+                self._is_off = True
+                refusals.append(error)
+
         self.mirror.root = Path(root)
         threading.Thread(target=self._work, name="wandb", daemon=True).start()
-        self._later(lambda: self.mirror.start(root, run_id=run_id, config=config, **options), self._limit)
-        self._is_starting = False
-        if self._refused is not None:
-            raise self._refused
+        self._later(start, self.mirror.timeout)
+        if refusals:
+            raise refusals[0]
         self._later(self.mirror.catch_up)
 
     def log_step(
@@ -508,18 +498,17 @@ class MirrorAside:
 
     def finish(self, exit_code: int = 0) -> None:
         """Return when all is sent, or when nothing more was within the limit."""
-        limit, is_killed = self._limit, exit_code == _TERMINATED
-        if is_killed and limit is not None:
-            limit = min(limit, _LIMIT_AFTER_SIGTERM)
+        limit, is_killed = self.mirror.timeout, exit_code == _TERMINATED
+        limit = min(limit, _LIMIT_AFTER_SIGTERM) if is_killed else limit
         self._later(lambda: self.mirror.finish(exit_code), limit, renewed=not is_killed)
         self._end()
 
     def closing_line(self) -> str:
         return self._last_words or self.mirror.closing_line()
 
-    def _later(self, call: Callable[[], None], *limit: float | None, renewed: bool = False) -> None:
-        """Queue a call. Wait until it is done if there is a limit (None: without end), which each row may renew."""
-        done = threading.Event()
+    def _later(self, call: Callable[[], None], limit: float | None = None, *, renewed: bool = False) -> None:
+        """Queue a call. Wait until it is done if there is a limit, which each row may renew."""
+        done, seen = threading.Event(), -1
         if self._is_off:
             return
         try:
@@ -527,10 +516,10 @@ class MirrorAside:
         except queue.Full:
             self._give_up("it does not keep up")
         else:
-            while limit and not done.wait(limit[0]):
-                before, self._seen = self._seen, self.mirror.num_rows
-                if not renewed or self._seen == before:
-                    self._give_up(f"no answer within {limit[0]:.0f} s")
+            while limit is not None and not done.wait(limit):
+                before, seen = seen, self.mirror.num_rows
+                if not renewed or seen == before:
+                    self._give_up(f"no answer within {limit:.0f} s")
                     break
 
     def _end(self) -> None:
@@ -544,9 +533,7 @@ class MirrorAside:
                 if not self._is_off:
                     call()
             except BaseException as error:  # whatever it is: no training ends for it
-                if self._is_starting and isinstance(error, InputError):
-                    self._is_off, self._refused = True, error
-                elif not self._is_off:
+                if not self._is_off:
                     self._give_up(first_line(error))
             finally:
                 done.set()

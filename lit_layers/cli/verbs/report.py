@@ -10,7 +10,7 @@ from lit_layers.cli.options import Names
 from lit_layers.cli.process import note
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import listing
-from lit_layers.report import MirrorAside, WandbMirror, rendering, side_by_side, write_report
+from lit_layers.report import WandbMirror, rendering, side_by_side, write_report
 from lit_layers.report.template import write_page
 from lit_layers.report.wandb_workspace import place_of, save, workspace_of
 
@@ -69,7 +69,7 @@ def report(
         print(*rendering.write_pictures(folder, pictures, allow_suspect=allow_suspect, settings=chosen), sep="\n")
     print(write_report(folder, root, allow_suspect=allow_suspect, settings=chosen))
     if wandb:
-        mirror = MirrorAside(_mirror(run.about), patient=True)
+        mirror = _mirror(run.about)
         config = run.about.get("config", {})
         mirror.open(folder, run_id=_run_id(run), config=config, allow_suspect=allow_suspect)
         mirror.finish()
