@@ -70,7 +70,7 @@ def test_a_run_of_wandb_gets_all_that_the_mirror_shows(tmp_path, monkeypatch):
     assert dict(run.curve("lit_layers/tokens"))[3] == 300
     assert any(name.endswith("/layer_mean") for name in run.names())
     assert len(run.media("image-file")["coupling/coupling_pair/k=2/matrix"]) == len(STEPS)
-    assert len(run.media("image-file")["lens/logit_lens_loss/over_layers"]) == 1
+    assert len(run.media("image-file")["lens/logit_lens_loss/over_layers"]) == 2  # of four steps, and of all
     assert len(run.tables["lit_layers/emergence"]["data"]) == len(numbers_of(tmp_path / "run"))
     config = run.config["lit_layers"]["analyses"]
     assert config["coupling"]["init_args"]["k"] == [2]
