@@ -157,9 +157,9 @@ class Chart(Picture):
             spec["view"] = {"fill": self.background}
         return spec
 
-    def whole(self, *, still: bool = True, **options: Any) -> dict[str, Any]:
+    def whole(self, *, still: bool = True) -> dict[str, Any]:
         """Return it with its title, its rows and the look of the theme: what stands on its own."""
-        spec = self.spec(still=still, **options)
+        spec = self.spec(still=still)
         spec["data"]["values"] = spec["data"]["values"] or rows_of(self)
         at = [f"Step {self.frames[-1]:,}"] if still and len(self.frames) > 1 else []
         title = {"title": {"text": self.title, "subtitle": at, "subtitleColor": MUTED}}

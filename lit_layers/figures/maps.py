@@ -182,7 +182,7 @@ def layer_surface(
     drawn = [rounded(row, 4) for row in values]
     cells = Cells(values=[drawn], rows=layers, columns=every, hover="{w}\nlayer {y}", **colored(metric, values))
     y = Axis(title="Layer", whole=True, grid=False, ends=(-0.5, layers[-1] + 0.5))
-    training = Training.of(every, {point.step: point.tokens for point in points})
+    training = Training(every, {point.step: point.tokens for point in points})
     look: dict[str, Any] = {"x": Axis(grid=False), "y": y, "height": 380, "background": MISSING}
     title = tables.title_of(metric, tags)
     return Chart(title=title, cells=cells, series=series, training=training, **look)

@@ -305,11 +305,11 @@ def models_in_rows(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -
             rows.append((", ".join(filter(None, [run if len(runs) > 1 or not tags else "", tags])), point))
     if not rows:
         raise ValueError(f"metric {metric!r} has no values of whole models")
-    texts, values = [wrapped(text) for text, _ in rows], Axis(title=look_up(metric).unit, log=look_up(metric).log)
+    texts = [wrapped(text) for text, _ in rows]
     look: dict[str, Any] = {"mark": "circle", "size": 6.5, "color": COLORS[0], "interval": "bars"}
     dots = series_of([point for _, point in rows], range(len(rows)), **look)
     high = 100 + (26 if any("\n" in text for text in texts) else 16) * len(rows)
-    return in_rows(title_of(metric, {}), texts, values, [dots], height=high)
+    return in_rows(title_of(metric, {}), texts, value_axis(metric), [dots], height=high)
 
 
 def short_names(runs: Sequence[str]) -> dict[str, str]:

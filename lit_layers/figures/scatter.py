@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from lit_layers.figures import tables
-from lit_layers.figures.chart import Bar, Chart, Series
+from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.profiles import FRAMES, color_bar
 from lit_layers.figures.theme import ACCENT, COLORS, DEPTH, MUTED, Axis, colors_of, rounded, spread
 from lit_layers.functional.correlation import UndefinedError, fit_line, line_band
@@ -164,12 +164,25 @@ def scatter_plot(content: Scatter, *, width: int = 660, height: int = 440) -> Ch
     for kind in [*kinds, None]:
         members = [index for index, group in enumerate(groups) if group == kind]
         if members:
-            series.append(_points(content, members, places, colors[members[0]], kind, listed))
+            texts = ["\n".join([content.names[n], *(content.hover[n] if content.hover else [])]) for n in members]
+            marks = Series(
+                x=[content.x[n] for n in members],
+                y=[content.y[n] for n in members],
+                name="none" if kind is None else f"{kind:g}" if isinstance(kind, float) else str(kind),
+                color=colors[members[0]],
+                mark="circle",
+                size=9,
+                texts=texts,
+                tells_texts=True,
+                labels=[content.names[n] if places[n] else "" for n in members],
+                sides=[places[n] or (0, 1) for n in members],
+                legend=listed,
+            )
+            series.append(marks)
     bar = None
     if len(kinds) > _LISTED and content.is_scaled():
-        shown = sorted({0, (len(kinds) - 1) // 2, len(kinds) - 1})
-        texts = {n: f"{kinds[n]:,.4g}" if kinds[n] < 1e4 else f"{kinds[n]:g}" for n in shown}
-        bar = Bar(title=content.group_title, stops=DEPTH, labels=texts)
+        texts = [f"{kind:,.4g}" if kind < 1e4 else f"{kind:g}" for kind in kinds]
+        bar = color_bar(content.group_title, DEPTH, range(len(kinds)), texts)
     xlim, ylim = content.limits()
     return Chart(
         title=content.title,
@@ -179,30 +192,6 @@ def scatter_plot(content: Scatter, *, width: int = 660, height: int = 440) -> Ch
         bar=bar,
         legend_title=content.group_title if listed else "",
         height=height,
-    )
-
-
-def _points(
-    content: Scatter,
-    members: Sequence[int],
-    places: Sequence[tuple[int, int] | None],
-    color: str,
-    kind: Any,
-    listed: bool,
-) -> Series:
-    texts = ["\n".join([content.names[n], *(content.hover[n] if content.hover else [])]) for n in members]
-    return Series(
-        x=[content.x[n] for n in members],
-        y=[content.y[n] for n in members],
-        name="none" if kind is None else f"{kind:g}" if isinstance(kind, float) else str(kind),
-        color=color,
-        mark="circle",
-        size=9,
-        texts=texts,
-        tells_texts=True,
-        labels=[content.names[n] if places[n] else "" for n in members],
-        sides=[places[n] or (0, 1) for n in members],
-        legend=listed,
     )
 
 

@@ -40,13 +40,9 @@ GLUE_MEAN = f"{GLUE}/{MEAN}"
 BASES = tuple(group.name for group in GROUPS if group.over_tasks)
 _DROPPED = ("task", "domain", "score")  # tags that tell the tasks of one mean apart
 _STAND_FOR = {MEDIAN: "normalized_score", GLUE_MEAN: "task_score"}
-_CHANGE_COLUMNS = (
-    *("analysis", "metric", "variant", "layer", "first_step", "first", "first_low", "first_high"),
-    *("last_step", "last", "last_low", "last_high", "change", "steps", "values"),
-)
+_COLUMNS = ["analysis", "metric", "variant"]  # of tables of results, at least
 
 Item = TypeVar("Item")
-_MODEL_COLUMNS = ("analysis", "metric", "variant", "run", "layer", "value", "low", "high")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +136,12 @@ def _refuse_suspects(rows: Any) -> None:
 
 def matching(points: Iterable[Point], tags: Mapping[str, Any]) -> list[Point]:
     """Return the points with these tags (None: without the tag); reference rows need not have them."""
-
-    def fits(point: Point) -> bool:
-        present = point.tags
-        return all(
-            present.get(name) == value or (point.reference and name not in present) for name, value in tags.items()
-        )
-
-    return [point for point in points if fits(point)]
+    named = tags.items()
+    return [
+        p
+        for p in points
+        if all(p.tags.get(tag) == value or (p.reference and tag not in p.tags) for tag, value in named)
+    ]
 
 
 def variants(
@@ -262,7 +256,7 @@ def change_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.Data
     rows = {name: look_up(name) for name in table["metric"].unique()}
     table = table[~table["metric"].isin([name for name, row in rows.items() if row.secondary or row.unlisted])]
     changes = [{**name, **_change(points)} for name, points in _headlines(table, allow_suspect)]
-    return pd.DataFrame(changes, columns=list(_CHANGE_COLUMNS))
+    return pd.DataFrame(changes, columns=None if changes else _COLUMNS)
 
 
 def model_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.DataFrame:
@@ -283,7 +277,7 @@ def model_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.DataF
             if not look_up(name["metric"]).secondary or point.layer is None:
                 numbers = {"layer": point.layer, "value": point.value, "low": point.low, "high": point.high}
                 rows.append({**name, "run": run, **numbers})
-    return pd.DataFrame(rows, columns=list(_MODEL_COLUMNS))
+    return pd.DataFrame(rows, columns=None if rows else _COLUMNS)
 
 
 def _headlines(table: Any, allow_suspect: bool) -> Iterator[tuple[dict[str, Any], list[Point]]]:

@@ -108,10 +108,6 @@ class Training:
     steps: list[int]
     tokens: Mapping[int, int | None] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, steps: Iterable[int], tokens: Mapping[int, int | None]) -> "Training":
-        return cls(sorted({*steps}), tokens)
-
     def texts(self) -> list[str]:
         """Return for each checkpoint the step and, where known, the tokens."""
         tokens = {step: f" · {count(number)} tokens" for step, number in self.tokens.items() if number is not None}
@@ -119,8 +115,9 @@ class Training:
 
     @property
     def places(self) -> list[float]:
-        apart = _apart([place(step) for step in self.steps if step > 0])
-        return [place(step) if step > 0 else apart for step in self.steps]
+        trained = [place(step) for step in self.steps if step > 0]
+        gap = 0.13 * (trained[-1] - trained[0]) or 1.0 if trained else 0.0
+        return [place(step) if step > 0 else round(trained[0] - gap, 5) if trained else 0.0 for step in self.steps]
 
     @property
     def edges(self) -> list[float]:
@@ -146,11 +143,6 @@ class Training:
 def place(value: float) -> float:
     """Return log10(1 + value)."""
     return round(math.log10(1 + value), 5)
-
-
-def _apart(places: Sequence[float]) -> float:
-    """Where 0 stands: a gap before the first of the others."""
-    return round(places[0] - (0.13 * (places[-1] - places[0]) or 1.0), 5) if places else 0.0
 
 
 def place_labels(values: Sequence[int]) -> dict[float, str]:

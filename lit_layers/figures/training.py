@@ -64,7 +64,7 @@ def emergence_curves(
     if any(map(tables.is_on_axes, points)):
         points, tags = tables.of_plainest(points, tags)
     every = [*points, *(point for part in compared.values() for point in part)]
-    training = Training.of((p.step for p in every), {p.step: p.tokens for p in every})
+    training = Training(tables.steps_of(every), {p.step: p.tokens for p in every})
     steps, series = training.steps, list[Series]()
     trained = sum(step > 0 for step in steps)
     marks: dict[str, Any] = {"mark": "" if trained > 1 else "line-ew", "size": 9}  # of dashed lines
@@ -143,7 +143,7 @@ def training_curves(
         series.append(Series(x=steps, y=rounded(part[name]), legend=len(chosen) > 1 or bool(references), **look))
     for index, (name, value) in enumerate((references or {}).items()):
         series.append(level(longest, value, name, dash=DASHED[index % len(DASHED)]))
-    training = Training.of(tokens, tokens)
+    training = Training(sorted(tokens), tokens)
     row = scalar_row(chosen[0])
     title, y = "Loss (nats)" if names is None else row.with_unit, Axis(title=row.unit, log=row.log)
     return Chart(title=title, x=Axis(), y=y, series=series, training=training)

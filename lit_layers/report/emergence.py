@@ -252,11 +252,10 @@ def of_one_run(run: str, measurements: Sequence[Measurement], root: Path) -> dic
     clock = times_of_run(run, shown, root)
     if clock is None:
         return None
-    pairs = of_the_model(clock, run)
-    emerges = any(times.emerges for _, times in pairs)
+    emerges = bool(emerged_in_order(clock, run))
     return {
         "sentences": _sentences(clock, run),
-        "still": [curve.title for curve, times in pairs if not times.changes],
+        "still": _still(clock, run),
         "notes": _notes(clock),
         "blocks": [_block("Timeline", timeline(clock), "named")] if emerges else [],
     }
@@ -266,6 +265,10 @@ def _sentences(clock: Clock, run: str, axis: AxisName = "step") -> list[str]:
     """Return what emerges, the earliest first, and then what changes and comes back."""
     back = [pair for pair in of_the_model(clock, run) if pair[1].changes and not pair[1].emerges]
     return [sentence(*pair, axis=axis) for pair in (*emerged_in_order(clock, run), *back)]
+
+
+def _still(clock: Clock, run: str) -> list[str]:
+    return [curve.title for curve, times in of_the_model(clock, run) if not times.changes]
 
 
 def _figures(
@@ -298,9 +301,7 @@ def _page(clock: Clock, axis: AxisName, agreement: pd.DataFrame, content: dict[s
         "emergence.html.jinja",
         title=runs[0] if len(runs) == 1 else f"{len(runs)} runs",
         sentences={run: _sentences(clock, run, axis) for run in clock.runs},
-        still={
-            run: [curve.title for curve, times in of_the_model(clock, run) if not times.changes] for run in clock.runs
-        },
+        still={run: _still(clock, run) for run in clock.runs},
         facts=[("Curves", len(emerges)), ("Emerge", sum(emerges)), ("Runs", len(runs))],
         notes=_notes(clock),
         left_out=clock.left_out,
@@ -336,11 +337,10 @@ def _notes(clock: Clock) -> list[str]:
 def _how_paired(clock: Clock) -> str:
     """Return how the comparisons of the order were made."""
     pairs = order_table(clock)["paired"]
-    alone = "errors of different curves are taken as independent, which those over the same prompts are not"
-    if not pairs.any():
-        return f"{alone[:1].upper()}{alone[1:]}."
-    rest = f"; of {(~pairs).sum()} of {len(pairs)} pairs {alone}" if not pairs.all() else ""
-    return f"Both are drawn by the same resampled prompts, as the run keeps the values of each{rest}."
+    return (
+        f"Both curves of {pairs.sum()} of {len(pairs)} pairs are drawn by the same resampled prompts; errors of others "
+        "are taken as independent, which those over the same prompts are not."
+    )
 
 
 def _agreement(agreement: pd.DataFrame) -> Table | None:

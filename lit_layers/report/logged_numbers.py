@@ -102,14 +102,13 @@ def plotted(measurement: Measurement) -> Measurement:
     """
     of_metric = grouped(measurement.records, lambda record: record.metric)
     chosen = {metric: plainest(record.tags for record in each) for metric, each in of_metric.items()}
-    shown = [record for record in measurement.records if _is_plotted(record, chosen[record.metric])]
-    return replace(measurement, records=shown)
 
+    def is_shown(record: Record) -> bool:
+        row, tags, plain = look_up(record.metric), record.tags, chosen[record.metric]
+        is_chosen = all(tags.get(name) == plain.get(name) for name in _VARIANTS)
+        return is_chosen and not (row.secondary or row.unlisted or "index" in tags or tags.get("distance") == 0)
 
-def _is_plotted(record: Record, chosen: Mapping[str, Any]) -> bool:
-    row, tags = look_up(record.metric), record.tags
-    is_chosen = all(tags.get(name) == chosen.get(name) for name in _VARIANTS)
-    return is_chosen and not (row.secondary or row.unlisted or "index" in tags or tags.get("distance") == 0)
+    return replace(measurement, records=[*filter(is_shown, measurement.records)])
 
 
 def matrices_of(measurement: Measurement, name: str) -> dict[str, tuple[str, dict[str, Any]]]:

@@ -269,7 +269,7 @@ def _chart(title: str, metric: str, series: list[Series], *, signed: bool = Fals
     if not signed:
         series += levels_of(metric, steps, mark="line-ew")
     values = value_axis(metric, log=False) if signed else value_axis(metric)
-    return Chart(title=title, x=Axis(), y=values, series=series, training=Training.of(steps, {}))
+    return Chart(title=title, x=Axis(), y=values, series=series, training=Training(steps))
 
 
 def _common_steps(lines: Iterable[Line]) -> list[float]:

@@ -141,7 +141,7 @@ class WandbMirror:
         self._notes: IO[str] | None = None
         self._defined: set[str] = set()
         self._steps = set[int]()  # that were measured
-        self._table_is_due = self._allow_suspect = False
+        self._table_is_due = False
         self._plain: dict[tuple[str, str], str] = {}
         self._lock: IO[str] | None = None
 
@@ -165,8 +165,7 @@ class WandbMirror:
         Raises:
             InputError: where `mode` is online and W&B cannot be reached.
         """
-        self.root, self._table_is_due, self._defined, self._steps = Path(root), False, set(), set()
-        self._allow_suspect = allow_suspect
+        self.root, self._allow_suspect = Path(root), allow_suspect
         mode = (os.environ.get("WANDB_MODE", "").lower() or "auto") if self.mode == "auto" else self.mode
         if mode == "disabled":
             return
