@@ -21,7 +21,7 @@ from lit_layers.figures.tables import grouped
 from lit_layers.figures.vega import write_pictures
 from lit_layers.functional import correlation
 from lit_layers.functional.layer_selection import COEFFICIENTS, Estimate
-from lit_layers.report.template import Cells, Group, Table, block_of, fill
+from lit_layers.report.template import Cells, Group, Table, block, fill
 
 COEFFICIENT_TITLES = {
     "distance_correlation": "Distance correlation",
@@ -68,7 +68,7 @@ def write_models(table: ModelTable, findings: Findings, folder: Path) -> list[Pa
     for name, (plot, note) in plots_of(table, findings).items():
         charts.append((name, scatter_plot(plot, width=720, height=500)))
         title = f"{plot.y_title} against {in_sentence(plot.x_title)}"
-        blocks.append(block_of(title, [("", charts[-1][1])], f"{plot.title}. {note}", tall=True))
+        blocks.append(block(title, f"{plot.title}. {note}", [("", [("", charts[-1][1])])], wide=True, tall=True))
     page = fill(
         "correlation.html.jinja",
         table=table,
@@ -173,8 +173,8 @@ def write_layers(tables: LayerTables, findings: LayerFindings, folder: Path) -> 
         note = "A point a layer, joined in their order; metric and score are averaged over the same tasks."
         drawn = {one.metric: scatter_plot(_path(tables, one, model, result)) for one in result.metrics}
         charts += [(f"scatter {model.name} {key}", chart) for key, chart in drawn.items()]
-        texts = [f"{tables.titles[key]}: {chart.title}" for key, chart in drawn.items()]
-        blocks.append(block_of(heading(result), zip(texts, drawn.values(), strict=True), note))
+        choices = [(f"{tables.titles[key]}: {chart.title}", [("", chart)]) for key, chart in drawn.items()]
+        blocks.append(block(heading(result), note, choices, wide=True))
     page = fill(
         "layers.html.jinja",
         tables=tables,
@@ -182,7 +182,7 @@ def write_layers(tables: LayerTables, findings: LayerFindings, folder: Path) -> 
         title=f"{', '.join(tables.titles.values())} against {in_sentence(tables.score_title)} over layers",
         num_tasks=len({task for model in tables.models for task in model.scores.index}),
         missing=missing_tasks(tables, findings),
-        depth=[block_of(chart.title, [("", chart)]) for chart in depth],
+        depth=[block(chart.title, "", [("", [("", chart)])], wide=True) for chart in depth],
         scatters=blocks,
         coefficients=correlation_table(tables, findings),
         choices=choice_table(tables, findings),

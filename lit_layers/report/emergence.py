@@ -36,7 +36,7 @@ from lit_layers.figures.vega import write_pictures
 from lit_layers.functional.emergence.curve_times import EmergenceTimes, Time
 from lit_layers.records import Measurement
 from lit_layers.report.logged_numbers import plotted
-from lit_layers.report.template import Block, Table, block_of, fill, table_of
+from lit_layers.report.template import Block, Table, block, fill, table_of
 
 LEAST_P = 1e-4  # that is written out
 MOST_ROWS = 60  # of a timeline or an order: more cannot be read
@@ -286,8 +286,8 @@ def _figures(
     named += [(f"layers {curve.analysis} {curve.metric} {curve.tag_text}", chart) for curve, chart in fronts]
     for title, each in (("Which layer first", fronts), ("Does it rise over the layers?", rising)):
         if each:
-            shown = [(chart.title.split(":")[0], chart) for _, chart in each]
-            first.append(block_of(title, shown, BLOCKS.get(title, "")))
+            shown = [(chart.title.split(":")[0], [("", chart)]) for _, chart in each]
+            first.append(block(title, BLOCKS.get(title, ""), shown, wide=True))
     blocks = [_block(f"Order{f', {run}' if several else ''}", chart, "scrolled") for run, chart in orders.items()]
     return {"blocks": first, "orders": blocks}, named
 
@@ -316,7 +316,7 @@ def _page(clock: Clock, axis: AxisName, agreement: pd.DataFrame, content: dict[s
 
 def _block(title: str, chart: Chart, kind: str) -> Block:
     """On a phone a `named` one has its names above the rows, and a `scrolled` one does not shrink."""
-    return block_of(title, [("", chart)], tall=True, kind=kind)
+    return block(title, "", [("", [("", chart)])], wide=True, tall=True, kind=kind)
 
 
 def _notes(clock: Clock) -> list[str]:

@@ -1,7 +1,6 @@
 """Which figures a page shows: each metric of each analysis in the shapes that its rows allow, of a run or of models."""
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import pandas as pd
 
 from lit_layers import plots, records
-from lit_layers.errors import kind_and_words
 from lit_layers.figures import tables
 from lit_layers.figures.chart import Chart
 from lit_layers.figures.labels import BLOCKS, analysis_note, in_sentence, pair_text, tag_text
@@ -18,8 +16,8 @@ from lit_layers.figures.profiles import short_names
 from lit_layers.figures.theme import spread
 from lit_layers.figures.variants import BASELINE, LOOPED
 from lit_layers.functional.block_schedules import CUSTOM, OF_BLOCKS, OF_MIDDLES
-from lit_layers.metrics import GROUPS, METRICS, is_in, look_up, names, rank, reading, scalar_row, sentence
-from lit_layers.report.template import Block, figure
+from lit_layers.metrics import GROUPS, METRICS, is_in, look_up, names, rank, scalar_row, sentence
+from lit_layers.report.template import Block, Captioned, Choice, block
 from lit_layers.run_data import RunData
 
 _TOGETHER = 6  # variants of a metric of the whole model that one figure still shows
@@ -30,10 +28,6 @@ READOUT, TASKS = "interventions", "intervene"
 SPEED, FINETUNE = "intervene/speed", "intervene/finetune"
 _MIDDLES = 4  # numbers of middle blocks that a reader chooses from, over training
 _Drawing = tuple[str, str, Callable[[], Chart]]  # title of the block, text of the choice, and what draws it
-
-logger = logging.getLogger(__name__)
-Captioned = tuple[str, Callable[..., Chart]]  # a caption, and what draws the figure below it
-Choice = tuple[str, Iterable[Captioned]]  # what the reader chooses, and its figures
 
 
 def sections(
@@ -58,8 +52,13 @@ def sections(
                 for text, figures in shapes(part, row.name, analysis, **look)
             ]
             if choices:
-                made = block(title or rows[0].with_unit, "" if title else rows[0].note, choices, of=members)
-                made["tall"] = is_in(members[0], "concept")
+                made = block(
+                    title or rows[0].with_unit,
+                    "" if title else rows[0].note,
+                    choices,
+                    tall=is_in(members[0], "concept"),
+                    of=members,
+                )
                 (aside if all(row.secondary for row in rows) else blocks).append(made)
         if not blocks:  # then they are all that there is
             blocks, aside = aside, []
@@ -116,37 +115,6 @@ def first_surface(frame: pd.DataFrame) -> list[Block]:
             draw = partial(plots.layer_surface, table, metric, analysis=analysis, tags=tags)
             return [block(f"{look_up(metric).with_unit}: layers over steps", "", [("", [("", draw)])], of=[metric])]
     return []
-
-
-_NO_FIGURE = figure(None, problem="No figure shows these numbers; --export writes them.")
-
-
-def block(
-    title: str, note: str, choices: Iterable[Choice], *, wide: bool | None = None, of: Sequence[str] = ()
-) -> Block:
-    """Return the figures of a metric, drawn, with a choice of texts; several figures are wide.
-
-    `of` are the metrics that it shows: below the figures stands how they are to be read. All choices have as many
-    places: one that a choice has no figure for is not shown with it. A sentence stands for a choice without any.
-    """
-    shown = [{"text": text, "figures": [_drawn(*each) for each in figures]} for text, figures in choices]
-    places = max([1, *(len(choice["figures"]) for choice in shown)])
-    for choice in shown:
-        choice["figures"] = choice["figures"] or [_NO_FIGURE]
-        choice["figures"] += [figure(None)] * (places - len(choice["figures"]))
-    wide = len(shown[0]["figures"]) > 1 if wide is None else wide
-    readings = [each for metric in of if (each := reading(metric)) is not None]
-    return Block(title=title, note=note, wide=wide, choices=shown, readings=readings)
-
-
-def _drawn(caption: str, draw: Callable[[], Chart]) -> dict[str, Any]:
-    """A figure with its caption; in the place of one that cannot be drawn stands why."""
-    try:
-        return figure(draw(), caption)
-    except Exception as error:  # whatever one figure stumbles over, the reader gets the others
-        logger.debug("a figure could not be drawn", exc_info=True)
-        reason = f"This figure could not be drawn: {kind_and_words(error)}"
-        return figure(None, caption, problem=reason)
 
 
 def balanced(blocks: list[Block]) -> list[Block]:

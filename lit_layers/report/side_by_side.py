@@ -22,8 +22,8 @@ from lit_layers.figures.tables import choice_text, grouped
 from lit_layers.figures.theme import INK, Axis, Training, layer_axis, rounded, spread
 from lit_layers.identity import Settings, short
 from lit_layers.metrics import look_up, rank, sentence
-from lit_layers.report.sections import Captioned, balanced, block
-from lit_layers.report.template import Block, Cells, Group, Table, charts_in, fill
+from lit_layers.report.sections import balanced
+from lit_layers.report.template import Block, Captioned, Cells, Group, Table, block, charts_in, fill
 from lit_layers.schema import run_facts
 
 Array = NDArray[np.floating[Any]]

@@ -4,7 +4,8 @@ import base64
 import functools
 import gzip
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
@@ -12,12 +13,17 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-from lit_layers.errors import refused
+from lit_layers.errors import kind_and_words, refused
 from lit_layers.figures.chart import Chart, rows_of
 from lit_layers.figures.vega import script
 from lit_layers.files.durable import replace_file
+from lit_layers.metrics import reading
 
+logger = logging.getLogger(__name__)
+_NO_FIGURE = "No figure shows these numbers; --export writes them."
 Figures = list[dict[str, Any]]  # of one page, as its script takes them
+Captioned = tuple[str, Chart | Callable[[], Chart]]  # a caption, and the figure below it or what draws it
+Choice = tuple[str, Iterable[Captioned]]  # what the reader chooses, and its figures
 
 
 class Block(dict[str, Any]):
@@ -52,25 +58,44 @@ def table_of(columns: Sequence[str], groups: Iterable[tuple[str, Iterable[Sequen
     return Table(columns, [Group(heading, "", [*map(cells, rows)]) for heading, rows in groups])
 
 
-def figure(chart: Chart | None, caption: str = "", *, kind: str = "", problem: str = "") -> dict[str, Any]:
-    """Return a figure of a block. Without a chart the problem stands in its place, and without a problem nothing.
-    `kind` is a class of the page.
-    """
-    return {"caption": caption, "chart": chart, "problem": problem, "kind": kind}
-
-
-def block_of(
+def block(
     title: str,
-    charts: Iterable[tuple[str, Chart]],
-    note: str = "",
+    note: str,
+    choices: Iterable[Choice],
     *,
-    wide: bool = True,
+    wide: bool | None = None,
     tall: bool = False,
     kind: str = "",
+    of: Sequence[str] = (),
 ) -> Block:
-    """Return a block with one figure, which the reader chooses by these texts."""
-    choices = [{"text": text, "figures": [figure(chart, kind=kind)]} for text, chart in charts]
-    return Block(title=title, note=note, wide=wide, tall=tall, choices=choices)
+    """Return the figures of a metric, drawn, with a choice of texts; several figures are wide.
+
+    `of` are the metrics that it shows: below the figures stands how they are to be read. All choices have as many
+    places: one that a choice has no figure for is not shown with it. A sentence stands for a choice without any.
+    `kind` is a class of the page.
+    """
+    shown = [{"text": text, "figures": [_drawn(*each, kind) for each in figures]} for text, figures in choices]
+    places = max([1, *(len(choice["figures"]) for choice in shown)])
+    for choice in shown:
+        choice["figures"] = choice["figures"] or [_figure(problem=_NO_FIGURE)]
+        choice["figures"] += [_figure()] * (places - len(choice["figures"]))
+    wide = places > 1 if wide is None else wide
+    readings = [each for metric in of if (each := reading(metric)) is not None]
+    return Block(title=title, note=note, wide=wide, tall=tall, choices=shown, readings=readings)
+
+
+def _drawn(caption: str, chart: Chart | Callable[[], Chart], kind: str) -> dict[str, Any]:
+    """Return a figure with its caption; in the place of one that cannot be drawn stands why."""
+    try:
+        return _figure(chart if isinstance(chart, Chart) else chart(), caption, kind=kind)
+    except Exception as error:  # whatever one figure stumbles over, the reader gets the others
+        logger.debug("a figure could not be drawn", exc_info=True)
+        return _figure(caption=caption, problem=f"This figure could not be drawn: {kind_and_words(error)}")
+
+
+def _figure(chart: Chart | None = None, caption: str = "", *, kind: str = "", problem: str = "") -> dict[str, Any]:
+    """Return a figure of a block. Without a chart the problem stands in its place, and without a problem nothing."""
+    return {"caption": caption, "chart": chart, "problem": problem, "kind": kind}
 
 
 def charts_in(name: str, blocks: Iterable[Block]) -> Iterator[tuple[str, Chart]]:
@@ -137,7 +162,7 @@ def placed(content: Any, figures: Figures) -> Any:
     first, charts = choices[0]["figures"], [each["chart"] for each in choices[0]["figures"]]
     # in pixels; a slider stands below the plot
     heights = [40 if chart is None else chart.height - (36 if len(chart.frames) > 1 else 0) for chart in charts]
-    if not content.get("tall"):  # figures that stand side by side
+    if not content["tall"]:  # figures that stand side by side
         heights = [max(heights)] * len(heights)
     places = [
         {

@@ -19,7 +19,7 @@ from lit_layers.functional.curves import bootstrap_interval
 from lit_layers.metrics import look_up
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import write_files
-from lit_layers.report.template import Cells, Group, Table, block_of, fill
+from lit_layers.report.template import Cells, Group, Table, block, fill
 from lit_layers.select.choosing import Choice, Score, TaskFeatures
 from lit_layers.select.export import Card, HeadFacts, ProbeHead, export
 from lit_layers.series.checkpoint_sources import ModelFiles
@@ -88,7 +88,9 @@ class Selection:
             title=picture.title.partition(": ")[0],
             sentence=picture.title.partition(": ")[2].capitalize(),
             facts=[*facts.items()],
-            blocks=[block_of(t, [("", c)], c.title, wide=False) for t, c in zip(titles, picture.charts, strict=True)],
+            blocks=[
+                block(t, c.title, [("", [("", c)])], wide=False) for t, c in zip(titles, picture.charts, strict=True)
+            ],
             scores=Table(["", look_up(choice.metric).with_unit], [Group("", "", cells)]),
             notes=self.task.notes,
         )
