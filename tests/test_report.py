@@ -28,8 +28,7 @@ from lit_layers.figures.vega import script
 from lit_layers.metrics import METRICS, look_up, reading
 from lit_layers.records import Measurement, Record
 from lit_layers.report import template, write_report
-from lit_layers.report.sections import block
-from lit_layers.report.template import Block, Figures, placed
+from lit_layers.report.template import Figures, block, placed
 from tests.support.browser import CHROMIUM, dom_after
 from tests.support.charts import PageFigure, page_figures, svg_texts
 from tests.support.layer_results import CATEGORIES, layer_results, write_layer_results
@@ -1083,9 +1082,9 @@ def test_a_browser_that_cannot_open_what_is_compressed_says_so(full: Path, tmp_p
 def test_one_chart_that_cannot_be_put_down_leaves_the_others(monkeypatch):
     figures: Figures = []
     monkeypatch.setattr(template, "content_of", lambda _: math.log(0))
-    figure = template.figure(SimpleNamespace(height=100, frames=()))
-    (block,) = placed([Block(choices=[{"text": "", "figures": [figure]}])], figures)
-    assert block["figures"][0]["numbers"] == [0]
+    undrawn = SimpleNamespace(height=100, frames=())
+    (shown,) = placed([block("Loss", "", [("", [("", lambda: undrawn)])])], figures)
+    assert shown["figures"][0]["numbers"] == [0]
     assert figures[0]["problem"].startswith("This figure could not be drawn: ValueError")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lit_layers.errors import refused
-from lit_layers.figures.theme import CONFIG, DASHES, GRID, INK, MARKS, MUTED, Axis, Training, symbol
+from lit_layers.figures.theme import CONFIG, DASHES, GRID, MARKS, MUTED, Axis, Training, symbol
 from lit_layers.figures.vega import (
     DETAIL,
     LABELS,
@@ -54,7 +54,6 @@ class Series:
     mark: str = ""
     size: float = 5.0
     labels: Sequence[str] = ()  # beside the points
-    label_color: str = INK
     sides: Sequence[tuple[int, int]] = ()  # where they stand: -1, 0 or 1 across and up
     legend: bool = False
     hover: bool = True
@@ -192,8 +191,7 @@ class Chart(Picture):
         lookups = []
         if self.series:
             table = [{"k": number, **_common(series)} for number, series in enumerate(self.series)]
-            fields = [*"scmpzeodg"]
-            lookups.append({"lookup": "k", "from": {"data": {"values": table}, "key": "k", "fields": fields}})
+            lookups.append({"lookup": "k", "from": {"data": {"values": table}, "key": "k", "fields": [*"scmpzeod"]}})
         if self.training is not None:
             at, edges = self.training.places, self.training.edges
             names = zip(self.training.steps, at, edges, edges[1:], self.training.texts(), strict=False)
@@ -395,11 +393,11 @@ def _apart(s: Series) -> str:
 
 
 def _common(s: Series) -> dict[str, Any]:
-    """Return what all points of a series have: name, colour, mark, mark apart, size, interval, line, tooltip, label."""
+    """Return what all points of a series have: name, colour, mark, mark apart, size, interval, line, tooltip."""
     interval = s.interval if s.has_interval else ""
     tells = "" if not s.hover else "text" if s.tells_texts else "all"
     values = (s.name, s.color, s.mark, _apart(s), area(s.size), interval, s.width, tells)
-    return dict(zip("scmpzeodg", (*values, s.label_color), strict=True))
+    return dict(zip("scmpzeod", values, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,7 +89,6 @@ class Axis:
     ends: tuple[float, float] | None = None
     log: bool = False
     whole: bool = False  # ticks at whole numbers alone
-    zero: bool = False  # 0 is in sight
     reverse: bool = False
     grid: bool = True
     keys: Sequence[Any] | None = None  # of cells of equal width, in order

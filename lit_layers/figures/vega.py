@@ -33,7 +33,7 @@ LABELS = {
     | {"align": {"expr": "datum.a < 0 ? 'right' : datum.a > 0 ? 'left' : 'center'"}}
     | {"baseline": {"expr": "datum.b < 0 ? 'top' : datum.b > 0 ? 'bottom' : 'middle'"}}
     | {"dx": {"expr": "(datum.b ? 5 : 8) * datum.a"}, "dy": {"expr": "-(datum.a ? 4 : 7) * datum.b"}},
-    "encoding": {"text": {"field": "q"}, "color": {"field": "g", "type": "nominal", "scale": None}},
+    "encoding": {"text": {"field": "q"}},
 }
 
 
@@ -52,7 +52,7 @@ def encoded(axis: Axis, side: str) -> dict[str, Any]:
             "scale": {**scale, "domain": list(axis.keys)},
             "axis": look | _labels(axis, side),
         }
-    scale |= {"zero": axis.zero} if not axis.log else {"type": "log", "nice": False, "padding": 10}
+    scale |= {"zero": False} if not axis.log else {"type": "log", "nice": False, "padding": 10}
     if axis.ends is not None:
         scale |= {"domain": list(axis.ends), "nice": False}
     whole = {"tickMinStep": 1, "labelExpr": "datum.value == floor(datum.value) ? format(datum.value, ',d') : ''"}

@@ -329,8 +329,13 @@ def intervention_sections(frame: pd.DataFrame, notes: Mapping[str, str]) -> list
         *((name, sentence(name), "", _by_variant(table, [name])) for name in readout),
         (TASKS, "Tasks under intervention", tables.MEDIAN, _by_variant(table, tasks)),
         (tables.GLUE, "GLUE under intervention", tables.GLUE_MEAN, _by_variant(table, of_glue)),
-        (FINETUNE, "Fine-tuning under intervention", "", _of_each(table, trained, before_after, split="when")),
-        (SPEED, "Speed under intervention", "", _of_each(table, [SPEED], costs)),
+        (
+            FINETUNE,
+            "Fine-tuning under intervention",
+            "",
+            _drawings([*_of_models(table, trained, "when")], before_after),
+        ),
+        (SPEED, "Speed under intervention", "", _drawings([*_of_models(table, [SPEED])], costs)),
     ):
         blocks = [
             block(heading, BLOCKS[heading], [(text, [("", draw)]) for _, text, draw in part], wide=True)
@@ -369,10 +374,6 @@ def _by_variant(table: Any, analyses: Sequence[str]) -> Iterator[_Drawing]:
     parts = [s for s in _of_models(table, analyses) if (s.analysis, s.metric, str(s.tags)) in firsts]
     yield from _drawings(parts, _KINDS)
     yield from _training(parts)
-
-
-def _of_each(table: Any, analyses: Sequence[str], kinds: _Kinds, split: str | None = None) -> Iterator[_Drawing]:
-    yield from _drawings([*_of_models(table, analyses, split)], kinds)
 
 
 def _drawings(parts: Sequence[_Scores], kinds: _Kinds) -> Iterator[_Drawing]:

@@ -159,6 +159,11 @@ class SideBySide:
     notes: Sequence[str] = ()
     recipes: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def shared(self) -> dict[Key, Mapping[str, Line]]:
+        """Return the numbers that all groups have."""
+        return {key: lines for key, lines in self.lines.items() if len(lines) == len(self.groups)}
+
 
 def read_side_by_side(
     roots: Sequence[str | Path],
@@ -178,11 +183,9 @@ def read_side_by_side(
         allow_suspect: also take checkpoints that an audit found suspect.
 
     Raises:
-        InputError: fewer than two runs, two of one name, two seeds with the same numbers or of other settings, a recipe
+        InputError: two runs of one name, two seeds with the same numbers or of other settings, a recipe
             without that field, or as `curves_of`.
     """
-    if len(roots) < 2:
-        raise InputError(f"runs: expected two or more to stand side by side, got {len(roots)}")
     if seeds and group is not None:
         raise InputError("seeds: expected either seeds or group, got both")
     by_run: dict[str, list[StepCurve]] = {}
@@ -320,10 +323,9 @@ def page_of(content: SideBySide) -> str:
 
 def _first_difference(content: SideBySide) -> dict[str, Any]:
     """Return up to which step all groups have equal numbers, as a sentence, and the number that differs first."""
-    shared = {key: lines for key, lines in content.lines.items() if len(lines) == len(content.groups)}
     found: list[tuple[float, tuple[int, int], Key]] = []
     steps, order = set[float](), _order(content)
-    for key, lines in shared.items():
+    for key, lines in content.shared.items():
         common = np.array(_common_steps(lines.values()))
         values = np.stack([line.values[np.isin(line.at, common)] for line in lines.values()])
         apart = ~np.isclose(values, values[0], rtol=_ROUNDING, atol=0, equal_nan=True).all(0)
@@ -334,8 +336,8 @@ def _first_difference(content: SideBySide) -> dict[str, Any]:
     first, _, key = min(found, key=lambda each: each[:2])
     equal = max((step for step in steps if step < first), default=None)
     sentence = "" if equal is None else f"All numbers are equal up to step {equal:,.0f}."
-    draw = partial(over_training, shared[key], list(content.groups))
-    title = f"{next(iter(shared[key].values())).curve.title}: differs from step {first:,.0f} on"
+    draw = partial(over_training, content.shared[key], list(content.groups))
+    title = f"{next(iter(content.shared[key].values())).curve.title}: differs from step {first:,.0f} on"
     return {"sentence": sentence, "blocks": [block(title, look_up(key[1]).note, [("", [("", draw)])], wide=True)]}
 
 
@@ -410,12 +412,11 @@ def last_values(content: SideBySide) -> pd.DataFrame:
     that all groups have.
     """
     groups, rows = list(content.groups), list[dict[str, Any]]()
-    shared = {key: lines for key, lines in content.lines.items() if len(lines) == len(groups)}
     last: dict[tuple[str, str, str], int | None] = {}
-    for analysis, metric, layer, tags in shared:
+    for analysis, metric, layer, tags in content.shared:
         key = (analysis, metric, tags)
         last[key] = None if layer is None or last.get(key, -1) is None else max(layer, last.get(key, -1) or 0)
-    for (analysis, metric, layer, tags), lines in shared.items():
+    for (analysis, metric, layer, tags), lines in content.shared.items():
         common = _common_steps(lines.values())
         if layer != last[analysis, metric, tags] or not common:
             continue

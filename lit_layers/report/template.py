@@ -95,7 +95,8 @@ def _drawn(caption: str, chart: Chart | Callable[[], Chart], kind: str) -> dict[
 
 def _figure(chart: Chart | None = None, caption: str = "", *, kind: str = "", problem: str = "") -> dict[str, Any]:
     """Return a figure of a block. Without a chart the problem stands in its place, and without a problem nothing."""
-    return {"caption": caption, "chart": chart, "problem": problem, "kind": kind}
+    absent = chart is None and not problem
+    return {"caption": caption, "chart": chart, "problem": problem, "absent": absent, "kind": kind}
 
 
 def charts_in(name: str, blocks: Iterable[Block]) -> Iterator[tuple[str, Chart]]:
@@ -169,7 +170,7 @@ def placed(content: Any, figures: Figures) -> Any:
             "captions": [choice["figures"][place]["caption"] for choice in choices],
             "numbers": [choice[place] for choice in numbers],
             "problem": each["problem"],
-            "absent": _is_absent(each),
+            "absent": each["absent"],
             "height": height,
             "kind": each["kind"],
         }
@@ -179,12 +180,8 @@ def placed(content: Any, figures: Figures) -> Any:
     return {**content, "texts": texts if len(texts) > 1 else [], "fixed": texts[0], "figures": places}
 
 
-def _is_absent(drawn: Mapping[str, Any]) -> bool:
-    return drawn["chart"] is None and not drawn["problem"]
-
-
 def _number(drawn: Mapping[str, Any], figures: Figures) -> int:
-    content = {"absent": True} if _is_absent(drawn) else {"problem": drawn["problem"]}
+    content = {name: drawn[name] for name in ("absent", "problem") if drawn[name]}
     if drawn["chart"] is not None:
         try:
             content = content_of(drawn["chart"])

@@ -329,11 +329,13 @@ class WandbMirror:
         """The numbers and pictures of one step that W&B does not have."""
         row, pictures = dict(scalars), {}
         sent = self._sent.names.get(step, frozenset())
-        for measurement in measurements:
-            name, shown = self._name(measurement), measurement if self.scalars == "all" else plotted(measurement)
+        measured = [measurement for measurement in measurements if measurement.error is None]
+        for measurement in measured:
+            name = logged_name(measurement, self._plain)
+            shown = measurement if self.scalars == "all" else plotted(measurement)
             row.update(values_of(shown, name))
             pictures.update(heat_maps(shown, name, sent))
-        if any(m.error is None for m in measurements) and step not in self._steps:
+        if measured and step not in self._steps:
             self._steps.add(step)
             if are_maps_due(len(self._steps)) and not any(name.endswith(SURFACE) for name in sent):
                 pictures.update(layer_maps(self._measured(), self._plain, step))
@@ -342,9 +344,6 @@ class WandbMirror:
     def _measured(self) -> list[Measurement]:
         measurements = latest(records.read(self.root / "measurements.jsonl"))
         return [m for m in measurements if self._allow_suspect or not records.is_suspect(m)]
-
-    def _name(self, measurement: Measurement) -> str:
-        return measurement.analysis if measurement.error is not None else logged_name(measurement, self._plain)
 
     def _send(self, step: int | None, row: dict[str, Any]) -> None:
         """Log one row under the next number; one that the server has already is only noted."""

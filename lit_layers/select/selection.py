@@ -13,7 +13,7 @@ from torch import Tensor
 from lit_layers.figures.chart import Chart, Panels, Series
 from lit_layers.figures.labels import in_sentence, value
 from lit_layers.figures.profiles import color_of, level, symbol_of
-from lit_layers.figures.theme import ACCENT, MUTED, Axis, rounded
+from lit_layers.figures.theme import ACCENT, Axis, rounded
 from lit_layers.figures.vega import write_pictures
 from lit_layers.functional.curves import bootstrap_interval
 from lit_layers.metrics import look_up
@@ -219,7 +219,7 @@ def chosen_layers(models: Sequence[Candidate], task: str) -> Chart:
         for kind, layer in (("-open", last), ("", choice.layer)):
             text, score = f"{layer} of {last}", choice.test[layer]
             mark: dict[str, Any] = {"mark": f"{symbol_of(index)}{kind}", "size": 8, "texts": [f"layer {text}"]}
-            mark |= {"labels": ["" if kind else text], "sides": [(-1, 1)], "label_color": MUTED, "interval": "bars"}
+            mark |= {"labels": ["" if kind else text], "sides": [(-1, 1)], "interval": "bars"}
             mark |= {"low": rounded([score.low]), "high": rounded([score.high])}
             series.append(Series(x=[model.milliseconds(layer)], y=rounded([score.value]), **mark, **look))
     furthest = max(model.milliseconds(layer) for model in models for layer in model.choice.test)
