@@ -162,7 +162,7 @@ class Command:
 
 def _usual(names: Sequence[str], corpus: str, tokenizer: str, limit: int | None) -> list[Analysis]:
     """The analyses that are named, on texts of the length that the model reads."""
-    text = EvalText(corpus, tokenizer, num_sequences=32, num_tokens=min(128, limit or 128))
+    text = EvalText(corpus, tokenizer, num_sequences=16, num_tokens=min(128, limit or 128))
     few = EvalText(corpus, tokenizer, num_sequences=8, num_tokens=min(64, limit or 64))
     return metric_names.made(names, text, few)
 
