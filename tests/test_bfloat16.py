@@ -216,5 +216,5 @@ def test_what_needs_float32_is_refused_by_name(tmp_path, capsys):
     command = ["analyze", str(tmp_path / "model"), "--root", str(tmp_path / "out"), "--dtype", "bfloat16"]
     assert main(command) == 2
     said = capsys.readouterr().err
-    assert "dtype: trajectory (Trajectory) is measured in float32 or wider alone" in said
+    assert "dtype: trajectory is measured in float32 or wider" in said
     assert not Path(tmp_path / "out" / "measurements.jsonl").exists()

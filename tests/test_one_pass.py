@@ -376,11 +376,11 @@ def test_each_is_said_to_start_before_it_ends_and_all_come_in_their_order():
 
 
 def test_half_precision_is_widened_once_for_all(monkeypatch):
-    from lit_layers.models import states
+    from lit_layers.models import view
 
     model, batch, copies = tiny("gpt2").half(), texts(), []
-    deepcopy = states.copy.deepcopy
-    monkeypatch.setattr(states.copy, "deepcopy", lambda value: copies.append(value) or deepcopy(value))
+    deepcopy = view.copy.deepcopy
+    monkeypatch.setattr(view.copy, "deepcopy", lambda value: copies.append(value) or deepcopy(value))
     analyses = [
         Trajectory(batches=cut(batch, 4, 4)),
         Representation(batches=cut(batch, 4, 4)),

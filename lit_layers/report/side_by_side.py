@@ -335,10 +335,10 @@ def _first_difference(content: SideBySide) -> dict[str, Any]:
         return {"sentence": "All numbers are equal at all common steps." if steps else "", "blocks": []}
     first, _, key = min(found, key=lambda each: each[:2])
     equal = max((step for step in steps if step < first), default=None)
-    sentence = "" if equal is None else f"All numbers are equal up to step {equal:,.0f}."
+    said = "" if equal is None else f"All numbers are equal up to step {equal:,.0f}."
     draw = partial(over_training, content.shared[key], list(content.groups))
     title = f"{next(iter(content.shared[key].values())).curve.title}: differs from step {first:,.0f} on"
-    return {"sentence": sentence, "blocks": [block(title, look_up(key[1]).note, [("", [("", draw)])], wide=True)]}
+    return {"sentence": said, "blocks": [block(title, look_up(key[1]).note, [("", [("", draw)])], wide=True)]}
 
 
 def write_pictures(content: SideBySide, folder: Path) -> list[Path]:

@@ -207,12 +207,11 @@ class HubRevisions(Series):
         *sources, main = at_once(functools.partial(_source, hub), [*names, self.repo])
         if sources and all(reasons := [source.why for source in sources if isinstance(source, HubSource)]):
             raise InputError(reasons[0])
-        found = zip(steps, names, sources, strict=True)
         per_step = facts.tokens_per_step
         return Listing(
             checkpoints=tuple(
                 Checkpoint(self.name, name, source, step=step, tokens=per_step and step * per_step)
-                for step, name, source in found
+                for step, name, source in zip(steps, names, sources, strict=True)
             ),
             main=Checkpoint(self.name, MAIN, main),
             main_is_last=facts.main_is_last,

@@ -141,7 +141,7 @@ def test_a_class_that_is_missing_is_named(recipe, tmp_path, capsys):
     Image.new("RGB", (8, 8)).save(tmp_path / "images" / "train" / "emu" / "0.png")
     options = ["--data.normalisation", "half", "--data.image_size", "16"]
     assert main(["fit", "--config", str(recipe), "--corpus", str(tmp_path / "images"), *options]) == 2
-    assert "class 'emu' is in train" in one_sentence(capsys)
+    assert "class 'emu' is not in both train and val" in one_sentence(capsys)
 
 
 @pytest.mark.parametrize("name", ["deit/tiny_cifar10", "deit/small_imagenet"])
