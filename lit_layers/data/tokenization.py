@@ -188,9 +188,8 @@ def _load(main: Path, companions: dict[str, Path]) -> TextTokenizer:
     named = named.get("content") if isinstance(named, dict) else named
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    end = next(
-        (each for each in (named, *ENDS) if isinstance(each, str) and tokenizer.token_to_id(each) is not None), None
-    )
+    tokens = (token for token in (named, *ENDS) if isinstance(token, str))
+    end = next((token for token in tokens if tokenizer.token_to_id(token) is not None), None)
     if end is None:
         raise InputError(f"the tokenizer {main} has no token to end a document: name one as eos_token in {CONFIG}")
     loaded = TextTokenizer(tokenizer, end, companions)

@@ -202,8 +202,8 @@ class HubRevisions(Series):
     def _repositories(self, facts: Facts, template: str, hub: Hub) -> Listing:
         """Return the listing of a series whose steps are repositories; the repository itself is no step."""
         steps = facts.expected() or ()
-        places = [{"{repo}": self.repo, "{step}": str(step), "{thousands}": str(step // 1000)} for step in steps]
-        names = [functools.reduce(lambda name, part: name.replace(*part), each.items(), template) for each in places]
+        named = template.replace("{repo}", self.repo)
+        names = [named.replace("{step}", f"{each}").replace("{thousands}", f"{each // 1000}") for each in steps]
         *sources, main = at_once(functools.partial(_source, hub), [*names, self.repo])
         if sources and all(reasons := [source.why for source in sources if isinstance(source, HubSource)]):
             raise InputError(reasons[0])
