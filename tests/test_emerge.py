@@ -559,6 +559,7 @@ def test_tables_of_strangers_are_refused_in_a_sentence(run, tmp_path, capsys):
         (
             ("step: expected numbers: int too large", [row | {"step": 10**400} for row in good]),
             ("value: expected numbers: int too large", [row | {"value": 10**400} for row in good]),
+            ("layer: expected whole numbers", [row | {"layer": 0.5} for row in good]),
             ("two values at step 0: expected one", [{"step": 0, "value": at} for at in range(8)]),
             ("two values at step 0 of run", [row | {"step": 0, "run": ["a"]} for row in good]),
             ("stderr: expected numbers", results | {"results": {"piqa": {"acc": 0.5, "acc_stderr": 10**400}}}),

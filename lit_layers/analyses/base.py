@@ -151,7 +151,13 @@ class Analysis(ABC):
                 that are not as the model saw them in training and texts that are longer than it reads.
         """
         self.check_options(model)
+        needed = "pixel_values" if model.family.sees_images else "input_ids"
         for value in vars(self).values():
+            for batch in value if isinstance(value, GivenBatches) else ():
+                if needed not in batch:
+                    raise InputError(f"{self.name}: expected batches with {needed}, got one with {', '.join(batch)}")
+                if needed == "input_ids":
+                    model.check_tokens(batch[needed])
             if isinstance(value, EvalText) and value.num_tokens > (longest := model.max_tokens or value.num_tokens):
                 raise InputError(
                     f"{self.name}: num_tokens: {type(model.model).__name__} takes at most {longest} tokens, got "

@@ -223,6 +223,8 @@ def _of_table(table: Any, place: Path, axis: AxisName, where: Mapping[str, str])
     numbers = {axis, "stderr", names["value"], "step", "tokens"}
     for column in [each for each in table.columns if each in {*numbers, "layer"}]:
         table = table.assign(**{column: _numeric(table[column], f"{place}, {column}")})
+    if "layer" in table and (table["layer"] % 1).any():
+        raise InputError(f"{place}, layer: expected whole numbers")
     roles = [name for role, name in names.items() if name and role != "value"]
     others = [name for name in table.columns if name not in {*numbers, *roles, "layer"}]
     table = table.assign(

@@ -324,18 +324,17 @@ def page_of(content: SideBySide) -> str:
 def _first_difference(content: SideBySide) -> dict[str, Any]:
     """Return up to which step all groups have equal numbers, as a sentence, and the number that differs first."""
     found: list[tuple[float, tuple[int, int], Key]] = []
-    steps, order = set[float](), _order(content)
+    order = _order(content)
     for key, lines in content.shared.items():
         common = np.array(_common_steps(lines.values()))
         values = np.stack([line.values[np.isin(line.at, common)] for line in lines.values()])
         apart = ~np.isclose(values, values[0], rtol=_ROUNDING, atol=0, equal_nan=True).all(0)
-        steps |= {*common.tolist()}
         found += [(common[apart][0], order(*key[:2]), key)] if apart.any() else []
     if not found:
-        return {"sentence": "All numbers are equal at all common steps." if steps else "", "blocks": []}
+        return {"sentence": "All numbers are equal at all common steps." if content.shared else "", "blocks": []}
     first, _, key = min(found, key=lambda each: each[:2])
-    equal = max((step for step in steps if step < first), default=None)
-    said = "" if equal is None else f"All numbers are equal up to step {equal:,.0f}."
+    equal = [step for step in _common_steps(content.shared[key].values()) if step < first]
+    said = f"All numbers are equal up to step {equal[-1]:,.0f}." if equal else ""
     draw = partial(over_training, content.shared[key], list(content.groups))
     title = f"{next(iter(content.shared[key].values())).curve.title}: differs from step {first:,.0f} on"
     return {"sentence": said, "blocks": [block(title, look_up(key[1]).note, [("", [("", draw)])], wide=True)]}

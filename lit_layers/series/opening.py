@@ -379,11 +379,10 @@ def open_series(
 def _trainings(repo: str, steps: Any, grammar: str, manifest: str | None = None) -> Iterator[Series]:
     """Yield the series of a repository: one for each training that its manifest knows in its branches."""
     facts = known_facts(repo) if manifest is None else Manifest(manifest).facts(repo)
-    several = facts.grammar if facts is not None and isinstance(facts.grammar, list) and grammar == "auto" else []
-    for each in several:
-        yield HubRevisions(repo, steps, grammar=each, manifest=manifest, name=f"{repo} {each}")
-    if not several:
-        yield HubRevisions(repo, steps, grammar=grammar, manifest=manifest)
+    several = facts.grammar if facts and isinstance(facts.grammar, list) and grammar == "auto" else None
+    for each in several or [grammar]:
+        name = f"{repo} {each}" if several else None
+        yield HubRevisions(repo, steps, grammar=each, manifest=manifest, name=name)
 
 
 UNAUDITED = "unaudited"

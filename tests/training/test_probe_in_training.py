@@ -47,7 +47,7 @@ def test_a_probe_leaves_no_trace_in_training_and_finds_the_same_afterwards(task,
     (tmp_path / "scratch").mkdir()
     options = {"task": task[0], "tokenizer": task[1]}
     analyses = [
-        Probe(**options, untrained=True),
+        Probe(**options),
         SampleSizeSweep(**options, num_seeds=2),
         NextTokenResidual(batches=RandomText(num_batches=4, batch_size=8), num_halves=2),
         FullDisk(**options, name="failing"),

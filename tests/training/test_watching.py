@@ -201,10 +201,10 @@ def test_what_cannot_be_measured_is_refused_before_the_first_step(tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ([TOKENS[:2] + VOCABULARY], f"trajectory: batches: GPT2LMHeadModel knows {VOCABULARY} tokens, got token"),
+        ([TOKENS[:2] + VOCABULARY], f"GPT2LMHeadModel knows {VOCABULARY} tokens, got token"),
         ([TOKENS[:2] - VOCABULARY], f"knows {VOCABULARY} tokens, got token -"),
-        ([TOKENS[:2].repeat(1, 2)], f"batches: GPT2LMHeadModel takes at most {CONTEXT} tokens, got {2 * CONTEXT}"),
-        ([torch.zeros(2, 3, 8, 8)], "batches: GPT2LMHeadModel needs input_ids, batch 0 has pixel_values"),
+        ([TOKENS[:2].repeat(1, 2)], f"GPT2LMHeadModel takes at most {CONTEXT} tokens, got {2 * CONTEXT}"),
+        ([torch.zeros(2, 3, 8, 8)], "trajectory: expected batches with input_ids, got one with pixel_values"),
     ],
 )
 def test_texts_that_the_model_cannot_read_are_refused_before_the_first_step(given, said, tmp_path):
@@ -237,7 +237,7 @@ def test_data_with_which_no_step_can_be_measured_end_a_training_before_it_begins
     untrained = weights_hash(model)
     given = [Trajectory(batches=TOKENS), LayerSimilarity(batches=TOKENS[:2], rows="prompts")]
     monkeypatch.setitem(globals(), "analyses", lambda: given)
-    with pytest.raises(InputError, match="layer_similarity: layer_cka needs at least 4 rows, got 2"):
+    with pytest.raises(InputError, match="layer_similarity: layer_cka needs 4 rows or more, got 2"):
         train(model, tmp_path / "run", watched=True)
     assert weights_hash(model) == untrained
     given[1] = LayerSimilarity(batches=TOKENS, rows="prompts")
