@@ -5,8 +5,8 @@ The floors of imports, circles and files of one name are in tests/test_architect
 
 from tests.support import code_lines
 
-LINES = 31_444
-CHARACTERS = 1_505_977
+LINES = 31_451
+CHARACTERS = 1_506_378
 FILES = 180
 FILES_IN_A_FOLDER = 16
 

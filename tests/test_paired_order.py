@@ -153,7 +153,7 @@ def test_emerge_pairs_what_a_run_keeps_and_a_run_without_is_as_before(run, tmp_p
     assert paired_of(tmp_path / "out") == {frozenset(("a/shown", "b/shown"))}
     layers = pd.read_csv(tmp_path / "out" / "layer_order.csv")
     assert layers["paired"].tolist() == [True] * 3
-    assert "of 14 of 15 pairs errors of different curves are" in (tmp_path / "out" / "emergence.html").read_text()
+    assert "Both curves of 1 of 15 pairs are drawn by the same" in (tmp_path / "out" / "emergence.html").read_text()
     for curve in curves_of(run, metrics=["shown", "unkept"]):
         assert (curve.prompts is not None) == (curve.metric == "shown")
         if curve.prompts is not None:

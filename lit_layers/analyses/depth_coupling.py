@@ -86,7 +86,7 @@ class Coupling(Analysis):
 
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
-        self.resolved(model).counts(model)
+        numbers_of_directions(self.name, self.resolved(model).k, model)
         is_image, token = model.family.sees_images, self.token
         if (token == "mean_patch" and not is_image) or (token == "cls" and is_image and not model.has_class_token):
             raise InputError(f"{self.name}: {type(model.model).__name__} has no {token}: choose another token")
@@ -103,14 +103,10 @@ class Coupling(Analysis):
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
         num_tokens = len(self.tokens(model))
         samples: list[Sample | Record] = []
-        for position, count in enumerate(self.counts(model)):
+        for position, count in enumerate(numbers_of_directions(self.name, self.k, model)):
             samples += _pair_samples(batches, position, {"k": count}, num_tokens)
         samples += _block_samples(batches, self.fit_from, num_tokens)
         yield from summarize_all(samples)
-
-    def counts(self, model: LayeredModel) -> list[int]:
-        """Return the different numbers of directions in ascending order."""
-        return numbers_of_directions(self.name, self.k, model)
 
     def preset_options(self, preset: str, model: LayeredModel) -> dict[str, Any]:
         """Return the options of a preset.
@@ -135,7 +131,7 @@ class _Blocks:
     def __init__(self, options: Coupling, trajectory: Trajectory) -> None:
         model = trajectory.model
         self.model, self.options, self.trajectory = model, options, trajectory
-        self.counts = options.counts(model)
+        self.counts = numbers_of_directions(options.name, options.k, model)
         self.top = min(options.num_singular_values, model.dim)
         # one direction more than the largest K: min_gap looks at it
         self.kept = min(max(self.counts[-1] + 1, self.top), model.dim)

@@ -55,10 +55,15 @@ def summarize(metric: str, values: Tensor, *, intervals: bool = True, **place: A
     is defined there is no record of a layer, and of the whole model one whose value is NaN. `place` are the other
     fields of `Sample`. Without `intervals` there is neither `low` nor `high`.
     """
-    return [*summarize_all([Sample(metric, values, **place)], intervals=intervals)]
+    sample = Sample(metric, torch.as_tensor(values).detach().cpu().double(), **place)
+    defined, interval = sample.values[~sample.values.isnan()], NO_INTERVAL
+    if intervals and len(defined) > 1 and defined.isfinite().all():
+        low, high = bootstrap_interval(defined[:, None], statistic=sample.statistic)
+        interval = low.item(), high.item()
+    return _summarized(sample, interval)
 
 
-def summarize_all(samples: Iterable[Sample | Record], *, intervals: bool = True) -> Iterator[Record]:
+def summarize_all(samples: Iterable[Sample | Record]) -> Iterator[Record]:
     """Summarize many samples in their order, ten times faster than one by one; records pass unchanged."""
     everything = [
         each if isinstance(each, Record) else each._replace(values=torch.as_tensor(each.values).detach().cpu().double())
@@ -70,7 +75,7 @@ def summarize_all(samples: Iterable[Sample | Record], *, intervals: bool = True)
     by_prompts: dict[tuple[Statistic, tuple[bool, ...]], list[int]] = {}
     for index, sample in enumerate(pending):
         defined = tuple((~sample.values.isnan()).tolist())
-        if intervals and sum(defined) > 1 and not sample.values.isinf().any():
+        if sum(defined) > 1 and not sample.values.isinf().any():
             by_prompts.setdefault((sample.statistic, defined), []).append(index)
     for (statistic, defined), alike in by_prompts.items():
         for start in range(0, len(alike), ROWS_AT_ONCE):
@@ -213,7 +218,11 @@ def summarize_ratio(
         return [gap(metric, tags=tags)] if layer is None else []
     ratio = sums.sum() / kept.sum()
     values = ratio + (sums - ratio * kept) / kept.mean()
-    (record,) = summarize(metric, values, layer=layer, tags=tags, rows=defined)
+    interval = NO_INTERVAL
+    if len(values) > 1 and values.isfinite().all():
+        low, high = bootstrap_interval(values[:, None])
+        interval = low.item(), high.item()
+    (record,) = _summarized(Sample(metric, values.cpu(), layer=layer, tags=tags, rows=defined), interval)
     return [replace(record, value=ratio.item())]
 
 
