@@ -235,7 +235,8 @@ def test_online_only_what_the_server_lacks_is_sent(
     mirror.open(tmp_path, run_id=RUN_ID, config={})
     mirror.finish()
     assert run.sent == [(step - 1, step, 1 / step) for step in sent]
-    assert mirror.closing_line().splitlines()[0].endswith(run.url)
+    said = mirror.closing_line().splitlines()
+    assert (said[0].endswith(run.url), said[1].endswith(" --workspace ENTITY/lit_layers")) == (True, True)
 
 
 @pytest.mark.slow
