@@ -83,6 +83,8 @@ def test_a_wheel_trains_the_quickstart_far_from_the_repository(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")
+    manifests = (tmp_path / "installed/lit_layers/series/manifests").glob("*.yaml")
+    assert {path.name for path in manifests} == {path.name for path in (REPOSITORY / "checkpoints").glob("*.yaml")}
     words = ["fit", "quickstart/gpt2", "--trainer.max_steps", "2", "--steps", "[0,2]", "--analyses", "[]"]
     code = (
         "import lit_layers; print(lit_layers.__file__);"
