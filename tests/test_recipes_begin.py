@@ -20,7 +20,6 @@ from lit_layers.data import EvalText, prepare
 from lit_layers.errors import InputError
 from lit_layers.measuring.offline import analyze
 from lit_layers.measuring.one_model import measure
-from lit_layers.models.build import causal_lm, save
 from tests.support.labelled_texts import saved_gpt2
 from tests.support.targets import target
 
@@ -162,23 +161,6 @@ def test_data_of_a_documented_command_on_the_python_library_is_enough(paths, rea
     of_a_model = tokenizers.values() if len(paths) == 1 else ()
     for tokenizer in (told(paths, "tokenizer", "bpe:2048"), *of_a_model):
         begin(listed(paths, "python", tokenizer, tmp_path), realdata)
-
-
-# The probes' task is the Hub's (its rows are read above), and images are no texts.
-OF_A_MODEL = sorted({path.stem for path in (ROOT / LISTS).glob("*.yaml")} - {"probes", "images"})
-
-
-@pytest.mark.nightly
-@pytest.mark.realdata
-@pytest.mark.parametrize("name", OF_A_MODEL)
-def test_each_list_is_planned_on_a_model_of_the_hubs_kind_as_documented(name, tokenizers, tmp_path, capsys):
-    """`lit-layers analyze MODEL --config LIST`: a GPT-2 with all its blocks and positions, and a sixth of its width."""
-    wide = {"n_layer": 12, "n_embd": 128, "n_head": 2, "n_positions": 1024, "vocab_size": 50_257}
-    save(causal_lm("gpt2", **wide), tmp_path / "model")
-    shutil.copytree(tokenizers["gpt2"], tmp_path / "model", dirs_exist_ok=True)
-    words = ["analyze", tmp_path / "model", "--config", ROOT / LISTS / f"{name}.yaml", "--root", tmp_path / "out"]
-    assert main([*map(str, words), "--plan"]) == 0, capsys.readouterr().err
-    assert "in all, 1 checkpoints" in capsys.readouterr().out
 
 
 @pytest.mark.nightly

@@ -5,7 +5,6 @@ import functools
 import hashlib
 import itertools
 import os
-import sys
 from abc import ABC
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,12 +16,11 @@ from torch import Tensor
 
 from lit_layers.data.batches import Batches, EvalText, GivenBatches, as_batches
 from lit_layers.data.images import EvalImages
-from lit_layers.data.prompt_texts import GivenTexts, Texts
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.identity import hash_of
 from lit_layers.models.pixels import refuse_unlike_training
-from lit_layers.models.view import Batch, LayeredModel, Trajectory, first_rows
+from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 
 Dtype = Literal["float32", "bfloat16"]
@@ -108,27 +106,6 @@ class Analysis(ABC):
     def jobs(self, model: LayeredModel, **values: Values) -> Jobs:
         """Divide `compute` into jobs, which ranks share; by default one."""
         return Jobs([functools.partial(self.compute, model, **values)])
-
-    def first_share(self, rows: int) -> "tuple[Analysis, float] | None":
-        """Return the analysis on the first rows of its data and the share of the data that they are, for a plan.
-
-        The default cuts batches, texts and `num_prompts`; an analysis without any is returned whole, with the share 1.
-        None: a share would take nearly as long as the whole.
-        """
-        self.adopt_batches_()
-        most = getattr(self, "num_prompts", sys.maxsize)
-        totals: list[int] = []
-        changes: dict[str, Any] = {"num_prompts": min(rows, most)} if most < sys.maxsize else {}
-        for name, value in vars(self).items():
-            if isinstance(value, Texts):
-                totals.append(min(most, len(value.texts())))
-                changes[name] = GivenTexts(value.texts()[:rows])
-            elif isinstance(value, Batches):
-                totals.append(min(most, sum(len(next(iter(batch.values()))) for batch in value)))
-                changes[name] = GivenBatches([*first_rows(value, rows)], tokenizer_hash=value.tokenizer_hash())
-        totals = totals or [most if most < sys.maxsize else 1]
-        share = sum(min(rows, total) for total in totals) / sum(totals)
-        return (self, 1.0) if share == 1 else (dataclasses.replace(cast("Any", self), **changes), share)
 
     def adopt_batches_(self) -> None:
         """Turn data loaders, data sets and lists in the fields of type `Batches` into `Batches`.

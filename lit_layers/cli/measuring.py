@@ -1,15 +1,9 @@
-"""Analyses on a model, or on each checkpoint of a series: what the commands that measure have in common.
+"""Analyses on a model, or on each checkpoint of a series: what the commands that measure have in common."""
 
-All that a plan says is an extrapolation, from the seconds of a first share of the data on this machine.
-"""
-
-import copy
 import functools
 import re
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +23,9 @@ from lit_layers.measuring.offline import Analyses, SeriesResult, analyze_series,
 from lit_layers.records import Measurement
 from lit_layers.run_data import duration
 from lit_layers.series import Checkpoint, OneModel, Series, open_series
-from lit_layers.series.checkpoint_sources import Memory
 from lit_layers.series.local_series import training_of
 
 LIMITS = ("n_positions", "max_position_embeddings", "max_seq_len")  # how config.json names the longest text
-ROWS = 4  # of data in the first round, which warms up, and half of those in the next one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +85,7 @@ class Checkpoints(MeasuringOptions):
         revision: a branch, tag or commit of the Hub
         submodule: in a folder of *.ckpt files: which submodule is the network (default: found by its tensors)
         untrained: a seed: measure the model with new random weights in place of its own, as a model of its own
-        plan: say what it would take, by a first share of the data; nothing is kept
+        plan: measure only the first checkpoint of a series, and say how long all of them would take
     """
 
     steps: Steps | None = None
@@ -115,7 +107,7 @@ class Checkpoints(MeasuringOptions):
         if folder.is_dir() and any(folder.glob("*.ckpt")):  # whose config.json may lie beside them
             is_steps |= not any(any(folder.glob(weights)) for weights in ("*.safetensors", "*.bin"))
         is_series = self.steps is not None or is_steps or model.endswith((".yaml", ".yml"))
-        of_series = ("allow_suspect", "keep_downloads", "shard", "submodule")
+        of_series = ("allow_suspect", "keep_downloads", "shard", "submodule", "plan")
         cases = [
             (of_series, not is_series, "is for series, and one model was named"),
             (("revision", "untrained"), is_series, f"is for one model, and {model} is a series"),
@@ -147,22 +139,18 @@ def measured(
 ) -> int:
     """Measure the model, or each series that is meant, have `tell` print each result, and return the exit code.
 
-    `tell` returns whether anything failed. With --plan only say what it takes. While a training goes on, it is called
-    again and again.
+    `tell` returns whether anything failed. While a training goes on, it is called again and again.
 
     Raises:
         InputError: a model or series that is not there, options that do not fit it.
     """
-    if not beside_training and not options.plan:
+    if not beside_training:
         process.tell(options.device)
     failed = False
     for series in everything:
-        root = root_of(series, options.root, is_only=len(everything) == 1)
+        root, number = root_of(series, options.root, is_only=len(everything) == 1), len(series.checkpoints)
         if options.plan:
-            plan = plan_of(series, make, options, root=root, tokenizer=tokenizer)
-            show_table(plan.table(len(series.checkpoints)), series.name)
-            print(*plan.notes(), sep="\n")
-            continue
+            vars(series)["checkpoints"] = series.checkpoints[:1]
         with bar("opening the model" if series.is_alone else "auditing the series", hidden=beside_training) as show:
             at_work = silent if options.engine == "ray" else functools.partial(show, None, None)
             analyses = analyses_for(series, make, tell=at_work, root=root, tokenizer=tokenizer)
@@ -173,62 +161,20 @@ def measured(
         if result.left_out:
             names = ", ".join(suspect.name for suspect in result.left_out)
             print(f"left out as suspect: {names}; --allow_suspect measures them")
-        steps = [one.step for one in series.checkpoints] if series.is_alone else None
-        failed |= tell(Outcome(root=root, result=result, steps=steps))
+        is_one = series.is_alone or options.plan
+        outcome = Outcome(root=root, result=result, steps=[one.step for one in series.checkpoints] if is_one else None)
+        failed |= tell(outcome)
+        if options.plan:
+            _show_plan(outcome, number)
     return FAILED if failed else 0
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What one checkpoint takes: the seconds of each analysis, by the share of its data that was measured, and others.
-
-    `around` are the seconds of opening, hashing and checking the checkpoint; `left_out` has the reasons of the others.
-    """
-
-    seconds: dict[str, float]
-    shares: dict[str, float]
-    around: float
-    left_out: dict[str, str]
-
-    def table(self, number: int) -> Iterator[dict[str, str]]:
-        """Yield the rows for a number of checkpoints."""
-        times = {name: number * seconds for name, seconds in self.seconds.items()}
-        times["opening and hashing"] = number * self.around
-        times[f"in all, {number} checkpoints"] = sum(times.values())
-        for name, seconds in times.items():
-            share = f"{self.shares[name]:.0%}" if name in self.seconds else ""
-            yield {"": name, "measured": share, "time": duration(seconds)}
-
-    def notes(self) -> list[str]:
-        """Return what the numbers are, a sentence each."""
-        return [
-            "an extrapolation: analyses ran on that share of their data, and their time was multiplied",
-            *(f"{name}: not in these numbers: {why}" for name, why in self.left_out.items()),
-        ]
-
-
-def sampled(analyses: Sequence[Analysis], measure: Callable[[Sequence[Analysis]], Sequence[Measurement]]) -> Plan:
-    """Measure the analyses on a few rows of their data and multiply; one that fails on so few is given more."""
-    rows, is_warm = ROWS, False
-    while True:
-        cuts = {each.name: each.first_share(rows) for each in analyses}
-        shares = {name: cut[1] for name, cut in cuts.items() if cut is not None}
-        started, found, refusal = time.perf_counter(), [], ""
-        try:
-            found = measure([cut[0] for cut in cuts.values() if cut is not None]) if shares else []
-        except InputError as error:
-            refusal = str(error)
-            if not any(f"{name}: " in refusal and share < 1 for name, share in shares.items()):
-                raise
-        failed = {each.analysis: each.error for each in found if each.error is not None}
-        is_whole = all(share == 1 for share in shares.values())
-        if is_whole or (is_warm and not refusal and all(shares[name] == 1 for name in failed)):
-            break
-        rows, is_warm = 2 * rows, True
-    around = time.perf_counter() - started - sum(each.seconds for each in found)
-    left_out = {name: "a share takes as long as the whole" for name in cuts if name not in shares} | failed
-    seconds = {each.analysis: each.seconds / shares[each.analysis] for each in found if each.analysis not in failed}
-    return Plan(seconds, shares, around, left_out)
+def _show_plan(outcome: Outcome, number: int) -> None:
+    """Print how long all checkpoints would take, by the mean of those that are measured."""
+    measured = pd.DataFrame(outcome.complete()[0], columns=["analysis", "seconds"])
+    times = number * measured.groupby("analysis", sort=False)["seconds"].mean()
+    times[f"in all, {number} checkpoints"] = times.sum()
+    show_table([{"": name, "time": duration(seconds)} for name, seconds in times.items()])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,30 +227,6 @@ class Target:
 
 
 Make = Callable[[Target], Sequence[Analysis]]
-
-
-def plan_of(series: Series, make: Make, options: MeasuringOptions, *, root: Path, tokenizer: str | None) -> Plan:
-    """Measure the first checkpoint on a share of the data, and return what one checkpoint takes.
-
-    Raises:
-        InputError: what measuring raises.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        series = copy.copy(series)
-        series.memory = series.memory and Memory(Path(folder))
-        vars(series).pop("listing", None)
-        vars(series)["checkpoints"] = series.checkpoints[:1]
-        options = replace(options, engine="process", shard="0/1", keep_downloads=True)
-
-        def measure(analyses: Sequence[Analysis]) -> Sequence[Measurement]:
-            place = Path(tempfile.mkdtemp(dir=folder)) / root.name
-            result = analyze_series(series, analyses, options, root=place)
-            if result.failures:
-                raise InputError(result.failures[0])
-            return result.measurements
-
-        analyses = analyses_for(series, make, root=Path(folder) / root.name, tokenizer=tokenizer)
-        return sampled(analyses(series.checkpoints[0]) if callable(analyses) else analyses, measure)
 
 
 def analyses_for(

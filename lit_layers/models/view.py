@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -439,16 +439,6 @@ class Trajectory:
 # "resid": every layer as it leaves its block. "hf": the last one after the final norm, as in `hidden_states` of
 # transformers and in much published code. "normed": every one after the final norm, as a model cut there would end.
 States = Literal["resid", "hf", "normed"]
-
-
-def first_rows(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
-    """Yield the batches up to that many rows."""
-    for batch in batches:
-        rows = min(count, len(next(iter(batch.values()))))
-        yield {name: values[:rows] for name, values in batch.items()}
-        count -= rows
-        if not count:
-            return
 
 
 def final_norm(model: LayeredModel) -> torch.nn.Module | None:

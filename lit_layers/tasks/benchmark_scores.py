@@ -196,11 +196,6 @@ class BenchmarkScores(WithTokenizer, Analysis):
             refuse_unknown(self.task)
         self.data_hash()
 
-    def first_share(self, rows: int) -> tuple[Analysis, float]:
-        scorer = LmEvalScorer(self._local or self.task, self.tokenizer, limit=self.limit)
-        number = len({request.doc_id for request in scorer.requests()})
-        return replace(self, limit=min(rows, number)), min(1.0, rows / number)
-
     def config(self) -> dict[str, Any]:
         """Of all that decides the numbers; the scorer's version, too."""
         config = super().config()

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ import pandas as pd
 
 from lit_layers.analyses.base import Analysis, Dtype
 from lit_layers.analyses.changed_texts import Invariance
-from lit_layers.analyses.representation import PooledStates, Representation
+from lit_layers.analyses.representation import Representation
 from lit_layers.data.batches import encode_texts
 from lit_layers.data.prompt_texts import GivenTexts, TextBatches
 from lit_layers.data.tokenization import WithTokenizer
@@ -92,15 +91,6 @@ class MtebTask(WithTokenizer, Analysis):
             if not 0 <= layer <= model.num_layers:
                 raise InputError(f"layers: this model has layers 0 to {model.num_layers}, got {layer}")
         encode_texts(self.words, (), max_tokens=self.max_tokens)  # refuses a limit below what stands around a text
-
-    def first_share(self, rows: int) -> tuple[Analysis, float] | None:
-        """Embed the first texts without scoring them."""
-        texts = Prepared(open_task(self.task, seed=self.seed), self.task).texts(sys.maxsize) or []
-        if not (texts := [text for text in texts if text.strip()]):
-            return None
-        batches = TextBatches(GivenTexts(texts[:rows]), self.tokenizer, max_tokens=self.max_tokens)
-        embedded = PooledStates(name=self.name, batches=batches, pooling=self.pooling, states=self.states)
-        return embedded, min(1.0, rows / len(texts))
 
     def config(self) -> dict[str, Any]:
         """Of all that decides the numbers; mteb's own version, too."""

@@ -168,9 +168,6 @@ class TrainedVariants(Analysis):
         except ValueError as error:
             raise InputError(f"recipe: precision: {' '.join(str(error).split())}") from error
 
-    def first_share(self, rows: int) -> None:
-        return None
-
     def chosen(self, model: LayeredModel) -> list[Variant]:
         """The variants of this model, the full one first.
 

@@ -1,5 +1,6 @@
 """The Jacobian lens and its controls, against numpy and the logit lens of `Lens`."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from lit_layers.analyses import JacobianLens, Lens
 from lit_layers.analyses.jacobian_lens import FittedLens, one_by_one, shuffle_weights
 from lit_layers.errors import InputError
-from lit_layers.models.view import LayeredModel, first_rows
+from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
 from tests.support.shares import found_by_ranks
@@ -40,7 +41,7 @@ def records(view):
 
 def fitted_on(view: LayeredModel, batches: Any, num_prompts: int) -> FittedLens:
     """The lens of the first prompts, from the Jacobians of every second one and of the others."""
-    given = [*one_by_one(first_rows(batches, num_prompts))]
+    given = [*itertools.islice(one_by_one(batches), num_prompts)]
     return lens(batches, num_prompts=num_prompts).fit(view, "jacobian", given)
 
 

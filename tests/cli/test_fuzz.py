@@ -180,7 +180,7 @@ def options(home: Home, folder: Path, chance: random.Random) -> Result:
         "mteb": [model, "--tasks", "local", "--folder", str(home.root / "tasks"), "--root", "out"],
         "prepare": ["--source", str(home.root / "text.txt"), "--tokenizer", "bpe:300", "--root", "out"],
         "report": [str(home.root / "run"), "--root", "page.html"],
-        "reproduce": [str(POINTS), "--root", "out", "--plan"],
+        "reproduce": [str(POINTS), "--root", "out"],
         "select": [model, "--task", str(home.root / "songs.csv"), "--root", "out"],
     }
     command = chance.choice(sorted(COMMANDS))

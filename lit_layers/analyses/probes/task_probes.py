@@ -3,14 +3,14 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis, Jobs, Rows, Values
+from lit_layers.analyses.base import Jobs, Rows, Values
 from lit_layers.analyses.probes.probe_fits import (
     MOST_SENT,
     ProbeAnalysis,
@@ -89,13 +89,6 @@ class TaskTexts:
 
     def tokenizer_hash(self) -> str | None:
         return self._reader.tokenizer_hash()
-
-    def first_share(self, rows: int) -> tuple[Analysis, float]:
-        data = self._reader.data()
-        train, test = len(data.train_and_validation().texts), len(data.test.texts)
-        cut = {"num_train": min(rows, train), "num_test": min(rows, test)}
-        share = sum(cut.values()) / (train + test)
-        return cast("Analysis", replace(self, task=replace(self._reader.task, **(cut if share < 1 else {})))), share
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
         """Return the texts of each part; none if their vectors are too large to send between ranks."""

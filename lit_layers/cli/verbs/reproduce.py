@@ -16,11 +16,10 @@ from lit_layers.files.durable import replace_file
 from lit_layers.papers import PAPERS, PaperRecipe, Row, Step, compare, read_recipe
 
 STEPS = "steps"  # folder of the options of each step
-PLANNED = ("analyze", "intervene", "mteb")
 _STOPPED = 128  # exit codes above: Ctrl-C, SIGTERM
 
 
-def reproduce(file: Path, *, reduced: bool = False, root: Path | None = None, plan: bool = False) -> int:
+def reproduce(file: Path, *, reduced: bool = False, root: Path | None = None) -> int:
     """Run the commands of a published figure or table, and print its numbers beside the measured ones. Run it again to
     continue. Exit code: 0, 1 if something failed, 2 wrong input, 3 where a run diverged, 130 after Ctrl-C.
 
@@ -28,7 +27,6 @@ def reproduce(file: Path, *, reduced: bool = False, root: Path | None = None, pl
         file: a recipe, e.g. recipes/papers/coupling/fig1b.yaml; docs/papers.md lists them
         reduced: measure at sizes for a laptop, at which the printed numbers cannot be expected
         root: folder of all results (default: checkpoints/papers/PAPER/RECIPE, with -reduced behind it)
-        plan: say what its commands would cost, and measure nothing
     """
     file = find_recipe(file)
     recipe = read_recipe(file)
@@ -43,9 +41,6 @@ def reproduce(file: Path, *, reduced: bool = False, root: Path | None = None, pl
     commands = [_written(number, step, root) for number, step in enumerate(steps, start=1)]
     whole = 0
     for number, argv in enumerate(commands, start=1):
-        if plan and argv[0] not in PLANNED:
-            continue
-        argv = [*argv, *(["--plan"] if plan else [])]
         print(f"step {number} of {len(commands)}: lit-layers {' '.join(argv)}", file=sys.stderr, flush=True)
         code = run_verb(argv[0], argv[1:], passes_full=True)  # one that failed ends nothing, but a full disk does
         if code > _STOPPED:
@@ -53,8 +48,7 @@ def reproduce(file: Path, *, reduced: bool = False, root: Path | None = None, pl
         if code:
             print(f"step {number} ended with exit code {code}; the next one begins", file=sys.stderr)
         whole = whole or code
-    if not plan:
-        _compare(recipe, root, reduced=reduced)
+    _compare(recipe, root, reduced=reduced)
     return whole
 
 
