@@ -2,7 +2,7 @@
 
 Contenders, with the same weights, images, augmentation, Mixup, AdamW and learning rates, on the same device:
   lit_layers   LitImageClassifier and LitImageData in a Lightning Trainer, with the options and callbacks of `fit`
-  bare loop    a few lines of PyTorch around the very same timm model and the same augmentation of a batch
+  bare loop    a few lines of PyTorch around the very same timm model and the same augmentation
 
 They take turns: the Trainer pauses after each step (after ten on a GPU, whose queue must stay filled) while the loop
 runs as many. A ratio is taken within a round of some steps, and the median over rounds is reported, so that whatever
@@ -11,7 +11,6 @@ that of each contender alone, in a process of its own. Last, what a step would d
 
     python benchmarks/images.py --size quickstart
     python benchmarks/images.py --size tiny_cifar10 --device cuda --batch 512
-    python benchmarks/images.py --size tiny_224 --device cuda --compile
 """
 
 import argparse
@@ -72,7 +71,6 @@ class Size:
 SIZES = {
     "quickstart": Size("vit_tiny_patch16_224", {"embed_dim": 64, "depth": 6, "num_heads": 4}, 8, 2, 64, 20, False, 1.0),
     "tiny_cifar10": Size("deit_tiny_patch16_224", {}, 32, 4, 16, 4, True, None),
-    "tiny_224": Size("deit_tiny_patch16_224", {}, 224, 16, 256, 4, True, None),
 }
 
 
@@ -124,17 +122,17 @@ class Loop:
 
     def run(self, steps: int) -> None:
         batch, data = self.data.global_batch_size, self.data
+        augmenting = data.training_images() if self.augmented and data.flip else None
         for _ in range(steps):
             step = len(self.losses)
-            numbers = torch.arange(step * batch, (step + 1) * batch)
-            chosen = [self.order.image(number) for number in numbers.tolist()]
-            pixels = self.pictures.batch(chosen).to(self.device, non_blocking=True)
-            labels = self.pictures.labels[chosen].to(self.device, non_blocking=True)
-            if self.augmented:
-                pixels = data._augmentation.on_pixels(pixels, numbers)
-            images = data._normalise(pixels)
-            if self.augmented:
-                images = data._augmentation.erased(images, numbers)
+            numbers = range(step * batch, (step + 1) * batch)
+            if augmenting is not None:
+                given: Any = augmenting.__getitems__(numbers)
+                images, labels = (given[name].to(self.device) for name in ("pixel_values", "labels"))
+            else:
+                chosen = [self.order.image(number) for number in numbers]
+                images = data._normalise(self.pictures.batch(chosen).to(self.device, non_blocking=True))
+                labels = self.pictures.labels[chosen].to(self.device, non_blocking=True)
             seed = int.from_bytes(hashlib.blake2b(f"0/{step}/0/0".encode(), digest_size=8).digest(), "big")
             torch.manual_seed(seed)
             np.random.seed(seed % 2**32)  # noqa: NPY002 - what Mixup draws from

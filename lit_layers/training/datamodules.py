@@ -1,5 +1,6 @@
 """Samples for training and validation: token blocks, images."""
 
+import hashlib
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +28,6 @@ from lit_layers.data.preparing import prepared
 from lit_layers.errors import InputError
 from lit_layers.measuring.undisturbed import kept_random_state
 from lit_layers.schema import refuse_outside
-from lit_layers.training.augmentation import Augmentation, RandAugment, uniforms
 from lit_layers.training.trainer import RANGES, StepSampler, refuse_another_order
 
 Batch = dict[str, Tensor]
@@ -176,10 +176,9 @@ class _ShuffledBlocks(Dataset[dict[str, Tensor]]):
 class LitImageData(LitStepData):
     """Images of a labelled set: `{"pixel_values": (batch, 3, size, size), "labels": (batch,)}`.
 
-    Small images (up to 64 px) are augmented a batch at a time on the device that trains: padded crop, flip,
-    RandAugment, erasing. Large ones are decoded and augmented by timm's pipeline in the loader's workers: random
-    resized crop, flip, RandAugment, erasing. Which image a sample is and what happens to it is a function of (seed,
-    sample number) alone.
+    Images are augmented by timm's pipeline in the loader's workers: random resized crop (of images up to 64 px a crop
+    of the padded image), flip, RandAugment, erasing. Which image a sample is and what happens to it is a function of
+    (seed, sample number) alone.
 
     Args:
         source: `digits` (1,797 handwritten digits, no download), `cifar10`, `cifar100`, a local path (parquet
@@ -198,7 +197,7 @@ class LitImageData(LitStepData):
         seed: of the order of the images and their augmentation.
         shuffle_labels: a control without structure: the training images (not those of validation) change labels among
             themselves, once.
-        num_workers: loader processes; 0 is quickest for small images.
+        num_workers: loader processes; 0 is quickest for small images without augmentation.
     """
 
     def __init__(
@@ -268,28 +267,19 @@ class LitImageData(LitStepData):
         self.image_size = image_size(self.source, self.asked_size)
         self.statistics = statistics(self.source, self.normalisation)
         self._normalise = Normalise(*self.statistics)
-        self._augmentation = Augmentation(
-            seed=self.seed,
-            crop_padding=self.crop_padding,
-            flip=self.flip,
-            rand_augment=self._rand_augment(),
-            erasing=self.erasing,
-        )
-
-    def _rand_augment(self) -> RandAugment | None:
-        if self.rand_augment is None or not isinstance(self.source.train, SmallPictures):
-            return None
-        return RandAugment.parsed(self.rand_augment, self.statistics[0])
 
     def train_dataloader(self) -> DataLoader:
+        numbers = self._steps(len(self.source.train), _SampleNumbers)
+        return self._loader(self.training_images(), numbers, collate_fn=_as_it_is)
+
+    def training_images(self) -> "TrainingImages":
+        """Return the data set that training reads by sample numbers."""
         images = self.source.train
         order = SampleOrder(len(images), seed=self.seed, num_repeats=self.num_repeats)
-        numbers = self._steps(len(images), _SampleNumbers)
         labels = images.labels
         if self.shuffle_labels:
             labels = labels[torch.from_numpy(np.random.default_rng(self.seed).permutation(len(labels)))]
-        training = _TrainingImages(images, labels, order, self._transform(), self.seed)
-        return self._loader(training, numbers, collate_fn=_as_it_is)
+        return TrainingImages(images, labels, order, self._transform(), self.seed)
 
     def val_dataloader(self) -> DataLoader:
         images = self.source.test
@@ -303,34 +293,35 @@ class LitImageData(LitStepData):
         return batch
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Augments and normalises pixels on the device; what the workers have finished stays as it is."""
+        """Normalise pixels on the device; images that a transform has finished stay as they are."""
         if "pixels" not in batch:
             return batch
-        pixels, numbers = batch["pixels"], batch.get("number")  # numbers in training alone
-        if numbers is not None:
-            pixels = self._augmentation.on_pixels(pixels, numbers)
-        images = self._normalise(resized(pixels, self.image_size))
-        if numbers is not None:
-            images = self._augmentation.erased(images, numbers)
+        images = self._normalise(resized(batch["pixels"], self.image_size))
         return {"pixel_values": images, "labels": batch["labels"]}
 
-    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        # Sample numbers stay: what is to be done with an image is decided on the CPU.
-        return {name: part if name == "number" else part.to(device, non_blocking=True) for name, part in batch.items()}
-
     def _transform(self) -> Any:
-        """What the workers do with a large image."""
-        if isinstance(self.source.train, SmallPictures):
+        """Return what is done with one image; None where small images are normalised and nothing else."""
+        images = self.source.train
+        is_small = isinstance(images, SmallPictures)
+        if is_small and not (self.crop_padding or self.flip or self.rand_augment or self.erasing):
             return None
         from timm.data import create_transform  # takes a second
+        from torchvision.transforms import InterpolationMode, RandomCrop, Resize
 
         options: dict[str, Any] = {"color_jitter": 0.0, "interpolation": "bicubic", "re_mode": "pixel"}
         (mean, std), flip = self.statistics, 0.5 if self.flip else 0.0
         options |= {"mean": mean, "std": std, "hflip": flip, "re_prob": self.erasing}
         try:
-            return create_transform(self.image_size, is_training=True, auto_augment=self.rand_augment, **options)
+            transform: Any = create_transform(
+                self.image_size, is_training=True, auto_augment=self.rand_augment, **options
+            )
         except AssertionError as error:
             raise InputError(f"data.rand_augment: timm does not know {self.rand_augment!r}") from error
+        if is_small:  # as DeiT crops the images of CIFAR
+            size = self.image_size, self.image_size
+            crop = RandomCrop(tuple(images.pixels.shape[2:]), padding=self.crop_padding)
+            transform.transforms[:1] = [crop, Resize(size, InterpolationMode.BICUBIC)]
+        return transform
 
 
 class SampleOrder:
@@ -352,7 +343,7 @@ class _SampleNumbers(StepSampler):
         return number
 
 
-class _TrainingImages(Dataset):
+class TrainingImages(Dataset):
     """A micro-batch at a time."""
 
     def __init__(
@@ -368,25 +359,25 @@ class _TrainingImages(Dataset):
     def __getitems__(self, numbers: Sequence[int]) -> Batch | InputError:
         chosen = [self.order.image(number) for number in numbers]
         labels = self.labels[chosen]
-        if isinstance(self.pictures, SmallPictures):
+        if self.transform is None:
+            assert isinstance(self.pictures, SmallPictures)
             pinned = torch.cuda.is_available() and get_worker_info() is None  # what a worker makes is pinned later
-            pixels = self.pictures.batch(chosen, pinned=pinned)
-            return {"pixels": pixels, "labels": labels, "number": torch.tensor(numbers)}
+            return {"pixels": self.pictures.batch(chosen, pinned=pinned), "labels": labels}
         try:
-            return {"pixel_values": self._transformed(chosen, numbers), "labels": labels}
+            return {"pixel_values": self._transformed(self.transform, chosen, numbers), "labels": labels}
         except InputError as error:
             return error  # a worker's exception would arrive as its whole traceback
 
-    def _transformed(self, chosen: Sequence[int], numbers: Sequence[int]) -> Tensor:
-        assert self.transform is not None
-        seeds = (uniforms(self.seed, "large", torch.tensor(numbers), 1)[:, 0] * 2**53).long().tolist()
+    def _transformed(self, transform: Callable[..., Any], chosen: Sequence[int], numbers: Sequence[int]) -> Tensor:
         images = []
         with kept_random_state():  # without workers the global generators are those of training
-            for index, seed in zip(chosen, seeds, strict=True):
+            for index, number in zip(chosen, numbers, strict=True):
+                digest = hashlib.blake2b(f"{self.seed}/{number}".encode(), digest_size=8).digest()
+                seed = int.from_bytes(digest, "big")
                 torch.default_generator.manual_seed(seed)
                 random.seed(seed)
                 np.random.seed(seed % 2**32)  # noqa: NPY002 - what timm draws from
-                images.append(self.transform(self.pictures.picture(index)))
+                images.append(transform(self.pictures.picture(index)))
         return torch.stack(images)
 
 

@@ -275,10 +275,10 @@ MUTANTS = (
         "training/test_loss.py",
     ),
     Mutant(
-        "training/augmentation.py",
-        "torch.where(inside, taken.floor(), fill[:, :, None, None])",
-        "torch.where(inside, taken, fill[:, :, None, None])",
-        "training/test_rand_augment.py training/test_augmentation.py",
+        "training/datamodules.py",
+        "crop = RandomCrop(tuple(images.pixels.shape[2:]), padding=self.crop_padding)",
+        "crop = RandomCrop(tuple(images.pixels.shape[2:]))",
+        "training/test_image_data.py",
     ),
     Mutant(
         "training/run_folder.py",
@@ -290,7 +290,7 @@ MUTANTS = (
         "training/trainer.py",
         "if epoch != self._epoch:",
         "if self._epoch < 0:",
-        "training/test_draws.py training",
+        "training/test_sampler.py training",
     ),
     Mutant(
         "training/sharding.py",

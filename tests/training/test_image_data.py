@@ -139,6 +139,20 @@ def test_without_augmentation_the_images_are_the_sources_in_its_normalisation():
     assert batch["labels"].tolist() == pictures.labels[chosen].tolist()
 
 
+def test_small_images_are_crops_of_the_padded_image_from_the_left_or_right():
+    images = LitImageData("digits", global_batch_size=60, normalisation="half", crop_padding=1, flip=True)
+    (batch,) = batches(images, 1)
+    pictures, order = image_source("digits").train, SampleOrder(1442, seed=0)
+    wide = torch.nn.functional.pad(pictures.pixels[[order.image(number) for number in range(60)]], [1] * 4)
+    places = []
+    for image, crop in zip(wide, ((batch["pixel_values"] * 0.5 + 0.5) * 255).round(), strict=True):
+        windows = [image[:, top : top + 8, left : left + 8] for top in range(3) for left in range(3)]
+        windows += [window.flip(2) for window in windows]
+        places.append(next(place for place, window in enumerate(windows) if torch.equal(window, crop)))
+    assert len({*places}) > 12  # of 18
+    assert min(places) < 9 <= max(places)
+
+
 def test_the_validation_images_are_dealt_over_the_ranks_and_never_augmented():
     found = []
     for rank in range(2):
@@ -161,12 +175,12 @@ def test_the_validation_images_are_dealt_over_the_ranks_and_never_augmented():
         ({"global_batch_size": 0}, "data.global_batch_size: expected at least 1, got 0"),
         ({"erasing": 1.5}, "data.erasing: expected a share from 0 to 1, got 1.5"),
         ({"num_repeats": 0}, "data.num_repeats: expected at least 1, got 0"),
-        ({"rand_augment": "trivial"}, "data.rand_augment: expected rand-mM"),
+        ({"rand_augment": "trivial"}, "data.rand_augment: timm does not know 'trivial'"),
     ],
 )
 def test_options_out_of_range_are_refused(options, sentence):
     with pytest.raises(InputError, match=sentence):
-        digits(**options).setup("fit")
+        batches(digits(**options), 1)
 
 
 def test_shuffled_labels_are_the_same_labels_of_other_images_and_validation_keeps_its_own():
