@@ -8,15 +8,12 @@ import logging
 import math
 import os
 import select
-import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lit_layers.cli import READER_GONE, TERMINATED
 
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
     from lit_layers.series import Audit
 
 VERBOSE = ("-v", "--verbose")
-REDRAWN, LINE = 0.1, 60.0  # seconds between two drawings of a status, and between two lines where there is no terminal
+REDRAWN, LINE = 0.1, 60.0  # seconds between two drawings of a bar, in a terminal and in a log file
 _STEPS = 6  # of a finding, at each end
 _is_verbose = False
 Show = Callable[[int | None, int | None, str], None]  # done, of how many (None: as before), what comes next
@@ -224,56 +221,19 @@ def _some(steps: Any) -> str:
     return ", ".join(words)
 
 
-class Status:
-    """A line of text that a terminal shows in place of the line before, and a log file once in `every` seconds."""
-
-    def __init__(self, stream: TextIO | None, every: float = LINE) -> None:
-        self.stream, self.is_live = stream, stream is not None and stream.isatty() and not _is_verbose
-        self.every, self.last = (REDRAWN, 0.0) if self.is_live else (every, time.monotonic())
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the next text is shown."""
-        return time.monotonic() - self.last >= self.every
-
-    def show(self, text: str) -> None:
-        if not self.is_due:
-            return
-        self.last, text = time.monotonic(), one_line(text)
-        if self.is_live:
-            self.clear()
-            print(text[: shutil.get_terminal_size().columns - 1], end="", file=self.stream, flush=True)
-        else:
-            print(text, file=self.stream, flush=True)
-
-    def say(self, sentence: str) -> None:
-        """Print a line that stays."""
-        self.clear()
-        print(sentence, file=self.stream, flush=True)
-
-    def clear(self) -> None:
-        if self.is_live:
-            print("\r\x1b[2K", end="", file=self.stream, flush=True)
-
-
 @contextlib.contextmanager
 def bar(opening: str, *, hidden: bool = False) -> Iterator[Show]:
-    """Yield a function of what is done, of how much (None: as before), and what is next, which shows it and the time.
+    """Yield a function of what is done, of how much (None: as before), and what is next, which draws a bar."""
+    from tqdm import tqdm
 
-    In a terminal it is a line at the bottom of standard error; in a log file, and with -v, a line a minute.
-    """
-    status, started = Status(sys.stderr), time.monotonic()
-    done, total, what = 0, 0, opening
+    every = REDRAWN if sys.stderr.isatty() and not _is_verbose else LINE
+    looks: Any = {"leave": False, "mininterval": every, "miniters": 0, "smoothing": 0, "dynamic_ncols": True}
+    with tqdm(desc=opening, disable=hidden, **looks) as drawn:
 
-    def show(now: int | None, of: int | None, then: str) -> None:
-        nonlocal done, total, what
-        done, total, what = done if now is None else now, of or total, then or what
-        so_far = time.monotonic() - started
-        left = f", about {timedelta(seconds=int(so_far / done * (total - done)))} left" if 0 < done < total else ""
-        if not hidden:
-            status.show(f"{done} of {total} after {timedelta(seconds=int(so_far))}{left}: {what}")
+        def show(now: int | None, of: int | None, then: str) -> None:
+            if not hidden:
+                drawn.total = of or drawn.total
+                drawn.set_description(one_line(then) or drawn.desc, refresh=False)
+                drawn.update(0 if now is None else now - drawn.n)
 
-    try:
         yield show
-    finally:
-        status.clear()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TextIO
+from typing import Annotated, Any, Literal
 
 import lightning as L
 import yaml
@@ -16,12 +16,13 @@ from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, LambdaCallba
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from tqdm import tqdm
 
 from lit_layers import records
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli import DIVERGED, INTERRUPTED, TERMINATED, process
 from lit_layers.cli.options import Recipe, Steps
-from lit_layers.cli.process import Status, finish_first
+from lit_layers.cli.process import finish_first
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
 from lit_layers.identity import latest
@@ -45,6 +46,12 @@ from lit_layers.training.trainer import (
 )
 
 LINE = 20.0  # seconds between two lines where there is no terminal
+SHOWN = {
+    "train/loss": "loss {:.3f}",
+    "train/tokens_per_second": "{:,.0f} tokens/s",
+    "train/images_per_second": "{:,.0f} images/s",
+    "validation/loss": "validation {:.3f}",
+}
 
 
 @dataclass(kw_only=True)
@@ -116,7 +123,7 @@ class Run:
         """
         options = self.options
         run_log = RunLog(self.root, self.mirror, resume=self.folder.resume)
-        self.progress = progress = StepProgress(run_log)
+        progress = StepProgress(run_log)
         self.series = SeriesCheckpoint(options.steps, self.root)
         watchers: Any = [run_log, progress]
         self.emergence = EmergenceCallback(options.analyses, options.steps, self.root, watchers=watchers)
@@ -243,8 +250,12 @@ def _beginning(run: Run) -> tuple[ResumePoint | None, bool]:
     if point is not None and point.step >= end and not is_first_rank():  # no two opinions on whether it has ended
         point = _point(run.options)
     has_ended = run.folder.resume and point is not None and point.step >= end
-    if run.trainer.is_global_zero and (sentence := beginning(point, origin, has_ended=has_ended)):
-        run.progress.status.say(sentence)
+    if run.trainer.is_global_zero and point is not None:
+        kept_run = f"trained up to step {point.step:,} already: the run in {run.root} is kept"
+        print(kept_run if has_ended else f"resumed at step {point.step} from {point.state.parent}")
+    elif run.trainer.is_global_zero and origin.source:
+        begun = f"begins at step {origin.step:,} with the weights of {origin.source['init_from']}"
+        print(f"{begun}; the optimizer starts afresh")
     return point, has_ended
 
 
@@ -303,55 +314,33 @@ def _close(run: Run, seconds: float, code: int, last_step: int) -> None:
 
 
 class StepProgress(L.Callback):
-    """A live line in a terminal; elsewhere (a log file, CI) a line now and then.
+    """Draw a bar of the steps, with the last known loss and speed: this never waits for the device."""
 
-    Args:
-        run_log: where the last known loss and speed are read: this never waits for the device.
-    """
+    def __init__(self, run_log: RunLog) -> None:
+        self.run_log, self.bar = run_log, tqdm(disable=True)
 
-    def __init__(self, run_log: RunLog, stream: TextIO | None = None) -> None:
-        self.run_log, self.status = run_log, Status(stream or sys.stdout, LINE)
-        self.status.last = -LINE
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        every = process.REDRAWN if sys.stderr.isatty() else LINE
+        looks: Any = {"leave": False, "mininterval": every, "miniters": 0, "dynamic_ncols": True}
+        self.bar = tqdm(
+            total=max(trainer.max_steps, 0) or None, disable=not trainer.is_global_zero, unit="step", **looks
+        )
 
     def measuring(self, step: int, analysis: str) -> None:
-        if self.status.is_live:
-            self.status.show(f"step {step} measuring {analysis}")
+        self.bar.set_description(f"measuring {analysis}", refresh=False)
+        self.bar.update(0)
 
     def measured(self, measurement: Measurement) -> None:
-        step, analysis = measurement.step, measurement.analysis
-        if measurement.error is not None:
-            self.status.say(f"{analysis} failed at step {step}: {measurement.error}")
-        elif not self.status.is_live:
-            self.status.say(f"step {step}: {analysis} measured in {measurement.seconds:.1f} s")
+        self.bar.set_description(refresh=False)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        if trainer.is_global_zero and self.status.is_due:
-            self.status.show(f"step {trainer.global_step}/{trainer.max_steps} {self._values()}")
+        shown = self.run_log.shown
+        known = [form.format(shown[name]) for name, form in SHOWN.items() if name in shown]
+        self.bar.set_postfix_str("  ".join(known), refresh=False)
+        self.bar.update(trainer.global_step - self.bar.n)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.status.clear()
+        self.bar.close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self.status.clear()
-
-    def _values(self) -> str:
-        forms = {
-            "train/loss": "loss {:.3f}",
-            "train/tokens_per_second": "{:,.0f} tokens/s",
-            "train/images_per_second": "{:,.0f} images/s",
-            "validation/loss": "validation {:.3f}",
-        }
-        shown = self.run_log.shown
-        return "  ".join(form.format(shown[name]) for name, form in forms.items() if name in shown)
-
-
-def beginning(point: ResumePoint | None, origin: Origin, *, has_ended: bool) -> str | None:
-    """Return what is said of a run that does not begin at its beginning, or has ended already."""
-    if point is not None and has_ended:
-        return f"trained up to step {point.step:,} already: the run in {point.state.parent.parent.parent} is kept"
-    if point is not None:
-        return f"resumed at step {point.step} from {point.state.parent}"
-    if not origin.source:
-        return None
-    begun = f"begins at step {origin.step:,} with the weights of {origin.source['init_from']}"
-    return f"{begun}; the optimizer starts afresh"
+        self.bar.close()
