@@ -137,7 +137,7 @@ def published(options: argparse.Namespace, model: nn.Module, clock: Clock) -> tu
 
 def ours(options: argparse.Namespace, model: nn.Module, clock: Clock) -> tuple[list[Tensor], Tensor]:
     """As `published`; on a GPU all prompts together."""
-    from lit_layers.functional.coupling import Factors, miscoupling_with_error, singular_factors
+    from lit_layers.functional.coupling import Factors, miscoupling_of_factors, singular_factors
     from lit_layers.functional.jacobian.block_jacobians import block_jacobian
     from lit_layers.models.view import LayeredModel
 
@@ -157,7 +157,7 @@ def ours(options: argparse.Namespace, model: nn.Module, clock: Clock) -> tuple[l
         factors = Factors(*(torch.stack(part, 1) for part in zip(*parts, strict=True)))
         clock.stage("singular vectors")
         jacobians = torch.stack(found, 1).to(factors.left.dtype)
-        pairs, _ = miscoupling_with_error(jacobians, factors.values[..., : max(options.k)], factors, k=options.k)
+        pairs = miscoupling_of_factors(jacobians, factors.values[..., : max(options.k)], factors, k=options.k)
         everything.append(pairs.transpose(0, 1).cpu())  # (prompts, k, blocks, blocks)
         clock.stage("pairs")
     first, peak = clock.stages["self-checks"]

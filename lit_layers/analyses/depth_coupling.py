@@ -12,9 +12,9 @@ from torch import Tensor
 from lit_layers.analyses.base import Analysis, Rows, Values
 from lit_layers.analyses.statistics import Sample, TagDict, Tags, left_out, summarize_all
 from lit_layers.analyses.token_jacobians import (
-    accuracy_records,
     check_pairs,
     finite_or_zero,
+    gap_records,
     numbers_of_directions,
     same_token_jacobians,
 )
@@ -42,10 +42,8 @@ class Coupling(Analysis):
     Per K (tag `k`, a count): `coupling` (mean over pairs of different blocks), `coupling_with_diagonal`,
     `coupling_by_distance` (tag `distance`), `coupling_pair` (layer = block of J1, other_layer = block that gives the
     bases), `random_coupling` (what unrelated bases would give), `excess_coupling` (0 random, 1 shared), `min_gap` and
-    `num_tied` (Jacobians whose leading directions are not well determined), `error_estimate` (how far off any one
-    pair's value likely is, as its singular vectors are inexact: see `functional.coupling.miscoupling_with_error`).
-    Besides, per layer: `singular_value` (tag `index`), `jacobian_norm`, `linearized_rollout`; and `spectrum_slope`,
-    `spectrum_r_squared` of 1 / s_1 over depth.
+    `num_tied` (Jacobians whose leading directions are not well determined). Besides, per layer: `singular_value` (tag
+    `index`), `jacobian_norm`, `linearized_rollout`; and `spectrum_slope`, `spectrum_r_squared` of 1 / s_1 over depth.
 
     `k` counts directions where it is an int and is a share of the width where it is a float. `token` counts real
     tokens; "mean_patch" is every metric (not the Jacobian) averaged over at most `num_patches` evenly spread patches of
@@ -58,12 +56,11 @@ class Coupling(Analysis):
     A block whose Jacobian is zero or not finite is in no pair. Means over pairs or blocks are then undefined for that
     prompt; `num_undefined_pairs` and `num_undefined_blocks` count what is missing in all prompts.
 
-    `tolerance`: what a pair's value at p = 2 is certain to be within, unless `num_tied` says otherwise
-    (`lit_layers.functional.coupling`); below 1e-5 singular vectors are kept in float64.
+    A pair's value at p = 2 is within 1e-3 of that of exact singular vectors, unless `num_tied` says otherwise.
     Source: definitions and departures as in `lit_layers.functional.coupling`.
     """
 
-    LEAST: ClassVar = {"p": 1, "tolerance": 1e-9, "num_singular_values": 1, "fit_from": 1}
+    LEAST: ClassVar = {"p": 1, "num_singular_values": 1, "fit_from": 1}
     # What published code does where it departs from our defaults.
     PRESETS: ClassVar = {
         "released_code": {"k": (10, 30, 50), "sign": "absolute", "states": "hf", "fit_from": 10, "skip_last": True}
@@ -82,7 +79,6 @@ class Coupling(Analysis):
     skip_last: bool = False
     states: Literal["resid", "hf"] = "resid"
     preset: Literal["released_code"] | None = None
-    tolerance: float = 1e-3
 
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
@@ -164,7 +160,7 @@ class _Blocks:
         options = self.options
         finite, undefined = finite_or_zero(jacobian)  # (prompts,)
         broken = ~jacobian.isfinite().all(-1).all(-1)
-        factors = functional.singular_factors(finite, self.kept, tolerance=options.tolerance)
+        factors = functional.singular_factors(finite, self.kept)
         norms = torch.linalg.matrix_norm(finite.to(factors.left.dtype))
         how: dict[str, Any] = {"dim": self.model.dim, "p": options.p, "sign": options.sign, "undefined": "nan"}
         random, gaps = list[Tensor](), list[Tensor]()
@@ -185,7 +181,7 @@ class _Blocks:
     ) -> dict[str, Tensor]:
         """Return the coupling of one block, by index from 0, in the bases of all blocks."""
         no_direction = undefined[:, number]
-        both = functional.miscoupling_with_error(
+        rows = functional.miscoupling_of_factors(
             jacobian.masked_fill(no_direction[:, None, None], 0)[:, None].to(bases.left.dtype),
             bases.values[:, number, None],
             bases,
@@ -195,9 +191,8 @@ class _Blocks:
             undefined="nan",
         )
         # a block that does nothing has no directions either
-        rows = [each[:, :, 0].masked_fill(no_direction[:, None] | undefined, math.nan) for each in both]
-        named = zip(("miscoupling", "estimates"), rows, strict=True)  # (k, prompts, blocks) each
-        return {name: row.movedim(1, -1) for name, row in named}
+        rows = rows[:, :, 0].masked_fill(no_direction[:, None] | undefined, math.nan)  # (k, prompts, blocks)
+        return {"miscoupling": rows.movedim(1, -1)}
 
     def _token_states(self, hidden: Tensor) -> Tensor:
         prompts = torch.arange(len(self.positions))[:, None]
@@ -254,10 +249,10 @@ def _pair_samples(of_prompts: dict[Any, Tensor], position: int, tags: Tags, toke
     for block, row in enumerate(pairs.movedim(0, -1), start=1):
         for other, values in enumerate(row, start=1):
             yield _means("coupling_pair", values, layer=block, other_layer=other, tags=tags, tokens=tokens)
-    gaps, errors = of_prompts["gaps"][:, position], of_prompts["estimates"][:, position][different]
+    gaps = of_prompts["gaps"][:, position]
     defined = ~gaps.isnan()
     counted = {**tags, **left_out("blocks", ~defined)}
-    yield from accuracy_records(gaps[defined], errors[~errors.isnan()], defined.shape[-1] // tokens, counted)
+    yield from gap_records(gaps[defined], defined.shape[-1] // tokens, counted)
 
 
 def _block_samples(of_prompts: dict[Any, Tensor], fit_from: int, tokens: int) -> Iterator[Sample]:

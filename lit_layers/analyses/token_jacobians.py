@@ -49,15 +49,10 @@ def finite_or_zero(jacobians: Tensor) -> tuple[Tensor, Tensor]:
     return finite, (finite == 0).all(-1).all(-1)
 
 
-def accuracy_records(gaps: Tensor, errors: Tensor, n: int, tags: Tags) -> Iterator[Record]:
-    """Yield the accuracy at one number of directions; nothing without gaps.
-
-    It follows from the gaps of all defined Jacobians and the likely errors of their pairs.
-    """
+def gap_records(gaps: Tensor, n: int, tags: Tags) -> Iterator[Record]:
+    """Yield how well leading directions are determined, by the gaps of all defined Jacobians; nothing without gaps."""
     if gaps.numel():
         yield Record(metric="min_gap", value=float(gaps.min()), n=n, tags=dict(tags))
-        if errors.numel():
-            yield Record(metric="error_estimate", value=float(errors.max()), n=n, tags=dict(tags))
         yield Record(metric="num_tied", value=float((gaps < TIE).sum()), n=n, tags=dict(tags))
 
 
@@ -98,8 +93,8 @@ class TokenCoupling(Analysis):
     per cent, 0 its first token and 100 its last, so that prompts of any length share a table. A prompt with fewer than
     `num_tokens` tokens takes part with all of them, but in the means alone. For l != l' also `same_token_coupling` and
     its excess: the blocks at one token, meaned over tokens; and, where `pairs` is "all", that over all pairs of
-    blocks, a record without a layer. Besides `min_gap`, `num_tied` (Jacobians whose leading directions are not well
-    determined) and `error_estimate` (how far off any one pair's value likely is, as its singular vectors are inexact).
+    blocks, a record without a layer. Besides `min_gap` and `num_tied` (Jacobians whose leading directions are not
+    well determined).
 
     Pairs of a zero or non-finite Jacobian are undefined: left out of the means over tokens, and counted in the tag
     `num_undefined_pairs`. The mean over all pairs of blocks is of the prompts that have every one.
@@ -146,8 +141,7 @@ class TokenCoupling(Analysis):
 
         Of pairs of blocks and tables the `means` (k, 3) of coupling, random and excess coupling, NaN for one token,
         the `map` (k, tokens, tokens) and the number `undefined`; of pairs of blocks the `same` token's coupling and
-        excess (k, 2); of all Jacobians `gaps` (k, number), and which are `undefined`; likely `errors` (k, number), the
-        largest of each table.
+        excess (k, 2); of all Jacobians `gaps` (k, number), and which are `undefined`.
         """
         model = seen.model
         places = evenly_spread(0, int(seen.mask.sum()) - 1, self.num_tokens)
@@ -163,8 +157,7 @@ class TokenCoupling(Analysis):
         if len(places) > 1:
             values |= self._prompt_values(seen, places, counts, pairs)
         values = {key: value[..., None] if isinstance(key, tuple) else value for key, value in values.items()}
-        empty = dict.fromkeys(("gaps", "errors"), nothing[:, 0, 0, :0])
-        return {**empty, "undefined": torch.zeros(0, dtype=torch.bool), **values}
+        return {"gaps": nothing[:, 0, 0, :0], "undefined": torch.zeros(0, dtype=torch.bool), **values}
 
     def _prompt_values(
         self, seen: Trajectory, places: list[int], counts: list[int], pairs: list[tuple[int, int]]
@@ -174,7 +167,6 @@ class TokenCoupling(Analysis):
         last_use = {layer: index for index, pair in enumerate(pairs) for layer in pair}
         blocks: dict[int, _Layer] = {}
         assessed: dict[int, dict[str, Tensor]] = {}
-        errors: list[Tensor] = []
         values = Values()
         for index, (layer, other) in enumerate(pairs):
             for each in {layer, other} - blocks.keys():
@@ -182,8 +174,7 @@ class TokenCoupling(Analysis):
             if other not in assessed:  # ties of J1 do not matter: it enters as a matrix
                 assessed[other] = blocks[other].assessed(counts)
             for table in self.tables:
-                three, num_undefined, largest = self._coupled(blocks[layer], blocks[other], table, counts)
-                errors += [largest]
+                three, num_undefined = self._coupled(blocks[layer], blocks[other], table, counts)
                 diagonal = torch.eye(three.shape[-1], dtype=torch.bool)
                 values["means", layer, other, table] = three.masked_fill(diagonal, math.nan).nanmean((2, 3, 4))
                 values["undefined", layer, other, table] = torch.tensor(num_undefined)
@@ -196,7 +187,6 @@ class TokenCoupling(Analysis):
                     del blocks[each]  # 36 Jacobians of width 768 are 85 MB in float32
         for name in ("gaps", "undefined"):
             values[name] = torch.cat([of_block[name] for of_block in assessed.values()], -1)
-        values["errors"] = torch.cat(errors, -1)
         return values
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
@@ -215,7 +205,7 @@ class TokenCoupling(Analysis):
                 yield from summarize("same_token_coupling", coupling, **place, tags=tags)
                 yield from summarize("excess_same_token_coupling", excess, **place, tags=tags)
             counted = {**tags, **left_out("jacobians", batches["undefined"])}
-            yield from accuracy_records(batches["gaps"][position], batches["errors"][position], num_prompts, counted)
+            yield from gap_records(batches["gaps"][position], num_prompts, counted)
 
     def _table_records(
         self, values: Values, where: tuple[int, int, Table], position: int, tags: Tags
@@ -237,13 +227,10 @@ class TokenCoupling(Analysis):
                 at = {**tags, "token": percent, "other_token": other_percent}
                 yield from summarize(f"{metric}_pair", entries, **place, tags=at)
 
-    def _coupled(
-        self, first: "_Layer", second: "_Layer", table: Table, counts: list[int]
-    ) -> tuple[Tensor, int, Tensor]:
+    def _coupled(self, first: "_Layer", second: "_Layer", table: Table, counts: list[int]) -> tuple[Tensor, int]:
         """Return one table of one prompt: coupling, random and excess coupling (k, 3, fixed, tokens, tokens).
 
-        It is in float64 on the CPU, NaN for no or an undefined pair. Also return the number of undefined pairs, and the
-        largest likely error of the others, (k, 1) or (k, 0).
+        It is in float64 on the CPU, NaN for no or an undefined pair. Also return the number of undefined pairs.
         """
         tokens = len(first.place)
         if table == "token":
@@ -254,19 +241,16 @@ class TokenCoupling(Analysis):
         miscoupling = torch.full((len(counts), len(rows), tokens, tokens), math.nan, dtype=torch.float64)
         random = torch.full((len(counts), len(rows), tokens), math.nan, dtype=torch.float64)
         options: dict[str, Any] = {"p": self.p, "sign": self.sign, "undefined": "nan"}
-        num_undefined, errors = 0, []
+        num_undefined = 0
         for fixed, row in enumerate(rows):
             (there,) = (row >= 0).nonzero(as_tuple=True)
             chosen = row[there].to(first.jacobians.device)
             values = first.factors.values[chosen]
             bases = Factors(*(part[chosen] for part in second.factors))
-            of_row, likely = functional.miscoupling_with_error(
-                first.jacobians[chosen], values, bases, k=counts, **options
-            )  # (k, there, there)
+            # (k, there, there)
+            of_row = functional.miscoupling_of_factors(first.jacobians[chosen], values, bases, k=counts, **options)
             undefined = first.undefined[chosen][:, None] | second.undefined[chosen]
             num_undefined += int(undefined.sum() - undefined.diagonal().sum())
-            of_itself = torch.eye(len(chosen), dtype=torch.bool, device=chosen.device) if first is second else False
-            errors.append(likely[:, ~(undefined | of_itself)].double().cpu())
             miscoupling[:, fixed, there[:, None], there] = of_row.masked_fill(undefined, math.nan).double().cpu()
             for position, count in enumerate(counts):
                 chance = functional.random_miscoupling_from_norms(
@@ -275,9 +259,7 @@ class TokenCoupling(Analysis):
                 random[position, fixed, there] = chance.cpu()
         coupling = 1 - miscoupling
         by_chance = (1 - random)[..., None].expand_as(coupling).masked_fill(coupling.isnan(), math.nan)
-        three = torch.stack([coupling, by_chance, excess_coupling(miscoupling, random)], 1)
-        likely = torch.cat(errors, -1)
-        return three, num_undefined, likely.amax(-1, keepdim=True) if likely.numel() else likely
+        return torch.stack([coupling, by_chance, excess_coupling(miscoupling, random)], 1), num_undefined
 
 
 class _Layer(NamedTuple):

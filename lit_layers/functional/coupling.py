@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from lit_layers.functional._checks import check_option, finite_matrices, settled, wide_matrices
-from lit_layers.functional.singular import EPS, Factors, expected_rotations, singular_factors
+from lit_layers.functional.singular import Factors, singular_factors
 
 Sign = Literal["signed", "absolute"]
 Undefined = Literal["raise", "nan"]
@@ -72,7 +72,7 @@ def miscoupling_matrix(
     factors = singular_factors(others, count)
     values = torch.linalg.svdvals(jacobians) if others_given else factors.values
     options: Any = {"k": k if isinstance(k, Sequence) else [k], "p": p, "sign": sign, "undefined": undefined}
-    result = miscoupling_with_error(jacobians, values[..., :count], factors, **options)[0].to(factors.left.dtype)
+    result = miscoupling_of_factors(jacobians, values[..., :count], factors, **options).to(factors.left.dtype)
     result = result if isinstance(k, Sequence) else result[0]
     return result.masked_fill(broken[..., :, None] | others_broken[..., None, :], math.nan)
 
@@ -83,7 +83,7 @@ def _scaled(matrices: Tensor) -> Tensor:
     return matrices / torch.where(largest > 0, largest, 1).log2().floor().exp2() / 2
 
 
-def miscoupling_with_error(
+def miscoupling_of_factors(
     jacobians: Float[Tensor, "*n blocks dim dim"],
     values: Float[Tensor, "*n blocks count"],
     factors: Factors,
@@ -92,34 +92,21 @@ def miscoupling_with_error(
     p: float = 2.0,
     sign: Sign = "signed",
     undefined: Undefined = "raise",
-) -> tuple[Tensor, Tensor]:
-    """Return `miscoupling_matrix` from given decompositions, and the likely error of each value as a root mean square.
+) -> Tensor:
+    """Return `miscoupling_matrix` from given decompositions.
 
     `values` are those of `jacobians`.
-
-    `Factors.bounds` hold for the worst direction of each vector, all in step. Here their signs are random:
-    turns among the first K are as large as `Factors.errors` make them, meet the product as it is, keep its norm and
-    change its trace with diag(s1) by J1's own gaps, so that ties which both have in the same place cancel. Turns out of
-    them bring in as much as J1 has there.
-
-    An estimate is never below the rounding of products, eps of the vectors' type or sqrt(dim) eps of float64: errors
-    that small are not told apart. Above that the largest of several pairs of Jacobians is within ten times the largest
-    real error, whatever their spectra; in one case of 200, of a tie that happens to be exact, it is larger than that.
     """
     check_option("sign", sign, "signed", "absolute")
     dim = jacobians.shape[-1]
     counts = _counts(k, dim)
     norms = torch.stack([vector_norm(values[..., :number], p, dim=-1) for number in counts])
     norms = settled("miscoupling", norms, {"a Jacobian is zero": norms == 0}, undefined)
-    turns = _turns(factors, counts)
-    rows, likely = [], []
-    for block, (compressed, images) in enumerate(_compressions(jacobians, factors, max(counts))):
-        of_block = values[..., block, :]
-        rows.append(_lengths(compressed, of_block, counts, sign))
-        likely.append(_likely_changes(compressed, images, of_block, turns, counts, sign))
-    least = max(torch.finfo(factors.left.dtype).eps, math.sqrt(dim) * EPS)
-    errors = (torch.stack(likely, -2) / norms[..., None]).clamp(min=least)
-    return torch.stack(rows, -2) / norms[..., None], errors
+    rows = [
+        _lengths(compressed, values[..., block, :], counts, sign)
+        for block, compressed in enumerate(compressions(jacobians, factors, count=max(counts)))
+    ]
+    return torch.stack(rows, -2) / norms[..., None]
 
 
 def _lengths(compressed: Tensor, values: Tensor, counts: Sequence[int], sign: Sign) -> Tensor:
@@ -130,76 +117,16 @@ def _lengths(compressed: Tensor, values: Tensor, counts: Sequence[int], sign: Si
     return torch.stack([squares[..., :number, :number].sum((-2, -1)) for number in counts]).sqrt()
 
 
-class _Turns(NamedTuple):
-    """Likely angles between the directions of the bases: see `expected_rotations`."""
-
-    common: Tensor  # (*n, others, K, K)
-    differing: Tensor  # the same
-    outside: list[Tensor]  # of each K (*n, others, K): squared angles out of the first K directions
-
-
-def _turns(factors: Factors, counts: Sequence[int]) -> _Turns:
-    count, dtype = max(counts), factors.left.dtype
-    common, differing = expected_rotations(factors)
-    squares, strays = common + common.mT, factors.strays.square()
-    outside = [
-        (squares[..., :number, number:].sum(-1) + strays[..., :number]).clamp(max=1.0).to(dtype) for number in counts
-    ]
-    common, differing = (part[..., :count, :count].sqrt().to(dtype) for part in (common, differing))
-    return _Turns(common, differing, outside)
-
-
-def _likely_changes(
-    compressed: Tensor, images: Tensor, values: Tensor, turns: _Turns, counts: Sequence[int], sign: Sign
-) -> Tensor:
-    """Return the likely error of |A - diag(s)|_F of one block at every K, (k, *n, others).
-
-    With a turn T within the K directions, |A'| = |A| and so |A' - S|^2 - |A - S|^2 = 2 tr(S (A - A')), to second order
-    `sum over i < j of (s_i - s_j) (T_ij (A_ij + A_ji) + T_ij^2 (A_jj - A_ii))`, twice. Out of them, to entries of J1
-    whose size is known as a mean, the rows and columns of A turn by themselves.
-    """
-    dim, count, scale = images.shape[-2], max(counts), values[..., :1]
-    compressed = compressed / scale[..., None, None].to(compressed.dtype)
-    diagonal = compressed.diagonal(dim1=-2, dim2=-1)
-    target = (values[..., :count] / scale)[..., None, :].to(compressed.dtype)
-    target = target * diagonal.sign() if sign == "absolute" else target  # the entries' own signs do not count there
-    below, beside = target[..., :, None] - target[..., None, :], target[..., :, None] + target[..., None, :]
-    first = (below * turns.common * (compressed + compressed.mT)).square()
-    first += (beside * turns.differing * (compressed - compressed.mT)).square()
-    second = below * turns.common.square() * (diagonal[..., None, :] - diagonal[..., :, None])
-    squares, of_entries = (compressed - torch.diag_embed(target)).square(), compressed.square()
-    energies = (vector_norm(images, dim=-2) / scale[..., None]).square()
-    changes = []
-    for number, outside in zip(counts, turns.outside, strict=True):
-        of_first, of_second, square, whole = (
-            part[..., :number, :number] for part in (first, second, squares, of_entries)
-        )
-        further = (energies[..., :number].sum(-1) - whole.sum((-2, -1))).clamp(min=0) / (number * max(dim - number, 1))
-        weights = (square.sum(-1) + square.sum(-2)) * outside
-        linear = 4 * (of_first.sum((-2, -1)) + further * weights.sum(-1))
-        lost = whole.sum(-1) + whole.sum(-2) - 2 * (diagonal * target)[..., :number]
-        of_outside = outside * (2 * number * further[..., None] - lost)
-        change = linear.sqrt() + 2 * of_second.sum((-2, -1)).abs() + of_outside.sum(-1).abs()
-        length = square.sum((-2, -1))
-        changes.append(change / ((length + change).sqrt() + length.sqrt()).clamp(min=torch.finfo(change.dtype).tiny))
-    return torch.stack(changes) * scale
-
-
 def compressions(
     jacobians: Float[Tensor, "*n blocks dim dim"], factors: Factors, *, count: int
 ) -> Iterator[Float[Tensor, "*n others count count"]]:
     """Yield, block by block, `A = U' J V` in the leading `count` directions of every other block."""
-    return (compressed for compressed, _ in _compressions(jacobians, factors, count))
-
-
-def _compressions(jacobians: Tensor, factors: Factors, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield, block by block, A and J V (*n, others, dim, count)."""
     left, right = factors.left[..., :count], factors.right[..., :count]
     others = right.shape[-3]
     joined = right.movedim(-3, -2).flatten(-2)  # (*n, dim, others * count): one product serves every pair
     for block in range(jacobians.shape[-3]):
         images = (jacobians[..., block, :, :].to(joined.dtype) @ joined).unflatten(-1, (others, count)).movedim(-2, -3)
-        yield left.mT @ images, images
+        yield left.mT @ images
 
 
 def num_directions(k: Directions, dim: int) -> int:

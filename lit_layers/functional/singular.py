@@ -1,6 +1,6 @@
 """Singular values of sets of rows and leading singular vectors of square matrices, from their Gram matrices in float64.
 
-Each vector has a bound on its error, and how large that likely is.
+Each vector has a bound on its error.
 """
 
 import math
@@ -82,17 +82,13 @@ class Factors(NamedTuple):
 
     `bounds` (.., count): how far `miscoupling` in the leading K = 1, 2, .. directions (p = 2) may be from its value
     with exact singular vectors of these very matrices, whatever the other matrix is; infinite where a tie leaves them
-    undetermined. The triples are those of the matrix and an error E, in their bases `errors` (.., count, count) times
-    the largest value: the mean of E_ij and E_ji at i <= j, half their difference below the diagonal.
-    `strays` (.., count): how far each pair of vectors is likely turned out of the space of all, a root mean square.
+    undetermined.
     """
 
     left: Tensor
     values: Tensor
     right: Tensor
     bounds: Tensor
-    errors: Tensor
-    strays: Tensor
 
 
 def singular_factors(
@@ -157,10 +153,8 @@ def _leading(matrices: Tensor, count: int) -> Factors:
     left = images / values[:, None]
     # J'J is off by rounding; all further singular values lie below this by Weyl's inequality
     further = (squares[:, count].clamp(min=0) + matrices.shape[-1] * EPS * values[:, 0].square()).sqrt()
-    residuals = _residuals(matrices, left, values, right, count)
-    errors = _vector_errors(values, residuals.most, further)
-    factors = _factors(left, values, right, errors, residuals)
-    return factors._replace(values=values * scale[:, 0])
+    bounds = _bounds(values, _residuals(matrices, left, values, right), further, count)
+    return Factors(left, values * scale[:, 0], right, bounds)
 
 
 def _leading_eigenvectors(gram: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -191,90 +185,34 @@ def _leading_eigenvectors(gram: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def _whole(matrices: Tensor, count: int) -> Factors:
     left, values, right = torch.linalg.svd(matrices)
-    residuals = _residuals(matrices, left, values, right.mT, count)
-    errors = _vector_errors(values, residuals.most, residuals.most[:, -1])
+    residuals = _residuals(matrices, left, values, right.mT)
+    bounds = _bounds(values, residuals, residuals[:, -1], count)
     # copies: a view would keep the whole of both bases
-    left, right = left[..., :count].clone(), right[..., :count, :].mT.clone()
-    return _factors(left, values, right, errors[:, :count], residuals)
+    return Factors(left[..., :count].clone(), values[:, :count], right[..., :count, :].mT.clone(), bounds)
 
 
-class _Residuals(NamedTuple):
-    """Of triples that are not exact, [J v - s u; J'u - s v]."""
-
-    lengths: Tensor  # (n, triples)
-    most: Tensor  # with what rounding may hide of them
-    errors: Tensor  # `Factors.errors`
-
-
-def _residuals(matrices: Tensor, left: Tensor, values: Tensor, right: Tensor, count: int) -> _Residuals:
+def _residuals(matrices: Tensor, left: Tensor, values: Tensor, right: Tensor) -> Tensor:
+    """Return the norms (n, triples) of [J v - s u; J'u - s v], with what rounding may hide of them."""
     above, below = matrices @ right - left * values[:, None], matrices.mT @ left - right * values[:, None]
     lengths = torch.linalg.vector_norm(torch.cat([above, below], -2), dim=-2)
-    most = lengths + math.sqrt(matrices.shape[-1]) * EPS * values[:, :1]
-    # J v_i - s_i u_i has in the direction u_j what u_j' E v_i is, for i < j; J'u_i - s_i v_i in that of v_j u_i' E v_j
-    one = left[..., :count].mT @ above[..., :count]
-    two = right[..., :count].mT @ below[..., :count]
-    errors = (one + two).tril().mT + (one - two).tril(-1)
-    return _Residuals(lengths, most, (errors / (2 * values[:, None, :1])).float())
+    return lengths + math.sqrt(matrices.shape[-1]) * EPS * values[:, :1]
 
 
-def _vector_errors(values: Tensor, residuals: Tensor, further: Tensor) -> Tensor:
-    """Return the most that each left and each right vector (n, count) may be off, by Davis and Kahan's theorem.
+def _bounds(values: Tensor, residuals: Tensor, further: Tensor, count: int) -> Tensor:
+    """Return `Factors.bounds` of the leading `count` triples, by Davis and Kahan's theorem.
 
     For the symmetric [0 J'; J 0], whose eigenvalues are the singular values, their negatives and zero, and whose
     eigenvectors are [v; u]: a triple with this residual is turned from the exact one by an angle whose sine is at most
     the residual over the distance to the other singular values. Of those the computed ones are known up to residuals
     of their own, and the rest lie below `further` (n). As J is square, none of the negative ones is closer than zero.
+
+    For A = U' J1 V, `|A - A'|_F <= s_1(J1) (|U - U'|_F + |V - V'|_F)`, with `s_1(J1) <= |s_1,K|_2`.
     """
     steps = values[:, :-1] - values[:, 1:]
     under = torch.cat([steps - residuals[:, 1:], values[:, -1:] - further[:, None]], -1)
     above = torch.nn.functional.pad(steps - residuals[:, :-1], (1, 0), value=math.inf)
     gaps = torch.minimum(under, above).minimum(values - further[:, None])
     sines = torch.where(gaps > residuals, residuals / gaps, math.inf)
-    return math.sqrt(2) * sines  # |v - v'| <= sqrt(2) sin for unit vectors of matching sign
-
-
-def _factors(left: Tensor, values: Tensor, right: Tensor, errors: Tensor, measured: "_Residuals") -> Factors:
-    """Return the factors in `|A - A'|_F <= s_1(J1) (|U - U'|_F + |V - V'|_F)` for A = U' J1 V.
-
-    They use `s_1(J1) <= |s_1,K|_2`.
-    """
+    errors = math.sqrt(2) * sines[:, :count]  # |v - v'| <= sqrt(2) sin for unit vectors of matching sign
     # |U - U'|_F and |V - V'|_F of the K leading vectors are each at most the root of the sum of their squared errors
-    bounds = 2 * errors.square().cumsum(-1).sqrt()  # of both sides
-    count = errors.shape[-1]
-    strays = _likely_strays(values, measured.lengths[:, :count], left.shape[-2])
-    return Factors(left, values[:, :count], right, bounds, measured.errors, strays)
-
-
-def _likely_strays(values: Tensor, lengths: Tensor, dim: int) -> Tensor:
-    """Return the turns of the leading vectors towards all others.
-
-    Those `values` (n, some of dim) that are not known are taken to fall evenly to zero.
-    """
-    count, rest = lengths.shape[-1], dim - values.shape[-1]
-    values, lengths = values / values[:, :1], lengths / values[:, :1]  # whose squares are neither 0 nor infinite
-    squares = lengths.square() / (4 * dim)  # a residual has 2 dim parts, of which a turn takes the mean of two
-    leading, known = values[:, :count], values[:, None, count:]
-    towards = _squared_turns(leading[..., None] - known, squares[..., None]).sum(-1)
-    if rest:  # m steps further down each, the sum over m of 1 / gap^2
-        further = (leading - values[:, -1:] + values[:, -1:] / (2 * rest)) * leading
-        towards = towards + (squares * (rest - 0.5) / further).nan_to_num(1.0, 1.0)
-    return towards.clamp(max=1.0).sqrt()
-
-
-def expected_rotations(factors: Factors) -> tuple[Tensor, Tensor]:
-    """Return squared angles (*n, count, count) by which two directions are likely turned into each other.
-
-    They stand above the diagonal: common to both sides, and by which the left turns more and the right less.
-
-    To first order the turn is the error over the difference of the two values, or over their sum. A tie leaves any.
-    """
-    errors = factors.errors.double()
-    values = factors.values / factors.values[..., :1] + errors.diagonal(dim1=-2, dim2=-1)
-    row, column = values[..., :, None], values[..., None, :]
-    squares = errors.square() + (EPS / 20) ** 2  # so little is lost when they are measured, at any width
-    common = _squared_turns(row - column, squares).triu(1)
-    return common, _squared_turns(row + column, squares.mT).triu(1)
-
-
-def _squared_turns(gaps: Tensor, squared_errors: Tensor) -> Tensor:
-    return (squared_errors / (gaps.square() + squared_errors)).nan_to_num(1.0)  # of a matrix of zeros all is open
+    return 2 * errors.square().cumsum(-1).sqrt()  # of both sides

@@ -117,7 +117,6 @@ def test_every_record_equals_the_definition_on_the_running_model(model, options)
     for k in (4, 8):
         assert records.pop(("min_gap", None, None, ("k", k))).value == pytest.approx(min(gaps[k]), abs=1e-9)
         assert records.pop(("num_tied", None, None, ("k", k))).value == sum(gap < 1e-4 for gap in gaps[k])
-        assert records.pop(("error_estimate", None, None, ("k", k))).value < 1e-6
     assert not records
 
 

@@ -17,7 +17,7 @@ from lit_layers.functional.coupling import (
     min_gap,
     miscoupling,
     miscoupling_matrix,
-    miscoupling_with_error,
+    miscoupling_of_factors,
     num_directions,
     off_diagonal_mean,
     random_miscoupling,
@@ -160,7 +160,7 @@ def test_float32_input_is_decomposed_in_float64_up_to_512():
 def test_exact_factors_in_float64_serve_large_float32_jacobians():
     jacobians = gaussian(2, 520, 520).float()
     factors = singular_factors(jacobians, 10, tolerance=1e-6)
-    found = miscoupling_with_error(jacobians, factors.values, factors, k=[10])[0][0]
+    found = miscoupling_of_factors(jacobians, factors.values, factors, k=[10])[0]
     for i, j in ((0, 1), (1, 0)):
         expected = by_loops(jacobians[i].double().numpy(), jacobians[j].double().numpy(), 10, 2.0, "signed")
         assert float(found[i, j]) == pytest.approx(expected, abs=1e-6)

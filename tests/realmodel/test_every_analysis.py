@@ -32,7 +32,7 @@ TEXTS = 12  # of Invariance
 RANGES = {
     ANY: "growth_rate path compression spectrum_slope adjusted",
     POSITIVE: "equidistance expodistance state_norm step_norm logit_lens_loss kl_to_final jacobian_norm singular_value "
-    "min_gap error_estimate num_tied influence_frobenius influence_spectral log_loss held_out residual_ratio "
+    "min_gap num_tied influence_frobenius influence_spectral log_loss held_out residual_ratio "
     "variant_loss kl_to_full kendall_distance infonce_chance infonce lidar_within_over_delta monotonicity_largest_drop "
     "monotonicity_max_drawdown",
     SHARE: "logit_lens_accuracy path_variance plane_variance prediction_residual r_squared coverage accuracy macro_f1 "
