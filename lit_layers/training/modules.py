@@ -4,8 +4,7 @@ import functools
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Mapping
-from itertools import islice
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning as L
@@ -35,52 +34,25 @@ def adamw(
     betas: tuple[float, float],
     eps: float = 1e-8,
     fused: bool = True,
-    but: Container[nn.Parameter] = (),
 ) -> torch.optim.AdamW:
     """Return AdamW that decays matrices and embeddings, but neither biases nor norm weights.
 
     Source: Brown et al. 2020 (GPT-3), appendix B; the split by number of axes is nanoGPT's and timm's.
     """
-    groups = parameter_groups(model, weight_decay, but)
+    groups = parameter_groups(model, weight_decay)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused)
 
 
-def parameter_groups(
-    model: nn.Module, weight_decay: float | None, but: Container[nn.Parameter] = ()
-) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, weight_decay: float | None) -> list[dict[str, Any]]:
     """Two groups of parameters: neither vectors (biases, norms, layer scales) nor what the model itself names (timm:
     class token, position embedding) decay. With `weight_decay` None the others decay as the optimizer says."""
     spared = set(getattr(model, "no_weight_decay", set)())
-    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad and each not in but]
+    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     decayed = [each for name, each in trained if each.ndim >= 2 and name not in spared]
     others = [each for name, each in trained if each.ndim < 2 or name in spared]
     of_decayed = {} if weight_decay is None else {"weight_decay": weight_decay}
     groups = [{"params": decayed, **of_decayed}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
-
-
-class BothOptimizers(torch.optim.Optimizer):
-    """Two optimizers as one, as Lightning steps one: they share its groups and its state."""
-
-    def __init__(self, *parts: torch.optim.Optimizer) -> None:
-        self.parts = parts
-        super().__init__([group for part in parts for group in part.param_groups], {})
-        self._share()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # of `load_state_dict`
-        self._share()
-
-    def _share(self) -> None:
-        groups = iter(self.param_groups)
-        for part in self.parts:
-            part.param_groups, part.state = [*islice(groups, len(part.param_groups))], self.state
-
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else closure()
-        for part in self.parts:
-            part.step()
-        return loss
 
 
 def use_optimizer_(module: L.LightningModule, optimizer: Any, lr_scheduler: Any) -> None:
@@ -283,20 +255,8 @@ class LitModule(L.LightningModule, ABC):
         return _stepped(optimizer, self.make_scheduler or self._schedule, self.trainer)
 
     def _optimizer(self) -> torch.optim.Optimizer:
-        if self.make_optimizer is None:
-            return self._adamw()
-        try:
+        if self.make_optimizer is not None:
             return _made("optimizer", self.make_optimizer, parameter_groups(self.model, None))
-        except InputError as error:
-            if "2D" not in str(error):
-                raise
-        # Muon is for the matrices of hidden layers. Its authors leave embeddings, head and vectors to AdamW.
-        blocks = LayeredModel(self.model).blocks
-        hidden = {each for block in blocks for each in block.parameters() if each.ndim == 2 and each.requires_grad}
-        matrices = [each for each in self.model.parameters() if each in hidden]
-        return BothOptimizers(_made("optimizer", self.make_optimizer, matrices), self._adamw(hidden))
-
-    def _adamw(self, but: Container[nn.Parameter] = ()) -> torch.optim.AdamW:
         # In 16-mixed the step may not be one kernel: it divides the gradients by the scale itself, which is after they
         # have been clipped and their norm was taken.
         return adamw(
@@ -305,7 +265,6 @@ class LitModule(L.LightningModule, ABC):
             weight_decay=self.weight_decay,
             betas=self.betas,
             fused=self.trainer.scaler is None,
-            but=but,
         )
 
     def _schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:

@@ -1,4 +1,3 @@
-import copy
 import functools
 
 import lightning as L
@@ -7,7 +6,7 @@ import torch
 from torch import nn
 
 from lit_layers.errors import InputError
-from lit_layers.training.modules import BothOptimizers, adamw, use_optimizer_, warmup_cosine
+from lit_layers.training.modules import adamw, use_optimizer_, warmup_cosine
 from tests.support.tiny_training import fit, module
 
 
@@ -42,59 +41,6 @@ def test_the_schedule_has_its_closed_form():
 
 def test_no_warm_up_starts_at_the_peak():
     assert warmup_cosine(warmup_steps=0, decay_steps=10, min_ratio=0.0)(0) == 1.0
-
-
-def pair(lr: float = 0.1) -> tuple[nn.ParameterList, list[torch.optim.Optimizer]]:
-    torch.manual_seed(0)
-    weights = nn.ParameterList([nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(3))])
-    return weights, [torch.optim.Muon([weights[0]], lr=lr), torch.optim.AdamW([weights[1]], lr=lr)]
-
-
-def stepped(weights: nn.ParameterList, optimizers, seed: int) -> None:
-    for number, weight in enumerate(weights):
-        weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed + 10 * number))
-    for optimizer in optimizers:
-        optimizer.step()
-
-
-def test_two_optimizers_as_one_step_as_each_does_alone_also_from_a_saved_state():
-    alone, optimizers = pair()
-    together, parts = pair()
-    both = BothOptimizers(*parts)
-    schedule = torch.optim.lr_scheduler.LambdaLR(both, lambda step: 0.5**step)
-    for seed in range(2):
-        for optimizer in optimizers:
-            optimizer.param_groups[0]["lr"] = 0.1 * 0.5**seed
-        stepped(alone, optimizers, seed)
-        stepped(together, [both], seed)
-        schedule.step()
-    later, parts = pair()
-    later.load_state_dict(together.state_dict())
-    again = BothOptimizers(*parts)
-    again.load_state_dict(copy.deepcopy(both.state_dict()))
-    for optimizer in optimizers:
-        optimizer.param_groups[0]["lr"] = 0.025
-    stepped(alone, optimizers, 2)
-    stepped(later, [again], 2)
-    for expected, weight in zip(alone, later, strict=True):
-        assert torch.equal(expected, weight)
-
-
-def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest(tmp_path):
-    lit = module()
-    use_optimizer_(lit, torch.optim.Muon, None)
-    run, _ = fit(tmp_path, [], steps=1, module=lit)
-    (both,) = run.optimizers
-    names = {id(each): name for name, each in lit.model.named_parameters()}
-    of_muon, of_adamw = (
-        {names[id(each)] for group in part.param_groups for each in group["params"]} for part in both.parts
-    )
-    assert of_muon == {
-        name for name in names.values() if ".h." in name and name.endswith("weight") and "ln_" not in name
-    }
-    assert of_muon | of_adamw == {*names.values()}
-    assert not of_muon & of_adamw
-    assert both.param_groups[-1]["weight_decay"] == 0
 
 
 def test_another_optimizer_decays_matrices_as_it_says_and_vectors_not_at_all(tmp_path):
