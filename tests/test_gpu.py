@@ -15,7 +15,7 @@ from lit_layers.measuring import one_model
 from lit_layers.models import load
 from lit_layers.models.offload import Offload
 from lit_layers.tasks.mteb_scores import MtebTask
-from lit_layers.training import EmergenceCallback, losses
+from lit_layers.training import EmergenceCallback
 from lit_layers.training.losses import next_token_loss
 from lit_layers.training.resuming import ResumeCheckpoint, resume_point
 from lit_layers.training.run_log import RunLog
@@ -110,7 +110,7 @@ def test_a_resumed_run_ends_in_the_same_weights(tmp_path):
 
 @pytest.mark.parametrize("num_words", [50304, 50257], ids=["no padding", "padding"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_fused_loss_is_cross_entropy_in_float64(dtype, num_words):
+def test_the_loss_is_cross_entropy_in_float64(dtype, num_words):
     generator = torch.Generator("cuda").manual_seed(0)
     leaf = (3 * torch.randn(2, 100, 50304, generator=generator, device="cuda")).to(dtype).requires_grad_()
     targets = torch.randint(num_words, (2, 100), generator=generator, device="cuda")
@@ -119,10 +119,7 @@ def test_the_fused_loss_is_cross_entropy_in_float64(dtype, num_words):
     expected.backward()
     loss = next_token_loss(leaf * 1, targets, num_words)
     loss.backward()
-    assert losses._cannot_compile == []
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
     rounding = {torch.float32: 1e-4, torch.bfloat16: 2**-6}[dtype]  # bfloat16 rounds twice: softmax, then its scale
     assert leaf.grad is not None
     torch.testing.assert_close(leaf.grad.double(), wide.grad, rtol=rounding, atol=1e-9)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        next_token_loss(torch.tanh(leaf), targets, num_words).backward()

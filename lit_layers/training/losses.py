@@ -1,7 +1,5 @@
 """The next-token loss, in place, and the mean of losses over batches of differing size."""
 
-import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,25 +9,22 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torchmetrics import Metric
 
-logger = logging.getLogger(__name__)
-
-# Elements taken at a time: on a CPU they stay in the cache from one operation to the next (2^17 x 4 B = 0.5 MB); on a
-# GPU launches are few and the float32 copy of bf16 logits is small (2^26 x 4 B = 0.27 GB).
-_CHUNK = {"cpu": 2**17}
-_CHUNK_ELSEWHERE = 2**26
+# Elements taken at a time: they stay in the cache from one operation to the next (2^17 x 4 B = 0.5 MB).
+_CHUNK = 2**17
 
 
 def next_token_loss(logits: Tensor, targets: Tensor, num_words: int) -> Tensor:
     """Return the mean cross-entropy in nats over the first `num_words` columns; the others are padding.
 
-    Where a gradient is wanted the logits are used up: their memory takes in their own gradient. Neither a float32
-    copy of them nor log-probabilities nor a second gradient of that size (batch x tokens x vocabulary) ever exist.
-    In a graph that is being compiled it is the plain formula, which the compiler fuses.
+    Where a gradient is wanted on a CPU the logits are used up: their memory takes in their own gradient. Neither a
+    float32 copy of them nor log-probabilities nor a second gradient of that size (batch x tokens x vocabulary) ever
+    exist. Elsewhere, and in a graph that is being compiled, it is the plain formula.
     """
     rows, targets = logits.flatten(0, -2), targets.flatten()
-    if torch.compiler.is_compiling():
+    has_gradient = torch.is_grad_enabled() and rows.requires_grad
+    if torch.compiler.is_compiling() or (has_gradient and rows.device.type != "cpu"):
         return F.cross_entropy(_without_padding(rows, num_words), targets)
-    if torch.is_grad_enabled() and rows.requires_grad:
+    if has_gradient:
         return _InPlaceCrossEntropy.apply(rows, targets, num_words)  # pyright: ignore[reportReturnType]
     return F.cross_entropy(rows[:, :num_words].float(), targets)
 
@@ -52,11 +47,8 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
         # `detach` shares the version counter: an operation that saved these logits for its backward pass will raise.
         gradient = logits.detach()
         ctx.save_for_backward(gradient)
-        if logits.is_cuda and (total := _fused(gradient, targets, num_words)) is not None:
-            torch.autograd.graph.increment_version(gradient)  # which compiled code does not
-            return total / len(targets)
         gradient[:, num_words:] = 0
-        rows = max(1, _CHUNK.get(logits.device.type, _CHUNK_ELSEWHERE) // logits.shape[1])
+        rows = max(1, _CHUNK // logits.shape[1])
         losses = []
         for stored, target in zip(gradient[:, :num_words].split(rows), targets.unsqueeze(1).split(rows), strict=True):
             chunk = stored.to(torch.promote_types(stored.dtype, torch.float32))  # no copy where it is float32 already
@@ -77,47 +69,6 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
         # The mean is taken only here: in float16 the scale of the loss comes in with `grad_loss` and keeps tiny
         # entries from vanishing.
         return gradient.mul_(grad_loss / len(gradient)), None, None
-
-
-def sum_into_gradient_(logits: Tensor, targets: Tensor, num_words: int) -> Tensor:
-    """Return the sum of the rows' losses and write its gradient over the logits: (rows, padded vocabulary)."""
-    rows = _without_padding(logits, num_words)
-    total = rows.logsumexp(1, keepdim=True)
-    losses = total - rows.gather(1, targets[:, None])
-    is_target = torch.arange(rows.shape[1], device=rows.device) == targets[:, None]
-    logits.copy_((rows - total).exp() - is_target.float())
-    return losses.sum()
-
-
-@functools.cache
-def _compiled_sum_into_gradient() -> Any:
-    return torch.compile(sum_into_gradient_, fullgraph=True)
-
-
-_cannot_compile: list[str] = []  # why, once it is known
-
-
-def _fused(logits: Tensor, targets: Tensor, num_words: int) -> Tensor | None:
-    """`sum_into_gradient_` in two kernels, also where the model itself is not compiled: the plain operations go through
-    the logits a dozen times, a sixth of the step of a small GPT-2. None where this machine cannot compile."""
-    if _cannot_compile:
-        return None
-    try:
-        return _compiled_sum_into_gradient()(logits, targets, num_words)
-    except RuntimeError as error:
-        if isinstance(inner := getattr(error, "inner_exception", None), torch.OutOfMemoryError):
-            raise inner from error
-        if not _is_of_compiling(error):
-            raise
-        _cannot_compile.append(" ".join(str(error).split())[:300])
-        logger.warning("the loss is computed by slower kernels, as torch.compile fails here: %s", _cannot_compile[0])
-        return None
-
-
-def _is_of_compiling(error: RuntimeError) -> bool:
-    """Return whether torch.compile failed (no compiler for C, no triton, this Python), and not what it compiles."""
-    is_compilers = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
-    return (is_compilers and type(error).__name__ != "TorchRuntimeError") or "is not supported on Python" in str(error)
 
 
 def mean_of_step(losses: Sequence[Tensor], accumulate: int) -> Tensor:
