@@ -235,11 +235,6 @@ class LitImageData(LitStepData):
     def num_classes(self) -> int:
         return self.source.num_classes
 
-    @property
-    def steps_per_epoch(self) -> float:
-        """Optimizer steps in which as many samples are seen as there are training images."""
-        return len(self.source.train) / self.global_batch_size
-
     def describe(self) -> dict[str, Any]:
         return {
             "source": self.source_name,

@@ -27,8 +27,7 @@ class LitImageClassifier(LitModule):
 
     The recipe of DeiT (Touvron et al. 2020, arXiv 2012.12877), every part of it off unless it is asked for. A batch
     holds `pixel_values` (batch, channels, height, width) and `labels` (batch,), by these names or as a pair. Without
-    `LitImageData` image size and classes are those of `config` (img_size, num_classes), or the architecture's own, and
-    what counts images or epochs (lr_batch_size, warmup_epochs) is refused.
+    `LitImageData` image size and classes are those of `config` (img_size, num_classes), or the architecture's own.
 
     Args:
         architecture: a name of timm (`vit_tiny_patch16_224`, `deit_small_patch16_224`, ...); the weights are new.
@@ -39,12 +38,10 @@ class LitImageClassifier(LitModule):
         patch_size: in px, a divisor of the image size; None: the architecture's.
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
         init_seed: of the initial weights, independent of every other seed.
-        lr: peak learning rate, for `lr_batch_size` images a step.
-        lr_batch_size: the rate is lr x data.global_batch_size / lr_batch_size; None: lr as it stands.
+        lr: peak learning rate.
         weight_decay: on matrices and kernels only: not on biases, norms, class token and position embedding.
         betas: of AdamW.
         warmup_steps: optimizer steps of linear warm-up.
-        warmup_epochs: the same in epochs of the data; give one of the two.
         decay_steps: step at which the cosine ends; None: the last step of the run.
         min_lr_ratio: final learning rate over the peak.
         label_smoothing: share of the target that is spread over all classes.
@@ -67,11 +64,9 @@ class LitImageClassifier(LitModule):
         drop_path_rate: float = 0.0,
         init_seed: int = 0,
         lr: float = 5e-4,
-        lr_batch_size: int | None = None,
         weight_decay: float = 0.05,
         betas: tuple[float, float] = (0.9, 0.999),
-        warmup_steps: int | None = None,
-        warmup_epochs: float | None = None,
+        warmup_steps: int = 0,
         decay_steps: int | None = None,
         min_lr_ratio: float = 0.02,
         label_smoothing: float = 0.0,
@@ -80,32 +75,17 @@ class LitImageClassifier(LitModule):
         compile: bool = False,
     ) -> None:
         super().__init__(locals())
-        if warmup_steps is not None and warmup_epochs is not None:
-            raise InputError(
-                f"model.warmup_epochs: expected null beside warmup_steps {warmup_steps}, got {warmup_epochs}; give one"
-            )
         _refuse_said_twice(config, _OF_MODULE)
         self.init_from, self.allow_suspect = init_from, allow_suspect
         self.architecture, self.config, self.patch_size = architecture, dict(config or {}), patch_size
         self.drop_path_rate, self.init_seed, self.compile_model = drop_path_rate, init_seed, compile
-        self.lr, self.lr_batch_size, self.weight_decay, self.betas = lr, lr_batch_size, weight_decay, betas
-        self.warmup_steps, self.warmup_epochs, self.decay_steps = warmup_steps, warmup_epochs, decay_steps
-        self.min_lr_ratio, self.label_smoothing = min_lr_ratio, label_smoothing
+        self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
+        self.warmup_steps, self.decay_steps, self.min_lr_ratio = warmup_steps, decay_steps, min_lr_ratio
+        self.label_smoothing = label_smoothing
         self.mixup, self.cutmix = mixup, cutmix
         refuse_outside("model.", RANGES, vars(self))
         self.validation_loss = WeightedMean()
         self._mix: Callable[..., tuple[Tensor, Tensor]] | None = None
-
-    @property
-    def images(self) -> LitImageData:
-        """The data module of the run.
-
-        Raises:
-            InputError: for one of another kind.
-        """
-        if not isinstance(self.data, LitImageData):
-            raise InputError(f"data: LitImageClassifier needs LitImageData for this, got {type(self.data).__name__}")
-        return self.data
 
     def build(self) -> nn.Module:
         options: dict[str, Any] = {"drop_path_rate": self.drop_path_rate, **self.config}
@@ -172,17 +152,7 @@ class LitImageClassifier(LitModule):
         return {"loss": loss} | {name: each.where(~loss.isnan(), torch.nan) for name, each in accuracies.items()}
 
     def lr_factor(self, decay_steps: int) -> Callable[[int], float]:
-        return warmup_cosine(warmup_steps=self.num_warmup_steps, decay_steps=decay_steps, min_ratio=self.min_lr_ratio)
-
-    @property
-    def peak_lr(self) -> float:
-        return self.lr * (1 if self.lr_batch_size is None else self.images.global_batch_size / self.lr_batch_size)
-
-    @property
-    def num_warmup_steps(self) -> int:
-        if self.warmup_epochs is not None:
-            return round(self.warmup_epochs * self.images.steps_per_epoch)
-        return self.warmup_steps or 0
+        return warmup_cosine(warmup_steps=self.warmup_steps, decay_steps=decay_steps, min_ratio=self.min_lr_ratio)
 
 
 def _refuse_said_twice(config: Mapping[str, Any] | None, names: set[str]) -> None:

@@ -164,10 +164,6 @@ class LitModule(L.LightningModule, ABC):
         """Step -> factor of the peak learning rate, which has decayed at `decay_steps`."""
 
     @property
-    def peak_lr(self) -> float:
-        return self.lr
-
-    @property
     def origin(self) -> Origin:
         """Where this run begins on the axes of steps and tokens."""
         return Origin() if self.init_from is None else self.beginning[1]
@@ -261,7 +257,7 @@ class LitModule(L.LightningModule, ABC):
         # have been clipped and their norm was taken.
         return adamw(
             self.model,
-            lr=self.peak_lr,
+            lr=self.lr,
             weight_decay=self.weight_decay,
             betas=self.betas,
             fused=self.trainer.scaler is None,

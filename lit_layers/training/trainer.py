@@ -33,7 +33,7 @@ from lit_layers.schema import (
 )
 
 RANGES = {  # of the options of all modules, data and recipes of fine-tuning, by name
-    **dict.fromkeys(("num_tokens", "decay_steps", "patch_size", "lr_batch_size", "num_epochs", "max_steps"), COUNT),
+    **dict.fromkeys(("num_tokens", "decay_steps", "patch_size", "num_epochs", "max_steps"), COUNT),
     **dict.fromkeys(("limit", "num_train", "num_validation", "num_repeats"), COUNT),
     **dict.fromkeys(("num_validation_sequences", "num_validation_images"), COUNT),
     **dict.fromkeys(("global_batch_size", "validation_batch_size", "batch_size"), BATCH),
@@ -48,7 +48,6 @@ RANGES = {  # of the options of all modules, data and recipes of fine-tuning, by
     "weight_decay": WEIGHT_DECAY,
     "betas": BETA,
     "warmup_steps": COUNT_OR_NONE,
-    "warmup_epochs": Range(0, MANY),
     "gradient_clip": Range(0, MANY, above=True),
     "num_workers": WORKERS,
 }

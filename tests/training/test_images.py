@@ -18,7 +18,7 @@ from lit_layers.models.build import save, vit
 from lit_layers.models.pixels import pixel_statistics
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
-from lit_layers.training import EmergenceCallback, LitImageData, SeriesCheckpoint
+from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.modules import parameter_groups
 from lit_layers.training.resuming import ResumeCheckpoint, resume_point
 from lit_layers.training.run_folder import step_folder
@@ -110,12 +110,10 @@ def test_cutmix_pastes_a_rectangle_and_weighs_the_targets_by_its_area(tmp_path):
     assert found == pytest.approx(step.expected(images, targets), rel=1e-5)
 
 
-def test_the_rate_follows_batch_size_and_warm_up_in_epochs(tmp_path):
-    # 1,442 images / 721 a step: an epoch is 2 steps, so that 1.5 epochs of warm-up are 3.
-    lit = module(lr=1e-3, lr_batch_size=512, warmup_steps=None, warmup_epochs=1.5, decay_steps=8, min_lr_ratio=0.1)
-    log = RunLog(tmp_path)
-    fit(tmp_path, log, lit=lit, images=data(global_batch_size=721), steps=6)
-    peak = 1e-3 * 721 / 512
+def test_the_rate_warms_up_and_decays_on_a_cosine(tmp_path):
+    lit = module(lr=1e-3, warmup_steps=3, decay_steps=8, min_lr_ratio=0.1)
+    log, peak = RunLog(tmp_path), 1e-3
+    fit(tmp_path, log, lit=lit, steps=6)
     expected = [peak / 3, peak * 2 / 3, peak]
     expected += [peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / 5))) for step in range(3)]
     assert [row["train/learning_rate"] for row in records.rows(log.file)] == pytest.approx(expected)
@@ -240,7 +238,6 @@ def test_a_compiled_run_saves_the_eager_model(tmp_path):
         ({"patch_size": 3}, {}, "model.patch_size: expected a divisor of the image size 8, got 3"),
         ({"mixup": -1}, {}, "model.mixup: expected at least 0, got -1"),
         ({"label_smoothing": 1.0}, {}, "model.label_smoothing: expected a share"),
-        ({"warmup_epochs": 2}, {}, "model.warmup_epochs: expected null beside warmup_steps 2, got 2; give one"),
         ({}, {"num_validation_images": 0}, "data.num_validation_images: expected at least 1, got 0"),
     ],
 )
@@ -250,18 +247,6 @@ def test_options_that_do_not_fit_are_refused_in_a_sentence(options, images, sent
 
     with pytest.raises(InputError, match=sentence):
         run()
-
-
-def test_a_classifier_with_other_data_says_what_it_needs(tmp_path):
-    class Other(L.LightningDataModule):
-        def train_dataloader(self):
-            return []
-
-    from tests.support.tiny_images import trainer
-
-    with pytest.raises(InputError, match="data: LitImageClassifier needs LitImageData for this, got Other"):
-        trainer(tmp_path).fit(module(lr_batch_size=8), datamodule=Other())
-    assert LitImageData("digits").images_per_step == 512
 
 
 @pytest.mark.parametrize("limit", [None, 0.01])
