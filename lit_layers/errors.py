@@ -67,17 +67,10 @@ def refuse_odd_files(folder: str | os.PathLike[str]) -> None:
     Raises:
         InputError: naming the first.
     """
-    if (why := odd_file(folder)) is not None:
-        raise InputError(why)
-
-
-def odd_file(folder: str | os.PathLike[str]) -> str | None:
-    """Return what `refuse_odd_files` says of a folder, None if it refuses nothing."""
     for name in sorted(os.listdir(folder)):
         path = os.path.join(folder, name)
         if name.endswith(_OF_A_MODEL) and os.path.islink(path) and not os.path.exists(path):
-            return f"{path} is a link to nothing: remove it, or copy the file that it stands for"
-    return None
+            raise InputError(f"{path} is a link to nothing: remove it, or copy the file that it stands for")
 
 
 def no_folder(name: str | Path) -> InputError:

@@ -174,7 +174,7 @@ def distinct(values: Iterable[Any]) -> list[Any]:
 # ------------------------------------------------------------------------------------------------ provenance
 
 # What belongs to one checkpoint, in the order of the table, before what else differs from one to the next.
-_OF_CHECKPOINT = ("checkpoint", "revision", "commit", "weights_hash", "audit", "tokens_approximate", "weight_files")
+_OF_CHECKPOINT = ("checkpoint", "revision", "commit", "weights_hash", "audit", "weight_files")
 _LONG_HASH = re.compile(r"\b[0-9a-f]{32,}\b")
 _DIGITS, _FILES = 12, 2  # of a long hash, and of one checkpoint, that a table shows
 

@@ -1,7 +1,6 @@
 """The Hugging Face Hub: requests, and what a download may not say or run."""
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -114,9 +113,6 @@ def asking_the_hub(what: str, advice: str = "") -> Iterator[None]:
         raise InputError(f"{what} ({reason(error)}): {remedy}") from error
 
 
-_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-
-
 @dataclass(frozen=True)
 class ListedFile:
     """A file by its name in the checkpoint. `hash` is a sha256, or git's sha1 where the Hub knows no other."""
@@ -126,13 +122,10 @@ class ListedFile:
     hash: str
 
 
-def content_hash(path: Path, like: str = "sha256") -> str:
-    """The hash of a file's content: sha256, or git's sha1 where `like` is as short as one."""
-    begin = hashlib.sha256
-    if len(like) == 40:
-        begin = functools.partial(hashlib.sha1, f"blob {path.stat().st_size}\0".encode())
+def content_hash(path: Path) -> str:
+    """Return the sha256 of a file's content."""
     with refused(f"cannot read {path}"), path.open("rb") as file:
-        return hashlib.file_digest(file, begin).hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Hub:
@@ -163,35 +156,19 @@ class Hub:
         files = [row for row in rows if isinstance(row, RepoFile)]
         return {row.path: ListedFile(row.path, row.size, row.lfs.sha256 if row.lfs else row.blob_id) for row in files}
 
-    def download(self, repo: str, commit: str, name: str, file: ListedFile) -> tuple[Path, bool]:
-        """Where a file lies now, and whether it was downloaded for this: then its hash has been compared."""
-        with asking_the_hub(f"cannot download {file.path} of {repo} at {name}"):
-            return self._download(repo, commit, file.path, file.hash)
-
-    def fetch(self, repo: str, revision: str | None, path: str, what: str) -> Path:
-        """Where a file lies now; if it had to be downloaded, its hash has been compared with what the Hub says of it.
+    def download(self, repo: str, revision: str | None, path: str, what: str) -> Path:
+        """Return where a file lies now.
 
         Raises:
             InputError: `what`, and why; from a FileNotFoundError where the repository has no such file.
         """
         try:
             with asking_the_hub(what):
-                return self._download(repo, revision, path, None)[0]
+                return Path(self.api.hf_hub_download(repo, path, revision=revision))
         except InputError as error:
             if isinstance(error.__cause__, errors.RemoteEntryNotFoundError):
                 raise error from FileNotFoundError(path)
             raise
-
-    def _download(self, repo: str, revision: str | None, path: str, listed: str | None) -> tuple[Path, bool]:
-        is_new = self.cached(repo, revision, path) is None
-        place = Path(self.api.hf_hub_download(repo, path, revision=revision))
-        blob = place.resolve()  # which the cache names by the hash that the Hub sent
-        expected = listed or blob.name
-        if is_new and _HASH.fullmatch(expected) and content_hash(place, expected) != expected:
-            place.unlink()
-            blob.unlink(missing_ok=True)
-            raise OSError(f"{path} arrived with another hash than the Hub lists")
-        return place, is_new
 
     def cached(self, repo: str, revision: str | None, path: str) -> str | None:
         """Where a file lies in the cache, if it does."""

@@ -222,7 +222,7 @@ class _Measuring:
         self.result.audit = Audit(self.series.name, 0, ())
         if self.series.is_alone:
             return mine
-        self._refuse_another(lambda one: ("weight_files", one.source.weights()))
+        self.earlier.refuse_another(self.series.checkpoints, lambda one: ("weight_files", one.source.weights()))
         self.unmeasured = {**self._unlisted(), **self.unmeasured}
         listed = [one for one in mine if one.name not in self.unmeasured]
         self._judge(listed)
@@ -262,12 +262,6 @@ class _Measuring:
     @property
     def _memory(self) -> Memory:
         return self.series.memory or Memory(self.root)
-
-    def _refuse_another(self, weights: Callable[[Checkpoint], tuple[str, Any]]) -> None:
-        """Refuse a series that is not the one of the root, unless it lies there: then it is its own under any name."""
-        place: Path | None = getattr(self.series, "root", None)
-        if place is None or place.resolve() != self.root.resolve():
-            self.earlier.refuse_another(self.series.checkpoints, weights)
 
     def _due(self, checkpoints: Sequence[Checkpoint]) -> dict[str, tuple[Checkpoint, Sequence[Analysis]]]:
         """Return the checkpoints of which weight files with these hashes lack an analysis, without loading any."""
@@ -347,7 +341,7 @@ class _Measuring:
             why = f"{checkpoint.series} {checkpoint.name} does not fit in the memory of {self.device}"
             raise InputError(why) from error
         finally:
-            if checkpoint.source.is_copied or not self.options.keep_downloads:
+            if not self.options.keep_downloads:
                 checkpoint.source.drop()
 
     def _check(self, view: LayeredModel, analyses: Sequence[Analysis]) -> None:
@@ -365,7 +359,7 @@ class _Measuring:
         """Return where a checkpoint comes from, and the part of it by which a measurement counts as done."""
         source = checkpoint.provenance() | ({"offloaded": True} if self.options.offload else {})
         if self.series.is_alone:
-            self._refuse_another(lambda _: ("weights_hash", weights))
+            self.earlier.refuse_another([checkpoint], lambda _: ("weights_hash", weights))
             return {**source, "audit": UNAUDITED}, {}
         same = {"model_tokenizer_hash": self.earlier.tokenizer_hash(checkpoint)}
         known = {name: value for name, value in same.items() if value is not None}

@@ -243,7 +243,9 @@ def initialised(
     model: Network = outline(settings, name, dtype)
     if preprocessor is not None and not is_timm(settings) and model.main_input_name == "pixel_values":
         pixels.keep_preprocessor_(model, preprocessor)
-    return untrained(model, seed=seed)
+    fresh = untrained(model, seed=seed)
+    pixels.copy_pixel_statistics_(model, fresh)
+    return fresh
 
 
 def _with_infinity(part: dict[str, Any]) -> Any:

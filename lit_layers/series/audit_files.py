@@ -9,9 +9,9 @@ from typing import Any
 
 from lit_layers.data.tokenization import Tokenizer, tokenizer_hash
 from lit_layers.files.hub import ADAPTER, MERGE_IT
-from lit_layers.schedule import Schedule
 from lit_layers.series.checkpoint import ALL, Checkpoint, Listing, Series
 from lit_layers.series.checkpoint_sources import (
+    CONFIG,
     TOKENIZER,
     TOKENIZER_CONFIG,
     Fingerprint,
@@ -20,21 +20,6 @@ from lit_layers.series.checkpoint_sources import (
     formats,
     missing,
 )
-
-# Kinds of what a listing shows of hashes alone, or not at all: without the weights nobody can say that it is mended.
-OF_WEIGHTS = {
-    "identical weights",
-    "equal to the final step",
-    "other tensors",
-    "other precision",
-    "damaged",
-    "not finite",
-    "zero weights",
-    "value out of range",
-    "rounded copy",
-    "out of line",
-    "swapped",
-}
 
 
 @dataclass(frozen=True)
@@ -84,16 +69,16 @@ def _hashes_of(checkpoint: Checkpoint) -> Mapping[Format, frozenset[str]]:
 
 def broken(listed: Listed) -> Iterator[Finding]:
     """Checkpoints that cannot be loaded."""
-    by_problem: dict[tuple[str, str, bool], list[Checkpoint]] = {}
+    by_problem: dict[tuple[str, str], list[Checkpoint]] = {}
     indexes: dict[str, bytes] = {}  # by hash: most steps share one
     for one in listed.chosen:
         for problem in _problems(one, indexes):
             by_problem.setdefault(problem, []).append(one)
-    for (kind, message, note), checkpoints in by_problem.items():
-        yield finding(kind, message, checkpoints, note=note)
+    for (kind, message), checkpoints in by_problem.items():
+        yield finding(kind, message, checkpoints)
 
 
-def _problems(checkpoint: Checkpoint, indexes: dict[str, bytes]) -> Iterator[tuple[str, str, bool]]:
+def _problems(checkpoint: Checkpoint, indexes: dict[str, bytes]) -> Iterator[tuple[str, str]]:
     files = checkpoint.source.files
 
     def read(path: str) -> bytes:
@@ -101,21 +86,19 @@ def _problems(checkpoint: Checkpoint, indexes: dict[str, bytes]) -> Iterator[tup
             indexes[files[path].hash] = checkpoint.source.read(path)
         return indexes[files[path].hash]
 
-    weights = formats(files)
-    if "config.json" not in files:
-        is_adapter = ADAPTER in files
-        says = f"an adapter of peft without its model: {MERGE_IT}" if is_adapter else "config.json is missing"
-        yield "no config", says, False
-    if not weights and ADAPTER not in files:
-        yield "no weights", "neither safetensors nor pytorch_model.bin: nothing to load", False
-    for place, kind in enumerate(weights):
-        unused = " (not loaded where there are safetensors)" if place else ""
-        try:
-            if lost := missing(kind, files, read):
-                rest = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-                yield "missing shard", f"{', '.join(lost[:3])}{rest} not there{unused}", bool(place)
-        except ValueError as error:
-            yield "missing shard", f"{error}{unused}", bool(place)
+    if CONFIG not in files:
+        yield (
+            "no config",
+            (f"an adapter of peft without its model: {MERGE_IT}" if ADAPTER in files else f"{CONFIG} is missing"),
+        )
+    loaded = next(iter(formats(files)), None)
+    if loaded is None and ADAPTER not in files:
+        yield "no weights", "neither safetensors nor pytorch_model.bin: nothing to load"
+    try:
+        if loaded is not None and (lost := missing(loaded, files, read)):
+            yield "missing shard", f"{', '.join(lost)} not there"
+    except ValueError as error:
+        yield "missing shard", str(error)
 
 
 def shared_shards(listed: Listed) -> Iterator[Finding]:
@@ -145,41 +128,31 @@ def main_differs(listed: Listed) -> Iterator[Finding]:
 
 
 def gaps(listed: Listed) -> Iterator[Finding]:
-    """Steps that should be there and are not."""
-    series, expected = listed.series, listed.listing.expected
     steps = sorted(one.step for one in listed.listing.checkpoints if one.step is not None)
-    if series.steps == ALL and expected is None:
-        holes = [*_holes(steps)]
-        most = sum(map(len, holes)) > len(steps)  # as of checkpoints in bursts
-        says = "missing from an even spacing" + (", unless it is none: that would be most of the steps" if most else "")
-        yield from (Finding("gap", says, hole, note=most) for hole in holes)
+    expected = listed.listing.expected
+    steps, expected = (
+        sorted(one.step for one in listed.listing.checkpoints if one.step is not None),
+        listed.listing.expected,
+    )
+    if listed.series.steps != ALL:
         return
-    is_asked = series.steps != ALL
-    if is_asked and steps and isinstance(series.steps, str | Mapping) and "log_spaced" not in series.steps:
-        expected = tuple(Schedule(series.steps).until(steps[-1]))
-    elif is_asked:
+    if expected is not None:
+        if absent := tuple(step for step in expected if step not in set(steps)):
+            yield Finding("gap", "belong to the series and are not there", absent)
         return
-    if absent := tuple(step for step in expected or () if step not in set(steps)):
-        message = "asked for and not there" if is_asked else "belong to the series and are not there"
-        yield Finding("gap", message, absent, note=is_asked)
+    holes = [*_holes(steps)]
+    most = sum(map(len, holes)) > len(steps)  # as of checkpoints in bursts
+    says = "missing from an even spacing" + (", unless it is none: that would be most of the steps" if most else "")
+    yield from (Finding("gap", says, hole, note=most) for hole in holes)
 
 
 def _holes(steps: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """What is missing where one distance (ratio) is a multiple (power) of both its neighbours, which are equal."""
+    """What is missing where one distance is a multiple of both its neighbours, which are equal."""
     widths = [after - before for before, after in itertools.pairwise(steps)]
     for place in range(1, len(widths) - 1):
         width = widths[place - 1]
         if width == widths[place + 1] and widths[place] > width and widths[place] % width == 0:
             yield tuple(range(steps[place] + width, steps[place + 1], width))
-            continue
-        before, start, end, after = steps[place - 1 : place + 3]
-        ratio = start // before if before > 0 and start % before == 0 else 1
-        if ratio > 1 and after == end * ratio:
-            hole = [start * ratio]
-            while hole[-1] < end:
-                hole.append(hole[-1] * ratio)
-            if len(hole) > 1 and hole[-1] == end:
-                yield tuple(hole[:-1])
 
 
 def unreadable_names(listed: Listed) -> Iterator[Finding]:
@@ -196,17 +169,12 @@ def unreadable_names(listed: Listed) -> Iterator[Finding]:
 
 
 def reported(listed: Listed) -> Iterator[Finding]:
-    """What the manifest says was reported, also of steps that are neither there nor missed as a gap."""
-    listing = listed.listing
-    known = {*(one.step for one in listing.checkpoints), *(listing.expected or ())}
-    for defect in listing.defects:
-        condemned = listed.chosen if defect.suspect and not defect.steps else ()
-        suspects = [one for one in listed.chosen if one.step in defect.steps] or condemned
-        if not defect.steps or suspects:
+    """What the manifest says was reported."""
+    for defect in listed.listing.defects:
+        is_of_all = defect.suspect and not defect.steps
+        suspects = [one for one in listed.chosen if is_of_all or one.step in defect.steps]
+        if suspects or not defect.steps:
             yield finding("reported", f"{defect.says} ({defect.source})", suspects, note=not defect.suspect)
-        if missing := [step for step in defect.steps if step not in known]:
-            steps = f"no step {' and no step '.join(map(str, missing))}"
-            yield finding("reported", f"{defect.says} ({defect.source}): there is {steps}", (), note=True)
 
 
 OF_A_LISTING = (broken, shared_shards, main_differs, gaps, unreadable_names, reported)
@@ -219,8 +187,6 @@ def finding(kind: str, message: str, checkpoints: Iterable[Checkpoint], *, note:
     return Finding(kind, message, steps, tuple(one.name for one in checkpoints), note)
 
 
-CONFIG = "config.json"
-_VOCABULARIES = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 # Fields of config.json that change no number: where it was saved, by what, in which precision, how to train on.
 _OF_A_FILE = {
     *("transformers_version", "dtype", "torch_dtype", "use_cache", "gradient_checkpointing", "architectures"),
@@ -232,7 +198,6 @@ _OF_A_TEXT = {
     *("add_prefix_space", "do_lower_case", "model_max_length"),
 }
 _SIZE = 0.01  # relative: headers differ by some bytes, precisions by a factor of 2
-_PRECISIONS, _HEADERS = (0.25, 0.5, 2, 4), 0.05  # beside which headers stay as long as they are
 
 
 def differing(
@@ -288,80 +253,65 @@ def changes(
 
 
 def other_config(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
-    """Steps whose config.json makes another function of the weights; read only where the listed files differ."""
-    configs = _contents(chosen, CONFIG, _config)
-    yield from (finding("damaged", f"its {CONFIG} is no JSON", [one]) for one, config in configs if config is None)
-    yield from differing("other config", [pair for pair in configs if pair[1] is not None], _differences)
+    """Steps whose config.json makes another function of the weights."""
+    yield from _other_content("other config", chosen, CONFIG, _config, _differences)
 
 
-def _config(text: str) -> str | None:
+def _config(text: str) -> str:
     from lit_layers.models.build import with_defaults  # torch, which an audit of a listing need not wait for
 
-    if (settings := _keys_and_values(text)) is None:
-        return None
-    kept = {
-        name: value
-        for name, value in with_defaults(settings).items()
-        if not name.startswith("_") and name not in _OF_A_FILE
-    }
+    settings = with_defaults(dict(json.loads(text))).items()
+    kept = {name: value for name, value in settings if not name.startswith("_") and name not in _OF_A_FILE}
     return json.dumps(kept, sort_keys=True, default=str)
-
-
-def _keys_and_values(text: str) -> dict[str, Any] | None:
-    try:
-        content = json.loads(text)
-    except ValueError:
-        return None
-    return content if isinstance(content, dict) else None
 
 
 def _differences(value: str, usual: str) -> str:
     here, there = json.loads(value), json.loads(usual)
     names = [name for name in {**there, **here} if here.get(name) != there.get(name)]
-    names = ["model_type"] if "model_type" in names else names
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    differences = (f"{name} is {here.get(name)}, not {there.get(name)}" for name in names[:3])
-    return f"{', '.join(differences)}{more}, as at the other steps"
+    names = ["model_type"] if "model_type" in names else names[:3]
+    return ", ".join(f"{name} is {here.get(name)}, not {there.get(name)}" for name in names) + ", as at the other steps"
 
 
 def other_tokenizer(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
     """Steps whose tokenizer does something else to text; one that is saved anew and does the same is the same."""
-    kinds = {TOKENIZER: _tokenizer, TOKENIZER_CONFIG: _settings, "special_tokens_map.json": _settings}
-    for name in (*kinds, *_VOCABULARIES):
-        files = [(one, one.source.files[name].hash) for one in chosen if name in one.source.files]
-        parsed = _contents(chosen, name, kinds[name]) if name in kinds else []
-        # Where none can be parsed, the tokenizers are of a library newer than this one's.
-        if name in kinds and (name != TOKENIZER or any(each is not None for _, each in parsed)):
-            yield from (finding("damaged", f"its {name} is damaged", [one]) for one, each in parsed if each is None)
-            files = [pair for pair in parsed if pair[1] is not None]
-        yield from differing("other tokenizer", files, lambda *_, name=name: f"another {name} than at the other steps")
+    for name, parsed in (TOKENIZER, _tokenizer), (TOKENIZER_CONFIG, _settings):
+        says = f"another {name} than at the other steps"
+        yield from _other_content("other tokenizer", chosen, name, parsed, lambda *_, says=says: says)
 
 
-def _settings(text: str) -> str | None:
+def _tokenizer(text: str) -> str:
+    return tokenizer_hash(Tokenizer.from_str(text))
+
+
+def _settings(text: str) -> str:
     """The settings that decide which tokens a text has: a token with its options is that token, null is not named."""
-    if (settings := _keys_and_values(text)) is None:
-        return None
+    settings = json.loads(text)
     chosen = {name: settings[name] for name in _OF_A_TEXT & settings.keys() if settings[name] is not None}
     said = {name: value.get("content") if isinstance(value, dict) else value for name, value in chosen.items()}
     return json.dumps(said, sort_keys=True)
 
 
-def _tokenizer(text: str) -> str | None:
-    try:
-        return tokenizer_hash(Tokenizer.from_str(text))
-    except Exception:  # the library raises bare Exception
-        return None
-
-
-def _contents(chosen: Sequence[Checkpoint], name: str, parsed: Callable[[str], Any]) -> list[tuple[Checkpoint, Any]]:
-    """What a file says at each step that has it; nothing where all are listed with one hash."""
+def _other_content(
+    kind: str,
+    chosen: Sequence[Checkpoint],
+    name: str,
+    parsed: Callable[[str], str],
+    says: Callable[[Any, Any], str],
+) -> Iterator[Finding]:
+    """Steps whose file says something else; the files are read only where their listed hashes differ."""
     listed = [(one, one.source.files[name].hash) for one in chosen if name in one.source.files]
-    values: dict[str, Any] = {}
-    if len({content for _, content in listed}) > 1:
-        for one, content in listed:
-            if content not in values:
+    values: dict[str, str | None] = {}
+    for one, content in listed if len({content for _, content in listed}) > 1 else ():
+        if content not in values:
+            try:
                 values[content] = parsed(one.source.read(name).decode("utf-8", errors="replace"))
-    return [(one, values[content]) for one, content in listed if values]
+            except Exception:  # tokenizers raises bare Exception
+                values[content] = None
+    if values and not any(values.values()):  # tokenizers of a library newer than this one's
+        values = {content: content for content in values}
+    pairs = [(one, values[content]) for one, content in listed if values]
+    yield from (finding("damaged", f"its {name} is damaged", [one]) for one, value in pairs if value is None)
+    yield from differing(kind, [pair for pair in pairs if pair[1] is not None], says)
 
 
 def other_size(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
@@ -371,13 +321,11 @@ def other_size(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
     sizes = [(one, sum(file.size for file in files.values())) for one, kind, files in loaded if kind == usual[0][0]]
     middle = sorted(size for _, size in sizes)[len(sizes) // 2] if sizes else 0
     near = [(one, middle if abs(size - middle) <= _SIZE * middle else size) for one, size in sizes]
-    first, second = [size for _, size in near[:2]] if len(near) > 1 else (0, 0)
     yield from differing(
         "other size",
         near,
         lambda size, usual: f"{size:,} bytes of weights, not {usual:,}",
-        # The first step may hold a model that training began with, in a precision of its own.
-        first_may_differ=any(abs(first - times * second) < _HEADERS * first for times in _PRECISIONS),
+        first_may_differ=True,  # a model that training began with, in a precision of its own
     )
 
 

@@ -8,19 +8,15 @@ reported.
 import functools
 import itertools
 import math
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from lit_layers.series.audit_files import Finding, Listed, finding
 from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.series.checkpoint_sources import Fingerprint
-
-if TYPE_CHECKING:  # torch inside functions, as in checkpoint.py
-    from torch import Tensor
 
 LINE = 0.5  # neighbours' distance over theirs to a step: healthy from 0.75, mostly 1.4 to 2
 TENSOR_LINE = 0.5  # the same for one tensor, where it is also the least by far
@@ -185,47 +181,20 @@ def copies(listed: Listed, prints: Mapping[str, Fingerprint], read: Sequence[Che
             yield finding(kind, excuse or message, same, note=bool(excuse))
 
 
-def rounded_copies(read: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
-    """Steps that hold the values of another step, rounded."""
-    counts = Counter(prints[one.name].digest for one in read)
-    grids = {one.name: prints[one.name].precision for one in read}
-    for one, other in itertools.permutations(read, 2):
-        grid = grids[one.name]
-        if counts[prints[one.name].digest] > 1 or grid not in COARSE or grids[other.name] == grid:
-            continue
-        if not _moved(prints[one.name], prints[other.name], grid) and not is_still(read, prints, [one, other], grid):
-            yield finding("rounded copy", f"holds the weights of {other.label}, rounded to {grid}", [one])
-
-
-def _rounded(values: "Tensor", grid: str | None) -> "Tensor":
-    import torch
-
-    return values if grid is None else values.to(getattr(torch, grid)).float()
-
-
-def is_still(
-    steps: Sequence[Checkpoint],
-    prints: Mapping[str, Fingerprint],
-    group: Sequence[Checkpoint],
-    grid: str | None = None,
-) -> bool:
+def is_still(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], group: Sequence[Checkpoint]) -> bool:
     """Whether steps follow each other where a training changes next to nothing, in the precision it is stored in."""
     places = sorted(steps.index(one) for one in group)
     if places[-1] - places[0] + 1 != len(places):
         return False
     outside = [(places[0] - 1, places[0]), (places[-1], places[-1] + 1)]
-    moved = [
-        _moved(prints[steps[before].name], prints[steps[after].name], grid)
-        for before, after in outside
-        if before >= 0 and after < len(steps)
-    ]
-    return bool(moved) and min(moved) < HARDLY
+    pairs = [(steps[before], steps[after]) for before, after in outside if before >= 0 and after < len(steps)]
+    return any(_moved(prints[before.name], prints[after.name]) < HARDLY for before, after in pairs)
 
 
-def _moved(one: Fingerprint, other: Fingerprint, grid: str | None) -> float:
-    """The share of values that differ in a precision."""
+def _moved(one: Fingerprint, other: Fingerprint) -> float:
+    """The share of values that differ."""
     pairs = [
-        (_rounded(values, grid), _rounded(other.samples[name], grid))
+        (values, other.samples[name])
         for name, values in one.samples.items()
         if name in other.samples and values.shape == other.samples[name].shape
     ]

@@ -11,9 +11,9 @@ from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Store, lineage_in
 from lit_layers.schema import run_facts
 from lit_layers.series import audit_files, audit_weights
-from lit_layers.series.audit_files import OF_A_LISTING, OF_WEIGHTS, Finding, Listed, finding
-from lit_layers.series.checkpoint import MAIN, Checkpoint, Series
-from lit_layers.series.checkpoint_sources import TOKENIZER, Fingerprint, Memory, fingerprint
+from lit_layers.series.audit_files import OF_A_LISTING, Finding, Listed, finding
+from lit_layers.series.checkpoint import Checkpoint, Series
+from lit_layers.series.checkpoint_sources import MAIN, TOKENIZER, Fingerprint, Memory, fingerprint
 from lit_layers.series.local_series import SUBMODULE, run_in
 
 Level = Literal["auto", "listing", "weights"]
@@ -38,7 +38,6 @@ class Audit:
     series: str
     num_checked: int
     findings: tuple[Finding, ...]
-    commits: Mapping[str, str] = field(default_factory=dict)
     level: Level = "listing"
     levels: Mapping[str, Level] = field(default_factory=dict)
 
@@ -98,23 +97,19 @@ def audit(
     """
     chosen = [one for one in series.checkpoints if one.name not in without]
     listed = Listed.of(series, chosen)
-    odd = [finding("damaged", why, [one]) for one in chosen if (why := one.source.damage()) is not None]
-    findings = odd + [each for rule in OF_A_LISTING for each in rule(listed)]
+    findings = [each for rule in OF_A_LISTING for each in rule(listed)]
     steps = [one for one in chosen if one.step is not None]
-    unloaded = ("no weights", "missing shard")
-    lost = _names(each for each in findings if each in odd or (not each.note and each.kind in unloaded))
+    lost = _names(each for each in findings if each.kind in ("no weights", "missing shard"))
     complete = [one for one in steps if one.name not in lost]
     prints, damaged = _prints(complete, level, memory or series.memory)
     findings += [*damaged, *audit_files.changes(complete, prints, _names(damaged))]
     findings += _findings_of_values(listed, steps, prints, findings)
-    commits = {one.name: one.source.describe().get("commit") for one in chosen}
     levels: dict[str, Level] = {one.name: "weights" if one.name in prints else "listing" for one in chosen}
     is_unread = "listing" in {levels[one.name] for one in chosen if one.name not in lost | _names(damaged)}
     return Audit(
         series=series.name,
         num_checked=len(chosen),
         findings=tuple(findings),
-        commits={name: commit for name, commit in commits.items() if commit},
         level="listing" if is_unread else "weights",
         levels=levels,
     )
@@ -168,7 +163,6 @@ def _findings_of_values(
         *audit_weights.copies(listed, prints, read),
         *audit_weights.broken_values(read, prints),
         *audit_weights.lone_values(read, prints),
-        *audit_weights.rounded_copies(read, prints),
     ]
     suspects = _names(each for each in (*findings, *found) if not each.note)
     rest = [one for one in read if one.name not in suspects]
@@ -219,27 +213,23 @@ class SeriesMeasurements:
             InputError: a tokenizer.json that is damaged or cannot be had.
         """
         listed = checkpoint.source.files.get(TOKENIZER)
-        if listed is None:
-            return None
-        if listed.hash not in self._tokenizers:
+        if listed is not None and listed.hash not in self._tokenizers:
+            content = checkpoint.source.read(TOKENIZER).decode()
             try:
-                tokenizer = Tokenizer.from_str(checkpoint.source.read(TOKENIZER).decode())
-            except InputError:
-                raise
+                self._tokenizers[listed.hash] = tokenizer_hash(Tokenizer.from_str(content))
             except Exception as error:  # the library raises bare Exception
                 where = f"{checkpoint.series} {checkpoint.name}"
                 raise InputError(f"{where}: its {TOKENIZER} is damaged ({error}): get it again") from error
-            self._tokenizers[listed.hash] = tokenizer_hash(tokenizer)
-        return self._tokenizers[listed.hash]
+        return None if listed is None else self._tokenizers[listed.hash]
 
     def verdict(self, checkpoint: Checkpoint, today: str, *, whole: bool) -> str:
-        """Today's verdict, unless an audit that saw more found these files suspect: more steps, or their weights."""
+        """Today's verdict, unless an earlier audit found these files suspect: that of all weights takes it back."""
         if is_suspect(today):
             return today
+        if whole and f"not checked: {WEIGHTS}" not in today:
+            return today
         earlier = (m.provenance.get("audit") or "" for m in self._of_files(checkpoint))
-        suspicion = next(filter(is_suspect, earlier), today)
-        saw_weights = not OF_WEIGHTS.isdisjoint(suspicion.removeprefix(f"{SUSPECT}: ").split(", "))
-        return today if whole and not (saw_weights and f"not checked: {WEIGHTS}" in today) else suspicion
+        return next(filter(is_suspect, earlier), today)
 
     def correct_verdicts(self, checkpoint: Checkpoint, verdict: str) -> None:
         """Write again, with this verdict, the measurements of these files that another one would let pass or hide."""
@@ -265,34 +255,22 @@ class SeriesMeasurements:
         """
         root = self.store.path.parent
         home, step, here = _place(root), checkpoints[0].step, checkpoints[0].place()
-        place = _model_of(here, step)
-        is_elsewhere = run_facts(root).get("run") == run and not (
-            step is not None and Path(str(place)).is_relative_to(home)
-        )
-        others: dict[int | None, Measurement] = {}
-        for m in self.store:
-            there = _model_of(m.provenance, m.step)
-            is_another = place != home and (is_elsewhere if there is None else there != place)
-            # Of a .ckpt file another network; what was measured before this was kept does not say of which it is.
-            is_another |= m.provenance.get(SUBMODULE, here.get(SUBMODULE)) != here.get(SUBMODULE)
-            if m.run == run and is_another:
-                others[m.step] = m
-        if not others:
+        place = str(_model_of(here, step))
+        is_inside = "commit" not in here and step is not None and Path(_place(here["checkpoint"])).is_relative_to(home)
+        trained = home if run_facts(root).get("run") == run and not is_inside else place
+        of_run = [(m, _model_of(m.provenance, m.step) or trained) for m in self.store if m.run == run]
+        others = {m.step: (m, there) for m, there in of_run if there != place}
+        if place == home or not others:
             return
-        other = next(iter(others.values()))
-        names = [_model_of(other.provenance, other.step) or home, str(place)]
+        there = next(iter(others.values()))[1]
         # Step 0 shows nothing: many trainings begin with the same weights.
         common = next((one for one in reversed(checkpoints) if one.step != 0 and one.step in others), None)
-        if common is not None and (common.step is None or os.path.basename(names[0]) == os.path.basename(names[1])):
+        if common is not None and (common.step is None or os.path.basename(there) == os.path.basename(place)):
             name, value = weights(common)
-            if others[common.step].provenance.get(name) == value:
+            if others[common.step][0].provenance.get(name) == value:
                 return
-        if names[0] == names[1]:
-            names = [f"{place}: {each.get(SUBMODULE)}" for each in (other.provenance, here)]
         what = "take their place" if step is None else "be drawn as one curve with them"
-        raise InputError(
-            f"root: {root} holds measurements of {names[0]}, and {names[1]} would {what}: choose another root"
-        )
+        raise InputError(f"root: {root} holds measurements of {there}, and {place} would {what}: choose another root")
 
 
 def _model_of(source: Mapping[str, Any], step: int | None) -> str | None:
@@ -303,8 +281,8 @@ def _model_of(source: Mapping[str, Any], step: int | None) -> str | None:
     if "commit" in source:
         revision = source.get("revision")
         return checkpoint if step is not None or revision in (None, MAIN) else f"{checkpoint}@{revision}"
-    folder = _place(checkpoint)
-    return folder if step is None else os.path.dirname(folder)
+    folder = _place(checkpoint) if step is None else os.path.dirname(_place(checkpoint))
+    return f"{folder}: {source[SUBMODULE]}" if source.get(SUBMODULE) else folder
 
 
 def _place(folder: str | Path) -> str:

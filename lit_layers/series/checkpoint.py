@@ -20,7 +20,7 @@ from lit_layers import schema
 from lit_layers.errors import InputError
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import MANY, Range, refuse_outside
-from lit_layers.series.checkpoint_sources import Memory, Source
+from lit_layers.series.checkpoint_sources import MAIN, Memory, Source
 
 if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and what only lists files needs none of it
     import torch
@@ -29,7 +29,6 @@ if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and wh
     from lit_layers.models.offload import Offload
 
 
-MAIN = "main"  # the branch of a repository that is no step
 PATTERNS = {
     "step": r"step[-_]?(?P<step>\d+)",
     "stages": r"(stage1-)?step(?P<step>\d+)(-tokens(?P<billions>\d+[BT]))?",  # later ones count from 0 again
@@ -168,7 +167,7 @@ def _log_spaced(listed: list[int], count: Any) -> list[int]:
 class Checkpoint:
     """One state of one model. Nothing is read before `fetch` or `load`; `step` is None outside a series of steps.
 
-    `approximate` marks tokens that were read off a rounded name. `step` is what the name says.
+    `step` is what the name says.
     """
 
     series: str
@@ -176,7 +175,6 @@ class Checkpoint:
     source: Source = field(repr=False)
     step: int | None = None
     tokens: int | None = None
-    approximate: bool = False
     is_of_a_series: bool = True  # one that stands alone bears the name of the folder of its results
     run: str | None = None  # or this name, wherever its results are
 
@@ -220,10 +218,7 @@ class Checkpoint:
         """Where the weights come from and what they are: its place, and the hash of every weight file."""
         if not self.is_of_a_series:
             return self.place()
-        facts = {**self.place(), "weight_files": self.source.weights()}
-        if self.approximate:
-            facts["tokens_approximate"] = True
-        return facts
+        return {**self.place(), "weight_files": self.source.weights()}
 
     @property
     def label(self) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lit_layers import schema
-from lit_layers.errors import InputError, no_folder, odd_file, refuse_odd_files
+from lit_layers.errors import InputError, no_folder, refuse_odd_files
 from lit_layers.files.durable import on_disk, replace_file
 from lit_layers.files.hub import Hub, ListedFile, content_hash, named_shards
 
@@ -269,7 +269,8 @@ def at_once(ask: Callable[[Item], Result], items: Iterable[Item]) -> list[Result
         return list(pool.map(ask, items))
 
 
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+MAIN = "main"  # the branch of a repository that is no step
+CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
 COMPANIONS = (".json", ".txt", ".model", ".tiktoken", ".jinja")  # config and tokenizer: data, never code
 _LARGEST_COMPANION = 2**26
 _TRAINER_STATE = "trainer_state.json"  # of the Trainer of transformers
@@ -278,8 +279,6 @@ _dropping = threading.Lock()
 
 class Source(ABC):
     """The files of one checkpoint."""
-
-    is_copied = False  # `fetch` makes a copy of what lies on this machine, which nobody needs once it is measured
 
     @property
     @abstractmethod
@@ -330,10 +329,6 @@ class Source(ABC):
         for path in sorted(self.weights()):
             yield from tensors_in(folder / path)
 
-    def damage(self) -> str | None:
-        """Why the checkpoint cannot be loaded, where something in the place of a file beside its weights is none."""
-        return None
-
     def recorded_step(self) -> int | None:
         """The optimizer step that the checkpoint itself says it is of, where it does."""
         return None
@@ -354,9 +349,6 @@ class FolderSource(Source):
     @functools.cached_property
     def files(self) -> Mapping[str, ListedFile]:
         return companions(self.folder, self.memory, weights=True)
-
-    def damage(self) -> str | None:
-        return odd_file(self.folder)
 
     def identity(self) -> Any:
         return {path: on_disk(self.folder / path) for path in self.weights()}
@@ -403,16 +395,12 @@ class HubSource(Source):
         return self._download(path).read_bytes()
 
     def fetch(self) -> Path:
+        if CONFIG not in self.files:
+            raise InputError(f"expected a model in {self.repo} at {self.revision}, found no {CONFIG} there")
         beside = [path for path, file in self.files.items() if _is_companion(path, file.size)]
-        if "config.json" not in beside:
-            raise InputError(f"expected a model in {self.repo} at {self.revision}, found no config.json there")
-        weights = self.weights()
-        if not weights:
-            raise InputError(
-                f"{self.repo} at {self.revision} holds no weights: expected {' or '.join(map(''.join, STEMS.values()))}"
-            )
-        paths = [self._download(path) for path in (*beside, *weights)]
-        return paths[0].parent
+        for path in {*beside, *self.weights()}:
+            self._download(path)
+        return self._download(CONFIG).parent
 
     @property
     def is_here(self) -> bool:
@@ -442,7 +430,9 @@ class HubSource(Source):
         return f"{self.repo}@{self.commit}"  # and not where the cache of this machine has it
 
     def _download(self, path: str) -> Path:
-        place, is_new = self.hub.download(self.repo, self.commit, self.revision, self.files[path])
+        is_new = self.hub.cached(self.repo, self.commit, path) is None
+        what = f"cannot download {path} of {self.repo} at {self.revision}"
+        place = self.hub.download(self.repo, self.commit, self.files[path].path, what)
         if is_new and path in self.weights():
             self._downloaded.append(place)
         return place
@@ -489,71 +479,94 @@ def tensors_in(path: Path) -> Iterator[tuple[str, "Tensor"]]:
         raise InputError(f"{path.name} cannot be read ({' '.join(str(error).split())[:150]})") from error
 
 
-CONFIG = "config.json"
-
-
-class ModelFiles:
-    """A folder with config.json and weights, or a repository of the Hub, whose files are checked by their hashes.
+class ModelFiles(Source):
+    """One model: a folder with config.json and weights, or a repository of the Hub whose files are downloaded when they
+    are read. With `untrained` its weights are new, of that seed.
 
     Raises:
         InputError: no such model.
     """
 
-    def __init__(self, model: str | Path, *, revision: str | None = None) -> None:
-        self.model = os.fspath(model)
+    def __init__(self, model: str | Path, *, revision: str | None = None, untrained: int | None = None) -> None:
+        self.model, self.revision, self.untrained = os.fspath(model), revision, untrained
+        self.local = os.path.isdir(self.model)
+        self.location = (
+            os.path.abspath(self.model) if self.local else self.model
+        )  # never a name of the Hub for a folder
         self.commit: str | None = None
-        self._revision = revision
-        self._folder = Path(self.model).absolute() if os.path.isdir(self.model) else None
-        # Never a name of the Hub for a folder.
-        self.location = self.model if self._folder is None else str(self._folder)
-        self.local = self._folder is not None
-        self._paths: dict[str, Path] = {}
-        if os.path.isfile(self.model):
+        if self.local:
+            refuse_odd_files(self.location)
+            if revision is not None:
+                raise InputError(f"revision: {model} is a local folder and has no revision {revision!r}: leave it out")
+            if not os.path.isfile(os.path.join(self.location, CONFIG)):
+                raise InputError(f"expected a model in {model}, found no {CONFIG} there")
+        elif os.path.isfile(self.model):
             raise no_folder(model)
-        if self._folder is None:
-            name = self.model
-            local = isinstance(model, Path) or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)
-            if local or ("/" in name and Path(name).parent.is_dir()):
-                raise InputError(f"expected a folder with a model or a name on the Hub, {name} does not exist")
-            self._hub = Hub()
-            self._revision = self.commit = self.fetch(CONFIG).parent.name
-        elif revision is not None:
-            raise InputError(f"revision: {self.model} is a local folder and has no revision {revision!r}: leave it out")
+        elif isinstance(model, Path) or not is_hub_name(self.model):
+            raise InputError(f"expected a folder with a model or a name on the Hub, {model} does not exist")
         else:
-            refuse_odd_files(self._folder)
-            if not (self._folder / CONFIG).is_file():
-                raise InputError(f"expected a model in {self.model}, found no {CONFIG} there")
-        self.config: dict[str, Any] = schema.read(
-            self.fetch(CONFIG), dict[str, Any], "download or save the model again"
-        )
+            self._hub = Hub()
+            self.commit = self.path_of(CONFIG).parent.name
+        self.config = schema.read(self.path_of(CONFIG), dict[str, Any], "download or save the model again")
 
-    def fetch(self, file: str) -> Path:
+    @property
+    def files(self) -> Mapping[str, ListedFile]:
+        return {}  # nothing compares them with others
+
+    @property
+    def is_here(self) -> bool:
+        return self.local
+
+    def path_of(self, file: str) -> Path:
         """Return the local path of a file of the model, downloaded if the model is the Hub's.
 
         Raises:
             InputError: it cannot be had; the cause is a FileNotFoundError where the model has no such file.
         """
-        if self._folder is not None:
-            if not (self._folder / file).is_file():
-                raise InputError(f"{self.model} has no file {file}") from FileNotFoundError(file)
-            return self._folder / file
-        if file not in self._paths:
-            at = f" at revision {self._revision}" if self._revision else ""
+        if not self.local:
+            at = f" at revision {self.revision}" if self.revision else ""
             what = f"{self.model}{at} is no local folder, and {file} cannot be had from the Hub"
-            self._paths[file] = self._hub.fetch(self.model, self._revision, file, what)
-        return self._paths[file]
+            return self._hub.download(self.model, self.commit or self.revision, file, what)
+        if not (path := Path(self.location, file)).is_file():
+            raise InputError(f"{self.model} has no file {file}") from FileNotFoundError(file)
+        return path
 
     def has(self, file: str) -> bool:
-        """Return whether the model has a file, which is downloaded; the Hub is not asked twice for a missing one."""
-        if self._folder is None:
-            from huggingface_hub import _CACHED_NO_EXIST, try_to_load_from_cache
-
-            if try_to_load_from_cache(self.model, file, revision=self._revision) is _CACHED_NO_EXIST:
-                return False
+        """Return whether the model has a file, which is downloaded."""
         try:
-            self.fetch(file)
+            return self.path_of(file).is_file()
         except InputError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 return False
             raise
-        return True
+
+    def read(self, path: str) -> bytes:
+        return self.path_of(path).read_bytes()
+
+    def fetch(self) -> Path:
+        return self.path_of(CONFIG).parent
+
+    def describe(self) -> dict[str, Any]:
+        commit = {} if self.local else {"revision": self.revision or MAIN, "commit": self.commit}
+        seed = {} if self.untrained is None else {"untrained": {"seed": self.untrained}}
+        return {"checkpoint": self.model, **commit, **seed}
+
+    def tokenizer(self) -> str | None:
+        if not self.has(TOKENIZER):
+            return None
+        return self.location if self.revision is None else f"{self.model}@{self.commit}"
+
+    def load(self, folder: Path, dtype: "torch.dtype", offload: "Offload | None" = None) -> "nn.Module":
+        from lit_layers.models.pixels import PREPROCESSOR  # torch, which names and steps do not need
+        from lit_layers.models.saved import initialised, load
+
+        if self.untrained is None:
+            return load(self.location, revision=self.commit, dtype=dtype, offload=offload)
+        preprocessor = json.loads(self.read(PREPROCESSOR)) if self.has(PREPROCESSOR) else None
+        return initialised(self.config, self.model, seed=self.untrained, dtype=dtype, preprocessor=preprocessor)
+
+
+def is_hub_name(name: str) -> bool:
+    """Return whether a name may be one of the Hub: checkpoints/first is none if checkpoints is a folder here."""
+    is_spelled_so = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) is not None
+    return is_spelled_so and not ("/" in name and Path(name).parent.is_dir())

@@ -2,25 +2,27 @@
 
 import functools
 import hashlib
+import json
 import os
 import pickle
-import shutil
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_layers.errors import InputError, refuse_odd_files
+from lit_layers.errors import InputError
 from lit_layers.files.durable import Scratch, on_disk
 from lit_layers.files.hub import ListedFile, would_run_code
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import run_facts
 from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series, ordered, parsed_names, recognize
-from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, Memory, ModelFiles, Source, companions
+from lit_layers.series.checkpoint_sources import CONFIG, TOKENIZER, FolderSource, Memory, ModelFiles, Source, companions
 
 if TYPE_CHECKING:  # torch inside functions, as in checkpoint.py
+    import torch
     from torch import Tensor, nn
+
+    from lit_layers.models.offload import Offload
 
 
 _NO_CHECKPOINTS = {"resume", "values", "wandb"}
@@ -79,9 +81,8 @@ class StepFolders(_LocalSeries):
                     self.name,
                     step.name,
                     FolderSource(folders[step.name], self.memory),
-                    step=step.step,
-                    tokens=None if before is None else step.tokens(per_step, first, before),
-                    approximate=per_step is None and step.billions is not None,
+                    step.step,
+                    None if before is None else step.tokens(per_step, first, before),
                 )
                 for step in kept
             ),
@@ -123,7 +124,9 @@ _COUNTED = "n_averaged"  # a tensor that torch's AveragedModel has beside those 
 
 @dataclass(frozen=True)
 class NetworkTensors:
-    """The tensors of a network without their memory: `groups` are names that share one, `rows` its vocabulary."""
+    """The tensors of the network that a folder's config.json describes: `groups` are names that share one, `rows` its
+    vocabulary.
+    """
 
     folder: Path
     kind: str
@@ -133,23 +136,18 @@ class NetworkTensors:
 
     @classmethod
     def of(cls, folder: Path) -> "NetworkTensors":
-        """What the config.json of a folder asks for.
+        import torch
 
-        Raises:
-            InputError: a config.json that nobody can build a model from.
-        """
-        network = empty(folder)
+        from lit_layers.models.saved import outline  # torch, which names and steps do not need
+
+        network = outline(ModelFiles(folder).config, str(folder), torch.float32)
         state = network.state_dict(keep_vars=True)
         by_tensor: dict[int, set[str]] = {}
         for name, tensor in state.items():
             by_tensor.setdefault(id(tensor), set()).add(name)
-        return cls(
-            folder,
-            type(network).__name__,
-            {name: tuple(tensor.shape) for name, tensor in state.items()},
-            tuple(map(frozenset, by_tensor.values())),
-            getattr(getattr(network, "config", None), "vocab_size", None),
-        )
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        rows = getattr(getattr(network, "config", None), "vocab_size", None)
+        return cls(folder, type(network).__name__, shapes, tuple(map(frozenset, by_tensor.values())), rows)
 
     def fitted(self, state: State, prefix: str) -> dict[str, "Tensor"]:
         """The tensors below a prefix as the network has them, without the padding rows of its vocabulary.
@@ -176,47 +174,29 @@ class NetworkTensors:
         return {name: given[name] for name in self.shapes}
 
     def prefix_in(self, state: State, model: str | None) -> str:
-        """The prefix of the network's tensors: of the submodule `model`, or the only one under which all of them are.
+        """Return the prefix of the network's tensors: of the submodule `model`, or the only one that holds it.
 
         Raises:
             InputError: none, or several that hold different tensors.
         """
-        matches = Counter(prefix for name in state for prefix in self._prefixes(name))
+        longest = max(self.shapes, key=len)
+        found = [name.removesuffix(longest) for name in state if f".{name}".endswith(f".{longest}")]
+        there = " and ".join(map(_quoted, found)) or "none"
         if model is not None:
             prefix = _plain(model) + "." if _plain(model) else ""
-            if not matches[prefix]:
-                there = ", ".join(map(_quoted, matches)) or "none"
-                raise InputError(
-                    f"model: no tensor of a {self.kind} below the submodule {model!r}; such tensors are below: {there}"
-                )
+            if prefix not in found:
+                raise InputError(f"model: no {self.kind} in the submodule {model!r}; those that hold one: {there}")
             return prefix
-        if not matches:
-            raise InputError(f"no submodule holds any tensor of the {self.kind} of the config.json in {self.folder}")
-        most = max(matches.values())
-        first, *others = [prefix for prefix, count in matches.items() if count == most]
-        for other in others:
-            both = [name for name in self.shapes if first + name in state and other + name in state]
-            if any(not state[first + name].equal(state[other + name]) for name in both):
+        if not found:
+            raise InputError(f"no submodule holds the {self.kind} of the config.json in {self.folder}")
+        for other in found[1:]:
+            both = [name for name in self.shapes if found[0] + name in state and other + name in state]
+            if any(not state[found[0] + name].equal(state[other + name]) for name in both):
                 raise InputError(
-                    f"the submodules {' and '.join(map(_quoted, (first, *others)))} each hold a {self.kind}, with "
-                    "other weights: name one with model= (--submodule)"
+                    f"the submodules {there} each hold a {self.kind}, with other weights: name one with model= "
+                    "(--submodule)"
                 )
-        return first
-
-    def _prefixes(self, name: str) -> Iterator[str]:
-        parts = name.split(".")
-        for place in range(len(parts)):
-            if ".".join(parts[place:]) in self.shapes:
-                yield "".join(f"{part}." for part in parts[:place])
-
-
-def empty(folder: Path) -> "nn.Module":
-    """The network of a config.json without memory for its parameters."""
-    import torch
-
-    from lit_layers.models.saved import outline  # torch, which names and steps do not need
-
-    return outline(ModelFiles(folder).config, str(folder), torch.float32)
+        return found[0]
 
 
 def unwrapped(state: State) -> dict[str, "Tensor"]:
@@ -232,7 +212,7 @@ def _quoted(prefix: str) -> str:
     return repr(prefix.removesuffix(".")) if prefix else "(the module itself)"
 
 
-WEIGHTS, CONFIG, SUBMODULE = "model.safetensors", "config.json", "submodule"
+WEIGHTS, SUBMODULE = "model.safetensors", "submodule"
 DESCRIBED = "network"  # entry of a checkpoint of our modules: what config.json would say of the network
 
 
@@ -314,22 +294,15 @@ class LightningCheckpoints(_LocalSeries):
 
 
 class LightningSource(Source):
-    """The network in one `.ckpt` file; `fetch` writes it as a model folder that `drop` removes."""
-
-    is_copied = True
+    """The network in one `.ckpt` file, with config.json and tokenizer from a folder."""
 
     def __init__(self, path: Path, expected: NetworkTensors, prefix: str, memory: Memory) -> None:
         self.path, self.config, self._expected, self._prefix = path, expected.folder, expected, prefix
         self._memory = memory
-        self._scratch: Scratch | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_scratch": None}  # another process makes a copy of its own
 
     @functools.cached_property
     def files(self) -> Mapping[str, ListedFile]:
-        """As a folder would hold them; the weights' hash leaves the optimizer out, so that copies are seen."""
-        refuse_odd_files(self.config)  # which all steps share
+        """Files as a folder would hold them; the hash of the weights leaves the optimizer out, so that copies show."""
         size = sum(tensor.numel() * tensor.element_size() for tensor in self._state().values())
         digest = self._memory.hash_of(self.path, self._hash, part=self._prefix)
         return {**companions(self.config), WEIGHTS: ListedFile(WEIGHTS, size, digest)}
@@ -349,34 +322,18 @@ class LightningSource(Source):
         for group in self._expected.groups:
             yield (name := min(group)), state[name]
 
-    def recorded_step(self) -> int | None:
-        """Of its first optimizer, where that counts them, as those of the Adam family do."""
-        try:
-            states = read_lightning(self.path)["optimizer_states"][0]["state"]
-            return max(int(each["step"]) for each in states.values())
-        except (LookupError, TypeError, ValueError, AttributeError):
-            return None
-
     def read(self, path: str) -> bytes:
         return (self.config / path).read_bytes()
 
     def fetch(self) -> Path:
-        from lit_layers.models.build import save  # torch, which names and steps do not need
+        return self.config
 
-        if self._scratch is None:
-            network = empty(self.config)
-            network.load_state_dict(self._state(), assign=True)
-            scratch = Scratch()
-            for path in companions(self.config):
-                shutil.copyfile(self.config / path, scratch.folder / path)
-            save(network, scratch.folder)
-            self._scratch = scratch
-        return self._scratch.folder
-
-    def drop(self) -> None:
-        if self._scratch is not None:
-            self._scratch.remove()
-            self._scratch = None
+    def load(self, folder: Path, dtype: "torch.dtype", offload: "Offload | None" = None) -> "nn.Module":
+        if offload is not None:
+            raise InputError(f"offload: {self.path} is only read whole: leave --offload out")
+        network = ModelFiles(folder, untrained=0).load(folder, dtype)
+        network.load_state_dict(self._state())
+        return network
 
     def describe(self) -> dict[str, Any]:
         return {"checkpoint": os.fspath(self.path), SUBMODULE: self._prefix.removesuffix(".")}
@@ -393,9 +350,11 @@ class LightningSource(Source):
 
 @functools.cache
 def _written(described: str) -> Scratch:
-    """A folder with the config.json of a network."""
-    scratch = Scratch()
-    (scratch.folder / CONFIG).write_text(described, encoding="utf-8")
+    """Return a folder with the config.json of a network, without the padding of its vocabulary."""
+    settings, scratch = json.loads(described), Scratch()
+    if "unpadded_vocab_size" in settings:
+        settings["vocab_size"] = settings.pop("unpadded_vocab_size")
+    (scratch.folder / CONFIG).write_text(json.dumps(settings), encoding="utf-8")
     return scratch
 
 

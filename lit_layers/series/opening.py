@@ -3,42 +3,36 @@
 import dataclasses
 import fnmatch
 import functools
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, with_config
+from pydantic import with_config
 from typing_extensions import TypedDict
 
 from lit_layers import schema
 from lit_layers.errors import InputError
-from lit_layers.files.hub import Hub, ListedFile
+from lit_layers.files.hub import Hub
 from lit_layers.schedule import Schedule, Steps
-from lit_layers.schema import SEED, Count, Expected, Step, refuse_outside
+from lit_layers.schema import SEED, Count, Step, refuse_outside
 from lit_layers.series.auditing import audit
-from lit_layers.series.checkpoint import (
+from lit_layers.series.checkpoint import Checkpoint, Defect, Grammar, Listing, Series, ordered, parsed_names, recognize
+from lit_layers.series.checkpoint_sources import (
     MAIN,
-    Checkpoint,
-    Defect,
-    Grammar,
-    Listing,
-    Series,
-    ordered,
-    parsed_names,
-    recognize,
+    FolderSource,
+    HubSource,
+    ModelFiles,
+    Source,
+    at_once,
+    is_hub_name,
 )
-from lit_layers.series.checkpoint_sources import TOKENIZER, FolderSource, HubSource, ModelFiles, Source, at_once
 from lit_layers.series.local_series import LightningCheckpoints, StepFolders
 
 _INSTALLED, _CHECKOUT = Path(__file__).parent / "manifests", Path(__file__).parents[2] / "checkpoints"
 FOLDER = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
-_Every = Annotated[int, Field(ge=1, le=10**8), Expected("a whole number of at least 1")]
-_Tokens = Annotated[int, Field(ge=1, le=10**12), Expected("a whole number of at least 1")]
-_Range = Annotated[tuple[Step, Step, _Every], Expected("[first, last, every]")]
 
 
 @dataclass(frozen=True)
@@ -52,15 +46,13 @@ class Facts:
     `[...]` stand as in file names.
     """
 
-    names: Annotated[str | list[str], Expected("a name, or a list of names")]
-    grammar: Annotated[str | list[str] | None, Expected("a grammar, or a list of grammars")] = None
+    names: str | list[str]
+    grammar: str | list[str] | None = None
     repositories: str | None = None
-    steps: Annotated[str | list[Step] | dict[str, int] | None, Expected("pythia, a list of steps, or {every: N}")] = (
-        None
-    )
-    ranges: tuple[_Range, ...] = ()
+    steps: str | list[Step] | dict[str, int] | None = None
+    ranges: tuple[tuple[Step, Step, Step], ...] = ()  # first, last, every
     last_step: Step | None = None
-    tokens_per_step: _Tokens | None = None
+    tokens_per_step: int | None = None
     main_is_last: bool | None = None
     warm_up: Count = 1
     defects: tuple[Defect, ...] = ()
@@ -80,51 +72,39 @@ class _Content(TypedDict):
     repositories: list[Facts]
 
 
-class Manifest:
-    """A YAML file about some repositories; the first of its entries that names a repository describes it.
+def entries_of(manifest: str | Path) -> list[Facts]:
+    """Return what a manifest says, an entry for each kind of repository.
 
     Raises:
         InputError: a file that is missing, no YAML, or holds unknown fields or wrong values.
     """
+    return schema.read_yaml(Path(manifest), _Content, "see checkpoints/pythia.yaml")["repositories"]
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self._entries = schema.read_yaml(self.path, _Content, "see checkpoints/pythia.yaml")["repositories"]
-        for number, entry in enumerate(self._entries):
-            try:
-                if entry.steps is not None:
-                    Schedule(entry.steps)
-                for grammar in _listed(entry.grammar or []):
-                    Grammar(grammar)
-            except InputError as error:
-                raise InputError(f"{self.path}: repositories.{number}: {error}") from error
 
-    def names(self) -> list[str]:
-        """Return the repositories that are named in full."""
-        names = (name for entry in self._entries for name in _listed(entry.names))
-        return list(dict.fromkeys(name for name in names if not re.search(r"[*?\[]", name)))
+def repositories_of(manifest: str | Path) -> list[str]:
+    """Return the repositories that a manifest names in full."""
+    names = (name for entry in entries_of(manifest) for name in _listed(entry.names))
+    return list(dict.fromkeys(name for name in names if not re.search(r"[*?\[]", name)))
 
-    def facts(self, repo: str) -> Facts | None:
-        """Return what is known of a repository, or None."""
-        for entry in self._entries:
+
+def known_facts(repo: str, manifest: str | Path | None = None) -> Facts:
+    """Return what a manifest says of a repository, or one of those that come with the package; the first entry counts.
+
+    Raises:
+        InputError: a manifest that says nothing of it.
+    """
+    for path in sorted(FOLDER.glob("*.yaml")) if manifest is None else [manifest]:
+        for entry in entries_of(path):
             if any(fnmatch.fnmatchcase(repo, name) for name in _listed(entry.names)):
-                defects = (
-                    each for each in entry.defects if each.repository is None or repo in _listed(each.repository)
-                )
+                defects = (one for one in entry.defects if repo in _listed(one.repository or repo))
                 return dataclasses.replace(entry, defects=tuple(defects))
-        return None
+    if manifest is not None:
+        raise InputError(f"manifest: {manifest} says nothing of {repo}: add an entry or leave it out")
+    return Facts(repo)
 
 
 def _listed(names: str | list[str]) -> list[str]:
     return [names] if isinstance(names, str) else names
-
-
-def known_facts(repo: str) -> Facts:
-    """What the manifests that come with the package say of a repository; nothing where none knows it."""
-    for path in sorted(FOLDER.glob("*.yaml")):
-        if (facts := Manifest(path).facts(repo)) is not None:
-            return facts
-    return Facts(repo)
 
 
 class HubRevisions(Series):
@@ -156,7 +136,7 @@ class HubRevisions(Series):
         self.name = name or (f"{repo} {grammar}" if "*" in grammar else repo)
 
     def find(self) -> Listing:
-        facts, hub = self._facts(), Hub()
+        facts, hub = known_facts(self.repo, self._manifest), Hub()
         if facts.repositories is not None:
             return self._repositories(facts, facts.repositories, hub)
         if self._grammar is None and isinstance(facts.grammar, list):
@@ -171,26 +151,21 @@ class HubRevisions(Series):
         names = [name for name in commits if not any(fnmatch.fnmatchcase(name, other) for other in no_steps)]
         steps, strangers = parsed_names(names, grammar)
         if not steps:
-            first = ", ".join([*commits][:5]) + (", ..." if len(commits) > 5 else "")
+            first = ", ".join([*commits][:5])
             raise InputError(
                 f"{self.repo} has no branch that is a step ({len(commits)} branches: {first}): name the grammar"
             )
         kept, doubles = ordered(steps)
 
-        def checkpoint(name: str, **about: Any) -> Checkpoint:
-            return Checkpoint(self.name, name, HubSource(hub, self.repo, name, commits[name]), **about)
+        def source(name: str) -> HubSource:
+            return HubSource(hub, self.repo, name, commits[name])
 
         return Listing(
-            checkpoints=tuple(
-                checkpoint(
-                    each.name,
-                    step=each.step,
-                    tokens=each.tokens(facts.tokens_per_step),
-                    approximate=facts.tokens_per_step is None and each.billions is not None,
-                )
-                for each in kept
+            tuple(
+                Checkpoint(self.name, one.name, source(one.name), one.step, one.tokens(facts.tokens_per_step))
+                for one in kept
             ),
-            main=checkpoint(MAIN) if MAIN in commits else None,
+            main=Checkpoint(self.name, MAIN, source(MAIN)) if MAIN in commits else None,
             main_is_last=facts.main_is_last,
             expected=facts.expected(),
             strangers=strangers if self.name == self.repo else (),
@@ -201,16 +176,14 @@ class HubRevisions(Series):
 
     def _repositories(self, facts: Facts, template: str, hub: Hub) -> Listing:
         """Return the listing of a series whose steps are repositories; the repository itself is no step."""
-        steps = facts.expected() or ()
+        steps, per_step = facts.expected() or (), facts.tokens_per_step
         named = template.replace("{repo}", self.repo)
         names = [named.replace("{step}", f"{each}").replace("{thousands}", f"{each // 1000}") for each in steps]
         *sources, main = at_once(functools.partial(_source, hub), [*names, self.repo])
-        if sources and all(reasons := [source.why for source in sources if isinstance(source, HubSource)]):
-            raise InputError(reasons[0])
-        per_step = facts.tokens_per_step
+        _refuse_where_none_is_there(sources)
         return Listing(
-            checkpoints=tuple(
-                Checkpoint(self.name, name, source, step=step, tokens=per_step and step * per_step)
+            tuple(
+                Checkpoint(self.name, name, source, step, per_step and step * per_step)
                 for step, name, source in zip(steps, names, sources, strict=True)
             ),
             main=Checkpoint(self.name, MAIN, main),
@@ -219,14 +192,6 @@ class HubRevisions(Series):
             defects=facts.defects,
             warm_up=facts.warm_up,
         )
-
-    def _facts(self) -> Facts:
-        if self._manifest is None:
-            return known_facts(self.repo)
-        facts = Manifest(self._manifest).facts(self.repo)
-        if facts is None:
-            raise InputError(f"manifest: {self._manifest} says nothing of {self.repo}: add an entry or leave it out")
-        return facts
 
 
 class Models(Series):
@@ -256,10 +221,8 @@ class Models(Series):
 
     def find(self) -> Listing:
         hub = None if all(map(os.path.isdir, self.models)) else Hub()
-        sources = at_once(lambda model: _source(hub, model), self.models)
-        reasons = [source.why if isinstance(source, HubSource) else None for source in sources]
-        if all(reasons):
-            raise InputError(reasons[0])
+        sources = at_once(functools.partial(_source, hub), self.models)
+        _refuse_where_none_is_there(sources)
         return Listing(tuple(Checkpoint(self.name, *named) for named in zip(self.models, sources, strict=True)))
 
     def tokenizer(self, checkpoint: Checkpoint) -> str | None:
@@ -284,54 +247,19 @@ class OneModel(Series):
         refuse_outside("", {"untrained": SEED}, {"untrained": untrained})
 
     def find(self) -> Listing:
-        source = _Alone(ModelFiles(self.model, revision=self.revision), self.revision, self.untrained)
+        source = ModelFiles(self.model, revision=self.revision, untrained=self.untrained)
         if self.untrained is not None:
             name = f"{self.name.rstrip('/')}@untrained-{self.untrained}"
             return Listing((Checkpoint(name, name, source, is_of_a_series=False, run=name),))
         step = re.fullmatch(r"step-?(\d+)", Path(self.revision or self.name).name)
         number = int(step[1]) if step else None
-        return Listing((Checkpoint(self.name, self.name, source, step=number, is_of_a_series=False),))
+        return Listing((Checkpoint(self.name, self.name, source, number, is_of_a_series=False),))
 
 
-@dataclass(frozen=True)
-class _Alone(Source):
-    model: ModelFiles
-    revision: str | None
-    untrained: int | None = None
-
-    @property
-    def files(self) -> Mapping[str, ListedFile]:
-        return {}  # nobody compares them with others
-
-    @property
-    def is_here(self) -> bool:
-        return self.model.local
-
-    def read(self, path: str) -> bytes:
-        return self.model.fetch(path).read_bytes()
-
-    def fetch(self) -> Path:
-        return self.model.fetch("config.json").parent
-
-    def describe(self) -> dict[str, Any]:
-        commit = {} if self.model.local else {"revision": self.revision or MAIN, "commit": self.model.commit}
-        seed = {} if self.untrained is None else {"untrained": {"seed": self.untrained}}
-        return {"checkpoint": self.model.model, **commit, **seed}
-
-    def tokenizer(self) -> str | None:
-        if not self.model.has(TOKENIZER):
-            return None
-        return self.model.location if self.revision is None else f"{self.model.model}@{self.model.commit}"
-
-    def load(self, folder: Path, dtype: Any, offload: Any = None) -> Any:
-        from lit_layers.models.pixels import PREPROCESSOR  # torch, which names and steps do not need
-        from lit_layers.models.saved import initialised, load  # torch, as above
-
-        if self.untrained is not None:
-            preprocessor = json.loads(self.read(PREPROCESSOR)) if self.model.has(PREPROCESSOR) else None
-            about: Any = {"seed": self.untrained, "dtype": dtype, "preprocessor": preprocessor}
-            return initialised(self.model.config, self.model.model, **about)
-        return load(self.model.location, revision=self.model.commit, dtype=dtype, offload=offload)
+def _refuse_where_none_is_there(sources: Sequence[Source]) -> None:
+    reasons = [source.why if isinstance(source, HubSource) else None for source in sources]
+    if reasons and all(reasons):
+        raise InputError(reasons[0])
 
 
 def _source(hub: Hub | None, model: str) -> Source:
@@ -366,20 +294,19 @@ def open_series(
             return [LightningCheckpoints(name, steps, model=model)]
         return [StepFolders(name, steps, grammar=grammar)]
     if name.endswith((".yaml", ".yml")):
-        repos = Manifest(name).names()
+        repos = repositories_of(name)
         if not repos:
             raise InputError(f"{name} names no repository in full: give one, such as ORGANIZATION/NAME")
         return [each for repo in repos for each in _trainings(repo, steps, grammar, name)]
-    # checkpoints/first is spelled like a repository: where its parent is a folder here, a folder was meant.
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or Path(name).parent.is_dir():
+    if "/" not in name or not is_hub_name(name):
         raise InputError(f"expected a folder, ORGANIZATION/NAME on the Hub or a manifest, {name} does not exist")
     return [*_trainings(name, steps, grammar)]
 
 
 def _trainings(repo: str, steps: Any, grammar: str, manifest: str | None = None) -> Iterator[Series]:
     """Yield the series of a repository: one for each training that its manifest knows in its branches."""
-    facts = known_facts(repo) if manifest is None else Manifest(manifest).facts(repo)
-    several = facts.grammar if facts and isinstance(facts.grammar, list) and grammar == "auto" else None
+    known = known_facts(repo, manifest).grammar
+    several = known if isinstance(known, list) and grammar == "auto" else None
     for each in several or [grammar]:
         name = f"{repo} {each}" if several else None
         yield HubRevisions(repo, steps, grammar=each, manifest=manifest, name=name)
@@ -397,18 +324,17 @@ def find_checkpoint(name: str, *, audited: bool = True) -> tuple[Checkpoint, str
     Raises:
         InputError: a name that is neither, a revision that is not there.
     """
-    folder = Path(name)
+    folder = Path(os.path.abspath(name))
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise InputError(f"expected a model in {name}, found no config.json there")
         # Whatever the folder is named, its siblings may be a series.
-        place = Path(os.path.abspath(folder))
-        return _in_series(StepFolders(place.parent), place.name, audited) or (
-            Checkpoint(place.name, place.name, FolderSource(folder)),
+        return _in_series(StepFolders(folder.parent), folder.name, audited) or (
+            Checkpoint(folder.name, folder.name, FolderSource(Path(name))),
             UNAUDITED,
         )
     if folder.suffix == ".ckpt" and folder.is_file():
-        return LightningCheckpoints(folder).checkpoints[0], UNAUDITED
+        return LightningCheckpoints(name).checkpoints[0], UNAUDITED
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?", name):
         raise InputError(f"expected a folder with a model, a .ckpt or NAME@REVISION of the Hub, {name} is neither")
     repo, _, revision = name.partition("@")

@@ -85,22 +85,14 @@ def test_a_first_step_that_is_cut_is_noted_by_its_size_and_found_where_files_are
     assert "damaged 0 model.safetensors cannot be read" in said
 
 
-@pytest.mark.parametrize("step", [2, pytest.param(8, marks=pytest.mark.soak)], ids=["between", "last"])
-@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "trainer_state.json"])
-def test_a_step_with_what_is_no_file_is_damaged_and_the_others_are_measured(name, step, run, tmp_path, capsys):
-    odd = run / f"step-{step:09d}" / name
+def test_a_step_with_a_link_to_nothing_is_named_and_the_others_are_measured(run, tmp_path):
+    odd = run / "step-000000002" / "tokenizer_config.json"
     odd.unlink(missing_ok=True)
     odd.symlink_to("nowhere")
-    assert main(["audit", str(run)]) == 1
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"first: 5 checkpoints, suspect: {step} (level: weights)" in said
-    assert f"damaged {step} " in said
-    assert f"{odd} is a " in said
     result = analyze_series(StepFolders(run), [Trajectory(batches=RandomText(tokens=6))], root=tmp_path / "out")
-    assert {measured.step for measured in result.measurements} == {0, 1, 2, 4, 8} - {step}
+    assert {measured.step for measured in result.measurements} == {0, 1, 4, 8}
     (failure,) = result.failures
-    assert failure.startswith(f"{odd.parent.name} cannot be loaded: ")
-    assert f"{odd} is a " in failure
+    assert f"{odd} is a link to nothing" in failure
 
 
 def test_notes_alone_are_clean(run, capsys):
@@ -190,7 +182,7 @@ def test_weights_of_a_repository_are_downloaded_read_and_judged(tmp_path, model,
         assert main(["audit", "org/tiny", "--level", "weights", "--json", "audit.json"]) == 1
         said = " ".join(capsys.readouterr().out.split())
         assert "org/tiny: 5 checkpoints, suspect: 2 (level: weights)" in said
-        assert "rounded copy" in said
+        assert "other precision" in said
         assert fetched(hub) == ["main", "step0", "step1", "step2", "step4"]  # main is step 8, the same file
         assert main(["audit", "org/tiny", "--level", "weights"]) == 1
         assert len(fetched(hub)) == 5, "what was read is kept"

@@ -20,7 +20,7 @@ import yaml
 from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
-from lit_layers.series.opening import Manifest
+from lit_layers.series.opening import repositories_of
 from tests.support.benchmark_files import write_benchmarks
 from tests.support.saved_models import saved
 from tests.support.series_hub import let_downloads_end, make_series, served
@@ -110,7 +110,7 @@ def everything(published, tokenizer, tmp_path_factory) -> None:
     for number, size in enumerate(("1.4b", "6.9b"), start=1):  # among the models of the suite, where none is another's
         moved = {step: number / 200 + (1 + index) / 64 for index, step in enumerate(STEPS)}
         make_series(template, published / "EleutherAI" / f"pythia-{size}", STEPS, values=moved)
-    for name in Manifest(ROOT / "checkpoints" / "pythia.yaml").names():
+    for name in repositories_of(ROOT / "checkpoints" / "pythia.yaml"):
         if not (published / name).exists():
             (published / name).symlink_to(published / "EleutherAI" / "pythia-70m")
     olmo = model(tmp_path_factory.mktemp("olmo2") / "model", "olmo2", tokenizer)

@@ -216,12 +216,12 @@ PLANTS: dict[str, tuple[Callable[[Path], object], str, tuple[int, ...]]] = {
     "rows of the last step but one permuted": (lambda root: changed(root, 100, permuted), "out of line", (100,)),
     "another step in bfloat16": (
         lambda root: save_file(rounded(load_file(at(root, 20))), at(root, 60)),
-        "rounded copy",
+        "other precision",
         (60,),
     ),
     "another step in bfloat16, stored in float32": (
         lambda root: save_file({k: v.float() for k, v in rounded(load_file(at(root, 20))).items()}, at(root, 60)),
-        "rounded copy",
+        "other precision",
         (60,),
     ),
     "saved again at another step": (

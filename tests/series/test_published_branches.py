@@ -6,7 +6,7 @@ import pytest
 
 from lit_layers.files.hub import Hub
 from lit_layers.series import HubRevisions, audit
-from lit_layers.series.opening import Manifest, known_facts
+from lit_layers.series.opening import known_facts, repositories_of
 from tests.support.fake_hub import FakeHub
 from tests.support.series_hub import make_step, served
 
@@ -37,15 +37,15 @@ SERIES = {
     "LLM360/Amber": ([f"ckpt_{number:03d}" for number in range(359)], []),
     "jmichaelov/parc-mamba-seed5": (PARC, []),
 }
-# number of steps, the last of them, its tokens, whether these are those of a rounded name
+# number of steps, the last of them, its tokens
 SAID = {
-    "HuggingFaceTB/SmolLM3-3B-checkpoints": (86 + 19 + 13, 4_720_000, 118 * 40_000 * 2_359_296, False),
-    "swiss-ai/Apertus-8B-2509": (44, 2_627_139, 15_000 * B, True),
-    "swiss-ai/Apertus-70B-2509": (1, 1_155_828, 15_000 * B, True),
-    "allenai/OLMoE-1B-7B-0924": (244, 1_220_000, 5_117_050_880_000, False),
-    "allenai/Olmo-3-1025-7B": (4, 1_413_814, 5_929_965_715_456, False),
-    "LLM360/Amber": (359, 358, None, False),
-    "jmichaelov/parc-mamba-seed5": (10, 4000, None, False),
+    "HuggingFaceTB/SmolLM3-3B-checkpoints": (86 + 19 + 13, 4_720_000, 118 * 40_000 * 2_359_296),
+    "swiss-ai/Apertus-8B-2509": (44, 2_627_139, 15_000 * B),
+    "swiss-ai/Apertus-70B-2509": (1, 1_155_828, 15_000 * B),
+    "allenai/OLMoE-1B-7B-0924": (244, 1_220_000, 5_117_050_880_000),
+    "allenai/Olmo-3-1025-7B": (4, 1_413_814, 5_929_965_715_456),
+    "LLM360/Amber": (359, 358, None),
+    "jmichaelov/parc-mamba-seed5": (10, 4000, None),
 }
 
 
@@ -64,12 +64,12 @@ def listed(root: Path, repo: str) -> None:
 
 
 def expect_understood(repo: str) -> None:
-    count, last, tokens, is_rounded = SAID[repo]
+    count, last, tokens = SAID[repo]
     listing = HubRevisions(repo).listing
     assert listing.strangers == () == listing.doubles
     assert [one.name for one in listing.checkpoints] == SERIES[repo][0], "in step order"
     final = listing.checkpoints[-1]
-    assert (len(listing.checkpoints), final.step, final.tokens, final.approximate) == (count, last, tokens, is_rounded)
+    assert (len(listing.checkpoints), final.step, final.tokens) == (count, last, tokens)
     if listing.expected is not None:
         assert listing.expected == tuple(one.step for one in listing.checkpoints)
 
@@ -97,10 +97,10 @@ def test_tokens_of_a_step_are_those_of_the_names_and_cards():
 
 
 def test_manifests_name_each_repository_of_a_suite():
-    parc = Manifest(MANIFESTS / "parc.yaml").names()
+    parc = repositories_of(MANIFESTS / "parc.yaml")
     assert len(parc) == 3 * 6
     assert {"jmichaelov/parc-pythia-seed0", "jmichaelov/parc-rwkv-seed5"} <= set(parc)
-    poly = Manifest(MANIFESTS / "polypythias.yaml").names()
+    poly = repositories_of(MANIFESTS / "polypythias.yaml")
     assert len(poly) == 5 * 9 + 2 * 3
     assert len(known_facts("EleutherAI/pythia-14m-seed9").expected() or ()) == 154
     assert known_facts("EleutherAI/pythia-160m").warm_up == known_facts("EleutherAI/pythia-160m-data-seed3").warm_up

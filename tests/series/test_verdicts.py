@@ -22,8 +22,7 @@ def checkpoint(step: int, recorded: int | None = None) -> Any:
         # Seen in weights: no list of files takes it back.
         ("suspect: out of line", "clean; not checked: weights", True, "suspect: out of line"),
         ("suspect: out of line", "clean", True, "clean"),
-        # Seen in a list of files: a list of all of them does.
-        ("suspect: other config", "clean; not checked: weights", True, "clean; not checked: weights"),
+        ("suspect: other config", "clean; not checked: weights", True, "suspect: other config"),
         ("suspect: other config", "clean; not checked: weights", False, "suspect: other config"),
         ("suspect: other config", "clean (level: listing); not checked: weights", False, "suspect: other config"),
         (

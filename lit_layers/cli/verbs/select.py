@@ -245,7 +245,7 @@ def _opened(
     if tokenizer is None:
         raise InputError(f"tokenizer: {model} carries none; name one with --tokenizer")
     chosen = {name: getattr(options, name) for name in ("folder", "max_tokens", "cache")}
-    encoder = sentence_encoder(lambda name: files.fetch(name).read_bytes()) if options.pooling is None else None
+    encoder = sentence_encoder(files.read) if options.pooling is None else None
     pooling = options.pooling or ("last" if encoder is None else encoder.pooling)
     return view, of_texts(wide, texts, tokenizer=tokenizer, pooling=pooling, **chosen), tokenizer
 
