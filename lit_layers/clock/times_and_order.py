@@ -128,7 +128,7 @@ def times_of_run(run: str, measurements: Sequence[Measurement], root: Path) -> C
 
 
 def times_table(clock: Clock) -> pd.DataFrame:
-    """Return one row per curve: the columns `COLUMNS`, then all ends of intervals, change points and counts."""
+    """Return one row per curve: the columns `COLUMNS`, then all ends of intervals and counts."""
     rows = []
     for curve, times in zip(clock.curves, clock.times, strict=True):
         row: dict[str, Any] = {"run": curve.run, "analysis": curve.analysis, "metric": curve.metric}
@@ -140,7 +140,6 @@ def times_table(clock: Clock) -> pd.DataFrame:
             row[name] = None if time is None else time.value
             ends |= {f"{name}_{end}": None if time is None else getattr(time, end) for end in ("low", "high")}
         row |= ends | {"over": curve.over, "num_checkpoints": times.num_checkpoints, "num_gaps": times.num_gaps}
-        row["change_points"] = " ".join(f"{point.value:.6g}" for point in times.change_points)
         rows.append(row)
     table: Any = pd.DataFrame(rows).astype({"tags": "str", "over": "str"})
     table["layer"] = pd.array([curve.layer for curve in clock.curves], dtype="Int64")

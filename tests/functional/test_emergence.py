@@ -10,9 +10,6 @@ from scipy import stats
 from lit_layers.functional import emergence_times
 from lit_layers.functional.emergence import drawn_curves
 from lit_layers.functional.emergence.curve_times import (
-    SHORTEST,
-    _best_cuts,
-    _Lines,
     bootstrap_counts,
     drawn_together,
 )
@@ -43,21 +40,17 @@ def test_a_curve_with_small_errors_has_the_times_of_its_formula():
 
 def test_a_step_between_two_checkpoints_lies_anywhere_between_them_and_nowhere_else():
     times = emergence_times(STEPS, (STEPS >= 100) * 1.0, stderr=np.full(len(STEPS), 0.01))
-    (change,) = times.change_points
-    assert 64 <= change.low < change.value < change.high <= 128
     # On this axis the step is as likely here as there: the ends are quantiles of the uniform distribution.
     ends = np.log2(65) + np.array([0.5, 0.025, 0.975]) * (np.log2(129) - np.log2(65))
-    assert np.log2(1 + np.array(change)) == pytest.approx(ends, abs=1e-9)
     for time in (times.onset, times.halfway, times.plateau):
         assert np.log2(1 + np.array(time)) == pytest.approx(ends, abs=0.08)  # of draws
 
 
-def test_a_bump_has_its_peak_and_a_line_no_change_of_trend():
+def test_a_bump_has_its_peak():
     bump = np.exp(-((AXIS - 10) ** 2) / 4)
     times = emergence_times(STEPS, bump, stderr=np.full(len(STEPS), 0.01))
     assert abs(np.log2(1 + times.peak.value) - 10) < 0.4
     assert times.onset.value < times.halfway.value < times.peak.value < times.plateau.value
-    assert emergence_times(STEPS, AXIS, stderr=np.full(len(STEPS), 0.5)).change_points == ()
 
 
 @pytest.mark.parametrize("errors", ["stderr", "replicates", pytest.param("neither", marks=pytest.mark.soak)])
@@ -77,7 +70,6 @@ def test_times_stay_under_affine_maps_and_values_without_errors_beside_gaps(erro
         # Other draws: quantiles of 1,000 move by some hundredths of an octave, more where the interval is a plateau.
         after, before = (np.log2(1 + np.array(getattr(times, name))) for times in (turned, expected))
         assert after == pytest.approx(before, abs=max(0.3, 0.15 * np.ptp(before))), name
-    assert len(turned.change_points) == len(expected.change_points)
     again = emergence_times(STEPS, values, **given(1))
     assert again == expected  # the same draws
 
@@ -166,7 +158,7 @@ def test_errors_far_from_the_values_and_from_one_another_are_taken():
     values = sigmoid(8, 1)
     assert not emergence_times(STEPS, values, stderr=np.full(len(AXIS), 1e300)).emerges
     times = emergence_times(STEPS, values, stderr=[1e-9, 1e9, *[0.1] * (len(AXIS) - 2)])
-    assert np.isfinite([times.onset, times.halfway, times.peak, times.plateau, *times.change_points]).all()
+    assert np.isfinite([times.onset, times.halfway, times.peak, times.plateau]).all()
 
 
 def test_a_standard_error_of_0_beside_others_counts_as_the_smallest_of_them():
@@ -425,27 +417,6 @@ def test_of_prompts_that_lack_values_the_others_are_drawn_together():
     np.testing.assert_allclose(found.halfway_draws, whole.halfway_draws)  # which `==` leaves out
 
 
-def test_change_points_are_the_best_of_all_sets():
-    rng = np.random.default_rng(4)
-    x = np.sort(rng.uniform(0, 10, 10))
-    y = np.where(x < 4, 0.3 * x, 4 - 0.5 * x) + rng.normal(0, 0.3, 10)
-    weight = rng.uniform(1, 20, 10)
-    for penalty in (0.5, 4.0, 30.0):
-        costs = {}
-        for cuts in itertools.chain.from_iterable(itertools.combinations(range(1, 10), k) for k in range(5)):
-            ends = [0, *cuts, 10]
-            if min(np.diff(ends)) >= SHORTEST:
-                pieces = [slice(a, b) for a, b in itertools.pairwise(ends)]
-                costs[cuts] = sum(residual(x[p], y[p], weight[p]) for p in pieces) + penalty * len(cuts)
-        assert tuple(_best_cuts(_Lines(x, y, weight), penalty)) == min(costs, key=costs.get), penalty
-
-
-def residual(x, y, weight):
-    root = np.sqrt(weight)
-    design = np.stack([root, root * x], 1)
-    return ((root * y - design @ np.linalg.lstsq(design, root * y, rcond=None)[0]) ** 2).sum()
-
-
 def test_values_without_an_error_stand_beside_others():
     steps = [0, *(2**power for power in range(12)), *range(2560, 6000, 512)]
     values = np.where(np.arange(len(steps)) < 9, 1.0, 0.5)
@@ -453,7 +424,6 @@ def test_values_without_an_error_stand_beside_others():
     times = emergence_times(steps, values + noisy * np.random.default_rng(0).standard_normal(len(steps)), stderr=noisy)
     assert times.halfway is not None
     assert steps[8] <= times.halfway.low <= times.halfway.high <= steps[9]
-    assert any(steps[8] <= point.value <= steps[9] for point in times.change_points)
 
 
 @pytest.mark.soak

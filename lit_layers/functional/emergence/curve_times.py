@@ -1,4 +1,4 @@
-"""When a curve over training steps emerges: verdict, onset, half-way point, peak, plateau and change points.
+"""When a curve over training steps emerges: verdict, onset, half-way point, peak and plateau.
 
 All in float64. Times lie on a continuous axis of steps: between two checkpoints a curve is not known, and an interval
 says that, too. How often the intervals hold, and how often a flat curve is said to emerge, is measured in
@@ -28,10 +28,8 @@ JUMP = 0.15  # of what a curve does in a gap: what it does at most in the gaps b
 FLAT_CURVES = 999  # with each kind of noise
 CORRELATIONS = (0.0, 0.3, 0.7, 0.9)  # lag-1 ones of these kinds: AR(1)
 CLIPPED = 3.0  # errors: no single value weighs more in the test of known errors
-SHORTEST = 2  # checkpoints of a piece between two change points
 PRIOR_ROWS = 4  # by so many more the variance at one checkpoint is that of all: of few replicates it is rough
 DRAWS = 1000
-LEAST_ERROR = 1e-4  # of the range of the values: for change points smaller errors count as this
 
 
 class Time(NamedTuple):
@@ -57,7 +55,6 @@ class EmergenceTimes:
     halfway: Time | None
     peak: Time | None
     plateau: Time | None
-    change_points: tuple[Time, ...]
     num_checkpoints: int
     num_gaps: int
     halfway_draws: Array = field(default_factory=lambda: np.empty(0), repr=False, compare=False)
@@ -113,9 +110,6 @@ def emergence_times(
     end: C is not seen yet. `before`: the same at the first checkpoint, unless that is step 0. Then the onset is 0, and
     the intervals of onset, half-way point and plateau begin at 0.
 
-    Change points are those of a trend that is linear on the axis between them (optimal partitioning), with the penalty
-    that finds one in 1 - `confidence` of straight lines with these errors.
-
     Args:
         steps: Increasing numbers, 0 or more: optimizer steps or tokens, (checkpoints,).
         values: The curve, (checkpoints,); NaN is a gap.
@@ -140,7 +134,7 @@ def emergence_times(
     p_value = curve.p_value(rng)
     resampled = None if counts is None else curve.resampled(counts)
     if not p_value <= 1 - confidence:
-        return EmergenceTimes(False, p_value, None, None, None, None, (), len(curve.x), curve.num_gaps)
+        return EmergenceTimes(False, p_value, None, None, None, None, len(curve.x), curve.num_gaps)
     grid = curve.grid()
     at = np.searchsorted(grid, curve.x)
     drawn = draw_curves(curve.x, curve.y, curve.noises(), grid, DRAWS, rng)
@@ -163,9 +157,8 @@ def emergence_times(
     if resampled is not None:
         estimated = mean_curves(curve.x, resampled, curve.noises()[0], grid)
         half = drawn_together(half, _landmarks(estimated, grid, at)[1], rng)
-    emerges, changes = bool(np.median(ended) > RETURNED), curve.change_points(confidence, rng)
-    counted = len(curve.x), curve.num_gaps
-    return EmergenceTimes(emerges, p_value, *times.values(), changes, *counted, curve.step(half), before, not_yet)  # pyright: ignore
+    emerges, counted = bool(np.median(ended) > RETURNED), (len(curve.x), curve.num_gaps)
+    return EmergenceTimes(emerges, p_value, *times.values(), *counted, curve.step(half), before, not_yet)  # pyright: ignore
 
 
 @dataclass(frozen=True)
@@ -257,48 +250,6 @@ class _Curve:
         least = stats.rankdata(-np.round(statistics, 9), method="max", axis=1).min(0)
         return float((least <= least[0]).mean())
 
-    def change_points(self, confidence: float, rng: np.random.Generator) -> tuple[Time, ...]:
-        """Return the change points of a piecewise linear trend on this axis, one step or bend after the other."""
-        noise = _of_differences(self.y) if self.covariance is None else self.covariance
-        noise = noise + np.eye(len(self.y)) * (1e-9 * np.ptp(self.y)) ** 2
-        # A value almost without an error would weigh so much more than the others that sums of squares lose these.
-        least = max(LEAST_ERROR * np.ptp(self.y), 1e-6 * np.sqrt(np.diag(noise).max()))
-        np.fill_diagonal(noise, np.maximum(np.diag(noise), least**2))
-        weight = 1 / np.diag(noise)
-        straight = rng.standard_normal((DRAWS, len(self.y))) @ np.linalg.cholesky(noise).T
-        of_straight = _Lines(self.x, straight, weight)
-        penalty = float(np.quantile(of_straight.gains(0, len(self.y)).max(1), confidence))
-        lines = _Lines(self.x, self.y, weight)
-        cuts = [0, *_best_cuts(lines, penalty), len(self.y)]
-        places = zip(cuts[:-2], cuts[2:], strict=True)
-        return tuple(self._change_point(lines, before, after, confidence) for before, after in places)
-
-    def _change_point(self, lines: "_Lines", before: int, after: int, confidence: float) -> Time:
-        """Return the one change among a piece's checkpoints; the share of each gap is width times likelihood."""
-        gain, x = lines.gains(before, after), self.x[before + SHORTEST - 1 : after - SHORTEST + 1]
-        share = np.diff(x) * np.exp((gain - gain.max()) / 2)
-        reached = np.concatenate([[0.0], share.cumsum() / share.sum()])
-        return Time(*self.step(np.interp(_levels(confidence), reached, x)).tolist())
-
-
-class _Lines:
-    """Weighted sums of squares about the line through any piece of curves, (..., checkpoints)."""
-
-    def __init__(self, x: Array, y: Array, weight: Array) -> None:
-        x, y = (x - x.mean()) / np.ptp(x), y - y.mean(-1, keepdims=True)
-        parts = [weight + 0 * y, weight * x + 0 * y, weight * x * x + 0 * y, weight * y, weight * x * y, weight * y * y]
-        self.sums = np.stack([np.concatenate([0 * part[..., :1], part.cumsum(-1)], -1) for part in parts])
-
-    def cost(self, start: NDArray[np.intp] | int, end: NDArray[np.intp] | int) -> Array:
-        w, x, xx, y, xy, yy = self.sums[..., np.atleast_1d(end)] - self.sums[..., np.atleast_1d(start)]
-        spread, together = xx - x * x / w, xy - x * y / w
-        return np.maximum(yy - y * y / w - together**2 / np.maximum(spread, 1e-12 * w), 0)
-
-    def gains(self, start: int, end: int) -> Array:
-        """Return how much another line after each checkpoint, except the outermost, takes from the cost of one line."""
-        cuts = np.arange(start + SHORTEST, end - SHORTEST + 1)
-        return self.cost(start, end) - self.cost(start, cuts) - self.cost(cuts, end)
-
 
 def _errors(stderr: ArrayLike, there: NDArray[np.bool_], unit: int) -> Array:
     errors = np.asarray(stderr, dtype=np.float64)[there]
@@ -386,25 +337,6 @@ def _of_differences(y: Array) -> Array:
 
 def _levels(confidence: float) -> Array:
     return np.array([0.5, (1 - confidence) / 2, (1 + confidence) / 2])
-
-
-def _best_cuts(lines: _Lines, penalty: float) -> list[int]:
-    """Return where another line begins: the indices of the first checkpoints of all pieces but the first.
-
-    Of all sets of cuts the cheapest (optimal partitioning, Jackson et al. 2005): up to each end, from the best start.
-    """
-    n = lines.sums.shape[-1] - 1
-    cheapest, start = np.full(n + 1, np.inf), np.zeros(n + 1, dtype=int)
-    cheapest[0] = -penalty
-    for end in range(SHORTEST, n + 1):
-        starts = np.arange(end - SHORTEST + 1)
-        costs = cheapest[starts] + lines.cost(starts, end) + penalty
-        start[end], cheapest[end] = costs.argmin(), costs.min()
-    cuts, end = [], start[n]
-    while end:
-        cuts.insert(0, int(end))
-        end = start[end]
-    return cuts
 
 
 def _anywhere_in_jumps(times: Sequence[Array], values: Array, x: Array, rng: np.random.Generator) -> list[Array]:
