@@ -39,7 +39,6 @@ def causal_lm(
     pad_vocab_to: int | None = None,
     attention_implementation: str = "sdpa",
     weights: nn.Module | None = None,
-    device: str = "cpu",
     **overrides: Any,
 ) -> nn.Module:
     """A new causal language model on the CPU, in training mode, in float32 whatever a config.json says.
@@ -48,7 +47,7 @@ def causal_lm(
     are fields of its config. The weights depend on the config and `seed` alone and the global random state is left
     alone; with `weights`, a model of the same kind and shape, they are copies of that model's. `pad_vocab_to=64` pads
     the vocabulary to the next multiple of 64 and changes nothing else. GPT-2 uses the fused form of its activation (the
-    same function, several times faster) by default. On the `device` "meta" it has no weights.
+    same function, several times faster) by default.
 
     Raises:
         InputError: an unknown type, an unknown override, or values that do not fit together.
@@ -64,7 +63,7 @@ def causal_lm(
     try:
         options = fused | _no_foreign_tokens(plain, overrides.get("vocab_size", plain.vocab_size)) | overrides
         config = _config(name, **options)
-        with seeded(seed, device):
+        with seeded(seed):
             model = transformers.AutoModelForCausalLM.from_config(
                 config, attn_implementation=attention_implementation, dtype=torch.float32
             )
@@ -78,14 +77,13 @@ def causal_lm(
             kind = type(model).__name__
             raise InputError(f"the weights do not fit a {kind} of these options: {first_sentence(error)}") from error
     if pad_vocab_to is not None:
-        with seeded(seed, device):
+        with seeded(seed):
             pad_vocabulary_(model, pad_vocab_to)
     return model.train()
 
 
-def vit(name: str, *, seed: int = 0, device: str = "cpu", **overrides: Any) -> nn.Module:
-    """A new timm vision transformer on the CPU, in training mode; `overrides` are arguments of its constructor. On the
-    `device` "meta" it has no weights.
+def vit(name: str, *, seed: int = 0, **overrides: Any) -> nn.Module:
+    """A new timm vision transformer on the CPU, in training mode; `overrides` are arguments of its constructor.
 
     Raises:
         InputError: an unknown name, a model of another kind, an unknown override or one that does not fit.
@@ -99,7 +97,7 @@ def vit(name: str, *, seed: int = 0, device: str = "cpu", **overrides: Any) -> n
     arguments = set(inspect.signature(VisionTransformer).parameters) | {"num_classes", "drop_rate"}
     _refuse_unknown(overrides, arguments, "option of a vision transformer")
     try:
-        with seeded(seed, device):
+        with seeded(seed):
             model = timm.create_model(name, pretrained=False, **overrides)
     except (ValueError, TypeError, AssertionError, RuntimeError, ZeroDivisionError) as error:
         raise InputError(f"cannot build {name} with {overrides}: {first_sentence(error)}") from error
@@ -298,12 +296,12 @@ def _refuse_unknown(given: Iterable[str], names: Iterable[str], kind: str) -> No
 
 
 @contextmanager
-def seeded(seed: int, device: str = "cpu") -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
     """New weights inside come from `seed`, on the CPU; the global random state is as before afterwards.
 
     Within `torch.device("meta")` there are none.
     """
-    device = "meta" if torch.empty(0).device.type == "meta" else device
+    device = "meta" if torch.empty(0).device.type == "meta" else "cpu"
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs as well
         yield

@@ -31,7 +31,7 @@ from lit_layers.training.run_folder import (
     origin_of,
     save_step,
 )
-from lit_layers.training.sharding import NoRoomError, is_sharded, release_copy_, whole_copy, whole_on_first_rank
+from lit_layers.training.sharding import NoRoomError, is_sharded, whole_copy, whole_on_first_rank
 from lit_layers.training.watching import Scalars, StepMeasurer, Watcher
 
 logger = logging.getLogger(__name__)
@@ -97,11 +97,7 @@ class _AtSteps(L.Callback):
 
     @abstractmethod
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
-        """Act on the plain model after `step` optimizer steps."""
-
-    @abstractmethod
-    def act_on_shards(self, trainer: L.Trainer, model: nn.Module, step: int, reason: str) -> None:
-        """Act on the sharded model, on every rank, where the whole one does not fit into memory."""
+        """Act on the network after `step` optimizer steps; its weights may be sharded, and every rank calls."""
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._updates is None else {"updates": self._updates}
@@ -148,26 +144,13 @@ class _AtSteps(L.Callback):
     def _visit(self, trainer: L.Trainer, pl_module: L.LightningModule, due: bool) -> None:
         step, model = self.now(trainer), self._plain_model(pl_module)
         if due and step != self._last_step and not trainer.sanity_checking:
-            self._last_step = step
-            started, strategy = time.perf_counter(), cast("Any", trainer.strategy)
-            try:
-                # On every rank alike, before anything that depends on the rank.
-                whole = whole_copy(model, strategy, step) if is_sharded(model) else model
-            except NoRoomError as error:
-                self.act_on_shards(trainer, model, step, str(error))
-            else:
-                self.at_step(trainer, whole, step)
+            self._last_step, started = step, time.perf_counter()
+            self.at_step(trainer, model, step)
             self.paused_seconds += time.perf_counter() - started
-        if is_sharded(model) and self is _last_of_us(trainer):
-            release_copy_(model)
 
     def _plain_model(self, pl_module: L.LightningModule) -> nn.Module:
         name = self.model or ("model" if isinstance(getattr(pl_module, "model", None), nn.Module) else None)
         return pl_module if name is None else submodule(pl_module, name)
-
-
-def _last_of_us(trainer: L.Trainer) -> _AtSteps:
-    return [callback for callback in _callbacks(trainer) if isinstance(callback, _AtSteps)][-1]
 
 
 def _callbacks(trainer: L.Trainer) -> list[Any]:
@@ -209,13 +192,8 @@ class SeriesCheckpoint(_AtSteps):
 
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
         tokenizer = self.tokenizer or getattr(getattr(_data(trainer), "shards", None), "tokenizer_path", None)
-        write = functools.partial(save_step, model, self.root, step, tokenizer)
-        self._ranks.from_first(write)
-
-    def act_on_shards(self, trainer: L.Trainer, model: nn.Module, step: int, reason: str) -> None:
-        strategy: Any = trainer.strategy
-        whole = whole_on_first_rank(model, strategy)
-        self.at_step(trainer, model if whole is None else whole, step)  # only the first rank looks at its model
+        whole: Any = whole_on_first_rank(model, cast("Any", trainer.strategy)) if is_sharded(model) else model
+        self._ranks.from_first(functools.partial(save_step, whole, self.root, step, tokenizer))
 
 
 class EmergenceCallback(_AtSteps):
@@ -225,8 +203,7 @@ class EmergenceCallback(_AtSteps):
     of other options or data than a run began with have names of their own: `coupling@1a2b3c4d/...`. What stands in the
     file already, with the same options, data and weights, is not measured again. Under DDP microbatch n
     is passed by rank n % size; the numbers do not depend on how many ranks there are.
-    Sharded weights are gathered into a plain copy on each rank, once a step; where it does not fit, every analysis then
-    says so.
+    Sharded weights are gathered into a plain copy on each rank; where it does not fit, every analysis says so.
 
     Args:
         analyses: what to measure; names are unique.
@@ -310,13 +287,15 @@ class EmergenceCallback(_AtSteps):
 
     def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
         self.measurer.axis[step] = self._place
+        try:
+            whole = whole_copy(model, cast("Any", trainer.strategy)) if is_sharded(model) else model
+        except NoRoomError as error:  # on every rank
+            if trainer.is_global_zero:
+                self.measurer.fail(step, self._tokens(trainer, step), str(error), loggers=trainer.loggers)
+            return
         provenance = self._provenance(step == origin_of(trainer).step)
         about: dict[str, Any] = {"loggers": trainer.loggers, "is_first": trainer.global_step == 0}
-        self.measurer.measure(model, step, self._tokens(trainer, step), provenance=provenance, **about)
-
-    def act_on_shards(self, trainer: L.Trainer, model: nn.Module, step: int, reason: str) -> None:
-        if trainer.is_global_zero:
-            self.measurer.fail(step, self._tokens(trainer, step), reason, loggers=trainer.loggers)
+        self.measurer.measure(whole, step, self._tokens(trainer, step), provenance=provenance, **about)
 
     def _provenance(self, first: bool) -> dict[str, Any]:
         """Where the run began; a suspect checkpoint is as suspect where it is the first of this run."""

@@ -16,7 +16,6 @@ from lit_layers.schema import refuse_outside
 from lit_layers.training.datamodules import LitImageData
 from lit_layers.training.losses import WeightedMean
 from lit_layers.training.modules import LitModule, warmup_cosine
-from lit_layers.training.sharding import built_once
 from lit_layers.training.trainer import RANGES
 
 _OF_MODULE, _OF_DATA = {"patch_size", "drop_path_rate"}, {"img_size", "num_classes"}  # what `config` may not say again
@@ -95,17 +94,13 @@ class LitImageClassifier(LitModule):
             _refuse_said_twice(self.config, _OF_DATA)
             options |= {"img_size": self.data.image_size, "num_classes": self.data.num_classes}
 
-        def make(device: str) -> nn.Module:
-            model = vit(self.architecture, seed=self.init_seed, device=device, **options)
-            if self.init_from is not None and device != "meta":
-                try:
-                    model.load_state_dict(self.beginning[0].load().state_dict())
-                except RuntimeError as error:
-                    about = f"{self.init_from} is of another network than this {self.architecture}"
-                    raise InputError(f"model.init_from: {about} ({first_sentence(error)})") from error
-            return model
-
-        model: Any = built_once(self.trainer.strategy, make)
+        model: Any = vit(self.architecture, seed=self.init_seed, **options)
+        if self.init_from is not None:
+            try:
+                model.load_state_dict(self.beginning[0].load().state_dict())
+            except RuntimeError as error:
+                about = f"{self.init_from} is of another network than this {self.architecture}"
+                raise InputError(f"model.init_from: {about} ({first_sentence(error)})") from error
         if isinstance(self.data, LitImageData):
             side, patch = self.data.image_size, model.patch_embed.patch_size[0]
             if side % patch:  # timm would leave the border out without a word

@@ -15,14 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from lit_layers.errors import InputError, first_sentence
 from lit_layers.models.build import causal_lm, true_vocab_size
 from lit_layers.models.families import causal_by_flag
-from lit_layers.models.saved import described, outline, read_config, rebuilt
+from lit_layers.models.saved import described, rebuilt
 from lit_layers.models.view import LayeredModel
 from lit_layers.schema import refuse_outside
 from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.series.local_series import DESCRIBED
 from lit_layers.training.losses import WeightedMean, mean_of_step, network_loss
 from lit_layers.training.run_folder import Origin, planned_steps, published, refuse_another_tokenizer
-from lit_layers.training.sharding import built_once, full, reduce_gradients_, shard_, sharding_mesh
+from lit_layers.training.sharding import full, reduce_gradients_, shard_, sharding_mesh
 from lit_layers.training.trainer import RANGES
 
 
@@ -332,7 +332,11 @@ class LitCausalLM(LitModule):
         self.validation_loss = WeightedMean()
 
     def build(self) -> nn.Module:
-        model: Any = built_once(self.trainer.strategy, self._model_of_next_tokens)
+        model: Any = self._new_model() if self.init_from is None else self._continued()
+        if not LayeredModel(model).predicts_next_token:
+            raise InputError(
+                f"model: expected one that predicts the next token, got a {type(model).__name__} that sees later ones"
+            )
         context = getattr(model.config, "max_position_embeddings", None)
         num_tokens = getattr(self.data, "num_tokens", 0)
         if context is not None and context < num_tokens:
@@ -348,16 +352,8 @@ class LitCausalLM(LitModule):
         """Tokens that the run's data may hold; None where it does not say."""
         return getattr(getattr(self.data, "shards", None), "vocab_size", None)
 
-    def _model_of_next_tokens(self, device: str) -> nn.Module:
-        model = self._new_model(device) if self.init_from is None else self._continued(device)
-        if device == "cpu" and not LayeredModel(model).predicts_next_token:
-            raise InputError(
-                f"model: expected one that predicts the next token, got a {type(model).__name__} that sees later ones"
-            )
-        return model
-
-    def _new_model(self, device: str) -> nn.Module:
-        options: dict[str, Any] = {**self.config, "pad_vocab_to": self.pad_vocab_to, "device": device}
+    def _new_model(self) -> nn.Module:
+        options: dict[str, Any] = {**self.config, "pad_vocab_to": self.pad_vocab_to}
         if (least := self._num_words) is not None:
             vocab_size = options.setdefault("vocab_size", least)
             if not isinstance(vocab_size, int) or vocab_size < least:
@@ -366,10 +362,10 @@ class LitCausalLM(LitModule):
                 )
         return causal_lm(self.architecture, seed=self.init_seed, **options)
 
-    def _continued(self, device: str) -> nn.Module:
+    def _continued(self) -> nn.Module:
         checkpoint = self.beginning[0]
         folder = checkpoint.fetch()
-        trained: Any = outline(read_config(folder), str(folder)) if device == "meta" else checkpoint.load()
+        trained: Any = checkpoint.load()
         refuse_another_tokenizer(folder, self.data, self.init_from)
         for field, value in self.config.items():
             kept_value = getattr(trained.config, field, None)
@@ -378,7 +374,7 @@ class LitCausalLM(LitModule):
                     f"model.config.{field}: {self.init_from} has {kept_value} and keeps it, got {value}: leave it out, "
                     "or say --model.config null"
                 )
-        options = {**self.config, "pad_vocab_to": self.pad_vocab_to, "weights": trained, "device": device}
+        options = {**self.config, "pad_vocab_to": self.pad_vocab_to, "weights": trained}
         model = causal_lm(folder, seed=self.init_seed, **options)
         if (needed := self._num_words) is not None and true_vocab_size(model) < needed:
             raise InputError(

@@ -1,8 +1,7 @@
 """Sharded training (FSDP2): every rank holds a part of each weight, and the whole model only while it is measured."""
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,18 +16,11 @@ from lit_layers.models.offload import free_memory
 from lit_layers.models.view import LayeredModel
 
 SHARDED = "sharded"  # entry of a checkpoint to resume from
-_WHOLE = "_whole"  # attribute of a sharded model, out of sight of `state_dict` and `modules`
+_SKELETON = "_skeleton"  # attribute of a sharded model: the plain one, its parameters without memory
 
 
 class NoRoomError(RuntimeError):
     """The whole model does not fit into what is free on some rank; raised on all of them."""
-
-
-@dataclass
-class _Whole:
-    skeleton: nn.Module  # the plain model, its parameters without memory
-    copy: nn.Module | None = None
-    step: int = -1
 
 
 def are_sharded(strategy: Any) -> bool:
@@ -55,62 +47,32 @@ def sharding_mesh(strategy: Any) -> DeviceMesh | None:
     return strategy.device_mesh["data_parallel"]
 
 
-def built_once(strategy: Any, build: Callable[[str], nn.Module]) -> nn.Module:
-    """The model that `build` makes on a device: on the CPU, or where it will be sharded and this is not the first rank
-    on "meta", where it takes no memory; within `torch.device("meta")`, as a plan is made, always there.
-
-    Raises:
-        InputError: on all ranks, what the first could not build.
-    """
-    if not are_sharded(strategy):
-        return build("meta" if torch.empty(0).device.type == "meta" else "cpu")
-    model = refusal = None
-    if strategy.is_global_zero:
-        try:
-            model = build("cpu")
-        except InputError as error:
-            refusal = str(error)
-    refusal = strategy.broadcast(refusal)
-    if refusal is not None:
-        raise InputError(refusal)
-    return build("meta") if model is None else model
-
-
 def shard_(model: nn.Module, mesh: DeviceMesh, precision: str = "32-true") -> None:
-    """Shards each block, then what is left, over the ranks of `mesh`; a block is whole only while it computes.
+    """Shard each block, then what is left, over the ranks of `mesh`; a block is whole only while it computes.
 
-    Weights and buffers are those of the first rank, whatever the others have: they may build the model on "meta", where
-    it takes no memory. One block at a time is whole on a device. With a bf16 `precision` blocks are gathered and
-    computed in bfloat16, and gradients summed in float32; the weights keep their type.
+    Weights and buffers are those of the first rank, whatever the others have. One block at a time is whole on a device.
+    With a bf16 `precision` blocks are gathered and computed in bfloat16, and gradients summed in float32; the weights
+    keep their type.
     """
     policy = MixedPrecisionPolicy()
     if "bf16" in precision:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    moved: dict[int, Tensor] = {}
-    for part in model.modules():
-        _take_from_first_(part._buffers, mesh, moved)
-    whole = _Whole(_skeleton(model))
-    for shard in (*dict.fromkeys(LayeredModel(model).blocks), model):
-        for part in shard.modules():
-            _take_from_first_(part._parameters, mesh, moved)
+    blocks = dict.fromkeys(LayeredModel(model).blocks)
+    _take_from_first_(model.buffers(), mesh)
+    skeleton = _skeleton(model)
+    for shard in (*blocks, model):
+        _take_from_first_(shard.parameters(), mesh)
         fully_shard(shard, mesh=mesh, mp_policy=policy)
-    model.__dict__[_WHOLE] = whole
+    model.__dict__[_SKELETON] = skeleton
 
 
-@torch.no_grad()
-def _take_from_first_(tensors: dict[str, Any], mesh: DeviceMesh, moved: dict[int, Tensor]) -> None:
-    """Replaces tensors by those of the first rank, on the device of this one; `moved` are those by identity that were,
-    so that tied weights stay one."""
+def _take_from_first_(tensors: Iterable[Tensor], mesh: DeviceMesh) -> None:
+    """Move whole tensors to the device of this rank, with the values of the first one."""
     device = _device_of(mesh)
-    for name, tensor in tensors.items():
-        if tensor is None or isinstance(tensor, DTensor):
-            continue
-        if id(tensor) not in moved:
-            value = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
-            distributed.broadcast(value, group=mesh.get_group(), group_src=0)
-            is_weight = isinstance(tensor, nn.Parameter)
-            moved[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_weight else value
-        tensors[name] = moved[id(tensor)]
+    for tensor in tensors:
+        if not isinstance(tensor, DTensor):
+            tensor.data = tensor.data.to(device)
+            distributed.broadcast(tensor.data, group=mesh.get_group(), group_src=0)
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
@@ -132,26 +94,23 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def whole_copy(model: nn.Module, strategy: ModelParallelStrategy, step: int) -> nn.Module:
-    """The plain, whole model on the device of each rank: gathered once a step, the same object until it is released.
+def whole_copy(model: nn.Module, strategy: ModelParallelStrategy) -> nn.Module:
+    """Return the plain, whole model on the device of each rank.
 
     Every rank must call. The sharded model stays as it is.
 
     Raises:
         NoRoomError: on every rank, where the copy does not fit on one of them.
     """
-    whole = _whole(model)
-    if whole.copy is None or whole.step != step:
-        whole.copy = None  # first let go, then take
-        _check_room(whole.skeleton, _least_free(strategy), strategy.root_device, strategy.num_processes)
-        whole.copy, whole.step = _gather(model, strategy.root_device, keep=True), step
-    assert whole.copy is not None
-    return whole.copy
-
-
-def release_copy_(model: nn.Module) -> None:
-    """Give the memory of the whole copy back, where there is one."""
-    _whole(model).copy = None
+    if _SKELETON not in model.__dict__:
+        raise InputError(
+            f"model: this {type(model).__name__} was sharded by other means; "
+            "call lit_layers.training.sharding.shard_ in configure_model"
+        )
+    _check_room(model.__dict__[_SKELETON], _least_free(strategy), strategy.root_device, strategy.num_processes)
+    whole = _gather(model, strategy.root_device, keep=True)
+    assert whole is not None
+    return whole
 
 
 def whole_on_first_rank(model: nn.Module, strategy: ModelParallelStrategy) -> nn.Module | None:
@@ -160,16 +119,6 @@ def whole_on_first_rank(model: nn.Module, strategy: ModelParallelStrategy) -> nn
     Every rank must call.
     """
     return _gather(model, torch.device("cpu"), keep=strategy.is_global_zero)
-
-
-def _whole(model: nn.Module) -> _Whole:
-    whole = model.__dict__.get(_WHOLE)
-    if whole is None:
-        raise InputError(
-            f"model: this {type(model).__name__} was sharded by other means; "
-            "call lit_layers.training.sharding.shard_ in configure_model"
-        )
-    return whole
 
 
 def _skeleton(model: nn.Module) -> nn.Module:
@@ -197,7 +146,7 @@ def _gather(model: nn.Module, device: torch.device, *, keep: bool) -> nn.Module 
         state[name] = copies[id(tensor)]
     if not keep:
         return None
-    plain = copy.deepcopy(_whole(model).skeleton)
+    plain = copy.deepcopy(model.__dict__[_SKELETON])
     plain.load_state_dict(state, assign=True)
     return plain.to(device).eval()
 

@@ -75,28 +75,12 @@ def sharded(root: Path, callbacks: list[L.Callback], *, ranks: int = 2, **option
     return fit(root, callbacks, **settings, **options)
 
 
-class Gatherings:
-    """Counts how often the whole model was gathered, and whether it was there for a while only."""
-
-    def __init__(self) -> None:
-        self.count, self.gather = 0, sharding._gather
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        self.count += 1
-        return self.gather(*args, **options)
-
-
 def watched(root: Path) -> dict[str, Any]:
     """Three steps with a validation after each, and what is looked for in memory afterwards."""
-    counting = Gatherings()
-    sharding._gather = counting
     options: dict[str, Any] = {"limit_val_batches": 1, "val_check_interval": 1, "check_val_every_n_epoch": None}
     trainer, lit = sharded(root, watching(root, analyses()), steps=3, module=module(dropout=0.0), **options)
-    sharding._gather = counting.gather
     lit.model.state_dict()  # shards the root again, which a validation leaves whole
     return {
-        "gatherings": counting.count,
-        "kept": sharding._whole(lit.model).copy is not None,
         "shards": all(isinstance(parameter, DTensor) for parameter in lit.model.parameters()),
         "numbers_here": sum(parameter.to_local().numel() for parameter in lit.model.parameters()),
         "numbers": sum(parameter.numel() for parameter in lit.model.parameters()),
@@ -195,22 +179,11 @@ def compiled(root: Path, backend: str) -> int:
 
 def run(folder: Path) -> int:
     warnings.simplefilter("ignore")  # of Lightning and torch among themselves
-    shard, held = modules.shard_, []
-
-    def noting(model: Any, *options: Any) -> None:
-        numbers = [parameter.numel() for parameter in model.parameters()]
-        held.append([sum(numbers), sum(n for n, p in zip(numbers, model.parameters(), strict=True) if not p.is_meta)])
-        shard(model, *options)
-
-    modules.shard_ = noting
     facts = watched(folder / "watched")
     begun = LitCausalLM(init_from=str(step_folder(folder / "watched", 3)), lr=1e-2, warmup_steps=2)
     sharded(folder / "begun", [SeriesCheckpoint([0], folder / "begun")], steps=1, module=begun)
     images = tiny_images.module(drop_path_rate=0.0)
     tiny_images.fit(folder / "images", lit=images, steps=1, devices=2, strategy=strategy(), inference_mode=False)
-    modules.shard_ = shard
-    facts["built"] = [[], []]
-    torch.distributed.all_gather_object(facts["built"], held)
     part(folder / "whole", 6)
     stopped(folder / "parts")
     torn(folder / "parts")

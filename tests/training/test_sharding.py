@@ -122,12 +122,6 @@ def test_sharded_measurements_are_those_of_one_rank_and_name_the_saved_weights(f
             assert measurement.provenance["weights_hash"] == weights_hash(saved)
 
 
-@pytest.mark.slow
-def test_the_whole_model_is_gathered_once_a_step_for_saving_and_measuring_and_then_let_go(facts):
-    assert facts["gatherings"] == 4
-    assert not facts["kept"]
-
-
 @pytest.mark.soak
 def test_sharded_training_with_analyses_and_without_ends_in_equal_bits(more):
     assert weights(more / "bare", 4) == weights(more / "seen", 4)
@@ -221,36 +215,11 @@ def test_sharded_mixed_precision_keeps_float32_weights_and_the_losses_of_one_ran
 
 
 @pytest.mark.slow
-def test_the_first_rank_alone_has_the_whole_model_in_memory_before_it_is_sharded(facts):
-    """New, begun with a saved one, and of images."""
-    first, second = facts["built"]
-    assert [each for each, _ in first] == [facts["numbers"]] * 2 + [first[2][0]]
-    assert first[2][0] > 0
-    assert all(held == size for size, held in first)
-    assert second == [[size, 0] for size, _ in first]
-
-
-@pytest.mark.slow
 def test_a_sharded_run_begins_with_the_weights_of_a_checkpoint_on_all_ranks(folder):
     given, first = (load(step_folder(folder / name, 3)).state_dict() for name in ("watched", "begun"))
     assert all(torch.equal(tensor, first[name]) for name, tensor in given.items())
     after = load(step_folder(folder / "begun", 4)).state_dict()
     assert all(not torch.equal(tensor, after[name]) for name, tensor in given.items())
-
-
-def test_what_the_first_rank_cannot_build_all_are_told():
-    asked = strategy()
-    asked.broadcast = lambda obj, src=0: obj or "no such model"  # what the first rank says
-    for rank in range(2):
-        asked.set_world_ranks = lambda: None
-        asked.cluster_environment = SimpleNamespace(global_rank=lambda rank=rank: rank)  # pyright: ignore
-        with pytest.raises(InputError, match="no such model"):
-            sharding.built_once(asked, refusing)
-
-
-def refusing(device: str) -> nn.Module:
-    assert device == "cpu"  # the others do not begin
-    raise InputError("no such model")
 
 
 @pytest.mark.soak
@@ -339,4 +308,4 @@ def test_the_recipe_turns_a_run_into_a_sharded_one(tmp_path, precision):
 
 def test_a_model_that_was_sharded_by_other_means_is_told_what_to_call():
     with pytest.raises(InputError, match="shard_ in configure_model"):
-        sharding.release_copy_(nn.Linear(2, 2))
+        sharding.whole_copy(nn.Linear(2, 2), strategy())
