@@ -54,14 +54,7 @@ class Trajectory(Analysis):
         kept = seen.mask & (position > self.drop_first)
         if self.tokens == "last":
             kept = kept & (position == position[:, -1:])
-        path, before = WalkedPath(), None
-        for of_layer in states_of_layers(seen, self.states):
-            states = of_layer[kept]
-            if before is None:
-                path.start(states)
-            else:
-                path.step(before, states)
-            before = states
+        path = WalkedPath(of_layer[kept] for of_layer in states_of_layers(seen, self.states))
         return {metric: _summaries_of_prompts(values, kept) for metric, values in _token_values(path).items()}
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
@@ -82,11 +75,11 @@ def _summaries_of_prompts(values: Tensor, kept: Tensor) -> Tensor:
 
 def _token_values(path: WalkedPath) -> dict[str, Tensor]:
     """Return the values (rows, paths) per metric; a metric of a whole path has one row."""
-    norms, lengths = path.state["norms"], path.state["lengths"]
+    norms, lengths = path.norms, path.lengths
     values = {  # what breaks off leaves the layers before alone
-        "line_shape_score": path.running_line_shape_score("nan", so_far=True),
+        "line_shape_score": path.running_line_shape_score("nan"),
         "equidistance": path.equidistance("nan")[None],
-        "growth_rate": path.growth_rates("nan", so_far=True),
+        "growth_rate": path.growth_rates("nan"),
         "state_norm": norms.where(norms.isfinite(), torch.nan),
     }
     if len(norms) > 2:  # one block has no deviation of growth
