@@ -154,29 +154,21 @@ def min_gap(values: Float[Tensor, "*n count"], *, k: int) -> Float[Tensor, "*n"]
 
 
 def random_miscoupling(
-    spectrum: Float[Tensor, "*n dim"] | int,
+    spectrum: Float[Tensor, "*n dim"],
     *,
     k: Directions = 0.1,
     p: float = 2.0,
     sign: Sign = "signed",
-    draws: int = 8,
-    seed: int = 0,
 ) -> Float[Tensor, "*n"]:
     """Return the miscoupling that unrelated bases would give: the baseline of every value.
 
     For all singular values of J1: the root mean square over independent Haar bases of J2, in closed form (`absolute`:
-    entries taken as normal, within 0.004 for dim >= 48). For a dimension: the mean over `draws` seeded pairs of
-    Gaussian matrices. Above 1 for `signed`; sqrt(2) for K = dim at p = 2.
+    entries taken as normal, within 0.004 for dim >= 48). Above 1 for `signed`; sqrt(2) for K = dim at p = 2.
 
     Raises:
         ValueError: `k` outside 1..dim, a spectrum of zeros.
     """
     check_option("sign", sign, "signed", "absolute")
-    if isinstance(spectrum, int):
-        generator = torch.Generator().manual_seed(seed)
-        dtype = torch.float64 if spectrum <= 512 else torch.float32
-        pairs = (torch.randn(2, spectrum, spectrum, generator=generator, dtype=dtype) for _ in range(draws))
-        return torch.stack([miscoupling(*pair, k=k, p=p, sign=sign) for pair in pairs]).mean()
     dim = spectrum.shape[-1]
     count = num_directions(k, dim)
     return random_miscoupling_from_norms(spectrum[..., :count], vector_norm(spectrum, dim=-1), dim=dim, p=p, sign=sign)
@@ -332,14 +324,11 @@ def linearized_rollout(
     return settled("linearized_rollout", values.clamp(-1, 1), problems, undefined)
 
 
-def cross_token_influence(
-    jacobians: Float[Tensor, "*n dim dim"], *, eps: float = 0.0, undefined: Undefined = "raise"
-) -> Influence:
+def cross_token_influence(jacobians: Float[Tensor, "*n dim dim"], *, undefined: Undefined = "raise") -> Influence:
     """Return size and rank of Jacobians between tokens: Frobenius and spectral norm, participation ratio, entropy rank.
 
     `1 <= participation_ratio <= entropy_rank <= dim`, both over the singular values themselves: a rank-r partial
-    isometry gives r for both. Rotations change nothing, scaling only the norms. `eps`, as published code has it, is
-    added to both denominators, and shares up to it are dropped.
+    isometry gives r for both. Rotations change nothing, scaling only the norms.
 
     Raises:
         ValueError: a zero matrix, whose ranks are undefined, or a non-finite one.
@@ -348,9 +337,7 @@ def cross_token_influence(
     values = torch.linalg.svdvals(jacobians).double()
     zero = values[..., 0] == 0
     total, squares = values.sum(-1), values.square().sum(-1)
-    shares = values / (total + eps)[..., None]
-    kept = torch.where(shares > eps, shares, 1.0)  # 1 log 1 = 0
-    ranks = total**2 / (squares + eps), torch.exp(-(kept * kept.log()).sum(-1))
+    ranks = total**2 / squares, torch.special.entr(values / total[..., None]).sum(-1).exp()
     ranks = [settled("rank", rank, {"a Jacobian is zero": zero}, undefined) for rank in ranks]
     norms = [norm.masked_fill(broken, math.nan) for norm in (squares.sqrt(), values[..., 0])]
     return Influence(*norms, *ranks)

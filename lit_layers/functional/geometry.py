@@ -195,7 +195,6 @@ def pool(
 
 Points = Float[Tensor, "*layers pairs dim"]
 PerLayer = Float[Tensor, "*layers"]
-JITTER = 1e-6  # of the mean variance, added to the diagonal of the covariance that whitens
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +222,6 @@ def concept_alignment(
     first: Points,
     second: Points,
     *,
-    whiten: Float[Tensor, "dim dim"] | None = None,
     shuffles: int = 10,
     seed: int = 0,
     undefined: Literal["raise", "nan"] = "raise",
@@ -238,11 +236,10 @@ def concept_alignment(
 
     Invariant to rotation, to a translation common to both words, to scaling, to the order of the pairs and to swapping
     all first with all second words (`shuffled` up to the draw). Independent isotropic deltas: 0 in expectation, with
-    standard deviation sqrt(2 / (pairs (pairs - 1) dim)). `whiten` is the covariance M of the unembedding's rows: inner
-    products are then x' M^-1 y, M with 1e-6 of its mean variance added to the diagonal, as Park et al. have them.
+    standard deviation sqrt(2 / (pairs (pairs - 1) dim)).
 
     Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), figure 3, which means cosines though it never
-    writes the normalisation; Park et al., arXiv 2311.03658, for `whiten`.
+    writes the normalisation.
 
     Raises:
         ValueError: fewer than 3 pairs, shapes that differ; a zero delta, a value that is not finite, others that cancel
@@ -253,22 +250,14 @@ def concept_alignment(
         shapes = f"{tuple(first.shape)} and {tuple(second.shape)}"
         raise ValueError(f"expected first and second of one shape (*layers, pairs, dim), 3 pairs or more, got {shapes}")
     finite = (first.isfinite() & second.isfinite()).flatten(-2).all(-1)
-    problems = {"a point is not finite": ~finite, "a pair's two words are the same point": _same(first, second).any(-1)}
-    bad = ~finite[..., None, None]
-    first, second = first.masked_fill(bad, 0.0), second.masked_fill(bad, 0.0)
-    origin = first.mean(-2, keepdim=True)
-    seen = [_whitened(points - origin, whiten) for points in (first, second)]
-    deltas = seen[1] - seen[0]
-    directions = _directions(deltas, _same(first, second))
+    first, second = without(first, ~finite), without(second, ~finite)
+    deltas = second - first
+    problems = {"a point is not finite": ~finite, "a pair's two words are the same point": ~deltas.any(-1).all(-1)}
+    directions = _directions(deltas)
     by_pair = _with_others(directions)
     cosines, cancelled = _with_mean_of_others(deltas, directions)
-    shuffled = torch.stack(
-        [
-            _mean_cosine(_directions(seen[1][..., order, :] - seen[0], same), ~same)
-            for order in _derangements(first.shape[-2], shuffles, seed)
-            for same in [_same(first, second[..., order, :])]
-        ]
-    ).mean(0)
+    orders = _derangements(first.shape[-2], shuffles, seed)
+    shuffled = torch.stack([_mean_cosine(_directions(second[..., order, :] - first)) for order in orders]).mean(0)
     shuffled_problems = problems | {"no two words of a shuffled pair differ": shuffled.isnan()}
     lone = problems | {"the deltas of the other pairs cancel": cancelled.any(-1)}
     per_pair = {reason: where[..., None] for reason, where in problems.items()}
@@ -281,24 +270,8 @@ def concept_alignment(
     )
 
 
-def _same(first: Points, second: Points) -> Tensor:
-    """Return which pairs are one point, before any rounding."""
-    return (first == second).all(-1)
-
-
-def _whitened(points: Points, covariance: Tensor | None) -> Points:
-    """Return points whose plain inner product is x' M^-1 y of the given points."""
-    if covariance is None:
-        return points
-    covariance, dim = widened(covariance).to(points.device), points.shape[-1]
-    jitter = JITTER * covariance.trace() / dim
-    factor = torch.linalg.cholesky(covariance + jitter * torch.eye(dim).to(covariance))
-    return torch.linalg.solve_triangular(factor, points.mT, upper=False).mT
-
-
-def _directions(deltas: Points, same: Tensor) -> Points:
+def _directions(deltas: Points) -> Points:
     """Return deltas of norm 1; 0 for a pair that is one point."""
-    deltas = deltas.masked_fill(same[..., None], 0.0)
     norms = torch.linalg.vector_norm(deltas, dim=-1, keepdim=True)
     return deltas / norms.where(norms > 0, 1.0)
 
@@ -310,9 +283,9 @@ def _with_others(directions: Points) -> Tensor:
     return ((directions * total).sum(-1) - squares) / (directions.shape[-2] - 1)
 
 
-def _mean_cosine(directions: Points, defined: Tensor) -> PerLayer:
+def _mean_cosine(directions: Points) -> PerLayer:
     """Return the mean over two different pairs that have a direction: (|sum u|^2 - count) / (count (count - 1))."""
-    count = defined.sum(-1).double()
+    count = directions.any(-1).sum(-1).double()
     mean = (directions.sum(-2).square().sum(-1) - count) / (count * (count - 1))
     return mean.masked_fill(count < 2, torch.nan)
 

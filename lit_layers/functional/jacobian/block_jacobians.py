@@ -23,7 +23,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from lit_layers.functional._checks import check_option
 from lit_layers.functional.jacobian.block_call import (
     Alignment,
     Attention,
@@ -53,15 +52,14 @@ def block_jacobian(
     in_tokens: int | Sequence[int] | Literal["same", "all"] = "same",
     mask: Bool[Tensor, "batch tokens"] | None = None,
     residual: bool = True,
-    identity: Literal["same_token", "always"] = "same_token",
     route: Route = "auto",
 ) -> Tensor:
     """Return the Jacobians of a block's residual branch between tokens: rows are outputs, columns inputs.
 
     `J = d f(X)[t_out] / d X[t_in]` with `block(X) = X + f(X)`, or `block = f` for `residual=False`. The identity is
-    subtracted where `t_in` is `t_out`, because only there the skip connects the two; `identity="always"` subtracts it
-    for every pair, as published code does. Token positions count among a prompt's real tokens (`mask`): 0 is the
-    first, -1 the last. The block must treat prompts independently and be in evaluation mode.
+    subtracted where `t_in` is `t_out`, because only there the skip connects the two. Token positions count among a
+    prompt's real tokens (`mask`): 0 is the first, -1 the last. The block must treat prompts independently and be in
+    evaluation mode.
 
     Shapes: `(batch, dim, dim)` when both tokens are single (an int, or "same" for `in_tokens`); `(batch, out, dim,
     dim)` for several output tokens with "same"; `(batch, out, in, dim, dim)` otherwise, where "all" are all `tokens`
@@ -75,7 +73,7 @@ def block_jacobian(
     block on whole prompts. `route` forces a way.
 
     Source: Aubry et al., "Transformer block coupling and its correlation with generalization in LLMs", eq. 4; there
-    the identity is subtracted as by `identity="always"`.
+    the identity is subtracted for every pair.
 
     Raises:
         ValueError: a token position that a prompt does not have, a prompt without real tokens, half precision.
@@ -94,11 +92,9 @@ def block_jacobian(
             in_tokens=in_tokens,
             mask=alignment.mask,
             residual=residual,
-            identity=identity,
             route=route,
         )
         return _of_all_places(jacobians, alignment) if in_tokens == "all" else jacobians
-    check_option("identity", identity, "same_token", "always")
     # inference tensors cannot enter a graph, so everything is made outside that mode
     with torch.inference_mode(False), torch.no_grad():
         mask = torch.ones(hidden.shape[:2]).bool() if mask is None else mask.bool()
@@ -108,7 +104,8 @@ def block_jacobian(
         with exact_arithmetic(hidden.device):
             jacobians = _compute(block, hidden, outs, ins, route)  # (batch, out, in, dim, dim)
         if residual:
-            _subtract_identity_(jacobians, outs, ins, always=identity == "always")
+            skip = (outs[..., None] == ins)[..., None]
+            jacobians.diagonal(dim1=-2, dim2=-1).sub_(skip.to(jacobians.dtype))
         if in_tokens == "all":
             padded = ~torch.gather(mask[:, None].expand(-1, outs.shape[1], -1), 2, ins)
             jacobians.masked_fill_(padded[..., None, None], 0)
@@ -155,11 +152,6 @@ def _input_places(in_tokens: int | Sequence[int] | Literal["same", "all"], outs:
     else:
         ins = token_places(in_tokens, mask, "in_tokens")
     return ins[:, None].expand(-1, outs.shape[1], -1)
-
-
-def _subtract_identity_(jacobians: Tensor, outs: Tensor, ins: Tensor, *, always: bool) -> None:
-    skip = torch.ones_like(ins, dtype=torch.bool) if always else outs[..., None] == ins
-    jacobians.diagonal(dim1=-2, dim2=-1).sub_(skip[..., None].to(jacobians.dtype))
 
 
 def _compute(block: Block, hidden: Tensor, outs: Tensor, ins: Tensor, route: Route) -> Tensor:
