@@ -37,7 +37,6 @@ from lit_layers.tasks.text_features import (
     text_features,
 )
 
-_RELEASED = {"states": "hf", "unit": False, "side": "smaller", "alpha2": "frobenius"}  # in both of Skean et al.'s
 AT_ONCE = 64  # prompts: 64 x 16 views x 4,096 x 8 B = 34 MB
 LITTLE = 10.0  # scatter within prompts over delta, below which delta decides along with the states
 
@@ -65,8 +64,7 @@ class Invariance(Analysis):
     such layers in the tag `num_undefined_layers`. Prompts without a vector at one of the other layers are left out of
     all, and counted in `num_undefined`. The model runs in float32 or wider.
 
-    Presets are the code of Skean et al. (arXiv 2502.02013), "released_code" of 2024-09, "released_code_later" of 2025.
-    The later code centres and scales vectors within each mini-batch; here the batch is all prompts.
+    Preset "released_code" is the code of Skean et al. (arXiv 2502.02013) of 2024-09.
 
     Args:
         texts: where the texts come from.
@@ -75,7 +73,6 @@ class Invariance(Analysis):
         num_views: of each text.
         share, max_words: of `make_views`.
         max_tokens: a longer view loses its end; also at the model's own limit.
-        rescale: "centered_unit" subtracts each view's mean over prompts and scales vectors to norm 1, before all else.
         unit, temperature, form: of `infonce`; `unit` also of `dime`.
         delta: of `lidar`.
         alpha, alpha2, normalizations: of the entropies of `lidar` and `dime`.
@@ -86,8 +83,13 @@ class Invariance(Analysis):
     SEES = "text"
     LEAST: ClassVar = {"alpha": 1e-6, "temperature": 1e-6, "num_views": 2}
     PRESETS: ClassVar = {
-        "released_code": {**_RELEASED, "pooling": "centered_unit_mean", "form": "ntxent"},
-        "released_code_later": {**_RELEASED, "pooling": "mean", "rescale": "centered_unit", "form": "cross"},
+        "released_code": {
+            "states": "hf",
+            "pooling": "centered_unit_mean",
+            "unit": False,
+            "side": "smaller",
+            "alpha2": "frobenius",
+        }
     }
 
     texts: Texts
@@ -100,7 +102,6 @@ class Invariance(Analysis):
     max_tokens: int = 512
     states: States = "resid"
     pooling: Pooling = "mean"
-    rescale: Literal["none", "centered_unit"] = "none"
     unit: bool = True
     form: Literal["ntxent", "cross"] = "ntxent"
     temperature: float = 0.1
@@ -112,7 +113,7 @@ class Invariance(Analysis):
     permutations: int = 10
     seed: int = 0
     num_halves: int = 20
-    preset: Literal["released_code", "released_code_later"] | None = None
+    preset: Literal["released_code"] | None = None
     _encoded: dict[int, EncodedTexts] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def check(self, model: LayeredModel) -> None:
@@ -147,7 +148,7 @@ class Invariance(Analysis):
 
         def layer_values(layer: int) -> _OfLayer:
             vectors = features.layer(layer).unflatten(0, (self.num_views, -1))[:, kept]
-            vectors = self._rescaled(vectors.to(device))
+            vectors = vectors.to(device)
             of_sets = [self._values(vectors[:, rows]) for rows in (slice(None), *halves)]
             return layer, {key: [values[key] for values in of_sets] for key in of_sets[0]}
 
@@ -211,13 +212,6 @@ class Invariance(Analysis):
             tags = self._tags(metric, normalization) | missing
             yield from records_of_layers(metric, columns[:, 0], of_halves, n, tags, counted)
 
-    def _rescaled(self, vectors: Tensor) -> Tensor:
-        """Return the vectors (views, prompts, dim) rescaled as the option `rescale` says."""
-        if self.rescale == "none":
-            return vectors
-        vectors = vectors.double() - vectors.double().mean(1, keepdim=True)
-        return torch.nn.functional.normalize(vectors, dim=-1, eps=torch.finfo(torch.float64).tiny)
-
     def _values(self, vectors: Tensor) -> dict[_Metric, float]:
         """Return the values of one layer's vectors (views, prompts, dim) by metric and normalization.
 
@@ -247,7 +241,7 @@ class Invariance(Analysis):
         options += [] if is_chance else ["share", "max_words"]
         options += ["alpha"] if metric in ("lidar", "dime") else []
         if not self.preset:
-            options += [] if is_chance else ["states", "pooling", "rescale"]
+            options += [] if is_chance else ["states", "pooling"]
             of_kind = {"infonce": ["unit", "form"], "lidar": ["alpha2"], "dime": ["unit", "side", "alpha2"]}
             options += of_kind.get(kind, [])
         tags: dict[str, Any] = {} if normalization == "raw" else {"normalization": normalization}

@@ -48,7 +48,7 @@ from lit_layers.models.view import (
 from lit_layers.prompt_values import DIMENSION
 from lit_layers.records import Record
 
-# Skean et al., releases of 2024-09 and of 2025, of arXiv 2502.02013.
+# What the code of Skean et al., arXiv 2502.02013, sets otherwise.
 _RELEASED = {"center": True, "unit": True, "clamp": True, "states": "hf", "side": "smaller", "alpha2": "frobenius"}
 
 
@@ -84,25 +84,20 @@ class Representation(Analysis):
 
     Preset "released_code" gives the two entropies, and `token_angle` in place of the curvature, as the code of Skean et
     al. did (arXiv 2502.02013, release of 2024-09): states "hf", centred unit tokens, negative Gram entries clamped.
-    "released_code_later" is the release of 2025, with its `token_curvature` of centred unit tokens; for alpha 2 its
-    entropies are too high by 2 log of the rows. It centres and scales pooled vectors within each mini-batch: here the
-    batch is all prompts. Neither preset has the ranks.
+    It has no ranks.
 
     Args:
         batches: what is measured on.
         alpha, alpha2, clamp, side: of the entropies, as in `matrix_entropy`.
         center, unit: of the tokens, before entropies and ranks.
-        pooling: of the vectors of `dataset_entropy`; `center_pooled` and `unit_pooled` are done to them.
+        pooling: of the vectors of `dataset_entropy`.
         normalizations: of the entropies.
         drop_first: how many first tokens are left out of entropies and ranks; each number gives its own.
         rankme: whether that is measured, too.
     """
 
     LEAST: ClassVar = {"alpha": 1e-6}
-    PRESETS: ClassVar = {
-        "released_code": {**_RELEASED, "pooling": "centered_unit_mean"},
-        "released_code_later": {**_RELEASED, "pooling": "mean", "center_pooled": True, "unit_pooled": True},
-    }
+    PRESETS: ClassVar = {"released_code": {**_RELEASED, "pooling": "centered_unit_mean"}}
 
     batches: Batches
     name: str = "representation"
@@ -113,14 +108,12 @@ class Representation(Analysis):
     clamp: bool = False
     side: Side = "rows"
     pooling: Pooling = "mean"
-    center_pooled: bool = False
-    unit_pooled: bool = False
     normalizations: tuple[Normalization, ...] = ("raw", "maxEntropy")
     drop_first: tuple[int, ...] = (0, 1)
     rankme: bool = False
     num_halves: int = 20
     states: States = "resid"
-    preset: Literal["released_code", "released_code_later"] | None = None
+    preset: Literal["released_code"] | None = None
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         return stack_layers([self._layer_values(hidden, seen.mask) for hidden in states_of_layers(seen, self.states)])
@@ -131,13 +124,11 @@ class Representation(Analysis):
         needs_entries = self.clamp or (self.alpha == 2 and self.alpha2 == "frobenius")  # not only singular values
         for dropped in self.drop_first if needs_entries else ():
             values |= self._entropies(hidden, mask, dropped)
-        if not self.preset:
-            values |= self._ranks(hidden, mask, () if needs_entries else self.normalizations)
-        if self.preset == "released_code":
+        if self.preset:
             values["token_angle", None, None] = token_angle(hidden, mask, undefined="nan")
         else:
-            as_later: Any = {"center": True, "unit": True, "fold": True, "undefined": "zero"}
-            angles = curvature_and_missing(hidden, mask, **(as_later if self.preset else {"undefined": "skip"}))  # pyright: ignore
+            values |= self._ranks(hidden, mask, () if needs_entries else self.normalizations)
+            angles = curvature_and_missing(hidden, mask, undefined="skip")
             values["token_curvature", None, None], values[MISSING_ANGLES] = angles
         return {**values, POOLED: pooled_vectors(hidden, mask, self.pooling)}
 
@@ -154,7 +145,7 @@ class Representation(Analysis):
         how: Any = {"center": self.center, "unit": self.unit, "drop_first": dropped, **self._matrix_options()}
         values = matrix_entropy(states, mask, **how)
         num_rows = (mask.sum(-1) - dropped).clamp(min=0).to(values.device)
-        values = (values + self._excess(num_rows)).masked_fill(num_rows < 2, math.nan)
+        values = values.masked_fill(num_rows < 2, math.nan)
         how = {"num_rows": num_rows, "dim": states.shape[-1], "undefined": "nan"}
         return {
             ("prompt_entropy", each, dropped): divided("prompt_entropy", values, {}, normalization=each, **how)
@@ -178,11 +169,6 @@ class Representation(Analysis):
         options = {name: getattr(self, name) for name in ("alpha", "alpha2", "clamp", "side")}
         return options | {"undefined": "nan"}
 
-    def _excess(self, num_rows: Tensor) -> Tensor:
-        """Return what dividing the Gram matrix of unit rows by its trace, and then by its size, adds at order 2."""
-        off = self.preset == "released_code_later" and self.alpha == 2
-        return 2 * num_rows.clamp(min=1).double().log() * off
-
     def dataset_records(self, pooled: Tensor) -> Iterator[Record]:
         """Yield the records of pooled vectors (layers + 1, prompts, dim)."""
         _, kept = complete(~pooled.isnan().any(-1))
@@ -190,8 +176,9 @@ class Representation(Analysis):
         n = pooled.shape[1]
         if not n:
             return
-        tags, whole = self.tags("dataset_entropy") | left_out("", ~kept), self._dataset_entropy(pooled)
-        of_halves = values_of_halves(self._dataset_entropy, pooled, self.num_halves)
+        entropies = functools.partial(dataset_entropy, **self._matrix_options())
+        tags, whole = self.tags("dataset_entropy") | left_out("", ~kept), entropies(pooled)
+        of_halves = values_of_halves(entropies, pooled, self.num_halves)
         for normalization in self.normalizations:
             most, most_of_half = _most(normalization, n, dim), _most(normalization, n // 2, dim)
             if most == 0:
@@ -200,18 +187,13 @@ class Representation(Analysis):
             all_tags = {"normalization": normalization} | tags
             yield from records_of_layers("dataset_entropy", whole / most, spread, n, all_tags)
 
-    def _dataset_entropy(self, pooled: Tensor) -> Tensor:
-        how: Any = {"center": self.center_pooled, "unit": self.unit_pooled}
-        values = dataset_entropy(pooled, **how, **self._matrix_options())
-        return values + self._excess(torch.tensor(pooled.shape[-2])).to(values.device)
-
     def tags(self, metric: str) -> dict[str, Any]:
         """Return tags for the options that differ from their defaults."""
         options = ["alpha", "alpha2", "clamp", "side"] if "entropy" in metric else []
         if self.preset:
             return self.tags_of(*options[:1], "preset")
         if metric == "dataset_entropy":
-            options += ["pooling", "center_pooled", "unit_pooled"]
+            options += ["pooling"]
         elif metric != "token_curvature":
             options += ["center", "unit"]
         return self.tags_of(*options, "states")

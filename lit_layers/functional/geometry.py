@@ -28,36 +28,28 @@ Mask = Bool[Tensor, "*n tokens"]
 PerPrompt = Float[Tensor, "*n"]
 Undefined = Literal["raise", "nan"]
 
-_EPS = torch.finfo(torch.float64).eps
-
 
 def token_curvature(
     tokens: Tokens,
     mask: Mask | None = None,
     *,
     drop_first: int = 0,
-    center: bool = False,
-    unit: bool = False,
-    fold: bool = False,
-    undefined: Literal["raise", "nan", "skip", "zero"] = "raise",
+    undefined: Literal["raise", "nan", "skip"] = "raise",
 ) -> PerPrompt:
     """Return the mean angle, in radians, between consecutive differences of a prompt's tokens.
 
     Range [0, pi]: 0 on a line, pi for a zigzag a, b, a, b; pi/2 for a random walk in high dimension, 2 pi/3 for
-    independent tokens. `fold` takes |cos| instead, range [0, pi/2]. Unchanged by rotation, translation (hence by
-    `center`), positive scaling and reversal; not by `unit`, which first scales each token to norm 1, after `center`.
+    independent tokens. Unchanged by rotation, translation, positive scaling and reversal.
 
     Undefined for fewer than 3 real tokens, or where a difference is zero. `undefined="skip"` averages the angles that
-    exist, `"zero"` counts the others as 0; with both, what is still undefined is NaN.
+    exist; what is still undefined is NaN.
 
     Source: Hosseini & Fedorenko 2023; Skean et al., arXiv 2502.02013, section 3.3.2.
 
     Raises:
         ValueError: an undefined prompt with `undefined="raise"`.
     """
-    return curvature_and_missing(
-        tokens, mask, drop_first=drop_first, center=center, unit=unit, fold=fold, undefined=undefined
-    )[0]
+    return curvature_and_missing(tokens, mask, drop_first=drop_first, undefined=undefined)[0]
 
 
 def curvature_and_missing(
@@ -65,89 +57,63 @@ def curvature_and_missing(
     mask: Mask | None = None,
     *,
     drop_first: int = 0,
-    center: bool = False,
-    unit: bool = False,
-    fold: bool = False,
-    undefined: Literal["raise", "nan", "skip", "zero"] = "raise",
+    undefined: Literal["raise", "nan", "skip"] = "raise",
 ) -> tuple[PerPrompt, Int[Tensor, "*n"]]:
     """Return token_curvature, and how many of each prompt's angles do not exist because a difference is zero."""
-    check_option("undefined", undefined, "raise", "nan", "skip", "zero")
+    check_option("undefined", undefined, "raise", "nan", "skip")
     rows, kept = real_rows(widened(tokens), mask, drop_first)
     broken = not_finite(rows)
     rows = without(rows, broken)
-    no_direction = torch.zeros_like(kept)
-    if center:
-        rows = centered(rows, kept)
-    if unit:
-        rows, no_direction = unit_rows(rows, kept, after_centering=center)
     steps = rows[..., 1:, :] - rows[..., :-1, :]
     lengths = torch.linalg.vector_norm(steps, dim=-1)
-    # unit rows of one direction differ by their rounding
-    moves = (lengths > (4 * _EPS if unit else 0.0)) & ~no_direction[..., 1:] & ~no_direction[..., :-1]
+    moves = lengths > 0
     steps = steps / lengths.masked_fill(~moves, 1.0)[..., None]
-    angles = _angle(steps[..., :-1, :], steps[..., 1:, :], fold=fold)
     in_prompt = kept[..., 2:]  # packed rows: a real third token makes an angle
     exists = in_prompt & moves[..., :-1] & moves[..., 1:]
     num_in_prompt, num_exists = in_prompt.sum(-1), exists.sum(-1)
-    values = angles.masked_fill(~exists, 0.0).sum(-1) / (num_exists if undefined == "skip" else num_in_prompt)
+    values = _angle(steps[..., :-1, :], steps[..., 1:, :]).masked_fill(~exists, 0.0).sum(-1) / num_exists
     missing = num_in_prompt - num_exists
     problems = {"a token is not finite": broken, "it takes 3 real tokens": num_in_prompt == 0}
-    if undefined in ("raise", "nan"):
-        problems["neighbouring tokens are equal"] = missing > 0
-    elif undefined == "skip":
+    if undefined == "skip":
         problems["no angle exists"] = num_exists == 0
+    else:
+        problems["neighbouring tokens are equal"] = missing > 0
     return settled("token_curvature", values, problems, "raise" if undefined == "raise" else "nan"), missing
 
 
 def token_angle(
-    tokens: Tokens,
-    mask: Mask | None = None,
-    *,
-    lag: int = 1,
-    drop_first: int = 0,
-    center: bool = True,
-    unit: bool = True,
-    undefined: Undefined = "raise",
+    tokens: Tokens, mask: Mask | None = None, *, drop_first: int = 0, undefined: Undefined = "raise"
 ) -> PerPrompt:
-    """Return the mean angle, in radians, between the vectors of tokens `lag` apart.
+    """Return the mean angle, in radians, between the vectors of neighbouring tokens, from which their mean is taken.
 
-    With `center` the mean token is subtracted before.
-
-    Range [0, pi]: two tokens, centred, are exactly pi apart; equal tokens 0 without `center`. Unchanged by rotation and
-    positive scaling; with `center` by translation. `unit` scales tokens to norm 1 as released code does, which changes
-    no angle. Not to be drawn on one axis with token_curvature.
+    Range [0, pi]: two tokens are exactly pi apart. Unchanged by rotation, translation and positive scaling. Not to be
+    drawn on one axis with token_curvature.
 
     Source: released as "curvature" by Skean et al. (OFSkean/information_flow, 2024-09); their arccos gives NaN where
     rounding leaves [-1, 1], this does not.
 
     Raises:
-        ValueError: no more than `lag` real tokens, or a token that is zero (with `center`: equal to the mean); NaN
-            there with `undefined="nan"`.
+        ValueError: no more than one real token, or a token that is equal to the mean; NaN there with
+            `undefined="nan"`.
     """
     rows, kept = real_rows(widened(tokens), mask, drop_first)
     broken = not_finite(rows)
-    rows = without(rows, broken)
-    if center:
-        rows = centered(rows, kept)
-    # an angle needs directions, so `unit` is taken either way
-    rows, no_direction = unit_rows(rows, kept, after_centering=center)
-    in_prompt = kept[..., lag:]
-    angles = _angle(rows[..., : in_prompt.shape[-1], :], rows[..., lag:, :]).masked_fill(~in_prompt, 0.0)
-    undirected = no_direction[..., lag:] | no_direction[..., : in_prompt.shape[-1]]
+    rows, no_direction = unit_rows(centered(without(rows, broken), kept), kept, after_centering=True)
+    in_prompt = kept[..., 1:]
+    angles = _angle(rows[..., :-1, :], rows[..., 1:, :]).masked_fill(~in_prompt, 0.0)
     problems = {
         "a token is not finite": broken,
-        f"it takes {lag + 1} real tokens": ~in_prompt.any(-1),
-        "a token is zero, or equal to the mean that is subtracted": (undirected & in_prompt).any(-1),
+        "it takes 2 real tokens": ~in_prompt.any(-1),
+        "a token is equal to the mean that is subtracted": (
+            (no_direction[..., 1:] | no_direction[..., :-1]) & in_prompt
+        ).any(-1),
     }
     return settled("token_angle", angles.sum(-1) / in_prompt.sum(-1), problems, undefined)
 
 
-def _angle(u: Tensor, w: Tensor, *, fold: bool = False) -> Tensor:
+def _angle(u: Tensor, w: Tensor) -> Tensor:
     """Return the angle between unit vectors; unlike arccos it is exact near 0 and pi."""
-    apart, together = torch.linalg.vector_norm(u - w, dim=-1), torch.linalg.vector_norm(u + w, dim=-1)
-    if fold:
-        apart, together = torch.minimum(apart, together), torch.maximum(apart, together)
-    return 2 * torch.atan2(apart, together)
+    return 2 * torch.atan2(torch.linalg.vector_norm(u - w, dim=-1), torch.linalg.vector_norm(u + w, dim=-1))
 
 
 # From the tokens of a prompt to one vector.

@@ -134,21 +134,6 @@ def test_the_released_preset_has_its_own_form_of_alpha_2(model, folder, states):
     assert found.value == pytest.approx(-math.log(lambdas.square().sum().item() / 32**2), rel=1e-8)
 
 
-def test_the_later_preset_centres_each_view_over_its_prompts_and_seeks_across(model, folder, states):
-    analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), preset="released_code_later", **OPTIONS)
-    records = list(records_of(analysis, LayeredModel(model)))
-    tags = {"preset": "released_code_later"}
-    for layer in LAYERS:
-        rows = vectors(states[1], layer, lambda tokens: tokens.mean(0))
-        rows = rows - rows.mean(1, keepdim=True)
-        rows = rows / rows.norm(dim=-1, keepdim=True)
-        expected = infonce(rows[0], rows[1], unit=False, form="cross").item()
-        assert find(records, "infonce", layer, **tags).value == pytest.approx(expected, rel=1e-9)
-        share = find(records, "infonce_share", layer, **tags).value
-        assert share == pytest.approx(1 - expected / math.log(24), rel=1e-9)
-    assert find(records, "infonce_chance", **tags).value == pytest.approx(math.log(24), rel=1e-12)
-
-
 def test_a_layer_where_all_prompts_are_one_vector_has_no_value_and_the_others_stay(tmp_path):
     model = saved_bert(tmp_path)
     analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(tmp_path), pooling="cls", **OPTIONS)
@@ -193,7 +178,7 @@ def test_it_is_measured_like_every_analysis(model, folder):
 
 def test_processes_divide_the_texts_and_then_the_layers(model, folder, monkeypatch):
     monkeypatch.setattr(text_features, "BATCH_TOKENS", 100)  # some three texts
-    options = {"preset": "released_code_later", **OPTIONS}
+    options = {"preset": "released_code", **OPTIONS}
     analysis, view = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), **options), LayeredModel(model)
     alone = list(records_of(analysis, view))
     (found,), _ = found_by_ranks(model, [analysis], 3)

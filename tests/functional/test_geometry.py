@@ -94,33 +94,15 @@ def test_rotation_translation_scaling_and_reversal_do_not_change_curvature(seed)
     expected = token_curvature(tokens).item()
     for changed in (tokens @ rotation(5, seed), tokens - 7, tokens * 1e-4, tokens.flip(0)):
         assert token_curvature(changed).item() == pytest.approx(expected, rel=1e-10)
-    assert token_curvature(tokens, center=True).item() == pytest.approx(expected, rel=1e-12)
 
 
-def test_unit_tokens_and_their_order_change_curvature():
+def test_the_order_of_tokens_changes_curvature():
     tokens = random(9, 5)
-    lengths = tokens.norm(dim=-1, keepdim=True)
-    assert token_curvature(tokens, unit=True).item() == pytest.approx(curvature_of(tokens / lengths), rel=1e-12)
-    assert token_curvature(tokens, unit=True).item() != pytest.approx(token_curvature(tokens).item(), rel=1e-3)
     assert token_curvature(tokens[torch.randperm(9)]).item() != pytest.approx(token_curvature(tokens).item(), rel=1e-3)
 
 
-def test_folding_takes_the_absolute_cosine():
-    tokens = random(40, 3)
-    steps = np.diff(tokens.numpy(), axis=0)
-    folded = [min(angle(a, b), PI - angle(a, b)) for a, b in itertools.pairwise(steps)]
-    assert token_curvature(tokens, fold=True).item() == pytest.approx(np.mean(folded), rel=1e-12)
-
-
-def test_centering_comes_before_scaling_to_norm_one():
-    tokens = random(9, 5) + 3
-    centered = tokens - tokens.mean(0)
-    expected = curvature_of(centered / centered.norm(dim=-1, keepdim=True))
-    assert token_curvature(tokens, center=True, unit=True).item() == pytest.approx(expected, rel=1e-12)
-
-
 @pytest.mark.parametrize("metric", [token_curvature, token_angle])
-@pytest.mark.parametrize("options", [{}, {"drop_first": 1}, {"center": True, "unit": True}])
+@pytest.mark.parametrize("options", [{}, {"drop_first": 1}])
 def test_padding_on_any_side_and_junk_in_it_change_nothing(metric, options):
     prompts = [random(count, 5, seed=count) for count in (11, 6, 8, 5, 6)]
     tokens, mask = padded(prompts, ["left", "left", "right", "both", "holes"])
@@ -136,7 +118,7 @@ def test_dropping_first_tokens_counts_the_real_ones():
     assert token_curvature(tokens, mask, drop_first=3)[0].item() == pytest.approx(curvature_of(prompt[3:]), rel=1e-12)
 
 
-def test_a_repeated_token_is_refused_nan_skipped_or_zero_as_asked():
+def test_a_repeated_token_is_refused_nan_or_skipped_as_asked():
     tokens = random(2, 6, 4)
     tokens[1, 3] = tokens[1, 2]
     with pytest.raises(
@@ -152,20 +134,13 @@ def test_a_repeated_token_is_refused_nan_skipped_or_zero_as_asked():
     values, missing = curvature_and_missing(tokens, undefined="skip")
     np.testing.assert_allclose(values, [untouched, np.mean(angles)], rtol=1e-12)
     assert missing.tolist() == [0, 2]
-    np.testing.assert_allclose(token_curvature(tokens, undefined="zero"), [untouched, sum(angles) / 4], rtol=1e-12)
-
-
-def test_tokens_of_one_direction_do_not_move_once_scaled_to_norm_one():
-    tokens = torch.outer(torch.tensor([1.0, 3.0, 7.0, 11.0]).double(), random(5))
-    assert token_curvature(tokens, unit=True, undefined="zero") == 0
-    assert token_curvature(tokens, unit=True, undefined="nan").isnan()
 
 
 def test_curvature_needs_three_real_tokens_whatever_is_done_about_equal_ones():
     tokens, mask = padded([random(2, 4), random(3, 4)], ["left", "right"])
     with pytest.raises(ValueError, match=r"undefined at element \(0,\): it takes 3 real tokens"):
         token_curvature(tokens, mask)
-    for undefined in ("nan", "skip", "zero"):
+    for undefined in ("nan", "skip"):
         assert token_curvature(tokens, mask, undefined=undefined).isnan().tolist() == [True, False]
     assert token_curvature(torch.ones(5, 3), undefined="skip").isnan()
     assert token_curvature(torch.ones(0, 3), undefined="nan").isnan()
@@ -174,20 +149,17 @@ def test_curvature_needs_three_real_tokens_whatever_is_done_about_equal_ones():
 # ---------------------------------------------------------------------------------------- token_angle
 
 
-@pytest.mark.parametrize("lag", [1, 3])
-@pytest.mark.parametrize("unit", [True, False])
-def test_token_angle_is_the_mean_angle_of_centred_tokens_some_apart(lag, unit):
+def test_token_angle_is_the_mean_angle_of_centred_neighbours():
     tokens = random(9, 5) + 1
     centered = tokens.numpy() - tokens.numpy().mean(0)
-    expected = np.mean([angle(centered[i], centered[i + lag]) for i in range(9 - lag)])
-    assert token_angle(tokens, lag=lag, unit=unit).item() == pytest.approx(expected, rel=1e-12)
+    expected = np.mean([angle(a, b) for a, b in itertools.pairwise(centered)])
+    assert token_angle(tokens).item() == pytest.approx(expected, rel=1e-12)
 
 
 def test_two_centred_tokens_are_opposite_and_equal_ones_without_an_angle():
     assert token_angle(random(2, 5)).item() == PI
     equal = torch.full((3, 3), 0.1, dtype=torch.float64)  # whose sum over 3 is not 0.1
-    assert token_angle(equal, center=False) == 0
-    with pytest.raises(ValueError, match="token_angle is undefined: a token is zero, or equal to the mean"):
+    with pytest.raises(ValueError, match="token_angle is undefined: a token is equal to the mean"):
         token_angle(equal)
     assert token_angle(equal, undefined="nan").isnan()
 
@@ -199,7 +171,8 @@ def test_a_token_at_the_mean_up_to_rounding_has_no_angle():
 
 def test_token_angle_is_never_nan_where_the_released_arccos_leaves_its_range():
     tokens = random(1, 64).float().expand(50, 64) * torch.linspace(1, 2, 50)[:, None]
-    assert token_angle(tokens, center=False).item() == pytest.approx(0, abs=1e-7)
+    # on a line, half of them on either side of their mean
+    assert token_angle(tokens).item() == pytest.approx(PI / 49, abs=1e-7)
 
 
 def test_rotation_scaling_and_translation_do_not_change_token_angle():
@@ -208,10 +181,10 @@ def test_rotation_scaling_and_translation_do_not_change_token_angle():
         assert token_angle(changed).item() == pytest.approx(token_angle(tokens).item(), rel=1e-10)
 
 
-def test_token_angle_needs_more_tokens_than_the_lag():
-    with pytest.raises(ValueError, match="it takes 4 real tokens"):
-        token_angle(random(3, 5), lag=3)
-    assert token_angle(random(3, 5), lag=5, undefined="nan").isnan()
+def test_token_angle_needs_two_tokens():
+    with pytest.raises(ValueError, match="it takes 2 real tokens"):
+        token_angle(random(1, 5))
+    assert token_angle(random(1, 5), undefined="nan").isnan()
 
 
 # ---------------------------------------------------------------------------------------- cosines between layers
