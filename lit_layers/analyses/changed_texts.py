@@ -87,6 +87,7 @@ class Invariance(Analysis):
             "states": "hf",
             "pooling": "centered_unit_mean",
             "unit": False,
+            "form": "ntxent",
             "side": "smaller",
             "alpha2": "frobenius",
         }
