@@ -35,7 +35,7 @@ NAMES: Mapping[str, type[Analysis]] = {analysis.name: analysis for analysis in _
 COSTLY = (Coupling, TokenCoupling, CrossTokenInfluence)  # take derivatives: few and short texts will do
 # Of those groups what other analyses or other options give.
 _ELSEWHERE = {
-    *("rankme", "token_angle", "compression", "same_token_coupling", "excess_same_token_coupling"),
+    *("rankme", "token_angle", "compression"),
     *("prefix_matching_score", "best_prefix_matching_score", "random_prefix_matching_score", "in_context_score"),
     *("ngram_divergence", "random_ngram_divergence"),
 }

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, Rows, Values
 from lit_layers.analyses.statistics import TagDict, Tags, left_out, summarize
@@ -25,8 +25,8 @@ from lit_layers.functional.coupling import (
     num_directions,
     singular_factors,
 )
-from lit_layers.functional.jacobian.block_jacobians import block_jacobian, token_places
-from lit_layers.models.view import Batch, LayeredModel, Trajectory, evenly_spread, final_norm
+from lit_layers.functional.jacobian.block_jacobians import block_jacobian
+from lit_layers.models.view import Batch, LayeredModel, Trajectory, evenly_spread
 from lit_layers.records import Record
 
 
@@ -91,14 +91,11 @@ class TokenCoupling(Analysis):
     prompts); each with its `random_..` (what unrelated bases would give) and `excess_..` (0 random, 1 shared), and as a
     table over tokens `.._pair`, with tags `token` (of J1) and `other_token` (of the bases): the place in the prompt in
     per cent, 0 its first token and 100 its last, so that prompts of any length share a table. A prompt with fewer than
-    `num_tokens` tokens takes part with all of them, but in the means alone. For l != l' also `same_token_coupling` and
-    its excess: the blocks at one token, meaned over tokens; and, where `pairs` is "all", that over all pairs of
-    blocks, a record without a layer. Besides `min_gap` and `num_tied` (Jacobians whose leading directions are not
-    well determined).
+    `num_tokens` tokens takes part with all of them, but in the means alone. Besides `min_gap` and `num_tied` (Jacobians
+    whose leading directions are not well determined).
 
     Pairs of a zero or non-finite Jacobian are undefined: left out of the means over tokens, and counted in the tag
-    `num_undefined_pairs`. The mean over all pairs of blocks is of the prompts that have every one.
-    Prompts of one token have no pair; they are left out and counted in the tag `num_undefined`.
+    `num_undefined_pairs`. Prompts of one token have no pair; they are left out and counted in the tag `num_undefined`.
 
     `pairs`: "same" (each block with itself), "all", or pairs (l, l'). `k`, `p` and `sign` as in
     `lit_layers.functional.coupling`. Tables of contexts look at s <= t in models without a causal mask, too.
@@ -139,9 +136,9 @@ class TokenCoupling(Analysis):
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         """Return the values of one prompt, and its number of tokens that were looked at.
 
-        Of pairs of blocks and tables the `means` (k, 3) of coupling, random and excess coupling, NaN for one token,
-        the `map` (k, tokens, tokens) and the number `undefined`; of pairs of blocks the `same` token's coupling and
-        excess (k, 2); of all Jacobians `gaps` (k, number), and which are `undefined`.
+        Of pairs of blocks and tables the `means` (k, 3) of coupling, random and excess coupling, NaN for one token, the
+        `map` (k, tokens, tokens) and the number `undefined`; of all Jacobians `gaps` (k, number), and which are
+        `undefined`.
         """
         model = seen.model
         places = evenly_spread(0, int(seen.mask.sum()) - 1, self.num_tokens)
@@ -152,8 +149,6 @@ class TokenCoupling(Analysis):
             values["means", *pair, table] = nothing[..., 0, 0]
             values["map", *pair, table] = nothing[:, 0]
             values["undefined", *pair, table] = torch.tensor(0)
-            if table == "token" and pair[0] != pair[1]:
-                values["same", *pair] = nothing[:, :2, 0, 0]
         if len(places) > 1:
             values |= self._prompt_values(seen, places, counts, pairs)
         values = {key: value[..., None] if isinstance(key, tuple) else value for key, value in values.items()}
@@ -180,8 +175,6 @@ class TokenCoupling(Analysis):
                 values["undefined", layer, other, table] = torch.tensor(num_undefined)
                 if len(places) == self.num_tokens:
                     values["map", layer, other, table] = three[:, 0].nanmean(1)
-                if table == "token" and layer != other:
-                    values["same", layer, other] = three[:, ::2, 0].diagonal(dim1=-2, dim2=-1).nanmean(-1)
             for each in {layer, other}:
                 if last_use[each] == index:
                     del blocks[each]  # 36 Jacobians of width 768 are 85 MB in float32
@@ -197,13 +190,6 @@ class TokenCoupling(Analysis):
             tags: Tags = {"k": count}
             for pair, table in itertools.product(pairs, self.tables):
                 yield from self._table_records(batches, (*pair, table), position, tags)
-            same = {pair: batches["same", *pair][position] for pair in pairs if ("same", *pair) in batches}
-            parts: list[Any] = [({"layer": a, "other_layer": b}, part) for (a, b), part in same.items()]
-            if same and self.pairs == "all":
-                parts.append(({}, torch.stack([*same.values()]).mean(0)))
-            for place, (coupling, excess) in parts:  # (prompts,) each
-                yield from summarize("same_token_coupling", coupling, **place, tags=tags)
-                yield from summarize("excess_same_token_coupling", excess, **place, tags=tags)
             counted = {**tags, **left_out("jacobians", batches["undefined"])}
             yield from gap_records(batches["gaps"][position], num_prompts, counted)
 
@@ -313,7 +299,6 @@ class CrossTokenInfluence(Analysis):
     of a zero Jacobian are undefined: left out, and counted per prompt in the tag `num_undefined_tokens`.
 
     `num_inputs`: at most so many input tokens a prompt, spread evenly over log(1 + distance); None: all of them.
-    `states="hf"` puts the final norm into the last block.
 
     Cost: a Jacobian and its singular values for each layer, prompt and input token; at width 768 one takes 0.1 s on a
     CPU core, so 12 layers and 128 tokens take 2.6 min a prompt, 32 of them 40 s.
@@ -324,7 +309,6 @@ class CrossTokenInfluence(Analysis):
     name: str = "cross_token_influence"
     num_prompts: int = 4
     num_inputs: int | None = None
-    states: Literal["resid", "hf"] = "resid"
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
         return {"batches": Rows(self.batches, limit=self.num_prompts, at_once=1)}
@@ -369,27 +353,11 @@ class CrossTokenInfluence(Analysis):
 
     def _influence(self, trajectory: Trajectory, layer: int, distances: list[int]) -> Influence:
         """Return the influence over distances, in float64 on the CPU, a few Jacobians at a time."""
-        model = trajectory.model
-        size = max(1, _ENTRIES // model.dim**2)
+        block, before = trajectory.block(layer), trajectory.hidden[layer - 1]
+        size = max(1, _ENTRIES // trajectory.model.dim**2)
         parts = []
         for start in range(0, len(distances), size):
-            tokens = [-1 - distance for distance in distances[start : start + size]]
-            block, before = trajectory.block(layer), trajectory.hidden[layer - 1]
-            how: Any = {"out_tokens": -1, "in_tokens": tokens, "mask": trajectory.mask}
-            jacobians = block_jacobian(block, before, **how)[0, 0]  # (tokens, dim, dim)
-            norm = final_norm(model)
-            if self.states == "hf" and layer == model.num_layers and norm is not None:
-                jacobians = self._through_norm(norm, trajectory, jacobians, tokens)
+            how: Any = {"in_tokens": [-1 - distance for distance in distances[start : start + size]]}
+            jacobians = block_jacobian(block, before, mask=trajectory.mask, **how)[0, 0]  # (tokens, dim, dim)
             parts.append(cross_token_influence(jacobians, undefined="nan"))
         return Influence(*(torch.cat(part).double().cpu() for part in zip(*parts, strict=True)))
-
-    def _through_norm(self, norm: nn.Module, trajectory: Trajectory, jacobians: Tensor, tokens: list[int]) -> Tensor:
-        """Return the Jacobians of the last block followed by the norm, by the chain rule.
-
-        The identity is left out where it was subtracted.
-        """
-        last = trajectory.hidden[-1][0, token_places(-1, trajectory.mask)[0, 0]]
-        (outer,) = block_jacobian(norm, last[None, None], residual=False)
-        skip = torch.tensor([token == -1 for token in tokens], device=outer.device)
-        identity = torch.eye(len(outer), device=outer.device, dtype=outer.dtype) * skip[:, None, None]
-        return outer @ (jacobians + identity) - identity

@@ -11,7 +11,7 @@ from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
-from tests.support.tiny_models import DIM, LAYERS, tiny, tiny_batch
+from tests.support.tiny_models import LAYERS, tiny, tiny_batch
 from tests.support.whole_jacobians import whole_jacobians
 
 NAMES = ("frobenius", "spectral", "participation_ratio", "entropy_rank")
@@ -53,21 +53,6 @@ def test_every_record_equals_the_definition_on_the_running_model(model):
                 assert record.value == pytest.approx(here.mean(), rel=1e-9)
                 assert record.stderr == pytest.approx(here.std(ddof=1) / 2**0.5, rel=1e-7)
     assert not records
-
-
-def test_the_final_norm_alone_changes_the_last_block_and_no_identity_is_taken_from_other_tokens(model):
-    batch = tiny_batch("gpt2", batch=1, tokens=4)
-    jacobians, states = whole_jacobians(model, model.transformer.h, {"input_ids": batch["input_ids"]})
-    normed = model.transformer.ln_f(states[-1])
-    rows = [torch.autograd.grad(normed[0, 3, row], states[-2], retain_graph=True)[0][0].numpy() for row in range(DIM)]
-    through = np.array(rows)  # (row, token, column)
-    records = found(model, batch, states="hf")
-    for distance in range(4):
-        own = np.eye(DIM) if distance == 0 else 0
-        value = records["influence_frobenius", LAYERS, distance].value
-        assert value == pytest.approx(np.linalg.norm(through[:, 3 - distance] - own), rel=1e-9)
-        value = records["influence_frobenius", 1, distance].value
-        assert value == pytest.approx(np.linalg.norm(jacobians[0, 3, 3 - distance]), rel=1e-9)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -132,20 +117,6 @@ def test_a_model_in_half_precision_is_measured_in_float32():
     assert half.keys() == whole.keys()
     for key, record in whole.items():
         assert half[key].value == record.value
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"states": "raw"}, "expected states to be one of"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused_before_anything_runs(model, options, message):
-    analysis = CrossTokenInfluence(batches=Listed(), **options)
-    with pytest.raises(InputError, match=f"^cross_token_influence: .*{message}"):
-        analysis.check(LayeredModel(model))
-    with pytest.raises(InputError, match=message):
-        list(records_of(analysis, LayeredModel(model)))
 
 
 def test_data_without_prompts_is_refused(model):

@@ -12,7 +12,7 @@ from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
-from tests.support.tiny_models import DIM, LAYERS, tiny, tiny_batch
+from tests.support.tiny_models import DIM, tiny, tiny_batch
 from tests.support.whole_jacobians import whole_jacobians
 
 
@@ -107,13 +107,6 @@ def test_every_record_equals_the_definition_on_the_running_model(model, options)
                 if s <= t:
                     spectrum = np.linalg.svd(jacobians[other - 1, t, s], compute_uv=False)
                     gaps[k].append(((spectrum[:k] - spectrum[1 : k + 1]) / spectrum[0]).min())
-        if layer != other:
-            same = [[pair[:2] for pair in tables["token"] if pair[2] == pair[3]] for tables in by_prompt]
-            same = np.array(same)  # (prompts, tokens, 2)
-            record = records.pop(("same_token_coupling", layer, other, ("k", k)))
-            assert record.value == pytest.approx(same[..., 0].mean(), abs=1e-9)
-            record = records.pop(("excess_same_token_coupling", layer, other, ("k", k)))
-            assert record.value == pytest.approx((1 - (1 - same[..., 0]) / (1 - same[..., 1])).mean(), abs=1e-9)
     for k in (4, 8):
         assert records.pop(("min_gap", None, None, ("k", k))).value == pytest.approx(min(gaps[k]), abs=1e-9)
         assert records.pop(("num_tied", None, None, ("k", k))).value == sum(gap < 1e-4 for gap in gaps[k])
@@ -167,25 +160,6 @@ def test_a_short_prompt_takes_part_in_the_means_alone_and_one_token_is_counted(m
     one = {"input_ids": padded["input_ids"][:, :1]}
     with pytest.raises(InputError, match="needs prompts of at least two tokens, all have one"):
         found(model, one, k=(4,))
-
-
-@pytest.mark.soak
-def test_images_give_the_coupling_of_blocks_averaged_over_tokens():
-    model, batch = tiny("vit", torch.float64), tiny_batch("vit", batch=2)
-    batch["pixel_values"] = batch["pixel_values"].double()
-    records = found(model, batch, k=(4,), pairs="all", tables=("token",), num_tokens=3)
-    per_image = []
-    for image in batch["pixel_values"]:
-        jacobians, _ = whole_jacobians(model, model.blocks, {"pixel_values": image[None]})
-        # the class token and 16 patches
-        pairs = [(i, j, t) for i in range(LAYERS) for j in range(LAYERS) if i != j for t in (0, 8, 16)]
-        per_image.append(
-            np.mean([coupling_by_loops(jacobians[i, t, t], jacobians[j, t, t], 4)[0] for i, j, t in pairs])
-        )
-    value = records["same_token_coupling", None, None, ("k", 4)].value
-    assert value == pytest.approx(np.mean(per_image), abs=1e-9)
-    assert records["same_token_coupling", None, None, ("k", 4)].n == 2
-    assert ("excess_same_token_coupling", None, None, ("k", 4)) in records
 
 
 def test_a_dead_block_leaves_a_gap_and_pairs_that_are_undefined_are_counted(model):

@@ -153,7 +153,7 @@ OF_THE_LAST = ("kl_to_final",)
 NOT_OF_LAYERS = ("changed_fraction", "infonce_chance", "infonce_chance_of_half", "coverage")
 # What a mean over other blocks would pass for.
 OF_ALL_BLOCKS = ("line_shape_score", "coupling", "coupling_with_diagonal", "excess_coupling", "random_coupling")
-OF_ALL_BLOCKS += ("same_token_coupling", "excess_same_token_coupling", "spectrum_slope", "spectrum_r_squared")
+OF_ALL_BLOCKS += ("spectrum_slope", "spectrum_r_squared")
 
 
 # What runs a whole model in another way, or trains it, or is refused: there is no layer to tell from another.
