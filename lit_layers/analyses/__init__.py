@@ -6,13 +6,18 @@ from lit_layers.analyses.concept_alignment import ConceptAlignment
 from lit_layers.analyses.context_use import AttentionPatterns, InContext, Induction, NgramAgreement
 from lit_layers.analyses.depth_coupling import Coupling, CouplingMatrices
 from lit_layers.analyses.jacobian_lens import JacobianLens
-from lit_layers.analyses.layer_similarity import LayerSimilarity
 from lit_layers.analyses.probes.label_probe import AttentiveProbe, LabelProbe
 from lit_layers.analyses.probes.next_token_probe import NextTokenProbe
 from lit_layers.analyses.probes.next_token_residual import NextTokenResidual
 from lit_layers.analyses.probes.task_probes import Probe, SampleSizeSweep
 from lit_layers.analyses.readout_scores import Interventions, Lens
-from lit_layers.analyses.representation import PooledStates, Representation, StateGeometry, StateMetric
+from lit_layers.analyses.representation import (
+    LayerSimilarity,
+    PooledStates,
+    Representation,
+    StateGeometry,
+    StateMetric,
+)
 from lit_layers.analyses.token_jacobians import CrossTokenInfluence, TokenCoupling
 from lit_layers.analyses.token_paths import PathsInPlane, Trajectory
 

@@ -7,10 +7,15 @@ from lit_layers import functional, metrics
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.context_use import AttentionPatterns
 from lit_layers.analyses.depth_coupling import Coupling
-from lit_layers.analyses.layer_similarity import LayerSimilarity
 from lit_layers.analyses.probes.next_token_residual import NextTokenResidual
 from lit_layers.analyses.readout_scores import Lens
-from lit_layers.analyses.representation import PooledStates, Representation, StateGeometry, StateMetric
+from lit_layers.analyses.representation import (
+    LayerSimilarity,
+    PooledStates,
+    Representation,
+    StateGeometry,
+    StateMetric,
+)
 from lit_layers.analyses.token_jacobians import CrossTokenInfluence, TokenCoupling
 from lit_layers.analyses.token_paths import PathsInPlane, Trajectory
 from lit_layers.data.batches import Batches

@@ -235,12 +235,12 @@ def test_a_wrong_option_is_refused_in_one_sentence_before_the_first_step(option,
 def test_data_with_which_no_step_can_be_measured_end_a_training_before_it_begins(train, tmp_path, monkeypatch):
     model = network(0.0)
     untrained = weights_hash(model)
-    given = [Trajectory(batches=TOKENS), LayerSimilarity(batches=TOKENS[:2], rows="prompts")]
+    given = [Trajectory(batches=TOKENS), LayerSimilarity(batches=TOKENS[:2], num_tokens=1)]
     monkeypatch.setitem(globals(), "analyses", lambda: given)
     with pytest.raises(InputError, match="layer_similarity: layer_cka needs 4 rows or more, got 2"):
         train(model, tmp_path / "run", watched=True)
     assert weights_hash(model) == untrained
-    given[1] = LayerSimilarity(batches=TOKENS, rows="prompts")
+    given[1] = LayerSimilarity(batches=TOKENS, num_tokens=1)
     train(model, tmp_path / "run", watched=True, if_exists="resume")
     measured = records.read(tmp_path / "run" / "measurements.jsonl")
     assert sorted((m.step, m.analysis) for m in measured if m.error is None) == [
