@@ -1,11 +1,13 @@
 """Checks of inputs, conversion to float32 or wider, and the handling of undefined values, shared by all metrics."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+Undefined = Literal["raise", "nan"]  # what is done about an element that has no value
 
 
 def widened(tensor: Tensor) -> Tensor:

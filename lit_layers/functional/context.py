@@ -7,7 +7,6 @@ of chance, with which every score is to be compared.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -15,11 +14,10 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lit_layers.functional._checks import settled, widened
+from lit_layers.functional._checks import Undefined, settled, widened
 
 Weights = Float[Tensor, "*n heads tokens tokens"]
 PerHead = Float[Tensor, "*n heads"]
-Undefined = Literal["raise", "nan"]
 
 
 def uniform_attention(num_tokens: int, *, causal: bool) -> Float[Tensor, "1 tokens tokens"]:

@@ -9,11 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from lit_layers.functional._checks import check_option, finite_matrices, settled, wide_matrices
+from lit_layers.functional._checks import Undefined, check_option, finite_matrices, settled, wide_matrices
 from lit_layers.functional.singular import Factors, singular_factors
 
 Sign = Literal["signed", "absolute"]
-Undefined = Literal["raise", "nan"]
 Directions = int | float
 
 

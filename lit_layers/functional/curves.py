@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from lit_layers.functional._checks import check_option, settled, widened
+from lit_layers.functional._checks import Undefined, check_option, settled, widened
 
 # Which layer is enough: rules that choose one from a curve, where the curve turns, and how sure the choice is.
 
@@ -205,9 +205,7 @@ class ExponentialLaw:
     r_squared: PerCurve
 
 
-def exponential_law(
-    residuals: Float[Tensor, "*n layers"], *, undefined: Literal["raise", "nan"] = "raise"
-) -> ExponentialLaw:
+def exponential_law(residuals: Float[Tensor, "*n layers"], *, undefined: Undefined = "raise") -> ExponentialLaw:
     """Fit PR_l = rho^(l - 1) PR_1, by least squares of log10 PR_l on l - 1 over layers 1..L (no embedding), in float64.
 
     `rho` = 10^slope: below 1, the residual shrinks by one factor per block. `pearson`, in [-1, 1], is the correlation

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lit_layers.functional._checks import (
+    Undefined,
     centered,
     check_option,
     not_finite,
@@ -37,7 +38,6 @@ from lit_layers.functional.singular import LEAST_IN_ENTROPIES, eigenvalues, prod
 Normalization = Literal["raw", "logN", "logD", "maxEntropy", "logNlogD"]
 Side = Literal["rows", "smaller"]
 AtTwo = Literal["spectrum", "frobenius"]
-Undefined = Literal["raise", "nan"]
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -169,57 +169,35 @@ def dataset_entropy(pooled: Float[Tensor, "*n prompts dim"], **options: Any) -> 
     return matrix_entropy(pooled, **options)
 
 
-def effective_rank(
-    rows: Rows,
-    mask: Mask | None = None,
-    *,
-    center: bool = False,
-    unit: bool = False,
-    drop_first: int = 0,
-    undefined: Undefined = "raise",
-) -> PerSet:
+def effective_rank(rows: Rows, mask: Mask | None = None, *, undefined: Undefined = "raise", **options: Any) -> PerSet:
     """Return the exponential of the entropy of the singular values (not squared) over their sum.
 
-    Range [1, rank]: N for N orthogonal rows of equal norm, 1 for rank one. Options, invariances and undefined sets as
-    in matrix_entropy.
+    Range [1, rank]: N for N orthogonal rows of equal norm, 1 for rank one. The options `center`, `unit` and
+    `drop_first`, invariances and undefined sets as in matrix_entropy.
 
     Source: Roy & Vetterli 2007.
     """
-    return spectrum(rows, mask, center=center, unit=unit, drop_first=drop_first).effective_rank(undefined=undefined)
+    return spectrum(rows, mask, **options).effective_rank(undefined=undefined)
 
 
 def rankme(
-    rows: Rows,
-    mask: Mask | None = None,
-    *,
-    eps: float = 1e-7,
-    center: bool = False,
-    unit: bool = False,
-    drop_first: int = 0,
-    undefined: Undefined = "raise",
+    rows: Rows, mask: Mask | None = None, *, eps: float = 1e-7, undefined: Undefined = "raise", **options: Any
 ) -> PerSet:
     """Return effective_rank with `eps` added to each of the min(rows, dim) shares, which are not normalised again.
 
     Source: Garrido et al. 2023. Otherwise as effective_rank.
     """
-    return spectrum(rows, mask, center=center, unit=unit, drop_first=drop_first).rankme(eps=eps, undefined=undefined)
+    return spectrum(rows, mask, **options).rankme(eps=eps, undefined=undefined)
 
 
 def participation_ratio(
-    rows: Rows,
-    mask: Mask | None = None,
-    *,
-    center: bool = False,
-    unit: bool = False,
-    drop_first: int = 0,
-    undefined: Undefined = "raise",
+    rows: Rows, mask: Mask | None = None, *, undefined: Undefined = "raise", **options: Any
 ) -> PerSet:
     """Return (sum sigma^2)^2 / sum sigma^4 = exp(S_2): about how many directions carry the variance.
 
     Range [1, rank]: N for N orthogonal rows of equal norm, 1 for rank one. Otherwise as effective_rank.
     """
-    whole = spectrum(rows, mask, center=center, unit=unit, drop_first=drop_first)
-    return whole.participation_ratio(undefined=undefined)
+    return spectrum(rows, mask, **options).participation_ratio(undefined=undefined)
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lit_layers.functional._checks import (
+    Undefined,
     centered,
     check_option,
     not_finite,
@@ -26,7 +27,6 @@ from lit_layers.functional._checks import (
 Tokens = Float[Tensor, "*n tokens dim"]
 Mask = Bool[Tensor, "*n tokens"]
 PerPrompt = Float[Tensor, "*n"]
-Undefined = Literal["raise", "nan"]
 
 
 def token_curvature(
@@ -126,7 +126,7 @@ def pool(
     mask: Bool[Tensor, "*n tokens"] | None = None,
     *,
     pooling: Pooling = "mean",
-    undefined: Literal["raise", "nan"] = "raise",
+    undefined: Undefined = "raise",
 ) -> Float[Tensor, "*n dim"]:
     """Return one vector per prompt, in float64: the mean of its real tokens, the last one, or the first one ("cls").
 
@@ -190,7 +190,7 @@ def concept_alignment(
     *,
     shuffles: int = 10,
     seed: int = 0,
-    undefined: Literal["raise", "nan"] = "raise",
+    undefined: Undefined = "raise",
 ) -> ConceptAlignment:
     """Return how parallel the differences delta_i = second_i - first_i of the word pairs of one category are.
 
@@ -386,7 +386,7 @@ def linear_cka_matrix(
     states: Float[Tensor, "layers rows dim"],
     *,
     debiased: bool = False,
-    undefined: Literal["raise", "nan"] = "raise",
+    undefined: Undefined = "raise",
 ) -> Float[Tensor, "layers layers"]:
     """Return `linear_cka` of every two layers, by their Gram matrices of rows, a band of rows at a time; in float64.
 

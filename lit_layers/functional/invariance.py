@@ -5,7 +5,7 @@ Views of a prompt are pooled vectors of perturbed copies of its text; row i of e
 
 import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -155,11 +155,13 @@ def lidar(
         ValueError: fewer than 2 prompts or views, delta 0 with a scatter within that has no inverse, an option out of
             range; or all means equal, or a value that is not finite (NaN there with `undefined="nan"`).
     """
+    options: Any = {"delta": delta, "alpha": alpha, "output": output, "eps": eps}
+    options |= {"alpha2": alpha2, "normalization": normalization}
     results = []
     for element in views.reshape(math.prod(views.shape[:-3]), *views.shape[-3:]):
         sums = LidarSums()
         sums.update(element)
-        results.append(sums.value_or_reason(delta, alpha, output, eps, alpha2, normalization))
+        results.append(sums.value_or_reason(**options))
     values = torch.tensor([value for value, _ in results], dtype=torch.float64).reshape(views.shape[:-3])
     problems = {
         reason: torch.tensor([reason == other for _, other in results]).reshape(values.shape)
@@ -199,19 +201,9 @@ class LidarSums:
         rows = apart.flatten(0, 1)
         self.scatter = rows.mT @ rows + (0.0 if self.scatter is None else self.scatter)
 
-    def value(
-        self,
-        *,
-        delta: float = 1e-4,
-        alpha: float = 1.0,
-        output: Output = "entropy",
-        eps: float = 1e-7,
-        alpha2: AtTwo = "spectrum",
-        normalization: Normalization = "raw",
-        undefined: Undefined = "raise",
-    ) -> Tensor:
-        """Return `lidar` of all prompts so far."""
-        value, reason = self.value_or_reason(delta, alpha, output, eps, alpha2, normalization)
+    def value(self, *, undefined: Undefined = "raise", **options: Any) -> Tensor:
+        """Return `lidar`, with its options, of all prompts so far."""
+        value, reason = self.value_or_reason(**options)
         return settled("lidar", value, {reason: torch.tensor(True)} if reason else {}, undefined)
 
     def within_over_delta(self, delta: float = 1e-4) -> float:
@@ -225,7 +217,14 @@ class LidarSums:
         return self.scatter / (self.num_prompts * self.num_views)
 
     def value_or_reason(
-        self, delta: float, alpha: float, output: Output, eps: float, alpha2: AtTwo, normalization: Normalization
+        self,
+        *,
+        delta: float = 1e-4,
+        alpha: float = 1.0,
+        output: Output = "entropy",
+        eps: float = 1e-7,
+        alpha2: AtTwo = "spectrum",
+        normalization: Normalization = "raw",
     ) -> tuple[Tensor, str]:
         """Return the value, and why there is none."""
         check_option("output", output, "entropy", "rank")

@@ -4,18 +4,25 @@ Points are the rows of a set: tokens of many prompts at one layer.
 """
 
 import math
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lit_layers.functional._checks import centered, not_finite, real_rows, settled, unit_rows, widened, without
+from lit_layers.functional._checks import (
+    Undefined,
+    centered,
+    not_finite,
+    real_rows,
+    settled,
+    unit_rows,
+    widened,
+    without,
+)
 from lit_layers.functional.singular import eigenvalues, products
 
 Points = Float[Tensor, "*n points dim"]
 PerSet = Float[Tensor, "*n"]
-Undefined = Literal["raise", "nan"]
 
 LEAST_RANKS = 3  # of a slope
 _EPS = torch.finfo(torch.float64).eps

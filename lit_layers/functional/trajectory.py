@@ -6,17 +6,16 @@ cases each function names. `WalkedPath` gives the same numbers of states that co
 """
 
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_layers.functional._checks import settled, widened
+from lit_layers.functional._checks import Undefined, settled, widened
 
 States = Float[Tensor, "layers *n dim"]
 PerToken = Float[Tensor, "*n"]
-Undefined = Literal["raise", "nan"]
 
 _EPS = torch.finfo(torch.float64).eps
 
@@ -201,9 +200,7 @@ class PrincipalPaths(NamedTuple):
     explained_variance: Float[Tensor, " 2"]  # share of the last layer's variance along each axis, in [0, 1]
 
 
-def principal_paths(
-    states: Float[Tensor, "layers tokens dim"], *, undefined: Literal["raise", "nan"] = "raise"
-) -> PrincipalPaths:
+def principal_paths(states: Float[Tensor, "layers tokens dim"], *, undefined: Undefined = "raise") -> PrincipalPaths:
     """Return the states of every layer in the plane of the last layer's first two principal components, in float64.
 
     Mean and axes are those of the last layer's tokens; each axis points where its largest loading by size is positive.

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 from sklearn.linear_model import LinearRegression, Ridge
-from sklearn.metrics import r2_score
 from sklearn.preprocessing import StandardScaler
 
 from lit_layers.functional import _checks
-from lit_layers.functional.probes.regression import fit_ridge_probes, r_squared
+from lit_layers.functional.probes.regression import fit_ridge_probes
 
 
 def problem(n=90, dim=6, layers=3, outputs=(), seed=0):
@@ -132,27 +131,6 @@ def test_half_precision_is_widened_and_features_are_left_as_they_were():
     probes.predict(features)
     assert torch.equal(features, before)
     assert not probes.weight.requires_grad
-
-
-def test_r_squared_is_that_of_scikit_learn_where_the_baseline_is_the_mean_of_the_scored():
-    features, targets = problem()
-    probes = fit_ridge_probes(features, targets)
-    predictions = probes.predict(features)
-    found = r_squared(targets, predictions, baseline=probes.target_mean)
-    assert found.tolist() == pytest.approx([r2_score(targets, layer) for layer in predictions])
-    # by hand: errors 0, 1, 1 against 1, 4, 9 from a training mean of 0
-    targets, predictions = torch.tensor([1, 2, 3]), torch.tensor([1.0, 1.0, 4.0])
-    assert r_squared(targets, predictions, baseline=0.0).item() == pytest.approx(1 - 2 / 14)
-    assert r_squared(targets, torch.zeros(2, 3), baseline=0.0).tolist() == [0, 0]
-
-
-def test_r_squared_of_equal_targets_is_undefined():
-    targets, predictions = torch.full((5,), 0.1), torch.zeros(2, 5)
-    with pytest.raises(ValueError, match="all targets are equal"):
-        r_squared(targets, predictions, baseline=1.0)
-    assert r_squared(targets, predictions, baseline=1.0, undefined="nan").isnan().all()
-    with pytest.raises(ValueError, match=r"got \(2, 5\) of \(4,\)"):
-        r_squared(targets[:4], predictions, baseline=1.0)
 
 
 @pytest.mark.parametrize(

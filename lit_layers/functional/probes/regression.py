@@ -14,7 +14,6 @@ from lit_layers.functional._checks import (
     check_finite,
     check_option,
     feature_scaling,
-    settled,
     widened,
     widened_chunks,
 )
@@ -82,31 +81,6 @@ def fit_ridge_probes(
         probes.append(_fit(layer, outputs, penalty))
     weight, bias, mean, scale, penalties = (torch.cat(parts) for parts in zip(*probes, strict=True))
     return RidgeProbes(weight, bias, mean, scale, outputs.mean(0).reshape(targets.shape[1:]), penalties)
-
-
-def r_squared(
-    targets: Float[Tensor, " n"],
-    predictions: Float[Tensor, "*layers n"],
-    *,
-    baseline: float | Tensor,
-    undefined: Literal["raise", "nan"] = "raise",
-) -> Float[Tensor, "*layers"]:
-    """Return 1 - mean squared error / that of predicting `baseline`, the training rows' mean target, for every row.
-
-    In (-inf, 1]: 1 for no error, 0 for errors as large as the baseline's. scikit-learn's `r2_score` takes the mean of
-    the scored targets for the baseline, and agrees where that is the training mean. In float64.
-
-    Raises:
-        ValueError: shapes that do not fit, or targets that are all equal, for which it is undefined; with
-            `undefined="nan"` that gives NaN.
-    """
-    if predictions.shape[-1:] != targets.shape:
-        shapes = f"{tuple(predictions.shape)} of {tuple(targets.shape)}"
-        raise ValueError(f"expected predictions (*layers, n) of targets (n), got {shapes}")
-    truth = _outputs(targets, len(targets))[:, 0].to(predictions.device)
-    values = 1 - (predictions.double() - truth).square().mean(-1) / (truth - baseline).square().mean()
-    constant = (truth == truth[0]).all()
-    return settled("r_squared", values, {"all targets are equal": constant}, undefined)
 
 
 def _fit(layer: Tensor, outputs: Tensor, penalty: float | None) -> tuple[Tensor, ...]:
@@ -178,7 +152,7 @@ def _outputs(targets: Tensor, num_rows: int) -> Tensor:
 
 # How much of the variance of the next token's id a linear map of the states leaves. All computed in float64.
 
-Normalize = Literal["layer_norm", "rms_norm", "standardize", "none"]
+Normalize = Literal["layer_norm", "rms_norm", "none"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,20 +172,19 @@ def prediction_residual(
     *,
     normalize: Normalize = "layer_norm",
     eps: float = 1e-5,
-    split: float | Bool[Tensor, " m"] | None = None,
-    seed: int = 0,
+    split: Bool[Tensor, " m"] | None = None,
 ) -> PredictionResidual:
     """Return 1 - R^2 of the ordinary least squares, with intercept, of next-token ids on the rows of the features.
 
     `value` = mean squared residual / population variance of the ids, in sample, in [0, 1]: 0 where the rank r of the
     centred features is m - 1 (generically m <= dim + 1). Useless features give 1 - r / (m - 1) in expectation, so that
     values compare at equal m and dim only; `adjusted` = value (m - 1) / (m - 1 - r) takes that away. `held_out`, with
-    `split`: fitted on a random share of the rows (or on those where a mask is True), scored on the others over their
-    own variance; it may exceed 1. Several labellings at once, (m, q), give values (*n, q) from one decomposition.
+    `split`: fitted on the rows where that is True, scored on the others over their own variance; it may exceed 1.
+    Several labellings at once, (m, q), give values (*n, q) from one decomposition.
 
-    `normalize` acts on each row: "layer_norm" and "rms_norm" as a fresh norm with `eps` would, weight 1 and bias 0;
-    "standardize" subtracts its mean and divides by its deviation. Then: invariant to invertible affine maps of the
-    features and affine maps of the ids, not to relabelling the vocabulary, whose order is about that of frequency.
+    `normalize` acts on each row: "layer_norm" and "rms_norm" as a fresh norm with `eps` would, weight 1 and bias 0.
+    Then: invariant to invertible affine maps of the features and affine maps of the ids, not to relabelling the
+    vocabulary, whose order is about that of frequency.
 
     Solved by a QR decomposition of a few thousand rows at a time and an SVD of its triangle, so that squares of the
     features, with their loss of digits, never appear; memory beside the features: those rows and dim x dim numbers.
@@ -220,18 +193,21 @@ def prediction_residual(
 
     Raises:
         ValueError: fewer than 3 rows, equal ids (with `split` also among the scored rows), a value that is not finite,
-            a row without deviation ("standardize"), an unknown `normalize`, a split of too few rows.
+            an unknown `normalize`, a split of too few rows.
     """
-    check_option("normalize", normalize, "layer_norm", "rms_norm", "standardize", "none")
+    check_option("normalize", normalize, "layer_norm", "rms_norm", "none")
     ids, num_rows = token_ids.cpu(), features.shape[-2]
     if len(ids) != num_rows or num_rows < 3:
         raise ValueError(f"expected a token id for each of 3 rows or more, got {len(ids)} for {num_rows}")
-    fitted = _fitted_rows(len(ids), split, seed)
+    fitted = torch.ones(num_rows, dtype=torch.bool) if split is None else split.cpu()
+    count = int(fitted.sum())
+    if split is not None and (count < 3 or num_rows - count < 2):
+        some = f"{count} and {num_rows - count}"
+        raise ValueError(f"expected a split into at least 3 rows to fit and 2 to score, got {some}")
     single = ids.ndim == 1
     targets = ids.reshape(len(ids), -1).double()
-    scored = torch.ones_like(fitted) if split is None else ~fitted
-    for name, rows in (("token ids", torch.ones_like(fitted)), ("scored token ids", scored)):
-        if (targets[rows] == targets[rows][:1]).all(0).any():
+    for name, values in (("token ids", targets), ("scored token ids", targets if split is None else targets[~fitted])):
+        if (values == values[:1]).all(0).any():
             raise ValueError(f"expected {name} that are not all equal: their variance is 0")
     flat = features.detach().reshape(-1, *features.shape[-2:])
     flat = flat.cpu() if flat.device.type == "mps" else flat  # which has no float64
@@ -297,7 +273,7 @@ def _normalized(rows: Tensor, normalize: Normalize, eps: float) -> Tensor:
         rows = rows - rows[:, :1]  # a constant row becomes exactly 0
         rows = rows - rows.mean(-1, keepdim=True)
         variance = rows.square().mean(-1, keepdim=True)
-        rows = rows / (variance + (eps if normalize == "layer_norm" else 0.0)).sqrt()
+        rows = rows / (variance + eps).sqrt()
     if not rows.isfinite().all():
         raise ValueError(f"expected rows that are finite after normalize={normalize!r}, got others")
     return rows
@@ -319,20 +295,3 @@ def _solution(triangle: Tensor, num_targets: int) -> tuple[Tensor, Tensor]:
     left, values, right, _ = _decomposed(triangle, num_targets, num_rows=len(triangle))
     weight = right.mT @ ((left.mT @ triangle[1:, -num_targets:]) / values[:, None])
     return weight, (triangle[0, -num_targets:] - triangle[0, 1:-num_targets] @ weight) / triangle[0, 0]
-
-
-def _fitted_rows(num_rows: int, split: float | Tensor | None, seed: int) -> Tensor:
-    if split is None:
-        return torch.ones(num_rows, dtype=torch.bool)
-    if isinstance(split, Tensor):
-        fitted = split.cpu()
-    else:
-        order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
-        fitted = torch.zeros(num_rows, dtype=torch.bool)
-        fitted[order[: round(split * num_rows)]] = True
-    count = int(fitted.sum())
-    if count < 3 or num_rows - count < 2:
-        raise ValueError(
-            f"expected a split into at least 3 rows to fit and 2 to score, got {count} and {num_rows - count}"
-        )
-    return fitted
