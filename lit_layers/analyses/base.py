@@ -97,11 +97,11 @@ class Analysis(ABC):
                 a copy, to which it may write.
             batch: the columns of these rows as they were given.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name} reads rows and has no update")
 
     def compute(self, model: LayeredModel, **values: Values) -> Iterable[Record]:
         """Yield the records, from the values of all prompts in the order of the data. `jobs` may take its place."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name} has neither compute nor jobs")
 
     def jobs(self, model: LayeredModel, **values: Values) -> Jobs:
         """Divide `compute` into jobs, which ranks share; by default one."""

@@ -56,11 +56,7 @@ def summarize(metric: str, values: Tensor, *, intervals: bool = True, **place: A
     fields of `Sample`. Without `intervals` there is neither `low` nor `high`.
     """
     sample = Sample(metric, torch.as_tensor(values).detach().cpu().double(), **place)
-    defined, interval = sample.values[~sample.values.isnan()], NO_INTERVAL
-    if intervals and len(defined) > 1 and defined.isfinite().all():
-        low, high = bootstrap_interval(defined[:, None], statistic=sample.statistic)
-        interval = low.item(), high.item()
-    return _summarized(sample, interval)
+    return [*summarize_all([sample])] if intervals else _summarized(sample, NO_INTERVAL)
 
 
 def summarize_all(samples: Iterable[Sample | Record]) -> Iterator[Record]:
