@@ -1,12 +1,11 @@
 """The Jacobian lens: carries the states of earlier layers to the last one by the mean Jacobian between them."""
 
 import copy
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lit_layers.analyses.base import Analysis, Jobs
 from lit_layers.analyses.base import Rows as RowsRead
 from lit_layers.analyses.readout_scores import FullModel, Rows, check_head, rows_of
-from lit_layers.analyses.statistics import exponential, require_a_value, summarize, summarize_ratio
+from lit_layers.analyses.statistics import exponential, require_a_value, summarize_ratio
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.jacobian.block_call import pull_back
@@ -23,10 +22,7 @@ from lit_layers.functional.jacobian.block_jacobians import exact_arithmetic
 from lit_layers.models.view import Batch, LayeredModel, Trajectory, real_tokens
 from lit_layers.records import Record
 
-HALVES = "one half", "other half"
-
 _Block = Callable[[Tensor], Tensor]  # (1, tokens, dim) to the same
-_Key = tuple[str, int]  # a lens and a layer
 
 
 @dataclass(kw_only=True)
@@ -41,9 +37,7 @@ class JacobianLens(Analysis):
     Per layer 0 to L - 1, over tokens of held-out prompts from position `skip_first` on: `lens_kl` is KL(model, lens) in
     nats, 0 for the model's own output. `lens_rank` is the geometric mean of the rank of the true next token, 1 the
     first. `stderr` and the interval are over prompts. `num_undefined` and `num_undefined_fit_prompts` count prompts
-    that are too short or not finite. For `jacobian` the tag `num_fit_stderr` is half the difference in `lens_kl`
-    between lenses fitted on halves of the prompts. `jacobian_lens_halves` is the distance between the halves' matrices
-    over the norm of the whole; 0 is no difference.
+    that are too short or not finite.
 
     The first `num_prompts` prompts fit the Jacobians, the rest is held out. The model runs in float32 or wider.
 
@@ -97,70 +91,59 @@ class JacobianLens(Analysis):
 
     def _lens_records(self, model: LayeredModel, name: str) -> list[Record]:
         """Fit one lens and compare its readouts with the model's own on the held-out prompts."""
-        prompts = [*one_by_one(self.batches)]
-        fit = None if name == "logit" else self.fit(model, name, prompts[: self.num_prompts])
-        lenses: dict[str, Tensor] = {}  # (layers, dim, dim) each
-        if fit is not None:
-            lenses = {name: fit.jacobians, **(dict(zip(HALVES, fit.halves, strict=True)) if name == "jacobian" else {})}
-            dtype = torch.promote_types(model.dtype, torch.float32)
-            lenses = {key: each.to(model.device, dtype) for key, each in lenses.items()}
-        keys = [(key, layer) for key in lenses or ["logit"] for layer in range(model.num_layers)]
+        prompts, lens, left_out = [*one_by_one(self.batches)], None, None
+        if name != "logit":
+            lens, left_out = self.fit(model, name, prompts[: self.num_prompts])
+            lens = lens.to(model.device, torch.promote_types(model.dtype, torch.float32))
 
         def compared(prompt: Batch) -> Tensor:
-            """Return divergence, log rank and tokens (keys, 3) of a prompt; zeros if it is too short."""
+            """Return divergence, log rank and tokens (layers, 3) of a prompt; zeros if it is too short."""
             if not is_long(prompt, self.skip_first):
-                return torch.zeros(len(keys), 3, dtype=torch.float64)
+                return torch.zeros(model.num_layers, 3, dtype=torch.float64)
             trajectory = model.trajectory(prompt)
             every = rows_of(self.name, trajectory, prompt)
             chosen = torch.isin(every.place, positions_of(trajectory, self.skip_first))
             rows = Rows(every.prompt[chosen], every.place[chosen], every.target[chosen], True)
             full, results = FullModel(trajectory.logits_of(rows.index), rows), []
-            for key, layer in keys:
+            for layer in range(model.num_layers):
                 hidden = trajectory.hidden[layer][rows.index]
                 with torch.no_grad():
-                    logits = model.readout((hidden @ lenses[key][layer].T if lenses else hidden)[None])[0]
+                    logits = model.readout((hidden if lens is None else hidden @ lens[layer].T)[None])[0]
                 results.append(torch.stack([full.compared(logits)[2].sum(), _log_rank(logits, rows)]))
             return torch.nn.functional.pad(torch.stack(results).cpu().double(), (0, 1), value=len(rows.place))
 
         sums = torch.stack([compared(prompt) for prompt in prompts[self.num_prompts :]], -1)
-        return [*self._records(name, dict(zip(keys, sums, strict=True)), fit)]
+        records = list[Record]()
+        for layer, (divergence, log_rank, tokens) in enumerate(sums):  # (prompts,) each
+            tags: dict[str, Any] = {"lens": name}
+            if name == "jacobian" and left_out is not None:
+                missing = int(left_out[layer])
+                tags |= {"num_fit_prompts": self.num_prompts - missing}
+                tags |= {"num_undefined_fit_prompts": missing} if missing else {}
+            about: dict[str, Any] = {"layer": layer, "tags": tags, "counted": "num_tokens"}
+            records += summarize_ratio("lens_kl", divergence, tokens, **about)
+            records += map(exponential, summarize_ratio("lens_rank", log_rank, tokens, **about))
+        return records
 
-    def fit(self, model: LayeredModel, name: str, given: Sequence[Batch]) -> "FittedLens":
-        """Return the lens of some prompts, of every second one and of the others."""
+    def fit(self, model: LayeredModel, name: str, given: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+        """Return the mean Jacobians (layers, dim, dim) of some prompts in float64, and how many each is without.
+
+        Prompts are left out that are too short or whose Jacobian is not finite; NaN if none is left.
+        """
         view = LayeredModel(shuffle_weights(model, self.seed)) if name == "shuffled" else model
-        prompts = [prompt for prompt in given if is_long(prompt, self.skip_first)]
-        halves = torch.zeros(2, view.num_layers, view.dim, view.dim, dtype=torch.float64)
-        counts = torch.zeros(2, view.num_layers, dtype=torch.long)  # prompts whose Jacobian is finite
-        for number, prompt in enumerate(prompts):
+        whole = torch.zeros(view.num_layers, view.dim, view.dim, dtype=torch.float64)
+        counts = torch.zeros(view.num_layers, dtype=torch.long)
+        for prompt in given:
+            if not is_long(prompt, self.skip_first):
+                continue
             trajectory = view.trajectory(prompt)
             blocks = [trajectory.block(layer) for layer in range(1, view.num_layers + 1)]
             found = jacobians_to_last_layer(blocks, trajectory.hidden[0], positions_of(trajectory, self.skip_first))
             for layer, jacobian in enumerate(found.cpu()):  # a copy of all in float64 would be 0.2 GB
                 if jacobian.isfinite().all():
-                    halves[number % 2, layer] += jacobian
-                    counts[number % 2, layer] += 1
-        whole = halves.sum(0).div_(counts.sum(0)[:, None, None])
-        halves /= counts[..., None, None]  # in place: 2 x 24 x 1,024² x 8 B = 0.4 GB
-        return FittedLens(whole, halves, len(prompts), self.num_prompts - counts.sum(0))
-
-    def _records(self, name: str, sums: Mapping[_Key, Tensor], fit: "FittedLens | None") -> Iterator[Record]:
-        """Yield the records from divergence, log rank and tokens (3, prompts) of each layer, and of the halves."""
-        tags_of_fit: list[dict[str, Any]] = []
-        if fit is not None and name == "jacobian":
-            apart = (fit.halves[0] - fit.halves[1]).norm(dim=(-2, -1)) / fit.jacobians.norm(dim=(-2, -1))
-            for layer, left_out in enumerate(fit.num_undefined.tolist()):
-                tags: dict[str, Any] = {"num_fit_prompts": fit.num_prompts}
-                tags |= {"num_undefined_fit_prompts": left_out} if left_out else {}
-                yield from summarize("jacobian_lens_halves", apart[layer, None], layer=layer, tags=tags)
-                one, other = ((sums[half, layer][0].sum() / sums[half, layer][2].sum()).item() for half in HALVES)
-                error = {"num_fit_stderr": abs(one - other) / 2} if math.isfinite(one - other) else {}
-                tags_of_fit.append(tags | error)
-        for layer in (layer for lens, layer in sums if lens == name):
-            tags = {"lens": name, **(tags_of_fit[layer] if tags_of_fit else {})}
-            divergence, log_rank, tokens = sums[name, layer]
-            about: dict[str, Any] = {"layer": layer, "tags": tags, "counted": "num_tokens"}
-            yield from summarize_ratio("lens_kl", divergence, tokens, **about)
-            yield from map(exponential, summarize_ratio("lens_rank", log_rank, tokens, **about))
+                    whole[layer] += jacobian
+                    counts[layer] += 1
+        return whole.div_(counts[:, None, None]), len(given) - counts
 
 
 def _log_rank(logits: Tensor, rows: Rows) -> Tensor:
@@ -199,18 +182,6 @@ def shuffle_weights(view: LayeredModel, seed: int) -> torch.nn.Module:
                     order = torch.randperm(weight.numel(), generator=generator).to(weight.device)
                     weight.copy_(weight.flatten()[order].view_as(weight))
     return model
-
-
-# ------------------------------------------------------------------------------------------------------- the fit
-
-
-class FittedLens(NamedTuple):
-    """A lens and the lenses of both halves of its prompts, in float64; NaN if no prompt has a finite Jacobian."""
-
-    jacobians: Tensor  # (layers, dim, dim), for layers 0 to L - 1
-    halves: Tensor  # (2, layers, dim, dim)
-    num_prompts: int
-    num_undefined: Tensor  # (layers,) prompts that are left out: too short, or without a finite Jacobian
 
 
 # -------------------------------------------------------------------------------------------------- the Jacobians

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lit_layers.analyses import JacobianLens, Lens
-from lit_layers.analyses.jacobian_lens import FittedLens, one_by_one, shuffle_weights
+from lit_layers.analyses.jacobian_lens import one_by_one, shuffle_weights
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
@@ -39,10 +39,10 @@ def records(view):
     return list(records_of(lens(), view))
 
 
-def fitted_on(view: LayeredModel, batches: Any, num_prompts: int) -> FittedLens:
-    """The lens of the first prompts, from the Jacobians of every second one and of the others."""
+def fitted_on(view: LayeredModel, batches: Any, num_prompts: int) -> torch.Tensor:
+    """The lens of the first prompts, (layers, dim, dim)."""
     given = [*itertools.islice(one_by_one(batches), num_prompts)]
-    return lens(batches, num_prompts=num_prompts).fit(view, "jacobian", given)
+    return lens(batches, num_prompts=num_prompts).fit(view, "jacobian", given)[0]
 
 
 def values(records, metric: str, name: str) -> list[float]:
@@ -53,7 +53,7 @@ def test_divergence_and_rank_are_those_of_numpy(view, records):
     """From the states by the lens' matrix through the model's own norm and head, softmax and ranks in numpy."""
     fitted = fitted_on(view, prompts(), 2)
     identity = np.eye(view.dim)
-    for name, matrices in (("jacobian", fitted.jacobians.numpy()), ("logit", [identity] * view.num_layers)):
+    for name, matrices in (("jacobian", fitted.numpy()), ("logit", [identity] * view.num_layers)):
         for layer in range(view.num_layers):
             divergences, ranks = [], []
             for batch in prompts():
@@ -89,15 +89,6 @@ def test_shuffled_weights_are_those_of_the_blocks_in_another_order(view):
     assert all(".h." in name and model.get_parameter(name).ndim > 1 for name in moved)
 
 
-def test_halves_are_of_every_second_prompt_and_their_mean_is_the_lens(view):
-    fitted = fitted_on(view, prompts(), 4)
-    ids = torch.cat([b["input_ids"] for b in prompts()])
-    for half in (0, 1):
-        alone = fitted_on(view, [{"input_ids": ids[half:4:2]}], 2)
-        torch.testing.assert_close(fitted.halves[half], alone.jacobians, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(fitted.halves.mean(0), fitted.jacobians)
-
-
 def test_padding_on_the_left_changes_nothing(view):
     ids = torch.cat([b["input_ids"] for b in prompts()])
     left = torch.cat([torch.zeros(7, 3, dtype=torch.long), ids], 1)
@@ -118,8 +109,7 @@ def test_prompts_that_are_too_short_are_left_out_and_counted(view):
     whole = list(records_of(lens(num_prompts=2), view))
     assert [r.value for r in cut] == pytest.approx([r.value for r in whole], rel=1e-6)
     for record in cut:
-        compares = record.metric != "jacobian_lens_halves"
-        assert record.tags.get("num_undefined") == (1 if compares else None)
+        assert record.tags.get("num_undefined") == 1
         assert record.tags.get("num_undefined_fit_prompts") == (
             1 if record.tags.get("lens", "jacobian") == "jacobian" else None
         )
