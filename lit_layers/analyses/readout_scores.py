@@ -110,23 +110,17 @@ def check_head(name: str, model: LayeredModel) -> None:
 
 
 MAX_LOGITS = 2**23  # held at a time: 32 MB in float32, 166 tokens of GPT-2's vocabulary
-_CACHED_LOGITS = 2**18  # compared at a time on a CPU, where they stay in its cache: 1 MB
 
 
 class FullModel:
     """What the full model makes of some rows, to compare other readouts of these rows with."""
 
     def __init__(self, logits: Tensor, rows: Rows) -> None:
-        self._size = max(1, _CACHED_LOGITS // logits.shape[-1] if logits.device.type == "cpu" else len(logits))
-        self.rows, self._pieces, itself = rows, list[tuple[Rows, Tensor, Tensor]](), list[Tensor]()
-        for some, of_rows in zip(logits.split(self._size), rows.chunks(self._size), strict=True):
-            log_proba = _log_softmax(some)  # (rows, classes)
-            share = log_proba.exp()
-            negative_entropy = torch.linalg.vecdot(share, log_proba)
-            self._pieces.append((of_rows, share, negative_entropy))
-            nothing = torch.zeros_like(negative_entropy).masked_fill(negative_entropy.isnan(), torch.nan)
-            itself.append(torch.stack([*_judged(of_rows, log_proba), nothing]))
-        self.itself = torch.cat(itself, dim=-1)  # as `compared` with itself
+        log_proba = _log_softmax(logits)  # (rows, classes)
+        self.rows, self._share = rows, log_proba.exp()
+        self._negative_entropy = torch.linalg.vecdot(self._share, log_proba)
+        nothing = torch.zeros_like(self._negative_entropy).masked_fill(self._negative_entropy.isnan(), torch.nan)
+        self.itself = torch.stack([*_judged(rows, log_proba), nothing])  # as `compared` with itself
 
     def compared(self, logits: Tensor) -> Tensor:
         """Return loss, hit and KL(full model || these logits) of each row, (3, rows).
@@ -135,12 +129,9 @@ class FullModel:
 
         log-softmax in float32 or wider. Of equal logits the divergence is 0 exactly.
         """
-        values = []
-        for (rows, share, negative_entropy), some in zip(self._pieces, logits.split(self._size), strict=True):
-            log_proba = _log_softmax(some)
-            divergence = negative_entropy - torch.linalg.vecdot(share, log_proba)
-            values.append(torch.stack([*_judged(rows, log_proba), divergence]))
-        return torch.cat(values, dim=-1)
+        log_proba = _log_softmax(logits)
+        divergence = self._negative_entropy - torch.linalg.vecdot(self._share, log_proba)
+        return torch.stack([*_judged(self.rows, log_proba), divergence])
 
 
 def _judged(rows: Rows, log_proba: Tensor) -> tuple[Tensor, Tensor]:

@@ -134,19 +134,6 @@ def test_the_size_of_the_chunks_changes_nothing(model, monkeypatch):
     assert max(rows.numel() for rows in shapes) == 3
 
 
-@pytest.mark.parametrize("at_once", [1, 5, 10**6])
-def test_how_many_rows_are_compared_at_a_time_changes_nothing(model, monkeypatch, at_once):
-    """One row, a few, so that the last piece is shorter, or all: each row is judged by itself."""
-    expected = run(model, *BATCHES)
-    sizes, log_softmax = [], readout_scores._log_softmax
-    monkeypatch.setattr(readout_scores, "_CACHED_LOGITS", at_once * VOCAB)
-    monkeypatch.setattr(readout_scores, "_log_softmax", lambda z: sizes.append(len(z)) or log_softmax(z))
-    for key, record in run(model, *BATCHES).items():
-        assert record.value == pytest.approx(expected[key].value, rel=1e-12, abs=1e-14)
-        assert (record.low, record.high) == pytest.approx((expected[key].low, expected[key].high), rel=1e-9)
-    assert max(sizes) <= at_once
-
-
 def test_uniform_logits_have_a_perplexity_of_the_vocabulary_s_size():
     model = tiny("gpt2", torch.float64, tie_word_embeddings=False)
     model.lm_head.weight.data.zero_()
