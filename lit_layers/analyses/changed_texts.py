@@ -40,9 +40,8 @@ from lit_layers.tasks.text_features import (
 AT_ONCE = 64  # prompts: 64 x 16 views x 4,096 x 8 B = 34 MB
 LITTLE = 10.0  # scatter within prompts over delta, below which delta decides along with the states
 
-_Metric = tuple[str, Normalization]
-_OfLayer = tuple[int, dict[_Metric, list[float]]]
-_WITHIN: _Metric = ("lidar_within_over_delta", "raw")
+_OfLayer = tuple[int, dict[str, list[float]]]
+WITHIN = "lidar_within_over_delta"
 
 
 @dataclass(kw_only=True)
@@ -71,11 +70,10 @@ class Invariance(Analysis):
         tokenizer: a local path, a name of the Hub, or bpe:SIZE.
         corpus: which the tokenizer bpe:SIZE is trained on.
         num_views: of each text.
-        share, max_words: of `make_views`.
         max_tokens: a longer view loses its end; also at the model's own limit.
         unit, temperature, form: of `infonce`; `unit` also of `dime`.
         delta: of `lidar`.
-        alpha, alpha2, normalizations: of the entropies of `lidar` and `dime`.
+        alpha, alpha2: of the entropies of `lidar` and `dime`.
         permutations, side: of `dime`.
         seed: of views and permutations.
     """
@@ -98,8 +96,6 @@ class Invariance(Analysis):
     corpus: str | None = None
     name: str = "invariance"
     num_views: int = 16
-    share: float = 0.3
-    max_words: int = 10
     max_tokens: int = 512
     states: States = "resid"
     pooling: Pooling = "mean"
@@ -110,7 +106,6 @@ class Invariance(Analysis):
     alpha: float = 1.0
     alpha2: AtTwo = "spectrum"
     side: Side = "rows"
-    normalizations: tuple[Normalization, ...] = ("raw",)
     permutations: int = 10
     seed: int = 0
     num_halves: int = 20
@@ -161,8 +156,7 @@ class Invariance(Analysis):
     @cached_property
     def views(self) -> Views:
         """The misprinted copies of the texts."""
-        how: Any = {name: getattr(self, name) for name in ("seed", "share", "max_words")}
-        return make_views(self.texts.texts(), self.num_views, **how)
+        return make_views(self.texts.texts(), self.num_views, seed=self.seed)
 
     def _encoded_for(self, model: LayeredModel) -> EncodedTexts:
         """Return token ids, view after view, cut at the model's own limit if that is lower."""
@@ -184,7 +178,7 @@ class Invariance(Analysis):
         return layers, prompts.nonzero().squeeze(-1)
 
     def _records(
-        self, of_layers: dict[int, dict[_Metric, list[float]]], num_layers: int, n: int, num_cut: int
+        self, of_layers: dict[int, dict[str, list[float]]], num_layers: int, n: int, num_cut: int
     ) -> Iterator[Record]:
         """Yield the records, given the values of the measured layers by layer index."""
         views = self.views
@@ -198,54 +192,49 @@ class Invariance(Analysis):
             chance = math.log(size if self.form == "cross" else 2 * size - 1)
             yield Record(metric=metric, value=chance, n=size, tags=self._tags(metric) | missing)
 
-        values: dict[_Metric, Tensor] = {}  # (layers + 1, all prompts and halves of them)
+        values: dict[str, Tensor] = {}  # (layers + 1, all prompts and halves of them)
         for key, columns in next(iter(of_layers.values())).items():
             values[key] = torch.full((num_layers, len(columns)), math.nan, dtype=torch.float64)
             for layer, layer_values in of_layers.items():
                 values[key][layer] = torch.tensor(layer_values[key], dtype=torch.float64)
-        within = values.pop(_WITHIN)[:, 0]
+        within = values.pop(WITHIN)[:, 0]
         for layer in of_layers:
-            tags = self._tags(_WITHIN[0]) | missing
-            yield Record(metric=_WITHIN[0], value=within[layer].item(), layer=layer, n=n, tags=tags)
-        for (metric, normalization), columns in values.items():
+            tags = self._tags(WITHIN) | missing
+            yield Record(metric=WITHIN, value=within[layer].item(), layer=layer, n=n, tags=tags)
+        for metric, columns in values.items():
             counted = {"num_layers_near_delta": (within < LITTLE).tolist()} if metric.startswith("lidar") else {}
             of_halves = columns[:, 1:] if has_halves else None
-            tags = self._tags(metric, normalization) | missing
+            tags = self._tags(metric) | missing
             yield from records_of_layers(metric, columns[:, 0], of_halves, n, tags, counted)
 
-    def _values(self, vectors: Tensor) -> dict[_Metric, float]:
-        """Return the values of one layer's vectors (views, prompts, dim) by metric and normalization.
-
-        An undefined value is NaN.
-        """
+    def _values(self, vectors: Tensor) -> dict[str, float]:
+        """Return the values of one layer's vectors (views, prompts, dim) by metric. An undefined value is NaN."""
         pair: dict[str, Any] = {"view_a": vectors[0], "view_b": vectors[1], "unit": self.unit, "undefined": "nan"}
         loss = infonce(**pair, temperature=self.temperature, form=self.form).item()
-        values: dict[_Metric, float] = {("infonce", "raw"): loss}
+        values = {"infonce": loss}
         if self.form == "cross":
-            values["infonce_share", "raw"] = 1 - loss / math.log(vectors.shape[1])
+            values["infonce_share"] = 1 - loss / math.log(vectors.shape[1])
         sums = LidarSums()
         for rows in range(0, vectors.shape[1], AT_ONCE):
             sums.update(vectors[:, rows : rows + AT_ONCE].transpose(0, 1))
-        for normalization in self.normalizations:
-            entropy: dict[str, Any] = {"alpha": self.alpha, "alpha2": self.alpha2, "normalization": normalization}
-            values["lidar", normalization] = sums.value(delta=self.delta, undefined="nan", **entropy).item()
-            entropy |= {"permutations": self.permutations, "seed": self.seed, "side": self.side}
-            values["dime", normalization] = dime(**pair, **entropy).item()
-        values["lidar_rank", "raw"] = sums.value(delta=self.delta, output="rank", undefined="nan").item()
-        values[_WITHIN] = sums.within_over_delta(self.delta)
+        entropy: dict[str, Any] = {"alpha": self.alpha, "alpha2": self.alpha2}
+        values["lidar"] = sums.value(delta=self.delta, undefined="nan", **entropy).item()
+        entropy |= {"permutations": self.permutations, "seed": self.seed, "side": self.side}
+        values["dime"] = dime(**pair, **entropy).item()
+        values["lidar_rank"] = sums.value(delta=self.delta, output="rank", undefined="nan").item()
+        values[WITHIN] = sums.within_over_delta(self.delta)
         return values
 
-    def _tags(self, metric: str, normalization: Normalization = "raw") -> dict[str, Any]:
+    def _tags(self, metric: str) -> dict[str, Any]:
         """Return tags for the options that differ from their defaults."""
         kind, is_chance = metric.split("_")[0], "chance" in metric
         options = {"infonce": ["temperature"], "lidar": ["delta", "num_views"], "dime": ["permutations"]}.get(kind, [])
-        options += [] if is_chance else ["share", "max_words"]
         options += ["alpha"] if metric in ("lidar", "dime") else []
         if not self.preset:
             options += [] if is_chance else ["states", "pooling"]
             of_kind = {"infonce": ["unit", "form"], "lidar": ["alpha2"], "dime": ["unit", "side", "alpha2"]}
             options += of_kind.get(kind, [])
-        tags: dict[str, Any] = {} if normalization == "raw" else {"normalization": normalization}
+        tags: dict[str, Any] = {}
         for option, value in self.tags_of("preset", *options).items():
             tags[option.removeprefix("num_")] = value  # what begins with num_ is a count, not a variant
         return tags

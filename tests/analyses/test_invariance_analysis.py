@@ -146,13 +146,13 @@ def test_a_layer_where_all_prompts_are_one_vector_has_no_value_and_the_others_st
 
 
 def test_other_options_are_told_by_tags_and_change_the_numbers(model, folder, records):
-    options = {"temperature": 0.5, "states": "normed", "delta": 0.01, "normalizations": ("maxEntropy",), "unit": False}
+    options = {"temperature": 0.5, "states": "normed", "delta": 0.01, "unit": False}
     analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), **{**OPTIONS, "num_halves": 0}, **options)
     others = list(records_of(analysis, LayeredModel(model)))
     found = find(others, "infonce", 2, temperature=0.5, states="normed", unit=0)
     assert found.value != find(records, "infonce", 2).value
     assert found.low is None
-    assert find(others, "dime", 2, states="normed", unit=0, normalization="maxEntropy").n == 24
+    assert find(others, "dime", 2, states="normed", unit=0).n == 24
     (rank,) = [record for record in others if (record.metric, record.layer) == ("lidar_rank", 2)]
     assert rank.tags.items() >= {"delta": 0.01, "states": "normed"}.items()
 
