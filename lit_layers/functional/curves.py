@@ -184,7 +184,7 @@ def _checked(scores: Sequence[float], least: int = 1) -> Tensor:
     return values
 
 
-def _check_rows(values: Float[Tensor, "rows *n"]) -> None:
+def _check_rows(values: Tensor) -> None:
     if len(values) < 2 or not values.isfinite().all():
         raise ValueError(f"expected finite values of at least 2 rows, got shape {tuple(values.shape)}")
 
@@ -296,7 +296,7 @@ def monotonicities(values: Float[Tensor, "*n layers"], higher_is_better: bool) -
     ]
 
 
-def _correlation_with_depth(values: Float[Tensor, "*n layers"]) -> Tensor:
+def _correlation_with_depth(values: Tensor) -> Tensor:
     """Return Spearman's correlation with depth, with mean ranks for ties; NaN for a constant curve.
 
     These sums of whole numbers have no rounding.
@@ -331,11 +331,11 @@ def bootstrap_interval(
     return low.reshape(values.shape[1:]), high.reshape(values.shape[1:])
 
 
-def _means(columns: Float[Tensor, "rows n"], counts: Float[Tensor, "resamples rows"]) -> Tensor:
+def _means(columns: Tensor, counts: Tensor) -> Tensor:
     return counts @ columns / len(columns)
 
 
-def _medians(columns: Float[Tensor, "rows n"], counts: Float[Tensor, "resamples rows"]) -> Tensor:
+def _medians(columns: Tensor, counts: Tensor) -> Tensor:
     """Return the median of each resample's rows, halfway between the middle two of an even number."""
     medians = []
     for column in columns.unbind(1):

@@ -254,7 +254,7 @@ def spectrum(
 
 def _prepared(
     rows: Rows, mask: Mask | None, center: bool, unit: bool, drop_first: int
-) -> tuple[Rows, Int[Tensor, "*n"], dict[str, Tensor]]:
+) -> tuple[Rows, Tensor, dict[str, Tensor]]:
     """Return the real rows with zeros after them, how many there are, and which sets are undefined, by reason."""
     rows, kept = real_rows(widened(rows), mask, drop_first)
     num_rows = kept.sum(-1)

@@ -265,7 +265,7 @@ def _with_mean_of_others(deltas: Points, directions: Points) -> tuple[Tensor, Te
     return (directions * others).sum(-1) / norms.where(norms > 0, 1.0), cancelled
 
 
-def _derangements(size: int, count: int, seed: int) -> Iterator[Int[Tensor, " size"]]:
+def _derangements(size: int, count: int, seed: int) -> Iterator[Tensor]:
     """Draw permutations without a fixed point, all equally probable. One in e of all permutations is such a one."""
     generator = torch.Generator().manual_seed(seed)
     stay = torch.arange(size)
@@ -358,9 +358,7 @@ def linear_cka(
     return settled("linear_cka", alignment[..., 0, 1], problems, undefined)
 
 
-def _alignment(
-    inner: Float[Tensor, "*n layers layers"], squares: Float[Tensor, "*n layers rows"], debiased: bool
-) -> tuple[Float[Tensor, "*n layers layers"], Bool[Tensor, "*n layers"]]:
+def _alignment(inner: Tensor, squares: Tensor, debiased: bool) -> tuple[Tensor, Tensor]:
     """Return the alignment of centred layers from products and diagonals of their Gram matrices, and who does not vary.
 
     Raises:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from lit_layers.functional._checks import Undefined, settled, widened
@@ -180,12 +180,12 @@ class WalkedPath:
         return settled(metric, scores[which], problems, undefined)
 
 
-def _not_finite(states: Float[Tensor, "*n dim"], norms: PerToken) -> Bool[Tensor, "*n"]:
+def _not_finite(states: Tensor, norms: PerToken) -> Tensor:
     """Return which states are not finite, from their norms in float64 where no square can leave it."""
     return ~(norms.isfinite() if states.dtype != torch.float64 else states.isfinite().all(-1).to(norms.device))
 
 
-def _deviation(values: Float[Tensor, "steps *n"]) -> PerToken:
+def _deviation(values: Tensor) -> PerToken:
     """Return the standard deviation over steps; `Tensor.std` warns if there is no token."""
     return (values - values.mean(0)).square().mean(0).sqrt()
 

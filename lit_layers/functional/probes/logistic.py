@@ -238,11 +238,10 @@ class Minimum(NamedTuple):
 
 def macro_f1(labels: Int[Tensor, " n"], predictions: Int[Tensor, " n"]) -> float:
     """Return the mean F1 over the classes among the labels, equally weighted, in [0, 1]; 0 for one never predicted."""
-    classes, numbers, num_labelled = labels.unique(return_inverse=True, return_counts=True)
-    guessed = torch.searchsorted(classes, predictions).clamp(max=len(classes) - 1)
-    num_predicted = guessed[classes[guessed] == predictions].bincount(minlength=len(classes))
-    hits = numbers[labels == predictions].bincount(minlength=len(classes)).double()
-    return (2 * hits / (num_labelled + num_predicted)).mean().item()
+    from sklearn.metrics import f1_score  # half a second to import
+
+    truth, guessed = labels.cpu().numpy(), predictions.cpu().numpy()
+    return float(f1_score(truth, guessed, labels=np.unique(truth), average="macro", zero_division=0))
 
 
 def checked_classes(labels: Tensor, features: Tensor, num_classes: int | None) -> tuple[Tensor, Tensor, int]:
