@@ -29,7 +29,6 @@ from lit_layers.analyses import (
     Trajectory,
 )
 from lit_layers.analyses.base import Analysis
-from lit_layers.data import EvalText
 from lit_layers.measuring import one_model
 from lit_layers.measuring.one_model import measure, outcomes
 from lit_layers.models.build import causal_lm, weights_hash
@@ -397,13 +396,3 @@ def test_who_waits_is_told_of_each_analysis_as_it_was_given():
     list(outcomes(tiny("gpt2"), analyses, starting=told.append))
     assert len(told) == 2
     assert all(one is given for one, given in zip(told, analyses, strict=True))
-
-
-def test_the_time_of_a_pass_is_told_once_from_its_first_texts() -> None:
-    text = EvalText("python", "bpe:300", num_sequences=6, num_tokens=16, batch_size=2)
-    told, model = list[tuple](), tiny("gpt2", vocab_size=300)
-    found = outcomes(model, [Trajectory(batches=text), Lens(batches=text)], paced=lambda *words: told.append(words))
-    assert [each.error for each in found] == [None, None]
-    ((names, rows, seconds),) = told
-    assert (names, rows) == (["trajectory", "lens"], 6)
-    assert seconds > 0

@@ -28,17 +28,16 @@ from lit_layers.models.offload import Offload
 from lit_layers.models.view import LayeredModel
 from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Measurement, UnwrittenStore
-from lit_layers.run_data import duration
 from lit_layers.schema import Device
 from lit_layers.series import Audit, Checkpoint, OneModel, Series, audit
 from lit_layers.series.auditing import SeriesMeasurements, is_suspect, read_weights
 from lit_layers.series.checkpoint import fetched_ahead
-from lit_layers.series.checkpoint_sources import Fingerprint, Memory, at_once
+from lit_layers.series.checkpoint_sources import Memory, at_once
 from lit_layers.series.opening import UNAUDITED
 
 Analyses = Sequence[Analysis] | Callable[[Checkpoint], Sequence[Analysis]]
 Dtype = Literal["float32", "float64", "bfloat16"]
-Tell = Callable[[int | None, int | None, str], None]  # done, of how many, what comes next: checkpoints, or analyses
+Tell = Callable[[int, int, str], None]  # done, of how many, what comes next: checkpoints, or analyses
 ALONE = MeasuringOptions()
 
 
@@ -155,7 +154,7 @@ def analyze_series(
         if options.engine == "ray":
             found = work.on_ray(audited)
         else:
-            hooks: Any = {"starting": work.starting, "failed": work.failed, "paced": work.paced}
+            hooks: Any = {"starting": work.starting, "failed": work.failed}
             found = measure_unless_done(work.visits(audited), work.earlier.store, **hooks)
         work.result.measurements += found
         return work.finished(audited)
@@ -184,7 +183,6 @@ class _Measuring:
     verdicts: dict[str, str] = field(default_factory=dict)  # likewise
     unmeasured: dict[str, str] = field(default_factory=dict)  # why a checkpoint cannot be measured
     fitting: set[int] = field(default_factory=set)  # lists of analyses that fit a model of this series
-    read: dict[str, Fingerprint] = field(default_factory=dict)  # weights that were downloaded to be measured
     broken: set[tuple[str, int | None]] = field(default_factory=set)  # run and step of checkpoints that failed
     result: SeriesResult = field(default_factory=lambda: SeriesResult(Audit("", 0, ())))
 
@@ -290,7 +288,6 @@ class _Measuring:
                 self.tell(number, len(audited), checkpoint.name)
             yield self._visit(checkpoint, fetched, due[checkpoint.name][1])
             self._release()
-            self._remember(checkpoint, self.read.get(checkpoint.name))
         total = len(self.analyses[audited[0].name]) if is_alone else len(audited)
         self.tell(total, total, "")
 
@@ -312,9 +309,6 @@ class _Measuring:
         if self.series.is_alone:
             self.tell(visit.analyses.index(analysis), len(visit.analyses), analysis.name)
 
-    def paced(self, names: Sequence[str], rows: int, seconds: float) -> None:
-        self.tell(None, None, f"{', '.join(names)}: {rows} texts, about {duration(seconds)}")
-
     @contextlib.contextmanager
     def _opened(self, checkpoint: Checkpoint, fetched: "Future[Path]") -> Iterator[Opened]:
         """Hold a checkpoint in memory, on the device or with its blocks on the disk.
@@ -334,9 +328,8 @@ class _Measuring:
             self._check(view, self.analyses[checkpoint.name])
             weights = weights_hash(view.model)
             yield Opened(view, weights, *self._provenance(checkpoint, weights))
-            is_unread = self.result.audit.levels.get(checkpoint.name) == "listing"
-            if is_unread and (content := read_weights(checkpoint)) is not None:
-                self.read[checkpoint.name] = content
+            if self.result.audit.levels.get(checkpoint.name) == "listing" and checkpoint.step is not None:
+                read_weights(checkpoint, self._memory)
         except torch.OutOfMemoryError as error:
             why = f"{checkpoint.series} {checkpoint.name} does not fit in the memory of {self.device}"
             raise InputError(why) from error
@@ -365,46 +358,28 @@ class _Measuring:
         known = {name: value for name, value in same.items() if value is not None}
         return {**source, "audit": self.verdicts[checkpoint.name], **known}, same
 
-    def _remember(self, checkpoint: Checkpoint, weights: Fingerprint | None) -> None:
-        """Keep what was read of weights that were downloaded to be measured, for the audit."""
-        if weights is not None:
-            self._memory.put(checkpoint.name, checkpoint.source.identity(), weights)
-            self.read[checkpoint.name] = weights
-
     def on_ray(self, audited: Sequence[Checkpoint]) -> Iterator[Measurement]:
         """Have workers measure what is not known, and yield it once the store has it."""
         due = self._due(audited)
         earlier = copy.copy(self.earlier)
-        earlier.store = UnwrittenStore(earlier.store.path, [])
-        carried = replace(self, earlier=earlier, tell=silent, fitting=set(), result=SeriesResult(self.result.audit))
-        calls = {name: ([each.name for each in analyses], self._known(one)) for name, (one, analyses) in due.items()}
+        earlier.store = UnwrittenStore(earlier.store.path, [*self.earlier.store])
+        carried = replace(self, earlier=earlier, tell=silent, fitting=set(), result=SeriesResult(Audit("", 0, ())))
+        calls = {name: ([each.name for each in analyses],) for name, (_, analyses) in due.items()}
         for name, reply in on_ray(carried.in_worker, calls, self.options.device, self.tell):
             checkpoint, analyses = due[name]
             if isinstance(reply, InputError):
                 self.failed(self._visit(checkpoint, Future(), analyses), reply)
                 continue
-            measured, weights = reply
             self.fitting.add(id(self.analyses[name]))
-            yield from map(self.earlier.store.add, measured)
-            self._remember(checkpoint, weights)
+            yield from map(self.earlier.store.add, reply)
 
-    def _known(self, checkpoint: Checkpoint) -> list[Measurement]:
-        run = self.earlier.run_of(checkpoint)
-        of_step = (each for each in self.earlier.store if self.series.is_alone or each.step == checkpoint.step)
-        return [each for each in of_step if each.run == run]
-
-    def in_worker(
-        self, name: str, analyses: Sequence[str], known: Sequence[Measurement]
-    ) -> tuple[list[Measurement], Fingerprint | None]:
+    def in_worker(self, name: str, analyses: Sequence[str]) -> list[Measurement]:
         """Measure one checkpoint in a worker of Ray, which writes nothing."""
         checkpoint = next(one for one in self.series.checkpoints if one.name == name)
         self.device = device_of(self.options.device)
-        self.earlier.store = store = UnwrittenStore(self.earlier.store.path, known)
         chosen = [one for one in self.analyses[name] if one.name in analyses]
         _, fetched = next(_held := fetched_ahead([checkpoint]))  # a download stops if nothing holds it
-        measured = [*measure_unless_done([self._visit(checkpoint, fetched, chosen)], store)]
-        self._release()
-        return measured, self.read.get(name)
+        return [*measure_unless_done([self._visit(checkpoint, fetched, chosen)], self.earlier.store)]
 
     def failed(self, visit: Visit, why: InputError) -> None:
         """Note what cannot be measured; refuse what no other checkpoint can be measured with either."""
@@ -416,7 +391,7 @@ class _Measuring:
 
     def finished(self, audited: Sequence[Checkpoint]) -> SeriesResult:
         """Judge once more by the weights that were downloaded to be measured, and count what was known."""
-        if self.read:
+        if self.result.audit.level == "listing" and self.result.measurements and not self.series.is_alone:
             self._judge(audited)
         whole = [one for one in audited if (self.earlier.run_of(one), one.step) not in self.broken]
         measured = [each for each in self.result.measurements if (each.run, each.step) not in self.broken]

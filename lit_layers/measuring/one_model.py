@@ -29,7 +29,6 @@ from lit_layers.records import Measurement, Record, Store
 
 logger = logging.getLogger(__name__)
 
-Paced = Callable[[Sequence[str], int, float], None]  # which analyses, of how many texts, and the seconds of these
 # Most bytes of the states of a microbatch: on a CPU; on a GPU, or where each one reads all blocks from the disk.
 STATE_BYTES = 2**26, 2**28
 
@@ -112,7 +111,6 @@ def measure_unless_done(
     ranks: OneProcess | Ranks | None = None,
     starting: Callable[[Visit, Analysis], None] = lambda visit, analysis: None,
     failed: Callable[[Visit, InputError], None] | None = None,
-    paced: Paced | None = None,
 ) -> Iterator[Measurement]:
     """Measure what the store lacks, checkpoint by checkpoint, and yield each measurement once the store has it.
 
@@ -128,7 +126,7 @@ def measure_unless_done(
                 weights = opened.weights_hash
                 due = not_done(store, visit.run, visit.step, visit.analyses, weights_hash=weights, **opened.same)
                 begin = functools.partial(starting, visit)
-                for outcome in outcomes(opened.model, due, ranks, begin, weights_hash=weights, paced=paced):
+                for outcome in outcomes(opened.model, due, ranks, begin, weights_hash=weights):
                     about = {"run": visit.run, "step": visit.step, "tokens": visit.tokens}
                     measurement = outcome.measurement(**about, provenance=opened.provenance)
                     del outcome  # its failure holds the model
@@ -185,7 +183,6 @@ def outcomes(
     starting: Callable[[Analysis], None] = lambda analysis: None,
     *,
     weights_hash: str | None = None,
-    paced: Paced | None = None,
 ) -> Iterator[Outcome]:
     """Yield the outcome of each analysis, on the first rank, as soon as all that it reads has been passed.
 
@@ -207,7 +204,7 @@ def outcomes(
             groups.remove(group)
             for reader in group.readers:
                 begin(reader.outcome)
-            group.walk(views, ranks, paced)
+            group.walk(views, ranks)
         begin(outcome)
         _compute(outcome, views, ranks, number)
         if ranks.rank == 0:
@@ -277,10 +274,10 @@ class _Group:
     precision: Precision
     readers: list[_Reader] = field(default_factory=list)
 
-    def walk(self, views: _Views, ranks: OneProcess | Ranks, paced: Paced | None) -> None:
+    def walk(self, views: _Views, ranks: OneProcess | Ranks) -> None:
         limits = [reader.rows.limit for reader in self.readers]
         most = None if None in limits else max(limit for limit in limits if limit is not None)
-        first, started = 0, time.perf_counter()
+        first = 0
         try:
             for number, (batch, count) in enumerate(microbatches(views[self.precision], self.batches, most)):
                 due = [
@@ -288,9 +285,6 @@ class _Group:
                 ]
                 self._show(views, batch, count, due)
                 first += count
-                if number == 0 and paced is not None and (rows := getattr(self.batches, "num_sequences", None)):
-                    rows, names = min(rows, most or rows), [reader.outcome.analysis.name for reader in self.readers]
-                    paced(names, rows, (time.perf_counter() - started) * rows / count)
         except Exception as failure:  # of the data
             for reader in self.readers:
                 reader.outcome.error, reader.outcome.failure = kind_and_words(failure), failure

@@ -155,14 +155,10 @@ def _holes(steps: Sequence[int]) -> Iterator[tuple[int, ...]]:
             yield tuple(range(steps[place] + width, steps[place + 1], width))
 
 
-def unreadable_names(listed: Listed) -> Iterator[Finding]:
-    """Branches that look like steps and are not understood, or mean the same one."""
-    listing = listed.listing
-    if listing.strangers:
-        names = ", ".join(listing.strangers)
-        yield Finding("out of grammar", f"{names}: named like steps, but not as the others are; left out")
-    by_name = {one.name: one for one in listing.checkpoints}
-    for names in listing.doubles:
+def double_names(listed: Listed) -> Iterator[Finding]:
+    """Branches, folders or files that mean the same step."""
+    by_name = {one.name: one for one in listed.listing.checkpoints}
+    for names in listed.listing.doubles:
         kept = next(name for name in names if name in by_name)
         others = ", ".join(name for name in names if name != kept)
         yield finding("two names", f"{others} means the same step as {kept}, which is used", [by_name[kept]])
@@ -177,7 +173,7 @@ def reported(listed: Listed) -> Iterator[Finding]:
             yield finding("reported", f"{defect.says} ({defect.source})", suspects, note=not defect.suspect)
 
 
-OF_A_LISTING = (broken, shared_shards, main_differs, gaps, unreadable_names, reported)
+OF_A_LISTING = (broken, shared_shards, main_differs, gaps, double_names, reported)
 
 
 def finding(kind: str, message: str, checkpoints: Iterable[Checkpoint], *, note: bool = False) -> Finding:
@@ -247,6 +243,7 @@ def changes(
         lambda value, usual: f"its values are {value}, those of the other steps {usual}",
         first_may_differ=True,
     )
+
     whole = [one for one in chosen if one.name not in damaged]
     if len(read) < len(whole):
         yield from other_size(whole)
@@ -315,18 +312,17 @@ def _other_content(
 
 
 def other_size(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
-    """Steps whose weight files are longer or shorter together: another precision, another architecture, cut short."""
+    """Steps whose weight files are longer or shorter together, where these are not read."""
     loaded = [(one, *next(iter(by_format.items()))) for one in chosen if (by_format := formats(one.source.files))]
     usual = Counter(kind for _, kind, _ in loaded).most_common(1)
     sizes = [(one, sum(file.size for file in files.values())) for one, kind, files in loaded if kind == usual[0][0]]
     middle = sorted(size for _, size in sizes)[len(sizes) // 2] if sizes else 0
     near = [(one, middle if abs(size - middle) <= _SIZE * middle else size) for one, size in sizes]
-    yield from differing(
-        "other size",
-        near,
-        lambda size, usual: f"{size:,} bytes of weights, not {usual:,}",
-        first_may_differ=True,  # a model that training began with, in a precision of its own
-    )
+
+    def says(size: int, usual: int) -> str:
+        return f"{size:,} bytes of weights, not {usual:,}"
+
+    yield from differing("other size", near, says, first_may_differ=True)
 
 
 def _tensor_differences(value: frozenset[Any], usual: frozenset[Any]) -> str:

@@ -28,7 +28,7 @@ UNLIKE, ALIKE = 0.3, 0.25  # cosine to both neighbours over theirs with each oth
 STRANGERS, FASTER = 0.15, 5.0  # cosine of steps of two trainings, to 0.09; the rate of change over that beside
 JUMP = 5.0  # of one tensor at the last step over that of the median tensor: healthy to 1.6
 FARTHER = 1.2  # the last step from the last but two, over the last but one: of a tensor over the median one
-LONE, LONE_AT_END = 32.0, 100.0  # a single value over all others of the tensor and over its largest at the neighbours
+OUTSIZED = 100.0  # norm of a matrix over those at both neighbours
 SEVERAL = 16  # values of a vector that do not all come back by chance
 HARDLY = 0.1  # share of the values that change between neighbours where copies may be genuine
 COARSE = {"bfloat16": 2**-6, "float16": 2**-9}  # relative distances below these are rounding
@@ -113,34 +113,30 @@ def _distances(products: np.ndarray) -> np.ndarray:
 
 
 def broken_values(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
-    """Steps with values that are no numbers, with nothing but zeros, or with zeros where weights were before."""
+    """Steps with values that are no numbers, or with nothing but zeros where weights were before."""
     weighted: set[str] = set()
-    first = prints[steps[0].name].tensors if steps else {}
-    norms = {name for name, tensor in first.items() if tensor.count >= SEVERAL and not name.endswith("bias")}
     for one in steps:
         facts = prints[one.name].tensors
         if broken := sorted(name for name, tensor in facts.items() if tensor.num_broken):
             count = sum(facts[name].num_broken for name in broken)
             yield finding("not finite", f"{count:,} values are NaN or infinite, the first in {broken[0]}", [one])
-        zero = {name for name, tensor in facts.items() if tensor.norm == 0 and not tensor.num_broken}
-        if len(zero) == len(facts):
-            yield finding("zero weights", "every value is 0", [one])
-        elif cleared := sorted(name for name in zero & weighted if facts[name].is_matrix or name in norms):
+        large = (name for name, tensor in facts.items() if tensor.count >= SEVERAL and not name.endswith("bias"))
+        zero = sorted(name for name in large if facts[name].norm == 0 and not facts[name].num_broken)
+        if cleared := [name for name in zero if name in weighted]:
             yield finding("zero weights", f"{cleared[0]} is 0 and was not before", [one])
         weighted |= {name for name, tensor in facts.items() if tensor.norm > 0}
 
 
-def lone_values(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
-    """Steps at which one value stands far above its tensor and above the tensor at both neighbours: a flipped bit."""
+def outsized_tensors(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
+    """Steps at which a matrix is far larger than at both neighbours: a bit of an exponent has flipped."""
     for place, one in enumerate(steps):
         beside = [prints[steps[near].name].tensors for near in (place - 1, place + 1) if 0 <= near < len(steps)]
-        times = LONE if len(beside) == 2 else LONE_AT_END
         for name, facts in prints[one.name].tensors.items():
-            others = [tensors[name].largest for tensors in beside if name in tensors]
-            above = max([facts.second, *others], default=0.0)
-            if others and min(others) > 0 and facts.count >= 64 and facts.largest >= times * above:
-                says = f"one value of {name} is {facts.largest:.3g}, all others are below {above:.3g}: a flipped bit?"
-                yield finding("value out of range", says, [one])
+            norms = [tensors[name].norm for tensors in beside if name in tensors]
+            if facts.is_matrix and norms and min(norms) > 0 and facts.norm > OUTSIZED * max(norms):
+                yield finding(
+                    "value out of range", f"{name} has {facts.norm / max(norms):.2g} times its norm beside", [one]
+                )
                 break
 
 

@@ -17,7 +17,6 @@ from lit_layers.series.checkpoint_sources import MAIN, TOKENIZER, Fingerprint, M
 from lit_layers.series.local_series import SUBMODULE, run_in
 
 Level = Literal["auto", "listing", "weights"]
-WEIGHTS = "weights"  # what was not checked of a checkpoint
 # What no check of a level sees of any checkpoint.
 UNSEEN: Mapping[Level, str] = {
     "listing": "anything but names, sizes and hashes of files, configurations and tokenizers",
@@ -58,15 +57,14 @@ class Audit:
 
     def verdict(self, checkpoint: Checkpoint) -> str:
         """The verdict on one checkpoint, for its measurements: `suspect: ...`, or `clean` or `note: ...` with the level
-        at which it was looked at and what was not checked of it: `clean (level: listing); not checked: weights`.
+        at which it was looked at: `clean (level: listing)`.
         """
         findings = [finding for finding in self.findings if checkpoint.name in finding.names]
         kinds = dict.fromkeys(finding.kind for finding in findings if not finding.note)
         if kinds:
             return f"suspect: {', '.join(kinds)}"
-        notes, level = ", ".join(dict.fromkeys(each.kind for each in findings)), self.levels[checkpoint.name]
-        unread = "" if level == WEIGHTS else f"; not checked: {WEIGHTS}"
-        return f"{f'note: {notes}' if notes else 'clean'} (level: {level}){unread}"
+        notes = ", ".join(dict.fromkeys(each.kind for each in findings))
+        return f"{f'note: {notes}' if notes else 'clean'} (level: {self.levels[checkpoint.name]})"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -121,33 +119,26 @@ def _prints(
     """What the weights look like, one checkpoint after the other, and which cannot be read."""
     prints: dict[str, Fingerprint] = {}
     damaged: list[Finding] = []
-    for one in steps:
-        key = one.source.identity()
-        kept = memory.get(one.name, key) if memory is not None and level != "listing" else None
-        if kept is not None:
-            prints[one.name] = kept
-            continue
-        if level == "listing" or (level != "weights" and not one.source.is_here):
-            continue
-        was_here = one.source.is_here
-        try:
-            prints[one.name] = fingerprint(one.source.tensors())
-        except InputError as error:
-            damaged.append(finding("damaged", str(error), [one]))
-            continue
-        finally:
-            if not was_here:
+    for one in steps if level != "listing" else ():
+        key, is_here = one.source.identity(), one.source.is_here
+        found = None if memory is None else memory.get(one.name, key)
+        if found is None and (is_here or level == "weights"):
+            try:
+                found = fingerprint(one.source.tensors())
+            except InputError as error:
+                damaged.append(finding("damaged", str(error), [one]))
+            if not is_here:
                 one.source.drop()
-        if memory is not None:
-            memory.put(one.name, key, prints[one.name])
+            if found is not None and memory is not None:
+                memory.put(one.name, key, found)
+        if found is not None:
+            prints[one.name] = found
     return prints, damaged
 
 
-def read_weights(checkpoint: Checkpoint) -> Fingerprint | None:
-    """Read the weights of a checkpoint of a series that is on this machine now, for the next audit; None where they
-    cannot be read.
-    """
-    return _prints([checkpoint], "auto", None)[0].get(checkpoint.name) if checkpoint.step is not None else None
+def read_weights(checkpoint: Checkpoint, memory: Memory) -> None:
+    """Read the weights of a checkpoint that is on this machine now, for the next audit."""
+    _prints([checkpoint], "auto", memory)
 
 
 def _findings_of_values(
@@ -162,7 +153,7 @@ def _findings_of_values(
     found = [
         *audit_weights.copies(listed, prints, read),
         *audit_weights.broken_values(read, prints),
-        *audit_weights.lone_values(read, prints),
+        *audit_weights.outsized_tensors(read, prints),
     ]
     suspects = _names(each for each in (*findings, *found) if not each.note)
     rest = [one for one in read if one.name not in suspects]
@@ -224,9 +215,7 @@ class SeriesMeasurements:
 
     def verdict(self, checkpoint: Checkpoint, today: str, *, whole: bool) -> str:
         """Today's verdict, unless an earlier audit found these files suspect: that of all weights takes it back."""
-        if is_suspect(today):
-            return today
-        if whole and f"not checked: {WEIGHTS}" not in today:
+        if is_suspect(today) or (whole and "(level: listing)" not in today):
             return today
         earlier = (m.provenance.get("audit") or "" for m in self._of_files(checkpoint))
         return next(filter(is_suspect, earlier), today)

@@ -8,7 +8,7 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,8 +35,6 @@ PATTERNS = {
     "continued": r"stage\d+-step-(?P<step>\d+)",  # through all stages
     "checkpoint": r"checkpoint-(?P<step>\d+)",
 }
-_STEPLIKE = re.compile(r"(?=.*\d).*(ste|check|ckpt|iter|tok)|\d+$", re.IGNORECASE)
-_LATER = re.compile(r"stage(?!1-)")
 _LAST_INTEGER = re.compile(r"(.*?)(\d+)(\D*)", re.DOTALL)
 _PART_OF_A_NUMBER = re.compile(r".*\d([.]|[eE][-+]?)", re.DOTALL)  # before the last integer of 1.5 or 1e3
 _FACTOR = re.compile(r"[kKM](?![A-Za-z])")  # behind the integer of iter_10k
@@ -93,14 +91,6 @@ class Grammar:
 def _number(text: str) -> int:
     """210B are 210 billions, 15T are 15,000."""
     return int(text.rstrip("BT")) * (1000 if text.endswith("T") else 1)
-
-
-def parsed_names(names: Collection[str], grammar: Grammar | None) -> tuple[list[StepName], tuple[str, ...]]:
-    """The names that are steps, and those that look as if they meant one, in whatever grammar, and are none."""
-    steps = [step for name in names if grammar is not None and (step := grammar.parse(name)) is not None]
-    is_staged = grammar is not None and grammar.spelling == "stages"
-    strangers = {name for name in filter(_STEPLIKE.match, names) if not (is_staged and _LATER.match(name))}
-    return steps, tuple(sorted(strangers - {step.name for step in steps}))
 
 
 def recognize(names: Iterable[str]) -> Grammar | None:
@@ -242,15 +232,14 @@ class Defect:
 class Listing:
     """Everything that is there of a series, and what is known about what should be.
 
-    `main` is what bears no step; `expected` are the steps that belong there; `strangers` look like steps and are not
-    understood; steps up to `warm_up` may hold the same weights, because the first updates have a learning rate of 0.
+    `main` is what bears no step; `expected` are the steps that belong there; steps up to `warm_up` may hold the same
+    weights, because the first updates have a learning rate of 0.
     """
 
     checkpoints: tuple[Checkpoint, ...]
     main: Checkpoint | None = None
     main_is_last: bool | None = None
     expected: tuple[int, ...] | None = None
-    strangers: tuple[str, ...] = ()
     doubles: tuple[tuple[str, ...], ...] = ()
     defects: tuple[Defect, ...] = ()
     warm_up: int = 1
@@ -306,11 +295,12 @@ class Series(ABC):
         return len(self.checkpoints)
 
 
-def ordered(names: list[StepName]) -> tuple[list[StepName], tuple[tuple[str, ...], ...]]:
+def ordered(names: Iterable[str], grammar: Grammar | None) -> tuple[list[StepName], tuple[tuple[str, ...], ...]]:
     """One name a step, in step order, and the names that mean the same step; the longest of them is the one kept."""
     by_step: dict[int, list[StepName]] = {}
     for name in names:
-        by_step.setdefault(name.step, []).append(name)
+        if grammar is not None and (parsed := grammar.parse(name)) is not None:
+            by_step.setdefault(parsed.step, []).append(parsed)
     kept = [max(by_step[step], key=lambda name: (len(name.name), name.name)) for step in sorted(by_step)]
     doubles = tuple(tuple(sorted(name.name for name in same)) for same in by_step.values() if len(same) > 1)
     return kept, doubles

@@ -5,6 +5,7 @@ what those look like: hashes, and one pass over the tensors.
 import contextlib
 import functools
 import hashlib
+import io
 import json
 import math
 import os
@@ -16,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -73,22 +74,18 @@ def missing(kind: Format, files: Mapping[str, ListedFile], read: Callable[[str],
 
 NUM_SAMPLES = 2048  # values kept of each tensor: 500 tensors x 2048 x 4 B = 4 MB a checkpoint
 FOLDER = ".audit"
-_VERSION = "2"
+_VERSION = 3
 _VALUES = 2**20  # at a time
 _PIECES, _LONG = 8, 32  # rows and columns that are looked at for 8 bits, and values of each
 
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """One tensor in numbers: `norm` of its finite values, its two largest magnitudes, how many are not finite, and
-    whether they have 8 bits or fewer.
-    """
+    """One tensor in numbers: `norm` of its finite values, how many are not finite, whether they have 8 bits."""
 
     dtype: str
     shape: tuple[int, ...]
     norm: float = 0.0
-    largest: float = 0.0
-    second: float = 0.0
     num_broken: int = 0
     is_8_bit: bool = False
 
@@ -144,21 +141,15 @@ def fingerprint(tensors: Iterator[tuple[str, "Tensor"]]) -> Fingerprint:
 
 
 def _facts(tensor: "Tensor") -> tuple[TensorFacts, "Tensor", bytes]:
-    import torch
-
     flat, digest = tensor.reshape(-1), hashlib.blake2b(digest_size=16)
-    squares, largest, second, num_broken = 0.0, 0.0, 0.0, 0
+    squares, num_broken = 0.0, 0
     for start in range(0, len(flat), _VALUES):
         piece = flat[start : start + _VALUES].float()
         digest.update(piece.numpy().data)
         finite = piece.isfinite()
-        if not finite.all():
-            num_broken += int((~finite).sum())
-            piece = piece[finite]
-        squares += float(piece.double().square().sum())
-        top = torch.topk(piece.abs(), min(2, len(piece))).values.tolist()
-        largest, second = sorted([largest, second, *top], reverse=True)[:2]
-    numbers = squares**0.5, largest, second, num_broken, _is_8_bit(tensor)
+        num_broken += int((~finite).sum())
+        squares += float(piece[finite].double().square().sum())
+    numbers = squares**0.5, num_broken, _is_8_bit(tensor)
     facts = TensorFacts(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), *numbers)
     return facts, flat[_places(len(flat))].float(), digest.digest()
 
@@ -228,25 +219,24 @@ class Memory:
 
     def get(self, name: str, key: Any) -> Fingerprint | None:
         """What is kept of a checkpoint, if `key` still says that it is the same."""
-        from safetensors import SafetensorError, safe_open
+        import torch
 
         try:
-            with safe_open(self.folder / _file(name), framework="pt") as file:
-                kept = file.metadata() or {}
-                if kept.get("version") != _VERSION or kept.get("key") != json.dumps(key):
-                    return None
-                tensors = json.loads(kept["facts"]).items()
-                facts = {each: TensorFacts(**{**values, "shape": tuple(values["shape"])}) for each, values in tensors}
-                return Fingerprint(facts, kept["digest"], {each: file.get_tensor(each) for each in facts})
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+            kept = torch.load(self.folder / _file(name), weights_only=True)
+            if kept["key"] != [_VERSION, key]:
+                return None
+            facts = {each: TensorFacts(*values) for each, values in kept["facts"].items()}
+        except (OSError, RuntimeError, EOFError, LookupError, TypeError, pickle.UnpicklingError):
             return None
+        return Fingerprint(facts, kept["digest"], kept["samples"])
 
     def put(self, name: str, key: Any, weights: Fingerprint) -> None:
-        from safetensors.torch import save  # which imports torch
+        import torch
 
-        facts = json.dumps({each: asdict(facts) for each, facts in weights.tensors.items()})
-        kept = {"version": _VERSION, "key": json.dumps(key), "facts": facts, "digest": weights.digest}
-        self._write(_file(name), save(dict(weights.samples), kept))
+        facts = {each: astuple(facts) for each, facts in weights.tensors.items()}
+        kept = {"key": [_VERSION, key], "facts": facts, "digest": weights.digest, "samples": dict(weights.samples)}
+        torch.save(kept, content := io.BytesIO())
+        self._write(_file(name), content.getvalue())
 
     def _write(self, name: str, content: bytes) -> None:
         with contextlib.suppress(OSError):
@@ -255,7 +245,7 @@ class Memory:
 
 
 def _file(name: str) -> str:
-    return f"{name.replace(os.sep, '_')}.safetensors"
+    return f"{name.replace(os.sep, '_')}.pt"
 
 
 Item = TypeVar("Item")
@@ -272,7 +262,6 @@ def at_once(ask: Callable[[Item], Result], items: Iterable[Item]) -> list[Result
 MAIN = "main"  # the branch of a repository that is no step
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
 COMPANIONS = (".json", ".txt", ".model", ".tiktoken", ".jinja")  # config and tokenizer: data, never code
-_LARGEST_COMPANION = 2**26
 _TRAINER_STATE = "trainer_state.json"  # of the Trainer of transformers
 _dropping = threading.Lock()
 
@@ -397,7 +386,7 @@ class HubSource(Source):
     def fetch(self) -> Path:
         if CONFIG not in self.files:
             raise InputError(f"expected a model in {self.repo} at {self.revision}, found no {CONFIG} there")
-        beside = [path for path, file in self.files.items() if _is_companion(path, file.size)]
+        beside = [path for path in self.files if path.endswith(COMPANIONS)]
         for path in {*beside, *self.weights()}:
             self._download(path)
         return self._download(CONFIG).parent
@@ -444,14 +433,10 @@ def companions(folder: Path, memory: Memory | None = None, *, weights: bool = Fa
     listed: dict[str, ListedFile] = {}
     for path in sorted(each for each in folder.iterdir() if each.is_file()):
         is_weights = path.name.startswith(names) and path.suffix in (".safetensors", ".bin")
-        if (weights and is_weights) or _is_companion(path.name, path.stat().st_size):
+        if (weights and is_weights) or path.name.endswith(COMPANIONS):
             hash_ = content_hash(path) if memory is None else memory.hash_of(path, lambda path=path: content_hash(path))
             listed[path.name] = ListedFile(path.name, path.stat().st_size, hash_)
     return listed
-
-
-def _is_companion(path: str, size: int) -> bool:
-    return path.endswith(COMPANIONS) and size <= _LARGEST_COMPANION
 
 
 def tensors_in(path: Path) -> Iterator[tuple[str, "Tensor"]]:

@@ -15,7 +15,15 @@ from lit_layers.files.durable import Scratch, on_disk
 from lit_layers.files.hub import ListedFile, would_run_code
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import run_facts
-from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series, ordered, parsed_names, recognize
+from lit_layers.series.checkpoint import (
+    Checkpoint,
+    Grammar,
+    Listing,
+    Series,
+    StepName,
+    ordered,
+    recognize,
+)
 from lit_layers.series.checkpoint_sources import CONFIG, TOKENIZER, FolderSource, Memory, ModelFiles, Source, companions
 
 if TYPE_CHECKING:  # torch inside functions, as in checkpoint.py
@@ -35,6 +43,13 @@ class _LocalSeries(Series):
         self.root, self.steps, self.tokens_per_step = Path(root), steps, tokens_per_step
         self.name = self.root.resolve().name
         self.memory: Memory = Memory(self.root)
+
+    def _checkpoint(self, name: StepName, source: Source, run: Mapping[str, Any]) -> Checkpoint:
+        """Return a checkpoint whose tokens count on from those of the one that its run began with."""
+        first, before = _beginning(run)
+        per_step = self.tokens_per_step or run.get("tokens_per_step")
+        tokens = None if before is None else name.tokens(per_step, first, before)
+        return Checkpoint(self.name, name.name, source, name.step, tokens)
 
 
 class StepFolders(_LocalSeries):
@@ -65,39 +80,20 @@ class StepFolders(_LocalSeries):
             raise InputError(f"expected a folder with checkpoints, {self.root} does not exist")
         folders = {path.name: path for path in self.root.iterdir() if path.is_dir() and path.name[0] != "."}
         names = sorted(name for name in folders if name not in _NO_CHECKPOINTS)
-        steps, strangers = parsed_names(names, self._grammar or recognize(names))
-        if not steps:
-            advice = f"; of {strangers[0]} the step is not known: write it as a whole number" if strangers else ""
-            if (self.root / "config.json").is_file():
-                advice = "; it is one model: leave steps out, or name the folder that its steps lie in"
-            raise InputError(f"{self.root} holds no folder that is a step, such as step-000001000{advice}")
-        kept, doubles = ordered(steps)
-        run = run_facts(self.root)
-        per_step = self.tokens_per_step or run.get("tokens_per_step")
-        first, before = _beginning(run)
+        kept, doubles = ordered(names, self._grammar or recognize(names))
+        if not kept:
+            advice = "; it is one model: leave steps out, or name the folder that its steps lie in"
+            is_model = (self.root / CONFIG).is_file()
+            raise InputError(
+                f"{self.root} holds no folder that is a step, such as step-000001000{advice if is_model else ''}"
+            )
+        run, schedule = run_facts(self.root), training_of(self.root).get("steps")
+        until = None if schedule is None else Schedule(schedule).until(kept[-1].step, _beginning(run)[0])
         return Listing(
-            checkpoints=tuple(
-                Checkpoint(
-                    self.name,
-                    step.name,
-                    FolderSource(folders[step.name], self.memory),
-                    step.step,
-                    None if before is None else step.tokens(per_step, first, before),
-                )
-                for step in kept
-            ),
-            expected=self._expected(first, kept[-1].step),
-            strangers=strangers,
+            tuple(self._checkpoint(step, FolderSource(folders[step.name], self.memory), run) for step in kept),
+            expected=None if until is None else tuple(until),  # the run may have been interrupted
             doubles=doubles,
         )
-
-    def _expected(self, first: int, last: int) -> tuple[int, ...] | None:
-        """The steps of the run's own schedule up to the last that is there: it may have been interrupted."""
-        steps = training_of(self.root).get("steps")
-        if steps is None:
-            return None
-        schedule = Schedule(steps)
-        return tuple(step for step in range(first, last + 1) if step in schedule or step == first)
 
 
 def _beginning(run: dict[str, Any]) -> tuple[int, int | None]:
@@ -124,14 +120,11 @@ _COUNTED = "n_averaged"  # a tensor that torch's AveragedModel has beside those 
 
 @dataclass(frozen=True)
 class NetworkTensors:
-    """The tensors of the network that a folder's config.json describes: `groups` are names that share one, `rows` its
-    vocabulary.
-    """
+    """The tensors of the network that a folder's config.json describes; `rows` is its vocabulary."""
 
     folder: Path
     kind: str
     shapes: Mapping[str, tuple[int, ...]]
-    groups: tuple[frozenset[str], ...]
     rows: int | None
 
     @classmethod
@@ -141,13 +134,9 @@ class NetworkTensors:
         from lit_layers.models.saved import outline  # torch, which names and steps do not need
 
         network = outline(ModelFiles(folder).config, str(folder), torch.float32)
-        state = network.state_dict(keep_vars=True)
-        by_tensor: dict[int, set[str]] = {}
-        for name, tensor in state.items():
-            by_tensor.setdefault(id(tensor), set()).add(name)
-        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
         rows = getattr(getattr(network, "config", None), "vocab_size", None)
-        return cls(folder, type(network).__name__, shapes, tuple(map(frozenset, by_tensor.values())), rows)
+        return cls(folder, type(network).__name__, shapes, rows)
 
     def fitted(self, state: State, prefix: str) -> dict[str, "Tensor"]:
         """The tensors below a prefix as the network has them, without the padding rows of its vocabulary.
@@ -156,9 +145,6 @@ class NetworkTensors:
             InputError: one that is missing, too many or of another shape.
         """
         given = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
-        for group in self.groups:  # tied: saved once or under each name
-            if (held := next((name for name in sorted(group) if name in given), None)) is not None:
-                given |= dict.fromkeys(group - given.keys(), given[held])
         for name, shape in self.shapes.items():
             if name in given and shape and shape[0] == self.rows:
                 given[name] = given[name][: shape[0]]
@@ -248,6 +234,8 @@ class LightningCheckpoints(_LocalSeries):
         if not paths:
             raise InputError(f"expected Lightning checkpoints (*.ckpt) below {self.root}, found none")
         expected = NetworkTensors.of(self._config(paths[0]))
+        run = next(filter(None, map(run_facts, (self.root, self.root.parent))), {})
+        first, _ = _beginning(run)
         by_step: dict[int, list[Path]] = {}
         for path in paths:
             by_step.setdefault(read_lightning(path)["global_step"], []).append(path)
@@ -260,9 +248,13 @@ class LightningCheckpoints(_LocalSeries):
                 raise InputError(f"{path}: {error}") from error
 
         return Listing(
-            checkpoints=tuple(
-                self._checkpoint(step, LightningSource(by_step[step][0], expected, prefix, self.memory))
-                for step in sorted(by_step)
+            tuple(
+                self._checkpoint(
+                    StepName(self._name(same[0]), first + step),
+                    LightningSource(same[0], expected, prefix, self.memory),
+                    run,
+                )
+                for step, same in sorted(by_step.items())
             ),
             doubles=tuple(
                 names
@@ -270,11 +262,6 @@ class LightningCheckpoints(_LocalSeries):
                 if len(names := tuple(self._name(path) for path in same if not path.name.startswith("last"))) > 1
             ),
         )
-
-    def _checkpoint(self, step: int, source: "LightningSource") -> Checkpoint:
-        first, before = _beginning(next(filter(None, map(run_facts, (self.root, self.root.parent))), {}))
-        tokens = None if self.tokens_per_step is None or before is None else before + step * self.tokens_per_step
-        return Checkpoint(self.name, self._name(source.path), source, step=first + step, tokens=tokens)
 
     def _name(self, path: Path) -> str:
         return str(path.relative_to(self.root))
@@ -318,9 +305,7 @@ class LightningSource(Source):
         return [on_disk(self.path), self._prefix]
 
     def tensors(self) -> "Iterator[tuple[str, Tensor]]":
-        state = self._state()
-        for group in self._expected.groups:
-            yield (name := min(group)), state[name]
+        yield from self._state().items()
 
     def read(self, path: str) -> bytes:
         return (self.config / path).read_bytes()

@@ -17,9 +17,9 @@ from lit_layers import schema
 from lit_layers.errors import InputError
 from lit_layers.files.hub import Hub
 from lit_layers.schedule import Schedule, Steps
-from lit_layers.schema import SEED, Count, Step, refuse_outside
+from lit_layers.schema import Count, Step
 from lit_layers.series.auditing import audit
-from lit_layers.series.checkpoint import Checkpoint, Defect, Grammar, Listing, Series, ordered, parsed_names, recognize
+from lit_layers.series.checkpoint import Checkpoint, Defect, Grammar, Listing, Series, ordered, recognize
 from lit_layers.series.checkpoint_sources import (
     MAIN,
     FolderSource,
@@ -42,8 +42,6 @@ class Facts:
 
     A list of grammars has one for each training whose branches a repository holds. `repositories` is the name of the
     repository of each step, where a step is a repository, with `{repo}` and `{step}` or `{thousands}` of steps.
-    `others` are branches that are no steps of it, such as a later training that counts from 0 again; `*`, `?` and
-    `[...]` stand as in file names.
     """
 
     names: str | list[str]
@@ -56,7 +54,6 @@ class Facts:
     main_is_last: bool | None = None
     warm_up: Count = 1
     defects: tuple[Defect, ...] = ()
-    others: tuple[str, ...] = ()
 
     def expected(self) -> tuple[int, ...] | None:
         """The steps that belong to the series, where they are known."""
@@ -147,15 +144,12 @@ class HubRevisions(Series):
             facts = Facts(self.repo, tokens_per_step=facts.tokens_per_step, warm_up=0)
         commits = hub.commits(self.repo)
         grammar = self._grammar or (Grammar(facts.grammar) if isinstance(facts.grammar, str) else recognize(commits))
-        no_steps = (MAIN, *facts.others)
-        names = [name for name in commits if not any(fnmatch.fnmatchcase(name, other) for other in no_steps)]
-        steps, strangers = parsed_names(names, grammar)
-        if not steps:
+        kept, doubles = ordered([name for name in commits if name != MAIN], grammar)
+        if not kept:
             first = ", ".join([*commits][:5])
             raise InputError(
                 f"{self.repo} has no branch that is a step ({len(commits)} branches: {first}): name the grammar"
             )
-        kept, doubles = ordered(steps)
 
         def source(name: str) -> HubSource:
             return HubSource(hub, self.repo, name, commits[name])
@@ -168,7 +162,6 @@ class HubRevisions(Series):
             main=Checkpoint(self.name, MAIN, source(MAIN)) if MAIN in commits else None,
             main_is_last=facts.main_is_last,
             expected=facts.expected(),
-            strangers=strangers if self.name == self.repo else (),
             doubles=doubles,
             defects=facts.defects,
             warm_up=facts.warm_up,
@@ -202,8 +195,7 @@ class Models(Series):
     tokenizer.json.
 
     Raises:
-        InputError: an empty list, a name that is there twice, a folder that does not exist; on first use, if none of
-            the models can be had, why the first of them cannot.
+        InputError: an empty list; on first use, if none of the models can be had, why the first of them cannot.
     """
 
     def __init__(
@@ -215,8 +207,6 @@ class Models(Series):
     ) -> None:
         if isinstance(models, str) or not models:
             raise InputError(f"models: expected a list of folders or names on the Hub, got {models!r}")
-        if double := [model for model in models if list(models).count(model) > 1]:
-            raise InputError(f"models: {double[0]} is there twice")
         self.models, self.name, self.tokenizers = list(models), name, dict(tokenizers or {})
 
     def find(self) -> Listing:
@@ -237,14 +227,13 @@ class OneModel(Series):
     `NAME@untrained-SEED`, without a step, whose weights are not looked for.
 
     Raises:
-        InputError: no such model, a seed below 0.
+        InputError: no such model.
     """
 
     is_alone = True
 
     def __init__(self, model: str | Path, *, revision: str | None = None, untrained: int | None = None) -> None:
         self.model, self.name, self.revision, self.untrained = model, os.fspath(model), revision, untrained
-        refuse_outside("", {"untrained": SEED}, {"untrained": untrained})
 
     def find(self) -> Listing:
         source = ModelFiles(self.model, revision=self.revision, untrained=self.untrained)
@@ -342,12 +331,7 @@ def find_checkpoint(name: str, *, audited: bool = True) -> tuple[Checkpoint, str
         judged = _in_series(HubRevisions(repo), revision, audited)
         if judged is not None:
             return judged
-    (checkpoint,) = Models([name], name=repo)
-    facts = known_facts(repo)
-    if revision in ("", MAIN) and facts.last_step is not None and facts.main_is_last:
-        tokens = None if facts.tokens_per_step is None else facts.last_step * facts.tokens_per_step
-        checkpoint = dataclasses.replace(checkpoint, step=facts.last_step, tokens=tokens)
-    return checkpoint, UNAUDITED
+    return Models([name], name=repo).checkpoints[0], UNAUDITED
 
 
 def _in_series(series: Series, name: str, audited: bool) -> tuple[Checkpoint, str] | None:

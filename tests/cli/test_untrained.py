@@ -93,7 +93,6 @@ def test_it_never_enters_the_curve_of_a_run_with_steps(words, tmp_path):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--untrained", "-1"], "untrained: expected at least 0, got -1"),
         (["--untrained", "yes"], "untrained"),
         (["--untrained", "0", "--offload", "x"], "untrained: new weights are in no file that --offload could read"),
         (["--untrained", "0", "--steps", "all"], "untrained: is for one model, and "),

@@ -3,7 +3,7 @@
 import pytest
 
 from lit_layers.errors import InputError
-from lit_layers.series.checkpoint import Grammar, StepName, choose, parsed_names, recognize
+from lit_layers.series.checkpoint import Grammar, StepName, choose, recognize
 
 PYTHIA = [0, *(2**power for power in range(10)), *range(1000, 143001, 1000)]
 
@@ -79,13 +79,6 @@ def test_the_end_of_a_number_that_is_not_whole_is_no_step(name):
 )
 def test_thousands_and_millions_are_counted_as_steps(spelling, name, step):
     assert Grammar(spelling).parse(name) == StepName(name, step)
-
-
-def test_names_that_look_like_steps_are_told_from_others():
-    like_steps = ["step12x", "stpe-12-step", "ckpt_9", "checkpoint-1-old", "tokens5B", "1000"]
-    names = ["step7", *like_steps, "main", "gguf", "float16", "steps"]
-    assert parsed_names(names, Grammar("step")) == ([StepName("step7", 7)], tuple(sorted(like_steps)))
-    assert parsed_names(["step7"], None) == ([], ("step7",))
 
 
 def test_a_grammar_that_is_neither_known_nor_a_template_is_refused():

@@ -20,17 +20,9 @@ def checkpoint(step: int, recorded: int | None = None) -> Any:
     ("earlier", "today", "whole", "verdict"),
     [
         # Seen in weights: no list of files takes it back.
-        ("suspect: out of line", "clean; not checked: weights", True, "suspect: out of line"),
-        ("suspect: out of line", "clean", True, "clean"),
-        ("suspect: other config", "clean; not checked: weights", True, "suspect: other config"),
-        ("suspect: other config", "clean; not checked: weights", False, "suspect: other config"),
-        ("suspect: other config", "clean (level: listing); not checked: weights", False, "suspect: other config"),
-        (
-            "suspect: out of line",
-            "clean (level: listing); not checked: weights",
-            True,
-            "suspect: out of line",
-        ),
+        ("suspect: out of line", "clean (level: listing)", True, "suspect: out of line"),
+        ("suspect: other config", "clean (level: listing)", True, "suspect: other config"),
+        ("suspect: other config", "clean (level: listing)", False, "suspect: other config"),
         ("suspect: out of line", "clean (level: weights)", True, "clean (level: weights)"),
         ("clean", "suspect: gap", False, "suspect: gap"),
         ("clean", "note: reported", False, "note: reported"),

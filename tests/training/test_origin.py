@@ -114,7 +114,7 @@ def test_the_learning_rate_and_the_data_start_afresh(earlier, tmp_path):
 def test_a_series_of_such_a_run_knows_its_tokens_and_has_no_gap(later):
     series = StepFolders(later)
     assert [(found.step, found.tokens) for found in series] == [(s, s * PER_STEP) for s in (2, 4, 5)]
-    assert series.listing.expected == (2, 4)  # up to the last, which the schedule need not hold
+    assert series.listing.expected == (2, 4, 5)
 
 
 def test_it_resumes_without_the_checkpoint_that_it_began_with(later, earlier, tmp_path):
@@ -140,9 +140,6 @@ def test_a_published_checkpoint_is_found_with_step_tokens_and_commit(tmp_path, m
         assert origin.source["revision"] == "step1000"
         assert len(origin.source["commit"]) == 40
         assert checkpoint.load().config.model_type == "gpt_neox"
-        # main is the last step by what is known of the suite
-        main, _ = find_checkpoint("EleutherAI/pythia-70m")
-        assert (main.step, main.tokens) == (143_000, 143_000 * 2_097_152)
         with pytest.raises(InputError, match="has no branch step7"):
             published("EleutherAI/pythia-70m@step7")
 
@@ -165,7 +162,7 @@ def test_a_step_that_is_another_steps_twin_is_refused_too(tmp_path, monkeypatch)
         for step in (128, 512):
             with pytest.raises(InputError, match=f"lab/tiny@step{step} is suspect: identical weights"):
                 published(f"lab/tiny@step{step}")
-        assert published("lab/tiny@step1000")[1].source["audit"] == "clean (level: listing); not checked: weights"
+        assert published("lab/tiny@step1000")[1].source["audit"] == "clean (level: listing)"
         assert published("lab/tiny")[1].source["audit"] == "unaudited"
 
 
