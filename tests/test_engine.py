@@ -134,7 +134,6 @@ def test_what_no_cluster_can_do_is_refused(run, tmp_path, ray, monkeypatch):
         with pytest.raises(InputError, match=match):
             analyze_series(StepFolders(run), two_groups(), root=tmp_path / "out", engine="ray", **options)
 
-    refuses("shard: with engine ray one process hands out all, and 0/2 was given", shard="0/2")
     refuses("device: cuda was asked for and no machine of the Ray cluster has a GPU", device="cuda")
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "ray", None)

@@ -10,9 +10,9 @@ from lit_layers import records
 from lit_layers.analyses import Coupling, Lens, Representation, Trajectory
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
-from lit_layers.measuring.offline import analyze
 from lit_layers.series import OneModel
 from tests.support.listed_batches import Listed
+from tests.support.measured_series import analyze
 from tests.support.rounding import assert_same_numbers
 from tests.support.saved_models import saved, saved_vit
 from tests.support.tiny_models import tiny_batch

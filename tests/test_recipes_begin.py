@@ -18,9 +18,9 @@ from lit_layers.cli.main import main
 from lit_layers.cli.verbs.analyze import Command
 from lit_layers.data import EvalText, prepare
 from lit_layers.errors import InputError
-from lit_layers.measuring.offline import analyze
 from lit_layers.measuring.one_model import measure
 from tests.support.labelled_texts import saved_gpt2
+from tests.support.measured_series import analyze
 from tests.support.targets import target
 
 ROOT = Path(__file__).parents[1]

@@ -22,8 +22,8 @@ from lit_layers.measuring import MeasuringOptions
 from lit_layers.measuring.offline import Analyses, SeriesResult, analyze_series, silent
 from lit_layers.records import Measurement
 from lit_layers.run_data import duration
+from lit_layers.schema import run_facts
 from lit_layers.series import Checkpoint, OneModel, Series, open_series
-from lit_layers.series.local_series import training_of
 
 LIMITS = ("n_positions", "max_position_embeddings", "max_seq_len")  # how config.json names the longest text
 
@@ -241,7 +241,7 @@ def analyses_for(
         InputError: a tokenizer that is not the models' own, texts longer than a model reads.
     """
     folder = _folder_of(series)
-    trained = training_of(folder) if folder else {}
+    trained = run_facts(folder).get("config", {}) if folder else {}
 
     def target(checkpoint: Checkpoint, name: str) -> Target:
         known: Any = {"trained": trained, "tokenizer": tokenizer, "tell": tell}

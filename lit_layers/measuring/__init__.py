@@ -40,14 +40,12 @@ class MeasuringOptions:
         """Return which checkpoints this process measures, (i, n): every n-th from the i-th on.
 
         Raises:
-            InputError: a shard that is none, or beside an engine that has one process alone.
+            InputError: a shard that is none.
         """
         numbers = re.fullmatch(r"(\d+)/(\d+)", self.shard)
         index, count = map(int, numbers.groups()) if numbers else (0, 0)
         if not index < count:
             raise InputError(f"shard: expected i/n with i from 0 to n - 1, such as 0/4, got {self.shard!r}")
-        if self.engine == "ray" and count > 1:
-            raise InputError(f"shard: with engine ray one process hands out all, and {self.shard} was given")
         return index, count
 
     @property

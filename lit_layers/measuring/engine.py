@@ -4,7 +4,6 @@ Ray repeats a task if it loses the worker or the machine. If this process ends, 
 """
 
 import contextlib
-import functools
 import os
 import pickle
 import re
@@ -70,14 +69,9 @@ def _called_by_worker(carried: bytes, where: _Sender, *arguments: Any) -> tuple[
         return None, code_versions()
     torch.set_num_threads(threads)  # as in the process that writes, so that sums are rounded alike
     try:
-        return _unpickled(carried)(*arguments), code
+        return pickle.loads(carried)(*arguments), code  # from the process that started this one
     except InputError as error:
         return error, code
-
-
-@functools.lru_cache(maxsize=1)
-def _unpickled(carried: bytes) -> Callable[..., Any]:
-    return pickle.loads(carried)  # from the process that started this one
 
 
 @contextlib.contextmanager

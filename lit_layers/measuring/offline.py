@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -29,14 +29,13 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Measurement, UnwrittenStore
 from lit_layers.schema import Device
-from lit_layers.series import Audit, Checkpoint, OneModel, Series, audit
+from lit_layers.series import Audit, Checkpoint, Series, audit
 from lit_layers.series.auditing import SeriesMeasurements, is_suspect, read_weights
 from lit_layers.series.checkpoint import fetched_ahead
 from lit_layers.series.checkpoint_sources import Memory, at_once
 from lit_layers.series.opening import UNAUDITED
 
 Analyses = Sequence[Analysis] | Callable[[Checkpoint], Sequence[Analysis]]
-Dtype = Literal["float32", "float64", "bfloat16"]
 Tell = Callable[[int, int, str], None]  # done, of how many, what comes next: checkpoints, or analyses
 ALONE = MeasuringOptions()
 
@@ -70,36 +69,6 @@ class SeriesResult:
     num_known: int = 0  # measurements that were there already
     failures: list[str] = field(default_factory=list)
     settings: list[str] = field(default_factory=list)  # of the analyses whose data can be had
-
-
-def analyze(
-    model: str | Path,
-    analyses: Sequence[Analysis],
-    *,
-    root: str | Path,
-    revision: str | None = None,
-    offload: Path | None = None,
-    device: Device = "auto",
-    dtype: Dtype = "float32",
-    progress: Tell | None = None,
-) -> list[Measurement]:
-    """Return what the analyses find on one model: `analyze_series` on a series of one, which measures everything anew.
-
-    Args:
-        model: a folder with config.json and weights, or the name of a model of the Hub.
-        revision: a branch, tag or commit of the Hub.
-
-    Raises:
-        InputError: a model that is not there or damaged, options that do not fit it; a root that holds the measurements
-            of another model.
-    """
-    options = replace(ALONE, offload=offload, device=device, dtype=dtype)
-    series = OneModel(model, revision=revision)
-    analyze_series(series, analyses, options, root=root, progress=progress)
-    earlier, (checkpoint,) = SeriesMeasurements(Path(root)), series.checkpoints
-    run, step = earlier.run_of(checkpoint), checkpoint.step
-    measured = in_dtype(analyses, options)  # as they are in the record; there is one of each now
-    return [last for each in measured if (last := earlier.store.last(run, step, each))]
 
 
 def analyze_series(
@@ -363,7 +332,7 @@ class _Measuring:
         due = self._due(audited)
         earlier = copy.copy(self.earlier)
         earlier.store = UnwrittenStore(earlier.store.path, [*self.earlier.store])
-        carried = replace(self, earlier=earlier, tell=silent, fitting=set(), result=SeriesResult(Audit("", 0, ())))
+        carried = replace(self, earlier=earlier, tell=silent, fitting=set(), result=SeriesResult(self.result.audit))
         calls = {name: ([each.name for each in analyses],) for name, (_, analyses) in due.items()}
         for name, reply in on_ray(carried.in_worker, calls, self.options.device, self.tell):
             checkpoint, analyses = due[name]

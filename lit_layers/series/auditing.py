@@ -14,7 +14,7 @@ from lit_layers.series import audit_files, audit_weights
 from lit_layers.series.audit_files import OF_A_LISTING, Finding, Listed, finding
 from lit_layers.series.checkpoint import Checkpoint, Series
 from lit_layers.series.checkpoint_sources import MAIN, TOKENIZER, Fingerprint, Memory, fingerprint
-from lit_layers.series.local_series import SUBMODULE, run_in
+from lit_layers.series.local_series import SUBMODULE
 
 Level = Literal["auto", "listing", "weights"]
 # What no check of a level sees of any checkpoint.
@@ -173,7 +173,7 @@ class SeriesMeasurements:
     """The measurements of a series' checkpoints in a root, and the verdicts that stand in them."""
 
     def __init__(self, root: Path) -> None:
-        self.run = run_in(root)
+        self.run = run_facts(root).get("run") or root.resolve().name  # the folder may have been renamed since
         self.store = Store(root / "measurements.jsonl", lineage=lineage_in(root))
         self._tokenizers: dict[str, str] = {}  # by the hash of the file: most steps share one
 

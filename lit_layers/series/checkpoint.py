@@ -127,10 +127,7 @@ def choose(listed: Sequence[int], steps: Steps, where: str) -> list[int]:
         return sorted(listed)
     if isinstance(steps, Mapping) and set(steps) == {"log_spaced"}:
         return _log_spaced(sorted(listed), steps["log_spaced"])
-    try:
-        schedule = Schedule(steps)
-    except InputError as error:
-        raise InputError(f"{error}; of a series also all and {{log_spaced: N}}") from error
+    schedule = Schedule(steps)
     if not isinstance(steps, str | Mapping):
         if missing := [step for step in steps if step not in listed]:
             near = sorted(sorted(listed, key=lambda step: abs(step - missing[0]))[:2])

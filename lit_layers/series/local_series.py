@@ -87,7 +87,8 @@ class StepFolders(_LocalSeries):
             raise InputError(
                 f"{self.root} holds no folder that is a step, such as step-000001000{advice if is_model else ''}"
             )
-        run, schedule = run_facts(self.root), training_of(self.root).get("steps")
+        run = run_facts(self.root)
+        schedule = run.get("config", {}).get("steps")
         until = None if schedule is None else Schedule(schedule).until(kept[-1].step, _beginning(run)[0])
         return Listing(
             tuple(self._checkpoint(step, FolderSource(folders[step.name], self.memory), run) for step in kept),
@@ -102,17 +103,6 @@ def _beginning(run: dict[str, Any]) -> tuple[int, int | None]:
     return beginning.get("step", 0), beginning.get("tokens", 0)
 
 
-def run_in(root: Path) -> str:
-    """The name of the run whose measurements a folder holds: that of the folder, which may have been renamed since."""
-    return run_facts(root).get("run") or root.resolve().name
-
-
-def training_of(root: Path) -> dict[str, Any]:
-    """The options that the run in a folder was trained with; nothing where it is no run of ours."""
-    return run_facts(root).get("config", {})
-
-
-State = Mapping[str, "Tensor"]
 # What torch.compile, DDP and FSDP put into the names of the tensors of what they wrap.
 _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _COUNTED = "n_averaged"  # a tensor that torch's AveragedModel has beside those of what it wraps
@@ -138,12 +128,13 @@ class NetworkTensors:
         rows = getattr(getattr(network, "config", None), "vocab_size", None)
         return cls(folder, type(network).__name__, shapes, rows)
 
-    def fitted(self, state: State, prefix: str) -> dict[str, "Tensor"]:
-        """The tensors below a prefix as the network has them, without the padding rows of its vocabulary.
+    def fitted(self, path: Path, prefix: str) -> dict[str, "Tensor"]:
+        """The tensors of a file below a prefix as the network has them, without the padding rows of its vocabulary.
 
         Raises:
             InputError: one that is missing, too many or of another shape.
         """
+        state = states_in(path)
         given = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
         for name, shape in self.shapes.items():
             if name in given and shape and shape[0] == self.rows:
@@ -154,39 +145,40 @@ class NetworkTensors:
         if wrong:
             name, more = wrong[0], f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise InputError(
-                f"its submodule {_quoted(prefix)} does not fit the config.json of {self.folder}: {name} is "
+                f"{path}: its submodule {_quoted(prefix)} does not fit the config.json of {self.folder}: {name} is "
                 f"{shapes.get(name)}, not {self.shapes.get(name)}{more}"
             )
         return {name: given[name] for name in self.shapes}
 
-    def prefix_in(self, state: State, model: str | None) -> str:
-        """Return the prefix of the network's tensors: of the submodule `model`, or the only one that holds it.
+    def prefix_in(self, path: Path, model: str | None) -> str:
+        """Return the prefix of the network's tensors: of the submodule `model`, or of the only one that holds it.
 
         Raises:
             InputError: none, or several that hold different tensors.
         """
-        longest = max(self.shapes, key=len)
+        state, longest = states_in(path), max(self.shapes, key=len)
         found = [name.removesuffix(longest) for name in state if f".{name}".endswith(f".{longest}")]
         there = " and ".join(map(_quoted, found)) or "none"
         if model is not None:
             prefix = _plain(model) + "." if _plain(model) else ""
             if prefix not in found:
-                raise InputError(f"model: no {self.kind} in the submodule {model!r}; those that hold one: {there}")
+                raise InputError(f"{path}: no {self.kind} in the submodule {model!r}; those that hold one: {there}")
             return prefix
         if not found:
-            raise InputError(f"no submodule holds the {self.kind} of the config.json in {self.folder}")
+            raise InputError(f"{path}: no submodule holds the {self.kind} of the config.json in {self.folder}")
         for other in found[1:]:
             both = [name for name in self.shapes if found[0] + name in state and other + name in state]
             if any(not state[found[0] + name].equal(state[other + name]) for name in both):
                 raise InputError(
-                    f"the submodules {there} each hold a {self.kind}, with other weights: name one with model= "
+                    f"{path}: the submodules {there} each hold a {self.kind}, with other weights: name one with model= "
                     "(--submodule)"
                 )
         return found[0]
 
 
-def unwrapped(state: State) -> dict[str, "Tensor"]:
-    """The tensors of networks by their names without what wrappers put there."""
+def states_in(path: Path) -> dict[str, "Tensor"]:
+    """The tensors of the networks in a file by their names without what wrappers put there."""
+    state = read_lightning(path)["state_dict"]
     return {_plain(name): tensor for name, tensor in state.items() if name.rpartition(".")[2] != _COUNTED}
 
 
@@ -241,11 +233,7 @@ class LightningCheckpoints(_LocalSeries):
             by_step.setdefault(read_lightning(path)["global_step"], []).append(path)
         prefix = ""
         for step in sorted({min(by_step), max(by_step)}):  # a mean of the weights begins as their copy
-            path = by_step[step][0]
-            try:
-                prefix = expected.prefix_in(unwrapped(read_lightning(path)["state_dict"]), self.model)
-            except InputError as error:
-                raise InputError(f"{path}: {error}") from error
+            prefix = expected.prefix_in(by_step[step][0], self.model)
 
         return Listing(
             tuple(
@@ -327,10 +315,7 @@ class LightningSource(Source):
         return str(self.config) if TOKENIZER in self.files else None
 
     def _state(self) -> "dict[str, Tensor]":
-        try:
-            return self._expected.fitted(unwrapped(read_lightning(self.path)["state_dict"]), self._prefix)
-        except InputError as error:
-            raise InputError(f"{self.path}: {error}") from error
+        return self._expected.fitted(self.path, self._prefix)
 
 
 @functools.cache

@@ -136,14 +136,11 @@ class HubRevisions(Series):
         facts, hub = known_facts(self.repo, self._manifest), Hub()
         if facts.repositories is not None:
             return self._repositories(facts, facts.repositories, hub)
-        if self._grammar is None and isinstance(facts.grammar, list):
-            raise InputError(
-                f"{self.repo} holds several trainings: name one by its grammar, {' or '.join(facts.grammar)}"
-            )
         if self.name != self.repo:
             facts = Facts(self.repo, tokens_per_step=facts.tokens_per_step, warm_up=0)
         commits = hub.commits(self.repo)
-        grammar = self._grammar or (Grammar(facts.grammar) if isinstance(facts.grammar, str) else recognize(commits))
+        known = _listed(facts.grammar or [])[:1]  # of several trainings the first
+        grammar = self._grammar or (Grammar(*known) if known else recognize(commits))
         kept, doubles = ordered([name for name in commits if name != MAIN], grammar)
         if not kept:
             first = ", ".join([*commits][:5])
@@ -195,7 +192,7 @@ class Models(Series):
     tokenizer.json.
 
     Raises:
-        InputError: an empty list; on first use, if none of the models can be had, why the first of them cannot.
+        InputError: on first use, if none of the models can be had, why the first of them cannot.
     """
 
     def __init__(
@@ -205,8 +202,6 @@ class Models(Series):
         name: str = "models",
         tokenizers: Mapping[str, str] | None = None,
     ) -> None:
-        if isinstance(models, str) or not models:
-            raise InputError(f"models: expected a list of folders or names on the Hub, got {models!r}")
         self.models, self.name, self.tokenizers = list(models), name, dict(tokenizers or {})
 
     def find(self) -> Listing:

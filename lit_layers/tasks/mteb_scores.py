@@ -195,7 +195,7 @@ def mteb_analyses(
     model_limit: int | None = None,
     **options: Any,
 ) -> list[Analysis]:
-    """An analysis for each task, to be measured by `offline.analyze` or `offline.analyze_series`.
+    """An analysis for each task, to be measured by `offline.analyze_series`.
 
     Args:
         tasks: of `resolve`.

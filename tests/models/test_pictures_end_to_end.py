@@ -13,10 +13,10 @@ from lit_layers.analyses import LabelProbe, Representation, Trajectory
 from lit_layers.cli.main import main
 from lit_layers.data import EvalImages
 from lit_layers.errors import InputError
-from lit_layers.measuring.offline import analyze
 from lit_layers.models import LayeredModel, load
 from lit_layers.models.pixels import PREPROCESSOR
 from tests.support.measured import records_of
+from tests.support.measured_series import analyze
 from tests.support.rounding import assert_same_numbers
 from tests.support.saved_models import saved
 from tests.support.tiny_models import IMAGE, LAYERS, PICTURES, tiny

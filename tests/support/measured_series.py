@@ -1,13 +1,20 @@
 """A tiny run that was trained and saved, and analyses of it that are in two groups: for tests of engines."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lit_layers import records
 from lit_layers.analyses import Coupling, Trajectory
+from lit_layers.analyses.base import Analysis
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
+from lit_layers.measuring import MeasuringOptions
+from lit_layers.measuring.offline import analyze_series, in_dtype
 from lit_layers.records import Measurement
+from lit_layers.series import OneModel
+from lit_layers.series.auditing import SeriesMeasurements
 from lit_layers.training import SeriesCheckpoint
 from tests.support.random_text import RandomText
 from tests.support.tiny_training import fit
@@ -38,6 +45,18 @@ def of_texts(folder: Path) -> Path:
     recipe = {"analyses": [{"class_path": "Trajectory", "init_args": {"batches": batches}}]}
     (folder / "texts.yaml").write_text(json.dumps(recipe))
     return folder / "texts.yaml"
+
+
+def analyze(
+    model: str | Path, analyses: Sequence[Analysis], *, root: str | Path, revision: str | None = None, **options: Any
+) -> list[Measurement]:
+    """Measure one model, and return what is in the root of these analyses."""
+    series = OneModel(model, revision=revision)
+    analyze_series(series, analyses, root=root, **options)
+    earlier, (checkpoint,) = SeriesMeasurements(Path(root)), series.checkpoints
+    run, step = earlier.run_of(checkpoint), checkpoint.step
+    measured = in_dtype(analyses, MeasuringOptions(**options))
+    return [last for each in measured if (last := earlier.store.last(run, step, each))]
 
 
 def write_texts(folder: Path, words: int = 100) -> str:

@@ -16,7 +16,6 @@ from sklearn.cluster import MiniBatchKMeans
 from sklearn.linear_model import LogisticRegression
 
 from lit_layers.errors import InputError
-from lit_layers.measuring.offline import analyze
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import PLACES, Record
 from lit_layers.tasks.catalogue import resolve
@@ -26,6 +25,7 @@ from lit_layers.tasks.mteb_tasks import Prepared, open_task
 from lit_layers.tasks.text_features import text_features
 from tests.support.labelled_texts import saved_bert
 from tests.support.measured import records_of
+from tests.support.measured_series import analyze
 from tests.support.tiny_models import tiny
 from tests.tasks.tiny_tasks import (
     NAMES,

@@ -11,9 +11,9 @@ from lit_layers import records
 from lit_layers.analyses import NextTokenResidual, Probe, SampleSizeSweep
 from lit_layers.data import ProbeTask
 from lit_layers.data.tokenization import TextTokenizer, save_tokenizer
-from lit_layers.measuring.offline import analyze
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.run_folder import step_folder
+from tests.support.measured_series import analyze
 from tests.support.random_text import RandomText
 from tests.support.tiny_training import fit
 
