@@ -255,11 +255,13 @@ class ScalarLog:
         """Add values to the row of `step`; a value logged twice keeps its last.
 
         Raises:
-            ValueError: for a scalar that is named `step`.
+            ValueError: for a step before one that is in the file already: `truncate` first.
         """
         self._prepare()
         if "step" in scalars:
             raise ValueError("a scalar cannot be named 'step', the name of the row's own step")
+        if self._step is not None and step < self._step:
+            raise ValueError(f"{self.path} has step {self._step} already, got {step}: truncate it before going back")
         if step != self._step:
             self._write_row()
         self._step = int(step)

@@ -97,7 +97,7 @@ class StepFolders(_LocalSeries):
         )
 
 
-def _beginning(run: dict[str, Any]) -> tuple[int, int | None]:
+def _beginning(run: Mapping[str, Any]) -> tuple[int, int | None]:
     """The step and tokens that a run began with: not zero where it began with another run's checkpoint."""
     beginning = run.get("origin") or {}
     return beginning.get("step", 0), beginning.get("tokens", 0)
