@@ -201,7 +201,6 @@ Engine = Literal["process", "ray"]
 COUNT = Range(1, MANY, whole=True)
 COUNT_OR_NONE = Range(0, MANY, whole=True)
 NOT_NEGATIVE = Range(0, math.inf)
-POSITIVE = Range(0, math.inf, above=True, words="a positive number")
 SHARE = Range(0, 1, words="a share from 0 to 1")
 SHARE_BELOW_1 = Range(0, 1, below=True, words="a share of at least 0 and below 1")
 LEARNING_RATE = Range(0, 1, above=True, below=True)

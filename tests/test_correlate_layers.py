@@ -359,14 +359,8 @@ def test_the_page_tells_which_tasks_are_left_out(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["--metrics", "a", "--score", "b"],
-            "score: is for a correlation over models, and --metrics for one over layers: leave it out",
-        ),
-        (["--scores", "mteb", "--metric", "b"], "metric: is for a correlation over models"),
-        (["--metrics", "a", "--scores", "mteb", "--layer", "last"], "layer: is for a correlation over models"),
-        (["--metrics", "a"], "missing: --scores"),
-        (["--scores", "mteb"], "missing: --metrics"),
+        (["--metrics", "a"], "over layers: expected --metrics and --scores"),
+        (["--scores", "mteb"], "over layers: expected --metrics and --scores"),
         (["--metrics", "a", "--scores", "mteb", "--resamples", "9"], "resamples: expected at least 100, got 9"),
         (["x.csv", "--metrics", "a", "--scores", "mteb"], "give a file as --scores"),
     ],

@@ -12,9 +12,8 @@ import pandas as pd
 from lit_layers import records
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli import FAILED, process
-from lit_layers.cli.options import Steps, given, refuse_beside
+from lit_layers.cli.options import Steps
 from lit_layers.cli.process import bar, note, show_audit, show_table
-from lit_layers.data import EvalText
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError, refuse_odd_files
 from lit_layers.identity import settings_of, shown
@@ -36,31 +35,26 @@ class Outcome:
     result: SeriesResult
     steps: list[int | None] | None = None
 
+    @functools.cached_property
+    def measured(self) -> list[Measurement]:
+        """Return all that the root holds."""
+        return records.read(self.root / "measurements.jsonl")
+
     @property
     def settings(self) -> list[str]:
         """The settings of this call of which something is there: an analysis may fail before they are known."""
-        there = {settings_of(each) for each in self.read()}
+        there = {settings_of(each) for each in self.measured}
         return [name for name in self.result.settings if name in there]
 
-    def read(self) -> list[Measurement]:
-        """All that the root holds."""
-        return records.read(self.root / "measurements.jsonl")
+    def complete(self, prefix: str = "") -> tuple[list[Measurement], list[Measurement]]:
+        """Return the measurements with numbers whose analysis begins so: all, and those of the steps of this call.
 
-    def measurements(self) -> list[Measurement]:
-        """The measurements of the root: of the analyses that this call measured those of its settings, of others the
-        usual. The last of each counts, also one that failed: an older one may be of other weights.
+        Of the analyses that this call measured they are those of its settings, of others the usual. The last of each
+        counts, also one that failed: an older one may be of other weights.
         """
-        return shown(self.read(), self.settings)
-
-    def complete(self, of: str = "") -> tuple[list[Measurement], list[Measurement]]:
-        """The measurements with numbers whose analysis begins so: all, and those of the steps of this call."""
-        complete = [each for each in self.measurements() if each.error is None and each.records]
-        complete = [each for each in complete if each.analysis.startswith(of)]
+        complete = [each for each in shown(self.measured, self.settings) if each.error is None and each.records]
+        complete = [each for each in complete if each.analysis.startswith(prefix)]
         return complete, [each for each in complete if self.steps is None or each.step in self.steps]
-
-    def write(self, folder: str, files: Mapping[str, pd.DataFrame | list[dict[str, Any]]]) -> None:
-        """Write files into a folder of the root, as `records.write_files`, and print their paths."""
-        print(*records.write_files(self.root / folder, files), sep="\n")
 
     def tell(self) -> bool:
         """Print what failed, and the file of all measurements; return whether anything failed."""
@@ -107,13 +101,11 @@ class Checkpoints(MeasuringOptions):
         if folder.is_dir() and any(folder.glob("*.ckpt")):  # whose config.json may lie beside them
             is_steps |= not any(any(folder.glob(weights)) for weights in ("*.safetensors", "*.bin"))
         is_series = self.steps is not None or is_steps or model.endswith((".yaml", ".yml"))
-        of_series = ("allow_suspect", "keep_downloads", "shard", "submodule", "plan")
-        cases = [
-            (of_series, not is_series, "is for series, and one model was named"),
-            (("revision", "untrained"), is_series, f"is for one model, and {model} is a series"),
-            (("untrained",), self.offload is not None, "new weights are in no file that --offload could read"),
-        ]
-        refuse_beside(given(self), cases)
+        for name in ("revision", "untrained"):
+            if is_series and getattr(self, name) is not None:
+                raise InputError(f"{name}: is for one model, and {model} is a series: leave it out")
+        if self.untrained is not None and self.offload is not None:
+            raise InputError("untrained: new weights are in no file that --offload could read: leave it out")
         return is_series
 
     def opened(self, model: str) -> list[Series]:
@@ -238,7 +230,7 @@ def analyses_for(
     each of these, and for all steps of one training together.
 
     Raises:
-        InputError: a tokenizer that is not the models' own, texts longer than a model reads.
+        InputError: a tokenizer that is not the models' own.
     """
     folder = _folder_of(series)
     trained = run_facts(folder).get("config", {}) if folder else {}
@@ -249,21 +241,9 @@ def analyses_for(
 
     last = series.listing.checkpoints[-1]
     if series.is_alone or last.step is not None:  # the same one whichever steps are chosen
-        whole = target(last, series.name)
-        return _fitting(make(whole), whole)
+        return make(target(last, series.name))
     _refuse_a_foreign_tokenizer(tokenizer, series)
     return lambda checkpoint: make(target(checkpoint, checkpoint.name))
-
-
-def _fitting(analyses: Sequence[Analysis], target: Target) -> Sequence[Analysis]:
-    """Refuse texts that are longer than the model reads, before it is opened or downloaded."""
-    for analysis in analyses:
-        for text in (value for value in vars(analysis).values() if isinstance(value, EvalText)):
-            limit = target.length_limit
-            if limit is not None and text.num_tokens > limit:
-                most = f"{target.name} reads at most {limit} tokens"
-                raise InputError(f"{analysis.name}: num_tokens: {most}, got {text.num_tokens}")
-    return analyses
 
 
 def _refuse_a_foreign_tokenizer(name: str | None, series: Series) -> None:

@@ -18,7 +18,6 @@ import functools
 import importlib
 import inspect
 import os
-import pkgutil
 import re
 import sys
 import traceback
@@ -26,11 +25,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import pairwise, takewhile
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Any, get_args, get_origin
 
 import docstring_parser
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, add_instantiator, set_parsing_settings
+from jsonargparse import (
+    ActionConfigFile,
+    ArgumentParser,
+    Namespace,
+    add_instantiator,
+    set_parsing_settings,
+)
 from jsonargparse.typing import register_type
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -52,9 +58,9 @@ CLASSES = (
 )
 _SECRET = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
 _PACKAGE = Path(__file__).parents[1]
-_OWN_PLACES = (".cache", ".results", ".root", ".store.folder")  # where classes of lit_layers write to
-_PLACES = {"default_root_dir", "dir", "dirpath", "root_dir", "save_dir", "staging_dir"}  # and classes of libraries
-_LEAVES = re.compile(r"^~|://|^/|(^|/)\.\.(/|$)")
+_OWN_PLACES = ("cache", "results", "root")  # where classes of lit_layers write to
+_PLACES = ("default_root_dir", "dir", "dirpath", "root_dir", "save_dir")  # and classes of libraries
+_FILE_NAMES = ("filename", "name", "version")  # in these places
 
 
 _PLAIN = (str, int, float, tuple, Path)  # other classes are named by class_path
@@ -68,14 +74,9 @@ _REWORDED = (
     (r"^the following arguments are required: (.*)", r"missing: \1; give it in the recipe or on the command line"),
     (r"Parser key \"([^\"]+)\"(?: element \d+)?: ?", r"\1: "),
     (r"^((?:[\w.]+: )*).*Importing '([^']+)' is not allowed.*", rf"\1a recipe names no \2: {CLASSES}"),
-    (r"(?:- Expected a path .*)?Does not validate .*?\[(.*?)\] Err.* value: ?(.*)", r"expected one of \1, got \2"),
     (r"<class '(?:[\w.]+\.)?(\w+)'>", r"\1"),
-    (r"Expected a typing\.Literal\[", "Expected a one of ["),
-    (r"(?:typing\.Literal|Literal|(?<=one of ))\[(.*?)\]", r"\1"),
-    (r"Expected an? (.*?)\. Got value: ?(.*)", r"expected \1, got \2"),
-    (r" Subclass types expect.*|Not of type \w+: (?=expected)", ""),
-    (r"got ?$", "got ''"),
-)  # fmt: skip
+    (r"(?:- Expected a path .*)?Does not validate .*?\[(.*?)\] Err.* value: ?(.*)", r"expected one of \1, got \2"),
+)
 
 
 class Names(tuple[str, ...]):
@@ -187,11 +188,6 @@ class RecipeParser(ArgumentParser):
         others = f"see `{self.prog} --help`" if is_verb else f"the keys are {', '.join(keys)}"
         raise InputError(one_sentence(message, keys, ex, others=others)) from ex
 
-    def _check_value_key(self, action: Any, value: Any, key: str, *args: Any, **kwargs: Any) -> Any:
-        if action.nargs == "*" and not isinstance(value, list):  # jsonargparse would take a text's letters
-            raise TypeError(f"{key}: expected a list, got {value}")
-        return super()._check_value_key(action, value, key, *args, **kwargs)
-
     def _get_values(self, action: Any, arg_strings: list[str]) -> Any:
         if action.nargs in ("*", "?") and not action.option_strings and not arg_strings:
             return argparse.SUPPRESS  # no word is no value, which would take that of a recipe away
@@ -229,12 +225,6 @@ def arguments(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[
     return {
         name: kind(**arguments(kind, options)) if _is_group(kind) else options[name] for name, kind in kinds.items()
     }
-
-
-def given(group: Any) -> dict[str, Any]:
-    """Return the options of a group that are not at their defaults."""
-    values = {field.name: (getattr(group, field.name), field.default) for field in dataclasses.fields(group)}
-    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def _add_options(parser: Any, function: Callable[..., Any]) -> Iterator[str]:
@@ -321,7 +311,6 @@ def one_sentence(
         text = f"{where[1]}: {said}{' '.join(str(error).split())}"
     for pattern, words in _REWORDED:
         text = re.sub(pattern, words, text)
-    text = text.replace("NoneType", "null")
     text = text if len(text) <= 400 else f"{text[:400]} ..."
     if unknown := re.match(r"unknown (?:option --|key )(\S+)", text):
         near = difflib.get_close_matches(unknown[1], keys, n=1)
@@ -332,17 +321,6 @@ def one_sentence(
         near = difflib.get_close_matches(misspelt[1] or misspelt[2], names, n=1)
         text += f"; did you mean {near[0]}?" if near else ""
     return text
-
-
-def refuse_beside(options: Iterable[str], cases: Iterable[tuple[Iterable[str], bool, str]]) -> None:
-    """Refuse options that do not go with the others: a case says which ones, whether it applies, and why.
-
-    Raises:
-        InputError: naming the first.
-    """
-    for names, applies, why in cases:
-        if applies and (name := next((name for name in names if name in options), None)):
-            raise InputError(f"{name}: {why}: leave it out")
 
 
 def refuse_replacing(folder: Path, read: Iterable[str | Path | None], written: Iterable[str]) -> None:
@@ -397,38 +375,30 @@ def _packages(named: str) -> list[str]:
 def placed(options: Namespace, root: str | Path, argv: list[str]) -> Namespace:
     """Return the options with the relative places of the classes that they name below `root`.
 
-    Places and addresses of the command line, and defaults of a class, stay as they are. The user's own code is trusted.
+    Places of the command line stay as they are. The user's own code is trusted.
 
     Raises:
-        InputError: a place outside of `root`, or an address, that a recipe names.
+        InputError: a place outside of `root` that a recipe names, or a function.
     """
-    options = options.clone()
-    typed = {part for word in argv for part in (word, word.partition("=")[2]) if part}
-    allowed = [Path(folder).resolve() for folder in (root, *typed)]
-
-    def is_within(value: str) -> bool:
-        return not re.search("^~|://", value) and any(Path(value).resolve().is_relative_to(each) for each in allowed)
-
+    options, root, own = options.clone(), Path(root), tuple(f"{package}." for package in own_code)
+    typed = {part for word in argv for part in (word, word.partition("=")[2])}
     for where, within, name, holder in _values(options):
-        value = str(within[name])
-        if _is_function(within[name]):
-            path = f"{getattr(within[name], '__module__', '')}.{getattr(within[name], '__name__', '')}"
-            allowed_code = {"lit_layers.functional", *own_code}
-            if not _is_under(path, allowed_code) and not _is_default(holder, name, within[name]):
+        value = within[name]
+        if callable(value):
+            path = f"{getattr(value, '__module__', '')}.{getattr(value, '__name__', '')}"
+            if not path.startswith(("lit_layers.functional.", *own)) and not _is_default(holder, name, value):
                 pure = "what lit_layers.functional or --code PACKAGE defines"
                 raise InputError(f"{where}: a recipe names no function but {pure}, got {path}")
             continue
-        if value in typed or _is_under(holder, own_code):
+        is_place = name in (_OWN_PLACES if holder.startswith("lit_layers.") else _PLACES) and where != "series.root"
+        if not (is_place or name in _FILE_NAMES) or str(value) in typed or holder.startswith(own):
             continue
-        is_ours = holder.startswith("lit_layers.")
-        is_place = where.endswith(_OWN_PLACES) and where != "series.root" if is_ours else name in _PLACES
-        leaves = _LEAVES.search(value)
-        found = next(filter(is_within, [value] if leaves else [value, str(Path(root) / value)]), None)
-        if is_place and found is not None:
-            within[name] = type(within[name])(found)
-        elif found is None and (is_place or (leaves and not is_ours)) and not _is_default(holder, name, within[name]):
-            only = "a recipe reaches only its root and folders that the command line names"
-            raise InputError(f"{where}: {only}, got {value!r}")
+        places = [Path(value).expanduser(), root / Path(value).expanduser()]
+        inside = next((each for each in places if each.resolve().is_relative_to(root.resolve())), None)
+        if inside is None or "://" in str(value):
+            raise InputError(f"{where}: a recipe reaches only its root, got {str(value)!r}: say it on the command line")
+        if is_place:
+            within[name] = type(value)(inside)
     return options
 
 
@@ -442,22 +412,17 @@ def _values(within: Any, where: str = "", holder: str = "") -> Iterator[tuple[st
         at = where if is_inner else f"{where}.{name}"
         if isinstance(part, Namespace | Mapping | list | tuple):
             yield from _values(part, at.lstrip("."), "lightning.Trainer" if at == ".trainer" else holder)
-        elif holder and name != "class_path" and (isinstance(part, str | Path) or _is_function(part)):
+        elif holder and name != "class_path" and _is_value(part):
             yield at.lstrip("."), within, name, holder
 
 
-def _is_function(value: Any) -> bool:
-    return callable(value) and not isinstance(value, type | Namespace)
-
-
-def _is_under(path: str, packages: set[str]) -> bool:
-    return any(path.startswith(f"{package}.") for package in packages)
+def _is_value(part: Any) -> bool:
+    return isinstance(part, str | Path) or (callable(part) and not isinstance(part, type))
 
 
 def _is_default(class_path: str, name: str, value: Any) -> bool:
-    kinds = getattr(pkgutil.resolve_name(class_path), "__mro__", ())
-    options = [inspect.signature(kind.__init__).parameters for kind in kinds]
-    return any(name in each and each[name].default == value for each in options)
+    options = [inspect.signature(kind.__init__).parameters.get(name) for kind in resolve_name(class_path).__mro__]
+    return any(each is not None and each.default == value for each in options)
 
 
 def _variable(name: str, *default: Any) -> Any:

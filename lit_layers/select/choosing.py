@@ -218,7 +218,6 @@ def of_texts(
     folder: str | None = None,
     pooling: TextPooling = "last",
     max_tokens: int = 512,
-    cache: str | Path | None = None,
 ) -> TaskFeatures:
     """A task of texts, one of the catalogue or another; each text is passed once, when its part is asked for.
 
@@ -234,7 +233,7 @@ def of_texts(
         kind=rows.data.kind,
         classes=rows.data.classes,
         targets={part: rows.targets[part] for part in PARTS},
-        features=lambda part: text_features(model, rows.texts[part], pooling=pooling, cache=cache),
+        features=lambda part: text_features(model, rows.texts[part], pooling=pooling),
         pooling=pooling,
         batch=batch,
         max_tokens=limit,

@@ -138,17 +138,12 @@ def test_wrong_input_is_one_sentence_and_nothing_is_written(trained, recipe, tmp
     assert not root.exists()
 
 
-def test_options_of_a_series_are_refused_for_one_model(trained, capsys):
-    assert analyze(trained / "step-000000002", "--allow_suspect") == 2
-    assert "allow_suspect: is for series, and one model was named: leave it out" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         ([], "model: expected a model, a series of its checkpoints or --series"),
         (["--series", "Nothing"], "Nothing"),
-        (["--series", "lit_layers.series.Nothing"], "expected one of Series, null, got lit_layers.series.Nothing"),
+        (["--series", "lit_layers.series.Nothing"], "expected one of Series, NoneType, got lit_layers.series.Nothing"),
         (["--series", "HubRevisions"], "missing: repo"),
         (
             ["--series", "HubRevisions", "--series.repo", "a/b", "--series.grammar", "x"],

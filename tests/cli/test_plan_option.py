@@ -18,6 +18,3 @@ def test_a_series_is_planned_by_its_first_checkpoint_which_is_not_measured_again
     assert {m.step for m in found} == {2}
     assert main([*map(str, words)]) == 0
     assert records.read(tmp_path / "run" / "measurements.jsonl")[: len(found)] == found
-    one = [*words[:1], tmp_path / "run" / "step-000000002", *words[2:], "--root", tmp_path / "out", "--plan"]
-    assert main([*map(str, one)]) == 2
-    assert "plan: is for series" in capsys.readouterr().err

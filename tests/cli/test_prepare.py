@@ -40,7 +40,7 @@ def test_the_command_prepares_and_prints_counts_and_the_checksum(corpus, tmp_pat
     ("more", "message"),
     [
         (["--tokeniser", "gpt2"], "unknown option --tokeniser; did you mean --tokenizer?"),
-        (["--max_documents", "two"], "max_documents: expected one of int, null, got two"),
+        (["--max_documents", "two"], "max_documents: expected one of int, NoneType, got two"),
         (["--column", "nope"], "has no column 'nope'"),
         (["--source", "/no/such/place.txt"], "no corpus '/no/such/place.txt'"),
         (["--tokenizer", "missing/tokenizer.json"], "no tokenizer 'missing/tokenizer.json'"),

@@ -19,7 +19,7 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
 from lit_layers.files.run_lock import writing
-from lit_layers.integrations.huggingface import EmergenceTrainerCallback
+from lit_layers.integrations import EmergenceTrainerCallback
 from lit_layers.records import Record
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from tests.support.forked import run_forked, run_ranks

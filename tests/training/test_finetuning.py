@@ -75,12 +75,12 @@ def test_wrong_values_of_a_recipe_are_refused():
     [
         ({}, "recipe: missing: task; give it in the recipe"),
         ({"task": "c", "num_epoch": 3}, "recipe: unknown key num_epoch in the recipe; did you mean num_epochs?"),
-        ({"task": "c", "batch_size": True}, "recipe: batch_size: expected int, got True"),
+        ({"task": "c", "batch_size": True}, "recipe: batch_size: Expected a int. Got value: True"),
         ({"task": "c", "warmup_steps": -1}, "recipe: warmup_steps: expected at least 0, got -1"),
-        ({"task": "c", "learning_rate": "fast"}, "recipe: learning_rate: expected float, got fast"),
+        ({"task": "c", "learning_rate": "fast"}, "recipe: learning_rate: Expected a float. Got value: fast"),
         ({"task": "c", "learning_rate": 0}, "recipe: learning_rate: expected more than 0, got 0"),
         ({"task": "c", "min_lr_ratio": 2}, "recipe: min_lr_ratio: expected a share from 0 to 1, got 2"),
-        ({"task": 3}, "recipe: task: expected str, got 3"),
+        ({"task": 3}, "recipe: task: Expected a str. Got value: 3"),
         ([1], "recipe: expected a recipe of KEY: VALUE lines, got - 1"),
     ],
 )

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainingArguments
 
 import lit_layers
 from lit_layers.analyses import Lens, Trajectory
-from lit_layers.integrations.huggingface import EmergenceTrainerCallback
+from lit_layers.integrations import EmergenceTrainerCallback
 from lit_layers.training import EmergenceCallback
 from tests.support.listed_batches import Listed
 from tests.support.read_wandb import read_finished

@@ -13,7 +13,7 @@ from lit_layers import records
 from lit_layers.analyses import PooledStates, Trajectory
 from lit_layers.data import GivenTexts, TextBatches
 from lit_layers.errors import InputError
-from lit_layers.integrations.huggingface import EmergenceTrainerCallback
+from lit_layers.integrations import EmergenceTrainerCallback
 from lit_layers.models.build import plain_model, weights_hash
 from tests.support.labelled_texts import labelled, saved_bert
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from lit_layers import records
 from lit_layers.analyses import Lens
 from lit_layers.data import GivenTexts, TextBatches
-from lit_layers.integrations.huggingface import EmergenceTrainerCallback
+from lit_layers.integrations import EmergenceTrainerCallback
 from tests.support.labelled_texts import labelled, saved_gpt2
 
 # TRL takes seconds to import, and uses what transformers and peft warn of.

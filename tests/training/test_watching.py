@@ -23,7 +23,7 @@ import lit_layers
 from lit_layers import records
 from lit_layers.analyses import LayerSimilarity, Lens, Trajectory
 from lit_layers.errors import InputError
-from lit_layers.integrations.huggingface import EmergenceTrainerCallback
+from lit_layers.integrations import EmergenceTrainerCallback
 from lit_layers.models.build import weights_hash
 from lit_layers.prompt_values import read_values
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint

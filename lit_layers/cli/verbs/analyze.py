@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from lit_layers.analyses import metric_names
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli.measuring import Checkpoints, Outcome, Target, measured
-from lit_layers.cli.options import Recipe, given, refuse_beside
+from lit_layers.cli.options import Recipe
 from lit_layers.cli.process import note
 from lit_layers.data import EvalText
 from lit_layers.errors import InputError
@@ -116,8 +116,9 @@ class Command:
             raise InputError("model: expected a model, a series of its checkpoints or --series, and not two of them")
         if options.model is not None:
             return checkpoints.opened(options.model)
-        own = ("steps", "submodule", "revision", "untrained")
-        refuse_beside(given(checkpoints), [(own, True, "the class of --series has options of its own, --series.steps")])
+        for name in ("steps", "submodule", "revision", "untrained"):
+            if getattr(checkpoints, name) is not None:
+                raise InputError(f"{name}: the class of --series has options of its own, --series.steps: leave it out")
         return [self._recipe.made("series", options)]
 
     def analyses(self, target: Target) -> list[Analysis]:

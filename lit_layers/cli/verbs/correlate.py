@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from lit_layers.cli.options import Names, given, refuse_beside, refuse_replacing
+from lit_layers.cli.options import Names, refuse_replacing
 from lit_layers.cli.process import show_table
 from lit_layers.correlate import correlate as correlate_models
 from lit_layers.correlate import correlate_layers, published, read_layers
@@ -88,18 +88,15 @@ def correlate(
         seed: seed of the resamples
         root: folder of the page and pictures (default: correlation, over layers layer_correlation)
     """
-    of_models, of_layers = given(over_models), given(over_layers)
-    if of_models and of_layers:
-        first, second = next(iter(of_models)), next(iter(of_layers))
-        raise InputError(f"{first}: is for a correlation over models, and --{second} for one over layers: leave it out")
+    of_layers = over_layers.metrics is not None or over_layers.scores is not None
     root = root or Path("layer_correlation" if of_layers else "correlation")
     files = [path for path in models if path.suffix in TABLES]
     if not of_layers:
         _check(models, files, over_models, step)
     elif files:
         raise InputError(f"models: expected run folders, got {files[0]}: give a file as --scores")
-    if missing := [name for name in ("metrics", "scores") if of_layers and name not in of_layers]:
-        raise InputError(f"missing: --{missing[0]}")
+    elif over_layers.metrics is None or over_layers.scores is None:
+        raise InputError("over layers: expected --metrics and --scores")
     read = [*files, (over_models.score or "").rpartition(":")[0], over_layers.scores]
     written = ("models", "correlation", "layers", "correlations", "selection", "curves")
     refuse_replacing(root, read, written)
@@ -112,15 +109,12 @@ def correlate(
 def _check(models: list[Path], files: list[Path], options: OverModels, step: int | None) -> None:
     if bool(models) == bool(options.data):
         raise InputError("models: expected run folders or a file, or --data published, and not both")
-    if missing := [name for name in ("metric", "score") if getattr(options, name) is None and not options.data]:
-        raise InputError(f"missing: --{missing[0]}")
+    if not options.data and (options.metric is None or options.score is None):
+        raise InputError("over models: expected --metric and --score")
     if files and len(models) > 1:
         raise InputError(f"models: expected one file, got {len(models)} places")
-    cases = [
-        (("metric", "score"), options.data is not None, "the published table has its own"),
-        (("layer", "step"), options.data is not None or bool(files), "a table has none"),
-    ]
-    refuse_beside([*given(options), *([] if step is None else ["step"])], cases)
+    if (options.data or files) and (options.layer is not None or step is not None):
+        raise InputError("layer and step: a table has none: leave them out")
 
 
 def _over_models(models: list[Path], options: OverModels, step: int | None, resampling: Any, root: Path) -> int:

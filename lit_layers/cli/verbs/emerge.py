@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from lit_layers.cli.options import Names, refuse_replacing
-from lit_layers.cli.process import bar, show_table
+from lit_layers.cli.process import bar
 from lit_layers.clock import times_and_order as clocks
 from lit_layers.clock.curve_sources import curves_of
 from lit_layers.clock.step_curves import MONOTONICITY, layer_curves, over_seeds, over_the_seeds
 from lit_layers.clock.times_and_order import Clock, measure_times
 from lit_layers.errors import InputError
-from lit_layers.report.emergence import time_text, write_emergence
+from lit_layers.report.emergence import sentence, write_emergence
 from lit_layers.schema import SEED, Range
 
 WRITTEN = ("times", "order", "layer_order", "layers", "agreement", "emergence")  # without their endings
@@ -77,18 +77,11 @@ def emerge(
     return 0
 
 
-def _show(clock: "Clock", axis: str) -> None:
+def _show(clock: "Clock", axis: Literal["step", "tokens"]) -> None:
     for run in clock.runs:
-        rows = [
-            {"": curve.title, "onset": time_text(times.onset), "half-way": time_text(times.halfway)}
-            | {"peak": time_text(times.peak), "plateau": time_text(times.plateau)}
-            | {"errors over": curve.over or "guessed"}
-            for curve, times in clocks.emerged_in_order(clock, run)
-            if times.emerges
-        ]
-        show_table(rows, f"{run}, {axis}s")
-        others = [curve.title for curve, times in clocks.of_the_model(clock, run) if not times.emerges]
-        print(f"does not emerge: {'; '.join(others)}\n" if others else "")
+        others = [pair for pair in clocks.of_the_model(clock, run) if not pair[1].emerges]
+        print(f"{run}, {axis}s")
+        print(*(sentence(*pair, axis=axis) for pair in [*clocks.emerged_in_order(clock, run), *others]), sep="\n")
     agreement = clocks.agreement_sentence(clocks.agreement_table(clock))
     print(*filter(None, [agreement, clocks.few_seeds_sentence(clock)]), sep="\n")
     for why, number in clock.left_out.items():

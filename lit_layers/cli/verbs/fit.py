@@ -67,6 +67,7 @@ class RunOptions:
         optimizer: The optimizer, by class_path and init_args; null: the module's own, AdamW.
         lr_scheduler: Its learning rates, by class_path and init_args, stepped with it; null: the module's own.
         stage: fit, or only validate with the weights of ckpt_path, resume or the model; nothing is written.
+        stage: fit, or only validate with the weights of ckpt_path, resume or the model; nothing is written.
         resume_every: Steps between two checkpoints to resume from; null: only at the end and on SIGTERM.
         steps: Steps to save and measure: pythia (0, 1, 2, 4, ... 512, 1000, 2000, ...), a list, {every: N} or {log: 2,
             until: N, then_every: N}; single steps may be added to a rule: {every: 500, also: [750]}.
@@ -146,9 +147,8 @@ class Run:
 
 
 def _instantiated(recipe: Recipe) -> Any:
-    refuse_outside(
-        "trainer.", dict.fromkeys(("max_steps", "accumulate_grad_batches"), COUNT), vars(recipe.options.trainer)
-    )
+    counts: Any = dict.fromkeys(("max_steps", "accumulate_grad_batches"), COUNT)
+    refuse_outside("trainer.", counts, vars(recipe.options.trainer))
     options = recipe.instantiated()
     use_optimizer_(options.model, options.optimizer, options.lr_scheduler)
     return options
@@ -339,7 +339,7 @@ class StepProgress(L.Callback):
         self.bar.set_postfix_str("  ".join(known), refresh=False)
         self.bar.update(trainer.global_step - self.bar.n)
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.bar.close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

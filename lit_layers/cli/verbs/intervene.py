@@ -10,7 +10,7 @@ from lit_layers import analyses, records
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.speed import Speed
 from lit_layers.cli.measuring import Checkpoints, Outcome, Target, measured
-from lit_layers.cli.options import Names, Numbers, Recipe, arguments, given, refuse_beside
+from lit_layers.cli.options import Names, Numbers, Recipe, arguments
 from lit_layers.cli.process import show_table
 from lit_layers.data.batches import EvalText
 from lit_layers.data.images import EvalImages
@@ -28,7 +28,6 @@ TAGS = ("variant", "loops", "schedule", "when", "training")  # what tells the ro
 ALL = Names(("all",))
 TASKS = Names(("lambada", "arc_challenge", "hellaswag", "winogrande", "gsm8k"))
 COUNTED = Annotated[int | None, COUNT]
-OF_TEXTS = ("tasks", "corpus", "glue", "finetune", "folder", "limit", "max_new_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,18 +88,11 @@ class Interventions:
         Raises:
             InputError: an option that names what is not there, or does not fit the others.
         """
-        options = given(self)
         for task in self.tasks or ():
             if task.endswith(".yaml") and not any(task in word.split(",") for word in recipe.typed("tasks")):
                 raise InputError(f"tasks: a recipe names no task file, which is code, got {task}: say --tasks {task}")
-        chosen = options.keys() & {"tasks", "images", "glue", "corpus", "finetune", "speed"}
-        settled = self if chosen else dataclasses.replace(self, tasks=TASKS)
-        cases = [
-            (OF_TEXTS, self.images is not None, "is for language models, and --images was given"),
-            (("limit", "max_new_tokens"), settled.tasks is None, "is for --tasks"),
-        ]
-        refuse_beside(options, cases)
-        return settled
+        is_chosen = any((self.tasks, self.images, self.glue, self.corpus, self.finetune, self.speed))
+        return self if is_chosen else dataclasses.replace(self, tasks=TASKS)
 
     @property
     def chosen(self) -> dict[str, Any]:
@@ -125,9 +117,9 @@ def intervene(recipe: Recipe, model: str, checkpoints: Checkpoints, options: Int
             a name on the Hub with --steps, or a manifest
     """
     options = options.settled(recipe)
-    others = ("revision", "dtype", "untrained")
-    why = f"--glue opens {model} for each variant, as it is and in the precision of its recipe"
-    refuse_beside(given(checkpoints), [(others, options.glue is not None, why)])
+    changed = checkpoints.revision, checkpoints.untrained, None if checkpoints.dtype == "float32" else checkpoints.dtype
+    if options.glue is not None and changed != (None, None, None):
+        raise InputError(f"glue: it opens {model} as it is: leave --revision, --untrained and --dtype out")
     trains = [name for name in ("finetune", "glue") if getattr(options, name) is not None]
     if checkpoints.are_series(model) and trains:
         raise InputError(f"{trains[0]}: trains one model, and a series was named: name one of its checkpoints")
@@ -220,7 +212,8 @@ def _tell(outcome: Outcome) -> bool:
         print(*medians.notes.values(), sep="\n")
         table = with_task_medians(records.frame(complete)).frame
         rows = table[table["variant"].notna()] if "variant" in table else table.iloc[:0]
-        outcome.write(RESULTS, {"variants.csv": rows.dropna(axis="columns", how="all")})
+        files = {"variants.csv": rows.dropna(axis="columns", how="all")}
+        print(*records.write_files(outcome.root / RESULTS, files), sep="\n")
         print(write_report(outcome.root, settings=outcome.settings))
     has_failed = any(record.metric == records.FAILED for each in found for record in each.records)
     return outcome.tell() or has_failed

@@ -90,7 +90,8 @@ def _tell(tasks: "list[ScoredTask]", outcome: Outcome) -> bool:
         curves = [each.curve.assign(run=each.run, step=each.step, states=each.states, **each.options) for each in means]
         scores = score_table(frame)
         scores = scores.rename(columns={name: f"layer_{name:03d}" for name in scores if isinstance(name, int)})
-        outcome.write("mteb", {"scores.csv": scores, "averages.csv": pd.concat(curves)})
+        files = {"scores.csv": scores, "averages.csv": pd.concat(curves)}
+        print(*records.write_files(outcome.root / "mteb", files), sep="\n")
     return outcome.tell()
 
 

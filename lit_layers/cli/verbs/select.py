@@ -10,15 +10,15 @@ import torch
 from lit_layers.analyses.probes.probe_fits import ProbeOptions
 from lit_layers.cli import process
 from lit_layers.cli.measuring import name_of
-from lit_layers.cli.options import given, refuse_beside, refuse_replacing
+from lit_layers.cli.options import refuse_replacing
 from lit_layers.cli.process import bar, show_table
 from lit_layers.errors import InputError
 from lit_layers.measuring.offline import device_of
 from lit_layers.models.costs import layer_latencies
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel, at_least_float32
-from lit_layers.schema import COUNT, NOT_NEGATIVE, POSITIVE, Device
-from lit_layers.select.choosing import Choice, Part, Score, TaskFeatures, choose, of_images, of_texts
+from lit_layers.schema import COUNT, NOT_NEGATIVE, Device
+from lit_layers.select.choosing import Choice, Part, TaskFeatures, choose, of_images, of_texts
 from lit_layers.select.export import refuse_taken
 from lit_layers.select.selection import Candidate, Selection, comparison_table, write_comparison
 from lit_layers.series import OneModel
@@ -29,7 +29,6 @@ from lit_layers.tasks.probe_task import ProbeTask
 from lit_layers.tasks.task_files import SUFFIXES, is_local
 
 WITHOUT_TOLERANCE = ("knee", "best")
-OF_FILES = ("text", "label", "regression")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +52,7 @@ class SelectOptions:
         max_tokens: most tokens of a text; a longer one is cut
         num_train: images to fit and choose on (default: all)
         num_test: images to report on (default: all)
-        c: inverse regularisation of the logistic probe
-        penalty: penalty of the ridge probe of a regression
         max_iterations: most iterations of the logistic probe
-        cache: keep the features of texts in this folder, for the next call
         device: where the model runs. auto: on a GPU if there is one
         root: folder of pictures and numbers (default: selected/MODEL-TASK, of several models selected/models-TASK)
         export: write the cut model to this folder, with its probe and its page
@@ -80,10 +76,7 @@ class SelectOptions:
     max_tokens: Annotated[int, COUNT] = 512
     num_train: int | None = None
     num_test: int | None = None
-    c: Annotated[float, POSITIVE] = 1.0
-    penalty: Annotated[float, NOT_NEGATIVE] = 1.0
     max_iterations: Annotated[int, COUNT] = 1000
-    cache: str | None = None
     device: Device = "auto"
     root: Path | None = None
     export: Path | None = None
@@ -105,19 +98,8 @@ class SelectOptions:
             raise InputError(f"root: {self.root} is where the export goes: name another folder")
         task = None if self.task is None else TASKS.get(self.task) or self._own_task(self.task)
         is_regression = task is not None and task.kind == "regression"
-        is_own = task is not None and self.task not in TASKS
-        cases = [
-            (("num_train", "num_test"), task is not None, "is for --images, and a task of texts was given"),
-            (("tolerance",), self.rule in WITHOUT_TOLERANCE, f"the rule {self.rule} has none"),
-            (OF_FILES, not is_own, "is for files of your own"),
-            (("c", "max_iterations"), is_regression, "is for classifications, and this task is a regression"),
-            (("penalty",), not is_regression, "is for regressions, and this task is a classification"),
-        ]
-        refuse_beside(given(self), cases)
-        if self.rule == "fraction_of_last" and self.tolerance >= 1:
-            raise InputError(f"tolerance: expected less than 1, got {self.tolerance}")
-        if is_regression and self.rule == "fraction_of_last" and self.by is None:
-            raise InputError("rule: fraction_of_last is for accuracies, and this task is a regression: take another")
+        if self.rule == "fraction_of_last" and (is_regression or self.tolerance >= 1):
+            raise InputError("rule: fraction_of_last is for accuracies, with a tolerance below 1: take another")
         return task
 
     def _own_task(self, name: str) -> "ProbeTask":
@@ -146,8 +128,8 @@ def select(model: str, others: list[str], options: SelectOptions) -> int:
         others: more models, to compare
     """
     models, texts = [model, *others], options.checked()
-    is_one = f"is for one model, and {len(models)} are named"
-    refuse_beside(given(options), [(("export", "revision"), len(models) > 1, is_one)])
+    if len(models) > 1 and (options.export or options.revision):
+        raise InputError(f"export and revision are for one model, and {len(models)} are named: leave them out")
     names = [name_of(each) for each in models]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise InputError(f"models: two are called {twice}")
@@ -173,7 +155,6 @@ def select(model: str, others: list[str], options: SelectOptions) -> int:
 
 def _selection(model: str, name: str, options: SelectOptions, texts: "ProbeTask | None") -> "Selection":
     """Return the layer chosen for a model."""
-    numbers: Any = {name: getattr(options, name) for name in ("c", "penalty", "max_iterations")}
     with bar("opening the model") as show:
         files = ModelFiles(model, revision=options.revision)
         view, task, tokenizer = _opened(files, options, texts)
@@ -183,7 +164,11 @@ def _selection(model: str, name: str, options: SelectOptions, texts: "ProbeTask 
             return task.features(part)
 
         about: Any = {"rule": options.rule, "tolerance": options.tolerance, "by": options.by}
-        about |= {"num_classes": task.num_classes, "options": ProbeOptions(**numbers), "progress": show}
+        about |= {
+            "num_classes": task.num_classes,
+            "options": ProbeOptions(max_iterations=options.max_iterations),
+            "progress": show,
+        }
         choice = choose(features, task.targets, **about)
     one = {name: rows[:1] for name, rows in task.batch.items()}  # an image, or the longest of the validation texts
     seconds = dict(enumerate(layer_latencies(view, one, rounds=options.rounds).tolist()))
@@ -220,10 +205,6 @@ def _compare(models: list[str], names: list[str], options: SelectOptions, texts:
     return 1 if left_out else 0
 
 
-def _interval(score: "Score", form: str = ".4f") -> str:
-    return f"{score.value:{form}} ({score.low:{form}} to {score.high:{form}})"
-
-
 def _opened(
     files: "ModelFiles", options: SelectOptions, texts: "ProbeTask | None"
 ) -> "tuple[LayeredModel, TaskFeatures, str | None]":
@@ -244,7 +225,7 @@ def _opened(
     tokenizer = options.tokenizer or series.tokenizer(series.checkpoints[0])
     if tokenizer is None:
         raise InputError(f"tokenizer: {model} carries none; name one with --tokenizer")
-    chosen = {name: getattr(options, name) for name in ("folder", "max_tokens", "cache")}
+    chosen = {name: getattr(options, name) for name in ("folder", "max_tokens")}
     encoder = sentence_encoder(files.read) if options.pooling is None else None
     pooling = options.pooling or ("last" if encoder is None else encoder.pooling)
     return view, of_texts(wide, texts, tokenizer=tokenizer, pooling=pooling, **chosen), tokenizer
@@ -266,9 +247,11 @@ def _show(task: "TaskFeatures", choice: "Choice") -> None:
     print(f"{choice.baseline_name} alone: {choice.baseline:.4f}")
     last = choice.num_layers
     for layer, score in sorted(choice.test.items()):
-        print(f"test, layer {layer}: {_interval(score)}")
+        print(f"test, layer {layer}: {score.value:.4f} ({score.low:.4f} to {score.high:.4f})")
     if choice.layer != last:
-        print(f"test, layer {choice.layer} less layer {last}, the same rows: {_interval(choice.difference, '+.4f')}")
+        less = choice.difference
+        numbers = f"{less.value:+.4f} ({less.low:+.4f} to {less.high:+.4f})"
+        print(f"test, layer {choice.layer} less layer {last}, the same rows: {numbers}")
     print(*task.notes, sep="\n")
 
 

@@ -1,1 +1,0 @@
-"""Fronts of the package for trainers of other libraries."""
