@@ -160,13 +160,12 @@ class Store:
         """Return whether an analysis need not run: it succeeded, whole, with these options, data and weights.
 
         `facts` must stand in its provenance: `weights_hash`, or, where no weights are loaded, `weight_files` with
-        `dtype`. The `model_tokenizer_hash` of a measurement that says none counts as equal: training writes none.
+        `dtype`.
         """
         last = self.last(run, step, analysis)
         if last is None or last.error is not None or any(record.metric == FAILED for record in last.records):
             return False
-        provenance = {"model_tokenizer_hash": facts.get("model_tokenizer_hash"), **last.provenance}
-        return all(name in provenance and provenance[name] == value for name, value in facts.items())
+        return all(name in last.provenance and last.provenance[name] == value for name, value in facts.items())
 
 
 class UnwrittenStore(Store):

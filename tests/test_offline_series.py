@@ -10,7 +10,6 @@ import torch
 
 from lit_layers import identity, records
 from lit_layers.analyses import Coupling, Trajectory
-from lit_layers.data.tokenization import save_tokenizer, tokenizer_hash, train_bpe
 from lit_layers.errors import InputError
 from lit_layers.measuring import offline
 from lit_layers.measuring.offline import analyze_series
@@ -143,28 +142,6 @@ def test_old_data_does_not_stand_for_new_and_stays_known(run, tmp_path, monkeypa
         assert analyze_series(StepFolders(run), few(), root=root).num_known == num_known
         assert analyze_series(StepFolders(run), few(), root=root).num_known == 3
     assert len(lines(root)) == 6
-
-
-def test_the_models_own_tokenizer_stands_in_its_measurements_and_another_is_measured_anew(run, tmp_path, monkeypatch):
-    series, root, read = tmp_path / "series", tmp_path / "out", []
-    shutil.copytree(run, series)
-    tokenizers = [train_bpe(["one text", "and one more"], size) for size in (258, 259)]
-    for step in (0, 2):
-        save_tokenizer(tokenizers[0], series / f"step-00000000{step}")
-    monkeypatch.setattr(
-        "lit_layers.series.auditing.tokenizer_hash", lambda found: read.append(found) or tokenizer_hash(found)
-    )
-    analyze_series(StepFolders(series), few(), root=root)
-    expected = tokenizer_hash(tokenizers[0].tokenizer)
-    assert [m.provenance.get("model_tokenizer_hash") for m in lines(root)] == [expected, expected, None]
-    assert len(read) == 1  # the file is the same
-    save_tokenizer(tokenizers[1], series / "step-000000002")
-    result = analyze_series(StepFolders(series), few(), root=root, allow_suspect=True)
-    assert ([m.step for m in result.measurements], result.num_known) == ([2], 2)
-    (series / "step-000000000" / "tokenizer.json").write_text("{")
-    broken = analyze_series(StepFolders(series), few(), root=root, allow_suspect=True)
-    assert "step-000000000: its tokenizer.json is damaged" in broken.failures[0]
-    assert (len(broken.failures), broken.num_known) == (1, 2)
 
 
 def test_a_later_suspicion_reaches_what_was_measured_and_only_an_audit_of_all_takes_it_back(tmp_path):

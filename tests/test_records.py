@@ -300,17 +300,15 @@ def test_done_is_what_the_last_line_of_the_key_says_with_these_options_and_weigh
     assert not done([part]), "what failed in part is tried again"
 
 
-def test_more_may_be_asked_of_what_is_done_and_a_tokenizer_that_nothing_says_is_the_same(tmp_path: Path) -> None:
+def test_more_may_be_asked_of_what_is_done(tmp_path: Path) -> None:
     asked = SimpleNamespace(name="a", config_hash=lambda: "c", data_hash=lambda: None)
     store = records.Store(tmp_path / "m.jsonl")
     store.add(make(1, 0.1))
-    assert store.is_done("r", 1, asked, model_tokenizer_hash="t")
     assert not store.is_done("r", 1, asked, weight_files={"a": "1"})
     made = make(1, 0.1)
-    store.add(replace(made, provenance=made.provenance | {"model_tokenizer_hash": "t", "weight_files": {"a": "1"}}))
+    store.add(replace(made, provenance=made.provenance | {"weight_files": {"a": "1"}}))
     for again in (store, records.Store(store.path)):
-        assert again.is_done("r", 1, asked, model_tokenizer_hash="t", weight_files={"a": "1"})
-        assert not again.is_done("r", 1, asked, model_tokenizer_hash=None)
+        assert again.is_done("r", 1, asked, weight_files={"a": "1"})
         assert not again.is_done("r", 1, asked, weight_files={"a": "2"})
         assert len([*again]) == 1, "the last of each identity"
 

@@ -241,11 +241,7 @@ class _Measuring:
         analyses = self.analyses[checkpoint.name]
         if self.series.is_alone:  # its files are not hashed, as nothing is compared with them
             return analyses
-        try:
-            files, tokenizer = checkpoint.source.weights(), self.earlier.tokenizer_hash(checkpoint)
-        except InputError:  # its tokenizer cannot be had: fetching says why
-            return analyses
-        facts = {"weight_files": files, "dtype": self.options.weights_dtype, "model_tokenizer_hash": tokenizer}
+        facts = {"weight_files": checkpoint.source.weights(), "dtype": self.options.weights_dtype}
         return not_done(self.earlier.store, self.earlier.run_of(checkpoint), checkpoint.step, analyses, **facts)
 
     def visits(self, audited: Sequence[Checkpoint]) -> Iterator[Visit]:
@@ -296,7 +292,7 @@ class _Measuring:
             view = LayeredModel(model if offload else model.to(self.device))
             self._check(view, self.analyses[checkpoint.name])
             weights = weights_hash(view.model)
-            yield Opened(view, weights, *self._provenance(checkpoint, weights))
+            yield Opened(view, weights, self._provenance(checkpoint, weights))
             if self.result.audit.levels.get(checkpoint.name) == "listing" and checkpoint.step is not None:
                 read_weights(checkpoint, self._memory)
         except torch.OutOfMemoryError as error:
@@ -317,15 +313,13 @@ class _Measuring:
             raise DoesNotFit(str(error)) from error.__cause__
         self.fitting.add(id(analyses))
 
-    def _provenance(self, checkpoint: Checkpoint, weights: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return where a checkpoint comes from, and the part of it by which a measurement counts as done."""
+    def _provenance(self, checkpoint: Checkpoint, weights: str) -> dict[str, Any]:
+        """Return where a checkpoint comes from, and the audit's verdict on it."""
         source = checkpoint.provenance() | ({"offloaded": True} if self.options.offload else {})
         if self.series.is_alone:
             self.earlier.refuse_another([checkpoint], lambda _: ("weights_hash", weights))
-            return {**source, "audit": UNAUDITED}, {}
-        same = {"model_tokenizer_hash": self.earlier.tokenizer_hash(checkpoint)}
-        known = {name: value for name, value in same.items() if value is not None}
-        return {**source, "audit": self.verdicts[checkpoint.name], **known}, same
+            return {**source, "audit": UNAUDITED}
+        return {**source, "audit": self.verdicts[checkpoint.name]}
 
     def on_ray(self, audited: Sequence[Checkpoint]) -> Iterator[Measurement]:
         """Have workers measure what is not known, and yield it once the store has it."""

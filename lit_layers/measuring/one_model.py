@@ -78,13 +78,11 @@ class Opened(NamedTuple):
 
     Args:
         provenance: what its measurements say of where it comes from.
-        same: what the provenance of a measurement must also say for it to count as done.
     """
 
     model: Any
     weights_hash: str
     provenance: Mapping[str, Any] = {}
-    same: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +122,7 @@ def measure_unless_done(
         try:
             with visit.opened() as opened:
                 weights = opened.weights_hash
-                due = not_done(store, visit.run, visit.step, visit.analyses, weights_hash=weights, **opened.same)
+                due = not_done(store, visit.run, visit.step, visit.analyses, weights_hash=weights)
                 begin = functools.partial(starting, visit)
                 for outcome in outcomes(opened.model, due, ranks, begin, weights_hash=weights):
                     about = {"run": visit.run, "step": visit.step, "tokens": visit.tokens}

@@ -6,14 +6,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lit_layers.data.tokenization import Tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Store, lineage_in
 from lit_layers.schema import run_facts
 from lit_layers.series import audit_files, audit_weights
 from lit_layers.series.audit_files import OF_A_LISTING, Finding, Listed, finding
 from lit_layers.series.checkpoint import Checkpoint, Series
-from lit_layers.series.checkpoint_sources import MAIN, TOKENIZER, Fingerprint, Memory, fingerprint
+from lit_layers.series.checkpoint_sources import MAIN, Fingerprint, Memory, fingerprint
 from lit_layers.series.local_series import SUBMODULE
 
 Level = Literal["auto", "listing", "weights"]
@@ -175,7 +174,6 @@ class SeriesMeasurements:
     def __init__(self, root: Path) -> None:
         self.run = run_facts(root).get("run") or root.resolve().name  # the folder may have been renamed since
         self.store = Store(root / "measurements.jsonl", lineage=lineage_in(root))
-        self._tokenizers: dict[str, str] = {}  # by the hash of the file: most steps share one
 
     def run_of(self, checkpoint: Checkpoint) -> str:
         """The root's name; models without steps are a run each, unless one is measured alone and bears no name."""
@@ -196,22 +194,6 @@ class SeriesMeasurements:
             runs.setdefault(self.run_of(one), []).append(one)
         for run, members in runs.items():
             self._refuse_another_model(run, members, weights)
-
-    def tokenizer_hash(self, checkpoint: Checkpoint) -> str | None:
-        """Hash of the tokenizer that a checkpoint carries, by what it does to text; None where it has none.
-
-        Raises:
-            InputError: a tokenizer.json that is damaged or cannot be had.
-        """
-        listed = checkpoint.source.files.get(TOKENIZER)
-        if listed is not None and listed.hash not in self._tokenizers:
-            content = checkpoint.source.read(TOKENIZER).decode()
-            try:
-                self._tokenizers[listed.hash] = tokenizer_hash(Tokenizer.from_str(content))
-            except Exception as error:  # the library raises bare Exception
-                where = f"{checkpoint.series} {checkpoint.name}"
-                raise InputError(f"{where}: its {TOKENIZER} is damaged ({error}): get it again") from error
-        return None if listed is None else self._tokenizers[listed.hash]
 
     def verdict(self, checkpoint: Checkpoint, today: str, *, whole: bool) -> str:
         """Today's verdict, unless an earlier audit found these files suspect: that of all weights takes it back."""

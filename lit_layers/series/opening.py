@@ -192,7 +192,7 @@ class Models(Series):
     tokenizer.json.
 
     Raises:
-        InputError: on first use, if none of the models can be had, why the first of them cannot.
+        InputError: an empty list; on first use, if none of the models can be had, why the first of them cannot.
     """
 
     def __init__(
@@ -202,6 +202,8 @@ class Models(Series):
         name: str = "models",
         tokenizers: Mapping[str, str] | None = None,
     ) -> None:
+        if isinstance(models, str) or not models:
+            raise InputError(f"models: expected a list of folders or names on the Hub, got {models!r}")
         self.models, self.name, self.tokenizers = list(models), name, dict(tokenizers or {})
 
     def find(self) -> Listing:

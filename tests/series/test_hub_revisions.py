@@ -294,6 +294,8 @@ def test_a_set_of_models_mixes_folders_and_repositories(hub, root, model):
     assert all(found.load() is not None for found in series)
     assert [found.provenance().get("revision") for found in series] == [None, "main", "step0"]
     for models, sentence in (
+        ([], "models: expected a list of folders or names on the Hub, got"),
+        ("org/tiny", "models: expected a list of folders or names on the Hub, got 'org/tiny'"),
         (["./nowhere"], "cannot list the branches of ./nowhere"),
         (["org/tiny@step7"], "models: org/tiny has no branch step7; it has 3"),
     ):
