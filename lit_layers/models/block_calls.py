@@ -1,7 +1,6 @@
 """How blocks are called: a block with the other arguments of one call, and what blocks take and give."""
 
 import functools
-import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,40 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from lit_layers.functional.jacobian.block_call import SHARED, Alignment, evaluating
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How blocks hold a state: as (batch, tokens, dim), or with its axes in another order and several streams of each
-    token, which are its `dim` side by side."""
-
-    axes: tuple[int, ...] = ()  # of a state as blocks hold it: batch, tokens, then the streams; (): as it is
-    sizes: tuple[int, ...] = ()  # of the streams
-
-    @property
-    def description(self) -> str:
-        """What a state is of each token."""
-        return " x ".join(map(str, self.sizes))
-
-    def taken(self, held: Tensor) -> Tensor:
-        """The state (batch, tokens, dim) with which a block is called."""
-        return held.permute(self.axes).flatten(2) if self.axes else held
-
-    def given(self, output: Any) -> Tensor:
-        """The state (batch, tokens, dim) in what a block returns."""
-        return self.taken(first(output))
-
-    def put(self, hidden: Tensor) -> Tensor:
-        """The state as blocks hold it."""
-        if not self.axes:
-            return hidden
-        return hidden.unflatten(2, self.sizes).permute([self.axes.index(axis) for axis in range(len(self.axes))])
-
-
-PLAIN = Layout()
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,13 +24,12 @@ class BlockCall:
     args: tuple
     kwargs: dict[str, Any]
     alignment: Alignment | None = None  # of the batch with the arguments, where it was given otherwise
-    layout: Layout = PLAIN
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if self.alignment is not None:
             return self.alignment.restored(self.aligned()(self.alignment.moved(hidden)))
         with evaluating(self.module):
-            return self.layout.given(self.module(self.layout.put(hidden), *self.args, **self.kwargs))
+            return first(self.module(hidden, *self.args, **self.kwargs))
 
     def aligned(self) -> "BlockCall":
         """The call with states of the batch as the model was called with it."""
@@ -76,18 +44,14 @@ class BlockCall:
 
 @contextmanager
 def replaced(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]) -> Iterator[None]:
-    """Inside, each of the blocks is called as the function in its place: a module that stands there several times as
-    one function after the other."""
-    turns: dict[nn.Module, list[Callable[..., Any]]] = {}
-    for block, forward in zip(blocks, forwards, strict=True):
-        turns.setdefault(block, []).append(forward)
-    before = [vars(block).get("forward") for block in turns]
+    """Inside, each of the blocks is called as the function in its place."""
+    before = [vars(block).get("forward") for block in blocks]
     try:
-        for block, functions in turns.items():
-            block.forward = functions[0] if len(functions) == 1 else _in_turn(functions)
+        for block, forward in zip(blocks, forwards, strict=True):
+            block.forward = forward
         yield
     finally:
-        for block, previous in zip(turns, before, strict=True):
+        for block, previous in zip(blocks, before, strict=True):
             if previous is None:
                 vars(block).pop("forward", None)
             else:  # another tool's, such as one that moves weights between devices
@@ -98,7 +62,7 @@ def replaced(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]
 def handing_on(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]) -> Iterator[None]:
     """As `replaced`, without the blocks' hooks: a state that is handed on is already the one behind them."""
     hooks = ("_forward_pre_hooks", "_forward_hooks")
-    kept = [(block, name, getattr(block, name)) for block in dict.fromkeys(blocks) for name in hooks]
+    kept = [(block, name, getattr(block, name)) for block in blocks for name in hooks]
     with replaced(blocks, forwards):
         for block, name, _ in kept:
             setattr(block, name, OrderedDict())
@@ -109,21 +73,12 @@ def handing_on(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any
                 setattr(block, name, before)
 
 
-def _in_turn(forwards: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
-    turns = itertools.cycle(forwards)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return next(turns)(*args, **kwargs)
-
-    return forward
-
-
-def identity_forward(num_values: int, last: Tensor | None = None, layout: Layout = PLAIN) -> Callable[..., Any]:
+def identity_forward(num_values: int, last: Tensor | None = None) -> Callable[..., Any]:
     """A block's forward that returns the state it is given, or this one in its stead: at the head of a tuple of so many
     values, or (0) by itself."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        state = split_arguments(args, kwargs)[0] if last is None else layout.put(last)
+        state = split_arguments(args, kwargs)[0] if last is None else last
         return in_place_of(state, num_values)
 
     return forward
@@ -150,36 +105,24 @@ def split_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, tuple,
     return kwargs[state], (), {name: value for name, value in kwargs.items() if name != state}
 
 
-def softened(value: Any, masks: dict[int, tuple[Tensor, Tensor]]) -> Any:
-    """`value` with the additive masks of float64 in it cut off where float32 ends.
-
-    Some eager attention takes its softmax in float32, where less is minus infinity: a token that may see nothing but
-    padding becomes NaN, and then all that meets it. `masks` keeps what was cut, by identity.
-    """
-    if isinstance(value, tuple | list):
-        return type(value)(softened(item, masks) for item in value)
-    if isinstance(value, dict):
-        return {name: softened(item, masks) for name, item in value.items()}
-    least = torch.finfo(torch.float32).min
-    if not isinstance(value, Tensor) or value.dtype != torch.float64 or value.ndim != 4:
-        return value
-    if id(value) not in masks:
-        masks[id(value)] = value, value.clamp(min=least) if bool((value < least).any()) else value
-    return masks[id(value)][1]
-
-
 @contextmanager
 def softening(blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, the masks that blocks are called with are `softened`."""
-    masks: dict[int, tuple[Tensor, Tensor]] = {}
+    """Inside, additive masks of float64 that blocks are called with are cut off where float32 ends.
 
-    def soften(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        hidden, args, kwargs = split_arguments(args, kwargs)
-        return (hidden, *softened(args, masks)), softened(kwargs, masks)
+    Some eager attention takes its softmax in float32, where less is minus infinity: a token that may see nothing but
+    padding becomes NaN, and then all that meets it.
+    """
 
-    unique = dict.fromkeys(blocks)
-    with hooked([block.register_forward_pre_hook(soften, prepend=True, with_kwargs=True) for block in unique]):
+    def soften(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return tree_map(_softened, (args, kwargs))
+
+    with hooked([block.register_forward_pre_hook(soften, prepend=True, with_kwargs=True) for block in blocks]):
         yield
+
+
+def _softened(value: Any) -> Any:
+    is_mask = isinstance(value, Tensor) and value.dtype == torch.float64 and value.ndim == 4
+    return value.clamp(min=torch.finfo(torch.float32).min) if is_mask else value
 
 
 def watching(blocks: Iterable[nn.Module], note: Callable[[nn.Module, tuple, dict[str, Any], Any], None]) -> list:
@@ -194,7 +137,7 @@ def watching(blocks: Iterable[nn.Module], note: Callable[[nn.Module, tuple, dict
 
     return [
         handle
-        for block in dict.fromkeys(blocks)
+        for block in blocks
         for handle in (
             block.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             block.register_forward_hook(after, with_kwargs=True),

@@ -92,12 +92,8 @@ def layer_latencies(model: LayeredModel, batch: Batch, *, rounds: int = 20, warm
     def note(*_: object) -> None:
         times.append(now(device))
 
-    def begin(*_: object) -> None:
-        if len(times) % (model.num_layers + 2) == 1:  # the first run of a block that runs several times
-            note()
-
-    handles = [model.blocks[0].register_forward_pre_hook(begin)]
-    handles += [block.register_forward_hook(note) for block in dict.fromkeys(model.blocks)]
+    handles = [model.blocks[0].register_forward_pre_hook(note)]
+    handles += [block.register_forward_hook(note) for block in model.blocks]
     with hooked(handles), torch.inference_mode(), evaluating(model.model):
         for _ in range(warm_up + rounds):
             note()

@@ -2,28 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, permutations
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lit_layers.models.block_calls import PLAIN, Layout, handing_on
+from lit_layers.models.block_calls import handing_on
 from lit_layers.models.families import Family, Network, propose_blocks, text_config
 from lit_layers.models.own_networks import OwnNetwork
-from lit_layers.models.proof import NotShown, Probe, Watched, is_timm, watch
+from lit_layers.models.proof import NotShown, Probe, Watched, is_timm
 
 TWO_ROWS = "an encoder and a decoder are two rows of blocks"
-
-
-@dataclass(frozen=True)
-class Row:
-    """The calls of a model's blocks."""
-
-    path: str  # of the list that holds them
-    calls: list[Watched]
-    order: tuple[int, ...]  # of the modules of the list, by number, in which they run
-    layout: Layout
 
 
 @dataclass(frozen=True)
@@ -104,8 +94,10 @@ def is_encoder_decoder(model: Network) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
-def row_of_blocks(model: Network, calls: list[Watched], lists: dict[str, list[nn.Module]], probe: Probe) -> Row:
-    """The one list whose modules are the blocks, of all lists by their paths.
+def row_of_blocks(
+    model: Network, calls: list[Watched], lists: dict[str, list[nn.Module]], probe: Probe
+) -> tuple[str, list[Watched]]:
+    """Return the path of the one list whose modules are the blocks, and their calls.
 
     Raises:
         NotShown: there is none, or more than one.
@@ -120,7 +112,7 @@ def row_of_blocks(model: Network, calls: list[Watched], lists: dict[str, list[nn
         row = [call for call in calls if id(call.module) in ids]
         if any(path.startswith(f"{outer}.") for outer in chains) or not row:
             continue  # a part of a block
-        if (reason := _unlike_blocks(path, members, row, probe, depth)) is None:
+        if (reason := _unlike_blocks(path, members, row, probe)) is None:
             chains[path] = row
         else:
             reasons[path] = reason
@@ -129,8 +121,7 @@ def row_of_blocks(model: Network, calls: list[Watched], lists: dict[str, list[nn
         reason = reasons.get(likely or "") or next(iter(reasons.values()), None)
         raise NotShown(reason or "no list of its modules runs in its own call")
     path = _chosen(model, chains, depth)
-    order = tuple(lists[path].index(call.module) for call in chains[path])
-    return Row(path, chains[path], order, _layout(model, path, chains[path], probe))
+    return path, chains[path]
 
 
 def _without_ends(members: list[nn.Module]) -> list[nn.Module]:
@@ -149,26 +140,22 @@ def _depth(model: Network, probe: Probe) -> int | None:
     return depth if isinstance(depth, int) else None
 
 
-def _unlike_blocks(
-    path: str, members: list[nn.Module], row: list[Watched], probe: Probe, depth: int | None
-) -> str | None:
+def _unlike_blocks(path: str, members: list[nn.Module], row: list[Watched], probe: Probe) -> str | None:
     """Why a list of modules is no row of blocks; None where it is one."""
-    ran = [call.module for call in row]
-    if ran != members and not (len(ran) == depth and set(ran) == set(members)):  # some share their weights
+    if [call.module for call in row] != members:
         return f"the {len(members)} modules of {path} run {len(row)} times in one pass, not once each, in order"
     shapes = [(call.state, call.after) for call in row]
     for number, (before, after) in enumerate(shapes, start=1):
         if before is None or after is None:
             return f"module {number} of {path} does not take a state and return one"
-        is_one = before.ndim == 3 or (before.ndim > 3 and probe.of_texts)
-        if not is_one or before.shape != shapes[0][0].shape or after.shape != before.shape:
+        if before.ndim != 3 or before.shape != shapes[0][0].shape or after.shape != before.shape:
             return (
                 f"the states of {path} are not (batch, tokens, dim) of one shape: module {number} takes "
                 f"{tuple(before.shape)} and gives {tuple(after.shape)}"
             )
-    state = shapes[0][0]
-    if not _layouts(state.shape, probe):
-        return f"the states of {path} are {tuple(state.shape)} for an input of {tuple(probe.needed.shape)}"
+    state, given = shapes[0][0].shape, probe.needed.shape
+    if state[:2] != given if probe.of_texts else state[0] != given[0]:
+        return f"the states of {path} are {tuple(state)} for an input of {tuple(given)}"
     for number, (call, following) in enumerate(pairwise(row), start=1):
         if following.state is not call.after and not torch.equal(following.state, call.after):
             return f"module {number + 1} of {path} takes something else than module {number} gives"
@@ -188,45 +175,3 @@ def _chosen(model: Network, chains: dict[str, list[Watched]], depth: int | None)
         lengths = ", ".join(f"{path} of {len(row)}" for path, row in chains.items())
         raise NotShown(f"its config says {depth} blocks, and its states pass {lengths}")
     return fitting[0]
-
-
-# How blocks hold a state.
-
-
-def _layouts(shape: torch.Size, probe: Probe) -> list[Layout]:
-    """How states of such a shape may be (batch, tokens, dim)."""
-    if not probe.of_texts:
-        return [PLAIN] if len(shape) == 3 and shape[0] == len(probe.needed) else []
-    batch, tokens = probe.needed.shape
-    if shape[:2] == (batch, tokens):
-        return [PLAIN if len(shape) == 3 else Layout(tuple(range(len(shape))), tuple(shape[2:]))]
-    axes = [each for each in permutations(range(len(shape)), 2) if (shape[each[0]], shape[each[1]]) == (batch, tokens)]
-    rests = [tuple(axis for axis in range(len(shape)) if axis not in each) for each in axes]
-    return [Layout((*each, *rest), tuple(shape[axis] for axis in rest)) for each, rest in zip(axes, rests, strict=True)]
-
-
-def _layout(model: Network, path: str, row: list[Watched], probe: Probe) -> Layout:
-    """How the blocks hold their states: the one way in which two texts with another last token have another layer 0
-    there, and nowhere else, and in which a text without its last token has one token less.
-
-    Raises:
-        NotShown: no way, or several.
-    """
-    state = row[0].state
-    candidates = _layouts(state.shape, probe)
-    if candidates == [PLAIN]:
-        return PLAIN
-    with watch([row[0].module]) as calls:
-        probe.call(model, {name: column[:, :-1] for name, column in probe.inputs.items()}, dict(probe.options))
-    tokens = probe.needed.shape[1]
-    fitting = [layout for layout in candidates if _is_shown(layout, state, calls[0].state, tokens)]
-    if len(fitting) != 1:
-        raise NotShown(f"the states of {path} are {tuple(state.shape)} for an input of {tuple(probe.needed.shape)}")
-    return fitting[0]
-
-
-def _is_shown(layout: Layout, state: Tensor, shorter: Tensor, tokens: int) -> bool:
-    seen = layout.taken(state)
-    same = (seen[0] == seen[1]).all(-1)
-    fewer = layout.taken(shorter)
-    return bool(same[:-1].all()) and not bool(same[-1]) and fewer.shape[1:] == (tokens - 1, seen.shape[2])

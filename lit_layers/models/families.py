@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_layers.errors import InputError
-from lit_layers.models.block_calls import PLAIN, Layout, identity_forward, replaced
+from lit_layers.models.block_calls import identity_forward, replaced
 
 # A module of timm or transformers: it has attributes that nn.Module does not declare.
 Network = Any
@@ -143,35 +142,13 @@ def by_name(model: Network, inputs: Inputs, options: Options) -> Any:
     """A call as transformers' models are called, in the precision of their weights: accelerate has a model in training
     called under autocast, and its blocks, which are called alone here, are not."""
     plain = vars(model).get("_original_forward")
-    with replaced([model], [plain]) if plain is not None else nullcontext(), kept_frequencies(model):
+    with replaced([model], [plain]) if plain is not None else nullcontext():
         return model(**inputs, **options, return_dict=True)
 
 
 def without_mask(model: Network, inputs: Inputs, options: Options) -> Any:
     """Of a model that takes no mask: the batch alone says which tokens are real."""
     return by_name(model, {name: inputs[name] for name in inputs if name != "attention_mask"}, options)
-
-
-def short_length(config: Any) -> int | None:
-    """Of a model with other rotary frequencies for long texts (Phi 3.5): tokens of the longest text that is not long.
-    By the longest text of a batch, its whole batch is long or not."""
-    rope = getattr(text_config(config), "rope_parameters", None) or {}
-    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some have them for each kind of layer
-    lengths = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
-    return min(lengths, default=None)
-
-
-@contextmanager
-def kept_frequencies(model: Network) -> Iterator[None]:
-    """Where each call writes down its rotary frequencies, those before are back afterwards."""
-    buffers = model.named_buffers() if short_length(model.config) is not None else ()
-    kept = [(buffer, buffer.clone()) for name, buffer in buffers if name.endswith("inv_freq")]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in kept:
-                buffer.copy_(before)
 
 
 def by_pixels(model: Network, inputs: Inputs, options: Options) -> Tensor:
@@ -200,22 +177,6 @@ def whole_images(model: Network, inputs: Inputs, options: Options, *, trunk: boo
         config.mask_ratio = kept
 
 
-def unscaled(model: Network, inputs: Inputs, options: Options, *, trunk: bool = False) -> Any:
-    """RWKV divides its weights, in place, and its states every few blocks, so that half precision does not overflow, in
-    evaluation alone: here as in training, without."""
-    network = trunk_of(model)
-    if network.layers_are_rescaled and network.config.rescale_every:
-        raise InputError(
-            f"this {type(model).__name__} has been called in evaluation before, and its weights are divided since: "
-            "load it again, or call it once in training mode"
-        )
-    kept, network.config.rescale_every = network.config.rescale_every, 0
-    try:
-        return by_name(network if trunk else model, {"input_ids": inputs["input_ids"]}, options)
-    finally:
-        network.config.rescale_every, network.layers_are_rescaled = kept, False
-
-
 def from_zero(config: Any) -> int:
     return 0
 
@@ -236,17 +197,12 @@ class Family:
     head: Callable[[Network, Tensor], Tensor] = language_head
     package: str = "transformers"
     inputs: tuple[str, ...] = TEXT
-    num_values: int = (
-        0  # that a block always returns in a tuple; 0: it returns the state alone, in some releases in one
-    )
     options: tuple[tuple[str, bool], ...] = (("use_cache", False),)  # a repeated block with a cache is silently wrong
-    any_length: bool = False  # of a text
     first_position: Callable[[Any], int] = from_zero  # of a config: the number of a text's first token
     vision: Vision | None = None  # of models of images
     call: Callable[[Network, Inputs, Options], Any] = by_name
     features: Callable[[Network, Inputs, Options], Any] = trunk_by_name  # the call without a head
     results: tuple[str, ...] = ("logits", "last_hidden_state")  # of what a call returns the first that is there
-    layout: Layout = PLAIN  # how blocks hold the states
     origin: str = "row"  # or "structure": how its models are taken apart
     shown: tuple[tuple[str, Any], ...] = ()  # what was held against the model's own pass where there is no row
     takes_padding: bool = True  # whether the states of a text are the same with padding behind it
@@ -267,11 +223,6 @@ class Family:
         """What was `shown`, by name; None where there is a row."""
         return dict(self.shown) if self.shown else None
 
-    @property
-    def reads_tokens_alone(self) -> bool:
-        """Whether the model's own call ends with any states (1, tokens, dim) in place of those of a text."""
-        return not self.together and not self.layout.axes
-
     def container(self, model: Network) -> nn.Module:
         """The module that holds the blocks and nothing else."""
         return trunk_of(model).get_submodule(self.blocks)
@@ -286,7 +237,7 @@ class Family:
 
     def most_tokens(self, config: Any) -> int | None:
         """Of the longest text; None where a text may have any length."""
-        return None if self.any_length else config.max_position_embeddings - self.first_position(config)
+        return config.max_position_embeddings - self.first_position(config)
 
     def final_norm(self, model: Network) -> nn.Module | None:
         """The norm behind the last block."""
@@ -295,11 +246,11 @@ class Family:
     def as_identity(self, num_blocks: int, *, in_tuple: bool, last: Tensor | None = None) -> list[Callable[..., Any]]:
         """In place of the blocks: each returns the state it is given, or `last`, as its block returns one."""
         numbers = self.num_returned(num_blocks, in_tuple=in_tuple)
-        return [identity_forward(number, last, self.layout) for number in numbers]
+        return [identity_forward(number, last) for number in numbers]
 
     def num_returned(self, num_blocks: int, *, in_tuple: bool) -> Sequence[int]:
         """Of each block, how many values it returns in a tuple; 0: the state alone."""
-        return [self.num_values or int(in_tuple)] * num_blocks
+        return [int(in_tuple)] * num_blocks
 
     def read_out(self, model: Network, hidden: Tensor) -> Tensor:
         """Final norm and head of states (batch, tokens, dim), as the model itself ends."""
@@ -340,9 +291,6 @@ FAMILIES = (
     _decoder("mistral", "Mistral"),
     _decoder("qwen2", "Qwen2"),
     _decoder("qwen3", "Qwen3"),
-    # Recurrent: it takes no mask, and a mask of the batch says which tokens are real.
-    _decoder("rwkv", "Rwkv", "blocks", "ln_out", any_length=True, inputs=TEXT[:2], num_values=3, call=unscaled,
-             features=partial(unscaled, trunk=True)),
     # Positions are always said to it: its own count takes any token with the number of the padding token for padding.
     Family("roberta", tuple(f"Roberta{head}" for head in _HEADS), "encoder.layer", None, roberta_head, options=(),
            first_position=positions_of_padding),

@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from lit_layers.errors import InputError
 from lit_layers.models.block_calls import (
     BlockCall,
-    Layout,
     first,
     handing_on,
     hooked,
@@ -84,10 +83,6 @@ class Watched(NamedTuple):
         """The state that it returns; None where it returns none."""
         output = first(self.output)
         return output if isinstance(output, Tensor) else None
-
-    def seen(self, layout: Layout) -> "Watched":
-        """The call with its states as (batch, tokens, dim)."""
-        return self._replace(state=layout.taken(self.state), output=layout.given(self.output))
 
 
 def is_timm(model: nn.Module) -> bool:
@@ -227,7 +222,7 @@ class Evidence:
             raise NotFinite("its states are not finite on these weights, and nothing can be shown")
 
     def replayed(self) -> float:
-        """(i) Every block, called again with what it was called with, gives what it gave: the last one first, and after
+        """Every block, called again with what it was called with, gives what it gave: the last one first, and after
         another batch, of other texts and another length, so that none finds what another call has just left behind."""
         inputs = {name: column.flip(0) for name, column in self.probe.inputs.items()}
         if self.probe.of_texts:
@@ -241,13 +236,6 @@ class Evidence:
             for number in reversed(self._numbers())
         )
 
-    def chained(self) -> float:
-        """(ii) The blocks one after the other give the last state."""
-        hidden = self.states[0]
-        for number in self._numbers():
-            hidden = self._call(number)(hidden)
-        return self._same(apart(hidden, self.states[-1]), "its blocks one after the other give another last state")
-
     def followed(self) -> float:
         """The chain goes where the model goes when the state behind block 1 is another."""
         if len(self.blocks) == 1:
@@ -257,8 +245,7 @@ class Evidence:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
-            state = self.family.layout.put(changed)
-            return state if isinstance(output, Tensor) else type(output)((state, *output[1:]))
+            return changed if isinstance(output, Tensor) else type(output)((changed, *output[1:]))
 
         with replaced(self.blocks, [forward, *others]):
             calls = self._passed(self.probe.call)
@@ -279,7 +266,7 @@ class Evidence:
         return worst
 
     def read_out(self) -> tuple[float, bool]:
-        """(iii) What is behind the blocks makes the logits of the last state alone; and whether it does for each token
+        """What is behind the blocks makes the logits of the last state alone; and whether it does for each token
         by itself."""
         reasons = []
         for together in (False, True) if self.probe.of_texts else (True,):
@@ -397,10 +384,10 @@ class Evidence:
         return self._of_blocks(calls)
 
     def _of_blocks(self, calls: Sequence[Watched]) -> list[Watched]:
-        """The calls with states (batch, tokens, dim)."""
+        """The calls, if every block has run once, in order."""
         if [each.module for each in calls] != list(self.blocks):
             raise NotShown(f"its {len(self.blocks)} blocks do not run once each, in order")
-        return [each.seen(self.family.layout) for each in calls]
+        return [*calls]
 
     def _numbers(self) -> range:
         return range(1, len(self.blocks) + 1)
@@ -409,7 +396,7 @@ class Evidence:
         return self._as_called(self.calls[number - 1])
 
     def _as_called(self, call: Watched) -> BlockCall:
-        return BlockCall(call.module, call.args, call.kwargs, layout=self.family.layout)
+        return BlockCall(call.module, call.args, call.kwargs)
 
     def _same(self, difference: float, sentence: str) -> float:
         if not difference <= self.tolerance:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Schedule, Step, Variant, checked, format_schedule, members, variants
 from lit_layers.functional.jacobian.block_call import is_cache, is_hooked
-from lit_layers.models.block_calls import Layout, in_place_of, num_values, replaced, split_arguments
+from lit_layers.models.block_calls import first, in_place_of, num_values, replaced, split_arguments
 from lit_layers.models.build import plain_model
 from lit_layers.models.families import Network
 from lit_layers.models.structure import family_of
@@ -48,11 +48,6 @@ def running_order(model: nn.Module, schedule: Sequence[Step]) -> Iterator[nn.Mod
     network: Network = plain_model(model)
     family = family_of(network)
     blocks = family.block_list(network)
-    if getattr(getattr(network, "config", None), "rescale_every", 0):
-        raise InputError(
-            f"{type(network).__name__} halves its states every few blocks, which no other order follows: set its "
-            "config.rescale_every to 0"
-        )
     if any(map(is_hooked, blocks)):
         raise InputError(f"{type(network).__name__} has hooks on its blocks, which do not move with them: remove them")
     steps = checked(schedule, len(blocks))
@@ -60,7 +55,7 @@ def running_order(model: nn.Module, schedule: Sequence[Step]) -> Iterator[nn.Mod
         kind, other = type(network).__name__, format_schedule(running)
         raise InputError(f"this {kind} runs the schedule {other} already: leave that context first")
     tuples = _IN_TUPLES.setdefault(network, {})
-    order = _Order(steps, [block.forward for block in blocks], type(network).__name__, tuples, family.layout)
+    order = _Order(steps, [block.forward for block in blocks], type(network).__name__, tuples)
     refusing = network.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
     try:
         with refusing, replaced(blocks, map(order.at, range(1, len(blocks) + 1))):
@@ -90,10 +85,8 @@ class _Order:
         forwards: list[Callable[..., Any]],
         kind: str,
         tuples: dict[type, int],
-        layout: Layout,
     ) -> None:
-        self.steps, self.forwards, self.kind = steps, forwards, kind
-        self.tuples, self.layout = tuples, layout
+        self.steps, self.forwards, self.kind, self.tuples = steps, forwards, kind, tuples
         self.number = next(_NUMBERS)
         self.arguments: list[tuple[tuple, dict[str, Any]]] = []  # of the blocks of one forward pass, so far
 
@@ -110,7 +103,7 @@ class _Order:
             if number < len(self.forwards):
                 return in_place_of(hidden, returned)
             arguments, self.arguments = self.arguments, []
-            return in_place_of(self.layout.put(self._run(self.layout.taken(hidden), arguments)), returned)
+            return in_place_of(self._run(hidden, arguments), returned)
 
         return forward
 
@@ -147,8 +140,7 @@ class _Order:
                 args, kwargs = arguments[number - 1]
                 args = tuple(_in_slot(value, slot, number) for value in args)
                 kwargs = {name: _in_slot(value, slot, number) for name, value in kwargs.items()}
-                output = self.forwards[number - 1](self.layout.put(hidden), *args, **kwargs)
-                outputs.append(self.layout.given(output))
+                outputs.append(first(self.forwards[number - 1](hidden, *args, **kwargs)))
                 slot += 1
             hidden = outputs[0] if len(outputs) == 1 else torch.stack(outputs).mean(0)
         return hidden

@@ -8,7 +8,6 @@ whose blocks hand it on.
 
 import copy
 import hashlib
-import inspect
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +33,6 @@ from lit_layers.models.families import (
     Family,
     Network,
     Vision,
-    propose_blocks,
     row_of,
     text_config,
     timm_features,
@@ -46,7 +44,6 @@ from lit_layers.models.offload import execution_device
 from lit_layers.models.own_networks import OwnNetwork, is_known, network_of
 from lit_layers.models.proof import (
     CANNOT_CALL,
-    COLUMNS,
     Evidence,
     NotFinite,
     NotShown,
@@ -58,8 +55,6 @@ from lit_layers.models.proof import (
     probe_of,
     watch,
 )
-
-META = torch.device("meta")
 
 
 def family_of(model: nn.Module) -> Family:
@@ -98,13 +93,15 @@ def by_structure(model: Network) -> Family:
             f"{kind} is neither of transformers nor of timm: it can be measured, and not be saved, cut or run in "
             "another order"
         )
+    if execution_device(model).type == "meta":
+        raise InputError(f"no layered view of {kind}: it has no weights here")
     families = _FOUND.setdefault(type(model), {})
     key = _digest(model)
     network = network_of(model)
     by, shown = (key, _state_of(model)), _SHOWN.get(network)
     if key not in families or shown is None or shown[0] != by:
         try:
-            families[key] = _outlined(model) if execution_device(model) == META else _proven_widely(model)
+            families[key] = _proven_widely(model)
         except NotShown as reason:
             if not (isinstance(reason, NotFinite) and key in families):
                 raise InputError(
@@ -127,8 +124,7 @@ def _digest(model: Network) -> str:
     config = getattr(model, "config", None)
     attention = getattr(config, "_attn_implementation", "")
     options = "" if config is None else config.to_json_string(use_diff=False)
-    device = execution_device(model) == META
-    return hashlib.blake2b("\n".join([*shapes, options, str(attention), str(device)]).encode()).hexdigest()
+    return hashlib.blake2b("\n".join([*shapes, options, str(attention)]).encode()).hexdigest()
 
 
 def _proven_widely(model: Network) -> Structured:
@@ -216,7 +212,6 @@ def _shown(evidence: Evidence) -> Structured:
         evidence.alone()
         evidence.refuse_layer_0_beside_states()
     replayed = evidence.replayed()
-    chained = evidence.chained() if replayed else 0.0  # blocks that give exactly what they gave are a chain
     evidence.arguments_alone()
     followed = evidence.followed()
     read_out, together = evidence.read_out()
@@ -230,10 +225,8 @@ def _shown(evidence: Evidence) -> Structured:
     positive = [limit for limit in limits if limit and limit > 0]
     shown = {
         "blocks": _path(evidence.model, family.blocks),
-        **({"state": family.layout.description} if family.layout.axes else {}),
         "probe": " x ".join(map(str, probe.needed.shape)),
         "replay": replayed,
-        "chain": chained,
         "changed_chain": followed,
         "readout": read_out,
         "padding": padding,
@@ -257,8 +250,16 @@ def _path(model: Network, path: str) -> str:
 
 
 def _said_limit(config: Any) -> int | None:
-    """Tokens of the longest text, as a config says it; MPT's by another name."""
+    """Tokens of the longest text, as a config says it; MPT's by another name.
+
+    Phi 3.5 has other rotary frequencies for texts of more than 4,096 tokens, which one text would change for its batch.
+    """
     config = text_config(config)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some have them for each kind of layer
+    lengths = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
+    if lengths:
+        return min(lengths)
     return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
 
 
@@ -294,7 +295,7 @@ def _discovered(model: Network, probe: Probe) -> tuple[Structured, list[Watched]
     lists = _lists(model)
     outside = [module for module in model.modules() if "Norm" in type(module).__name__]
     tables = PositionTables(probe.needed.shape[1])
-    watched = [*(module for members in lists.values() for module in members), *outside]
+    watched = dict.fromkeys([*(module for members in lists.values() for module in members), *outside])
     with watch(watched) as calls, tables:
         try:
             output = probe.call(model, probe.inputs, dict(probe.options))
@@ -303,8 +304,7 @@ def _discovered(model: Network, probe: Probe) -> tuple[Structured, list[Watched]
         except CANNOT_CALL as error:
             two_rows, why = f"{TWO_ROWS}, and " if is_encoder_decoder(model) else "", kind_and_words(error)[:240]
             raise NotShown(f"{two_rows}it cannot be called with {probe.columns[0]} alone ({why})") from error
-    blocks = row_of_blocks(model, calls, lists, probe)
-    row = blocks.calls
+    path, row = row_of_blocks(model, calls, lists, probe)
     if any(is_cache(value) for call in row for value in (*call.args, *call.kwargs.values())):
         raise NotShown("its blocks are given a cache of keys and values, and use_cache=False does not keep it away")
     if is_timm(model):
@@ -315,8 +315,8 @@ def _discovered(model: Network, probe: Probe) -> tuple[Structured, list[Watched]
     family = Structured(
         name=type(model).__name__,
         classes=(type(model).__name__,),
-        blocks=blocks.path,
-        norm=None if blocks.layout.axes else _norm_behind(model, row, calls),
+        blocks=path,
+        norm=_norm_behind(model, row, calls),
         package=package,
         inputs=probe.columns,
         options=probe.options,
@@ -326,10 +326,9 @@ def _discovered(model: Network, probe: Probe) -> tuple[Structured, list[Watched]
         if (trunk is model and package == "transformers") or probe.call is without_mask
         else features,
         returned=tuple(num_values(call.output) for call in row),
-        dim=blocks.layout.taken(row[-1].after).shape[-1],
+        dim=row[-1].after.shape[-1],
         limit=tables.limit,
-        layout=blocks.layout,
-        order=blocks.order,
+        order=tuple(lists[path].index(call.module) for call in row),
         **scores_of(model, output, probe),
         word=int(probe.needed[0, 0]) if probe.of_texts else 0,
     )
@@ -359,11 +358,7 @@ def _vision(model: Network, row: list[Watched], probe: Probe, output: Any) -> Vi
     prefix = state.shape[1] - (pixels.shape[-1] // side) ** 2
     if prefix < 0:
         raise NotShown(f"its blocks take {state.shape[1]} tokens for {(pixels.shape[-1] // side) ** 2} patches")
-    is_own = isinstance(model, OwnNetwork)
-    if is_own and not (torch.equal(*state[:, :prefix]) and bool((state[0] != state[1])[prefix:].any(-1).all())):
-        raise NotShown(f"its blocks take {state.shape[1]} tokens, and not the patches behind {prefix} others")
     logits = getattr(output, "logits", None) if not isinstance(output, Tensor) else output
-    logits = None if is_own and logits is not None and logits.ndim != 2 else logits
     num_classes = 0 if logits is None else logits.shape[-1]
     has_class_token = prefix > 0 and torch.equal(state[0, 0], state[1, 0])
     if is_timm(model):
@@ -378,37 +373,4 @@ def _vision(model: Network, row: list[Watched], probe: Probe, output: Any) -> Vi
         class_token=lambda model: has_class_token,
         prefix=lambda model: prefix,
         classes=lambda model: num_classes,
-        **({"has_head": lambda model: num_classes > 0} if is_own else {}),
     )
-
-
-UNPROVEN = "without weights nothing is shown"
-
-
-def _outlined(model: Network) -> Structured:
-    """Of a model without weights: the one list that transformers checkpoints. Good for counting, and no more: with its
-    weights the model is looked at anew."""
-    of_texts = getattr(model, "main_input_name", "pixel_values") != "pixel_values"
-    path = propose_blocks(model)
-    if path is None or not of_texts:
-        raise NotShown(TWO_ROWS if is_encoder_decoder(model) else "it has no weights here that show its blocks")
-    config = text_config(model.config)
-    takes = inspect.signature(model.forward).parameters
-    return Structured(
-        name=type(model).__name__,
-        classes=(type(model).__name__,),
-        blocks=path,
-        norm=None,
-        inputs=tuple(name for name in COLUMNS if name in takes),
-        options=(("use_cache", False),) if "use_cache" in takes else (),
-        returned=(0,) * config.num_hidden_layers,
-        dim=config.hidden_size,
-        limit=_said_limit(config),
-        is_causal=True,
-        shown=(("blocks", path), ("proof", UNPROVEN)),
-    )
-
-
-def is_proven(family: Family) -> bool:
-    """Whether a family's models may be measured."""
-    return family.proof is None or family.proof.get("proof") != UNPROVEN

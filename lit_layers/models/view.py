@@ -3,7 +3,6 @@
 import copy
 import functools
 import itertools
-import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -27,11 +26,11 @@ from lit_layers.models.block_calls import (
     watching,
 )
 from lit_layers.models.build import plain_model, true_vocab_size
-from lit_layers.models.families import Network, short_length, text_config, trunk_of
+from lit_layers.models.families import Network, text_config, trunk_of
 from lit_layers.models.offload import execution_device
 from lit_layers.models.own_networks import OwnNetwork, wrapped_if_own
 from lit_layers.models.proof import apart, probe_texts
-from lit_layers.models.structure import UNPROVEN, family_of, is_proven
+from lit_layers.models.structure import family_of
 
 Batch = Mapping[str, Tensor]
 
@@ -85,7 +84,7 @@ class LayeredModel:
     def predicts_next_token(self) -> bool:
         """Whether the model's own head predicts the next token, so that no state sees a later one."""
         can_predict = self.vocab_size is not None and self.family.is_causal and self.model.can_generate()
-        if can_predict and self.model not in _CAUSAL and self.device.type != "meta":
+        if can_predict and self.model not in _CAUSAL:
             _CAUSAL[self.model] = self._is_causal()
         return can_predict and _CAUSAL.get(self.model, True)
 
@@ -222,11 +221,10 @@ class LayeredModel:
         def show(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             nonlocal is_first
             before, args, kwargs = split_arguments(args, kwargs)
-            layout = self.family.layout
             if is_first:
-                give(layout.taken(before))
+                give(before)
                 is_first = False
-            give(layout.given(output), BlockCall(module, args, kwargs, alignment, layout), output)
+            give(first(output), BlockCall(module, args, kwargs, alignment), output)
 
         with evaluating(self.model):
             inputs, alignment = self._inputs(batch)
@@ -284,8 +282,6 @@ class LayeredModel:
         """The columns that the model is called with, on its device; how texts were moved, where any has padding before
         it: of a causal model such padding has nothing to see, which some attention in float64 turns into NaN."""
         needed = self.family.inputs[0]
-        if not is_proven(self.family):
-            raise InputError(f"no layered view of {type(self.model).__name__} here: {UNPROVEN}")
         if needed not in batch:
             raise ValueError(f"a batch for {type(self.model).__name__} needs {needed!r}, got {sorted(batch)}")
         if self.family.sees_images:
@@ -301,11 +297,6 @@ class LayeredModel:
             raise InputError(
                 f"{type(self.model).__name__} has no row in lit_layers/models/families.py, and "
                 "its states or scores are others with padding behind the texts: give texts of one length"
-            )
-        elif inputs["input_ids"].shape[1] > (most := short_length(self.model.config) or math.inf):
-            raise InputError(
-                f"{type(self.model).__name__} has other rotary frequencies for texts of more than {most} tokens, which "
-                f"one text would change for its batch: give texts of one length, or padded to at most {most}"
             )
         elif (alignment := Alignment.of(mask)) is not None:
             inputs = {name: alignment.moved(column) for name, column in inputs.items()}
@@ -359,7 +350,7 @@ class Trajectory:
 
         Of a model that generates the head runs on these tokens alone, where it can.
         """
-        if not (self.model.predicts_next_token and self.model.family.reads_tokens_alone):
+        if self.model.family.together or not self.model.predicts_next_token:
             return self.logits[index]
         one = {name: column[:1, :1] for name, column in self.inputs.items()}
         rows = self.hidden[-1][index][None]

@@ -57,7 +57,7 @@ def shard_(model: nn.Module, mesh: DeviceMesh, precision: str = "32-true") -> No
     policy = MixedPrecisionPolicy()
     if "bf16" in precision:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    blocks = dict.fromkeys(LayeredModel(model).blocks)
+    blocks = LayeredModel(model).blocks
     _take_from_first_(model.buffers(), mesh)
     skeleton = _skeleton(model)
     for shard in (*blocks, model):

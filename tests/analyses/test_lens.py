@@ -18,7 +18,7 @@ from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
 from tests.support.prompt_states import states_of_each_prompt
-from tests.support.tiny_configs import scale_up_, tiny_config, tiny_model
+from tests.support.tiny_configs import scale_up_, tiny_config
 from tests.support.tiny_models import LAYERS, VOCAB, tiny, tiny_batch
 
 METRICS = {"logit_lens_loss", "logit_lens_accuracy", "logit_lens_perplexity", "kl_to_final"}
@@ -236,25 +236,6 @@ def test_a_head_on_the_last_token_of_a_text_reads_every_layer_there_whatever_the
         assert records["logit_lens_loss", layer].value == pytest.approx(losses[layer].item(), abs=2e-6)
     for block in range(1, LAYERS + 1):
         assert skipped["variant_loss", block] == pytest.approx(lost[block - 1].item(), abs=2e-6)
-
-
-@pytest.mark.parametrize("padding", ["left", "right"])
-def test_a_head_on_the_last_place_reads_a_texts_last_token_where_blocks_hold_tokens_before_texts(padding):
-    """XLNet's own head takes the last place of a batch, padding or not; here applied by hand to each text alone."""
-    model = tiny_model("XLNetForSequenceClassification", "xlnet", torch.float64, num_labels=5)
-    batch = tiny_batch("gpt2", batch=4, tokens=8, padding=padding, seed=5)
-    labels, view = torch.arange(4), LayeredModel(model)
-    records = run(model, batch | {"labels": labels})
-    losses = torch.zeros(view.num_layers + 1, dtype=torch.float64)
-    for ids, mask, label in zip(batch["input_ids"], batch["attention_mask"].bool(), labels, strict=True):
-        alone = {"input_ids": ids[mask][None]}
-        with torch.no_grad():
-            last = view.trajectory(alone).hidden[:, 0, -1]
-            scores = model.logits_proj(model.sequence_summary.activation(model.sequence_summary.summary(last)))
-            np.testing.assert_allclose(scores[-1], model(**alone).logits[0], rtol=1e-6)
-        losses -= scores.log_softmax(-1)[:, label] / 4
-    for layer, loss in enumerate(losses):
-        assert records["logit_lens_loss", layer].value == pytest.approx(loss.item(), rel=1e-6)
 
 
 def test_a_text_that_ends_in_the_number_of_padding_is_read_at_one_token_at_all_layers():

@@ -244,17 +244,9 @@ def test_an_adapter_beside_a_model_is_refused_since_only_some_machines_would_add
 def test_weights_of_other_shapes_than_the_config_says_are_refused_in_our_words(tmp_path):
     save(causal_lm("gpt2", n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=32), tmp_path)
     plain = json.loads((tmp_path / "config.json").read_text())
-    others, too_many = (
-        "its weights have other shapes than its config.json says$",
-        "its weights take at least .* are free$",
-    )
-    for odd, said in {
-        "n_positions": (4, others),
-        "vocab_size": (10**12, too_many),
-        "n_inner": (10**12, others),
-    }.items():
-        (tmp_path / "config.json").write_text(json.dumps(plain | {odd: said[0]}))
-        with pytest.raises(InputError, match=f"cannot be loaded: .*{said[1]}"):
+    for odd, value in {"n_positions": 4, "vocab_size": 10**12, "n_inner": 10**12}.items():
+        (tmp_path / "config.json").write_text(json.dumps(plain | {odd: value}))
+        with pytest.raises(InputError, match="cannot be loaded: its weights have other shapes than its config.json"):
             load(str(tmp_path))
 
 

@@ -6,7 +6,7 @@ from tests.support import family_coverage
 
 CAUSAL, MASKED, IMAGES = family_coverage.GROUPS
 DOZEN = ("apertus", "bloom", "deepseek_v3", "falcon_h1", "gemma3", "glm4_moe", "jamba", "phi3", "qwen3_next", "smollm3")
-REFUSED = {"cpmant": "(3, 44, 32) for an input of (3, 12)", "hy_v4": "(prev_topk_indices) that blocks before it"}
+REFUSED = {"cpmant": "(3, 44, 32) for an input of (3, 12)", "zaya": "(0) that blocks before it"}
 
 
 def test_a_dozen_causal_architectures_are_what_the_page_says_of_them():
@@ -35,7 +35,7 @@ def test_timm_names_of_one_shape_are_taken_apart_and_hierarchical_ones_refused()
 def test_the_page_is_what_is_found_of_every_class():
     groups = dict(family_coverage.sweep())
     assert family_coverage.TABLE.read_text(encoding="utf-8") == family_coverage.table(groups)
-    for group, least in ((CAUSAL, 0.94), (MASKED, 0.83), ("timm, VisionTransformer", 1), ("timm, Eva", 1)):
+    for group, least in ((CAUSAL, 0.92), (MASKED, 0.81), ("timm, VisionTransformer", 1), ("timm, Eva", 1)):
         built = [outcome for outcome in groups[group] if outcome.how != "not tiny"]
         assert sum(outcome.is_taken_apart for outcome in built) >= least * len(built)
     assert sum(outcome.how != "not tiny" for outcome in groups[CAUSAL]) >= 165

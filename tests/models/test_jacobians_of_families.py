@@ -11,7 +11,7 @@ from lit_layers.functional.jacobian.block_jacobians import block_jacobian
 from lit_layers.models.view import LayeredModel, Trajectory
 from tests.support.tiny_models import PICTURES, RECURRENT, sees_images, tiny, tiny_batch
 
-OTHERS = ("roberta", "distilbert", "modernbert", "mamba_lm", "rwkv_lm")
+OTHERS = ("roberta", "distilbert", "modernbert", "mamba_lm")
 CASES = [(name, p) for name in (*PICTURES, *OTHERS) for p in ((None,) if sees_images(name) else (None, "left"))]
 
 
@@ -31,7 +31,7 @@ def test_jacobians_of_every_token_are_those_of_plain_autograd(name, padding):
         tiny_batch(name, batch=2, tokens=6, padding=padding)
     )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the Jacobians of (Mamba|Rwkv)Block are computed by plain reverse mode")
+        warnings.filterwarnings("ignore", "the Jacobians of MambaBlock are computed by plain reverse mode")
         found = block_jacobian(
             trajectory.block(2), trajectory.hidden[1], mask=trajectory.mask, out_tokens=-1, in_tokens="all"
         )

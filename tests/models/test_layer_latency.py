@@ -9,7 +9,6 @@ from torch import nn
 from lit_layers.models import block_calls
 from lit_layers.models.costs import layer_latencies
 from lit_layers.models.view import LayeredModel
-from tests.support.tiny_configs import tiny_model
 from tests.support.tiny_models import tiny, tiny_batch
 
 
@@ -63,10 +62,3 @@ def test_the_model_is_as_before_also_when_a_block_fails():
     handle.remove()
     assert num_hooks(model) == 0
     assert all(module.training for module in model.modules())
-
-
-def test_each_run_of_a_block_that_runs_several_times_is_a_layer():
-    model = LayeredModel(tiny_model("AlbertForMaskedLM", "albert"))
-    found = layer_latencies(model, {"input_ids": torch.arange(10)[None] + 3}, rounds=2, warm_up=1)
-    assert found.shape == (model.num_layers + 1,)
-    assert (found.diff() > 0).all()

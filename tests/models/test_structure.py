@@ -101,40 +101,6 @@ def test_padding_on_either_side_changes_no_state_and_a_prompt_is_what_it_is_alon
             torch.testing.assert_close(prompt.block(2)(prompt.hidden[1]), prompt.hidden[2], **CLOSE)
 
 
-OTHER_STATES = {  # class, of how many numbers a state is, and what of the last layer's are its first ones
-    "xlnet": ("XLNetLMHeadModel", 32, 32),
-    "deepseek_v4": ("DeepseekV4ForCausalLM", 128, 128),
-    "gemma3n_text": ("Gemma3nForCausalLM", 128, 128),
-    "albert": ("AlbertForMaskedLM", 32, 32),
-}
-
-
-def as_given(model_type: str, state: torch.Tensor) -> torch.Tensor:
-    """(batch, tokens, dim) of a state as transformers gives it out."""
-    state = state.permute(1, 2, 0, 3) if model_type == "gemma3n_text" else state
-    return state.flatten(2)
-
-
-@pytest.mark.parametrize("model_type", OTHER_STATES)
-def test_states_that_blocks_hold_otherwise_are_those_of_transformers_too(model_type):
-    kind, dim, first = OTHER_STATES[model_type]
-    view, batch = LayeredModel(tiny_model(kind, model_type)), texts()
-    trajectory = view.trajectory(batch)
-    assert (tuple(trajectory.hidden.shape), view.dim) == ((LAYERS + 1, 3, 10, dim), dim)
-    with torch.no_grad():
-        output = view.model(input_ids=batch["input_ids"], output_hidden_states=True)
-    given = output.hidden_states
-    for layer in range(LAYERS):
-        torch.testing.assert_close(trajectory.hidden[layer, ..., :first], as_given(model_type, given[layer]), **CLOSE)
-    torch.testing.assert_close(trajectory.logits, output.logits, **CLOSE)
-    torch.testing.assert_close(view.readout(trajectory.hidden[-1]), output.logits, **CLOSE)
-    index = trajectory.mask.nonzero(as_tuple=True)
-    torch.testing.assert_close(trajectory.logits_of(index), output.logits[index], **CLOSE)
-    looked_at = []
-    view.pass_states(batch, lambda layer, hidden, mask: looked_at.append(hidden))
-    torch.testing.assert_close(torch.stack(looked_at), trajectory.hidden)
-
-
 def test_more_tokens_than_the_text_has_are_refused():
     with pytest.raises(InputError, match=r"the states of longformer.encoder.layer are \(3, 24, 32\) for an input of"):
         LayeredModel(tiny_model("LongformerForMaskedLM", "longformer", attention_window=[24] * LAYERS))
@@ -388,18 +354,8 @@ def test_the_proof_stands_in_the_provenance_of_what_is_measured():
     assert found.error is None
     assert found.provenance["origin"] == "structure"
     assert found.provenance["proof"]["blocks"] == "model.decoder.layers"
-    assert max(found.provenance["proof"][name] for name in ("replay", "chain", "changed_chain", "readout")) < 1e-4
+    assert max(found.provenance["proof"][name] for name in ("replay", "changed_chain", "readout")) < 1e-4
     assert {"padding": True, "causal": True}.items() <= found.provenance["proof"].items()
-
-
-def test_a_model_without_weights_is_counted_and_not_measured():
-    whole = tiny_model("OPTForCausalLM", "opt")
-    with torch.device("meta"):
-        outline = type(whole)._from_config(whole.config)
-    view = LayeredModel(outline)
-    assert (view.origin, view.num_layers, view.dim, view.max_tokens) == ("structure", 3, 32, 64)
-    with pytest.raises(InputError, match="no layered view of OPTForCausalLM here: without weights nothing is shown"):
-        view.trajectory(texts())
 
 
 def test_a_call_that_writes_into_a_buffer_what_stands_there_is_admitted():
@@ -439,38 +395,21 @@ def test_another_buffer_of_equal_values_in_its_place_is_no_write():
             write(refused)
 
 
-def test_texts_beyond_the_length_where_frequencies_change_are_as_the_model_has_them_alone():
+def test_texts_beyond_the_length_where_frequencies_change_are_refused():
     """Of Phi 3.5 these are more than 4,096 tokens, here 16: a batch is long by its longest text."""
     rope = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0], "rope_theta": 10000.0}
     rope |= {"rope_type": "longrope", "original_max_position_embeddings": 16}
-    model = tiny("phi3", original_max_position_embeddings=16, rope_parameters=rope)
-    ids = torch.arange(40).reshape(2, 20) + 3
-    with torch.no_grad():
-        own = {size: model(input_ids=ids[:1, :size], use_cache=False, output_hidden_states=True) for size in (10, 20)}
-    view = LayeredModel(model)  # whose frequencies are those of the last text: long ones
-    for size in (10, 20, 10):
-        for batch in (ids[:1, :size], ids[:, :size]):
-            states = view.trajectory({"input_ids": batch}).hidden[:-1, :1]
-            torch.testing.assert_close(states, torch.stack(own[size].hidden_states[:-1]))
-        found = measure(view, TrajectoryAnalysis(batches=Listed({"input_ids": ids[:, :size]})), run="phi3", step=0)
-        assert found.error is None, "the frequencies are those before"
-    apart = own[20].hidden_states[1][:, :10] - own[10].hidden_states[1]
-    assert apart.abs().max() > 0.1, "frequencies that differ"
-    padded = {"input_ids": ids, "attention_mask": (torch.arange(20) < torch.tensor([[20], [10]])).long()}
-    with pytest.raises(InputError, match="frequencies for texts of more than 16 tokens, .* or padded to at most 16"):
-        view.trajectory(padded)
-    short = {name: column[:, :16] for name, column in padded.items()}
-    torch.testing.assert_close(
-        view.trajectory(short).hidden[:-1, 1:, :10], view.trajectory({"input_ids": ids[1:, :10]}).hidden[:-1]
-    )
+    view = LayeredModel(tiny("phi3", original_max_position_embeddings=16, rope_parameters=rope))
+    assert view.max_tokens == 16
+    with pytest.raises(InputError, match="takes at most 16 tokens, got 20"):
+        view.trajectory({"input_ids": torch.arange(40).reshape(2, 20) + 3})
 
 
 def test_blocks_that_take_the_keys_of_earlier_ones_are_refused():
-    """Gemma 3n as released: its last blocks attend to keys of earlier ones, in a container that all are given."""
+    """Gemma 4 as released: its last blocks attend to keys of earlier ones, in a container that all are given."""
     kinds = ["sliding_attention", "full_attention"] * 3
     options = {"num_hidden_layers": 6, "layer_types": kinds, "num_kv_shared_layers": 2, "sliding_window": 8}
-    options |= {"intermediate_size": [64] * 6, "activation_sparsity_pattern": [0.0] * 6}
-    model = tiny_model("Gemma3nForCausalLM", "gemma3n_text", **options)
+    model = tiny_model("Gemma4ForCausalLM", "gemma4_text", **options)
     with pytest.raises(
         InputError, match=r"block 5 is called with something \(shared_kv_states\) that blocks before it"
     ):
@@ -539,7 +478,7 @@ def test_a_model_of_images_in_16_bits_is_proven_in_float32():
     view = LayeredModel(tiny_model("DeiTForImageClassification", "deit").to(torch.bfloat16))
     proof = dict(view.family.proof or {})
     assert proof["computed"] == "float32"
-    assert max(proof[name] for name in ("replay", "chain", "changed_chain", "readout")) < 1e-4
+    assert max(proof[name] for name in ("replay", "changed_chain", "readout")) < 1e-4
 
 
 def test_padding_is_no_token_of_a_class_of_transformers_that_takes_no_mask():

@@ -56,17 +56,6 @@ _MAMBA = {
     "initializer_range": 0.02,
     "pad_token_id": 0,
 }
-_RWKV = {
-    "vocab_size": VOCAB,
-    "hidden_size": DIM,
-    "num_hidden_layers": LAYERS,
-    "attention_hidden_size": DIM,
-    "intermediate_size": 64,
-    "context_length": POSITIONS,
-    "rescale_every": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 _PICTURE = {
     "hidden_size": DIM,
     "num_hidden_layers": LAYERS,
@@ -80,8 +69,8 @@ _DECODER = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
 _MAE = {**_PICTURE, **{f"decoder_{name}": value for name, value in _DECODER.items()}}
 _BEIT = {**_PICTURE, "use_relative_position_bias": True, "layer_scale_init_value": 0.5}
 
-# of Mamba: a logarithm, of how fast a state is forgotten, and weights that do not start at 0.02, as none of RWKV's do
-_NOT_SMALL = ("A_log", "conv1d", "dt_proj", "mixer.out_proj", "rwkv.blocks")
+# of Mamba: a logarithm, of how fast a state is forgotten, and weights that do not start at 0.02
+_NOT_SMALL = ("A_log", "conv1d", "dt_proj", "mixer.out_proj")
 
 # name -> (class of transformers, model type, options)
 _TEXT = {
@@ -130,7 +119,6 @@ _RECURRENT = {
         "mamba2",
         {**_MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4},
     ),
-    "rwkv_lm": ("RwkvForCausalLM", "rwkv", _RWKV),
 }
 # Without a row: rotary frequencies are other ones for long texts.
 _BY_STRUCTURE = {
@@ -203,7 +191,7 @@ KINDS = (
     "bert",
     "modernbert",
 )
-KINDS += ("bert_classifier", "roberta", "distilbert", "mamba_lm", "rwkv_lm", "vit", "vit_average", "picture_vit")
+KINDS += ("bert_classifier", "roberta", "distilbert", "mamba_lm", "vit", "vit_average", "picture_vit")
 KINDS += ("picture_dinov2", "picture_mae", "picture_clip")
 
 _made: dict[str, nn.Module] = {}
