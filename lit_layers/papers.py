@@ -30,7 +30,6 @@ PAPERS = {
     "painters": "Sun et al., Transformer Layers as Painters ([arXiv 2407.09298](https://arxiv.org/abs/2407.09298))",
 }
 VERBS = ("analyze", "correlate", "emerge", "fit", "intervene", "mteb", "report", "select")  # the steps of a recipe
-COMMAND_LINE = ("code", "export", "pictures", "cache", "json", "plan", "print_config", "wandb")
 OVER = ("run", "step", "layer")  # what `values` may be over, besides a tag's name
 _NAME = re.compile(r"<([a-z]\w*)>")
 
@@ -168,9 +167,6 @@ class PaperRecipe:
             if len(step) != 1 or (verb := next(iter(step))) not in VERBS:
                 raise InputError(f"{where}: expected one of {', '.join(VERBS)}, got {', '.join(step) or 'nothing'}")
             options = _filled(step[verb], names, f"{where}, {verb}")
-            for name in COMMAND_LINE:
-                if options.get(name):
-                    raise InputError(f"{where}, {verb}: {name}: a recipe of a paper does not say it")
             folder = Path(str(options.pop("root", root / f"{number}-{verb}")))
             if not folder.resolve().is_relative_to(root.resolve()):
                 raise InputError(f"{where}, {verb}: root: expected a folder below <root>, got {folder}")

@@ -24,7 +24,7 @@ from pydantic import (
     ValidationError,
     with_config,
 )
-from pydantic_core import ErrorDetails, core_schema
+from pydantic_core import core_schema
 from typing_extensions import TypedDict
 
 from lit_layers.errors import InputError, refused
@@ -33,16 +33,6 @@ T = TypeVar("T")
 STRICT = ConfigDict(strict=True, extra="forbid")  # a number in quotes is text, and an unknown field is a mistake
 OPEN = ConfigDict(strict=True, extra="allow")  # more fields are welcome: they are shown, or of a later version
 _LONG = 80  # characters of a value that a sentence shows
-_WORDS = {
-    "string_type": "text",
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "list_type": "a list",
-    "tuple_type": "a list",
-    "dict_type": "an object",
-    "dataclass_type": "an object",
-}
 
 
 @dataclass(frozen=True)
@@ -58,16 +48,14 @@ class Expected:
 _Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # as a table can hold it
 _NonFinite = Annotated[Literal["inf", "-inf", "nan"], AfterValidator(float)]
 _first = Field(union_mode="left_to_right")
-Count = Annotated[int, Field(ge=0, lt=2**63), Expected("a whole number of at least 0")]
-_Real = Annotated[float | _NonFinite, _first, Expected("a number")]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+_Real = Annotated[float | _NonFinite, _first, Expected("Input should be a number")]
 Real = Annotated[float, GetPydanticSchema(lambda _, of: of(_Real))]
-_Scalar = Annotated[_Integer | float | _NonFinite, _first, Expected("a number")]
+_Scalar = Annotated[_Integer | float | _NonFinite, _first, Expected("Input should be a number")]
 Scalar = Annotated[float, GetPydanticSchema(lambda _, of: of(_Scalar))]
-Tag = Annotated[str | _Integer | float | bool, _first, Expected("text or a number")]
-Step = Annotated[
-    int, Field(ge=0, le=10**8), Expected("a step, a whole number from 0 to 100,000,000")
-]  # some are counted
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False), Expected("seconds of at least 0")]
+Tag = Annotated[str | _Integer | float | bool, _first, Expected("Input should be text or a number")]
+Step = Annotated[int, Field(ge=0, le=10**8)]  # some are counted
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class NotJson(InputError):
@@ -145,18 +133,8 @@ def _refusal(error: ValidationError, place: str | Path, remedy: str) -> InputErr
         reason = first["msg"].removeprefix("Invalid JSON: ")
         return NotJson(f"{place}: not valid JSON ({reason}); {remedy}")
     field = ".".join(map(str, first["loc"]))
-    return InputError(f"{place}: {field + ': ' if field else ''}{_complaint(first)}; {remedy}")
-
-
-def _complaint(error: ErrorDetails) -> str:
-    if error["type"] == "missing":
-        return "this field is missing"
-    if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        return "there is no such field"
-    if error["type"] == "too_short":
-        return f"expected at least {error.get('ctx', {}).get('min_length', 1)}, got {beginning(error['input'])}"
-    expected = _WORDS.get(error["type"]) or error["msg"].removeprefix("Input should be ")
-    return f"expected {expected}, got {beginning(error['input'])}"
+    got = "" if first["type"] == "missing" else f", got {beginning(first['input'])}"
+    return InputError(f"{place}: {field + ': ' if field else ''}{first['msg']}{got}; {remedy}")
 
 
 def beginning(value: Any) -> str:
@@ -172,27 +150,23 @@ MANY = 10**9  # steps, sequences, tokens: more is a slip of the pen, and some lo
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, both of them in it unless `above` or `below` leaves them out.
-
-    `words` say what is expected; without them it is the bound passed.
-    """
+    """Numbers from `low` to `high`, both of them in it unless `above` or `below` leaves them out."""
 
     low: float
     high: float
     whole: bool = False
     above: bool = False
     below: bool = False
-    words: str | None = None
 
     def expected(self, value: Any) -> str | None:
         """What is expected in place of `value`; None where it is in the range."""
         if isinstance(value, bool) or not isinstance(value, numbers.Integral if self.whole else numbers.Real):
-            return self.words or ("a whole number" if self.whole else "a number")
+            return "a whole number" if self.whole else "a number"
         size: Any = value  # a whole number too large for a float compares, too
         if not (size > self.low if self.above else size >= self.low):
-            return self.words or f"{'more than' if self.above else 'at least'} {self.low:,}"
+            return f"{'more than' if self.above else 'at least'} {self.low:,}"
         if not (size < self.high if self.below else size <= self.high):
-            return self.words or f"{'less than' if self.below else 'at most'} {self.high:,}"
+            return f"{'less than' if self.below else 'at most'} {self.high:,}"
         return None
 
 
@@ -201,11 +175,10 @@ Engine = Literal["process", "ray"]
 COUNT = Range(1, MANY, whole=True)
 COUNT_OR_NONE = Range(0, MANY, whole=True)
 NOT_NEGATIVE = Range(0, math.inf)
-SHARE = Range(0, 1, words="a share from 0 to 1")
-SHARE_BELOW_1 = Range(0, 1, below=True, words="a share of at least 0 and below 1")
+SHARE = Range(0, 1)
+SHARE_BELOW_1 = Range(0, 1, below=True)
 LEARNING_RATE = Range(0, 1, above=True, below=True)
 WEIGHT_DECAY = Range(0, 100)
-BETA = Range(0, 1, below=True, words="two numbers of at least 0 and below 1")
 BATCH = Range(1, 2**24, whole=True)  # its numbers are listed before they are cut into micro-batches
 WORKERS = Range(0, 256, whole=True)  # processes
 SEED = Range(0, 2**32 - 1, whole=True)

@@ -1,9 +1,7 @@
 """The commands of `lit-layers`: finds one, runs it, turns the user's mistakes into one sentence."""
 
-import gc
 import importlib
 import logging
-import os
 import sys
 from importlib.metadata import version
 
@@ -39,8 +37,6 @@ def answered(argv: list[str]) -> list[str]:
     if command not in COMMANDS:
         hint = did_you_mean(command, COMMANDS, f"expected one of {', '.join(COMMANDS)}", most=1)
         raise InputError(f"unknown command {command!r}; {hint}")
-    if command != "fit":  # their progress bars would write over ours
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     return [command, *rest]
 
 
@@ -52,13 +48,10 @@ def run_verb(command: str, rest: list[str], *, passes_full: bool = False) -> int
     """
     try:
         process.settle()
-        gc.disable()  # what is imported stays: to look for garbage in it takes a fifth of the time
-        try:
-            verb = getattr(importlib.import_module(f"lit_layers.cli.verbs.{command}"), command)
-            # its parser takes a quarter of a second to load, which `lit-layers --help` does without
-            from lit_layers.cli import options
-        finally:
-            gc.enable()
+        verb = getattr(importlib.import_module(f"lit_layers.cli.verbs.{command}"), command)
+        # its parser takes a quarter of a second to load, which `lit-layers --help` does without
+        from lit_layers.cli import options
+
         return verb(**options.Recipe(verb, rest).arguments())
     except (InputError, OSError) as error:
         full = is_full(error)

@@ -204,7 +204,8 @@ def parser_of(verb: Callable[..., Any]) -> RecipeParser:
         parser_mode="omegaconf+",
         allow_abbrev=False,
     )
-    parser.usage = " ".join([parser.prog, *_add_options(parser, verb), "[options]"])
+    parser.usage = f"{parser.prog} [options]"
+    _add_options(parser, verb)
     words = "a YAML recipe with values for these options; of several, later ones win"
     parser.add_argument("-c", "--config", action=_RecipeFile, help=words)
     words = "print a line for everything that is done, and tracebacks of failures"  # heeded before a verb reads these
@@ -227,8 +228,8 @@ def arguments(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[
     }
 
 
-def _add_options(parser: Any, function: Callable[..., Any]) -> Iterator[str]:
-    """Add an option for each parameter of a function, or each field of a dataclass, and yield what must be given."""
+def _add_options(parser: Any, function: Callable[..., Any]) -> None:
+    """Add an option for each parameter of a function, or each field of a dataclass."""
     docs = [docstring_parser.parse(part.__doc__ or "") for part in getattr(function, "__mro__", [function])]
     words = {each.arg_name: each.description for part in docs[::-1] for each in part.params}
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
@@ -239,7 +240,7 @@ def _add_options(parser: Any, function: Callable[..., Any]) -> Iterator[str]:
         if kind is Recipe:
             continue
         if _is_group(kind):
-            yield from _add_options(parser, kind)
+            _add_options(parser, kind)
             continue
         if isinstance(allowed, type):  # whose own options these are
             parser.add_class_arguments(allowed, name, instantiate=False, fail_untyped=False, sub_configs=True)
@@ -265,8 +266,6 @@ def _add_options(parser: Any, function: Callable[..., Any]) -> Iterator[str]:
         action.allowed = allowed
         if action.nargs == "*":
             action.required, action.default = False, []
-        if is_positional or is_required:
-            yield name if is_positional else f"--{name} {name.upper()}"
 
 
 def _is_group(kind: Any) -> bool:

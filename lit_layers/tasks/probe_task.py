@@ -17,10 +17,9 @@ from lit_layers.identity import sha16
 from lit_layers.schema import Range, refuse_outside
 from lit_layers.tasks.task_files import Columns, Task, is_local, is_one_file
 
-_SHARE = "a share between 0 and 1"
 FEW_VALUES = 20  # a regression with no more different values is split value by value
 _RANGES = {
-    **dict.fromkeys(("test_share", "validation_share"), Range(0, 1, above=True, below=True, words=_SHARE)),
+    **dict.fromkeys(("test_share", "validation_share"), Range(0, 1, above=True, below=True)),
     **dict.fromkeys(("num_train", "num_test", "balance"), Range(1, math.inf)),
     "seed": Range(0, math.inf),
 }

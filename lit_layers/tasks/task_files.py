@@ -326,7 +326,7 @@ class _Entry(TypedDict, total=False):
     difference: str
 
 
-_ENTRY = "a path, or files and where they differ columns, difference, options, where"
+_ENTRY = "expected a path, or files and where they differ columns, difference, options, where"
 _Content = dict[Use, dict[str, Annotated[str | _Entry, schema.Expected(_ENTRY)]] | None]
 
 

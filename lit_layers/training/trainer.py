@@ -19,7 +19,6 @@ from torch.utils.data import Sampler
 from lit_layers.errors import InputError
 from lit_layers.schema import (
     BATCH,
-    BETA,
     COUNT,
     COUNT_OR_NONE,
     LEARNING_RATE,
@@ -40,13 +39,12 @@ RANGES = {  # of the options of all modules, data and recipes of fine-tuning, by
     **dict.fromkeys(("lr", "learning_rate", "frozen_learning_rate"), LEARNING_RATE),
     **dict.fromkeys(("seed", "init_seed"), SEED),
     **dict.fromkeys(("min_lr_ratio", "erasing"), SHARE),
-    **dict.fromkeys(("drop_path_rate", "label_smoothing"), SHARE_BELOW_1),
+    **dict.fromkeys(("drop_path_rate", "label_smoothing", "betas"), SHARE_BELOW_1),
     **dict.fromkeys(("mixup", "cutmix"), Range(0, 1000)),
     "pad_vocab_to": Range(1, 2**16, whole=True),
     "image_size": Range(1, 10_000, whole=True),
     "crop_padding": Range(0, 10_000, whole=True),
     "weight_decay": WEIGHT_DECAY,
-    "betas": BETA,
     "warmup_steps": COUNT_OR_NONE,
     "gradient_clip": Range(0, MANY, above=True),
     "num_workers": WORKERS,

@@ -46,9 +46,3 @@ def test_each_option_has_one_spelling(verb):
     names = re.findall(r"^  (?:-\w, )?--([\w.]+)", shown, re.MULTILINE)
     assert len({*names}) == len(names)
     assert {"help", "print_config", "verbose"} <= {*names}
-
-
-def test_the_usage_names_what_a_command_needs(capsys):
-    usage = "usage: lit-layers prepare --source SOURCE --tokenizer TOKENIZER --root ROOT [options]"
-    assert " ".join(help_of(capsys, "prepare", "--help").split()).startswith(usage)
-    assert help_of(capsys, "audit", "--help").startswith("usage: lit-layers audit series [options]")

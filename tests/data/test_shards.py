@@ -91,7 +91,7 @@ def test_a_missing_file_is_named(copied):
             '{"format": "other"}',
             r"meta.json: expected lit_layers token shards of version 1: remove the folder",
         ),
-        ("[]", "meta.json: expected an object"),
+        ("[]", "meta.json: Input should be an object"),
     ],
 )
 def test_a_header_that_cannot_be_read_is_refused(copied, content, message):

@@ -287,5 +287,5 @@ def test_a_tokenizer_whose_end_of_text_is_no_text_ends_texts_as_usual(tmp_path):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
         assert load_tokenizer(str(tmp_path)).end_of_text == "<|endoftext|>"
     (tmp_path / "tokenizer_config.json").write_text("[1]")
-    with pytest.raises(InputError, match=r"expected an object, got \[1\]"):
+    with pytest.raises(InputError, match=r"Input should be an object, got \[1\]"):
         load_tokenizer(str(tmp_path))

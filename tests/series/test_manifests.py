@@ -95,21 +95,27 @@ def test_an_unknown_repository_is_no_error():
     ("text", "sentence"),
     [
         ("a: [", "not valid YAML"),
-        ("repositories: 3", "repositories: expected a list, got 3; see checkpoints/pythia.yaml"),
-        ("repositories: [{steps: pythia}]", "repositories.0.names: this field is missing"),
-        ("repositories: [{names: a/b, step: pythia}]", "repositories.0.step: there is no such field"),
+        ("repositories: 3", "repositories: Input should be a valid array, got 3; see checkpoints/pythia.yaml"),
+        ("repositories: [{steps: pythia}]", "repositories.0.names: Field required"),
+        ("repositories: [{names: a/b, step: pythia}]", "repositories.0.step: Unexpected keyword argument"),
         (
             "repositories: [{names: a/b, defects: [{says: x}]}]",
-            "repositories.0.defects.0.source: this field is missing",
+            "repositories.0.defects.0.source: Field required",
         ),
         (
             "repositories: [{names: a/b, defects: [{says: x, source: y, step: 1}]}]",
-            "defects.0.step: there is no such field",
+            "defects.0.step: Unexpected keyword argument",
         ),
-        ("repositories: [{names: a/b, defects: [{says: x, source: y, steps: 3}]}]", "steps: expected a list, got 3"),
+        (
+            "repositories: [{names: a/b, defects: [{says: x, source: y, steps: 3}]}]",
+            "steps: Input should be a valid array",
+        ),
         ("repositories: [{names: a/b, steps: {2024-01-01: 3}}]", "not valid YAML"),
         ("repositories: [{names: 2024-01-01}]", "not valid YAML .Object of type date"),
-        ("repositories: [{names: a/b, defects: [{says: x, source: y, steps: [1.5]}]}]", "defects.0.steps.0: expected"),
+        (
+            "repositories: [{names: a/b, defects: [{says: x, source: y, steps: [1.5]}]}]",
+            "defects.0.steps.0: Input",
+        ),
     ],
 )
 def test_a_wrong_manifest_is_refused(tmp_path, text, sentence):

@@ -476,8 +476,8 @@ def test_the_hash_is_that_of_texts_targets_and_parts(tmp_path):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"test_share": 1.0}, "task t: test_share: expected a share between 0 and 1, got 1.0"),
-        ({"validation_share": 0.0}, "task t: validation_share: expected a share between 0 and 1, got 0.0"),
+        ({"test_share": 1.0}, "task t: test_share: expected less than 1, got 1.0"),
+        ({"validation_share": 0.0}, "task t: validation_share: expected more than 0, got 0.0"),
         ({"num_train": 0}, "task t: num_train: expected at least 1, got 0"),
         ({"balance": -1}, "task t: balance: expected at least 1, got -1"),
         ({"seed": -1}, "task t: seed: expected at least 0, got -1"),

@@ -139,8 +139,11 @@ FIRST = [{"type": OF + "Transformer", "path": ""}, {"type": OF + "Pooling", "pat
         ({"modules": [FIRST[1]]}, "and perhaps Normalize, got sentence_transformers.models.Pooling: with"),
         ({"modules": [*FIRST, NORMALIZE, NORMALIZE]}, "sentence_transformers.models.Normalize, sentence_transformers"),
         ({"modules": [FIRST[0], {**FIRST[1], "path": "7"}]}, "modules.json names 7/config.json, which is not there"),
-        ({"modules": {"0": 1}}, "modules.json: expected a list, got {'0': 1}; download or save the model again"),
-        ({"modules": [{"path": ""}]}, "modules.json: 0.type: this field is missing"),
+        (
+            {"modules": {"0": 1}},
+            "modules.json: Input should be a valid array, got {'0': 1}; download or",
+        ),
+        ({"modules": [{"path": ""}]}, "modules.json: 0.type: Field required"),
         (
             {"pooling": {"pooling_mode_max_tokens": True}},
             "one of mean, cls, lasttoken, got pooling_mode_max_tokens",

@@ -78,9 +78,9 @@ def test_a_mapping_that_changes_is_read_again(tmp_path):
             "folder: expected a file tasks.yaml in .*, there is none",
         ),
         ("probe: [", "tasks.yaml: not valid YAML "),
-        ("- probe", r"tasks.yaml: expected an object, got \['probe'\]; write it as docs/tasks.md shows"),
-        ("probes: {a: b}", "tasks.yaml: probes.*: expected 'probe', 'prompts', .* or 'mteb', got 'probes'"),
-        ("probe: [sst2]", r"tasks.yaml: probe.*: expected an object, got \['sst2'\]"),
+        ("- probe", r"tasks.yaml: Input should be an object, got \['probe'\]; write it as docs/tasks.md shows"),
+        ("probes: {a: b}", "tasks.yaml: probes.*: Input should be 'probe', 'prompts', .* or 'mteb', got 'probes'"),
+        ("probe: [sst2]", r"tasks.yaml: probe.*: Input should be an object, got \['sst2'\]"),
         ("probe: {sst2: {file: a}}", "tasks.yaml: probe.sst2: expected a path, or files and where they differ "),
         ("probe: {sst2: {columns: {a: b}}}", "tasks.yaml: probe.sst2: expected a path, or files "),
         ("probe: {sst2: {files: a.csv, columns: 3}}", "tasks.yaml: probe.sst2: expected a path, or files "),
@@ -131,9 +131,9 @@ def test_every_key_of_an_entry_counts_for_every_use(tmp_path):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ("{foo: 1}", "options: foo: there is no such field; see the options of "),
-        ("{text: 3}", "options: text: expected .*, got 3; see the options of "),
-        ("{source: other.csv}", "options: source: there is no such field"),
+        ("{foo: 1}", "options: foo: Extra inputs are not permitted, got 1; see the options of "),
+        ("{text: 3}", "options: text: Input should be a valid string, got 3; see the options of "),
+        ("{source: other.csv}", "options: source: Extra inputs are not permitted"),
         ("{where: {label: 1.5}}", "options: where"),
     ],
 )

@@ -79,7 +79,7 @@ def test_wrong_values_of_a_recipe_are_refused():
         ({"task": "c", "warmup_steps": -1}, "recipe: warmup_steps: expected at least 0, got -1"),
         ({"task": "c", "learning_rate": "fast"}, "recipe: learning_rate: Expected a float. Got value: fast"),
         ({"task": "c", "learning_rate": 0}, "recipe: learning_rate: expected more than 0, got 0"),
-        ({"task": "c", "min_lr_ratio": 2}, "recipe: min_lr_ratio: expected a share from 0 to 1, got 2"),
+        ({"task": "c", "min_lr_ratio": 2}, "recipe: min_lr_ratio: expected at most 1, got 2"),
         ({"task": 3}, "recipe: task: Expected a str. Got value: 3"),
         ([1], "recipe: expected a recipe of KEY: VALUE lines, got - 1"),
     ],

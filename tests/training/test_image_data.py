@@ -173,7 +173,7 @@ def test_the_validation_images_are_dealt_over_the_ranks_and_never_augmented():
     ("options", "sentence"),
     [
         ({"global_batch_size": 0}, "data.global_batch_size: expected at least 1, got 0"),
-        ({"erasing": 1.5}, "data.erasing: expected a share from 0 to 1, got 1.5"),
+        ({"erasing": 1.5}, "data.erasing: expected at most 1, got 1.5"),
         ({"num_repeats": 0}, "data.num_repeats: expected at least 1, got 0"),
         ({"rand_augment": "trivial"}, "data.rand_augment: timm does not know 'trivial'"),
     ],

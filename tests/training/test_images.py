@@ -237,7 +237,7 @@ def test_a_compiled_run_saves_the_eager_model(tmp_path):
     [
         ({"patch_size": 3}, {}, "model.patch_size: expected a divisor of the image size 8, got 3"),
         ({"mixup": -1}, {}, "model.mixup: expected at least 0, got -1"),
-        ({"label_smoothing": 1.0}, {}, "model.label_smoothing: expected a share"),
+        ({"label_smoothing": 1.0}, {}, "model.label_smoothing: expected less than 1"),
         ({}, {"num_validation_images": 0}, "data.num_validation_images: expected at least 1, got 0"),
     ],
 )

@@ -166,9 +166,9 @@ def test_a_misspelt_configuration_field_is_refused(tmp_path):
         ({"warmup_steps": -3}, "model.warmup_steps: .* got -3"),
         ({"pad_vocab_to": 0}, "model.pad_vocab_to: expected at least 1, got 0"),
         ({"weight_decay": -0.1}, "model.weight_decay: expected at least 0"),
-        ({"betas": (2.0, 0.9)}, "model.betas: expected two numbers"),
+        ({"betas": (2.0, 0.9)}, "model.betas: expected less than 1"),
         ({"decay_steps": 0}, "model.decay_steps: expected at least 1, got 0"),
-        ({"min_lr_ratio": -3.0}, "model.min_lr_ratio: expected a share"),
+        ({"min_lr_ratio": -3.0}, "model.min_lr_ratio: expected at least 0"),
     ],
 )
 def test_wrong_hyper_parameters_are_refused(options, message):
