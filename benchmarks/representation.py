@@ -25,15 +25,18 @@ from torch import Tensor
 
 from lit_layers.functional.curves import bootstrap_interval
 from lit_layers.functional.entropy import (
+    LidarSums,
     dataset_entropy,
+    dime,
     effective_rank,
+    infonce,
+    lidar,
     matrix_entropy,
     participation_ratio,
     rankme,
     singular_values,
 )
 from lit_layers.functional.geometry import pool, token_angle, token_curvature
-from lit_layers.functional.invariance import LidarSums, dime, infonce, lidar
 
 AT_ONCE = 64  # prompts of LiDAR
 

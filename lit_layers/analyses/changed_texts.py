@@ -24,9 +24,8 @@ from lit_layers.analyses.statistics import (
 from lit_layers.data.batches import Batches, EncodedTexts, encode_texts, tokenizer_of
 from lit_layers.data.prompt_texts import Texts, Views, make_views
 from lit_layers.errors import InputError
-from lit_layers.functional.entropy import AtTwo, Normalization, Side, spectrum
+from lit_layers.functional.entropy import AtTwo, LidarSums, Normalization, Side, dime, infonce, spectrum
 from lit_layers.functional.geometry import Pooling
-from lit_layers.functional.invariance import LidarSums, dime, infonce
 from lit_layers.models.view import Batch, LayeredModel, States, Trajectory, special_tokens, states_of_layers
 from lit_layers.records import Record
 from lit_layers.tasks.text_features import (

@@ -13,7 +13,7 @@ from lit_layers.correlate.layer_tables import LayerTables, ModelTables
 from lit_layers.correlate.model_table import SIZES, ModelTable, nearest
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import in_sentence, p_equation, value
-from lit_layers.functional import correlation, layer_selection
+from lit_layers.functional import correlation
 from lit_layers.functional.correlation import Correlation, UndefinedError
 
 Column = NDArray[np.float64]
@@ -277,7 +277,7 @@ class Choice:
 
     metric: str | None
     rule: str
-    result: layer_selection.Selection
+    result: correlation.Selection
     is_chosen: bool = False
 
 
@@ -286,7 +286,7 @@ class MetricFindings:
     """The coefficients of one metric, the tasks they rest on, and which tasks are left out, with the reason."""
 
     metric: str
-    correlations: list[layer_selection.LayerCorrelation]
+    correlations: list[correlation.LayerCorrelation]
     tasks: list[str]
     left_out: dict[str, str]
     note: str = ""
@@ -299,7 +299,7 @@ class ModelFindings:
     model: str
     step: int | None
     num_layers: int
-    null: layer_selection.Null
+    null: correlation.Null
     metrics: list[MetricFindings]
     choices: list[Choice]
 
@@ -331,7 +331,7 @@ def correlate_layers(tables: LayerTables, *, resamples: int = 2000, seed: int = 
                 model=model.name,
                 step=model.step,
                 num_layers=model.num_layers,
-                null=layer_selection.distance_null_over_layers(model.num_layers + 1 - first, seed=seed),
+                null=correlation.distance_null_over_layers(model.num_layers + 1 - first, seed=seed),
                 metrics=[_correlated(model, key, first, options) for key in keys],
                 choices=[c for names in sets for c in _choices(model, others, names, first, options)],
             )
@@ -345,7 +345,7 @@ def _correlated(model: ModelTables, key: str, first: int, options: Mapping[str, 
     tasks, metric, scores = model.tables(key, first)
     left_out, note = dict(model.left_out.get(key, {})), ""
     try:
-        correlations = layer_selection.layer_correlations(metric, scores, **options)
+        correlations = correlation.layer_correlations(metric, scores, **options)
     except UndefinedError as error:
         correlations, note = [], str(error)
     for row in correlations[0].undefined if correlations else ():
@@ -362,14 +362,14 @@ def _choices(
         return []
     metrics, scores = shared
     pairs = [pair for other in others if (pair := _shared(other, keys, first)) is not None]
-    better = layer_selection.better_rule(pairs) if pairs else None
+    better = correlation.better_rule(pairs) if pairs else None
     one = keys[0] if len(keys) == 1 else None
-    rules: list[Any] = [(one, direction) for direction in layer_selection.DIRECTIONS] if one else [better]
+    rules: list[Any] = [(one, direction) for direction in correlation.DIRECTIONS] if one else [better]
     return [
         Choice(
             metric=one,
             rule=direction if one else f"{direction} {key}",
-            result=layer_selection.selection(metrics[key], scores, direction, first_layer=first, **options),
+            result=correlation.selection(metrics[key], scores, direction, first_layer=first, **options),
             is_chosen=(key, direction) == better,
         )
         for key, direction in filter(None, rules)

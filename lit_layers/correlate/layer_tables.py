@@ -25,7 +25,7 @@ from lit_layers.correlate.model_table import (
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import listing, tag_text
 from lit_layers.figures.profiles import short_names
-from lit_layers.functional.layer_selection import FEWEST_LAYERS
+from lit_layers.functional.correlation import FEWEST_LAYERS
 from lit_layers.identity import variant_of
 from lit_layers.metrics import look_up
 

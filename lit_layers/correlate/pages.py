@@ -20,7 +20,7 @@ from lit_layers.figures.scatter import Scatter, scatter_plot
 from lit_layers.figures.tables import grouped
 from lit_layers.figures.vega import write_pictures
 from lit_layers.functional import correlation
-from lit_layers.functional.layer_selection import COEFFICIENTS, Estimate
+from lit_layers.functional.correlation import COEFFICIENTS, Estimate
 from lit_layers.report.template import Cells, Group, Table, block, fill
 
 COEFFICIENT_TITLES = {

@@ -12,7 +12,7 @@ from lit_layers.analyses import Invariance, changed_texts
 from lit_layers.data import GivenTexts, make_views
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
-from lit_layers.functional.invariance import dime, infonce, lidar
+from lit_layers.functional.entropy import dime, infonce, lidar
 from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks import text_features

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_layers.functional.entropy import matrix_entropy
-from lit_layers.functional.invariance import LidarSums, dime, infonce, lidar
+from lit_layers.functional.entropy import LidarSums, dime, infonce, lidar, matrix_entropy
 from lit_layers.functional.singular import eigenvalues
 
 BOTH: Any = "both"

@@ -8,8 +8,8 @@ import torch
 from scipy import stats
 
 from lit_layers.functional import correlation
-from lit_layers.functional.correlation import UndefinedError
-from lit_layers.functional.layer_selection import (
+from lit_layers.functional.correlation import (
+    UndefinedError,
     better_rule,
     distance_null_over_layers,
     extreme_layers,

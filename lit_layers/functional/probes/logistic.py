@@ -241,7 +241,8 @@ def macro_f1(labels: Int[Tensor, " n"], predictions: Int[Tensor, " n"]) -> float
     from sklearn.metrics import f1_score  # half a second to import
 
     truth, guessed = labels.cpu().numpy(), predictions.cpu().numpy()
-    return float(f1_score(truth, guessed, labels=np.unique(truth), average="macro", zero_division=0))
+    options: Any = {"average": "macro", "zero_division": 0}
+    return float(f1_score(truth, guessed, labels=np.unique(truth), **options))
 
 
 def checked_classes(labels: Tensor, features: Tensor, num_classes: int | None) -> tuple[Tensor, Tensor, int]:
