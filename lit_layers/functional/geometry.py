@@ -303,8 +303,6 @@ def cosine_similarity_matrix(
             layer's row and column are NaN.
     """
     check_option("mode", mode, "token", "flattened")
-    if states.ndim != 4:
-        raise ValueError(f"expected states of shape (layers, batch, tokens, dim), got {tuple(states.shape)}")
     rows, kept = real_rows(widened(states), mask)
     broken = not_finite(rows).any(-1)
     rows = without(rows, broken[:, None].expand(rows.shape[:2]))
@@ -343,12 +341,10 @@ def linear_cka(
     Source: Kornblith et al. 2019; HSIC_1: Song et al. 2012.
 
     Raises:
-        ValueError: fewer than 2 rows (4 if debiased), shapes that differ; constant x or y, or values that are not
+        ValueError: fewer than 2 rows (4 if debiased); constant x or y, or values that are not
             finite (NaN there with `undefined="nan"`).
     """
     x, y = widened(x), widened(y)
-    if x.shape[:-1] != y.shape[:-1]:
-        raise ValueError(f"expected shapes (*n, rows, dim1) and (*n, rows, dim2), got {(*x.shape,)} and {(*y.shape,)}")
     broken = not_finite(x) | not_finite(y)
     x, y = (centered(side, side.new_ones(side.shape[:-1], dtype=torch.bool)) for side in (x, y))
     inner = torch.stack([(a.mT @ b).square().sum((-2, -1)) for a in (x, y) for b in (x, y)], -1)  # tr(XX'YY')

@@ -252,12 +252,10 @@ def test_a_layer_with_a_zero_or_broken_state_has_no_cosines(mode):
     np.testing.assert_allclose(matrix[[0, 3]][:, [0, 3]], rest, atol=1e-14)
 
 
-def test_prompts_without_a_real_token_and_wrong_shapes_are_refused():
+def test_prompts_without_a_real_token_are_refused():
     mask = torch.tensor([[True, True], [False, False]])
     with pytest.raises(ValueError, match="a prompt has no real token"):
         cosine_similarity_matrix(random(3, 2, 2, 4), mask)
-    with pytest.raises(ValueError, match=r"expected states of shape \(layers, batch, tokens, dim\), got \(3, 4\)"):
-        cosine_similarity_matrix(random(3, 4))
 
 
 # ---------------------------------------------------------------------------------------- linear_cka
@@ -320,8 +318,6 @@ def test_cka_refuses_constant_data_too_few_rows_and_other_shapes():
         linear_cka(x[:1], x[:1])
     with pytest.raises(ValueError, match="values are not finite"):
         linear_cka(x, x.where(x < x.max(), math.inf))
-    with pytest.raises(ValueError, match=r"got \(5, 3\) and \(4, 3\)"):
-        linear_cka(x, x[:4])
 
 
 # ---------------------------------------------------------------------------------------- common refusals

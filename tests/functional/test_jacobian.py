@@ -198,7 +198,7 @@ def test_a_constant_block_has_minus_the_identity(hidden):
     [
         ({"out_tokens": 5}, ValueError, "expected out_tokens among real tokens, got 5 for prompt 0 of 5 tokens"),
         ({"in_tokens": -4, "mask": torch.ones(2, 5).tril(2)}, ValueError, "got -4 for prompt 0 of 3 tokens"),
-        ({"mask": torch.tensor([[1] * 5, [0] * 5])}, ValueError, "prompt 1 has none"),
+        ({"mask": torch.tensor([[1] * 5, [0] * 5])}, ValueError, "got -1 for prompt 1 of 0 tokens"),
     ],
 )
 def test_wrong_options_are_refused_with_a_sentence(block, hidden, options, kind, message):

@@ -22,7 +22,7 @@ TEMPER = 0.9  # power of evidence and prior: none is quite a training curve, and
 RARE, MOST_PAIRS = 5e-3, 100  # the share of processes, and the number of pairs, that count in means over resamples
 SPLITS = 2  # how often steps are split
 TRIED, LIKELY, KEPT = 36, 10.0, 600  # steps tried with any other; pairs of two that count: so near the best, so many
-BATCH, SETS = 2**17, 125  # numbers of an array (1 MB), and sets of values, that are worked on at a time
+BATCH = 2**17  # numbers of an array (1 MB) that are worked on at a time
 # Steps: sigmoids and rises with a corner, on a grid of places and widths, and pairs of them.
 PLACES, WIDTHS = 80, np.geomspace(0.001, 0.07, 5)  # of steps before any is split; widths as shares of the axis
 SPLIT = 12  # how many of each shape are split: the likeliest
@@ -382,27 +382,16 @@ def mean_curves(x: Array, values: Array, noise: Array, grid: Array) -> Array:
     pairs = pairs.among(np.sort(most))
     processes = processes.among(np.flatnonzero(share.sum(1) > RARE))
     directions, constant, to_heights = _directions(processes, pairs, x)
-    (count, n, both), sets = directions.shape, values.shape[1]
-    num_pairs = both // 2
-    left_over, heights = np.empty((count, n, sets)), np.empty((both, sets))
-    all_along, all_evidence = np.empty(count * both * SETS), np.empty(count * num_pairs * SETS)
-    for start in range(0, sets, SETS):
-        rest = processes.rest(values[:, start : start + SETS])
-        size, alone = rest.shape[2], processes.without_steps(rest)
-        along = all_along[: count * both * size].reshape(count, both, size)
-        evidence = all_evidence[: count * num_pairs * size].reshape(count, num_pairs, size)
-        for number in range(count):
-            np.matmul(directions[number].T, rest[number], out=along[number])
-            squares = along[number] * along[number]
-            np.add(constant[number, :, None], alone[number], out=evidence[number])
-            evidence[number] += squares[:num_pairs]
-            evidence[number] += squares[num_pairs:]
-        weight = _pooled(evidence, pairs)
-        along[:, :num_pairs] *= weight
-        along[:, num_pairs:] *= weight
-        left_over[..., start : start + size] = rest * weight.sum(1)[:, None] - 2 * (directions @ along)
-        of_each = along.reshape(2 * count, num_pairs, size).transpose(1, 0, 2)
-        heights[:, start : start + size] = (to_heights @ of_each).reshape(both, size)
+    (count, _, both), sets = directions.shape, values.shape[1]
+    num_pairs, rest = both // 2, processes.rest(values)
+    along = directions.transpose(0, 2, 1) @ rest  # (processes, both, sets)
+    evidence = along[:, :num_pairs] ** 2 + along[:, num_pairs:] ** 2
+    evidence += constant[..., None] + processes.without_steps(rest)[:, None]
+    weight = _pooled(evidence, pairs)
+    along *= np.tile(weight, (1, 2, 1))
+    left_over = rest * weight.sum(1)[:, None] - 2 * (directions @ along)
+    of_each = along.reshape(2 * count, num_pairs, sets).transpose(1, 0, 2)
+    heights = (to_heights @ of_each).reshape(both, sets)
     curves = heights.T @ pairs.steps.at(grid)[:, pairs.places.T.ravel()].T
     distance = np.abs(x[:, None] - grid)
     for of in processes.batches(len(grid)):

@@ -193,17 +193,13 @@ def prediction_residual(
 
     Raises:
         ValueError: fewer than 3 rows, equal ids (with `split` also among the scored rows), a value that is not finite,
-            an unknown `normalize`, a split of too few rows.
+            an unknown `normalize`.
     """
     check_option("normalize", normalize, "layer_norm", "rms_norm", "none")
     ids, num_rows = token_ids.cpu(), features.shape[-2]
     if len(ids) != num_rows or num_rows < 3:
         raise ValueError(f"expected a token id for each of 3 rows or more, got {len(ids)} for {num_rows}")
     fitted = torch.ones(num_rows, dtype=torch.bool) if split is None else split.cpu()
-    count = int(fitted.sum())
-    if split is not None and (count < 3 or num_rows - count < 2):
-        some = f"{count} and {num_rows - count}"
-        raise ValueError(f"expected a split into at least 3 rows to fit and 2 to score, got {some}")
     single = ids.ndim == 1
     targets = ids.reshape(len(ids), -1).double()
     for name, values in (("token ids", targets), ("scored token ids", targets if split is None else targets[~fitted])):
