@@ -191,12 +191,14 @@ class Representation(Analysis):
         tags, whole = self.tags("dataset_entropy") | left_out("", ~kept), entropies(pooled)
         of_halves = values_of_halves(entropies, pooled, self.num_halves)
         for normalization in self.normalizations:
-            most, most_of_half = _most(normalization, n, dim), _most(normalization, n // 2, dim)
-            if most == 0:
+            if n == 1 and normalization != "raw":
                 continue  # one prompt, whose entropy is no share of anything
-            spread = of_halves / most_of_half if of_halves is not None and most_of_half else None
+            how: Any = {"dim": dim, "normalization": normalization, "undefined": "nan"}
+            share, spread = divided("dataset_entropy", whole, {}, torch.tensor(n), **how), of_halves
+            if of_halves is not None:
+                spread = divided("dataset_entropy", of_halves, {}, torch.tensor(n // 2), **how)
             all_tags = {"normalization": normalization} | tags
-            yield from records_of_layers("dataset_entropy", whole / most, spread, n, all_tags)
+            yield from records_of_layers("dataset_entropy", share, spread, n, all_tags)
 
     def tags(self, metric: str) -> dict[str, Any]:
         """Return tags for the options that differ from their defaults."""
@@ -210,13 +212,6 @@ class Representation(Analysis):
         return self.tags_of(*options, "states")
 
 
-def _most(normalization: Normalization, n: int, dim: int) -> float:
-    """Return the maximum that a value is a share of; 0 if the share is undefined."""
-    one, how = torch.ones((), dtype=torch.float64), {"num_rows": torch.tensor(n), "undefined": "nan"}
-    share = divided("dataset_entropy", one, {}, dim=dim, normalization=normalization, **how).item()
-    return 0.0 if math.isnan(share) else 1 / share
-
-
 @dataclass(kw_only=True)
 class StateMetric(Analysis):
     """A function of the hidden states at every layer, and its mean over layers 1..L (no layer).
@@ -224,10 +219,8 @@ class StateMetric(Analysis):
     The function takes the states of one layer in float64, `(points, dim) -> ()`. NaN says that it is undefined. Its
     name is that of the metric; a row of that name in `lit_layers.metrics` gives it a title.
 
-    With `points` "tokens" they are the real tokens of a prompt without the first `drop_first`, and values are averaged
-    over prompts, with intervals by bootstrap over them. With "prompts" there is one pooled vector for each prompt, and
-    one value for all of them, with intervals from `num_halves` random halves, whose mean is the metric `NAME_of_half`:
-    values of more prompts and of fewer are not alike.
+    The points are the real tokens of a prompt without the first `drop_first`. Values are averaged over prompts, with
+    intervals by bootstrap over them.
 
     Args:
         metric: the function; a recipe names it by its import path, `package.module.function`: one of
@@ -236,10 +229,7 @@ class StateMetric(Analysis):
         name: of the analysis; that of the function by default.
         options: keyword arguments of the function; they are tags of the numbers. One that takes `undefined`, as those
             of `lit_layers.functional` do, is given "nan" for it.
-        points: what the points are.
-        pooling: of the vectors of prompts.
         drop_first: how many first tokens are left out.
-        num_halves: for intervals of "prompts"; 0: none.
         states: of which convention.
     """
 
@@ -247,10 +237,7 @@ class StateMetric(Analysis):
     batches: Batches
     name: str = ""
     options: dict[str, bool | int | float | str] = field(default_factory=dict)
-    points: Literal["tokens", "prompts"] = "tokens"
-    pooling: Pooling = "mean"
     drop_first: int = 0
-    num_halves: int = 20
     states: States = "resid"
 
     def __post_init__(self) -> None:
@@ -288,27 +275,15 @@ class StateMetric(Analysis):
     def tags(self) -> dict[str, str | int | float]:
         """Return tags for the options that differ from their defaults."""
         tags = {name: int(value) if isinstance(value, bool) else value for name, value in self.options.items()}
-        return tags | self.tags_of("points", "states", "pooling" if self.points == "prompts" else "drop_first")
+        return tags | self.tags_of("states", "drop_first")
 
     def _layer_values(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
-        if self.points == "prompts":
-            return {POOLED: pooled_vectors(hidden, mask, self.pooling)}
         prompts = zip(hidden, drop_first_tokens(mask, self.drop_first), strict=True)
         return {(self.metric_name,): torch.stack([self._value_of_layer(tokens[real]) for tokens, real in prompts])}
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterable[Record]:
-        metric, tags = self.metric_name, self.tags()
         (rows,) = batches.values()
-        if self.points == "tokens":
-            return summarize_layers(metric, rows, tags=tags)
-        rows = vectors_of_prompts(rows)
-        _, kept = complete(~rows.isnan().any(-1))
-        pooled, tags = rows[:, kept], tags | left_out("", ~kept)
-        of_halves = values_of_halves(self._values_of_layers, pooled, self.num_halves)
-        return records_of_layers(metric, self._values_of_layers(pooled), of_halves, pooled.shape[1], tags)
-
-    def _values_of_layers(self, states: Tensor) -> Tensor:
-        return torch.stack([self._value_of_layer(points) for points in states])
+        return summarize_layers(self.metric_name, rows, tags=self.tags())
 
     def _value_of_layer(self, points: Tensor) -> Tensor:
         """Return the function's value of points (points, dim), in float64; NaN without any point.

@@ -89,25 +89,9 @@ def test_values_of_prompts_are_averaged_as_numpy_says(model, states, dropped):
     assert first.tags == ({"drop_first": 1} if dropped else {})
 
 
-def test_one_value_of_all_prompts_is_that_of_their_means(model, states):
-    analysis = StateMetric(metric=stable_rank, batches=prompts(), points="prompts", num_halves=4)
-    records = list(records_of(analysis, LayeredModel(model)))
-    pooled = np.stack([prompt.mean(1) for prompt in states], axis=1)  # (layers + 1, prompts, dim)
-    found = values(records)
-    assert [found[layer] for layer in range(LAYERS + 1)] == pytest.approx([by_numpy(p) for p in pooled], rel=1e-9)
-    rows = [torch.randperm(6, generator=torch.Generator().manual_seed(seed))[:3] for seed in range(4)]
-    halves = np.array([[by_numpy(layer[half]) for half in rows] for layer in pooled])
-    assert values(records, "stable_rank_of_half")[2] == pytest.approx(halves[2].mean(), rel=1e-9)
-    at_2 = next(record for record in records if record.layer == 2 and record.metric == "stable_rank")
-    assert at_2.stderr == pytest.approx(halves[2].std(ddof=1), rel=1e-9)
-    assert at_2.tags == {"points": "prompts"}
-
-
-@pytest.mark.parametrize("points", ["tokens", "prompts"])
-def test_padding_enters_no_number(model, points):
-    options = {"metric": stable_rank, "points": points, "num_halves": 2}
+def test_padding_enters_no_number(model):
     first, *others = (
-        list(records_of(StateMetric(batches=prompts(side, junk), **options), LayeredModel(model)))
+        list(records_of(StateMetric(metric=stable_rank, batches=prompts(side, junk)), LayeredModel(model)))
         for side, junk in (("right", 0), ("right", 11), ("left", 5))
     )
     for records in others:
@@ -166,7 +150,6 @@ def test_refusals_name_what_is_wrong(model):
         with pytest.raises(InputError, match=said):
             StateMetric(metric=metric, batches=prompts(), name="mine").check(LayeredModel(model))
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"points": "layers"}, "expected points"),
         ({"states": "raw"}, "expected states"),
     ]
     for options, said in wrong:
