@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
@@ -119,8 +120,8 @@ def probe_jobs(
     """
     device = torch.device("cpu") if model.device.type == "mps" else model.device  # which has no float64
 
-    def layer_records(number: int, row: int, layer: int) -> list[tuple[int, Record]]:
-        fitting, found = fittings[number], list[tuple[int, Record]]()
+    def layer_records(fitting: Fitting, row: int, layer: int) -> list[Record]:
+        found = list[Record]()
         controls, labellings = [dict(fitting.tags)], [fitting.labels]
         if seed_of_control is not None:
             controls.append({**fitting.tags, "control": "random_labels"})
@@ -129,26 +130,18 @@ def probe_jobs(
         probes = fit_labellings(fitting.features[row], labellings, options, **how)
         for probe, tags in zip(cast("Sequence[LogisticProbes]", probes), controls, strict=True):
             flag = {} if probe.converged.all() else {"num_not_converged": 1}
-            scores = fitting.scores(probe.log_proba(fitting.test[[row]])[0], {**tags, **flag}, layer)
-            found += [(number, record) for record in scores]
+            found += fitting.scores(probe.log_proba(fitting.test[[row]])[0], {**tags, **flag}, layer)
             if options.estimator == "watch":
                 about: dict[str, Any] = {"layer": layer, "n": len(fitting.labels), "tags": tags}
-                found.append((number, Record(metric="probe_c", value=probe.c.item(), **about)))
+                found.append(Record(metric="probe_c", value=probe.c.item(), **about))
         return found
 
-    def records(results: list[list[tuple[int, Record]]]) -> Iterator[Record]:
-        """Yield records ordered by fitting, labelling and layer; the chosen c follows the scores."""
-        yield from references
-        of_layers = [each for result in results for each in result]
-        of_layers.sort(key=lambda each: (each[0], "control" in each[1].tags, each[1].metric == "probe_c"))
-        yield from (record for _, record in of_layers)
-
     jobs = [
-        partial(layer_records, number, row, layer)
-        for number, fitting in enumerate(fittings)
+        partial(layer_records, fitting, row, layer)
+        for fitting in fittings
         for row, layer in enumerate(fitting.layers.nonzero()[:, 0].tolist())
     ]
-    return Jobs(jobs, records)
+    return Jobs(jobs, lambda of_layers: chain(references, *of_layers))
 
 
 RULES: dict[str, curves.Rule] = {"plateau_layer": "plateau", "best_layer": "best"}
