@@ -233,8 +233,8 @@ def test_evidence_of_each_process_with_each_pair_is_the_density_of_the_joint_nor
 
 
 def test_means_over_processes_and_steps_are_those_of_gaussian_regression_written_out(monkeypatch):
-    """Few processes and steps, each with weights by its density; sets of values in blocks, the last of one set."""
-    for name, number in {"RARE": 0, "MOST_PAIRS": 10000, "SETS": 2, "SPLITS": 1, "KEPT": 20, "BATCH": 1000}.items():
+    """Few processes and steps, each with weights by its density."""
+    for name, number in {"RARE": 0, "MOST_PAIRS": 10000, "SPLITS": 1, "KEPT": 20, "BATCH": 1000}.items():
         monkeypatch.setattr(drawn_curves, name, number)
     monkeypatch.setattr(drawn_curves, "PLACES", 5)
     rng = np.random.default_rng(0)
