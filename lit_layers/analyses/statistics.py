@@ -214,11 +214,7 @@ def summarize_ratio(
         return [gap(metric, tags=tags)] if layer is None else []
     ratio = sums.sum() / kept.sum()
     values = ratio + (sums - ratio * kept) / kept.mean()
-    interval = NO_INTERVAL
-    if len(values) > 1 and values.isfinite().all():
-        low, high = bootstrap_interval(values[:, None])
-        interval = low.item(), high.item()
-    (record,) = _summarized(Sample(metric, values.cpu(), layer=layer, tags=tags, rows=defined), interval)
+    (record,) = summarize(metric, values, layer=layer, tags=tags, rows=defined)
     return [replace(record, value=ratio.item())]
 
 

@@ -65,8 +65,6 @@ def miscoupling_matrix(
     jacobians, others = wide_matrices(jacobians), wide_matrices(others if others is not None else jacobians)
     jacobians, broken = finite_matrices(jacobians, undefined)
     others, others_broken = finite_matrices(others, undefined) if others_given else (jacobians, broken)
-    jacobians = _scaled(jacobians)
-    others = _scaled(others) if others_given else jacobians
     count = max(_counts(k, jacobians.shape[-1]))
     factors = singular_factors(others, count)
     values = torch.linalg.svdvals(jacobians) if others_given else factors.values
@@ -74,12 +72,6 @@ def miscoupling_matrix(
     result = miscoupling_of_factors(jacobians, values[..., :count], factors, **options).to(factors.left.dtype)
     result = result if isinstance(k, Sequence) else result[0]
     return result.masked_fill(broken[..., :, None] | others_broken[..., None, :], math.nan)
-
-
-def _scaled(matrices: Tensor) -> Tensor:
-    """Divide by a power of two, exactly, so that entries are at most 1: their squares neither overflow nor vanish."""
-    largest = matrices.abs().amax((-2, -1), keepdim=True)
-    return matrices / torch.where(largest > 0, largest, 1).log2().floor().exp2() / 2
 
 
 def miscoupling_of_factors(

@@ -141,12 +141,8 @@ def singular_factors(
 def _leading(matrices: Tensor, count: int) -> Factors:
     """Return leading triples from the eigenvectors v of J'J, (n, dim, dim) in float64, and u = J v / s.
 
-    NaN for a zero or overflowing norm.
+    NaN for a matrix of zeros.
     """
-    sizes = torch.linalg.matrix_norm(matrices, keepdim=True)
-    usable = sizes.isfinite() & (sizes > 0)
-    scale = torch.where(usable, sizes, 1).log2().floor().exp2()  # a power of two: exact
-    matrices = torch.where(usable, matrices / scale, 0)
     squares, right = _leading_eigenvectors(products(matrices.mT), count)
     images = matrices @ right
     values = torch.linalg.vector_norm(images, dim=-2)
@@ -154,7 +150,7 @@ def _leading(matrices: Tensor, count: int) -> Factors:
     # J'J is off by rounding; all further singular values lie below this by Weyl's inequality
     further = (squares[:, count].clamp(min=0) + matrices.shape[-1] * EPS * values[:, 0].square()).sqrt()
     bounds = _bounds(values, _residuals(matrices, left, values, right), further, count)
-    return Factors(left, values * scale[:, 0], right, bounds)
+    return Factors(left, values, right, bounds)
 
 
 def _leading_eigenvectors(gram: Tensor, count: int) -> tuple[Tensor, Tensor]:
