@@ -1,6 +1,6 @@
 """Checkpoint series: from folders or the Hub, in step order, audited before a curve is drawn through them."""
 
-from lit_layers.series.audit_files import Finding
+from lit_layers.series.audit_weights import Finding
 from lit_layers.series.auditing import Audit, audit
 from lit_layers.series.checkpoint import Checkpoint, Series
 from lit_layers.series.local_series import LightningCheckpoints, StepFolders

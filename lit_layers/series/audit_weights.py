@@ -1,4 +1,4 @@
-"""Audit rules on weights: checkpoints that do not lie on the path of their training, a function each.
+"""Findings, and audit rules on weights: checkpoints that do not lie on the path of their training, a function each.
 
 Weights move little by little: two steps are the farther apart the more steps lie between them, whatever the schedule.
 Thresholds were set between healthy trainings of many kinds and the same with one defect; what lies between is not
@@ -8,15 +8,14 @@ reported.
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from lit_layers.series.audit_files import Finding, Listed, finding
-from lit_layers.series.checkpoint import Checkpoint
-from lit_layers.series.checkpoint_sources import Fingerprint
+from lit_layers.series.checkpoint import Checkpoint, Listing, Series
+from lit_layers.series.checkpoint_sources import Fingerprint, Format, at_once, formats
 
 LINE = 0.5  # neighbours' distance over theirs to a step: healthy from 0.75, mostly 1.4 to 2
 TENSOR_LINE = 0.5  # the same for one tensor, where it is also the least by far
@@ -34,6 +33,58 @@ HARDLY = 0.1  # share of the values that change between neighbours where copies 
 COARSE = {"bfloat16": 2**-6, "float16": 2**-9}  # relative distances below these are rounding
 _FINE = 1e-5
 _SAME = 1e-7  # relative distance of equal values, by products in float64
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, or with `note` only worth knowing; `names` are the checkpoints that it makes suspect."""
+
+    kind: str
+    message: str
+    steps: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    note: bool = False
+
+
+@dataclass(frozen=True)
+class Listed:
+    """What a listing shows of a series: the chosen checkpoints, the last step and `main`, and their weight files."""
+
+    series: Series
+    chosen: Sequence[Checkpoint]
+    compared: Mapping[str, Checkpoint]  # by name: the last step, `main`, the chosen ones
+    hashes: Mapping[str, Mapping[Format, frozenset[str]]]  # by checkpoint; the format that is loaded first
+
+    @classmethod
+    def of(cls, series: Series, chosen: Sequence[Checkpoint]) -> "Listed":
+        """Ask for the list of files of each checkpoint, several at once."""
+        beside = filter(None, (series.listing.last, series.listing.main))
+        compared = {one.name: one for one in (*beside, *chosen)}
+        hashes = at_once(_hashes_of, compared.values())
+        return cls(series, chosen, compared, dict(zip(compared, hashes, strict=True)))
+
+    @property
+    def listing(self) -> Listing:
+        return self.series.listing
+
+    def equal(self, one: str, other: str) -> bool | None:
+        """Return whether both hold the same contents, in the first format that both have; None if they share none."""
+        for kind, contents in self.hashes[one].items():
+            if kind in self.hashes[other]:
+                return contents == self.hashes[other][kind]
+        return None
+
+
+def _hashes_of(checkpoint: Checkpoint) -> Mapping[Format, frozenset[str]]:
+    by_format = formats(checkpoint.source.files)
+    return {kind: frozenset(file.hash for file in files.values()) for kind, files in by_format.items() if files}
+
+
+def finding(kind: str, message: str, checkpoints: Iterable[Checkpoint], *, note: bool = False) -> Finding:
+    """A finding about some checkpoints."""
+    checkpoints = list(checkpoints)
+    steps = tuple(one.step for one in checkpoints if one.step is not None)
+    return Finding(kind, message, steps, tuple(one.name for one in checkpoints), note)
 
 
 @dataclass(frozen=True)

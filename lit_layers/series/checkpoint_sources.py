@@ -291,7 +291,7 @@ class Source(ABC):
 
     @abstractmethod
     def tokenizer(self) -> str | None:
-        """The tokenizer as recipes name it, downloaded now if need be; None where the checkpoint carries none."""
+        """The tokenizer as recipes name it; None where the checkpoint carries none."""
 
     def load(self, folder: Path, dtype: "torch.dtype", offload: "Offload | None" = None) -> "nn.Module":
         """The model in the folder that `fetch` gave, on the CPU in evaluation mode; no code of the checkpoint runs."""
@@ -344,11 +344,9 @@ class FolderSource(Source):
 
     def recorded_step(self) -> int | None:
         try:
-            state = json.loads((self.folder / _TRAINER_STATE).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            return int(json.loads((self.folder / _TRAINER_STATE).read_bytes())["global_step"])
+        except (OSError, ValueError, LookupError, TypeError):
             return None
-        step = state.get("global_step") if isinstance(state, dict) else None
-        return step if isinstance(step, int) else None
 
     def read(self, path: str) -> bytes:
         return (self.folder / path).read_bytes()
@@ -411,12 +409,7 @@ class HubSource(Source):
         return {"checkpoint": self.repo, "revision": self.revision, "commit": self.commit}
 
     def tokenizer(self) -> str | None:
-        if TOKENIZER not in self.files:
-            return None
-        for path in (TOKENIZER_CONFIG, TOKENIZER):  # the first names the end of text
-            if path in self.files:
-                self._download(path)
-        return f"{self.repo}@{self.commit}"  # and not where the cache of this machine has it
+        return f"{self.repo}@{self.commit}" if TOKENIZER in self.files else None
 
     def _download(self, path: str) -> Path:
         is_new = self.hub.cached(self.repo, self.commit, path) is None

@@ -490,10 +490,10 @@ def test_of_three_precisions_each_step_is_said_to_have_its_own(root):
             "other precision",
             tuple(others),
             False,
-            "its values are float16, those of the other steps bfloat16, or those are wrong: as many steps have one as "
+            "precision is float16, not bfloat16, as at the other steps, or those are wrong: as many steps have one as "
             "the other",
         ),
-        ("other precision", (first,), True, "its values are float32, those of the other steps bfloat16"),
+        ("other precision", (first,), True, "precision is float32, not bfloat16, as at the other steps"),
     ]
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from lit_layers import records
 from lit_layers.records import Measurement, Record
-from lit_layers.series.audit_files import mislabelled_steps
-from lit_layers.series.auditing import SeriesMeasurements
+from lit_layers.series.auditing import SeriesMeasurements, mislabelled_steps
 
 
 def checkpoint(step: int, recorded: int | None = None) -> Any:

@@ -203,21 +203,21 @@ MUTANTS = (
         "series/test_hub_revisions.py series/test_manifests.py series",
     ),
     Mutant(
-        "series/local_series.py",
-        "before + step * self.tokens_per_step",
-        "step * self.tokens_per_step",
+        "series/checkpoint.py",
+        "before + (self.step - first) * tokens_per_step",
+        "(self.step - first) * tokens_per_step",
         "series/test_lightning_checkpoints.py series",
     ),
     Mutant(
         "series/audit_weights.py",
-        "facts.largest >= times * above",
-        "facts.largest >= 1e9 * times * above",
+        "facts.norm > OUTSIZED * max(norms)",
+        "facts.norm > 1e99 * OUTSIZED * max(norms)",
         "series/test_planted_defects.py series/test_audit_series.py",
     ),
     Mutant(
-        "series/audit_files.py",
-        "if final and last is not None:",
-        "if last is not None:",
+        "series/auditing.py",
+        "if last and main and is_said is not False and",
+        "if last and main and",
         "series/test_audit_series.py series",
     ),
     Mutant(
@@ -246,8 +246,8 @@ MUTANTS = (
     ),
     Mutant(
         "measuring/one_model.py",
-        "if not store.is_done(run, step, a, weights_hash=weights_hash, **(same or {}))]",
-        "if not store.is_done(run, step, a, **(same or {}))]",
+        "visit.analyses, weights_hash=weights)",
+        "visit.analyses)",
         "test_one_pass.py test_offline.py test_offline_series.py test_records.py",
     ),
     Mutant(
