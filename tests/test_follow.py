@@ -15,8 +15,7 @@ from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
-from lit_layers.measuring.follow import follow
-from lit_layers.measuring.offline import analyze_series
+from lit_layers.measuring.offline import analyze_series, follow
 from lit_layers.series import StepFolders
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
 from tests.support.measured_series import of_texts, sorted_lines, trained, two_groups
@@ -42,7 +41,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
 
     looks = []
     clock = SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=sleep)
-    monkeypatch.setattr("lit_layers.measuring.follow.time", clock)
+    monkeypatch.setattr("lit_layers.measuring.offline.time", clock)
     return actions
 
 

@@ -179,13 +179,7 @@ class Checkpoint:
         """
         import torch
 
-        folder = self.fetch()
-        try:
-            return self.source.load(folder, dtype or torch.float32, offload)
-        except InputError as error:
-            if not self.is_of_a_series:
-                raise
-            raise InputError(f"{self.series} {self.name}: {error}") from error.__cause__  # not only its local copy
+        return self.source.load(self.fetch(), dtype or torch.float32, offload)
 
     def config(self) -> dict[str, Any]:
         """What config.json says; nothing where it is damaged, which loading the model refuses."""

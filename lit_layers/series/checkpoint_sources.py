@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lit_layers import schema
-from lit_layers.errors import InputError, no_folder, refuse_odd_files
+from lit_layers.errors import InputError, no_folder
 from lit_layers.files.durable import on_disk, replace_file
 from lit_layers.files.hub import Hub, ListedFile, content_hash, named_shards
 
@@ -473,11 +473,8 @@ class ModelFiles(Source):
         )  # never a name of the Hub for a folder
         self.commit: str | None = None
         if self.local:
-            refuse_odd_files(self.location)
             if revision is not None:
                 raise InputError(f"revision: {model} is a local folder and has no revision {revision!r}: leave it out")
-            if not os.path.isfile(os.path.join(self.location, CONFIG)):
-                raise InputError(f"expected a model in {model}, found no {CONFIG} there")
         elif os.path.isfile(self.model):
             raise no_folder(model)
         elif isinstance(model, Path) or not is_hub_name(self.model):
@@ -506,7 +503,7 @@ class ModelFiles(Source):
             what = f"{self.model}{at} is no local folder, and {file} cannot be had from the Hub"
             return self._hub.download(self.model, self.commit or self.revision, file, what)
         if not (path := Path(self.location, file)).is_file():
-            raise InputError(f"{self.model} has no file {file}") from FileNotFoundError(file)
+            raise InputError(f"expected a model in {self.model}, found no {file} there") from FileNotFoundError(file)
         return path
 
     def has(self, file: str) -> bool:

@@ -255,13 +255,11 @@ class LightningCheckpoints(_LocalSeries):
         return str(path.relative_to(self.root))
 
     def _config(self, path: Path) -> Path:
-        described = read_lightning(path).get(DESCRIBED)
         steps = [path for folder in (self.root, self.root.parent) for path in sorted(folder.glob("step*"))]
-        beside = [] if self.file is not None and described is not None else [self.root, *steps]
-        for folder in beside if self.config is None else [self.config]:
+        for folder in [self.root, *steps] if self.config is None else [self.config]:
             if (folder / CONFIG).is_file():
                 return folder
-        if self.config is None and isinstance(described, str):
+        if self.config is None and isinstance(described := read_lightning(path).get(DESCRIBED), str):
             return _written(described).folder
         raise InputError(
             f"config: expected the config.json of the models in {self.config or self.root}, beside the .ckpt files"

@@ -241,7 +241,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(hub, root, mod
     evil = HubRevisions("org/evil").checkpoints[0]
     with pytest.raises(
         InputError,
-        match=r"org/evil step0: .*its weights hold \w+.mkdir, and loading them would run code; nothing was run",
+        match=r"its weights hold \w+.mkdir, and loading them would run code; nothing was run",
     ):
         evil.load()
     assert not trace.exists()
@@ -280,7 +280,7 @@ def test_a_checkpoint_without_weights_or_config_is_refused(hub, root, model):
     (root / "org" / "tiny" / "step0" / "model.safetensors").unlink()
     (root / "org" / "tiny" / "step1" / "config.json").unlink()
     first, second = HubRevisions("org/tiny").checkpoints
-    with pytest.raises(InputError, match=r"org/tiny step0: .* cannot be loaded: OSError"):
+    with pytest.raises(InputError, match=r"cannot be loaded: OSError"):
         first.load()
     with pytest.raises(InputError, match=r"expected a model in org/tiny at step1, found no config.json there"):
         second.fetch()

@@ -71,7 +71,7 @@ def test_folders_of_others_are_series_too(tmp_path, model, name):
 def test_a_damaged_file_is_refused_when_it_is_loaded(run):
     weights = run / "step-000000001" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
-    with pytest.raises(InputError, match="first step-000000001: .* cannot be loaded: "):
+    with pytest.raises(InputError, match="step-000000001 cannot be loaded: "):
         StepFolders(run).checkpoints[1].load()
 
 

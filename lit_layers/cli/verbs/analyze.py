@@ -14,7 +14,7 @@ from lit_layers.cli.options import Recipe
 from lit_layers.cli.process import note
 from lit_layers.data import EvalText
 from lit_layers.errors import InputError
-from lit_layers.measuring.follow import follow as follow_folder
+from lit_layers.measuring.offline import follow as follow_folder
 from lit_layers.schema import COUNT_OR_NONE
 from lit_layers.series import Series
 
