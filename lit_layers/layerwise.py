@@ -118,12 +118,10 @@ class LayerResult:
         """
         if not {m.analysis for m in self.measurements} & {m.analysis for m in other.measurements}:
             raise InputError("compare: expected an analysis that was made of both, there is none")
-        new_names, taken = dict[str, str](), {m.run for m in self.measurements}
-        for run in dict.fromkeys(m.run for m in other.measurements):
-            names = (run, *(f"{run} ({number})" for number in range(2, len(taken) + 3)))
-            new_names[run] = next(name for name in names if name not in taken)
-            taken.add(new_names[run])
-        renamed = [replace(m, run=new_names[m.run]) for m in other.measurements]
+        taken, theirs = {m.run for m in self.measurements}, {m.run for m in other.measurements}
+        numbers = ("", *(f" ({number})" for number in range(2, len(taken) + 3)))
+        number = next(each for each in numbers if not taken & {f"{run}{each}" for run in theirs})
+        renamed = [replace(m, run=f"{m.run}{number}") for m in other.measurements]
         return LayerResult((*self.measurements, *renamed))
 
     def __repr__(self) -> str:

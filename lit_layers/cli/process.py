@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 VERBOSE = ("-v", "--verbose")
 REDRAWN, LINE = 0.1, 60.0  # seconds between two drawings of a bar, in a terminal and in a log file
-_STEPS = 6  # of a finding, at each end
 _is_verbose = False
 Show = Callable[[int | None, int | None, str], None]  # done, of how many (None: as before), what comes next
 VARIABLE = "OMP_NUM_THREADS"  # torch, numpy and scikit-learn read it when they are imported
@@ -201,24 +200,19 @@ def show_table(rows: Iterable[Mapping[Any, Any]], title: str = "", *, text: Coll
 
 def show_audit(result: "Audit") -> None:
     """Print the verdict, what it does not cover, and a table of what was found."""
+    from lit_layers.figures.labels import listing
     from lit_layers.series.auditing import UNSEEN
 
-    noun = "checkpoint" if result.num_checked == 1 else "checkpoints"
-    verdict = "clean" if result.is_clean else f"suspect: {_some(result.suspect_steps) or 'see below'}"
-    print(f"{result.series}: {result.num_checked} {noun}, {verdict} (level: {result.level})")
+    steps = listing("step", result.suspect_steps) if result.suspect_steps else "see below"
+    verdict = "clean" if result.is_clean else f"suspect: {steps}"
+    print(f"{result.series}: {result.num_checked} checkpoints, {verdict} (level: {result.level})")
     print(f"not checked at this level: {UNSEEN[result.level]}")
     if unread := [name for name, level in result.levels.items() if level != "weights"]:
-        print(f"not checked: weights of {_some(unread)}")
+        print(f"not checked: weights of {listing('checkpoint', unread)}")
     for finding in sorted(result.findings, key=lambda finding: finding.note):
         kind = f"note: {finding.kind}" if finding.note else finding.kind
-        print(kind, _some(finding.steps or finding.names), one_line(finding.message), sep="  ")
-
-
-def _some(steps: Any) -> str:
-    words = [str(step) for step in steps]
-    if len(words) > 2 * _STEPS:
-        words = [*words[:_STEPS], f"... ({len(words)} in all) ...", *words[-_STEPS:]]
-    return ", ".join(words)
+        places = listing("step", finding.steps) if finding.steps else listing("checkpoint", finding.names)
+        print(kind, places, one_line(finding.message), sep="  ")
 
 
 @contextlib.contextmanager

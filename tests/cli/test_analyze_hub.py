@@ -119,7 +119,7 @@ def test_eight_steps_are_audited_measured_interrupted_and_continued(
     loads.clear()
     assert main([*command, "--keep_downloads", "false"]) == 0
     said = capsys.readouterr().out
-    assert "lab/tiny: 8 checkpoints, suspect: 16, 32" in said
+    assert "lab/tiny: 8 checkpoints, suspect: steps 16, 32" in said
     assert "left out as suspect: step16, step32; --allow_suspect measures them" in said
     assert "2 measured, 10 were known" in said
     clean = [step for step in steps if step not in (16, 32)]

@@ -49,14 +49,14 @@ def test_a_clean_run_ends_in_zero(run, capsys):
     assert main(["audit", str(run), "--level", "listing"]) == 0
     said = capsys.readouterr().out
     assert f"clean (level: listing)\nnot checked at this level: {UNSEEN['listing']}\n" in said
-    assert "not checked: weights of step-000000000, step-000000001" in said
+    assert "not checked: weights of checkpoints step-000000000, step-000000001" in said
 
 
 def test_a_suspect_run_ends_in_one_and_says_which_steps(run, capsys, tmp_path):
     copied(run, 8, 2)
     assert main(["audit", str(run), "--json", str(tmp_path / "audit.json")]) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "first: 5 checkpoints, suspect: 2 " in said
+    assert "first: 5 checkpoints, suspect: step 2 " in said
     assert "equal to the final step" in said
     assert "serve the weights of step 8" in said
     found = json.loads((tmp_path / "audit.json").read_text())
@@ -75,10 +75,10 @@ def test_a_step_that_is_cut_is_found_where_files_are_read(run, capsys):
     weights = run / "step-000000000" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
     assert main(["audit", str(run), "--level", "listing"]) == 0
-    assert "note: other size  0 " in capsys.readouterr().out
+    assert "note: other size  step 0 " in capsys.readouterr().out
     assert main(["audit", str(run), "--level", "weights"]) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "suspect: 0 (level: weights)" in said
+    assert "suspect: step 0 (level: weights)" in said
     assert "damaged 0 model.safetensors cannot be read" in said
 
 
@@ -127,7 +127,7 @@ def test_a_repository_is_audited_by_the_command_as_users_type_it(tmp_path, model
             env={**os.environ, **hub.env(tmp_path / "home")},
         )
     assert done.returncode == 1, done.stderr
-    assert "org/tiny: 4 checkpoints, suspect: 1, 2" in done.stdout
+    assert "org/tiny: 4 checkpoints, suspect: steps 1, 2" in done.stdout
     assert "Traceback" not in done.stderr
 
 
@@ -178,7 +178,7 @@ def test_weights_of_a_repository_are_downloaded_read_and_judged(tmp_path, model,
         assert fetched(hub) == []
         assert main(["audit", "org/tiny", "--level", "weights", "--json", "audit.json"]) == 1
         said = " ".join(capsys.readouterr().out.split())
-        assert "org/tiny: 5 checkpoints, suspect: 2 (level: weights)" in said
+        assert "org/tiny: 5 checkpoints, suspect: step 2 (level: weights)" in said
         assert "other precision" in said
         assert fetched(hub) == ["main", "step0", "step1", "step2", "step4"]  # main is step 8, the same file
         assert main(["audit", "org/tiny", "--level", "weights"]) == 1

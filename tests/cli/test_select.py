@@ -373,7 +373,6 @@ OWN = "--text title --label mood"
             "taken is there already: choose another folder, or allow to overwrite",
         ),
         (f"{M} --task banking77 --export taken --overwrite", "taken is no earlier export (it has no probe.json)"),
-        (f"{M} --task banking77 --root new --export new", "root: new is where the export goes: name another folder"),
         (f"{M} --task banking77 --tolerance -0.1", "tolerance: expected at least 0, got -0.1"),
         (f"{M} --task banking77 --tolerance nan", "tolerance: Expected a float. Got value: nan"),
         (f"{M} --task banking77 --tolerance some", "tolerance: Expected a float. Got value: some"),

@@ -12,7 +12,7 @@ from lit_layers.cli.measuring import Checkpoints, Outcome, Target, measured
 from lit_layers.cli.options import Names, Numbers
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT, COUNT_OR_NONE
-from lit_layers.tasks.catalogue import DOMAINS, ScoredTask, resolve
+from lit_layers.tasks.catalogue import ScoredTask, resolve
 from lit_layers.tasks.embeddings import sentence_encoder
 from lit_layers.tasks.mteb_scores import Averages, averages, mteb_analyses, score_table
 from lit_layers.tasks.task_files import version_of
@@ -96,12 +96,11 @@ def _tell(tasks: "list[ScoredTask]", outcome: Outcome) -> bool:
 
 
 def _show(means: "Averages") -> None:
-    """Print a row for each task, each domain and all, in percent. The best layer is one from 1 on."""
-    layers, domains = means.curve["layer"].tolist(), means.scores["domain"].tolist()
+    """Print a row for each task and for their mean, in percent. The best layer is one from 1 on."""
+    layers = means.curve["layer"].tolist()
     values: Any = 100 * means.scores.set_index("task")[layers]
-    means_of = {f"{name}: mean of {domains.count(name)}": name for name in DOMAINS if name in means.curve}
-    for name, column in {**means_of, f"all: mean of {len(domains)}": "average"}.items() if domains else ():
-        values.loc[name] = (100 * means.curve[column]).tolist()
+    if len(values):
+        values.loc[f"mean of {len(values)}"] = (100 * means.curve["average"]).tolist()
     later, last = [layer for layer in layers if layer > 0], layers[-1]
     best = {"best layer": values[later].max(axis=1), "at": values[later].idxmax(axis=1)} if later else {}
     shown = pd.DataFrame({"layer 0": values.get(0), **best, f"layer {last}": values[last]})
@@ -110,7 +109,7 @@ def _show(means: "Averages") -> None:
     print(
         f"{title} ({', '.join(options)}), percent", shown.to_string(float_format="{:.2f}".format, na_rep="-"), sep="\n"
     )
-    if domains:
+    if len(values):
         print(f"best layer of each task (chosen on these scores): {100 * means.best_per_task():.2f}")
     if means.missing:
         print(f"in no mean, as it lacks scores: {', '.join(means.missing)}")

@@ -39,8 +39,8 @@ class SelectOptions:
         revision: branch, tag or commit of the Hub
         task: labelled texts: banking77 (docs/tasks.md lists them), or a .jsonl, .csv or .parquet file, or a folder of
             such files named after the splits
-        text: their column of text, or a format such as 'Subject: {subject}' (default: text)
-        label: their column of labels (default: label)
+        text: their column of text, or a format such as 'Subject: {subject}'
+        label: their column of labels
         regression: the labels are numbers to predict
         folder: a folder of local data that holds a task of the catalogue (default: the Hub)
         images: for a vision model, in place of a task: digits, cifar10, a local path, ORG/NAME
@@ -63,8 +63,8 @@ class SelectOptions:
 
     revision: str | None = None
     task: str | None = None
-    text: str | None = None
-    label: str | None = None
+    text: str = "text"
+    label: str = "label"
     regression: bool = False
     folder: str | None = None
     images: str | None = None
@@ -94,8 +94,6 @@ class SelectOptions:
             raise InputError("task: expected --task NAME, or --images SOURCE for a vision model, and not both")
         if self.root is not None:
             refuse_replacing(self.root, [self.task], ("models", "layers"))
-        if self.root and self.export and self.root.resolve().is_relative_to(self.export.resolve()):
-            raise InputError(f"root: {self.root} is where the export goes: name another folder")
         task = None if self.task is None else TASKS.get(self.task) or self._own_task(self.task)
         is_regression = task is not None and task.kind == "regression"
         if self.rule == "fraction_of_last" and (is_regression or self.tolerance >= 1):
@@ -112,9 +110,9 @@ class SelectOptions:
         splits = {file.stem for file in path.iterdir()} if path.is_dir() else set()
         about: Any = {each: each for each in ("test", "validation") if each in splits}
         about |= {"kind": "regression" if self.regression else "classification"}
-        columns: Any = {"text": self.text or "text", "label": self.label or "label"}
+        about |= {"text": self.text, "label": self.label}
         name = path.resolve().name if path.is_dir() else path.stem
-        task = ProbeTask(name, str(path), **{"test": None, "validation": None, **about, **columns})
+        task = ProbeTask(name, str(path), **{"test": None, "validation": None, **about})
         task.check()
         return task
 
