@@ -202,24 +202,20 @@ def variants_of(options: Any, model: LayeredModel, place: str = "") -> list[Vari
 class SharedPrefixes:
     """Final states of many schedules on one batch; what they begin with in common is computed once.
 
-    Composed as in `running_order`. States that the full model passes are those of the trajectory and cost no run, as
-    far as it goes (`LayeredModel.embedded` ends at layer 0). Equal schedules are one. At most `num_held` states are in
-    memory, however many schedules there are: those on the way through the present one, and those of one group.
+    Composed as in `running_order`. States that the full model passes are those of the trajectory and cost no run.
+    Equal schedules are one. The states in memory are those on the way through the present schedule, and of one group.
 
     Raises:
         TypeError, ValueError: a schedule that does not fit `num_blocks` blocks.
     """
 
     def __init__(self, schedules: Sequence[Sequence[Step]], num_blocks: int) -> None:
-        self.num_blocks, self.num_orders = num_blocks, len(schedules)
+        self.num_blocks = num_blocks
         indices: dict[Schedule, list[int]] = {}
         for index, schedule in enumerate(schedules):
             indices.setdefault(checked(schedule, num_blocks), []).append(index)
         # In this order schedules with a common beginning follow each other.
         self.indices = {each: indices[each] for each in sorted(indices, key=lambda each: [*map(members, each)])}
-        widest = max((len(members(step)) for schedule in indices for step in schedule), default=1)
-        # Of a group each output and its copy, and what a block is given, what it returns, what is read.
-        self.num_held = max(map(len, indices), default=0) + 2 * widest + 3
 
     def states(self, trajectory: Trajectory) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         """Yield the indices of equal schedules and the state (batch, tokens, dim) before final norm and head.

@@ -93,7 +93,7 @@ class LayeredModel:
         if self.family.origin != "row":  # structure is proven, with this as well
             return True
         texts = probe_texts(self.model)[:2]  # they differ in the last token
-        hidden = self._seen({"input_ids": texts}).hidden[:, :, :-1]
+        hidden = self.trajectory({"input_ids": texts}).hidden[:, :, :-1]
         return not apart(hidden[:, 1], hidden[:, 0]) > 1e-3  # NaN tells nothing
 
     @property
@@ -168,22 +168,13 @@ class LayeredModel:
             InputError: a text longer than the model takes.
             ValueError: a missing column, or a text without a real token.
         """
-        return self._seen(batch)
-
-    def embedded(self, batch: Batch, *, in_tuple: bool = False) -> "Trajectory":
-        """The trajectory of a batch as far as layer 0: no block runs, and each can be called."""
-        with handing_on(self.blocks, self.family.as_identity(self.num_layers, in_tuple=in_tuple)):
-            return self._seen(batch, as_far_as_0=True)
-
-    def _seen(self, batch: Batch, *, as_far_as_0: bool = False) -> "Trajectory":
         states: list[Tensor] = []
         calls: list[BlockCall] = []
         in_tuple = False
 
         def keep(state: Tensor, _: Tensor, call: BlockCall | None, output: Any) -> None:
             nonlocal in_tuple
-            if call is None or not as_far_as_0:
-                states.append(state)
+            states.append(state)
             if call is not None:
                 calls.append(call)
                 in_tuple = output is not first(output)

@@ -30,7 +30,6 @@ from lit_layers.models.running_order import running_order, variants_of
 from lit_layers.models.view import LayeredModel, at_least_float32, evaluating
 from lit_layers.records import Record
 from lit_layers.tasks.catalogue import ScoredTask
-from lit_layers.tasks.lm_eval_model import OrderLikelihoods
 from lit_layers.tasks.lm_eval_scorer import (
     PERPLEXITY,
     SCORE,
@@ -130,10 +129,9 @@ class BenchmarkScores(WithTokenizer, Analysis):
     of a random order there is one record each and one of their mean; its standard error is over the rows, too.
 
     Every variant's result is a file below `results`; variants that have theirs are not scored again, and variants of
-    equal schedules are scored once. What several orders begin with in common is run once for each batch, but where
-    answers are written; batches are kept as they are made. A variant that fails (not enough memory, scores that are not
-    numbers) gives one record `failed` with the reason as tag `error`, and the others go on; where the full model fails,
-    the whole analysis does. Failures leave no file.
+    equal schedules are scored once. A variant that fails (not enough memory, scores that are not numbers) gives one
+    record `failed` with the reason as tag `error`, and the others go on; where the full model fails, the whole analysis
+    does. Failures leave no file.
 
     Args:
         task: any name that lm-eval knows, or a task file as it has them (yaml); with `folder` a name of `LOCAL_TASKS`.
@@ -225,12 +223,8 @@ class BenchmarkScores(WithTokenizer, Analysis):
         scored = {schedule: scores for schedule, file in files.items() if (scores := _read(file)) is not None}
         missing = [schedule for schedule in files if schedule not in scored]
         failed: dict[Schedule, str] = {}
-        scorer, start = self._scorer(model), time.perf_counter()
+        scorer = self._scorer(model)
         model = BFloat16View(at_least_float32(model)) if missing and self.dtype == "bfloat16" else model
-        likelihoods: OrderLikelihoods | None = None
-        with contextlib.suppress(InputError):  # said of each variant
-            likelihoods = scorer.in_orders(model, missing, folder, self._say) if missing[1:] else None
-        shared = (time.perf_counter() - start) / max(1, len(missing))
         for number, variant in enumerate(variants, 1):
             schedule = variant.schedule
             if schedule in scored or schedule in failed:
@@ -239,17 +233,15 @@ class BenchmarkScores(WithTokenizer, Analysis):
             start = time.perf_counter()
             try:
                 with running_order(model.model, schedule), evaluating(model.model):
-                    scores = scorer.score(model.model, None if likelihoods is None else likelihoods.of(schedule))
+                    scores = scorer.score(model.model)
             except _FAILURES as error:
                 if variant.name == "baseline":
                     raise
                 failed[schedule] = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 self._say(f"{variant} failed: {failed[schedule]}")
                 continue
-            _write(files[schedule], schedule, scores, self._facts(variant, shared + time.perf_counter() - start))
+            _write(files[schedule], schedule, scores, self._facts(variant, time.perf_counter() - start))
             scored[schedule] = scores
-        if likelihoods is not None:
-            likelihoods.close(lambda schedule: schedule in scored or schedule in failed)
         if len({each.rows_hash for each in scored.values()}) > 1:
             raise InputError(f"{self.name}: the task's rows changed between variants: remove {folder}")
         return scored, failed

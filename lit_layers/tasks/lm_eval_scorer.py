@@ -4,11 +4,11 @@ lm-eval is optional and takes seconds to import: functions do, where they need i
 """
 
 import functools
+import inspect
 import math
 import re
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,29 +19,16 @@ import yaml
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError, refused
 from lit_layers.files.hub import HUB_ERRORS, reason
-from lit_layers.functional.block_schedules import Schedule
 from lit_layers.identity import sha16
+from lit_layers.models.build import true_vocab_size
 from lit_layers.models.families import Network
-from lit_layers.models.running_order import SharedPrefixes
-from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.catalogue import LOCAL_TASKS, ScoredTask, find, unknown_task
-from lit_layers.tasks.lm_eval_model import (
-    Likelihood,
-    OrderLikelihoods,
-    Request,
-    lm_eval_class,
-    longest_first,
-    num_tokens,
-)
 from lit_layers.tasks.task_files import quiet, version_of
 
 SCORE, NORMED, FLEXIBLE, PERPLEXITY = "task_score", "task_score_norm", "task_score_flexible", "task_perplexity"
 EXAMPLES = "train"  # the split that worked examples are drawn from
 SHOT_SEED = 1234  # lm-eval's own
 NAMES = {"lambada": "lambada_openai"}  # there: any other name is lm-eval's own
-SECONDS_BETWEEN = 60.0  # of two lines that tell how far it is
-# Bytes of hidden states that many orders hold at a time: a batch has fewer inputs where they need more.
-MAX_STATES = 2**31
 _STRICT, _FLEXIBLE = "strict-match", "flexible-extract"
 
 
@@ -157,50 +144,8 @@ class LmEvalScorer:
     def name(self) -> str:
         return NAMES.get(self.task, self.task) if isinstance(self.task, str) else self.task.name
 
-    def in_orders(
-        self,
-        model: LayeredModel,
-        schedules: Sequence[Schedule],
-        folder: Path,
-        tell: Callable[[str], None] = lambda line: None,
-    ) -> OrderLikelihoods:
-        """Log-likelihoods in many orders of the blocks: what they begin with in common is run once for each batch.
-
-        A task whose answers are written has none. They are kept below `folder` as they are made, and what is there is
-        not computed again. Some are missing where the first order's (the full model's, if it is among them) are no
-        numbers, or something failed, such as memory: `score` computes those.
-
-        Raises:
-            InputError: as for `score`; the file cannot be written.
-        """
-        with quiet():
-            chosen = [request for request in self.requests() if request.request_type == "loglikelihood"]
-            wrapped = self._wrap(model.model)
-            likelihoods = OrderLikelihoods(folder, schedules, wrapped.encoded(chosen))
-        waiting, last_line = sorted(likelihoods.waiting(), key=longest_first), time.monotonic()
-        if not waiting:
-            return likelihoods
-        prefixes = SharedPrefixes(schedules, model.num_layers)
-        held = prefixes.num_held * model.dim * model.dtype.itemsize
-        size = max(1, min(self.batch_size, MAX_STATES // (held * min(num_tokens(waiting[0]), wrapped.max_length))))
-        of_first = likelihoods.of(schedules[0])
-        try:
-            in_tuple = model.trajectory({"input_ids": torch.zeros(1, 1, dtype=torch.long)}).in_tuple
-            for start in range(0, len(waiting), size):
-                batch = waiting[start : start + size]
-                with quiet():
-                    likelihoods.add(batch, wrapped.in_orders(batch, prefixes, model, in_tuple=in_tuple))
-                if any(math.isnan(value) for value, _ in filter(None, map(of_first, batch))):
-                    break
-                if time.monotonic() - last_line > SECONDS_BETWEEN:
-                    last_line = time.monotonic()
-                    tell(f"{len(schedules)} orders together, {start + len(batch):,} of {len(waiting):,} requests")
-        except RuntimeError as error:  # also torch's lack of memory
-            tell(f"orders are scored one by one: {type(error).__name__}: {' '.join(str(error).split())}")
-        return likelihoods
-
-    def score(self, model: Network, computed: Callable[[Request], Likelihood | None] | None = None) -> TaskScores:
-        """What the model makes of every row; `computed` are likelihoods that are there already.
+    def score(self, model: Network) -> TaskScores:
+        """Return what the model makes of every row.
 
         Raises:
             InputError: lm-eval is not installed, does not know the task, or cannot have its data; an input that the
@@ -211,10 +156,8 @@ class LmEvalScorer:
             loaded = self._load()
             from lm_eval.evaluator import evaluate
 
-            wrapped = self._wrap(model)
-            wrapped.computed = computed or (lambda request: None)
             results: Any = evaluate(
-                lm=wrapped,
+                lm=self._wrap(model),
                 task_dict=loaded,
                 limit=self.limit,
                 bootstrap_iters=0,  # errors are taken from the rows; it would start a process for each core
@@ -288,7 +231,7 @@ class LmEvalScorer:
         """The model as lm-eval takes it; the same for every order of its blocks."""
         if self._wrapped is None or self._wrapped[0] is not model:
             name, revision = _tokenizer_of(self.tokenizer)
-            wrapped = lm_eval_class()(
+            wrapped = _lm_eval_class()(
                 pretrained=model,
                 tokenizer=name,
                 revision=revision,
@@ -301,6 +244,63 @@ class LmEvalScorer:
                 wrapped.tokenizer.eos_token = wrapped.tokenizer.pad_token = load_tokenizer(self.tokenizer).end_of_text
             self._wrapped = model, wrapped
         return self._wrapped[1]
+
+
+@functools.cache
+def _lm_eval_class() -> Any:
+    """Return lm-eval's wrapper of transformers' models, made so that a model is scored quickly and often.
+
+    Texts become tokens once, logits are computed where a continuation stands, and padding rows of the vocabulary take
+    no part.
+    """
+    from lm_eval.models.huggingface import HFLM
+
+    base: Any = HFLM
+
+    class Speaker(base):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self._encoded: dict[tuple[str, bool | None], list[int]] = {}
+            self._takes_keep = "logits_to_keep" in inspect.signature(self.model.forward).parameters
+            self._keep = 0  # the last positions whose logits are needed
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
+            key = (string, add_special_tokens)
+            if key not in self._encoded:
+                self._encoded[key] = super().tok_encode(string, add_special_tokens=add_special_tokens, **options)
+            return self._encoded[key]
+
+        def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: Any = None) -> Any:
+            likelihoods: list[Any] = [None] * len(requests)
+            lengths = [len(context) + len(continuation) for _, context, continuation in requests]
+            order = sorted(range(len(requests)), key=lambda row: (-lengths[row], *requests[row][1:]))
+            for start in range(0, len(order), int(self.batch_size)):
+                rows = order[start : start + int(self.batch_size)]
+                longest = min(lengths[rows[0]], self.max_length + 1)
+                self._keep = max(longest - min(lengths[row], longest) + len(requests[row][2]) for row in rows)
+                found = super()._loglikelihood_tokens([requests[row] for row in rows], disable_tqdm=True)
+                for row, likelihood in zip(rows, found, strict=True):
+                    likelihoods[row] = likelihood
+            return likelihoods
+
+        def _model_call(self, inps: Any, attn_mask: Any = None, labels: Any = None) -> Any:
+            options = {"logits_to_keep": self._keep} if self._takes_keep else {}
+            with torch.no_grad():
+                return self.model(inps, use_cache=False, **options).logits[..., : true_vocab_size(self.model)]
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            longest = max(request.args[1].get("max_gen_toks", self.max_gen_toks) for request in requests)
+            if longest >= self.max_length:
+                raise InputError(
+                    f"max_new_tokens: {longest} leave no room for a prompt in a model of {self.max_length} tokens"
+                )
+            return super().generate_until(requests, disable_tqdm=disable_tqdm)
+
+        def _model_generate(self, context: Any, max_length: int, stop: list[str], **options: Any) -> Any:
+            padding = list(range(true_vocab_size(self.model), self.model.config.vocab_size)) or None
+            return super()._model_generate(context, max_length, stop, suppress_tokens=padding, **options)
+
+    return Speaker
 
 
 def _load_local(task: ScoredTask) -> Any:

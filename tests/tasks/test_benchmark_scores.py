@@ -276,8 +276,8 @@ def test_a_damaged_file_is_scored_again(model, make):
 def test_a_failing_variant_leaves_the_others(model, make, monkeypatch):
     whole = LmEvalScorer.score
 
-    def score(self, network, known):
-        scores = whole(self, network, known)
+    def score(self, network):
+        scores = whole(self, network)
         if len(network._running_order) == 3:
             raise torch.OutOfMemoryError("out of\nmemory")
         return scores
@@ -353,8 +353,8 @@ def test_rows_that_changed_meanwhile_are_refused(model, make, monkeypatch):
     calls = iter(["a", "b"])
     whole = LmEvalScorer.score
 
-    def score(self, network, known):
-        return module.TaskScores(**vars(whole(self, network, known)) | {"rows_hash": next(calls)})
+    def score(self, network):
+        return module.TaskScores(**vars(whole(self, network)) | {"rows_hash": next(calls)})
 
     monkeypatch.setattr(LmEvalScorer, "score", score)
     with pytest.raises(InputError, match="the task's rows changed between variants: remove "):
