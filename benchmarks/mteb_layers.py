@@ -10,7 +10,6 @@ takes to score a layer, for which all texts of a task are passed.
 
 import argparse
 import sys
-import tempfile
 from pathlib import Path
 from statistics import median
 
@@ -20,11 +19,11 @@ from rounds import Row, add_options, clock, finish, ratios
 from lit_layers.data.batches import BATCH_TOKENS, EncodedTexts, encode_texts
 from lit_layers.data.tokenization import train_bpe
 from lit_layers.errors import InputError
-from lit_layers.models.build import causal_lm, weights_hash
+from lit_layers.models.build import causal_lm
 from lit_layers.models.families import trunk_of
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.catalogue import resolve
-from lit_layers.tasks.embeddings import LayerEncoder, opened
+from lit_layers.tasks.embeddings import LayerEncoder, TaskEmbeddings
 from lit_layers.tasks.mteb_tasks import Prepared, open_task
 
 WANTED = 1.1
@@ -57,26 +56,21 @@ def main() -> int:
     shape = {"hidden_size": options.dim, "num_hidden_layers": options.layers, "num_attention_heads": options.dim // 64}
     sizes = {"intermediate_size": 4 * options.dim, "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
     view = LayeredModel(causal_lm("gpt_neox", **shape, **sizes).eval().to(options.device))
-    hashed = weights_hash(view.model)
-    how = {"tokenizer": tokenizer, "max_tokens": CONTEXT, "pooling": "mean", "states": "resid", "weights_hash": hashed}
+    how = {"tokenizer": tokenizer, "max_tokens": CONTEXT, "pooling": "mean", "states": "resid"}
     encoded = {name: encode_texts(tokenizer, each, max_tokens=CONTEXT) for name, each in texts.items()}
     seconds: dict[str, dict[str, list[float]]] = {name: {"all": [], "last": []} for name in texts}
     scoring: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(options.rounds + 1):
-            for task in tasks:
-                name, place = task.spec.name, Path(folder) / str(number)
-                last = _timed(lambda name=name: _last_layer(view, encoded[name]), view)
-                with opened(place, view, task=name, **how) as found:
-                    whole = _timed(lambda name=name, found=found: found.of(texts[name], view.num_layers), view)
-                    if options.scoring and number == options.rounds:
-                        found.of(complete[name], 1)
-                        scoring[name] = _timed(
-                            lambda task=task, found=found: task.evaluate(LayerEncoder(found, 1)), view
-                        )
-                if number:  # the first round is for warming up
-                    seconds[name]["all"].append(whole)
-                    seconds[name]["last"].append(last)
+    for number in range(options.rounds + 1):
+        for task in tasks:
+            name, found = task.spec.name, TaskEmbeddings(view, **how)
+            last = _timed(lambda name=name: _last_layer(view, encoded[name]), view)
+            whole = _timed(lambda name=name, found=found: found.of(texts[name], view.num_layers), view)
+            if options.scoring and number == options.rounds:
+                found.of(complete[name], 1)
+                scoring[name] = _timed(lambda task=task, found=found: task.evaluate(LayerEncoder(found, 1)), view)
+            if number:  # the first round is for warming up
+                seconds[name]["all"].append(whole)
+                seconds[name]["last"].append(last)
     shape_of = f"width {options.dim}, {options.layers} blocks"
     rows = [_row(f"{shape_of}, {name}", len(texts[name]), each, scoring.get(name)) for name, each in seconds.items()]
     together = {

@@ -1,29 +1,24 @@
 """Embeddings of texts at every layer, and what a sentence encoder says of its own: its pooling, prompts and similarity.
 
-One forward pass gives all layers, and no text is passed twice. A folder for each task and model holds the features that
-`text_features` caches: their key is over all that decides the numbers. An encoder's files are data.
+One forward pass gives all layers, and no text is passed twice. An encoder's files are data.
 mteb is optional and takes seconds to import: functions do, where they need it.
 """
 
-import contextlib
 import json
-import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from filelock import FileLock
 from pydantic import with_config
 from typing_extensions import TypedDict
 
 from lit_layers import schema
 from lit_layers.data.batches import encode_texts
 from lit_layers.data.tokenization import TextTokenizer
-from lit_layers.errors import InputError, refused
-from lit_layers.identity import hash_of
+from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel, States
 from lit_layers.tasks.text_features import LayerFeatures, TextPooling, text_features
 
@@ -185,24 +180,12 @@ def _unlike(place: str, expected: Any, got: Any) -> InputError:
     return InputError(f"{place}: expected {expected}, got {got}: {_ADVICE}")
 
 
-CHUNK = 8192  # texts: 8,192 x 25 layers x 1,024 x 4 B = 0.8 GB are lost to a kill at most
+CHUNK = 8192  # texts in a file: 8,192 x 25 layers x 1,024 x 4 B = 0.8 GB
 _SHORTEST = 1e-12  # a vector that is shorter is divided by this, as torch.nn.functional.normalize does
 
 
 class NotFiniteError(InputError):
     """A layer at which a text has no embedding."""
-
-
-@contextlib.contextmanager
-def opened(folder: Path, view: LayeredModel, *, task: str, weights_hash: str, **how: Any) -> Iterator["TaskEmbeddings"]:
-    """The embeddings of one task, which lie below a folder until it is scored. Another process that asks for the same
-    waits meanwhile."""
-    name = f"{task}-{hash_of([weights_hash, view.precision, view.device.type])}"
-    with refused(f"cannot write {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / f".{name}.lock"):
-        yield TaskEmbeddings(view, folder / name, weights_hash=weights_hash, **how)
-        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 @dataclass(eq=False)
@@ -214,14 +197,12 @@ class TaskEmbeddings:
     """
 
     view: LayeredModel
-    folder: Path
     _: KW_ONLY
     tokenizer: TextTokenizer
     max_tokens: int
     pooling: TextPooling
     states: States
     last: TextPooling | None = None
-    weights_hash: str | None = None
     num_cut: int = 0
     num_empty: int = 0
     _places: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)  # text: its chunk, its row there
@@ -257,8 +238,7 @@ class TaskEmbeddings:
         filled = [end if is_empty else text for text, is_empty in zip(texts, empty, strict=True)]
         encoded = encode_texts(self.tokenizer, filled, max_tokens=self.max_tokens)
         how: Any = {name: getattr(self, name) for name in ("pooling", "states", "last")}
-        how |= {"cache": self.folder, "undefined": "nan", "hashed": self.weights_hash}
-        self._chunks.append(text_features(self.view, encoded, **how))
+        self._chunks.append(text_features(self.view, encoded, undefined="nan", **how))
         self._places |= {text: (len(self._chunks) - 1, row) for row, text in enumerate(texts)}
         self.num_cut += encoded.num_cut
         self.num_empty += sum(empty)

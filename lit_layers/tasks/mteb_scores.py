@@ -24,12 +24,12 @@ from lit_layers.models.copies import BFloat16View
 from lit_layers.models.view import LayeredModel, States, at_least_float32
 from lit_layers.records import Record
 from lit_layers.tasks.catalogue import DOMAINS, ScoredTask
-from lit_layers.tasks.embeddings import LayerEncoder, NotFiniteError, SentenceEncoder, opened
+from lit_layers.tasks.embeddings import LayerEncoder, NotFiniteError, SentenceEncoder, TaskEmbeddings
 from lit_layers.tasks.mteb_tasks import Prepared, data_hash, describe, open_task
 from lit_layers.tasks.task_files import version_of
 from lit_layers.tasks.text_features import TextPooling
 
-RESULTS, EMBEDDINGS = "mteb", "embeddings"
+RESULTS = "mteb"
 NUM_METRIC_TEXTS = 1000
 RUN = ["run", "step", "pooling", "states"]  # what one curve belongs to, with what of these columns a table has
 OPTIONS = ("dtype", "max_tokens", "mteb_seed", "modules")
@@ -42,14 +42,14 @@ class MtebTask(WithTokenizer, Analysis):
     """The main score of mteb for each layer, 0 to L: one forward pass per text gives all layers.
 
     Every layer's full result is a file below `results`, written as it is made; layers that have theirs are not scored
-    again, nor are texts passed again whose embeddings are still there. A layer whose score is not defined (equal
+    again. A layer whose score is not defined (equal
     vectors have no rank correlation, states that are not finite no cosine) gives no record, and the others say how many
     there are of it (`num_undefined`). The model runs in float32 or wider, or with `dtype` in bfloat16.
 
     Args:
         task: what is scored.
         tokenizer: a local path or a name of the Hub.
-        results: the folder of the layers' results, and of the embeddings of a task until it is scored.
+        results: the folder of the layers' results.
         layers: which are scored; None: all.
         pooling: "mean", "last" or "cls".
         encoder: what the model says of itself: its prompts and its longest text hold at every layer.
@@ -104,9 +104,8 @@ class MtebTask(WithTokenizer, Analysis):
 
     def compute(self, model: LayeredModel) -> Iterator[Record]:
         layers = list(range(model.num_layers + 1)) if self.layers is None else sorted(set(self.layers))
-        hashed = weights_hash(model.model)
         limit = min(self.max_tokens, model.max_tokens or self.max_tokens)
-        folder = self.results / hashed / self.task.name / self._key(model, limit)
+        folder = self.results / weights_hash(model.model) / self.task.name / self._key(model, limit)
         results = {layer: result for layer in range(model.num_layers + 1) if (result := _read(_file(folder, layer)))}
         if missing := [layer for layer in layers if layer not in results]:
             self._say("reading the data")
@@ -114,24 +113,20 @@ class MtebTask(WithTokenizer, Analysis):
             how: dict[str, Any] = {"tokenizer": self.words, "max_tokens": limit, "states": self.states}
             how |= {"pooling": self.pooling, "last": None if self.encoder is None else self.encoder.pooling}
             view = BFloat16View(at_least_float32(model)) if self.dtype == "bfloat16" else model
-            how |= {"task": self.task.name, "weights_hash": hashed}
-            with opened(self.results / EMBEDDINGS, view, **how) as embeddings:
-                for place, layer in enumerate(missing):
-                    if result := _read(_file(folder, layer)):  # another process had the embeddings meanwhile
-                        results[layer] = result
-                        continue
-                    self._say(f"layer {layer} of {model.num_layers}" if place else "embedding, and its first layer")
-                    follows = self._follows(layer, model)
-                    try:
-                        scores = prepared.evaluate(LayerEncoder(embeddings, layer, self.encoder, follows=follows))
-                    except NotFiniteError as error:
-                        scores = {"main_score": None, "undefined": str(error)}
-                    facts = {"layer": layer, "num_layers": model.num_layers, "n": prepared.num_rows()}
-                    facts |= {name: getattr(embeddings, name) for name in _COUNTS}
-                    results[layer] = self._described(follows) | facts | scores
-                    with refused(f"root: cannot write {folder}"):
-                        folder.mkdir(parents=True, exist_ok=True)
-                        write_json(_file(folder, layer), results[layer])
+            embeddings = TaskEmbeddings(view, **how)
+            for place, layer in enumerate(missing):
+                self._say(f"layer {layer} of {model.num_layers}" if place else "embedding, and its first layer")
+                follows = self._follows(layer, model)
+                try:
+                    scores = prepared.evaluate(LayerEncoder(embeddings, layer, self.encoder, follows=follows))
+                except NotFiniteError as error:
+                    scores = {"main_score": None, "undefined": str(error)}
+                facts = {"layer": layer, "num_layers": model.num_layers, "n": prepared.num_rows()}
+                facts |= {name: getattr(embeddings, name) for name in _COUNTS}
+                results[layer] = self._described(follows) | facts | scores
+                with refused(f"root: cannot write {folder}"):
+                    folder.mkdir(parents=True, exist_ok=True)
+                    write_json(_file(folder, layer), results[layer])
         if all("undefined" in results[layer] for layer in layers):
             raise InputError(results[layers[0]]["undefined"])
         num_undefined = sum(result["main_score"] is None for result in results.values())

@@ -1,7 +1,6 @@
 """Downstream tasks as a model reads them: their texts as token ids, and one vector per text and layer, held on disk."""
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,9 +15,8 @@ from torch import Tensor
 from lit_layers import schema
 from lit_layers.data.batches import BATCH_TOKENS, EncodedTexts, encode_texts, tokenizer_of
 from lit_layers.errors import InputError
-from lit_layers.files.durable import Scratch, naming, own_draft_of, sync
+from lit_layers.files.durable import Scratch, naming
 from lit_layers.functional.geometry import Pooling, pool
-from lit_layers.models.build import weights_hash
 from lit_layers.models.view import Batch, LayeredModel, States, Trajectory, convert_states
 from lit_layers.tasks.catalogue import find_task
 from lit_layers.tasks.probe_task import ProbeTask, TaskData
@@ -125,7 +123,7 @@ def permuted(targets: Tensor, seed: int) -> Tensor:
 
 
 TextPooling = Literal["last", "mean", "cls"]
-_FILE, _FORMAT = "features.npy", 5
+_FILE = "features.npy"
 
 
 class _How(NamedTuple):
@@ -138,13 +136,10 @@ class _How(NamedTuple):
 
 
 class LayerFeatures:
-    """Features of all layers in a file (layers + 1, rows, dim), read a layer at a time.
+    """Features of all layers in a file (layers + 1, rows, dim), read a layer at a time; it goes with the object."""
 
-    A file of its own disappears with the object; a cached one stays.
-    """
-
-    def __init__(self, file: Path, *, scratch: Scratch | None = None) -> None:
-        self._values, self._scratch = np.load(file, mmap_mode="r"), scratch
+    def __init__(self, scratch: Scratch) -> None:
+        self._values, self._scratch = np.load(scratch.folder / _FILE, mmap_mode="r"), scratch
         self.num_layers = len(self._values) - 1  # L: there are L + 1 layers
         self.num_rows, self.dim = self._values.shape[1:]
 
@@ -164,10 +159,8 @@ def text_features(
     pooling: Pooling = "last",
     states: States = "resid",
     max_tokens: int = BATCH_TOKENS,
-    cache: str | Path | None = None,
     undefined: Literal["raise", "nan"] = "raise",
     last: Pooling | None = None,
-    hashed: str | None = None,
 ) -> LayerFeatures:
     """Return the features of all layers: the "last" real token of each text, the "mean" of them, or the first ("cls").
 
@@ -177,29 +170,14 @@ def text_features(
     last layer, where that is another.
 
     One forward pass per text, without the head; each state is pooled on the device as it passes and only the vector is
-    kept. With `cache`, a folder, features of the same weights, token ids, pooling and states are read from there
-    instead and new ones are left there; `hashed` is the weights' hash where the caller has it already.
+    kept.
 
     Raises:
         InputError: a text longer than the model takes; with `undefined="raise"` states that are not finite.
     """
-    how = _How(pooling, last or pooling, states, undefined)
-    is_hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.model.modules())
-    if cache is None or is_hooked:  # what a hook does, no key can tell
-        scratch = Scratch()
-        _write(model, texts, how, max_tokens, scratch.folder / _FILE)
-        return LayerFeatures(scratch.folder / _FILE, scratch=scratch)
-    file = Path(cache) / f"{_key(model, texts, how, hashed or weights_hash(model.model))}.npy"
-    if not file.is_file():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        draft = own_draft_of(file)
-        try:
-            _write(model, texts, how, max_tokens, draft)
-            sync(draft)
-            draft.replace(file)
-        finally:
-            draft.unlink(missing_ok=True)
-    return LayerFeatures(file)
+    how, scratch = _How(pooling, last or pooling, states, undefined), Scratch()
+    _write(model, texts, how, max_tokens, scratch.folder / _FILE)
+    return LayerFeatures(scratch)
 
 
 def rows_of_texts(texts: EncodedTexts) -> list[Batch]:
@@ -225,7 +203,7 @@ def features_of_texts(values: dict[Any, Tensor]) -> LayerFeatures:
     with _new_array(scratch.folder / _FILE, vectors.shape, vectors.dtype) as features:
         for layer, of_layer in enumerate(vectors):
             features[layer, order] = of_layer
-    return LayerFeatures(scratch.folder / _FILE, scratch=scratch)
+    return LayerFeatures(scratch)
 
 
 @contextmanager
@@ -283,26 +261,3 @@ def _pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
     real = torch.where(mask, places, -1 if pooling == "last" else mask.shape[1])
     chosen = real.amax(1) if pooling == "last" else real.amin(1)
     return hidden[torch.arange(len(hidden), device=hidden.device), chosen]
-
-
-def _key(model: LayeredModel, texts: EncodedTexts, how: _How, hashed: str) -> str:
-    """Return a hash of all that decides the numbers: weights and how they are run, tokens, pooling, states."""
-    facts = [_FORMAT, hashed, type(model.model).__name__, model.attention, str(model.dtype)]
-    config = getattr(model.model, "config", None)
-    facts += [
-        config.to_json_string() if config is not None else "",
-        texts.content_hash(),
-        *how,
-        _hash_of_buffers(model),
-    ]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-
-
-def _hash_of_buffers(model: LayeredModel) -> str:
-    """Return a hash of buffers that no checkpoint holds, such as rotary frequencies, which a cast rounds for good."""
-    saved, digest = model.model.state_dict().keys(), hashlib.sha256()
-    for name, buffer in model.model.named_buffers():
-        if name not in saved:
-            digest.update(f"{name} {buffer.dtype} {tuple(buffer.shape)} ".encode())
-            digest.update(buffer.detach().cpu().double().numpy().tobytes())
-    return digest.hexdigest()[:16]

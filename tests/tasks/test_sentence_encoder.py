@@ -197,7 +197,7 @@ def vectors(folder: Path, root: Path, layer: int, *, meta: Any = Meta, modules: 
     said: Any = encoder_in(folder)
     one, view = task("STSBenchmark", None, folder, root, encoder=said, modules=modules), saved_model(folder)
     how = embedding_of(folder, max_tokens=one.max_tokens, pooling=one.pooling, states=one.states, last=said.pooling)
-    embeddings = TaskEmbeddings(view, root / "embeddings", **how)
+    embeddings = TaskEmbeddings(view, **how)
     encoder = LayerEncoder(embeddings, layer, said, follows=one._follows(layer, view))
     return encoder.encode([{"text": TEXTS}], task_metadata=meta, **asked)
 

@@ -1,4 +1,4 @@
-"""Features of texts: against trajectories taken text by text, on disk, in a cache that mixes nothing."""
+"""Features of texts: against trajectories taken text by text, and on disk."""
 
 import gc
 from collections.abc import Callable
@@ -95,32 +95,6 @@ def test_batches_hold_every_text_once_and_no_more_tokens_than_allowed():
     assert sorted(seen) == list(range(40))
 
 
-def test_a_cache_is_read_and_mixes_neither_weights_nor_texts_nor_poolings(tmp_path, monkeypatch):
-    model, texts = LayeredModel(tiny("gpt2")), encoded()
-    fresh = text_features(model, texts)
-    first = text_features(model, texts, cache=tmp_path)
-    calls = []
-    monkeypatch.setattr(LayeredModel, "pass_states", lambda *_: calls.append(1))
-    again = text_features(model, texts, cache=tmp_path)
-    assert not calls
-    for layer in range(LAYERS + 1):
-        assert torch.equal(again.layer(layer), fresh.layer(layer))
-        assert torch.equal(first.layer(layer), fresh.layer(layer))
-    monkeypatch.undo()
-    changed = tiny("gpt2")
-    with torch.no_grad():
-        changed.get_parameter("transformer.h.1.mlp.c_fc.weight")[0, 0] += 1
-    for other, name in (
-        (text_features(LayeredModel(changed), texts, cache=tmp_path), "weights"),
-        (text_features(model, encoded(seed=1), cache=tmp_path), "texts"),
-        (text_features(model, texts, pooling="mean", cache=tmp_path), "pooling"),
-        (text_features(model, texts, states="normed", cache=tmp_path), "states"),
-        (text_features(LayeredModel(tiny("gpt2", torch.float64)), texts, cache=tmp_path), "dtype"),
-    ):
-        assert not torch.equal(other.layer(2).float(), fresh.layer(2)), name
-    assert len(list(tmp_path.iterdir())) == 6
-
-
 def test_a_folder_of_its_own_goes_with_its_object_and_a_broken_pass_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     found = text_features(LayeredModel(tiny("gpt2")), encoded())
@@ -131,9 +105,9 @@ def test_a_folder_of_its_own_goes_with_its_object_and_a_broken_pass_leaves_nothi
     broken = tiny("gpt2")
     with torch.no_grad():
         broken.get_parameter("transformer.h.1.mlp.c_fc.weight")[0, 0] = torch.nan
-    for cache in (None, tmp_path / "cache"):
-        with pytest.raises(InputError, match=r"the features of text \d at layer 2 are not finite"):
-            text_features(LayeredModel(broken), encoded(), cache=cache)
+    with pytest.raises(InputError, match=r"the features of text \d at layer 2 are not finite"):
+        text_features(LayeredModel(broken), encoded())
+    gc.collect()
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -164,12 +138,9 @@ def test_a_cut_text_keeps_the_tokens_that_stand_around_every_text(tmp_path):
         encode_texts(str(tmp_path), ["two"], max_tokens=2)
 
 
-def test_a_hooked_model_is_not_looked_up_and_autocast_changes_nothing(tmp_path):
+def test_autocast_changes_nothing():
     model, texts = LayeredModel(tiny("gpt2")), encoded()
-    plain = text_features(model, texts, cache=tmp_path)
-    handle = model.model.transformer.h[0].register_forward_hook(lambda module, args, output: output * 0)
-    assert text_features(model, texts, cache=tmp_path).layer(1).abs().max() == 0
-    handle.remove()
+    plain = text_features(model, texts)
     with torch.autocast("cpu", torch.bfloat16):
         cast = text_features(model, texts)
     assert torch.equal(cast.layer(3), plain.layer(3))
