@@ -61,7 +61,6 @@ class Findings:
     groups: list[Row]
     group: str | None
     given: list[str]
-    influence: dict[str, Any] | None
     warnings: list[str]
     left_out: dict[str, str] = field(default_factory=dict)
 
@@ -117,7 +116,6 @@ def correlate(
         groups=_groups(table, x, y, group, options) if group else [],
         group=group,
         given=list(given),
-        influence=_influence(table, x, y),
         warnings=_warnings(table, x, corrected, rows) + table.lacking(given, group),
         left_out=dict(table.left_out),
     )
@@ -227,21 +225,6 @@ def confounders(table: ModelTable) -> dict[str, float]:
     names = [name for name in (table.baseline, "width", "k") if name in table.frame.columns]
     shares = {name: along.value**2 for name in names if name and (along := _r(table, name, x)) is not None}
     return {name: r2 for name, r2 in shares.items() if r2 > CONFOUNDED}
-
-
-def _influence(table: ModelTable, x: Column, y: Column) -> dict[str, Any] | None:
-    if len(x) < 4:
-        return None
-    result, names = correlation.leave_one_out(x, y), list(table.frame["model"])
-    without = {name: None if math.isnan(r) else r for name, r in zip(names, result.values, strict=True)}
-    return {
-        "model": names[result.index],
-        "without": without[names[result.index]],
-        "change": None if math.isnan(result.change) else result.change,
-        "lowest": float(np.nanmin(result.values)),
-        "highest": float(np.nanmax(result.values)),
-        "pearson_without": without,
-    }
 
 
 def _warnings(table: ModelTable, x: Column, corrected: Sequence[Row], rows: Sequence[Row]) -> list[str]:

@@ -79,7 +79,6 @@ def write_models(table: ModelTable, findings: Findings, folder: Path) -> list[Pa
         blocks=blocks,
         coefficients=coefficient_table(table, findings),
         covariates=covariate_table(findings),
-        influence=influence_text(findings),
     )
     content = asdict(findings) | {"source": table.source, "notes": table.notes}
     return _write(folder, "correlation", content, page, {"correlation": rows, "models": table.frame}, charts)
@@ -108,19 +107,6 @@ def covariate_table(findings: Findings) -> Table | None:
         shares = ((one.r2_metric, one.r_metric), (one.r2_score, one.r_score))
         cells.append(Cells([(one.name, ""), *((f"{r2:.2f}", f"r = {value(r)}") for r2, r in shares), (str(one.n), "")]))
     return Table(("", "R² of the metric", "R² of the score", "Models"), [Group("", "", cells)])
-
-
-def influence_text(findings: Findings) -> str:
-    """Return how far one model decides the coefficient, as a sentence; empty for too few models."""
-    influence = findings.influence
-    if influence is None:
-        return ""
-    if influence["without"] is None:
-        return f"Without {influence['model']} the correlation is undefined: all others are alike."
-    return (
-        f"Leaving out one model moves r to between {value(influence['lowest'])} and {value(influence['highest'])}; "
-        f"{influence['model']} counts most: without it r = {value(influence['without'])}."
-    )
 
 
 def plots_of(table: ModelTable, findings: Findings) -> dict[str, tuple[Scatter, str]]:

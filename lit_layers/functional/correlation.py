@@ -45,14 +45,6 @@ class Interval(NamedTuple):
     num_undefined: int
 
 
-class LeaveOneOut(NamedTuple):
-    """How far one row decides a coefficient: each row's value without it, and the row whose removal changes it most."""
-
-    values: list[float]
-    index: int  # pyright: ignore[reportIncompatibleMethodOverride] - a name as old as the published tables
-    change: float
-
-
 class Line(NamedTuple):
     """A least-squares line; `error` is the residual standard deviation (df = n - 2)."""
 
@@ -181,26 +173,6 @@ def within_group_correlation(x: Values, y: Values, groups: Sequence[Hashable]) -
         means = np.bincount(places, centered) / np.bincount(places)
         left.append(_kept(name, centered - means[places], centered, "is constant within every group"))
     return _tested(_cosine(*left), len(x), df)
-
-
-def leave_one_out(x: Values, y: Values) -> LeaveOneOut:
-    """Return Pearson's r without each row in turn, and the row whose removal changes it most.
-
-    A value is NaN where the rest has a constant column; such a row counts as the most influential.
-
-    Raises:
-        UndefinedError: fewer than 4 rows, or a constant column.
-    """
-    x, y = _columns(x, y, fewest=4)
-    whole, values = pearson(x, y).value, []
-    for row in range(len(x)):
-        try:
-            values.append(pearson(np.delete(x, row), np.delete(y, row)).value)
-        except UndefinedError:
-            values.append(math.nan)
-    changes = [math.inf if math.isnan(value) else abs(value - whole) for value in values]
-    index = int(np.argmax(changes))
-    return LeaveOneOut(values, index, values[index] - whole)
 
 
 def bootstrap_rows(statistic: Statistic, n: int, *, resamples: int = 2000, seed: int = 0) -> Interval:

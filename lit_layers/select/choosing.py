@@ -62,7 +62,6 @@ class Choice:
     test: Mapping[int, Score]  # of the chosen layer and the last
     difference: Score  # on test, of the chosen layer to the last: paired over rows
     probe: Fitted  # of the chosen layer, fitted on train
-    test_rows: Tensor  # (rows): their scores at the chosen layer
 
     @property
     def higher_is_better(self) -> bool:
@@ -144,7 +143,6 @@ def choose(
         test={each: _score(values, metric) for each, values in on_test.items()},
         difference=_score(on_test[layer] - on_test[num_layers], None),
         probe=probes[layer],
-        test_rows=on_test[layer],
     )
 
 

@@ -31,7 +31,6 @@ from lit_layers.models.families import Network, trunk_of
 from lit_layers.models.saved import load
 from lit_layers.models.view import Batch, LayeredModel, at_least_float32
 from lit_layers.select.choosing import Choice, Score
-from lit_layers.tasks.embeddings import save_sentence_encoder
 
 Kind = Literal["classification", "regression"]
 TENSORS, FACTS = "probe.safetensors", "probe.json"
@@ -252,8 +251,6 @@ class Card:
     source: str  # name of the model on the Hub, or a folder
     choice: Choice
     tolerance: float | None  # None of a rule that has none
-    seconds: Mapping[int, float] | None = None  # layer -> median seconds until it is reached; None: not measured
-    costs: str = ""  # made of them by the export
     revision: str | None = None
     commit: str | None = None
     weights_hash: str | None = None  # of the source model, found by the export
@@ -313,19 +310,6 @@ def score_table(scores: Mapping[int, Score], metric: str, *, chosen: int) -> str
     return markdown(("layer", metric, ""), rows)
 
 
-def cost_table(whole: LayeredModel, cut: nn.Module, layer: int, seconds: Mapping[int, float]) -> str:
-    """A row for the model without its head and one for its first blocks, with the share of the former."""
-    rows, first = [], list[float]()
-    for blocks, network in ((whole.num_layers, whole.model), (layer, cut)):
-        weights = [*trunk_of(network).parameters()]
-        costs = [sum(each.numel() for each in weights), sum(each.nbytes for each in weights), seconds[blocks]]
-        first = first or costs
-        texts = (f"{costs[0]:,}", f"{costs[1] / 1e6:.3g} MB", f"{costs[2] * 1e3:.3g} ms")
-        shares = [f"{text} ({cost / of:.0%})" for text, cost, of in zip(texts, costs, first, strict=True)]
-        rows.append((f"{blocks} of {whole.num_layers} blocks", *shares))
-    return markdown(("", "parameters", "weights", "median time"), rows)
-
-
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table, the first column to the left and the others to the right."""
     cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in (header, *rows)]
@@ -348,14 +332,13 @@ def export(
     tokenizer: str | Path | TextTokenizer | None,
     card: Card,
     batches: Iterable[Batch],
-    keep_lm_head: bool = False,
     overwrite: bool = False,
 ) -> Path:
     """Write a folder with the blocks of `model` up to `layer` and its probe; returns its path.
 
-    `AutoModel.from_pretrained` (of a timm model `timm.create_model("local-dir:...")`) opens it, and with `keep_lm_head`
-    the Auto class of the model's own head; `load_classifier` opens all of it. It holds config.json, the weights in
-    safetensors, the tokenizer, probe.safetensors, probe.json and README.md, in the precision that the model is in.
+    `AutoModel.from_pretrained` (of a timm model `timm.create_model("local-dir:...")`) opens it, `load_classifier` opens
+    all of it. It holds config.json, the weights in safetensors, the tokenizer, probe.safetensors, probe.json and
+    README.md, in the precision that the model is in.
 
     The folder appears as a whole or not at all. Before it does, it is read again, and the hidden states of `batches` at
     every layer are compared with those of `model` up to rounding, and the weights bit by bit. With `overwrite` an
@@ -373,20 +356,14 @@ def export(
     if not view.family.sees_images:
         text_tokenizer = tokenizer if isinstance(tokenizer, TextTokenizer) else load_tokenizer(str(tokenizer))
     refuse_taken(folder, overwrite)
-    if keep_lm_head and not view.has_head:
-        raise InputError(f"keep_lm_head: this {type(view.model).__name__} has no head to keep: leave it out")
-    cut = truncate(view.model, layer, head=keep_lm_head)
+    cut = truncate(view.model, layer, head=False)
     card = replace(card, weights_hash=weights_hash(view.model))
-    if card.seconds is not None and layer < view.num_layers:
-        card = replace(card, costs=cost_table(view, cut, layer, card.seconds))
     with _draft_of(folder) as draft:
         save(cut, draft)
         fingerprint = weights_hash(cut)
         del cut
         if text_tokenizer is not None:
             save_tokenizer(text_tokenizer, draft)
-            if view.family.norm is None:  # else its vectors are those before the final norm
-                save_sentence_encoder(draft, head.facts.pooling, view.dim, head.facts.max_tokens)
         head.save(draft)
         _verify(draft, view, layer, batches, fingerprint)
         _write_page(card, head, view, draft)

@@ -1,26 +1,22 @@
 """A layer that was chosen, written down: numbers, a picture, the model cut there with its page; and models compared."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
-from torch import Tensor
 
 from lit_layers.figures.chart import Chart, Panels, Series
 from lit_layers.figures.labels import in_sentence, value
 from lit_layers.figures.profiles import color_of, level, symbol_of
 from lit_layers.figures.theme import ACCENT, Axis, rounded
 from lit_layers.figures.vega import write_pictures
-from lit_layers.functional.curves import bootstrap_interval
 from lit_layers.metrics import look_up
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import write_files
 from lit_layers.report.template import Cells, Group, Table, block, fill
-from lit_layers.select.choosing import Choice, Score, TaskFeatures
+from lit_layers.select.choosing import Choice, TaskFeatures
 from lit_layers.select.export import Card, HeadFacts, ProbeHead, export
 from lit_layers.series.checkpoint_sources import ModelFiles
 
@@ -127,18 +123,15 @@ class Selection:
         ]
         return Chart(title=title, x=x, y=Axis(title=what), series=series, height=380)
 
-    def export(self, folder: Path, picture: Path, **options: bool) -> None:
-        """Write the model cut at the layer, with its probe and its page, which shows the picture of the choice.
-
-        `options` are those of `lit_layers.select.export.export`.
-        """
+    def export(self, folder: Path, picture: Path, *, overwrite: bool) -> None:
+        """Write the model cut at the layer, with its probe and its page, which shows the picture of the choice."""
         task, choice = self.task, self.choice
         about: Any = {"task": task.name, **{name: getattr(task, name) for name in ("pooling", "max_tokens", "classes")}}
         about |= {"kind": "regression" if task.classes is None else "classification", "layer": choice.layer}
         head = ProbeHead.of(choice.probe, HeadFacts(**about))
-        about = {name: getattr(self, name) for name in ("revision", "choice", "tolerance", "seconds")}
+        about = {name: getattr(self, name) for name in ("revision", "choice", "tolerance")}
         card = Card(source=self.files.model, commit=self.files.commit, picture=picture, notes=task.notes, **about)
-        how: Any = {"tokenizer": self.tokenizer, "card": card, **options}
+        how: Any = {"tokenizer": self.tokenizer, "card": card, "overwrite": overwrite}
         export(self.view.model, choice.layer, head, folder, batches=[task.batch], **how)
 
 
@@ -150,52 +143,31 @@ class Candidate:
     choice: Choice
     seconds: Mapping[int, float]  # to each layer
     tokens: int | None  # of the text that was timed; None for an image
-    test_targets: Tensor  # (rows)
 
     @classmethod
     def of(cls, selection: Selection) -> "Candidate":
-        ids, targets = selection.task.batch.get("input_ids"), selection.task.targets["test"]
+        ids = selection.task.batch.get("input_ids")
         tokens = None if ids is None else ids.shape[1]
-        facts = {"choice": selection.choice, "seconds": selection.seconds, "tokens": tokens, "test_targets": targets}
-        return cls(name=selection.name, **facts)
+        return cls(name=selection.name, choice=selection.choice, seconds=selection.seconds, tokens=tokens)
 
     def milliseconds(self, layer: int) -> float:
         """Return the milliseconds to get to a layer."""
         return 1e3 * self.seconds[layer]
 
 
-def reference(models: Sequence[Candidate]) -> Candidate:
-    """The model with the best validation score at its layer, the first of several: test rows choose nothing."""
-    sign = 1 if models[0].choice.higher_is_better else -1
-    return max(models, key=lambda model: sign * model.choice.validation[model.choice.layer].value)
-
-
-def difference(model: Candidate, other: Candidate) -> Score | None:
-    """Test score of a model less another's, paired over the rows; None where their rows are not the same."""
-    if not torch.equal(model.test_targets, other.test_targets):
-        return None
-    gaps = model.choice.test_rows - other.choice.test_rows
-    low, high = bootstrap_interval(gaps)
-    return Score(float(gaps.mean()), float(low), float(high))
-
-
 def comparison_table(models: Sequence[Candidate], left_out: Mapping[str, str]) -> pd.DataFrame:
     """A row a model: its layer, scores with their 95% intervals, milliseconds; and why another has none."""
-    best, rows = reference(models), list[dict[str, Any]]()
+    rows = list[dict[str, Any]]()
     for model in models:
         choice = model.choice
         layer, last = choice.layer, choice.num_layers
         row: dict[str, Any] = {"model": model.name, "metric": choice.metric, "layer": layer}
         row |= {"num_layers": last, "validation": choice.validation[layer].value}
-        scores: dict[str, Score | None] = {"test": choice.test[layer], "test_last": choice.test[last]}
-        scores["difference_to_last"] = choice.difference
-        scores["difference_to_reference"] = None if model is best else difference(model, best)
+        scores = {"test": choice.test[layer], "test_last": choice.test[last], "difference_to_last": choice.difference}
         for name, score in scores.items():
-            ends = (math.nan,) * 3 if score is None else (score.value, score.low, score.high)
-            row |= zip((name, f"{name}_low", f"{name}_high"), ends, strict=True)
-        row |= {"reference": best.name, "milliseconds": model.milliseconds(layer)}
-        row |= {"milliseconds_last": model.milliseconds(last), "tokens": model.tokens}
-        rows.append(row)
+            row |= {name: score.value, f"{name}_low": score.low, f"{name}_high": score.high}
+        row |= {"milliseconds": model.milliseconds(layer), "milliseconds_last": model.milliseconds(last)}
+        rows.append(row | {"tokens": model.tokens})
     rows += [{"model": name, "left_out": why} for name, why in left_out.items()]
     return pd.DataFrame(rows).astype(dict.fromkeys(("layer", "num_layers", "tokens"), "Int64"))
 

@@ -4,11 +4,9 @@ One forward pass gives all layers, and no text is passed twice. An encoder's fil
 mteb is optional and takes seconds to import: functions do, where they need it.
 """
 
-import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -123,23 +121,6 @@ def sentence_encoder(read: Callable[[str], bytes]) -> SentenceEncoder | None:
         prompts=tuple(sorted(prompts.items())),
         default_prompt=about.get("default_prompt_name"),
     )
-
-
-def save_sentence_encoder(folder: Path, pooling: str, dim: int, max_tokens: int | None) -> None:
-    """Write the files by which sentence-transformers gives pooled states of the model in a folder as its vectors."""
-    modules = [
-        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for number, (kind, path) in enumerate((("Transformer", ""), ("Pooling", "1_Pooling")))
-    ]
-    switches = {name: each == pooling for name, each in _SWITCHES.items()}
-    contents = {
-        MODULES: modules,
-        "sentence_bert_config.json": {"max_seq_length": max_tokens, "do_lower_case": False},
-        "1_Pooling/config.json": {"word_embedding_dimension": dim, **switches},
-    }
-    for name, content in contents.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _pooling(read: Callable[[str], bytes], place: str) -> TextPooling:

@@ -72,7 +72,6 @@ def test_the_numbers_are_left_as_json_and_csv(out):
         assert table.loc[name, "low"] == pytest.approx(row["low"])
     assert table.loc["Width 4096", "n"] == 11
     assert len(pd.read_csv(out / "models.csv")) == 28
-    assert found["influence"]["pearson_without"].keys() == set(pd.read_csv(out / "models.csv")["model"])
 
 
 def test_the_page_shows_every_model_the_line_and_the_warnings(out):
@@ -80,7 +79,6 @@ def test_the_page_shows_every_model_the_line_and_the_warnings(out):
     text = shown(page)
     for words in ("Read with care", "With something else held fixed", "Within groups", "arXiv 2407.07810"):
         assert words in text
-    assert "pythia-1.4b counts most" in text
     assert "<h1>Published coupling against leaderboard score</h1>" in page.read_text()
     first = page_figures(page)[0]
     table = pd.read_csv(out / "models.csv").set_index("model")

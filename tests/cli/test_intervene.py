@@ -277,11 +277,11 @@ def test_a_limit_takes_the_first_rows(home, tmp_path):
 def test_ctrl_c_ends_it_with_130_and_it_goes_on(home, tmp_path, monkeypatch, capsys):
     plain, calls = LmEvalScorer.score, []
 
-    def pressed(scorer, network, known):
+    def pressed(scorer, network):
         calls.append(scorer)
         if len(calls) == 5:  # the full model and two orders of the first task, the full model of the second
             raise KeyboardInterrupt
-        return plain(scorer, network, known)
+        return plain(scorer, network)
 
     monkeypatch.setattr(LmEvalScorer, "score", pressed)
     assert with_tasks(home, tmp_path) == 130
@@ -309,10 +309,10 @@ def test_a_task_without_its_file_is_refused_before_anything_is_computed(home, tm
 def test_a_task_that_fails_leaves_the_others(home, tmp_path, monkeypatch, capsys):
     plain = LmEvalScorer.score
 
-    def score(scorer, network, known):
+    def score(scorer, network):
         if scorer.name == "arc_challenge":
             raise torch.OutOfMemoryError("out of memory")
-        return plain(scorer, network, known)
+        return plain(scorer, network)
 
     monkeypatch.setattr(LmEvalScorer, "score", score)
     assert with_tasks(home, tmp_path) == 1

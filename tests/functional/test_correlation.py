@@ -16,7 +16,6 @@ from lit_layers.functional.correlation import (
     distance_null,
     fit_line,
     kendall,
-    leave_one_out,
     line_band,
     p_value,
     partial_correlation,
@@ -220,17 +219,6 @@ def test_what_is_left_of_a_column_is_orthogonal_to_what_was_held_fixed():
 # ---------------------------------------------------------------------------------------- lines, rows, resamples
 
 
-def test_the_row_that_decides_is_found():
-    x, y = [0.0, 1, 2, 3, 30], [1.0, -1, 1, -1, 30]
-    found = leave_one_out(x, y)
-    assert found.index == 4
-    assert found.values[4] == pytest.approx(by_sums(x[:4], y[:4]))
-    assert found.change == pytest.approx(found.values[4] - by_sums(x, y))
-    undefined = leave_one_out([0, 0, 0, 1], [1, 2, 3, 4])
-    assert undefined.index == 3
-    assert math.isnan(undefined.values[3])
-
-
 def test_the_line_is_that_of_the_normal_equations_and_its_band_holds_the_mean():
     x, y = map(np.array, pair(3))
     line = fit_line(x, y)
@@ -266,7 +254,7 @@ def test_undefined_resamples_are_left_out_and_counted():
         bootstrap_rows(lambda rows: pearson(x[rows] * 0, y[rows]).value, 3, resamples=900)
 
 
-@pytest.mark.parametrize("coefficient", [pearson, spearman, kendall, distance_correlation, leave_one_out, fit_line])
+@pytest.mark.parametrize("coefficient", [pearson, spearman, kendall, distance_correlation, fit_line])
 def test_what_is_undefined_or_no_column_is_refused(coefficient):
     with pytest.raises(UndefinedError, match="expected at least [34] rows, got 2"):
         coefficient([1, 2], [1, 2])

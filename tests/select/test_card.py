@@ -2,12 +2,9 @@
 
 import yaml
 
-from lit_layers.models.copies import truncate
-from lit_layers.models.view import LayeredModel
 from lit_layers.select.choosing import Score
-from lit_layers.select.export import HeadFacts, cost_table, render, score_table
+from lit_layers.select.export import HeadFacts, render, score_table
 from tests.support.exports import card
-from tests.support.tiny_models import tiny
 
 FACTS = HeadFacts(
     kind="classification", task="moods", layer=2, pooling="last", max_tokens=512, classes=("joy", "anger", "none")
@@ -25,20 +22,8 @@ def test_the_chosen_layer_is_marked_among_its_scores():
     assert found[2:] == [["1", "0.5000", ""], ["2", "0.7500", "chosen"], ["3", "0.7525", ""]]
 
 
-def test_costs_are_those_of_the_trunk_and_of_its_first_blocks_beside_their_shares():
-    model = tiny("gpt2", vocab_size=270)
-    cut = truncate(model, 2, head=False)
-    table = cost_table(LayeredModel(model), cut, 2, {2: 0.05, 3: 0.2})
-    header, _, first, second = cells(table)
-    assert header == ["", "parameters", "weights", "median time"]
-    whole, less = (sum(each.numel() for each in part.parameters()) for part in (model.transformer, cut))
-    assert first == ["3 of 3 blocks", f"{whole:,} (100%)", f"{4 * whole / 1e6:.3g} MB (100%)", "200 ms (100%)"]
-    share = f"({less / whole:.0%})"
-    assert second == ["2 of 3 blocks", f"{less:,} {share}", f"{4 * less / 1e6:.3g} MB {share}", "50 ms (25%)"]
-
-
 def test_the_page_says_where_the_model_comes_from_why_this_layer_and_how_to_use_it():
-    content = card(revision="step5000", commit="abc1", weights_hash="00ff", costs="| a table |", notes=["N."])
+    content = card(revision="step5000", commit="abc1", weights_hash="00ff", notes=["N."])
     page = render(content, FACTS, package="transformers", picture="validation.png")
     header = yaml.safe_load(page.split("---")[1])
     assert (header["base_model"], header["library_name"]) == ("someone/tiny", "transformers")
@@ -51,7 +36,6 @@ def test_the_page_says_where_the_model_comes_from_why_this_layer_and_how_to_use_
     assert (rows["2 (chosen)"], rows["3 (last)"]) == ("0.7400", "0.7425")
     for part in (
         score_table(content.choice.validation, "accuracy", chosen=2),
-        "| a table |",
         "![accuracy over layers](validation.png)",
         "# tiny, cut after block 2 of 3, with a classifier for moods",
         "its licence holds for them: look there.",
@@ -67,7 +51,7 @@ def test_a_page_leaves_out_what_is_not_known():
     facts = HeadFacts(kind="regression", task="stars", layer=2, pooling="mean", max_tokens=None, classes=None)
     page = render(card(source="/some/folder", tolerance=None), facts, package="timm", picture=None, of_images=True)
     assert set(yaml.safe_load(page.split("---")[1])) == {"library_name", "tags"}
-    for part in ("revision", "None", "Costs", "Notes", "![", "probabilities", ", tolerance", "base_model"):
+    for part in ("revision", "None", "Notes", "![", "probabilities", ", tolerance", "base_model"):
         assert part not in page
     assert "with a regression for stars" in page
     assert "pixel_values" in page

@@ -1,8 +1,7 @@
-"""Several models at the layer chosen for each: what is paired, against whom, and what is drawn."""
+"""Several models at the layer chosen for each: their table, and what is drawn."""
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,21 +10,15 @@ from lit_layers.select.selection import (
     Candidate,
     chosen_layers,
     comparison_table,
-    difference,
-    reference,
     write_comparison,
 )
 
-TARGETS = torch.arange(40) % 2
 
-
-def candidate(
-    name: str, validation: float, hits: torch.Tensor, *, metric="accuracy", targets=TARGETS, milliseconds=2.0
-) -> Candidate:
+def candidate(name: str, validation: float, hits: torch.Tensor, *, milliseconds=2.0) -> Candidate:
     choice = Choice(
         layer=2,
         num_layers=4,
-        metric=metric,
+        metric="accuracy",
         rule="best",
         tolerance=0.0,
         validation={2: Score(validation, 0.1, 0.9), 4: Score(0.75, 0.1, 0.9)},
@@ -34,48 +27,21 @@ def candidate(
         test={2: Score(float(hits.double().mean()), 0.1, 0.9), 4: Score(0.7, 0.6, 0.8)},
         difference=Score(-0.05, -0.1, 0.0),
         probe=None,
-        test_rows=hits.double(),
     )
     seconds = {2: milliseconds / 1e3, 4: 0.004}
-    return Candidate(name=name, choice=choice, seconds=seconds, tokens=9, test_targets=targets)
+    return Candidate(name=name, choice=choice, seconds=seconds, tokens=9)
 
 
 def hits(seed: int, share: float) -> torch.Tensor:
     return torch.rand(40, generator=torch.Generator().manual_seed(seed)) < share
 
 
-def test_models_are_set_against_the_best_on_validation_whatever_test_says():
-    first, better, luckier = candidate("a", 0.6, hits(0, 0.5)), candidate("b", 0.8, hits(1, 0.5)), None
-    luckier = candidate("c", 0.7, torch.ones(40))
-    assert reference([first, better, luckier]) is better
-    errors = [candidate(str(n), value, hits(n, 0.5), metric="mean_squared_error") for n, value in enumerate((3.0, 1.0))]
-    assert reference(errors) is errors[1]
-
-
-def test_a_difference_is_that_of_the_same_rows_with_the_interval_of_resampled_rows():
-    one, other = hits(0, 0.8), hits(1, 0.6)
-    found = difference(candidate("a", 0.6, one), candidate("b", 0.8, other))
-    gaps = one.numpy().astype(float) - other.numpy().astype(float)
-    means = np.random.default_rng(0).choice(gaps, (20_000, 40)).mean(1)
-    assert found is not None
-    assert found.value == pytest.approx(gaps.mean())
-    assert (found.low, found.high) == pytest.approx(np.quantile(means, (0.025, 0.975)), abs=0.03)
-
-
-@pytest.mark.parametrize("targets", [TARGETS[:30], 1 - TARGETS])
-def test_models_with_other_test_rows_are_not_paired(targets):
-    other = candidate("b", 0.8, torch.ones(len(targets)), targets=targets)
-    assert difference(candidate("a", 0.6, hits(0, 0.8)), other) is None
-
-
 def test_the_table_has_a_row_a_model_and_says_why_another_has_none(tmp_path):
     models = [candidate("a", 0.6, hits(0, 0.8)), candidate("b", 0.8, hits(1, 0.6))]
     rows = comparison_table(models, {"c": "no layer can be chosen"}).to_dict("records")
     assert [row["model"] for row in rows] == ["a", "b", "c"]
-    assert (rows[0]["milliseconds"], rows[0]["milliseconds_last"], rows[0]["reference"]) == (2.0, 4.0, "b")
-    gap = float((hits(0, 0.8).double() - hits(1, 0.6).double()).mean())
-    assert rows[0]["difference_to_reference"] == pytest.approx(gap)
-    assert math.isnan(rows[1]["difference_to_reference"])
+    assert (rows[0]["milliseconds"], rows[0]["milliseconds_last"]) == (2.0, 4.0)
+    assert rows[1]["test"] == pytest.approx(float(hits(1, 0.6).double().mean()))
     assert (rows[2]["left_out"], math.isnan(rows[2]["test"])) == ("no layer can be chosen", True)
 
 

@@ -58,29 +58,15 @@ def test_plain_transformers_opens_the_folder_and_gives_the_states_of_the_whole_m
     assert not any("lm_head" in key or "cls." in key or "classifier" in key for key in weights)
 
 
-def test_the_head_is_kept_where_it_is_asked_for(spec, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    model, ids = tiny("llama", vocab_size=270), token_batch(TEXTS[0])["input_ids"]
-    opened = AutoModelForCausalLM.from_pretrained(exported(model, 2, tmp_path / "out", spec, keep_lm_head=True))
-    expected = model.lm_head(model.model.norm(model(ids, output_hidden_states=True).hidden_states[2]))
-    assert_rounded(opened(ids).logits, expected)
-    trunk = tiny("gpt2_trunk", vocab_size=270)
-    with pytest.raises(InputError, match="keep_lm_head: this GPT2Model has no head to keep"):
-        exported(trunk, 2, tmp_path / "trunk", spec, keep_lm_head=True)
-
-
 def test_timm_opens_an_exported_vit(tmp_path):
     from timm import create_model
 
     model, batch = vit("deit_tiny_patch16_224", **VIT).eval(), tiny_batch("vit", batch=12)
     found = features(model, [{"pixel_values": row[None]} for row in batch["pixel_values"]])
     probe = head_of(probes_of(found), 2, max_tokens=None)
-    for keep, classes in ((False, 0), (True, 5)):
-        folder = tmp_path / str(keep)
-        export(model, 2, probe, folder, tokenizer=None, card=card(), batches=[batch], keep_lm_head=keep)
-        opened = create_model(f"local-dir:{folder}", pretrained=True)
-        assert (len(opened.blocks), opened.num_classes) == (2, classes)
+    export(model, 2, probe, tmp_path / "out", tokenizer=None, card=card(), batches=[batch])
+    opened = create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True)
+    assert (len(opened.blocks), opened.num_classes) == (2, 0)
 
 
 def test_the_folder_holds_what_belongs_to_it_readable_by_all(spec, tmp_path):

@@ -24,15 +24,15 @@ def exported(model, head, folder, tokenizer, batch, **options):
     return export(model, layer, head, folder, tokenizer=tokenizer, card=card(), batches=[batch], **options)
 
 
-@pytest.mark.parametrize(("name", "keep"), [("gpt2", False), ("llama", True), ("bert", False), ("gpt2_trunk", False)])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "gpt2_trunk"])
 @pytest.mark.parametrize("pooling", ["last", "mean", "cls"])
-def test_probabilities_are_the_probes_on_the_whole_models_features(name, keep, pooling, tmp_path):
+def test_probabilities_are_the_probes_on_the_whole_models_features(name, pooling, tmp_path):
     model, spec = tiny(name, vocab_size=270), saved_tokenizer(tmp_path / "tokenizer")
     found = features(model, [token_batch(text, max_tokens=12) for text in TEXTS], pooling)
     probes = probes_of(found)
     expected = probes.log_proba(found).exp()
     head = head_of(probes, 2, pooling, max_tokens=12)
-    folder = exported(model, head, tmp_path / "out", spec, token_batch(TEXTS[0]), keep_lm_head=keep)
+    folder = exported(model, head, tmp_path / "out", spec, token_batch(TEXTS[0]))
     classifier = load_classifier(folder, batch_size=4)
     assert (classifier.model.num_layers, classifier.model.vocab_size) == (2, None)
     assert max(len(token_batch(text)["input_ids"][0]) for text in TEXTS) > 12

@@ -68,7 +68,6 @@ def card(**changes) -> Card:
         test={layer: Score(value - 0.01, 0, 1) for layer, value in values.items()},
         difference=Score(0, 0, 0),
         probe=None,
-        test_rows=torch.zeros(1),
     )
     content: dict[str, Any] = {"source": "someone/tiny", "choice": choice, "tolerance": 0.01}
     return Card(**content | changes)

@@ -18,7 +18,6 @@ from lit_layers.correlate.pages import (
     coefficient_table,
     correlation_table,
     covariate_table,
-    influence_text,
     missing_tasks,
     write_layers,
     write_models,
@@ -144,8 +143,6 @@ def _show_models(table: "ModelTable", findings: "Findings") -> None:
     if (covariates := covariate_table(findings)) is not None:
         show_table(_rows(covariates), "\nOther explanations")
     print()
-    if text := influence_text(findings):
-        print(text)
     for warning in findings.warnings:
         print(f"warning: {warning}")
     for model, why in findings.left_out.items():

@@ -56,7 +56,6 @@ class SelectOptions:
         device: where the model runs. auto: on a GPU if there is one
         root: folder of pictures and numbers (default: selected/MODEL-TASK, of several models selected/models-TASK)
         export: write the cut model to this folder, with its probe and its page
-        keep_lm_head: also export the model's own head
         overwrite: replace an earlier export in the folder of --export
         rounds: rounds of measuring times
     """
@@ -80,7 +79,6 @@ class SelectOptions:
     device: Device = "auto"
     root: Path | None = None
     export: Path | None = None
-    keep_lm_head: bool = False
     overwrite: bool = False
     rounds: Annotated[int, COUNT] = 20
 
@@ -145,8 +143,7 @@ def select(model: str, others: list[str], options: SelectOptions) -> int:
     _show(selection.task, selection.choice)
     print(*paths, sep="\n")
     if options.export is not None:
-        chosen = {name: getattr(options, name) for name in ("keep_lm_head", "overwrite")}
-        selection.export(options.export, paths[0], **chosen)
+        selection.export(options.export, paths[0], overwrite=options.overwrite)
         print(options.export)
     return 0
 
