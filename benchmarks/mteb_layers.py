@@ -117,7 +117,7 @@ def _row(what: str, num_texts: int, seconds: dict, scoring: float | None, target
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="local data of the tasks")
-    parser.add_argument("--tasks", default="STS16,TrecQaAnswers,StackOverflowTitles")
+    parser.add_argument("--tasks", default="STS16,Banking77Classification")
     parser.add_argument("--num_texts", type=int, default=1000, help="of each task, at most")
     parser.add_argument("--scoring", action="store_true")
     parser.add_argument("--layers", type=int, default=6)

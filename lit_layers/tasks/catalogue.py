@@ -18,7 +18,7 @@ import yaml
 from lit_layers.errors import InputError, did_you_mean
 from lit_layers.identity import sha16
 from lit_layers.tasks.probe_task import ProbeTask
-from lit_layers.tasks.task_files import MAPPING, Task, Use, local_copies
+from lit_layers.tasks.task_files import Task, Use, local_copies
 
 Domain = Literal["classification", "clustering", "pair_classification", "reranking", "sts"]
 DOMAINS: tuple[Domain, ...] = get_args(Domain)
@@ -61,11 +61,6 @@ class ScoredTask(Task):
     @property
     def scores(self) -> tuple[str, ...]:
         return (self.score,) if isinstance(self.score, str) else self.score
-
-    @property
-    def official(self) -> bool:
-        """Whether mteb has it; the data of any other task of MTEB's kind are local."""
-        return self.name in tasks_of("mteb")
 
     @property
     def has_files(self) -> bool:
@@ -126,20 +121,17 @@ def resolve(names: Sequence[str], folder: Path | None = None) -> list[ScoredTask
         folder: of local data, which tasks are read from that have all their files there; `local` is all of these.
 
     Raises:
-        InputError: a name that is none, or nothing left; a task of one's own without domain or score.
+        InputError: a name that is none, or nothing left.
     """
     tasks = tasks_of("mteb")
     groups: dict[str, list[str]] = {SUITE: [*tasks]}
     for task in LAYERWISE32:
         groups.setdefault(task.domain, []).append(task.name)
     for name, copy in ({} if folder is None else local_copies("mteb", folder)).items():
-        task = tasks.get(name, ScoredTask(name)).as_copied(copy)
-        if not (task.domain and task.score):
-            remedy = f"of a task of your own {copy.folder / MAPPING} says domain and score among its options"
-            raise unknown_task(name, tasks, remedy)
-        if task.has_files:
+        if name not in tasks:
+            raise unknown_task(name, tasks)
+        if (task := tasks[name].as_copied(copy)).has_files:
             groups.setdefault(LOCAL, []).append(name)
-        if task.has_files or not task.official:
             tasks[name] = task
     chosen = dict.fromkeys(each for name in names for each in groups.get(name, [name]))
     if unknown := [name for name in chosen if name not in tasks]:

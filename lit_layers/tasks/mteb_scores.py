@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -95,7 +95,7 @@ class MtebTask(WithTokenizer, Analysis):
     def config(self) -> dict[str, Any]:
         """Of all that decides the numbers; mteb's own version, too."""
         config = super().config()
-        task = {name: getattr(self.task, name) for name in ("name", "domain", "score", "subset", "official")}
+        task = {name: getattr(self.task, name) for name in ("name", "domain", "score", "subset")}
         config["init_args"] |= {"task": task, "mteb": version_of("mteb")}
         return config
 
@@ -227,24 +227,14 @@ def _without_labels(scored: MtebTask, max_tokens: int) -> list[Analysis]:
     try:
         invariance.views  # noqa: B018
     except InputError as error:  # the texts of one task must not keep the others from being measured
-        return [representation, Refused(name=invariance.name, reason=str(error))]
+        scored._say(f"no {invariance.name}: {error}")
+        return [representation]
     return [representation, invariance]
-
-
-@dataclass(kw_only=True)
-class Refused(Analysis):
-    """What cannot be measured on the data at hand: its line among the measurements says why."""
-
-    name: str
-    reason: str
-
-    def compute(self, model: LayeredModel) -> Iterable[Record]:
-        raise InputError(self.reason)
 
 
 @dataclass(frozen=True, eq=False)
 class Averages:
-    """Of one checkpoint and one way of measuring. Layer 0 stands apart: "best" and "last" are of layers 1 to L.
+    """Means of one checkpoint and one way of measuring.
 
     `curve` has a row for each layer: `average`, the unweighted mean over tasks, and a column for each domain; NaN where
     a task has no score at that layer. `missing` names the tasks that were asked for and have no score of some layer
@@ -260,16 +250,6 @@ class Averages:
     curve: pd.DataFrame  # layer, average, classification, ...
     missing: tuple[str, ...]
     options: dict[str, Any] = field(default_factory=dict)
-
-    def at(self, layer: int) -> float:
-        """The mean at a layer."""
-        means = self.curve.loc[self.curve["layer"] == layer, "average"]
-        return float(means.iloc[0]) if len(means) else float("nan")
-
-    def best_layer(self) -> int:
-        """The layer from 1 on of the highest mean; of several the first."""
-        means = {layer: self.at(layer) for layer in self.curve["layer"].tolist() if layer > 0}
-        return max(means, key=lambda layer: means[layer])
 
     def best_per_task(self) -> float:
         """The mean over tasks of each task's own best layer from 1 on: an oracle."""

@@ -1,13 +1,12 @@
 """Tasks of mteb with their data, of a local copy or the Hub, and their evaluation by mteb.
 
-Of a local copy are official tasks whose data set lies there, and tasks that mteb does not have. mteb is optional, and
-like `datasets` takes seconds to import: functions do, where they need it.
+mteb is optional, and like `datasets` takes seconds to import: functions do, where they need it.
 """
 
 import contextlib
 import functools
 import itertools
-import math
+import json
 import random
 import time
 from collections.abc import Iterator
@@ -20,17 +19,11 @@ import torch
 
 from lit_layers.errors import InputError
 from lit_layers.identity import sha16
-from lit_layers.tasks.catalogue import LAYERWISE32, ScoredTask
+from lit_layers.tasks.catalogue import ScoredTask
 from lit_layers.tasks.embeddings import LayerEncoder
 from lit_layers.tasks.task_files import quiet, version_of
 
 SPLIT = "test"
-DOCUMENTS = 2048  # that a clustering is made of, as in mteb's own newer clusterings
-_CLUSTERED = {
-    "max_fraction_of_documents_to_embed": None,
-    "max_document_to_embed": DOCUMENTS,
-    "max_documents_per_cluster": DOCUMENTS,
-}
 _COLUMNS = {
     "classification": ("text", "label"),
     "clustering": ("sentences", "labels"),
@@ -50,8 +43,7 @@ def data_hash(spec: ScoredTask) -> str | None:
 def describe(spec: ScoredTask) -> dict[str, Any]:
     """Return where the data come from and how they differ from the official ones, for the results."""
     facts: dict[str, Any] = {"source": "hub" if spec.copy is None else "folder"}
-    if spec.official:
-        facts["dataset"] = dict(_official(spec.name).metadata.dataset)
+    facts["dataset"] = dict(_official(spec.name).metadata.dataset)
     if spec.copy is not None and spec.copy.difference:
         facts["difference"] = spec.copy.difference
     return facts
@@ -90,8 +82,7 @@ def _open_copy(spec: ScoredTask, seed: int) -> Any:
     """The task of mteb with its data, as mteb's own reading would leave it."""
     from datasets import Dataset, DatasetDict
 
-    kind: Any = type(_official(spec.name)) if spec.official else _own_kind(spec)
-    task = kind(seed=seed)
+    task = type(_official(spec.name))(seed=seed)
     task.hf_subsets = [spec.subset]
     names = dict.fromkeys(_COLUMNS[spec.domain], "columns")
     splits = {split: spec.read([split], names).values for split in spec.splits}
@@ -101,7 +92,8 @@ def _open_copy(spec: ScoredTask, seed: int) -> Any:
         task.dataset = {"default": {"test": _candidates(splits["test"])}}
     else:
         task.dataset = DatasetDict({split: Dataset.from_dict(columns) for split, columns in splits.items()})
-        task.dataset_transform()
+        if spec.domain != "pair_classification":  # whose columns have their final names
+            task.dataset_transform()
     task.data_loaded = True
     return task
 
@@ -140,26 +132,6 @@ def _candidates(columns: dict[str, list[Any]]) -> dict[str, Any]:
     }
 
 
-@functools.cache
-def _own_kind(spec: ScoredTask) -> Any:
-    """A class of mteb for a task that it does not have."""
-    from mteb import abstasks
-
-    bases = {
-        "classification": abstasks.AbsTaskClassification,
-        "clustering": abstasks.AbsTaskClustering,
-        "pair_classification": abstasks.AbsTaskPairClassification,
-        "reranking": abstasks.AbsTaskRetrieval,
-        "sts": abstasks.AbsTaskSTS,
-    }
-    like = next(each for each in LAYERWISE32 if each.domain == spec.domain)
-    facts = {"name": spec.name, "description": f"{spec.name}, from local files.", "main_score": spec.score}
-    facts |= {"dataset": {"path": "local", "revision": "local"}, "eval_splits": [SPLIT], "eval_langs": ["eng-Latn"]}
-    metadata = _official(like.name).metadata.model_copy(update=facts)
-    more = _CLUSTERED if spec.domain == "clustering" else {}
-    return type(spec.name, (bases[spec.domain],), {"metadata": metadata, **more})
-
-
 class Prepared:
     """A task of mteb that is scored once for each layer, each time as if it were new.
 
@@ -175,9 +147,7 @@ class Prepared:
             task._calculate_scores = lambda truth, predicted: scores(np.asarray(truth[:]), predicted)
 
     def evaluate(self, encoder: LayerEncoder) -> dict[str, Any]:
-        """mteb's result: all scores of the split, and the main one as `main_score`; NaN is None."""
-        from mteb.results.task_result import TaskResult
-
+        """Return mteb's scores of the split, and the main one as `main_score`; NaN is None."""
         task, start = cloned(self.task), time.perf_counter()
         task.rng_state, task.np_rng = random.Random(task.seed), np.random.default_rng(task.seed)
         with _seeded(task.seed), quiet():
@@ -187,14 +157,14 @@ class Prepared:
                 subsets_to_run=[self.spec.subset],
                 encode_kwargs={"batch_size": 1024, "show_progress_bar": False},
             )
-        result = TaskResult.from_task_results(task, {SPLIT: scores}, evaluation_time=time.perf_counter() - start)
-        (row,) = result.scores[SPLIT]
+        written = json.dumps(scores[self.spec.subset], default=lambda value: value.tolist())
+        row = json.loads(written, parse_constant=lambda _: None)
         return {
-            "main_score": _finite(row["main_score"]),
-            "mteb_version": result.mteb_version,
-            "dataset_revision": result.dataset_revision,
-            "seconds": result.evaluation_time,
-            "scores": _plain(row),
+            "main_score": row["main_score"],
+            "mteb_version": version_of("mteb"),
+            "dataset_revision": task.metadata.revision,
+            "seconds": time.perf_counter() - start,
+            "scores": row,
         }
 
     def num_rows(self) -> int:
@@ -254,18 +224,3 @@ def _seeded(seed: int) -> Iterator[None]:
         finally:
             np.random.set_state(in_numpy)  # noqa: NPY002
             random.setstate(in_python)
-
-
-def _plain(value: Any) -> Any:
-    """As JSON has it: numbers of numpy as Python's, what is not finite as None."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist())
-    return _finite(value) if isinstance(value, float) else value
-
-
-def _finite(value: Any) -> float | None:
-    return float(value) if math.isfinite(value) else None

@@ -21,7 +21,7 @@ from tests.support.rounding import close_records
 from tests.support.tiny_models import tiny
 from tests.tasks.tiny_tasks import Passes, write_tiny_data
 
-TASKS = "STSBenchmark,MrpcParaphrases,TrecQaAnswers"
+TASKS = "STSBenchmark,TwitterURLCorpus,AskUbuntuDupQuestions"
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_all_layers_are_scored_printed_and_written(home, tmp_path, capsys):
         assert name in said
     scores = pd.read_csv(tmp_path / "mteb" / "scores.csv")
     assert [name for name in scores.columns if name.startswith("layer")] == [f"layer_{n:03d}" for n in range(4)]
-    assert scores["task"].tolist() == ["MrpcParaphrases", "TrecQaAnswers", "STSBenchmark"]
+    assert scores["task"].tolist() == ["TwitterURLCorpus", "AskUbuntuDupQuestions", "STSBenchmark"]
     means = pd.read_csv(tmp_path / "mteb" / "averages.csv")
     assert means["average"].tolist() == pytest.approx([scores[f"layer_{n:03d}"].mean() for n in range(4)])
     names = [each.analysis for each in records.read(tmp_path / "measurements.jsonl")]
@@ -158,11 +158,11 @@ def test_a_saved_model_without_a_row_is_scored_as_any_other(home, tmp_path):
 
 
 def test_metrics_are_of_the_same_texts_and_states(home, tmp_path):
-    assert run(home, tmp_path, "--metrics", "--states", "normed", tasks="STSBenchmark,MrpcParaphrases") == 0
+    assert run(home, tmp_path, "--metrics", "--states", "normed", tasks="STSBenchmark,TwitterURLCorpus") == 0
     found = {each.analysis: each for each in records.read(tmp_path / "measurements.jsonl")}
     measured = {"representation/STSBenchmark", "invariance/STSBenchmark"}
     # pairs that are alike or not have no column of texts
-    assert found.keys() == {"mteb/STSBenchmark", "mteb/MrpcParaphrases", *measured}
+    assert found.keys() == {"mteb/STSBenchmark", "mteb/TwitterURLCorpus", *measured}
     of_layers = [record for each in found.values() for record in each.records if record.layer is not None]
     assert {record.tags["states"] for record in of_layers} == {"normed"}
 
@@ -186,20 +186,20 @@ def test_metrics_are_of_the_same_pooling(home, tmp_path):
 
 @pytest.mark.soak
 def test_an_older_score_does_not_stand_in_for_a_task_that_failed_since(home, tmp_path, capsys):
-    assert run(home, tmp_path, tasks="STSBenchmark,TrecQaAnswers") == 0
+    assert run(home, tmp_path, tasks="STSBenchmark,AskUbuntuDupQuestions") == 0
     shutil.copytree(home / "data", tmp_path / "data")
     shutil.rmtree(tmp_path / "data" / "trecqa_reranking")
-    command = ["mteb", home / "model", "--tasks", "STSBenchmark,TrecQaAnswers", "--folder", tmp_path / "data"]
+    command = ["mteb", home / "model", "--tasks", "STSBenchmark,AskUbuntuDupQuestions", "--folder", tmp_path / "data"]
     assert main([str(part) for part in [*command, "--root", tmp_path, "--max_tokens", "5"]]) == 1
-    assert "in no mean, as it lacks scores: TrecQaAnswers" in capsys.readouterr().out
+    assert "in no mean, as it lacks scores: AskUbuntuDupQuestions" in capsys.readouterr().out
     assert pd.read_csv(tmp_path / "mteb" / "scores.csv")["task"].tolist() == ["STSBenchmark"]
 
 
 def test_the_files_hold_what_earlier_commands_scored(home, tmp_path):
     assert run(home, tmp_path, tasks="STSBenchmark") == 0
-    assert run(home, tmp_path, "--layers", "0,1", tasks="TrecQaAnswers") == 0
+    assert run(home, tmp_path, "--layers", "0,1", tasks="AskUbuntuDupQuestions") == 0
     scores = pd.read_csv(tmp_path / "mteb" / "scores.csv")
-    assert scores["task"].tolist() == ["TrecQaAnswers", "STSBenchmark"]
+    assert scores["task"].tolist() == ["AskUbuntuDupQuestions", "STSBenchmark"]
 
 
 def test_texts_whose_views_are_equal_fail_alone(home, tmp_path, monkeypatch, capsys):

@@ -297,7 +297,7 @@ def test_vectors_and_scores_are_those_of_sentence_transformers(name, tmp_path, r
     theirs.tokenizer.pad_token = theirs.tokenizer.pad_token or theirs.tokenizer.eos_token
     np.testing.assert_allclose(vectors(folder, tmp_path, 3), theirs.encode(TEXTS), rtol=1e-4, atol=1e-4)
     view = saved_model(folder)
-    for each in ("Banking77Classification", "TrecQaAnswers", "MrpcParaphrases"):
+    for each in ("Banking77Classification", "AskUbuntuDupQuestions", "TwitterURLCorpus"):
         one = task(each, data, folder, tmp_path, encoder=encoder_in(folder), layers=(3,))
         (record,) = records_of(one, view)
         official = open_task(one.task, seed=42)

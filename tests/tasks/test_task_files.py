@@ -177,13 +177,11 @@ def test_names_are_unique_within_a_use_and_unknown_ones_are_refused_with_their_n
 
 
 def test_files_of_any_split_are_those_that_are_there(tmp_path: Path) -> None:
-    options = {"domain": "classification", "score": "accuracy"}
-
     def songs(files: Any) -> ScoredTask:
-        write(tmp_path, json.dumps({"mteb": {"Songs": {"files": files, "options": options}}}))
-        return resolve(["Songs"], tmp_path)[0]
+        write(tmp_path, json.dumps({"mteb": {"EmotionClassification": {"files": files}}}))
+        return resolve(["EmotionClassification"], tmp_path)[0]
 
-    assert not songs("{split}.csv").has_files
+    assert songs("{split}.csv").copy is None
     for split in ("test", "train"):
         (tmp_path / f"{split}.csv").write_text(f"text,label\n{split},1\n")
     assert songs("{split}.csv").has_files

@@ -17,8 +17,12 @@ from lit_layers.tasks.mteb_scores import MtebTask
 from tests.support.data_mapping import with_mapping
 from tests.support.labelled_texts import MOODS, labelled, saved_gpt2
 
-NAMES = ["Banking77Classification", "MrpcParaphrases", "STSBenchmark", "TrecQaAnswers", "StackOverflowTitles"]
+NAMES = ["Banking77Classification", "TwitterURLCorpus", "STSBenchmark", "AskUbuntuDupQuestions"]
 NAMES += ["TwentyNewsgroupsClustering"]
+ENTRIES = """
+  TwitterURLCorpus: {files: glue/mrpc_test.parquet, columns: {labels: label}}
+  AskUbuntuDupQuestions: reranking/test.parquet
+"""
 
 
 def write(path: Path, **columns: list[Any]) -> None:
@@ -28,7 +32,8 @@ def write(path: Path, **columns: list[Any]) -> None:
 
 def write_tiny_data(folder: Path) -> Path:
     """Songs with their moods: as intents, clusters, pairs and answers."""
-    with_mapping(folder)
+    with (with_mapping(folder) / "tasks.yaml").open("a") as mapping:  # which ends with those of mteb
+        mapping.write(ENTRIES.lstrip("\n"))
     draw = random.Random(0)
     for split, first, count in (("train", 0, 60), ("test", 60, 30)):
         rows = labelled(count, first=first)
@@ -46,7 +51,7 @@ def write_tiny_data(folder: Path) -> Path:
     write(folder / "glue" / "stsb_test.parquet", sentence1=firsts, sentence2=seconds, score=scores)
     candidates = [(number, draw.choice(songs)) for number in range(8) for _ in range(6)]
     write(
-        folder / "trecqa_reranking" / "test.parquet",
+        folder / "reranking" / "test.parquet",
         query_id=[number for number, _ in candidates],
         query=[f"Who sang a {MOODS[number % 3]} song?" for number, _ in candidates],
         candidate=[text for _, (text, _) in candidates],
@@ -54,9 +59,9 @@ def write_tiny_data(folder: Path) -> Path:
         relevant=[int(mood == MOODS[number % 3] and number < 7) for number, (_, mood) in candidates],
     )
     titles = labelled(50)
-    for path, column in (("short_text_clustering/stackoverflow", "text"), ("twenty_newsgroups/test", "subject")):
-        columns: dict[str, list[Any]] = {column: [text for text, _ in titles]}
-        write(folder / f"{path}.parquet", **columns, label=[MOODS.index(mood) for _, mood in titles])
+    columns: dict[str, list[Any]] = {"subject": [text for text, _ in titles]}
+    columns["label"] = [MOODS.index(mood) for _, mood in titles]
+    write(folder / "twenty_newsgroups" / "test.parquet", **columns)
     return folder
 
 
