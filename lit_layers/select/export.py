@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
@@ -30,7 +30,7 @@ from lit_layers.models.copies import truncate
 from lit_layers.models.families import Network, trunk_of
 from lit_layers.models.saved import load
 from lit_layers.models.view import Batch, LayeredModel, at_least_float32
-from lit_layers.select.choosing import Choice, Score
+from lit_layers.select.choosing import Choice
 
 Kind = Literal["classification", "regression"]
 TENSORS, FACTS = "probe.safetensors", "probe.json"
@@ -237,10 +237,6 @@ def load_classifier(folder: str | Path, *, device: str = "cpu", batch_size: int 
     return LayerClassifier(model, head, tokenizer, batch_size)
 
 
-POOLINGS = (  # of texts, of images
-    {"last": "taken at the last real token", "mean": "averaged over all real tokens"},
-    {"last": "taken at the last patch", "mean": "averaged over the patches"},
-)
 ON_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
@@ -261,7 +257,7 @@ class Card:
 def render(
     card: Card, facts: HeadFacts, *, package: str, picture: str | None, final_norm: bool = True, of_images: bool = False
 ) -> str:
-    """The README.md of an export, in Markdown with the header that model pages of the Hub begin with.
+    """Return the README.md of an export, in Markdown with the header that model pages of the Hub begin with.
 
     `package` is the one that opens the model, `picture` the name of a file beside it; `final_norm` says whether the
     model has a norm behind its last block, `of_images` whether it takes images.
@@ -269,52 +265,12 @@ def render(
     header: dict[str, Any] = {"library_name": package, "tags": ["lit_layers", "truncated", facts.kind]}
     if ON_HUB.fullmatch(card.source) and not Path(card.source).exists():
         header["base_model"] = card.source
-    choice = card.choice
-    about = {
-        "source model": card.source,
-        "revision": card.revision,
-        "commit": card.commit,
-        "hash of its weights": card.weights_hash,
-        "task": facts.task,
-        "layer": f"{facts.layer} of {choice.num_layers}",
-        "chosen by": choice.rule if card.tolerance is None else f"{choice.rule}, tolerance {card.tolerance:g}",
-        "pooling": facts.pooling,
-        "tokens kept of a text": facts.max_tokens,
-        "classes": None if facts.classes is None else len(facts.classes),
-    }
-    kinds = {"chosen": facts.layer, "last": choice.num_layers}
-    test = [(f"{layer} ({kind})", f"{choice.test[layer].value:.4f}") for kind, layer in kinds.items()]
     template = files("lit_layers.select").joinpath("model_page.md.jinja").read_text(encoding="utf-8")
     options: Any = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
     page = jinja2.Environment(undefined=jinja2.StrictUndefined, **options).from_string(template)
-    return page.render(
-        card=card,
-        facts=facts,
-        header=yaml.safe_dump(header, sort_keys=False, allow_unicode=True),
-        name=card.source.rstrip("/").rpartition("/")[2],
-        is_classifier=facts.kind == "classification",
-        package=package,
-        is_vision=of_images,
-        pooling=POOLINGS[of_images].get(facts.pooling, "taken at the first token"),
-        about=markdown(("", ""), [(name, str(value)) for name, value in about.items() if value is not None]),
-        validation=score_table(choice.validation, choice.metric, chosen=facts.layer),
-        test=markdown(("layer", choice.metric), test),
-        picture=picture,
-        final_norm=final_norm,
-    )
-
-
-def score_table(scores: Mapping[int, Score], metric: str, *, chosen: int) -> str:
-    """A row for each layer with its score; the chosen one is marked."""
-    rows = [(str(n), f"{scores[n].value:.4f}", "chosen" if n == chosen else "") for n in sorted(scores)]
-    return markdown(("layer", metric, ""), rows)
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table, the first column to the left and the others to the right."""
-    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in (header, *rows)]
-    cells.insert(1, ["---", *["---:"] * (len(header) - 1)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+    about: Any = {"card": card, "facts": facts, "choice": card.choice, "package": package, "picture": picture}
+    about |= {"of_images": of_images, "final_norm": final_norm}
+    return page.render(header=yaml.safe_dump(header, sort_keys=False, allow_unicode=True), **about)
 
 
 # Equal weights at other addresses: MKL's products differ in their last bits on many CPUs, and blocks add that up.

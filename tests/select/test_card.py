@@ -2,8 +2,7 @@
 
 import yaml
 
-from lit_layers.select.choosing import Score
-from lit_layers.select.export import HeadFacts, render, score_table
+from lit_layers.select.export import HeadFacts, render
 from tests.support.exports import card
 
 FACTS = HeadFacts(
@@ -13,13 +12,6 @@ FACTS = HeadFacts(
 
 def cells(table):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-
-
-def test_the_chosen_layer_is_marked_among_its_scores():
-    scores = {layer: Score(value, 0, 1) for layer, value in {2: 0.75, 1: 0.5, 3: 0.75251}.items()}
-    found = cells(score_table(scores, "accuracy", chosen=2))
-    assert found[0] == ["layer", "accuracy", ""]
-    assert found[2:] == [["1", "0.5000", ""], ["2", "0.7500", "chosen"], ["3", "0.7525", ""]]
 
 
 def test_the_page_says_where_the_model_comes_from_why_this_layer_and_how_to_use_it():
@@ -32,10 +24,12 @@ def test_the_page_says_where_the_model_comes_from_why_this_layer_and_how_to_use_
     assert (rows["revision"], rows["commit"], rows["hash of its weights"]) == ("step5000", "abc1", "00ff")
     assert (rows["task"], rows["classes"]) == ("moods", "3")
     assert ["layer", "2 of 3"] in cells(page)
+    scores = [row for row in cells(page) if len(row) == 3]
+    assert scores[0] == ["layer", "accuracy", ""]
+    assert scores[2:] == [["1", "0.5000", ""], ["2", "0.7500", "chosen"], ["3", "0.7525", ""]]
     assert rows["chosen by"] == "within_tolerance, tolerance 0.01"
     assert (rows["2 (chosen)"], rows["3 (last)"]) == ("0.7400", "0.7425")
     for part in (
-        score_table(content.choice.validation, "accuracy", chosen=2),
         "![accuracy over layers](validation.png)",
         "# tiny, cut after block 2 of 3, with a classifier for moods",
         "its licence holds for them: look there.",
