@@ -184,8 +184,6 @@ NOTES = {
     "num_conflicting": "Rows of train and validation whose text stands there with another label, too (kept): {}.",
     "num_unseen_test_rows": "Test rows of a class that train lacks (kept, all of them errors): {}.",
     "num_cut": "Texts that lost their end to the limit of tokens: {}.",
-    "num_train_wanted": "The local copy has fewer training rows than the task asks for: {}.",
-    "num_test_wanted": "The local copy has fewer test rows than the task asks for: {}.",
 }
 
 

@@ -40,8 +40,6 @@ class ScoredTask(Task):
         num_classes: of GLUE; None: a number is predicted.
         examples: worked ones that a benchmark's prompts begin with.
         settings: of lm-eval that are others for a local copy.
-        sets: of a clustering's local copy, how many sets are drawn of its rows; 0: the rows are one.
-        set_size: rows of each set.
     """
 
     source: str = field(default="", kw_only=True)
@@ -55,8 +53,6 @@ class ScoredTask(Task):
     num_classes: int | None = None
     examples: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    sets: int = 0
-    set_size: int = 0
 
     @property
     def scores(self) -> tuple[str, ...]:

@@ -86,8 +86,6 @@ def _open_copy(spec: ScoredTask, seed: int) -> Any:
     task.hf_subsets = [spec.subset]
     names = dict.fromkeys(_COLUMNS[spec.domain], "columns")
     splits = {split: spec.read([split], names).values for split in spec.splits}
-    if spec.sets:
-        splits["test"] = _sets(splits["test"], spec.sets, spec.set_size)
     if spec.domain == "reranking":
         task.dataset = {"default": {"test": _candidates(splits["test"])}}
     else:
@@ -96,13 +94,6 @@ def _open_copy(spec: ScoredTask, seed: int) -> Any:
             task.dataset_transform()
     task.data_loaded = True
     return task
-
-
-def _sets(columns: dict[str, list[Any]], number: int, size: int) -> dict[str, list[Any]]:
-    """So many sets of sentences to cluster, each drawn without repetition."""
-    rows, rng = range(len(columns["labels"])), random.Random(42)
-    sets = [rng.sample(rows, min(size, len(rows))) for _ in range(number)]
-    return {name: [[values[row] for row in chosen] for chosen in sets] for name, values in columns.items()}
 
 
 def _candidates(columns: dict[str, list[Any]]) -> dict[str, Any]:

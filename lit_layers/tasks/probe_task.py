@@ -64,10 +64,6 @@ class TaskData:
     """Rows of train and validation, all kept, whose text also stands there with another target."""
     num_unseen_test_rows: int = 0
     """Test rows of a class that train lacks: no probe can get them right."""
-    num_train_wanted: int | None = None
-    """Rows that the task asks for in training (with the validation cut from it) if the local copy has fewer."""
-    num_test_wanted: int | None = None
-    """Test rows that the task asks for if the local copy has fewer."""
 
     def train_and_validation(self) -> TaskSplit:
         return self.train + self.validation
@@ -105,7 +101,6 @@ class ProbeTask(Task):
         classes: Names of all classes, in the order of their numbers; without it those that occur, by name.
         label_offset: Added to the values of a regression: 1 where stars are stored from 0.
         balance: Random rows of each class (or value) of train; None for all.
-        drop_empty: Leave out rows without text, which are refused otherwise.
         seed: Decides which rows are cut off and drawn.
         description: A line for readers.
     """
@@ -116,7 +111,6 @@ class ProbeTask(Task):
     where: dict[str, str | int | list[str] | list[int]] = field(default_factory=dict)
     classes: tuple[str, ...] | None = None
     label_offset: float = 0.0
-    drop_empty: bool = False
     kind: Literal["classification", "regression"] = "classification"
     train: str | list[str] = "train"
     test: str | None = "test"
@@ -148,9 +142,8 @@ class ProbeTask(Task):
     def load(self, folder: str | None = None) -> TaskData:
         """Read and split the task.
 
-        With `folder`, a data set of the Hub is read from its copy there, where the folder's `tasks.yaml`
-        says. Such a copy may be a sample: where it has fewer rows than the task asks for all are taken, and
-        `num_train_wanted` or `num_test_wanted` tells.
+        With `folder`, a data set of the Hub is read from its copy there, where the folder's `tasks.yaml` says. Rows
+        without text are left out and counted.
 
         Raises:
             InputError: an option is wrong (`check`); a file, split, column, text or label is missing; the Hub does not
@@ -183,7 +176,7 @@ Rows = list[Row]
 def _load(task: ProbeTask) -> TaskData:
     parts, classes, num_empty = _read(task)
     num_duplicates, num_validation_duplicates = _part(task, parts)
-    asked_for = _choose(task, parts)
+    _choose(task, parts)
     train, validation, test = (parts[part] for part in ("train", "validation", "test"))
     if len(seen := {row.label for row in train}) < 2:
         held = classes[train[0].label] if classes else train[0].label
@@ -201,8 +194,6 @@ def _load(task: ProbeTask) -> TaskData:
         num_empty=num_empty,
         num_conflicting=sum(labels[row.key] > 1 for row in train + validation),
         num_unseen_test_rows=sum(row.label not in seen for row in test) if classes else 0,
-        num_train_wanted=asked_for.get("train"),
-        num_test_wanted=asked_for.get("test"),
     )
 
 
@@ -235,46 +226,35 @@ def _part(task: ProbeTask, parts: dict[str, Rows]) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-def _choose(task: ProbeTask, parts: dict[str, Rows]) -> dict[str, int]:
-    """Draw and cut off the parts; how many rows the task asks for where a copy has fewer."""
-    parts["train"], asked_for_in_all = _balanced(task, parts["train"])
-    asked_for = {"train": asked_for_in_all} if asked_for_in_all else {}
+def _choose(task: ProbeTask, parts: dict[str, Rows]) -> None:
+    """Draw and cut off the parts."""
+    if task.balance is not None:
+        parts["train"] = _balanced(task, parts["train"], task.balance)
     if "test" not in parts:
         parts["train"], parts["test"] = _cut(task, parts["train"], "test")
-        if asked_for_in_all:
-            held_out = round(asked_for_in_all * task.test_share)
-            asked_for = {"train": asked_for_in_all - held_out, "test": held_out}
     for part, number in (("train", task.num_train), ("test", task.num_test)):
         if number is None:
             continue
         if len(parts[part]) < number:
-            if task.copy is None:
-                raise task.refusal(f"num_{part}", f"{part} has {len(parts[part])} rows, {number} were asked for")
-            asked_for[part] = number
+            raise task.refusal(f"num_{part}", f"{part} has {len(parts[part])} rows, {number} were asked for")
         parts[part] = _drawn(task, parts[part], number, f"num_{part}")
     if "validation" not in parts:
         parts["train"], parts["validation"] = _cut(task, parts["train"], "validation")
-    return asked_for
 
 
 def _drawn(task: ProbeTask, rows: Rows, number: int, purpose: str) -> Rows:
     return [rows[index] for index in draw([row.key for row in rows], number, seed=task.seed, purpose=purpose)]
 
 
-def _balanced(task: ProbeTask, rows: Rows) -> tuple[Rows, int | None]:
-    """`balance` random rows of each class, and how many that should be in all where a copy has fewer."""
-    if task.balance is None:
-        return rows, None
+def _balanced(task: ProbeTask, rows: Rows, number: int) -> Rows:
+    """Return so many random rows of each class."""
     by_label: dict[Any, Rows] = {}
     for row in rows:
         by_label.setdefault(row.label, []).append(row)
-    fewest = min(map(len, by_label.values()))
-    if fewest < task.balance and task.copy is None:
+    if (fewest := min(map(len, by_label.values()))) < number:
         raise task.refusal("balance", f"{rows[0].place} has a label of {fewest} rows: ask for as many at most")
-    number = min(fewest, task.balance)
     chosen = [row for those in by_label.values() for row in _drawn(task, those, number, "balance")]
-    in_order = sorted(chosen, key=lambda row: row.number)
-    return in_order, task.balance * len(by_label) if number < task.balance else None
+    return sorted(chosen, key=lambda row: row.number)
 
 
 def _cut(task: ProbeTask, rows: Rows, part: Literal["test", "validation"]) -> tuple[Rows, Rows]:
@@ -301,15 +281,13 @@ def _rows(task: ProbeTask, splits: Sequence[str]) -> tuple[Rows, tuple[str, ...]
     columns |= {column: "where" for column in task.where if column not in columns}
     read = task.read(splits, columns)
     texts = {number: _text(task, read, number) for number in _kept(task, read)}
-    empty = [number for number, text in texts.items() if not text]
-    if empty and not task.drop_empty:
-        raise task.refusal("text", f"row {empty[0]} of {read.place} has none: drop_empty leaves such rows out")
+    num_empty = sum(not text for text in texts.values())
     texts = {number: text for number, text in texts.items() if text}
     labels = read.values[task.label]
     if (row := next((n for n in texts if _is_missing(labels[n])), None)) is not None:
         raise task.refusal("label", f"row {row} of {read.place} has no value in column {task.label!r}")
     rows = [Row(text, normalised(text), labels[n], n, read.place) for n, text in texts.items()]
-    return rows, read.class_names.get(task.label), len(empty)
+    return rows, read.class_names.get(task.label), num_empty
 
 
 def _as_classes(

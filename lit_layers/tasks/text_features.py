@@ -54,7 +54,7 @@ class TaskRows:
         """Return as tags the counts above 0 of rows that were left out, cut or missing."""
         data = self.data
         names = ("num_duplicates", "num_empty", "num_conflicting", "num_unseen_test_rows")
-        counts = {name: getattr(data, name) for name in (*names, "num_train_wanted", "num_test_wanted")}
+        counts = {name: getattr(data, name) for name in names}
         counts["num_cut"] = sum(texts.num_cut for texts in self.texts.values())
         return {name: count for name, count in counts.items() if count}
 

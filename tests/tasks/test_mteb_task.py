@@ -145,11 +145,9 @@ def reranking(data: Path, of: Vectors) -> float:
 
 
 def clustering(data: Path, of: Vectors) -> float:
-    subjects, labels = columns(data, "twenty_newsgroups/test.parquet", "subject", "label")
-    draw, found = random.Random(42), []
-    for _ in range(10):
-        rows = draw.sample(range(len(subjects)), len(subjects))
-        points, truth = of([subjects[row] for row in rows]).astype(np.float32), [labels[row] for row in rows]
+    found = []
+    for texts, truth in zip(*columns(data, "twenty_newsgroups/sets.parquet", "sentences", "labels"), strict=True):
+        points = of(texts).astype(np.float32)
         model = MiniBatchKMeans(n_clusters=3, batch_size=500, n_init="auto", random_state=42).fit(points)
         found.append(v_measure(truth, model.labels_.tolist()))
     return float(np.mean(found))

@@ -271,20 +271,6 @@ def test_a_balanced_task_has_equally_many_rows_of_each_class(tmp_path):
     )
 
 
-def test_a_copy_with_fewer_rows_than_asked_for_gives_all_and_says_so(tmp_path):
-    write_splits(tmp_path / "set", train=made_rows(100), test=made_rows(20, seed=1))
-    (tmp_path / "tasks.yaml").write_text("probe: {t: 'set/{split}.parquet'}")
-    task = ProbeTask("t", "org/name", num_train=150, num_test=10)
-    data = task.load(str(tmp_path))
-    assert (len(data.train_and_validation()), data.num_train_wanted) == (100, 150)
-    assert (len(data.test), data.num_test_wanted) == (10, None)
-    equal = ProbeTask("t", "org/name", train="train", test=None, balance=40)
-    data = equal.load(str(tmp_path))
-    assert data.train_and_validation().targets.bincount().tolist() == [14, 14, 14]  # 20 of the rarest class
-    assert data.test.targets.bincount().tolist() == [6, 6, 6]
-    assert (data.num_train_wanted, data.num_test_wanted) == (84, 36)
-
-
 def test_what_conflicts_and_what_no_probe_has_seen_is_counted_and_kept(tmp_path):
     train, test = made_rows(100), made_rows(20, seed=1)
     train["text"][:5] = ["same text", "Same  text", "SAME TEXT", "other", "other"]
@@ -297,14 +283,11 @@ def test_what_conflicts_and_what_no_probe_has_seen_is_counted_and_kept(tmp_path)
     assert data.num_unseen_test_rows == 3
 
 
-def test_rows_without_text_are_refused_unless_they_may_be_dropped(tmp_path):
+def test_rows_without_text_are_left_out_and_counted(tmp_path):
     train, test = made_rows(100), made_rows(20, seed=1)
     train["text"][7], train["text"][8], test["text"][2] = "", " \n", None
     folder = write_splits(tmp_path, train=train, test=test)
-    assert refusal(ProbeTask("t", folder)) == (
-        f"task t: text: row 7 of {folder}/train.parquet has none: drop_empty leaves such rows out"
-    )
-    data = ProbeTask("t", folder, drop_empty=True).load()
+    data = ProbeTask("t", folder).load()
     assert (len(data.train_and_validation()), len(data.test), data.num_empty) == (98, 19, 3)
     assert not {7, 8} & set(data.train_and_validation().rows)
 
@@ -737,7 +720,6 @@ def test_a_published_set_is_read_whole_but_for_texts_of_its_test(name, loaded, r
         share = torch.bincount(data.validation.targets) / torch.bincount(data.train_and_validation().targets)
         assert len(data.validation) == round(0.2 * len(data.train_and_validation()))
         assert (share - 0.2).abs().max() < 0.04
-    assert data.num_train_wanted == (10_000 if name == "ag_news" else None)
     check_parts(data)
 
 
@@ -746,7 +728,6 @@ def test_tweet_sentiment_has_the_sizes_of_the_paper(loaded):
     data = loaded("tweet_sentiment")
     assert (len(data.train_and_validation()), len(data.test)) == (10_223, 4_382)
     assert data.classes == ("negative", "positive")
-    assert data.num_train_wanted is None
     check_parts(data)
 
 
@@ -757,7 +738,6 @@ def test_yelp_has_equally_many_reviews_of_each_star(loaded, realdata):
     both, test = (Counter(part.targets.tolist()) for part in (data.train_and_validation(), data.test))
     assert both + test == dict.fromkeys([1.0, 2.0, 3.0, 4.0, 5.0], 854)
     assert set(test.values()) <= {256, 257}
-    assert (data.num_train_wanted, data.num_test_wanted) == (7_000, 3_000)
     both = [pq.read_table(realdata / "yelp_reviews" / f"{split}.parquet") for split in ("validation", "test")]
     stars = [value for table in both for value in table["stars"].to_pylist()]
     assert data.test.targets.tolist() == [stars[row] for row in data.test.rows]

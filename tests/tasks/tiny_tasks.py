@@ -22,6 +22,7 @@ NAMES += ["TwentyNewsgroupsClustering"]
 ENTRIES = """
   TwitterURLCorpus: {files: glue/mrpc_test.parquet, columns: {labels: label}}
   AskUbuntuDupQuestions: reranking/test.parquet
+  TwentyNewsgroupsClustering: {files: twenty_newsgroups/sets.parquet, difference: another draw}
 """
 
 
@@ -59,9 +60,10 @@ def write_tiny_data(folder: Path) -> Path:
         relevant=[int(mood == MOODS[number % 3] and number < 7) for number, (_, mood) in candidates],
     )
     titles = labelled(50)
-    columns: dict[str, list[Any]] = {"subject": [text for text, _ in titles]}
-    columns["label"] = [MOODS.index(mood) for _, mood in titles]
-    write(folder / "twenty_newsgroups" / "test.parquet", **columns)
+    sets = [draw.sample(titles, len(titles)) for _ in range(10)]
+    columns: dict[str, list[Any]] = {"sentences": [[text for text, _ in each] for each in sets]}
+    columns["labels"] = [[MOODS.index(mood) for _, mood in each] for each in sets]
+    write(folder / "twenty_newsgroups" / "sets.parquet", **columns)
     return folder
 
 
