@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lit_layers.data.preparing import TokenShards, prepared
-from lit_layers.data.tokenization import TextTokenizer, bpe_size, load_tokenizer, one_thread, tokenizer_hash
+from lit_layers.data.tokenization import TextTokenizer, bpe_size, load_tokenizer, tokenizer_hash, tokenizer_threads
 from lit_layers.errors import InputError
 from lit_layers.identity import sha16
 from lit_layers.schema import refuse_below_one
@@ -134,7 +134,7 @@ def encode_texts(tokenizer: str | TextTokenizer, texts: Sequence[str], *, max_to
     ids, num_cut = [], 0
     loaded.tokenizer.enable_truncation(max_tokens)
     try:
-        with one_thread():
+        with tokenizer_threads():
             for start in range(0, len(texts), _AT_ONCE):
                 encodings = loaded.tokenizer.encode_batch(list(texts[start : start + _AT_ONCE]))
                 ids += [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
@@ -274,7 +274,7 @@ class GivenBatches(Batches):
     def __init__(self, given: Any, *, tokenizer_hash: str | None = None) -> None:
         is_rows = isinstance(given, Dataset) or callable(getattr(given, "with_format", None))  # of torch, of datasets
         if not (is_rows or isinstance(given, DataLoader | Tensor | list | tuple)):
-            raise InputError(f"batches: {_EXPECTED}; got {_called(given)}")
+            raise InputError(f"batches: {_EXPECTED}; got a {type(given).__name__}")
         if isinstance(getattr(given, "sampler", None), DistributedSampler):
             raise InputError("batches: every process would measure other data: leave the DistributedSampler out")
         self._given: Any = given
@@ -375,10 +375,6 @@ def _batch(given: Any, number: int) -> dict[str, Tensor]:
     if labels is not None and one_each and not labels.is_floating_point():
         values["labels"] = labels.detach().cpu().long()  # of texts or images; those of each token are the text itself
     return values
-
-
-def _called(value: Any) -> str:
-    return f"a {type(value).__name__}" if not isinstance(value, str) else repr(value)
 
 
 class TokenBlocks(Dataset[dict[str, Tensor]]):

@@ -92,10 +92,6 @@ class TokenShards:
         return self.header["vocab_size"]
 
     @property
-    def end_of_text_id(self) -> int:
-        return self.header["end_of_text_id"]
-
-    @property
     def tokenizer_path(self) -> Path:
         return self.folder / TOKENIZER
 
@@ -274,7 +270,7 @@ def _written(
         for name, file in zip(names, opened, strict=True):
             file.truncate(state["sizes"][name])  # of what was written behind the last note
         files = dict(zip(splits, zip(opened[::2], opened[1::2], strict=True), strict=True))
-        stack.enter_context(tokenization.all_threads())
+        stack.enter_context(tokenization.tokenizer_threads(every_core=True))
         size, closed = 0, time.monotonic()
         for read, (text, split, value) in enumerate(_placed(source, limit), start=1):
             if read <= state["read"]:

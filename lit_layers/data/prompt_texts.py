@@ -159,8 +159,25 @@ class CorpusTexts(Texts):
         )
 
 
+class _EncodedBatches(Batches):
+    """Batches of encoded texts, in their order."""
+
+    batch_size: int
+    _encoded: functools.cached_property[EncodedTexts]
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return self._encoded.in_order(self.batch_size)
+
+    def content_hash(self) -> str:
+        return sha16(f"{self._encoded.content_hash()} {self.batch_size}")
+
+    def tokenizer_hash(self) -> str | None:
+        """Load the texts on the first call."""
+        return self._encoded.tokenizer_hash
+
+
 @dataclass
-class TextBatches(Batches):
+class TextBatches(_EncodedBatches):
     """Texts of differing lengths as padded batches, in their order.
 
     Args:
@@ -185,17 +202,8 @@ class TextBatches(Batches):
     def _encoded(self) -> EncodedTexts:
         return encode_texts(tokenizer_of(self.tokenizer, self.corpus), self.texts.texts(), max_tokens=self.max_tokens)
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        return self._encoded.in_order(self.batch_size)
-
     def __len__(self) -> int:
         return -(-len(self._encoded) // self.batch_size)
-
-    def content_hash(self) -> str:
-        return sha16(f"{self._encoded.content_hash()} {self.batch_size}")
-
-    def tokenizer_hash(self) -> str | None:
-        return self._encoded.tokenizer_hash
 
 
 @dataclass
@@ -238,7 +246,7 @@ BENCHMARKS = tuple(tasks_of("prompts").values())
 
 
 @dataclass
-class BenchmarkPrompts(Batches):
+class BenchmarkPrompts(_EncodedBatches):
     """Prompts from ARC (Challenge), GSM8K, HellaSwag, MMLU, TruthfulQA and Winogrande: 200 of each, in turn.
 
     Prompt i comes from benchmark i mod 6, so that the first prompts are of all six as well, and a larger set begins
@@ -251,7 +259,7 @@ class BenchmarkPrompts(Batches):
         tokenizer: A local path, or a name on the Hub.
         folder: Local data, whose `tasks.yaml` says where the prompts lie; None for the data sets of the Hub.
         num_prompts: Number of prompts, over all benchmarks.
-        max_tokens: A longer prompt loses its end; `num_cut()` says how many did.
+        max_tokens: A longer prompt loses its end.
         batch_size: Prompts a batch, in their order; 1 needs no padding.
         seed: Decides which rows are drawn, and their order.
 
@@ -278,24 +286,8 @@ class BenchmarkPrompts(Batches):
         ]
         return [shares[number % len(shares)][number // len(shares)] for number in range(self.num_prompts)]
 
-    def num_cut(self) -> int:
-        """How many prompts have lost their end to `max_tokens`."""
-        return self._encoded.num_cut
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        return self._encoded.in_order(self.batch_size)
-
     def __len__(self) -> int:
         return -(-self.num_prompts // self.batch_size)
-
-    def content_hash(self) -> str:
-        """Sixteen hex digits over the token ids and how they are cut into batches."""
-        layout = "" if self.batch_size == 1 else " right"  # the side of the padding
-        return sha16(f"{self.batch_size}{layout} {[ids.tolist() for ids in self._encoded.ids]}")
-
-    def tokenizer_hash(self) -> str | None:
-        """Load the prompts on the first call."""
-        return self._encoded.tokenizer_hash
 
     @functools.cached_property
     def _encoded(self) -> EncodedTexts:
@@ -357,12 +349,7 @@ class Views:
 
 
 def make_views(
-    texts: Sequence[str],
-    num_views: int = 2,
-    *,
-    seed: int = 0,
-    share: float = 0.3,
-    max_words: int = 10,
+    texts: Sequence[str], num_views: int = 2, *, seed: int = 0, share: float = 0.3, max_words: int = 10
 ) -> Views:
     """Return `num_views` copies of each text with typing errors, which readers still understand.
 
@@ -399,13 +386,7 @@ def make_views(
     )
 
 
-def view_of(
-    text: str,
-    random_state: tuple[int, int, int],
-    *,
-    share: float = 0.3,
-    max_words: int = 10,
-) -> str:
+def view_of(text: str, random_state: tuple[int, int, int], *, share: float = 0.3, max_words: int = 10) -> str:
     """One view of a text; `random_state` is (seed, number of the view, place of the text) and decides all of it."""
     draw = random.Random("/".join(map(str, random_state)))
     for step in ("split", "random character", "keyboard"):

@@ -70,7 +70,7 @@ def train_bpe(texts: Iterable[str], size: int) -> TextTokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    with one_thread():
+    with tokenizer_threads():
         tokenizer.train_from_iterator(_without_long_words(texts), trainer)
     if tokenizer.get_vocab_size() < size:
         most = tokenizer.get_vocab_size()
@@ -153,24 +153,13 @@ def _hash_of(text: str) -> str:
 
 
 @contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Keep `tokenizers` to the calling thread: after its own threads, forked data loaders would warn."""
-    with _threads("false"):
-        yield
+def tokenizer_threads(*, every_core: bool = False) -> Iterator[None]:
+    """Keep `tokenizers` to the calling thread, or have it keep every core busy, where this is no fork.
 
-
-@contextlib.contextmanager
-def all_threads() -> Iterator[None]:
-    """Have `tokenizers` keep every core busy, and one afterwards; in a fork only one."""
-    os.environ.setdefault(_PARALLEL, "false")  # what has been said is not warned of in a forked data loader
-    with _threads("true" if os.getpid() == _PROCESS else "false"):
-        yield
-
-
-@contextlib.contextmanager
-def _threads(choice: str) -> Iterator[None]:
-    before = os.environ.get(_PARALLEL)
-    os.environ[_PARALLEL] = choice
+    After its own threads, forked data loaders would warn; what has been said by then is not warned of.
+    """
+    before = os.environ.get(_PARALLEL, "false" if every_core else None)
+    os.environ[_PARALLEL] = "true" if every_core and os.getpid() == _PROCESS else "false"
     try:
         yield
     finally:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.data.batches import Batches, tokenizer_of
-from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, one_thread, tokenizer_hash
+from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, tokenizer_hash, tokenizer_threads
 from lit_layers.errors import InputError
 from lit_layers.identity import sha16
 from lit_layers.schema import refuse_below_one
@@ -146,7 +146,7 @@ class WordPairs(Batches):
 
 def _encoded(words: Sequence[str], tokenizer: TextTokenizer) -> list[Word]:
     """Each word behind a space, which is not given where the tokenizer puts one in front of any text itself."""
-    with one_thread():
+    with tokenizer_threads():
         bare = tokenizer.tokenizer.encode("a", add_special_tokens=False).tokens
         space = "" if bare and bare[0].startswith(("\u2581", "\u0120")) else " "
         encodings = tokenizer.tokenizer.encode_batch([space + word for word in words])

@@ -9,7 +9,6 @@ import functools
 import json
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -44,18 +43,6 @@ from lit_layers.tasks.task_files import version_of
 NORMALIZED = "normalized_score"
 _CHOOSING = ("name", "variants", "middles", "seeds", "loops", "custom")  # which results are asked for
 _FAILURES = (InputError, FloatingPointError, RuntimeError)  # of one variant; the last is also torch's lack of memory
-
-
-def refuse_no_task(task: str, folder: Path | None) -> None:
-    """Refuse, without a model, what is no task of lm-eval or of a folder of local data.
-
-    Raises:
-        InputError: naming it.
-    """
-    if folder is not None and not task.endswith(".yaml"):
-        local_task(task, folder)
-    else:
-        refuse_unknown(task)
 
 
 def mean_and_error(metric: str, runs: Sequence[Sequence[float]]) -> tuple[float, float | None]:
@@ -189,7 +176,6 @@ class BenchmarkScores(WithTokenizer, Analysis):
         num_tokens, vocab_size = self.words.vocab_size, model.vocab_size or 0
         if num_tokens > vocab_size:
             raise InputError(f"tokenizer: it has {num_tokens} tokens and the model {vocab_size}: give the model's own")
-        version_of("lm_eval")
         if self.folder is None:
             refuse_unknown(self.task)
         self.data_hash()
@@ -230,7 +216,6 @@ class BenchmarkScores(WithTokenizer, Analysis):
             if schedule in scored or schedule in failed:
                 continue
             self._say(f"{variant} ({number} of {len(variants)})")
-            start = time.perf_counter()
             try:
                 with running_order(model.model, schedule), evaluating(model.model):
                     scores = scorer.score(model.model)
@@ -240,7 +225,9 @@ class BenchmarkScores(WithTokenizer, Analysis):
                 failed[schedule] = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 self._say(f"{variant} failed: {failed[schedule]}")
                 continue
-            _write(files[schedule], schedule, scores, self._facts(variant, time.perf_counter() - start))
+            with refused(f"results: cannot write {files[schedule]}"):
+                folder.mkdir(parents=True, exist_ok=True)
+                write_json(files[schedule], self._facts(variant) | vars(scores))
             scored[schedule] = scores
         if len({each.rows_hash for each in scored.values()}) > 1:
             raise InputError(f"{self.name}: the task's rows changed between variants: remove {folder}")
@@ -290,12 +277,13 @@ class BenchmarkScores(WithTokenizer, Analysis):
         options |= {"architecture": architecture_hash(model.model)}
         return self.results / weights_hash(model.model) / self.task_name / hash_of(options)
 
-    def _facts(self, variant: Variant, seconds: float) -> dict[str, Any]:
-        facts: dict[str, Any] = {"task": self.task_name, "variant": str(variant), "limit": self.limit}
-        facts |= {"scorer": f"lm-eval {version_of('lm_eval')}", "seconds": round(seconds, 3)}
+    def _facts(self, variant: Variant) -> dict[str, Any]:
+        """Return what a file says beside its scores, for readers."""
+        facts = {"variant": str(variant), "schedule": format_schedule(variant.schedule)}
+        facts["scorer"] = f"lm-eval {version_of('lm_eval')}"
         if self._local is not None and self._local.copy is not None:
             facts["difference"] = self._local.copy.difference
-        return facts | self.tags_of("dtype")
+        return facts
 
     @functools.cached_property
     def _local(self) -> ScoredTask | None:
@@ -312,21 +300,6 @@ def _read(file: Path) -> TaskScores | None:
         result = json.loads(file.read_text(encoding="utf-8"))
         return TaskScores(**{each.name: result[each.name] for each in fields(TaskScores)})
     return None
-
-
-def _write(file: Path, schedule: Schedule, scores: TaskScores, facts: dict[str, Any]) -> None:
-    """Return when the file is on the disk. `facts` are for its readers."""
-    summary = {metric: mean_and_error(metric, [values]) for metric, values in scores.values.items()}
-    content = {
-        **facts,
-        "schedule": format_schedule(schedule),
-        "n": len(scores.values[SCORE]),
-        "scores": {metric: {"value": value, "stderr": error} for metric, (value, error) in summary.items()},
-        **vars(scores),
-    }
-    with refused(f"results: cannot write {file}"):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, content)
 
 
 def _of_variant(

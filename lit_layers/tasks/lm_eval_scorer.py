@@ -32,19 +32,19 @@ NAMES = {"lambada": "lambada_openai"}  # there: any other name is lm-eval's own
 _STRICT, _FLEXIBLE = "strict-match", "flexible-extract"
 
 
-def refuse_unknown(task: str) -> None:
-    """Refuse what is neither a name of lm-eval's nor a task file.
+def refuse_unknown(task: str, folder: Path | None = None) -> None:
+    """Refuse, without a model, what is no task of lm-eval, no task file and no task of a folder of local data.
 
     Raises:
         InputError: it, or where lm-eval is not installed.
     """
     version_of("lm_eval")
-    if task.endswith(".yaml"):
+    if folder is not None and not task.endswith(".yaml"):
+        local_task(task, folder)
+    elif task.endswith(".yaml"):
         if not Path(task).is_file():
             raise InputError(f"task: expected a task file of lm-eval, {task} does not exist")
-    elif (
-        task not in LOCAL_TASKS
-    ):  # which lm-eval has: to read the names of its thousands of task files takes ten seconds
+    elif task not in LOCAL_TASKS:  # to read the names of lm-eval's thousands of task files takes ten seconds
         with quiet():
             names = _manager(defaults=True).all_tasks
         if task not in names:
@@ -57,18 +57,12 @@ def task_file_hash(path: Path) -> str:
     Raises:
         InputError: one of them cannot be read.
     """
-    waiting, texts = [path], dict[Path, str]()
-    while waiting:
-        file = waiting.pop().resolve()
-        if file in texts:
-            continue
-        with refused(f"task: cannot read {file}"):
-            text = texts[file] = file.read_text(encoding="utf-8")
-        included = re.findall(r"^include:\s*(.+)$", text, re.MULTILINE)
-        scripts = [f"{name}.py" for name in re.findall(r"!function\s+(\w+)\.", text)]
-        beside = [file.parent / name.strip().strip("'\"") for name in (*included, *scripts)]
-        waiting += [each for each in beside if each.is_file()]
-    return sha16(*(f"{len(text)} {text}" for text in texts.values()))
+    with refused(f"task: cannot read {path}"):
+        text = path.read_text(encoding="utf-8")
+    included = re.findall(r"^include:\s*(.+)$", text, re.MULTILINE)
+    scripts = [f"{name}.py" for name in re.findall(r"!function\s+(\w+)\.", text)]
+    files = [path.parent / name.strip().strip("'\"") for name in (*included, *scripts)]
+    return sha16(f"{len(text)} {text}", *(task_file_hash(file) for file in files if file.is_file()))
 
 
 def local_task(name: str, folder: Path, *, training: bool = False) -> ScoredTask:
@@ -96,8 +90,6 @@ def _local_rows(task: ScoredTask) -> dict[str, dict[str, list[Any]]]:
                 why = f"{len(each)} choices and the label {label}"
                 raise InputError(f"task {task.name}: row {number} of {read.place} has {why}")
         rows[split] = read.values
-    if (number := len(rows.get(EXAMPLES, {}).get(task.text[0], ()))) < task.examples:
-        raise InputError(f"task {task.name}: {task.examples} rows of {EXAMPLES} are needed, there are {number}")
     return rows
 
 
@@ -347,12 +339,8 @@ def _manager(defaults: bool) -> Any:
 
 def _tokenizer_of(spec: str) -> tuple[Any, str]:
     path = Path(spec)
-    if path.is_file():
-        if path.name != "tokenizer.json":
-            raise InputError(f"tokenizer: lm-eval reads a folder with a tokenizer.json, got the file {path}")
-        return str(path.parent), "main"
     if path.exists():
-        return str(path.absolute()), "main"
+        return str(path.parent if path.is_file() else path.absolute()), "main"
     name, _, revision = spec.partition("@")
     return name, revision or "main"
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -227,7 +228,7 @@ def _without_labels(scored: MtebTask, max_tokens: int) -> list[Analysis]:
     try:
         invariance.views  # noqa: B018
     except InputError as error:  # the texts of one task must not keep the others from being measured
-        scored._say(f"no {invariance.name}: {error}")
+        warnings.warn(f"{invariance.name} is not measured: {error}", stacklevel=3)
         return [representation]
     return [representation, invariance]
 

@@ -42,11 +42,10 @@ def data_hash(spec: ScoredTask) -> str | None:
 
 def describe(spec: ScoredTask) -> dict[str, Any]:
     """Return where the data come from and how they differ from the official ones, for the results."""
-    facts: dict[str, Any] = {"source": "hub" if spec.copy is None else "folder"}
-    facts["dataset"] = dict(_official(spec.name).metadata.dataset)
-    if spec.copy is not None and spec.copy.difference:
-        facts["difference"] = spec.copy.difference
-    return facts
+    source: dict[str, Any] = {"source": "hub"}
+    if spec.copy is not None:
+        source = {"source": "folder", "difference": spec.copy.difference}
+    return source | {"dataset": dict(_official(spec.name).metadata.dataset)}
 
 
 def open_task(spec: ScoredTask, *, seed: int) -> Any:

@@ -130,8 +130,6 @@ class ProbeTask(Task):
             InputError: says which option.
         """
         refuse_outside(f"task {self.name}: ", _RANGES, vars(self))
-        if self.classes is not None and len(set(self.classes)) < max(2, len(self.classes)):
-            raise self.refusal("classes", f"expected two or more different names, got {list(self.classes)}")
         if "{" in self.text and re.search("[{}]", _FIELD.sub("", self.text)):
             raise self.refusal("text", f"expected {{column}} or {{column[0]}} in {self.text!r}")
 

@@ -5,14 +5,12 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lit_layers import schema
 from lit_layers.data.batches import BATCH_TOKENS, EncodedTexts, encode_texts, tokenizer_of
 from lit_layers.errors import InputError
 from lit_layers.files.durable import Scratch, naming
@@ -72,7 +70,6 @@ class TaskReader:
         folder: str | None = None,
         max_tokens: int = 512,
     ) -> None:
-        schema.refuse_below_one(f"{name}: ", max_tokens=max_tokens)
         self.task, self._name, self._folder = find_task(task), name, folder
         self._tokenizer = tokenizer_of(tokenizer, corpus)
         self._max_tokens = max_tokens
@@ -126,15 +123,6 @@ TextPooling = Literal["last", "mean", "cls"]
 _FILE = "features.npy"
 
 
-class _How(NamedTuple):
-    """How vectors are made of states; `last` is the pooling of the last layer."""
-
-    pooling: Pooling
-    last: Pooling
-    states: States
-    undefined: Literal["raise", "nan"]
-
-
 class LayerFeatures:
     """Features of all layers in a file (layers + 1, rows, dim), read a layer at a time; it goes with the object."""
 
@@ -175,8 +163,19 @@ def text_features(
     Raises:
         InputError: a text longer than the model takes; with `undefined="raise"` states that are not finite.
     """
-    how, scratch = _How(pooling, last or pooling, states, undefined), Scratch()
-    _write(model, texts, how, max_tokens, scratch.folder / _FILE)
+    scratch, shape = Scratch(), (model.num_layers + 1, len(texts), model.dim)
+    with _new_array(scratch, shape, _exact(model)) as features, torch.autocast(model.device.type, enabled=False):
+        for rows, batch in texts.batches(max_tokens):
+
+            def keep(layer: int, hidden: Tensor, mask: Tensor, rows: list[int] = rows) -> None:
+                way = pooling if last is None or layer < model.num_layers else last
+                vectors, finite = _vectors(model, way, states, layer, hidden, mask)
+                if undefined == "raise" and not finite.all():
+                    row = rows[int(finite.int().argmin())]
+                    raise InputError(f"the features of text {row} at layer {layer} are not finite")
+                features[layer, rows] = vectors.numpy()
+
+            model.pass_states(batch, keep)
     return LayerFeatures(scratch)
 
 
@@ -200,15 +199,16 @@ def features_of_texts(values: dict[Any, Tensor]) -> LayerFeatures:
         InputError, OSError: the disk does not take them.
     """
     scratch, order, vectors = Scratch(), values.pop("row"), values.pop("vectors").mT.numpy()
-    with _new_array(scratch.folder / _FILE, vectors.shape, vectors.dtype) as features:
+    with _new_array(scratch, vectors.shape, vectors.dtype) as features:
         for layer, of_layer in enumerate(vectors):
             features[layer, order] = of_layer
     return LayerFeatures(scratch)
 
 
 @contextmanager
-def _new_array(file: Path, shape: tuple[int, ...], dtype: Any) -> Iterator[np.ndarray]:
+def _new_array(scratch: Scratch, shape: tuple[int, ...], dtype: Any) -> Iterator[np.ndarray]:
     """Yield an array that lies in a file; a disk that is too small is refused before anything is written."""
+    file = scratch.folder / _FILE
     with naming(file):
         values = np.lib.format.open_memmap(file, "w+", dtype, shape)
         if hasattr(os, "posix_fallocate"):  # elsewhere a full disk ends the process
@@ -216,22 +216,6 @@ def _new_array(file: Path, shape: tuple[int, ...], dtype: Any) -> Iterator[np.nd
                 os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
         yield values
         values.flush()
-
-
-def _write(model: LayeredModel, texts: EncodedTexts, how: _How, max_tokens: int, file: Path) -> None:
-    shape = (model.num_layers + 1, len(texts), model.dim)
-    with _new_array(file, shape, _exact(model)) as features, torch.autocast(model.device.type, enabled=False):
-        for rows, batch in texts.batches(max_tokens):
-
-            def keep(layer: int, hidden: Tensor, mask: Tensor, rows: list[int] = rows) -> None:
-                way = how.pooling if layer < model.num_layers else how.last
-                vectors, finite = _vectors(model, way, how.states, layer, hidden, mask)
-                if how.undefined == "raise" and not finite.all():
-                    row = rows[int(finite.int().argmin())]
-                    raise InputError(f"the features of text {row} at layer {layer} are not finite")
-                features[layer, rows] = vectors.numpy()
-
-            model.pass_states(batch, keep)
 
 
 def _exact(model: LayeredModel) -> Literal["float64", "float32"]:

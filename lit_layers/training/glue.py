@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lit_layers.data.tokenization import TextTokenizer, WithTokenizer, one_thread
+from lit_layers.data.tokenization import TextTokenizer, WithTokenizer, tokenizer_threads
 from lit_layers.errors import InputError
 from lit_layers.files.durable import write_json
 from lit_layers.functional.block_schedules import Variant
@@ -62,7 +62,7 @@ class EncodedRows:
         self.words.enable_truncation(self.max_tokens, strategy="longest_first")
         self.words.enable_padding(pad_id=filler)
         try:
-            with one_thread():
+            with tokenizer_threads():
                 encodings = self.words.encode_batch([pair if self.is_pair else pair[0] for pair in texts])
         finally:
             self.words.no_truncation()

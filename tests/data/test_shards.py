@@ -43,7 +43,7 @@ def test_a_reader_that_knows_only_flat_files_of_uint16_can_read_them(made):
     block = data[: 64 + 1].astype(np.int64)
     assert tokenizer.decode(block.tolist()).startswith(tokenizer.decode(made.tokens("train")[:20].tolist()))
     assert int(data.max()) < made.vocab_size
-    assert np.memmap(made.folder / "val.bin", dtype=np.uint16, mode="r")[-1] == made.end_of_text_id
+    assert np.memmap(made.folder / "val.bin", dtype=np.uint16, mode="r")[-1] == made.header["end_of_text_id"]
 
 
 @pytest.mark.parametrize(("vocab_size", "name"), [(257, "uint16"), (65536, "uint16"), (65537, "uint32")])

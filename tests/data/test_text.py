@@ -16,7 +16,7 @@ def make(shards, **options) -> EvalText:
 
 
 def documents(shards, split: str = "train") -> list[list[int]]:
-    tokens, end = shards.tokens(split).tolist(), shards.end_of_text_id
+    tokens, end = shards.tokens(split).tolist(), shards.header["end_of_text_id"]
     found, current = [], []
     for token in tokens:
         if token == end:
@@ -42,7 +42,7 @@ def test_a_drawn_window_lies_inside_one_document_and_none_is_drawn_twice(made):
     positions = {window: index for index, window in enumerate(all_windows(made, 12))}
     drawn = [positions[tuple(row)] for row in make(made).windows().tolist()]
     assert len(set(drawn)) == 20
-    assert made.end_of_text_id not in make(made).windows()
+    assert made.header["end_of_text_id"] not in make(made).windows()
 
 
 def test_batches_are_int64_with_a_full_mask_and_the_last_one_takes_the_rest(made):

@@ -259,8 +259,8 @@ def test_a_file_says_what_it_holds(make):
     assert skip["schedule"] == "1 2 6"
     assert skip["scorer"].startswith("lm-eval 0.")
     assert "examples drawn from 1,000 training questions" in skip["difference"]
-    assert len(skip["texts"]) == skip["n"] == 4
-    assert set(skip["scores"]) == {"task_score", "task_score_flexible"}
+    assert len(skip["texts"]) == 4
+    assert set(skip["values"]) == {"task_score", "task_score_flexible"}
 
 
 def test_a_damaged_file_is_scored_again(model, make):

@@ -464,7 +464,6 @@ def test_the_hash_is_that_of_texts_targets_and_parts(tmp_path):
         ({"num_train": 0}, "task t: num_train: expected at least 1, got 0"),
         ({"balance": -1}, "task t: balance: expected at least 1, got -1"),
         ({"seed": -1}, "task t: seed: expected at least 0, got -1"),
-        ({"classes": ("a", "a")}, "task t: classes: expected two or more different names, got ['a', 'a']"),
     ],
 )
 def test_options_that_cannot_be_are_refused_before_anything_is_read(options, sentence):

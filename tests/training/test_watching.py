@@ -190,7 +190,7 @@ def test_an_exception_in_the_loop_frees_the_folder_and_measures_no_more(tmp_path
 def test_what_cannot_be_measured_is_refused_before_the_first_step(tmp_path):
     for model, batches, said in (
         (torch.nn.Linear(2, 2), RandomText(), "Linear"),
-        (network(0.0), "some text", "lens: batches: expected `Batches`, or a DataLoader.*got 'some text'"),
+        (network(0.0), "some text", "lens: batches: expected `Batches`, or a DataLoader.*got a str"),
         (network(0.0), [{"text": ["a"]}], "batch 0 has text"),
     ):
         with pytest.raises(InputError, match=said):

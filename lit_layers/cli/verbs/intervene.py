@@ -20,7 +20,8 @@ from lit_layers.metrics import headlines, look_up, sentence
 from lit_layers.plots import with_task_medians
 from lit_layers.report import write_report
 from lit_layers.schema import COUNT
-from lit_layers.tasks.benchmark_scores import BenchmarkScores, refuse_no_task
+from lit_layers.tasks.benchmark_scores import BenchmarkScores
+from lit_layers.tasks.lm_eval_scorer import refuse_unknown
 
 T = TypeVar("T")
 RESULTS = "intervene"
@@ -125,7 +126,7 @@ def intervene(recipe: Recipe, model: str, checkpoints: Checkpoints, options: Int
         raise InputError(f"{trains[0]}: trains one model, and a series was named: name one of its checkpoints")
     if options.tasks:
         for task in options.tasks:
-            refuse_no_task(task, options.folder)
+            refuse_unknown(task, options.folder)
     make = functools.partial(_analyses, model, options)
     return measured(checkpoints.opened(model), checkpoints, make, _tell, tokenizer=options.tokenizer)
 
