@@ -236,34 +236,31 @@ def correlation_table(tables: LayerTables, findings: LayerFindings) -> Table:
     return Table(("Metric", *COEFFICIENT_TITLES.values(), "Tasks"), groups)
 
 
+ESTIMATES = {
+    "score": "Score",
+    "minus_last": "Above last layer",
+    "minus_best": "Above best single",
+    "last": "Last",
+    "middle": "Middle",
+    "random": "Random",
+    "best": "Best single",
+    "oracle": "Best per task",
+}
+
+
 def choice_table(tables: LayerTables, findings: LayerFindings) -> Table:
     """Return a row a way of choosing of each model; strong are those chosen on other models."""
-    columns = ("Layer of each task", "Score", "Above last layer", "Above best single", "Last", "Middle", "Random")
     groups = []
     for model in findings.models:
         rows = []
         for choice in model.choices:
-            result, (direction, _, key) = choice.result, choice.rule.partition(" ")
-            share = "" if result.best_share is None else f" ({result.best_share:.0%} of resamples)"
-            way = "smallest" if direction == "min" else "largest"
-            way = (
-                f"All metrics: {way} {in_sentence(tables.titles[key])}, picked on other models"
-                if key
-                else f"{way} value"
-            )
-            cells = [
-                (way if key else f"{tables.titles[str(choice.metric)]}: {way}", ""),
-                *(number_cell(each) for each in (result.score, result.minus_last, result.minus_best)),
-                (value(result.last.value), ""),
-                (value(result.middle.value), f"layer {result.middle_layer}"),
-                (value(result.random.value), ""),
-                (value(result.best.value), f"layer {result.best_layer}{share}"),
-                (value(result.oracle.value), ""),
-                (str(result.num_tasks), ""),
-            ]
-            rows.append(Cells(cells, choice.is_chosen))
+            direction, _, key = choice.rule.partition(" ")
+            way = f"{tables.titles[choice.metric or key]}: {'smallest' if direction == 'min' else 'largest'} value"
+            name = (way, "" if choice.metric else "of all metrics, picked on other models")
+            numbers = [number_cell(getattr(choice.result, each)) for each in ESTIMATES]
+            rows.append(Cells([name, *numbers, (str(choice.result.num_tasks), "")], choice.is_chosen))
         groups.append(Group(heading(model), "", rows))
-    return Table((*columns, "Best single", "Best per task", "Tasks"), groups)
+    return Table(("Layer of each task", *ESTIMATES.values(), "Tasks"), groups)
 
 
 def missing_tasks(tables: LayerTables, findings: LayerFindings) -> list[tuple[str, str, str, str]]:

@@ -64,10 +64,6 @@ class Choice:
     probe: Fitted  # of the chosen layer, fitted on train
 
     @property
-    def higher_is_better(self) -> bool:
-        return look_up(self.metric).higher_is_better
-
-    @property
     def baseline_name(self) -> str:
         """Return what knows no text at all."""
         return BASELINES[self.metric]

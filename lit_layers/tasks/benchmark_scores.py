@@ -4,9 +4,7 @@ Scores are means over rows with their errors; they are kept in one JSON file for
 interrupted run goes on where it was.
 """
 
-import contextlib
 import functools
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +36,7 @@ from lit_layers.tasks.lm_eval_scorer import (
     refuse_unknown,
     task_file_hash,
 )
-from lit_layers.tasks.task_files import version_of
+from lit_layers.tasks.task_files import read_result, version_of
 
 NORMALIZED = "normalized_score"
 _CHOOSING = ("name", "variants", "middles", "seeds", "loops", "custom")  # which results are asked for
@@ -206,7 +204,10 @@ class BenchmarkScores(WithTokenizer, Analysis):
         folder = self._place(model)
         # named by a hash, as a schedule may be longer than a file's name
         files = {each.schedule: folder / f"{sha16(format_schedule(each.schedule))}.json" for each in variants}
-        scored = {schedule: scores for schedule, file in files.items() if (scores := _read(file)) is not None}
+        scored = dict[Schedule, TaskScores]()
+        for schedule, file in files.items():
+            if result := read_result(file):
+                scored[schedule] = TaskScores(**{each.name: result[each.name] for each in fields(TaskScores)})
         missing = [schedule for schedule in files if schedule not in scored]
         failed: dict[Schedule, str] = {}
         scorer = self._scorer(model)
@@ -292,14 +293,6 @@ class BenchmarkScores(WithTokenizer, Analysis):
     def _say(self, what: str) -> None:
         if self.tell is not None:
             self.tell(f"{self.task_name}: {what}")
-
-
-def _read(file: Path) -> TaskScores | None:
-    """Return the scores in a file; None where there is nothing, or a damaged file."""
-    with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
-        result = json.loads(file.read_text(encoding="utf-8"))
-        return TaskScores(**{each.name: result[each.name] for each in fields(TaskScores)})
-    return None
 
 
 def _of_variant(

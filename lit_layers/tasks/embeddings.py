@@ -239,6 +239,7 @@ class LayerEncoder:
     ) -> None:
         self.embeddings, self.layer = embeddings, layer
         self.encoder, self.followed = encoder, encoder if follows else None
+        self._by_dot = self.followed is not None and self.followed.similarity == "dot"
 
     def encode(self, inputs: Any, *, task_metadata: Any = None, prompt_type: Any = None, **_: Any) -> np.ndarray:
         """The embeddings (texts, dim) of the texts that mteb hands over in batches."""
@@ -265,10 +266,6 @@ class LayerEncoder:
         from mteb.similarity_functions import pairwise_cos_sim, pairwise_dot_score
 
         return (pairwise_dot_score if self._by_dot else pairwise_cos_sim)(embeddings1, embeddings2)
-
-    @property
-    def _by_dot(self) -> bool:
-        return self.followed is not None and self.followed.similarity == "dot"
 
     @property
     def mteb_model_meta(self) -> "ModelMeta":

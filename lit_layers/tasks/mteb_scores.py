@@ -1,7 +1,5 @@
 """Tasks of MTEB as analyses: the official score of every layer of a model, and means over tasks at each layer."""
 
-import contextlib
-import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +25,7 @@ from lit_layers.records import Record
 from lit_layers.tasks.catalogue import DOMAINS, ScoredTask
 from lit_layers.tasks.embeddings import LayerEncoder, NotFiniteError, SentenceEncoder, TaskEmbeddings
 from lit_layers.tasks.mteb_tasks import Prepared, data_hash, describe, open_task
-from lit_layers.tasks.task_files import version_of
+from lit_layers.tasks.task_files import read_result, version_of
 from lit_layers.tasks.text_features import TextPooling
 
 RESULTS = "mteb"
@@ -107,7 +105,8 @@ class MtebTask(WithTokenizer, Analysis):
         layers = list(range(model.num_layers + 1)) if self.layers is None else sorted(set(self.layers))
         limit = min(self.max_tokens, model.max_tokens or self.max_tokens)
         folder = self.results / weights_hash(model.model) / self.task.name / self._key(model, limit)
-        results = {layer: result for layer in range(model.num_layers + 1) if (result := _read(_file(folder, layer)))}
+        there = {layer: read_result(_file(folder, layer)) for layer in range(model.num_layers + 1)}
+        results = {layer: result for layer, result in there.items() if result}
         if missing := [layer for layer in layers if layer not in results]:
             self._say("reading the data")
             prepared = Prepared(open_task(self.task, seed=self.seed), self.task)
@@ -175,13 +174,6 @@ def _file(folder: Path, layer: int) -> Path:
     return folder / f"layer-{layer:03d}.json"
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """A layer's result; None where there is none, or a damaged one."""
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        return json.loads(path.read_text(encoding="utf-8"))
-    return None
-
-
 def mteb_analyses(
     tasks: Sequence[ScoredTask],
     *,
@@ -215,12 +207,12 @@ def _without_labels(scored: MtebTask, max_tokens: int) -> list[Analysis]:
     task = scored.task
     how: dict[str, Any] = {"states": scored.states, "pooling": scored.pooling}
     try:
-        texts = Prepared(open_task(task, seed=SEED), task).texts(NUM_METRIC_TEXTS)
+        texts = Prepared(open_task(task, seed=SEED), task).texts()
     except InputError:
         return []
     if texts is None:
         return []
-    given = GivenTexts([text for text in texts if text.strip()])
+    given = GivenTexts([text for text in texts[:NUM_METRIC_TEXTS] if text.strip()])
     batches = TextBatches(given, scored.tokenizer, max_tokens=max_tokens)
     representation = Representation(batches=batches, name=f"representation/{task.name}", **how)
     about: Any = {"tokenizer": scored.tokenizer, "name": f"invariance/{task.name}", "max_tokens": max_tokens}

@@ -5,7 +5,6 @@ mteb is optional, and like `datasets` takes seconds to import: functions do, whe
 
 import contextlib
 import functools
-import itertools
 import json
 import random
 import time
@@ -168,16 +167,15 @@ class Prepared:
         is_one_row = len(part) == 1 and isinstance(first.get("labels"), list)  # of all pairs, as in mteb's older sets
         return len(first["labels"]) if is_one_row else len(part)
 
-    def texts(self, number: int) -> list[str] | None:
-        """The first texts of the test split: of pairs with a similarity the first text, of questions these; None for
+    def texts(self) -> list[str] | None:
+        """Return the texts of the test split: of pairs with a similarity the first text, of questions these; None for
         pairs that are alike or not, which have no column of texts of their own."""
         columns = {"reranking": "text", "sts": "sentence1", "classification": "text", "clustering": "sentences"}
         if (column := columns.get(self.spec.domain)) is None:
             return None
         part = self._part()
         rows = (part["queries"] if self.spec.domain == "reranking" else part)[column]
-        texts = itertools.chain.from_iterable([row] if isinstance(row, str) else row for row in rows)
-        return [*itertools.islice(texts, number)]
+        return [text for row in rows for text in ([row] if isinstance(row, str) else row)]
 
     def _part(self) -> Any:
         data = self.task.dataset

@@ -48,6 +48,13 @@ def version_of(package: str) -> str:
         raise InputError(f"{package} is needed to score tasks: pip install 'lit_layers[eval]'") from error
 
 
+def read_result(path: Path) -> dict[str, Any] | None:
+    """Return a result that was written as JSON; None where there is none, or a damaged one."""
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        return json.loads(path.read_text(encoding="utf-8"))
+    return None
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Show neither bars nor warnings of a library that draws and prints on both streams."""
@@ -179,11 +186,9 @@ def json_objects(path: Path) -> Iterator[dict[str, Any]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)  # which takes halves of characters, too
-            except ValueError as error:  # also of bytes that are not UTF-8
+                row = dict(**json.loads(line))  # which takes halves of characters, too
+            except (ValueError, TypeError) as error:  # also of bytes that are not UTF-8
                 raise InputError(f"{path}, line {number}: expected a JSON object ({error})") from error
-            if not isinstance(row, dict):
-                raise InputError(f"{path}, line {number}: expected a JSON object, got a {type(row).__name__}")
             yield row
 
 

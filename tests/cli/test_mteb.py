@@ -202,7 +202,7 @@ def test_the_files_hold_what_earlier_commands_scored(home, tmp_path):
 
 
 def test_texts_whose_views_are_equal_are_not_measured_and_told(home, tmp_path, monkeypatch):
-    monkeypatch.setattr(Prepared, "texts", lambda prepared, most: ["a to b", "of it", "so I am"] * 4)
+    monkeypatch.setattr(Prepared, "texts", lambda prepared: ["a to b", "of it", "so I am"] * 4)
     with pytest.warns(UserWarning, match="invariance/STSBenchmark is not measured: views: 12 of 12 texts have two"):
         assert run(home, tmp_path, "--metrics", tasks="STSBenchmark") == 0
     errors = {each.analysis: each.error for each in records.read(tmp_path / "measurements.jsonl")}

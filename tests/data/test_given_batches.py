@@ -84,7 +84,7 @@ def test_an_analysis_measures_the_same_on_a_list_as_on_batches():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("text", "got 'text'"),
+        ("text", "got a str"),
         ([], "at least one batch, got none"),
         (["text"], "batch 0 has neither"),
         ([{"ids": IDS}], "batch 0 has ids"),

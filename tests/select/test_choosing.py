@@ -281,7 +281,7 @@ def test_by_log_loss_the_choice_is_that_of_scikit_learns_probabilities():
     shares = np.bincount(data.targets["train"].numpy(), minlength=3) / SIZES["train"]
     truth = data.targets["validation"].numpy()
     assert found.baseline == pytest.approx(-np.log(shares[truth[truth < 3]]).mean(), rel=1e-9)
-    assert (found.metric, found.higher_is_better) == ("log_loss", False)
+    assert found.metric == "log_loss"
 
 
 def test_another_metric_than_the_tasks_probes_have_is_refused():

@@ -535,7 +535,7 @@ def test_files_splits_and_columns_that_are_missing_or_damaged_are_one_sentence(t
     (tmp_path / "broken.jsonl").write_text('{"text": "a", "label": 1}\n{"text": ')
     assert "broken.jsonl, line 2: expected a JSON object (" in sentence("broken.jsonl", test=None)
     (tmp_path / "list.jsonl").write_text("[1]\n")
-    assert "list.jsonl, line 1: expected a JSON object, got a list" in sentence("list.jsonl", test=None)
+    assert "list.jsonl, line 1: expected a JSON object (" in sentence("list.jsonl", test=None)
     (tmp_path / "broken.csv").write_bytes(b"text,label\na\xff,1\n")
     assert "broken.csv cannot be read as UTF-8 csv with a head line (" in sentence("broken.csv", test=None)
     write(tmp_path / "numbers.parquet", {"text": [1, 2], "label": [0, 1]})
