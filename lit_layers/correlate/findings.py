@@ -219,17 +219,11 @@ def _r(table: ModelTable, name: str, column: Column) -> Correlation | None:
     return None
 
 
-def confounders(table: ModelTable) -> dict[str, float]:
-    """Return the baseline, the width and K, as far as the metric follows them, with R²."""
-    x = table.values(table.metric)
-    names = [name for name in (table.baseline, "width", "k") if name in table.frame.columns]
-    shares = {name: along.value**2 for name in names if name and (along := _r(table, name, x)) is not None}
-    return {name: r2 for name, r2 in shares.items() if r2 > CONFOUNDED}
-
-
 def _warnings(table: ModelTable, x: Column, corrected: Sequence[Row], rows: Sequence[Row]) -> list[str]:
     warnings, title = [], table.title(table.metric)
-    for name, r2 in confounders(table).items():
+    names = [name for name in (table.baseline, "width", "k") if name in table.frame.columns]
+    shares = {name: along.value**2 for name in names if name and (along := _r(table, name, x)) is not None}
+    for name, r2 in ((name, r2) for name, r2 in shares.items() if r2 > CONFOUNDED):
         partial = next((row for row in rows if row.name == _given(table, [name])), None)
         beyond = f"; beyond it r = {value(partial.value)} ({p_equation(partial.p)})" if partial else ""
         warnings.append(f"{title} follows {in_sentence(table.covariate_title(name))}, R² = {r2:.2f}{beyond}.")

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from lit_layers import records
@@ -64,24 +63,25 @@ def write_models(table: ModelTable, findings: Findings, folder: Path) -> list[Pa
     """
     parts = {table.metric: findings.rows + findings.groups, table.corrected: findings.corrected}
     rows = pd.DataFrame([{"of": of, **vars(row)} for of, rows in parts.items() for row in rows])
-    charts, blocks = [], []
-    for name, (plot, note) in plots_of(table, findings).items():
-        charts.append((name, scatter_plot(plot, width=720, height=500)))
-        title = f"{plot.y_title} against {in_sentence(plot.x_title)}"
-        blocks.append(block(title, f"{plot.title}. {note}", [("", [("", charts[-1][1])])], wide=True, tall=True))
+    plot = _scatter(table, findings)
+    chart = scatter_plot(plot, width=720, height=500)
+    title = f"{plot.y_title} against {in_sentence(plot.x_title)}"
+    note = f"{plot.title}. Line: least squares, with the 95% band."
     page = fill(
         "correlation.html.jinja",
         table=table,
         findings=findings,
-        title=f"{table.title(table.metric)} against {in_sentence(table.title(table.score))}",
+        title=title,
         r2=next(row for row in findings.rows if row.name == "R²"),
         p_text=p_text,
-        blocks=blocks,
+        blocks=[block(title, note, [("", [("", chart)])], wide=True, tall=True)],
         coefficients=coefficient_table(table, findings),
         covariates=covariate_table(findings),
     )
     content = asdict(findings) | {"source": table.source, "notes": table.notes}
-    return _write(folder, "correlation", content, page, {"correlation": rows, "models": table.frame}, charts)
+    return _write(
+        folder, "correlation", content, page, {"correlation": rows, "models": table.frame}, [("scatter", chart)]
+    )
 
 
 def coefficient_table(table: ModelTable, findings: Findings) -> Table:
@@ -109,32 +109,21 @@ def covariate_table(findings: Findings) -> Table | None:
     return Table(("", "R² of the metric", "R² of the score", "Models"), [Group("", "", cells)])
 
 
-def plots_of(table: ModelTable, findings: Findings) -> dict[str, tuple[Scatter, str]]:
-    """Return the scatter plots of a table by the names of their files, the headline first, each with a sentence."""
-    x, y = table.title(table.metric), table.title(table.score)
-    metric, score = table.values(table.metric), table.values(table.score)
-    plots: dict[str, Any] = {"scatter": (metric, score, x, y, "Line: least squares, with the 95% band.")}
-    if table.corrected is not None:
-        note = "The same with the baseline of each model taken off: 0 is what chance gives."
-        plots["corrected"] = (table.values(table.corrected), score, table.title(table.corrected), y, note)
-    return {name: (_scatter(table, findings, *columns), note) for name, (*columns, note) in plots.items()}
-
-
-def _scatter(table: ModelTable, findings: Findings, x: Any, y: Any, x_title: str, y_title: str) -> Scatter:
-    """Return a plot of the models that have both values."""
-    there = ~np.isnan(x) & ~np.isnan(y)
-    frame: Any = table.frame[there]
-    r, group, hover = correlation.pearson(x[there], y[there]), findings.group, list[list[str]]()
+def _scatter(table: ModelTable, findings: Findings) -> Scatter:
+    """Return the plot of the models."""
+    frame, group, hover = table.frame, findings.group, list[list[str]]()
+    x, y = table.values(table.metric), table.values(table.score)
+    r = correlation.pearson(x, y)
     order = dict.fromkeys([table.metric, table.score, *frame.columns.drop("model")])
     for row in frame.to_dict("records"):
         known = {table.title(name): row[name] for name in order if not pd.isna(row[name])}
         hover.append([f"{name}: {cell if isinstance(cell, str) else f'{cell:,.4g}'}" for name, cell in known.items()])
     return Scatter(
-        x=x[there].tolist(),
-        y=y[there].tolist(),
+        x=x.tolist(),
+        y=y.tolist(),
         names=frame["model"].tolist(),
-        x_title=x_title,
-        y_title=y_title,
+        x_title=table.title(table.metric),
+        y_title=table.title(table.score),
         title=f"r = {value(r.value)}, R² = {r.value**2:.2f}, {p_equation(r.p)}, {len(frame)} models",
         groups=[None if pd.isna(label) else label for label in frame[group].tolist()] if group else None,
         group_title=table.title(group) if group else "",

@@ -71,10 +71,6 @@ class ProbeHead:
         seen = probes.classes.cpu().clone() if isinstance(probes, LogisticProbes) else torch.empty(0, dtype=torch.int64)
         return cls(facts, weight, bias, mean, scale, seen)
 
-    @property
-    def dim(self) -> int:
-        return self.weight.shape[0]
-
     def outputs(self, features: Tensor) -> Tensor:
         """Logits, or the values of a regression: (n, dim) -> (n, outputs). In the precision of the weights."""
         device = features.device
@@ -223,9 +219,9 @@ def load_classifier(folder: str | Path, *, device: str = "cpu", batch_size: int 
     """
     head = ProbeHead.load(folder)
     model = at_least_float32(LayeredModel(trunk_of(load(Path(folder))).to(device)))
-    if (model.num_layers, model.dim) != (head.facts.layer, head.dim):
+    if (model.num_layers, model.dim) != (head.facts.layer, len(head.weight)):
         raise InputError(
-            f"{folder}: its probe reads layer {head.facts.layer} of width {head.dim}, its model ends at layer "
+            f"{folder}: its probe reads layer {head.facts.layer} of width {len(head.weight)}, its model ends at layer "
             f"{model.num_layers} of width {model.dim}: export it again"
         )
     tokenizer = None if model.family.sees_images else load_tokenizer(str(folder))
@@ -318,7 +314,6 @@ def export(
         head.save(draft)
         _verify(draft, view, layer, batches, fingerprint)
         _write_page(card, head, view, draft)
-        refuse_taken(folder, overwrite)  # that took a while
         _put_in_place(folder, draft)
     return folder
 

@@ -117,7 +117,7 @@ def test_models_and_a_file_of_scores_make_a_page(study, capsys, monkeypatch):
     assert "Excess coupling: the baseline taken off" in said
     assert "Within equal family" in said
     assert "Only 6 models" in said
-    assert {path.name for path in (study / "correlation").iterdir()} >= {"correlation.html", "corrected.png"}
+    assert {path.name for path in (study / "correlation").iterdir()} >= {"correlation.html", "scatter.png"}
 
 
 def test_models_without_a_score_are_named_and_left_out(study, capsys, monkeypatch):
