@@ -79,9 +79,8 @@ def write_models(table: ModelTable, findings: Findings, folder: Path) -> list[Pa
         covariates=covariate_table(findings),
     )
     content = asdict(findings) | {"source": table.source, "notes": table.notes}
-    return _write(
-        folder, "correlation", content, page, {"correlation": rows, "models": table.frame}, [("scatter", chart)]
-    )
+    frames = {"correlation": rows, "models": table.frame}
+    return _write(folder, "correlation", content, page, frames, [("scatter", chart)])
 
 
 def coefficient_table(table: ModelTable, findings: Findings) -> Table:

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 from filelock import FileLock
+from tqdm import tqdm
 
 from lit_layers import schema
 from lit_layers.data import tokenization
@@ -157,7 +158,7 @@ def prepared(corpus: str, tokenizer: str, *, cache: str | Path | None = None) ->
     folder = _cache_folder(corpus, tokenizer, cache)
     if (folder / HEADER).is_file():
         return TokenShards.open(folder)
-    return prepare(corpus, tokenizer, folder, progress=sys.stderr.isatty())
+    return prepare(corpus, tokenizer, folder, progress=True)
 
 
 def prepare(
@@ -182,7 +183,7 @@ def prepare(
         separator: The line that ends a document in a `.txt` file; `<|endoftext|>` by default, "" for a blank line.
         validation: Share of the documents to hold out, where the source brings no validation split.
         max_documents: Read at most so many documents, of each split where the source brings its own.
-        progress: Whether to count the tokens on standard error.
+        progress: Whether to count the documents on a terminal.
 
     Raises:
         InputError: for options that do not fit, damaged text, an empty split, a folder that cannot be written.
@@ -202,14 +203,12 @@ def prepare(
             raise InputError(f"{folder} is not empty (it holds {others[0]}) and no token shards: choose another folder")
         corpus.pin()
         if loaded is None:
-            if progress:
-                sys.stderr.write(f"training the tokenizer {tokenizer}\n")
             texts = _training_texts(corpus, max_documents, BPE_BYTES)
             loaded = tokenization.train_bpe(texts, tokenization.bpe_size(tokenizer) or 0)
         tokenization.save_tokenizer(loaded, draft / TOKENIZER)
         dtype, hash_ = token_dtype(loaded.vocab_size), tokenization.tokenizer_hash(loaded.tokenizer)
         key = hash_of([settings, corpus.revision, hash_])
-        counts = _written(draft, dtype, corpus, loaded, max_documents, progress and sys.stderr.isatty(), key)
+        counts = _written(draft, dtype, corpus, loaded, max_documents, progress, key)
         header = {
             "format": FORMAT,
             "version": VERSION,
@@ -272,7 +271,8 @@ def _written(
         files = dict(zip(splits, zip(opened[::2], opened[1::2], strict=True), strict=True))
         stack.enter_context(tokenization.tokenizer_threads(every_core=True))
         size, closed = 0, time.monotonic()
-        for read, (text, split, value) in enumerate(_placed(source, limit), start=1):
+        documents = tqdm(_placed(source, limit), disable=None if progress else True, unit=" documents")
+        for read, (text, split, value) in enumerate(documents, start=1):
             if read <= state["read"]:
                 continue
             if split in left_out:
@@ -288,11 +288,7 @@ def _written(
                     note(read)
                     closed = time.monotonic()
                 size = 0
-                if progress:
-                    sys.stderr.write(f"\r{sum(of['tokens'] for of in splits.values()) / 1e6:.1f} M tokens")
         write()
-    if progress:
-        sys.stderr.write("\n")
     noted.unlink(missing_ok=True)
     for split, of in splits.items():
         of["corpus_hash"] = chains[split][:16]
