@@ -85,19 +85,6 @@ def test_the_folder_holds_what_belongs_to_it_readable_by_all(spec, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"out", "curve.png"}
 
 
-def test_the_page_has_costs_where_times_are_known_and_something_is_cut(spec, tmp_path):
-    model = tiny("gpt2", vocab_size=270)
-    for layer, times in ((2, {2: 0.123, 3: 0.5}), (2, None), (3, {3: 0.5})):
-        folder = exported(model, layer, tmp_path / "out", spec, card=card(seconds=times), overwrite=True)
-        page = (folder / "README.md").read_text()
-        assert (
-            ("| 2 of 3 blocks |" in page)
-            == ("123 ms (25%)" in page)
-            == ("## Costs" in page)
-            == (times == {2: 0.123, 3: 0.5})
-        )
-
-
 def test_other_attention_than_the_usual_is_taken_again_for_the_check(spec, tmp_path):
     model = tiny("gpt2", vocab_size=270)
     model.set_attn_implementation("eager")
