@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_layers.analyses.base import Analysis, Jobs, Key, Rows, Values
+from lit_layers.analyses.base import Analysis, Jobs, Rows, Values
 from lit_layers.analyses.probes.probe_fits import MOST_SENT, bytes_of_vectors
 from lit_layers.analyses.statistics import (
     complete,
@@ -301,22 +301,17 @@ class PromptStudies(Analysis):
         return {kind: torch.stack(values) for kind, values in entropies.items()}
 
     def compute(self, model: LayeredModel, **changed: Values) -> Iterator[Record]:
-        entropies: dict[Key, Tensor] = {}
-        for name, values in changed.items():
+        missing = [length for length in self.lengths or () if f"length {length}" not in changed]
+        if missing and "length" in self.studies:
+            raise InputError(f"{self.name}: no prompt has {min(missing)} tokens, which lengths asks for")
+        for name, entropies in changed.items():
             study, level = name.split()
-            of_study = study, (int(level) if study == "length" else float(level))
-            entropies |= {(*of_study, *kind): each for kind, each in values.items()}
-        measured = {level for study, level, *_ in entropies if study == "length"}
-        if "length" in self.studies and (missing := sorted(set(self.lengths or ()) - measured)):
-            raise InputError(f"{self.name}: no prompt has {int(missing[0])} tokens, which lengths asks for")
-        order: Any = [*STUDIES, *NORMALIZATIONS]
-        for key in sorted(entropies, key=lambda key: (order.index(key[0]), key[1], key[3], order.index(key[2]))):
-            study, level, normalization, dropped = key
-            tags: dict[str, Any] = {"study": study, ("length" if study == "length" else "p"): level}
-            tags |= {"normalization": normalization, "drop_first": dropped, **self.tags_of("states")}
-            # Undefined for all prompts of one token, and of two without the first.
-            if not entropies[key].isnan().all():
-                yield from summarize_layers("prompt_entropy", entropies[key], tags=tags)
+            of_study: dict[str, Any] = {"length": int(level)} if study == "length" else {"p": float(level)}
+            for (normalization, dropped), values in entropies.items():
+                tags = {"study": study, **of_study, "normalization": normalization, "drop_first": dropped}
+                # Undefined for all prompts of one token, and of two without the first.
+                if not values.isnan().all():
+                    yield from summarize_layers("prompt_entropy", values, tags=tags | self.tags_of("states"))
 
     def _changed(self, model: LayeredModel, study: Study, first: int, batch: Batch) -> Iterator[tuple[float, Batch]]:
         """Yield the batch at every level of a study; `first` is the index of its first prompt."""

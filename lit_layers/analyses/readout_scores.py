@@ -170,6 +170,10 @@ class ReadoutAnalysis(Analysis):
     batches: Batches
     dtype: Dtype = "float32"
 
+    def check_options(self, model: LayeredModel) -> None:
+        super().check_options(model)
+        check_head(self.name, model)
+
     @abstractmethod
     def records(self, model: LayeredModel, sums: Sums) -> Iterable[Record]:
         """Yield the records of all prompts."""
@@ -225,10 +229,6 @@ class Lens(ReadoutAnalysis):
     """
 
     name: str = "lens"
-
-    def check_options(self, model: LayeredModel) -> None:
-        super().check_options(model)
-        check_head(self.name, model)
 
     def readouts(self, model: LayeredModel) -> Sequence[tuple[int | None, Tags]]:
         return [(layer, {}) for layer in range(model.num_layers + 1)]
@@ -318,7 +318,6 @@ class Interventions(ReadoutAnalysis):
 
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
-        check_head(self.name, model)
         self.chosen(model)
 
     def readouts(self, model: LayeredModel) -> Sequence[tuple[int | None, Tags]]:

@@ -311,6 +311,16 @@ def _source(function: Callable[..., Any]) -> str:
         return f"{code.co_code.hex()} {code.co_consts} {code.co_names}" if code else repr(type(function))
 
 
+def _spread_tokens(mask: Tensor, first: int, count: int) -> Tensor:
+    """Return a mask of tokens that are evenly spread over the real ones of each prompt, from the given one on."""
+    chosen = torch.zeros_like(mask)
+    for prompt, real in enumerate(mask):
+        places = real.nonzero()[:, 0]
+        if len(places) > first:
+            chosen[prompt, places[evenly_spread(first, len(places) - 1, count)]] = True
+    return chosen
+
+
 OF_PROMPTS = "massive_activation", "random_massive_activation", "block_influence", "step_ratio"
 
 
@@ -355,13 +365,7 @@ class StateGeometry(Analysis):
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         """Return the kept rows (layers + 1, dim, rows), `num_rows` of each prompt, and values of prompts."""
         mask = seen.mask
-        chosen = [
-            evenly_spread(self.drop_first, count - 1, self.num_tokens) if count > self.drop_first else []
-            for count in mask.sum(-1).tolist()
-        ]
-        real = [row.nonzero()[:, 0].tolist() for row in mask.cpu()]
-        pairs = [(row, real[row][place]) for row, places in enumerate(chosen) for place in places]
-        prompts, places = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).to(seen.hidden.device).T
+        chosen = _spread_tokens(mask, self.drop_first, self.num_tokens)
         kept = drop_first_tokens(mask, self.drop_first).cpu()
         moved = torch.full((2, len(mask)), torch.nan, dtype=torch.float64)
         missing, before = moved[0], None
@@ -376,9 +380,9 @@ class StateGeometry(Analysis):
             normal = geometry.normal_massive_activation((mask.sum(-1) * states.shape[-1]).cpu())
             of_prompts = (size, normal.masked_fill(size.isnan().cpu(), torch.nan), *moved)
             layers.append(dict(zip(OF_PROMPTS, of_prompts, strict=True)))
-            layers[-1] |= {"num_undefined_tokens": missing.double(), "rows": states[prompts, places].T}
+            layers[-1] |= {"num_undefined_tokens": missing.double(), "rows": states[chosen].T}
             before = states
-        return {"num_rows": torch.tensor([len(each) for each in chosen]), **stack_layers(layers)}
+        return {"num_rows": chosen.sum(-1).cpu(), **stack_layers(layers)}
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
         missing = batches["num_undefined_tokens"].nan_to_num()
@@ -518,10 +522,7 @@ class LayerSimilarity(Analysis):
         hidden, mask = torch.stack([states[left] for states in states_of_layers(seen, self.states)]), mask[left]
         values = {mode: _cosines(hidden, mask, mode) for mode in get_args(Mode)}
         values["finite"] = (hidden.isfinite().all(-1) | ~mask).all(-1)
-        kept = torch.zeros_like(mask)
-        for prompt, real in enumerate(mask):
-            places = real.nonzero()[:, 0]
-            kept[prompt, places[evenly_spread(0, len(places) - 1, self.num_tokens)]] = True
+        kept = _spread_tokens(mask, 0, self.num_tokens)
         values |= {"rows": hidden[:, kept].mT, "num_rows": kept.sum(-1)}
         return {key: value.cpu() for key, value in values.items()}
 
