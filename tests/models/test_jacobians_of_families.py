@@ -30,13 +30,14 @@ def test_jacobians_of_every_token_are_those_of_plain_autograd(name, padding):
     trajectory = LayeredModel(tiny(name, torch.float64)).trajectory(
         tiny_batch(name, batch=2, tokens=6, padding=padding)
     )
+    fewest = int(trajectory.mask.sum(1).min())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the Jacobians of MambaBlock are computed by plain reverse mode")
         found = block_jacobian(
-            trajectory.block(2), trajectory.hidden[1], mask=trajectory.mask, out_tokens=-1, in_tokens="all"
+            trajectory.block(2), trajectory.hidden[1], mask=trajectory.mask, out_tokens=-1, in_tokens=range(-fewest, 0)
         )
     for prompt, mask in enumerate(trajectory.mask):
-        expected = of_the_branch(trajectory, 2, prompt) * mask[:, None, None]
+        expected = of_the_branch(trajectory, 2, prompt)[mask][-fewest:]
         # rotary tables are float32 in any model
         torch.testing.assert_close(found[prompt, 0], expected, rtol=0, atol=1e-6 if name == "modernbert" else 1e-11)
         assert expected.abs().max() > 0.1

@@ -49,7 +49,7 @@ def block_jacobian(
     hidden: Float[Tensor, "batch tokens dim"],
     *,
     out_tokens: int | Sequence[int] = -1,
-    in_tokens: int | Sequence[int] | Literal["same", "all"] = "same",
+    in_tokens: int | Sequence[int] | Literal["same"] = "same",
     mask: Bool[Tensor, "batch tokens"] | None = None,
     residual: bool = True,
     route: Route = "auto",
@@ -62,8 +62,7 @@ def block_jacobian(
     evaluation mode.
 
     Shapes: `(batch, dim, dim)` when both tokens are single (an int, or "same" for `in_tokens`); `(batch, out, dim,
-    dim)` for several output tokens with "same"; `(batch, out, in, dim, dim)` otherwise, where "all" are all `tokens`
-    places of the input and padded ones give 0.
+    dim)` for several output tokens with "same"; `(batch, out, in, dim, dim)` otherwise.
 
     Computed in the precision of `hidden` (float32 or float64), without gradients on parameters and without a graph,
     whatever gradient mode it is called in. A module, or a block of a trajectory (`module`, `args`, `kwargs`), is called
@@ -85,7 +84,7 @@ def block_jacobian(
         )
     alignment: Alignment | None = getattr(block, "alignment", None)
     if alignment is not None:  # of a trajectory of texts with padding before them
-        jacobians = block_jacobian(
+        return block_jacobian(
             block.aligned(),  # pyright: ignore[reportFunctionMemberAccess]
             alignment.moved(hidden),
             out_tokens=out_tokens,
@@ -94,21 +93,19 @@ def block_jacobian(
             residual=residual,
             route=route,
         )
-        return _of_all_places(jacobians, alignment) if in_tokens == "all" else jacobians
     # inference tensors cannot enter a graph, so everything is made outside that mode
     with torch.inference_mode(False), torch.no_grad():
         mask = torch.ones(hidden.shape[:2]).bool() if mask is None else mask.bool()
         mask = mask.to(hidden.device)
         outs = token_places(out_tokens, mask, "out_tokens")  # (batch, out)
-        ins = _input_places(in_tokens, outs, mask)  # (batch, out, in)
+        ins = outs[..., None]  # (batch, out, in)
+        if in_tokens != "same":
+            ins = token_places(in_tokens, mask, "in_tokens")[:, None].expand(-1, outs.shape[1], -1)
         with exact_arithmetic(hidden.device):
             jacobians = _compute(block, hidden, outs, ins, route)  # (batch, out, in, dim, dim)
         if residual:
             skip = (outs[..., None] == ins)[..., None]
             jacobians.diagonal(dim1=-2, dim2=-1).sub_(skip.to(jacobians.dtype))
-        if in_tokens == "all":
-            padded = ~torch.gather(mask[:, None].expand(-1, outs.shape[1], -1), 2, ins)
-            jacobians.masked_fill_(padded[..., None, None], 0)
     if in_tokens == "same":
         jacobians = jacobians[:, :, 0]
         return jacobians[:, 0] if isinstance(out_tokens, int) else jacobians
@@ -134,22 +131,6 @@ def token_places(
     # a stable descending sort of the mask lists the real places first, in order
     order = torch.argsort(mask.to(torch.int8), dim=1, descending=True, stable=True)
     return torch.gather(order, 1, ranks)
-
-
-def _of_all_places(jacobians: Tensor, alignment: Alignment) -> Tensor:
-    """Return the Jacobians (batch, out, tokens, dim, dim) of a moved batch at the positions that it was given with."""
-    jacobians = alignment.restored(jacobians.transpose(1, 2)).transpose(1, 2)
-    return jacobians.masked_fill(~alignment.given_mask[:, None, :, None, None], 0)
-
-
-def _input_places(in_tokens: int | Sequence[int] | Literal["same", "all"], outs: Tensor, mask: Tensor) -> Tensor:
-    if in_tokens == "same":
-        return outs[..., None]
-    if in_tokens == "all":
-        ins = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
-    else:
-        ins = token_places(in_tokens, mask, "in_tokens")
-    return ins[:, None].expand(-1, outs.shape[1], -1)
 
 
 def _compute(block: Block, hidden: Tensor, outs: Tensor, ins: Tensor, route: Route) -> Tensor:
