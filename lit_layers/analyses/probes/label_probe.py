@@ -204,9 +204,6 @@ class AttentiveProbe(Analysis):
     name: str = "attentive_probe"
     num_heads: int = 4
     steps: int = 500
-    batch_size: int = 64
-    lr: float = 3e-3
-    weight_decay: float = 0.01
     seed: int = 0
 
     def check(self, model: LayeredModel) -> None:
@@ -235,7 +232,7 @@ class AttentiveProbe(Analysis):
         problem = problem.left(in_train, in_test)
         tags: TagDict = {**left_out("", ~kept)}
         rows = problem.kept.nonzero()[:, 0][in_train]
-        how = {name: getattr(self, name) for name in ("num_heads", "steps", "batch_size", "lr", "weight_decay", "seed")}
+        how = {name: getattr(self, name) for name in ("num_heads", "steps", "seed")}
 
         def layer_records(layer: int) -> list[Record]:
             states, mask = self._states(model, "train", layer)

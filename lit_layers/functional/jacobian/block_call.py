@@ -113,14 +113,7 @@ def is_hooked(module: Any) -> bool:
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Generator[None, None, None]:
     """Switch dropout and the like off inside, and put every submodule back into its mode afterwards."""
-    # This is done at every block's call: `modules()` makes a generator for each level, and attributes are slow to set.
-    parts, seen = [module], {module}
-    for part in parts:
-        for child in part._modules.values():  # pyright: ignore[reportPrivateUsage]
-            if child is not None and child not in seen:
-                seen.add(child)
-                parts.append(child)
-    modes = [(part, part.training) for part in parts]
+    modes = [(part, part.training) for part in module.modules()]
     for part, training in modes:
         if training:
             part.training = False
