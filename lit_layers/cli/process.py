@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lit_layers.cli import READER_GONE, TERMINATED
+from lit_layers.figures.labels import listing
 
 if TYPE_CHECKING:
     from lit_layers.series import Audit
@@ -200,7 +201,6 @@ def show_table(rows: Iterable[Mapping[Any, Any]], title: str = "", *, text: Coll
 
 def show_audit(result: "Audit") -> None:
     """Print the verdict, what it does not cover, and a table of what was found."""
-    from lit_layers.figures.labels import listing
     from lit_layers.series.auditing import UNSEEN
 
     steps = listing("step", result.suspect_steps) if result.suspect_steps else "see below"

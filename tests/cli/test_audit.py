@@ -79,7 +79,7 @@ def test_a_step_that_is_cut_is_found_where_files_are_read(run, capsys):
     assert main(["audit", str(run), "--level", "weights"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "suspect: step 0 (level: weights)" in said
-    assert "damaged 0 model.safetensors cannot be read" in said
+    assert "damaged step 0 model.safetensors cannot be read" in said
 
 
 def test_a_step_with_a_link_to_nothing_is_named_and_the_others_are_measured(run, tmp_path):
