@@ -43,16 +43,9 @@ def prepare(
         progress=True,
     )
     header = shards.header
-    for split in ("train", "validation"):
-        counts = header["splits"][split]
-        print(
-            f"{split:10} {counts['documents']:>12,} documents {counts['tokens']:>15,} tokens "
-            f"{counts['bytes'] / 1e6:>10,.1f} MB of text"
-        )
+    for split, counts in header["splits"].items():
+        print(f"{split}: {counts['documents']:,} documents, {counts['tokens']:,} tokens")
     left_out = header["left_out"]
     print(f"left out: {left_out['empty']} empty, {left_out['duplicate']} training documents that validation has too")
-    print(
-        f"tokenizer {header['tokenizer']['spec']} ({shards.vocab_size:,} tokens, {header['dtype']}) -> {shards.folder}"
-    )
-    print(f"checksum  sha256 {shards.checksum}")
+    print(f"{shards.folder}: sha256 {shards.checksum}")
     return 0
