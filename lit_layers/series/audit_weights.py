@@ -77,7 +77,7 @@ class Listed:
 
 def _hashes_of(checkpoint: Checkpoint) -> Mapping[Format, frozenset[str]]:
     by_format = formats(checkpoint.source.files)
-    return {kind: frozenset(file.hash for file in files.values()) for kind, files in by_format.items() if files}
+    return {kind: frozenset(file.hash for file in files.values()) for kind, files in by_format.items()}
 
 
 def finding(kind: str, message: str, checkpoints: Iterable[Checkpoint], *, note: bool = False) -> Finding:

@@ -29,7 +29,6 @@ from lit_layers.series.checkpoint_sources import (
     Memory,
     fingerprint,
     formats,
-    missing,
 )
 from lit_layers.series.local_series import SUBMODULE
 
@@ -98,7 +97,7 @@ def audit(
 ) -> Audit:
     """What is wrong with the chosen steps of a series, compared with each other, its last step and its main branch.
 
-    Asks the Hub for lists of files and for the small files that name shards, one list a revision; a local series is
+    Asks the Hub for lists of files, one a revision; a local series is
     hashed, and its weights are read, once: the result is kept in `memory`, the series' own folder if it has one.
     Checkpoints named in `without` are not looked at.
 
@@ -114,7 +113,7 @@ def audit(
     listed = Listed.of(series, chosen)
     findings = [each for rule in OF_A_LISTING for each in rule(listed)]
     steps = [one for one in chosen if one.step is not None]
-    lost = _names(each for each in findings if each.kind in ("no weights", "missing shard"))
+    lost = _names(each for each in findings if each.kind == "no weights")
     complete = [one for one in steps if one.name not in lost]
     prints, damaged = _prints(complete, level, memory or series.memory)
     findings += [*damaged, *changes(complete, prints, _names(damaged))]
@@ -188,36 +187,17 @@ def _names(findings: Iterable[Finding]) -> frozenset[str]:
 
 def broken(listed: Listed) -> Iterator[Finding]:
     """Checkpoints that cannot be loaded."""
-    by_problem: dict[tuple[str, str], list[Checkpoint]] = {}
-    indexes: dict[str, bytes] = {}  # by hash: most steps share one
-    for one in listed.chosen:
-        for problem in _problems(one, indexes):
-            by_problem.setdefault(problem, []).append(one)
-    for (kind, message), checkpoints in by_problem.items():
-        yield finding(kind, message, checkpoints)
-
-
-def _problems(checkpoint: Checkpoint, indexes: dict[str, bytes]) -> Iterator[tuple[str, str]]:
-    files = checkpoint.source.files
-
-    def read(path: str) -> bytes:
-        if files[path].hash not in indexes:
-            indexes[files[path].hash] = checkpoint.source.read(path)
-        return indexes[files[path].hash]
-
-    if CONFIG not in files:
-        yield (
-            "no config",
-            (f"an adapter of peft without its model: {MERGE_IT}" if ADAPTER in files else f"{CONFIG} is missing"),
-        )
-    loaded = next(iter(formats(files)), None)
-    if loaded is None and ADAPTER not in files:
-        yield "no weights", "neither safetensors nor pytorch_model.bin: nothing to load"
-    try:
-        if loaded is not None and (lost := missing(loaded, files, read)):
-            yield "missing shard", f"{', '.join(lost)} not there"
-    except ValueError as error:
-        yield "missing shard", str(error)
+    lists = {one.name: one.source.files for one in listed.chosen}
+    unconfigured = [one for one in listed.chosen if CONFIG not in lists[one.name]]
+    adapters = [one for one in unconfigured if ADAPTER in lists[one.name]]
+    empty = [one for one in listed.chosen if not formats(lists[one.name]) and one not in adapters]
+    for kind, says, wrong in (
+        ("no config", f"an adapter of peft without its model: {MERGE_IT}", adapters),
+        ("no config", f"{CONFIG} is missing", [one for one in unconfigured if one not in adapters]),
+        ("no weights", "neither safetensors nor pytorch_model.bin: nothing to load", empty),
+    ):
+        if wrong:
+            yield finding(kind, says, wrong)
 
 
 def shared_shards(listed: Listed) -> Iterator[Finding]:

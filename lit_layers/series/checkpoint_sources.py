@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from lit_layers import schema
 from lit_layers.errors import InputError, no_folder
 from lit_layers.files.durable import on_disk, replace_file
-from lit_layers.files.hub import Hub, ListedFile, content_hash, named_shards
+from lit_layers.files.hub import Hub, ListedFile, content_hash
 
 if TYPE_CHECKING:  # torch inside functions, as in checkpoint.py
     import torch
@@ -42,34 +42,9 @@ def formats(files: Mapping[str, ListedFile]) -> dict[Format, dict[str, ListedFil
     by_format: dict[Format, dict[str, ListedFile]] = {}
     for kind, (stem, suffix) in STEMS.items():
         name = re.compile(rf"{stem}(-\d+-of-\d+)?{re.escape(suffix)}")
-        weights = {path: file for path, file in sorted(files.items()) if name.fullmatch(path)}
-        if weights or index_of(kind) in files:
+        if weights := {path: file for path, file in sorted(files.items()) if name.fullmatch(path)}:
             by_format[kind] = weights
     return by_format
-
-
-def index_of(kind: Format) -> str:
-    """The file that names the shards."""
-    return "".join(STEMS[kind]) + ".index.json"
-
-
-def missing(kind: Format, files: Mapping[str, ListedFile], read: Callable[[str], bytes]) -> list[str]:
-    """The files without which the weights of this format cannot be loaded; `read` gives the content of the index.
-
-    Raises:
-        ValueError: an index that cannot be understood.
-    """
-    stem, suffix = STEMS[kind]
-    index, whole = index_of(kind), stem + suffix
-    if whole in files:
-        return []
-    if index in files:
-        try:
-            return sorted(set(named_shards(read(index)).values()) - files.keys())
-        except ValueError as error:
-            raise ValueError(f"{index} {error}") from error
-    is_sharded = any(re.fullmatch(rf"{stem}-\d+-of-\d+{re.escape(suffix)}", path) for path in files)
-    return [index] if is_sharded else []
 
 
 NUM_SAMPLES = 2048  # values kept of each tensor: 500 tensors x 2048 x 4 B = 4 MB a checkpoint

@@ -128,25 +128,6 @@ def test_one_shared_shard_is_enough(hub, root, sharded):
     assert found.suspect_steps == (4, 8, 32)
 
 
-def test_missing_shards_are_named_and_an_index_is_fetched_once(hub, root, sharded):
-    repository = root / "org" / "tiny"
-    make_series(sharded, repository)
-    shards = sorted(path.name for path in (repository / "step8").glob("model-0*.safetensors"))
-    (repository / "step8" / shards[1]).unlink()
-    (repository / "step64" / "model.safetensors.index.json").unlink()
-    (repository / "step128" / "model.safetensors.index.json").write_text('{"weight_map": 3}')
-    found = audit(HubRevisions("org/tiny"))
-    assert {(finding.kind, finding.steps, finding.message) for finding in found.findings} == {
-        ("missing shard", (8,), f"{shards[1]} not there"),
-        ("missing shard", (64,), "model.safetensors.index.json not there"),
-        ("missing shard", (128,), "model.safetensors.index.json is damaged"),
-    }
-    assert found.suspect_steps == (8, 64, 128)
-    asked = [request for request in hub.requests if "resolve" in request["path"] and request["method"] == "HEAD"]
-    assert len(asked) == 2  # one for all whole steps, and the damaged one
-    assert all("index.json" in request["path"] for request in asked)
-
-
 def test_a_branch_without_weights_or_config_is_found(hub, root, model):
     repository = root / "org" / "tiny"
     make_series(model, repository)

@@ -112,6 +112,11 @@ def shard_of_another(root: Path) -> None:
     shutil.copy(at(root, 40, name), at(root, 80, name))
 
 
+def shard_missing(root: Path) -> None:
+    in_shards(root)
+    at(root, 60, "model-00001-of-00002.safetensors").unlink()
+
+
 def optimizer_file(root: Path) -> None:
     state = {f"state.{number}.exp_avg": torch.randn(16, 16) for number in range(4)}
     save_file(state, at(root, 60))
@@ -161,6 +166,7 @@ PLANTS: dict[str, tuple[Callable[[Path], object], str, tuple[int, ...]]] = {
     "exact duplicate": (lambda root: shutil.copy(at(root, 40), at(root, 60)), "identical weights", (40, 60)),
     "final step early": (lambda root: shutil.copy(at(root, 120), at(root, 60)), "equal to the final step", (60,)),
     "shard of another step": (shard_of_another, "shared shard", (40, 80)),
+    "a shard missing": (shard_missing, "other tensors", (60,)),
     "no weights": (lambda root: at(root, 60).unlink(), "no weights", (60,)),
     "optimizer file as weights": (optimizer_file, "other tensors", (60,)),
     "cut short": (lambda root: os.truncate(at(root, 60), 5000), "damaged", (60,)),
