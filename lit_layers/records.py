@@ -11,6 +11,7 @@ make a curve is said in `lit_layers.identity`.
 # pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportMissingTypeStubs=false, reportUnnecessaryIsInstance=false
 
+import fcntl
 import json
 import math
 import mmap
@@ -41,11 +42,6 @@ from lit_layers.prompt_values import ValueFiles, without_values
 from lit_layers.schema import Count, Scalar
 
 T = TypeVar("T")
-
-try:
-    import fcntl
-except ImportError:  # no advisory locks on Windows: one writer a file is then the user's care
-    fcntl = None
 
 RESTORE = "restore the file from a copy, or delete that line to go on without it"
 _OF_MEASUREMENTS = {"run": "str", "step": "Int64", "tokens": "Int64", "analysis": "str"}
@@ -355,8 +351,7 @@ def locked_for_append(path: Path) -> Generator[BinaryIO, None, None]:
         is_new = not path.exists()
         # Unbuffered: one line is one write, so that a reader or a kill sees it whole or torn, never interleaved.
         with open(path, "a+b", buffering=0) as file:
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX)
             _repair(file)
             file.seek(0, os.SEEK_END)
             yield cast("BinaryIO", file)

@@ -22,8 +22,6 @@ _OF_THE_SYSTEM = re.compile(r"\(os error (\d+)\)")
 
 def sync(path: Path) -> None:
     """Return when a file, or the names in a folder, are on the disk."""
-    if path.is_dir() and os.name != "posix":
-        return  # other systems open no folders
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

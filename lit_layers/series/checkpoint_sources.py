@@ -463,10 +463,6 @@ class ModelFiles(Source):
     def files(self) -> Mapping[str, ListedFile]:
         return {}  # nothing compares them with others
 
-    @property
-    def is_here(self) -> bool:
-        return self.local
-
     def path_of(self, file: str) -> Path:
         """Return the local path of a file of the model, downloaded if the model is the Hub's.
 
