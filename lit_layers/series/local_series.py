@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +14,7 @@ from lit_layers.files.durable import Scratch, on_disk
 from lit_layers.files.hub import ListedFile, would_run_code
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import run_facts
-from lit_layers.series.checkpoint import (
-    Checkpoint,
-    Grammar,
-    Listing,
-    Series,
-    StepName,
-    ordered,
-    recognize,
-)
+from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series, StepName, ordered, recognize
 from lit_layers.series.checkpoint_sources import CONFIG, TOKENIZER, FolderSource, Memory, ModelFiles, Source, companions
 
 if TYPE_CHECKING:  # torch inside functions, as in checkpoint.py
@@ -108,25 +99,18 @@ _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped
 _COUNTED = "n_averaged"  # a tensor that torch's AveragedModel has beside those of what it wraps
 
 
-@dataclass(frozen=True)
 class NetworkTensors:
     """The tensors of the network that a folder's config.json describes; `rows` is its vocabulary."""
 
-    folder: Path
-    kind: str
-    shapes: Mapping[str, tuple[int, ...]]
-    rows: int | None
-
-    @classmethod
-    def of(cls, folder: Path) -> "NetworkTensors":
+    def __init__(self, folder: Path) -> None:
         import torch
 
         from lit_layers.models.saved import outline  # torch, which names and steps do not need
 
         network = outline(ModelFiles(folder).config, str(folder), torch.float32)
-        shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-        rows = getattr(getattr(network, "config", None), "vocab_size", None)
-        return cls(folder, type(network).__name__, shapes, rows)
+        self.folder, self.kind = folder, type(network).__name__
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+        self.rows: int | None = getattr(getattr(network, "config", None), "vocab_size", None)
 
     def fitted(self, path: Path, prefix: str) -> dict[str, "Tensor"]:
         """The tensors of a file below a prefix as the network has them, without the padding rows of its vocabulary.
@@ -143,10 +127,9 @@ class NetworkTensors:
         names = self.shapes.keys() | (shapes.keys() if prefix else set())  # at the top other submodules stand beside
         wrong = sorted(name for name in names if shapes.get(name) != self.shapes.get(name))
         if wrong:
-            name, more = wrong[0], f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise InputError(
-                f"{path}: its submodule {_quoted(prefix)} does not fit the config.json of {self.folder}: {name} is "
-                f"{shapes.get(name)}, not {self.shapes.get(name)}{more}"
+                f"{path}: its submodule {_quoted(prefix)} does not fit the config.json of {self.folder}: {wrong[0]} is "
+                f"{shapes.get(wrong[0])}, not {self.shapes.get(wrong[0])}"
             )
         return {name: given[name] for name in self.shapes}
 
@@ -159,21 +142,21 @@ class NetworkTensors:
         state, longest = states_in(path), max(self.shapes, key=len)
         found = [name.removesuffix(longest) for name in state if f".{name}".endswith(f".{longest}")]
         there = " and ".join(map(_quoted, found)) or "none"
-        if model is not None:
-            prefix = _plain(model) + "." if _plain(model) else ""
-            if prefix not in found:
-                raise InputError(f"{path}: no {self.kind} in the submodule {model!r}; those that hold one: {there}")
-            return prefix
-        if not found:
-            raise InputError(f"{path}: no submodule holds the {self.kind} of the config.json in {self.folder}")
-        for other in found[1:]:
-            both = [name for name in self.shapes if found[0] + name in state and other + name in state]
-            if any(not state[found[0] + name].equal(state[other + name]) for name in both):
+        asked = found if model is None else [each for each in found if each.removesuffix(".") == _plain(model)]
+        if not asked:
+            where = "a submodule" if model is None else f"the submodule {model!r}"
+            raise InputError(
+                f"{path}: expected a {self.kind}, by the config.json of {self.folder}, in {where}, found it in {there}"
+            )
+        first = asked[0]
+        for other in asked[1:]:
+            both = [name for name in self.shapes if first + name in state and other + name in state]
+            if any(not state[first + name].equal(state[other + name]) for name in both):
                 raise InputError(
                     f"{path}: the submodules {there} each hold a {self.kind}, with other weights: name one with model= "
                     "(--submodule)"
                 )
-        return found[0]
+        return first
 
 
 def states_in(path: Path) -> dict[str, "Tensor"]:
@@ -225,7 +208,7 @@ class LightningCheckpoints(_LocalSeries):
         paths = sorted(found, key=lambda path: (path.name.startswith("last"), str(path)))
         if not paths:
             raise InputError(f"expected Lightning checkpoints (*.ckpt) below {self.root}, found none")
-        expected = NetworkTensors.of(self._config(paths[0]))
+        expected = NetworkTensors(self._config(paths[0]))
         run = next(filter(None, map(run_facts, (self.root, self.root.parent))), {})
         first, _ = _beginning(run)
         by_step: dict[int, list[Path]] = {}

@@ -20,15 +20,7 @@ from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import Count, Step
 from lit_layers.series.auditing import audit
 from lit_layers.series.checkpoint import Checkpoint, Defect, Grammar, Listing, Series, ordered, recognize
-from lit_layers.series.checkpoint_sources import (
-    MAIN,
-    FolderSource,
-    HubSource,
-    ModelFiles,
-    Source,
-    at_once,
-    is_hub_name,
-)
+from lit_layers.series.checkpoint_sources import MAIN, FolderSource, HubSource, ModelFiles, Source, at_once, is_hub_name
 from lit_layers.series.local_series import LightningCheckpoints, StepFolders
 
 _INSTALLED, _CHECKOUT = Path(__file__).parent / "manifests", Path(__file__).parents[2] / "checkpoints"
