@@ -131,7 +131,8 @@ class BFloat16View(LayeredModel):
     """
 
     def __init__(self, exact: LayeredModel) -> None:
-        super().__init__(_narrowed(exact.model))
+        shared = {id(tensor): tensor for tensor in (*exact.model.parameters(), *exact.model.buffers())}
+        super().__init__(copy.deepcopy(exact.model, shared))
         self.exact = exact
         for block in self.blocks:
             for module in block.modules():
@@ -145,16 +146,6 @@ class BFloat16View(LayeredModel):
     @property
     def precision(self) -> str:
         return "bfloat16"
-
-
-def _narrowed(model: Network) -> Network:
-    """The same tensors in modules of their own; of a float64 model in float32."""
-    tensors: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        wide = tensor.dtype == torch.float64
-        narrow = tensor.detach().float() if wide else tensor
-        tensors[id(tensor)] = nn.Parameter(narrow, False) if wide and isinstance(tensor, nn.Parameter) else narrow
-    return copy.deepcopy(model, tensors)
 
 
 def _round_(module: nn.Module) -> None:

@@ -46,7 +46,7 @@ class Structured(Family):
     def final_norm(self, model: Network) -> nn.Module | None:
         return None if self.norm is None else model.get_submodule(self.norm)
 
-    def num_returned(self, num_blocks: int, *, in_tuple: bool) -> Sequence[int]:
+    def num_returned(self, num_blocks: int) -> Sequence[int]:
         return self.returned
 
     def result(self, output: Any) -> Tensor:
@@ -57,7 +57,7 @@ class Structured(Family):
         """As the model's own call ends when its blocks hand on states (batch, tokens, dim)."""
         states = hidden if self.together else hidden.reshape(-1, 1, hidden.shape[-1])
         blocks = self.block_list(model)
-        with handing_on(blocks, self.as_identity(len(blocks), in_tuple=False, last=states)):
+        with handing_on(blocks, self.as_identity(len(blocks), states)):
             logits = self.logits(model, self._any_inputs(model, states))
         return logits if self.together else logits.reshape(*hidden.shape[:2], -1)
 

@@ -243,14 +243,13 @@ class Family:
         """The norm behind the last block."""
         return None if self.norm is None else trunk_of(model).get_submodule(self.norm)
 
-    def as_identity(self, num_blocks: int, *, in_tuple: bool, last: Tensor | None = None) -> list[Callable[..., Any]]:
+    def as_identity(self, num_blocks: int, last: Tensor | None = None) -> list[Callable[..., Any]]:
         """In place of the blocks: each returns the state it is given, or `last`, as its block returns one."""
-        numbers = self.num_returned(num_blocks, in_tuple=in_tuple)
-        return [identity_forward(number, last) for number in numbers]
+        return [identity_forward(number, last) for number in self.num_returned(num_blocks)]
 
-    def num_returned(self, num_blocks: int, *, in_tuple: bool) -> Sequence[int]:
+    def num_returned(self, num_blocks: int) -> Sequence[int]:
         """Of each block, how many values it returns in a tuple; 0: the state alone."""
-        return [int(in_tuple)] * num_blocks
+        return (0,) * num_blocks
 
     def read_out(self, model: Network, hidden: Tensor) -> Tensor:
         """Final norm and head of states (batch, tokens, dim), as the model itself ends."""

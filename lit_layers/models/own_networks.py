@@ -155,8 +155,7 @@ def _of_texts(network: nn.Module, device: torch.device) -> _Facts:
     tables = [module.num_embeddings for module in network.modules() if isinstance(module, nn.Embedding)]
     if not [size for size in tables if size > 1]:
         raise _refusal(network, "it has no table of embeddings of tokens (nn.Embedding)")
-    limit = _said(network, _LENGTHS)
-    limit = limit if isinstance(limit, int) and limit > 0 else None
+    limit = _said_length(network)
     ids = _few_tokens(min(size for size in tables if size > 1), min(NUM_TOKENS, limit or NUM_TOKENS)).to(device)
     facts = _Facts(PretrainedConfig())
     with _Lookups(ids) as lookups, PositionTables(ids.shape[1]) as places:
@@ -223,12 +222,12 @@ def _refusal(network: nn.Module, reason: str) -> InputError:
     )
 
 
-def _said(network: nn.Module, names: tuple[str, ...]) -> Any:
-    """What the network or its config says of itself under one of these names."""
+def _said_length(network: nn.Module) -> int | None:
+    """Return the length of the longest text, as the network or its config says it."""
     for owner in (network, getattr(network, "config", None)):
         values = owner if isinstance(owner, Mapping) else getattr(owner, "__dict__", {})
-        for name in names:
-            if isinstance(value := values.get(name), int):
+        for name in _LENGTHS:
+            if isinstance(value := values.get(name), int) and value > 0:
                 return value
     return None
 
@@ -248,7 +247,7 @@ class _Lookups(TorchFunctionMode):
         self.ids, self.size = ids, None
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is F.embedding and any(torch.equal(args[0], ids) for ids in (self.ids, self.ids.T)):
+        if func is F.embedding and torch.equal(args[0], self.ids):
             self.size = len(args[1]) if self.size is None else min(self.size, len(args[1]))
         return func(*args, **(kwargs or {}))
 

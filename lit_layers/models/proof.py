@@ -289,7 +289,7 @@ class Evidence:
 
     def arguments_alone(self) -> None:
         """What blocks are called with besides their state depends on the batch, and on no state."""
-        with handing_on(self.blocks, self.family.as_identity(len(self.blocks), in_tuple=False)):
+        with handing_on(self.blocks, self.family.as_identity(len(self.blocks))):
             calls = self._passed(self.probe.call)
         refusal = None
         # The last block first: what one leaves in an argument that all share, those before it have not put there yet.

@@ -1,7 +1,6 @@
 """A model whose blocks run in another order while a context lasts: skipped, repeated, side by side."""
 
 import itertools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,15 +11,13 @@ from torch import Tensor, nn
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Schedule, Step, Variant, checked, format_schedule, members, variants
 from lit_layers.functional.jacobian.block_call import is_cache, is_hooked
-from lit_layers.models.block_calls import first, in_place_of, num_values, replaced, split_arguments
+from lit_layers.models.block_calls import first, in_place_of, replaced, split_arguments
 from lit_layers.models.build import plain_model
 from lit_layers.models.families import Network
 from lit_layers.models.structure import family_of
 from lit_layers.models.view import REORDERED, LayeredModel, Trajectory
 
 _NUMBERS, _OWNER = itertools.count(1), "lit_layers_order"  # of orders; a number stays what it is in a copy of a cache
-# Of each model, by class of block: how many values it returns. Finding out takes a block run, which orders share.
-_IN_TUPLES: "weakref.WeakKeyDictionary[nn.Module, dict[type, int]]" = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -54,8 +51,8 @@ def running_order(model: nn.Module, schedule: Sequence[Step]) -> Iterator[nn.Mod
     if (running := network.__dict__.setdefault(REORDERED, steps)) is not steps:
         kind, other = type(network).__name__, format_schedule(running)
         raise InputError(f"this {kind} runs the schedule {other} already: leave that context first")
-    tuples = _IN_TUPLES.setdefault(network, {})
-    order = _Order(steps, [block.forward for block in blocks], type(network).__name__, tuples)
+    returned = family.num_returned(len(blocks))
+    order = _Order(steps, [block.forward for block in blocks], type(network).__name__, returned)
     refusing = network.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
     try:
         with refusing, replaced(blocks, map(order.at, range(1, len(blocks) + 1))):
@@ -84,9 +81,9 @@ class _Order:
         steps: Schedule,
         forwards: list[Callable[..., Any]],
         kind: str,
-        tuples: dict[type, int],
+        returned: Sequence[int],
     ) -> None:
-        self.steps, self.forwards, self.kind, self.tuples = steps, forwards, kind, tuples
+        self.steps, self.forwards, self.kind, self.returned = steps, forwards, kind, returned
         self.number = next(_NUMBERS)
         self.arguments: list[tuple[tuple, dict[str, Any]]] = []  # of the blocks of one forward pass, so far
 
@@ -98,12 +95,11 @@ class _Order:
                 self.arguments = []
             if len(self.arguments) != number - 1:
                 raise RuntimeError(f"block {number} of {self.kind} was called alone: leave its order of blocks first")
-            returned = self._num_values(number, hidden, args, kwargs)
             self.arguments.append((args, kwargs))
             if number < len(self.forwards):
-                return in_place_of(hidden, returned)
+                return in_place_of(hidden, self.returned[number - 1])
             arguments, self.arguments = self.arguments, []
-            return in_place_of(self._run(hidden, arguments), returned)
+            return in_place_of(self._run(hidden, arguments), self.returned[number - 1])
 
         return forward
 
@@ -144,19 +140,6 @@ class _Order:
                 slot += 1
             hidden = outputs[0] if len(outputs) == 1 else torch.stack(outputs).mean(0)
         return hidden
-
-    def _num_values(self, number: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> int:
-        """Found out once for each model and class of block, by a run of its own whose outcome is dropped."""
-        forward = self.forwards[number - 1]
-        kind = type(getattr(forward, "__self__", None))
-        if kind not in self.tuples:
-            without = [None if is_cache(value) else value for value in args]
-            named = {name: None if is_cache(value) else value for name, value in kwargs.items()}
-            named |= {"use_cache": False} if "use_cache" in named else {}
-            devices = [hidden.device] if hidden.is_cuda else []
-            with torch.no_grad(), torch.random.fork_rng(devices=devices):
-                self.tuples[kind] = num_values(forward(hidden, *without, **named))
-        return self.tuples[kind]
 
 
 def _in_slot(value: Any, slot: int, number: int) -> Any:

@@ -224,7 +224,7 @@ def _shown(evidence: Evidence) -> Structured:
     limits = [family.limit, _said_limit(evidence.model.config)] if probe.of_texts else []
     positive = [limit for limit in limits if limit and limit > 0]
     shown = {
-        "blocks": _path(evidence.model, family.blocks),
+        "blocks": family.blocks,
         "probe": " x ".join(map(str, probe.needed.shape)),
         "replay": replayed,
         "changed_chain": followed,
@@ -242,11 +242,6 @@ def _shown(evidence: Evidence) -> Structured:
             (name, float(f"{value:.1e}") if isinstance(value, float) else value) for name, value in shown.items()
         ),
     )
-
-
-def _path(model: Network, path: str) -> str:
-    """As its owner knows it."""
-    return path.removeprefix("network.") if isinstance(model, OwnNetwork) else path
 
 
 def _said_limit(config: Any) -> int | None:

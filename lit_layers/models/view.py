@@ -170,21 +170,18 @@ class LayeredModel:
         """
         states: list[Tensor] = []
         calls: list[BlockCall] = []
-        in_tuple = False
 
-        def keep(state: Tensor, _: Tensor, call: BlockCall | None, output: Any) -> None:
-            nonlocal in_tuple
+        def keep(state: Tensor, _: Tensor, call: BlockCall | None) -> None:
             states.append(state)
             if call is not None:
                 calls.append(call)
-                in_tuple = output is not first(output)
 
         # Not inference_mode, nor inside one: what is kept here takes part in derivatives later.
         with torch.inference_mode(False), torch.no_grad():
             inputs, alignment = self._pass(batch, keep)
             whole = block_calls.stacked(states)  # (layers + 1, batch, tokens, dim)
             mask = block_calls.mask_of(inputs, whole[0]) if alignment is None else alignment.given_mask
-        return Trajectory(whole, mask, tuple(calls), self.attention, self, inputs, alignment, in_tuple)
+        return Trajectory(whole, mask, tuple(calls), self.attention, self, inputs, alignment)
 
     def pass_states(self, batch: Batch, look: Callable[[int, Tensor, Tensor], None]) -> None:
         """Call `look(layer, hidden, mask)` for layers 0 to L as one batch passes them, and keep nothing.
@@ -200,14 +197,14 @@ class LayeredModel:
             self._pass(batch, lambda state, mask, *_: look(next(layers), state, mask))
 
     def _pass(self, batch: Batch, look: Callable[..., None]) -> tuple[dict[str, Tensor], Alignment | None]:
-        """Call `look(state, mask, call, output)` with the input of the first block (no call) and after each block."""
+        """Call `look(state, mask, call)` with the input of the first block (no call) and after each block."""
         is_first = True
 
-        def give(state: Tensor, call: BlockCall | None = None, output: Any = None) -> None:
+        def give(state: Tensor, call: BlockCall | None = None) -> None:
             if alignment is None:
-                look(state, block_calls.mask_of(inputs, state), call, output)
+                look(state, block_calls.mask_of(inputs, state), call)
             else:
-                look(alignment.restored(state), alignment.given_mask, call, output)
+                look(alignment.restored(state), alignment.given_mask, call)
 
         def show(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             nonlocal is_first
@@ -215,7 +212,7 @@ class LayeredModel:
             if is_first:
                 give(before)
                 is_first = False
-            give(first(output), BlockCall(module, args, kwargs, alignment), output)
+            give(first(output), BlockCall(module, args, kwargs, alignment))
 
         with evaluating(self.model):
             inputs, alignment = self._inputs(batch)
@@ -258,10 +255,10 @@ class LayeredModel:
                 "at its layers"
             )
 
-    def ending(self, inputs: Mapping[str, Tensor], hidden: Tensor, *, in_tuple: bool) -> Tensor:
+    def ending(self, inputs: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
         """The logits that the model's own call makes of a last state: its blocks hand that on and do not run."""
         self.refuse_reordered()
-        forwards = self.family.as_identity(self.num_layers, in_tuple=in_tuple, last=hidden)
+        forwards = self.family.as_identity(self.num_layers, hidden)
         handed_on = handing_on(self.blocks, forwards)
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model), handed_on:
             return self._real(self.family.logits(self.model, inputs))
@@ -325,7 +322,6 @@ class Trajectory:
     model: LayeredModel
     inputs: Mapping[str, Tensor]  # what the model was called with
     alignment: Alignment | None = None  # how texts were moved for that
-    in_tuple: bool = False  # whether blocks return their states in a tuple
 
     @functools.cached_property
     def logits(self) -> Tensor:
@@ -333,7 +329,7 @@ class Trajectory:
         if self.pools_some:
             return self.pooled(self.hidden[-1])
         last = self.hidden[-1] if self.alignment is None else self.alignment.moved(self.hidden[-1])
-        logits = self.model.ending(self.inputs, last, in_tuple=self.in_tuple)
+        logits = self.model.ending(self.inputs, last)
         return logits if self.alignment is None or logits.ndim < 3 else self.alignment.restored(logits)
 
     def logits_of(self, index: tuple[Tensor, ...]) -> Tensor:
@@ -347,7 +343,7 @@ class Trajectory:
         rows = self.hidden[-1][index][None]
         if isinstance(self.model.model, OwnNetwork):  # which may compare the tokens it scores with those it is given
             one, rows = {name: column.expand(rows.shape[1], 1) for name, column in one.items()}, rows.transpose(0, 1)
-        logits = self.model.ending(one, rows, in_tuple=self.in_tuple)
+        logits = self.model.ending(one, rows)
         return logits.reshape(len(index[0]), -1)
 
     def readout(self, hidden: Tensor, index: tuple[Tensor, ...]) -> Tensor:
@@ -368,8 +364,7 @@ class Trajectory:
     def pooled(self, hidden: Tensor) -> Tensor:
         """What the model's own end makes of the real tokens of states (batch, tokens, dim): (batch, classes)."""
         columns = {name: column for name, column in self._given().items() if name != "attention_mask"}
-        end = functools.partial(self.model.ending, in_tuple=self.in_tuple)
-        return block_calls.read_by_length(end, self.mask, columns, hidden)
+        return block_calls.read_by_length(self.model.ending, self.mask, columns, hidden)
 
     def _given(self) -> dict[str, Tensor]:
         """The inputs with each token where it was given."""
