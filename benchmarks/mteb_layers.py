@@ -34,7 +34,7 @@ class Listener(LayerEncoder):
     """Keeps the texts that an evaluation asks for, and gives zeros that are not all alike."""
 
     def __init__(self) -> None:
-        self.texts, self.layer, self.followed = list[str](), 0, None
+        self.texts, self.layer, self.followed, self._by_dot = list[str](), 0, None, False
 
     def encode(self, inputs, **_):
         texts = [text for batch in inputs for text in batch["text"]]
