@@ -1,7 +1,6 @@
 """A callback of the Trainer of transformers, and so of the trainers of TRL."""
 
 import inspect
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,8 @@ class EmergenceTrainerCallback(TrainerCallback):
     Step 0 is measured before the first update, and the last step always, unless training stops early and an earlier
     step's weights are loaded then (`load_best_model_at_end`); a training that is resumed goes on in the same file,
     with `if_exists="resume"`. After an exception the callback holds the folder until the process ends or it trains
-    again. The runs of W&B and TensorBoard that the Trainer reports to are its loggers, where no
-    others are given.
+    again. The run of W&B that the Trainer reports to is its logger, where no others are
+    given.
 
     Args:
         options: all others of `lit_layers.watch`, but `first_step` and `max_steps`, which the Trainer says.
@@ -63,8 +62,7 @@ class EmergenceTrainerCallback(TrainerCallback):
         if self.model is not None:
             model = submodule(model, self.model)
         first, last = state.global_step, state.max_steps
-        callbacks = getattr(sys._getframe(1).f_locals.get("self"), "callbacks", ())  # of the handler that calls this
-        options["loggers"] = self.loggers or runs_of_trainer(args.report_to or (), callbacks)
+        options["loggers"] = self.loggers or runs_of_trainer(args.report_to or ())
         self._watch = watch(model, self.analyses, first_step=first, max_steps=last, **options)
         state.stateful_callbacks[STATE] = self._watch.measurer.training  # pyright: ignore
 

@@ -204,7 +204,6 @@ def test_loggers_and_wandb_get_other_settings_under_names_of_their_own(tmp_path:
     run = read_finished(root)["a1b2c3d4"]
     assert [step for step, _ in run.curve("coupling/coupling/k=2")] == [0], "step 1 is on a branch that was left"
     assert [step for step, _ in run.curve(f"{name}/coupling/k=3")] == [0, 1, 2]
-    assert f"{name}/coupling_pair/k=3/matrix" in run.media("image-file")
     table = run.tables["emergence"]
     column = table["columns"].index("settings")
     assert {row[column] for row in table["data"]} == {identity.short(identity.settings_of(m)) for m in (own, changed)}

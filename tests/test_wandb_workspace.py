@@ -1,6 +1,5 @@
 """The workspace that is made from a run names the curves and pictures that its mirror logs."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Record
-from lit_layers.report.wandb_workspace import chart_title, place_of, workspace_of
+from lit_layers.report.wandb_mirror import save_workspace, workspace_of
 from tests.support.runs import make_run
 from tests.support.undrawn import leave_undrawn
 from tests.test_wandb_mirror import mirror_all
@@ -22,6 +21,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceW
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
     return make_run(tmp_path_factory.mktemp("runs") / "quickstart", steps=(0, 1, 2, 4), layers=3)
+
+
+def spec_of(root: Path) -> dict:
+    return workspace_of(root, "me", "p")._to_model().model_dump(by_alias=True, mode="json")["spec"]
 
 
 def panels_in(spec: dict) -> list[dict]:
@@ -42,13 +45,11 @@ def panels_in(spec: dict) -> list[dict]:
     return found
 
 
-def test_every_curve_and_picture_of_the_charts_is_one_that_the_mirror_logs(root, tmp_path, monkeypatch, capsys):
+def test_every_curve_and_picture_of_the_charts_is_one_that_the_mirror_logs(root, monkeypatch):
     leave_undrawn(monkeypatch)
     logged = mirror_all(root)
     names, pictures = {*logged.names()}, {*logged.media("image-file")}
-    file, page = tmp_path / "workspace.json", tmp_path / "page.html"
-    assert main(["report", str(root), "--workspace", str(file), "--root", str(page)]) == 0
-    panels = panels_in(json.loads(file.read_text()))
+    panels = panels_in(spec_of(root))
     lines = [panel["config"] for panel in panels if panel["viewType"] == "Run History Line Plot"]
     drawn = {curve for config in lines for curve in config["metrics"]}
     assert drawn <= names, drawn - names
@@ -64,28 +65,20 @@ def test_a_deep_model_has_a_line_for_some_layers_the_first_and_the_last_among_th
     for step in (0, 1):
         measured = Measurement(run="r", step=step, tokens=None, analysis="a", records=deep, seconds=0)
         records.append(tmp_path / "measurements.jsonl", measured)
-    spec = workspace_of(tmp_path, "me/p")._to_model().model_dump(by_alias=True, mode="json")["spec"]
-    lines = next(panel["config"]["metrics"] for panel in panels_in(spec) if "metrics" in panel["config"])
+    lines = next(panel["config"]["metrics"] for panel in panels_in(spec_of(tmp_path)) if "metrics" in panel["config"])
     assert len(lines) <= 26
     assert {"a/state_norm/layer_00", "a/state_norm/layer_80"} <= {*lines}
 
 
 @pytest.mark.parametrize("place", ["project", "a/b/c", "/p", "e/"])
-def test_a_place_that_is_none_is_refused(place, root, capsys):
-    with pytest.raises(InputError, match="expected ENTITY/PROJECT at W&B, or FILE.json"):
-        place_of(place)
-    assert main(["report", str(root), "--workspace", place]) == 2
+def test_a_place_that_is_none_is_refused(place, root, tmp_path, capsys):
+    with pytest.raises(InputError, match="expected ENTITY/PROJECT at W&B"):
+        save_workspace(root, place)
+    assert main(["report", str(root), "--workspace", place, "--root", str(tmp_path)]) == 2
     assert "workspace: expected ENTITY/PROJECT" in capsys.readouterr().err
 
 
 def test_a_run_without_steps_has_no_charts(tmp_path, capsys):
     (tmp_path / "measurements.jsonl").write_text("")
     with pytest.raises(InputError, match="nothing was measured at a step there"):
-        workspace_of(tmp_path, "e/p")
-
-
-def test_a_chart_is_called_by_its_metric_and_tags_whatever_its_analysis_is_called():
-    of_task = chart_title("accuracy", "probe/topics/accuracy/split=test/task=topics")
-    assert of_task == "Probe accuracy (share) (split=test, task=topics)"
-    assert chart_title("line_shape_score", "trajectory/line_shape_score") == "Line shape score"
-    assert chart_title("coupling", "coupling/coupling/k=4") == "Coupling (k=4)"
+        workspace_of(tmp_path, "e", "p")

@@ -6,9 +6,9 @@ from lit_layers import run_data
 from lit_layers.identity import Settings
 from lit_layers.report.rendering import render
 from lit_layers.report.template import write_page
-from lit_layers.report.wandb_mirror import MirrorAside, WandbMirror
+from lit_layers.report.wandb_mirror import WandbMirror
 
-__all__ = ["MirrorAside", "WandbMirror", "write_report"]
+__all__ = ["WandbMirror", "write_report"]
 
 
 def write_report(

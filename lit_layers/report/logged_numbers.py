@@ -1,29 +1,26 @@
 """A measurement as loggers show it, curves over steps, pictures and tables, and what writes it to the user's loggers.
 
-Any logger of Lightning takes curves by `log_metrics`. A run of W&B also gets heat maps and tables. None of the trackers
-is imported here: a training that logs to one has done so.
+Any logger of Lightning takes curves by `log_metrics`. A run of W&B also gets pictures of layers by steps and a table.
+None of the trackers is imported here: a training that logs to one has done so.
 """
 
+import contextlib
 import io
 import json
 import logging
-import math
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
-
-import pandas as pd
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from lit_layers import records
-from lit_layers.errors import InputError, first_line
-from lit_layers.figures.chart import Chart
-from lit_layers.figures.maps import has_surface, layer_matrix, layer_surface
-from lit_layers.figures.tables import grouped, matching, plainest, select, usual_loops, variants_of
+from lit_layers.errors import InputError
+from lit_layers.figures.maps import layer_surface
+from lit_layers.figures.tables import grouped, plainest, usual_loops
 from lit_layers.figures.vega import pictures_of
-from lit_layers.identity import latest, logged_name, plain_settings, settings_of, short, variant_of
-from lit_layers.metrics import METRICS, look_up
+from lit_layers.identity import latest, logged_name, plain_settings, settings_of, short
+from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
 
 logger = logging.getLogger(__name__)
@@ -32,20 +29,18 @@ _PLACE = "lit_layers"  # section of everything that is not the curve of a metric
 STEP, TOKENS = f"{_PLACE}/step", f"{_PLACE}/tokens"
 TRANSFORMERS_AXIS = "train/global_step"  # in each row that transformers logs to W&B
 TABLE = "emergence"
-# 0.15 ms a row: 3 s. Above it the pairs of layers are left to the heat maps; W&B itself cuts at 200,000.
-_TABLE_ROWS = 20_000
+_TABLE_ROWS = 20_000  # 3 s; of more numbers the table has those on curves, and W&B itself cuts at 200,000
 Scalars = Literal["plotted", "all"]  # which numbers are curves
 # Tags whose values are variants of one number: figures show one of them first.
 _VARIANTS = ("statistic", "control", "drop_first", "normalization", "split", "of", "domain", "k")
-MATRIX, SURFACE, LAYER_MEAN = "matrix", "over_layers", "layer_mean"  # last words of names
+SURFACE = "over_layers"  # last word of a picture's name
 TABLE_COLUMNS = (
     *("step", "tokens", "analysis", "metric", "layer", "value"),
     *("other_layer", "stderr", "low", "high", "n", "settings", "tags"),
 )
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """A number that has a curve: its curve's name, and that of all layers' curves together."""
 
     name: str
@@ -56,32 +51,17 @@ class Point:
 
 
 def points_of(measurement: Measurement, name: str | None = None) -> list[Point]:
-    """The numbers of one measurement that are curves; those per layer alone with their mean over layers 1..L, too.
+    """Return the numbers of one measurement that are curves: nothing is one for pairs of layers or places of tokens.
 
-    Nothing is a curve for pairs of layers or places of tokens. A metric that lacks a layer has no mean, as its curve
-    over steps would be of other layers from step to step. `name` is what its analysis is called, where not by its own.
+    `name` is what its analysis is called, where not by its own.
     """
-    name = name or measurement.analysis
-    points: list[Point] = []
-    layers: dict[tuple[str, str], dict[int, float]] = {}
-    loops = usual_loops(record.tags for record in measurement.records)
+    points, loops = list[Point](), usual_loops(record.tags for record in measurement.records)
     for record in measurement.records if measurement.error is None else ():
-        if not _is_on_curve(record):
-            continue
-        if record.tags.get("loops", loops) != loops:
-            continue  # a curve for each number of loops and of blocks would be hundreds: the table has them
-        base = records.key(name, Record(metric=record.metric, value=0.0, tags=record.tags))
-        points.append(Point(records.key(name, record), base, record.metric, record.layer, record.value))
-        if record.layer and math.isfinite(record.value):
-            layers.setdefault((base, record.metric), {})[record.layer] = record.value
-    whole = {point.base for point in points if point.layer is None}
-    depth = measurement.provenance.get("depth", max((max(values) for values in layers.values()), default=0))
-    for (base, metric), values in layers.items():
-        # The last block has none to be switched with.
-        first = 1 if 1 in values else max(1, look_up(metric).first_layer or 1)
-        last = depth - 1 if "/variant=switch" in base else depth
-        if base not in whole and [*sorted(values)] == [*range(first, last + 1)]:
-            points.append(Point(f"{base}/{LAYER_MEAN}", base, metric, None, sum(values.values()) / len(values)))
+        # A curve for each number of loops and of blocks would be hundreds: the table has them.
+        if _is_on_curve(record) and record.tags.get("loops", loops) == loops:
+            name = name or measurement.analysis
+            base = records.key(name, Record(metric=record.metric, value=0.0, tags=record.tags))
+            points.append(Point(records.key(name, record), base, record.metric, record.layer, record.value))
     return points
 
 
@@ -111,71 +91,35 @@ def plotted(measurement: Measurement) -> Measurement:
     return replace(measurement, records=[*filter(is_shown, measurement.records)])
 
 
-def matrices_of(measurement: Measurement, name: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Metric and tags of each kind of pairs of layers of a measurement, by the name of its picture."""
-    kinds: dict[str, tuple[str, dict[str, Any]]] = {}
-    for record in measurement.records if measurement.error is None else ():
-        if record.other_layer is not None and record.tags.keys().isdisjoint(records.PLACES):
-            tags = variant_of(record.tags)
-            key = records.key(name, Record(metric=record.metric, value=0.0, tags=tags))
-            kinds[f"{key}/{MATRIX}"] = record.metric, tags
-    return kinds
-
-
-def surfaces_of(measurements: list[Measurement], name: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Metric and tags of each heat map of layers by steps of one analysis, by its name: what tables of results have."""
-    frame = _frame(measurements)
-    kinds: dict[str, tuple[str, dict[str, Any]]] = {}
-    for metric in dict.fromkeys(point.metric for m in measurements for point in points_of(m, name)):
-        if look_up(metric).secondary or look_up(metric).unlisted:
-            continue
-        points = select(frame, metric, over_steps=True)
-        for tags in variants_of(points):
-            if has_surface(matching(points, tags)):
-                present = {tag: value for tag, value in tags.items() if value is not None}  # others have the rest
-                key = records.key(name, Record(metric=metric, value=0.0, tags=present))
-                kinds[f"{key}/{SURFACE}"] = metric, tags
-    return kinds
-
-
-def _frame(measurements: list[Measurement]) -> pd.DataFrame:
-    return records.frame(measurements).drop(columns=records.AUDIT, errors="ignore")  # what comes here may be drawn
-
-
-def _table_row(measurement: Measurement, record: Record) -> list[Any]:
-    tags = json.dumps(record.tags, sort_keys=True) if record.tags else None
-    place = [measurement.step, measurement.tokens, measurement.analysis, record.metric, record.layer, record.value]
-    count = [record.stderr, record.low, record.high, record.n]
-    return [*place, record.other_layer, *count, short(settings_of(measurement)), tags]
-
-
-def heat_maps(measurement: Measurement, name: str, without: Collection[str] = ()) -> dict[str, bytes]:
-    """A picture (PNG) for each kind of pairs of layers, but those that are there already."""
-    due = {key: kind for key, kind in matrices_of(measurement, name).items() if key not in without}
-    if not due:
-        return {}
-    frame = _frame([measurement])
-    charts = {key: layer_matrix(frame, metric, tags=tags) for key, (metric, tags) in due.items()}
-    return _drawn(charts, f"{measurement.analysis} at step {measurement.step}")
-
-
-def layer_maps(
-    measured: Sequence[Measurement], plain: dict[tuple[str, str], str], until: float = math.inf
-) -> dict[str, bytes]:
-    """Return a picture (PNG) of layers by steps up to `until` for each metric that has both, by its name.
+def surfaces_of(
+    measured: Sequence[Measurement], plain: dict[tuple[str, str], str]
+) -> dict[str, tuple[str, list[Measurement]]]:
+    """Return the metric and the measurements of each picture of layers by steps, by its name.
 
     Names of settings other than `plain` say which they are.
     """
-    drawn = (plotted(m) for m in measured if m.error is None and m.step is not None and m.step <= until)
-    series = grouped(drawn, lambda m: logged_name(m, plain))
-    charts: dict[str, Chart] = {}
-    for name, measurements in series.items():
-        try:
-            frame, kinds = _frame(measurements), surfaces_of(measurements, name)
-            charts |= {key: layer_surface(frame, metric, tags=tags) for key, (metric, tags) in kinds.items()}
-        except (InputError, ValueError) as error:  # no picture is worth the run's end
-            logger.warning("no maps over layers of %s: %s", name, first_line(error))
-    return _drawn(charts, "layers by steps") if charts else {}
+    found: dict[str, tuple[str, list[Measurement]]] = {}
+    drawn = [plotted(m) for m in measured if m.error is None and m.step is not None]
+    for name, series in grouped(drawn, lambda m: logged_name(m, plain)).items():
+        metrics = dict.fromkeys(p.metric for m in series for p in points_of(m, name) if p.layer is not None)
+        found |= {f"{name}/{metric}/{SURFACE}": (metric, series) for metric in metrics}
+    return {key: kind for key, kind in found.items() if len({m.step for m in kind[1]}) > 1}
+
+
+def layer_maps(measured: Sequence[Measurement], plain: dict[tuple[str, str], str]) -> dict[str, bytes]:
+    """Return a picture (PNG) of layers by steps for each metric that has both, by its name."""
+    charts, frames = {}, dict[int, Any]()
+    for key, (metric, series) in surfaces_of(measured, plain).items():
+        with contextlib.suppress(InputError, ValueError):  # no picture is worth the run's end
+            if id(series) not in frames:  # what comes here may be drawn, whatever an audit says
+                frames[id(series)] = records.frame(series).drop(columns=records.AUDIT, errors="ignore")
+            charts[key] = layer_surface(frames[id(series)], metric)
+    try:
+        pictures = pictures_of([chart.whole() for chart in charts.values()], [".png"]) if charts else []
+    except InputError as error:
+        logger.warning("no picture of layers by steps: %s", error)
+        return {}
+    return {name: png for name, (png,) in zip(charts, pictures, strict=True)}
 
 
 def are_maps_due(num_steps: int) -> bool:
@@ -183,13 +127,11 @@ def are_maps_due(num_steps: int) -> bool:
     return num_steps >= 4 and num_steps.bit_count() == 1
 
 
-def _drawn(charts: Mapping[str, Chart], what: str) -> dict[str, bytes]:
-    try:
-        pictures = pictures_of([chart.whole() for chart in charts.values()], [".png"])
-    except InputError as error:
-        logger.warning("no map of %s: %s", what, error)
-        return {}
-    return {name: png for name, (png,) in zip(charts, pictures, strict=True)}
+def _table_row(measurement: Measurement, record: Record) -> list[Any]:
+    tags = json.dumps(record.tags, sort_keys=True) if record.tags else None
+    place = [measurement.step, measurement.tokens, measurement.analysis, record.metric, record.layer, record.value]
+    count = [record.stderr, record.low, record.high, record.n]
+    return [*place, record.other_layer, *count, short(settings_of(measurement)), tags]
 
 
 def of_the_whole_run(
@@ -206,15 +148,9 @@ def of_the_whole_run(
 
 def images_of(library: Any, pictures: Mapping[str, bytes]) -> dict[str, Any]:
     """Return pictures (PNG) as a row of wandb takes them: beside others of its name one has a slider over the steps."""
-    from PIL import Image  # what only heat maps need
+    from PIL import Image  # what only pictures need
 
     return {name: library.Image(Image.open(io.BytesIO(png)).convert("RGB")) for name, png in pictures.items()}
-
-
-def best_of(name: str) -> str | None:
-    """Return what a run's summary keeps of a curve: the best value of a score, else the last."""
-    better = next((METRICS[part].better for part in name.split("/") if part in METRICS), None)
-    return {"lower": "min", "higher": "max"}.get(better or "")
 
 
 # ------------------------------------------------------------------------------------------------ the user's loggers
@@ -294,46 +230,24 @@ class WandbRun:
         values, pictures = self._waiting.pop(step)
         row = {**values, **images_of(self._wandb, pictures), self._axis: step}
         for name in row.keys() - self._defined:  # by exact name: globs are the user's
-            self._run.define_metric(name, step_metric=self._axis, summary=best_of(name))
+            self._run.define_metric(name, step_metric=self._axis)
         self._defined |= row.keys()
         self._run.log(row, commit=commit)
 
 
-class TensorBoardWriter:
-    """Curves in a SummaryWriter."""
-
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-
 def writer_of(destination: Any) -> Any:
-    """Return what writes to a destination: a `WandbRun`, or an object with `log_metrics(values, step)`.
+    """Return what writes to a destination: a `WandbRun` for a run of W&B or its logger, or a logger of Lightning.
 
-    A destination is a logger of Lightning, a tracker of accelerate, a SummaryWriter or a run of W&B.
     None for others.
     """
-    kinds = [kind.__name__ for kind in type(destination).__mro__]
-    is_logger = "WandbLogger" in kinds
-    behind = destination.experiment if is_logger else destination
-    names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(behind).__mro__}
-    if "accelerate.GeneralTracker" in names:
-        return writer_of(behind.tracker)
-    if "wandb.Run" in names:
-        return WandbRun(behind, AXIS if is_logger else None)
-    if {"torch.SummaryWriter", "tensorboardX.SummaryWriter"} & names:
-        return TensorBoardWriter(behind)
+    is_logger = "WandbLogger" in [kind.__name__ for kind in type(destination).__mro__]
+    run = destination.experiment if is_logger else destination
+    if any(kind.__module__.startswith("wandb.") and kind.__name__ == "Run" for kind in type(run).__mro__):
+        return WandbRun(run, AXIS if is_logger else None)
     return destination if isinstance(destination, WandbRun) or hasattr(destination, "log_metrics") else None
 
 
-def runs_of_trainer(reports_to: Sequence[str], callbacks: Sequence[Any]) -> list[Any]:
-    """The runs that a Trainer of transformers has begun in its trackers, of the names of these and its callbacks."""
+def runs_of_trainer(reports_to: Sequence[str]) -> list[Any]:
+    """Return the run of W&B that a Trainer of transformers has begun, where it reports to W&B."""
     run = sys.modules["wandb"].run if "wandb" in reports_to and "wandb" in sys.modules else None
-    runs: list[Any] = [run and WandbRun(run, TRANSFORMERS_AXIS)]
-    if "tensorboard" in reports_to:
-        runs += [getattr(callback, "tb_writer", None) for callback in callbacks]
-    return [run for run in runs if run is not None]
+    return [] if run is None else [WandbRun(run, TRANSFORMERS_AXIS)]

@@ -32,7 +32,6 @@ from lit_layers.report.logged_numbers import (
     Scalars,
     WandbRun,
     are_maps_due,
-    heat_maps,
     layer_maps,
     plotted,
     values_of,
@@ -213,10 +212,8 @@ class StepMeasurer:
             try:
                 writer = self._writer_of(destination)
                 if isinstance(writer, WandbRun):
-                    pictures = {key: png for each in named for key, png in heat_maps(*each).items()}
-                    if are_maps_due(len(self._measured)):
-                        pictures |= layer_maps(records.read(self.file), self._plain)
-                    writer.row(place, row, pictures)
+                    is_due = are_maps_due(len(self._measured))
+                    writer.row(place, row, layer_maps(records.read(self.file), self._plain) if is_due else {})
                 elif writer is not None:
                     writer.log_metrics(dict(row), step=place)
             except Exception as error:  # whatever a logger has: no training ends for it
@@ -304,8 +301,8 @@ class Watch:
         tokens_per_step: tokens per optimizer step, shown beside the step.
         first_step: the optimizer steps that the model has seen, of a training that goes on.
         max_steps: where training ends, if that is known: that step is measured.
-        loggers: loggers of Lightning, or others with `log_metrics(values, step=...)`; trackers of accelerate; runs of
-            W&B, which also get heat maps and tables; a SummaryWriter.
+        loggers: loggers of Lightning, or others with `log_metrics(values, step=...)`; runs of W&B,
+            which also get pictures and a table.
         watchers, scalars: as of `EmergenceCallback`.
 
     Raises:
@@ -335,9 +332,7 @@ class Watch:
     ) -> None:
         for each in loggers:
             if not hasattr(each, "log_metrics") and writer_of(each) is None:
-                raise InputError(
-                    f"loggers: expected loggers of Lightning, runs of W&B or a SummaryWriter, got {each!r}"
-                )
+                raise InputError(f"loggers: expected loggers of Lightning or runs of W&B, got {each!r}")
         self.measurer = StepMeasurer(analyses, root, run=run, watchers=watchers, scalars=scalars)
         self.model, self.schedule = plain_model(model), Schedule(steps)
         self.save, self.tokenizer, self.tokens_per_step = save, tokenizer, tokens_per_step

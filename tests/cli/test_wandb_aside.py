@@ -12,7 +12,7 @@ import yaml
 from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
-from lit_layers.report import MirrorAside, WandbMirror, wandb_mirror
+from lit_layers.report import WandbMirror, wandb_mirror
 from lit_layers.training.run_folder import saved_steps, step_folder
 from tests.cli.test_fit import RECIPE
 from tests.support.runs import make_run
@@ -85,7 +85,7 @@ ERRORS = [RuntimeError("one\ntwo"), TypeError("one"), AssertionError("one"), Sys
 def test_whatever_it_raises_is_one_sentence_and_no_error(error, where, tmp_path, monkeypatch):
     fake(monkeypatch, where, fail(error))
     root = make_run(tmp_path / "run", steps=(0, 1, 2, 4), layers=2)
-    mirror = MirrorAside(WandbMirror(mode="online"))
+    mirror = WandbMirror(mode="online")
     mirror.open(root, run_id="a1b2c3d4", config={})
     mirror.log_step(5, None, {"train/loss": 1.0}, [])
     mirror.finish()
@@ -97,8 +97,9 @@ def test_whatever_it_raises_is_one_sentence_and_no_error(error, where, tmp_path,
 
 @pytest.mark.parametrize("where", ["init", "log", "finish"])
 def test_one_that_hangs_is_waited_for_no_longer_than_its_limit(where, tmp_path, monkeypatch, release):
+    monkeypatch.setattr(wandb_mirror, "TIMEOUT", 0.5)
     fake(monkeypatch, where, release.wait)
-    mirror = MirrorAside(WandbMirror(mode="online", timeout=0.5))
+    mirror = WandbMirror(mode="online")
     started = time.monotonic()
     mirror.open(make_run(tmp_path / "run", steps=(0, 1), layers=2), run_id="a1b2c3d4", config={})
     for step in range(2, 1000):
@@ -110,9 +111,10 @@ def test_one_that_hangs_is_waited_for_no_longer_than_its_limit(where, tmp_path, 
 
 
 def test_a_slow_one_is_waited_for_as_long_as_rows_arrive(tmp_path, monkeypatch):
+    monkeypatch.setattr(wandb_mirror, "TIMEOUT", 0.5)
     run, rows = fake(monkeypatch, "nowhere", None), []
     monkeypatch.setattr(run, "log", lambda row, **_: (time.sleep(0.2), rows.append(row)))
-    mirror = MirrorAside(WandbMirror(mode="online", timeout=0.5))
+    mirror = WandbMirror(mode="online")
     mirror.open(make_run(tmp_path / "run", steps=(0, 1), layers=2), run_id="a1b2c3d4", config={})
     for step in range(2, 12):
         mirror.log_step(step, None, {"train/loss": 1.0}, [])
@@ -123,7 +125,7 @@ def test_a_slow_one_is_waited_for_as_long_as_rows_arrive(tmp_path, monkeypatch):
 def test_one_that_does_not_keep_up_is_given_up(tmp_path, monkeypatch, release):
     fake(monkeypatch, "log", release.wait)
     monkeypatch.setattr(wandb_mirror, "_STEPS", 50)
-    mirror = MirrorAside(WandbMirror(mode="online"))
+    mirror = WandbMirror(mode="online")
     mirror.open(make_run(tmp_path / "run", steps=(0, 1), layers=2), run_id="a1b2c3d4", config={})
     for step in range(2, 100):
         mirror.log_step(step, None, {"train/loss": 1.0}, [])
@@ -134,14 +136,14 @@ def test_one_that_does_not_keep_up_is_given_up(tmp_path, monkeypatch, release):
 def test_what_it_refuses_to_start_with_is_still_refused(tmp_path, monkeypatch, caplog):
     fake(monkeypatch, "init", fail(wandb.errors.CommError("no route")))
     with pytest.raises(InputError, match=r"W&B cannot be reached \(no route\); try auto"):
-        MirrorAside(WandbMirror(mode="online")).open(tmp_path, run_id="a1b2c3d4", config={})
+        WandbMirror(mode="online").open(tmp_path, run_id="a1b2c3d4", config={})
     assert caplog.text == ""
 
 
 def test_the_long_table_is_sent_once_at_the_end_of_a_run_that_was_interrupted(tmp_path, monkeypatch):
     run, root = fake(monkeypatch, "nowhere", None), make_run(tmp_path / "run", steps=(0, 1), layers=2)
     for exit_code, tables in ((143, 0), (130, 0), (0, 1)):
-        mirror = MirrorAside(WandbMirror(mode="online"))
+        mirror = WandbMirror(mode="online")
         mirror.open(root, run_id="a1b2c3d4", config={})
         mirror.finish(exit_code)
         assert sum("emergence" in row for row in run.rows) == tables
@@ -157,8 +159,9 @@ def test_the_long_table_is_sent_once_at_the_end_of_a_run_that_was_interrupted(tm
 def test_a_training_is_the_same_bit_for_bit_without_with_and_with_one_that_hangs_or_raises(
     mirrors, tmp_path, corpus, monkeypatch, release, capsys
 ):
+    monkeypatch.setattr(wandb_mirror, "TIMEOUT", 2.0)
     options = {**RECIPE, "corpus": str(corpus), "analyses": RECIPE["analyses"][:1]}
-    mirror = {"class_path": "lit_layers.report.WandbMirror", "init_args": {"mode": "online", "timeout": 2.0}}
+    mirror = {"class_path": "lit_layers.report.WandbMirror", "init_args": {"mode": "online"}}
     left = {}
     for name, where in {"without": None, **mirrors}.items():
         fake(monkeypatch, where or "", fail(RuntimeError("x")) if where == "init" else release.wait)

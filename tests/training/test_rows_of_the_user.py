@@ -181,30 +181,6 @@ def test_rows_fewer_than_measured_steps_are_still_the_users(log, tmp_path, monke
         assert [row["_step"] for row in both.history if "loss" in row] == [0, 1, 2]
 
 
-def test_rows_of_a_tracker_of_accelerate_keep_values_and_numbers(tmp_path, monkeypatch):
-    accelerate = pytest.importorskip("accelerate")
-    wandb = pytest.importorskip("wandb")
-    leave_undrawn(monkeypatch)
-    options = {"mode": "offline", "dir": str(tmp_path), "settings": wandb.Settings(console="off", silent=True)}
-    for name in ("alone", "both"):
-        accelerator = accelerate.Accelerator(log_with="wandb", cpu=True)
-        accelerator.init_trackers("p", init_kwargs={"wandb": {"id": name, **options}})
-        tracker, model = accelerator.get_tracker("wandb"), tiny("gpt2")
-        root, watched = tmp_path / "root", None
-        if name == "both":
-            watched = lit_layers.watch(model, measured(), steps={"every": 2}, root=root, loggers=[tracker])
-        for step in range(1, 31):
-            accelerator.log({"loss": 1 / step}, step=step)
-            if watched is not None:
-                watched.step()
-        if watched is not None:
-            watched.close()
-        accelerator.end_training()
-    both = equal_rows(tmp_path)
-    assert len(both.curve("loss")) == 30
-    assert dict(both.curve(CURVE)) == losses_of(root)
-
-
 class Module(L.LightningModule):
     """Trains by one optimizer, or by hand: each `accumulate` batches the optimizers step."""
 
@@ -313,8 +289,7 @@ def test_rows_of_transformers_at_wandb_keep_values_and_numbers(num_rows, logging
 
 
 @pytest.mark.parametrize("num_rows", LENGTHS)
-@pytest.mark.parametrize("way", ["lightning", "transformers"])
-def test_rows_at_tensorboard_keep_values_and_steps(way, num_rows, tmp_path, monkeypatch):
+def test_rows_at_tensorboard_keep_values_and_steps(num_rows, tmp_path, monkeypatch):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -322,18 +297,14 @@ def test_rows_at_tensorboard_keep_values_and_steps(way, num_rows, tmp_path, monk
     shown = {}
     for name in ("alone", "both"):
         folder = tmp_path / name
-        monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(folder))
-        if way == "lightning":
-            in_lightning(tmp_path / "root", TensorBoardLogger(folder), num_rows, is_watched=name == "both")
-        else:
-            in_transformers(tmp_path, num_rows, is_watched=name == "both", report_to=["tensorboard"])
+        in_lightning(tmp_path / "root", TensorBoardLogger(folder), num_rows, is_watched=name == "both")
         (found,) = {file.parent for file in folder.glob("**/events*")}
         events = accumulator.EventAccumulator(str(found), size_guidance={"scalars": 0}).Reload()
         tags = [tag for tag in events.Tags()["scalars"] if "runtime" not in tag and "per_second" not in tag]
         shown[name] = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
     alone, both = shown["alone"], shown["both"]
     assert {tag: both[tag] for tag in alone} == alone
-    assert len(alone["loss" if way == "lightning" else "train/loss"]) == num_rows
+    assert len(alone["loss"]) == num_rows
     assert all("/" in tag for tag in both.keys() - alone.keys())
     assert dict(both[CURVE]) == pytest.approx(losses_of(tmp_path / "root"), rel=1e-6)
 

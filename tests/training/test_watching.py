@@ -217,8 +217,8 @@ def test_texts_that_the_model_cannot_read_are_refused_before_the_first_step(give
     ("option", "value", "said"),
     [
         ("root", "", "root: expected a folder, got ''"),
-        ("loggers", "wandb", "or a SummaryWriter, got 'w'"),
-        ("loggers", [3], "or a SummaryWriter, got 3"),
+        ("loggers", "wandb", "or runs of W&B, got 'w'"),
+        ("loggers", [3], "or runs of W&B, got 3"),
         ("root", "s3://bucket/run", "s3:/bucket/run: mount the store"),
         ("root", "x" * 300, "(File name too long); choose another folder"),
         ("analyses", ["lens"], "analyses: expected a list of them, such as [Lens(batches=data)], got a str"),

@@ -27,7 +27,7 @@ from lit_layers.errors import InputError
 from lit_layers.files import run_lock
 from lit_layers.identity import latest
 from lit_layers.records import Measurement
-from lit_layers.report import MirrorAside, WandbMirror, write_report
+from lit_layers.report import WandbMirror, write_report
 from lit_layers.schema import COUNT, RUN_FILE, SEED, refuse_outside
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint, run_folder
 from lit_layers.training.datamodules import LitStepData
@@ -106,7 +106,7 @@ class Run:
         # The first rank alone hashes the checkpoints: the others read what that one found whole.
         self.resume_from = _point(options, hashed=is_first_rank())
         goes_on = options.resume is not None and (self.root / RUN_FILE).is_file()
-        self.mirror = None if options.wandb is None else MirrorAside(options.wandb)
+        self.mirror = options.wandb
         text = recipe.parser.dump(recipe.options, skip_none=False)
         given = yaml.safe_load(text)
         if goes_on:

@@ -10,9 +10,10 @@ from lit_layers.cli.options import Names
 from lit_layers.cli.process import note
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import listing
+from lit_layers.files import run_lock
 from lit_layers.report import WandbMirror, rendering, side_by_side, write_report
 from lit_layers.report.template import write_page
-from lit_layers.report.wandb_workspace import place_of, save, workspace_of
+from lit_layers.report.wandb_mirror import save_workspace
 
 
 def report(
@@ -38,7 +39,7 @@ def report(
         export: also write all numbers to this file, as .parquet or .csv
         pictures: also write every figure of the page as PNG, SVG and PDF to this folder
         wandb: also send W&B what it does not have yet
-        workspace: also make a W&B workspace with the charts of this run: in ENTITY/PROJECT, or as FILE.json
+        workspace: also make a W&B workspace with the charts of this run, in ENTITY/PROJECT
         allow_suspect: also draw checkpoints that the audit of their series found suspect
         settings: where an analysis was measured with several settings (options, data), draw these, by the names that
             the page gives them, or `last`: those measured last (default: those of the most steps, which training's are)
@@ -53,8 +54,6 @@ def report(
     if not runs:
         raise InputError("missing: runs: expected a run's folder, or several")
     (folder,) = runs
-    if workspace is not None:
-        place_of(workspace)  # before anything is written
     run = run_data.read_run(folder, settings=chosen)
     if not allow_suspect:
         for verdict, places in run_data.suspects(run).items():
@@ -71,11 +70,12 @@ def report(
     if wandb:
         mirror = _mirror(run.about)
         config = run.about.get("config", {})
-        mirror.open(folder, run_id=_run_id(run), config=config, allow_suspect=allow_suspect)
-        mirror.finish()
+        with run_lock.writing(folder):  # a training that mirrors itself has it: two would double its points
+            mirror.open(folder, run_id=_run_id(run), config=config, allow_suspect=allow_suspect)
+            mirror.finish()
         print(mirror.closing_line())
     if workspace is not None:
-        print(save(workspace_of(folder, workspace), workspace))
+        print(save_workspace(folder, workspace))
     return 0
 
 
