@@ -368,6 +368,9 @@ def _variant_records(sums: Sums, indices: list[int], tags: Tags, layer: int | No
         about: Any = {"layer": layer, "tags": tags, "counted": "num_tokens"}
         if counts.any():
             yield from summarize_ratio(metric, values[indices].mean(0), counts, **about)
+            if metric != "kl_to_full" and tags["variant"] != "baseline" and "seed" not in tags:
+                apart = values[indices].mean(0) - values[0]  # on the same rows: what is hard for both cancels
+                yield from summarize_ratio(f"{metric}_difference", apart, counts, **about)
 
 
 def _distance(variant: Variant, num_blocks: int) -> Record:

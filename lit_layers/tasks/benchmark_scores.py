@@ -251,14 +251,14 @@ class BenchmarkScores(WithTokenizer, Analysis):
                 tags |= {"error": failed[variant.schedule]}
                 yield Record(metric="failed", value=1.0, layer=variant.block, tags=tags)
                 continue
-            yield from _of_variant(variant, tags, [scored[variant.schedule]], full if lead else None)
+            yield from _of_variant(variant, tags, [scored[variant.schedule]], full, lead)
             if variant.name == "random" and variant.middle is not None:
                 per_seed.setdefault(variant.middle, []).append(variant)
         for middle, seeds in per_seed.items():
             identical = sum(variant.schedule == variants[0].schedule for variant in seeds)
             tags = {"variant": "random", "middle": middle, "num_seeds": len(seeds), "num_identical": identical}
             scores = [scored[variant.schedule] for variant in seeds]
-            yield from _of_variant(seeds[0], tags | task, scores, full if lead else None)
+            yield from _of_variant(seeds[0], tags | task, scores, full, lead)
 
     def _scorer(self, model: LayeredModel) -> LmEvalScorer:
         return LmEvalScorer(
@@ -296,19 +296,26 @@ class BenchmarkScores(WithTokenizer, Analysis):
 
 
 def _of_variant(
-    variant: Variant, tags: dict[str, str | int | float], scores: Sequence[TaskScores], full: TaskScores | None
+    variant: Variant, tags: dict[str, str | int | float], scores: Sequence[TaskScores], full: TaskScores, lead: bool
 ) -> Iterator[Record]:
     """The records of one variant, or of the mean over several seeds: a row counts with its mean over them.
 
-    Those of a normalised score only where the full model has a lead over guessing.
+    The difference from the full model is over the same rows. Records of a normalised score are there only where the
+    full model has a lead over guessing.
     """
+    if variant.name != "baseline" and "seed" not in tags:
+        rows = np.mean([each.values[SCORE] for each in scores], 0) - np.asarray(full.values[SCORE])
+        value, error = float(rows.mean()), _error(rows)
+        ends = {} if error is None else {"low": value - 1.96 * error, "high": value + 1.96 * error}
+        about: dict[str, Any] = {"layer": variant.block, "n": len(rows), "tags": tags, **ends}
+        yield Record(metric=f"{SCORE}_difference", value=value, stderr=error, **about)
     for metric in scores[0].values:
         rows = [each.values[metric] for each in scores]
         value, error = mean_and_error(metric, rows)
         n = len(rows[0])
         ends = interval(metric, value, error, n)
         yield Record(metric=metric, value=value, layer=variant.block, stderr=error, n=n, tags=tags, **ends)
-    if full is not None:
+    if lead:
         values = [statistics.fmean(row) for row in zip(*(each.values[SCORE] for each in scores), strict=True)]
         of_full = full.values[SCORE]
         left = normalized_score(statistics.fmean(values), full.random_score, statistics.fmean(of_full))

@@ -40,7 +40,7 @@ def run(model, *batches, **options):
     records = list(records_of(Interventions(batches=Listed(*batches), **options), LayeredModel(model)))
     found = {key(record): record for record in records}
     assert len(found) == len(records)
-    return found
+    return {key: record for key, record in found.items() if not record.metric.endswith("_difference")}
 
 
 def at(metric, layer=None, **tags):
@@ -124,6 +124,19 @@ for _middle, _seed in itertools.product((1, 3), SEEDS):
     _tags = {"middle": _middle, "schedule": " ".join(map(str, _order)), "seed": _seed, "variant": "random"}
     EXPECTED[None, *sorted(_tags.items())] = _order
 MEANS = [(None, ("middle", middle), ("variant", "random")) for middle in (1, 3)]
+
+
+def test_differences_from_the_full_model_are_over_the_same_prompts(model):
+    found = {key(each): each for each in records_of(Interventions(batches=Listed(*BATCHES)), LayeredModel(model))}
+    apart = {key: each for key, each in found.items() if each.metric.endswith("_difference")}
+    assert {each.metric for each in apart.values()} == {"variant_loss_difference", "variant_accuracy_difference"}
+    assert not [each for each in apart.values() if each.tags["variant"] == "baseline" or "seed" in each.tags]
+    for (metric, *place), record in apart.items():
+        own, full = found[metric.removesuffix("_difference"), *place], found[at(metric[:-11], variant="baseline")]
+        rows = own.by_prompt.astype(float) - full.by_prompt
+        assert record.value == pytest.approx(own.value - full.value, abs=1e-9)
+        assert record.stderr == pytest.approx(rows.std(ddof=1) / len(rows) ** 0.5, rel=1e-4, abs=1e-7)
+        assert record.low <= record.value <= record.high
 
 
 def test_the_modules_in_order_are_the_model(model):
