@@ -93,7 +93,7 @@ class LayerResult:
         for analysis in analyses:
             chosen = {**options, "analysis": analysis}
             if metric in self._profiles:
-                of_analysis = [plots.model_profile(table, metric, **chosen)]
+                of_analysis = [plots.layer_profile(table, metric, **chosen)]
             else:
                 of_analysis = self._maps(metric, analysis, chosen) or [plots.models_in_rows(table, metric, **chosen)]
             several = len(analyses) > 1

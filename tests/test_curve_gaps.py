@@ -30,7 +30,7 @@ def pieces(chart: Chart, mark: str, color: str) -> int:
 
 def test_a_line_and_its_band_break_at_a_layer_that_only_other_checkpoints_have():
     frame = table([0, 64], {64: [GAP]})
-    chart = plots.layer_profile(frame, "accuracy", controls=["random_labels"], intervals=True)
+    chart = plots.layer_profile(frame, "accuracy", controls=["random_labels"])
     whole, broken, control = (line(chart, name) for name in ("step 0", "step 64", "random labels"))
     assert whole.x == broken.x == control.x == list(range(LAYERS + 1))
     assert [series.y[GAP] is None for series in (whole, broken, control)] == [False, True, True]
@@ -47,7 +47,7 @@ def test_a_last_layer_that_is_missing_does_not_stretch_the_others():
 
 
 def test_models_that_are_not_equally_deep_break_at_their_own_layers():
-    chart = plots.model_profile(table([], {"lab/large": [GAP]}, small=2, large=4, other=4), "accuracy")
+    chart = plots.layer_profile(table([], {"lab/large": [GAP]}, small=2, large=4, other=4), "accuracy")
     small, large = line(chart, "small"), line(chart, "large")
     assert (small.x, [y is None for y in small.y]) == ([0, 50, 100], [False] * 3)
     assert (large.x, [y is None for y in large.y]) == ([0, 25, 50, 75, 100], [False, False, True, False, False])

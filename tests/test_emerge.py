@@ -13,7 +13,6 @@ from scipy import stats
 
 from lit_layers import records
 from lit_layers.cli.main import main
-from lit_layers.clock import times_and_order
 from lit_layers.clock.curve_sources import curves_of
 from lit_layers.clock.step_curves import StepCurve, curves_in, over_seeds
 from lit_layers.clock.times_and_order import (
@@ -25,7 +24,6 @@ from lit_layers.clock.times_and_order import (
     measure_times,
     order_table,
     probability_before,
-    times_of_run,
     times_table,
 )
 from lit_layers.errors import InputError
@@ -423,7 +421,7 @@ def test_a_value_with_a_comma_is_asked_for_as_it_is(tmp_path, spelt):
     assert set(pd.read_csv(tmp_path / "out" / "times.csv")["run"]) == {"GPT-2, seed 1"}
 
 
-def test_results_of_lm_eval_and_mteb_are_curves(tmp_path):
+def test_results_of_lm_eval_are_curves(tmp_path):
     for step, value in zip(STEPS, rise(5), strict=True):
         folder = tmp_path / "harness" / f"run{step}"
         folder.mkdir(parents=True)
@@ -431,24 +429,17 @@ def test_results_of_lm_eval_and_mteb_are_curves(tmp_path):
         scored |= {f"match,{name}": value / 2 for name in ("strict", "flexible")}
         config = {"model_args": f"pretrained=org/tiny,revision=step{step},dtype=float32"}
         (folder / "results_2026.json").write_text(json.dumps({"results": {"piqa": scored}, "config": config}))
-        folder = tmp_path / "mteb" / "org__tiny" / f"step{step}"
-        folder.mkdir(parents=True)
-        content = {"task_name": "STS12", "scores": {"test": [{"main_score": value, "hf_subset": "default"}]}}
-        (folder / "STS12.json").write_text(json.dumps(content))
-        (folder / "model_meta.json").write_text("{}")
-    (harness, *matches), (mteb,) = curves_of(tmp_path / "harness"), curves_of(tmp_path / "mteb")
+        (folder / "other.json").write_text("{}")
+    harness, *matches = curves_of(tmp_path / "harness")
     assert (harness.run, harness.analysis, harness.metric, harness.tags) == ("org/tiny", "piqa", "acc", {})
     assert [(each.metric, each.tags) for each in matches] == [
         ("match", {"filter": "strict"}),
         ("match", {"filter": "flexible"}),
     ]
     assert len(curves_of(tmp_path / "harness", metrics=("acc",))) == 1
-    assert (mteb.run, mteb.analysis, mteb.metric) == ("org__tiny", "STS12", "main_score")
-    for curve in (harness, mteb):
-        assert curve.at.tolist() == STEPS
-        assert curve.values == pytest.approx(rise(5))
+    assert harness.at.tolist() == STEPS
+    assert harness.values == pytest.approx(rise(5))
     assert harness.stderr == pytest.approx(np.full(12, 0.01))
-    assert (mteb.stderr, mteb.over) == (None, "")
 
 
 def test_the_command_writes_tables_figures_and_a_page(run, tmp_path, capsys):
@@ -526,10 +517,10 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(run, tmp_path, capsys)
         ("no curve over steps", [tmp_path / "nothing.csv"]),
         ("two values at step nan of", [tmp_path / "no_step.csv"]),
         ("at 6 checkpoints or more", [tmp_path / "apart.csv"]),
-        ("or a list of rows", [tmp_path / "list.json"]),
-        ("has normalization=logN", [run, "--where.normalization=logN"]),
+        ("or results of lm-eval", [tmp_path / "list.json"]),
+        ("no curve over steps of normalization=logN", [run, "--where.normalization=logN"]),
         ("no curve over steps of shots=3,task=easy", [tmp_path / "apart.csv", "--where.shots=3", "--where.task=easy"]),
-        ("expected results of lm-eval", [tmp_path / "other.json"]),
+        ("or results of lm-eval", [tmp_path / "other.json"]),
         ("expected a run's folder, or results", [tmp_path / "empty"]),
         ("is not there", [tmp_path / "gone.csv"]),
         ("has no curve of accuracies over steps: expected of ", [run, "--metrics", "accuracies"]),
@@ -605,7 +596,8 @@ def test_names_and_layers_of_a_strangers_run_are_drawn_and_escaped(tmp_path):
     assert main(["report", str(root), "--pictures", str(tmp_path / "pictures")]) == 0
     for page in (tmp_path / "out" / "emergence.html", root / "report.html"):
         assert (script in page.read_text(), "&lt;script&gt;alert(1)" in page.read_text()) == (False, True)
-    assert pd.read_parquet(tmp_path / "out" / "times.parquet").layer.tolist() == [pd.NA, 2**62 + 1]
+    times = pd.read_csv(tmp_path / "out" / "times.csv", dtype={"layer": "Int64"})
+    assert times.layer.tolist() == [pd.NA, 2**62 + 1]
 
 
 def test_the_runs_own_page_begins_with_when_it_emerges(tmp_path):
@@ -622,28 +614,6 @@ def test_the_runs_own_page_begins_with_when_it_emerges(tmp_path):
     assert 'class="metric' in section
     short = write_run(tmp_path / "short", steps=STEPS[:5])
     assert 'id="emergence"' not in write_report(short, tmp_path / "short.html").read_text()
-
-
-def test_the_times_of_a_run_are_found_once_for_its_page_and_its_trackers(tmp_path, monkeypatch):
-    """By the content of its curves: another run, other values, and as many steps but one are asked for anew."""
-    asked, find = [], times_and_order.measure_times
-    monkeypatch.setattr(times_and_order, "_last", {})
-    monkeypatch.setattr(times_and_order, "measure_times", lambda curves: asked.append(len(curves)) or find(curves))
-    first, second = ([*records.read(write_run(tmp_path / name, seed) / "measurements.jsonl")] for name, seed in RUNS)
-
-    def halfway(measured, root):
-        clock = times_of_run(root, measured, tmp_path / root)
-        assert clock is not None
-        return [time.halfway.value for time in clock.times if time.halfway is not None]
-
-    expected = {"one": halfway(first, "one"), "two": halfway(second, "two"), "less": halfway(first[:-4], "one")}
-    assert len(asked) == 3
-    for name, root, measured in (("less", "one", first[:-4]), ("one", "one", first), ("two", "two", second)) * 2:
-        for _ in range(3):
-            assert halfway(measured, root) == expected[name]
-    assert len(asked) == 8  # the last asked for is kept, and no other
-    assert expected["one"] != expected["two"] != expected["less"] != expected["one"]
-    assert times_of_run("one", first[:4], tmp_path) is None
 
 
 def test_a_page_whose_times_fail_says_so_and_has_all_the_rest(run, tmp_path, monkeypatch):

@@ -51,7 +51,7 @@ def test_every_curve_of_perplexities_has_a_log_axis(over_steps, models):
     figures = {
         "emergence_curves": plots.emergence_curves(over_steps, LENS),
         "layer_profile": plots.layer_profile(over_steps, LENS),
-        "model_profile": plots.model_profile(models, LENS),
+        "layer_profile_of_models": plots.layer_profile(models, LENS),
         "variant_curves": plots.variant_curves(over_steps, TASK),
         "variant_curves_of_blocks": plots.variant_curves(over_steps, TASK, blocks=True),
         "models_by_middle": plots.models_by_middle(models, TASK, variant="skip"),

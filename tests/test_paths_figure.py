@@ -62,7 +62,6 @@ def test_every_path_goes_through_the_layers_in_order_with_a_frame_a_checkpoint(f
         ]
         for path, wanted in zip(lines(series, number), expected, strict=True):
             assert path == [pytest.approx(point, rel=1e-3) for point in wanted]
-        assert fig.notes[number] == f"axis 1: {0.5 + 0.1 * prompt + step / 100:.0%}, axis 2: 20%"
     assert fig.title == f"Paths of tokens through the layers, prompt {prompt}"
 
 
@@ -77,10 +76,10 @@ def test_dots_are_coloured_by_layer_and_tell_token_and_layer(frame) -> None:
     assert list(fig.bar.labels.values()) == ["0", "2", "3"]
 
 
-def test_without_shares_of_variance_axes_have_plain_names_and_one_checkpoint_has_no_slider() -> None:
+def test_axes_have_plain_names_and_one_checkpoint_has_no_slider() -> None:
     frame = records.frame([measured(4)])
     fig = plots.paths_in_plane(frame[frame["metric"] == "path"])
-    assert (fig.x.title, fig.y.title, fig.notes) == ("Axis 1", "Axis 2", [])
+    assert (fig.x.title, fig.y.title) == ("Axis 1", "Axis 2")
     assert "params" not in fig.spec(still=False)
     assert lines(fig.series[0])[0][0] == (place(4, 1, 1, 0, 1), place(4, 1, 1, 0, 2)), "the first prompt"
 

@@ -359,7 +359,7 @@ def test_lines_that_span_three_decades_above_0_are_on_a_log_axis(low: float, lar
     frame = table((0, of_layers(1.0)), (8, of_layers(1.5)))
     figures = [plots.emergence_curves(frame, "state_norm"), plots.layer_profile(frame, "state_norm")]
     model = replace(measurement("m", 0, "trajectory"), step=None, records=of_layers(1.0))
-    figures.append(plots.model_profile(records.frame([model]), "state_norm"))
+    figures.append(plots.layer_profile(records.frame([model]), "state_norm"))
     for figure in figures:
         assert figure.y.log == is_log
         assert (figure.spec()["encoding"]["y"]["scale"].get("type") == "log") == is_log
@@ -397,7 +397,6 @@ def test_the_change_table_compares_the_first_and_the_last_checkpoint_of_each_hea
     ]
     first = found.iloc[0]
     assert (first["first_step"], first["last_step"], first["last_low"], first["last_high"]) == (0, 2, 0.0, 2.0)
-    assert (first["steps"], first["values"]) == ([0, 1, 2], [3.0, 2.0, 1.0])
     once = plots.change_table(table(*rows[:1]))
     assert once["change"].isna().all()
     assert plots.change_table(records.frame([])).empty
@@ -448,7 +447,7 @@ NO_FIGURES = {  # those of the gallery are asked by tests/test_gallery.py
     "emergence_curves": lambda frame, **options: plots.emergence_curves(frame, "m", **options),
 }
 OF_MODELS = {
-    "model_profile": lambda frame, **options: plots.model_profile(frame, "m", **options),
+    "layer_profile": lambda frame, **options: plots.layer_profile(frame, "m", **options),
     "model_table": lambda frame, **options: plots.model_table(frame, **options),
 }
 
@@ -509,31 +508,31 @@ def models(**depths: int) -> pd.DataFrame:
 
 
 def test_models_of_different_depths_have_a_line_each_over_their_depth_in_per_cent() -> None:
-    fig = plots.model_profile(models(a=2, b=4), "m")
+    fig = plots.layer_profile(models(a=2, b=4), "m")
     assert drawn(fig, "a") == pytest.approx({0: 1.0, 50: 1.1, 100: 1.2})
     assert drawn(fig, "b") == pytest.approx({0: 2.0, 25: 2.1, 50: 2.2, 75: 2.3, 100: 2.4})
     one = line(fig, "b")
     assert (one.low[1], one.high[1], one.texts[1]) == (0.5, 9.5, "layer 1 of 4")
     assert fig.x.title == "Depth (100 layer / number of layers)"
     assert fig.series[0].color != fig.series[1].color
-    random = plots.model_profile(models(a=2, b=4), "random_m")
+    random = plots.layer_profile(models(a=2, b=4), "random_m")
     assert list(drawn(random, "b")) == [25, 50, 75, 100], "the depth is of the model's layers, not of the metric's"
-    part = plots.model_profile(models(a=2, b=4), "m", num_layers={"org/a": 8, "org/b": 2})
+    part = plots.layer_profile(models(a=2, b=4), "m", num_layers={"org/a": 8, "org/b": 2})
     assert list(drawn(part, "a")) == [0, 12.5, 25], "of a model whose later layers were not measured"
     assert list(drawn(part, "b")) == [0, 25, 50, 75, 100]
     assert line(part, "a").texts[1] == "layer 1 of 8"
 
 
 def test_models_of_one_depth_are_drawn_over_their_layers() -> None:
-    fig = plots.model_profile(models(a=3, b=3), "m")
+    fig = plots.layer_profile(models(a=3, b=3), "m")
     assert list(drawn(fig, "b")) == [0, 1, 2, 3]
     assert fig.x.title == "Layer"
-    alone = plots.model_profile(models(a=3)[lambda rows: rows["value"] < 2], "random_m")
+    alone = plots.layer_profile(models(a=3)[lambda rows: rows["value"] < 2], "random_m")
     assert not any(series.legend for series in alone.series)
 
 
 def test_what_models_are_compared_with_is_grey_where_it_is_the_same_for_all() -> None:
-    fig = plots.model_profile(models(a=2, b=4), "m", baselines=["random_m"])
+    fig = plots.layer_profile(models(a=2, b=4), "m", baselines=["random_m"])
     lines = {series.name: series for series in fig.series}
     assert lines["majority class"].color == theme.MUTED
     assert (list(lines["majority class"].x), list(lines["majority class"].y)) == ([0, 100], [0.5, 0.5])
@@ -549,14 +548,14 @@ def test_what_models_are_compared_with_is_grey_where_it_is_the_same_for_all() ->
 def test_charts_beside_each_other_lean_on_no_signal_that_only_one_alone_has() -> None:
     of_pairs = table((1, pairs_of({(1, 2): 1.0, (2, 1): 0.5})))
     charts = [plots.layer_matrix(of_pairs, "coupling_pair")]
-    charts += [plots.model_profile(models(a=2, b=4), "m"), plots.emergence_curves(table(*layered((0, 1))), "m")]
+    charts += [plots.layer_profile(models(a=2, b=4), "m"), plots.emergence_curves(table(*layered((0, 1))), "m")]
     signals = r'"expr": "[^"]*\b(width|height)\b'
     assert all(re.search(signals, json.dumps(chart.whole())) for chart in charts)
     assert not re.search(signals, json.dumps(plots.Panels(title="", charts=charts).whole()))
 
 
 def test_more_models_than_colours_have_other_marks() -> None:
-    fig = plots.model_profile(models(**{f"m{number}": 2 for number in range(15)}), "m")
+    fig = plots.layer_profile(models(**{f"m{number}": 2 for number in range(15)}), "m")
     looks = [(series.color, series.mark) for series in fig.series[:15]]
     assert len(set(looks)) == 15
 
@@ -595,13 +594,10 @@ def test_one_model_without_steps_has_its_matrix_and_several_are_refused() -> Non
 
 
 def test_models_have_no_way_over_steps_and_runs_are_no_models() -> None:
-    for draw in (plots.emergence_curves, plots.layer_profile):
-        with pytest.raises(ValueError, match="no rows of metric 'm' that have a step"):
-            draw(models(a=2), "m")
-    with pytest.raises(ValueError, match="no values per layer of models without steps"):
-        plots.model_profile(table(*layered((1, 2))), "m")
-    with pytest.raises(ValueError, match="no values per layer of models without steps"):
-        plots.model_profile(models(a=2, b=2), "whole")
+    with pytest.raises(ValueError, match="no rows of metric 'm' that have a step"):
+        plots.emergence_curves(models(a=2), "m")
+    with pytest.raises(ValueError, match="no values per layer"):
+        plots.layer_profile(models(a=2, b=2), "whole")
 
 
 def test_names_of_models_are_shown_not_interpreted() -> None:
@@ -609,7 +605,7 @@ def test_names_of_models_are_shown_not_interpreted() -> None:
     rows = [
         Measurement(run=f"<i>{n}</i>", step=None, tokens=None, analysis="a", records=[*evil], seconds=0) for n in "ab"
     ]
-    texts = svg_texts(plots.model_profile(records.frame(rows), "m"))
+    texts = svg_texts(plots.layer_profile(records.frame(rows), "m"))
     assert {"&lt;i&gt;a&lt;/i&gt;", "&lt;i&gt;b&lt;/i&gt;", "&lt;b&gt;"} <= {*texts}
 
 
@@ -620,7 +616,7 @@ def test_a_legend_shows_the_colours_and_dashes_of_the_lines() -> None:
         plots.emergence_curves(coupling, "coupling", baselines=["random_coupling"]),
         plots.emergence_curves(probe, "accuracy"),
         plots.layer_profile(probe, "accuracy"),
-        plots.model_profile(models(a=2, b=4), "m", baselines=["random_m"]),
+        plots.layer_profile(models(a=2, b=4), "m", baselines=["random_m"]),
     ):
         picture = fig.picture(".svg").decode()
         symbols = re.findall(r'role-legend-symbol[^>]*><path[^>]*stroke="([^"]*)"', picture)

@@ -69,10 +69,9 @@ def test_a_section_has_few_blocks_whatever_was_measured(page: Path) -> None:
         "Speed under intervention",
     ]
     assert list(found["Interventions"]) == [
-        *("Middle blocks changed", "Number of loops", "Single blocks", "Own schedules", "Over training"),
+        *("Middle blocks changed", "Number of loops", "Single blocks"),
     ]
     assert found["Interventions"]["Middle blocks changed"] == ["Loss", "Accuracy", "Divergence from the full model"]
-    assert found["Interventions"]["Over training"][:2] == ["Loss, M = 3", "Loss, M = 5"]
     tasks = found["Tasks under intervention"]["Middle blocks changed"]
     assert tasks[0] == "Median normalized score"
     assert len(tasks) == 1 + 2 * len(variant_results.TASKS)
@@ -149,7 +148,11 @@ def test_a_number_of_many_variants_has_a_choice_each_and_does_not_break_the_page
 def test_the_pictures_of_a_run_hold_those_of_its_variants(tmp_path: Path) -> None:
     root = variant_results.write(tmp_path / "run", steps=(8,), blocks=4, analyses=("finetune",))
     scores = "task_score", "task_score_normalized_by_length"
-    names = [f"intervene_finetune_before_and_after_fine-tuning_{name}" for name in scores]
+    names = [
+        f"intervene_finetune_middle_blocks_changed_{name}_{when}_fine-tuning"
+        for name in scores
+        for when in ("before", "after")
+    ]
     written = {path.name for path in write_pictures(root, tmp_path / "out")}
     assert written == {f"{name}{suffix}" for name in names for suffix in (".png", ".svg", ".pdf")}
 
@@ -165,8 +168,26 @@ def test_wandb_gets_a_curve_a_variant_but_no_single_order_nor_every_number_of_lo
     mean = next(r for r in own if r.tags.get("num_seeds") == 4 and r.metric == "variant_loss" and r.tags["middle"] == 3)
     assert points["interventions/variant_loss/middle=3/variant=random"] == mean.value
     assert points["interventions/kl_to_full/variant=baseline"] == 0
-    # of each metric: the full model, 6 variants of 3 middles, 6 skipped and 5 switched blocks and their 2 means
-    assert len(points) == 3 * (1 + 6 * 3 + 6 + 5 + 2)
+    # of each metric: the full model, 6 variants of 3 middles, 6 skipped and 5 switched blocks
+    assert len(points) == 3 * (1 + 6 * 3 + 6 + 5)
+
+
+def test_the_page_shows_differences_from_the_full_model_with_their_intervals(tmp_path: Path) -> None:
+    for step, shift in ((1, 0.0), (8, 1.0)):
+        found = [Record(metric="variant_loss", value=3.0, tags={"variant": "baseline"})]
+        for layer in (1, 2):
+            ends = {"value": shift + layer / 4, "low": shift + layer / 4 - 0.1, "high": shift + layer / 4 + 0.1}
+            tags = {"variant": "skip_one"}
+            found += [Record(metric="variant_loss", value=3.5, layer=layer, tags=tags)]
+            found += [Record(metric="variant_loss_difference", layer=layer, tags=tags, **ends)]
+        line = Measurement(run="r", step=step, tokens=None, analysis="interventions", records=found, seconds=1.0)
+        records.append(tmp_path / "measurements.jsonl", line)
+    table = write_report(tmp_path).read_text().split("What each order changes")[1].split("</table>")[0]
+    assert "Loss less the full model&#39;s (nats)" in table
+    assert re.findall(r"<td>(.*?)</td><td[^>]*>(.*?)<small>(.*?)</small>", table) == [
+        ("skip one block, block 1", "1.250", "1.150 to 1.350"),
+        ("skip one block, block 2", "1.500", "1.400 to 1.600"),
+    ]
 
 
 def test_metrics_and_tags_have_words() -> None:

@@ -23,7 +23,7 @@ def models(analysis: str, **depths: int) -> pd.DataFrame:
 
 
 def test_a_layers_score_is_drawn_against_training_rows_on_a_log_axis_with_its_intervals() -> None:
-    fig = plots.sample_size_curves(of("sample_sizes/topics", 0, 64))
+    fig = plots.list_profile(of("sample_sizes/topics", 0, 64), "accuracy")
     one = line(fig, "layer 2")
     assert drawn(fig, "layer 2", 1) == pytest.approx(dict(zip(SIZES, (0.384, 0.484, 0.584), strict=True)))
     assert one.interval == "bars"
@@ -36,28 +36,28 @@ def test_a_layers_score_is_drawn_against_training_rows_on_a_log_axis_with_its_in
 
 
 def test_a_slider_moves_the_scores_and_not_the_axis() -> None:
-    fig = plots.sample_size_curves(of("sample_sizes/topics", 0, 8, 64))
+    fig = plots.list_profile(of("sample_sizes/topics", 0, 8, 64), "accuracy")
     assert fig.frames == [0, 8, 64]
     assert drawn(fig, "layer 2", 0)[SIZES[0]] == pytest.approx(0.32)
     low, high = fig.y.ends
     assert low < 0.28
     assert high > 0.3 + 0.2 + 0.04 + 0.064
-    assert "params" not in plots.sample_size_curves(of("sample_sizes/topics", 8)).spec(still=False)
+    assert "params" not in plots.list_profile(of("sample_sizes/topics", 8), "accuracy").spec(still=False)
 
 
 def test_many_layers_have_no_error_bars_but_still_tell_their_intervals() -> None:
-    fig = plots.sample_size_curves(of("sample_sizes/topics", 8, layers=24))
+    fig = plots.list_profile(of("sample_sizes/topics", 8, layers=24), "accuracy")
     assert {series.interval for series in fig.series} == {""}
     assert line(fig, "layer 24").has_interval
 
 
 def test_scores_without_a_number_of_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="'accuracy' has no values per layer and number of training rows"):
-        plots.sample_size_curves(of("probe/topics", 8))
+    with pytest.raises(ValueError, match="'accuracy' has no lists of values per layer"):
+        plots.list_profile(of("probe/topics", 8), "accuracy")
 
 
 def test_all_categories_stand_in_one_map_by_their_groups_with_one_range_around_zero() -> None:
-    fig = plots.concept_map(of("concept_alignment", 0, 64))
+    fig = plots.tag_map(of("concept_alignment", 0, 64), "concept_alignment")
     texts = list(fig.y.labels.values())
     last = fig.cells.values[-1]
     assert len(last) == len(texts) == 1 + len(CATEGORIES)
@@ -75,7 +75,7 @@ def test_all_categories_stand_in_one_map_by_their_groups_with_one_range_around_z
 def test_a_category_that_is_undefined_at_a_layer_is_blank_there() -> None:
     frame = of("concept_alignment", 8)
     gone = (frame["category_id"] == "E01") & (frame["layer"] == 0)
-    fig = plots.concept_map(frame[~gone])
+    fig = plots.tag_map(frame[~gone], "concept_alignment")
     row = list(fig.y.labels.values()).index("thing - fact 1")
     assert fig.cells.values[0][row][0] is None
     assert fig.cells.values[0][row][1] is not None
@@ -84,18 +84,18 @@ def test_a_category_that_is_undefined_at_a_layer_is_blank_there() -> None:
 def test_names_of_categories_are_shown_not_interpreted_and_long_ones_are_cut() -> None:
     rows = [Record(metric="m", value=1.0, layer=0, tags={"category": f"<i>{'long ' * 9}{n}"}) for n in range(2)]
     frame = records.frame([Measurement(run="r", step=1, tokens=None, analysis="a", records=rows, seconds=0)])
-    fig = plots.concept_map(frame, "m")
+    fig = plots.tag_map(frame, "m")
     texts = [text for text in svg_texts(fig) if "long" in text]
     assert len(texts) == 2
     assert all(text.startswith("&lt;i&gt;long") and text.endswith("\N{HORIZONTAL ELLIPSIS}") for text in texts)
     assert fig.cells.texts[1].endswith("1")
     with pytest.raises(ValueError, match="'accuracy' has no values per layer and category"):
-        plots.concept_map(of("probe/topics", 8), "accuracy")
+        plots.tag_map(of("probe/topics", 8), "accuracy")
 
 
 def test_curves_of_a_metric_with_categories_are_those_of_its_mean() -> None:
     frame = of("concept_alignment", 0, 64)
-    fig = plots.layer_profile(frame, "concept_alignment", baselines=["shuffled"], intervals=True)
+    fig = plots.layer_profile(frame, "concept_alignment", baselines=["shuffled"])
     last = [series for series in fig.series if series.width == 2.6]
     assert list(last[0].y) == pytest.approx([layer / 100 + 0.064 for layer in range(LAYERS + 1)])
     assert {series.name for series in fig.series if series.dash} == {"Shuffled pairs"}
@@ -104,13 +104,12 @@ def test_curves_of_a_metric_with_categories_are_those_of_its_mean() -> None:
 
 
 def test_a_profile_shows_the_intervals_of_the_first_and_the_last_checkpoint() -> None:
-    fig = plots.layer_profile(of("probe/topics", 0, 8, 64), "accuracy", tags={"split": "test"}, intervals=True)
+    fig = plots.layer_profile(of("probe/topics", 0, 8, 64), "accuracy", tags={"split": "test"})
     bands = [series for series in fig.series if series.interval == "band" and series.has_interval]
     assert [series.name for series in bands] == ["step 0", "step 64"]
     for series, shift in zip(bands, (0.0, 0.064), strict=True):
         assert list(series.low) == pytest.approx([0.46 + layer / 20 + shift for layer in range(LAYERS + 1)])
         assert list(series.high) == pytest.approx([0.53 + layer / 20 + shift for layer in range(LAYERS + 1)])
-    assert {series.interval for series in plots.layer_profile(of("probe/topics", 8), "accuracy").series[:1]} == {""}
 
 
 def test_the_random_label_control_and_the_majority_are_dashed_and_differ() -> None:
@@ -186,7 +185,7 @@ def test_a_picture_of_layers_names_what_it_compares_with_and_its_axis(tmp_path: 
     chart.write(tmp_path / "a.svg")
     texts = svg_texts(tmp_path / "a.svg")
     assert {"majority class", "random labels", "Layer", "Probe accuracy (share), test rows"} <= {*texts}
-    plots.model_profile(models("probe/topics", small=3, large=4), "accuracy").write(tmp_path / "b.svg")
+    plots.layer_profile(models("probe/topics", small=3, large=4), "accuracy").write(tmp_path / "b.svg")
     assert "Depth (100 layer / number of layers)" in svg_texts(tmp_path / "b.svg")
 
 
@@ -205,10 +204,10 @@ def test_a_picture_that_cannot_be_drawn_or_written_is_refused(tmp_path: Path) ->
         chart.write(tmp_path / "no" / "a.png")
     with pytest.raises(ValueError, match="'plateau_layer' has no values per layer"):
         plots.layer_profile(frame, "plateau_layer")
-    with pytest.raises(ValueError, match="no values per layer and number of training rows"):
-        plots.sample_size_curves(frame, "accuracy")
+    with pytest.raises(ValueError, match="no lists of values per layer"):
+        plots.list_profile(frame, "accuracy")
     with pytest.raises(ValueError, match="no values per layer and category"):
-        plots.concept_map(frame, "accuracy")
+        plots.tag_map(frame, "accuracy")
     suspect = frame.assign(**{AUDIT: "suspect: equal to the final step"})
     with pytest.raises(InputError, match="no curve is drawn through the suspect steps 0, 64"):
         plots.layer_profile(suspect, "accuracy")

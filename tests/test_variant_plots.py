@@ -113,15 +113,10 @@ def test_a_slider_goes_over_the_checkpoints_and_the_last_is_shown():
     assert high > 6
 
 
-def test_before_and_after_are_two_lines_a_variant():
+def test_before_and_after_are_chosen_by_their_tag():
     before = of_variants("variant_loss", {"skip": [3.0, 4.0, 5.0]}, when="before")
     after = of_variants("variant_loss", {"skip": [2.1, 2.5, 6.0]}, when="after")
     frame = table(("intervene/finetune_arc_challenge", None, before + after))
-    fig = plots.variant_curves(frame, "variant_loss", split="when")
-    assert list(line(fig, "Skip, before fine-tuning").y) == [3, 4, 5]
-    assert list(line(fig, "Skip, after fine-tuning").y) == [2.1, 2.5, 6]
-    assert line(fig, "Skip, before fine-tuning").dash == "dot"
-    assert line(fig, "Skip, after fine-tuning").color == line(fig, "Skip, before fine-tuning").color
     with pytest.raises(ValueError, match="several ways, choose one by tags: before fine-tuning; after fine-tuning"):
         plots.variant_curves(frame, "variant_loss")
     fig = plots.variant_curves(frame, "variant_loss", tags={"when": "after"})

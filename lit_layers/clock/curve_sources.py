@@ -1,4 +1,4 @@
-"""Where curves come from: the folder of a run, a table of scores by step, results of lm-eval or of MTEB."""
+"""Where curves come from: the folder of a run, a table of scores by step, results of lm-eval."""
 
 import json
 import logging
@@ -51,7 +51,7 @@ def curves_of(
     settings: Settings = (),
     allow_suspect: bool = False,
 ) -> list[StepCurve]:
-    """Return the curves of a run's folder, of a table of scores by step, or of a folder of results of lm-eval or MTEB.
+    """Return the curves of a run's folder, of a table of scores by step, or of a folder of results of lm-eval.
 
     Args:
         place: a folder with measurements.jsonl; a .csv, .parquet or .jsonl file with a row a score and the columns
@@ -72,10 +72,7 @@ def curves_of(
         curves = curves_in(run.name, run.measurements, axis=axis, everything=bool(metrics))
         curves += _of_scalars(run, axis) if metrics else []
         asked = {*(where or {}).items()}
-        with_tags = [curve for curve in curves if asked <= {(name, str(tag)) for name, tag in curve.tags.items()}]
-        if curves and not with_tags:
-            raise InputError(f"where: no curve of {place} has {text_of(where or {})}")
-        curves = with_tags
+        curves = [curve for curve in curves if asked <= {(name, str(tag)) for name, tag in curve.tags.items()}]
     else:
         curves = _of_table(_table(place), place, axis, where or {})
     chosen = [curve for curve in curves if is_asked(curve, metrics)]
@@ -132,17 +129,15 @@ def _of_steps(root: Path, settings: Settings, allow_suspect: bool) -> run_data.R
 
 
 def _table(place: Path) -> Any:
-    if place.is_dir():
-        rows = [row for path in sorted(place.rglob("*.json")) for row in _results(path, of_folder=True)]
-        if not rows:
-            raise InputError(f"{place}: expected a run's folder, or results of lm-eval or MTEB, got neither")
-        return pd.DataFrame(rows)
+    if place.is_dir() or place.suffix == ".json":
+        files = [place] if place.is_file() else sorted(place.rglob("*.json"))
+        if rows := [row for path in files for row in _results(path)]:
+            return pd.DataFrame(rows)
+        raise InputError(f"{place}: expected a run's folder, or results of lm-eval, got neither")
     if not place.is_file():
         is_of_hub = _ON_HUB.fullmatch(str(place)) and not place.parent.is_dir()
         of_hub = f": measure it first, by lit-layers analyze {place} --steps all" if is_of_hub else ""
         raise InputError(f"expected a run's folder or a table of scores, {place} is not there{of_hub}")
-    if place.suffix == ".json":
-        return pd.DataFrame(_results(place, of_folder=False))
     if place.suffix not in _TABLES:
         raise InputError(f"{place}: expected a table that ends in {', '.join(_TABLES)} or .json, or a run's folder")
     try:
@@ -151,64 +146,34 @@ def _table(place: Path) -> Any:
         raise InputError(f"{place} cannot be read as a table: {first_line(error)}") from error
 
 
-def _results(path: Path, *, of_folder: bool) -> list[dict[str, Any]]:
-    """Return the rows of a file of results of lm-eval or MTEB, or of a list of rows; none for other files."""
+def _results(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of results of lm-eval; none for other files."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise InputError(f"{path} cannot be read as JSON: {error}") from error
-    if isinstance(content, list) and all(isinstance(row, dict) for row in content) and not of_folder:
-        return content
-    content = content if isinstance(content, dict) else {}
-    if isinstance(content.get("results"), dict):
-        config = content.get("config") or {}
-        arguments = config.get("model_args") or {}
-        if isinstance(arguments, str):
-            arguments = {name: value for name, _, value in (part.partition("=") for part in arguments.split(","))}
-        name = str(arguments.get("pretrained") or content.get("model_name") or path.parent.name)
-        revision = str(arguments.get("revision") or config.get("model_revision") or "")
-        place = {"run": name, "step": _step_in(revision, name, path.name, path.parent.name, path=path)}
-        return [
-            {**place, "task": task, **_unfiltered(metric), "value": value, "stderr": _stderr_beside(scores, metric)}
-            for task, scores in content["results"].items()
-            for metric, value in scores.items()
-            if _is_number(value) and "_stderr" not in metric
-        ]
-    if "task_name" in content and isinstance(content.get("scores"), dict):
-        place = {"run": path.parent.parent.name, "task": str(content["task_name"]), "metric": "main_score"}
-        place |= {"step": _step_in(path.parent.name, path.parent.parent.name, path=path)}
-        return [
-            {**place, "split": split, "subset": row.get("hf_subset", "default"), "value": row["main_score"]}
-            for split, rows in content["scores"].items()
-            for row in rows
-            if "main_score" in row
-        ]
-    if of_folder:
+    if not isinstance(content, dict) or not isinstance(content.get("results"), dict):
         return []
-    raise InputError(f"{path}: expected results of lm-eval (results), of MTEB (task_name, scores) or a list of rows")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _unfiltered(metric: str) -> dict[str, str]:
-    """Return `acc` for lm-eval's `acc,none`, as its earlier versions wrote it; other filters keep their columns."""
-    name, _, filtered = metric.partition(",")
-    return {"metric": name} | ({"filter": filtered} if filtered not in ("", "none") else {})
-
-
-def _stderr_beside(scores: Mapping[str, Any], name: str) -> Any:
-    metric, comma, filtered = name.partition(",")
-    value = scores.get(f"{metric}_stderr{comma}{filtered}")
-    return value if _is_number(value) else np.nan
-
-
-def _step_in(*texts: str, path: Path) -> int:
-    for text in texts:
-        if match := _STEP.search(text):
-            return int(match[1])
-    raise InputError(f"{path}: expected the training step as `step1000` in its revision or in the name of its folder")
+    config = content.get("config") or {}
+    arguments = config.get("model_args") or {}
+    if isinstance(arguments, str):
+        arguments = {name: value for name, _, value in (part.partition("=") for part in arguments.split(","))}
+    name = str(arguments.get("pretrained") or content.get("model_name") or path.parent.name)
+    revision = str(arguments.get("revision") or config.get("model_revision") or "")
+    found = filter(None, map(_STEP.search, (revision, name, path.name, path.parent.name)))
+    if (step := next(found, None)) is None:
+        words = "expected the training step as `step1000` in its revision or in the name of its folder"
+        raise InputError(f"{path}: {words}")
+    place = {"run": name, "step": int(step[1])}
+    rows = []
+    for task, scores in content["results"].items():
+        for key in (key for key, value in scores.items() if isinstance(value, int | float) and "_stderr" not in key):
+            metric, comma, filtered = key.partition(",")
+            stderr = pd.to_numeric(scores.get(f"{metric}_stderr{comma}{filtered}"), errors="coerce")  # or N/A
+            # `acc` for lm-eval's `acc,none`, as its earlier versions wrote it; other filters keep their columns.
+            more = {} if filtered in ("", "none") else {"filter": filtered}
+            rows.append({**place, "task": task, "metric": metric, **more, "value": scores[key], "stderr": stderr})
+    return rows
 
 
 def _of_table(table: Any, place: Path, axis: AxisName, where: Mapping[str, str]) -> list[StepCurve]:

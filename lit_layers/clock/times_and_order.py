@@ -1,9 +1,7 @@
 """When each curve emerges, which before which and how sure that is, and whether runs agree on the order."""
 
-import hashlib
 import itertools
 import math
-import pickle
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -103,10 +101,6 @@ def measure_times(
     return Clock(kept, times, reasons, confidence)
 
 
-# What was asked for last, by the content of its curves: at the end of a training its page asks, and then each tracker.
-_last: dict[bytes, Clock] = {}
-
-
 def times_of_run(run: str, measurements: Sequence[Measurement], root: Path) -> Clock | None:
     """Return when each metric of a run emerges over steps: the whole model's, or else the last layer's.
 
@@ -117,12 +111,7 @@ def times_of_run(run: str, measurements: Sequence[Measurement], root: Path) -> C
     if not curves:
         return None
     try:
-        curves = with_prompts(whole_model(curves), root, measurements)
-        content = hashlib.blake2b(pickle.dumps(curves)).digest()
-        if content not in _last:
-            _last.clear()
-            _last[content] = measure_times(curves)
-        return _last[content]
+        return measure_times(with_prompts(whole_model(curves), root, measurements))
     except InputError:  # all of them undefined
         return None
 

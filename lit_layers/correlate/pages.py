@@ -74,7 +74,7 @@ def write_models(table: ModelTable, findings: Findings, folder: Path) -> list[Pa
         title=f"{plot.x_title} against {in_sentence(plot.y_title)}",
         r2=next(row for row in findings.rows if row.name == "R²"),
         p_text=p_text,
-        blocks=[block(title, note, [("", [("", chart)])], wide=True, tall=True)],
+        blocks=[block(title, note, [("", [("", chart)])], wide=True)],
         coefficients=coefficient_table(table, findings),
         covariates=covariate_table(findings),
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lit_layers.errors import refused
-from lit_layers.figures.theme import CONFIG, DASHES, GRID, MARKS, MUTED, Axis, Training, symbol
+from lit_layers.figures.theme import CONFIG, DASHES, GRID, MARKS, MUTED, Axis, Training
 from lit_layers.figures.vega import (
     DETAIL,
     LABELS,
@@ -53,8 +53,7 @@ class Series:
     width: float = 0.0  # of the line; 0: there is none
     mark: str = ""
     size: float = 5.0
-    labels: Sequence[str] = ()  # beside the points
-    sides: Sequence[tuple[int, int]] = ()  # where they stand: -1, 0 or 1 across and up
+    labels: Sequence[str] = ()  # to the right of the points
     legend: bool = False
     hover: bool = True
     tells_texts: bool = False  # touching a point says its text alone
@@ -77,7 +76,6 @@ class Cells:
     scale: Sequence[float] = ()  # of each frame: values are drawn as shares of it
     hover: str = "{y}, {x}"
     texts: Sequence[str] = ()  # of each row, for hovering
-    flat: bool = False  # the colour bar above the map
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +127,6 @@ class Chart(Picture):
     bar: Bar | None = None
     frames: Sequence[int] = ()
     place: str = "{w}"  # of a point, for hovering
-    notes: Sequence[str] = ()  # in the corner of the plot, one, or one a frame
     height: int = 340
     square: bool = False
     horizontal: bool = False  # values go across, keys down
@@ -164,14 +161,7 @@ class Chart(Picture):
         title = {"title": {"text": self.title, "subtitle": at, "subtitleColor": MUTED}}
         wider = max(map(len, (self.x.labels or {}).values()), default=0) if self.horizontal else 0  # font of a reader's
         room = {"padding": {"left": 5 + wider, "right": 5, "top": 5, "bottom": 5}} if wider else {}
-        return {"$schema": _SCHEMA, **title, **room, **spec, "config": self.config}
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The look of the theme; legends above are at the right where they are colour bars."""
-        anchor = "end" if self.bar is not None or self.cells is not None else "start"
-        layout = {"top": {"anchor": anchor, "direction": "horizontal"}, "bottom": {"anchor": "start"}}
-        return {**CONFIG, "legend": {**CONFIG["legend"], "layout": layout}}
+        return {"$schema": _SCHEMA, **title, **room, **spec, "config": CONFIG}
 
     def _axes(self) -> tuple[Axis, Axis]:
         if self.training is None:
@@ -221,8 +211,7 @@ class Chart(Picture):
         colors |= {"clamp": True, "interpolate": "rgb"}
         scale = {"domain": list(cells.ends), **({"type": "log"} if cells.log else {}), **colors}
         legend: dict[str, Any] = {"title": None, "gradientThickness": 9, "tickCount": 5, "format": digits(cells.ends)}
-        flat = {"orient": "top", "direction": "horizontal", "gradientLength": 220}
-        legend |= flat if cells.flat else {"gradientLength": {"expr": "height"}}
+        legend |= {"gradientLength": {"expr": "height"}}
         if cells.scale:
             full = cells.scale[-1] if still or len(self.frames) < 2 else f"{json.dumps(list(cells.scale))}[frame]"
             legend = {**legend, "format": None, "labelExpr": f"format(datum.value * {full}, '.2~g')"}
@@ -251,9 +240,8 @@ class Chart(Picture):
             layers.append(self._touch())
         if any(s.labels for s in self.series):
             layers.append(LABELS)
-        if notes := self.notes or [f"Not on a log axis: {n} of 0 or below" for n in [self._num_unplaced] if n]:
-            framed = len(notes) > 1 and not still
-            text = {"expr": f"{json.dumps(list(notes))}[frame]"} if framed else notes[-1]
+        if self._num_unplaced:
+            text = f"Not on a log axis: {self._num_unplaced} of 0 or below"
             mark = {"type": "text", "text": text, "align": "left", "color": MUTED, "fontSize": 11, "tooltip": None}
             places = {"x": {"value": 2}, "y": {"value": {"expr": "height - 4"}}}
             layers.append({"data": {"values": [{}]}, "mark": mark, "encoding": places})
@@ -296,8 +284,7 @@ class Chart(Picture):
     def _points(self) -> list[dict[str, Any]]:
         layers = []
         marks = [mark for s in self.series for mark in (s.mark, _apart(s)) if mark]
-        shape = self._by_name("mark") if self._legend_tells_marks else of_row("m")
-        encoding = {"color": self._by_name("color", of_points=True), "shape": shape, "size": of_row("z")}
+        encoding = {"color": self._by_name("color", of_points=True), "shape": of_row("m"), "size": of_row("z")}
         for hollow in sorted({mark.endswith("-open") for mark in marks}):
             look = {"filled": not hollow, "strokeWidth": 1.4, **({"fill": "white"} if hollow else {})}
             kept = f"datum.m && isValid(datum.y) && indexof(datum.m, '-open') {'>' if hollow else '<'} 0"
@@ -308,11 +295,10 @@ class Chart(Picture):
         return layers
 
     def _by_name(self, what: str, *, of_points: bool = False) -> dict[str, Any]:
-        """The scale of a colour, dash or mark by the names of the series, with their legend."""
+        """The scale of a colour or dash by the names of the series, with their legend."""
         if of_points and not (self.legend_of_marks and any(s.legend for s in self.series)):
             return of_row("c")
-        look = {"color": lambda s: s.color, "dash": lambda s: DASHES[s.dash], "mark": lambda s: symbol(s.mark)}[what]
-        looks = {s.name: look(s) for s in reversed(self.series)}
+        looks = {s.name: s.color if what == "color" else DASHES[s.dash] for s in reversed(self.series)}
         names = [*dict.fromkeys(s.name for s in self.series)]
         scale = {"domain": names, "range": [looks[name] for name in names]}
         return {"field": "s", "type": "nominal", "scale": scale, "legend": self._legend()}
@@ -321,13 +307,6 @@ class Chart(Picture):
     def legend_of_marks(self) -> bool:
         return not any(s.width for s in self.series if s.legend)
 
-    @property
-    def _legend_tells_marks(self) -> bool:
-        """Return whether names have marks that differ, as where more of them are than colours."""
-        of_names = {(s.name, symbol(s.mark)) for s in self.series if s.mark}
-        differ = len({mark for _, mark in of_names}) > 1 and len(of_names) == len(dict(of_names))
-        return self.legend_of_marks and differ and self.training is None
-
     def _legend(self) -> dict[str, Any] | None:
         shown = [*dict.fromkeys(s.name for s in self.series if s.legend)]
         if not shown:
@@ -335,8 +314,11 @@ class Chart(Picture):
         pixels = 6.5 * max(map(len, shown)) + 48
         look = {"values": shown, "title": self.legend_title or None, "direction": "horizontal", "symbolOpacity": 1}
         look |= {"orient": "bottom" if self.bar is not None else "top", "columnPadding": 26}  # for wider fonts
-        look |= {} if self._legend_tells_marks else {"symbolType": "circle" if self.legend_of_marks else "stroke"}
-        look |= {"symbolSize": 70 if self.legend_of_marks else 220}
+        look |= (
+            {"symbolType": "circle", "symbolSize": 70}
+            if self.legend_of_marks
+            else {"symbolType": "stroke", "symbolSize": 220}
+        )
         return {**look, "columns": {"expr": f"max(1, floor(width / {pixels:.0f}))"}}
 
     def _touch(self) -> dict[str, Any]:
@@ -380,7 +362,6 @@ def rows_of(chart: Chart) -> list[dict[str, Any]]:
         table: dict[str, Sequence[Any]] = {"y": s.y, "l": s.low, "h": s.high, "t": s.texts, "ci": s.colors}
         table |= {"n": [places[step] for step in s.x]} if chart.training else {"x": s.x}
         table |= {"f": s.frame if several else (), "q": s.labels}
-        table |= {"a": [side[0] for side in s.sides], "b": [side[1] for side in s.sides]}
         table = {name: part for name, part in table.items() if len(part)}
         for values in zip(*table.values(), strict=True):
             rows.append({"k": k, "i": len(rows), **dict(zip(table, values, strict=True))})
@@ -415,4 +396,4 @@ class Panels(Picture):
         parts = [{**sized(spec, spec), **title} for spec, title in zip(specs, titles, strict=True)]
         apart = dict.fromkeys(("color", "fill", "strokeDash", "shape"), "independent")
         content = {"concat": parts, "columns": self.columns, "resolve": {"scale": apart, "legend": apart}}
-        return {"$schema": _SCHEMA, "title": self.title, **content, "config": self.charts[0].config}
+        return {"$schema": _SCHEMA, "title": self.title, **content, "config": CONFIG}

@@ -2,9 +2,8 @@
 
 import html
 import math
-import textwrap
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from lit_layers.metrics import look_up
@@ -57,11 +56,6 @@ def listing(noun: str, names: Iterable[object], most: int = 12) -> str:
     return f"{noun}{'s' if len(texts) > 1 else ''} {', '.join(texts[:most])}{rest}"
 
 
-def wrapped(text: str, most: int = 54) -> str:
-    """Return a longer text in two lines, broken between words; what they cannot hold is left out."""
-    return "\n".join(textwrap.wrap(text, most, max_lines=2, placeholder="…"))
-
-
 def pair_text(layer: int | None, other_layer: int | None) -> str:
     """Return what a layer is called, or a pair: `block 1 in the directions of block 3`."""
     return f"layer {layer}" if other_layer is None else f"block {layer} in the directions of block {other_layer}"
@@ -106,6 +100,11 @@ def p_equation(p: float | None, least: float = 1e-300) -> str:
     """Return the same in a sentence: p = 0.057, p < 1e-300."""
     text = p_text(p, least)
     return f"p {text}" if text.startswith("<") else f"p = {text}"
+
+
+def number_text(metric: str) -> Callable[[float], str]:
+    """Return what writes the values of a metric."""
+    return whole if look_up(metric).whole else value
 
 
 def whole(number: float) -> str:

@@ -9,13 +9,13 @@ import pandas as pd
 
 from lit_layers.figures import tables
 from lit_layers.figures.chart import Cells, Chart, Series
-from lit_layers.figures.labels import pair_text, wrapped
+from lit_layers.figures.labels import pair_text
 from lit_layers.figures.profiles import FRAMES
 from lit_layers.figures.tables import Point
 from lit_layers.figures.theme import DIVERGING, MISSING, Axis, Training, rounded, spread
 from lit_layers.metrics import look_up, names, sentence
 
-__all__ = ["concept_map", "head_map", "layer_matrix", "layer_surface", "table_map"]
+__all__ = ["layer_matrix", "layer_surface", "table_map", "tag_map"]
 
 SIMILARITIES = names("similarity")
 _LONGEST = 24  # letters of a category's name beside the map; hovering tells it whole
@@ -103,16 +103,11 @@ def named_matrix(
 
     `texts` are what hovering says of a row, beyond the value; the names by default.
     """
-    keys, labels = list(range(len(names))), [f"{wrapped(name)} ({n})" for n, name in enumerate(names, 1)]
+    keys, labels = list(range(len(names))), [f"{name} ({n})" for n, name in enumerate(names, 1)]
     look: dict[str, Any] = {"ends": ends, "scheme": DIVERGING, "hover": "{t}", "texts": texts or names}
     x = Axis(labels={key: str(key + 1) for key in keys}, keys=keys, grid=False)
     y = Axis(labels=dict(enumerate(labels)), keys=keys, grid=False)
-    return slider_map(title, {0: values}, x, y, look, height=140 + row_height(labels) * len(keys))
-
-
-def row_height(labels: Iterable[str]) -> int:
-    """Return pixels that rows with such labels are apart."""
-    return 27 if any("\n" in label for label in labels) else 18
+    return slider_map(title, {0: values}, x, y, look, height=140 + 18 * len(keys))
 
 
 def by_checkpoint(
@@ -161,7 +156,7 @@ def layer_surface(
     """Return a metric over steps (log, the untrained model apart) and layers as a heat map.
 
     `steps` are those that were to be measured; grey is what some of them lack. Colours of values that lie decades apart
-    stand for their logarithm. Of a score dots show the best layer from 1 on, rings where the embedding beats it.
+    stand for their logarithm. Of a score dots show the best layer from 1 on.
 
     Raises:
         InputError: for suspect checkpoints, unless they are allowed.
@@ -177,8 +172,8 @@ def layer_surface(
     values = [rounded((by_place.get((layer, step)) for step in every), 17) for layer in layers]
     series = []
     if look_up(metric).better is not None:
-        for y, mark, size in zip(best_layers(values, metric), ("circle-open", "ring"), (6, 7), strict=True):
-            series.append(Series(x=every, y=y, mark=mark, size=size, color="black", hover=False))
+        best = best_layers(values, metric)
+        series.append(Series(x=every, y=best, mark="circle-open", size=6, color="black", hover=False))
     drawn = [rounded(row, 4) for row in values]
     cells = Cells(values=[drawn], rows=layers, columns=every, hover="{w}\nlayer {y}", **colored(metric, values))
     y = Axis(title="Layer", whole=True, grid=False, ends=(-0.5, layers[-1] + 0.5))
@@ -188,18 +183,12 @@ def layer_surface(
     return Chart(title=title, cells=cells, series=series, training=training, **look)
 
 
-def best_layers(values: Sequence[Sequence[float | None]], metric: str) -> tuple[list[int | None], list[int | None]]:
-    """Return of values (layers, steps) the best layer from 1 on at each step, and 0 where the embedding is better.
-
-    None stands where there is none.
-    """
+def best_layers(values: Sequence[Sequence[float | None]], metric: str) -> list[int | None]:
+    """Return of values (layers, steps) the best layer from 1 on at each step, None where there is none."""
     scores = np.array(values, dtype=float) * (1 if look_up(metric).higher_is_better else -1)
     scores[np.isnan(scores)] = -math.inf
-    blocks = scores.copy()
-    blocks[0] = -math.inf
-    tops = blocks.max(0)
-    best = [int(n) if math.isfinite(top) else None for n, top in zip(blocks.argmax(0), tops, strict=True)]
-    return best, [0 if embedding > top else None for embedding, top in zip(scores[0], tops, strict=True)]
+    scores[0] = -math.inf
+    return [int(n) if math.isfinite(top) else None for n, top in zip(scores.argmax(0), scores.max(0), strict=True)]
 
 
 def colored(metric: str, values: Sequence[Sequence[float | None]], *, reverse: bool = False) -> dict[str, Any]:
@@ -217,50 +206,42 @@ def colored(metric: str, values: Sequence[Sequence[float | None]], *, reverse: b
 # ------------------------------------------------------------------------------------------------ heads, categories
 
 
-def head_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chosen]) -> Chart:
-    """Return a metric of attention heads (tag `head`, across) and blocks (down) as a heat map.
+def tag_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chosen]) -> Chart:
+    """Return a metric per layer of categories of word pairs (tag `category`) or heads (tag `head`) as one heat map.
 
-    With a slider over the checkpoints; the colours mean the same at every one.
-
-    Raises:
-        ValueError: where the metric has no values per head.
-    """
-    has_head = lambda point: tables.HEAD in point.tags and point.layer is not None  # noqa: E731
-    points, tags = tables.drawable(frame, metric, has_head, "values per head", **chosen)
-    x = key_axis("Head", sorted({point.tags[tables.HEAD] for point in points}))
-    y = key_axis("Block", sorted({point.layer for point in points}))  # pyright: ignore[reportArgumentType]
-    frames = by_checkpoint(points, lambda p: (p.layer, p.tags[tables.HEAD]), y.keys or (), x.keys or ())
-    look = colored(metric, [row for table in frames.values() for row in table]) | {"hover": "block {y}, head {x}"}
-    return slider_map(tables.title_of(metric, tags), frames, x, y, look)
-
-
-def concept_map(frame: pd.DataFrame, metric: str = "concept_alignment", **chosen: Unpack[tables.Chosen]) -> Chart:
-    """Return a metric of categories (tag `category`) per layer as one heat map, with a slider over the checkpoints.
-
-    Categories stand by their groups (tag `group`), `category_id` and name; the mean over all of them comes first, where
-    it was recorded. Blue is positive, brown negative; the largest value of any checkpoint is full colour. What
-    was not measured is blank.
+    Layers go across, with a slider over the checkpoints. Categories stand by their groups (tag `group`), `category_id`
+    and name; the mean over all of them comes first, where it was recorded. Where values have both signs blue is
+    positive, brown negative, and the largest value of any checkpoint is full colour. What was not measured is blank.
 
     Raises:
-        ValueError: where the metric has no values per layer and category.
+        ValueError: where the metric has no values per layer and category or head.
     """
     is_layered = lambda point: point.layer is not None and point.other_layer is None  # noqa: E731
-    points, tags = tables.drawable(frame, metric, is_layered, "values per layer and category", **chosen)
-    if not any(tables.CATEGORY in point.tags for point in points):
-        raise ValueError(f"metric {metric!r} has no values per layer and category")
-    layers = key_axis("Layer", sorted({point.layer for point in points}))  # pyright: ignore[reportArgumentType]
+    points, tags = tables.drawable(frame, metric, is_layered, "values per layer and category or head", **chosen)
+    by_head = any(tables.HEAD in point.tags for point in points)
+    points = [point for point in points if not by_head or tables.HEAD in point.tags]
+    if not by_head and not any(tables.CATEGORY in point.tags for point in points):
+        raise ValueError(f"metric {metric!r} has no values per layer and category or head")
+    layers = key_axis("Block" if by_head else "Layer", sorted({point.layer or 0 for point in points}))
     kinds = {_category(point): str(point.tags.get("group", "")).replace("_", " ") for point in points}
-    keys = sorted(kinds, key=lambda key: (bool(key[1]), kinds[key], key))  # the mean first
-    texts = [name.replace("_", " ") or "Mean" for _, name in keys]
+    keys = sorted(kinds, key=lambda key: (bool(key[2]), kinds[key], key))  # the mean first
+    texts = [name.replace("_", " ") or "Mean" for *_, name in keys]
     texts = [text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1].rstrip()}…" for text in texts]
-    full, frames = _largest(points), by_checkpoint(points, lambda p: (_category(p), p.layer), keys, layers.keys or ())
-    look: dict[str, Any] = {"ends": (-full, full), "scheme": DIVERGING, "flat": True, "hover": "layer {x}\n{t}"}
-    whole = [", ".join(filter(None, [" ".join(filter(None, key)), kinds[key]])) for key in keys]
+    frames = by_checkpoint(points, lambda p: (_category(p), p.layer), keys, layers.keys or ())
+    look: dict[str, Any] = {"hover": ("block" if by_head else "layer") + " {x}\n{t}"}
+    if any(point.value < 0 for point in points):
+        full = _largest(points)
+        look |= {"ends": (-full, full), "scheme": DIVERGING}
+    else:
+        look |= colored(metric, [row for table in frames.values() for row in table])
+    whole = [", ".join(filter(None, [f"{key[0] or ''} {key[2]}".strip(), kinds[key]])) for key in keys]
     look["texts"] = [text or "Mean over all categories" for text in whole]
     y = Axis(keys=[*range(len(keys))], labels=dict(enumerate(texts)), grid=False)
     return slider_map(tables.title_of(metric, tags), frames, layers, y, look, height=_ROW * len(keys) + 170)
 
 
-def _category(point: Point) -> tuple[str, str]:
-    """Return id and name; both are empty for the mean."""
-    return str(point.tags.get("category_id", "")), str(point.tags.get(tables.CATEGORY, ""))
+def _category(point: Point) -> tuple[str, int, str]:
+    """Return id, number and name of a category or head; all are empty for the mean."""
+    if tables.HEAD in point.tags:
+        return "", point.tags[tables.HEAD] + 1, f"head {point.tags[tables.HEAD]}"
+    return str(point.tags.get("category_id", "")), 0, str(point.tags.get(tables.CATEGORY, ""))

@@ -1,14 +1,14 @@
 """A metric as lines over layers, of a run or of models; over lists of values, distances, and sample sizes."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
 import pandas as pd
 
 from lit_layers.figures.chart import Bar, Chart, Series
-from lit_layers.figures.labels import count, tag_text, wrapped
+from lit_layers.figures.labels import count, tag_text
 from lit_layers.figures.tables import (
     TRAIN_ROWS,
     Chosen,
@@ -39,7 +39,7 @@ from lit_layers.figures.theme import (
 )
 from lit_layers.metrics import look_up
 
-__all__ = ["layer_profile", "list_profile", "model_profile", "models_in_rows", "sample_size_curves"]
+__all__ = ["layer_profile", "list_profile", "models_in_rows"]
 
 FRAMES = 30  # places of a slider
 _PROFILES = 16  # lines of one figure that can still be told apart
@@ -107,64 +107,131 @@ def layer_profile(
     *,
     baselines: Sequence[str] = (),
     controls: Sequence[str] = (),
-    intervals: bool = False,
+    num_layers: Mapping[str, int] | None = None,
     **chosen: Unpack[Chosen],
 ) -> Chart:
-    """Return a metric over the layers (or over the tag `distance`), one line a checkpoint.
+    """Return a metric over the layers (or over the tag `distance`), a line a checkpoint, or a model without steps.
 
-    Colours run from the first checkpoint to the last; of many checkpoints, some that are spread evenly are drawn. With
-    `intervals` the first and the last have their 95% intervals around them, where they have any. Rows tagged
-    `reference`, the metrics named in `baselines` where they are per layer, and the rows whose tag `control` is named in
-    `controls` are dashed lines, at the last checkpoint. `tags` chooses a variant, as in `emergence_curves`.
+    Colours run from the first checkpoint to the last; of many checkpoints, some that are spread evenly are drawn. The
+    first and the last have their 95% intervals around them, where they have any. Where models are not
+    equally deep, a layer lies at its depth in per cent, 100 l / L: 0 is the embedding, 100 the last layer, by
+    `num_layers`, or else the last that was measured.
+
+    Rows tagged `reference`, the metrics named in `baselines` where they are per layer, and the rows whose tag `control`
+    is named in `controls` are dashed lines: at the last checkpoint, or of each model in its colour, unless they are the
+    same for all. `tags` chooses a variant, as in `emergence_curves`.
 
     Raises:
+        InputError: for suspect checkpoints or models, unless they are allowed.
         ValueError: where the metric has no values per layer.
     """
-    points = plain(select(frame, metric, **chosen, over_steps=True))
+    of_models = bool(rows_of(frame, metric, chosen.get("analysis"))["step"].isna().all())
+    parts = _parts(frame, metric, of_models, **chosen)
+    points = [point for part in parts.values() for point in part]
     if not any(map(is_on_axes, points)):
         raise ValueError(f"metric {metric!r} has no values per layer")
     points, tags = of_plainest(points, chosen.get("tags"))
-    number = numbered_by(points)
-    by_step = grouped(numbered(points, number), lambda point: point.step)
-    places = sorted({point.number(number) or 0 for part in by_step.values() for point in part})
-    steps = spread(sorted(by_step), _PROFILES)
-    series = []
-    for step, color in zip(steps, colors_of(TIME, len(steps)), strict=True):
-        by_place = {point.number(number): point for point in by_step[step]}
-        last = step == steps[-1]
-        look = {"name": f"step {step:,}", "color": color, "width": 2.6 if last else 1.4, "size": 6 if last else 3.5}
-        look |= {"mark": "circle" if step > 0 else "diamond"}
-        look["interval"] = "band" if intervals and step in (steps[0], steps[-1]) else ""
-        series.append(series_of(map(by_place.get, places), places, **look))
-    ends = [places[0], places[-1]]
-    for index, (name, part) in enumerate(references(points).items()):
-        last_one = max(part, key=lambda point: point.step)
-        series.append(level(ends, last_one.value, tag_text({"reference": name}), dash=DASHED[index % len(DASHED)]))
+    number, parts = numbered_by(points), {key: matching(part, tags) for key, part in parts.items()}
+    depths = _depths(frame, parts, num_layers) if of_models and number == "layer" else {}
+    is_share = len({*depths.values()}) > 1 and all(depths.values())
+    places = sorted({point.number(number) or 0 for point in numbered(points, number)})
+    ends = [0, 100] if is_share else [places[0], places[-1]]
+    names: dict[Any, str] = short_names([*parts]) if of_models else {step: f"step {step:,}" for step in parts}
+    looks = _looks([*parts], of_models)
+    series, last = list[Series](), max(looks)
+
+    def add(key: Any, part: Sequence[Point], **look: Any) -> None:
+        """Add a line; hovering tells the layer as the model counts it."""
+        by_number = {point.number(number) or 0: point for point in part}
+        at = [*range(min(by_number), max(by_number) + 1)] if of_models else places  # a gap breaks the line of a model
+        look["texts"] = [f"layer {n} of {depths[key]:g}" if depths else f"{number} {n}" for n in at]
+        shown = [round(100 * n / depths[key], 4) for n in at] if is_share else at
+        series.append(series_of(map(by_number.get, at), shown, **look))
+
+    for key, look in looks.items():
+        if part := numbered(parts[key], number):
+            add(key, part, name=names[key], **look)
+    num_lines, compared = len(series), parts if of_models else {last: parts[last]}
+    for kind in references(point for part in compared.values() for point in part):
+        text, dash = tag_text({"reference": kind}), DASHED[(len(series) - num_lines) % len(DASHED)]
+        levels = {key: p.value for key, part in compared.items() for p in part if p.reference == kind}
+        if len({*levels.values()}) == 1:
+            series.append(level(ends, levels.popitem()[1], text, dash=dash))
+            continue
+        for key, at in levels.items():
+            series.append(level(ends, at, f"{names[key]}, {text}", color=looks[key]["color"], dash=dash, legend=False))
+        series.append(Series(x=ends[:1], y=[None], name=text, dash=dash, width=1.6, legend=True))
     series += levels_of(metric, ends)
-    for text, name, options in beside(metric, tags, baselines, controls, chosen):
-        layered = [p for p in plain(select(frame, name, **options, over_steps=True)) if p.layer is not None]
-        layered = [p for p in layered if p.reference is None and p.step == steps_of(layered)[-1]]
-        dash = "dash" if name in baselines else DASHED[(len(series) - len(steps)) % len(DASHED)]
-        if layered:
-            look = {"color": MUTED, "width": 1.6, "legend": True, "interval": ""}
-            series.append(series_of(*unbroken(layered, "layer"), name=text, dash=dash, **look))
+    others: list[tuple[str, str, Chosen]] = [(look_up(name).title_beside, name, chosen) for name in baselines]
+    for each in controls:
+        others.append((tag_text({"control": each}), metric, {**chosen, "tags": {**tags, "control": each}}))
+    for text, name, options in others:
+        found, dash = _parts(frame, name, of_models, **options), "dash"
+        if not of_models:
+            found = {last: found[max(found)]} if found else {}
+            dash = dash if name in baselines else DASHED[(len(series) - num_lines) % len(DASHED)]
+        layered = {key: part for key in found if key in looks and (part := numbered(found[key], "layer"))}
+        look: dict[str, Any] = {"dash": dash, "width": 1.6, "interval": ""}
+        for key, part in layered.items():
+            own = {"name": f"{names[key]}, {text}", "color": looks[key]["color"], "width": 1.4}
+            add(key, part, **look | (own if of_models else {"name": text, "color": MUTED, "legend": True}))
+        if of_models and layered:  # what dashed lines in the colours of the models mean
+            series.append(Series(x=ends[:1], y=[None], name=text, legend=True, dash=dash, width=1.6))
+    if len(series) < 2:
+        series = [replace(one, legend=False) for one in series]
+    steps = [] if of_models else [*looks]
     chart = Chart(
         title=title_of(metric, tags),
-        x=layer_axis(number),
+        x=_DEPTHS if is_share else layer_axis(number),
         y=value_axis(metric),
         series=series,
         bar=color_bar("Step", TIME, range(len(steps)), [count(step) for step in steps]),
-        place=f"{number} {{x}}",
-        height=340 if len(series) == len(steps) else 380,
+        place="",
+        height=340 if len(series) == num_lines else 380,
     )
     return log_if_wide(chart)
+
+
+def _parts(frame: pd.DataFrame, metric: str, of_models: bool, **chosen: Unpack[Chosen]) -> dict[Any, list[Point]]:
+    """Return the points of each checkpoint, or of each model, without pairs and places in tables."""
+    if not of_models:
+        return dict(sorted(grouped(plain(select(frame, metric, **chosen, over_steps=True)), lambda p: p.step).items()))
+    rows = rows_of(frame, metric, chosen.get("analysis"))
+    by_run = {run: plain(select(part, metric, **chosen)) for run, part in rows.groupby("run", sort=False)}
+    return {run: points for run, points in by_run.items() if points}
+
+
+def _depths(frame: pd.DataFrame, runs: Iterable[str], num_layers: Mapping[str, int] | None) -> dict[str, float]:
+    """Return the number of layers of each model: what is known, or the last that was measured."""
+    table: Any = frame
+    measured = table.groupby("run", sort=False)[["layer", "other_layer"]].max().max(axis=1)
+    return {run: max(float(measured[run]), (num_layers or {}).get(run, 0)) for run in runs}
+
+
+def _looks(keys: Sequence[Any], of_models: bool) -> dict[Any, dict[str, Any]]:
+    """Return how the line of each model looks, or of some checkpoints that are spread evenly."""
+    look: dict[str, Any] = {"width": 2.0, "size": 5.5, "legend": True, "interval": ""}
+    if of_models:
+        return {key: {**look, "color": color_of(n), "mark": symbol_of(n)} for n, key in enumerate(keys)}
+    steps = spread(keys, _PROFILES)
+    looks = {}
+    for step, color in zip(steps, colors_of(TIME, len(steps)), strict=True):
+        last = step == steps[-1]
+        looks[step] = {"color": color, "width": 2.6 if last else 1.4, "size": 6 if last else 3.5}
+        looks[step] |= {"mark": "circle" if step > 0 else "diamond"}
+        looks[step]["interval"] = "band" if step in (steps[0], steps[-1]) else ""
+    return looks
+
+
+_LISTS = {"index": "Number in the list", "token_distance": "Distance from the last token", TRAIN_ROWS: "Training rows"}
 
 
 def list_profile(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
     """Return lists of values, one line a layer, with a slider over the checkpoints.
 
-    A list is over numbers (tag `index`, such as singular values, on a log axis) or over the distance between two tokens
-    (tag `token_distance`). The axis of distances is log(1 + distance): 0, the token itself, has a place on it.
+    A list is over numbers (tag `index`, such as singular values, on a log axis), over the distance between two tokens
+    (tag `token_distance`, at log(1 + distance): 0, the token itself, has a place there), or over the number of training
+    rows (tag `train_rows`, log axis), with 95% intervals where there are not too many lines for them.
 
     Raises:
         ValueError: where the metric has no lists of values per layer.
@@ -172,121 +239,33 @@ def list_profile(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> 
     is_listed = lambda point: not point.tags.keys().isdisjoint(_LISTS) and point.layer is not None  # noqa: E731
     points, tags = drawable(frame, metric, is_listed, "lists of values per layer", **chosen)
     ordinal = next(name for name in _LISTS if name in points[0].tags)
-    points = [replace(p, low=math.nan, high=math.nan) for p in sorted(points, key=lambda p: p.tags[ordinal])]
-    at, log, x = (lambda n: n), True, Axis(title="Number in the list", whole=True)
-    if ordinal != "index":
-        at, log = (lambda n: round(math.log2(1 + n), 4)), look_up(metric).log
-        longest = points[-1].tags[ordinal]
-        # labels at 0 and powers of two, far enough apart for a narrow screen
-        shown = [0, *(2**power for power in range(longest.bit_length()))][:: 2 if longest > 64 else 1]
-        labels = {at(n): str(n) for n in shown if n >= points[0].tags[ordinal]}
-        x = Axis(title="Distance from the last token", labels=labels)
-    ends = fixed_limits([p.value for p in points], log=log, zero=not log)
-    chart = _by_slider(points, lambda p: at(p.tags[ordinal]), width=1.6, size=4, name=_LISTS[ordinal], of=ordinal)
-    y = value_axis(metric, log=log, ends=ends)
-    return replace(chart, title=title_of(metric, tags), x=x, y=y, place="", height=400)
-
-
-def sample_size_curves(frame: pd.DataFrame, metric: str = "accuracy", **chosen: Unpack[Chosen]) -> Chart:
-    """Return a metric over the number of training rows (tag `train_rows`, log axis), one line a layer.
-
-    It has 95% intervals, where there are not too many lines for them, and a slider over the checkpoints.
-
-    Raises:
-        ValueError: where the metric has no values per layer and number of training rows.
-    """
-    has_rows = lambda point: TRAIN_ROWS in point.tags and point.layer is not None  # noqa: E731
-    points, tags = drawable(frame, metric, has_rows, "values per layer and number of training rows", **chosen)
-    points.sort(key=lambda point: (point.tags[TRAIN_ROWS], point.layer or 0))
-    rows = sorted({point.tags[TRAIN_ROWS] for point in points})
-    limits = fixed_limits(end for point in points for end in (point.value, point.low, point.high))
-    many = len({point.layer for point in points}) > _BARS
-    look = {"width": 1.8, "size": 5, "interval": "" if many else "bars"}
-    chart = _by_slider(points, lambda point: point.tags[TRAIN_ROWS], **look)
-    ends = fixed_limits([*map(float, rows)], log=True, pad=0.04)
-    x = Axis(title="Training rows", labels={n: count(n) for n in rows}, log=True, ends=ends)
-    y = Axis(title=look_up(metric).unit, ends=limits)
-    return replace(chart, title=title_of(metric, tags), x=x, y=y, place="{x} rows", height=420)
-
-
-_LISTS = {"index": "number", "token_distance": "distance"}
-
-
-def _by_slider(
-    points: Sequence[Point], at: Callable[[Point], Any], *, name: str = "", of: str = "", **look: Any
-) -> Chart:
-    """Return a line a layer, with the checkpoints as places of a slider; touching a point says its number `of`."""
-    steps = spread(steps_of(points), FRAMES)
-    by_layer = dict(sorted(grouped(framed(points, steps), lambda point: point.layer or 0).items()))
+    is_rows, is_index = ordinal == TRAIN_ROWS, ordinal == "index"
+    at = (lambda n: round(math.log2(1 + n), 4)) if ordinal == "token_distance" else (lambda n: n)
+    steps, numbers = spread(steps_of(points), FRAMES), sorted({point.tags[ordinal] for point in points})
+    points = sorted(framed(points, steps), key=lambda point: (point.step, point.tags[ordinal]))
+    by_layer = dict(sorted(grouped(points, lambda point: point.layer or 0).items()))
+    look: dict[str, Any] = {"mark": "circle", "size": 4.5, "width": 1.7}
+    look["interval"] = "bars" if is_rows and len(by_layer) <= _BARS else ""
     series = []
     for (layer, part), color in zip(by_layer.items(), colors_of(DEPTH, len(by_layer)), strict=True):
-        texts = [f"{name} {point.tags[of]}" for point in part] if of else ()
-        style: dict[str, Any] = {"name": f"layer {layer}", "color": color, "mark": "circle", "texts": texts, **look}
-        series.append(series_of(part, [*map(at, part)], frame=[steps.index(p.step) for p in part], **style))
-    return Chart(title="", x=Axis(), y=Axis(), series=series, bar=color_bar("Layer", DEPTH, [*by_layer]), frames=steps)
+        frames, texts = [steps.index(p.step) for p in part], [f"{_LISTS[ordinal]}: {p.tags[ordinal]}" for p in part]
+        look |= {"name": f"layer {layer}", "color": color, "frame": frames, "texts": texts}
+        series.append(series_of(part, [at(p.tags[ordinal]) for p in part], **look))
+    log = is_index or (look_up(metric).log and not is_rows)
+    values = (end for p in points for end in ((p.value, p.low, p.high) if is_rows else (p.value,)))
+    # Labels of distances at 0 and powers of two, far enough apart for a narrow screen.
+    powers = [0, *(2**power for power in range(numbers[-1].bit_length()))][:: 2 if numbers[-1] > 64 else 1]
+    shown = numbers if is_rows else [n for n in powers if n >= numbers[0]]
+    x = Axis(title=_LISTS[ordinal], whole=True)
+    if not is_index:
+        ends = fixed_limits(map(float, numbers), log=True, pad=0.04) if is_rows else None
+        x = Axis(title=_LISTS[ordinal], labels={at(n): count(n) for n in shown}, log=is_rows, ends=ends)
+    y = value_axis(metric, log=log, ends=fixed_limits(values, log=log, zero=not log and not is_rows))
+    bar = color_bar("Layer", DEPTH, [*by_layer])
+    return Chart(title=title_of(metric, tags), x=x, y=y, series=series, bar=bar, frames=steps, place="", height=400)
 
 
 # ------------------------------------------------------------------------------------------------ models side by side
-
-
-def model_profile(
-    frame: pd.DataFrame,
-    metric: str,
-    *,
-    baselines: Sequence[str] = (),
-    controls: Sequence[str] = (),
-    num_layers: Mapping[str, int] | None = None,
-    **chosen: Unpack[Chosen],
-) -> Chart:
-    """Return a metric over the layers (or over the tag `distance`), one line a model, of models that have no steps.
-
-    Where the models are not equally deep, a layer lies at its depth in per cent, 100 l / L: 0 is the embedding, 100 the
-    last layer, by `num_layers`, or else the last that was measured. Rows tagged `reference`, the metrics named in
-    `baselines`, and the rows whose tag `control` is named in `controls` are dashed: in grey what is the same for all
-    models, else in the model's colour. `tags` chooses a variant, as in `emergence_curves`.
-
-    Raises:
-        InputError: for suspect models, unless they are allowed.
-        ValueError: where no model without steps has values of this metric per layer.
-    """
-    by_model = _by_model(frame, metric, **chosen)
-    points, tags = of_plainest([point for part in by_model.values() for point in part], chosen.get("tags"))
-    if not any(map(is_on_axes, points)):
-        raise ValueError(f"metric {metric!r} has no values per layer of models without steps")
-    number = numbered_by(points)
-    table: Any = frame
-    measured = table.groupby("run", sort=False)[["layer", "other_layer"]].max().max(axis=1)[list(by_model)].dropna()
-    depths = measured.clip(lower=pd.Series(num_layers or {}, dtype=float).reindex(measured.index).fillna(0))
-    is_share = number == "layer" and depths.nunique() > 1 and bool(depths.all())
-    names = short_names(list(by_model))
-    series: list[Series] = []
-
-    def add(run: str, part: Iterable[Point], text: str = "", **look: Any) -> None:
-        """A model's points, in its colour; hovering tells the layer as the model counts it."""
-        points = numbered(part, number)
-        if points:
-            line, numbers = unbroken(points, number)
-            look |= {"name": ", ".join(filter(None, [names[run], text])), "color": color_of([*by_model].index(run))}
-            look["texts"] = [f"layer {n} of {depths[run]:g}" if number == "layer" else f"{number} {n}" for n in numbers]
-            at = [round(100 * n / depths[run], 4) for n in numbers] if is_share else numbers
-            series.append(series_of(line, at, interval="", **look))
-
-    for index, (run, part) in enumerate(by_model.items()):
-        add(run, matching(part, tags), width=2.0, mark=symbol_of(index), size=5.5, legend=True)
-    numbers = [n for point in points if (n := point.number(number)) is not None]
-    ends = [0, 100] if is_share else [min(numbers), max(numbers)]
-    series += _references({run: matching(part, tags) for run, part in by_model.items()}, names, ends)
-    series += levels_of(metric, ends)
-    for text, name, options in beside(metric, tags, baselines, controls, chosen):
-        before = len(series)
-        for run, part in _by_model(frame, name, **options).items():
-            if run in names:
-                add(run, [point for point in part if point.layer is not None], text, dash="dash", width=1.4)
-        series += [_in_legend(one.x, text, "dash") for one in series[before : before + 1]]
-    if len(series) < 2:
-        series = [replace(one, legend=False) for one in series]
-    axis = _DEPTHS if is_share else layer_axis(number)
-    return log_if_wide(Chart(title=title_of(metric, tags), x=axis, y=value_axis(metric), series=series, place=""))
 
 
 def models_in_rows(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
@@ -305,11 +284,10 @@ def models_in_rows(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -
             rows.append((", ".join(filter(None, [run if len(runs) > 1 or not tags else "", tags])), point))
     if not rows:
         raise ValueError(f"metric {metric!r} has no values of whole models")
-    texts = [wrapped(text) for text, _ in rows]
+    texts = [text for text, _ in rows]
     look: dict[str, Any] = {"mark": "circle", "size": 6.5, "color": COLORS[0], "interval": "bars"}
     dots = series_of([point for _, point in rows], range(len(rows)), **look)
-    high = 100 + (26 if any("\n" in text for text in texts) else 16) * len(rows)
-    return in_rows(title_of(metric, {}), texts, value_axis(metric), [dots], height=high)
+    return in_rows(title_of(metric, {}), texts, value_axis(metric), [dots], height=100 + 16 * len(rows))
 
 
 def short_names(runs: Sequence[str]) -> dict[str, str]:
@@ -331,39 +309,6 @@ def style_of_run(index: int, name: str, *, of: int, **more: Any) -> dict[str, An
     """Return how the series of one of so many runs looks; one alone needs no name."""
     several = {"name": name, "legend": True} if of > 1 else {"name": "", "legend": False}
     return {"color": color_of(index), "mark": symbol_of(index), **several, **more}
-
-
-def _by_model(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> dict[str, list[Point]]:
-    """The points of each model that has any, without pairs and places in tables."""
-    rows = rows_of(frame, metric, chosen.get("analysis"))
-    rows = rows[rows["step"].isna()]
-    by_model = {}
-    for run in rows["run"].unique():
-        points = select(rows[rows["run"] == run], metric, allow_suspect=chosen.get("allow_suspect", False))
-        by_model[run] = matching(plain(points), chosen.get("tags") or {})
-    return {run: points for run, points in by_model.items() if points}
-
-
-def _in_legend(x: Sequence[float], text: str, dash: str) -> Series:
-    """Return what dashed lines in the colours of the models mean."""
-    return Series(x=x[:1], y=[None], name=text, dash=dash, width=1.6, legend=True)
-
-
-def _references(by_model: Mapping[str, Sequence[Point]], names: Mapping[str, str], ends: Sequence[int]) -> list[Series]:
-    """Dashed levels: one where all models have the same, else one a model."""
-    series = []
-    kinds = references(point for part in by_model.values() for point in part)
-    for number, (kind, these) in enumerate(kinds.items()):
-        text, dash = tag_text({"reference": kind}), DASHED[number % len(DASHED)]
-        if len({point.value for point in these}) == 1:
-            series.append(level(ends, these[0].value, text, dash=dash))
-            continue
-        for index, (run, part) in enumerate(by_model.items()):
-            look = {"color": color_of(index), "dash": dash, "legend": False}
-            levels = [point for point in part if point.reference == kind]
-            series += [level(ends, point.value, f"{names[run]}, {text}", **look) for point in levels]
-        series.append(_in_legend(ends, text, dash))
-    return series
 
 
 # ------------------------------------------------------------------------------------------------ over depth
@@ -398,13 +343,6 @@ def framed(points: Sequence[Point], steps: Sequence[int]) -> list[Point]:
     return sorted((p for p in points if p.step in {*steps}), key=lambda point: point.step)
 
 
-def unbroken(points: Iterable[Point], number: str) -> tuple[list[Point | None], list[int]]:
-    """Return points by whole numbers, and these from the first to the last; None where one is missing."""
-    by_number = {point.number(number) or 0: point for point in points}
-    numbers = [*range(min(by_number), max(by_number) + 1)]
-    return [by_number.get(each) for each in numbers], numbers
-
-
 def fixed_limits(
     values: Iterable[float], *, log: bool = False, zero: bool = False, pad: float = 0.05
 ) -> tuple[float, float] | None:
@@ -436,14 +374,3 @@ def numbered(points: Iterable[Point], number: str) -> list[Point]:
 
 def references(points: Iterable[Point]) -> dict[Any, list[Point]]:
     return grouped((point for point in points if point.reference is not None), lambda point: point.reference)
-
-
-def beside(
-    metric: str, tags: Mapping[str, Any], baselines: Sequence[str], controls: Sequence[str], chosen: Chosen
-) -> list[tuple[str, str, Chosen]]:
-    """Return what a profile is compared with: a text, a metric and its options for each."""
-    others: list[tuple[str, str, Chosen]] = [(look_up(name).title_beside, name, chosen) for name in baselines]
-    for control in controls:
-        options: Chosen = {**chosen, "tags": {**tags, "control": control}}
-        others.append((tag_text({"control": control}), metric, options))
-    return others

@@ -1,7 +1,6 @@
 """Points in a plane: paths of tokens, models against each other."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
@@ -13,7 +12,6 @@ from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.profiles import FRAMES, color_bar
 from lit_layers.figures.theme import ACCENT, COLORS, DEPTH, MUTED, Axis, colors_of, rounded, spread
 from lit_layers.functional.correlation import UndefinedError, fit_line, line_band
-from lit_layers.metrics import look_up
 
 __all__ = ["Scatter", "paths_in_plane", "scatter_plot"]
 
@@ -21,8 +19,8 @@ __all__ = ["Scatter", "paths_in_plane", "scatter_plot"]
 def paths_in_plane(frame: pd.DataFrame, metric: str = "path", **chosen: Unpack[tables.Chosen]) -> Chart:
     """Return paths (tags `token` and `axis`, 1 across and 2 up) as lines with a dot a layer, one line a token.
 
-    Dots are coloured by layer; a slider goes over the checkpoints. Each has axes of its own, and in the corner the
-    shares of variance along them. `tags` chooses a prompt (`{"prompt": 2}`); without it the first is drawn.
+    Dots are coloured by layer; a slider goes over the checkpoints. Each has axes of its own.
+    `tags` chooses a prompt (`{"prompt": 2}`); without it the first is drawn.
 
     Raises:
         ValueError: where the metric has no paths.
@@ -32,7 +30,6 @@ def paths_in_plane(frame: pd.DataFrame, metric: str = "path", **chosen: Unpack[t
         raise ValueError(f"metric {metric!r} has no paths of tokens in a plane")
     variant = tables.variants_of(points)[0]
     points = tables.matching(points, variant)
-    shares = _shares(frame, metric, variant, {**chosen, "tags": None})
     values = {(p.step, p.tags["token"], p.layer, p.tags["axis"]): p.value for p in points}
     tokens = sorted({point.tags["token"] for point in points})
     layers = sorted({point.layer for point in points if point.layer is not None})
@@ -56,39 +53,14 @@ def paths_in_plane(frame: pd.DataFrame, metric: str = "path", **chosen: Unpack[t
         series=[paths],
         bar=color_bar("Layer", DEPTH, layers),
         frames=steps,
-        notes=_notes(shares, steps),
         height=450,
     )
-
-
-def _shares(
-    frame: pd.DataFrame, metric: str, variant: Mapping[str, Any], chosen: tables.Chosen
-) -> dict[tuple[int, int], float]:
-    """The share of variance along each axis, by step and axis, where it is recorded."""
-    table: Any = frame
-    name = look_up(metric).baseline
-    if not (table["metric"] == name).any():
-        return {}
-    points: list[tables.Point] = tables.matching(tables.select(frame, name, **chosen), variant)
-    by_place = tables.grouped(points, lambda point: (point.step, point.tags["axis"]))
-    return {place: part[0].value for place, part in by_place.items()}
-
-
-def _notes(shares: Mapping[tuple[int, int], float], steps: Sequence[int]) -> list[str]:
-    """Return for each checkpoint how much of the variance lies along the axes."""
-    if not shares:
-        return []
-    by_step = [[(axis, shares.get((step, axis))) for axis in (1, 2)] for step in steps]
-    return [", ".join(f"axis {axis}: {share:.0%}" for axis, share in each if share is not None) for each in by_step]
 
 
 # ------------------------------------------------------------------------------------------------ points with names
 
 _LISTED = 7  # groups that a legend names
 _PAD = 0.07  # of the range, around the points
-_LINE_POINTS = 60
-# Where a label may stand, in steps of its half width and its height; the first that is free is taken.
-_SIDES = ((0, 1), (0, -1), (1, 0), (-1, 0), (1, 1), (1, -1), (-1, 1), (-1, -1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,17 +90,17 @@ class Scatter:
             return sorted(kinds)
         return sorted(kinds, key=str) if len(kinds) <= len(COLORS) else []
 
+    @property
     def is_scaled(self) -> bool:
-        """Return whether the groups are numbers, which lie on a scale of colours."""
+        """Whether the groups are numbers, which lie on a scale of colours."""
         kinds = self.kinds()
-        return len(kinds) > 1 and all(_is_number(kind) for kind in kinds)
+        return len(kinds) > 1 and all(map(_is_number, kinds))
 
     def colors(self) -> list[str]:
-        """The colour of each point."""
-        kinds = self.kinds()
-        if not kinds:
+        """Return the colour of each point."""
+        if not (kinds := self.kinds()):
             return [ACCENT] * len(self.x)
-        palette = colors_of(DEPTH, len(kinds)) if self.is_scaled() else COLORS
+        palette = colors_of(DEPTH, len(kinds)) if self.is_scaled else COLORS
         return [MUTED if group is None else palette[kinds.index(group)] for group in self.groups or ()]
 
     def limits(self) -> tuple[tuple[float, float], tuple[float, float]]:
@@ -143,14 +115,14 @@ class Scatter:
             fitted = fit_line(self.x, self.y)
         except UndefinedError:
             return None
-        at = np.linspace(*self.limits()[0], _LINE_POINTS)
+        at = np.linspace(*self.limits()[0], 60)
         low, high = line_band(fitted, at)
         return at.tolist(), (fitted.intercept + fitted.slope * at).tolist(), low.tolist(), high.tolist()
 
 
 def scatter_plot(content: Scatter, *, width: int = 660, height: int = 440) -> Chart:
     """Return the chart; as many names as have room beside their points at this size, others on touch."""
-    places = label_places(content, width - 80, height - 110, size=10.5)
+    shown = labelled(content, width - 80, height - 110)
     series = []
     if (line := content.line()) is not None:
         at, middle, low, high = (rounded(side, 6) for side in line)
@@ -168,19 +140,18 @@ def scatter_plot(content: Scatter, *, width: int = 660, height: int = 440) -> Ch
             marks = Series(
                 x=[content.x[n] for n in members],
                 y=[content.y[n] for n in members],
-                name="none" if kind is None else f"{kind:g}" if isinstance(kind, float) else str(kind),
+                name=f"{kind:g}" if isinstance(kind, float) else str(kind or "none"),
                 color=colors[members[0]],
                 mark="circle",
                 size=9,
                 texts=texts,
                 tells_texts=True,
-                labels=[content.names[n] if places[n] else "" for n in members],
-                sides=[places[n] or (0, 1) for n in members],
+                labels=[content.names[n] if shown[n] else "" for n in members],
                 legend=listed,
             )
             series.append(marks)
     bar = None
-    if len(kinds) > _LISTED and content.is_scaled():
+    if len(kinds) > _LISTED and content.is_scaled:
         texts = [f"{kind:,.4g}" if kind < 1e4 else f"{kind:g}" for kind in kinds]
         bar = color_bar(content.group_title, DEPTH, range(len(kinds)), texts)
     xlim, ylim = content.limits()
@@ -195,34 +166,24 @@ def scatter_plot(content: Scatter, *, width: int = 660, height: int = 440) -> Ch
     )
 
 
-def label_places(content: Scatter, width: float, height: float, *, size: float) -> list[tuple[int, int] | None]:
-    """Return where each name may stand in a plot of so many pixels without touching a point, a name or the edge.
+def labelled(content: Scatter, width: float, height: float) -> list[bool]:
+    """Return which names have room to the right of their points in a plot of so many pixels, without touching another.
 
-    None stands for a name without such a place. Crowded points choose first: the others have room in any case.
+    A name counts as 6.5 pixels a letter and 14 high; of two that would touch, the first has it.
     """
     (left, right), (low, high) = content.limits()
     at = [
         ((x - left) / (right - left) * width, (y - low) / (high - low) * height)
         for x, y in zip(content.x, content.y, strict=True)
     ]
-    crowd = [sum(math.dist(one, other) < 5 * size for other in at) for one in at]
-    taken = {index: (x - 5, y - 5, x + 5, y + 5) for index, (x, y) in enumerate(at)}
-    places: list[tuple[int, int] | None] = [None] * len(at)
-    for index in sorted(range(len(at)), key=lambda n: -crowd[n]):
-        half, tall = 0.29 * size * len(content.names[index]) + 1, 0.62 * size
-        for across, up in _SIDES:
-            gap = 5 if across and up else 7
-            x, y = at[index][0] + across * (half + gap), at[index][1] + up * (tall + gap)
-            box = (x - half, y - tall, x + half, y + tall)
-            inside = box[0] >= 0 and box[1] >= 0 and box[2] <= width and box[3] <= height
-            if inside and not any(_overlap(box, other) for n, other in taken.items() if n != index):
-                places[index], taken[-1 - index] = (across, up), box
-                break
-    return places
-
-
-def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+    shown: list[bool] = []
+    for (x, y), name in zip(at, content.names, strict=True):
+        end = x + 12 + 6.5 * len(name)
+        is_free = not any(abs(y - b) < 12 and x < a < end for a, b in at)
+        for (a, b), other, is_shown in zip(at, content.names, shown, strict=False):
+            is_free &= not (is_shown and abs(y - b) < 14 and a < end and x < a + 12 + 6.5 * len(other))
+        shown.append(is_free and end <= width)
+    return shown
 
 
 def _padded(values: Sequence[float]) -> tuple[float, float]:

@@ -245,8 +245,8 @@ def change_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.Data
     one row. One that is also, or only, per layer is one row in its plainest variant: that of the whole model where
     there is one, else that of the last layer. Medians, pairs, reference rows, lists of values, categories and sample
     sizes are left out, and of other running orders of the blocks all but a few. Columns: analysis, metric, variant
-    (text), layer, first_step, first, first_low, first_high, last_step, last, last_low, last_high, change, and the lists
-    steps and values of the way between. `change` is NaN where there is one checkpoint.
+    (text), layer, first_step, first, first_low, first_high, last_step, last, last_low, last_high, and change, which is
+    NaN where there is one checkpoint.
 
     Raises:
         InputError: for suspect checkpoints, unless they are allowed.
@@ -336,7 +336,7 @@ def _change(points: list[Point]) -> dict[str, Any]:
     for name, point in ends.items():
         row |= {f"{name}_step": point.step, name: point.value, f"{name}_low": point.low, f"{name}_high": point.high}
     row["change"] = ordered[-1].value - ordered[0].value if len(ordered) > 1 else math.nan
-    return {**row, "steps": [point.step for point in ordered], "values": [point.value for point in ordered]}
+    return row
 
 
 def _points(rows: Any) -> list[Point]:

@@ -16,7 +16,6 @@ COLORS = ["#0b62a4", "#c4510a", "#00805c", "#a83279", "#8a6100", "#3b3f99", "#4d
 # After viridis and plasma, without their light ends, which vanish on white.
 DEPTH = ["#440154", "#433d84", "#2f6b8e", "#1f958b", "#3fae5a", "#86bc25"]
 TIME = ["#0d0887", "#5b01a5", "#9a179b", "#cb4678", "#e8704a", "#f0921f"]
-SIZES = ["#a6c4e4", "#5b92c9", "#1f5fa8", "#0a2f5c"]  # few rows to many
 DIVERGING = ["#a8480a", "#e3a46f", "#f7f7f5", "#7aaed6", "#0b4f8a"]
 DASHES = {"": [1, 0], "dash": [6, 4], "dot": [2, 3], "dashdot": [7, 3, 2, 3]}
 DASHED = ("dash", "dot", "dashdot")
@@ -25,7 +24,6 @@ SYMBOLS = ("circle", "square", "diamond", "triangle-up")  # of the first models 
 
 # What Vega has no symbol for, as SVG paths.
 MARKS = {"line-ew": "M-1,-.14L1,-.14L1,.14L-1,.14Z"}
-MARKS |= {"ring": "M0,-1A1,1,0,1,1,0,1A1,1,0,1,1,0,-1ZM0,-.7A.7,.7,0,1,0,0,.7A.7,.7,0,1,0,0,-.7Z"}
 
 _AXIS = {"gridColor": GRID, "domainColor": EDGE, "tickColor": EDGE, "labelColor": INK, "titleColor": MUTED}
 _AXIS |= {"titleFontWeight": "normal", "labelFontSize": 11, "titleFontSize": 12, "labelFlush": False}
@@ -39,7 +37,8 @@ CONFIG: dict[str, Any] = {
     "axisX": {"grid": True, "tickSize": 4},
     "title": {"anchor": "start", "color": INK, "fontSize": 13, "fontWeight": 600, "offset": 8},
     "legend": {"labelColor": INK, "titleColor": MUTED, "titleFontWeight": "normal", "labelFontSize": 11}
-    | {"titleFontSize": 11, "labelLimit": 320, "symbolStrokeWidth": 2, "gradientStrokeWidth": 0},
+    | {"titleFontSize": 11, "labelLimit": 320, "symbolStrokeWidth": 2, "gradientStrokeWidth": 0}
+    | {"layout": {"top": {"anchor": "start", "direction": "horizontal"}, "bottom": {"anchor": "start"}}},
     "line": {"strokeCap": "round", "strokeJoin": "round"},
 }
 
@@ -53,12 +52,6 @@ def colors_of(stops: Sequence[str], count: int) -> list[str]:
         pairs = zip(_parts(stops[left]), _parts(stops[left + 1]), strict=True)
         colors.append("#" + "".join(f"{round(a + (place - left) * (b - a)):02x}" for a, b in pairs))
     return colors
-
-
-def symbol(mark: str) -> str:
-    """Return what Vega draws a mark as, hollow or not."""
-    name = mark.removesuffix("-open")
-    return MARKS.get(name, name)
 
 
 def rounded(numbers: Iterable[float | None], digits: int = 5) -> list[float | None]:
@@ -95,9 +88,9 @@ class Axis:
     divider: float | None = None  # where what stands apart ends
 
 
-def layer_axis(number: str = "layer", **options: Any) -> Axis:
+def layer_axis(number: str = "layer") -> Axis:
     title = {"layer": "Layer", "block": "Block"}.get(number, "Distance between the blocks")
-    return Axis(title=title, whole=True, **options)
+    return Axis(title=title, whole=True)
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,7 @@ LOOKS = {
 _OWN = ("variant", "middle", "loops", "schedule", "seed", "task")
 
 
-def variant_curves(
-    frame: pd.DataFrame, metric: str, *, blocks: bool = False, split: str | None = None, **chosen: Unpack[Chosen]
-) -> Chart:
+def variant_curves(frame: pd.DataFrame, metric: str, *, blocks: bool = False, **chosen: Unpack[Chosen]) -> Chart:
     """Return a metric over the number M of middle blocks that are changed, one line a variant, a slider over steps.
 
     The mean over random orders has its interval shaded. looped_parallel is drawn at three loops, or the nearest number
@@ -68,43 +66,33 @@ def variant_curves(
     Args:
         tags: chooses the circumstances, such as `{"training": "full"}`.
         blocks: over single blocks, each skipped, repeated, or switched with the next one.
-        split: a tag such as `when`: a line for each of its values, the last one strong and the others dotted.
 
     Raises:
         InputError: for suspect checkpoints, unless they are allowed.
         ValueError: where no such variant has values, or in several ways between which `tags` must choose.
     """
     number, variants = ("layer", OF_BLOCKS) if blocks else ("middle", OF_MIDDLES)
-    points = variant_points(frame, metric, split=split, **chosen)
+    points = variant_points(frame, metric, **chosen)
     steps = spread(steps_of(p for p in points if not blocks or p.layer is not None), FRAMES)
     points = framed(points, steps)
 
-    def kind(point: Point) -> str:
-        return tag_text({split: point.tags[split]}) if split is not None and split in point.tags else ""
-
-    lines, full = lines_of(points, variants, number, split), grouped(full_model(points), kind)
+    lines, full = lines_of(points, variants, number), full_model(points)
     if not lines:
         what = "single blocks that are skipped, switched or repeated" if blocks else "variants of the middle"
         raise ValueError(f"metric {metric!r} has no values of {what}")
-    strong = [*dict.fromkeys(map(kind, points))][-1]
     series, places = [], sorted(set[Any](p.number(number) for part in lines.values() for p in part))
     for name, part in lines.items():
         color, mark = LOOKS[variant := part[0].tags["variant"]]
-        look = {"width": 2.0, "mark": mark, "interval": "band" if variant == "random" and not split else ""}
-        if kind(part[0]) != strong:
-            look |= {"width": 1.4, "mark": f"{mark}-open", "dash": "dot"}
-        look |= {"name": name, "color": color, "size": 7, "legend": True}
+        look = {"width": 2.0, "mark": mark, "interval": "band" if variant == "random" else "", "legend": True}
         at = [steps.index(p.step) for p in part]
-        series.append(series_of(part, [p.number(number) for p in part], frame=at, **look))
+        numbers = [p.number(number) for p in part]
+        series.append(series_of(part, numbers, frame=at, name=name, color=color, size=7, **look))
     ends = [places[0], places[-1]]
-    for text, part in full.items():
-        by_step = {p.step: p.value for p in part}
-        y = rounded(by_step.get(step) for step in steps for _ in ends)
-        look = {"color": INK, "dash": "dash" if text == strong else "dashdot", "width": 1.6, "legend": True}
-        name = ", ".join(filter(None, ["Full model", text if len(full) > 1 else ""]))
-        series.append(
-            Series(x=ends * len(steps), y=y, frame=[n for n in range(len(steps)) for _ in ends], name=name, **look)
-        )
+    if full:
+        by_step = {p.step: p.value for p in full}
+        y, at = rounded(by_step.get(step) for step in steps for _ in ends), [n for n in range(len(steps)) for _ in ends]
+        look = {"name": "Full model", "color": INK, "dash": "dash", "width": 1.6, "legend": True}
+        series.append(Series(x=ends * len(steps), y=y, frame=at, **look))
     if not blocks and (guess := _random_level(frame, metric, chosen.get("analysis"))) is not None:
         series.append(level(ends, guess, "Guessing", dash="dot"))
     drawn = [end for each in series for part in (each.y, each.low, each.high) for end in part if end is not None]
@@ -199,9 +187,7 @@ def variant_name(variant: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def variant_points(
-    frame: pd.DataFrame, metric: str, *, split: str | None = None, **chosen: Unpack[Chosen]
-) -> list[Point]:
+def variant_points(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> list[Point]:
     """Return the points of a metric with a variant; single random orders and medians over tokens are left out.
 
     Raises:
@@ -213,7 +199,7 @@ def variant_points(
     points = [p for p in points if "statistic" in tags or "statistic" not in p.tags]
     if not points:
         raise ValueError(f"metric {metric!r} has no values of variants (tag variant) but single random orders")
-    kept = (*_OWN, split, *tags)
+    kept = (*_OWN, *tags)
     others = [p for p in points if p.tags["variant"] != BASELINE]  # the full model may be the same in all of them
     kinds = {tag_text({name: p.tags[name] for name in sorted(p.tags) if name not in kept}): None for p in others}
     if len(kinds) > 1:
@@ -239,9 +225,7 @@ def _random_level(frame: pd.DataFrame, metric: str, analysis: str | None) -> flo
     return values.pop() if len(values) == 1 else None
 
 
-def lines_of(
-    points: Iterable[Point], variants: Sequence[str], number: str, split: str | None = None
-) -> dict[str, list[Point]]:
+def lines_of(points: Iterable[Point], variants: Sequence[str], number: str) -> dict[str, list[Point]]:
     """Return the points of these variants that have such a number, by the names of their lines, in order.
 
     `looped_parallel` has one number of loops: 3, or the nearest to it that was measured.
@@ -252,7 +236,7 @@ def lines_of(
     kept.sort(key=lambda p: [*LOOKS].index(p.tags["variant"]))
 
     def name(point: Point) -> str:
-        more = [tag_text({tag: point.tags[tag]}) for tag in ("loops", split) if tag is not None and tag in point.tags]
+        more = [tag_text({"loops": point.tags["loops"]})] if "loops" in point.tags else []
         return ", ".join([variant_name(point.tags["variant"]), *more])
 
     by_name = grouped(kept, name)

@@ -1,12 +1,9 @@
 """Parts of Vega-Lite: axes, layers and what they say on touch; and a specification as a picture."""
 
 import base64
-import contextlib
 import functools
-import importlib.metadata
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -22,17 +19,12 @@ from lit_layers.files.durable import replace_file
 SUFFIXES = (".png", ".svg", ".pdf")
 _LONG_NAME = 120  # characters of a file name
 _PATIENCE = 600.0  # seconds; a page's hundred pictures take ten
-_LINE = 13  # pixels from line to line of a label
 NUMBER = "'.4~g'"
 DETAIL = [{"field": "k", "type": "nominal"}, {"field": "u", "type": "nominal"}]
 ORDER = {"field": "i", "type": "quantitative"}
-_LABEL = {"type": "text", "fontSize": 10.5, "color": INK, "tooltip": None}
 LABELS = {
     "transform": [{"filter": "datum.q"}],
-    "mark": _LABEL
-    | {"align": {"expr": "datum.a < 0 ? 'right' : datum.a > 0 ? 'left' : 'center'"}}
-    | {"baseline": {"expr": "datum.b < 0 ? 'top' : datum.b > 0 ? 'bottom' : 'middle'"}}
-    | {"dx": {"expr": "(datum.b ? 5 : 8) * datum.a"}, "dy": {"expr": "-(datum.a ? 4 : 7) * datum.b"}},
+    "mark": {"type": "text", "fontSize": 10.5, "color": INK, "tooltip": None, "align": "left", "dx": 8},
     "encoding": {"text": {"field": "q"}},
 }
 
@@ -66,15 +58,9 @@ def encoded(axis: Axis, side: str) -> dict[str, Any]:
 def _labels(axis: Axis, side: str) -> dict[str, Any]:
     if axis.labels is None:
         return {"labelAngle": 0} if axis.keys is not None else {}
-    lines = {place: text.split("\n") for place, text in axis.labels.items()}
-    places = json.dumps(list(lines))
-    texts = json.dumps([each if len(each) > 1 else each[0] for each in lines.values()])
-    look: dict[str, Any] = {"values": list(axis.labels), "labelExpr": f"{texts}[indexof({places}, datum.value)]"}
-    look |= {"labelAngle": 0, "labelOverlap": side == "x" or axis.keys is None, "labelLimit": 330}
-    if two := [place for place, each in lines.items() if len(each) > 1]:
-        raised = {"test": f"indexof({json.dumps(two)}, datum.value) >= 0", "value": -_LINE / 2}
-        look |= {"labelLineHeight": _LINE, "labelOffset": {"condition": raised, "value": 0}}
-    return look
+    texts = f"{json.dumps(list(axis.labels.values()))}[indexof({json.dumps(list(axis.labels))}, datum.value)]"
+    look: dict[str, Any] = {"values": list(axis.labels), "labelExpr": texts, "labelAngle": 0, "labelLimit": 330}
+    return look | {"labelOverlap": side == "x" or axis.keys is None}
 
 
 def phrase(template: str) -> str:
@@ -178,19 +164,7 @@ def pictures_of(specs: Sequence[Any], suffixes: Sequence[str]) -> list[list[byte
 
 @functools.cache
 def script() -> str:
-    """Return Vega, Vega-Lite and vega-embed as one script that needs no network.
-
-    Putting it together takes two seconds, so the user's cache keeps it until the version of vl-convert changes.
-    """
-    with contextlib.suppress(OSError, RuntimeError, UnicodeDecodeError):  # no home, or nothing in it yet
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lit_layers"
-        cache /= f"vega-{importlib.metadata.version('vl-convert-python')}.js"
-        if cache.exists():
-            return cache.read_text(encoding="utf-8")
-        text = _drawing()
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(cache, text)
-        return text
+    """Return Vega, Vega-Lite and vega-embed as one script that needs no network: two seconds of vl-convert."""
     return _drawing()
 
 

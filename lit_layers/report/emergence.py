@@ -1,6 +1,5 @@
 """When metrics emerge, in words, figures, tables and a page: half-way points and peaks, and which comes first."""
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +12,6 @@ import pandas as pd
 from lit_layers import records
 from lit_layers.clock.step_curves import MONOTONICITY, AxisName, LayerCurve, StepCurve, layer_table
 from lit_layers.clock.times_and_order import (
-    COLUMNS,
     Clock,
     agreement_sentence,
     agreement_table,
@@ -27,8 +25,8 @@ from lit_layers.clock.times_and_order import (
     times_table,
 )
 from lit_layers.figures.chart import Chart, Series
-from lit_layers.figures.labels import BLOCKS, count, p_equation, p_text, value, wrapped
-from lit_layers.figures.maps import named_matrix, row_height
+from lit_layers.figures.labels import BLOCKS, count, p_equation, p_text, value
+from lit_layers.figures.maps import named_matrix
 from lit_layers.figures.profiles import in_rows, style_of_run
 from lit_layers.figures.tables import grouped
 from lit_layers.figures.theme import Axis, layer_axis, place, place_labels, rounded
@@ -36,14 +34,10 @@ from lit_layers.figures.vega import write_pictures
 from lit_layers.functional.emergence.curve_times import EmergenceTimes, Time
 from lit_layers.records import Measurement
 from lit_layers.report.logged_numbers import plotted
-from lit_layers.report.template import Block, Table, block, fill, table_of
+from lit_layers.report.template import Block, block, fill
 
 LEAST_P = 1e-4  # that is written out
 MOST_ROWS = 60  # of a timeline or an order: more cannot be read
-ONLY_PROMPTS = (
-    "These intervals are over prompts (or test rows): they say what other prompts would give for the same weights, not "
-    "what another seed would, and are too narrow for that."
-)
 
 
 def axis_text(number: float) -> str:
@@ -105,11 +99,11 @@ def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
             if any(is_open):
                 y = [place if arrow else None for place, arrow in zip(ends[end], is_open, strict=True)]
                 series.append(Series(x=at, y=y, **look | {"mark": mark, "legend": False, "hover": False}))
-    texts = [wrapped(_row_title(by_key[key][0][1])) for key in keys]
+    texts = [_row_title(by_key[key][0][1]) for key in keys]
     title = (
         "When each metric is half-way (filled, with its interval; an arrow where it is open) and at its peak (hollow)"
     )
-    return in_rows(title, texts, _time_axis(clock, axis), series, height=110 + row_height(texts) * len(keys))
+    return in_rows(title, texts, _time_axis(clock, axis), series, height=110 + 18 * len(keys))
 
 
 def layer_fronts(clock: Clock, *, axis: AxisName = "step") -> list[tuple[StepCurve, Chart]]:
@@ -222,20 +216,18 @@ def write_emergence(
     axis: AxisName = "step",
     layers: Sequence[LayerCurve] = (),
 ) -> list[Path]:
-    """Write emergence.html, tables as .csv and .parquet, and figures as .png, .svg and .pdf; return their paths.
+    """Write emergence.html, tables as .csv, and figures as .png, .svg and .pdf; return their paths.
 
-    The page comes first. The tables are times, order, layer_order, layers (of numbers with `layers`) and agreement
-    (only .csv). Files of these names are replaced.
+    The page comes first. The tables are times, order, layer_order, layers (of numbers with `layers`) and agreement.
+    Files of these names are replaced.
 
     Raises:
         InputError: the folder cannot be written.
     """
-    times, order, agreement = times_table(clock), order_table(clock), agreement_table(clock)
-    files = {"times.csv": times[list(COLUMNS)], "times.parquet": times, "order.csv": order, "order.parquet": order}
-    for name, table in {"layer_order": layer_order_table(clock), "layers": layer_table(layers)}.items():
-        if len(table):
-            files |= {f"{name}.csv": table, f"{name}.parquet": table}
-    files |= {"agreement.csv": agreement} if len(agreement) else {}
+    times, agreement = times_table(clock), agreement_table(clock)
+    files = {"times.csv": times, "order.csv": order_table(clock)}
+    more = {"layer_order": layer_order_table(clock), "layers": layer_table(layers), "agreement": agreement}
+    files |= {f"{name}.csv": table for name, table in more.items() if len(table)}
     paths = records.write_files(folder, files)
     content, charts = _figures(clock, axis, layers)
     pictures = write_pictures(charts, folder)
@@ -256,7 +248,8 @@ def of_one_run(run: str, measurements: Sequence[Measurement], root: Path) -> dic
     return {
         "sentences": _sentences(clock, run),
         "still": _still(clock, run),
-        "notes": _notes(clock),
+        "clock": clock,
+        "few_seeds": few_seeds_sentence(clock),
         "blocks": [_block("Timeline", timeline(clock), "named")] if emerges else [],
     }
 
@@ -294,77 +287,26 @@ def _figures(
 
 def _page(clock: Clock, axis: AxisName, agreement: pd.DataFrame, content: dict[str, Any]) -> str:
     """The page of these parts, with what is said in words."""
-    emerges = [times.emerges for times in clock.times]
     # Without the mean over seeds.
     runs = list(dict.fromkeys(curve.run for curve in clock.curves if curve.seeds is None)) or clock.runs
     return fill(
         "emergence.html.jinja",
         title=runs[0] if len(runs) == 1 else f"{len(runs)} runs",
+        clock=clock,
+        runs=runs,
         sentences={run: _sentences(clock, run, axis) for run in clock.runs},
         still={run: _still(clock, run) for run in clock.runs},
-        facts=[("Curves", len(emerges)), ("Emerge", sum(emerges)), ("Runs", len(runs))],
-        notes=_notes(clock),
-        left_out=clock.left_out,
-        agreement=_agreement(agreement),
+        few_seeds=few_seeds_sentence(clock),
+        agreement=agreement.to_dict("records"),
         agreed=agreement_sentence(agreement),
-        paired=_how_paired(clock),
-        times=_times(clock),
-        confidence=f"{100 * clock.confidence:g}%",
+        pairs=order_table(clock)["paired"],
+        time_text=time_text,
+        value=value,
+        p_text=lambda p: p_text(p, LEAST_P),
         **content,
     )
 
 
 def _block(title: str, chart: Chart, kind: str) -> Block:
     """On a phone a `named` one has its names above the rows, and a `scrolled` one does not shrink."""
-    return block(title, "", [("", [("", chart)])], wide=True, tall=True, kind=kind)
-
-
-def _notes(clock: Clock) -> list[str]:
-    over = {curve.over for curve in clock.curves}
-    notes = [ONLY_PROMPTS] if "prompts" in over and "seeds" not in over else []
-    guessed = sum(curve.over == "" for curve in clock.curves)
-    if guessed:
-        notes.append(
-            f"{guessed} of {len(clock.curves)} curves come without errors, which are guessed from the curve itself."
-        )
-    if gaps := [times.num_gaps for times in clock.times if times.num_gaps]:
-        notes.append(f"Missing values: {sum(gaps)}, in {len(gaps)} of {len(clock.curves)} curves.")
-    false = (1 - clock.confidence) * len(clock.curves)
-    verdicts = f"Each verdict is a test: of {len(clock.curves)} flat curves some {false:.2g} would be said to emerge."
-    return [*notes, *filter(None, [few_seeds_sentence(clock)]), verdicts]
-
-
-def _how_paired(clock: Clock) -> str:
-    """Return how the comparisons of the order were made."""
-    pairs = order_table(clock)["paired"]
-    return (
-        f"Both curves of {pairs.sum()} of {len(pairs)} pairs are drawn by the same resampled prompts; errors of others "
-        "are taken as independent, which those over the same prompts are not."
-    )
-
-
-def _agreement(agreement: pd.DataFrame) -> Table | None:
-    if not len(agreement):
-        return None
-    rows = [
-        (f"{row['run_a']}, {row['run_b']}", value(row["spearman"]), str(row["n"]))
-        for row in agreement.to_dict("records")
-    ]
-    return table_of(("Runs", "Spearman of the half-way points", "Curves"), [("", rows)])
-
-
-def _times(clock: Clock) -> Table:
-    columns = ("Curve", "Onset", "Half-way", "Peak", "Plateau", "p", "Errors over")
-    groups = []
-    for run, pairs in itertools.groupby(zip(clock.curves, clock.times, strict=True), key=lambda pair: pair[0].run):
-        rows = [
-            (
-                curve.title,
-                *map(time_text, (times.onset, times.halfway, times.peak, times.plateau)),
-                p_text(times.p_value, LEAST_P),
-                curve.over or "guessed",
-            )
-            for curve, times in pairs
-        ]
-        groups.append((run, rows))
-    return table_of(columns, groups)
+    return block(title, "", [("", [("", chart)])], wide=True, kind=kind)

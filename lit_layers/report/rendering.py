@@ -1,8 +1,7 @@
 """The page of a run, or of models side by side: its facts, tables and figures; and its figures as pictures."""
 
-import math
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,23 +12,19 @@ from lit_layers import records, run_data
 from lit_layers.errors import InputError
 from lit_layers.figures import vega
 from lit_layers.figures.chart import Chart
-from lit_layers.figures.labels import listing, value, whole
+from lit_layers.figures.labels import listing, number_text
 from lit_layers.figures.tables import change_table, grouped, model_table, with_task_means, with_task_medians
 from lit_layers.identity import Settings
 from lit_layers.metrics import look_up, sentence
 from lit_layers.report import emergence, sections
-from lit_layers.report.template import Block, charts_in, fill
+from lit_layers.report.template import charts_in, fill
 
 
 def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
     """Return the page of a run, or of models side by side; without its suspect checkpoints unless they are allowed."""
     comparing = run.compares_models
     frame, shown = sections_of(run, allow_suspect=allow_suspect)
-    emerges, training = _emergence(run, allow_suspect=allow_suspect), sections.training(run)
-    for section in shown:
-        blocks = section["metrics"]
-        section["metrics"] = [block for block in blocks if not block.get("folded")]
-        section["diagnostics"] = [block for block in blocks if block.get("folded")]  # which a reader opens
+    training = sections.training(run)
     suspects = run_data.suspects(run)
     runs = list(dict.fromkeys(frame["run"])) if comparing else []
     return fill(
@@ -41,8 +36,7 @@ def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
         results=_results(model_table(frame)) if comparing else [],
         runs=runs,
         look_up=look_up,
-        number=_number,
-        spark=_spark,
+        number=number_text,
         suspects={
             verdict: listing("model" if comparing else "step", places, most=40) for verdict, places in suspects.items()
         },
@@ -50,9 +44,9 @@ def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
         allow_suspect=allow_suspect,
         others=run_data.other_settings(run),
         command=f"lit-layers report {shlex.quote(str(run.root))}",
-        emergence=emerges if any(emerges.values()) else None,
-        first=sections.balanced([*training[:1], *_surface(run, frame)]),
-        training=sections.balanced(training[1:]),
+        emergence=_emergence(run, allow_suspect=allow_suspect),
+        first=[*training[:1], *sections.first_surface(frame)],
+        training=training[1:],
         sections=shown,
         cost=run_data.cost(run) if any(each.seconds for each in run.measurements) else [],
         provenance=run_data.provenance(run),
@@ -62,18 +56,14 @@ def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
     )
 
 
-def _surface(run: run_data.RunData, frame: pd.DataFrame) -> list[Block]:
-    return [] if run.compares_models else sections.first_surface(frame[~sections.is_of_intervention(frame)])
-
-
-def _emergence(run: run_data.RunData, *, allow_suspect: bool) -> dict[str, Any]:
-    """When metrics emerge, in words and figures; empty where nothing can tell."""
-    nothing = {"sentences": [], "still": [], "notes": [], "blocks": []}
+def _emergence(run: run_data.RunData, *, allow_suspect: bool) -> dict[str, Any] | None:
+    """Return when metrics emerge, in words and figures; None where nothing can tell."""
     drawn = [m for m in run.measurements if allow_suspect or not records.is_suspect(m)]
     try:
-        return (None if run.compares_models else emergence.of_one_run(run.name, drawn, run.root)) or nothing
+        return None if run.compares_models else emergence.of_one_run(run.name, drawn, run.root)
     except Exception as error:  # the rest of the page is as good as before
-        return {**nothing, "notes": [f"When metrics emerge could not be told: {type(error).__name__}: {error}"]}
+        reason = f"When metrics emerge could not be told: {type(error).__name__}: {error}"
+        return {"sentences": [], "still": [], "notes": [reason], "blocks": []}
 
 
 def sections_of(run: run_data.RunData, *, allow_suspect: bool = False) -> tuple[pd.DataFrame, list[dict[str, Any]]]:
@@ -102,22 +92,6 @@ def _results(table: Any) -> list[dict[str, Any]]:
     return sorted(shown, key=lambda row: order.index(row["analysis"]))
 
 
-def _number(metric: str) -> Callable[[float], str]:
-    """Return how a metric's values are written."""
-    return whole if look_up(metric).whole else value
-
-
-def _spark(steps: list[int], values: list[float]) -> tuple[str, tuple[float, float]]:
-    """The curve of a metric over log(1 + step) as an SVG path of 150 by 28, and its end; empty for a single point."""
-    points = [(math.log1p(step), number) for step, number in zip(steps, values, strict=True) if math.isfinite(number)]
-    if len(points) < 2:
-        return "", (0, 0)
-    (left, right), (low, high) = ((min(side), max(side)) for side in zip(*points, strict=True))
-    across, up = 144 / (right - left), 22 / (high - low) if high > low else 0
-    places = [(round(3 + (x - left) * across, 1), round(25 - (y - low) * up, 1)) for x, y in points]
-    return "M" + "L".join(f"{x} {y}" for x, y in places), places[-1]
-
-
 # ------------------------------------------------------------------------------------------------ pictures
 
 
@@ -144,9 +118,11 @@ def write_pictures(
 def _named(run: run_data.RunData, *, allow_suspect: bool) -> Iterator[tuple[str, Chart]]:
     """Return what each picture is called after, and its chart, whose title names the section."""
     frame, shown = sections_of(run, allow_suspect=allow_suspect)
-    emerges = _emergence(run, allow_suspect=allow_suspect)["blocks"]
+    emerges = (_emergence(run, allow_suspect=allow_suspect) or {}).get("blocks", [])
     first = [{"name": "emergence", "title": "", "metrics": emerges}]
-    first.append({"name": "training", "title": "Training", "metrics": [*sections.training(run), *_surface(run, frame)]})
+    first.append(
+        {"name": "training", "title": "Training", "metrics": [*sections.training(run), *sections.first_surface(frame)]}
+    )
     for section in [*first, *shown]:
         for text, chart in charts_in(section["name"], section["metrics"]):
             name = section["title"] if section["title"] not in chart.title else ""

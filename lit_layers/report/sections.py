@@ -1,8 +1,8 @@
 """Which figures a page shows: each metric of each analysis in the shapes that its rows allow, of a run or of models."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -10,14 +10,13 @@ import pandas as pd
 from lit_layers import plots, records
 from lit_layers.figures import tables
 from lit_layers.figures.chart import Chart
-from lit_layers.figures.labels import BLOCKS, analysis_note, in_sentence, pair_text, tag_text
+from lit_layers.figures.labels import BLOCKS, analysis_note, in_sentence, pair_text, tag_text, value
 from lit_layers.figures.maps import has_surface
 from lit_layers.figures.profiles import short_names
-from lit_layers.figures.theme import spread
 from lit_layers.figures.variants import BASELINE, LOOPED
-from lit_layers.functional.block_schedules import CUSTOM, OF_BLOCKS, OF_MIDDLES
+from lit_layers.functional.block_schedules import OF_BLOCKS, OF_MIDDLES
 from lit_layers.metrics import GROUPS, METRICS, is_in, look_up, names, rank, scalar_row, sentence
-from lit_layers.report.template import Block, Captioned, Choice, block
+from lit_layers.report.template import Block, Captioned, Cells, Choice, Group, Table, block
 from lit_layers.run_data import RunData
 
 _TOGETHER = 6  # variants of a metric of the whole model that one figure still shows
@@ -26,8 +25,6 @@ CONTROLS = ("random_labels", "relabelled_vocabulary")
 
 READOUT, TASKS = "interventions", "intervene"
 SPEED, FINETUNE = "intervene/speed", "intervene/finetune"
-_MIDDLES = 4  # numbers of middle blocks that a reader chooses from, over training
-_Drawing = tuple[str, str, Callable[[], Chart]]  # title of the block, text of the choice, and what draws it
 
 
 def sections(
@@ -35,8 +32,8 @@ def sections(
 ) -> list[dict[str, Any]]:
     """Return a section for each analysis of a run, or of models side by side, that has anything to draw.
 
-    `num_layers` are those of the models, of which not all need be measured. Secondary metrics, the diagnostics, come
-    last in their section and are `folded`.
+    `num_layers` are those of the models, of which not all need be measured. Secondary metrics are the diagnostics
+    of their section.
     """
     shown = []
     table: Any = frame
@@ -56,7 +53,6 @@ def sections(
                     title or rows[0].with_unit,
                     "" if title else rows[0].note,
                     choices,
-                    tall=is_in(members[0], "concept"),
                     of=members,
                 )
                 (aside if all(row.secondary for row in rows) else blocks).append(made)
@@ -64,8 +60,7 @@ def sections(
             blocks, aside = aside, []
         if blocks:
             title, note = sentence(analysis), analysis_note(analysis)
-            metrics_of = [*balanced(blocks), *(Block(each, folded=True) for each in balanced(aside))]
-            shown.append({"name": analysis, "title": title, "note": note, "metrics": metrics_of})
+            shown.append({"name": analysis, "title": title, "note": note, "metrics": blocks, "diagnostics": aside})
     return shown
 
 
@@ -103,26 +98,15 @@ def training(run: RunData) -> list[Block]:
 def first_surface(frame: pd.DataFrame) -> list[Block]:
     """Return the figure of one metric over layers and steps that a page begins with: the lens, or the first."""
     table: Any = frame
-    on_layers = table[table["layer"].notna() & table["other_layer"].isna() & table["step"].notna()]
-    counts = on_layers.groupby(["analysis", "metric"], sort=False)[["layer", "step"]].nunique().min(axis=1)
-    pairs: list[Any] = [*counts[counts > 1].index]
+    table = table[table["layer"].notna() & table["step"].notna() & ~is_of_intervention(frame)]
+    pairs: list[Any] = [*table.groupby(["analysis", "metric"], sort=False).groups]
     for analysis, metric in sorted(pairs, key=lambda pair: (pair[1] != "logit_lens_loss", rank(pair[1]))):
-        if look_up(metric).secondary or look_up(metric).unlisted:
-            continue
-        points = tables.select(table, metric, analysis=analysis)
-        tags = tables.plainest(tables.variants_of(points))
-        if has_surface(tables.matching(points, tags)):
-            draw = partial(plots.layer_surface, table, metric, analysis=analysis, tags=tags)
-            return [block(f"{look_up(metric).with_unit}: layers over steps", "", [("", [("", draw)])], of=[metric])]
+        if not (look_up(metric).secondary or look_up(metric).unlisted):
+            with contextlib.suppress(ValueError):  # at one step, or of pairs
+                chart = plots.layer_surface(table, metric, analysis=analysis)
+                title = f"{look_up(metric).with_unit}: layers over steps"
+                return [block(title, "", [("", [("", chart)])], of=[metric])]
     return []
-
-
-def balanced(blocks: list[Block]) -> list[Block]:
-    """Return the blocks: narrow ones stand in pairs, of an odd number the first becomes wide."""
-    narrow = [block for block in blocks if not block["wide"]]
-    if len(narrow) % 2:
-        narrow[0]["wide"] = True
-    return blocks
 
 
 # ------------------------------------------------------------------------------------------------ one metric
@@ -157,13 +141,14 @@ def shapes(
 
     def lines(options: dict[str, Any]) -> Iterator[Captioned]:
         tags, alone = options.get("tags") or {}, [p for p in every if p.other_layer is None and not tables.is_placed(p)]
-        look: dict[str, Any] = {**options, "controls": _controls(every, tags)}
+        controls = [name for name in CONTROLS if tables.matching(every, {**tags, "control": name})]
+        look: dict[str, Any] = {**options, "controls": controls}
         if "layer" in options or not alone:
             return
         if comparing:
             look |= {"baselines": [*levels["metric"].unique()], "num_layers": num_layers}
             if any(map(_is_on_profile, every)):
-                yield "", partial(plots.model_profile, table, metric, **look)
+                yield "", partial(plots.layer_profile, table, metric, **look)
             return
         names = levels["metric"].unique()  # not every variant has a baseline
         options["baselines"] = look["baselines"] = [
@@ -177,7 +162,7 @@ def shapes(
         else:
             over = "distance" if all(point.layer is None for point in alone) else "layers"
             yield "Over training", curves
-            yield f"Over {over}", partial(plots.layer_profile, unplaced, metric, intervals=True, **look)
+            yield f"Over {over}", partial(plots.layer_profile, unplaced, metric, **look)
             del look["baselines"], look["controls"]
             is_tasks = look_up(metric).better or analysis.split("/")[0] in tables.BASES
             if is_tasks and not is_in(metric, "half") and has_surface(tables.matching(alone, tags)):
@@ -196,31 +181,21 @@ def shapes(
     return choices
 
 
-def _controls(points: Sequence[tables.Point], tags: Mapping[str, Any]) -> list[str]:
-    return [name for name in CONTROLS if tables.matching(points, {**tags, "control": name})]
-
-
 def _maps(part: pd.DataFrame, metric: str, points: list[tables.Point], options: dict[str, Any]) -> Iterator[Captioned]:
-    """The maps of one choice."""
-    if "axis" in points[0].tags and points[0].layer is not None:
-        yield "", partial(plots.paths_in_plane, part, metric, **options)
-    elif "layer" in options:
-        yield "", partial(plots.table_map, part, metric, **options)
-    elif any(tables.TRAIN_ROWS in point.tags for point in points):
-        yield "", partial(plots.sample_size_curves, part, metric, **options)
-    else:
-        if any(tables.CATEGORY in point.tags and point.layer is not None for point in points):
-            yield "Categories", partial(plots.concept_map, part, metric, **options)
-        if any(tables.HEAD in point.tags for point in points):
-            yield "Heads", partial(plots.head_map, part, metric, **options)
-        if any(map(tables.is_pair, points)):
-            yield "", partial(plots.layer_matrix, part, metric, **options)
-        for tag, caption in _LISTS.items():
-            if any(tag in point.tags for point in points):
-                yield caption, partial(plots.list_profile, part, metric, **options)
-
-
-_LISTS = {"index": "At one checkpoint", "token_distance": "Over the distance between the tokens"}
+    """Yield the maps of one choice, or the one that leaves no room for others."""
+    has = {tag for point in points for tag in point.tags if point.layer is not None}
+    kinds = [
+        ("", plots.paths_in_plane, "axis" in has),
+        ("", plots.table_map, "layer" in options),
+        ("", plots.list_profile, tables.TRAIN_ROWS in has),
+        ("Categories", plots.tag_map, tables.CATEGORY in has),
+        ("Heads", plots.tag_map, tables.HEAD in has),
+        ("", plots.layer_matrix, any(map(tables.is_pair, points))),
+        ("At one checkpoint", plots.list_profile, "index" in has),
+        ("Over the distance between the tokens", plots.list_profile, "token_distance" in has),
+    ]
+    drawn = [(text, partial(make, part, metric, **options)) for text, make, is_drawn in kinds if is_drawn]
+    yield from drawn[:1] if {"axis", tables.TRAIN_ROWS} & has or "layer" in options else drawn
 
 
 def _has_picture(point: tables.Point) -> bool:
@@ -270,32 +245,6 @@ def _variant_choices(points: list[tables.Point]) -> list[tuple[Mapping[str, Any]
 # ------------------------------------------------------------------------------------------------ interventions
 
 
-@dataclass(frozen=True)
-class _Scores:
-    """A metric of an analysis under one circumstance (`tags`), and what it is called; `rows` are its own."""
-
-    table: Any
-    analysis: str
-    metric: str
-    tags: dict[str, Any]
-    text: str
-
-    @cached_property
-    def rows(self) -> Any:
-        rows = self.table[(self.table["analysis"] == self.analysis) & (self.table["metric"] == self.metric)]
-        for name, value in ({"statistic": None} | self.tags).items():
-            if name in rows:
-                rows = rows[rows[name] == value] if value is not None else rows[rows[name].isna()]
-        return rows
-
-    def has(self, *variants: str) -> bool:
-        return bool(self.rows["variant"].isin(variants).any())
-
-    def draw(self, make: Callable[..., Chart], table: Any = None, **options: Any) -> Callable[[], Chart]:
-        table = self.table if table is None else table
-        return partial(make, table, self.metric, analysis=self.analysis, tags=self.tags, **options)
-
-
 def is_of_intervention(frame: pd.DataFrame) -> Any:
     """Return which rows `intervention_sections` shows, a boolean a row."""
     table: Any = frame
@@ -314,120 +263,109 @@ def intervention_sections(frame: pd.DataFrame, notes: Mapping[str, str]) -> list
         return []
     # single random orders, which no figure shows, are most of the rows
     table = table[table["seed"].isna()] if "seed" in table else table
-    analyses = [*table["analysis"].unique()]
-    readout = [name for name in analyses if name.split("/")[0] == READOUT]
-    of_glue = sorted(
-        (name for name in analyses if name.startswith(f"{tables.GLUE}/")), key=lambda name: name != tables.GLUE_MEAN
-    )
-    trained = [name for name in analyses if name.startswith(f"{FINETUNE}_")]
-    tasks = [name for name in analyses if name not in (*readout, *of_glue, *trained, SPEED)]
-    tasks.sort(key=lambda name: name != tables.MEDIAN)
-    costs = {"Cost by blocks changed": (OF_MIDDLES, plots.variant_curves)}
-    before_after = {"Before and after fine-tuning": (OF_MIDDLES, partial(plots.variant_curves, split="when"))}
     shown = []
-    for name, title, tested, drawings in (
-        *((name, sentence(name), "", _by_variant(table, [name])) for name in readout),
-        (TASKS, "Tasks under intervention", tables.MEDIAN, _by_variant(table, tasks)),
-        (tables.GLUE, "GLUE under intervention", tables.GLUE_MEAN, _by_variant(table, of_glue)),
-        (
-            FINETUNE,
-            "Fine-tuning under intervention",
-            "",
-            _drawings([*_of_models(table, trained, "when")], before_after),
-        ),
-        (SPEED, "Speed under intervention", "", _drawings([*_of_models(table, [SPEED])], costs)),
-    ):
+    by_kind = tables.grouped(sorted(table["analysis"].unique(), key=lambda name: name not in _MEANS.values()), _kind)
+    for name in sorted(by_kind, key=lambda name: [*_TITLES].index(name) if name in _TITLES else -1):
+        analyses = by_kind[name]
         blocks = [
-            block(heading, BLOCKS[heading], [(text, [("", draw)]) for _, text, draw in part], wide=True)
-            for heading, part in tables.grouped(drawings, lambda drawing: drawing[0]).items()
+            block(heading, BLOCKS[heading], [(text, [("", draw)]) for text, draw in choices], wide=True)
+            for heading, choices in _drawings(table, analyses).items()
         ]
+        title, tested = (
+            f"{_TITLES[name]} under intervention" if name in _TITLES else sentence(name),
+            _MEANS.get(name, ""),
+        )
         note = f"{BLOCKS.get(title) or analysis_note(name)} {notes.get(tested, '')}".strip()
-        shown += [{"name": name, "title": title, "note": note, "metrics": balanced(blocks)}] if blocks else []
+        look = {"metrics": blocks, "differences": differences(table[table["analysis"].isin(analyses)])}
+        shown += [{"name": name, "title": title, "note": note, **look}] if any(look.values()) else []
     return shown
 
 
-def _own_schedules(frame: pd.DataFrame, metric: str, **chosen: Any) -> Chart:
-    table: Any = frame
-    return plots.models_in_rows(table[table["variant"].isin([BASELINE, CUSTOM])], metric, **chosen)
+_TITLES = {TASKS: "Tasks", tables.GLUE: "GLUE", FINETUNE: "Fine-tuning", SPEED: "Speed"}
+_MEANS = {TASKS: tables.MEDIAN, tables.GLUE: tables.GLUE_MEAN}
+
+
+def _kind(analysis: str) -> str:
+    """Return the section that an analysis belongs to."""
+    if analysis.split("/")[0] == READOUT or analysis == SPEED:
+        return analysis
+    return next((each for each in (tables.GLUE, FINETUNE) if analysis.startswith(each)), TASKS)
 
 
 # By the title of the block: variants that have such a figure, and what draws it.
-_Kinds = Mapping[str, tuple[Sequence[str], Callable[..., Chart]]]
-_KINDS: _Kinds = {
+_KINDS: dict[str, tuple[Sequence[str], Callable[..., Chart]]] = {
     "Middle blocks changed": (OF_MIDDLES, plots.variant_curves),
     "Number of loops": ((LOOPED,), plots.loop_map),
     "Single blocks": (OF_BLOCKS, partial(plots.variant_curves, blocks=True)),
-    "Own schedules": ((CUSTOM,), _own_schedules),
 }
 
 
-def _by_variant(table: Any, analyses: Sequence[str]) -> Iterator[_Drawing]:
-    """Yield the figures of analyses that belong together; a choice names the analysis where there are several."""
-    every, models = [*_metrics(table, analyses)], _models(table, analyses)
-    if len(models) > 1:  # a choice for each of the first metrics, and each variant
-        for scores in every[:3]:
-            for name in filter(scores.has, (*OF_MIDDLES, *OF_BLOCKS)):
-                text = f"{scores.text}: {tag_text({'variant': name})}"
-                yield "Models side by side", text, scores.draw(plots.models_by_middle, variant=name)
-        analyses, every = analyses[:1], every[:1]  # of each model only the first
-    firsts = {(scores.analysis, scores.metric, str(scores.tags)) for scores in every}
-    parts = [s for s in _of_models(table, analyses) if (s.analysis, s.metric, str(s.tags)) in firsts]
-    yield from _drawings(parts, _KINDS)
-    yield from _training(parts)
+def _drawings(table: Any, analyses: Sequence[str]) -> dict[str, list[tuple[str, Callable[[], Chart]]]]:
+    """Return the figures of analyses that belong together, by the title of their block, each with its choice."""
+    part, drawings = table[table["analysis"].isin(analyses)], dict[str, list[tuple[str, Callable[[], Chart]]]]()
+    models, every = short_names([*part["run"].unique()]), [*_metrics(table, analyses)]
+    if len(models) > 1:
+        for text, rows, metric, chosen in every[:3]:
+            for variant in (each for each in (*OF_MIDDLES, *OF_BLOCKS) if (rows["variant"] == each).any()):
+                draw = partial(plots.models_by_middle, table, metric, variant=variant, **chosen)
+                named = f"{text}: {tag_text({'variant': variant})}"
+                drawings.setdefault("Models side by side", []).append((named, draw))
+        every = every[:1]  # of each model only the first
+    for title, (variants, make) in _KINDS.items():
+        for text, rows, metric, chosen in every:
+            for run in rows[rows["variant"].isin(variants)]["run"].unique():
+                draw = partial(make, table[table["run"] == run], metric, **chosen)
+                named = f"{models[run]}, {text}" if len(models) > 1 else text
+                drawings.setdefault(title, []).append((named, draw))
+    return drawings
 
 
-def _drawings(parts: Sequence[_Scores], kinds: _Kinds) -> Iterator[_Drawing]:
-    for title, (variants, make) in kinds.items():
-        yield from ((title, scores.text, scores.draw(make)) for scores in parts if scores.has(*variants))
+def _metrics(table: Any, analyses: Sequence[str]) -> Iterator[tuple[str, Any, str, dict[str, Any]]]:
+    """Yield the metrics of analyses under each of their circumstances (such as `when`), the plainest metric first.
 
-
-def _training(parts: Sequence[_Scores]) -> Iterator[_Drawing]:
-    """Yield some numbers of middle blocks of each metric, the one of about half of the blocks first."""
-    for scores in [each for each in parts if each.rows["step"].nunique() > 1 and "middle" in each.rows][:3]:
-        rows = scores.rows
-        every = sorted({int(m) for m in rows["middle"].dropna()})
-        middles = spread([middle for middle in every if middle > 1] or every, _MIDDLES)  # M = 1 changes no order
-        half = middles[(len(middles) - 1) // 2] if middles else 0
-        loops = tables.usual_loops(rows[["loops"]].dropna().to_dict("records")) if "loops" in rows else None
-        usual = rows["loops"].isna() | (rows["loops"] == loops) if "loops" in rows else True
-        for middle in sorted(middles, key=lambda middle: middle != half):
-            shown = rows[((rows["middle"] == middle) & usual) | (rows["variant"] == BASELINE)]
-            yield "Over training", f"{scores.text}, M = {middle}", scores.draw(plots.emergence_curves, shown)
-
-
-def _of_models(table: Any, analyses: Sequence[str], split: str | None = None) -> Iterator[_Scores]:
-    """Yield what `_metrics` does, of each model in turn."""
-    for scores in _metrics(table, analyses, split):
-        for before, of_model in _models(table, analyses):
-            own = _Scores(of_model, scores.analysis, scores.metric, scores.tags, f"{before}{scores.text}")
-            if len(own.rows):
-                yield own
-
-
-def _metrics(table: Any, analyses: Sequence[str], split: str | None = None) -> Iterator[_Scores]:
-    """Yield the metrics of analyses under each of their circumstances (such as `when`), the plainest metric first."""
+    Each has its text, its rows, its name and the options of its figures.
+    """
     for analysis in analyses:
         part = table[(table["analysis"] == analysis) & table["variant"].notna()]
+        part = part[part["statistic"].isna()] if "statistic" in part else part
         plain = lambda name: (not is_in(name, "variant", "task", "cost"), rank(name))  # noqa: E731
         for metric in sorted(part["metric"].unique(), key=plain):
-            title = look_up(metric).title
-            if analysis in (tables.MEDIAN, tables.GLUE_MEAN):
+            rows, title = part[part["metric"] == metric], look_up(metric).title
+            if analysis in _MEANS.values():
                 title = f"{'Median' if analysis == tables.MEDIAN else 'Mean'} {in_sentence(title)}"
             elif len(analyses) > 1:
                 title = f"{sentence(analysis.removeprefix(f'{tables.GLUE}/').split('/', 1)[-1])}: {in_sentence(title)}"
-            for tags in _circumstances(part[part["metric"] == metric], split):
-                yield _Scores(table, analysis, metric, tags, ", ".join(filter(None, [title, tag_text(tags)])))
+            names = [n for n in ("training", "when") if n in rows and rows[n].notna().any()]
+            changed = rows[rows["variant"] != BASELINE] if (rows["variant"] != BASELINE).any() else rows
+            kinds = changed[names].drop_duplicates().to_dict("records") if names else [{}]
+            for kind in kinds:
+                tags = {name: value for name, value in kind.items() if not pd.isna(value)}
+                own = rows.loc[(rows[[*tags]] == pd.Series(tags)).all(axis=1)] if tags else rows
+                yield (
+                    ", ".join(filter(None, [title, tag_text(tags)])),
+                    own,
+                    metric,
+                    {"analysis": analysis, "tags": tags},
+                )
 
 
-def _circumstances(rows: Any, split: str | None) -> list[dict[str, Any]]:
-    """Return the combined values of the tags that do not describe the variant."""
-    names = [n for n in ("training", "when") if n != split and n in rows and rows[n].notna().any()]
-    rows = rows[rows["variant"] != BASELINE] if (rows["variant"] != BASELINE).any() else rows
-    kinds = rows[names].drop_duplicates().to_dict("records") if names else [{}]
-    return [{name: value for name, value in kind.items() if not pd.isna(value)} for kind in kinds]
-
-
-def _models(table: Any, analyses: Sequence[str]) -> list[tuple[str, Any]]:
-    """Return the rows of each run with any of these analyses, and what the choices of several runs begin with."""
-    names = short_names([*table[table["analysis"].isin(analyses)]["run"].unique()])
-    return [(f"{name}, " if len(names) > 1 else "", table[table["run"] == run]) for run, name in names.items()]
+def differences(rows: Any) -> Table | None:
+    """Return a row for each order of the blocks: its numbers less the full model's on the same rows, at the end."""
+    rows = rows[rows["metric"].str.endswith("_difference") & rows["variant"].notna()]
+    rows = rows[rows["step"].isna() | (rows["step"] == rows.groupby("run")["step"].transform("max"))]
+    cells, several = dict[str, dict[str, tuple[str, str]]](), rows["run"].nunique() > 1
+    for row in rows.to_dict("records"):
+        tags = {name: row[name] for name in ("variant", "middle", "loops", "schedule") if pd.notna(row.get(name))}
+        tags |= {name: int(tags[name]) for name in ("middle", "loops") if name in tags}
+        parts = [
+            row["run"] if several else "",
+            tag_text(tags),
+            "" if pd.isna(row["layer"]) else f"block {row['layer']}",
+        ]
+        title = look_up(row["metric"]).with_unit
+        column = title if row["analysis"].split("/")[0] == READOUT else f"{sentence(row['task'])}: {in_sentence(title)}"
+        ends = f"{value(row['low'])} to {value(row['high'])}" if pd.notna(row["low"]) else ""
+        cells.setdefault(", ".join(filter(None, parts)), {})[column] = value(row["value"]), ends
+    columns = [*dict.fromkeys(column for each in cells.values() for column in each)]
+    body = [Cells([(name, ""), *(each.get(column, ("", "")) for column in columns)]) for name, each in cells.items()]
+    return Table(["Order of the blocks", *columns], [Group("", "", body)]) if body else None

@@ -16,20 +16,17 @@ from lit_layers.clock.step_curves import StepCurve, at_common_checkpoints, refus
 from lit_layers.errors import InputError
 from lit_layers.figures import vega
 from lit_layers.figures.chart import Chart, Series
-from lit_layers.figures.labels import listing, tag_text, value, whole
-from lit_layers.figures.profiles import color_of, level, levels_of, symbol_of, value_axis
+from lit_layers.figures.labels import listing, number_text, tag_text
+from lit_layers.figures.profiles import FRAMES, color_of, level, levels_of, symbol_of, value_axis
 from lit_layers.figures.tables import choice_text, grouped
 from lit_layers.figures.theme import INK, Axis, Training, layer_axis, rounded, spread
 from lit_layers.identity import Settings, short
 from lit_layers.metrics import look_up, rank, sentence
-from lit_layers.report.sections import balanced
-from lit_layers.report.template import Block, Captioned, Cells, Group, Table, block, charts_in, fill
+from lit_layers.report.template import Block, Captioned, block, charts_in, fill
 from lit_layers.schema import run_facts
 
 Array = NDArray[np.floating[Any]]
 Key = tuple[str, str, int | None, str]  # analysis, metric, layer, tags
-_FRAMES = 24
-_CONFIDENCE = 0.95
 _ROUNDING = 1e-6
 
 
@@ -75,7 +72,7 @@ class Line:
 
 
 def _quantile(df: float) -> float:
-    return float(stats.norm.ppf((1 + _CONFIDENCE) / 2) if np.isinf(df) else stats.t.ppf((1 + _CONFIDENCE) / 2, df))
+    return float(stats.norm.ppf(0.975) if np.isinf(df) else stats.t.ppf(0.975, df))
 
 
 def _interval(values: Array, half: Array, least: float, most: float) -> tuple[Array, Array]:
@@ -201,8 +198,6 @@ def read_side_by_side(
             raise InputError(f"group: the recipe of {root} has no {group}: expected a field such as data.seed")
         of = name if group is None else f"{group.rpartition('.')[-1]}={recipes[name][group]}"
         groups.setdefault(f"{len(roots)} seeds" if seeds else of, []).append(name)
-    if taken := groups.keys() & {"analysis", "metric", "layer", "tags", "step", "title", "difference"}:
-        raise InputError(f"runs: expected none to be called {taken.pop()}, which is a column of the table")
     lines: dict[Key, dict[str, Line]] = {}
     partly: dict[str, None] = {}
     for name, runs in groups.items():
@@ -282,7 +277,7 @@ def _common_steps(lines: Iterable[Line]) -> list[float]:
 def over_layers(by_layer: Mapping[int, Mapping[str, Line]], groups: Sequence[str]) -> Chart:
     """Return one number over the layers, a colour a group, with bands and a slider over the steps that all have."""
     steps = _common_steps(line for lines in by_layer.values() for line in lines.values())
-    frames, series = spread(steps, _FRAMES), []
+    frames, series = spread(steps, FRAMES), []
     for number, name in enumerate(groups):
         lines = {layer: by_layer[layer][name] for layer in sorted(by_layer) if name in by_layer[layer]}
         places = [(frame, layer) for frame in range(len(frames)) for layer in lines]
@@ -305,7 +300,7 @@ def over_layers(by_layer: Mapping[int, Mapping[str, Line]], groups: Sequence[str
 def page_of(content: SideBySide) -> str:
     """Return the page: what the groups are, a table of last values, and the figures of each analysis."""
     shown = [
-        {"name": analysis, "title": sentence(analysis), "metrics": balanced(blocks)}
+        {"name": analysis, "title": sentence(analysis), "metrics": blocks}
         for analysis, blocks in _blocks(content).items()
     ]
     return fill(
@@ -314,9 +309,13 @@ def page_of(content: SideBySide) -> str:
         facts=[],
         groups=content.groups,
         recipes=content.recipes,
-        notes=[*content.notes, *_notes(content)],
+        notes=content.notes,
+        over={line.over for lines in content.lines.values() for line in lines.values()},
         differs=_first_difference(content),
-        results=_results(content),
+        results=last_values(content).to_dict("records"),
+        columns=[*content.groups, *(["difference"] if len(content.groups) == 2 else [])],
+        number=number_text,
+        title_of=sentence,
         sections=shown,
     )
 
@@ -379,29 +378,6 @@ def _order(content: SideBySide) -> Callable[[str, str], tuple[int, int]]:
     """Where a metric of an analysis stands: as on the page of one run, analyses as they were measured."""
     analyses = [*dict.fromkeys(key[0] for key in content.lines)]
     return lambda analysis, metric: (analyses.index(analysis), rank(metric))
-
-
-def _notes(content: SideBySide) -> list[str]:
-    over = {line.over for lines in content.lines.values() for line in lines.values()}
-    of_seeds = "Bands are 95% intervals over the seeds of a group, at the steps that all of them have."
-    notes = [of_seeds] if any("seeds" in each for each in over) else []
-    if "prompts" in over:
-        notes.append("Bands of a single run are over prompts (or test rows): another seed may lie outside of them.")
-    return notes
-
-
-def _results(content: SideBySide) -> Table:
-    groups = [*content.groups, *(["difference"] if len(content.groups) == 2 else [])]
-    rows: dict[str, list[Cells]] = {}
-    for row in last_values(content).to_dict("records"):
-        text = whole if look_up(row["metric"]).whole else value
-        cells = [(row["title"], f"step {row['step']:,}")]
-        for name in groups:
-            low, high = row[f"{name} low"], row[f"{name} high"]
-            cells.append((text(row[name]), f"{text(low)} to {text(high)}" if np.isfinite(low + high) else ""))
-        rows.setdefault(row["analysis"], []).append(Cells(cells))
-    columns = ["Metric", *content.groups, *(["Difference"] if len(content.groups) == 2 else [])]
-    return Table(columns, [Group(sentence(analysis), "", part) for analysis, part in rows.items()])
 
 
 def last_values(content: SideBySide) -> pd.DataFrame:

@@ -15,6 +15,7 @@ import jinja2
 
 from lit_layers.errors import kind_and_words, refused
 from lit_layers.figures.chart import Chart, rows_of
+from lit_layers.figures.theme import CONFIG
 from lit_layers.figures.vega import script
 from lit_layers.files.durable import replace_file
 from lit_layers.metrics import reading
@@ -52,19 +53,12 @@ class Table(NamedTuple):
     groups: Sequence[Group]
 
 
-def table_of(columns: Sequence[str], groups: Iterable[tuple[str, Iterable[Sequence[str]]]]) -> Table:
-    """Return a table of plain texts: rows below headings."""
-    cells = lambda row: Cells([(text, "") for text in row])  # noqa: E731
-    return Table(columns, [Group(heading, "", [*map(cells, rows)]) for heading, rows in groups])
-
-
 def block(
     title: str,
     note: str,
     choices: Iterable[Choice],
     *,
     wide: bool | None = None,
-    tall: bool = False,
     kind: str = "",
     of: Sequence[str] = (),
 ) -> Block:
@@ -81,7 +75,7 @@ def block(
         choice["figures"] += [_figure()] * (places - len(choice["figures"]))
     wide = places > 1 if wide is None else wide
     readings = [each for metric in of if (each := reading(metric)) is not None]
-    return Block(title=title, note=note, wide=wide, tall=tall, choices=shown, readings=readings)
+    return Block(title=title, note=note, wide=wide, choices=shown, readings=readings)
 
 
 def _drawn(caption: str, chart: Chart | Callable[[], Chart], kind: str) -> dict[str, Any]:
@@ -110,7 +104,7 @@ def charts_in(name: str, blocks: Iterable[Block]) -> Iterator[tuple[str, Chart]]
 
 def content_of(chart: Chart) -> dict[str, Any]:
     """Return what the page holds of a chart: its specification and its rows."""
-    spec = chart.spec(width="container", height="container", still=False) | {"config": chart.config}
+    spec = chart.spec(width="container", height="container", still=False) | {"config": CONFIG}
     del spec["data"]
     frames = {"frames": list(chart.frames)} if len(chart.frames) > 1 else {}
     return {"square": chart.square, "rows": rows_of(chart), "spec": spec, **frames}
@@ -163,8 +157,6 @@ def placed(content: Any, figures: Figures) -> Any:
     first, charts = choices[0]["figures"], [each["chart"] for each in choices[0]["figures"]]
     # in pixels; a slider stands below the plot
     heights = [40 if chart is None else chart.height - (36 if len(chart.frames) > 1 else 0) for chart in charts]
-    if not content["tall"]:  # figures that stand side by side
-        heights = [max(heights)] * len(heights)
     places = [
         {
             "captions": [choice["figures"][place]["caption"] for choice in choices],

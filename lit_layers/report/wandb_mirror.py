@@ -391,13 +391,13 @@ def workspace_of(root: str | Path, entity: str, project: str) -> Any:
             curves.setdefault(point.base, (name, point.metric, {}))[2][point.layer] = point.name
     for base, (name, metric, of_layer) in curves.items():
         layers: list[Any] = spread(sorted(layer for layer in of_layer if layer is not None), _LINES)
-        lines = [of_layer[layer] for layer in ([None] if None in of_layer else []) + layers]
+        lines: list[Any] = [of_layer[layer] for layer in ([None] if None in of_layer else []) + layers]
         title = f"{look_up(metric).with_unit} {base.removeprefix(f'{name}/{metric}').strip('/')}".strip()
-        log_y = {"log_y": True} if look_up(metric).log else {}
+        log_y: dict[str, Any] = {"log_y": True} if look_up(metric).log else {}
         shown.setdefault(sentence(name), []).append(wr.LinePlot(title=title, y=lines, **look, **log_y))
     pictures = [*logged_numbers.surfaces_of(measured, plain)]
-    gallery: dict[str, Any] = {"num_columns": 1, "mode": "gallery", "gallery_axis": "step"}
-    shown["Layers by steps"] = [wr.MediaBrowser(title=key, media_keys=[key], **gallery) for key in pictures]
+    gallery = [wr.MediaBrowser(title=key, media_keys=[key], num_columns=1, gallery_axis="step") for key in pictures]
+    shown["Layers by steps"] = gallery
     shown["All numbers"] = [wr.WeavePanelSummaryTable(table_name=logged_numbers.TABLE)]
     sections = [ws.Section(name=title, is_open=True, panels=panels) for title, panels in shown.items() if panels]
     settings, name = ws.WorkspaceSettings(x_axis=logged_numbers.AXIS, max_runs=50), "Emergence, layer by layer"

@@ -160,7 +160,7 @@ def test_perplexities_over_many_decades_have_axes_that_can_be_read(measured, tmp
     lens = measured["Lens"]
     perplexities = [record.value for record in of_metric(lens, "logit_lens_perplexity")]
     assert max(perplexities) > 1e20 * min(perplexities)
-    fig = plots.model_profile(records.frame([lens]), "logit_lens_perplexity")
+    fig = plots.layer_profile(records.frame([lens]), "logit_lens_perplexity")
     axis = fig.spec()["encoding"]["y"]
     assert axis["scale"]["type"] == "log"
     assert axis["axis"]["tickCount"] == 5

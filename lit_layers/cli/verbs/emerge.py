@@ -32,7 +32,7 @@ def emerge(
     """Find when each curve over training steps changes, in which order, and whether runs agree.
 
     Args:
-        runs: folders of runs; tables of scores by step (.csv, .parquet, .jsonl); results of lm-eval or MTEB (.json, or
+        runs: folders of runs; tables of scores by step (.csv, .parquet, .jsonl); results of lm-eval (.json, or
             a folder of these)
         metrics: only these: METRIC,... or ANALYSIS/METRIC,... (default: those that tables of results show)
         where: only curves with these tags or columns: --where.NAME=VALUE

@@ -67,8 +67,6 @@
     if (!narrow) return;
     const above = { labelAlign: "left", labelBaseline: "bottom", labelOffset: -10, labelPadding: 0, ticks: false };
     const axis = { ...spec.encoding.y.axis, ...above, domain: false, labelLimit: node.clientWidth - 8 };
-    const raised = (spec.encoding.y.axis.labelOffset || {}).condition; // of names in two lines
-    if (raised) axis.labelOffset = { condition: { ...raised, value: -10 - axis.labelLineHeight }, value: -10 };
     spec.encoding = { ...spec.encoding, y: { ...spec.encoding.y, axis } };
   }
 
