@@ -284,10 +284,11 @@ def models_in_rows(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -
             rows.append((", ".join(filter(None, [run if len(runs) > 1 or not tags else "", tags])), point))
     if not rows:
         raise ValueError(f"metric {metric!r} has no values of whole models")
-    texts = [text for text, _ in rows]
     look: dict[str, Any] = {"mark": "circle", "size": 6.5, "color": COLORS[0], "interval": "bars"}
     dots = series_of([point for _, point in rows], range(len(rows)), **look)
-    return in_rows(title_of(metric, {}), texts, value_axis(metric), [dots], height=100 + 16 * len(rows))
+    return in_rows(
+        title_of(metric, {}), [text for text, _ in rows], value_axis(metric), [dots], height=100 + 16 * len(rows)
+    )
 
 
 def short_names(runs: Sequence[str]) -> dict[str, str]:

@@ -100,9 +100,7 @@ def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
                 y = [place if arrow else None for place, arrow in zip(ends[end], is_open, strict=True)]
                 series.append(Series(x=at, y=y, **look | {"mark": mark, "legend": False, "hover": False}))
     texts = [_row_title(by_key[key][0][1]) for key in keys]
-    title = (
-        "When each metric is half-way (filled, with its interval; an arrow where it is open) and at its peak (hollow)"
-    )
+    title = "Half-way points (filled, with intervals; arrows: open ends) and peaks (hollow)"
     return in_rows(title, texts, _time_axis(clock, axis), series, height=110 + 18 * len(keys))
 
 
@@ -244,13 +242,12 @@ def of_one_run(run: str, measurements: Sequence[Measurement], root: Path) -> dic
     clock = times_of_run(run, shown, root)
     if clock is None:
         return None
-    emerges = bool(emerged_in_order(clock, run))
     return {
         "sentences": _sentences(clock, run),
         "still": _still(clock, run),
         "clock": clock,
         "few_seeds": few_seeds_sentence(clock),
-        "blocks": [_block("Timeline", timeline(clock), "named")] if emerges else [],
+        "blocks": [_block("Timeline", timeline(clock), "named")] if emerged_in_order(clock, run) else [],
     }
 
 

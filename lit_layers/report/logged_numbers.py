@@ -19,7 +19,7 @@ from lit_layers.errors import InputError
 from lit_layers.figures.maps import layer_surface
 from lit_layers.figures.tables import grouped, plainest, usual_loops
 from lit_layers.figures.vega import pictures_of
-from lit_layers.identity import latest, logged_name, plain_settings, settings_of, short
+from lit_layers.identity import BESIDE, latest, logged_name, plain_settings, settings_of, short
 from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
 
@@ -78,7 +78,7 @@ def values_of(measurement: Measurement, name: str | None = None) -> dict[str, fl
 def plotted(measurement: Measurement) -> Measurement:
     """Return a measurement with those numbers that a person plots: one variant of each metric, no diagnostics.
 
-    Neither single singular values nor the coupling of blocks with themselves are among them.
+    Neither lists of values nor what a number is compared with are among them.
     """
     of_metric = grouped(measurement.records, lambda record: record.metric)
     chosen = {metric: plainest(record.tags for record in each) for metric, each in of_metric.items()}
@@ -86,7 +86,7 @@ def plotted(measurement: Measurement) -> Measurement:
     def is_shown(record: Record) -> bool:
         row, tags, plain = look_up(record.metric), record.tags, chosen[record.metric]
         is_chosen = all(tags.get(name) == plain.get(name) for name in _VARIANTS)
-        return is_chosen and not (row.secondary or row.unlisted or "index" in tags or tags.get("distance") == 0)
+        return is_chosen and not (row.secondary or row.unlisted or tags.keys() & BESIDE)
 
     return replace(measurement, records=[*filter(is_shown, measurement.records)])
 

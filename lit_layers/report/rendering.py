@@ -111,7 +111,7 @@ def write_pictures(
     """
     charts = [*_named(run_data.read_run(root, settings=settings), allow_suspect=allow_suspect)]
     if not charts:
-        raise InputError(f"{root} has nothing to draw as pictures: there is no figure on its page")
+        raise InputError(f"{root} has nothing to draw as pictures")
     return vega.write_pictures(charts, Path(folder))
 
 
@@ -124,6 +124,6 @@ def _named(run: run_data.RunData, *, allow_suspect: bool) -> Iterator[tuple[str,
         {"name": "training", "title": "Training", "metrics": [*sections.training(run), *sections.first_surface(frame)]}
     )
     for section in [*first, *shown]:
-        for text, chart in charts_in(section["name"], section["metrics"]):
+        for text, chart in charts_in(section["name"], [*section["metrics"], *section.get("diagnostics", ())]):
             name = section["title"] if section["title"] not in chart.title else ""
             yield text, replace(chart, title=": ".join(filter(None, [name, chart.title])))

@@ -59,8 +59,8 @@ def sections(
         if not blocks:  # then they are all that there is
             blocks, aside = aside, []
         if blocks:
-            title, note = sentence(analysis), analysis_note(analysis)
-            shown.append({"name": analysis, "title": title, "note": note, "metrics": blocks, "diagnostics": aside})
+            about = {"name": analysis, "title": sentence(analysis), "note": analysis_note(analysis)}
+            shown.append({**about, "metrics": blocks, "diagnostics": aside})
     return shown
 
 

@@ -191,13 +191,15 @@ def read_side_by_side(
         curves = curves_of(root, settings=settings, allow_suspect=allow_suspect)
         name = curves[0].run
         if name in by_run:
-            raise InputError(f"runs: {root} has the name of another, {name}: expected runs of different names")
+            raise InputError(f"runs: {root} has the name of another, {name}")
         by_run[name] = curves
         recipes[name] = _recipe(root)
         if group is not None and group not in recipes[name]:
             raise InputError(f"group: the recipe of {root} has no {group}: expected a field such as data.seed")
         of = name if group is None else f"{group.rpartition('.')[-1]}={recipes[name][group]}"
         groups.setdefault(f"{len(roots)} seeds" if seeds else of, []).append(name)
+    if taken := groups.keys() & {"analysis", "metric", "layer", "tags", "step", "title", "difference"}:
+        raise InputError(f"runs: expected none to be called {taken.pop()}, a column of the table")
     lines: dict[Key, dict[str, Line]] = {}
     partly: dict[str, None] = {}
     for name, runs in groups.items():

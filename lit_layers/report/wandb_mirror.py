@@ -381,7 +381,7 @@ def workspace_of(root: str | Path, entity: str, project: str) -> Any:
     if not measured:
         raise InputError(f"{root}: nothing was measured at a step there, so a workspace would have no charts")
     look: dict[str, Any] = {"x": logged_numbers.AXIS, "title_x": "Optimizer step", "log_x": True}
-    rows = records.rows(root / "metrics.jsonl") if (root / "metrics.jsonl").is_file() else []
+    rows = records.rows(root / "metrics.jsonl")
     scalars = dict.fromkeys(name for row in rows for name in row if name not in ("step", "tokens"))
     shown: dict[str, list[Any]] = {"Training": [wr.LinePlot(title=name, y=[name], **look) for name in scalars]}
     curves, plain = dict[str, tuple[str, str, dict[int | None, str]]](), plain_settings(measured)
