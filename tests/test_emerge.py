@@ -124,13 +124,11 @@ def test_open_ends_leave_orders_open_and_have_arrows():
     """By hand: what is half-way after 26 may be before or after step 500, but is after step 10."""
     curve = StepCurve(run="a", analysis="r", metric="accuracy", layer=None, tags={}, at=np.array(STEPS), values=AXIS)
     draws = lambda at: np.full(1000, float(at))  # noqa: E731
-    known = [EmergenceTimes(True, 0.01, *[Time(at, at, at)] * 4, (), 12, 0, draws(at)) for at in (10, 500)]
+    known = [EmergenceTimes(True, 0.01, *[Time(at, at, at)] * 4, 12, 0, draws(at)) for at in (10, 500)]
     halfway, ahead = Time(30.0, 26.0, math.inf), Time(math.inf, 1000.0, math.inf)
-    late = EmergenceTimes(True, 0.01, halfway, halfway, ahead, ahead, (), 12, 0, draws(30), not_yet=True)
+    late = EmergenceTimes(True, 0.01, halfway, halfway, ahead, ahead, 12, 0, draws(30), not_yet=True)
     begun = Time(30.0, 0.0, 40.0)
-    early = EmergenceTimes(
-        True, 0.01, begun._replace(value=0.0), begun, begun, begun, (), 12, 0, draws(30), before=True
-    )
+    early = EmergenceTimes(True, 0.01, begun._replace(value=0.0), begun, begun, begun, 12, 0, draws(30), before=True)
     assert [probability_before(each, late) for each in known] == [1, pytest.approx(math.nan, nan_ok=True)]
     assert [probability_before(early, each) for each in known] == [pytest.approx(math.nan, nan_ok=True), 1]
     assert math.isnan(probability_before(late, early))
@@ -257,7 +255,7 @@ def test_the_agreement_of_two_runs_is_spearmans_over_what_emerges_in_both():
             name = {"run": run, "analysis": "", "metric": f"m{number}", "layer": None, "tags": {}}
             curves.append(StepCurve(**name, at=AXIS, values=AXIS))
             time = place and Time(place, place, place)
-            times.append(EmergenceTimes(place is not None, 0.01, time, time, time, time, (), 12, 0))
+            times.append(EmergenceTimes(place is not None, 0.01, time, time, time, time, 12, 0))
     (row,) = agreement_table(Clock(curves, times)).to_dict("records")
     assert (row["run_a"], row["run_b"], row["n"]) == ("a", "b", 6)
     assert row["spearman"] == pytest.approx(stats.spearmanr(places["a"][:6], places["b"][:6]).statistic)
@@ -309,23 +307,21 @@ def test_a_run_without_a_curve_is_named_among_what_is_left_out():
     assert measure_times(curves).left_out == {why: 1, f"all of short: {why}": 2}
 
 
-def test_long_names_of_rows_stand_in_two_lines_and_keep_their_number():
+def test_long_names_of_rows_are_whole_and_keep_their_number():
     tags = [{"of": of, "drop_first": 1, "normalization": "maxEntropy"} for of in ("accuracy", "token_curvature")]
     named = {"run": "a", "analysis": "r", "metric": "monotonicity_spearman", "layer": None, "at": AXIS, "values": AXIS}
     curves = [StepCurve(tags=each, **named) for each in (*tags, {"of": "accuracy"})]
     time = Time(3.0, 2.0, 4.0)
-    times = [EmergenceTimes(True, 0.01, time, time, time, time, (), 12, 0, np.arange(10.0))] * 3
+    times = [EmergenceTimes(True, 0.01, time, time, time, time, 12, 0, np.arange(10.0))] * 3
     clock = Clock(curves, times)
     names = [
-        "Monotonicity of accuracy, without the first token,\nshare of the maximum",
-        "Monotonicity of token curvature, without the first\ntoken, share of the maximum",
+        "Monotonicity of accuracy, without the first token, share of the maximum",
+        "Monotonicity of token curvature, without the first token, share of the maximum",
         "Monotonicity of accuracy",
     ]
     shown, matrix = timeline(clock), order_matrix(clock, "a")
     assert [*shown.x.labels.values()] == names
-    assert [*matrix.y.labels.values()] == [f"{name} ({number})" for number, name in enumerate(names, 1)]
-    short = Clock([replace(curves[2], tags={"of": of}) for of in ("f1", "loss", "accuracy")], times)
-    assert shown.height - timeline(short).height == matrix.height - order_matrix(short, "a").height > 0
+    assert [*matrix.y.labels.values()] == [f"{number}  {name}" for number, name in enumerate(names, 1)]
 
 
 def test_the_axis_of_a_timeline_has_some_of_the_checkpoints_with_room_between_them(clock):
@@ -340,7 +336,7 @@ def test_the_axis_of_a_timeline_has_some_of_the_checkpoints_with_room_between_th
 def test_the_legend_of_more_runs_than_colours_shows_their_marks():
     def shapes(num_runs: int) -> list[dict]:
         curve = StepCurve(run="", analysis="r", metric="accuracy", layer=None, tags={}, at=np.array(STEPS), values=AXIS)
-        times = EmergenceTimes(True, 0.01, *[Time(3.0, 2.0, 4.0)] * 4, (), 12, 0, np.arange(10.0))
+        times = EmergenceTimes(True, 0.01, *[Time(3.0, 2.0, 4.0)] * 4, 12, 0, np.arange(10.0))
         runs = [replace(curve, run=f"run {number}") for number in range(num_runs)]
         layers = timeline(Clock(runs, [times] * num_runs)).spec()["layer"]
         return [layer["encoding"]["shape"] for layer in layers if layer["mark"]["type"] == "point"]
@@ -355,7 +351,7 @@ def test_the_legend_of_more_runs_than_colours_shows_their_marks():
 def test_a_front_of_layers_shows_the_steps_at_which_they_are_half_way():
     curve = StepCurve(run="a", analysis="r", metric="accuracy", layer=1, tags={}, at=np.array(STEPS), values=AXIS)
     times = [
-        EmergenceTimes(True, 0.01, *[Time(half, half, half * 1.2)] * 4, (), 12, 0, np.arange(10.0)) for half in (30, 70)
+        EmergenceTimes(True, 0.01, *[Time(half, half, half * 1.2)] * 4, 12, 0, np.arange(10.0)) for half in (30, 70)
     ]
     ((_, front),) = layer_fronts(Clock([curve, replace(curve, layer=2)], times))
     labels = [int(text) for text in front.y.labels.values()]
@@ -450,7 +446,7 @@ def test_the_command_writes_tables_figures_and_a_page(run, tmp_path, capsys):
         == 0
     )
     times = pd.read_csv(out / "times.csv")
-    assert tuple(times.columns) == COLUMNS
+    assert tuple(times.columns[: len(COLUMNS)]) == COLUMNS
     assert set(times.run) == {"planted", "other", "2 seeds"}
     assert set(times[times.run == "2 seeds"].over) == {"seeds"}
     order = pd.read_csv(out / "order.csv")
@@ -548,27 +544,27 @@ def test_tables_of_strangers_are_refused_in_a_sentence(run, tmp_path, capsys):
     results = {"results": {"piqa": {"acc": 0.5}}, "model_name": "m/step1000"}
     for number, (sentence_, content) in enumerate(
         (
-            ("step: expected numbers: int too large", [row | {"step": 10**400} for row in good]),
-            ("value: expected numbers: int too large", [row | {"value": 10**400} for row in good]),
+            ("value: expected numbers", [row | {"value": "high"} for row in good]),
             ("layer: expected whole numbers", [row | {"layer": 0.5} for row in good]),
             ("two values at step 0: expected one", [{"step": 0, "value": at} for at in range(8)]),
-            ("two values at step 0 of run", [row | {"step": 0, "run": ["a"]} for row in good]),
-            ("stderr: expected numbers", results | {"results": {"piqa": {"acc": 0.5, "acc_stderr": 10**400}}}),
-            ("expected a column step", results | {"results": {"piqa": {"acc": True}}}),
+            ("two values at step 0 of run", [row | {"step": 0, "run": "a"} for row in good]),
+            ("got neither", good),
+            ("got neither", results | {"results": {"piqa": {"acc": "high"}}}),
         )
     ):
-        path = tmp_path / f"step3_{number}" / "a.json"
+        path = tmp_path / f"step3_{number}" / ("a.csv" if isinstance(content, list) and number < 4 else "a.json")
         path.parent.mkdir()
-        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        path.write_text(pd.DataFrame(content).to_csv() if path.suffix == ".csv" else json.dumps(content))
         assert main(["emerge", str(path), "--root", str(tmp_path / "out")]) == 2, sentence_
         error = capsys.readouterr().err
         assert (sentence_ in error, error.count("\n")) == (True, 1), (sentence_, error)
         assert len(error) < 500
     gap = [{"step": 0, "value": 1, "shots": None, "metric": None, "run": None}]
-    (tmp_path / "gaps.json").write_text(json.dumps([*gap, *(row | {"shots": 0, "metric": "acc"} for row in good)]))
-    (curve,) = curves_of(tmp_path / "gaps.json", where={"shots": "0"})  # a column with a gap reads as 0.0
+    rows = pd.DataFrame([*gap, *(row | {"shots": 0, "metric": "acc"} for row in good)])
+    rows.to_csv(tmp_path / "gaps.csv", index=False)
+    (curve,) = curves_of(tmp_path / "gaps.csv", where={"shots": "0"})  # a column with a gap reads as 0.0
     assert (curve.run, curve.metric, curve.tags) == ("gaps", "acc", {})
-    assert [(c.run, c.metric) for c in curves_of(tmp_path / "gaps.json")] == [("gaps", "value"), ("gaps", "acc")]
+    assert [(c.run, c.metric) for c in curves_of(tmp_path / "gaps.csv")] == [("gaps", "value"), ("gaps", "acc")]
 
 
 def test_two_values_at_one_place_of_a_runs_curve_are_refused(run):

@@ -73,7 +73,7 @@ def test_a_section_has_few_blocks_whatever_was_measured(page: Path) -> None:
     ]
     assert found["Interventions"]["Middle blocks changed"] == ["Loss", "Accuracy", "Divergence from the full model"]
     tasks = found["Tasks under intervention"]["Middle blocks changed"]
-    assert tasks[0] == "Median normalized score"
+    assert tasks[0] == "Median over tasks: normalized score"
     assert len(tasks) == 1 + 2 * len(variant_results.TASKS)
     assert found["Layer similarity"]["Cosine of layers (cosine)"] == ["token by token", "of flattened prompts"]
     assert "Median over tasks lambada, arc_challenge, winogrande." in page.read_text()

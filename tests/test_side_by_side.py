@@ -343,14 +343,14 @@ def test_wrong_input_is_one_sentence(seeds, tmp_path, capsys):
         ([one, other, "--group", "data.seed"], f"group: the recipe of {one} has no data.seed: expected a field"),
         (
             [one, str(write_run(tmp_path / "step", [5.0, 6, 7, 8]))],
-            "runs: expected none to be called step, which is a column",
+            "runs: expected none to be called step, a column",
         ),
         *(
             ([one, other, "--group", field], f"group: the recipe of {one} has no {field}: expected a field")
             for field in ("data.shuffle_tokens.0", "..")
         ),
         ([one, other, "--group", ""], "group: expected a name or a path, got ''"),
-        ([one, one], f"runs: {one} has the name of another, real0: expected runs of different names"),
+        ([one, one], f"runs: {one} has the name of another, real0"),
         ([one, other, "--wandb"], "wandb: expected one run, got 2"),
         ([one, str(tmp_path / "none")], "expected a run's folder or a table of scores"),
         ([one, other, "--root", str(tmp_path / "no" / "folder.html")], "cannot write"),

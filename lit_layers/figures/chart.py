@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lit_layers.errors import refused
-from lit_layers.figures.theme import CONFIG, DASHES, GRID, MARKS, MUTED, Axis, Training
+from lit_layers.figures.theme import COLORS, CONFIG, DASHES, GRID, MARKS, MUTED, Axis, Training
 from lit_layers.figures.vega import (
     DETAIL,
     LABELS,
@@ -284,7 +284,11 @@ class Chart(Picture):
     def _points(self) -> list[dict[str, Any]]:
         layers = []
         marks = [mark for s in self.series for mark in (s.mark, _apart(s)) if mark]
-        encoding = {"color": self._by_name("color", of_points=True), "shape": of_row("m"), "size": of_row("z")}
+        encoding = {
+            "color": self._by_name("color", of_points=True),
+            "shape": self._by_name("mark") if self._tells_marks else of_row("m"),
+            "size": of_row("z"),
+        }
         for hollow in sorted({mark.endswith("-open") for mark in marks}):
             look = {"filled": not hollow, "strokeWidth": 1.4, **({"fill": "white"} if hollow else {})}
             kept = f"datum.m && isValid(datum.y) && indexof(datum.m, '-open') {'>' if hollow else '<'} 0"
@@ -295,10 +299,12 @@ class Chart(Picture):
         return layers
 
     def _by_name(self, what: str, *, of_points: bool = False) -> dict[str, Any]:
-        """The scale of a colour or dash by the names of the series, with their legend."""
+        """The scale of a colour, dash or mark by the names of the series, with their legend."""
         if of_points and not (self.legend_of_marks and any(s.legend for s in self.series)):
             return of_row("c")
-        looks = {s.name: s.color if what == "color" else DASHES[s.dash] for s in reversed(self.series)}
+        looks = {"color": lambda s: s.color, "dash": lambda s: DASHES[s.dash]}
+        look = looks.get(what, lambda s: s.mark.removesuffix("-open"))
+        looks = {s.name: look(s) for s in reversed(self.series)}
         names = [*dict.fromkeys(s.name for s in self.series)]
         scale = {"domain": names, "range": [looks[name] for name in names]}
         return {"field": "s", "type": "nominal", "scale": scale, "legend": self._legend()}
@@ -307,6 +313,11 @@ class Chart(Picture):
     def legend_of_marks(self) -> bool:
         return not any(s.width for s in self.series if s.legend)
 
+    @property
+    def _tells_marks(self) -> bool:
+        """Return whether the legend tells marks, as more names have them than there are colours."""
+        return self.legend_of_marks and len({s.name for s in self.series if s.mark}) > len(COLORS)
+
     def _legend(self) -> dict[str, Any] | None:
         shown = [*dict.fromkeys(s.name for s in self.series if s.legend)]
         if not shown:
@@ -314,11 +325,8 @@ class Chart(Picture):
         pixels = 6.5 * max(map(len, shown)) + 48
         look = {"values": shown, "title": self.legend_title or None, "direction": "horizontal", "symbolOpacity": 1}
         look |= {"orient": "bottom" if self.bar is not None else "top", "columnPadding": 26}  # for wider fonts
-        look |= (
-            {"symbolType": "circle", "symbolSize": 70}
-            if self.legend_of_marks
-            else {"symbolType": "stroke", "symbolSize": 220}
-        )
+        look |= {} if self._tells_marks else {"symbolType": "circle" if self.legend_of_marks else "stroke"}
+        look |= {"symbolSize": 70 if self.legend_of_marks else 220}
         return {**look, "columns": {"expr": f"max(1, floor(width / {pixels:.0f}))"}}
 
     def _touch(self) -> dict[str, Any]:

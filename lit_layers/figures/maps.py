@@ -103,7 +103,7 @@ def named_matrix(
 
     `texts` are what hovering says of a row, beyond the value; the names by default.
     """
-    keys, labels = list(range(len(names))), [f"{name} ({n})" for n, name in enumerate(names, 1)]
+    keys, labels = list(range(len(names))), [f"{n}  {name}" for n, name in enumerate(names, 1)]
     look: dict[str, Any] = {"ends": ends, "scheme": DIVERGING, "hover": "{t}", "texts": texts or names}
     x = Axis(labels={key: str(key + 1) for key in keys}, keys=keys, grid=False)
     y = Axis(labels=dict(enumerate(labels)), keys=keys, grid=False)

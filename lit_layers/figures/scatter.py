@@ -59,9 +59,6 @@ def paths_in_plane(frame: pd.DataFrame, metric: str = "path", **chosen: Unpack[t
 
 # ------------------------------------------------------------------------------------------------ points with names
 
-_LISTED = 7  # groups that a legend names
-_PAD = 0.07  # of the range, around the points
-
 
 @dataclass(frozen=True, kw_only=True)
 class Scatter:
@@ -132,7 +129,7 @@ def scatter_plot(content: Scatter, *, width: int = 660, height: int = 440) -> Ch
         series.append(Series(x=content.x, y=content.y, name="Path", color="#c4ccd4", width=1.4, hover=False))
     colors, kinds = content.colors(), content.kinds()
     groups = list(content.groups) if kinds and content.groups is not None else [None] * len(content.x)
-    listed = 1 < len(kinds) <= _LISTED
+    listed = 1 < len(kinds) <= len(COLORS)
     for kind in [*kinds, None]:
         members = [index for index, group in enumerate(groups) if group == kind]
         if members:
@@ -151,7 +148,7 @@ def scatter_plot(content: Scatter, *, width: int = 660, height: int = 440) -> Ch
             )
             series.append(marks)
     bar = None
-    if len(kinds) > _LISTED and content.is_scaled:
+    if len(kinds) > len(COLORS) and content.is_scaled:
         texts = [f"{kind:,.4g}" if kind < 1e4 else f"{kind:g}" for kind in kinds]
         bar = color_bar(content.group_title, DEPTH, range(len(kinds)), texts)
     xlim, ylim = content.limits()
@@ -188,7 +185,7 @@ def labelled(content: Scatter, width: float, height: float) -> list[bool]:
 
 def _padded(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
-    room = _PAD * (high - low) or abs(low) * _PAD or 1.0
+    room = 0.07 * (high - low) or abs(low) * 0.07 or 1.0
     return low - room, high + room
 
 

@@ -59,7 +59,7 @@ def _labels(axis: Axis, side: str) -> dict[str, Any]:
     if axis.labels is None:
         return {"labelAngle": 0} if axis.keys is not None else {}
     texts = f"{json.dumps(list(axis.labels.values()))}[indexof({json.dumps(list(axis.labels))}, datum.value)]"
-    look: dict[str, Any] = {"values": list(axis.labels), "labelExpr": texts, "labelAngle": 0, "labelLimit": 330}
+    look: dict[str, Any] = {"values": list(axis.labels), "labelExpr": texts, "labelAngle": 0, "labelLimit": 460}
     return look | {"labelOverlap": side == "x" or axis.keys is None}
 
 

@@ -25,7 +25,6 @@ def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
     comparing = run.compares_models
     frame, shown = sections_of(run, allow_suspect=allow_suspect)
     training = sections.training(run)
-    suspects = run_data.suspects(run)
     runs = list(dict.fromkeys(frame["run"])) if comparing else []
     return fill(
         "run.html.jinja",
@@ -37,10 +36,8 @@ def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
         runs=runs,
         look_up=look_up,
         number=number_text,
-        suspects={
-            verdict: listing("model" if comparing else "step", places, most=40) for verdict, places in suspects.items()
-        },
-        num_suspects=len({place for places in suspects.values() for place in places}),
+        suspects=run_data.suspects(run),
+        listing=listing,
         allow_suspect=allow_suspect,
         others=run_data.other_settings(run),
         command=f"lit-layers report {shlex.quote(str(run.root))}",
@@ -119,11 +116,13 @@ def _named(run: run_data.RunData, *, allow_suspect: bool) -> Iterator[tuple[str,
     """Return what each picture is called after, and its chart, whose title names the section."""
     frame, shown = sections_of(run, allow_suspect=allow_suspect)
     emerges = (_emergence(run, allow_suspect=allow_suspect) or {}).get("blocks", [])
-    first = [{"name": "emergence", "title": "", "metrics": emerges}]
-    first.append(
-        {"name": "training", "title": "Training", "metrics": [*sections.training(run), *sections.first_surface(frame)]}
-    )
-    for section in [*first, *shown]:
-        for text, chart in charts_in(section["name"], [*section["metrics"], *section.get("diagnostics", ())]):
-            name = section["title"] if section["title"] not in chart.title else ""
-            yield text, replace(chart, title=": ".join(filter(None, [name, chart.title])))
+    head = [*sections.training(run), *sections.first_surface(frame)]
+    first = [("emergence", "", emerges), ("training", "Training", head)]
+    named = [
+        *first,
+        *((each["name"], each["title"], [*each["metrics"], *each.get("diagnostics", ())]) for each in shown),
+    ]
+    for name, title, blocks in named:
+        for text, chart in charts_in(name, blocks):
+            titles = [title if title not in chart.title else "", chart.title]
+            yield text, replace(chart, title=": ".join(filter(None, titles)))

@@ -99,7 +99,8 @@ def first_surface(frame: pd.DataFrame) -> list[Block]:
     """Return the figure of one metric over layers and steps that a page begins with: the lens, or the first."""
     table: Any = frame
     table = table[table["layer"].notna() & table["step"].notna() & ~is_of_intervention(frame)]
-    pairs: list[Any] = [*table.groupby(["analysis", "metric"], sort=False).groups]
+    counts = table.groupby(["analysis", "metric"], sort=False)["layer"].nunique()
+    pairs: list[Any] = [*counts[counts > 1].index]
     for analysis, metric in sorted(pairs, key=lambda pair: (pair[1] != "logit_lens_loss", rank(pair[1]))):
         if not (look_up(metric).secondary or look_up(metric).unlisted):
             with contextlib.suppress(ValueError):  # at one step, or of pairs
@@ -331,9 +332,7 @@ def _metrics(table: Any, analyses: Sequence[str]) -> Iterator[tuple[str, Any, st
         plain = lambda name: (not is_in(name, "variant", "task", "cost"), rank(name))  # noqa: E731
         for metric in sorted(part["metric"].unique(), key=plain):
             rows, title = part[part["metric"] == metric], look_up(metric).title
-            if analysis in _MEANS.values():
-                title = f"{'Median' if analysis == tables.MEDIAN else 'Mean'} {in_sentence(title)}"
-            elif len(analyses) > 1:
+            if len(analyses) > 1:
                 title = f"{sentence(analysis.removeprefix(f'{tables.GLUE}/').split('/', 1)[-1])}: {in_sentence(title)}"
             names = [n for n in ("training", "when") if n in rows and rows[n].notna().any()]
             changed = rows[rows["variant"] != BASELINE] if (rows["variant"] != BASELINE).any() else rows

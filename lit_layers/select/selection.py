@@ -119,7 +119,7 @@ class Selection:
         series = [
             Series(x=at, **ends, name=what, texts=texts, color=ACCENT, width=1.5, mark="circle"),
             level([min(at), max(at)], choice.baseline, choice.baseline_name),
-            Series(**chosen, mark="ring", size=14, color=_PICK, name="chosen", legend=True),
+            Series(**chosen, mark="circle-open", size=10, color=_PICK, name="chosen", legend=True),
         ]
         return Chart(title=title, x=x, y=Axis(title=what), series=series, height=380)
 
