@@ -554,7 +554,7 @@ def test_tables_of_strangers_are_refused_in_a_sentence(run, tmp_path, capsys):
     ):
         path = tmp_path / f"step3_{number}" / ("a.csv" if isinstance(content, list) and number < 4 else "a.json")
         path.parent.mkdir()
-        path.write_text(pd.DataFrame(content).to_csv() if path.suffix == ".csv" else json.dumps(content))
+        path.write_text(pd.DataFrame(content).to_csv(index=False) if path.suffix == ".csv" else json.dumps(content))
         assert main(["emerge", str(path), "--root", str(tmp_path / "out")]) == 2, sentence_
         error = capsys.readouterr().err
         assert (sentence_ in error, error.count("\n")) == (True, 1), (sentence_, error)
