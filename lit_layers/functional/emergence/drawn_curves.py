@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg.blas import dtrmm
-from scipy.linalg.lapack import dpotrf, dtrtri, dtrtrs
+from scipy.linalg.lapack import dtrtri, dtrtrs
 
 Array = NDArray[np.floating[Any]]
 TEMPER = 0.9  # power of evidence and prior: none is quite a training curve, and sure of one, intervals are too narrow
@@ -161,18 +160,11 @@ class _Kernel:
     level: float
 
     def correlation(self, distance: Array) -> Array:
-        d = distance / self.length
-        d *= 3**0.5 if self.rough else 5**0.5
-        shape = 1 + d
-        if not self.rough:
-            shape += d * d / 3
-        shape *= np.exp(-d)
-        return shape
+        d = distance / self.length * (3**0.5 if self.rough else 5**0.5)
+        return (1 + d if self.rough else 1 + d + d * d / 3) * np.exp(-d)
 
     def covariance(self, correlation: Array) -> Array:
-        values = self.height**2 * correlation
-        values += self.level**2
-        return values
+        return self.height**2 * correlation + self.level**2
 
 
 @dataclass(frozen=True)
@@ -225,9 +217,7 @@ class _Processes:
                 together = _products(*(ramps.take(places, 2) for places in pairs.places))
                 both_toward, both_own = ([each.take(places, 1) for places in pairs.places] for each in (toward, own))
                 gain = _gain(both_toward, both_own, together, least)
-            gain *= 0.5
-            gain += self.without_steps(rest, of)
-            np.add(gain, pairs.log_prior, out=evidence[of])
+            evidence[of] = 0.5 * gain + self.without_steps(rest, of) + pairs.log_prior
         return evidence
 
     def most_evidence(self, x: Array, y: Array, steps: Steps, firsts: NDArray[np.intp]) -> Array:
@@ -240,9 +230,7 @@ class _Processes:
             toward, own = rest[0, :, 0] @ ramps, least + _products(ramps, ramps)
             both_toward, both_own = ([each[firsts, None], each] for each in (toward, own))
             gain = _gain(both_toward, both_own, ramps[:, firsts].T @ ramps, least)
-            gain *= 0.5
-            gain += self.without_steps(rest, of)
-            np.maximum(most, gain, out=most)
+            np.maximum(most, 0.5 * gain + self.without_steps(rest, of), out=most)
         return most
 
 
@@ -258,25 +246,13 @@ def _heights(own: Sequence[Array], together: Array, least: Any) -> tuple[Array, 
     of the two, `least` the precision before any value.
     """
     slope = together / own[0]
-    left = slope * together
-    np.subtract(own[1], left, out=left)
-    return slope, np.maximum(left, least, out=left)
+    return slope, np.maximum(own[1] - slope * together, least)
 
 
 def _gain(toward: Sequence[Array], own: Sequence[Array], together: Array, least: Any) -> Array:
-    """Return twice what two steps add to the log-evidence; `toward` are products of their rests with the values' rest.
-
-    Most of the time goes here, half of it into memory were each term an array of its own.
-    """
+    """Return twice what two steps add to the log-evidence; `toward` are products of the values' rest with theirs."""
     slope, left = _heights(own, together, least)
-    slope *= toward[0]
-    gain = np.subtract(toward[1], slope, out=slope)
-    gain *= gain
-    gain /= left
-    left *= own[0] / least**2
-    gain -= np.log(left, out=left)
-    gain += toward[0] ** 2 / own[0]
-    return gain
+    return (toward[1] - slope * toward[0]) ** 2 / left - np.log(left * (own[0] / least**2)) + toward[0] ** 2 / own[0]
 
 
 def draw_curves(
@@ -358,14 +334,8 @@ def _correlate_(
             kernel, mine = processes.kernels[number], of_process[number]
             # Solved: of values without errors the inverse is not exact enough for what is left to be a covariance.
             seen = dtrtrs(processes.triangles[number], kernel.covariance(at_values), lower=1)[0]
-            left = kernel.covariance(at_grid)
-            left -= seen.T @ seen
-            np.fill_diagonal(left, left.diagonal() + 1e-7 * (kernel.level / 10) ** 2)
-            # In its own room: numpy's Cholesky copies it twice.
-            triangle, wrong = dpotrf(left.T, lower=1, clean=0, overwrite_a=1)
-            if wrong:
-                raise np.linalg.LinAlgError(f"the covariance of a curve is not positive definite, from row {wrong} on")
-            curves[mine] = dtrmm(1, triangle, curves[mine].T, lower=1).T
+            left = kernel.covariance(at_grid) - seen.T @ seen + 1e-7 * (kernel.level / 10) ** 2 * np.eye(len(grid))
+            curves[mine] = curves[mine] @ np.linalg.cholesky(left).T
             curves[mine] += rest[:, mine].T @ seen
 
 
