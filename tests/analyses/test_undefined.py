@@ -157,7 +157,7 @@ OF_ALL_BLOCKS += ("spectrum_slope", "spectrum_r_squared")
 
 
 # What runs a whole model in another way, or trains it, or is refused: there is no layer to tell from another.
-WITHOUT_LAYERS = {"BenchmarkScores", "GlueScores", "Refused", "Speed", "TaskFinetuning"}
+WITHOUT_LAYERS = {"BenchmarkScores", "GlueScores", "Speed", "TaskFinetuning"}
 
 
 def every_analysis() -> set[str]:
