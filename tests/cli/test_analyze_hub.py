@@ -17,10 +17,10 @@ from lit_layers.analyses import Representation, Trajectory
 from lit_layers.cli.main import main
 from lit_layers.data import EvalText
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
-from lit_layers.measuring import offline
 from lit_layers.series import HubRevisions
 from lit_layers.series.checkpoint import THREAD, Checkpoint
 from tests.support.fake_hub import FakeHub, Repo
+from tests.support.measured_series import analyze as analyze_one
 from tests.support.series_hub import TWELVE, make_series, make_step, served, template
 
 FEW = (0, 1, 2, 4, 8, 16)
@@ -83,7 +83,7 @@ def measured_on_the_spot(repository: Path, corpus: Path, root: Path, steps) -> d
     """Each step's folder as a model by itself."""
     text = EvalText(str(corpus), str(corpus / "tokenizer"), **SIZE)
     these = [Trajectory(batches=text), Representation(batches=text)]
-    every = {step: offline.analyze(repository / f"step{step}", these, root=root / str(step)) for step in steps}
+    every = {step: analyze_one(repository / f"step{step}", these, root=root / str(step)) for step in steps}
     return {(step, m.analysis): m.records for step, measurements in every.items() for m in measurements}
 
 

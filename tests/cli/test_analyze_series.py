@@ -14,9 +14,9 @@ from lit_layers.cli.measuring import Checkpoints
 from lit_layers.cli.verbs.analyze import Command
 from lit_layers.data import EvalText
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
-from lit_layers.measuring import offline
 from tests.cli.conftest import PACKAGE
 from tests.cli.test_fit import RECIPE, TEXT
+from tests.support.measured_series import analyze as analyze_one
 from tests.support.rounding import assert_same_numbers, close_records
 from tests.support.saved_models import saved
 from tests.support.targets import target
@@ -237,7 +237,7 @@ def test_each_of_several_models_is_measured_on_text_in_its_own_tokens(two_models
     assert [m.run for m in found] == [str(model) for model in two_models]
     for model, measurement in zip(two_models, found, strict=True):
         own = EvalText(str(text), str(model), num_sequences=4, num_tokens=16)
-        (alone,) = offline.analyze(model, [Trajectory(batches=own)], root=tmp_path / "alone" / model.name)
+        (alone,) = analyze_one(model, [Trajectory(batches=own)], root=tmp_path / "alone" / model.name)
         close_records(measurement.records, alone.records)
         assert measurement.provenance["data_hash"] == alone.provenance["data_hash"]
     assert found[0].provenance["data_hash"] != found[1].provenance["data_hash"]

@@ -14,9 +14,9 @@ from lit_layers.cli.measuring import Checkpoints
 from lit_layers.cli.verbs.analyze import Command
 from lit_layers.data import BenchmarkPrompts
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
-from lit_layers.measuring import offline
 from lit_layers.series.checkpoint import Checkpoint
 from tests.support.benchmark_files import write_benchmarks
+from tests.support.measured_series import analyze as analyze_one
 from tests.support.rounding import close_records
 from tests.support.saved_models import saved
 from tests.support.series_hub import let_downloads_end, served
@@ -126,7 +126,7 @@ def test_models_of_every_family_are_measured_interrupted_continued_and_compared(
         folder = repositories / "lab" / name / "main"
         batches = BenchmarkPrompts(str(folder), folder=str(prompts), **SIZE)
         these = [Trajectory(batches=batches), Coupling(batches=batches, k=(0.1,), num_prompts=2)]
-        for alone in offline.analyze(folder, these, root=tmp_path / "alone" / name, device="cpu"):
+        for alone in analyze_one(folder, these, root=tmp_path / "alone" / name, device="cpu"):
             close_records(alone.records, found[f"lab/{name}", alone.analysis].records)
             assert alone.provenance["data_hash"] == found[f"lab/{name}", alone.analysis].provenance["data_hash"]
     assert len({m.provenance["tokenizer_hash"] for m in found.values()}) == len(SUITE)
@@ -167,7 +167,7 @@ def test_what_cannot_be_had_is_named_and_the_others_are_measured(hub, repositori
         ("tokenizer: lab/untold carries none; name one with --tokenizer",),
         ("lab/broken: ", "is no fast tokenizer of the `tokenizers` library"),
         ("lab/strange: no layered view of T5ForConditionalGeneration", "an encoder and a decoder"),
-        ("of lab/olmo at main", "cannot download tokenizer"),
+        ("the tokenizer 'lab/olmo@", "cannot be had from the Hub"),
         ("models: lab/phi has no branch v9",),
     ):
         assert [line for line in said if all(part in line for part in parts)], parts

@@ -55,6 +55,7 @@ def documented() -> Iterator[str]:
                 if found := re.search(r"lit-layers ((?:analyze|audit) .*|report checkpoints/llm_suite)", line):
                     quoted = line.startswith("sbatch")
                     command = " ".join((found[1][:-1] if quoted else found[1]).split())
+                    command = command.removesuffix(" & done; wait")
                     yield command.removesuffix(" --engine ray")  # workers would ask the real Hub: see tests/test_engine
     for recipe in RECIPES:
         command = ""
