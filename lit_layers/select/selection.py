@@ -191,7 +191,7 @@ def chosen_layers(models: Sequence[Candidate], task: str) -> Chart:
         for kind, layer in (("-open", last), ("", choice.layer)):
             text, score = f"{layer} of {last}", choice.test[layer]
             mark: dict[str, Any] = {"mark": f"{symbol_of(index)}{kind}", "size": 8, "texts": [f"layer {text}"]}
-            mark |= {"labels": ["" if kind else text], "sides": [(-1, 1)], "interval": "bars"}
+            mark |= {"labels": ["" if kind else text], "interval": "bars"}
             mark |= {"low": rounded([score.low]), "high": rounded([score.high])}
             series.append(Series(x=[model.milliseconds(layer)], y=rounded([score.value]), **mark, **look))
     furthest = max(model.milliseconds(layer) for model in models for layer in model.choice.test)
