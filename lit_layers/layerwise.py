@@ -104,7 +104,7 @@ class LayerResult:
         table: Any = self.frame
         charts = []
         for run, part in table[table["metric"].isin([metric, METRICS[metric].baseline])].groupby("run", sort=False):
-            choices = shapes(part[part["analysis"] == analysis], metric, analysis or "", comparing=True)
+            choices: Any = shapes(part[part["analysis"] == analysis], metric, analysis or "", comparing=True)
             for _, draw in list(choices[0][1])[:1] if choices else ():
                 chart = draw(**chosen)
                 charts.append(replace(chart, title=f"{run}: {chart.title}"))
