@@ -1,7 +1,7 @@
 """A network of nobody's library (of a training script such as nanoGPT) in the words of transformers.
 
-All that its code is asked for is one call with token ids. What else the layered view has to know is seen in that call,
-and its blocks are then proven as those of any other model (`structure`).
+All that its code is asked for is one call with token ids, or with images of the size that it says. What else the
+layered view has to know is seen in that call, and its blocks are then proven as those of any other model (`structure`).
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from lit_layers.errors import InputError, kind_and_words
 from lit_layers.functional.jacobian.block_call import evaluating
-from lit_layers.models.families import Network, row_of
+from lit_layers.models.families import Network, row_of, side_length
 from lit_layers.models.proof import CANNOT_CALL, PositionTables, is_timm
 
 NUM_TOKENS = 6
@@ -28,16 +28,24 @@ _LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_len"),
 )
 _TARGETS = ("targets", "target", "labels")
+_SIDES = ("image_size", "img_size")
 
 
 @dataclass(frozen=True)
 class _Facts:
     """What one call has shown of a network."""
 
+    column: str | None  # the name of the argument that takes token ids or images; None: the first one
     config: Any
+    takes_mask: bool = False
+    needs_mask: bool = False  # also of texts without padding: it cannot be called without one
     targets: str | None = None  # the argument without which the last token alone is scored (nanoGPT)
     place: Any = None  # of the scores in what a call returns: a name or a number; None: it returns them alone
     scores_words: bool = False  # each token has a score of each word
+
+    @property
+    def of_images(self) -> bool:
+        return hasattr(self.config, "image_size")
 
 
 class OwnNetwork(nn.Module):
@@ -60,14 +68,17 @@ class OwnNetwork(nn.Module):
         return self
 
     def forward(self, input_ids: Tensor, return_dict: bool = True) -> Tensor:
-        """Return (batch, tokens, scores), or (batch, classes)."""
+        """(batch, tokens, scores), or (batch, classes)."""
+        return self._scores(input_ids)
+
+    def _scores(self, given: Tensor, mask: Tensor | None = None) -> Tensor:
         try:
-            return _values(_called(self.network, self._facts, input_ids))[self._facts.place]
+            return _values(_called(self.network, self._facts, given, mask))[self._facts.place]
         except (InputError, torch.OutOfMemoryError):
             raise
         except CANNOT_CALL as error:
             raise InputError(
-                f"{type(self).__name__} cannot be called with input_ids of shape {tuple(input_ids.shape)} "
+                f"{type(self).__name__} cannot be called with {self.main_input_name} of shape {tuple(given.shape)} "
                 f"({kind_and_words(error)[:240]})"
             ) from error
 
@@ -90,6 +101,23 @@ class OwnNetwork(nn.Module):
         raise InputError(f"{cls.__name__} is of neither transformers nor timm, and nothing says how it is built anew")
 
 
+class OwnMaskedNetwork(OwnNetwork):
+    """The same of a network that takes a mask, too."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, return_dict: bool = True) -> Tensor:
+        return self._scores(input_ids, attention_mask)
+
+
+class OwnImageNetwork(OwnNetwork):
+    """The same of a network of images, called with `pixel_values`."""
+
+    main_input_name = "pixel_values"
+
+    def forward(self, pixel_values: Tensor, return_dict: bool = True) -> Tensor:
+        """(batch, classes), or what else it returns."""
+        return self._scores(pixel_values)
+
+
 def is_known(model: nn.Module) -> bool:
     """Whether transformers or timm made a model, so that its config or class says how to call it."""
     of_transformers = hasattr(model, "base_model") and hasattr(getattr(model, "config", None), "to_json_string")
@@ -107,26 +135,27 @@ def known_inside(module: nn.Module) -> dict[str, nn.Module]:
     return known
 
 
-# Of each network what was seen of it, by the shapes of its weights; of each class of networks the one made for it.
+# Of each network what was seen of it, by the shapes of its weights; of each class of networks those made for it.
 _FACTS: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, _Facts]]" = weakref.WeakKeyDictionary()
-_KINDS: "weakref.WeakKeyDictionary[type, Any]" = weakref.WeakKeyDictionary()
+_KINDS: "weakref.WeakKeyDictionary[type, dict[type[OwnNetwork], Any]]" = weakref.WeakKeyDictionary()
 
 
 def wrapped_if_own(model: nn.Module) -> Network:
     """A model of transformers or timm as it is, any other network in their words.
 
     Raises:
-        InputError: a network that takes no token ids.
+        InputError: a network that takes neither token ids nor images of a size that it says.
     """
     if is_known(model):
         return model
     shapes = [(name, parameter.shape) for name, parameter in model.named_parameters()]
     if model not in _FACTS or _FACTS[model][0] != shapes:
         _FACTS[model] = shapes, _seen(model)
-    if (kind := type(model)) not in _KINDS:
-        about = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-        _KINDS[kind] = type(kind.__name__, (OwnNetwork,), about)
-    return _KINDS[kind](model, _FACTS[model][1])
+    facts, kinds, kind = _FACTS[model][1], _KINDS.setdefault(type(model), {}), type(model)
+    base = OwnImageNetwork if facts.of_images else OwnMaskedNetwork if facts.takes_mask else OwnNetwork
+    if base not in kinds:
+        kinds[base] = type(kind.__name__, (base,), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    return kinds[base](model, facts)
 
 
 def network_of(model: Network) -> nn.Module:
@@ -145,7 +174,24 @@ def _seen(network: nn.Module) -> _Facts:
         torch.autocast(like.device.type, enabled=False),
         evaluating(network),
     ):
-        return _of_texts(network, like.device)
+        side = _said(network, _SIDES)
+        return _of_texts(network, like.device) if side is None else _of_images(network, side, like)
+
+
+def _of_images(network: nn.Module, size: Any, like: Tensor) -> _Facts:
+    from transformers import PretrainedConfig
+
+    takes, patches = inspect.signature(network.forward).parameters, _said(network, ("patch_size",))
+    for sides, what in ((size, "images"), (patches, "patches")):
+        if isinstance(sides, tuple | list) and len({*sides}) != 1:
+            raise _refusal(network, f"its {what} are not squares: {tuple(sides)}")
+    side = side_length(size)
+    channels = next((part.in_channels for part in network.modules() if isinstance(part, nn.Conv2d)), 3)
+    facts = _Facts("pixel_values" if "pixel_values" in takes else None, PretrainedConfig())
+    noise = torch.randn(2, channels, side, side, generator=torch.Generator().manual_seed(0)).to(like)
+    values = _tried(network, noise, facts, f"images of shape {tuple(noise.shape[1:])}")
+    sizes = {"image_size": side, "patch_size": patches, "num_channels": channels}
+    return replace(facts, config=PretrainedConfig(**sizes), place=_place(network, values, [*values]))
 
 
 def _of_texts(network: nn.Module, device: torch.device) -> _Facts:
@@ -154,12 +200,15 @@ def _of_texts(network: nn.Module, device: torch.device) -> _Facts:
     takes = inspect.signature(network.forward).parameters
     tables = [module.num_embeddings for module in network.modules() if isinstance(module, nn.Embedding)]
     if not [size for size in tables if size > 1]:
-        raise _refusal(network, "it has no table of embeddings of tokens (nn.Embedding)")
-    limit = _said_length(network)
+        raise _refusal(network, "it has no table of embeddings of tokens (nn.Embedding), and says no image_size")
+    limit = _said(network, _LENGTHS)
+    limit = limit if isinstance(limit, int) and limit > 0 else None
     ids = _few_tokens(min(size for size in tables if size > 1), min(NUM_TOKENS, limit or NUM_TOKENS)).to(device)
-    facts = _Facts(PretrainedConfig())
+    mask = takes.get("attention_mask")
+    needs_mask = mask is not None and mask.default is inspect.Parameter.empty
+    facts = _Facts("input_ids" if "input_ids" in takes else None, PretrainedConfig(), mask is not None, needs_mask)
     with _Lookups(ids) as lookups, PositionTables(ids.shape[1]) as places:
-        values = _tried(network, ids, facts)
+        values = _tried(network, ids, facts, "token ids")
     if lookups.size is None:
         raise _refusal(network, "it looks up the token ids in no table of embeddings")
     rank, fitting = _fitting(values, ids, lookups.size)
@@ -174,7 +223,7 @@ def _of_texts(network: nn.Module, device: torch.device) -> _Facts:
         raise _refusal(network, f"for ids of shape {tuple(ids.shape)} it returns {shapes}, expected {expected}")
     place = _place(network, values, fitting)
     if rank == _CLASSES and ids.shape[1] > 1:
-        fewer = _tried(network, ids[:, 1:], facts)
+        fewer = _tried(network, ids[:, 1:], facts, "token ids")
         if place not in fewer or fewer[place].shape != values[place].shape:
             raise _refusal(network, "what it returns is one number for each token, and no scores of words or classes")
     sizes = {
@@ -222,12 +271,12 @@ def _refusal(network: nn.Module, reason: str) -> InputError:
     )
 
 
-def _said_length(network: nn.Module) -> int | None:
-    """Return the length of the longest text, as the network or its config says it."""
-    for owner in (network, getattr(network, "config", None)):
+def _said(network: nn.Module, names: tuple[str, ...]) -> Any:
+    """What the network, its config or its patch embedding says of itself under one of these names."""
+    for owner in (network, getattr(network, "config", None), getattr(network, "patch_embed", None)):
         values = owner if isinstance(owner, Mapping) else getattr(owner, "__dict__", {})
-        for name in _LENGTHS:
-            if isinstance(value := values.get(name), int) and value > 0:
+        for name in names:
+            if isinstance(value := values.get(name), int | tuple | list):
                 return value
     return None
 
@@ -247,23 +296,26 @@ class _Lookups(TorchFunctionMode):
         self.ids, self.size = ids, None
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is F.embedding and torch.equal(args[0], self.ids):
+        if func is F.embedding and any(torch.equal(args[0], ids) for ids in (self.ids, self.ids.T)):
             self.size = len(args[1]) if self.size is None else min(self.size, len(args[1]))
         return func(*args, **(kwargs or {}))
 
 
-def _tried(network: nn.Module, ids: Tensor, facts: _Facts) -> dict[Any, Tensor]:
+def _tried(network: nn.Module, given: Tensor, facts: _Facts, what: str) -> dict[Any, Tensor]:
     try:
-        return _values(_called(network, facts, ids))
+        return _values(_called(network, facts, given))
     except torch.OutOfMemoryError:
         raise
     except CANNOT_CALL as error:
-        raise _refusal(network, f"it cannot be called with token ids alone ({kind_and_words(error)[:240]})") from error
+        raise _refusal(network, f"it cannot be called with {what} alone ({kind_and_words(error)[:240]})") from error
 
 
-def _called(network: nn.Module, facts: _Facts, ids: Tensor) -> Any:
-    ids = ids.clone(memory_format=torch.contiguous_format)  # scripts take views of them, and some write to them
-    return network(ids, **({} if facts.targets is None else {facts.targets: ids.clone()}))
+def _called(network: nn.Module, facts: _Facts, given: Tensor, mask: Tensor | None = None) -> Any:
+    given = given.clone(memory_format=torch.contiguous_format)  # scripts take views of it, and some write to it
+    named = {} if facts.targets is None else {facts.targets: given.clone()}
+    if mask is not None or facts.needs_mask:
+        named["attention_mask"] = torch.ones_like(given) if mask is None else mask.clone()
+    return network(given, **named) if facts.column is None else network(**{facts.column: given}, **named)
 
 
 def _values(output: Any) -> dict[Any, Tensor]:

@@ -5,6 +5,7 @@ are their own states, caught by hooks of the test.
 """
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -117,12 +118,45 @@ class Encoder(nn.Module):
         return (self.out(x), None) if self.head == "tuple" else self.out(x)
 
 
+class Masked(nn.Module):
+    """A network that is told which tokens are real, and has to be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(WORDS, WIDTH), nn.ModuleList(_blocks())
+        self.out = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, input_ids, attention_mask):
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x, src_key_padding_mask=attention_mask == 0)
+        return SimpleNamespace(logits=self.out(x))
+
+
+class Pictures(nn.Module):
+    """A ViT whose head begins with zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image_size, self.patch_size = 16, 4
+        self.patches, self.first = nn.Conv2d(3, WIDTH, 4, 4), nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.blocks, self.out = nn.Sequential(*_blocks()), nn.Linear(WIDTH, 7)
+        nn.init.zeros_(self.out.weight)
+
+    def forward(self, image):
+        x = self.patches(image).flatten(2).mT
+        return self.out(self.blocks(torch.cat([self.first.expand(len(x), -1, -1), x], 1))[:, 0])
+
+
 NETWORKS = {
     "encoder": (Encoder, False, 3),
     "decoder": (lambda: Encoder(causal=True), True, 3),
     "tuple": (lambda: Encoder("tuple", causal=True), True, 3),
     "tied": (lambda: Encoder("tied", causal=True), True, 3),
     "classes": (lambda: Encoder("classes"), False, 2),
+    "masked": (Masked, False, 3),
+    "pictures": (Pictures, False, 2),
+    "pictures by patch_embed": (lambda: Embedded(), False, 2),
 }
 
 
@@ -132,14 +166,15 @@ def test_states_and_scores_are_those_of_the_networks_own_call(name):
     torch.manual_seed(0)
     network = make().eval()
     view = LayeredModel(network)
-    batch = {"input_ids": IDS}
+    batch = {"pixel_values": torch.randn(3, 3, 16, 16)} if name.startswith("pictures") else {"input_ids": IDS}
     seen, states = view.trajectory(batch), []
     handles = [
         block.register_forward_hook(lambda module, args, output: states.extend([args[0], output]))
         for block in view.blocks
     ]
+    arguments = list(batch.values()) + ([torch.ones_like(IDS)] if name == "masked" else [])
     with torch.no_grad():
-        output = network(IDS)
+        output = network(*arguments)
     for handle in handles:
         handle.remove()
     logits = output if isinstance(output, torch.Tensor) else None
@@ -151,7 +186,20 @@ def test_states_and_scores_are_those_of_the_networks_own_call(name):
     torch.testing.assert_close(seen.logits, logits, rtol=1e-4, atol=1e-5)
     assert (view.num_layers, view.origin, logits.ndim) == (3, "structure", ndim)
     assert view.predicts_next_token is predicts
-    assert view.vocab_size == (None if name == "classes" else WORDS)
+    if name.startswith("pictures"):
+        assert (view.num_classes, view.num_patches(), view.has_class_token) == (7, 16, True)
+    else:
+        assert view.vocab_size == (None if name == "classes" else WORDS)
+
+
+class Embedded(Pictures):
+    """Its sizes are said by the module that makes patches, as in DINO."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch_embed = self.patches
+        self.patch_embed.img_size, self.patch_embed.patch_size = self.image_size, self.patch_size
+        del self.image_size, self.patch_size
 
 
 class Returning(Encoder):
@@ -191,6 +239,29 @@ def test_scores_are_found_beside_other_things_and_what_it_is_given_stays(returne
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
     assert (view.vocab_size, view.predicts_next_token) == (WORDS, True)
     assert torch.equal(IDS, kept)
+
+
+class CausalUnlessMasked(Encoder):
+    def forward(self, input_ids, attention_mask=None):
+        x = self.embed(input_ids)
+        for block in self.encoder.layers:
+            if attention_mask is None:
+                x = block(x, src_mask=_causal(input_ids.shape[1]))
+            else:
+                x = block(x, src_key_padding_mask=attention_mask == 0)
+        return self.out(x)
+
+
+def test_a_mask_that_it_can_do_without_is_given_with_padding_alone():
+    torch.manual_seed(0)
+    view = LayeredModel(network := CausalUnlessMasked().eval())
+    with torch.no_grad():
+        torch.testing.assert_close(view.trajectory({"input_ids": IDS}).logits, network(IDS))
+    assert view.predicts_next_token
+    mask = torch.ones_like(IDS)
+    mask[0, -2:] = 0
+    with pytest.raises(InputError, match="its states or scores are others with padding behind the texts"):
+        view.trajectory({"input_ids": IDS, "attention_mask": mask})
 
 
 @pytest.mark.parametrize("pooled", [lambda x: x.mean(1), lambda x: x[:, -1]], ids=["mean", "last"])
@@ -373,7 +444,7 @@ def test_models_of_a_library_in_a_network_are_named_and_its_layers_are_none():
 
     network = nn.Module()
     network.patches, network.block, network.out = PatchEmbed(16, 4, 3, WIDTH), Block(WIDTH, 2), nn.Linear(WIDTH, 2)
-    with pytest.raises(InputError, match="it has no table of embeddings of tokens"):
+    with pytest.raises(InputError, match="says no image_size$"):
         LayeredModel(network)
     network.student = vit()
     with pytest.raises(InputError, match="VisionTransformer as 'student': give that part alone, or name it, model='s"):
@@ -467,11 +538,12 @@ def test_saving_its_steps_is_refused_before_the_first_one(tmp_path):
         lit_layers.watch(pair()[1], [Lens(batches=[IDS])], steps=[1], root=tmp_path / "run", save=True)
 
 
-@pytest.mark.parametrize("name", ["encoder", "decoder", "tied", "classes"])
+@pytest.mark.parametrize("name", ["encoder", "decoder", "tied", "classes", "masked", "pictures"])
 def test_jacobians_of_torchs_own_attention_are_those_of_reverse_mode(name):
     torch.manual_seed(0)
     view = LayeredModel(NETWORKS[name][0]().double().eval())
-    seen = view.trajectory({"input_ids": IDS})
+    batch = {"pixel_values": torch.randn(2, 3, 16, 16)} if name == "pictures" else {"input_ids": IDS}
+    seen = view.trajectory(batch)
     for places in ([4], [0, 9]):
         found, expected = (
             block_jacobian(seen.block(2), seen.hidden[1], route=way, out_tokens=places, in_tokens=[0, 4])
