@@ -11,7 +11,6 @@ from lit_layers.figures import tables
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.profiles import FRAMES, color_bar
 from lit_layers.figures.theme import ACCENT, COLORS, DEPTH, MUTED, Axis, colors_of, rounded, spread
-from lit_layers.functional.correlation import UndefinedError, fit_line, line_band
 
 __all__ = ["Scatter", "paths_in_plane", "scatter_plot"]
 
@@ -108,6 +107,8 @@ class Scatter:
         """The least-squares line over the axis, with the 95% band of the mean: x, y, low, high; None without one."""
         if self.path:
             return None
+        from lit_layers.functional.correlation import UndefinedError, fit_line, line_band  # torch: pages load this file
+
         try:
             fitted = fit_line(self.x, self.y)
         except UndefinedError:
