@@ -120,6 +120,7 @@ MAKERS: dict[str, Callable[[Data], Analysis]] = {
     ),
     "LayerSimilarity": lambda data: analyses.LayerSimilarity(batches=data.batches()),
     "Lens": lambda data: analyses.Lens(batches=data.batches()),
+    "OrderStates": lambda data: analyses.OrderStates(batches=data.batches(), variants=("skip",)),
     "MtebTask": lambda data: task(
         "STSBenchmark", data.home / "data", data.home / "model", data.home / f"of-{data.num_layers}"
     ),
@@ -146,7 +147,7 @@ MAKERS: dict[str, Callable[[Data], Analysis]] = {
     "Trajectory": lambda data: analyses.Trajectory(batches=data.batches()),
 }
 # The plane is that of the last layer, and an order is one of all blocks, or of all but some.
-OF_THE_WHOLE = ("PathsInPlane", "Interventions", "InContext", "JacobianLens")
+OF_THE_WHOLE = ("PathsInPlane", "Interventions", "OrderStates", "InContext", "JacobianLens")
 # What compares with the last layer.
 OF_THE_LAST = ("kl_to_final",)
 # What is a matter of tokens or of labels.

@@ -106,6 +106,7 @@ def measured(model, tokens, smollm2, tmp_path_factory) -> dict[str, Measurement]
         analyses.Induction(num_prompts=1, num_tokens=8, repeats=2),
         analyses.PromptStudies(batches=prompts, p=(0.0, 0.5)),
         analyses.Interventions(batches=prompts, middles=(1, 27), seeds=(0,), loops=(2,)),
+        analyses.OrderStates(batches=prompts, middles=(1, 27), seeds=(0,), loops=(2,)),
         analyses.Coupling(batches=prompts, k=(8,), num_prompts=1),
         analyses.CouplingMatrices(batches=prompts, pairs=[(1, 2)], k=4),
         analyses.TokenCoupling(batches=few, k=(8,), num_tokens=2, num_prompts=1),

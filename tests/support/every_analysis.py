@@ -91,6 +91,7 @@ def of_prompts(batches: Any) -> list[Analysis]:
         lit_layers.analyses.CouplingMatrices(batches=batches, pairs=[(1, 2)], k=3, num_prompts=2),
         lit_layers.analyses.LayerSimilarity(batches=batches),
         lit_layers.analyses.Interventions(batches=batches, seeds=(0,), loops=(2,)),
+        lit_layers.analyses.OrderStates(batches=batches, seeds=(0,), loops=(2,)),
         lit_layers.analyses.PathsInPlane(batches=batches),
         lit_layers.analyses.StateGeometry(batches=batches),
         lit_layers.analyses.PooledStates(batches=batches),

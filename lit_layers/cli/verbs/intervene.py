@@ -50,6 +50,8 @@ class Interventions:
         limit: score only so many first rows of a task
         max_new_tokens: most tokens of a generated answer (default: 256)
         corpus: a text: measure loss, accuracy and divergence on its held-out part, too
+        states: also measure how far the states behind the changed blocks are from those of the full model, on the same
+            text or images
         num_sequences: how many sequences of that text
         num_tokens: tokens of each sequence, also of those that are timed (default: 128)
         images: for an image classifier, in place of texts: digits, cifar10, a local path, ORG/NAME
@@ -73,6 +75,7 @@ class Interventions:
     limit: COUNTED = None
     max_new_tokens: COUNTED = None
     corpus: str | None = None
+    states: bool = False
     num_sequences: Annotated[int, COUNT] = 64
     num_tokens: COUNTED = None
     images: str | None = None
@@ -92,6 +95,8 @@ class Interventions:
         for task in self.tasks or ():
             if task.endswith(".yaml") and not any(task in word.split(",") for word in recipe.typed("tasks")):
                 raise InputError(f"tasks: a recipe names no task file, which is code, got {task}: say --tasks {task}")
+        if self.states and self.corpus is None and self.images is None:
+            raise InputError("states: is for --corpus or --images")
         is_chosen = any((self.tasks, self.images, self.glue, self.corpus, self.finetune, self.speed))
         return self if is_chosen else dataclasses.replace(self, tasks=TASKS)
 
@@ -150,6 +155,10 @@ def _analyses(model: str, options: Interventions, target: Target) -> list[Analys
     if options.corpus is not None or options.images is not None:
         batches = _images(options) if options.corpus is None else _texts(options, target)
         made.append(analyses.Interventions(batches=batches, **chosen))
+        if options.states:
+            of_middle = {name: value for name, value in chosen.items() if name != "custom"}
+            of_middle["variants"] = tuple(name for name in chosen["variants"] if name in orders.OF_MIDDLES)
+            made.append(analyses.OrderStates(batches=batches, **of_middle))
     chosen["tell"] = target.tell
     for task in options.tasks or ():
         limits: Any = {"limit": options.limit, "max_new_tokens": options.max_new_tokens}

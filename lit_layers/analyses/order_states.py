@@ -1,0 +1,106 @@
+"""How similar the states of one layer are when the blocks before it run in another order."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from lit_layers.analyses.base import Analysis, Values
+from lit_layers.analyses.statistics import summarize
+from lit_layers.data.batches import Batches
+from lit_layers.errors import InputError
+from lit_layers.functional._checks import widened
+from lit_layers.functional.block_schedules import LOOPS, OF_MIDDLES, SEEDS, Schedule, Variant, start_of
+from lit_layers.models.running_order import SharedPrefixes, variants_of
+from lit_layers.models.view import Batch, LayeredModel, Trajectory, drop_first_tokens
+from lit_layers.records import Record
+
+
+@dataclass(kw_only=True)
+class OrderStates(Analysis):
+    """How far the states behind middle blocks that run otherwise are from those that the blocks behind are used to.
+
+    Of T blocks a variant changes the middle M and leaves the last N as they are (`Interventions`). These are given the
+    state x after the changed middle; in the full model it is y, that of layer T - N. `ending_input_cosine`: the cosine
+    of x and y; `ending_input_norm_ratio`: |x| / |y|. Both of each real token, averaged within each prompt, then over
+    prompts, with intervals; 1 of the full model. Where N = 0 these are the states that the readout is given. A prompt
+    with a token without a value (a zero state, or one that is not finite) is left out and counted in `num_undefined`.
+
+    Of random orders the mean over seeds, taken within each prompt. Tags are those of `Interventions`. Blocks run as
+    `running_order` composes them, those that orders begin with in common once for each batch. The model runs in
+    float32 or wider, the rest in float64.
+
+    Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298, A.4, asks why repeating a middle block
+    harms more than skipping the middle; these numbers are ours.
+
+    Args:
+        batches: what is measured on.
+        variants: of `lit_layers.functional.block_schedules.OF_MIDDLES`.
+        middles: numbers of middle blocks; None: all that there are.
+        seeds: of random orders.
+        loops: of looped_parallel.
+        drop_first: how many first tokens are left out, mostly sinks, whose norm is unlike all others.
+    """
+
+    batches: Batches
+    name: str = "interventions/states"
+    variants: tuple[str, ...] = OF_MIDDLES
+    middles: tuple[int, ...] | None = None
+    seeds: tuple[int, ...] = SEEDS
+    loops: tuple[int, ...] = LOOPS
+    drop_first: int = 0
+
+    def check_options(self, model: LayeredModel) -> None:
+        super().check_options(model)
+        if other := next((name for name in self.variants if name not in OF_MIDDLES), None):
+            raise InputError(f"{self.name}: variants: expected some of {', '.join(OF_MIDDLES)}, got {other!r}")
+        self._orders(model)
+
+    def _orders(self, model: LayeredModel) -> list[tuple[Variant, Schedule, int]]:
+        """Return each variant, its steps up to the end of the middle, and the layer at which the ending begins."""
+        chosen = variants_of(self, model, f"{self.name}: ")
+        orders = []
+        for each in chosen:
+            behind = 0 if each.middle is None else start_of(model.num_layers, each.middle)
+            orders.append((each, each.schedule[: len(each.schedule) - behind], model.num_layers - behind))
+        return orders
+
+    @torch.no_grad()
+    def update(self, seen: Trajectory, batch: Batch) -> Values:
+        mask = drop_first_tokens(seen.mask, self.drop_first)
+        orders = self._orders(seen.model)
+        values = torch.zeros(2, len(orders), len(mask), dtype=torch.float64)
+        shared = SharedPrefixes([order for _, order, _ in orders], seen.num_layers)
+        for indices, hidden in shared.states(seen):
+            for index in indices:
+                usual = seen.hidden[orders[index][2]]
+                values[:, index] = _against(widened(hidden), widened(usual), mask).cpu()
+        return {"against": values[..., mask.any(-1).cpu()]}
+
+    def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
+        against = batches["against"]  # (2, orders, prompts)
+        chosen = enumerate(variant for variant, _, _ in self._orders(model))
+        for _, group in groupby(chosen, key=lambda item: (item[1].name, item[1].middle, item[1].loops)):
+            members = dict(group)
+            variant = next(iter(members.values()))
+            tags = {name: tag for name, tag in variant.tags.items() if name not in ("seed", "schedule")}
+            tags |= {"num_seeds": len(members)} if variant.name == "random" else {}
+            tags |= self.tags_of("drop_first")
+            cosine, ratio = against[:, [*members]].mean(1)
+            yield from summarize("ending_input_cosine", cosine, tags=tags)
+            yield from summarize("ending_input_norm_ratio", ratio, tags=tags)
+
+
+def _against(states: Tensor, usual: Tensor, mask: Tensor) -> Tensor:
+    """Return cosine and ratio of norms (2, batch), means over the tokens of the mask (batch, tokens).
+
+    One undefined token makes the mean NaN.
+    """
+    mask = mask.to(states.device)  # where there is no float64, states are on the CPU
+    norms, of_usual = states.norm(dim=-1), usual.norm(dim=-1)
+    cosines = (states * usual).sum(-1) / (norms * of_usual)
+    values = torch.stack([cosines.clamp(-1, 1), norms / of_usual])  # (2, batch, tokens)
+    values = values.where(values.isfinite() & (norms > 0), torch.nan)
+    return values.where(mask, 0).sum(-1) / mask.sum(-1)

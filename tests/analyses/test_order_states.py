@@ -1,0 +1,136 @@
+"""States inside a changed order against states by hand: blocks called one after the other, cosines in numpy."""
+
+import numpy as np
+import pytest
+import torch
+
+from lit_layers.analyses import OrderStates
+from lit_layers.errors import InputError
+from lit_layers.functional.block_schedules import parse_schedule
+from lit_layers.models.running_order import SharedPrefixes
+from lit_layers.models.view import LayeredModel
+from tests.support.listed_batches import Listed
+from tests.support.measured import records_of
+from tests.support.tiny_models import tiny, tiny_batch
+
+BLOCKS = 6
+BATCHES = [
+    tiny_batch("gpt2", batch=3, tokens=9, padding="left", seed=1),
+    tiny_batch("gpt2", batch=2, tokens=7, seed=2),
+    tiny_batch("gpt2", batch=2, tokens=8, padding="right", seed=3),
+]
+# What runs before the blocks behind the middle, and the layer that these are used to.
+BEFORE = {
+    ("baseline", None): ([1, 2, 3, 4, 5, 6], 6),
+    ("skip", 3): ([1, 2], 5),
+    ("middle_repeat", 3): ([1, 2, 4, 4, 4], 5),
+    ("reverse", 5): ([1, 6, 5, 4, 3, 2], 6),
+    ("skip", 5): ([1], 6),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("gpt2", torch.float64, n_layer=BLOCKS)
+
+
+def run(model, *batches, **options):
+    records = [*records_of(OrderStates(batches=Listed(*batches), **options), LayeredModel(model))]
+    return {(r.metric, r.tags["variant"], r.tags.get("middle"), r.tags.get("loops")): r for r in records}
+
+
+def by_hand(model, batch, order, layer):
+    """Cosines and ratios of norms, a mean for each prompt."""
+    view = LayeredModel(model)
+    trajectory = view.trajectory(batch)
+    state = trajectory.hidden[0]
+    with torch.no_grad():
+        for number in order:
+            state = trajectory.block(number)(state)
+    found = []
+    for x, y, real in zip(state.numpy(), trajectory.hidden[layer].numpy(), trajectory.mask.numpy(), strict=True):
+        pairs = [(a, b) for a, b, here in zip(x, y, real, strict=True) if here]
+        cosines = [a @ b / np.sqrt((a @ a) * (b @ b)) for a, b in pairs]
+        ratios = [np.sqrt((a @ a) / (b @ b)) for a, b in pairs]
+        found.append((np.mean(cosines), np.mean(ratios)))
+    return found
+
+
+def test_what_the_blocks_behind_the_middle_are_given_is_that_of_blocks_run_by_hand(model):
+    found = run(model, *BATCHES, variants=("skip", "middle_repeat", "reverse"), middles=(3, 5))
+    for (variant, middle), (order, layer) in BEFORE.items():
+        prompts = [pair for batch in BATCHES for pair in by_hand(model, batch, order, layer)]
+        for metric, values in zip(("cosine", "norm_ratio"), zip(*prompts, strict=True), strict=True):
+            record = found[f"ending_input_{metric}", variant, middle, None]
+            assert record.value == pytest.approx(np.mean(values), abs=1e-9)
+            assert (record.n, record.layer) == (7, None)
+    assert found["ending_input_cosine", "baseline", None, None].value == pytest.approx(1, abs=1e-12)
+    assert found["ending_input_cosine", "skip", 3, None].value < 0.999
+
+
+def test_random_orders_are_one_number_and_each_count_of_loops_another(model):
+    found = run(model, *BATCHES, variants=("random", "looped_parallel"), middles=(3,), seeds=(0, 1), loops=(2, 3))
+    keys = {key[1:] for key in found}
+    assert keys == {("baseline", None, None), ("random", 3, None), ("looped_parallel", 3, 2), ("looped_parallel", 3, 3)}
+    single = [
+        run(model, *BATCHES, variants=("random",), middles=(3,), seeds=(seed,))[
+            "ending_input_cosine", "random", 3, None
+        ]
+        for seed in (0, 1)
+    ]
+    both = found["ending_input_cosine", "random", 3, None]
+    assert both.value == pytest.approx(np.mean([each.value for each in single]))
+    assert both.tags == {"variant": "random", "middle": 3, "num_seeds": 2}
+
+
+def test_first_tokens_are_left_out_and_padding_does_not_enter(model):
+    (batch,) = BATCHES[1:2]
+    dropped = run(model, batch, variants=("skip",), middles=(3,), drop_first=1)["ending_input_cosine", "skip", 3, None]
+    assert dropped.tags["drop_first"] == 1
+    left = {name: torch.cat([column[:, :1].mul(0), column], 1) for name, column in batch.items()}
+    if "attention_mask" not in left:
+        left["attention_mask"] = torch.ones_like(left["input_ids"]).index_fill(1, torch.tensor([0]), 0)
+    padded = run(model, left, variants=("skip",), middles=(3,), drop_first=1)["ending_input_cosine", "skip", 3, None]
+    assert padded.value == pytest.approx(dropped.value, abs=1e-9)
+
+
+def test_a_prompt_whose_states_are_not_finite_is_left_out_and_counted(model):
+    class Spoiled(LayeredModel):
+        def trajectory(self, batch):
+            found = super().trajectory(batch)
+            found.hidden[5, 0] = torch.nan  # of the first prompt, where blocks behind a middle of three begin
+            return found
+
+    options = {"variants": ("skip",), "middles": (3,)}
+    records = [*records_of(OrderStates(batches=Listed(BATCHES[0]), **options), Spoiled(model))]
+    (record,) = [r for r in records if r.tags["variant"] == "skip" and r.metric == "ending_input_cosine"]
+    values = [cosine for cosine, _ in by_hand(model, BATCHES[0], [1, 2], 5)]
+    assert record.value == pytest.approx(np.mean(values[1:]), abs=1e-9)
+    assert (record.n, record.tags["num_undefined"]) == (2, 1)
+
+
+def test_states_at_every_place_of_an_order_are_those_of_its_beginnings(model):
+    trajectory = LayeredModel(model).trajectory(BATCHES[1])
+    order = parse_schedule("1 (2,3) 6", BLOCKS)
+    states = {
+        index: state
+        for indices, state in SharedPrefixes([order[:end] for end in range(4)], BLOCKS).states(trajectory)
+        for index in indices
+    }
+    expected = trajectory.hidden[0]
+    with torch.no_grad():
+        for place, step in enumerate([(), (1,), (2, 3), (6,)]):
+            expected = torch.stack([trajectory.block(n)(expected) for n in step]).mean(0) if step else expected
+            torch.testing.assert_close(states[place], expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"variants": ("skip_one",)}, "variants: expected some of middle_repeat, skip, .*, got 'skip_one'"),
+        ({"middles": (2,)}, "of 6 blocks the middle has 1, 3, 5 blocks, got 2"),
+    ],
+)
+def test_what_does_not_fit_is_refused(model, options, sentence):
+    with pytest.raises(InputError, match=sentence):
+        run(model, *BATCHES, **options)
