@@ -2,7 +2,23 @@
 
 import importlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lit_layers.functional.block_schedules import *
+    from lit_layers.functional.context import *
+    from lit_layers.functional.correlation import *
+    from lit_layers.functional.coupling import *
+    from lit_layers.functional.curves import *
+    from lit_layers.functional.emergence.curve_times import *
+    from lit_layers.functional.entropy import *
+    from lit_layers.functional.geometry import *
+    from lit_layers.functional.jacobian.block_jacobians import *
+    from lit_layers.functional.probes.logistic import *
+    from lit_layers.functional.probes.regression import *
+    from lit_layers.functional.singular import *
+    from lit_layers.functional.state_geometry import *
+    from lit_layers.functional.trajectory import *
 
 # Files that metrics are computed with; all others define them.
 _PLUMBING = ("_checks", "emergence.drawn_curves", "jacobian.block_call", "jacobian.linear_cut")
