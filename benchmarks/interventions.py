@@ -85,7 +85,7 @@ def compare(model: torch.nn.Module, analysis: Interventions, options: argparse.N
         batch = {"input_ids": torch.randint(options.vocabulary, size, generator=generator).to(options.device)}
         sides = {
             "each": lambda batch=batch: from_scratch(model, view, analysis, batch),
-            "shared": lambda batch=batch: lambda: analysis.sums(view.trajectory(batch), batch),
+            "shared": lambda batch=batch: lambda: analysis.update(view.trajectory(batch), batch).values(),
         }
         sums = {}
         for side in ("each", "shared") if number % 2 else ("shared", "each"):

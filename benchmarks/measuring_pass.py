@@ -216,7 +216,7 @@ def seconds_of_passes(options: argparse.Namespace) -> int:
         sets = {each.name: each for analysis in of for each in vars(analysis).values() if isinstance(each, Windows)}
         return [batch for each in sets.values() for batch in each]
 
-    problem, most = probe._problem(), max(batch["input_ids"].numel() for batch in probe.test)
+    problem, most = probe._problem, max(batch["input_ids"].numel() for batch in probe.test)
     contexts = [
         {"input_ids": part.input_ids}
         for rows in (problem.train, problem.test)

@@ -119,7 +119,7 @@ def read_by(analyses: Iterable[Analysis]) -> list[Batch]:
     contexts: list[Batch] = []
     for analysis in analyses:
         if isinstance(analysis, NextTokenProbe):
-            problem, most = analysis._problem(), max(batch["input_ids"].numel() for batch in analysis.test)
+            problem, most = analysis._problem, max(batch["input_ids"].numel() for batch in analysis.test)
             for rows in (problem.train, problem.test):
                 parts = passes(rows, max_tokens=most, together=True)
                 contexts += [{"input_ids": part.input_ids} for part in parts]

@@ -17,7 +17,6 @@ ends with an error.
 import argparse
 import copy
 import logging
-import os
 import statistics
 import sys
 import tempfile
@@ -307,15 +306,14 @@ def _difference(end: tuple[float, float], start: tuple[float, float]) -> tuple[f
 # ------------------------------------------------------------------------------------------------ run and report
 
 
-def compete(size: Size, *, steps: int, turn: int, device: str, compile: bool, bar: bool) -> tuple[TakeTurns, Tensor]:
+def compete(size: Size, *, steps: int, turn: int, device: str, compile: bool) -> tuple[TakeTurns, Tensor]:
     """Trains all contenders; returns the timings and the trainer's losses as it logged them."""
     shape = {"n_layer": size.layers, "n_embd": size.dim, "n_head": size.heads, "n_positions": size.context}
     no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     lit = LitCausalLM("gpt2", shape | no_dropout, warmup_steps=WARMUP, compile=compile)
-    with tempfile.TemporaryDirectory() as root, open(os.devnull, "w") as nowhere:
+    with tempfile.TemporaryDirectory() as root:
         run_log = RunLog(root)
-        progress = StepProgress(run_log, nowhere)
-        progress.status.is_live = bar
+        progress = StepProgress(run_log)
         turns = TakeTurns(size, turn)
         trainer = L.Trainer(
             **DEFAULTS,
@@ -400,7 +398,6 @@ def main() -> int:
     parser.add_argument("--turn", type=int, help="steps before the others take over: a divisor of the round")
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch on the CPU")
     parser.add_argument("--compile", action="store_true", help="torch.compile for all three")
-    parser.add_argument("--bar", action="store_true", help="draw the live progress bar (into nowhere)")
     options = parser.parse_args()
     if options.rounds < 2 or options.warmup < 0 or min(options.threads, options.batch or 1, options.turn or 1) < 1:
         parser.error("expected at least 2 rounds, no negative warm-up, and positive threads, batch and turn")
@@ -419,7 +416,6 @@ def main() -> int:
         turn=turn,
         device=options.device,
         compile=options.compile,
-        bar=options.bar,
     )
     print(f"{options.size}: {size}")
     differences = compare_losses(turns, losses, options.device)

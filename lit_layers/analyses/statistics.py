@@ -214,7 +214,7 @@ def summarize_ratio(
         return [gap(metric, tags=tags)] if layer is None else []
     ratio = sums.sum() / kept.sum()
     values = ratio + (sums - ratio * kept) / kept.mean()
-    (record,) = summarize(metric, values, layer=layer, tags=tags, rows=defined)
+    (record,) = summarize_all([Sample(metric, values, layer, tags=tags, rows=defined)])
     return [replace(record, value=ratio.item())]
 
 

@@ -222,6 +222,7 @@ def bar(opening: str, *, hidden: bool = False) -> Iterator[Show]:
 
     every = REDRAWN if sys.stderr.isatty() and not _is_verbose else LINE
     looks: Any = {"leave": False, "mininterval": every, "miniters": 0, "smoothing": 0, "dynamic_ncols": True}
+    looks["delay"] = every  # what is done at once draws none
     with tqdm(desc=opening, disable=hidden, **looks) as drawn:
 
         def show(now: int | None, of: int | None, then: str) -> None:

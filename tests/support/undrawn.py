@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lit_layers.figures import vega
+from lit_layers.report import template
 
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
 
@@ -21,4 +22,4 @@ def leave_undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every picture is one grey point, and a page has no script."""
     assert base64.b64decode(PNG).startswith(b"\x89PNG")
     monkeypatch.setattr(vega, "_drawing", _drawing)
-    monkeypatch.setattr(vega, "script", str)
+    monkeypatch.setattr(template, "script", str)
