@@ -19,7 +19,7 @@ from lit_layers.files.hub import ADAPTER, MERGE_IT, named_shards, refuse_foreign
 from lit_layers.models import pixels
 from lit_layers.models.build import TIMM_OPTIONS, has_tied_head, quiet, untrained
 from lit_layers.models.families import Network, class_named, trunk_of
-from lit_layers.models.offload import Offload
+from lit_layers.models.offload import Offload, free_memory
 from lit_layers.models.structure import family_of
 
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
@@ -76,6 +76,8 @@ def _load(name: str, revision: str | None, dtype: torch.dtype, offload: Offload 
 
     settings, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
     refuse_foreign_code(settings, name)
+    if offload is None:
+        _refuse_beyond_memory(settings | settings.get("model_args", {}))
     if is_timm(settings):
         if offload is not None:
             raise InputError(f"offload: {name} is a model of timm, which is only read whole: leave --offload out")
@@ -84,6 +86,21 @@ def _load(name: str, revision: str | None, dtype: torch.dtype, offload: Offload 
         pixels.keep_pixel_statistics_(model, settings)
         return model.to(dtype).eval()
     return _load_transformers(name, settings, revision, dtype, offload)
+
+
+def _refuse_beyond_memory(settings: dict[str, Any]) -> None:
+    """Refuse weights that cannot fit; count no more than what every family has."""
+
+    def size(*names: str) -> int:
+        return next((settings[name] for name in names if isinstance(settings.get(name), int)), 0)
+
+    layers = size("n_layer", "num_hidden_layers", "num_layers", "depth")
+    width = size("n_embd", "hidden_size", "embed_dim")
+    least, free = 4 * (4 * layers * width**2 + size("vocab_size") * width), free_memory(torch.device("cpu"))
+    if free is not None and least > free:
+        raise ValueError(
+            f"its weights take at least {least / 1e9:,.0f} GB, and {free / 1e9:,.0f} GB of memory are free"
+        )
 
 
 def refuse_weights_elsewhere(model: str, revision: str | None = None) -> None:

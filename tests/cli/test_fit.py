@@ -122,7 +122,7 @@ def test_a_used_folder_is_refused_and_left_as_it_is_unless_overwriting_is_asked_
         (["--steps", "pythai"], "got 'pythai'"),
         (["--if_exists", "ask"], "ask"),
         (["--trainer.max_steps", "-1"], "trainer.max_steps: expected at least 1, got -1"),
-        (["--trainer.max_steps", "many"], "trainer.max_steps: expected int, got many"),
+        (["--trainer.max_steps", "many"], "trainer.max_steps: Expected a int. Got value: many"),
         (["--model.lr", "-1"], "model.lr: expected more than 0, got -1"),
         (["--model.warmup_steps", "-2"], "model.warmup_steps: expected at least 0, got -2"),
         (["--model.config.n_layers", "4"], "n_layers"),

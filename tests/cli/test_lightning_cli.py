@@ -42,8 +42,8 @@ WORKS = {
     "--seed_everything": ["--seed_everything", "3"],
 }
 REFUSED = {
-    "another kind of class": (["--optimizer", "torch.nn.Linear"], "Optimizer], null, got torch.nn.Linear"),
-    "an unknown optimizer": (["--optimizer", "torch.optim.Adm"], "Optimizer], null, got torch.optim.Adm"),
+    "another kind of class": (["--optimizer", "torch.nn.Linear"], "Optimizer], NoneType, got torch.nn.Linear"),
+    "an unknown optimizer": (["--optimizer", "torch.optim.Adm"], "Optimizer], NoneType, got torch.optim.Adm"),
     "a class from elsewhere": (["--optimizer", "os.system"], "optimizer: a recipe names no os.system"),
     "an option that it has not": (["--optimizer=SGD", "--optimizer.beta=1"], "optimizer: unknown key beta"),
     "a value that it refuses": (["--optimizer=SGD", "--optimizer.lr=-1"], "optimizer: Invalid learning rate: -1.0"),
@@ -65,7 +65,7 @@ REFUSED = {
     "overfit_batches": (["--trainer.overfit_batches=2"], "trainer.overfit_batches: expected 0"),
     "epochs without end": (["--trainer.max_epochs=2"], "trainer.max_epochs: expected none without"),
     "no end": (["--trainer.max_steps=-1"], "trainer.max_steps: expected at least 1, got -1"),
-    "a random seed": (["--seed_everything", "true"], "seed_everything: expected int"),
+    "a random seed": (["--seed_everything", "true"], "seed_everything: Expected a int"),
 }
 
 

@@ -67,7 +67,6 @@ def test_an_index_names_files_of_its_own_folder_alone(index, tmp_path):
         for opened in openings:
             with pytest.raises(InputError, match=r"names .*, a file outside its folder"):
                 opened(folder)
-    assert main(["audit", str(tmp_path / "series")]) == 1
 
 
 def test_links_are_followed_as_those_of_the_hubs_cache(tmp_path):
@@ -244,9 +243,17 @@ def test_an_adapter_beside_a_model_is_refused_since_only_some_machines_would_add
 def test_weights_of_other_shapes_than_the_config_says_are_refused_in_our_words(tmp_path):
     save(causal_lm("gpt2", n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=32), tmp_path)
     plain = json.loads((tmp_path / "config.json").read_text())
-    for odd, value in {"n_positions": 4, "vocab_size": 10**12, "n_inner": 10**12}.items():
-        (tmp_path / "config.json").write_text(json.dumps(plain | {odd: value}))
-        with pytest.raises(InputError, match="cannot be loaded: its weights have other shapes than its config.json"):
+    others, too_many = (
+        "its weights have other shapes than its config.json says$",
+        "its weights take at least .* are free$",
+    )
+    for odd, said in {
+        "n_positions": (4, others),
+        "vocab_size": (10**12, too_many),
+        "n_inner": (10**12, others),
+    }.items():
+        (tmp_path / "config.json").write_text(json.dumps(plain | {odd: said[0]}))
+        with pytest.raises(InputError, match=f"cannot be loaded: .*{said[1]}"):
             load(str(tmp_path))
 
 

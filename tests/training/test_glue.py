@@ -406,9 +406,9 @@ def test_the_learning_rate_goes_up_and_down_on_straight_lines():
     ("content", "sentence"),
     [
         ({"task": ["cola"]}, "recipe: unknown key task in the recipe; did you mean tasks?"),
-        ({"tasks": "cola"}, "recipe: tasks: expected Sequence, got cola"),
+        ({"tasks": "cola"}, "recipe: tasks: Expected a Sequence. Got value: cola"),
         ({"tasks": ["mnli"]}, "task: there is no 'mnli'; did you mean wnli or qnli"),
-        ({"training": ["half"]}, "recipe: training: expected one of 'full', 'frozen', got half"),
+        ({"training": ["half"]}, "recipe: training: Expected a typing.Literal['full', 'frozen']. Got value: half"),
         ({"max_steps": 0}, "recipe: max_steps: expected at least 1, got 0"),
         ({"frozen_learning_rate": 0}, "recipe: frozen_learning_rate: expected more than 0, got 0"),
     ],
