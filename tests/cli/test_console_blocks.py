@@ -9,11 +9,13 @@ import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lit_layers import records
 from lit_layers.cli.main import main
+from lit_layers.report import wandb_mirror
 from tests.cli import test_published_series as published_series
 from tests.cli import test_task_commands as task_commands
 from tests.support.documented_commands import PAGES, ROOT, documented_commands
@@ -95,9 +97,13 @@ def test_pages_of_runs_are_written_as_the_command_says(command, place, monkeypat
     measured = records.read(place / "checkpoints" / "quickstart" / "measurements.jsonl")
     settings = {m.provenance["config_hash"] for m in measured}
     words = [each for word in shlex.split(command) for each in (sorted(glob.glob(word)) or [word])]
-    # What a server would take is written to a file.
-    stands_for = {"1a2b3c4d": sorted(settings)[0], "ENTITY/PROJECT": "made.json"}
-    words = [stands_for.get(word, word) for word in words]
+    words = [sorted(settings)[0] if word == "1a2b3c4d" else word for word in words]
+    made = wandb_mirror.workspace_of
+
+    def unsent(*of: object) -> SimpleNamespace:
+        return SimpleNamespace(save=made(*of)._to_model, url="")
+
+    monkeypatch.setattr(wandb_mirror, "workspace_of", unsent)
     out = words[words.index("--root") + 1] if "--root" in words else ""
     page = {"emerge": Path(out, "emergence.html"), "report": Path(out or "runs.html")}[words[0]]
     if words[0] == "report" and words[1] in ("checkpoints/quickstart", "checkpoints/study"):  # a run alone

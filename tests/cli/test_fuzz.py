@@ -103,7 +103,7 @@ def run_files(home: Home, folder: Path, chance: random.Random) -> Result:
     """A reader of a run of whose files one is damaged."""
     shutil.copytree(home.root / "run", folder / "run")
     file = folder / "run" / chance.choice(RUN_FILES)
-    if chance.random() < 0.7:
+    if file.name != "run.json" and chance.random() < 0.7:
         lines = file.read_text().splitlines()
         place = chance.randrange(len(lines))
         lines[place] = json.dumps(mutated(json.loads(lines[place]), chance))
