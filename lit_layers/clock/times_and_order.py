@@ -24,7 +24,7 @@ from lit_layers.functional.emergence.curve_times import (
 from lit_layers.records import Measurement
 
 TIMES = ("onset", "halfway", "peak", "plateau")
-# The columns of times.csv, which others read; times.parquet has every end of an interval beside them.
+# The first columns of times.csv; the ends of all intervals follow.
 COLUMNS = ("run", "analysis", "metric", "layer", "tags", "emerges", "changes", "p_value", "onset", "halfway")
 COLUMNS = (*COLUMNS, "halfway_low", "halfway_high", "peak", "plateau", "before", "not_yet", "over")
 Timed = tuple[StepCurve, EmergenceTimes]
