@@ -5,8 +5,8 @@ The floors of imports, circles and files of one name are in tests/test_architect
 
 from tests.support import code_lines
 
-LINES = 28_503
-CHARACTERS = 1_366_969
+LINES = 28_511
+CHARACTERS = 1_367_332
 FILES = 172
 FILES_IN_A_FOLDER = 16
 

@@ -56,7 +56,11 @@ def summarize(metric: str, values: Tensor, *, intervals: bool = True, **place: A
     fields of `Sample`. Without `intervals` there is neither `low` nor `high`.
     """
     sample = Sample(metric, torch.as_tensor(values).detach().cpu().double(), **place)
-    return [*summarize_all([sample])] if intervals else _summarized(sample, NO_INTERVAL)
+    defined, interval = sample.values[~sample.values.isnan()], NO_INTERVAL
+    if intervals and len(defined) > 1 and defined.isfinite().all():
+        low, high = bootstrap_interval(defined[:, None], statistic=sample.statistic)
+        interval = low.item(), high.item()
+    return _summarized(sample, interval)
 
 
 def summarize_all(samples: Iterable[Sample | Record]) -> Iterator[Record]:
@@ -214,7 +218,11 @@ def summarize_ratio(
         return [gap(metric, tags=tags)] if layer is None else []
     ratio = sums.sum() / kept.sum()
     values = ratio + (sums - ratio * kept) / kept.mean()
-    (record,) = summarize_all([Sample(metric, values, layer, tags=tags, rows=defined)])
+    interval = NO_INTERVAL
+    if len(values) > 1 and values.isfinite().all():
+        low, high = bootstrap_interval(values[:, None])
+        interval = low.item(), high.item()
+    (record,) = _summarized(Sample(metric, values.cpu(), layer=layer, tags=tags, rows=defined), interval)
     return [replace(record, value=ratio.item())]
 
 
