@@ -6,7 +6,7 @@ The floors of imports, circles and files of one name are in tests/test_architect
 from tests.support import code_lines
 
 LINES = 28_511
-CHARACTERS = 1_367_332
+CHARACTERS = 1_367_372
 FILES = 172
 FILES_IN_A_FOLDER = 16
 

@@ -49,7 +49,7 @@ def peak_of_call(call: Callable[[], Any]) -> int:
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of every beginning and end otherwise
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    with profile(activities=activities, profile_memory=True) as watched:
+    with profile(activities=activities, profile_memory=True, acc_events=True) as watched:  # or torch 2.12 warns
         kept = call()
     del kept
     events: Any = watched.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
