@@ -144,11 +144,10 @@ def test_a_hole_in_an_even_spacing_is_a_gap(hub, root, model):
     assert not found.is_clean
 
 
-def test_bursts_of_steps_are_no_even_spacing_that_most_is_missing_from(hub, root, model):
+def test_bursts_of_steps_are_no_even_spacing_with_gaps(hub, root, model):
     steps = [*range(5), *range(100, 104), *range(200, 204), 300]
     found = audit(HubRevisions(pythia(root, model, steps=steps)))
-    assert {(each.kind, each.note) for each in found.findings} == {("gap", True)}
-    assert found.is_clean
+    assert found.findings == ()
 
 
 def test_two_branches_of_one_step_are_named(hub, root, model):
