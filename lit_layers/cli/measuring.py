@@ -13,7 +13,7 @@ from lit_layers import records
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli import FAILED, process
 from lit_layers.cli.options import Steps
-from lit_layers.cli.process import bar, note, show_audit, show_table
+from lit_layers.cli.process import bar, note, show_audit
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError, refuse_odd_files
 from lit_layers.identity import settings_of, shown
@@ -166,7 +166,7 @@ def _show_plan(outcome: Outcome, number: int) -> None:
     measured = pd.DataFrame(outcome.complete()[0], columns=["analysis", "seconds"])
     times = number * measured.groupby("analysis", sort=False)["seconds"].mean()
     times[f"in all, {number} checkpoints"] = times.sum()
-    show_table([{"": name, "time": duration(seconds)} for name, seconds in times.items()])
+    print(times.map(duration).to_string(header=False))
 
 
 @dataclass(frozen=True, kw_only=True)

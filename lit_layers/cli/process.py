@@ -11,7 +11,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -183,20 +183,6 @@ def one_line(text: str) -> str:
 def note(sentence: str) -> None:
     """Print one line to standard error."""
     print(one_line(sentence), file=sys.stderr)
-
-
-def show_table(rows: Iterable[Mapping[Any, Any]], title: str = "", *, text: Collection[str] = ()) -> None:
-    """Print a row for each mapping, a column for each of their names: the first, and those of `text`, to the left."""
-    rows = list(rows)
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [[*map(str, names)], *([one_line(str(row.get(name, ""))) for name in names] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = [str.ljust if name in (names[0], *text) else str.rjust for name in names]
-    if title:
-        print(title)
-    for line in lines:
-        cells = (align(cell, width) for align, cell, width in zip(aligned, line, widths, strict=True))
-        print("  ".join(cells).rstrip())
 
 
 def show_audit(result: "Audit") -> None:

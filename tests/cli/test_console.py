@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lit_layers.cli import process as console
-from lit_layers.cli.process import bar, show_table
+from lit_layers.cli.process import bar
 from lit_layers.cli.verbs.fit import StepProgress
 from lit_layers.records import Measurement
 from lit_layers.training import run_log
@@ -49,13 +49,6 @@ def test_a_bar_may_be_drawn_by_another_thread():
     thread.start()
     thread.join()
     assert shown == [True]
-
-
-def test_a_table_cuts_no_number_and_has_texts_to_the_left(capsys):
-    rows = [{"run": "a run of a long name", "lr": 0.00012345, "error": "none"}, {"run": "b", "lr": 1, "error": "x\ny"}]
-    show_table(rows, "title", text=("error",))
-    expected = ["title", "run                           lr  error", "a run of a long name  0.00012345  none"]
-    assert capsys.readouterr().out.splitlines() == [*expected, "b                              1  x y"]
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -1,29 +1,17 @@
 """`lit-layers correlate`: a metric of many models against their score, or metrics against scores over layers."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from lit_layers.cli.options import Names, refuse_replacing
-from lit_layers.cli.process import show_table
 from lit_layers.correlate import correlate as correlate_models
 from lit_layers.correlate import correlate_layers, published, read_layers
 from lit_layers.correlate.findings import Findings, LayerFindings
-from lit_layers.correlate.layer_tables import LayerTables
 from lit_layers.correlate.model_table import ModelTable, read_file, read_run_models, split, table_of_models
-from lit_layers.correlate.pages import (
-    Table,
-    choice_table,
-    coefficient_table,
-    correlation_table,
-    covariate_table,
-    missing_tasks,
-    write_layers,
-    write_models,
-)
+from lit_layers.correlate.pages import heading, write_layers, write_models
 from lit_layers.errors import InputError
-from lit_layers.figures.labels import in_sentence
+from lit_layers.figures.labels import in_sentence, p_equation, value
 from lit_layers.schema import COUNT_OR_NONE, SEED, Range
 
 TABLES = (".csv", ".parquet")
@@ -117,12 +105,16 @@ def _check(models: list[Path], files: list[Path], options: OverModels, step: int
 
 
 def _over_models(models: list[Path], options: OverModels, step: int | None, resampling: Any, root: Path) -> int:
-    """Print coefficients, write the page, the tables and the pictures, and return 0."""
+    """Write the page, the tables and the pictures, print R² and the warnings, and return 0."""
     table = _table(models, options, step)
     findings = correlate_models(table, given=options.given or (), group=options.group, **resampling)
     paths = write_models(table, findings, root)
-    _show_models(table, findings)
-    print(*paths, sep="\n")
+    r2 = next(row for row in findings.rows if row.name == "R²")
+    title = f"{table.title(table.metric)} against {in_sentence(table.title(table.score))}, {findings.n} models"
+    print(f"{title}: R² = {value(r2.value)}, {p_equation(r2.p)}")
+    for warning in findings.warnings:
+        print(f"warning: {warning}")
+    _show(findings, paths)
     return 0
 
 
@@ -137,48 +129,23 @@ def _table(models: list[Path], options: OverModels, step: int | None) -> ModelTa
     return table_of_models(read_run_models(models), source=", ".join(map(str, models)), **columns)
 
 
-def _show_models(table: "ModelTable", findings: "Findings") -> None:
-    title = f"{table.title(table.metric)} against {table.title(table.score)}, {findings.n} models"
-    show_table(_rows(coefficient_table(table, findings)), title)
-    if (covariates := covariate_table(findings)) is not None:
-        show_table(_rows(covariates), "\nOther explanations")
-    print()
-    for warning in findings.warnings:
-        print(f"warning: {warning}")
-    for model, why in findings.left_out.items():
-        print(f"left out: {model}: {why}")
-
-
-def _rows(table: "Table") -> Iterator[dict[str, str]]:
-    """Yield the rows of a table of the page: what stands small there in brackets, a strong row with a star."""
-    for group in table.groups:
-        if group.heading:
-            yield {table.columns[0]: group.heading}
-        for row in group.rows:
-            name, *cells = [f"{text} ({small})" if small else text for text, small in row.cells]
-            texts = [f"{'* ' if row.strong else ''}{name}", *cells]
-            yield dict(zip(table.columns, texts, strict=False))
-
-
 def _over_layers(models: list[Path], options: OverLayers, step: int | None, resampling: Any, root: Path) -> int:
-    """Print coefficients and choices of layers, write the page, the tables and the pictures, and return 0."""
+    """Write the page, the tables and the pictures, print the rank correlation of each metric, and return 0."""
     about: Any = {name: getattr(options, name) for name in ("scores", "with_layer_0")}
     metrics = options.metrics if isinstance(options.metrics, list) else split(options.metrics or "")
     tables = read_layers(models, metrics=metrics, step=step, **about)
     findings = correlate_layers(tables, **resampling)
     paths = write_layers(tables, findings, root)
-    _show_layers(tables, findings)
-    print(*paths, sep="\n")
+    for model in findings.models:
+        for one in model.metrics:
+            found = {(each.form, each.coefficient): each.estimate.value for each in one.correlations}
+            rho = found.get(("per_task_mean", "spearman"))
+            print(f"{heading(model)}: {tables.titles[one.metric]}: Spearman rho {value(rho)}, mean over tasks")
+    _show(findings, paths)
     return 0
 
 
-def _show_layers(tables: "LayerTables", findings: "LayerFindings") -> None:
-    coefficients = correlation_table(tables, findings)
-    show_table(_rows(coefficients), f"Metrics against {in_sentence(tables.score_title)} over layers")
-    print(*(f"{group.heading}: {group.note}" for group in coefficients.groups), sep="\n")
-    title = "\nLayers chosen without labels (* chosen on the other models)"
-    show_table(_rows(choice_table(tables, findings)), title)
-    for model, metric, tasks, why in missing_tasks(tables, findings):
-        print(f"{model}, {metric}: left out {tasks}: {why}")
-    left_out = [f"left out: {name}: {why}" for name, why in findings.left_out.items()]
-    print("", findings.basis, *left_out, sep="\n")
+def _show(findings: Findings | LayerFindings, paths: list[Path]) -> None:
+    for model, why in findings.left_out.items():
+        print(f"left out: {model}: {why}")
+    print(*paths, sep="\n")

@@ -5,12 +5,11 @@ from typing import Annotated, Any, Literal
 
 from lit_layers.cli.options import Names, refuse_replacing
 from lit_layers.cli.process import bar
-from lit_layers.clock import times_and_order as clocks
 from lit_layers.clock.curve_sources import curves_of
 from lit_layers.clock.step_curves import MONOTONICITY, layer_curves, over_seeds, over_the_seeds
-from lit_layers.clock.times_and_order import Clock, measure_times
+from lit_layers.clock.times_and_order import measure_times
 from lit_layers.errors import InputError
-from lit_layers.report.emergence import sentence, write_emergence
+from lit_layers.report.emergence import write_emergence
 from lit_layers.schema import SEED, Range
 
 WRITTEN = ("times", "order", "layer_order", "layers", "agreement", "emergence")  # without their endings
@@ -70,19 +69,10 @@ def emerge(
     if lacking:
         times.left_out[f"over {together}: not all of them have it at common steps"] = lacking
     paths = write_emergence(times, folder, axis=axis, layers=layers)
-    _show(times, axis)
+    print(f"{sum(each.emerges for each in times.times)} of {len(times.times)} curves emerge")
+    for why, curves_left in times.left_out.items():
+        print(f"left out: {curves_left} curve{'s' if curves_left > 1 else ''}: {why}")
     pictures = [path for path in paths if path.suffix in (".png", ".svg", ".pdf")]
     files = [path for path in paths if path not in pictures]
     print(*files, f"{len(pictures)} pictures in {folder}", sep="\n")
     return 0
-
-
-def _show(clock: "Clock", axis: Literal["step", "tokens"]) -> None:
-    for run in clock.runs:
-        others = [pair for pair in clocks.of_the_model(clock, run) if not pair[1].emerges]
-        print(f"{run}, {axis}s")
-        print(*(sentence(*pair, axis=axis) for pair in [*clocks.emerged_in_order(clock, run), *others]), sep="\n")
-    agreement = clocks.agreement_sentence(clocks.agreement_table(clock))
-    print(*filter(None, [agreement, clocks.few_seeds_sentence(clock)]), sep="\n")
-    for why, number in clock.left_out.items():
-        print(f"left out: {number} curve{'s' if number > 1 else ''}: {why}")

@@ -11,10 +11,10 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.speed import Speed
 from lit_layers.cli.measuring import Checkpoints, Outcome, Target, measured
 from lit_layers.cli.options import Names, Numbers, Recipe, arguments
-from lit_layers.cli.process import show_table
 from lit_layers.data.batches import EvalText
 from lit_layers.data.images import EvalImages
 from lit_layers.errors import InputError
+from lit_layers.figures.labels import value
 from lit_layers.functional import block_schedules as orders
 from lit_layers.metrics import headlines, look_up, sentence
 from lit_layers.plots import with_task_medians
@@ -25,7 +25,6 @@ from lit_layers.tasks.lm_eval_scorer import refuse_unknown
 
 T = TypeVar("T")
 RESULTS = "intervene"
-TAGS = ("variant", "loops", "schedule", "when", "training")  # what tells the rows of a table from each other
 ALL = Names(("all",))
 TASKS = Names(("lambada", "arc_challenge", "hellaswag", "winogrande", "gsm8k"))
 COUNTED = Annotated[int | None, COUNT]
@@ -212,43 +211,24 @@ def _images(options: Interventions) -> Any:
 
 
 def _tell(outcome: Outcome) -> bool:
-    """Print what the root holds of the variants (of some steps, if they are named), write all, and return whether any
-    failed.
+    """Write the table and the page of all variants that the root holds, and print their paths and the scores of the
+    full model; return whether any variant failed.
     """
     complete, found = outcome.complete()
+    has_failed = False
+    for each in found:
+        for record in each.records:
+            variant = record.tags.get("variant")
+            if record.metric == records.FAILED:
+                has_failed = True
+                print(f"{sentence(each.analysis)}: {variant} failed ({record.tags.get('error')})")
+            elif variant == "baseline" and record.metric in headlines() and outcome.steps is not None:
+                score = f"{look_up(record.metric).with_unit} {value(record.value)}"
+                print(f"{sentence(each.analysis)}: {score}, the full model")
     if complete:
-        medians = with_task_medians(records.frame(found))
-        _show(medians.frame)
-        print(*medians.notes.values(), sep="\n")
         table = with_task_medians(records.frame(complete)).frame
         rows = table[table["variant"].notna()] if "variant" in table else table.iloc[:0]
         files = {"variants.csv": rows.dropna(axis="columns", how="all")}
         print(*records.write_files(outcome.root / RESULTS, files), sep="\n")
         print(write_report(outcome.root, settings=outcome.settings))
-    has_failed = any(record.metric == records.FAILED for each in found for record in each.records)
     return outcome.tell() or has_failed
-
-
-def _show(table: Any) -> None:
-    """Print a table a score, with a row a variant and a column a number of blocks changed: 0 for the full model.
-
-    Of several steps these are the last, without single seeds and single blocks; then which variants failed, and which
-    tasks have no normalised score.
-    """
-    table = table.assign(**{name: table.get(name) for name in ("variant", "middle", "seed", "error", "undefined")})
-    table["middle"] = table["middle"].fillna(0).astype(int)
-    steps = table["step"].isna() | (table["step"] == table["step"].max())
-    is_usual = table["variant"].notna() & ~table["variant"].isin(orders.OF_BLOCKS) & table["seed"].isna() & steps
-    names = [name for name in TAGS if name in table]
-    rows = table[is_usual & table["metric"].isin([*headlines()])].astype(dict.fromkeys(names, object))
-    rows = rows.fillna(dict.fromkeys(names, ""))
-    for (analysis, metric), part in rows.groupby(["analysis", "metric"], sort=False):
-        tags = [name for name in names if (part[name] != "").any()]
-        wide = part.pivot_table(index=tags, columns="middle", values="value", sort=False).sort_index(axis="columns")
-        cells = wide.map(lambda value: "" if value != value else f"{value:.3f}").reset_index()
-        show_table(cells.to_dict("records"), f"{sentence(analysis)}, {look_up(metric).with_unit}", text=tags)
-    for row in table[table["metric"] == records.FAILED].to_dict("records"):
-        place = f" of {row['middle']} blocks" if row["middle"] else ""
-        print(f"{sentence(row['analysis'])}: {row['variant']}{place} failed ({row['error']})")
-    for analysis in table[table["undefined"].notna()]["analysis"].unique():
-        print(f"{sentence(analysis)}: no normalised score, as the full model does not beat guessing")

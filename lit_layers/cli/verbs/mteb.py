@@ -96,20 +96,13 @@ def _tell(tasks: "list[ScoredTask]", outcome: Outcome) -> bool:
 
 
 def _show(means: "Averages") -> None:
-    """Print a row for each task and for their mean, in percent. The best layer is one from 1 on."""
-    layers = means.curve["layer"].tolist()
-    values: Any = 100 * means.scores.set_index("task")[layers]
-    if len(values):
-        values.loc[f"mean of {len(values)}"] = (100 * means.curve["average"]).tolist()
-    later, last = [layer for layer in layers if layer > 0], layers[-1]
-    best = {"best layer": values[later].max(axis=1), "at": values[later].idxmax(axis=1)} if later else {}
-    shown = pd.DataFrame({"layer 0": values.get(0), **best, f"layer {last}": values[last]})
+    """Print the mean over tasks, in percent, at the best layer from 1 on and at the last one."""
+    values = 100 * means.curve.set_index("layer")["average"].drop(0, errors="ignore")
     title = means.run if means.step is None else f"{means.run}, step {means.step}"
     options = [means.pooling, means.states, *(f"{name} {value}" for name, value in means.options.items())]
-    print(
-        f"{title} ({', '.join(options)}), percent", shown.to_string(float_format="{:.2f}".format, na_rep="-"), sep="\n"
-    )
-    if len(values):
-        print(f"best layer of each task (chosen on these scores): {100 * means.best_per_task():.2f}")
+    if values.notna().any():
+        best, last = values.idxmax(), values.index[-1]
+        scores = f"{values[best]:.2f} at layer {best}, {values[last]:.2f} at layer {last}"
+        print(f"{title} ({', '.join(options)}), mean of {len(means.scores)}: {scores}")
     if means.missing:
         print(f"in no mean, as it lacks scores: {', '.join(means.missing)}")

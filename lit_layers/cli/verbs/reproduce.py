@@ -10,7 +10,6 @@ import yaml
 from lit_layers import records
 from lit_layers.cli.command_line import run_verb
 from lit_layers.cli.options import Recipe, find_recipe
-from lit_layers.cli.process import show_table
 from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import replace_file
 from lit_layers.papers import PAPERS, PaperRecipe, Row, Step, compare, read_recipe
@@ -72,7 +71,8 @@ def _written(number: int, step: Step, root: Path) -> list[str]:
 def _compare(recipe: PaperRecipe, root: Path, *, reduced: bool) -> None:
     rows = compare(recipe, root, reduced=reduced)
     if rows:
-        show_table([row.cells() for row in rows], f"{recipe.item}, {PAPERS[recipe.paper].partition(' (')[0]}")
+        print(f"{recipe.item}, {PAPERS[recipe.paper].partition(' (')[0]}")
+        print(pd.DataFrame([row.cells() for row in rows]).to_string(index=False))
     else:
         print("The paper prints no number of this one: its figure is compared by eye.")
     if recipe.differs:

@@ -11,7 +11,7 @@ from lit_layers.analyses.probes.probe_fits import ProbeOptions
 from lit_layers.cli import process
 from lit_layers.cli.measuring import name_of
 from lit_layers.cli.options import refuse_replacing
-from lit_layers.cli.process import bar, show_table
+from lit_layers.cli.process import bar
 from lit_layers.errors import InputError
 from lit_layers.measuring.offline import device_of
 from lit_layers.models.costs import layer_latencies
@@ -227,27 +227,12 @@ def _opened(
 
 
 def _show(task: "TaskFeatures", choice: "Choice") -> None:
-    """Print the scores, the choice and the notes."""
-    rows = [
-        {
-            "layer": layer,
-            "score": f"{score.value:.4f}",
-            "95% interval": f"{score.low:.4f} to {score.high:.4f}",
-            "chosen in": f"{choice.shares[layer]:.0%}" if layer else "",
-            "": "<- chosen" if layer == choice.layer else "",
-        }
-        for layer, score in choice.validation.items()
-    ]
-    show_table(rows, f"{task.name}: {choice.metric} on validation rows")
-    print(f"{choice.baseline_name} alone: {choice.baseline:.4f}")
-    last = choice.num_layers
+    """Print the layer that is chosen and the scores of test rows."""
+    chosen = choice.validation[choice.layer]
+    compared = f"{choice.metric} {chosen.value:.4f} on validation rows, {choice.baseline_name} {choice.baseline:.4f}"
+    print(f"{task.name}: layer {choice.layer} of {choice.num_layers} is chosen: {compared}")
     for layer, score in sorted(choice.test.items()):
         print(f"test, layer {layer}: {score.value:.4f} ({score.low:.4f} to {score.high:.4f})")
-    if choice.layer != last:
-        less = choice.difference
-        numbers = f"{less.value:+.4f} ({less.low:+.4f} to {less.high:+.4f})"
-        print(f"test, layer {choice.layer} less layer {last}, the same rows: {numbers}")
-    print(*task.notes, sep="\n")
 
 
 def results_folder(model: str, task: str) -> Path:
