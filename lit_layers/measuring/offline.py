@@ -35,12 +35,12 @@ from lit_layers.series import Audit, Checkpoint, Series, StepFolders, audit
 from lit_layers.series.auditing import SeriesMeasurements, is_suspect, read_weights
 from lit_layers.series.checkpoint import fetched_ahead
 from lit_layers.series.checkpoint_sources import Memory, at_once
-from lit_layers.series.opening import UNAUDITED
 
 logger = logging.getLogger(__name__)
 Analyses = Sequence[Analysis] | Callable[[Checkpoint], Sequence[Analysis]]
 Tell = Callable[[int, int, str], None]  # done, of how many, what comes next: checkpoints, or analyses
 ALONE = MeasuringOptions()
+UNAUDITED = "unaudited"  # one model is compared with nothing
 
 
 def silent(*_: Any) -> None:

@@ -18,7 +18,6 @@ from lit_layers.errors import InputError
 from lit_layers.files.hub import Hub
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import Count, Step
-from lit_layers.series.auditing import audit
 from lit_layers.series.checkpoint import Checkpoint, Defect, Grammar, Listing, Series, ordered, recognize
 from lit_layers.series.checkpoint_sources import MAIN, FolderSource, HubSource, ModelFiles, Source, at_once, is_hub_name
 from lit_layers.series.local_series import LightningCheckpoints, StepFolders
@@ -290,45 +289,33 @@ def _trainings(repo: str, steps: Any, grammar: str, manifest: str | None = None)
         yield HubRevisions(repo, steps, grammar=each, manifest=manifest, name=name)
 
 
-UNAUDITED = "unaudited"
+def find_checkpoint(name: str) -> Checkpoint:
+    """Return the checkpoint in a folder, in a .ckpt file or at NAME[@REVISION] of the Hub.
 
-
-def find_checkpoint(name: str, *, audited: bool = True) -> tuple[Checkpoint, str]:
-    """Return the checkpoint in a folder or at NAME[@REVISION] of the Hub, and the audit's verdict on its series.
-
-    Its step and tokens are known if it belongs to a series of steps. Otherwise, and if `audited` is False, the verdict
-    is `unaudited`.
+    Its step and tokens are known if it belongs to a series of steps.
 
     Raises:
-        InputError: a name that is neither, a revision that is not there.
+        InputError: a name that is none of these, a revision that is not there.
     """
     folder = Path(os.path.abspath(name))
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise InputError(f"expected a model in {name}, found no config.json there")
         # Whatever the folder is named, its siblings may be a series.
-        return _in_series(StepFolders(folder.parent), folder.name, audited) or (
-            Checkpoint(folder.name, folder.name, FolderSource(Path(name))),
-            UNAUDITED,
-        )
+        alone = Checkpoint(folder.name, folder.name, FolderSource(Path(name)))
+        return _in_series(StepFolders(folder.parent), folder.name) or alone
     if folder.suffix == ".ckpt" and folder.is_file():
-        return LightningCheckpoints(name).checkpoints[0], UNAUDITED
+        return LightningCheckpoints(name).checkpoints[0]
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?", name):
         raise InputError(f"expected a folder with a model, a .ckpt or NAME@REVISION of the Hub, {name} is neither")
     repo, _, revision = name.partition("@")
-    if revision not in ("", MAIN):
-        judged = _in_series(HubRevisions(repo), revision, audited)
-        if judged is not None:
-            return judged
-    return Models([name], name=repo).checkpoints[0], UNAUDITED
+    step = _in_series(HubRevisions(repo), revision) if revision not in ("", MAIN) else None
+    return step or Models([name], name=repo).checkpoints[0]
 
 
-def _in_series(series: Series, name: str, audited: bool) -> tuple[Checkpoint, str] | None:
-    """Return the checkpoint of a name and its verdict among all others; None if it is in no series of steps."""
+def _in_series(series: Series, name: str) -> Checkpoint | None:
+    """Return the step of this name; None if there is no such step."""
     try:
-        checkpoint = next((each for each in series.listing.checkpoints if each.name == name), None)
-    except InputError:  # no series; what else is wrong is said by whoever looks for the one checkpoint
+        return next((each for each in series.listing.checkpoints if each.name == name), None)
+    except InputError:  # no series
         return None
-    if checkpoint is None or checkpoint.step is None:
-        return None
-    return checkpoint, audit(series).verdict(checkpoint) if audited else UNAUDITED

@@ -293,16 +293,9 @@ class EmergenceCallback(_AtSteps):
             if trainer.is_global_zero:
                 self.measurer.fail(step, self._tokens(trainer, step), str(error), loggers=trainer.loggers)
             return
-        provenance = self._provenance(step == origin_of(trainer).step)
+        provenance = {"init_from": self._source} if self._source else {}
         about: dict[str, Any] = {"loggers": trainer.loggers, "is_first": trainer.global_step == 0}
         self.measurer.measure(whole, step, self._tokens(trainer, step), provenance=provenance, **about)
-
-    def _provenance(self, first: bool) -> dict[str, Any]:
-        """Where the run began; a suspect checkpoint is as suspect where it is the first of this run."""
-        if not self._source:
-            return {}
-        suspect = {"audit": self._source["audit"]} if first and self._source["audit"].startswith("suspect") else {}
-        return {"init_from": self._source, **suspect}
 
     def _tokens(self, trainer: L.Trainer, step: int) -> int | None:
         return origin_of(trainer).tokens_at(step, self._tokens_per_step(trainer))

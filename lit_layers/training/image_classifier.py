@@ -33,7 +33,6 @@ class LitImageClassifier(LitModule):
         config: arguments of timm's VisionTransformer (embed_dim, depth, num_heads, ...); unknown ones are refused.
         init_from: a folder with a model, or a .ckpt that a Trainer saved, of this architecture; its weights are taken,
             and its step is where the axes of this run begin. The optimizer starts afresh.
-        allow_suspect: begins also with a checkpoint that the audit of its series finds suspect.
         patch_size: in px, a divisor of the image size; None: the architecture's.
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
         init_seed: of the initial weights, independent of every other seed.
@@ -58,7 +57,6 @@ class LitImageClassifier(LitModule):
         config: dict[str, Any] | None = None,
         *,
         init_from: str | None = None,
-        allow_suspect: bool = False,
         patch_size: int | None = None,
         drop_path_rate: float = 0.0,
         init_seed: int = 0,
@@ -75,7 +73,7 @@ class LitImageClassifier(LitModule):
     ) -> None:
         super().__init__(locals())
         _refuse_said_twice(config, _OF_MODULE)
-        self.init_from, self.allow_suspect = init_from, allow_suspect
+        self.init_from = init_from
         self.architecture, self.config, self.patch_size = architecture, dict(config or {}), patch_size
         self.drop_path_rate, self.init_seed, self.compile_model = drop_path_rate, init_seed, compile
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas

@@ -141,7 +141,6 @@ class LitModule(L.LightningModule, ABC):
     grad_norm: Tensor | None = None
     measures_unclipped_norm = False  # whether the norm is worth its cost where nothing is clipped
     init_from: str | None = None
-    allow_suspect = False
     make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None  # None: AdamW
     make_scheduler: Callable[[Any], Any] | None = None  # None: `lr_factor`
 
@@ -172,7 +171,7 @@ class LitModule(L.LightningModule, ABC):
     def beginning(self) -> tuple[Checkpoint, Origin]:
         """The checkpoint that `init_from` names; a resumed run sets the one that it began with."""
         assert self.init_from is not None
-        return published(self.init_from, allow_suspect=self.allow_suspect)
+        return published(self.init_from)
 
     @property
     def data(self) -> Any:
@@ -286,7 +285,6 @@ class LitCausalLM(LitModule):
         init_from: a folder with a model, a .ckpt that a Trainer saved, or NAME@REVISION of the Hub
             (`EleutherAI/pythia-70m@step1000`), whose architecture and weights are taken instead; its step and tokens
             are where the axes of this run begin. The optimizer starts afresh.
-        allow_suspect: begins also with a checkpoint that the audit of its series finds suspect.
         config: overrides of the model's configuration, by its own field names; unknown ones are refused.
         init_seed: of the initial weights, independent of every other seed.
         pad_vocab_to: rounds the embedding up to a multiple (tensor cores want 64); padding rows never take part in a
@@ -309,7 +307,6 @@ class LitCausalLM(LitModule):
         config: dict[str, Any] | None = None,
         *,
         init_from: str | None = None,
-        allow_suspect: bool = False,
         init_seed: int = 0,
         pad_vocab_to: int | None = 64,
         lr: float = 6e-4,
@@ -322,9 +319,8 @@ class LitCausalLM(LitModule):
         activation_checkpointing: bool = False,
     ) -> None:
         super().__init__(locals())
-        self.init_from, self.allow_suspect = init_from, allow_suspect
-        self.architecture, self.config, self.init_seed = architecture, dict(config or {}), init_seed
-        self.pad_vocab_to, self.compile_model = pad_vocab_to, compile
+        self.architecture, self.config, self.init_from = architecture, dict(config or {}), init_from
+        self.init_seed, self.pad_vocab_to, self.compile_model = init_seed, pad_vocab_to, compile
         self.activation_checkpointing = activation_checkpointing
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
         self.warmup_steps, self.decay_steps, self.min_lr_ratio = warmup_steps, decay_steps, min_lr_ratio

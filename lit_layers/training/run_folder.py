@@ -29,7 +29,6 @@ from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.series.checkpoint_sources import FolderSource
 from lit_layers.series.opening import find_checkpoint
 from lit_layers.training.datamodules import LitStepData, LitTextData
-from lit_layers.training.trainer import is_first_rank
 
 logger = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d{9,})")
@@ -117,22 +116,16 @@ def planned_steps(trainer: L.Trainer) -> int | None:
     return int(steps) if 0 < steps < math.inf else None
 
 
-def published(name: str, *, allow_suspect: bool = False) -> tuple[Checkpoint, Origin]:
+def published(name: str) -> tuple[Checkpoint, Origin]:
     """The checkpoint that `init_from` names, and what its step and tokens make of the axis.
 
     A checkpoint of no known step counts as the beginning: the axis then starts at 0.
 
     Raises:
-        InputError: no such checkpoint, or one that the audit of its series finds suspect.
+        InputError: no such checkpoint.
     """
-    # One process asks for the files of all steps; the others take its word (`EmergenceCallback` sends it).
-    checkpoint, verdict = find_checkpoint(name, audited=is_first_rank())
-    if verdict.startswith("suspect") and not allow_suspect:
-        raise InputError(
-            f"model.init_from: {name} is {verdict} by the audit of its series; choose another step, or insist with "
-            "--model.allow_suspect true"
-        )
-    source = {"init_from": name, **checkpoint.provenance(), "audit": verdict}
+    checkpoint = find_checkpoint(name)
+    source = {"init_from": name, **checkpoint.provenance()}
     if checkpoint.step is None:
         return checkpoint, Origin(source=source)
     return checkpoint, Origin(checkpoint.step, checkpoint.tokens, source)

@@ -139,7 +139,6 @@ def test_a_used_folder_is_refused_and_left_as_it_is_unless_overwriting_is_asked_
         (["--root", "/proc/nowhere"], "cannot write to /proc/nowhere"),
         (["--trainer.devices", "0"], "trainer"),
         (["--model.init_from", "/nowhere/model"], "NAME@REVISION of the Hub, /nowhere/model is neither"),
-        (["--model.allow_suspect", "perhaps"], "perhaps"),
         (["--wandb.mode", "sometimes"], "sometimes"),
     ],
 )

@@ -144,42 +144,10 @@ def test_a_published_checkpoint_is_found_with_step_tokens_and_commit(tmp_path, m
             published("EleutherAI/pythia-70m@step7")
 
 
-def test_a_step_that_serves_the_final_weights_is_refused_unless_insisted_on(tmp_path, monkeypatch):
-    repository = tmp_path / "hub" / "lab" / "tiny"
-    make_series(template(tmp_path / "model"), repository, (0, 512, 1000), values={512: 3 / 64})
-    with served(tmp_path / "hub", tmp_path / "cache", monkeypatch):
-        with pytest.raises(InputError, match="lab/tiny@step512 is suspect: equal to the final step"):
-            published("lab/tiny@step512")
-        _, origin = published("lab/tiny@step512", allow_suspect=True)
-        assert (origin.step, origin.tokens) == (512, None)
-        assert origin.source["audit"].startswith("suspect")
-
-
-def test_a_step_that_is_another_steps_twin_is_refused_too(tmp_path, monkeypatch):
-    repository = tmp_path / "hub" / "lab" / "tiny"
-    make_series(template(tmp_path / "model"), repository, (0, 128, 512, 1000), values={128: 2 / 64, 512: 2 / 64})
-    with served(tmp_path / "hub", tmp_path / "cache", monkeypatch):
-        for step in (128, 512):
-            with pytest.raises(InputError, match=f"lab/tiny@step{step} is suspect: identical weights"):
-                published(f"lab/tiny@step{step}")
-        assert published("lab/tiny@step1000")[1].source["audit"] == "clean (level: listing)"
-        assert published("lab/tiny")[1].source["audit"] == "unaudited"
-
-
-def test_a_suspect_beginning_is_suspect_in_the_measurement_of_its_step(earlier, tmp_path):
-    series = tmp_path / "series"
-    shutil.copytree(earlier, series)
-    shutil.copy(step_folder(series, 0) / "model.safetensors", step_folder(series, 2))
-    go_on(tmp_path / "run", str(step_folder(series, 2)), 2, allow_suspect=True)
-    verdicts = {m.step: m.provenance.get("audit") for m in records.read(tmp_path / "run" / "measurements.jsonl")}
-    assert verdicts == {2: "suspect: identical weights", 4: None}
-
-
 def test_a_model_of_no_series_begins_the_axis_at_zero(tmp_path):
     make_step(template(tmp_path / "model"), tmp_path / "elsewhere" / "mine", 0.5)
     _, origin = published(str(tmp_path / "elsewhere" / "mine"))
     assert (origin.step, origin.tokens) == (0, 0)
-    assert origin.source["audit"] == "unaudited"
     assert origin.tokens_at(3, 10) == 30
 
 
