@@ -250,15 +250,6 @@ def _holes(steps: Sequence[int]) -> Iterator[tuple[int, ...]]:
             yield tuple(range(steps[place] + width, steps[place + 1], width))
 
 
-def double_names(listed: Listed) -> Iterator[Finding]:
-    """Branches, folders or files that mean the same step."""
-    by_name = {one.name: one for one in listed.listing.checkpoints}
-    for names in listed.listing.doubles:
-        kept = next(name for name in names if name in by_name)
-        others = ", ".join(name for name in names if name != kept)
-        yield finding("two names", f"{others} means the same step as {kept}, which is used", [by_name[kept]])
-
-
 def reported(listed: Listed) -> Iterator[Finding]:
     """What the manifest says was reported."""
     for defect in listed.listing.defects:
@@ -268,7 +259,7 @@ def reported(listed: Listed) -> Iterator[Finding]:
             yield finding("reported", f"{defect.says} ({defect.source})", suspects, note=not defect.suspect)
 
 
-OF_A_LISTING = (broken, shared_shards, main_differs, gaps, double_names, reported)
+OF_A_LISTING = (broken, shared_shards, main_differs, gaps, reported)
 
 
 # Fields of config.json that change no number: where it was saved, by what, in which precision, how to train on.

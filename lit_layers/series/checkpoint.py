@@ -231,7 +231,6 @@ class Listing:
     main: Checkpoint | None = None
     main_is_last: bool | None = None
     expected: tuple[int, ...] | None = None
-    doubles: tuple[tuple[str, ...], ...] = ()
     defects: tuple[Defect, ...] = ()
     warm_up: int = 1
 
@@ -286,15 +285,11 @@ class Series(ABC):
         return len(self.checkpoints)
 
 
-def ordered(names: Iterable[str], grammar: Grammar | None) -> tuple[list[StepName], tuple[tuple[str, ...], ...]]:
-    """One name a step, in step order, and the names that mean the same step; the longest of them is the one kept."""
-    by_step: dict[int, list[StepName]] = {}
-    for name in names:
-        if grammar is not None and (parsed := grammar.parse(name)) is not None:
-            by_step.setdefault(parsed.step, []).append(parsed)
-    kept = [max(by_step[step], key=lambda name: (len(name.name), name.name)) for step in sorted(by_step)]
-    doubles = tuple(tuple(sorted(name.name for name in same)) for same in by_step.values() if len(same) > 1)
-    return kept, doubles
+def ordered(names: Iterable[str], grammar: Grammar | None) -> list[StepName]:
+    """One name a step, in step order; of names of one step the longest."""
+    parsed = (grammar.parse(name) for name in sorted(names, key=lambda name: (len(name), name)) if grammar is not None)
+    by_step = {name.step: name for name in parsed if name is not None}
+    return [by_step[step] for step in sorted(by_step)]
 
 
 THREAD = "prefetch"

@@ -71,7 +71,7 @@ class StepFolders(_LocalSeries):
             raise InputError(f"expected a folder with checkpoints, {self.root} does not exist")
         folders = {path.name: path for path in self.root.iterdir() if path.is_dir() and path.name[0] != "."}
         names = sorted(name for name in folders if name not in _NO_CHECKPOINTS)
-        kept, doubles = ordered(names, self._grammar or recognize(names))
+        kept = ordered(names, self._grammar or recognize(names))
         if not kept:
             advice = "; it is one model: leave steps out, or name the folder that its steps lie in"
             is_model = (self.root / CONFIG).is_file()
@@ -84,7 +84,6 @@ class StepFolders(_LocalSeries):
         return Listing(
             tuple(self._checkpoint(step, FolderSource(folders[step.name], self.memory), run) for step in kept),
             expected=None if until is None else tuple(until),  # the run may have been interrupted
-            doubles=doubles,
         )
 
 
@@ -211,31 +210,22 @@ class LightningCheckpoints(_LocalSeries):
         expected = NetworkTensors(self._config(paths[0]))
         run = next(filter(None, map(run_facts, (self.root, self.root.parent))), {})
         first, _ = _beginning(run)
-        by_step: dict[int, list[Path]] = {}
+        by_step: dict[int, Path] = {}
         for path in paths:
-            by_step.setdefault(read_lightning(path)["global_step"], []).append(path)
+            by_step.setdefault(read_lightning(path)["global_step"], path)
         prefix = ""
         for step in sorted({min(by_step), max(by_step)}):  # a mean of the weights begins as their copy
-            prefix = expected.prefix_in(by_step[step][0], self.model)
-
+            prefix = expected.prefix_in(by_step[step], self.model)
         return Listing(
             tuple(
                 self._checkpoint(
-                    StepName(self._name(same[0]), first + step),
-                    LightningSource(same[0], expected, prefix, self.memory),
+                    StepName(str(path.relative_to(self.root)), first + step),
+                    LightningSource(path, expected, prefix, self.memory),
                     run,
                 )
-                for step, same in sorted(by_step.items())
-            ),
-            doubles=tuple(
-                names
-                for same in by_step.values()  # last.ckpt is a copy of another by design
-                if len(names := tuple(self._name(path) for path in same if not path.name.startswith("last"))) > 1
-            ),
+                for step, path in sorted(by_step.items())
+            )
         )
-
-    def _name(self, path: Path) -> str:
-        return str(path.relative_to(self.root))
 
     def _config(self, path: Path) -> Path:
         steps = [path for folder in (self.root, self.root.parent) for path in sorted(folder.glob("step*"))]

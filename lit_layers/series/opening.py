@@ -132,7 +132,7 @@ class HubRevisions(Series):
         commits = hub.commits(self.repo)
         known = _listed(facts.grammar or [])[:1]  # of several trainings the first
         grammar = self._grammar or (Grammar(*known) if known else recognize(commits))
-        kept, doubles = ordered([name for name in commits if name != MAIN], grammar)
+        kept = ordered([name for name in commits if name != MAIN], grammar)
         if not kept:
             first = ", ".join([*commits][:5])
             raise InputError(
@@ -150,7 +150,6 @@ class HubRevisions(Series):
             main=Checkpoint(self.name, MAIN, source(MAIN)) if MAIN in commits else None,
             main_is_last=facts.main_is_last,
             expected=facts.expected(),
-            doubles=doubles,
             defects=facts.defects,
             warm_up=facts.warm_up,
         )

@@ -150,14 +150,13 @@ def test_bursts_of_steps_are_no_even_spacing_with_gaps(hub, root, model):
     assert found.findings == ()
 
 
-def test_two_branches_of_one_step_are_named(hub, root, model):
+def test_of_two_branches_of_one_step_the_longer_name_is_taken(hub, root, model):
     repository = root / "org" / "tiny"
     make_series(model, repository)
     make_step(model, repository / "step-0008", 0.77)
-    found = audit(HubRevisions("org/tiny"))
-    assert (only(found).kind, only(found).steps) == ("two names", (8,))
-    assert only(found).message == "step8 means the same step as step-0008, which is used"
-    assert found.suspect_steps == (8,)
+    series = HubRevisions("org/tiny")
+    assert [each.name for each in series if each.step == 8] == ["step-0008"]
+    assert audit(series).is_clean
 
 
 def pickled(folder: Path, value: float) -> None:
