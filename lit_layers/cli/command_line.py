@@ -5,7 +5,7 @@ import logging
 import sys
 from importlib.metadata import version
 
-from lit_layers.cli import INTERRUPTED, REFUSED, process
+from lit_layers.cli import INTERRUPTED, REFUSED
 from lit_layers.cli.process import one_line, without_verbose
 from lit_layers.errors import InputError, did_you_mean, is_full
 
@@ -47,7 +47,6 @@ def run_verb(command: str, rest: list[str], *, passes_full: bool = False) -> int
         InputError, OSError: a full disk, which with `passes_full` also ends the command around this one.
     """
     try:
-        process.settle()
         verb = getattr(importlib.import_module(f"lit_layers.cli.verbs.{command}"), command)
         # its parser takes a quarter of a second to load, which `lit-layers --help` does without
         from lit_layers.cli import options

@@ -18,15 +18,17 @@ def main(argv: list[str] | None = None) -> int:
     from lit_layers.cli.command_line import InputError, answered, refuse, run_verb
     from lit_layers.cli.process import reader_is_gone, stopping
 
-    with stopping(ends_process=is_own_process) as stop:
+    with stopping() as stop:
         try:
             command, *rest = answered(argv)
             code = run_verb(command, rest) if command else 0
+            print(end="", flush=True)  # a reader that is gone is noticed here at the latest
         except InputError as error:
             code = refuse(str(error))
         except BrokenPipeError:
             if not reader_is_gone():
                 raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
             code = READER_GONE
         except SystemExit:
             if not stop.asked:
@@ -38,15 +40,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def run_and_end() -> NoReturn:
     """Run the command line, and end the process with its exit code."""
-    try:
-        code = main()
-    except SystemExit as end:  # of a parser, after its help
-        if end.code:
-            raise
-        code = 0
-    from lit_layers.cli import process
-
-    process.end_process(code)
+    code = main()
+    mirror = sys.modules.get("lit_layers.report.wandb_mirror")
+    if mirror is not None and mirror.abandoned:  # W&B would wait for its server as Python ends
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _leave_working_directory() -> None:

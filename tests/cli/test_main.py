@@ -2,7 +2,6 @@ import contextlib
 import errno
 import logging
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -53,7 +52,7 @@ def test_a_full_disk_is_a_sentence_though_the_error_names_no_file(monkeypatch, t
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("lit_layers.cli.process.settle", full)
+    monkeypatch.setattr("lit_layers.cli.options.Recipe", full)
     assert main(["audit", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "lit-layers audit: error: cannot write: no space left on device\n"
     monkeypatch.setattr("lit_layers.errors._FULL", ())
@@ -97,50 +96,18 @@ def test_a_command_whose_reader_has_gone_ends_quietly(unbuffered, tmp_path):
     assert (ended.returncode, ended.stderr) == (141, b"")
 
 
-ENDING = """
-import atexit, sys, time
-from concurrent.futures import ThreadPoolExecutor
-from lit_layers.cli.process import end_process
-from lit_layers.cli.options import own_code
-
-ThreadPoolExecutor(1).submit(lambda: (time.sleep(0.2), print("thread")))
-own_code.update({own})
-left_open = open("left", "w")
-left_open.write("step 1")
-atexit.register(lambda: (print("ending", flush=True), {waits}))
-end_process(3)
-"""
-
-
-@pytest.mark.parametrize("own", ["", "['package']"])
-def test_a_command_ends_after_its_threads_and_with_the_files_of_own_code_written(own, tmp_path):
-    command = [sys.executable, "-c", ENDING.format(waits=None, own=own)]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert (ended.stdout, ended.stderr, ended.returncode) == ("thread\nending\n", "", 3)
-    assert (tmp_path / "left").read_text() == "step 1" * bool(own)
-
-
 def test_what_a_lost_wandb_does_as_python_ends_is_no_traceback():
     """It registers a function for the end, which fails where its service has died."""
     lines = [
         "import atexit, sys, types",
-        "from lit_layers.cli import process, options",
-        "options.own_code.add('package')",
+        "from lit_layers.cli import main",
+        "main.main = lambda: 3",
         "sys.modules['lit_layers.report.wandb_mirror'] = types.SimpleNamespace(abandoned=[None])",
         "atexit.register(lambda: 1 / 0)",
-        "process.end_process(3)",
+        "main.run_and_end()",
     ]
     ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
     assert (ended.stderr, ended.returncode) == ("", 3)
-
-
-def test_a_second_ctrl_c_as_a_command_ends_is_no_traceback(tmp_path):
-    command = [sys.executable, "-c", ENDING.format(waits="time.sleep(600)", own="")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as ending:
-        said = [ending.stdout.readline() for _ in range(2)]
-        ending.send_signal(signal.SIGINT)
-        assert (ending.wait(), ending.stderr.read()) == (-signal.SIGINT, "")
-    assert said == ["thread\n", "ending\n"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a shell of POSIX")

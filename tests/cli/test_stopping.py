@@ -74,19 +74,6 @@ def test_two_signals_of_one_scheduler_are_one(tmp_path, monkeypatch):
     assert (tmp_path / "tidied").exists()
 
 
-def test_a_signal_to_a_child_is_not_its_parents(monkeypatch):
-    def work() -> None:
-        child = os.fork()
-        if child == 0:
-            time.sleep(FOR_EVER)
-        time.sleep(0.3)
-        os.kill(child, signal.SIGTERM)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-        time.sleep(0.5)
-
-    assert ended(work, monkeypatch) == 0
-
-
 def test_what_was_there_before_is_there_afterwards(monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(fit, "fit", lambda: 0)

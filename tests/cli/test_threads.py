@@ -1,7 +1,5 @@
 """A process computes with its share of the cores, or with as many threads as its caller says."""
 
-import os
-
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -9,34 +7,18 @@ from torch.utils.data import DataLoader
 from lit_layers.cli import process
 
 
-def test_what_the_caller_says_stays_and_what_was_settled_is_divided(monkeypatch):
+@pytest.mark.parametrize(("given", "ranks", "expected"), [(None, 1, 12), (None, 5, 2), (None, 20, 1), ("7", 1, None)])
+def test_the_cores_are_shared_by_the_ranks_unless_the_caller_says_how_many(given, ranks, expected, monkeypatch, capsys):
     made: list[int] = []
-    monkeypatch.setattr(process, "num_threads", lambda ranks, _: 12 // ranks)
+    monkeypatch.setattr("joblib.cpu_count", lambda only_physical_cores: 12)
     monkeypatch.setattr(torch, "set_num_threads", made.append)
-    monkeypatch.setattr("threadpoolctl.threadpool_limits", made.append)
-    monkeypatch.setattr(process, "_divided", None)
-    monkeypatch.setenv(process.VARIABLE, "5")
-    process.settle()
-    assert (os.environ[process.VARIABLE], made) == ("5", [])
-    monkeypatch.delenv(process.VARIABLE)
-    for ranks, expected in {1: 12, 4: 3, 2: 6}.items():
-        process.settle(ranks)
-        assert (os.environ[process.VARIABLE], made[-2:]) == (str(expected), [expected, expected])
-
-
-@pytest.mark.parametrize(("given", "expected"), [(None, "3"), ("1", "3"), ("2", "2")])
-def test_the_one_thread_that_torchrun_sets_is_no_callers_wish(given, expected, monkeypatch):
-    monkeypatch.setattr(process, "num_threads", lambda ranks, environment: 6 // int(environment["LOCAL_WORLD_SIZE"]))
-    monkeypatch.setattr(process, "_divided", None)
-    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    monkeypatch.setattr("threadpoolctl.threadpool_limits", lambda _: None)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv(process.VARIABLE, given or "")
-    if given is None:
-        monkeypatch.delenv(process.VARIABLE)
-    process.settle()
-    assert os.environ[process.VARIABLE] == expected
+    monkeypatch.setattr(torch, "get_num_threads", lambda: (made or [7])[-1])
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    process.tell("cpu", ranks)
+    assert made == [each for each in [expected] if each]
+    assert capsys.readouterr().err == f"{expected or 7} threads, cpu\n"
 
 
 def test_a_data_loaders_worker_has_one_thread():

@@ -142,7 +142,7 @@ class Run:
             # The model is built when training begins, and the series holds the weights that were trained.
             refuse_another_order(trainer, also=(BaseFinetuning, ModelPruning, WeightAveraging))
         if trainer.is_global_zero:
-            process.tell(trainer.strategy.root_device)
+            process.tell(trainer.strategy.root_device, trainer.num_devices)
         return trainer
 
 
@@ -167,7 +167,6 @@ def _new_trainer(given: dict[str, Any], root: str | Path) -> L.Trainer:
         trainer = L.Trainer(**given)
     except (MisconfigurationException, TypeError, ValueError) as error:
         raise InputError(f"trainer: {' '.join(str(error).split())}") from error
-    process.settle(trainer.num_devices)
     return trainer
 
 
