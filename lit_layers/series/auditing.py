@@ -251,12 +251,9 @@ def _holes(steps: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def reported(listed: Listed) -> Iterator[Finding]:
-    """What the manifest says was reported."""
-    for defect in listed.listing.defects:
-        is_of_all = defect.suspect and not defect.steps
-        suspects = [one for one in listed.chosen if is_of_all or one.step in defect.steps]
-        if suspects or not defect.steps:
-            yield finding("reported", f"{defect.says} ({defect.source})", suspects, note=not defect.suspect)
+    """Steps that the manifest calls wrong."""
+    suspect = listed.listing.suspect
+    yield from (finding("reported", suspect[one.step], [one]) for one in listed.chosen if one.step in suspect)
 
 
 OF_A_LISTING = (broken, shared_shards, main_differs, gaps, reported)

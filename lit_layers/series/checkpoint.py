@@ -14,9 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import with_config
-
-from lit_layers import schema
 from lit_layers.errors import InputError
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import MANY, Range, refuse_outside
@@ -208,31 +205,19 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-@with_config(schema.STRICT)
-class Defect:
-    """What somebody reported about a series, or a `repository` of it; `suspect` where hashes cannot show it."""
-
-    says: str
-    source: str
-    repository: str | list[str] | None = None
-    steps: tuple[schema.Step, ...] = ()
-    suspect: bool = False
-
-
-@dataclass(frozen=True)
 class Listing:
     """Everything that is there of a series, and what is known about what should be.
 
     `main` is what bears no step; `expected` are the steps that belong there; steps up to `warm_up` may hold the same
-    weights, because the first updates have a learning rate of 0.
+    weights, because the first updates have a learning rate of 0. `suspect` says why steps are wrong that no hash shows.
     """
 
     checkpoints: tuple[Checkpoint, ...]
     main: Checkpoint | None = None
     main_is_last: bool | None = None
     expected: tuple[int, ...] | None = None
-    defects: tuple[Defect, ...] = ()
     warm_up: int = 1
+    suspect: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def last(self) -> Checkpoint | None:

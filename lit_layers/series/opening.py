@@ -1,12 +1,11 @@
 """Models and series by their names: of folders, of the Hub and its manifests, one model, several beside each other."""
 
-import dataclasses
 import fnmatch
 import functools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from lit_layers.errors import InputError
 from lit_layers.files.hub import Hub
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import Count, Step
-from lit_layers.series.checkpoint import Checkpoint, Defect, Grammar, Listing, Series, ordered, recognize
+from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series, ordered, recognize
 from lit_layers.series.checkpoint_sources import MAIN, FolderSource, HubSource, ModelFiles, Source, at_once, is_hub_name
 from lit_layers.series.local_series import LightningCheckpoints, StepFolders
 
@@ -33,6 +32,7 @@ class Facts:
 
     A list of grammars has one for each training whose branches a repository holds. `repositories` is the name of the
     repository of each step, where a step is a repository, with `{repo}` and `{step}` or `{thousands}` of steps.
+    `suspect` says why steps are wrong that no hash shows.
     """
 
     names: str | list[str]
@@ -44,7 +44,7 @@ class Facts:
     tokens_per_step: int | None = None
     main_is_last: bool | None = None
     warm_up: Count = 1
-    defects: tuple[Defect, ...] = ()
+    suspect: dict[Step, str] = field(default_factory=dict)
 
     def expected(self) -> tuple[int, ...] | None:
         """The steps that belong to the series, where they are known."""
@@ -84,8 +84,7 @@ def known_facts(repo: str, manifest: str | Path | None = None) -> Facts:
     for path in sorted(FOLDER.glob("*.yaml")) if manifest is None else [manifest]:
         for entry in entries_of(path):
             if any(fnmatch.fnmatchcase(repo, name) for name in _listed(entry.names)):
-                defects = (one for one in entry.defects if repo in _listed(one.repository or repo))
-                return dataclasses.replace(entry, defects=tuple(defects))
+                return entry
     if manifest is not None:
         raise InputError(f"manifest: {manifest} says nothing of {repo}: add an entry or leave it out")
     return Facts(repo)
@@ -106,7 +105,7 @@ class HubRevisions(Series):
         grammar: how branches are named; auto finds out. Of a training in stages that count from 0 again it is the first
             one; a template such as `stage2-ingredient1-step{step}-*` is another (OLMo), of which a manifest knows the
             tokens per step.
-        manifest: a file with tokens per step and known defects; one of ours is used where it knows the repository.
+        manifest: a file with tokens per step and suspect steps; one of ours is used where it knows the repository.
         name: what the series is called, where the branches hold several trainings.
     """
 
@@ -150,7 +149,7 @@ class HubRevisions(Series):
             main=Checkpoint(self.name, MAIN, source(MAIN)) if MAIN in commits else None,
             main_is_last=facts.main_is_last,
             expected=facts.expected(),
-            defects=facts.defects,
+            suspect=facts.suspect,
             warm_up=facts.warm_up,
         )
 
@@ -169,7 +168,7 @@ class HubRevisions(Series):
             main=Checkpoint(self.name, MAIN, main),
             main_is_last=facts.main_is_last,
             expected=steps,
-            defects=facts.defects,
+            suspect=facts.suspect,
             warm_up=facts.warm_up,
         )
 

@@ -79,10 +79,11 @@ def test_datadecide_has_three_seeds_in_each_repository():
         assert (default, others) == ("step{step}-seed-default", [f"step{{step}}-seed-{seeds}-aux-{n}" for n in (2, 3)])
 
 
-def test_defects_belong_to_the_repository_that_has_them():
-    assert [defect.steps for defect in known_facts("EleutherAI/pythia-410m-seed9").defects] == [(40000,)]
-    assert known_facts("EleutherAI/pythia-410m-seed8").defects == ()
-    assert all(defect.suspect for defect in known_facts("EleutherAI/pythia-160m-weight-seed2").defects)
+def test_suspect_steps_belong_to_the_repository_that_has_them():
+    facts = known_facts("EleutherAI/pythia-160m-weight-seed2")
+    assert list(facts.suspect) == [0]
+    assert len(facts.expected() or ()) == 154
+    assert known_facts("EleutherAI/pythia-160m-weight-seed3").suspect == {}
 
 
 def test_an_unknown_repository_is_no_error():
@@ -98,24 +99,11 @@ def test_an_unknown_repository_is_no_error():
         ("repositories: 3", "repositories: Input should be a valid array, got 3; see checkpoints/pythia.yaml"),
         ("repositories: [{steps: pythia}]", "repositories.0.names: Field required"),
         ("repositories: [{names: a/b, step: pythia}]", "repositories.0.step: Unexpected keyword argument"),
-        (
-            "repositories: [{names: a/b, defects: [{says: x}]}]",
-            "repositories.0.defects.0.source: Field required",
-        ),
-        (
-            "repositories: [{names: a/b, defects: [{says: x, source: y, step: 1}]}]",
-            "defects.0.step: Unexpected keyword argument",
-        ),
-        (
-            "repositories: [{names: a/b, defects: [{says: x, source: y, steps: 3}]}]",
-            "steps: Input should be a valid array",
-        ),
+        ("repositories: [{names: a/b, suspect: {1: 2}}]", "repositories.0.suspect.1: Input should be a valid string"),
+        ("repositories: [{names: a/b, suspect: {first: wrong}}]", "suspect.first.*: Input should be a valid integer"),
         ("repositories: [{names: a/b, steps: {2024-01-01: 3}}]", "not valid YAML"),
         ("repositories: [{names: 2024-01-01}]", "not valid YAML .Object of type date"),
-        (
-            "repositories: [{names: a/b, defects: [{says: x, source: y, steps: [1.5]}]}]",
-            "defects.0.steps.0: Input",
-        ),
+        ("repositories: [{names: a/b, steps: [1.5]}]", "repositories.0.steps.*: Input"),
     ],
 )
 def test_a_wrong_manifest_is_refused(tmp_path, text, sentence):
