@@ -7,7 +7,7 @@ jsonargparse reads, checks and refuses, in its own words except for mistakes tha
 unknown option, an unknown key in a recipe, an option that is missing, a value of another type, a number out of range,
 an empty value, a misspelt class, a class that a recipe may not name, and a recipe that is not there or no YAML.
 
-A recipe may name classes of some modules and of the user's code, places below its root, and recipes of the package.
+A recipe may name classes of some modules and of the user's code, and recipes of the package.
 """
 
 import argparse
@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import pairwise, takewhile
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Annotated, Any, get_args, get_origin
 
 import docstring_parser
@@ -58,11 +57,6 @@ CLASSES = (
 )
 _SECRET = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
 _PACKAGE = Path(__file__).parents[1]
-_OWN_PLACES = ("cache", "results", "root")  # where classes of lit_layers write to
-_PLACES = ("default_root_dir", "dir", "dirpath", "root_dir", "save_dir")  # and classes of libraries
-_FILE_NAMES = ("filename", "name", "version")  # in these places
-
-
 _PLAIN = (str, int, float, tuple, Path)  # other classes are named by class_path
 Steps = list[int] | dict[str, int | list[int]] | str
 _ROOMS = ("lit_layers.analyses", "lit_layers.data", "lit_layers.series", "lit_layers.training")
@@ -147,7 +141,6 @@ class Recipe:
             allowed = getattr(action, "allowed", None)
             if allowed is not None and isinstance(value, int | float | tuple):
                 refuse_outside("", {name: allowed}, {name: min(value) if isinstance(value, tuple) else value})
-        self._placed(options)
         return options
 
     def typed(self, name: str) -> list[str]:
@@ -166,15 +159,12 @@ class Recipe:
             InputError: what a class refuses.
         """
         with _sentences():
-            return self.parser.instantiate_classes(self._placed(self.options))
-
-    def _placed(self, options: Namespace) -> Namespace:
-        return placed(options, options.get("root") or "checkpoints", self.argv)
+            return self.parser.instantiate_classes(self.options)
 
     def made(self, name: str, options: Namespace) -> Any:
         """Return what an option names by class, instantiated, and nothing else."""
         only = self.parser.get_defaults()
-        only[name] = self._placed(options)[name]
+        only[name] = options[name]
         with _sentences():
             return self.parser.instantiate_classes(only)[name]
 
@@ -371,56 +361,20 @@ def _packages(named: str) -> list[str]:
     raise InputError(f"--code: expected an importable package or module, or a folder such as ., got {named!r}")
 
 
-def placed(options: Namespace, root: str | Path, argv: list[str]) -> Namespace:
-    """Return the options with the relative places of the classes that they name below `root`.
-
-    Places of the command line stay as they are. The user's own code is trusted.
-
-    Raises:
-        InputError: a place outside of `root` that a recipe names, or a function.
-    """
-    options, root, own = options.clone(), Path(root), tuple(f"{package}." for package in own_code)
-    typed = {part for word in argv for part in (word, word.partition("=")[2])}
-    for where, within, name, holder in _values(options):
-        value = within[name]
-        if callable(value):
-            path = f"{getattr(value, '__module__', '')}.{getattr(value, '__name__', '')}"
-            if not path.startswith(("lit_layers.functional.", *own)) and not _is_default(holder, name, value):
-                pure = "what lit_layers.functional or --code PACKAGE defines"
-                raise InputError(f"{where}: a recipe names no function but {pure}, got {path}")
-            continue
-        is_place = name in (_OWN_PLACES if holder.startswith("lit_layers.") else _PLACES) and where != "series.root"
-        if not (is_place or name in _FILE_NAMES) or str(value) in typed or holder.startswith(own):
-            continue
-        places = [Path(value).expanduser(), root / Path(value).expanduser()]
-        inside = next((each for each in places if each.resolve().is_relative_to(root.resolve())), None)
-        if inside is None or "://" in str(value):
-            raise InputError(f"{where}: a recipe reaches only its root, got {str(value)!r}: say it on the command line")
-        if is_place:
-            within[name] = type(value)(inside)
-    return options
+def _refuse_functions(kind: type, options: Mapping[str, Any]) -> None:
+    """Refuse a function that a recipe names for an option of a class, but for pure ones and those of own code."""
+    pure = ("lit_layers.functional.", *(f"{package}." for package in own_code))
+    for name, value in options.items():
+        for each in value if isinstance(value, list | tuple) else [value]:
+            path = f"{getattr(each, '__module__', '')}.{getattr(each, '__name__', '')}"
+            is_function = callable(each) and hasattr(each, "__name__") and not isinstance(each, type)
+            if is_function and not path.startswith(pure) and not _is_default(kind, name, each):
+                known = "what lit_layers.functional or --code PACKAGE defines"
+                raise InputError(f"{name}: a recipe names no function but {known}, got {path}")
 
 
-def _values(within: Any, where: str = "", holder: str = "") -> Iterator[tuple[str, Any, Any, str]]:
-    """Yield where each text, path or function among options of classes stands, what holds it, its name, the class."""
-    within = vars(within) if isinstance(within, Namespace) else within
-    is_class = isinstance(within, Mapping) and isinstance(within.get("class_path"), str)
-    holder = within["class_path"] if is_class else holder
-    for name, part in list(within.items()) if isinstance(within, Mapping) else enumerate(within):
-        is_inner = isinstance(name, int) or (is_class and name in ("init_args", "dict_kwargs"))
-        at = where if is_inner else f"{where}.{name}"
-        if isinstance(part, Namespace | Mapping | list | tuple):
-            yield from _values(part, at.lstrip("."), "lightning.Trainer" if at == ".trainer" else holder)
-        elif holder and name != "class_path" and _is_value(part):
-            yield at.lstrip("."), within, name, holder
-
-
-def _is_value(part: Any) -> bool:
-    return isinstance(part, str | Path) or (callable(part) and not isinstance(part, type))
-
-
-def _is_default(class_path: str, name: str, value: Any) -> bool:
-    options = [inspect.signature(kind.__init__).parameters.get(name) for kind in resolve_name(class_path).__mro__]
+def _is_default(kind: type, name: str, value: Any) -> bool:
+    options = [inspect.signature(each.__init__).parameters.get(name) for each in kind.__mro__]
     return any(each is not None and each.default == value for each in options)
 
 
@@ -435,6 +389,7 @@ def _made(class_type: Any, *args: Any, **kwargs: Any) -> Any:
     name = next((each for each in ("api_key", "host", "settings") if kwargs.get(each)), None)
     if name and class_type.__module__.startswith("lightning."):  # a key that a stranger's address would be sent
         raise InputError(f"{name}: a recipe names no address and no key: set a variable of {class_type.__name__}")
+    _refuse_functions(class_type, kwargs)
     made = class_type(*args, **kwargs)
     if (file := getattr(made, "code_file", None)) is not None:
         raise InputError(f"task: a recipe names no task file, which is code, got {file}: use lit-layers intervene")

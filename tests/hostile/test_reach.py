@@ -1,4 +1,4 @@
-"""What classes that a recipe may name would write, fetch, start or send: nothing outside the recipe's root."""
+"""What classes that a recipe may name would fetch, start or send."""
 
 import copy
 import sys
@@ -8,33 +8,16 @@ from typing import Any
 
 import pytest
 import yaml
-from jsonargparse import Namespace
 
 from lit_layers.cli.main import main
-from lit_layers.cli.options import placed
 from lit_layers.errors import InputError
 from lit_layers.report import WandbMirror
-from tests.cli.conftest import corpus  # noqa: F401 - a fixture
 from tests.cli.test_fit import RECIPE
 from tests.hostile.test_recipes import refused, spec
 
-CALLBACKS, LOGGERS, TRAINING = "lightning.pytorch.callbacks", "lightning.pytorch.loggers", "lit_layers.training"
-SCORES = "lit_layers.tasks.benchmark_scores"
+CALLBACKS, LOGGERS = "lightning.pytorch.callbacks", "lightning.pytorch.loggers"
 WANDB = f"{LOGGERS}.WandbLogger"
 SCORE = spec("torchmetrics.text.bert.BERTScore", model_name_or_path="evil/repo")
-FINETUNED = {"task": "arc_challenge", "batch_size": 1, "num_tokens": 8}
-PLACES = {  # each wrote there
-    "trainer.default_root_dir": "OUTSIDE",
-    "trainer.callbacks.dirpath": spec(f"{CALLBACKS}.ModelCheckpoint", dirpath="OUTSIDE"),
-    "trainer.callbacks.filename": spec(f"{CALLBACKS}.ModelCheckpoint", dirpath="ROOT", filename="../../outside/x"),
-    "trainer.callbacks.root": spec(f"{TRAINING}.run_log.RunLog", root="OUTSIDE", mirror=None),
-    "trainer.logger.save_dir": spec(f"{LOGGERS}.CSVLogger", save_dir="OUTSIDE"),
-    "trainer.logger.name": spec(f"{LOGGERS}.CSVLogger", save_dir="ROOT", name="OUTSIDE"),
-    "trainer.logger.version": spec(f"{LOGGERS}.CSVLogger", save_dir="ROOT", version="~/x"),
-    "trainer.profiler.dirpath": spec("lightning.pytorch.profilers.SimpleProfiler", dirpath="..", filename="x"),
-    "analyses.root": spec(f"{TRAINING}.finetuning.TaskFinetuning", root="OUTSIDE", tokenizer="t", recipe=FINETUNED),
-    "analyses.results": spec(f"{SCORES}.BenchmarkScores", task="t.csv", tokenizer="t", results="OUTSIDE"),
-}  # fmt: skip
 ADDRESSES = {
     "settings": spec(WANDB, save_dir="ROOT", settings={"api_key": "a" * 40}),
     "api_key": spec(f"{LOGGERS}.CometLogger", api_key="a" * 40),
@@ -65,76 +48,6 @@ def write(tmp_path: Path) -> Callable[..., str]:
         return str(tmp_path / "recipe.yaml")
 
     return written
-
-
-def test_a_recipe_writes_to_its_root(write, tmp_path, downloaded, capsys):
-    for place, value in PLACES.items():
-        key = place.rpartition(".")[0] if place.startswith("analyses") else place
-        value = [value] if key.split(".")[-1] == "analyses" or place.startswith("trainer.callbacks") else value
-        said = refused(["fit", "--config", write(key, value)], capsys)
-        assert said.startswith(f"{place}: a recipe reaches only its root, got "), said
-    assert {path.name for path in tmp_path.iterdir()} <= {"recipe.yaml", "downloaded"}
-    assert not any(downloaded.iterdir())
-
-
-def test_analyze_writes_no_further(tmp_path, capsys):
-    file = tmp_path / "recipe.yaml"
-    analysis = yaml.safe_dump({"analyses": [PLACES["analyses.results"]]})
-    file.write_text(analysis.replace("OUTSIDE", str(tmp_path / "outside")))
-    said = refused(["analyze", "model", "--tokenizer", "bpe:300", "--config", str(file)], capsys)
-    assert said.startswith("analyses.results: a recipe reaches only its root"), said
-
-
-def test_a_relative_place_lies_below_the_root_and_a_default_is_not_judged(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "link").symlink_to(tmp_path)
-    deepspeed = {"stage": 2, "nvme_path": "/local_nvme", "config": {"any": [{"thing": "x"}]}}
-    for typed in ([], [f"--trainer.callbacks.dirpath={tmp_path}/typed", "--trainer.logger.save_dir", "s3://mine"]):
-        options = Namespace(
-            trainer=Namespace(
-                default_root_dir="out",
-                strategy=spec("lightning.pytorch.strategies.DeepSpeedStrategy", **deepspeed),
-                profiler=spec("lightning.pytorch.profilers.PyTorchProfiler", dirpath="prof", filename="a/b"),
-                callbacks=[spec(f"{CALLBACKS}.ModelCheckpoint", dirpath="run/ckpts", filename="{step}")],
-                logger=[
-                    spec(WANDB, project="x", save_dir="."),
-                    spec(f"{LOGGERS}.CSVLogger", save_dir="logs", name="a/b"),
-                    {**spec(WANDB), "dict_kwargs": {"dir": Path("deep/er")}},
-                ],
-            ),
-            analyses=[spec("lit_layers.analyses.Probe", task="/data/task.csv")],
-            model=spec("lit_layers.training.LitCausalLM", init_from="/models/gpt2"),
-        )
-        trainer = placed(options, "run", typed).trainer
-        assert trainer.default_root_dir == "run/out"
-        assert trainer.strategy["init_args"] == deepspeed
-        assert trainer.profiler["init_args"] == {"dirpath": "run/prof", "filename": "a/b"}
-        assert trainer.callbacks[0]["init_args"]["dirpath"] == "run/ckpts"
-        places = [{**each.get("init_args", {}), **each.get("dict_kwargs", {})} for each in trainer.logger]
-        assert [place.get("save_dir", place.get("dir")) for place in places] == ["run", "run/logs", Path("run/deep/er")]
-        assert options.trainer.default_root_dir == "out", "the recipe stays as it was written"
-        for place in ("link/x", "../x", str(tmp_path / "typed"), "~/x", "file:///tmp/x", "s3://mine", "a/../../x"):
-            options.trainer.logger[1]["init_args"]["save_dir"] = place
-            if any(place in word for word in typed):
-                assert placed(options, "run", typed).trainer.logger[1]["init_args"]["save_dir"] == place
-            else:
-                with pytest.raises(InputError, match=r"^trainer.logger.save_dir: a recipe reaches only its root, got"):
-                    placed(options, "run", typed)
-
-
-@pytest.mark.slow
-def test_a_recipe_may_write_into_its_root_and_where_the_command_line_says(write, corpus, tmp_path, capsys):  # noqa: F811
-    logger = spec(f"{LOGGERS}.CSVLogger", save_dir="${root}/logs", name="a")
-    checkpoint = spec(f"{CALLBACKS}.ModelCheckpoint", dirpath="x", filename="last", every_n_train_steps=1)
-    recipe = write("trainer.callbacks", [checkpoint])
-    content = yaml.safe_load(Path(recipe).read_text())
-    content["trainer"] |= {"logger": logger, "enable_checkpointing": True, "profiler": "simple"}
-    Path(recipe).write_text(yaml.safe_dump(content))
-    named = ["--trainer.default_root_dir", str(tmp_path / "outside")]
-    assert main(["fit", "--config", recipe, "--corpus", str(corpus), *named]) == 0
-    assert (tmp_path / "run" / "logs" / "a" / "version_0" / "metrics.csv").is_file()
-    assert (tmp_path / "run" / "x" / "last.ckpt").is_file()
 
 
 @pytest.mark.parametrize("name", ADDRESSES)
