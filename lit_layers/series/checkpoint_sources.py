@@ -49,20 +49,18 @@ def formats(files: Mapping[str, ListedFile]) -> dict[Format, dict[str, ListedFil
 
 NUM_SAMPLES = 2048  # values kept of each tensor: 500 tensors x 2048 x 4 B = 4 MB a checkpoint
 FOLDER = ".audit"
-_VERSION = 3
+_VERSION = 4
 _VALUES = 2**20  # at a time
-_PIECES, _LONG = 8, 32  # rows and columns that are looked at for 8 bits, and values of each
 
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """One tensor in numbers: `norm` of its finite values, how many are not finite, whether they have 8 bits."""
+    """One tensor in numbers: `norm` of its finite values, and how many are not finite."""
 
     dtype: str
     shape: tuple[int, ...]
     norm: float = 0.0
     num_broken: int = 0
-    is_8_bit: bool = False
 
     @property
     def count(self) -> int:
@@ -86,15 +84,16 @@ class Fingerprint:
 
     @property
     def precision(self) -> str:
-        """The coarsest precision that holds every sampled value of the matrices, or else the one they are stored in; 8
-        bits where most of them are.
+        """The coarsest precision that holds every sampled value of the matrices, or else the one they are stored in.
+
+        A matrix of 8 bits has at most 256 values; with a scale for each row it is not recognized.
         """
         import torch
 
         stored = Counter(facts.dtype for facts in self.tensors.values()).most_common(1)
-        names = [name for name in self.samples if self.tensors[name].is_matrix]
-        matrices = [self.samples[name] for name in names]
-        if sum(self.tensors[name].is_8_bit for name in names) * 2 > len(names):
+        matrices = [values for name, values in self.samples.items() if self.tensors[name].is_matrix]
+        levels = [(len(values.unique()), len(values)) for values in matrices]
+        if sum(2 < level <= min(256, count / 2) for level, count in levels) * 2 > len(levels):
             return "8 bits"
         for coarse in (torch.bfloat16, torch.float16) if matrices else ():
             if all(bool((values.to(coarse).float() == values).all()) for values in matrices):
@@ -124,31 +123,8 @@ def _facts(tensor: "Tensor") -> tuple[TensorFacts, "Tensor", bytes]:
         finite = piece.isfinite()
         num_broken += int((~finite).sum())
         squares += float(piece[finite].double().square().sum())
-    numbers = squares**0.5, num_broken, _is_8_bit(tensor)
-    facts = TensorFacts(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), *numbers)
+    facts = TensorFacts(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), squares**0.5, num_broken)
     return facts, flat[_places(len(flat))].float(), digest.digest()
-
-
-def _is_8_bit(tensor: "Tensor") -> bool:
-    """Whether a matrix is whole numbers of 8 bits times a scale: of its own, of each row, column or block of 32."""
-    if tensor.ndim < 2 or not tensor.numel():
-        return False
-    table = tensor.flatten(1)
-
-    def most(rows: "Tensor") -> bool:
-        pieces = rows[:: -(-len(rows) // _PIECES), :_LONG].float()
-        return sum(map(_is_on_grid, pieces)) * 2 > len(pieces)
-
-    return most(table) or most(table.T)
-
-
-def _is_on_grid(values: "Tensor") -> bool:
-    """Whether values have at most 256 levels, all of them multiples of the least distance apart."""
-    gaps = values.double().unique().diff()
-    if len(gaps) < 2 or not gaps.isfinite().all():
-        return False
-    steps = gaps / gaps.min()
-    return bool(steps.sum() < 256 and ((steps - steps.round()).abs() < 0.01).all())
 
 
 def _places(count: int) -> "Tensor":

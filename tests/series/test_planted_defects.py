@@ -62,14 +62,10 @@ def rounded(state: State) -> State:
     return {name: tensor.bfloat16() for name, tensor in state.items()}
 
 
-def of_8_bits(state: State, dim: int | None = None) -> State:
-    """Whole numbers times a scale: of the tensor, or of each slice along `dim`."""
-    rounded = {}
-    for name, tensor in state.items():
-        largest = tensor.abs().max() if dim is None else tensor.abs().amax(dim, keepdim=True)
-        scale = (largest / 127).clamp(min=1e-12)
-        rounded[name] = (tensor / scale).round() * scale
-    return rounded
+def of_8_bits(state: State) -> State:
+    """Whole numbers times a scale of each tensor."""
+    scales = {name: (tensor.abs().max() / 127).clamp(min=1e-12) for name, tensor in state.items()}
+    return {name: (tensor / scales[name]).round() * scales[name] for name, tensor in state.items()}
 
 
 def with_value(state: State, value: float) -> None:
@@ -243,8 +239,6 @@ PLANTS: dict[str, tuple[Callable[[Path], object], str, tuple[int, ...]]] = {
         (60,),
     ),
     "rounded to 8 bits": (lambda root: changed(root, 60, of_8_bits), "other precision", (60,)),
-    "8 bits, a scale a row": (lambda root: changed(root, 60, lambda s: of_8_bits(s, -1)), "other precision", (60,)),
-    "8 bits, a scale a column": (lambda root: changed(root, 60, lambda s: of_8_bits(s, 0)), "other precision", (60,)),
     "one bit": (lambda root: flipped(root, 60, 30), "value out of range", (60,)),
     "removed folder": (lambda root: shutil.rmtree(at(root, 60, "")), "gap", (60,)),
     "symbolic link to itself": (looped, "gap", (60,)),
