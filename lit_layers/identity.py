@@ -52,7 +52,8 @@ PLACES = ("row", "column", "token", "other_token", "token_distance", "axis", "ca
 # those of models and layers.
 ORDINALS = ("distance", "index")
 BESIDE = {*PLACES, *ORDINALS, "reference"}
-_ByPrompt = Annotated[NDArray[np.float32] | None, GetPydanticSchema(lambda _, of: of(type(None)))]  # in no line
+ByPrompt = NDArray[np.float32]
+_InNoLine = Annotated[ByPrompt | None, GetPydanticSchema(lambda _, of: of(type(None)))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +63,8 @@ class Record:
     `low` and `high` bound the 95% interval where one is defined; `stderr` and `n` count over prompts or test rows.
     Tags say which number it is (`k`, `reference`, ...), except those named `num_...`: they count what went into it.
     `by_prompt` (prompts,) are the values of which `value` is the mean, in the order of the data and NaN where a prompt
-    has none: known where the number was measured, and kept apart from it (`lit_layers.prompt_values`). So are `states`
-    (prompts, dim), the vectors that the number is of.
+    has none. `states` (prompts, dim) are the vectors that the number is computed from. `records.write_values` writes
+    both to a file of their own.
     """
 
     __pydantic_config__ = schema.STRICT
@@ -77,8 +78,8 @@ class Record:
     high: Real | None = None
     n: Count | None = None
     tags: dict[str, Tag] = field(default_factory=dict)
-    by_prompt: _ByPrompt = field(default=None, compare=False, repr=False)
-    states: _ByPrompt = field(default=None, compare=False, repr=False)
+    by_prompt: _InNoLine = field(default=None, compare=False, repr=False)
+    states: _InNoLine = field(default=None, compare=False, repr=False)
 
 
 @with_config(schema.OPEN)

@@ -6,6 +6,9 @@ Any other line that does not parse is refused by name and number.
 
 A number's identity is (training, step, analysis, config hash, data hash), and the last line of it counts; which of them
 make a curve is said in `lit_layers.identity`.
+
+The values of single prompts behind the means lie in `values/step-000001000/ANALYSIS-DIGEST.safetensors` beside them, a
+file for each step, analysis and settings. These files can be deleted: then curves are compared without them.
 """
 
 # pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -13,9 +16,11 @@ make a curve is said in `lit_layers.identity`.
 
 import fcntl
 import json
+import logging
 import math
 import mmap
 import os
+import re
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -23,24 +28,38 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NotRequired, TypeVar, cast
 
+import numpy as np
 import pandas as pd
 from pydantic import with_config
 from pydantic_core import from_json
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 from typing_extensions import TypedDict
 
 from lit_layers import schema
-from lit_layers.errors import InputError, refused
+from lit_layers.errors import InputError, first_line, refused
 from lit_layers.files.durable import export as export
-from lit_layers.files.durable import sync
+from lit_layers.files.durable import replace_file, sync
 from lit_layers.files.durable import write_files as write_files
 from lit_layers.identity import PLACES as PLACES
-from lit_layers.identity import Lineage, Settings, keep, of_one_training, settings_name, settings_of, shown, variant_of
+from lit_layers.identity import (
+    ByPrompt,
+    Lineage,
+    Settings,
+    keep,
+    of_one_training,
+    settings_name,
+    settings_of,
+    sha16,
+    shown,
+    variant_of,
+)
 from lit_layers.identity import Measurement as Measurement
 from lit_layers.identity import Record as Record
 from lit_layers.identity import latest as latest
-from lit_layers.prompt_values import ValueFiles, without_values
 from lit_layers.schema import Count, Scalar
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RESTORE = "restore the file from a copy, or delete that line to go on without it"
@@ -103,7 +122,6 @@ class Store:
     Args:
         path: the file; it need not exist yet.
         measurements: what it holds, where that was read already.
-        values: where the values of prompts are kept; None: nowhere.
         lineage: the training that measurements of its run are added to; None: the one that is there, or the run itself.
     """
 
@@ -112,10 +130,9 @@ class Store:
         path: str | Path,
         measurements: Iterable[Measurement] | None = None,
         *,
-        values: ValueFiles | None = None,
         lineage: Lineage | None = None,
     ) -> None:
-        self.path, self.values, self.lineage = Path(path), values, lineage
+        self.path, self.lineage = Path(path), lineage
         self._last: dict[tuple[Any, ...], Measurement] = {}
         for measurement in of_one_training(read(path) if measurements is None else measurements, lineage):
             keep(self._last, measurement)
@@ -129,7 +146,7 @@ class Store:
         return iter([*self._last.values()])
 
     def add(self, measurement: Measurement) -> Measurement:
-        """Write a measurement, and return it, without the values of prompts, when it is on the disk.
+        """Write a measurement and the values of its prompts, and return it without these when it is on the disk.
 
         Raises:
             InputError: where another training has taken the folder over, as while a second process measured the first.
@@ -139,8 +156,7 @@ class Store:
             if now is not None and now.training != mine.training:
                 raise InputError(f"root: another training has begun in {self.path.parent}: this is measured for none")
             measurement = replace(measurement, training=mine.training, resumed=[*mine.resumed])
-        if self.values is not None:  # before the line that they belong to
-            self.values.write(measurement)
+        write_values(self.path.parent, measurement)  # before the line that they belong to
         measurement = without_values(measurement)
         append(self.path, measurement)
         keep(self._last, measurement)
@@ -338,6 +354,80 @@ def _tag_columns(pairs: list[tuple[Measurement, Record]]) -> dict[str, pd.Series
         kinds = {type(value) for value in values if value is not None}
         columns[name] = pd.Series(values, dtype=_TAG_TYPES.get(kinds.pop(), object) if len(kinds) == 1 else object)
     return columns
+
+
+# ------------------------------------------------------------------------------------------------ values of prompts
+
+_ROUNDING = 1e-5  # relative, of a mean of many numbers in float32
+
+
+def write_values(root: Path, measurement: Measurement) -> None:
+    """Write the values of prompts behind a measurement's means, and its states as `layer-L`, whole or not at all.
+
+    Values are written for numbers that make curves, not for matrices and maps, nor for the rows that a probe was fitted
+    to. Where they cannot be written, a warning says so: the numbers themselves matter more.
+    """
+    tensors = {f"layer-{record.layer}": record.states for record in measurement.records if record.states is not None}
+    for record in measurement.records:
+        if record.by_prompt is not None and _makes_a_curve(record) and _is_mean(record.by_prompt, record.value):
+            tensors[key(measurement.analysis, record)] = record.by_prompt
+    if not tensors:
+        return
+    path = values_path(root, measurement)
+    rows = {name: np.ascontiguousarray(values, np.float32) for name, values in tensors.items()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, save(rows, _weights_of(measurement)))
+    except OSError as error:
+        logger.warning("the values of prompts cannot be written to %s: %s", path, error.strerror or error)
+
+
+def read_values(root: Path, measurement: Measurement) -> dict[str, ByPrompt]:
+    """Return the values (prompts,) behind a measurement's numbers by the names of their curves, as `key` says them.
+
+    Nothing is returned where there is no file, or one of other weights. A damaged file is left out with a warning.
+    """
+    path = values_path(root, measurement)
+    names = {key(measurement.analysis, record) for record in measurement.records}
+    try:
+        with safe_open(path, "numpy") as file:
+            if file.metadata() != _weights_of(measurement):
+                return {}
+            return {name: file.get_tensor(name) for name in names.intersection(file.keys())}
+    except FileNotFoundError:
+        return {}
+    except (SafetensorError, OSError) as error:
+        logger.warning("%s is damaged, and curves are compared without it: %s", path, first_line(error))
+        return {}
+
+
+def values_path(root: Path, measurement: Measurement) -> Path:
+    """Return the file for the values of a measurement: one for each training, run, step, analysis and settings."""
+    digest = sha16(json.dumps([measurement.training, measurement.run, measurement.analysis, settings_of(measurement)]))
+    step = "no-step" if measurement.step is None else f"step-{measurement.step:09d}"
+    name = re.sub(r"[^\w.-]", "_", measurement.analysis)[:80]
+    return root / "values" / step / f"{name}-{digest}.safetensors"
+
+
+def without_values(measurement: Measurement) -> Measurement:
+    """Return a measurement as it is in `measurements.jsonl`."""
+    return replace(measurement, records=[replace(each, by_prompt=None, states=None) for each in measurement.records])
+
+
+def _weights_of(measurement: Measurement) -> dict[str, str]:
+    return {"weights_hash": str(measurement.provenance.get("weights_hash"))}
+
+
+def _makes_a_curve(record: Record) -> bool:
+    return record.other_layer is None and record.tags.keys().isdisjoint(PLACES) and record.tags.get("split") != "train"
+
+
+def _is_mean(values: ByPrompt, value: float) -> bool:
+    """Whether the values are those of a mean over two prompts or more."""
+    defined = values[~np.isnan(values)].astype(np.float64)
+    if len(defined) < 2 or not np.isfinite(defined).all():
+        return False
+    return bool(abs(defined.mean() - value) <= _ROUNDING * max(np.abs(defined).max(), 1e-30))
 
 
 # ------------------------------------------------------------------------------------------------ lines of JSON

@@ -85,7 +85,7 @@ def test_the_record_is_that_of_one_process_with_the_values_of_prompts(run, tmp_p
     assert (carried.settings, carried.audit) == (alone.settings, alone.audit)
     assert ray.sent == ["step-000000000", "step-000000002", "step-000000004"]
     values = [
-        {path.relative_to(root): path.read_bytes() for path in root.rglob("*.parquet")}
+        {path.relative_to(root): path.read_bytes() for path in root.rglob("values/*/*.safetensors")}
         for root in (tmp_path / "alone", tmp_path / "carried")
     ]
     assert values[0] == values[1] != {}

@@ -14,7 +14,6 @@ from scipy import stats
 from lit_layers import measure
 from lit_layers.analyses import PooledStates
 from lit_layers.functional import emergence_times, linear_cka
-from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Store
 from tests.support.random_text import RandomText
 from tests.support.tiny_models import tiny
@@ -204,7 +203,7 @@ def test_states_of_checkpoints_and_seeds_are_as_alike_as_the_functions_say(tmp_p
 
     roots, steps = [tmp_path / f"seed{seed}" for seed in range(2)], (0, 8)
     for seed, root in enumerate(roots):
-        store = Store(root / "measurements.jsonl", values=ValueFiles(root))
+        store = Store(root / "measurements.jsonl")
         for step in steps:
             analysis = PooledStates(batches=RandomText(num_batches=3))
             store.add(measure(tiny("gpt2", seed=seed + step), analysis, run=root.name, step=step, raises=True))

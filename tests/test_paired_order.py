@@ -19,8 +19,7 @@ from lit_layers.clock.times_and_order import (
     probability_before,
 )
 from lit_layers.functional.emergence.curve_times import bootstrap_counts, emergence_times
-from lit_layers.prompt_values import ValueFiles, path_of
-from lit_layers.records import Measurement, Record, Store
+from lit_layers.records import Measurement, Record, Store, values_path
 from lit_layers.report import write_report
 from lit_layers.report.emergence import sentence
 from tests.support.undrawn import leave_undrawn
@@ -119,7 +118,7 @@ def test_the_order_says_which_pairs_are_of_the_same_prompts():
 def run(tmp_path):
     """Two analyses on the same prompts, one on others; half of the metrics of the first have no values."""
     root = tmp_path / "planted"
-    store = Store(root / "measurements.jsonl", values=ValueFiles(root))
+    store = Store(root / "measurements.jsonl")
     first, second = two_curves(3, shift=1.0, shared=0.9)
     third = two_curves(4, shift=0.5, shared=0.0)[1]
     for number, step in enumerate(STEPS.astype(int).tolist()):
@@ -177,7 +176,7 @@ def test_a_runs_own_page_says_what_emerge_says(run, tmp_path, monkeypatch):
 
 def test_a_damaged_file_is_told_once_and_costs_its_own_analysis_alone(run, tmp_path, caplog):
     (m, *_) = [each for each in Store(run / "measurements.jsonl") if each.analysis == "c" and each.step]
-    path_of(run, m).write_bytes(b"PAR1 of somebody else PAR1")
+    values_path(run, m).write_bytes(b"PAR1 of somebody else PAR1")
     with caplog.at_level(logging.WARNING):
         curves = curves_of(run, metrics=["shown"])
     assert {curve.analysis for curve in curves if curve.prompts is not None} == {"a", "b"}

@@ -25,7 +25,7 @@ from safetensors.numpy import load
 from scipy.special import stdtrit
 from study_data import Table, as_markdown
 
-from lit_layers import prompt_values, run_data
+from lit_layers import run_data
 from lit_layers.analyses.statistics import complete
 from lit_layers.errors import first_line
 from lit_layers.figures.tables import grouped
@@ -33,9 +33,10 @@ from lit_layers.figures.theme import spread
 from lit_layers.functional import geometry
 from lit_layers.functional.entropy import participation_ratio
 from lit_layers.identity import Measurement, settings_of
-from lit_layers.records import is_suspect
+from lit_layers.records import is_suspect, values_path
 
 Array = NDArray[np.float32]
+DIMENSION = "pooled_dimension"  # the metric whose records have states
 CKA, PROCRUSTES, SUBSPACE = "linear_cka", "procrustes_distance", "subspace_overlap"
 PROMPT_SUBSPACE = "prompt_subspace_overlap"
 COLUMNS = ("run", "other_run", "analysis", "layer", "step", "other_step", "metric")
@@ -68,12 +69,10 @@ def kept_states(root: Path, run: str, measurements: Sequence[Measurement]) -> li
 
     What a folder holds in place of states is printed to standard error.
     """
-    with_states = [
-        m for m in measurements if m.step is not None and any(r.metric == prompt_values.DIMENSION for r in m.records)
-    ]
+    with_states = [m for m in measurements if m.step is not None and any(r.metric == DIMENSION for r in m.records)]
     kept, unread = [], list[str]()
     for analysis, of_analysis in grouped(with_states, lambda m: m.analysis).items():
-        there = [m for m in of_analysis if os.path.isfile(prompt_values.path_of(root, m, prompt_values.STATES))]
+        there = [m for m in of_analysis if os.path.isfile(values_path(root, m))]
         by_step: dict[int, Mapping[int, Array]] = {}
         for m in spread(sorted(there, key=lambda m: m.step or 0), MOST_STEPS):
             states = read_states(root, m)
@@ -98,7 +97,7 @@ def read_states(root: Path, measurement: Measurement) -> dict[int, Array] | str:
 
     In place of those of a file that is damaged or holds no states stands the sentence that says so.
     """
-    path = prompt_values.path_of(root, measurement, prompt_values.STATES)
+    path = values_path(root, measurement)
     if not os.path.isfile(path):  # also in a folder nobody may read
         return {}
     try:
@@ -106,9 +105,7 @@ def read_states(root: Path, measurement: Measurement) -> dict[int, Array] | str:
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         return f"{path.name} is damaged: {first_line(error)}"
     layers = {
-        record.layer: there.get(f"layer-{record.layer}")
-        for record in measurement.records
-        if record.metric == prompt_values.DIMENSION
+        record.layer: there.get(f"layer-{record.layer}") for record in measurement.records if record.metric == DIMENSION
     }
     by_layer = {layer: states for layer, states in layers.items() if layer is not None and states is not None}
     if any(states.ndim != 2 or not states.size or states.dtype != np.float32 for states in by_layer.values()):
@@ -244,7 +241,7 @@ def _problem(measurement: Measurement, states: Mapping[int, Array]) -> str:
         return f"those of {measurement.analysis} at step {measurement.step} are not of the same prompts at all layers"
     _, kept = complete(torch.stack([each.isfinite().all(-1) for each in tensors.values()]))
     for record in measurement.records:
-        if record.metric == prompt_values.DIMENSION and record.layer in tensors:
+        if record.metric == DIMENSION and record.layer in tensors:
             rows = tensors[record.layer][kept].double()
             ratio = participation_ratio(rows, center=True, undefined="nan").item() if len(rows) == record.n else np.nan
             if not abs(ratio - record.value) <= _SAME * record.value:

@@ -56,7 +56,6 @@ from lit_layers.models.view import (
     evenly_spread,
     states_of_layers,
 )
-from lit_layers.prompt_values import DIMENSION
 from lit_layers.records import Record
 
 # What the code of Skean et al., arXiv 2502.02013, sets otherwise.
@@ -441,10 +440,8 @@ class PooledStates(Analysis):
     `num_halves` random halves of the prompts, whose mean is `pooled_dimension_of_half`. Means over layers 1..L have no
     layer.
 
-    The states themselves stay in the run's folder, as `lit_layers.prompt_values` says:
-    `lit-layers emerge` compares by them every two checkpoints of a run, and the runs of several seeds at each step.
-    Only states of the same prompts are compared. A prompt whose states are not finite at some layer is left out of the
-    dimension, and of comparisons of that layer.
+    The states themselves are written to the run's folder (`lit_layers.records.write_values`), so that checkpoints and
+    seeds can be compared later. A prompt whose states are not finite at some layer is left out of the dimension.
 
     The model runs in float32 or wider; states are kept in float32.
 
@@ -472,8 +469,8 @@ class PooledStates(Analysis):
         finite = pooled[:, kept]
         dimensions = functools.partial(participation_ratio, center=True, undefined="nan")
         of_halves = values_of_halves(dimensions, finite, self.num_halves)
-        for record in records_of_layers(DIMENSION, dimensions(finite), of_halves, finite.shape[1], tags):
-            is_kept = record.metric == DIMENSION and record.layer is not None
+        for record in records_of_layers("pooled_dimension", dimensions(finite), of_halves, finite.shape[1], tags):
+            is_kept = record.metric == "pooled_dimension" and record.layer is not None
             yield replace(record, states=pooled[record.layer].float().numpy()) if is_kept else record
 
 

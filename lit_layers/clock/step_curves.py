@@ -1,6 +1,5 @@
 """Curves over training steps: of a run's measurements, over seeds, and of how a number changes over the layers."""
 
-import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +15,10 @@ from lit_layers import records
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import tag_text
 from lit_layers.figures.tables import grouped
-from lit_layers.identity import BESIDE, UNKNOWN, settings_of, short, variant_of
+from lit_layers.identity import BESIDE, UNKNOWN, ByPrompt, settings_of, short, variant_of
 from lit_layers.metrics import look_up
-from lit_layers.prompt_values import ByPrompt, key_of, read_values
 from lit_layers.records import Measurement, Record
 
-logger = logging.getLogger(__name__)
 Array = NDArray[np.floating[Any]]
 AxisName = Literal["step", "tokens"]
 Tags = Mapping[str, Any]
@@ -174,31 +171,20 @@ def text_of(tags: Tags) -> str:
 def with_prompts(
     curves: Sequence[StepCurve], root: Path, measurements: Sequence[Measurement], axis: AxisName = "step"
 ) -> list[StepCurve]:
-    """Return the curves of a run's measurements with the values of prompts that its folder `root` holds.
-
-    What the folder holds in place of values is told in one warning.
-    """
+    """Return the curves of a run's measurements with the values of prompts that its folder `root` holds."""
     analyses, keys = {curve.analysis for curve in curves}, {curve.key for curve in curves}
     measured = [m for m in measurements if m.analysis in analyses and m.error is None and m.step is not None]
     rows: dict[Any, dict[int, ByPrompt]] = {}
     measured_on: dict[Any, str] = {}
-    unread = []
-    for m, values in zip(measured, read_values(root, measured), strict=True):
-        if isinstance(values, str):
-            unread.append(values)
-            continue
+    for m in measured:
+        values = records.read_values(root, m)
         at: Any = m.step if axis == "step" else m.tokens
         about = m.provenance.get("data_hash") or f"{m.analysis} {m.provenance.get('config_hash')}"
         for record in m.records if values else ():
-            key = _key(m.analysis, record)
-            if key in keys and (by_prompt := values.get(key_of(record))) is not None:
+            key, by_prompt = _key(m.analysis, record), values.get(records.key(m.analysis, record))
+            if key in keys and by_prompt is not None:
                 measured_on.setdefault(key, f"{m.run} {about}")
                 rows.setdefault(key, {})[at] = by_prompt
-    if unread:
-        logger.warning(
-            "%s: values of prompts are left out, and their curves compared without them: %s%s",
-            *(root, unread[0], f"; and {len(unread) - 1} more" if len(unread) > 1 else ""),
-        )
     whole = []
     for curve in curves:
         prompts = prompts_of_curve(curve.at, curve.values, rows.get(curve.key, {}))

@@ -28,7 +28,6 @@ from lit_layers.measuring.one_model import Opened, Visit, measure_unless_done, n
 from lit_layers.models.build import weights_hash
 from lit_layers.models.offload import Offload
 from lit_layers.models.view import LayeredModel
-from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Measurement, UnwrittenStore
 from lit_layers.schema import Device
 from lit_layers.series import Audit, Checkpoint, Series, StepFolders, audit
@@ -120,7 +119,6 @@ def analyze_series(
     device = device_of("cpu" if options.engine == "ray" else options.device)
     work = _Measuring(series, root, options, device, SeriesMeasurements(root), progress or silent)
     work.choose(analyses)
-    work.earlier.store.values = ValueFiles(root, insist=True)
     with run_lock.writing(root, shard=options.share, part="measuring" if beside_training else "all"):
         audited = work.audited(grows=beside_training)
         if options.engine == "ray":

@@ -24,7 +24,6 @@ from lit_layers.measuring.one_model import Opened, Visit, measure_unless_done
 from lit_layers.measuring.ranks import RENDEZVOUS, OneProcess, Ranks, ranks_of
 from lit_layers.models.build import plain_model, weights_hash
 from lit_layers.models.view import LayeredModel
-from lit_layers.prompt_values import ValueFiles
 from lit_layers.records import Measurement, Store
 from lit_layers.report.logged_numbers import (
     STEP,
@@ -118,8 +117,7 @@ class StepMeasurer:
         """Join the training that has begun in the root, read what it has measured before, and say what will be."""
         lineage, measurements = self.ranks.from_first(self._begun)
         self.run, self.training = self.run or lineage.run, lineage.training
-        values = ValueFiles(self.root)
-        self._store = Store(self.file, measurements, values=values, lineage=lineage._replace(run=self.run))
+        self._store = Store(self.file, measurements, lineage=lineage._replace(run=self.run))
         self._plain = plain_settings(measurements)
         if self.analyses:
             names, schedule = ", ".join(each.name for each in self.analyses), str(steps).strip("[{}]").replace("'", "")

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import pandas
 import pytest
 import yaml
@@ -27,7 +26,6 @@ from lit_layers.cli.main import main
 from lit_layers.errors import InputError, is_full
 from lit_layers.files.durable import naming, replace_file, write_json
 from lit_layers.measuring.offline import analyze_series
-from lit_layers.prompt_values import ValueFiles
 from lit_layers.series import StepFolders
 from tests.cli.test_fit import RECIPE
 from tests.support.fuzzing import run_limited
@@ -159,7 +157,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def names(folder: Path) -> set[str]:
     """The files, those with values of prompts without the digest in their names, which another training changes."""
-    return {re.sub(r"-[0-9a-f]{10}-(?=[0-9a-f]{8}\.parquet$)", "-", name) for name in files(folder)}
+    return {re.sub(r"-[0-9a-f]{16}(?=\.safetensors$)", "", name) for name in files(folder)}
 
 
 def measured(folder: Path) -> dict[str, list[records.Measurement]]:
@@ -274,7 +272,7 @@ def test_a_full_disk_ends_a_series_at_its_first_checkpoint(tmp_path: Path, monke
     model = template(tmp_path / "template")
     for step in (0, 1, 2):
         make_step(model, tmp_path / "series" / f"step-{step:09d}", step / 16)
-    monkeypatch.setattr("lit_layers.prompt_values.replace_file", full)
+    monkeypatch.setattr("lit_layers.records.write_line", full)
     with pytest.raises(InputError, match="cannot write .*: no space left on device"):
         analyze_series(StepFolders(tmp_path / "series"), [Lens(batches=RandomText(tokens=6))], root=tmp_path / "out")
     assert len(tried) == 1
@@ -304,22 +302,3 @@ def raising(error: Exception) -> Callable[..., None]:
         raise error
 
     return fails
-
-
-@pytest.mark.parametrize("insist", [True, False])
-def test_values_of_prompts_are_insisted_on_where_the_command_is_run_again(insist, tmp_path, monkeypatch, caplog):
-    """Else they are missing for good, as the numbers are known then; a training goes on without them."""
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("lit_layers.prompt_values.replace_file", full)
-    record = records.Record(metric="loss", value=0.5, by_prompt=np.array([0.25, 0.75], dtype=np.float32))
-    measurement = records.Measurement(run="run", step=1, analysis="lens", tokens=None, seconds=0.1, records=[record])
-    files = ValueFiles(tmp_path, insist=insist)
-    if insist:
-        with pytest.raises(InputError, match=r"cannot write .*values/step-000000001/lens-\w+-\w+\.parquet: no space"):
-            files.write(measurement)
-    else:
-        files.write(measurement)
-        assert "the values of prompts cannot be written" in caplog.text

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from lit_layers import records
-from lit_layers.prompt_values import read_values
 from lit_layers.training.run_folder import saved_steps, step_folder
 from tests.support import ranks_run, resumed_ranks_run
 from tests.support.forked import run_ranks
@@ -43,7 +42,10 @@ def test_two_ranks_record_every_analysis_once_in_order_with_the_same_values(runs
 
 @pytest.mark.slow
 def test_two_ranks_keep_the_values_of_all_prompts_in_the_order_of_one(runs):
-    one, two = (read_values(runs[ranks], records.read(runs[ranks] / "measurements.jsonl")) for ranks in (1, 2))
+    one, two = (
+        [records.read_values(runs[ranks], m) for m in records.read(runs[ranks] / "measurements.jsonl")]
+        for ranks in (1, 2)
+    )
     assert sum(map(bool, one)) == 4 * 3  # the analyses that have some, at each step
     for place, (first, second) in enumerate(zip(one, two, strict=True)):
         assert first.keys() == second.keys()
