@@ -252,8 +252,8 @@ def _holes(steps: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 def reported(listed: Listed) -> Iterator[Finding]:
     """Steps that the manifest calls wrong."""
-    suspect = listed.listing.suspect
-    yield from (finding("reported", suspect[one.step], [one]) for one in listed.chosen if one.step in suspect)
+    for step, why in listed.listing.suspect.items():
+        yield from (finding("reported", why, [one]) for one in listed.chosen if one.step == step)
 
 
 OF_A_LISTING = (broken, shared_shards, main_differs, gaps, reported)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lit_layers.errors import InputError
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import MANY, Range, refuse_outside
-from lit_layers.series.checkpoint_sources import MAIN, Memory, Source
+from lit_layers.series.checkpoint_sources import Memory, Source
 
 if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and what only lists files needs none of it
     import torch
@@ -96,7 +96,7 @@ def recognize(names: Iterable[str]) -> Grammar | None:
     Names of no known grammar that differ in their last integer alone have that integer as their step, of iter_10k ten
     thousand. The 3 of 1e3 and the 5 of 1.5 are no step.
     """
-    names = [name for name in names if name != MAIN]
+    names = list(names)
     grammars = [Grammar(spelling) for spelling in PATTERNS]
     counts = [sum(grammar.parse(name) is not None for name in names) for grammar in grammars]
     if max(counts):

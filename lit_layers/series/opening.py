@@ -17,7 +17,7 @@ from lit_layers.errors import InputError
 from lit_layers.files.hub import Hub
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import Count, Step
-from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series, ordered, recognize
+from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series, StepName, ordered, recognize
 from lit_layers.series.checkpoint_sources import MAIN, FolderSource, HubSource, ModelFiles, Source, at_once, is_hub_name
 from lit_layers.series.local_series import LightningCheckpoints, StepFolders
 
@@ -94,6 +94,9 @@ def _listed(names: str | list[str]) -> list[str]:
     return [names] if isinstance(names, str) else names
 
 
+_Step = tuple[StepName, Source]
+
+
 class HubRevisions(Series):
     """The branches of a repository that are steps: Pythia, OLMo, CRFM and others. Listing them takes one request.
 
@@ -124,53 +127,44 @@ class HubRevisions(Series):
 
     def find(self) -> Listing:
         facts, hub = known_facts(self.repo, self._manifest), Hub()
-        if facts.repositories is not None:
-            return self._repositories(facts, facts.repositories, hub)
         if self.name != self.repo:
             facts = Facts(self.repo, tokens_per_step=facts.tokens_per_step, warm_up=0)
-        commits = hub.commits(self.repo)
-        known = _listed(facts.grammar or [])[:1]  # of several trainings the first
-        grammar = self._grammar or (Grammar(*known) if known else recognize(commits))
-        kept = ordered([name for name in commits if name != MAIN], grammar)
-        if not kept:
-            first = ", ".join([*commits][:5])
-            raise InputError(
-                f"{self.repo} has no branch that is a step ({len(commits)} branches: {first}): name the grammar"
-            )
-
-        def source(name: str) -> HubSource:
-            return HubSource(hub, self.repo, name, commits[name])
-
+        if facts.repositories is None:
+            steps, main = self._branches(hub, facts.grammar)
+        else:
+            steps, main = self._repositories(hub, facts.repositories, facts.expected() or ())
         return Listing(
             tuple(
-                Checkpoint(self.name, one.name, source(one.name), one.step, one.tokens(facts.tokens_per_step))
-                for one in kept
+                Checkpoint(self.name, one.name, source, one.step, one.tokens(facts.tokens_per_step))
+                for one, source in steps
             ),
-            main=Checkpoint(self.name, MAIN, source(MAIN)) if MAIN in commits else None,
+            main=Checkpoint(self.name, MAIN, main) if main else None,
             main_is_last=facts.main_is_last,
             expected=facts.expected(),
             suspect=facts.suspect,
             warm_up=facts.warm_up,
         )
 
-    def _repositories(self, facts: Facts, template: str, hub: Hub) -> Listing:
-        """Return the listing of a series whose steps are repositories; the repository itself is no step."""
-        steps, per_step = facts.expected() or (), facts.tokens_per_step
+    def _branches(self, hub: Hub, known: str | list[str] | None) -> tuple[list[_Step], Source | None]:
+        """Return the steps and `main` of a repository whose branches are steps."""
+        commits = hub.commits(self.repo)
+        sources = {name: HubSource(hub, self.repo, name, commit) for name, commit in commits.items()}
+        main, first = sources.pop(MAIN, None), _listed(known or [])[:1]  # of several trainings the first
+        names = ordered(sources, self._grammar or (Grammar(*first) if first else recognize(sources)))
+        if not names:
+            some = ", ".join([*commits][:5])
+            raise InputError(
+                f"{self.repo} has no branch that is a step ({len(commits)} branches: {some}): name the grammar"
+            )
+        return [(one, sources[one.name]) for one in names], main
+
+    def _repositories(self, hub: Hub, template: str, steps: Sequence[int]) -> tuple[list[_Step], Source]:
+        """Return the steps of a series whose steps are repositories; the repository itself is no step."""
         named = template.replace("{repo}", self.repo)
         names = [named.replace("{step}", f"{each}").replace("{thousands}", f"{each // 1000}") for each in steps]
         *sources, main = at_once(functools.partial(_source, hub), [*names, self.repo])
         _refuse_where_none_is_there(sources)
-        return Listing(
-            tuple(
-                Checkpoint(self.name, name, source, step, per_step and step * per_step)
-                for step, name, source in zip(steps, names, sources, strict=True)
-            ),
-            main=Checkpoint(self.name, MAIN, main),
-            main_is_last=facts.main_is_last,
-            expected=steps,
-            suspect=facts.suspect,
-            warm_up=facts.warm_up,
-        )
+        return [*zip(map(StepName, names, steps), sources, strict=True)], main
 
 
 class Models(Series):
