@@ -7,8 +7,7 @@ import os
 import re
 import threading
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,11 +29,8 @@ PATTERNS = {
     "step": r"step[-_]?(?P<step>\d+)",
     "stages": r"(stage1-)?step(?P<step>\d+)(-tokens(?P<billions>\d+[BT]))?",  # later ones count from 0 again
     "continued": r"stage\d+-step-(?P<step>\d+)",  # through all stages
-    "checkpoint": r"checkpoint-(?P<step>\d+)",
+    "checkpoint": r"(checkpoint|ckpt|iter|global_step)[-_]?(?P<step>\d+)",
 }
-_LAST_INTEGER = re.compile(r"(.*?)(\d+)(\D*)", re.DOTALL)
-_PART_OF_A_NUMBER = re.compile(r".*\d([.]|[eE][-+]?)", re.DOTALL)  # before the last integer of 1.5 or 1e3
-_FACTOR = re.compile(r"[kKM](?![A-Za-z])")  # behind the integer of iter_10k
 
 
 @dataclass(frozen=True)
@@ -80,8 +76,6 @@ class Grammar:
         if match is None:
             return None
         numbers = {key: _number(text) for key, text in match.groupdict().items() if text is not None}
-        if factor := _FACTOR.match(name, match.end("step")):
-            numbers["step"] *= 10**6 if factor[0] == "M" else 1000
         return StepName(name, **numbers)
 
 
@@ -90,22 +84,11 @@ def _number(text: str) -> int:
     return int(text.rstrip("BT")) * (1000 if text.endswith("T") else 1)
 
 
-def recognize(names: Iterable[str]) -> Grammar | None:
-    """The grammar that understands most of the names; None where no two names have one in common.
-
-    Names of no known grammar that differ in their last integer alone have that integer as their step, of iter_10k ten
-    thousand. The 3 of 1e3 and the 5 of 1.5 are no step.
-    """
-    names = list(names)
+def recognize(names: Collection[str]) -> Grammar | None:
+    """The known grammar that understands most of the names; None where none understands any."""
     grammars = [Grammar(spelling) for spelling in PATTERNS]
     counts = [sum(grammar.parse(name) is not None for name in names) for grammar in grammars]
-    if max(counts):
-        return grammars[counts.index(max(counts))]
-    matches = [match.groups() for name in names if (match := _LAST_INTEGER.fullmatch(name))]
-    whole = [(before, after) for before, _, after in matches if not _PART_OF_A_NUMBER.fullmatch(before)]
-    templates = Counter(f"{before}{{step}}{after}" for before, after in whole)
-    template, count = templates.most_common(1)[0] if templates else ("", 0)
-    return Grammar(template) if count > 1 else None
+    return grammars[counts.index(max(counts))] if any(counts) else None
 
 
 ALL = "all"

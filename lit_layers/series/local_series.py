@@ -44,7 +44,7 @@ class _LocalSeries(Series):
 
 
 class StepFolders(_LocalSeries):
-    """The folders of a run that are steps: ours (step-000001000) and any others, such as checkpoint-500 or step500.
+    """The folders of a run that are steps: ours (step-000001000) and others, such as checkpoint-500 or iter_0500.
 
     Tokens per step and the schedule are read from the run's own run.json where there is one.
 
@@ -73,11 +73,10 @@ class StepFolders(_LocalSeries):
         names = sorted(name for name in folders if name not in _NO_CHECKPOINTS)
         kept = ordered(names, self._grammar or recognize(names))
         if not kept:
-            advice = "; it is one model: leave steps out, or name the folder that its steps lie in"
-            is_model = (self.root / CONFIG).is_file()
-            raise InputError(
-                f"{self.root} holds no folder that is a step, such as step-000001000{advice if is_model else ''}"
-            )
+            advice = "name the grammar if they are called otherwise"
+            if (self.root / CONFIG).is_file():
+                advice = "it is one model: leave steps out, or name the folder that its steps lie in"
+            raise InputError(f"{self.root} holds no folder that is a step, such as step-000001000; {advice}")
         run = run_facts(self.root)
         schedule = run.get("config", {}).get("steps")
         until = None if schedule is None else Schedule(schedule).until(kept[-1].step, _beginning(run)[0])

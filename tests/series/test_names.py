@@ -47,9 +47,8 @@ def test_tokens_come_from_the_step_or_else_from_the_rounded_name():
         (["main", "step0", "step1"], "step"),
         (["step1-tokens0B", "stage1-step2-tokens0B", "step3"], "stages"),
         (["checkpoint-10", "main"], "checkpoint"),
-        (["iter_10k", "iter_20k", "v2"], "iter_{step}k"),
-        (["500", "1000"], "{step}"),
-        (["step-1e3", "step-1e4", "part-5", "part-6"], "part-{step}"),
+        (["iter_0500", "iter_1000", "v2"], "checkpoint"),
+        (["global_step500", "latest"], "checkpoint"),
     ],
 )
 def test_a_grammar_is_recognized_from_its_names(names, spelling):
@@ -58,27 +57,9 @@ def test_a_grammar_is_recognized_from_its_names(names, spelling):
     assert found.spelling == spelling
 
 
-def test_names_without_a_common_grammar_are_no_series():
-    assert recognize(["main", "v1.0", "fix"]) is None
-
-
-@pytest.mark.parametrize("name", ["step-1e{}", "step-2E-{}", "iter_1.{}", "step-1.5e{}"])
-def test_the_end_of_a_number_that_is_not_whole_is_no_step(name):
-    assert recognize([name.format(end) for end in (3, 4, 5)]) is None
-
-
-@pytest.mark.parametrize(
-    ("spelling", "name", "step"),
-    [
-        ("iter_{step}k", "iter_10k", 10_000),
-        ("{step}K", "5K", 5000),
-        ("step{step}M", "step2M", 2_000_000),
-        ("step{step}kept", "step7kept", 7),
-        ("{step}", "64", 64),
-    ],
-)
-def test_thousands_and_millions_are_counted_as_steps(spelling, name, step):
-    assert Grammar(spelling).parse(name) == StepName(name, step)
+@pytest.mark.parametrize("names", [["main", "v1.0", "fix"], ["llama-7", "llama-13"], ["step-1e3", "step-1e4"], []])
+def test_names_of_no_known_grammar_are_no_series(names):
+    assert recognize(names) is None
 
 
 def test_a_grammar_that_is_neither_known_nor_a_template_is_refused():

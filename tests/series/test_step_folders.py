@@ -58,7 +58,7 @@ def test_a_step_of_the_schedule_that_is_gone_is_a_gap(run):
     assert (finding.kind, finding.steps) == ("gap", (2,))
 
 
-@pytest.mark.parametrize("name", ["checkpoint-{}", "step{}", "iter_{}.hf"])
+@pytest.mark.parametrize("name", ["checkpoint-{}", "step{}", "iter_{}"])
 def test_folders_of_others_are_series_too(tmp_path, model, name):
     for step in (500, 1000, 20):
         make_step(model, tmp_path / "run" / name.format(step), step / 64)

@@ -28,7 +28,7 @@ def audit(
         series: a run's folder (or one of *.ckpt files), ORGANIZATION/NAME on the Hub, or a manifest of published series
             (*.yaml)
         steps: which steps: all, 0,1,2,1000, '{log_spaced: 20}', pythia or '{every: 1000}'
-        grammar: how the branches of steps are named, e.g. iter_{step} or 'stage2-ingredient1-step{step}-*'
+        grammar: how the branches of steps are named, e.g. part-{step} or 'stage2-ingredient1-step{step}-*'
         submodule: in a folder of *.ckpt files: which submodule is the network (default: found by its tensors)
         level: listing: names, sizes, hashes. weights: also the values of weights, which are downloaded where needed.
             auto: the weights of those checkpoints that are on this machine
