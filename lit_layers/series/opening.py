@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 from lit_layers import schema
 from lit_layers.errors import InputError
 from lit_layers.files.hub import Hub
-from lit_layers.schedule import Schedule, Steps
+from lit_layers.schedule import Steps
 from lit_layers.schema import Count, Step
 from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series, StepName, ordered, recognize
 from lit_layers.series.checkpoint_sources import MAIN, FolderSource, HubSource, ModelFiles, Source, at_once, is_hub_name
@@ -38,9 +38,7 @@ class Facts:
     names: str | list[str]
     grammar: str | list[str] | None = None
     repositories: str | None = None
-    steps: str | list[Step] | dict[str, int] | None = None
     ranges: tuple[tuple[Step, Step, Step], ...] = ()  # first, last, every
-    last_step: Step | None = None
     tokens_per_step: int | None = None
     main_is_last: bool | None = None
     warm_up: Count = 1
@@ -48,11 +46,8 @@ class Facts:
 
     def expected(self) -> tuple[int, ...] | None:
         """The steps that belong to the series, where they are known."""
-        if self.ranges:
-            return tuple(sorted({step for first, last, by in self.ranges for step in range(first, last + 1, by)}))
-        if self.steps is not None and self.last_step is not None:
-            return tuple(Schedule(self.steps).until(self.last_step))
-        return None
+        steps = {step for first, last, by in self.ranges for step in range(first, last + 1, by)}
+        return tuple(sorted(steps)) or None
 
 
 @with_config(schema.STRICT)

@@ -102,7 +102,7 @@ def test_notes_alone_are_clean(run, capsys):
 
 def test_the_repositories_of_a_manifest_are_audited_one_after_the_other(tmp_path, model, monkeypatch, capsys):
     manifest = tmp_path / "own.yaml"
-    manifest.write_text("repositories: [{names: [org/one, org/two], steps: {every: 10}, last_step: 20}]")
+    manifest.write_text("repositories: [{names: [org/one, org/two], ranges: [[0, 20, 10]]}]")
     make_series(model, tmp_path / "hub" / "org" / "one", [0, 10, 20])
     make_series(model, tmp_path / "hub" / "org" / "two", [0, 20])
     with served(tmp_path / "hub", tmp_path / "home" / "hub", monkeypatch):

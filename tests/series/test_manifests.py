@@ -97,13 +97,13 @@ def test_an_unknown_repository_is_no_error():
     [
         ("a: [", "not valid YAML"),
         ("repositories: 3", "repositories: Input should be a valid array, got 3; see checkpoints/pythia.yaml"),
-        ("repositories: [{steps: pythia}]", "repositories.0.names: Field required"),
-        ("repositories: [{names: a/b, step: pythia}]", "repositories.0.step: Unexpected keyword argument"),
+        ("repositories: [{ranges: []}]", "repositories.0.names: Field required"),
+        ("repositories: [{names: a/b, range: []}]", "repositories.0.range: Unexpected keyword argument"),
         ("repositories: [{names: a/b, suspect: {1: 2}}]", "repositories.0.suspect.1: Input should be a valid string"),
         ("repositories: [{names: a/b, suspect: {first: wrong}}]", "suspect.first.*: Input should be a valid integer"),
-        ("repositories: [{names: a/b, steps: {2024-01-01: 3}}]", "not valid YAML"),
+        ("repositories: [{names: a/b, suspect: {2024-01-01: 3}}]", "not valid YAML"),
         ("repositories: [{names: 2024-01-01}]", "not valid YAML .Object of type date"),
-        ("repositories: [{names: a/b, steps: [1.5]}]", "repositories.0.steps.*: Input"),
+        ("repositories: [{names: a/b, ranges: [[0, 1.5, 1]]}]", "repositories.0.ranges.0.1: Input"),
     ],
 )
 def test_a_wrong_manifest_is_refused(tmp_path, text, sentence):
