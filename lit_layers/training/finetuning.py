@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from pydantic import ConfigDict
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -62,6 +63,7 @@ class TrainingRecipe:
         seed: of the order of the data and of dropout; of the rows that are drawn and of a new head.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")  # 5e-5 is text to YAML, and is read as a number
     learning_rate: float = 5e-5
     batch_size: int = 64
     num_tokens: int = 128

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -9,7 +10,6 @@ import torch
 import yaml
 from torch.nn import functional as F
 
-from lit_layers.cli.verbs.intervene import read_recipe
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Variant, baseline, skip
 from lit_layers.models.build import causal_lm, vit, weights_hash
@@ -17,6 +17,7 @@ from lit_layers.models.running_order import running_order
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
+from lit_layers.schema import read_yaml
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, local_task
 from lit_layers.training import finetuning
 from lit_layers.training.finetuning import (
@@ -73,33 +74,33 @@ def test_wrong_values_of_a_recipe_are_refused():
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ({}, "recipe: missing: task; give it in the recipe"),
-        ({"task": "c", "num_epoch": 3}, "recipe: unknown key num_epoch in the recipe; did you mean num_epochs?"),
-        ({"task": "c", "batch_size": True}, "recipe: batch_size: Expected a int. Got value: True"),
+        ({}, "task: Field required"),
+        ({"task": "c", "num_epoch": 3}, "num_epoch: Unexpected keyword argument, got 3"),
+        ({"task": "c", "batch_size": 1.5}, "batch_size: Input should be a valid integer"),
         ({"task": "c", "warmup_steps": -1}, "recipe: warmup_steps: expected at least 0, got -1"),
-        ({"task": "c", "learning_rate": "fast"}, "recipe: learning_rate: Expected a float. Got value: fast"),
+        ({"task": "c", "learning_rate": "fast"}, "learning_rate: Input should be a valid number"),
         ({"task": "c", "learning_rate": 0}, "recipe: learning_rate: expected more than 0, got 0"),
         ({"task": "c", "min_lr_ratio": 2}, "recipe: min_lr_ratio: expected at most 1, got 2"),
-        ({"task": 3}, "recipe: task: Expected a str. Got value: 3"),
-        ([1], "recipe: expected a recipe of KEY: VALUE lines, got - 1"),
+        ({"task": 3}, "task: Input should be a valid string, got 3"),
+        ([1], "Input should be an object, got [1]"),
     ],
 )
 def test_a_recipe_with_wrong_keys_or_values_is_refused(content, sentence, tmp_path):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
     with pytest.raises(InputError) as refused:
-        read_recipe(TaskFinetuningRecipe, tmp_path / "recipe.yaml")
+        read_yaml(tmp_path / "recipe.yaml", TaskFinetuningRecipe, "")
     assert sentence in str(refused.value)
 
 
 def test_recipes_that_cannot_be_read_are_refused_and_numbers_are_read_as_python_writes_them(tmp_path):
-    with pytest.raises(InputError, match="no recipe .*none.yaml"):
-        read_recipe(TaskFinetuningRecipe, tmp_path / "none.yaml")
+    with pytest.raises(InputError, match="cannot read .*none.yaml"):
+        read_yaml(tmp_path / "none.yaml", TaskFinetuningRecipe, "")
     (tmp_path / "broken.yaml").write_text("a: [")
-    with pytest.raises(InputError, match="Problems parsing config"):
-        read_recipe(TaskFinetuningRecipe, tmp_path / "broken.yaml")
+    with pytest.raises(InputError, match="not valid YAML"):
+        read_yaml(tmp_path / "broken.yaml", TaskFinetuningRecipe, "")
     (tmp_path / "recipe.yaml").write_text("task: c\nlearning_rate: 5e-5\n")  # to YAML it is text
-    assert read_recipe(TaskFinetuningRecipe, tmp_path / "recipe.yaml").learning_rate == 5e-5
-    assert read_recipe(TaskFinetuningRecipe, "recipes/finetune/arc.yaml").num_epochs == 1
+    assert read_yaml(tmp_path / "recipe.yaml", TaskFinetuningRecipe, "").learning_rate == 5e-5
+    assert read_yaml(Path("recipes/finetune/arc.yaml"), TaskFinetuningRecipe, "").num_epochs == 1
 
 
 def test_models_that_do_not_fit_are_refused_before_anything_is_written(home, tmp_path):

@@ -4,13 +4,13 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from lit_layers import analyses, records
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.speed import Speed
 from lit_layers.cli.measuring import Checkpoints, Outcome, Target, measured
-from lit_layers.cli.options import Names, Numbers, Recipe, arguments
+from lit_layers.cli.options import Names, Numbers, Recipe, find_recipe
 from lit_layers.data.batches import EvalText
 from lit_layers.data.images import EvalImages
 from lit_layers.errors import InputError
@@ -19,11 +19,11 @@ from lit_layers.functional import block_schedules as orders
 from lit_layers.metrics import headlines, look_up, sentence
 from lit_layers.plots import with_task_medians
 from lit_layers.report import write_report
-from lit_layers.schema import COUNT
+from lit_layers.schema import COUNT, read_yaml
 from lit_layers.tasks.benchmark_scores import BenchmarkScores
 from lit_layers.tasks.lm_eval_scorer import refuse_unknown
 
-T = TypeVar("T")
+KEYS = "recipes/finetune and recipes/glue have examples"
 RESULTS = "intervene"
 ALL = Names(("all",))
 TASKS = Names(("lambada", "arc_challenge", "hellaswag", "winogrande", "gsm8k"))
@@ -94,8 +94,6 @@ class Interventions:
         for task in self.tasks or ():
             if task.endswith(".yaml") and not any(task in word.split(",") for word in recipe.typed("tasks")):
                 raise InputError(f"tasks: a recipe names no task file, which is code, got {task}: say --tasks {task}")
-        if self.states and self.corpus is None and self.images is None:
-            raise InputError("states: is for --corpus or --images")
         is_chosen = any((self.tasks, self.images, self.glue, self.corpus, self.finetune, self.speed))
         return self if is_chosen else dataclasses.replace(self, tasks=TASKS)
 
@@ -135,18 +133,6 @@ def intervene(recipe: Recipe, model: str, checkpoints: Checkpoints, options: Int
     return measured(checkpoints.opened(model), checkpoints, make, _tell, tokenizer=options.tokenizer)
 
 
-def read_recipe(kind: type[T], path: str | Path) -> T:
-    """Return the options of training in a YAML file, checked by their types.
-
-    Raises:
-        InputError: no such file, no mapping in it, an unknown key, a key that is missing, a wrong value.
-    """
-    try:
-        return kind(**arguments(kind, vars(Recipe(kind, ["--config", str(path)]).options)))
-    except InputError as error:
-        raise InputError(f"recipe: {str(error).removeprefix('recipe: ')}") from error
-
-
 def _analyses(model: str, options: Interventions, target: Target) -> list[Analysis]:
     """Return first what tells most, so that a page can be looked at while the rest is under way."""
     _refuse_another_kind(options, target)
@@ -170,13 +156,13 @@ def _analyses(model: str, options: Interventions, target: Target) -> list[Analys
     if options.finetune is not None:
         from lit_layers.training.finetuning import TaskFinetuning, TaskFinetuningRecipe
 
-        recipe = read_recipe(TaskFinetuningRecipe, options.finetune)
+        recipe = read_yaml(find_recipe(options.finetune), TaskFinetuningRecipe, KEYS)
         of_task: Any = {"root": results / f"finetuned_{recipe.task}", "folder": options.folder}
         made.append(TaskFinetuning(recipe=recipe, tokenizer=target.own_tokenizer(), **of_task, **chosen))
     if options.glue is not None:
         from lit_layers.training.glue import GlueRecipe, GlueScores
 
-        glue = read_recipe(GlueRecipe, options.glue)
+        glue = read_yaml(find_recipe(options.glue), GlueRecipe, KEYS)
         places: Any = {"model": model, "root": results, "folder": options.folder, "tokenizer": target.own_tokenizer()}
         made += [GlueScores(task=task, recipe=glue, **places, **chosen) for task in glue.tasks]
     return made
