@@ -351,7 +351,6 @@ def test_wrong_input_is_one_sentence(seeds, tmp_path, capsys):
         ),
         ([one, other, "--group", ""], "group: expected a name or a path, got ''"),
         ([one, one], f"runs: {one} has the name of another, real0"),
-        ([one, other, "--wandb"], "wandb: expected one run, got 2"),
         ([one, str(tmp_path / "none")], "expected a run's folder or a table of scores"),
         ([one, other, "--root", str(tmp_path / "no" / "folder.html")], "cannot write"),
         (

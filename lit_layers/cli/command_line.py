@@ -32,20 +32,14 @@ def answered(argv: list[str]) -> list[str]:
     if command in ("-h", "--help", "-V", "--version"):
         print(f"lit-layers {version('lit_layers')}" if command in ("-V", "--version") else _help())
         return [""]
-    if command == "validate":
-        command, rest = "fit", [*rest, "--stage=validate"]
     if command not in COMMANDS:
         hint = did_you_mean(command, COMMANDS, f"expected one of {', '.join(COMMANDS)}", most=1)
         raise InputError(f"unknown command {command!r}; {hint}")
     return [command, *rest]
 
 
-def run_verb(command: str, rest: list[str], *, passes_full: bool = False) -> int:
-    """Run one command inside of what is under way, print its mistakes, and return its exit code.
-
-    Raises:
-        InputError, OSError: a full disk, which with `passes_full` also ends the command around this one.
-    """
+def run_verb(command: str, rest: list[str]) -> int:
+    """Run one command inside of what is under way, print its mistakes, and return its exit code."""
     try:
         verb = getattr(importlib.import_module(f"lit_layers.cli.verbs.{command}"), command)
         # its parser takes a quarter of a second to load, which `lit-layers --help` does without
@@ -54,8 +48,6 @@ def run_verb(command: str, rest: list[str], *, passes_full: bool = False) -> int
         return verb(**options.Recipe(verb, rest).arguments())
     except (InputError, OSError) as error:
         full = is_full(error)
-        if full and passes_full:
-            raise
         logging.getLogger("lit_layers.cli").debug("refused", exc_info=True)
         if isinstance(error, InputError):
             return refuse(str(error), command)
@@ -86,5 +78,4 @@ How structure emerges, layer by layer, while a transformer trains.
 
 To begin: lit-layers fit quickstart/gpt2, and then lit-layers report checkpoints/quickstart.
 lit-layers COMMAND --help shows its options; all have -v (verbose).
-validate takes the options of fit: lit-layers validate RECIPE --ckpt_path FILE.ckpt
 fit and analyze: --code PACKAGE lets recipes name the classes of your own package or folder."""

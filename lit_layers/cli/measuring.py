@@ -14,7 +14,6 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.cli import FAILED, process
 from lit_layers.cli.options import Steps
 from lit_layers.cli.process import bar, note, show_audit
-from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError, refuse_odd_files
 from lit_layers.identity import settings_of, shown
 from lit_layers.measuring import MeasuringOptions
@@ -230,7 +229,7 @@ def analyses_for(
     each of these, and for all steps of one training together.
 
     Raises:
-        InputError: a tokenizer that is not the models' own.
+        InputError: a tokenizer of models that have one each.
     """
     folder = _folder_of(series)
     trained = run_facts(folder).get("config", {}) if folder else {}
@@ -242,21 +241,9 @@ def analyses_for(
     last = series.listing.checkpoints[-1]
     if series.is_alone or last.step is not None:  # the same one whichever steps are chosen
         return make(target(last, series.name))
-    _refuse_a_foreign_tokenizer(tokenizer, series)
+    if tokenizer is not None and any(map(series.tokenizer, series.listing.checkpoints)):
+        raise InputError("tokenizer: each of these models reads with its own: leave it out")
     return lambda checkpoint: make(target(checkpoint, checkpoint.name))
-
-
-def _refuse_a_foreign_tokenizer(name: str | None, series: Series) -> None:
-    if name is None:
-        return
-    expected = tokenizer_hash(load_tokenizer(name).tokenizer)
-    for checkpoint in series.listing.checkpoints:
-        try:
-            carried = series.tokenizer(checkpoint)
-        except InputError:  # said of it when its turn comes
-            continue
-        if carried is not None and tokenizer_hash(load_tokenizer(carried).tokenizer) != expected:
-            raise InputError(f"tokenizer: {name} is not that of {checkpoint.name}: leave it out")
 
 
 def _folder_of(series: Series) -> Path | None:

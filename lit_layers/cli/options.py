@@ -21,7 +21,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -310,18 +310,6 @@ def one_sentence(
         near = difflib.get_close_matches(misspelt[1] or misspelt[2], names, n=1)
         text += f"; did you mean {near[0]}?" if near else ""
     return text
-
-
-def refuse_replacing(folder: Path, read: Iterable[str | Path | None], written: Iterable[str]) -> None:
-    """Refuse a folder whose results, by their names without endings, would take the place of a file that is read.
-
-    Raises:
-        InputError: naming the file.
-    """
-    for path in map(Path, filter(None, read)):
-        is_replaced = path.stem in written and path.resolve().parent == folder.resolve()
-        if is_replaced and not path.is_dir():  # of a run, which a file of that name leaves alone
-            raise InputError(f"root: {path}, which is read, would be replaced in {folder}: name another folder")
 
 
 def trust_code(argv: list[str]) -> list[str]:

@@ -79,15 +79,15 @@ def without_verbose(words: Sequence[str]) -> list[str]:
     tracebacks of what failed.
     """
     global _is_verbose
-    end = words.index("--") if "--" in words else len(words)
-    _is_verbose = any(word in words[:end] for word in VERBOSE)
+    others = [word for word in words if word not in VERBOSE]
+    _is_verbose = len(others) < len(words)
     package = logging.getLogger("lit_layers")
     package.setLevel(logging.DEBUG if _is_verbose else logging.NOTSET)
     if _is_verbose and not package.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
         package.addHandler(handler)
-    return [word for word in words[:end] if word not in VERBOSE] + list(words[end:])
+    return others
 
 
 def one_line(text: str) -> str:
@@ -117,14 +117,14 @@ def show_audit(result: "Audit") -> None:
 
 
 @contextlib.contextmanager
-def bar(opening: str, *, hidden: bool = False) -> Iterator[Show]:
+def bar(opening: str, *, hidden: bool = False, initial: int = 0) -> Iterator[Show]:
     """Yield a function of what is done, of how much (None: as before), and what is next, which draws a bar."""
     from tqdm import tqdm
 
     every = REDRAWN if sys.stderr.isatty() and not _is_verbose else LINE
     looks: Any = {"leave": False, "mininterval": every, "miniters": 0, "smoothing": 0, "dynamic_ncols": True}
     looks["delay"] = every  # what is done at once draws none
-    with tqdm(desc=opening, disable=hidden, **looks) as drawn:
+    with tqdm(desc=opening, disable=hidden, initial=initial, **looks) as drawn:
 
         def show(now: int | None, of: int | None, then: str) -> None:
             if not hidden:

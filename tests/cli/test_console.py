@@ -2,16 +2,17 @@
 
 import io
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from lit_layers.cli import process as console
+from lit_layers.cli.main import main
 from lit_layers.cli.process import bar
-from lit_layers.cli.verbs.fit import StepProgress
 from lit_layers.records import Measurement
 from lit_layers.training import run_log
+from tests.cli.test_fit import RECIPE
 
 
 class Stream(io.StringIO):
@@ -51,22 +52,17 @@ def test_a_bar_may_be_drawn_by_another_thread():
     assert shown == [True]
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_a_training_shows_a_bar_of_its_steps(terminal, monkeypatch):
-    log: Any = SimpleNamespace(shown={"train/loss": 2.34567, "train/tokens_per_second": 12345.6})
-    said, module = Stream(terminal), None
+@pytest.mark.slow
+def test_a_training_shows_a_bar_of_its_steps(tmp_path, corpus, no_page, monkeypatch):
+    said = Stream(True)
     monkeypatch.setattr("sys.stderr", said)
     monkeypatch.setattr(console, "REDRAWN", 0.0)
-    trainer: Any = SimpleNamespace(is_global_zero=True, max_steps=7, global_step=3)
-    progress: Any = StepProgress(log)
-    progress.setup(trainer, module, "fit")
-    progress.on_train_batch_end(trainer, module)
-    progress.measuring(3, "trajectory")
-    progress.measured(a_measurement(3))
-    progress.teardown(trainer, module, "fit")
-    shown = said.getvalue()
-    assert ("3/7" in shown and "loss 2.346  12,346 tokens/s" in shown) == terminal
-    assert ("measuring trajectory" in shown) == terminal
+    recipe = {**RECIPE, "corpus": str(corpus), "analyses": [], "root": str(tmp_path / "run")}
+    recipe["trainer"] = RECIPE["trainer"] | {"max_steps": 2}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["fit", "--config", str(tmp_path / "recipe.yaml")]) == 0
+    assert "2/2" in said.getvalue()
+    assert "loss " in said.getvalue()
 
 
 def a_measurement(step: int) -> Measurement:

@@ -152,7 +152,6 @@ def test_names_from_files_are_shown_and_never_run(tmp_path):
     [
         ("", "models: expected run folders or a file, or --data published, and not both"),
         ("--data published models", "and not both"),
-        ("--data published --layer 3", "layer and step: a table has none: leave them out"),
         ("models --score scores.csv:arc", "over models: expected --metric and --score"),
         ("models --metric coupling", "over models: expected --metric and --score"),
         (
@@ -165,7 +164,6 @@ def test_names_from_files_are_shown_and_never_run(tmp_path):
             "models --metric coupling --layer x --score scores.csv:arc",
             "layer: expected one of int, typing.Literal['last'], NoneType, got x",
         ),
-        ("scores.csv --metric width --step 1 --score arc", "layer and step: a table has none: leave them out"),
         ("models scores.csv --metric coupling --score arc", "models: expected one file, got 2 places"),
         ("scores.csv --metric width --score nothing", "scores.csv has no column 'nothing'"),
         ("elsewhere --metric coupling --score a", "got elsewhere: no such folder"),

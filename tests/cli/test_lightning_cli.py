@@ -150,23 +150,6 @@ def test_a_training_of_a_plain_trainer_goes_on_from_its_file_as_if_fit_had_begun
     assert "trained up to step 4 already" in capsys.readouterr().out
 
 
-def test_validate_judges_the_weights_of_a_file_and_write_nothing(place, corpus, capsys):
-    state = torch.load(place / "weights.ckpt", weights_only=True)["state_dict"]
-    module = LitCausalLM.load_from_checkpoint(place / "weights.ckpt", weights_only=True).eval()
-    data = LitTextData(str(corpus), "bpe:300", num_tokens=16, num_validation_sequences=4)
-    data.setup("validate")
-    tokens = torch.stack([data.validation[index]["input_ids"] for index in range(4)])
-    with torch.no_grad():
-        logits = module(tokens[:, :-1])
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
-    before = {*place.rglob("*")}
-    assert main(command(place, ["--ckpt_path", "WEIGHTS"], "validate")) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "validation/loss" in line]
-    assert float(line.split("│")[2]) == pytest.approx(expected, rel=1e-5)
-    assert {*place.rglob("*")} == before
-    assert state  # weights only
-
-
 def test_a_run_begins_with_the_weights_of_a_file(place, tmp_path):
     root = tmp_path / "run"
     assert main(command(place, ["--model.init_from", str(place / "files/step=2.ckpt"), "--root", str(root)])) == 0

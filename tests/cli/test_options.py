@@ -11,8 +11,7 @@ import yaml
 from lit_layers.cli.command_line import COMMANDS
 from lit_layers.cli.main import main
 from lit_layers.cli.measuring import Checkpoints
-from lit_layers.cli.options import Recipe, arguments, parser_of, refuse_replacing
-from lit_layers.errors import InputError
+from lit_layers.cli.options import Recipe, arguments, parser_of
 
 # Of each class of options one that is wrong, with what is said of it.
 WRONG = {
@@ -193,11 +192,3 @@ def test_a_separator_is_a_word_as_it_stands():
     words = ["--source", "x", "--tokenizer", "y", "--root", "z"]
     for separator in ("---", "~", "Null", ""):
         assert Recipe(function_of("prepare"), [*words, f"--separator={separator}"]).read().separator == separator
-
-
-def test_a_table_that_is_read_is_not_replaced_and_a_run_of_the_same_name_stands_in_nobodys_way(tmp_path: Path):
-    (tmp_path / "layers").mkdir()
-    (tmp_path / "states.csv").touch()
-    refuse_replacing(tmp_path, [tmp_path / "layers", None], ("layers", "states"))
-    with pytest.raises(InputError, match="states.csv, which is read, would be replaced"):
-        refuse_replacing(tmp_path, [tmp_path / "layers", tmp_path / "states.csv"], ("layers", "states"))

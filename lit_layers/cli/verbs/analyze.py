@@ -1,8 +1,6 @@
 """`lit-layers analyze`: measure a trained model, whole or block by block, or a series of checkpoints."""
 
-import functools
-import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +9,6 @@ from lit_layers.analyses import metric_names
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli.measuring import Checkpoints, Outcome, Target, measured
 from lit_layers.cli.options import Recipe
-from lit_layers.cli.process import note
 from lit_layers.data import EvalText
 from lit_layers.errors import InputError
 from lit_layers.measuring.offline import follow as follow_folder
@@ -103,7 +100,6 @@ class Command:
             raise InputError("metrics and analyses: expected one of them, got both: leave one out")
         self._names = None if options.metrics is None else [*metric_names.named(options.metrics.split(","))]
         self._is_own = options.tokenizer == OWN_TOKENIZER
-        self._say: Callable[[str], None] = functools.cache(note)  # once
 
     def series(self, checkpoints: Checkpoints) -> list[Series]:
         """Return the model, or each series that is meant.
@@ -116,9 +112,8 @@ class Command:
             raise InputError("model: expected a model, a series of its checkpoints or --series, and not two of them")
         if options.model is not None:
             return checkpoints.opened(options.model)
-        for name in ("steps", "submodule", "revision", "untrained"):
-            if getattr(checkpoints, name) is not None:
-                raise InputError(f"{name}: the class of --series has options of its own, --series.steps: leave it out")
+        if checkpoints.steps is not None:
+            raise InputError("steps: the class of --series has options of its own, --series.steps: leave it out")
         return [self._recipe.made("series", options)]
 
     def analyses(self, target: Target) -> list[Analysis]:
@@ -148,8 +143,6 @@ class Command:
         options = self._recipe.read(**defaults)
         if made := self._recipe.made("analyses", options):
             return made
-        if options.corpus == CORPUS and trained.get("corpus") != CORPUS:
-            self._say(f"it reads the library of Python {platform.python_version()}; --corpus names other text")
         return _usual(names or USUAL, options.corpus, options.tokenizer, target.length_limit)
 
     def _of_training(self, owner: str, analyses: Any) -> list[Analysis]:
@@ -172,8 +165,6 @@ def _tell(outcome: Outcome) -> bool:
     """Print how much was measured, and where it is, and return whether anything failed."""
     result = outcome.result
     measurements = [measurement for measurement in result.measurements if measurement.error is None]
-    for each in measurements if outcome.steps is not None else ():
-        print(f"{each.analysis:20} {len(each.records):>7,} numbers {each.seconds:>9.1f} s")
     print(f"{len(measurements)} measured, {result.num_known} were known, not measured again")
     failed = outcome.tell()
     print(f"draw them with `lit-layers report {outcome.root}`")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from lit_layers.cli.options import Names, refuse_replacing
+from lit_layers.cli.options import Names
 from lit_layers.correlate import correlate as correlate_models
 from lit_layers.correlate import correlate_layers, published, read_layers
 from lit_layers.correlate.findings import Findings, LayerFindings
@@ -80,13 +80,8 @@ def correlate(
     files = [path for path in models if path.suffix in TABLES]
     if not of_layers:
         _check(models, files, over_models, step)
-    elif files:
-        raise InputError(f"models: expected run folders, got {files[0]}: give a file as --scores")
     elif over_layers.metrics is None or over_layers.scores is None:
         raise InputError("over layers: expected --metrics and --scores")
-    read = [*files, (over_models.score or "").rpartition(":")[0], over_layers.scores]
-    written = ("models", "correlation", "layers", "correlations", "selection", "curves")
-    refuse_replacing(root, read, written)
     options = {"resamples": resamples, "seed": seed}
     if of_layers:
         return _over_layers(models, over_layers, step, options, root)
@@ -100,8 +95,6 @@ def _check(models: list[Path], files: list[Path], options: OverModels, step: int
         raise InputError("over models: expected --metric and --score")
     if files and len(models) > 1:
         raise InputError(f"models: expected one file, got {len(models)} places")
-    if (options.data or files) and (options.layer is not None or step is not None):
-        raise InputError("layer and step: a table has none: leave them out")
 
 
 def _over_models(models: list[Path], options: OverModels, step: int | None, resampling: Any, root: Path) -> int:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from lit_layers.cli.options import Names, refuse_replacing
+from lit_layers.cli.options import Names
 from lit_layers.cli.process import bar
 from lit_layers.clock.curve_sources import curves_of
 from lit_layers.clock.step_curves import MONOTONICITY, layer_curves, over_seeds, over_the_seeds
@@ -11,8 +11,6 @@ from lit_layers.clock.times_and_order import measure_times
 from lit_layers.errors import InputError
 from lit_layers.report.emergence import write_emergence
 from lit_layers.schema import SEED, Range
-
-WRITTEN = ("times", "order", "layer_order", "layers", "agreement", "emergence")  # without their endings
 
 
 def emerge(
@@ -46,7 +44,6 @@ def emerge(
     if not runs:
         raise InputError("missing: runs: expected a run's folder or a table of scores, or several")
     folder = root or Path("emergence")
-    refuse_replacing(folder, runs, WRITTEN)
     curves = []
     tags = {name: str(value) for name, value in (where or {}).items()}
     options: Any = {"metrics": metrics or (), "where": tags, "axis": axis, "settings": settings or ()}

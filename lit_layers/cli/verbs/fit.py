@@ -11,22 +11,19 @@ from typing import Annotated, Any, Literal
 
 import lightning as L
 import yaml
-from jsonargparse import Namespace
 from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, LambdaCallback, ModelPruning, WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from tqdm import tqdm
 
 from lit_layers import records
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli import DIVERGED, INTERRUPTED, TERMINATED, process
 from lit_layers.cli.options import Recipe, Steps
-from lit_layers.cli.process import finish_first
+from lit_layers.cli.process import Show, bar, finish_first
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
 from lit_layers.identity import latest
-from lit_layers.records import Measurement
 from lit_layers.report import WandbMirror, write_report
 from lit_layers.schema import COUNT, RUN_FILE, SEED, refuse_outside
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint, run_folder
@@ -45,7 +42,6 @@ from lit_layers.training.trainer import (
     refuse_another_order,
 )
 
-LINE = 20.0  # seconds between two lines where there is no terminal
 SHOWN = {
     "train/loss": "loss {:.3f}",
     "train/tokens_per_second": "{:,.0f} tokens/s",
@@ -66,8 +62,6 @@ class RunOptions:
         ckpt_path: Go on from a .ckpt that a Trainer saved, in a new root, with its weights, optimizer and step.
         optimizer: The optimizer, by class_path and init_args; null: the module's own, AdamW.
         lr_scheduler: Its learning rates, by class_path and init_args, stepped with it; null: the module's own.
-        stage: fit, or only validate with the weights of ckpt_path, resume or the model; nothing is written.
-        stage: fit, or only validate with the weights of ckpt_path, resume or the model; nothing is written.
         resume_every: Steps between two checkpoints to resume from; null: only at the end and on SIGTERM.
         steps: Steps to save and measure: pythia (0, 1, 2, 4, ... 512, 1000, 2000, ...), a list, {every: N} or {log: 2,
             until: N, then_every: N}; single steps may be added to a rule: {every: 500, also: [750]}.
@@ -83,7 +77,6 @@ class RunOptions:
     ckpt_path: Path | None = None
     optimizer: Callable[[Any], Optimizer] | None = None
     lr_scheduler: Callable[[Any], LRScheduler] | None = None
-    stage: Literal["fit", "validate"] = "fit"
     resume_every: Annotated[int | None, COUNT] = 500
     steps: Steps = "pythia"
     corpus: str | None = None
@@ -95,8 +88,12 @@ class RunOptions:
 class Run:
     """A training that is watched: its trainer with all callbacks, and what they have written when it ends.
 
-    `held` is given the lock of the run's folder, before anything is read there.
+    `held` is given the lock of the run's folder, before anything is read there. `code` is the exit code, `last_step`
+    that of a training that had ended before, and `show` draws the bar.
     """
+
+    code, last_step = 1, 0
+    show: Show
 
     def __init__(self, recipe: Recipe, held: contextlib.ExitStack) -> None:
         self.options = options = _instantiated(recipe)
@@ -124,16 +121,19 @@ class Run:
         """
         options = self.options
         run_log = RunLog(self.root, self.mirror, resume=self.folder.resume)
-        progress = StepProgress(run_log)
         self.series = SeriesCheckpoint(options.steps, self.root)
-        watchers: Any = [run_log, progress]
-        self.emergence = EmergenceCallback(options.analyses, options.steps, self.root, watchers=watchers)
+        self.emergence = EmergenceCallback(options.analyses, options.steps, self.root, watchers=[run_log])
         self.resumable = ResumeCheckpoint(self.root, every=options.resume_every)
         theirs = given.get("callbacks") or []
+
+        def show(trainer: L.Trainer, *_: Any) -> None:
+            known = [form.format(run_log.shown[name]) for name, form in SHOWN.items() if name in run_log.shown]
+            self.show(trainer.global_step, max(trainer.max_steps, 0) or None, "  ".join(known))
+
         # From the first step on SIGTERM is for `ResumeCheckpoint`, which ends the run where a step is whole.
-        finish_step = LambdaCallback(on_train_start=lambda trainer, pl_module: finish_first())
-        first = [finish_step, self.folder, run_log, *(theirs if isinstance(theirs, list) else [theirs])]
-        ours = [StepSeed(options.seed_everything), self.series, self.emergence, progress]
+        each_step = LambdaCallback(on_train_start=lambda trainer, pl_module: finish_first(), on_train_batch_end=show)
+        first = [each_step, self.folder, run_log, *(theirs if isinstance(theirs, list) else [theirs])]
+        ours = [StepSeed(options.seed_everything), self.series, self.emergence]
         given["callbacks"] = [*first, *ours, *([] if given.get("fast_dev_run") else [self.resumable])]
         is_asked = any(isinstance(each, Checkpoint) for each in first)
         given["enable_checkpointing"] = is_asked or given["enable_checkpointing"]
@@ -170,16 +170,6 @@ def _new_trainer(given: dict[str, Any], root: str | Path) -> L.Trainer:
     return trainer
 
 
-def _evaluate(options: Any) -> int:
-    """Validate as Lightning does, which prints what the module logs."""
-    point, trainer = _point(options), _new_trainer(dict(options.trainer), options.root)
-    state = None if point is None else point.state
-    about: Any = {"datamodule": options.data, "ckpt_path": state, "weights_only": True}
-    with _blaming_options():
-        trainer.validate(options.model, **about)
-    return 0
-
-
 def fit(
     recipe: Recipe,
     *,
@@ -198,12 +188,8 @@ def fit(
         model: the module to train, by class_path and init_args; --model.help CLASS shows the options of a class
         data: the data to train on, by class_path and init_args; --data.help CLASS shows the options of a class
     """
-    if not isinstance(trainer, Namespace):
-        raise InputError(f"trainer: expected the options of a Trainer, got {trainer!r}")
     quieten()
     L.seed_everything(seed_everything, workers=True)
-    if options.stage != "fit":
-        return _evaluate(_instantiated(recipe))
     with contextlib.ExitStack() as held:
         if trainer.get("fast_dev_run"):  # which leaves nothing behind
             root = held.enter_context(tempfile.TemporaryDirectory())
@@ -213,20 +199,21 @@ def fit(
         if run.trainer.is_global_zero and not run.folder.resume:
             if_exists = options.if_exists if recipe.typed("if_exists") else "refuse"
             run_folder.refuse_a_used_folder(run.root, if_exists, of_fit=True)
-        with _ending(run) as end:
+        with _ending(run):
             point, is_over = _beginning(run)
             if is_over and point is not None:
-                end.step = point.step
+                run.last_step = point.step
                 if run.trainer.is_global_zero:  # killed after its last step: the page and the mirror may be missing
                     run.folder.go_on(point.step)
             else:
                 state = None if point is None else point.state
-                with _blaming_options():
+                about: Any = {"hidden": not run.trainer.is_global_zero, "initial": 0 if point is None else point.step}
+                with _blaming_options(), bar("training", **about) as run.show:
                     run.trainer.fit(run.module, datamodule=run.datamodule, ckpt_path=state, weights_only=True)
                 if run.trainer.global_step == (0 if point is None or run.folder.resume else point.step):
                     ends = "max_steps, max_epochs or max_time ends the run before its first"
                     raise InputError(f"trainer: no step was trained: {ends}")
-        return end.code
+        return run.code
 
 
 @contextlib.contextmanager
@@ -258,33 +245,25 @@ def _beginning(run: Run) -> tuple[ResumePoint | None, bool]:
     return point, has_ended
 
 
-@dataclass
-class _End:
-    """How a training ended: its exit code, and the last step of one that had ended before."""
-
-    code: int = 1
-    step: int = 0
-
-
 @contextlib.contextmanager
-def _ending(run: Run) -> Iterator[_End]:
+def _ending(run: Run) -> Iterator[None]:
     """Leave what can be read, whatever ends the training."""
-    started, end = time.perf_counter(), _End()
+    started = time.perf_counter()
     try:
-        yield end
-        end.code = 0
+        yield
+        run.code = 0
     except SIGTERMException:
-        end.code = TERMINATED
+        run.code = TERMINATED
     except DivergedError as error:
-        end.code = DIVERGED
+        run.code = DIVERGED
         if run.trainer.is_global_zero:
             print(f"lit-layers fit: error: {error}", file=sys.stderr)
     except SystemExit:  # Lightning turns Ctrl-C into sys.exit(1) after its callbacks have closed
-        end.code = INTERRUPTED
+        run.code = INTERRUPTED
     finally:
         if run.folder.started:
-            _close(run, time.perf_counter() - started, end.code, end.step or axis_step(run.trainer))
-        if end.code in (0, TERMINATED, DIVERGED):
+            _close(run, time.perf_counter() - started, run.code, run.last_step or axis_step(run.trainer))
+        if run.code in (0, TERMINATED, DIVERGED):
             # Together: torchrun and `srun --kill-on-bad-exit=1` kill the rest when one ends with an error.
             run.trainer.strategy.barrier()
 
@@ -310,36 +289,3 @@ def _close(run: Run, seconds: float, code: int, last_step: int) -> None:
     if mirror is not None:
         mirror.finish(exit_code=code)
         print(mirror.closing_line())
-
-
-class StepProgress(L.Callback):
-    """Draw a bar of the steps, with the last known loss and speed: this never waits for the device."""
-
-    def __init__(self, run_log: RunLog) -> None:
-        self.run_log, self.bar = run_log, tqdm(disable=True)
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        every = process.REDRAWN if sys.stderr.isatty() else LINE
-        looks: Any = {"leave": False, "mininterval": every, "miniters": 0, "dynamic_ncols": True}
-        self.bar = tqdm(
-            total=max(trainer.max_steps, 0) or None, disable=not trainer.is_global_zero, unit="step", **looks
-        )
-
-    def measuring(self, step: int, analysis: str) -> None:
-        self.bar.set_description(f"measuring {analysis}", refresh=False)
-        self.bar.update(0)
-
-    def measured(self, measurement: Measurement) -> None:
-        self.bar.set_description(refresh=False)
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        shown = self.run_log.shown
-        known = [form.format(shown[name]) for name, form in SHOWN.items() if name in shown]
-        self.bar.set_postfix_str("  ".join(known), refresh=False)
-        self.bar.update(trainer.global_step - self.bar.n)
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self.bar.close()
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self.bar.close()

@@ -10,7 +10,6 @@ from lit_layers import records
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli.measuring import Checkpoints, Outcome, Target, measured
 from lit_layers.cli.options import Names, Numbers
-from lit_layers.errors import InputError
 from lit_layers.schema import COUNT, COUNT_OR_NONE
 from lit_layers.tasks.catalogue import ScoredTask, resolve
 from lit_layers.tasks.embeddings import sentence_encoder
@@ -56,10 +55,7 @@ def mteb(
         metrics: also measure metrics without labels, on the first 1,000 texts of each task
         seed: seed of mteb's random draws; 42 is mteb's own
     """
-    checkpoints.are_series(model)
     version_of("mteb")  # before anything is loaded: it may not be installed
-    if pooling is not None and modules == "all":
-        raise InputError(f"pooling: with --modules all it is the model's own, and {pooling} was given: leave one out")
     resolved = resolve(tasks, folder)
     follow = modules or ("last" if pooling is None else "none")
     options: dict[str, Any] = {"states": states, "max_tokens": max_tokens, "seed": seed}

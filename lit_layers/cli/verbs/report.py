@@ -46,9 +46,6 @@ def report(
     """
     chosen = settings or ()
     if len(runs) > 1:
-        of_one = {"wandb": wandb, "workspace": workspace}
-        if alone := next((name for name, on in of_one.items() if on), None):
-            raise InputError(f"{alone}: expected one run, got {len(runs)}")
         about: Any = {"seeds": seeds, "group": group, "settings": chosen, "allow_suspect": allow_suspect}
         return _side_by_side(side_by_side.read_side_by_side(runs, **about), root or Path("runs.html"), export, pictures)
     if not runs:

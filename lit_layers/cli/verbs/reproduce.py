@@ -41,7 +41,7 @@ def reproduce(file: Path, *, reduced: bool = False, root: Path | None = None) ->
     whole = 0
     for number, argv in enumerate(commands, start=1):
         print(f"step {number} of {len(commands)}: lit-layers {' '.join(argv)}", file=sys.stderr, flush=True)
-        code = run_verb(argv[0], argv[1:], passes_full=True)  # one that failed ends nothing, but a full disk does
+        code = run_verb(argv[0], argv[1:])
         if code > _STOPPED:
             return code
         if code:

@@ -10,7 +10,6 @@ import torch
 from lit_layers.analyses.probes.probe_fits import ProbeOptions
 from lit_layers.cli import process
 from lit_layers.cli.measuring import name_of
-from lit_layers.cli.options import refuse_replacing
 from lit_layers.cli.process import bar
 from lit_layers.errors import InputError
 from lit_layers.measuring.offline import device_of
@@ -90,13 +89,7 @@ class SelectOptions:
         """
         if (self.task is None) == (self.images is None):
             raise InputError("task: expected --task NAME, or --images SOURCE for a vision model, and not both")
-        if self.root is not None:
-            refuse_replacing(self.root, [self.task], ("models", "layers"))
-        task = None if self.task is None else TASKS.get(self.task) or self._own_task(self.task)
-        is_regression = task is not None and task.kind == "regression"
-        if self.rule == "fraction_of_last" and (is_regression or self.tolerance >= 1):
-            raise InputError("rule: fraction_of_last is for accuracies, with a tolerance below 1: take another")
-        return task
+        return None if self.task is None else TASKS.get(self.task) or self._own_task(self.task)
 
     def _own_task(self, name: str) -> "ProbeTask":
         """Return the task of one file, of which test and validation are cut off, or of a folder of such."""
@@ -124,17 +117,11 @@ def select(model: str, others: list[str], options: SelectOptions) -> int:
         others: more models, to compare
     """
     models, texts = [model, *others], options.checked()
-    if len(models) > 1 and (options.export or options.revision):
-        raise InputError(f"export and revision are for one model, and {len(models)} are named: leave them out")
     names = [name_of(each) for each in models]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise InputError(f"models: two are called {twice}")
     if options.export is not None:
         refuse_taken(options.export, options.overwrite)
-    for each in models:
-        run = sorted(Path(each).glob("step-*/config.json"))
-        if run and not (Path(each) / "config.json").is_file():
-            raise InputError(f"{each} is a run of several checkpoints: name one of them, such as {run[-1].parent}")
     process.tell(options.device)
     if len(models) > 1:
         return _compare(models, names, options, texts)
