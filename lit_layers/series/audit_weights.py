@@ -185,9 +185,8 @@ def outsized_tensors(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerpri
         for name, facts in prints[one.name].tensors.items():
             norms = [tensors[name].norm for tensors in beside if name in tensors]
             if facts.is_matrix and norms and min(norms) > 0 and facts.norm > OUTSIZED * max(norms):
-                yield finding(
-                    "value out of range", f"{name} has {facts.norm / max(norms):.2g} times its norm beside", [one]
-                )
+                says = f"{name} has {facts.norm / max(norms):.2g} times its norm beside"
+                yield finding("value out of range", says, [one])
                 break
 
 

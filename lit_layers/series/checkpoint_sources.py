@@ -419,9 +419,8 @@ class ModelFiles(Source):
     def __init__(self, model: str | Path, *, revision: str | None = None, untrained: int | None = None) -> None:
         self.model, self.revision, self.untrained = os.fspath(model), revision, untrained
         self.local = os.path.isdir(self.model)
-        self.location = (
-            os.path.abspath(self.model) if self.local else self.model
-        )  # never a name of the Hub for a folder
+        # A folder is never read as a name of the Hub.
+        self.location = os.path.abspath(self.model) if self.local else self.model
         self.commit: str | None = None
         if self.local:
             if revision is not None:

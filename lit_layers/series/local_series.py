@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from lit_layers.files.hub import ListedFile, would_run_code
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import run_facts
 from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series, StepName, ordered, recognize
-from lit_layers.series.checkpoint_sources import CONFIG, TOKENIZER, FolderSource, Memory, ModelFiles, Source, companions
+from lit_layers.series.checkpoint_sources import CONFIG, FolderSource, Memory, ModelFiles, Source, companions
 
 if TYPE_CHECKING:  # torch inside functions, as in checkpoint.py
     import torch
@@ -219,7 +220,7 @@ class LightningCheckpoints(_LocalSeries):
             tuple(
                 self._checkpoint(
                     StepName(str(path.relative_to(self.root)), first + step),
-                    LightningSource(path, expected, prefix, self.memory),
+                    LightningSource(expected.folder, self.memory, path, prefix, expected),
                     run,
                 )
                 for step, path in sorted(by_step.items())
@@ -238,19 +239,21 @@ class LightningCheckpoints(_LocalSeries):
         )
 
 
-class LightningSource(Source):
+@dataclass(frozen=True)
+class LightningSource(FolderSource):
     """The network in one `.ckpt` file, with config.json and tokenizer from a folder."""
 
-    def __init__(self, path: Path, expected: NetworkTensors, prefix: str, memory: Memory) -> None:
-        self.path, self.config, self._expected, self._prefix = path, expected.folder, expected, prefix
-        self._memory = memory
+    memory: Memory = field(compare=False, repr=False)
+    path: Path
+    prefix: str
+    expected: NetworkTensors = field(compare=False, repr=False)
 
     @functools.cached_property
     def files(self) -> Mapping[str, ListedFile]:
         """Files as a folder would hold them; the hash of the weights leaves the optimizer out, so that copies show."""
         size = sum(tensor.numel() * tensor.element_size() for tensor in self._state().values())
-        digest = self._memory.hash_of(self.path, self._hash, part=self._prefix)
-        return {**companions(self.config), WEIGHTS: ListedFile(WEIGHTS, size, digest)}
+        digest = self.memory.hash_of(self.path, self._hash, part=self.prefix)
+        return {**companions(self.folder), WEIGHTS: ListedFile(WEIGHTS, size, digest)}
 
     def _hash(self) -> str:
         digest = hashlib.sha256()
@@ -260,16 +263,10 @@ class LightningSource(Source):
         return digest.hexdigest()
 
     def identity(self) -> Any:
-        return [on_disk(self.path), self._prefix]
+        return [on_disk(self.path), self.prefix]
 
     def tensors(self) -> "Iterator[tuple[str, Tensor]]":
         yield from self._state().items()
-
-    def read(self, path: str) -> bytes:
-        return (self.config / path).read_bytes()
-
-    def fetch(self) -> Path:
-        return self.config
 
     def load(self, folder: Path, dtype: "torch.dtype", offload: "Offload | None" = None) -> "nn.Module":
         if offload is not None:
@@ -279,13 +276,10 @@ class LightningSource(Source):
         return network
 
     def describe(self) -> dict[str, Any]:
-        return {"checkpoint": os.fspath(self.path), SUBMODULE: self._prefix.removesuffix(".")}
-
-    def tokenizer(self) -> str | None:
-        return str(self.config) if TOKENIZER in self.files else None
+        return {"checkpoint": os.fspath(self.path), SUBMODULE: self.prefix.removesuffix(".")}
 
     def _state(self) -> "dict[str, Tensor]":
-        return self._expected.fitted(self.path, self._prefix)
+        return self.expected.fitted(self.path, self.prefix)
 
 
 @functools.cache
