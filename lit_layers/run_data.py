@@ -1,11 +1,12 @@
 """What a run folder tells about itself: what it is, what failed, what measuring cost, where its numbers come from."""
 
-import json
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from lit_layers import records
 from lit_layers.errors import InputError
@@ -121,7 +122,7 @@ def headline_facts(run: RunData) -> list[tuple[str, str]]:
     tokens += [int(row["tokens"]) for row in run.scalars[-1:] if "tokens" in row]
     unfinished = planned is not None and last is not None and last < planned
     checkpoints = 0 if run.compares_models else len({m.step for m in run.measurements})
-    devices = distinct(m.provenance.get("device") for m in run.measurements if m.provenance.get("device"))
+    devices = dict.fromkeys(m.provenance["device"] for m in run.measurements if m.provenance.get("device"))
     device = " ".join(str(about[name]) for name in ("device", "precision") if about.get(name))
     facts = [
         ("Models", str(len(run.models)) if run.models else ""),
@@ -163,18 +164,8 @@ def duration(seconds: float) -> str:
     return f"{hours:,} h {left:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
-def distinct(values: Iterable[Any]) -> list[Any]:
-    """Return the values without those that were there before."""
-    seen: dict[str, Any] = {}
-    for value in values:
-        seen.setdefault(json.dumps(value, sort_keys=True, default=str), value)
-    return list(seen.values())
-
-
 # ------------------------------------------------------------------------------------------------ provenance
 
-# What belongs to one checkpoint, in the order of the table, before what else differs from one to the next.
-_OF_CHECKPOINT = ("checkpoint", "revision", "commit", "weights_hash", "audit", "weight_files")
 _LONG_HASH = re.compile(r"\b[0-9a-f]{32,}\b")
 _DIGITS, _FILES = 12, 2  # of a long hash, and of one checkpoint, that a table shows
 
@@ -182,29 +173,25 @@ _DIGITS, _FILES = 12, 2  # of a long hash, and of one checkpoint, that a table s
 def provenance(run: RunData) -> dict[str, Any]:
     """Return where the numbers come from.
 
-    `shared`: what all measurements have in common; `analyses`: what differs between analyses, by model where models
-    differ in it; `checkpoints`: a row for each step or model, with what is its own; `run`: what the run's file says.
+    `shared`: what all measurements have in common; `checkpoints`: a row for each step or model, with what differs only
+    between these; `analyses`: all values of the rest by analysis; `run`: what the run's file says.
     """
-    names = dict.fromkeys(name for m in run.measurements for name in m.provenance)
-    values = {name: _values(name, run.measurements) for name in names}
-    checkpoints = grouped(run.measurements, lambda m: m.run if run.compares_models else m.step).values()
-    columns = [
-        name
-        for name in sorted(names, key=lambda name: (*_OF_CHECKPOINT, name).index(name))
-        if name in _OF_CHECKPOINT[1:]
-        or (len(values[name]) > 1 and all(len(_values(name, each)) < 2 for each in checkpoints))
-    ]
-    shared = {name: those[0] for name, those in values.items() if len(those) == 1 and name not in columns}
-    others = [name for name in names if name not in shared and name not in columns]
-    rows = [[run.place(m[0]), *(", ".join(map(_text, _values(name, m))) for name in columns)] for m in checkpoints]
-    head = ["model" if run.compares_models else "step", *columns]
+    measured = [m for m in run.measurements if m.error is None]
+    first = "model" if run.compares_models else "step"
+    rows = [{first: run.place(m), "analysis": m.analysis, **_texts(m.provenance)} for m in measured]
+    table = pd.DataFrame(rows, columns=None if rows else [first, "analysis"]).fillna(DASH)
+    places, analyses = (table.groupby(name, sort=False) for name in (first, "analysis"))
+    names = table.columns[2:]
+    shared = [name for name in names if table[name].nunique() == 1]
+    own = [name for name in names if name not in shared and places[name].nunique().max() == 1]
+    others = [name for name in names if name not in shared and name not in own]
+    by_place = places[own].first().reset_index()
     return {
-        "shared": shared,
+        "shared": {name: measured[0].provenance.get(name) for name in shared},
         "analyses": {
-            analysis: {name: _differing(name, these, run) for name in others}
-            for analysis, these in grouped(run.measurements, lambda m: m.analysis).items()
+            analysis: {name: ", ".join(these[name].unique()) for name in others} for analysis, these in analyses
         },
-        "checkpoints": {"columns": head, "rows": rows if columns else []},
+        "checkpoints": {"columns": list(by_place.columns), "rows": by_place.to_numpy().tolist() if own else []},
         "run": {name: value for name, value in run.about.items() if name != "config"},
         "config": run.about.get("config"),
     }
@@ -217,35 +204,19 @@ def shortened(text: str) -> str:
     return _LONG_HASH.sub(lambda match: match[0][:_DIGITS], text)
 
 
-def flat(content: Any, prefix: str = "") -> list[tuple[str, str]]:
+def flat(content: dict[str, Any]) -> list[tuple[str, str]]:
     """Return nested data as rows of (dotted name, text)."""
-    if isinstance(content, dict) and content:
-        return [row for name, value in content.items() for row in flat(value, f"{prefix}.{name}" if prefix else name)]
-    if isinstance(content, list):
-        return [(prefix, ", ".join(json.dumps(v) if isinstance(v, dict | list) else _or_dash(v) for v in content))]
-    return [(prefix, _or_dash(content))]
+    (row,) = pd.json_normalize(content).to_dict("records")
+    return [(str(name), _text(value)) for name, value in row.items()]
 
 
-def _values(name: str, measurements: Iterable[Measurement]) -> list[Any]:
-    """What those say; one that failed early may say nothing, of any other that is a value, too."""
-    return distinct(m.provenance.get(name) for m in measurements if name in m.provenance or m.error is None)
-
-
-def _differing(name: str, measurements: list[Measurement], run: RunData) -> Any:
-    """One value, or several: with their models where models are compared."""
-    values = _values(name, measurements)
-    if len(values) < 2:
-        return values[0] if values else None
-    if run.compares_models:
-        return {run.place(m): m.provenance.get(name) for m in measurements}
-    return values
-
-
-def _or_dash(value: Any) -> str:
-    return DASH if value is None else str(value)
+def _texts(content: Mapping[str, Any]) -> dict[str, str]:
+    return {name: _text(value) for name, value in content.items()}
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, dict):
+    if isinstance(value, list):
+        return ", ".join(map(_text, value))
+    if isinstance(value, Mapping):
         return ", ".join(f"{name} {item}" for name, item in value.items())
-    return "" if value is None else str(value)
+    return DASH if value is None else str(value)

@@ -342,7 +342,7 @@ def test_provenance_of_a_long_series_is_one_table_by_step(series: Path) -> None:
     assert found["shared"]["checkpoint"] == found["shared"]["series"] == "EleutherAI/pythia-70m"
     assert found["shared"]["tokenizer_hash"] == "0f0f0f0f0f0f0f0f"
     assert found["analyses"] == {name: {"config_hash": f"{len(name):016x}"} for name in ("trajectory", "lens")}
-    columns = ["step", "revision", "commit", "weights_hash", "audit", "weight_files"]
+    columns = ["step", "weights_hash", "audit", "revision", "commit", "weight_files"]
     assert found["checkpoints"]["columns"] == columns
     assert len(found["checkpoints"]["rows"]) == 154
 
@@ -350,7 +350,7 @@ def test_provenance_of_a_long_series_is_one_table_by_step(series: Path) -> None:
 @pytest.mark.usefixtures("untimed")
 def test_the_page_has_the_same_table_with_whole_hashes_on_touch(series: Path, tmp_path: Path) -> None:
     page = write_report(series, tmp_path / "page.html")
-    assert "Step Revision Commit Weights hash Audit Weight files" in shown(page)
+    assert "Step Weights hash Audit Revision Commit Weight files" in shown(page)
     rows = re.findall(r"<tr(?: class=\"(\w+)\")?><td class=\"number\">([\d,]+)</td>(<td.*?)</tr>", page.read_text())
     assert len(rows) == 154
     assert [step for kind, step, _ in rows if kind == "suspect"] == ["1,000", "2,000"]
@@ -372,7 +372,9 @@ def test_what_differs_from_step_to_step_stands_in_the_table_and_what_differs_bet
     assert found["checkpoints"]["columns"] == ["step", "weights_hash", "device"]
     assert [row[2] for row in found["checkpoints"]["rows"]] == ["cpu", "H200", "H200"]
     assert found["analyses"]["lens"]["data_hash"] == "of lens"
-    assert [version["torch"] for version in found["analyses"]["lens"]["versions"]] == ["2.15.0", "2.16.0"]
+    versions = found["analyses"]["lens"]["versions"]
+    assert versions.startswith("torch 2.15.0")
+    assert versions.endswith("torch 2.16.0")
 
 
 @pytest.mark.usefixtures("untimed")
@@ -508,10 +510,10 @@ def test_results_of_models_stand_side_by_side_with_their_intervals(compared: Pat
 
 def test_provenance_of_models_is_told_by_model(compared: Path, comparison: Path) -> None:
     text = shown(comparison)
-    assert "Model Checkpoint Revision Commit Weights hash Audit Weight files Tokenizer hash" in text
-    assert "gpt2 openai-community/gpt2 main 000000000000 0000000000000003 clean model" in text
-    assert "tiny models/tiny 0000000000000004 clean model" in text
-    assert "data_hash.pythia-160m 00000000000000a0 data_hash.gpt2 00000000000000a1" in text
+    assert "Model Weights hash Tokenizer hash Checkpoint Revision Commit Weight files" in text
+    assert "gpt2 0000000000000003 0000000000000001 openai-community/gpt2 main 000000000000 model" in text
+    assert "tiny 0000000000000004 0000000000000001 models/tiny – – model" in text
+    assert "data_hash 00000000000000a0, 00000000000000a1" in text
     found = run_data.provenance(run_data.read_run(compared))
     assert [row[0] for row in found["checkpoints"]["rows"]] == NAMES
 
