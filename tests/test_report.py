@@ -512,7 +512,7 @@ def test_provenance_of_models_is_told_by_model(compared: Path, comparison: Path)
     text = shown(comparison)
     assert "Model Weights hash Tokenizer hash Checkpoint Revision Commit Weight files" in text
     assert "gpt2 0000000000000003 0000000000000001 openai-community/gpt2 main 000000000000 model" in text
-    assert "tiny 0000000000000004 0000000000000001 models/tiny – – model" in text
+    assert "tiny 0000000000000004 0000000000000001 models/tiny \u2013 \u2013 model" in text
     assert "data_hash 00000000000000a0, 00000000000000a1" in text
     found = run_data.provenance(run_data.read_run(compared))
     assert [row[0] for row in found["checkpoints"]["rows"]] == NAMES

@@ -9,20 +9,12 @@ import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from huggingface_hub import errors
 
 from lit_layers.errors import InputError, refused
-
-_OF_TORCH = {  # what these fields of a config.json may choose where the package `kernels` is installed
-    "attn_implementation": ("sdpa", "eager", "flex_attention"),
-    "experts_implementation": ("grouped_mm", "eager", "batched_mm"),
-}
-_FETCHING = ("mra", "rwkv", "yoso")  # types of models that fetch a kernel whatever their config.json says
-_UNINSTALL = "a kernel of the Hub, which is code: uninstall the package kernels"
 
 
 def named_shards(content: str | bytes) -> dict[str, str]:
@@ -43,10 +35,7 @@ def named_shards(content: str | bytes) -> dict[str, str]:
 
 
 def refuse_foreign_code(settings: Any, name: str | Path) -> None:
-    """Refuse a config.json by which transformers would fetch a kernel from the Hub, which is code, and run it.
-
-    One that is named is refused everywhere. Where the package `kernels` is installed, which fetches them, so is what
-    would be fetched in place of a package (`flash_attention_2`), for quantized weights, or for some types of models.
+    """Refuse a config.json that names a repository of the Hub as its attention or experts: transformers would run it.
 
     Raises:
         InputError: naming the field.
@@ -54,23 +43,12 @@ def refuse_foreign_code(settings: Any, name: str | Path) -> None:
     for part in settings if isinstance(settings, list) else ():
         refuse_foreign_code(part, name)
     for key, value in settings.items() if isinstance(settings, dict) else ():
-        pair = next((names for field, names in _OF_TORCH.items() if key.lstrip("_").startswith(field)), None)
-        chosen = [str(part) for part in (value.values() if isinstance(value, dict) else [value]) if part and pair]
-        if pair and any("/" in part or (has_kernels() and part.removeprefix("paged|") not in pair) for part in chosen):
-            raise InputError(
-                f"{name}: expected {key} {pair[0]} or {pair[1]} in its config.json, got {value}, which is code of "
-                "the Hub"
-            )
+        if "_implementation" in key and "/" in str(value):
+            why = f"got {value}, which is code of the Hub"
+            raise InputError(f"{name}: expected {key} sdpa or eager in its config.json, {why}")
         if key == "attribute_map":
             raise InputError(f"{name}: expected no attribute_map in its config.json, which renames its other fields")
-        if has_kernels() and value and (key == "quantization_config" or (key == "model_type" and value in _FETCHING)):
-            raise InputError(f"{name}: {key} in its config.json may fetch {_UNINSTALL}")
         refuse_foreign_code(value, name)
-
-
-def has_kernels() -> bool:
-    """Whether the package is installed by which transformers fetches kernels from the Hub."""
-    return find_spec("kernels") is not None
 
 
 def would_run_code(where: str, error: pickle.UnpicklingError) -> InputError:

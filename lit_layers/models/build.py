@@ -244,7 +244,7 @@ def _config(name: str | Path, **options: Any) -> Any:
     from transformers import AutoConfig, PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    refuse_foreign_code({"model_type": str(name), **options}, name)
+    refuse_foreign_code(options, name)
     if os.path.isfile(os.path.join(name, "config.json")):
         refuse_foreign_code(PreTrainedConfig.get_config_dict(name)[0], name)
         return AutoConfig.from_pretrained(name, trust_remote_code=False, **options)

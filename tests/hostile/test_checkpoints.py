@@ -190,7 +190,7 @@ def _offloaded(folder: str) -> torch.nn.Module:
 
 
 _OPENING = (load, _offloaded, lambda folder: outline(read_config(Path(folder)), folder))
-_NAMED = {  # refused wherever, by the field that the sentence names
+_NAMED = {  # by the field that the sentence names
     "attn_implementation": (
         {"attn_implementation": "evil/kernel"},
         {"attn_implementation": {"": "evil/kernel"}},
@@ -199,30 +199,19 @@ _NAMED = {  # refused wherever, by the field that the sentence names
         {"text_config": {"_attn_implementation": "evil/kernel"}},
         {"parts": [{"_attn_implementation": "evil/kernel"}]},
     ),
+    "experts_implementation": ({"_experts_implementation": "evil/kernel"},),
     "attribute_map": ({"attribute_map": {"colour": "_attn_implementation"}, "colour": "evil/kernel"},),
 }
-_FETCHED = {  # where the package is there by which they are fetched
-    "attn_implementation": (
-        {"attn_implementation": "flash_attention_2"},
-        {"_attn_implementation": "flash_attention_3"},
-    ),
-    "experts_implementation": ({"experts_implementation": "sonicmoe"}, {"_experts_implementation": "deepgemm"}),
-    "quantization_config": ({"quantization_config": {"quant_method": "mxfp4"}},),
-    "model_type": ({"text_config": {"model_type": "rwkv"}},),
-}
 
 
-@pytest.mark.parametrize("installed", [False, True])
-def test_kernels_of_the_hub_are_code_wherever_a_config_asks_for_them(tmp_path, monkeypatch, installed):
+def test_kernels_of_the_hub_are_code_wherever_a_config_asks_for_them(tmp_path, monkeypatch):
     """transformers would fetch and import them, where the package `kernels` is installed."""
     hub = "transformers.integrations.hub_kernels"
     monkeypatch.setattr(f"{hub}.get_kernel", lambda *_, **__: pytest.fail("it is fetched"))
     monkeypatch.setattr(f"{hub}.is_kernels_available", lambda *_: True)
-    monkeypatch.setattr("lit_layers.files.hub.has_kernels", lambda: installed)
     save(causal_lm("gpt2", n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=32), tmp_path)
     plain = json.loads((tmp_path / "config.json").read_text())
-    cases = [(field, more) for group in (_NAMED, *([_FETCHED] * installed)) for field in group for more in group[field]]
-    for named, more in cases:
+    for named, more in [(field, more) for field, cases in _NAMED.items() for more in cases]:
         (tmp_path / "config.json").write_text(json.dumps(plain | more))
         for opened in (*_OPENING, causal_lm):
             with pytest.raises(InputError, match=rf"{named}.* in its config.json"):
