@@ -27,7 +27,6 @@ import math
 import platform
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -44,7 +43,6 @@ ALL, LAST, UNKNOWN = "all", "last", "unknown"  # every settings; those measured 
 
 Settings = str | Collection[str]
 PACKAGES = ["lit_layers", "lightning", "transformers", "timm", "tokenizers", "safetensors", "numpy", "scipy", "mteb"]
-COMPUTING = ("torch", "transformers", "timm")  # the libraries that hidden states come from
 # Tags that place a number in a table of its own (a matrix, a map over tokens or categories, a list over distances or
 # sizes, a path, one of many random orders of which the mean is the number): no curve.
 PLACES = ("row", "column", "token", "other_token", "token_distance", "axis", "category", "head", "train_rows", "seed")
@@ -213,7 +211,8 @@ def keep(last: dict[tuple[Any, ...], Measurement], measurement: Measurement) -> 
     One that failed before its settings were known, None, stands until anything else is measured in its place.
     """
     place = (measurement.run, measurement.step, measurement.analysis)
-    settings = None if _failed_early(measurement) else settings_of(measurement)
+    failed_early = measurement.error is not None and measurement.provenance.get("config_hash") is None
+    settings = None if failed_early else settings_of(measurement)
     last.pop((*place, None), None)
     last.pop((*place, settings), None)
     last[*place, settings] = measurement
@@ -271,17 +270,12 @@ def versions() -> dict[str, str]:
     return installed
 
 
-def computing_versions(versions: Mapping[str, str]) -> dict[str, str]:
-    """Return the versions of the libraries that hidden states come from, without their build (+cpu, +cu130)."""
-    return {name: versions[name].partition("+")[0] for name in COMPUTING if name in versions}
-
-
 def warn_of_other_versions(measured: Iterable[Measurement], run: str) -> None:
-    """Warn once if steps of a run were measured with other versions of the libraries than this process has."""
+    """Warn once if a step of a run was measured with other versions than this process has."""
     for m in measured:
-        theirs, ours = computing_versions(m.provenance.get("versions", {})), computing_versions(versions())
-        if m.run == run and m.step is not None and theirs and theirs != ours:
-            old, new = _differing(theirs, ours)
+        theirs = m.provenance.get("versions", {})
+        if m.run == run and m.step is not None and theirs and theirs != versions():
+            old, new = _differing(theirs, versions())
             logger.warning("%s was measured with %s and goes on with %s: they may compute other numbers", run, old, new)
             return
 
@@ -292,27 +286,14 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, s
     return first, second
 
 
-@functools.cache
-def code_versions() -> Mapping[str, str]:
-    """Return the versions that numbers are computed by here: of the libraries that states come from, without their
-    build, and of this package, with a hash of its code, as copies of one version may differ.
-    """
-    here, code = Path(__file__).parent, hashlib.sha256()
-    for file in sorted(here.rglob("*.py")):
-        code.update(f"{file.relative_to(here).as_posix()}\n".encode() + file.read_bytes())
-    package = f"{versions().get('lit_layers', UNKNOWN)} (code {code.hexdigest()[:8]})"
-    return {**computing_versions(versions()), "lit_layers": package}
-
-
-def refuse_other_code(theirs: Mapping[str, Any], who: str) -> None:
-    """Refuse to join what another process computes at the same time by other code: of weights that only one of them
-    sees nobody could tell whether both compute the same.
+def refuse_other_versions(theirs: Mapping[str, str], who: str) -> None:
+    """Refuse what another process computes at the same time with other versions than this one has.
 
     Raises:
         InputError: naming both.
     """
-    if theirs != code_versions():
-        there, here = _differing(theirs, code_versions())
+    if theirs != versions():
+        there, here = _differing(theirs, versions())
         raise InputError(f"{who} has {there}, and this command has {here}: install the same versions everywhere")
 
 
@@ -364,7 +345,3 @@ def _is_named(settings: str, asked: str) -> bool:
     """Whether each hash begins as it is asked for."""
     hashes, beginnings = settings.split("."), asked.split(".")
     return len(asked) > 0 and len(beginnings) <= len(hashes) and all(map(str.startswith, hashes, beginnings))
-
-
-def _failed_early(measurement: Measurement) -> bool:
-    return measurement.error is not None and measurement.provenance.get("config_hash") is None

@@ -121,9 +121,9 @@ def test_one_model_is_one_task(run, tmp_path, ray):
     assert len(ray.sent) == 1
 
 
-def test_a_worker_with_other_code_is_refused_before_a_number_is_written(run, tmp_path, ray, monkeypatch):
-    here = identity.code_versions()
-    monkeypatch.setattr(engine, "code_versions", lambda: {**here, "torch": "1.0"})
+def test_a_worker_with_other_versions_is_refused_before_a_number_is_written(run, tmp_path, ray, monkeypatch):
+    here = identity.versions()
+    monkeypatch.setattr(engine, "versions", lambda: {**here, "torch": "1.0"})
     with pytest.raises(InputError, match=r"^engine: a worker has torch 1.0, and this command has torch"):
         analyze_series(StepFolders(run), two_groups(), root=tmp_path / "out", engine="ray")
     assert not (tmp_path / "out" / "measurements.jsonl").exists()

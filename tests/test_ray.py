@@ -1,7 +1,6 @@
 """Real Ray on this machine: the record of one process, though a machine is killed, and what is refused."""
 
 import contextlib
-import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from tests.support.measured_series import sorted_lines, trained, two_groups
 
 # `slow`: first of its tier, as it waits half of its time.
 pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1200)]
-ROOT = Path(__file__).parents[1]
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
 
@@ -71,18 +69,6 @@ def test_all_of_twelve_tasks_come_back_though_a_machine_is_killed(run, tmp_path,
     assert result.failures == []
     assert len({m.step for m in result.measurements}) == 12
     assert sorted_lines(root) == sorted_lines(tmp_path / "alone" / "run")
-
-
-def test_a_machine_with_other_code_of_the_package_is_refused_before_a_number_is_written(run, tmp_path, monkeypatch):
-    shutil.copytree(ROOT / "lit_layers", tmp_path / "copy" / "lit_layers", ignore=shutil.ignore_patterns("__pycache__"))
-    with open(tmp_path / "copy" / "lit_layers" / "metrics.py", "a", encoding="utf-8") as file:
-        file.write("# another version\n")
-    with cluster(0) as made:
-        made.add_node(**NODE, env_vars={"PYTHONPATH": str(tmp_path / "copy")})
-        monkeypatch.setenv("RAY_ADDRESS", made.address)
-        with pytest.raises(InputError, match=r"a worker has lit_layers \S+ \(code .* and this"):
-            analyze_series(StepFolders(run), two_groups(), root=tmp_path / "run", engine="ray")
-    assert not (tmp_path / "run" / "measurements.jsonl").exists()
 
 
 def test_an_address_where_no_cluster_answers_is_a_sentence(run, tmp_path, monkeypatch):

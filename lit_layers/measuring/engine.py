@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lit_layers.errors import InputError
-from lit_layers.identity import code_versions, refuse_other_code
+from lit_layers.identity import refuse_other_versions, versions
 
 RETRIES = 3  # of a task that loses its worker
 PASSED_ON = r"HF_(?!.*TOKEN)|LIT_LAYERS_|OMP_NUM_THREADS|TOKENIZERS_"  # variables for workers, without secrets
@@ -34,7 +34,7 @@ def on_ray(
         return
     with cluster() as ray:
         carried = ray.put(ray.cloudpickle.dumps(task))
-        sender = [*sys.path], code_versions(), torch.get_num_threads()
+        sender = [*sys.path], versions(), torch.get_num_threads()
         remote = ray.remote(max_retries=RETRIES, **_resources(ray, device))(_called_by_worker)
         pending = {remote.remote(carried, sender, name, *arguments): name for name, arguments in calls.items()}
         try:
@@ -57,7 +57,7 @@ def _reply(ray: Any, task: Any) -> Any:
     except ray.exceptions.RayError as error:
         why = f"{RETRIES + 1} workers were lost that measured it; it may need more memory than they have"
         return InputError(f"{why}: {' '.join(str(error).split())[:300]}")
-    refuse_other_code(code, "engine: a worker")
+    refuse_other_versions(code, "engine: a worker")
     return reply
 
 
@@ -65,8 +65,8 @@ def _called_by_worker(carried: bytes, where: _Sender, *arguments: Any) -> tuple[
     """Return the reply, and the versions of the code that made it."""
     path, code, threads = where
     sys.path += [each for each in path if each not in sys.path]  # after all others: modules of --code
-    if code_versions() != code:  # what was sent is of other classes
-        return None, code_versions()
+    if versions() != code:  # what was sent is of other classes
+        return None, versions()
     torch.set_num_threads(threads)  # as in the process that writes, so that sums are rounded alike
     try:
         return pickle.loads(carried)(*arguments), code  # from the process that started this one

@@ -112,7 +112,7 @@ def analyze_series(
     Raises:
         InputError: a series that is not there, options or data that fit no checkpoint. Where each checkpoint has
             analyses of its own, what fits one of them only is among the `failures`. Where another process writes in
-            `root`, unless as another shard of as many, by the same versions.
+            `root`, unless as another shard of as many.
     """
     options, root = replace(options, **changed), given_root(root)
     # On Ray each worker has a device of its own.
