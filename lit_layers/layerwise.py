@@ -130,14 +130,12 @@ class LayerResult:
         deepest = max(int(m.provenance.get("depth", 0)) for m in self.measurements)
         return f"LayerResult({runs}: {analyses}; {deepest} blocks, {len(self.frame):,} numbers in .frame)"
 
-    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
-        bundle = {"text/plain": repr(self)}
-        if len(self.frame):
-            drawn = self.plot()
-            charts = drawn.charts if isinstance(drawn, Panels) else [drawn]
-            shown = Panels(title=repr(self), charts=charts, columns=min(3, len(charts)))
-            bundle["image/svg+xml"] = shown.picture(".svg").decode()
-        return bundle
+    def _repr_svg_(self) -> str | None:
+        if self.frame.empty:
+            return None
+        drawn = self.plot()
+        charts = drawn.charts if isinstance(drawn, Panels) else [drawn]
+        return Panels(title=repr(self), charts=charts, columns=min(3, len(charts))).picture(".svg").decode()
 
 
 def layers(

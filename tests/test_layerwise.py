@@ -65,10 +65,8 @@ def test_a_measurement_has_a_table_of_its_own(model, batches):
 
 
 def test_it_shows_itself_with_a_picture(result):
-    bundle = result._repr_mimebundle_()
-    assert bundle["text/plain"] == repr(result)
     assert repr(result).startswith("LayerResult(tiny: representation, lens; 3 blocks, ")
-    assert repr(result) in bundle["image/svg+xml"]
+    assert repr(result) in result._repr_svg_()
     single = result.plot("prompt_entropy")._repr_mimebundle_()
     assert single["image/svg+xml"].lstrip().startswith("<svg")
     assert single["application/vnd.vegalite.v6+json"]["title"]["text"]
