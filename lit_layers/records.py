@@ -126,11 +126,7 @@ class Store:
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        measurements: Iterable[Measurement] | None = None,
-        *,
-        lineage: Lineage | None = None,
+        self, path: str | Path, measurements: Iterable[Measurement] | None = None, *, lineage: Lineage | None = None
     ) -> None:
         self.path, self.lineage = Path(path), lineage
         self._last: dict[tuple[Any, ...], Measurement] = {}
@@ -220,14 +216,12 @@ def frame(
     roots = [] if isinstance(measurements, str | Path) else [str(place) for place in places]
     runs: Iterable[Any] = map(read, files) if places else [given]
     pairs: list[tuple[Measurement, Record]] = []
-    table: dict[str, Any] = {"root": []} if roots else {}
+    root_of_pair: list[str] = []
     for run, root in zip(runs, roots or [""], strict=True):
-        known = len(pairs)
-        pairs += [(m, record) for m in shown(run, settings) if m.error is None for record in m.records]
-        if roots:
-            table["root"] += [root] * (len(pairs) - known)
-    if roots:
-        table["root"] = pd.array(table["root"], dtype="str")
+        of_run = [(m, record) for m in shown(run, settings) if m.error is None for record in m.records]
+        pairs += of_run
+        root_of_pair += [root] * len(of_run)
+    table: dict[str, Any] = {"root": pd.array(root_of_pair, dtype="str")} if roots else {}
     for name, kind in _OF_MEASUREMENTS.items():
         table[name] = pd.Series([getattr(m, name) for m, _ in pairs], dtype=kind)
     for name, kind in _OF_RECORDS.items():

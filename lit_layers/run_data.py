@@ -178,7 +178,8 @@ def provenance(run: RunData) -> dict[str, Any]:
     """
     measured = [m for m in run.measurements if m.error is None]
     first = "model" if run.compares_models else "step"
-    rows = [{first: run.place(m), "analysis": m.analysis, **_texts(m.provenance)} for m in measured]
+    texts = [{name: _text(value) for name, value in m.provenance.items()} for m in measured]
+    rows = [{first: run.place(m), "analysis": m.analysis, **own} for m, own in zip(measured, texts, strict=True)]
     table = pd.DataFrame(rows, columns=None if rows else [first, "analysis"]).fillna(DASH)
     places, analyses = (table.groupby(name, sort=False) for name in (first, "analysis"))
     names = table.columns[2:]
@@ -208,10 +209,6 @@ def flat(content: dict[str, Any]) -> list[tuple[str, str]]:
     """Return nested data as rows of (dotted name, text)."""
     (row,) = pd.json_normalize(content).to_dict("records")
     return [(str(name), _text(value)) for name, value in row.items()]
-
-
-def _texts(content: Mapping[str, Any]) -> dict[str, str]:
-    return {name: _text(value) for name, value in content.items()}
 
 
 def _text(value: Any) -> str:
