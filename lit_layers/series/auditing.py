@@ -32,7 +32,7 @@ from lit_layers.series.checkpoint_sources import (
 )
 from lit_layers.series.local_series import SUBMODULE
 
-Level = Literal["auto", "listing", "weights"]
+Level = Literal["listing", "weights"]
 # What no check of a level sees of any checkpoint.
 UNSEEN: Mapping[Level, str] = {
     "listing": "anything but names, sizes and hashes of files, configurations and tokenizers",
@@ -92,19 +92,12 @@ def audit(
     series: Series,
     *,
     without: Collection[str] = (),
-    level: Level = "auto",
     memory: Memory | None = None,
 ) -> Audit:
     """What is wrong with the chosen steps of a series, compared with each other, its last step and its main branch.
 
-    Asks the Hub for lists of files, one a revision; a local series is
-    hashed, and its weights are read, once: the result is kept in `memory`, the series' own folder if it has one.
-    Checkpoints named in `without` are not looked at.
-
-    Args:
-        level: `listing` compares names, sizes and hashes, configurations, tokenizers; `weights` also reads the values
-            of weights, and downloads them where they are not here, one checkpoint at a time. `auto`: the weights of
-            those that are on this machine.
+    Ask the Hub for lists of files, one a revision. Weights that are on this machine are hashed and read once: the
+    result is kept in `memory`, the series' own folder if it has one. Checkpoints named in `without` are not looked at.
 
     Raises:
         InputError: a series that is not there, or cannot be had.
@@ -115,7 +108,7 @@ def audit(
     steps = [one for one in chosen if one.step is not None]
     lost = _names(each for each in findings if each.kind == "no weights")
     complete = [one for one in steps if one.name not in lost]
-    prints, damaged = _prints(complete, level, memory or series.memory)
+    prints, damaged = _prints(complete, memory or series.memory)
     findings += [*damaged, *changes(complete, prints, _names(damaged))]
     findings += _findings_of_values(listed, steps, prints, findings)
     levels: dict[str, Level] = {one.name: "weights" if one.name in prints else "listing" for one in chosen}
@@ -129,24 +122,20 @@ def audit(
     )
 
 
-def _prints(
-    steps: Sequence[Checkpoint], level: Level, memory: Memory | None
-) -> tuple[dict[str, Fingerprint], list[Finding]]:
-    """What the weights look like, one checkpoint after the other, and which cannot be read."""
+def _prints(steps: Sequence[Checkpoint], memory: Memory | None) -> tuple[dict[str, Fingerprint], list[Finding]]:
+    """Return what the weights on this machine look like, and a finding for each checkpoint that cannot be read."""
     prints: dict[str, Fingerprint] = {}
     damaged: list[Finding] = []
-    for one in steps if level != "listing" else ():
-        key, is_here = one.source.identity(), one.source.is_here
+    for one in steps:
+        key = one.source.identity()
         found = None if memory is None else memory.get(one.name, key)
-        if found is None and (is_here or level == "weights"):
-            try:
+        try:
+            if found is None and one.source.is_here:
                 found = fingerprint(one.source.tensors())
-            except InputError as error:
-                damaged.append(finding("damaged", str(error), [one]))
-            if not is_here:
-                one.source.drop()
-            if found is not None and memory is not None:
-                memory.put(one.name, key, found)
+                if memory is not None:
+                    memory.put(one.name, key, found)
+        except InputError as error:
+            damaged.append(finding("damaged", str(error), [one]))
         if found is not None:
             prints[one.name] = found
     return prints, damaged
@@ -154,7 +143,7 @@ def _prints(
 
 def read_weights(checkpoint: Checkpoint, memory: Memory) -> None:
     """Read the weights of a checkpoint that is on this machine now, for the next audit."""
-    _prints([checkpoint], "auto", memory)
+    _prints([checkpoint], memory)
 
 
 def _findings_of_values(

@@ -256,10 +256,12 @@ class LightningSource(FolderSource):
         return {**companions(self.folder), WEIGHTS: ListedFile(WEIGHTS, size, digest)}
 
     def _hash(self) -> str:
+        import torch
+
         digest = hashlib.sha256()
         for name, tensor in sorted(self._state().items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-            digest.update(_bytes(tensor))
+            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def identity(self) -> Any:
@@ -305,9 +307,3 @@ def read_lightning(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not {"state_dict", "global_step"} <= content.keys():
         raise InputError(f"{path} is no checkpoint of Lightning: it lacks state_dict or global_step")
     return content
-
-
-def _bytes(tensor: "Tensor") -> Any:
-    import torch
-
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -19,9 +19,8 @@ WRONG = {
         "steps: {every: often}": (
             "steps: expected one of list[int], dict[str, int | list[int]], str, got {'every': 'often'}"
         ),
-        "level: deep": "level: Expected a typing.Literal['auto', 'listing', 'weights']. Got value: deep",
         "json: [a]": "json: expected one of Path, NoneType, got ['a']",
-        "levl: weights": "unknown key levl in the recipe; did you mean level?",
+        "gramar: step": "unknown key gramar in the recipe; did you mean grammar?",
         "grammar: '${nothing}'": "config: Interpolation key 'nothing' not found full_key: grammar",
         "grammar: '${oc.env:WANDB_API_KEY}'": "config: InputError raised while resolving interpolation: a recipe",
         "series: {class_path: subprocess.Popen, init_args: {args: id}}": "series: Expected a str. Got value: {'class",
@@ -90,8 +89,8 @@ def test_every_option_has_a_line_of_help(verb, capsys):
     [
         (
             "audit",
-            {"series": "run", "steps": [0, 1], "level": "listing"},
-            "run --steps [0,1] --level listing",
+            {"series": "run", "steps": [0, 1], "grammar": "step"},
+            "run --steps [0,1] --grammar step",
         ),
         (
             "report",

@@ -44,7 +44,6 @@ TEXT = [f"Article {n} counts {' '.join(str(n * k) for k in range(90))}." for n i
 QUICK = "analyze --config recipes/series/pythia_70m.yaml --config recipes/analyses/text.yaml"
 # What the command would measure is measured by its shares here, and of each family in test_analyze_suite.
 WHOLE_SUITE = "analyze --config recipes/series/llm_suite.yaml"
-WEIGHTS = "audit EleutherAI/pythia-70m --level weights"
 
 
 def documented() -> Iterator[str]:
@@ -202,7 +201,7 @@ def test_every_documented_command_on_published_models_runs(everything, place, ca
             for audit in found if isinstance(found, list) else [found]:
                 kinds = {finding["kind"] for finding in audit["findings"] if not finding["note"]}
                 assert kinds == ({"gap"} if code else set()), (command, audit)
-                assert audit["level"] == ("weights" if command == WEIGHTS else "listing")
+                assert audit["level"] == "listing"
     roots = {path.parent.name: measured(path.parent) for path in (place / "checkpoints").glob("*/measurements.jsonl")}
     assert {*roots} == {
         *("pythia_70m", "pythia_410m", "olmo2_1b", "gpt2_family", "llm_suite"),

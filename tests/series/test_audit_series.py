@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from lit_layers.errors import InputError
 from lit_layers.series import Audit, Finding, HubRevisions, Models, audit
@@ -174,6 +174,13 @@ def test_pickles_decide_only_where_there_are_no_safetensors(hub, root, model):
     (repository / "step2" / "model.safetensors").unlink()
     found = audit(HubRevisions("org/tiny"))
     assert (only(found).kind, only(found).steps) == ("identical weights", (1, 2, 4))
+
+
+def test_a_step_whose_weight_file_is_shorter_is_found_without_a_download(hub, root, model):
+    file = root / pythia(root, model) / "step16" / "model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file)
+    found = audit(HubRevisions("org/tiny"))
+    assert (only(found).kind, only(found).steps) == ("other size", (16,))
 
 
 def test_formats_without_a_common_one_are_not_compared(hub, root, model):

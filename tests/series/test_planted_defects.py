@@ -275,13 +275,7 @@ def test_a_second_audit_reads_no_weights(root, monkeypatch):
     assert audit(StepFolders(root)) == first
 
 
-def test_what_was_not_looked_at_is_named(root):
-    exchanged(root, 40, 80)
-    steps = StepFolders(root)
-    found = audit(steps, level="listing")
-    assert (found.level, found.findings) == ("listing", ())
-    assert {found.verdict(one) for one in steps} == {"clean (level: listing)"}
-    exchanged(root, 40, 80)
+def test_the_order_of_the_last_two_steps_is_not_judged(root):
     exchanged(root, 100, 120)  # an average at the end would look the same
     steps = StepFolders(root)
     found = audit(steps)

@@ -258,7 +258,7 @@ def series(s: Scenarios) -> None:
     recipe = _recipe(s.work / "series.yaml", {"analyses": _ANALYSES[:2]})
     root, common = s.work / "series_run", ["--config", recipe, "--corpus", s.work / "shards", "--device", "cpu"]
     with pytest.MonkeyPatch.context() as patch, served(s.work / "hub", s.work / "home" / "hub", patch):
-        s.run("audit", "lab/tiny", "--level", "listing")
+        s.run("audit", "lab/tiny")
         s.run("analyze", "lab/tiny", "--steps", "all", "--root", root, *common)
         s.run("analyze", "lab/tiny", "--steps", "all", "--root", root, *common, "--allow_suspect")
         s.run("analyze", "lab/tiny", "--steps", "0,16", "--shard", "0/2", "--root", s.work / "shard_run", *common)
@@ -443,7 +443,7 @@ def refusals(s: Scenarios) -> None:
         ["analyze", model, "--device", "abacus", "--corpus", text],
         ["analyze", model, "--shard", "3/2", "--corpus", text],
         ["analyze", model, "--dtype", "int3", "--corpus", text],
-        ["audit", s.work, "--level", "deep"],
+        ["audit", s.work, "--grammar", "deep"],
         ["intervene", model],
         ["intervene", model, "--tasks", "arc_chalenge"],
         ["intervene", model, "--variants", "skp", "--corpus", "python"],

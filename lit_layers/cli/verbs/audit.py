@@ -3,7 +3,6 @@
 import json as json_format
 import re
 from pathlib import Path
-from typing import Literal
 
 from lit_layers.cli.options import Steps
 from lit_layers.cli.process import show_audit
@@ -18,7 +17,6 @@ def audit(
     steps: Steps = "all",
     grammar: str = "auto",
     submodule: str | None = None,
-    level: Literal["auto", "listing", "weights"] = "auto",
     json: Path | None = None,
 ) -> int:
     """Check whether a checkpoint series is what it says: by names, sizes and hashes of its files, by its configurations
@@ -30,8 +28,6 @@ def audit(
         steps: which steps: all, 0,1,2,1000, '{log_spaced: 20}', pythia or '{every: 1000}'
         grammar: how the branches of steps are named, e.g. part-{step} or 'stage2-ingredient1-step{step}-*'
         submodule: in a folder of *.ckpt files: which submodule is the network (default: found by its tensors)
-        level: listing: names, sizes, hashes. weights: also the values of weights, which are downloaded where needed.
-            auto: the weights of those checkpoints that are on this machine
         json: also write the findings to this file
     """
     from lit_layers.series import audit as audit_of
@@ -41,7 +37,7 @@ def audit(
     audits = []
     for each in open_series(series, steps, model=submodule, grammar=grammar):
         memory = each.memory or Memory(Path("checkpoints") / re.sub(r"[^\w.-]+", "-", each.name))
-        audits.append(audit_of(each, level=level, memory=memory))
+        audits.append(audit_of(each, memory=memory))
         show_audit(audits[-1])
     if json is not None:
         content = [one.to_dict() for one in audits]
