@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from lit_layers import records
 from lit_layers.data.tokenization import Tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.files.hub import ADAPTER, MERGE_IT
@@ -392,8 +393,6 @@ def mislabelled_steps(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
 
 # ------------------------------------------------------------------------------ verdicts in measurements
 
-SUSPECT = "suspect"
-
 
 class SeriesMeasurements:
     """The measurements of a series' checkpoints in a root, and the verdicts that stand in them."""
@@ -409,30 +408,30 @@ class SeriesMeasurements:
         return checkpoint.name if checkpoint.step is None and checkpoint.is_of_a_series else self.run
 
     def refuse_another(
-        self, checkpoints: Iterable[Checkpoint], weights: Callable[[Checkpoint], tuple[str, Any]]
+        self, checkpoints: Sequence[Checkpoint], weights: Callable[[Checkpoint], tuple[str, Any]]
     ) -> None:
         """Refuse to make one curve of two series, or to put a model in another's place.
 
         Raises:
             InputError: where the root holds measurements of another one, as far as they say of which they are.
         """
-        runs: dict[str, list[Checkpoint]] = {}
-        for one in checkpoints:
-            runs.setdefault(self.run_of(one), []).append(one)
-        for run, members in runs.items():
-            self._refuse_another_model(run, members, weights)
+        for run in dict.fromkeys(map(self.run_of, checkpoints)):
+            self._refuse_another_model(run, [one for one in checkpoints if self.run_of(one) == run], weights)
 
     def verdict(self, checkpoint: Checkpoint, today: str, *, whole: bool) -> str:
-        """Today's verdict, unless an earlier audit found these files suspect: that of all weights takes it back."""
+        """Return today's verdict, or that of an earlier audit that found these files suspect.
+
+        Only an audit of all weights takes a suspicion back.
+        """
         if is_suspect(today) or (whole and "(level: listing)" not in today):
             return today
-        earlier = (m.provenance.get("audit") or "" for m in self._of_files(checkpoint))
-        return next(filter(is_suspect, earlier), today)
+        earlier = (m.provenance["audit"] for m in self._of_files(checkpoint) if records.is_suspect(m))
+        return next(earlier, today)
 
     def correct_verdicts(self, checkpoint: Checkpoint, verdict: str) -> None:
         """Write again, with this verdict, the measurements of these files that another one would let pass or hide."""
         for m in self._of_files(checkpoint):
-            if is_suspect(m.provenance.get("audit") or "") != is_suspect(verdict):
+            if records.is_suspect(m) != is_suspect(verdict):
                 self.store.add(replace(m, provenance={**m.provenance, "audit": verdict}))
 
     def _of_files(self, checkpoint: Checkpoint) -> list[Measurement]:
@@ -489,4 +488,4 @@ def _place(folder: str | Path) -> str:
 
 
 def is_suspect(verdict: str) -> bool:
-    return verdict.startswith(SUSPECT)
+    return verdict.startswith("suspect")

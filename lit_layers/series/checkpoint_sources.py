@@ -213,7 +213,6 @@ def at_once(ask: Callable[[Item], Result], items: Iterable[Item]) -> list[Result
 MAIN = "main"  # the branch of a repository that is no step
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
 COMPANIONS = (".json", ".txt", ".model", ".tiktoken", ".jinja")  # config and tokenizer: data, never code
-_TRAINER_STATE = "trainer_state.json"  # of the Trainer of transformers
 _dropping = threading.Lock()
 
 
@@ -295,7 +294,8 @@ class FolderSource(Source):
 
     def recorded_step(self) -> int | None:
         try:
-            return int(json.loads((self.folder / _TRAINER_STATE).read_bytes())["global_step"])
+            state = json.loads((self.folder / "trainer_state.json").read_bytes())  # of the Trainer of transformers
+            return int(state["global_step"])
         except (OSError, ValueError, LookupError, TypeError):
             return None
 

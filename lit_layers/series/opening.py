@@ -4,7 +4,7 @@ import fnmatch
 import functools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,10 +147,8 @@ class HubRevisions(Series):
         main, first = sources.pop(MAIN, None), _listed(known or [])[:1]  # of several trainings the first
         names = ordered(sources, self._grammar or (Grammar(*first) if first else recognize(sources)))
         if not names:
-            some = ", ".join([*commits][:5])
-            raise InputError(
-                f"{self.repo} has no branch that is a step ({len(commits)} branches: {some}): name the grammar"
-            )
+            some = f"{len(commits)} branches: {', '.join([*commits][:5])}"
+            raise InputError(f"{self.repo} has no branch that is a step ({some}): name the grammar")
         return [(one, sources[one.name]) for one in names], main
 
     def _repositories(self, hub: Hub, template: str, steps: Sequence[int]) -> tuple[list[_Step], Source]:
@@ -215,9 +213,8 @@ class OneModel(Series):
         if self.untrained is not None:
             name = f"{self.name.rstrip('/')}@untrained-{self.untrained}"
             return Listing((Checkpoint(name, name, source, is_of_a_series=False, run=name),))
-        step = re.fullmatch(r"step-?(\d+)", Path(self.revision or self.name).name)
-        number = int(step[1]) if step else None
-        return Listing((Checkpoint(self.name, self.name, source, number, is_of_a_series=False),))
+        step = Grammar("step").parse(Path(self.revision or self.name).name)
+        return Listing((Checkpoint(self.name, self.name, source, step and step.step, is_of_a_series=False),))
 
 
 def _refuse_where_none_is_there(sources: Sequence[Source]) -> None:
@@ -264,16 +261,15 @@ def open_series(
         return [each for repo in repos for each in _trainings(repo, steps, grammar, name)]
     if "/" not in name or not is_hub_name(name):
         raise InputError(f"expected a folder, ORGANIZATION/NAME on the Hub or a manifest, {name} does not exist")
-    return [*_trainings(name, steps, grammar)]
+    return _trainings(name, steps, grammar)
 
 
-def _trainings(repo: str, steps: Any, grammar: str, manifest: str | None = None) -> Iterator[Series]:
-    """Yield the series of a repository: one for each training that its manifest knows in its branches."""
+def _trainings(repo: str, steps: Any, grammar: str, manifest: str | None = None) -> list[Series]:
+    """Return the series of a repository: one for each training that its manifest knows in its branches."""
     known = known_facts(repo, manifest).grammar
-    several = known if isinstance(known, list) and grammar == "auto" else None
-    for each in several or [grammar]:
-        name = f"{repo} {each}" if several else None
-        yield HubRevisions(repo, steps, grammar=each, manifest=manifest, name=name)
+    if grammar != "auto" or not isinstance(known, list):
+        return [HubRevisions(repo, steps, grammar=grammar, manifest=manifest)]
+    return [HubRevisions(repo, steps, grammar=each, manifest=manifest, name=f"{repo} {each}") for each in known]
 
 
 def find_checkpoint(name: str) -> Checkpoint:
