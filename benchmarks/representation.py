@@ -52,7 +52,7 @@ def _lidar(views: Tensor) -> Tensor:
     sums = LidarSums()
     for part in views.split(AT_ONCE):
         sums.update(part)
-    return sums.value()
+    return lidar(sums)
 
 
 def _released(rows: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from lit_layers.analyses.statistics import (
 from lit_layers.data.batches import Batches, EncodedTexts, encode_texts, tokenizer_of
 from lit_layers.data.prompt_texts import Texts, Views, make_views
 from lit_layers.errors import InputError
-from lit_layers.functional.entropy import AtTwo, LidarSums, Normalization, Side, dime, infonce, spectrum
+from lit_layers.functional.entropy import AtTwo, LidarSums, Normalization, Side, dime, infonce, lidar, spectrum
 from lit_layers.functional.geometry import Pooling
 from lit_layers.models.view import Batch, LayeredModel, States, Trajectory, special_tokens, states_of_layers
 from lit_layers.records import Record
@@ -217,10 +217,10 @@ class Invariance(Analysis):
         for rows in range(0, vectors.shape[1], AT_ONCE):
             sums.update(vectors[:, rows : rows + AT_ONCE].transpose(0, 1))
         entropy: dict[str, Any] = {"alpha": self.alpha, "alpha2": self.alpha2}
-        values["lidar"] = sums.value(delta=self.delta, undefined="nan", **entropy).item()
+        values["lidar"] = lidar(sums, delta=self.delta, undefined="nan", **entropy).item()
         entropy |= {"permutations": self.permutations, "seed": self.seed, "side": self.side}
         values["dime"] = dime(**pair, **entropy).item()
-        values["lidar_rank"] = sums.value(delta=self.delta, output="rank", undefined="nan").item()
+        values["lidar_rank"] = lidar(sums, delta=self.delta, output="rank", undefined="nan").item()
         values[WITHIN] = sums.within_over_delta(self.delta)
         return values
 

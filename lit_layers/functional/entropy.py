@@ -365,8 +365,53 @@ def dime(
     return divided("dime", values, problems, num_rows, dim, normalization, undefined)
 
 
+class LidarSums:
+    """What `lidar` needs of views that come in parts: memory holds the scatter within prompts and their means."""
+
+    def __init__(self, views: Float[Tensor, "prompts views dim"] | None = None) -> None:
+        self.means: list[Tensor] = []
+        self.scatter: Tensor | None = None  # (dim, dim), over prompts and views
+        self.num_views = 0
+        if views is not None:
+            self.update(views)
+
+    @property
+    def num_prompts(self) -> int:
+        return sum(map(len, self.means))
+
+    def update(self, views: Float[Tensor, "prompts views dim"]) -> None:
+        """Add all views of further prompts.
+
+        Raises:
+            ValueError: fewer than 2 views, or another number than before.
+        """
+        views = widened(views)
+        if views.shape[1] < 2 or (self.means and views.shape[1] != self.num_views):
+            raise ValueError(f"expected at least 2 views of each prompt, as many as before, got {views.shape[1]}")
+        self.num_views = views.shape[1]
+        # A mean of equal views is off by rounding, one of zeros is not. With t the sum of the differences x from the
+        # first of n views, the scatter about the mean is that of x - t (1 - n^(-1/2)) / (n - 1) about 0: one row less.
+        apart = views[:, 1:] - views[:, :1]
+        total = apart.sum(1)
+        self.means.append(views[:, 0] + total / self.num_views)
+        apart -= (total * ((1 - self.num_views**-0.5) / (self.num_views - 1)))[:, None]
+        rows = apart.flatten(0, 1)
+        self.scatter = rows.mT @ rows + (0.0 if self.scatter is None else self.scatter)
+
+    def within_over_delta(self, delta: float = 1e-4) -> float:
+        """Return the mean variance within prompts over delta; below about 10, delta decides along with the states."""
+        scatter = self.mean_scatter()
+        return (scatter.trace() / (len(scatter) * delta)).item()
+
+    def mean_scatter(self) -> Tensor:
+        """Return the scatter within prompts (dim, dim), a mean over prompts and views."""
+        if self.scatter is None or self.num_prompts < 2:
+            raise ValueError(f"expected at least 2 prompts, got {self.num_prompts}")
+        return self.scatter / (self.num_prompts * self.num_views)
+
+
 def lidar(
-    views: Float[Tensor, "*n prompts views dim"],
+    views: Float[Tensor, "*n prompts views dim"] | LidarSums,
     *,
     delta: float = 1e-4,
     alpha: float = 1.0,
@@ -392,105 +437,57 @@ def lidar(
         ValueError: fewer than 2 prompts or views, delta 0 with a scatter within that has no inverse, an option out of
             range; or all means equal, or a value that is not finite (NaN there with `undefined="nan"`).
     """
-    options: Any = {"delta": delta, "alpha": alpha, "output": output, "eps": eps}
-    options |= {"alpha2": alpha2, "normalization": normalization}
-    results = []
-    for element in views.reshape(math.prod(views.shape[:-3]), *views.shape[-3:]):
-        sums = LidarSums()
-        sums.update(element)
-        results.append(sums.value_or_reason(**options))
-    values = torch.tensor([value for value, _ in results], dtype=torch.float64).reshape(views.shape[:-3])
+    check_option("output", output, "entropy", "rank")
+    check_option("alpha2", alpha2, "spectrum", "frobenius")
+    if isinstance(views, LidarSums):
+        shape, sets = torch.Size(), [views]
+    else:
+        shape = views.shape[:-3]
+        sets = map(LidarSums, views.reshape(math.prod(shape), *views.shape[-3:]))
+    results = [_lidar(each, delta, alpha, output, eps, alpha2, normalization) for each in sets]
+    values = torch.tensor([value for value, _ in results], dtype=torch.float64).reshape(shape)
     problems = {
         reason: torch.tensor([reason == other for _, other in results]).reshape(values.shape)
         for reason in sorted({reason for _, reason in results if reason})
     }
-    return settled("lidar", values.to(results[0][0].device if results else values.device), problems, undefined)
+    return settled("lidar", values.to(results[0][0].device if results else "cpu"), problems, undefined)
 
 
-class LidarSums:
-    """`lidar` of views that come in parts: memory holds the scatter within prompts and their means."""
-
-    def __init__(self) -> None:
-        self.means: list[Tensor] = []
-        self.scatter: Tensor | None = None  # (dim, dim), over prompts and views
-        self.num_views = 0
-
-    @property
-    def num_prompts(self) -> int:
-        return sum(map(len, self.means))
-
-    def update(self, views: Float[Tensor, "prompts views dim"]) -> None:
-        """Add all views of further prompts.
-
-        Raises:
-            ValueError: fewer than 2 views, or another number than before.
-        """
-        views = widened(views)
-        if views.shape[1] < 2 or (self.means and views.shape[1] != self.num_views):
-            raise ValueError(f"expected at least 2 views of each prompt, as many as before, got {views.shape[1]}")
-        self.num_views = views.shape[1]
-        # A mean of equal views is off by rounding, one of zeros is not. With t the sum of the differences x from the
-        # first of n views, the scatter about the mean is that of x - t (1 - n^(-1/2)) / (n - 1) about 0: one row less.
-        apart = views[:, 1:] - views[:, :1]
-        total = apart.sum(1)
-        self.means.append(views[:, 0] + total / self.num_views)
-        apart -= (total * ((1 - self.num_views**-0.5) / (self.num_views - 1)))[:, None]
-        rows = apart.flatten(0, 1)
-        self.scatter = rows.mT @ rows + (0.0 if self.scatter is None else self.scatter)
-
-    def value(self, *, undefined: Undefined = "raise", **options: Any) -> Tensor:
-        """Return `lidar`, with its options, of all prompts so far."""
-        value, reason = self.value_or_reason(**options)
-        return settled("lidar", value, {reason: torch.tensor(True)} if reason else {}, undefined)
-
-    def within_over_delta(self, delta: float = 1e-4) -> float:
-        """Return the mean variance within prompts over delta; below about 10, delta decides along with the states."""
-        scatter = self._scatter()
-        return (scatter.trace() / (len(scatter) * delta)).item()
-
-    def _scatter(self) -> Tensor:
-        if self.scatter is None or self.num_prompts < 2:
-            raise ValueError(f"expected at least 2 prompts, got {self.num_prompts}")
-        return self.scatter / (self.num_prompts * self.num_views)
-
-    def value_or_reason(
-        self,
-        *,
-        delta: float = 1e-4,
-        alpha: float = 1.0,
-        output: Output = "entropy",
-        eps: float = 1e-7,
-        alpha2: AtTwo = "spectrum",
-        normalization: Normalization = "raw",
-    ) -> tuple[Tensor, str]:
-        """Return the value, and why there is none."""
-        check_option("output", output, "entropy", "rank")
-        check_option("alpha2", alpha2, "spectrum", "frobenius")
-        scatter, means = self._scatter(), torch.cat(self.means)
-        num_prompts, dim = means.shape
-        # one pass for the usual case: what is not finite is so on the diagonal too
-        if not (scatter.trace() + means.sum()).isfinite() and (not_finite(scatter) or not_finite(means)):
-            return means.new_tensor(0.0), "a value is not finite"
-        between = means - means[:1]
-        between -= between.mean(0)
-        if between.norm() <= max(num_prompts, dim) * EPS * means.norm():
-            return means.new_tensor(0.0), "all prompts have the same mean"
-        factor = _factor(scatter, delta, most=num_prompts * (self.num_views - 1))
-        whitened = torch.linalg.solve_triangular(factor, between.div_(math.sqrt(num_prompts)).mT, upper=False)
-        values = singular_values(whitened, torch.tensor(num_prompts - 1, device=means.device))
-        values = values.masked_fill(values < max(num_prompts, dim) * EPS * values[0], 0.0).square()
-        shares = values / positive(values.sum())
-        if output == "rank":
-            # the matrix has dim eigenvalues, of which at most as many as there are prompts differ from 0
-            spread = torch.cat([shares, shares.new_zeros(max(dim - len(shares), 0))]) + eps
-            return torch.special.entr(spread).sum().exp(), ""
-        if alpha2 == "frobenius" and alpha == 2:
-            entropy = -(values.square().sum() / dim**2).log()
-        else:
-            entropy = renyi(shares, alpha)
-        # NaN where it is divided by log 1
-        entropy = divided("lidar", entropy, {}, entropy.new_tensor(num_prompts), dim, normalization, "nan")
-        return entropy, f"{normalization} divides by the logarithm of one dimension" if entropy.isnan() else ""
+def _lidar(
+    sums: LidarSums,
+    delta: float,
+    alpha: float,
+    output: Output,
+    eps: float,
+    alpha2: AtTwo,
+    normalization: Normalization,
+) -> tuple[Tensor, str]:
+    """Return `lidar` of one set of views, and why it has no value."""
+    scatter, means = sums.mean_scatter(), torch.cat(sums.means)
+    num_prompts, dim = means.shape
+    # one pass for the usual case: what is not finite is so on the diagonal too
+    if not (scatter.trace() + means.sum()).isfinite() and (not_finite(scatter) or not_finite(means)):
+        return means.new_tensor(0.0), "a value is not finite"
+    between = means - means[:1]
+    between -= between.mean(0)
+    if between.norm() <= max(num_prompts, dim) * EPS * means.norm():
+        return means.new_tensor(0.0), "all prompts have the same mean"
+    factor = _factor(scatter, delta, most=num_prompts * (sums.num_views - 1))
+    whitened = torch.linalg.solve_triangular(factor, between.div_(math.sqrt(num_prompts)).mT, upper=False)
+    values = singular_values(whitened, torch.tensor(num_prompts - 1, device=means.device))
+    values = values.masked_fill(values < max(num_prompts, dim) * EPS * values[0], 0.0).square()
+    shares = values / positive(values.sum())
+    if output == "rank":
+        # the matrix has dim eigenvalues, of which at most as many as there are prompts differ from 0
+        spread = torch.cat([shares, shares.new_zeros(max(dim - len(shares), 0))]) + eps
+        return torch.special.entr(spread).sum().exp(), ""
+    if alpha2 == "frobenius" and alpha == 2:
+        entropy = -(values.square().sum() / dim**2).log()
+    else:
+        entropy = renyi(shares, alpha)
+    # NaN where it is divided by log 1
+    entropy = divided("lidar", entropy, {}, entropy.new_tensor(num_prompts), dim, normalization, "nan")
+    return entropy, f"{normalization} divides by the logarithm of one dimension" if entropy.isnan() else ""
 
 
 def _factor(scatter: Tensor, delta: float, *, most: int) -> Tensor:

@@ -175,7 +175,7 @@ def test_lidar_from_parts_is_that_of_the_whole():
         sums.update(part)
     every: list[dict[str, Any]] = [{}, {"output": "rank"}, {"alpha": 2, "normalization": "maxEntropy"}, {"delta": 0}]
     for options in every:
-        assert sums.value(**options).item() == pytest.approx(lidar(views.float(), **options).item(), rel=1e-10)
+        assert lidar(sums, **options).item() == pytest.approx(lidar(views.float(), **options).item(), rel=1e-10)
     within = (views - views.mean(1, keepdim=True)).square().sum() / 44
     assert sums.within_over_delta(0.01) == pytest.approx(within.item() / 0.05, rel=1e-5)
     assert sums.num_prompts == 11
@@ -306,6 +306,6 @@ def test_what_is_measured_is_left_as_it_was():
         dime(*pair, unit=unit)
     sums = LidarSums()
     sums.update(views)
-    assert sums.value().item() == sums.value().item() == lidar(views).item()
+    assert lidar(sums).item() == lidar(sums).item() == lidar(views).item()
     assert torch.equal(pair, before[0])
     assert torch.equal(views, before[1])
