@@ -169,7 +169,6 @@ def test_readers_beside_a_writer_see_whole_lines_and_a_killed_writer_leaves_them
     assert kept >= 20
 
 
-@pytest.mark.skipif(os.name != "posix", reason="writers are kept apart by POSIX locks")
 def test_a_writer_waits_for_another_one_whose_line_is_not_whole_yet(tmp_path: Path) -> None:
     import fcntl
 

@@ -1044,7 +1044,6 @@ def test_a_picture_that_cannot_be_drawn_or_takes_too_long_is_one_sentence(monkey
         drawn("late")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_process_draws():
     read, write = os.pipe()
     if not (child := os.fork()):

@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +14,6 @@ from filelock import FileLock
 
 from lit_layers.errors import InputError
 from lit_layers.files.run_lock import is_held, is_training, writing
-
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork and signals")
 
 
 @contextmanager

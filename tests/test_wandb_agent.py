@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -96,7 +95,6 @@ def test_the_sweeps_name_options_that_fit_has(name, agent, capsys, monkeypatch):
 
 @pytest.mark.soak
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 @pytest.mark.usefixtures("no_page")
 def test_two_ranks_under_an_agent_are_one_wandb_run_and_that_is_the_agents(corpus, agent, tmp_path, monkeypatch):  # noqa: F811
     leave_undrawn(monkeypatch)

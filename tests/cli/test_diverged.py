@@ -1,7 +1,6 @@
 """A run whose loss is no number any more ends with a code and a sentence of its own."""
 
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -73,7 +72,6 @@ def test_it_ends_with_three_names_the_step_and_keeps_what_was_computed(factor, c
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 def test_where_one_rank_diverges_all_end_with_three(command, tmp_path, monkeypatch):
     spoil(monkeypatch, math.nan, rank=1)
     two = ["--trainer.devices", "2", "--trainer.strategy", "ddp"]

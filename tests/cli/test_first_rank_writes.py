@@ -14,11 +14,7 @@ from tests.cli import test_fit_images
 from tests.cli.test_resume import PREEMPTION, recipe  # noqa: F401 - a fixture
 from tests.support.forked import run_ranks
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform == "win32", reason="needs fork"),
-    pytest.mark.usefixtures("no_page"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_page")]
 FSDP = str(Path(__file__).parents[2] / "recipes" / "trainer" / "fsdp.yaml")
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink", "shutil.rmtree"}
 

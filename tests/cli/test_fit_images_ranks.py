@@ -1,6 +1,5 @@
 """Images on two ranks: the run of one rank, up to rounding, with weights whole (DDP) and sharded (FSDP2)."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,7 @@ from lit_layers.cli.main import main
 from tests.cli.test_fit_images import RECIPE
 from tests.support.forked import run_forked, run_ranks
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform == "win32", reason="needs fork"),
-    pytest.mark.usefixtures("no_page"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_page")]
 FSDP = str(Path(__file__).parents[2] / "recipes" / "trainer" / "fsdp.yaml")
 DDP = ["--trainer.strategy", "ddp"]
 

@@ -8,7 +8,6 @@ import math
 import os
 import random
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,6 @@ from tests.support.fuzzing import WRONG_VALUES, Outcome, damaged, mutated, run_l
 from tests.support.labelled_texts import labelled, saved_gpt2, write_banking77, write_csv
 from tests.support.runs import make_run
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork and limits of memory")
 SEED = int(os.environ.get("LIT_LAYERS_SEED", "20261122"))
 CASES = int(os.environ.get("LIT_LAYERS_CASES", "520"))
 OPTIONS = (

@@ -8,7 +8,6 @@ import importlib
 import os
 import random
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +20,6 @@ from tests.cli.test_fit import RECIPE
 from tests.cli.test_fuzz import SEED, Home, harm, home, watched  # noqa: F401
 from tests.support.fuzzing import WRONG_VALUES, run_limited
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork and limits of memory")
 # Which of the cases, as a slice: ::10 is every tenth.
 SLICE = slice(*(int(part) if part else None for part in os.environ.get("LIT_LAYERS_SLICE", ":").split(":")))
 PER_OPTION = int(os.environ.get("LIT_LAYERS_PER_OPTION", "1"))

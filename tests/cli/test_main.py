@@ -82,7 +82,6 @@ def test_verbose_tells_where_a_refusal_comes_from(option, is_traced, tmp_path):
     assert ended.stderr.splitlines()[-1].startswith("lit-layers audit: error: ")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs pipes of POSIX")
 @pytest.mark.parametrize("unbuffered", ["1", ""])
 def test_a_command_whose_reader_has_gone_ends_quietly(unbuffered, tmp_path):
     make_run(tmp_path / "run", steps=(0, 1), layers=2)
@@ -109,7 +108,6 @@ def test_what_a_lost_wandb_does_as_python_ends_is_no_traceback():
     assert (ended.stderr, ended.returncode) == ("", 3)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell of POSIX")
 @pytest.mark.parametrize("closed", [">&-", "2>&-"])
 def test_a_command_whose_stream_is_closed_ends_as_it_would(closed):
     line = f"{sys.executable} -P -m lit_layers.cli.main --version {closed}"

@@ -4,7 +4,6 @@ import errno
 import json
 import random
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -109,7 +108,6 @@ def test_a_read_only_folder_is_a_sentence_for_report_and_for_resume(recipe, tmp_
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(sys.platform == "win32", reason="needs fork and kill -9")
 def test_two_trainings_that_race_and_are_killed_again_and_again_leave_one_whole_run(recipe, tmp_path):
     longer = ["--trainer.max_steps", "12", "--resume", "last"]
     assert run_forked(lambda: fit(recipe, tmp_path / "whole", *longer)) == 0

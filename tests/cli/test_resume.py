@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,10 +28,7 @@ from tests.support.forked import run_command, run_forked
 from tests.support.read_wandb import read_finished
 from tests.support.undrawn import leave_undrawn
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform == "win32", reason="needs fork and kill -9"),
-    pytest.mark.usefixtures("no_page"),
-]
+pytestmark = pytest.mark.usefixtures("no_page")
 LAST = 13
 
 

@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -21,11 +20,7 @@ from lit_layers.training.run_folder import step_folder
 from tests.cli.test_resume import LAST, PREEMPTION, assert_equal, dying, recipe, what_is_left  # noqa: F401 - a fixture
 from tests.support.forked import run_forked, run_ranks
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform == "win32", reason="needs fork and kill -9"),
-    pytest.mark.usefixtures("no_page"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_page")]
 TWO = ["--trainer.devices", "2", "--trainer.strategy", "ddp"]
 
 

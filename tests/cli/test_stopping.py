@@ -3,7 +3,6 @@
 import itertools
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,8 +20,6 @@ from tests.cli.test_fit import RECIPE
 from tests.support.forked import run_forked
 
 FOR_EVER = 3600  # seconds: a test that waits for them ends by its own limit
-
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork and signals")
 
 
 def terminate(*after: float) -> None:

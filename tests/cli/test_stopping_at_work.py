@@ -2,7 +2,6 @@
 
 import functools
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +14,7 @@ from tests.cli.test_full_disk import CASES, files, home  # noqa: F401
 from tests.cli.test_stopping import FOR_EVER, terminate
 from tests.support.forked import run_forked
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.timeout(0),
-    pytest.mark.skipif(sys.platform == "win32", reason="needs fork and signals"),
-]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(0)]
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Nothing that W&B does stops or delays a training, whatever it raises and however long it hangs."""
 
-import sys
 import threading
 import time
 from pathlib import Path
@@ -150,7 +149,6 @@ def test_the_long_table_is_sent_once_at_the_end_of_a_run_that_was_interrupted(tm
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="compares runs of one process")
 @pytest.mark.parametrize(
     "mirrors",
     [{"hangs": "log"}, pytest.param({"with": "nowhere", "raises": "init"}, marks=pytest.mark.soak)],

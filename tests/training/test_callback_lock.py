@@ -3,7 +3,6 @@
 import copy
 import gc
 import pickle
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +25,6 @@ from tests.support.forked import run_forked, run_ranks
 from tests.support.tiny_models import tiny
 from tests.support.tiny_training import RandomBlocks, fit
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 REFUSED = 42
 
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import threading
 
 import lightning as L
@@ -77,7 +76,6 @@ def test_what_the_writer_could_not_do_ends_the_run_in_one_sentence(tmp_path):
     assert not list((tmp_path / "resume").glob("*step-*"))
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 def test_sigterm_ends_the_run_after_the_step_it_came_in_which_is_saved(tmp_path):
     """The short form of tests/cli/test_resume.py; steps are of two batches, and it comes between those of the third."""
 
