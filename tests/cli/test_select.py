@@ -356,7 +356,6 @@ OWN = "--text title --label mood"
         (f"{M} --task songs.csv --text title", "task songs: label: songs.csv has no column 'label'"),
         (f"{M} --task songs.csv {OWN} --regression", "a regression needs finite numbers"),
         (f"{M} --task songs.csv --text {{title --label mood", "text: expected {column} or"),
-        (f"{M} --task yelp --rule fraction_of_last", "rule: fraction_of_last is for accuracies, with a"),
         (f"{M} --task banking77 --folder nowhere", "folder: expected a folder of data, nowhere is none"),
         (f"{M} --task emotion --folder data", "emotion"),
         (
@@ -367,7 +366,6 @@ OWN = "--text title --label mood"
         (f"{M} --task banking77 --tolerance -0.1", "tolerance: expected at least 0, got -0.1"),
         (f"{M} --task banking77 --tolerance nan", "tolerance: Expected a float. Got value: nan"),
         (f"{M} --task banking77 --tolerance some", "tolerance: Expected a float. Got value: some"),
-        (f"{M} --task banking77 --rule fraction_of_last --tolerance 1", "rule: fraction_of_last is for accuracies"),
         (
             f"{M} --task banking77 --rule first",
             "rule: Expected a typing.Literal['within_tolerance', 'fraction_of_last', 'plateau'",
