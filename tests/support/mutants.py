@@ -228,8 +228,8 @@ MUTANTS = (
     ),
     Mutant(
         "series/auditing.py",
-        "return verdict.startswith(SUSPECT)",
-        "return verdict == SUSPECT",
+        'return verdict.startswith("suspect")',
+        'return verdict == "suspect"',
         "series/test_verdicts.py series",
     ),
     Mutant(
