@@ -37,7 +37,6 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from lit_layers import records
-from lit_layers.cli.verbs.fit import StepProgress
 from lit_layers.models import true_vocab_size
 from lit_layers.training import LitCausalLM, LitTextData
 from lit_layers.training.modules import adamw, warmup_cosine
@@ -313,7 +312,6 @@ def compete(size: Size, *, steps: int, turn: int, device: str, compile: bool) ->
     lit = LitCausalLM("gpt2", shape | no_dropout, warmup_steps=WARMUP, compile=compile)
     with tempfile.TemporaryDirectory() as root:
         run_log = RunLog(root)
-        progress = StepProgress(run_log)
         turns = TakeTurns(size, turn)
         trainer = L.Trainer(
             **DEFAULTS,
@@ -324,7 +322,7 @@ def compete(size: Size, *, steps: int, turn: int, device: str, compile: bool) ->
             limit_val_batches=0,
             max_steps=steps,
             default_root_dir=root,
-            callbacks=[turns, run_log, progress],
+            callbacks=[turns, run_log],
         )
         trainer.fit(lit, datamodule=RandomText(size))
         losses = [row["train/loss"] for row in records.rows(run_log.file)]
