@@ -228,8 +228,8 @@ MUTANTS = (
     ),
     Mutant(
         "series/auditing.py",
-        'return verdict.startswith("suspect")',
-        'return verdict == "suspect"',
+        '(whole and "(level: listing)" not in today)',
+        "whole",
         "series/test_verdicts.py series",
     ),
     Mutant(
