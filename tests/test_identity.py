@@ -206,7 +206,7 @@ def test_loggers_and_wandb_get_other_settings_under_names_of_their_own(tmp_path:
     assert [step for step, _ in run.curve(f"{name}/coupling/k=3")] == [0, 1, 2]
     table = run.tables["emergence"]
     column = table["columns"].index("settings")
-    assert {row[column] for row in table["data"]} == {identity.short(identity.settings_of(m)) for m in (own, changed)}
+    assert {row[column] for row in table["data"]} == {identity.settings_of(m) for m in (own, changed)}
 
 
 # ------------------------------------------------------------------------------------------------ figures that fail

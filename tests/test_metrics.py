@@ -162,7 +162,7 @@ def test_one_row_shows_a_metric_everywhere(tmp_path, monkeypatch):
     pictures = [path.name for path in write_pictures(run, tmp_path / "pictures")]
     assert "probe_topics_probe_brier_score_test_rows_over_layers.svg" in pictures
     (first, *_) = records.read(run / "measurements.jsonl")
-    assert "probe/topics/brier_score/split=test/task=topics/layer_01" in logged_numbers.values_of(first)
+    assert "probe/topics/brier_score/split=test/task=topics/layer_01" in logged_numbers.curves_of([first], {}, "all")
     fig: Any = plots.layer_surface(frame, "brier_score", tags={"split": "test", "control": None})
     assert list(fig.series[0].y) == [4, 4]  # the lowest
     for number in range(4):

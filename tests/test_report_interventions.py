@@ -15,7 +15,7 @@ from lit_layers.figures.labels import tag_text
 from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
 from lit_layers.report import write_report
-from lit_layers.report.logged_numbers import values_of
+from lit_layers.report.logged_numbers import curves_of
 from lit_layers.report.rendering import write_pictures
 from lit_layers.report.sections import intervention_sections
 from tests.support import variant_results
@@ -160,7 +160,7 @@ def test_the_pictures_of_a_run_hold_those_of_its_variants(tmp_path: Path) -> Non
 def test_wandb_gets_a_curve_a_variant_but_no_single_order_nor_every_number_of_loops() -> None:
     own = variant_results.interventions(8, blocks=6, seeds=4)
     measured = Measurement(run="r", step=8, tokens=None, analysis="interventions", records=own, seconds=0)
-    points = values_of(measured)
+    points = {name: record.value for name, record in curves_of([measured], {}, "all").items()}
     assert not [name for name in points if "seed=" in name or "schedule=" in name or "kendall" in name]
     assert {name for name in points if "loops=" in name and "variant_loss" in name} == {
         f"interventions/variant_loss/loops=3/middle={m}/variant=looped_parallel" for m in (1, 3, 5)

@@ -33,7 +33,7 @@ from lit_layers.figures.theme import Axis, layer_axis, place, place_labels, roun
 from lit_layers.figures.vega import write_pictures
 from lit_layers.functional.emergence.curve_times import EmergenceTimes, Time
 from lit_layers.records import Measurement
-from lit_layers.report.logged_numbers import plotted
+from lit_layers.report.logged_numbers import shown_records
 from lit_layers.report.template import Block, block, fill
 
 LEAST_P = 1e-4  # that is written out
@@ -238,7 +238,7 @@ def of_one_run(run: str, measurements: Sequence[Measurement], root: Path) -> dic
 
     It tells one variant of each metric, without diagnostics and other running orders; `lit-layers emerge` tells all.
     """
-    shown = [replace(m, records=[r for r in plotted(m).records if "variant" not in r.tags]) for m in measurements]
+    shown = [replace(m, records=[r for r in shown_records(m) if "variant" not in r.tags]) for m in measurements]
     clock = times_of_run(run, shown, root)
     if clock is None:
         return None

@@ -1,26 +1,27 @@
 """A measurement as loggers show it, curves over steps, pictures and tables, and what writes it to the user's loggers.
 
 Any logger of Lightning takes curves by `log_metrics`. A run of W&B also gets pictures of layers by steps and a table.
-None of the trackers is imported here: a training that logs to one has done so.
+None of the trackers is imported here before a run of W&B is given: a training that logs to one has done so.
 """
 
 import contextlib
 import io
-import json
 import logging
+import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from lit_layers import records
 from lit_layers.errors import InputError
 from lit_layers.figures.maps import layer_surface
 from lit_layers.figures.tables import grouped, plainest, usual_loops
 from lit_layers.figures.vega import pictures_of
-from lit_layers.identity import BESIDE, latest, logged_name, plain_settings, settings_of, short
-from lit_layers.metrics import look_up
+from lit_layers.identity import BESIDE, latest, logged_name, plain_settings
+from lit_layers.metrics import look_up, rank
 from lit_layers.records import Measurement, Record
 
 logger = logging.getLogger(__name__)
@@ -29,54 +30,46 @@ _PLACE = "lit_layers"  # section of everything that is not the curve of a metric
 STEP, TOKENS = f"{_PLACE}/step", f"{_PLACE}/tokens"
 TRANSFORMERS_AXIS = "train/global_step"  # in each row that transformers logs to W&B
 TABLE = "emergence"
-_TABLE_ROWS = 20_000  # 3 s; of more numbers the table has those on curves, and W&B itself cuts at 200,000
+_TABLE_ROWS = 20_000  # 5 s; a longer table leaves out pairs of layers, and W&B itself cuts at 200,000
 Scalars = Literal["plotted", "all"]  # which numbers are curves
 # Tags whose values are variants of one number: figures show one of them first.
 _VARIANTS = ("statistic", "control", "drop_first", "normalization", "split", "of", "domain", "k")
-SURFACE = "over_layers"  # last word of a picture's name
-TABLE_COLUMNS = (
-    *("step", "tokens", "analysis", "metric", "layer", "value"),
-    *("other_layer", "stderr", "low", "high", "n", "settings", "tags"),
-)
 
 
-class Point(NamedTuple):
-    """A number that has a curve: its curve's name, and that of all layers' curves together."""
-
-    name: str
-    base: str
-    metric: str
-    layer: int | None
-    value: float
+def measured_in(root: str | Path) -> tuple[list[Measurement], dict[tuple[str, str], str]]:
+    """Return what loggers show of a run's file, without suspect checkpoints, and the settings that have plain names."""
+    measurements = records.read(Path(root) / "measurements.jsonl")
+    return [m for m in latest(measurements) if not records.is_suspect(m)], plain_settings(measurements)
 
 
-def points_of(measurement: Measurement, name: str | None = None) -> list[Point]:
-    """Return the numbers of one measurement that are curves: nothing is one for pairs of layers or places of tokens.
+def curves_of(
+    measurements: Iterable[Measurement], plain: dict[tuple[str, str], str], scalars: Scalars = "plotted"
+) -> dict[str, Record]:
+    """Return the numbers of one step that are curves, by name: none of a pair of layers or of a place of a token.
 
-    `name` is what its analysis is called, where not by its own.
+    A plotted number is one variant of its metric. Each layer has a curve for one metric of an analysis: the first one
+    in docs/metrics.md.
     """
-    points, loops = list[Point](), usual_loops(record.tags for record in measurement.records)
-    for record in measurement.records if measurement.error is None else ():
-        # A curve for each number of loops and of blocks would be hundreds: the table has them.
-        if _is_on_curve(record) and record.tags.get("loops", loops) == loops:
-            name = name or measurement.analysis
-            base = records.key(name, Record(metric=record.metric, value=0.0, tags=record.tags))
-            points.append(Point(records.key(name, record), base, record.metric, record.layer, record.value))
-    return points
+    curves = dict[str, Record]()
+    for m in measurements:
+        loops = usual_loops(record.tags for record in m.records)
+        found = [
+            record
+            for record in (m.records if scalars == "all" else shown_records(m))
+            if record.other_layer is None
+            and record.tags.keys().isdisjoint(records.PLACES)
+            # A curve for each number of loops and of blocks would be hundreds: the table has them.
+            and record.tags.get("loops", loops) == loops
+        ]
+        if scalars == "plotted":
+            first = min((record.metric for record in found if record.layer is not None), key=rank, default=None)
+            found = [record for record in found if record.layer is None or record.metric == first]
+        curves |= {records.key(logged_name(m, plain), record): record for record in found}
+    return curves
 
 
-def _is_on_curve(record: Record) -> bool:
-    """Return whether a number belongs to no pair of layers and no place of a table of its own."""
-    return record.other_layer is None and record.tags.keys().isdisjoint(records.PLACES)
-
-
-def values_of(measurement: Measurement, name: str | None = None) -> dict[str, float]:
-    """The values of `points_of` by the names of their curves."""
-    return {point.name: point.value for point in points_of(measurement, name)}
-
-
-def plotted(measurement: Measurement) -> Measurement:
-    """Return a measurement with those numbers that a person plots: one variant of each metric, no diagnostics.
+def shown_records(measurement: Measurement) -> list[Record]:
+    """Return those numbers that a person plots: one variant of each metric, no diagnostics.
 
     Neither lists of values nor what a number is compared with are among them.
     """
@@ -88,38 +81,39 @@ def plotted(measurement: Measurement) -> Measurement:
         is_chosen = all(tags.get(name) == plain.get(name) for name in _VARIANTS)
         return is_chosen and not (row.secondary or row.unlisted or tags.keys() & BESIDE)
 
-    return replace(measurement, records=[*filter(is_shown, measurement.records)])
+    return [*filter(is_shown, measurement.records)]
 
 
-def surfaces_of(
-    measured: Sequence[Measurement], plain: dict[tuple[str, str], str]
-) -> dict[str, tuple[str, list[Measurement]]]:
-    """Return the metric and the measurements of each picture of layers by steps, by its name.
+def surfaces_of(measured: Iterable[Measurement], plain: dict[tuple[str, str], str]) -> dict[str, list[Measurement]]:
+    """Return the measurements of each picture of layers by steps, with the numbers of its metric, by its name."""
+    found = defaultdict[str, list[Measurement]](list)
+    for m in measured:
+        of_layers = [record for record in shown_records(m) if record.layer is not None and record.other_layer is None]
+        if m.error is None and m.step is not None:
+            for metric, numbers in grouped(of_layers, lambda record: record.metric).items():
+                found[f"{logged_name(m, plain)}/{metric}/over_layers"].append(replace(m, records=numbers))
+    return {name: series for name, series in found.items() if len({m.step for m in series}) > 1}
 
-    Names of settings other than `plain` say which they are.
+
+def layer_maps(root: str | Path, last_step: float = math.inf) -> dict[str, Any]:
+    """Return a row of W&B with a picture of layers by steps up to the last one, for each metric that has both.
+
+    W&B puts a slider over the steps below pictures of one name.
     """
-    found: dict[str, tuple[str, list[Measurement]]] = {}
-    drawn = [plotted(m) for m in measured if m.error is None and m.step is not None]
-    for name, series in grouped(drawn, lambda m: logged_name(m, plain)).items():
-        metrics = dict.fromkeys(p.metric for m in series for p in points_of(m, name) if p.layer is not None)
-        found |= {f"{name}/{metric}/{SURFACE}": (metric, series) for metric in metrics}
-    return {key: kind for key, kind in found.items() if len({m.step for m in kind[1]}) > 1}
+    import wandb
+    from PIL import Image  # only pictures need it
 
-
-def layer_maps(measured: Sequence[Measurement], plain: dict[tuple[str, str], str]) -> dict[str, bytes]:
-    """Return a picture (PNG) of layers by steps for each metric that has both, by its name."""
-    charts, frames = {}, dict[int, Any]()
-    for key, (metric, series) in surfaces_of(measured, plain).items():
-        with contextlib.suppress(InputError, ValueError):  # no picture is worth the run's end
-            if id(series) not in frames:  # what comes here may be drawn, whatever an audit says
-                frames[id(series)] = records.frame(series).drop(columns=records.AUDIT, errors="ignore")
-            charts[key] = layer_surface(frames[id(series)], metric)
+    charts, (measured, plain) = dict[str, Any](), measured_in(root)
+    for name, series in surfaces_of((m for m in measured if (m.step or 0) <= last_step), plain).items():
+        with contextlib.suppress(ValueError):  # only one of the steps has the variant
+            charts[name] = layer_surface(records.frame(series), series[0].records[0].metric).whole()
     try:
-        pictures = pictures_of([chart.whole() for chart in charts.values()], [".png"]) if charts else []
+        pictures = pictures_of([*charts.values()], [".png"]) if charts else []
     except InputError as error:
         logger.warning("no picture of layers by steps: %s", error)
         return {}
-    return {name: png for name, (png,) in zip(charts, pictures, strict=True)}
+    opened = (Image.open(io.BytesIO(png)).convert("RGB") for (png,) in pictures)
+    return dict(zip(charts, map(wandb.Image, opened), strict=True))
 
 
 def are_maps_due(num_steps: int) -> bool:
@@ -127,30 +121,18 @@ def are_maps_due(num_steps: int) -> bool:
     return num_steps >= 4 and num_steps.bit_count() == 1
 
 
-def _table_row(measurement: Measurement, record: Record) -> list[Any]:
-    tags = json.dumps(record.tags, sort_keys=True) if record.tags else None
-    place = [measurement.step, measurement.tokens, measurement.analysis, record.metric, record.layer, record.value]
-    count = [record.stderr, record.low, record.high, record.n]
-    return [*place, record.other_layer, *count, short(settings_of(measurement)), tags]
+def end_of_run(root: str | Path, name: str = TABLE) -> dict[str, Any]:
+    """Return a row of W&B with the table of all numbers under this name, and the pictures; empty without numbers."""
+    import wandb
 
-
-def of_the_whole_run(
-    library: Any, measured: Sequence[Measurement], plain: dict[tuple[str, str], str], name: str = TABLE
-) -> dict[str, Any]:
-    """Return the row of wandb of all steps together, a table of this name and pictures; empty without numbers."""
-    rows = [(measurement, record) for measurement in measured for record in measurement.records]
-    if not rows:
+    frame = records.frame(measured_in(root)[0], settings="all")
+    if frame.empty:
         return {}
-    rows = rows if len(rows) <= _TABLE_ROWS else [pair for pair in rows if _is_on_curve(pair[1])]
-    table = library.Table(columns=[*TABLE_COLUMNS], data=[_table_row(*pair) for pair in rows])
-    return {name: table} | images_of(library, layer_maps(measured, plain))
-
-
-def images_of(library: Any, pictures: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return pictures (PNG) as a row of wandb takes them: beside others of its name one has a slider over the steps."""
-    from PIL import Image  # what only pictures need
-
-    return {name: library.Image(Image.open(io.BytesIO(png)).convert("RGB")) for name, png in pictures.items()}
+    if len(frame) > _TABLE_ROWS:
+        frame = frame[frame["other_layer"].isna()]
+    cells: Any = frame.astype(object).where(frame.notna(), None).to_numpy().tolist()
+    table = wandb.Table(columns=list(frame.columns.astype(str)), data=cells, allow_mixed_types=True)
+    return {name: table} | layer_maps(root)
 
 
 # ------------------------------------------------------------------------------------------------ the user's loggers
@@ -173,10 +155,9 @@ class WandbRun:
     _taken: ClassVar[dict[str, tuple[int, int]]] = {}
 
     def __init__(self, run: Any, axis: str | None = None) -> None:
-        self._run, self._wandb = run, sys.modules["wandb"]
+        self._run = run
         self._axis, self._is_shared = axis or STEP, axis is not None
-        self._waiting = dict[int, tuple[Mapping[str, float], Mapping[str, bytes]]]()
-        self._defined = {self._axis}
+        self._waiting = dict[int, dict[str, Any]]()
 
     def begin(self, about: Mapping[str, Any]) -> None:
         """Take what is measured, the options of each analysis by its name, and where."""
@@ -184,11 +165,11 @@ class WandbRun:
         if not self._is_shared:
             self._run.define_metric(STEP)
 
-    def row(self, step: int, values: Mapping[str, float], pictures: Mapping[str, bytes]) -> None:
+    def row(self, step: int, values: Mapping[str, Any]) -> None:
         """Take the curves of a step of the axis, and its pictures."""
         if self._is_shared and len(self._waiting) > 1:  # one alone may be step 0, before the logger's first row
             self.flush()
-        self._waiting[step] = values, pictures
+        self._waiting[step] = {**values, self._axis: step}
         if not self._is_shared:
             self.join(step)
 
@@ -204,10 +185,7 @@ class WandbRun:
     def end(self, root: Path) -> None:
         """Take the tables and the pictures of all steps; the run is the user's to close."""
         self.flush()
-        measurements = records.read(root / "measurements.jsonl")
-        shown = [measurement for measurement in latest(measurements) if not records.is_suspect(measurement)]
-        row = of_the_whole_run(self._wandb, shown, plain_settings(measurements), f"{_PLACE}/{TABLE}")
-        self._run.log(row, commit=False)
+        self._run.log(end_of_run(root, f"{_PLACE}/{TABLE}"), commit=False)
 
     def flush(self) -> None:
         """Write the rows that wait behind the user's last row."""
@@ -227,11 +205,9 @@ class WandbRun:
             self._log(step, commit=True)
 
     def _log(self, step: int, *, commit: bool) -> None:
-        values, pictures = self._waiting.pop(step)
-        row = {**values, **images_of(self._wandb, pictures), self._axis: step}
-        for name in row.keys() - self._defined:  # by exact name: globs are the user's
+        row = self._waiting.pop(step)
+        for name in row.keys() - {self._axis}:  # by exact name: globs are the user's
             self._run.define_metric(name, step_metric=self._axis)
-        self._defined |= row.keys()
         self._run.log(row, commit=commit)
 
 

@@ -1,44 +1,38 @@
 """A run at W&B: a mirror of its numbers, which the run's files complete where it lacks some, and a workspace."""
 
-import configparser
 import contextlib
 import json
 import logging
 import os
-import queue
+import re
 import shlex
-import threading
 import time
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from lit_layers import records
-from lit_layers.errors import InputError, first_line, refused
-from lit_layers.figures.tables import grouped
-from lit_layers.figures.theme import spread
+from lit_layers.errors import InputError, first_line
 from lit_layers.files.durable import replace_file
-from lit_layers.identity import latest, logged_name, plain_settings
+from lit_layers.identity import logged_name
 from lit_layers.metrics import look_up, sentence
 from lit_layers.records import Measurement
-from lit_layers.report import logged_numbers
+from lit_layers.report import logged_numbers as shown
 
 logger = logging.getLogger(__name__)
 NOTES = "lit_layers_sent.jsonl"  # in the run's folder of W&B: the rows that were sent, in order
 LAG = 30.0  # seconds: what W&B had received earlier is in its file, also where its process was killed
-_STEPS = 10_000  # that wait at most: W&B does not keep up then, and the files have them all
 _INIT = 8.0  # seconds to wait for the server
-TIMEOUT = 60.0  # seconds without an answer at the start, or without a row at the end
-_LIMIT_AFTER_SIGTERM, _TERMINATED = 15.0, 143
-_SERVER = "https://api.wandb.ai"  # which `wandb init` writes down, too
-_NAMES = {"entity", "project", "base_url", "disabled", "mode", "anonymous"}  # settings that reach no address
-_LINES = 25  # layers in one chart of a workspace; of deeper models some that are spread evenly have a line
+LIMIT = 300.0  # seconds until W&B has sent all, at the end
+# A line of W&B's settings that may name a server, other than the one that `wandb init` writes down.
+_ADDRESS = re.compile(r"^(?!\s*$|\s*[#;\[]|(entity|project|mode) *=|base_url *= *https://api\.wandb\.ai/?$).+", re.M)
 abandoned: "list[WandbMirror]" = []  # W&B's own end may wait for ever for theirs
 
 
 class WandbMirror:
-    """Show a run's scalars and measurements at W&B, from a thread of its own: no training fails or waits for W&B.
+    """Show a run's scalars and measurements at W&B. No training fails because of W&B.
 
     A point is a name at a step. `open` finds out which points W&B has (from what the mirror noted as it sent them, and
     from the server's count of rows) and sends those that `metrics.jsonl` and `measurements.jsonl` hold beyond them;
@@ -46,9 +40,9 @@ class WandbMirror:
     shortly before a kill may be sent twice, unchanged. Each name has `trainer/global_step` as its axis, each row the
     tokens as a second one.
 
-    Numbers of pairs of layers are in the table at the end. Numbers of other settings than an analysis was first
-    measured with have names of their own, `coupling@1a2b3c4d/...`. A mirror that raises, falls behind or does not
-    answer is given up with one sentence.
+    All numbers are in the table at the end. Numbers of other settings than an analysis was first measured with have
+    names of their own, `coupling@1a2b3c4d/...`. A mirror that raises is given up with one sentence. W&B itself sends
+    the rows, from a process of its own: only the end of the run waits for that.
 
     Args:
         project: the project at W&B.
@@ -56,8 +50,8 @@ class WandbMirror:
             refuse to start otherwise; offline; disabled. The variable WANDB_MODE decides where mode is auto.
         entity: the team or user; None: the key's own.
         group: of the run at W&B, such as the seeds of one training.
-        scalars: plotted: one variant of each metric is a curve, without diagnostics; all: everything but pairs of
-            layers.
+        scalars: plotted: one variant of each metric is a curve, and one metric of each analysis has a curve a layer;
+            all: everything but pairs of layers.
     """
 
     def __init__(
@@ -67,152 +61,98 @@ class WandbMirror:
         *,
         entity: str | None = None,
         group: str | None = None,
-        scalars: logged_numbers.Scalars = "plotted",
+        scalars: shown.Scalars = "plotted",
     ) -> None:
-        self.scalars: logged_numbers.Scalars = scalars
+        self.scalars: shown.Scalars = scalars
         self.mode = mode
         self.place = {"project": project, "entity": entity, "group": group}
-        self.num_rows = 0  # sent so far, in this and earlier processes
-        self._message, self._is_off, self._refusal, self._exit_code = "", True, list[InputError](), 0
-        self._run: Any = None
-        self._wandb: Any = None
-        self._sent: dict[int | None, frozenset[str]] = {}  # names by step
-        self._names: dict[frozenset[str], frozenset[str]] = {}
+        self.closing_line = ""  # the run's address, or how to upload an offline run, and how to get its workspace
+        self._run: Any = None  # while rows are sent
+        self._sent = defaultdict[str, set[int | None]](set)  # by name, the steps that W&B has
         self._steps = set[int]()  # that were measured
-        self._table_is_due = False
-        self._notes: IO[str] | None = None
-        self._calls: queue.Queue[Any] = queue.Queue()  # arguments of `log_step`, and None at the end
-        self._is_started, self._has_ended = threading.Event(), threading.Event()
 
-    def open(self, root: str | Path, *, run_id: str, config: Mapping[str, Any], allow_suspect: bool = False) -> None:
-        """Start or resume the run; what W&B lacks of its files is sent meanwhile.
-
-        Checkpoints that an audit found suspect are left out of curves and table, unless `allow_suspect`.
-
-        Raises:
-            InputError: where `mode` is online and W&B cannot be reached.
-        """
-        self.root, self._allow_suspect = Path(root), allow_suspect
-        mode = (os.environ.get("WANDB_MODE", "").lower() or "auto") if self.mode == "auto" else self.mode
-        if mode == "disabled":
-            return
-        try:
-            import wandb
-        except ImportError:
-            install = "pip install 'lit_layers[wandb]'"
-            self._say(f"W&B: not installed, so nothing is mirrored; {install}, then {self._adds_later()}")
-            return
-        with refused(f"cannot write {self.root}"):
-            (self.root / "wandb").mkdir(parents=True, exist_ok=True)
-        self._wandb, self._is_off = wandb, False
-        threading.Thread(target=self._work, args=(mode, run_id, dict(config)), name="wandb", daemon=True).start()
-        if not self._is_started.wait(TIMEOUT):
-            self._give_up(f"no answer within {TIMEOUT:.0f} s")
-        if self._refusal:
-            raise self._refusal[0]
-
-    def log_step(
-        self, step: int, tokens: int | None, scalars: Mapping[str, float], measurements: Sequence[Measurement]
-    ) -> None:
-        """Hand over the points of one closed step. Returns at once."""
-        if self._is_off:
-            return
-        self._calls.put((step, tokens, dict(scalars), list(measurements)))
-        if self._calls.qsize() > _STEPS:
-            self._give_up("it does not keep up")
-
-    def finish(self, exit_code: int = 0) -> None:
-        """Close the run, with the table of all numbers where it ended well.
-
-        Returns when all is sent, or when no row was sent for a while.
-        """
-        if self._is_off:
-            return
-        self._exit_code = exit_code
-        self._calls.put(None)
-        is_killed, seen = exit_code == _TERMINATED, -1
-        limit = min(TIMEOUT, _LIMIT_AFTER_SIGTERM) if is_killed else TIMEOUT
-        while not self._has_ended.wait(limit):
-            before, seen = seen, self.num_rows
-            if is_killed or seen == before:
-                self._give_up(f"no answer within {limit:.0f} s")
-                break
-        self._is_off = True
-
-    def closing_line(self) -> str:
-        """Return where to look: the run's address, or how to upload an offline run, and how to get its workspace."""
-        return self._message
-
-    # ------------------------------------------------------------------------------------------- the thread
-
-    def _work(self, mode: str, run_id: str, config: dict[str, Any]) -> None:
-        try:
-            try:
-                self._start(mode, run_id, config)
-                self._read_notes()
-            except InputError as error:
-                self._refusal.append(error)
-                self._is_off = True
-            finally:
-                self._is_started.set()
-            if self._is_off:
-                return
-            for row in self._on_disk():
-                self._log(*row)
-            for row in iter(self._calls.get, None):
-                self._log(*row)
-            if self._exit_code == 0:  # a run that was cut short is gone on with, and sends its table at its end
-                self._log_table()
-            if not self._is_off:
-                self._run.finish(exit_code=self._exit_code)
-                self._note(is_closed=True)
-        except BaseException as error:  # whatever it is: no training ends for it
-            self._give_up(first_line(error))
-        finally:
-            if self._notes is not None:
-                self._notes.close()
-            self._has_ended.set()
-
-    def _start(self, mode: str, run_id: str, config: dict[str, Any]) -> None:
-        """Begin the run, or say why there is none.
+    def open(self, root: str | Path, *, run_id: str, config: Mapping[str, Any]) -> None:
+        """Start or resume the run, and send what W&B lacks of its files, without suspect checkpoints.
 
         Raises:
             InputError: where settings of the folder would send the key elsewhere, or `mode` is online without a server.
         """
-        if mode == "auto" and not _has_credentials(self._wandb):
+        self.root = Path(root)
+        mode = (os.environ.get("WANDB_MODE", "").lower() or "auto") if self.mode == "auto" else self.mode
+        if mode == "disabled":
+            return
+        with self._given_up_at_errors():
+            self._start(mode, run_id, dict(config))
+            self._read_notes()
+            for row in self._on_disk():
+                self.log_step(*row)
+
+    def log_step(
+        self, step: int, tokens: int | None, scalars: Mapping[str, float], measurements: Sequence[Measurement]
+    ) -> None:
+        """Send the points of one closed step, and pictures of layers by steps where they are due."""
+        if self._run is None:
+            return
+        with self._given_up_at_errors():
+            curves = shown.curves_of(measurements, self._plain, self.scalars)
+            row: dict[str, Any] = {**scalars, **{name: record.value for name, record in curves.items()}}
+            if measurements and step not in self._steps:
+                self._steps.add(step)
+                if shown.are_maps_due(len(self._steps)):
+                    row |= shown.layer_maps(self.root, step)
+            if new := {name: value for name, value in row.items() if step not in self._sent[name]}:
+                self._send(step, new | ({} if tokens is None else {"tokens": tokens}))
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Close the run, with the table of all numbers where it ended well. Returns when all is sent."""
+        if self._run is None:
+            return
+        with self._given_up_at_errors():
+            # A run that was cut short is gone on with, and sends its table at its end.
+            is_due = self._num_rows > self._num_before or None not in self._sent[shown.TABLE]
+            if exit_code == 0 and is_due and (row := shown.end_of_run(self.root)):
+                self._send(None, row)
+            end = ThreadPoolExecutor(1).submit(self._run.finish, exit_code=exit_code)
+            limit = min(LIMIT, 15) if exit_code == 143 else LIMIT  # a cluster kills soon after SIGTERM
+            if not wait([end], limit).done:
+                raise TimeoutError(f"not all was sent within {limit:.0f} s")
+            end.result()
+            self._note({"is_closed": True})
+        self._run = None
+
+    def _start(self, mode: str, run_id: str, config: dict[str, Any]) -> None:
+        import wandb
+
+        if mode == "auto" and not _has_credentials(wandb):
             logger.warning("W&B: no API key, so the run is mirrored offline")
             mode = "offline"
         if mode != "offline":
             refuse_settings_of_folder()
-        # Tables and figures are staged before they are logged: inside the run's folder, not in the user's home.
-        os.environ["WANDB_DATA_DIR"] = str(self.root.resolve() / "wandb")
-        quiet = {"console": "off", "silent": True, "reinit": "create_new", "init_timeout": _INIT}
         root = self.root.resolve()
-        options = {"config": config, "id": run_id, "resume": "allow", "name": root.name, "dir": str(root)} | self.place
-
-        def begun(mode: str) -> Any:
-            return self._wandb.init(**options, mode=mode, settings=self._wandb.Settings(**quiet))
-
+        (root / "wandb").mkdir(parents=True, exist_ok=True)
+        # Tables and figures are staged before they are logged: inside the run's folder, not in the user's home.
+        os.environ["WANDB_DATA_DIR"] = str(root / "wandb")
+        settings = wandb.Settings(console="off", silent=True, reinit="create_new", init_timeout=_INIT)
+        options = {"config": config, "id": run_id, "resume": "allow", "name": root.name, "dir": str(root)}
+        options |= {"settings": settings, **self.place}
         try:
-            self._run = begun("offline" if mode == "offline" else "online")
-        except (self._wandb.Error, OSError) as error:
+            run = wandb.init(**options, mode="offline" if mode == "offline" else "online")
+        except (wandb.Error, OSError) as error:
             if mode == "online":
                 reason = first_line(error)
                 raise InputError(f"wandb.mode online: W&B cannot be reached ({reason}); try auto") from error
             logger.warning("W&B: cannot be reached (%s), so the run is mirrored offline", first_line(error))
-            if self._wandb.run is None:
-                self._wandb.teardown()  # its service still holds the id of the run that did not start
-            self._run = begun("offline")
-        self._run.define_metric(logged_numbers.AXIS)
-        self._run.define_metric("*", step_metric=logged_numbers.AXIS, step_sync=False)
-        self._is_online = self._run.settings.mode != "offline"
-        where = self._run.url
-        if not self._is_online:
-            folders = sorted(self.root.glob(f"wandb/offline-run-*-{run_id}*"))
-            where = f"offline; upload it with: wandb sync {' '.join(shlex.quote(str(each)) for each in folders)}"
-        workspace = f"{self._run.entity or 'ENTITY'}/{self.place['project']}"
-        command = f"lit-layers report {shlex.quote(str(self.root))} --workspace {workspace}"
-        self._message = f"W&B          {where}\nworkspace    {command}"
+            if wandb.run is None:
+                wandb.teardown()  # its service still holds the id of the run that did not start
+            run = wandb.init(**options, mode="offline")
+        run.define_metric(shown.AXIS)
+        run.define_metric("*", step_metric=shown.AXIS, step_sync=False)
+        quoted = shlex.quote(str(self.root))
+        later = f"offline; upload it with: wandb sync {quoted}/wandb/offline-run-*-{run_id}*"
+        where = later if run.settings.mode == "offline" else run.url
+        workspace = f"lit-layers report {quoted} --workspace {run.entity or 'ENTITY'}/{self.place['project']}"
+        self.closing_line = f"W&B          {where}\nworkspace    {workspace}"
+        self._run = run
 
     def _read_notes(self) -> None:
         """Find out which points W&B has, and keep the notes of these."""
@@ -221,96 +161,64 @@ class WandbMirror:
             with contextlib.suppress(ValueError):  # torn
                 noted.append(json.loads(line))
         rows = [row for row in noted if "row" in row]
-        before = self._run.starting_step or 0 if self._is_online else 0
+        is_online = self._run.settings.mode != "offline"
+        before = self._run.starting_step or 0 if is_online else 0
         # Of W&B's own step, which never falls: what is sent again has new numbers.
-        self.num_rows = max([before, *(row["row"] + 1 for row in rows)])
-        if self._is_online:  # a run that was offline, or a crash, has kept the others from the server
+        self._num_rows = self._num_before = max([before, *(row["row"] + 1 for row in rows)])
+        if is_online:  # a run that was offline, or a crash, has kept the others from the server
             rows = [row for row in rows if row["row"] < before]
         elif rows and "is_closed" not in noted[-1]:  # killed
             rows = [row for row in rows if row["at"] <= rows[-1]["at"] - LAG]
         for row in rows:
-            self._add(row["step"], row["names"])
-        last = {"row": self.num_rows - 1, "step": None, "names": [], "at": 0.0}
+            self._add(row)
+        last = {"row": self._num_rows - 1, "step": None, "names": [], "at": 0.0}
         replace_file(file, "".join(json.dumps(row) + "\n" for row in [*rows, last]))
-        self._notes = file.open("a", buffering=1, encoding="utf-8")
 
-    def _add(self, step: int | None, names: Iterable[str]) -> None:
-        # Most steps hold the same names: one set serves them all, or a long run would need gigabytes.
-        joined = self._sent.get(step, frozenset()).union(names)
-        self._sent[step] = self._names.setdefault(joined, joined)
-
-    def _on_disk(self) -> Iterator[tuple[int, int | None, dict[str, float], list[Measurement]]]:
-        """Yield all that the run's files hold, step by step."""
-        self._plain = plain_settings(records.read(self.root / "measurements.jsonl"))
-        measured = grouped((m for m in self._measured() if m.step is not None), lambda m: m.step)
-        rows = grouped(records.rows(self.root / "metrics.jsonl"), lambda row: int(row["step"]))
-        for step in sorted(measured.keys() | rows.keys()):
-            measurements = measured.get(step, [])
-            scalars: dict[str, Any] = {name: value for row in rows.get(step, ()) for name, value in row.items()}
-            tokens = scalars.pop("tokens", next((m.tokens for m in measurements if m.tokens is not None), None))
-            scalars.pop("step", None)
-            yield step, None if tokens is None else int(tokens), scalars, measurements
-
-    def _measured(self) -> list[Measurement]:
-        measurements = latest(records.read(self.root / "measurements.jsonl"))
-        return [m for m in measurements if self._allow_suspect or not records.is_suspect(m)]
-
-    def _log(
-        self, step: int, tokens: int | None, scalars: Mapping[str, float], measurements: Sequence[Measurement]
-    ) -> None:
-        """Send the points of one step that W&B does not have."""
-        row, sent = dict[str, Any](scalars), self._sent.get(step, frozenset())
-        measured = [measurement for measurement in measurements if measurement.error is None]
-        for each in measured:
-            row |= logged_numbers.values_of(
-                each if self.scalars == "all" else logged_numbers.plotted(each), logged_name(each, self._plain)
-            )
-        if measured and step not in self._steps:
-            self._steps.add(step)
-            if logged_numbers.are_maps_due(len(self._steps)) and not any(
-                name.endswith(logged_numbers.SURFACE) for name in sent
-            ):
-                until = [m for m in self._measured() if m.step is not None and m.step <= step]
-                row |= logged_numbers.images_of(self._wandb, logged_numbers.layer_maps(until, self._plain))
-        if new := {name: value for name, value in row.items() if name not in sent}:
-            self._table_is_due |= bool(measured)
-            self._send(step, new | ({} if tokens is None else {"tokens": tokens}))
-
-    def _log_table(self) -> None:
-        """The long form of all measurements, once they are complete, with pictures of layers by steps."""
-        is_due = self._table_is_due or logged_numbers.TABLE not in self._sent.get(None, frozenset())
-        if is_due and (row := logged_numbers.of_the_whole_run(self._wandb, self._measured(), self._plain)):
-            self._send(None, row)
+    def _on_disk(self) -> list[tuple[int, int | None, dict[str, float], list[Measurement]]]:
+        """Return all that the run's files hold, step by step."""
+        measured, self._plain = shown.measured_in(self.root)
+        found: list[Any] = [(m.step, m.tokens, {}, [m]) for m in measured if m.step is not None]
+        self._steps |= {step for step, *_ in found}
+        for row in records.rows(self.root / "metrics.jsonl"):
+            found.append((int(row.pop("step")), row.pop("tokens", None), row, []))
+        return sorted(found, key=lambda each: each[0])
 
     def _send(self, step: int | None, row: dict[str, Any]) -> None:
-        if self._is_off:
-            return
-        axis = {} if step is None else {logged_numbers.AXIS: step}
-        self._run.log({**row, **axis}, step=self.num_rows, commit=True)
+        axis = {} if step is None else {shown.AXIS: step}
+        self._run.log({**row, **axis}, step=self._num_rows, commit=True)
         # Afterwards: a row that was sent and not noted is sent twice, the other way round it would be lost.
-        self._note(row=self.num_rows, step=step, names=[*row], at=time.time())
-        self._add(step, row)
-        self.num_rows += 1
+        note = {"row": self._num_rows, "step": step, "names": [*row], "at": time.time()}
+        self._note(note)
+        self._add(note)
+        self._num_rows += 1
 
-    def _note(self, **line: Any) -> None:
-        if self._notes is not None:
-            self._notes.write(json.dumps(line) + "\n")
+    def _note(self, line: Mapping[str, Any]) -> None:
+        with open(self.root / "wandb" / NOTES, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
-    # ------------------------------------------------------------------------------------------- words
+    def _add(self, note: Mapping[str, Any]) -> None:
+        for name in note["names"]:
+            self._sent[name].add(note["step"])
 
-    def _adds_later(self) -> str:
-        return f"`lit-layers report {shlex.quote(str(self.root))} --wandb` adds what is missing later"
+    @contextlib.contextmanager
+    def _given_up_at_errors(self) -> Iterator[None]:
+        """Send nothing more after an error, whatever it is, and say so: no training ends for it.
 
-    def _give_up(self, reason: str) -> None:
-        """Send nothing more, and say so."""
-        if not self._is_off:
-            self._is_off = True
-            abandoned.append(self)
-            self._say(f"W&B: stopped ({reason}); the run goes on, {self._adds_later()}")
-
-    def _say(self, sentence: str) -> None:
-        self._message = sentence
-        logger.warning("%s", sentence)
+        Raises:
+            InputError: where the run has not begun.
+        """
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            if isinstance(error, InputError) and self._run is None:
+                raise
+            if self._run is not None:
+                abandoned.append(self)
+            self._run = None
+            reason = "pip install 'lit_layers[wandb]'" if isinstance(error, ImportError) else first_line(error)
+            later = f"`lit-layers report {shlex.quote(str(self.root))} --wandb` adds what is missing later"
+            self.closing_line = f"W&B: stopped ({reason}); the run goes on, {later}"
+            logger.warning("%s", self.closing_line)
 
 
 def refuse_settings_of_folder() -> None:
@@ -321,19 +229,12 @@ def refuse_settings_of_folder() -> None:
     Raises:
         InputError: naming the setting.
     """
-    file, content = Path("wandb") / "settings", configparser.ConfigParser(interpolation=None)
-    try:
-        content.read(file, encoding="utf-8")
-    except (configparser.Error, OSError, UnicodeDecodeError):
-        return  # nor does W&B read it
-    for section in content.values():
-        for name, value in section.items():
-            is_known = name in _NAMES and (name != "base_url" or value.rstrip("/") == _SERVER)
-            if not is_known and not (name == "base_url" and os.environ.get("WANDB_BASE_URL")):
-                raise InputError(
-                    f"{file} of this folder says {name} = {value[:200]}, and W&B would send the run and your key "
-                    "there: say so by WANDB_BASE_URL, or remove that line"
-                )
+    file = Path("wandb/settings")
+    if line := _ADDRESS.search(file.read_text(errors="replace") if file.is_file() else ""):
+        raise InputError(
+            f"{file} of this folder says {line[0][:200]}, and W&B may send the run and your key elsewhere by it: "
+            "remove that line; the variable WANDB_BASE_URL names a server of your own"
+        )
 
 
 def _has_credentials(wandb: Any) -> bool:
@@ -370,35 +271,30 @@ def save_workspace(root: str | Path, place: str) -> str:
 def workspace_of(root: str | Path, entity: str, project: str) -> Any:
     """Return a workspace of `wandb_workspaces`: all layers of a metric in one chart, and its picture over the steps."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of its own use of pydantic
-            import wandb_workspaces.reports.v2 as wr
-            import wandb_workspaces.workspaces as ws
+        import wandb_workspaces.reports.v2 as wr
+        import wandb_workspaces.workspaces as ws
     except ImportError as error:
         raise InputError("wandb_workspaces is not installed: pip install 'lit_layers[wandb]'") from error
     root = Path(root)
-    measured = [m for m in latest(records.read(root / "measurements.jsonl")) if m.error is None and m.step is not None]
-    if not measured:
-        raise InputError(f"{root}: nothing was measured at a step there, so a workspace would have no charts")
-    look: dict[str, Any] = {"x": logged_numbers.AXIS, "title_x": "Optimizer step", "log_x": True}
+    measured, plain = shown.measured_in(root)
+    look: dict[str, Any] = {"x": shown.AXIS, "title_x": "Optimizer step", "log_x": True}
     rows = records.rows(root / "metrics.jsonl")
     scalars = dict.fromkeys(name for row in rows for name in row if name not in ("step", "tokens"))
-    shown: dict[str, list[Any]] = {"Training": [wr.LinePlot(title=name, y=[name], **look) for name in scalars]}
-    curves, plain = dict[str, tuple[str, str, dict[int | None, str]]](), plain_settings(measured)
+    charts: dict[str, list[Any]] = {"Training": [wr.LinePlot(title=name, y=[name], **look) for name in scalars]}
+    curves = defaultdict[tuple[str, str], dict[str, None]](dict)
     for m in measured:
-        name = logged_name(m, plain)
-        for point in logged_numbers.points_of(logged_numbers.plotted(m), name):
-            curves.setdefault(point.base, (name, point.metric, {}))[2][point.layer] = point.name
-    for base, (name, metric, of_layer) in curves.items():
-        layers: list[Any] = spread(sorted(layer for layer in of_layer if layer is not None), _LINES)
-        lines: list[Any] = [of_layer[layer] for layer in ([None] if None in of_layer else []) + layers]
-        title = f"{look_up(metric).with_unit} {base.removeprefix(f'{name}/{metric}').strip('/')}".strip()
-        log_y: dict[str, Any] = {"log_y": True} if look_up(metric).log else {}
-        shown.setdefault(sentence(name), []).append(wr.LinePlot(title=title, y=lines, **look, **log_y))
-    pictures = [*logged_numbers.surfaces_of(measured, plain)]
-    gallery = [wr.MediaBrowser(title=key, media_keys=[key], num_columns=1, gallery_axis="step") for key in pictures]
-    shown["Layers by steps"] = gallery
-    shown["All numbers"] = [wr.WeavePanelSummaryTable(table_name=logged_numbers.TABLE)]
-    sections = [ws.Section(name=title, is_open=True, panels=panels) for title, panels in shown.items() if panels]
-    settings, name = ws.WorkspaceSettings(x_axis=logged_numbers.AXIS, max_runs=50), "Emergence, layer by layer"
+        for curve, record in shown.curves_of([m] if m.step is not None else [], plain).items():
+            curves[logged_name(m, plain), record.metric][curve] = None
+    if not curves:
+        raise InputError(f"{root}: nothing was measured at a step there, so a workspace would have no charts")
+    for (analysis, metric), lines in curves.items():
+        chart = wr.LinePlot(title=look_up(metric).with_unit, y=[*lines], log_y=look_up(metric).log or None, **look)
+        charts.setdefault(sentence(analysis), []).append(chart)
+    charts["Layers by steps"] = [
+        wr.MediaBrowser(title=name, media_keys=[name], num_columns=1, gallery_axis="step")
+        for name in shown.surfaces_of(measured, plain)
+    ]
+    charts["All numbers"] = [wr.WeavePanelSummaryTable(table_name=shown.TABLE)]
+    sections = [ws.Section(name=title, is_open=True, panels=panels) for title, panels in charts.items() if panels]
+    settings, name = ws.WorkspaceSettings(x_axis=shown.AXIS, max_runs=50), "Emergence, layer by layer"
     return ws.Workspace(entity=entity, project=project, name=name, sections=sections, settings=settings)

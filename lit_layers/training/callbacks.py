@@ -215,8 +215,9 @@ class EmergenceCallback(_AtSteps):
         tokens_per_step: tokens per optimizer step, shown beside the step; None: the data module's, where it knows it.
         model: name of the submodule to measure; None: `.model`, or the module itself where there is none.
         watchers: called as each analysis starts and ends.
-        scalars: which numbers are curves of the trainer's loggers: those that a person plots, or all but pairs of
-            layers and places of tokens. A W&B run gets the rest as heat maps and in tables.
+        scalars: which numbers are curves of the trainer's loggers. plotted: one variant of each metric, and a curve a
+            layer for one metric of each analysis; all: all but pairs of layers and places of tokens. A W&B run gets
+            the rest as pictures and in a table.
 
     Raises:
         InputError: before the first step, for two analyses of one name, a model of no known family, data that is

@@ -54,7 +54,7 @@ class RunLog(L.Callback, Logger):
         self._now = 0  # the step under way
         self._extra: dict[int, dict[str, float]] = {}
         self._measurements: dict[int, list[Measurement]] = {}
-        self._flush_due = False
+        self._flush_due, self.paused_seconds = False, 0.0
         self._validating = self._validation_started = 0.0
         self._tokens_per_step: int | None = None
         self._per_step: dict[str, int] = {}  # speed -> what a step adds
@@ -186,9 +186,11 @@ class RunLog(L.Callback, Logger):
         measurements, self._measurements, self._pending = self._measurements, {}, []
         self._extra = {step: self._extra[step] for step in later}
         if self.mirror is not None and self._scalars is not None:
+            started = time.perf_counter()
             for number in sorted(rows):
                 tokens = self._tokens(number).get("tokens")
                 self.mirror.log_step(number, tokens, rows[number], measurements.get(number, []))
+            self.paused_seconds += time.perf_counter() - started  # pictures take some
         if reduce:
             losses = {number: row["train/loss"] for number, row in rows.items() if "train/loss" in row}
             refuse_diverged_losses(trainer, pl_module, losses, self.file.parent)

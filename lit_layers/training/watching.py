@@ -18,7 +18,7 @@ from lit_layers import records
 from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError, first_line, first_sentence, given_root
 from lit_layers.files import run_lock
-from lit_layers.identity import Lineage, logged_name, plain_settings, warn_of_other_versions
+from lit_layers.identity import Lineage, plain_settings, warn_of_other_versions
 from lit_layers.measuring import one_model, undisturbed
 from lit_layers.measuring.one_model import Opened, Visit, measure_unless_done
 from lit_layers.measuring.ranks import RENDEZVOUS, OneProcess, Ranks, ranks_of
@@ -31,9 +31,8 @@ from lit_layers.report.logged_numbers import (
     Scalars,
     WandbRun,
     are_maps_due,
+    curves_of,
     layer_maps,
-    plotted,
-    values_of,
     writer_of,
 )
 from lit_layers.schedule import Schedule, Steps
@@ -200,9 +199,8 @@ class StepMeasurer:
         if not measured or (step := measured[0].step) is None:
             return
         place = self.axis.get(step, step)
-        named = [(each, logged_name(each, self._plain) if each.records else each.analysis) for each in measured]
-        named = named if self.scalars == "all" else [(plotted(each), name) for each, name in named]
-        row = {name: value for each in named for name, value in values_of(*each).items()}
+        curves = curves_of(measured, self._plain, self.scalars)
+        row: dict[str, Any] = {name: record.value for name, record in curves.items()}
         tokens = next((each.tokens for each in measured if each.tokens is not None), None)
         row |= {} if tokens is None else {TOKENS: tokens}
         row |= {} if place == step else {STEP: step}
@@ -211,7 +209,7 @@ class StepMeasurer:
                 writer = self._writer_of(destination)
                 if isinstance(writer, WandbRun):
                     is_due = are_maps_due(len(self._measured))
-                    writer.row(place, row, layer_maps(records.read(self.file), self._plain) if is_due else {})
+                    writer.row(place, row | (layer_maps(self.root) if is_due else {}))
                 elif writer is not None:
                     writer.log_metrics(dict(row), step=place)
             except Exception as error:  # whatever a logger has: no training ends for it

@@ -1,4 +1,4 @@
-"""Nothing that W&B does stops or delays a training, whatever it raises and however long it hangs."""
+"""Nothing that W&B raises stops a training, and an end that hangs is given up."""
 
 import threading
 import time
@@ -88,48 +88,32 @@ def test_whatever_it_raises_is_one_sentence_and_no_error(error, where, tmp_path,
     mirror.open(root, run_id="a1b2c3d4", config={})
     mirror.log_step(5, None, {"train/loss": 1.0}, [])
     mirror.finish()
-    said = mirror.closing_line()
+    said = mirror.closing_line
     assert said == (
         f"W&B: stopped (one); the run goes on, `lit-layers report {root} --wandb` adds what is missing later"
     )
 
 
-@pytest.mark.parametrize("where", ["init", "log", "finish"])
-def test_one_that_hangs_is_waited_for_no_longer_than_its_limit(where, tmp_path, monkeypatch, release):
-    monkeypatch.setattr(wandb_mirror, "TIMEOUT", 0.5)
-    fake(monkeypatch, where, release.wait)
+def test_an_end_that_hangs_is_waited_for_no_longer_than_its_limit(tmp_path, monkeypatch, release):
+    monkeypatch.setattr(wandb_mirror, "LIMIT", 0.5)
+    fake(monkeypatch, "finish", release.wait)
+    root = make_run(tmp_path / "run", steps=(0, 1), layers=2)
     mirror = WandbMirror(mode="online")
+    mirror.open(root, run_id="a1b2c3d4", config={})
     started = time.monotonic()
-    mirror.open(make_run(tmp_path / "run", steps=(0, 1), layers=2), run_id="a1b2c3d4", config={})
-    for step in range(2, 1000):
-        mirror.log_step(step, None, {"train/loss": 1.0}, [])
     mirror.finish()
     assert time.monotonic() - started < 60
-    assert "W&B: stopped (no answer within 0 s)" in mirror.closing_line()
+    assert "W&B: stopped (not all was sent within 0 s)" in mirror.closing_line
+    assert f"`lit-layers report {root} --wandb` adds what is missing later" in mirror.closing_line
     assert wandb_mirror.abandoned == [mirror]
 
 
-def test_a_slow_one_is_waited_for_as_long_as_rows_arrive(tmp_path, monkeypatch):
-    monkeypatch.setattr(wandb_mirror, "TIMEOUT", 0.5)
-    run, rows = fake(monkeypatch, "nowhere", None), []
-    monkeypatch.setattr(run, "log", lambda row, **_: (time.sleep(0.2), rows.append(row)))
+def test_an_end_that_sends_slowly_is_waited_for(tmp_path, monkeypatch):
+    run = fake(monkeypatch, "finish", lambda: time.sleep(2))
     mirror = WandbMirror(mode="online")
     mirror.open(make_run(tmp_path / "run", steps=(0, 1), layers=2), run_id="a1b2c3d4", config={})
-    for step in range(2, 12):
-        mirror.log_step(step, None, {"train/loss": 1.0}, [])
     mirror.finish()
-    assert [row["trainer/global_step"] for row in rows[:12]] == [*range(12)]  # 2.4 s, and the limit is 0.5 s
-
-
-def test_one_that_does_not_keep_up_is_given_up(tmp_path, monkeypatch, release):
-    fake(monkeypatch, "log", release.wait)
-    monkeypatch.setattr(wandb_mirror, "_STEPS", 50)
-    mirror = WandbMirror(mode="online")
-    mirror.open(make_run(tmp_path / "run", steps=(0, 1), layers=2), run_id="a1b2c3d4", config={})
-    for step in range(2, 100):
-        mirror.log_step(step, None, {"train/loss": 1.0}, [])
-    mirror.finish()
-    assert "W&B: stopped (it does not keep up)" in mirror.closing_line()
+    assert mirror.closing_line.startswith(f"W&B          {run.url}")
 
 
 def test_what_it_refuses_to_start_with_is_still_refused(tmp_path, monkeypatch, caplog):
@@ -151,13 +135,13 @@ def test_the_long_table_is_sent_once_at_the_end_of_a_run_that_was_interrupted(tm
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mirrors",
-    [{"hangs": "log"}, pytest.param({"with": "nowhere", "raises": "init"}, marks=pytest.mark.soak)],
+    [{"hangs": "finish"}, pytest.param({"with": "nowhere", "raises": "init"}, marks=pytest.mark.soak)],
     ids=" ".join,
 )
 def test_a_training_is_the_same_bit_for_bit_without_with_and_with_one_that_hangs_or_raises(
     mirrors, tmp_path, corpus, monkeypatch, release, capsys
 ):
-    monkeypatch.setattr(wandb_mirror, "TIMEOUT", 2.0)
+    monkeypatch.setattr(wandb_mirror, "LIMIT", 2.0)
     options = {**RECIPE, "corpus": str(corpus), "analyses": RECIPE["analyses"][:1]}
     mirror = {"class_path": "lit_layers.report.WandbMirror", "init_args": {"mode": "online"}}
     left = {}
@@ -171,6 +155,6 @@ def test_a_training_is_the_same_bit_for_bit_without_with_and_with_one_that_hangs
         left[name] = losses, weights, [m.records for m in records.read(root / "measurements.jsonl")]
     assert all(each == left["without"] for each in left.values())
     said = capsys.readouterr().out
-    assert ("W&B: stopped (no answer within 2 s)" in said) == ("hangs" in mirrors)
+    assert ("W&B: stopped (not all was sent within 2 s)" in said) == ("hangs" in mirrors)
     assert ("W&B: stopped (x)" in said) == ("raises" in mirrors)
     assert all(Path(tmp_path / name / "report.html").exists() for name in mirrors)

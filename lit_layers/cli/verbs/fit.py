@@ -288,4 +288,4 @@ def _close(run: Run, seconds: float, code: int, last_step: int) -> None:
         print(f"\nno report: {str(error) or type(error).__name__}")
     if mirror is not None:
         mirror.finish(exit_code=code)
-        print(mirror.closing_line())
+        print(mirror.closing_line)

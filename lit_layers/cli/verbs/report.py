@@ -68,9 +68,9 @@ def report(
         mirror = _mirror(run.about)
         config = run.about.get("config", {})
         with run_lock.writing(folder):  # a training that mirrors itself has it: two would double its points
-            mirror.open(folder, run_id=_run_id(run), config=config, allow_suspect=allow_suspect)
+            mirror.open(folder, run_id=_run_id(run), config=config)
             mirror.finish()
-        print(mirror.closing_line())
+        print(mirror.closing_line)
     if workspace is not None:
         print(save_workspace(folder, workspace))
     return 0
