@@ -21,7 +21,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -29,13 +29,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import docstring_parser
 import yaml
-from jsonargparse import (
-    ActionConfigFile,
-    ArgumentParser,
-    Namespace,
-    add_instantiator,
-    set_parsing_settings,
-)
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, add_instantiator, set_parsing_settings
 from jsonargparse.typing import register_type
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -280,6 +274,17 @@ def _sentences() -> Iterator[None]:
         frame = traceback.extract_tb(chain[-1].__traceback__)[-1]
         words = f"{type(chain[-1]).__name__}: {' '.join(str(chain[-1]).split())}"
         raise InputError(f"{frame.filename}, line {frame.lineno}: {words}") from error
+
+
+def refuse_replacing(folder: Path | None, read: Iterable[str | Path | None], written: Sequence[str]) -> None:
+    """Refuse a folder where a table that is written, by its name without ending, would replace one that is read.
+
+    Raises:
+        InputError: naming the table.
+    """
+    for path in map(Path, filter(None, read)):
+        if folder and path.is_file() and path.stem in written and path.resolve().parent == folder.resolve():
+            raise InputError(f"root: {path}, which is read, would be replaced in {folder}: name another folder")
 
 
 def one_sentence(

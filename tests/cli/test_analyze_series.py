@@ -163,6 +163,7 @@ def test_wrong_input_is_one_sentence_and_nothing_is_written(trained, recipe, tmp
             ["--series", "StepFolders", "--series.root", "RUN", "--steps", "0,1"],
             "has options of its own",
         ),
+        (["--series", "StepFolders", "--series.root", "RUN", "--untrained", "1"], "untrained: the class of --series"),
         (["--series", "StepFolders", "--series.root", "RUN", "--series.steps", "[0,9]"], "has no step 9"),
         (["--series", "StepFolders", "--series.root", "RUN", "--series.steps", "often"], "got 'often'"),
         (["--series", "LightningCheckpoints", "--series.root", "nowhere"], "*.ckpt) below nowhere, found none"),

@@ -68,6 +68,9 @@ def test_options_of_a_run_that_would_do_harm_are_refused(
         ("emerge RUN --confidence=", "confidence: Expected a float. Got value:"),
         ("emerge EleutherAI/pythia-70m", "is not there: measure it first, by lit-layers analyze EleutherAI/pythia-70m"),
         ("correlate MODELS --metric coupling --score score --root NOWHERE", "cannot write to NOWHERE"),
+        ("correlate MODELS --metric coupling --score score --root FOLDER", "models.csv, which is read, would be"),
+        ("select nothing --task MODELS --root FOLDER", "models.csv, which is read, would be replaced in"),
+        ("emerge TIMES --root FOLDER", "times.csv, which is read, would be replaced in"),
         ("select nothing --task MODELS --text=", "text: expected a name or a path, got ''"),
         ("report RUN --workspace=", "workspace: expected a name or a path, got ''"),
         ("audit RUN --submodule=", "submodule: expected a name or a path, got ''"),
@@ -100,7 +103,8 @@ def test_what_cannot_be_is_refused_before_anything_is_opened_or_computed(
     log.write_text("\n".join([log.read_text().splitlines()[0], '{"run": ', ""]))
     (tmp_path / "models.csv").write_text("model,coupling,score\na,1,2\nb,2,1\nc,3,5\n")
     (tmp_path / "nameless.csv").write_text("model,coupling,score\na,1,2\n,2,1\nc,3,5\n")
-    places = {"NAMELESS": str(tmp_path / "nameless.csv")}
+    (tmp_path / "times.csv").write_text("step,loss\n0,3\n1,2\n")
+    places = {"TIMES": str(tmp_path / "times.csv"), "NAMELESS": str(tmp_path / "nameless.csv")}
     places |= {"FOLDER": str(tmp_path)}
     places |= {"MODELS": str(tmp_path / "models.csv"), "NOWHERE": "/proc/nowhere/at/all"}
     places |= {name: str(tmp_path / name) for name in ("RUN", "TORN")}

@@ -152,6 +152,8 @@ def test_names_from_files_are_shown_and_never_run(tmp_path):
     [
         ("", "models: expected run folders or a file, or --data published, and not both"),
         ("--data published models", "and not both"),
+        ("--data published --layer 3", "layer and step: a table has none: leave them out"),
+        ("scores.csv --metric width --step 1 --score arc", "layer and step: a table has none: leave them out"),
         ("models --score scores.csv:arc", "over models: expected --metric and --score"),
         ("models --metric coupling", "over models: expected --metric and --score"),
         (

@@ -382,6 +382,7 @@ OWN = "--text title --label mood"
         ("mute --task banking77 --folder data", "tokenizer: mute carries none; name one with --tokenizer"),
         ("nowhere/model --task banking77", "nowhere/model"),
         ("./nowhere --task banking77", "expected a folder with a model or a name on the Hub, ./nowhere does not exist"),
+        (f"{M} mute --task banking77 --export new", "export: expected one model, got 2"),
         (f"{M} vit/../{M} --task banking77", "models: two are called run-step-000000400"),
         ("mute broken --task banking77 --folder data", "mute: tokenizer: mute carries none; name one with --tokenizer"),
         ("run --task banking77", "expected a model in run, found no config.json there"),

@@ -112,8 +112,9 @@ class Command:
             raise InputError("model: expected a model, a series of its checkpoints or --series, and not two of them")
         if options.model is not None:
             return checkpoints.opened(options.model)
-        if checkpoints.steps is not None:
-            raise InputError("steps: the class of --series has options of its own, --series.steps: leave it out")
+        for name in ("steps", "submodule", "revision", "untrained"):
+            if getattr(checkpoints, name) is not None:
+                raise InputError(f"{name}: the class of --series has options of its own, --series.steps: leave it out")
         return [self._recipe.made("series", options)]
 
     def analyses(self, target: Target) -> list[Analysis]:

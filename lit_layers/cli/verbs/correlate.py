@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from lit_layers.cli.options import Names
+from lit_layers.cli.options import Names, refuse_replacing
 from lit_layers.correlate import correlate as correlate_models
 from lit_layers.correlate import correlate_layers, published, read_layers
 from lit_layers.correlate.findings import Findings, LayerFindings
@@ -78,13 +78,14 @@ def correlate(
     of_layers = over_layers.metrics is not None or over_layers.scores is not None
     root = root or Path("layer_correlation" if of_layers else "correlation")
     files = [path for path in models if path.suffix in TABLES]
-    if not of_layers:
-        _check(models, files, over_models, step)
-    elif over_layers.metrics is None or over_layers.scores is None:
-        raise InputError("over layers: expected --metrics and --scores")
+    read = [*files, (over_models.score or "").rpartition(":")[0], over_layers.scores]
+    refuse_replacing(root, read, ("models", "correlation", "layers", "correlations", "selection", "curves"))
     options = {"resamples": resamples, "seed": seed}
     if of_layers:
+        if over_layers.metrics is None or over_layers.scores is None:
+            raise InputError("over layers: expected --metrics and --scores")
         return _over_layers(models, over_layers, step, options, root)
+    _check(models, files, over_models, step)
     return _over_models(models, over_models, step, options, root)
 
 
@@ -95,6 +96,8 @@ def _check(models: list[Path], files: list[Path], options: OverModels, step: int
         raise InputError("over models: expected --metric and --score")
     if files and len(models) > 1:
         raise InputError(f"models: expected one file, got {len(models)} places")
+    if (options.data or files) and (options.layer is not None or step is not None):
+        raise InputError("layer and step: a table has none: leave them out")
 
 
 def _over_models(models: list[Path], options: OverModels, step: int | None, resampling: Any, root: Path) -> int:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from lit_layers.cli.options import Names
+from lit_layers.cli.options import Names, refuse_replacing
 from lit_layers.cli.process import bar
 from lit_layers.clock.curve_sources import curves_of
 from lit_layers.clock.step_curves import MONOTONICITY, layer_curves, over_seeds, over_the_seeds
@@ -44,6 +44,7 @@ def emerge(
     if not runs:
         raise InputError("missing: runs: expected a run's folder or a table of scores, or several")
     folder = root or Path("emergence")
+    refuse_replacing(folder, runs, ("times", "order", "layer_order", "layers", "agreement"))
     curves = []
     tags = {name: str(value) for name, value in (where or {}).items()}
     options: Any = {"metrics": metrics or (), "where": tags, "axis": axis, "settings": settings or ()}
@@ -69,7 +70,6 @@ def emerge(
     print(f"{sum(each.emerges for each in times.times)} of {len(times.times)} curves emerge")
     for why, curves_left in times.left_out.items():
         print(f"left out: {curves_left} curve{'s' if curves_left > 1 else ''}: {why}")
-    pictures = [path for path in paths if path.suffix in (".png", ".svg", ".pdf")]
-    files = [path for path in paths if path not in pictures]
-    print(*files, f"{len(pictures)} pictures in {folder}", sep="\n")
+    files = [path for path in paths if path.suffix not in (".png", ".svg", ".pdf")]
+    print(*files, f"{len(paths) - len(files)} pictures in {folder}", sep="\n")
     return 0

@@ -164,10 +164,9 @@ def _new_trainer(given: dict[str, Any], root: str | Path) -> L.Trainer:
     given["precision"] = given.get("precision") or best_precision(given["accelerator"])
     given["plugins"] = plugins_with_cluster(given.get("plugins"))
     try:
-        trainer = L.Trainer(**given)
+        return L.Trainer(**given)
     except (MisconfigurationException, TypeError, ValueError) as error:
         raise InputError(f"trainer: {' '.join(str(error).split())}") from error
-    return trainer
 
 
 def fit(

@@ -10,6 +10,7 @@ import torch
 from lit_layers.analyses.probes.probe_fits import ProbeOptions
 from lit_layers.cli import process
 from lit_layers.cli.measuring import name_of
+from lit_layers.cli.options import refuse_replacing
 from lit_layers.cli.process import bar
 from lit_layers.errors import InputError
 from lit_layers.measuring.offline import device_of
@@ -19,15 +20,13 @@ from lit_layers.models.view import LayeredModel, at_least_float32
 from lit_layers.schema import COUNT, NOT_NEGATIVE, Device
 from lit_layers.select.choosing import Choice, Part, TaskFeatures, choose, of_images, of_texts
 from lit_layers.select.export import refuse_taken
-from lit_layers.select.selection import Candidate, Selection, comparison_table, write_comparison
+from lit_layers.select.selection import Candidate, Selection, write_comparison
 from lit_layers.series import OneModel
 from lit_layers.series.checkpoint_sources import ModelFiles
 from lit_layers.tasks.catalogue import TASKS, unknown_task
 from lit_layers.tasks.embeddings import sentence_encoder
 from lit_layers.tasks.probe_task import ProbeTask
 from lit_layers.tasks.task_files import SUFFIXES, is_local
-
-WITHOUT_TOLERANCE = ("knee", "best")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +88,7 @@ class SelectOptions:
         """
         if (self.task is None) == (self.images is None):
             raise InputError("task: expected --task NAME, or --images SOURCE for a vision model, and not both")
+        refuse_replacing(self.root, [self.task], ("models", "layers"))
         return None if self.task is None else TASKS.get(self.task) or self._own_task(self.task)
 
     def _own_task(self, name: str) -> "ProbeTask":
@@ -121,6 +121,8 @@ def select(model: str, others: list[str], options: SelectOptions) -> int:
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise InputError(f"models: two are called {twice}")
     if options.export is not None:
+        if others:
+            raise InputError(f"export: expected one model, got {len(models)}: leave it out, or the others")
         refuse_taken(options.export, options.overwrite)
     process.tell(options.device)
     if len(models) > 1:
@@ -154,7 +156,7 @@ def _selection(model: str, name: str, options: SelectOptions, texts: "ProbeTask 
         choice = choose(features, task.targets, **about)
     one = {name: rows[:1] for name, rows in task.batch.items()}  # an image, or the longest of the validation texts
     seconds = dict(enumerate(layer_latencies(view, one, rounds=options.rounds).tolist()))
-    tolerance = None if options.rule in WITHOUT_TOLERANCE else options.tolerance
+    tolerance = None if options.rule in ("knee", "best") else options.tolerance
     found: Any = {"view": view, "task": task, "tokenizer": tokenizer, "choice": choice, "seconds": seconds}
     return Selection(name=name, files=files, revision=options.revision, tolerance=tolerance, **found)
 
@@ -180,7 +182,6 @@ def _compare(models: list[str], names: list[str], options: SelectOptions, texts:
     if not candidates:
         raise InputError(f"{models[0]}: {left_out[names[0]]}")
     paths = write_comparison(candidates, left_out, task, root)
-    print(comparison_table(candidates, {}).set_index("model").T.to_string(float_format="{:.4g}".format, na_rep=""))
     for name, why in left_out.items():
         print(f"left out: {name}: {why}")
     print(*paths, sep="\n")
