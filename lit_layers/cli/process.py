@@ -129,7 +129,7 @@ def bar(opening: str, *, hidden: bool = False, initial: int = 0) -> Iterator[Sho
         def show(now: int | None, of: int | None, then: str) -> None:
             if not hidden:
                 drawn.total = of or drawn.total
-                drawn.set_description(one_line(then) or drawn.desc, refresh=False)
+                drawn.set_description_str(one_line(then) or drawn.desc, refresh=False)
                 drawn.update(0 if now is None else now - drawn.n)
 
         yield show

@@ -31,9 +31,11 @@ def test_what_is_done_and_comes_next_is_drawn(monkeypatch):
         show(0, 10, "waiting for workers")
         show(6, 10, "2 workers: step 6")
         show(None, None, "step\n7")
+        show(7, None, "")
         written = said.getvalue()
     assert "2 workers: step 6:  60%" in written
     assert "step 7:  60%" in written
+    assert "step 7:  70%" in written
     assert "6/10" in written
     assert "\n" not in written
 
