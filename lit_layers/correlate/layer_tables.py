@@ -76,9 +76,9 @@ class LayerTables:
 
 def read_layers(
     folders: Sequence[Path],
-    *,
     metrics: Sequence[str],
     scores: str,
+    *,
     step: int | None = None,
     with_layer_0: bool = False,
 ) -> LayerTables:

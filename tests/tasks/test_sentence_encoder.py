@@ -252,7 +252,7 @@ def home(gpt2) -> Path:
 def test_the_command_follows_the_model_at_its_last_layer_and_says_so(home, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "140")
     assert mteb(home, tmp_path, "--layers", "2,3") == 0
-    assert "(mean, hf, modules last at the last layer), percent" in capsys.readouterr().out
+    assert "(mean, hf, modules last at the last layer), mean of 1: " in capsys.readouterr().out
     (found,) = read(tmp_path / "measurements.jsonl")
     assert {(r.tags["pooling"], r.tags["states"], r.tags["modules"]) for r in found.records} == {
         ("mean", "hf", "last at the last layer")

@@ -127,9 +127,8 @@ def _table(models: list[Path], options: OverModels, step: int | None) -> ModelTa
 
 def _over_layers(models: list[Path], options: OverLayers, step: int | None, resampling: Any, root: Path) -> int:
     """Write the page, the tables and the pictures, print the rank correlation of each metric, and return 0."""
-    about: Any = {name: getattr(options, name) for name in ("scores", "with_layer_0")}
     metrics = options.metrics if isinstance(options.metrics, list) else split(options.metrics or "")
-    tables = read_layers(models, metrics=metrics, step=step, **about)
+    tables = read_layers(models, metrics, options.scores or "", step=step, with_layer_0=options.with_layer_0)
     findings = correlate_layers(tables, **resampling)
     paths = write_layers(tables, findings, root)
     for model in findings.models:

@@ -55,8 +55,7 @@ def emerge(
         curves += more
     layers = layer_curves(curves)
     curves += [each.curve for each in layers if each.statistic == MONOTONICITY]
-    number = len({curve.run for curve in curves})
-    together, lacking = f"{number} seeds", 0
+    together, lacking = f"{len({curve.run for curve in curves})} seeds", 0
     if seeds:
         merged = over_seeds(curves, together)
         lacking = len({curve.key for curve in curves}) - len(merged)

@@ -10,6 +10,7 @@ from lit_layers import records
 from lit_layers.analyses.base import Analysis
 from lit_layers.cli.measuring import Checkpoints, Outcome, Target, measured
 from lit_layers.cli.options import Names, Numbers
+from lit_layers.errors import InputError
 from lit_layers.schema import COUNT, COUNT_OR_NONE
 from lit_layers.tasks.catalogue import ScoredTask, resolve
 from lit_layers.tasks.embeddings import sentence_encoder
@@ -56,11 +57,12 @@ def mteb(
         seed: seed of mteb's random draws; 42 is mteb's own
     """
     version_of("mteb")  # before anything is loaded: it may not be installed
+    if pooling is not None and modules == "all":
+        raise InputError(f"pooling: with --modules all it is the model's own, and {pooling} was given: leave one out")
     resolved = resolve(tasks, folder)
     follow = modules or ("last" if pooling is None else "none")
-    options: dict[str, Any] = {"states": states, "max_tokens": max_tokens, "seed": seed}
-    options |= {"metrics": metrics, "pooling": pooling or "mean"}
-    options |= {"layers": None if layers == "all" else tuple(sorted(layers))}
+    options: dict[str, Any] = {"states": states, "max_tokens": max_tokens, "seed": seed, "metrics": metrics}
+    options |= {"pooling": pooling or "mean", "layers": None if layers == "all" else tuple(sorted(layers))}
     options["modules"] = "all" if follow == "all" else "last"
 
     def analyses(target: "Target") -> "list[Analysis]":
@@ -98,7 +100,7 @@ def _show(means: "Averages") -> None:
     options = [means.pooling, means.states, *(f"{name} {value}" for name, value in means.options.items())]
     if values.notna().any():
         best, last = values.idxmax(), values.index[-1]
-        scores = f"{values[best]:.2f} at layer {best}, {values[last]:.2f} at layer {last}"
+        scores = f"{values[best]:.2f}% at layer {best}, {values[last]:.2f}% at layer {last}"
         print(f"{title} ({', '.join(options)}), mean of {len(means.scores)}: {scores}")
     if means.missing:
         print(f"in no mean, as it lacks scores: {', '.join(means.missing)}")
