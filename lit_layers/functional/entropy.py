@@ -445,12 +445,13 @@ def lidar(
         shape = views.shape[:-3]
         sets = map(LidarSums, views.reshape(math.prod(shape), *views.shape[-3:]))
     results = [_lidar(each, delta, alpha, output, eps, alpha2, normalization) for each in sets]
-    values = torch.tensor([value for value, _ in results], dtype=torch.float64).reshape(shape)
+    # Stacked where they are: a list of numbers would wait for the device, value by value.
+    values = (torch.stack([value for value, _ in results]) if results else torch.empty(0)).double().reshape(shape)
     problems = {
         reason: torch.tensor([reason == other for _, other in results]).reshape(values.shape)
         for reason in sorted({reason for _, reason in results if reason})
     }
-    return settled("lidar", values.to(results[0][0].device if results else "cpu"), problems, undefined)
+    return settled("lidar", values, problems, undefined)
 
 
 def _lidar(
