@@ -15,7 +15,6 @@ pytest.importorskip("wandb")
 # W&B leaves temporary folders of its media to the garbage collector.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # wandb_workspaces' own use of pydantic
 ]
 
 

@@ -202,3 +202,10 @@ def test_a_callback_that_watches_what_nobody_logs_is_told_in_one_sentence(
     argv = ["fit", "--config", str(tmp_path / "recipe.yaml")]
     refused(argv, "trainer: Early stopping conditioned on metric `nothing` which is not available", capsys)
     assert (tmp_path / "run" / "report.html").exists(), "what was trained is there"
+
+
+def test_a_recipe_whose_trainer_is_a_number_is_refused(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**yaml.safe_load(recipe.read_text()), "trainer": 3}))
+    refused(["fit", "--config", str(tmp_path / "recipe.yaml")], "trainer: expected the options of a Trainer", capsys)

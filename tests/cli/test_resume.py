@@ -116,7 +116,7 @@ def uninterrupted(recipe, tmp_path_factory) -> Path:
 def test_runs_killed_at_random_moments_end_as_if_they_had_not_been(recipe, uninterrupted, tmp_path):
     expected, draw = what_is_left(uninterrupted), random.Random(0)
     assert len(expected["losses"]) == LAST
-    assert len(expected["curves"]) > 15
+    assert len(expected["curves"]) >= 15
     assert sum("validation/loss" in row for row in expected["losses"]) == 2 * LAST // 6 + 1  # and where it ends
     seconds, kills, attempts = 4.0, 0, itertools.count()
     while kills < 20:

@@ -187,6 +187,8 @@ def fit(
         model: the module to train, by class_path and init_args; --model.help CLASS shows the options of a class
         data: the data to train on, by class_path and init_args; --data.help CLASS shows the options of a class
     """
+    if not hasattr(trainer, "get"):
+        raise InputError(f"trainer: expected the options of a Trainer, got {trainer!r}")
     quieten()
     L.seed_everything(seed_everything, workers=True)
     with contextlib.ExitStack() as held:

@@ -126,9 +126,8 @@ def intervene(recipe: Recipe, model: str, checkpoints: Checkpoints, options: Int
     trains = [name for name in ("finetune", "glue") if getattr(options, name) is not None]
     if checkpoints.are_series(model) and trains:
         raise InputError(f"{trains[0]}: trains one model, and a series was named: name one of its checkpoints")
-    if options.tasks:
-        for task in options.tasks:
-            refuse_unknown(task, options.folder)
+    for task in options.tasks or ():
+        refuse_unknown(task, options.folder)
     make = functools.partial(_analyses, model, options)
     return measured(checkpoints.opened(model), checkpoints, make, _tell, tokenizer=options.tokenizer)
 

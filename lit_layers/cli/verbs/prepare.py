@@ -42,10 +42,9 @@ def prepare(
         max_documents=max_documents,
         progress=True,
     )
-    header = shards.header
-    for split, counts in header["splits"].items():
+    for split, counts in shards.header["splits"].items():
         print(f"{split}: {counts['documents']:,} documents, {counts['tokens']:,} tokens")
-    left_out = header["left_out"]
+    left_out = shards.header["left_out"]
     print(f"left out: {left_out['empty']} empty, {left_out['duplicate']} training documents that validation has too")
     print(f"{shards.folder}: sha256 {shards.checksum}")
     return 0
