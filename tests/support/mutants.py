@@ -1,367 +1,226 @@
-"""Plant one fault at a time in the package, run the tests of its room, and say whether one of them fails.
+"""Draw faults of one line by a seed, plant one at a time, run the tests of its room, and say which test fails.
 
-    python -m tests.support.mutants [--tier quick|ci|nightly] [--only NUMBER,...] [--out FILE]
+    python -m tests.support.mutants [--tier quick|ci] [--only NUMBER,...] [--out FILE]
 
-A mutant replaces one piece of code. A failing test of its room, or a failing collection, kills it. Files are restored
-after each mutant; the checkout must have no other changes in the package.
+Each fault changes one comparison, operator, constant or call. It is planted in a copy of the repository, so that the
+checkout stays as it is. The tests whose file bears the name of the changed file run first, then those of its room.
+`--out` appends a row for each fault, and leaves out faults that the file already has.
 """
 
 import argparse
+import ast
+import csv
 import os
+import random
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 REPO = Path(__file__).parents[2]
-TIERS = {"quick": "not soak and not nightly", "ci": "not nightly", "nightly": "nightly or soak or not soak"}
-LIMIT = 1800  # seconds; a mutant that hangs the tests is killed
+SEED = 49_120
+DRAWN = {"functional": 44, "models": 27, "training": 22, "series": 17, "": 25}  # "": all other rooms together
+TIERS = {"quick": "not soak and not nightly", "ci": "not nightly"}
+LIMIT = 1500  # seconds; a fault that hangs the tests counts as noticed
+
+_WORDS = {
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+    ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
+    ast.In: ("in", "not in"),
+    ast.NotIn: ("not in", "in"),
+    ast.Is: ("is", "is not"),
+    ast.IsNot: ("is not", "is"),
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "/"),
+    ast.Div: ("/", "*"),
+    ast.FloorDiv: ("//", "*"),
+    ast.Mod: ("%", "*"),
+    ast.And: ("and", "or"),
+    ast.Or: ("or", "and"),
+}
+_CALLS = {"min": "max", "max": "min", "sum": "mean", "mean": "sum", "any": "all", "all": "any"}
+# Arguments whose change shows in no result that is right.
+_HARMLESS = {"strict", "kw_only", "frozen", "eq", "slots", "seed"}
 
 
-class Mutant(NamedTuple):
-    file: str
+class Fault(NamedTuple):
+    file: str  # below lit_layers/
+    line: int
     old: str
     new: str
-    tests: str  # paths below tests/, the nearest first
 
 
-MUTANTS = (
-    Mutant(
-        "functional/trajectory.py",
-        "scores = (number / distances).clamp(min=1.0)",
-        "scores = (number / distances).clamp(max=1.0)",
-        "functional/test_trajectory.py",
-    ),
-    Mutant(
-        "functional/trajectory.py",
-        "zero[1:] | zero[:-1]",
-        "zero[1:]",
-        "functional/test_trajectory.py",
-    ),
-    Mutant(
-        "functional/trajectory.py",
-        "(len(values) - correction)",
-        "len(values)",
-        "functional/test_trajectory.py",
-    ),
-    Mutant(
-        "functional/entropy.py",
-        "/ (1 - alpha)",
-        "/ (alpha - 1)",
-        "functional/test_entropy.py",
-    ),
-    Mutant(
-        "functional/entropy.py",
-        "num_rows - 1 if center else num_rows",
-        "ranks = [num_rows if center else num_rows",
-        "functional/test_entropy.py functional",
-    ),
-    Mutant(
-        "functional/coupling.py",
-        "math.floor(k * dim + 1e-9)",
-        "math.floor(k * dim)",
-        "functional/test_coupling.py",
-    ),
-    Mutant(
-        "functional/coupling.py",
-        "square = square - 2 * math.sqrt(2 / math.pi)",
-        "square = square - math.sqrt(2 / math.pi)",
-        "functional/test_coupling.py",
-    ),
-    Mutant(
-        "functional/coupling.py",
-        "distance == apart",
-        "distance <= apart",
-        "functional/test_coupling.py",
-    ),
-    Mutant(
-        "functional/geometry.py",
-        "(4 * _EPS if unit else 0.0)",
-        "0.0",
-        "functional/test_geometry.py functional",
-    ),
-    Mutant(
-        "functional/geometry.py",
-        "return 2 * torch.atan2(apart, together)",
-        "return torch.atan2(apart, together)",
-        "functional/test_geometry.py",
-    ),
-    Mutant(
-        "functional/geometry.py",
-        "last = (count - 1).clamp(min=0)",
-        "last = count.clamp(min=0)",
-        "functional/test_pooling.py functional/test_geometry.py",
-    ),
-    Mutant(
-        "functional/geometry.py",
-        "(scale[..., None] * scale[..., None, :])",
-        "(scale[..., None] * scale[..., None, :]).sqrt()",
-        "functional",
-    ),
-    Mutant(
-        "functional/curves.py",
-        "values >= (1 - tolerance) * last - slack",
-        "values >= (1 - tolerance) * last + slack",
-        "functional/test_curves.py",
-    ),
-    Mutant(
-        "functional/correlation.py",
-        "df = len(x) - len(numbers) - 1",
-        "df = len(x) - len(numbers) - 2",
-        "functional/test_correlation.py functional",
-    ),
-    Mutant(
-        "functional/block_schedules.py",
-        "return range(start + 2, num_blocks - start + 1)",
-        "return range(start + 1, num_blocks - start + 1)",
-        "functional/test_block_schedules.py",
-    ),
-    Mutant(
-        "functional/emergence/curve_times.py",
-        "off > EDGE",
-        "off >= 2 * EDGE",
-        "functional/test_emergence.py",
-    ),
-    Mutant(
-        "functional/jacobian/block_call.py",
-        "scale = 1 / math.sqrt(query.shape[-1]) if scale is None",
-        "scale = 1 / query.shape[-1] if scale is None",
-        "functional/test_jacobian.py models/test_jacobians_of_families.py",
-    ),
-    Mutant(
-        "models/view.py",
-        "(side // vision.patch_side(self.model)) ** 2",
-        "(side // vision.patch_side(self.model) + 1) ** 2",
-        "models/test_view.py models/test_pictures_end_to_end.py models",
-    ),
-    Mutant(
-        "models/view.py",
-        "torch.stack(outputs).mean(0)",
-        "torch.stack(outputs).sum(0)",
-        "models/test_view.py models/test_shared_prefixes.py",
-    ),
-    Mutant(
-        "models/view.py",
-        "device=ids.device).expand_as(ids) + first)",
-        "device=ids.device).expand_as(ids))",
-        "models/test_families.py models/test_view.py",
-    ),
-    Mutant(
-        "models/view.py",
-        "rows = self.hidden[-1][index][None]",
-        "rows = self.hidden[-2][index][None]",
-        "models/test_logits_when_asked.py models",
-    ),
-    Mutant(
-        "models/view.py",
-        "return logits[..., : self.vocab_size]",
-        "return logits",
-        "models/test_logits_when_asked.py models",
-    ),
-    Mutant(
-        "models/block_calls.py",
-        "value[index : index + 1] if value.ndim and value.shape[0] == batch_size",
-        "value[index : index + 1] if value.ndim",
-        "models/test_families.py models",
-    ),
-    Mutant(
-        "models/block_calls.py",
-        "hidden.new_ones(hidden.shape[:2], dtype=torch.bool) if mask is None",
-        "hidden.new_ones(hidden.shape[:2], dtype=torch.bool) if mask is not None",
-        "models/test_view.py",
-    ),
-    Mutant(
-        "models/copies.py",
-        "if not difference < 1e-2:",
-        "if not difference < 1e9:",
-        "models/test_truncation.py models",
-    ),
-    Mutant(
-        "models/running_order.py",
-        "layer = value.layers[number - 1]",
-        "layer = value.layers[number]",
-        "models/test_running_order.py models/test_running_order_runs.py",
-    ),
-    Mutant(
-        "models/saved.py",
-        'settings.get("num_classes", 0) > 0',
-        'settings.get("num_classes", 0) >= 0',
-        "models/test_saved.py models select/test_export.py",
-    ),
-    Mutant(
-        "series/checkpoint.py",
-        '(1000 if text.endswith("T") else 1)',
-        "1",
-        "series/test_names.py series",
-    ),
-    Mutant(
-        "series/opening.py",
-        "tokens_per_step=facts.tokens_per_step, warm_up=0",
-        "tokens_per_step=facts.tokens_per_step",
-        "series/test_hub_revisions.py series/test_manifests.py series",
-    ),
-    Mutant(
-        "series/checkpoint.py",
-        "before + (self.step - first) * tokens_per_step",
-        "(self.step - first) * tokens_per_step",
-        "series/test_lightning_checkpoints.py series",
-    ),
-    Mutant(
-        "series/audit_weights.py",
-        "facts.norm > OUTSIZED * max(norms)",
-        "facts.norm > 1e99 * OUTSIZED * max(norms)",
-        "series/test_planted_defects.py series/test_audit_series.py",
-    ),
-    Mutant(
-        "series/auditing.py",
-        "if last and main and is_said is not False and",
-        "if last and main and",
-        "series/test_audit_series.py series",
-    ),
-    Mutant(
-        "series/audit_weights.py",
-        "STRANGER = 0.9",
-        "STRANGER = 1.9",
-        "series/test_planted_defects.py series",
-    ),
-    Mutant(
-        "series/auditing.py",
-        '(whole and "(level: listing)" not in today)',
-        "whole",
-        "series/test_verdicts.py series",
-    ),
-    Mutant(
-        "measuring/undisturbed.py",
-        "parameter.requires_grad_(requires_grad)",
-        "parameter.requires_grad_(True)",
-        "test_undisturbed.py",
-    ),
-    Mutant(
-        "measuring/undisturbed.py",
-        "model.set_attn_implementation(implementation)",
-        "pass",
-        "test_undisturbed.py",
-    ),
-    Mutant(
-        "measuring/one_model.py",
-        "visit.analyses, weights_hash=weights)",
-        "visit.analyses)",
-        "test_one_pass.py test_offline.py test_offline_series.py test_records.py",
-    ),
-    Mutant(
-        "measuring/offline.py",
-        "and not self.options.allow_suspect]",
-        "]",
-        "test_offline_series.py test_offline.py cli/test_analyze_series.py",
-    ),
-    Mutant(
-        "training/modules.py",
-        "return (step + 1) / warmup_steps\n        return max(0.0",
-        "return step / warmup_steps\n        return max(0.0",
-        "training/test_modules.py training",
-    ),
-    Mutant(
-        "training/modules.py",
-        "decayed = [each for name, each in trained if each.ndim >= 2 and name not in spared]",
-        "decayed = [each for name, each in trained if each.ndim >= 1 and name not in spared]",
-        "training/test_modules.py training",
-    ),
-    Mutant(
-        "training/losses.py",
-        "return torch.stack(losses).sum() / len(targets)",
-        "return torch.stack(losses).sum() / (len(targets) - 1)",
-        "training/test_loss.py",
-    ),
-    Mutant(
-        "training/datamodules.py",
-        "crop = RandomCrop(tuple(images.pixels.shape[2:]), padding=self.crop_padding)",
-        "crop = RandomCrop(tuple(images.pixels.shape[2:]))",
-        "training/test_image_data.py",
-    ),
-    Mutant(
-        "training/run_folder.py",
-        "return self.tokens + (step - self.step) * tokens_per_step",
-        "return (step - self.step) * tokens_per_step",
-        "training",
-    ),
-    Mutant(
-        "training/trainer.py",
-        "if epoch != self._epoch:",
-        "if self._epoch < 0:",
-        "training/test_sampler.py training",
-    ),
-    Mutant(
-        "training/sharding.py",
-        "sizes = [tensor.numel() * tensor.element_size() for tensor in (*skeleton.parameters(), *skeleton.buffers())]",
-        "sizes = [tensor.numel() * tensor.element_size() for tensor in (*skeleton.parameters(),)]",
-        "training/test_sharding.py",
-    ),
-    Mutant(
-        "training/resuming.py",
-        'hashes = {STATE: facts["sha256"], **facts.get("shards", {})}',
-        'hashes = {STATE: facts["sha256"]}',
-        "training/test_resume_writer.py training/test_sharded_resume.py cli/test_resume.py",
-    ),
-    Mutant(
-        "schedule.py",
-        "return then_every is not None and step % then_every == 0",
-        "return then_every is not None",
-        "test_schedule.py",
-    ),
-)
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
-def killer_of(mutant: Mutant, tier: str) -> str | None:
-    """The first test that fails with the mutant planted, or None if it survives."""
-    path = REPO / "lit_layers" / mutant.file
+def _swapped(node: ast.expr, text: str) -> str | None:
+    """Return the changed text of an expression, or None if no change is known for it."""
+
+    def between(left: ast.expr, right: ast.expr, operator: ast.AST) -> str | None:
+        if type(operator) not in _WORDS:
+            return None
+        old, new = _WORDS[type(operator)]
+        start, end = (left.end_col_offset or 0) - node.col_offset, right.col_offset - node.col_offset
+        return text[:start] + text[start:end].replace(old, new, 1) + text[end:]
+
+    match node:
+        case ast.Compare(ops=[operator]):
+            return between(node.left, node.comparators[0], operator)
+        case ast.BinOp() if not any(map(_is_text, (node.left, node.right))):
+            return between(node.left, node.right, node.op)
+        case ast.BoolOp():
+            return between(node.values[0], node.values[1], node.op)
+        case ast.UnaryOp(op=ast.Not() | ast.USub()):
+            return text[node.operand.col_offset - node.col_offset :]
+        case ast.Constant(value=bool()):
+            return str(not node.value)
+        case ast.Constant(value=int() | float()):
+            return str(node.value + 1 if isinstance(node.value, int) else node.value * 2)
+        case ast.Attribute() if node.attr in _CALLS:
+            return text[: -len(node.attr)] + _CALLS[node.attr]
+    return None
+
+
+def _ignored(tree: ast.Module) -> set[ast.AST]:
+    """Return the nodes whose change no test has to notice: annotations and the sentences of errors."""
+    left: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        parts = [getattr(node, name, None) for name in ("annotation", "returns")]
+        if isinstance(node, ast.Raise | ast.JoinedStr) or (isinstance(node, ast.keyword) and node.arg in _HARMLESS):
+            parts.append(node)
+        if isinstance(node, ast.Subscript):  # a shape in a type
+            parts += [node] if isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str) else []
+        for part in parts:
+            if isinstance(part, ast.AST):
+                left.update(ast.walk(part))
+    return left
+
+
+def faults_of(path: Path) -> list[Fault]:
+    """Return all faults of one file in the order of their places."""
     source = path.read_text(encoding="utf-8")
-    if source.count(mutant.old) != 1:
-        raise ValueError(f"{mutant.file}: expected {mutant.old!r} once, found it {source.count(mutant.old)} times")
-    path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
-    tests = [f"tests/{each}" for each in mutant.tests.split()]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "--tb=no", "-m", TIERS[tier], *tests]
+    lines, tree = source.splitlines(), ast.parse(source)
+    left, found = _ignored(tree), []
+    for node in ast.walk(tree):
+        if node in left or not isinstance(node, ast.expr) or node.lineno != node.end_lineno:
+            continue
+        line = lines[node.lineno - 1]
+        if not line.isascii():
+            continue
+        text = line[node.col_offset : node.end_col_offset]
+        new = _swapped(node, text)
+        if new is not None and new != text:
+            changed = line[: node.col_offset] + new + line[node.end_col_offset :]
+            found.append(Fault(str(path.relative_to(REPO / "lit_layers")), node.lineno, line.strip(), changed.strip()))
+    return sorted(set(found))
+
+
+def drawn() -> list[Fault]:
+    """Draw the faults of each room, at most one of a line."""
+    files = sorted((REPO / "lit_layers").rglob("*.py"))
+    chosen: list[Fault] = []
+    for room, number in DRAWN.items():
+        faults: list[Fault] = []
+        for path in files:
+            own = path.relative_to(REPO / "lit_layers").parts[0]
+            if own == room or (not room and own not in DRAWN):
+                faults += faults_of(path)
+        by_line = {(fault.file, fault.line): fault for fault in random.Random(SEED).sample(faults, len(faults))}
+        lines = sorted(by_line)
+        chosen += [by_line[place] for place in random.Random(SEED + 1).sample(lines, number)]
+    return chosen
+
+
+def _tests_of(fault: Fault, tests: Path) -> list[list[str]]:
+    """Return the test files to run, the nearest first, in up to two groups."""
+    path = Path(fault.file)
+    nearest = sorted(str(each.relative_to(tests.parent)) for each in tests.rglob(f"test_{path.stem}*.py"))
+    room = tests / path.parts[0]
+    if room.is_dir():
+        rest = [str(room.relative_to(tests.parent))]
+    else:
+        rest = sorted(str(each.relative_to(tests.parent)) for each in tests.glob("test_*.py"))
+    return [group for group in (nearest, rest) if group]
+
+
+def killer_of(fault: Fault, tier: str, copy: Path) -> str | None:
+    """Return the first test that fails with the fault planted, or None if all pass."""
+    path = copy / "lit_layers" / fault.file
+    source = path.read_text(encoding="utf-8")
+    lines = source.splitlines(keepends=True)
+    lines[fault.line - 1] = lines[fault.line - 1].replace(fault.old, fault.new)
+    path.write_text("".join(lines), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "--tb=no", "-m", TIERS[tier]]
+    own = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(copy)}
     try:
-        done = subprocess.run(
-            command,
-            cwd=REPO,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
-            check=False,
-        )
+        for tests in _tests_of(fault, copy / "tests"):
+            done = subprocess.run(
+                [*command, *tests],
+                cwd=copy,
+                env=os.environ | own,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT,
+                check=False,
+            )
+            if done.returncode not in (0, 5):  # 5: no test of this tier
+                failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
+                return failed[1] if failed else f"exit code {done.returncode}"
     except subprocess.TimeoutExpired:
         return "time limit"
     finally:
         path.write_text(source, encoding="utf-8")
-    if done.returncode in (0, 5):  # 5: no test of this tier
-        return None
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
-    return failed[1] if failed else f"exit code {done.returncode}"
+    return None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tier", choices=TIERS, default="quick")
     parser.add_argument("--only", type=lambda text: [int(number) for number in text.split(",")], default=None)
-    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("mutants.csv"))
+    parser.add_argument("--list", action="store_true", help="print the faults and end")
     chosen = parser.parse_args()
-    numbers = range(len(MUTANTS)) if chosen.only is None else chosen.only
-    lived = 0
-    for number in numbers:
-        mutant, started = MUTANTS[number], time.monotonic()
-        killer = killer_of(mutant, chosen.tier)
-        lived += killer is None
-        line = (
-            f"{number:3} {time.monotonic() - started:6.0f} s  {mutant.file}: {mutant.new[:60]}  <-  {killer or 'LIVES'}"
-        )
-        print(line, flush=True)  # noqa: T201
-        if chosen.out is not None:
-            with chosen.out.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
-    print(f"{len(numbers) - lived} of {len(numbers)} killed by the {chosen.tier} tier")  # noqa: T201
+    faults = drawn()
+    if chosen.list:
+        for number, fault in enumerate(faults):
+            print(f"{number:3} {fault.file}:{fault.line}\n    - {fault.old}\n    + {fault.new}")  # noqa: T201
+        return
+    seen = set()
+    if chosen.out.exists():
+        with chosen.out.open(encoding="utf-8", newline="") as file:
+            seen = {int(row[0]) for row in csv.reader(file) if row[1] == chosen.tier}
+    numbers = [n for n in (range(len(faults)) if chosen.only is None else chosen.only) if n not in seen]
+    copies: SimpleQueue[Path] = SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        for process in range(chosen.processes):
+            copy = Path(folder) / str(process)
+            shutil.copytree(REPO, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs"), symlinks=True)
+            copies.put(copy)
+
+        def tried(number: int) -> None:
+            copy, started, fault = copies.get(), time.monotonic(), faults[number]
+            killer = killer_of(fault, chosen.tier, copy)
+            copies.put(copy)
+            row = [number, chosen.tier, fault.file, fault.line, fault.new, killer or "LIVES"]
+            with chosen.out.open("a", encoding="utf-8", newline="") as file:
+                csv.writer(file).writerow([*row, round(time.monotonic() - started)])
+            print(*row, sep="  ", flush=True)  # noqa: T201
+
+        with ThreadPoolExecutor(chosen.processes) as pool:
+            list(pool.map(tried, numbers))
 
 
 if __name__ == "__main__":
