@@ -52,23 +52,24 @@ def programs(tmp_path) -> Path:
 def noted(script: Path, programs: Path) -> dict[str, list[str]]:
     """By program the words that it was started with."""
     notes = programs.parent / "notes"
+    notes.write_text("")
     environment = {**os.environ, **JOB, "PATH": f"{programs}:{os.environ['PATH']}", "NOTES": str(notes)}
     subprocess.run(["bash", "-eu", str(script), "--root", "out"], env=environment, cwd=ROOT, check=True)
     return {line.split()[0]: line.split()[1:] for line in notes.read_text().splitlines()}
 
 
-@pytest.mark.parametrize("script", JOBS, ids=lambda path: path.stem)
-def test_a_job_script_starts_one_command_of_ours_with_what_slurm_gave_it(script, programs):
-    words = noted(script, programs)
-    if "srun" in words:
-        assert "--cpus-per-task=32" in words["srun"]
-        assert "--kill-on-bad-exit=1" in words["srun"]
-    ours = words["lit-layers"]
-    assert ours[-2:] == ["--root", "out"]
-    recipes = [ours[number + 1] for number, word in enumerate(ours) if word == "--config"]
-    assert all((ROOT / path).is_file() for path in recipes)
-    if ours[0] == "analyze":
-        Recipe(analyze, ours[1:]).read()
+def test_a_job_script_starts_one_command_of_ours_with_what_slurm_gave_it(programs):
+    for script in JOBS:
+        words = noted(script, programs)
+        if "srun" in words:
+            assert "--cpus-per-task=32" in words["srun"], script
+            assert "--kill-on-bad-exit=1" in words["srun"], script
+        ours = words["lit-layers"]
+        assert ours[-2:] == ["--root", "out"], script
+        recipes = [ours[number + 1] for number, word in enumerate(ours) if word == "--config"]
+        assert all((ROOT / path).is_file() for path in recipes), script
+        if ours[0] == "analyze":
+            Recipe(analyze, ours[1:]).read()
 
 
 def test_ray_is_started_on_every_node_with_the_first_one_as_head(programs):
@@ -86,11 +87,10 @@ def test_torchrun_starts_lost_ranks_again_and_the_run_goes_on(programs):
     assert words["lit-layers"][words["lit-layers"].index("--resume") + 1] == "last"
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_shellcheck_finds_nothing(script):
+def test_shellcheck_finds_nothing():
     shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert shellcheck, "it comes with the extra dev"
-    subprocess.run([shellcheck, "-x", "-P", "SCRIPTDIR", str(script)], check=True)
+    subprocess.run([shellcheck, "-x", "-P", "SCRIPTDIR", *map(str, SCRIPTS)], check=True)
 
 
 def options(command: str) -> dict:

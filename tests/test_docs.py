@@ -42,16 +42,10 @@ def blocks(page: Path) -> list[tuple[str, str]]:
     return BLOCK.findall(page.read_text())
 
 
-def test_the_pages_hold_commands_and_examples():
-    kinds = [kind for page in PAGES for kind, _ in blocks(page)]
-    assert kinds.count("bash") >= 4
-    assert kinds.count("python") >= 4
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_to_a_file_leads_somewhere(page):
-    targets = re.findall(r"\]\((?!http)([^)#]+)", page.read_text())
-    assert all((page.parent / target).exists() for target in targets), targets
+def test_every_link_to_a_file_leads_somewhere():
+    for page in PAGES:
+        targets = re.findall(r"\]\((?!http)([^)#]+)", page.read_text())
+        assert all((page.parent / target).exists() for target in targets), (page, targets)
 
 
 def test_every_link_to_a_heading_leads_to_one():

@@ -15,24 +15,19 @@ def test_pythia_has_its_154_published_checkpoints():
     assert len(published) == 154
 
 
-def test_a_list_is_kept_and_gains_the_first_and_the_last_step():
-    assert list(Schedule([5, 3, 3, 90]).until(12)) == [0, 3, 5, 12]
-
-
-def test_every_counts_from_zero():
-    assert list(Schedule({"every": 4}).until(10)) == [0, 4, 8, 10]
+def test_a_rule_has_the_first_and_the_last_step_once_and_those_besides():
+    for rule, last, expected in (
+        ([5, 3, 3, 90], 12, [0, 3, 5, 12]),
+        ({"every": 4}, 10, [0, 4, 8, 10]),
+        ({"every": 5}, 10, [0, 5, 10]),
+        ({"log": 3}, 30, [0, 1, 3, 9, 27, 30]),
+        ({"log": 2, "until": 4}, 9, [0, 1, 2, 4, 9]),
+        ({"log": 2, "until": 4, "then_every": 3}, 11, [0, 1, 2, 4, 6, 9, 11]),
+        ({"every": 4, "also": [4, 5]}, 10, [0, 4, 5, 8, 10]),
+        ({"log": 2, "until": 4, "then_every": 3, "also": [5]}, 9, [0, 1, 2, 4, 5, 6, 9]),
+    ):
+        assert list(Schedule(rule).until(last)) == expected, rule
     assert list(Schedule({"every": 4}).until(10, 3)) == [3, 4, 8, 10]
-
-
-def test_a_logarithmic_rule_may_end_or_go_on_evenly():
-    assert list(Schedule({"log": 3}).until(30)) == [0, 1, 3, 9, 27, 30]
-    assert list(Schedule({"log": 2, "until": 4}).until(9)) == [0, 1, 2, 4, 9]
-    assert list(Schedule({"log": 2, "until": 4, "then_every": 3}).until(11)) == [0, 1, 2, 4, 6, 9, 11]
-
-
-def test_a_rule_takes_single_steps_besides():
-    assert list(Schedule({"every": 4, "also": [4, 5]}).until(10)) == [0, 4, 5, 8, 10]
-    assert list(Schedule({"log": 2, "until": 4, "then_every": 3, "also": [5]}).until(9)) == [0, 1, 2, 4, 5, 6, 9]
 
 
 def test_the_gpt2_recipe_has_the_four_steps_at_which_the_paper_on_monotonicity_probes():
@@ -40,27 +35,23 @@ def test_the_gpt2_recipe_has_the_four_steps_at_which_the_paper_on_monotonicity_p
     assert {0, 1_500, 5_000, 165_000} <= {*Schedule(recipe["steps"]).until(recipe["trainer"]["max_steps"])}
 
 
-def test_a_last_step_on_the_schedule_is_not_repeated():
-    assert list(Schedule({"every": 5}).until(10)) == [0, 5, 10]
-
-
-@pytest.mark.parametrize(
-    ("steps", "message"),
-    [
-        ("pythai", "got 'pythai'"),
-        ([0, -1], r"at least 0, got \[0, -1\]"),
-        ([1.5], r"expected a whole number, got \[1.5\]"),
-        ([], r"got \[\]"),
-        ({"every": 0}, "steps.every: expected at least 1, got 0"),
-        ({"log": 1}, "steps.log: expected at least 2, got 1"),
-        ({"evry": 5}, "got {'evry': 5}"),
-        ({"until": 5}, "got {'until': 5}"),
-        ({}, "got {}"),
-        ({"also": [5]}, r"got {'also': \[5\]}"),
-        ({"every": 5, "also": "7"}, "steps.also: expected a whole number, got 7"),
-        ({"every": 5, "also": [-7]}, r"steps.also: expected at least 0, got \[-7\]"),
-    ],
+WRONG = (
+    ("pythai", "got 'pythai'"),
+    ([0, -1], r"at least 0, got \[0, -1\]"),
+    ([1.5], r"expected a whole number, got \[1.5\]"),
+    ([], r"got \[\]"),
+    ({"every": 0}, "steps.every: expected at least 1, got 0"),
+    ({"log": 1}, "steps.log: expected at least 2, got 1"),
+    ({"evry": 5}, "got {'evry': 5}"),
+    ({"until": 5}, "got {'until': 5}"),
+    ({}, "got {}"),
+    ({"also": [5]}, r"got {'also': \[5\]}"),
+    ({"every": 5, "also": "7"}, "steps.also: expected a whole number, got 7"),
+    ({"every": 5, "also": [-7]}, r"steps.also: expected at least 0, got \[-7\]"),
 )
-def test_wrong_steps_are_refused_with_the_value(steps, message):
-    with pytest.raises(InputError, match=message):
-        Schedule(steps)
+
+
+def test_wrong_steps_are_refused_with_the_value():
+    for steps, message in WRONG:
+        with pytest.raises(InputError, match=message):
+            Schedule(steps)
