@@ -49,62 +49,9 @@ SIZES: dict[str, Any] = {
 }
 PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "attn_layer_types", "block_types")
 
-_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-
 # Of single model types: what the rule gets wrong.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
-    "xmod": {"default_language": "en_XX"},
-    "zaya": {"num_experts_per_tok": 1},
-    "big_bird": {"attention_type": "original_full"},  # short texts exchange its modules for these
-    "cohere_compass_text": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE)},
-    "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "dots3_note_text": {"num_key_value_heads": HEADS},
-    "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
-        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
-    },
     "falcon_h1": {"mamba_d_ssm": 64},
-    "esm": {"vocab_size": VOCAB, "pad_token_id": 0, "mask_token_id": 4},
-    "esmc": {"num_key_value_heads": HEADS},
-    "luke": {"entity_vocab_size": 16, "entity_emb_size": 8},
-    "neomme": {"head_dim": 16},
-    "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": 4},
-    "inkling_text": {"swa_head_dim": 8, "swa_num_key_value_heads": 2, "sliding_window_size": 4, "d_rel": 8},
-    "inkling2_text": {"swa_head_dim": 8, "swa_num_key_value_heads": 2, "sliding_window_size": 4, "d_rel": 8},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
-    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2},
-    "nemotron": {"num_key_value_heads": 2},
-    "qwen4_exp_text": {
-        "indexer_n_heads": 4,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 2,
-        "ngram_vocab_size_base": 64,
-        "hc_lowrank": 8,
-        "ple_embed_dim": 32,
-    },
-    "reformer": {
-        "axial_pos_embds_dim": [16, 16],
-        "axial_pos_shape": [8, 8],
-        "attention_head_size": 8,
-        "feed_forward_size": 64,
-        "attn_layers": ["local", "local", "local"],
-        "is_decoder": True,
-        "local_attn_chunk_length": 4,
-    },
-    "zamba": {
-        "num_hidden_layers": 8,
-        "attn_layer_period": 3,
-        "attn_layer_offset": 1,
-        "layers_block_type": KEPT,
-        "layer_types": KEPT,
-        "attention_hidden_size": 64,
-        "attention_head_dim": 16,
-        "mamba_dt_rank": 8,
-        "n_mamba_heads": 2,
-    },
     "zamba2": {
         "num_hidden_layers": 4,
         "layer_types": KEPT,
@@ -117,13 +64,6 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "kv_channels": 16,
         "num_query_groups": 4,
         "num_key_value_heads": 4,
-    },
-    "gemma3n_text": {
-        "num_kv_shared_layers": 0,
-        "intermediate_size": [64] * LAYERS,
-        "activation_sparsity_pattern": [0.0] * LAYERS,
-        "hidden_size_per_layer_input": 8,
-        "laurel_rank": 8,
     },
 }
 
