@@ -16,8 +16,8 @@ demo: $(VENV)/.ready
 	$(BIN)/lit-layers fit --config recipes/quickstart/gpt2.yaml --resume last
 
 # A file's tests stay together, as they share what is costly to make. Three processes for two cores: many tests wait.
-# OPTIONS adds options of pytest, such as OPTIONS=--durations=100.
-PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# Each tier prints its slowest ten tests, and the ten files that take most CPU. OPTIONS adds options of pytest.
+PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations=10
 
 test: $(VENV)/.ready
 	$(PYTEST) -m "not soak and not nightly" $(OPTIONS)

@@ -1,4 +1,4 @@
-"""Note the CPU seconds of each test, and list them by file at the end of a run with `--durations`."""
+"""Note the CPU seconds of each test, and list the files that take most at the end of a run with `--durations=N`."""
 
 import os
 from collections import Counter
@@ -32,8 +32,9 @@ class Costs:
         self.cases[file] += report.when == "call"
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-        if config.option.durations is None:
+        most = config.option.durations
+        if most is None:
             return
         terminalreporter.section(f"CPU seconds by file: {self.by_file.total():.0f} in all")
-        for file, seconds in self.by_file.most_common():
+        for file, seconds in self.by_file.most_common(most or None):
             terminalreporter.write_line(f"{seconds:8.1f} {self.cases[file]:5} {file}")

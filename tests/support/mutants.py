@@ -1,10 +1,12 @@
 """Draw faults of one line by a seed, plant one at a time, run the tests of its room, and say which test fails.
 
-    python -m tests.support.mutants [--tier quick|ci] [--only NUMBER,...] [--out FILE]
+    python -m tests.support.mutants OUT.csv [--only NUMBER,...]
+    python -m tests.support.mutants --list
 
 Each fault changes one comparison, operator, constant or call. It is planted in a copy of the repository, so that the
-checkout stays as it is. The tests whose file bears the name of the changed file run first, then those of its room.
-`--out` appends a row for each fault, and leaves out faults that the file already has.
+checkout stays as it is. The tests whose file bears the name of the changed file run first, then those of its room: of
+the quick tier, and where none fails, those that CI runs besides. OUT.csv gets a row for each fault, and faults that it
+has already are left out.
 """
 
 import argparse
@@ -26,7 +28,8 @@ from typing import NamedTuple
 REPO = Path(__file__).parents[2]
 SEED = 49_120
 DRAWN = {"functional": 44, "models": 27, "training": 22, "series": 17, "": 25}  # "": all other rooms together
-TIERS = {"quick": "not soak and not nightly", "ci": "not nightly"}
+TIERS = {"quick": "not soak and not nightly", "soak": "soak and not nightly"}
+PROCESSES = 2
 LIMIT = 1500  # seconds; a fault that hangs the tests counts as noticed
 
 _WORDS = {
@@ -86,8 +89,10 @@ def _swapped(node: ast.expr, text: str) -> str | None:
             return text[node.operand.col_offset - node.col_offset :]
         case ast.Constant(value=bool()):
             return str(not node.value)
-        case ast.Constant(value=int() | float()):
-            return str(node.value + 1 if isinstance(node.value, int) else node.value * 2)
+        case ast.Constant(value=int(value)):
+            return str(value + 1)
+        case ast.Constant(value=float(value)):
+            return str(value * 2)
         case ast.Attribute() if node.attr in _CALLS:
             return text[: -len(node.attr)] + _CALLS[node.attr]
     return None
@@ -155,71 +160,69 @@ def _tests_of(fault: Fault, tests: Path) -> list[list[str]]:
     return [group for group in (nearest, rest) if group]
 
 
-def killer_of(fault: Fault, tier: str, copy: Path) -> str | None:
-    """Return the first test that fails with the fault planted, or None if all pass."""
+def killer_of(fault: Fault, copy: Path) -> tuple[str, str]:
+    """Return the tier and the first test that fails with the fault planted, or two dashes if all pass."""
     path = copy / "lit_layers" / fault.file
     source = path.read_text(encoding="utf-8")
     lines = source.splitlines(keepends=True)
     lines[fault.line - 1] = lines[fault.line - 1].replace(fault.old, fault.new)
     path.write_text("".join(lines), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "--tb=no", "-m", TIERS[tier]]
     own = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(copy)}
     try:
-        for tests in _tests_of(fault, copy / "tests"):
-            done = subprocess.run(
-                [*command, *tests],
-                cwd=copy,
-                env=os.environ | own,
-                capture_output=True,
-                text=True,
-                timeout=LIMIT,
-                check=False,
-            )
-            if done.returncode not in (0, 5):  # 5: no test of this tier
-                failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
-                return failed[1] if failed else f"exit code {done.returncode}"
+        for tier, marks in TIERS.items():
+            for tests in _tests_of(fault, copy / "tests"):
+                command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "--tb=no", "-m", marks, *tests]
+                done = subprocess.run(
+                    command,
+                    cwd=copy,
+                    env=os.environ | own,
+                    capture_output=True,
+                    text=True,
+                    timeout=LIMIT,
+                    check=False,
+                )
+                if done.returncode not in (0, 5):  # 5: no test of this tier
+                    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
+                    return tier, failed[1] if failed else f"exit code {done.returncode}"
     except subprocess.TimeoutExpired:
-        return "time limit"
+        return tier, "time limit"
     finally:
         path.write_text(source, encoding="utf-8")
-    return None
+    return "-", "-"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tier", choices=TIERS, default="quick")
-    parser.add_argument("--only", type=lambda text: [int(number) for number in text.split(",")], default=None)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("mutants.csv"))
+    parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("--only", type=lambda text: [int(number) for number in text.split(",")])
     parser.add_argument("--list", action="store_true", help="print the faults and end")
     chosen = parser.parse_args()
     faults = drawn()
-    if chosen.list:
+    if chosen.list or chosen.out is None:
         for number, fault in enumerate(faults):
             print(f"{number:3} {fault.file}:{fault.line}\n    - {fault.old}\n    + {fault.new}")  # noqa: T201
         return
-    seen = set()
-    if chosen.out.exists():
-        with chosen.out.open(encoding="utf-8", newline="") as file:
-            seen = {int(row[0]) for row in csv.reader(file) if row[1] == chosen.tier}
-    numbers = [n for n in (range(len(faults)) if chosen.only is None else chosen.only) if n not in seen]
+    chosen.out.touch()
+    with chosen.out.open(encoding="utf-8", newline="") as file:
+        seen = {int(row[0]) for row in csv.reader(file)}
+    numbers = [number for number in chosen.only or range(len(faults)) if number not in seen]
     copies: SimpleQueue[Path] = SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        for process in range(chosen.processes):
+        for process in range(PROCESSES):
             copy = Path(folder) / str(process)
             shutil.copytree(REPO, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs"), symlinks=True)
             copies.put(copy)
 
         def tried(number: int) -> None:
             copy, started, fault = copies.get(), time.monotonic(), faults[number]
-            killer = killer_of(fault, chosen.tier, copy)
+            tier, test = killer_of(fault, copy)
             copies.put(copy)
-            row = [number, chosen.tier, fault.file, fault.line, fault.new, killer or "LIVES"]
+            row = [number, tier, test, round(time.monotonic() - started), fault.file, fault.line, fault.new]
             with chosen.out.open("a", encoding="utf-8", newline="") as file:
-                csv.writer(file).writerow([*row, round(time.monotonic() - started)])
+                csv.writer(file).writerow(row)
             print(*row, sep="  ", flush=True)  # noqa: T201
 
-        with ThreadPoolExecutor(chosen.processes) as pool:
+        with ThreadPoolExecutor(PROCESSES) as pool:
             list(pool.map(tried, numbers))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 BLOCK, HEAD = 32768, 7
-FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+FULL, FIRST, LAST = 1, 2, 4
 PATIENCE = 60.0  # seconds
 
 
@@ -33,11 +33,7 @@ def records(file: Path) -> Iterator[Any]:
             continue
         crc, n, kind = struct.unpack_from("<IHB", raw, at)
         data = raw[at + HEAD : at + HEAD + n]
-        if (
-            kind not in (FULL, FIRST, MIDDLE, LAST)
-            or len(data) < n
-            or crc != zlib.crc32(data, zlib.crc32(bytes([kind])))
-        ):
+        if crc != zlib.crc32(data, zlib.crc32(bytes([kind]))):
             return
         at += HEAD + n
         part = data if kind in (FULL, FIRST) else part + data
@@ -54,7 +50,6 @@ class Run:
     id: str = ""
     project: str = ""
     name: str = ""
-    tags: list[str] = dataclasses.field(default_factory=list)
     dirs: list[Path] = dataclasses.field(default_factory=list)
     config: dict = dataclasses.field(default_factory=dict)
     history: list[dict] = dataclasses.field(default_factory=list)
@@ -82,16 +77,6 @@ class Run:
             if settings["step_metric"] not in (None, name) and re.fullmatch(re.escape(name).replace(r"\*", ".*"), key)
         ]
         return max(hits)[1] if hits else None
-
-    def repeated(self, key: str) -> list:
-        """The x values that a key has more than one point for: what a resumed run must not have."""
-        seen: set = set()
-        twice = []
-        for x, _ in self.curve(key):
-            if x in seen:
-                twice.append(x)
-            seen.add(x)
-        return twice
 
     def file(self, path: str) -> Path | None:
         return next((found for folder in reversed(self.dirs) if (found := folder / "files" / path).is_file()), None)
@@ -158,11 +143,8 @@ def _read_into(run: Run, file: Path) -> None:
         content = getattr(record, kind) if kind else None
         if kind == "run":
             run.id, run.project, run.name = content.run_id, content.project, content.display_name
-            run.tags = list(content.tags)
-            for update in content.config.update:
-                _put(run.config, _key(update), _value(update))
-        elif kind == "config":
-            for update in content.update:
+        if kind in ("run", "config"):
+            for update in (content.config if kind == "run" else content).update:
                 _put(run.config, _key(update), _value(update))
         elif kind == "history":
             row: dict = {}
@@ -180,11 +162,10 @@ def _read_into(run: Run, file: Path) -> None:
 
 
 def _value(item: Any) -> Any:
-    which = "value_json"
-    if "value" in item.DESCRIPTOR.oneofs_by_name:
-        which = item.WhichOneof("value") or "value_json"
-    value = getattr(item, which)
-    if which in ("value_json", "json"):
+    """The protocol of today has a field for each kind, that of before only JSON."""
+    which = item.WhichOneof("value") if "value" in item.DESCRIPTOR.oneofs_by_name else None
+    value = getattr(item, which or "value_json")
+    if which in (None, "value_json", "json"):
         return json.loads(value) if value else None
     return None if which == "none" else value
 
