@@ -25,30 +25,25 @@ from lit_layers.report.side_by_side import (
     read_side_by_side,
 )
 from tests.support.runs import make_run, measurement
+from tests.support.undrawn import leave_undrawn
 
 STEPS, LAYERS = (0, 1, 10, 100), (1, 2, 3)
 RNG = np.random.default_rng(3)
 
 
-def test_what_lacks_the_tags_of_others_has_a_name_among_the_choices(tmp_path):
-    for seed in (1, 2):
-        make_run(tmp_path / f"{seed}", run=f"{seed}", seed=seed, steps=(0, 1))
-    content = read_side_by_side([tmp_path / "1", tmp_path / "2"])
-    blocks = {block["title"]: block for blocks in _blocks(content).values() for block in blocks}
-    texts = {title: [choice["text"] for choice in block["choices"]] for title, block in blocks.items()}
-    assert texts["Probe accuracy (share)"] == ["true labels", "random labels"]
-    assert texts["Line shape score"] == ["mean", "median"]
-    assert all(text for choices in texts.values() if len(choices) > 1 for text in choices)
-
-
-def test_sections_stand_in_the_order_of_the_page_of_one_run(tmp_path):
+def test_sections_stand_in_the_order_of_the_page_of_one_run_and_every_choice_has_a_name(tmp_path):
     for seed in (1, 2):
         make_run(tmp_path / f"{seed}", run=f"{seed}", seed=seed, steps=(0, 1))
     measured = dict.fromkeys(each.analysis for each in records.read(tmp_path / "1" / "measurements.jsonl"))
     content = read_side_by_side([tmp_path / "1", tmp_path / "2"])
-    shown = [*_blocks(content)]
-    assert shown == [*dict.fromkeys(last_values(content)["analysis"])] == [name for name in measured if name in shown]
-    assert shown != sorted(shown)
+    made = _blocks(content)
+    assert [*made] == [*dict.fromkeys(last_values(content)["analysis"])] == [name for name in measured if name in made]
+    assert [*made] != sorted(made)
+    blocks = {block["title"]: block for blocks in made.values() for block in blocks}
+    texts = {title: [choice["text"] for choice in block["choices"]] for title, block in blocks.items()}
+    assert texts["Probe accuracy (share)"] == ["true labels", "random labels"], "what lacks the tags of others"
+    assert texts["Line shape score"] == ["mean", "median"]
+    assert all(text for choices in texts.values() if len(choices) > 1 for text in choices)
 
 
 def write_run(root, values, *, shuffled: bool = False, steps=STEPS, stderr: float | None = 0.1, about=None):
@@ -204,7 +199,7 @@ def test_what_not_all_seeds_have_is_left_out_and_named(seeds, tmp_path):
     assert note.startswith("Left out, as not all seeds of a group have it: curves Probe accuracy, layer 1")
 
 
-def test_runs_of_other_layers_and_steps_stand_at_their_own(tmp_path, monkeypatch):
+def test_runs_of_other_layers_and_steps_stand_at_their_own(tmp_path):
     few, deep = write_run(tmp_path / "few", [1.0, 2, 3, 4]), tmp_path / "deep"
     for line in [json.loads(line) for line in (few / "measurements.jsonl").read_text().splitlines()]:
         layers = [1, 3, 5, 6] if line["analysis"] == "probe" else []
@@ -213,22 +208,19 @@ def test_runs_of_other_layers_and_steps_stand_at_their_own(tmp_path, monkeypatch
         records.append(deep / "measurements.jsonl", whole)
     content = read_side_by_side([few, deep])
     chart = over_layers({key[2]: lines for key, lines in content.lines.items() if key[2]}, list(content.groups))
-    at_last = {
-        (x, y)
-        for x, y, frame in zip(chart.series[1].x, chart.series[1].y, chart.series[1].frame, strict=True)
-        if not frame
-    }
+    own = chart.series[1]
+    at_last = {(x, y) for x, y, frame in zip(own.x, own.y, own.frame, strict=True) if not frame}
     assert at_last == {(1, 10), (3, 30), (5, 50), (6, 60)}
     (row,) = last_values(content).to_dict("records")
     assert (row["layer"], row["few"], row["deep"]) == (3, 12, 30)  # the last that both have
-    (block,) = _blocks(content)["probe"]
-    assert [choice["text"] for choice in block["choices"]] == [""]
-    captions = [figure["caption"] for figure in block["choices"][0]["figures"]]
-    assert captions == ["Over training, a layer of all", "Over layers", "Difference, few less deep"]
     apart = read_side_by_side([few, write_run(tmp_path / "apart", [1.0, 2], steps=(5, 50))])
-    figures = _blocks(apart)["probe"][0]["choices"][0]["figures"]
-    assert [figure["caption"] for figure in figures] == ["Over training, the last layer"]  # nothing in common
-    assert not any(figure["problem"] for figure in figures)
+    for runs, captions in (
+        (content, ["Over training, a layer of all", "Over layers", "Difference, few less deep"]),
+        (apart, ["Over training, the last layer"]),  # nothing in common
+    ):
+        (choice,) = _blocks(runs)["probe"][0]["choices"]
+        assert [figure["caption"] for figure in choice["figures"]] == captions
+        assert not any(figure["problem"] for figure in choice["figures"])
 
 
 def test_welchs_degrees_of_freedom_are_the_same_in_any_unit():
@@ -246,59 +238,47 @@ def test_means_of_whole_numbers_have_three_digits():
 def test_the_command_writes_the_page_the_table_and_the_pictures(seeds, tmp_path, monkeypatch, capsys):
     roots, _ = seeds
     monkeypatch.chdir(tmp_path)
-    command = [
-        "report",
-        *map(str, roots),
-        "--group",
-        "data.shuffle_tokens",
-        "--export",
-        "last.csv",
-        "--pictures",
-        "pictures",
-    ]
-    assert main(command) == 0
+    leave_undrawn(monkeypatch)
+    options = ["--group", "data.shuffle_tokens", "--export", "last.csv", "--pictures", "pictures"]
+    assert main(["report", *map(str, roots), *options]) == 0
     page = (tmp_path / "runs.html").read_text()
     assert "shuffle_tokens=False" in page
-    each = [
-        f"{name}{seed} (data.shuffle_tokens {name == 'control'})" for name in ("real", "control") for seed in range(3)
-    ]
-    assert "; ".join(each[:3]) in page
-    assert "; ".join(each[3:]) in page
+    for name, value in (("real", False), ("control", True)):
+        assert "; ".join(f"{name}{seed} (data.shuffle_tokens {value})" for seed in range(3)) in page
     assert "over the seeds of a group" in page
     assert len(pd.read_csv(tmp_path / "last.csv")) == 2
-    names = {path.name for path in (tmp_path / "pictures").glob("*.png")}
-    assert names == {
-        "coupling_coupling_k_4_over_training.png",
-        "coupling_coupling_k_4_difference_shuffle_tokens_false_less_shuffle_tokens_true.png",
-        "probe_probe_accuracy_share_over_training_the_last_layer.png",
-        "probe_probe_accuracy_share_over_layers.png",
-        "probe_probe_accuracy_share_difference_shuffle_tokens_false_less_shuffle_tokens_true.png",
+    difference_ = "difference_shuffle_tokens_false_less_shuffle_tokens_true"
+    assert {path.stem for path in (tmp_path / "pictures").glob("*.png")} == {
+        *(f"coupling_coupling_k_4_{name}" for name in ("over_training", difference_)),
+        "probe_probe_accuracy_share_over_training_the_last_layer",
+        *(f"probe_probe_accuracy_share_{name}" for name in ("over_layers", difference_)),
     }
     capsys.readouterr()
     for out, page in (("two", "two.html"), ("pictures", "pictures/report.html")):
         assert main(["report", str(roots[0]), str(roots[3]), "--root", out]) == 0
         assert capsys.readouterr().out.splitlines() == [page]
     page = (tmp_path / "two.html").read_text()
-    assert "over prompts (or test rows)" in page
-    assert "<dt>real0</dt>" in page
-    assert "<dd>data.shuffle_tokens False</dd>" in page
+    for text in ("over prompts (or test rows)", "<dt>real0</dt>", "<dd>data.shuffle_tokens False</dd>"):
+        assert text in page
     assert main(["report", *map(str, roots[:2]), "--root", "two"]) == 0
     assert "data.shuffle_tokens" not in (tmp_path / "two.html").read_text(), "they differ in nothing"
 
 
 def test_fields_that_differ_do_so_beyond_their_first_letters_and_whatever_kinds_of_numbers_stand_beside_them(tmp_path):
-    folder, roots = "/data/deep/", []
-    for name, trainer in (("a", {"max_steps": 3}), ("b", {"max_steps": 3, "gradient_clip_val": 0.5})):
-        roots.append(write_run(tmp_path / name, [1.0, 2, 3, 4]))
-        config = {"data": {"class_path": "x.Y", "init_args": {"corpus": f"{folder}{name}"}}, "trainer": trainer}
-        (roots[-1] / "run.json").write_text(json.dumps({"run": name, "config": config}))
-    differing = read_side_by_side(roots).recipes
+    trainers = {"a": {"max_steps": 3}, "b": {"max_steps": 3, "gradient_clip_val": 0.5}}
+    roots = [write_run(tmp_path / name, [1.0, 2, 3, 4]) for name in trainers]
+
+    def recipes(**more) -> dict[str, str]:
+        for root, (name, trainer) in zip(roots, trainers.items(), strict=True):
+            data = {key: {"class_path": "x.Y", "init_args": {"corpus": value + name}} for key, value in more.items()}
+            (root / "run.json").write_text(json.dumps({"run": name, "config": {**data, "trainer": trainer}}))
+        return read_side_by_side(roots).recipes
+
+    differing = recipes(data="/data/deep/")
     assert [text.partition(" ")[0] for text in differing.values()] == ["data.corpus", "data.corpus"]
     assert differing["a"].endswith("/deep/a")
     assert differing["b"].endswith("/deep/b, trainer.gradient_clip_val 0.5")
-    for root, trainer in zip(roots, ({"max_steps": 3}, {"max_steps": 3, "gradient_clip_val": 0.5}), strict=True):
-        (root / "run.json").write_text(json.dumps({"run": root.name, "config": {"trainer": trainer}}))
-    assert read_side_by_side(roots).recipes == {"a": "", "b": "trainer.gradient_clip_val 0.5"}
+    assert recipes() == {"a": "", "b": "trainer.gradient_clip_val 0.5"}
 
 
 def test_runs_whose_analyses_had_other_options_or_data_are_named(tmp_path, capsys):
@@ -315,8 +295,7 @@ def test_runs_whose_analyses_had_other_options_or_data_are_named(tmp_path, capsy
     assert read_side_by_side([*roots[:2], roots[3]]).notes == []
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0, 2, 3), (3, 2, 1, 0)])
-def test_groups_are_named_by_the_settings_of_all_their_runs(order, tmp_path):
+def test_groups_are_named_by_the_settings_of_all_their_runs(tmp_path):
     """One run of the first group has no hashes; each analysis differs in another pair."""
     settings = [{}, {"coupling": "a", "probe": "b"}, {"coupling": "c", "probe": "b"}, {"coupling": "c", "probe": "b"}]
     roots = [
@@ -328,35 +307,29 @@ def test_groups_are_named_by_the_settings_of_all_their_runs(order, tmp_path):
         )
         for number, of in enumerate(settings)
     ]
-    (note,) = read_side_by_side([roots[number] for number in order], group="data.shuffle_tokens").notes
-    assert "aaaaaaaa in shuffle_tokens=False" in note
-    assert "cccccccc in shuffle_tokens=True" in note
-    assert "probe" not in note
+    for order in ((0, 1, 2, 3), (3, 2, 1, 0)):
+        (note,) = read_side_by_side([roots[number] for number in order], group="data.shuffle_tokens").notes
+        assert "aaaaaaaa in shuffle_tokens=False" in note
+        assert "cccccccc in shuffle_tokens=True" in note
+        assert "probe" not in note
 
 
 def test_wrong_input_is_one_sentence(seeds, tmp_path, capsys):
     one, other = map(str, seeds[0][:2])
     copy = write_run(tmp_path / "copy", seeds[1][0, 0])
+    step = write_run(tmp_path / "step", [5.0, 6, 7, 8])
+    no_field = f"group: the recipe of {one} has no "
     for command, sentence in (
         ([one, str(copy), "--seeds"], "seeds: real0 and copy have the same numbers at every checkpoint"),
         ([one, other, "--seeds", "--group", "data.seed"], "seeds: expected either seeds or group, got both"),
-        ([one, other, "--group", "data.seed"], f"group: the recipe of {one} has no data.seed: expected a field"),
-        (
-            [one, str(write_run(tmp_path / "step", [5.0, 6, 7, 8]))],
-            "runs: expected none to be called step, a column",
-        ),
-        *(
-            ([one, other, "--group", field], f"group: the recipe of {one} has no {field}: expected a field")
-            for field in ("data.shuffle_tokens.0", "..")
-        ),
+        ([one, other, "--group", "data.seed"], f"{no_field}data.seed: expected a field"),
+        ([one, other, "--group", "data.shuffle_tokens.0"], f"{no_field}data.shuffle_tokens.0: expected a field"),
         ([one, other, "--group", ""], "group: expected a name or a path, got ''"),
+        ([one, str(step)], "runs: expected none to be called step, a column"),
         ([one, one], f"runs: {one} has the name of another, real0"),
         ([one, str(tmp_path / "none")], "expected a run's folder or a table of scores"),
         ([one, other, "--root", str(tmp_path / "no" / "folder.html")], "cannot write"),
-        (
-            [one, other, "--root", "x" * 300],
-            "file name too long; --root names another place",
-        ),
+        ([one, other, "--root", "x" * 300], "file name too long; --root names another place"),
     ):
         assert main(["report", *command]) == 2, command
         assert sentence in " ".join(capsys.readouterr().err.split()), command
