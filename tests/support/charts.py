@@ -4,9 +4,11 @@ import base64
 import gzip
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lit_layers.figures import vega
 from lit_layers.figures.chart import Chart, Series
 
 
@@ -45,9 +47,17 @@ def axis(chart: Chart) -> Any:
     return chart.x if chart.training is None else chart.training.axis(cells=chart.cells is not None)
 
 
-def svg_texts(chart: Chart | Path) -> list[str]:
+def svgs(charts: Iterable[Any]) -> list[str]:
+    """Each chart as a picture; one process draws them all."""
+    return [picture.decode() for (picture,) in vega.pictures_of([chart.whole() for chart in charts], [".svg"])]
+
+
+def svg_texts(chart: Chart | Path | str) -> list[str]:
     """The texts of a picture, as a reader sees them in its source."""
-    source = chart.read_text() if isinstance(chart, Path) else chart.picture(".svg").decode()
+    if isinstance(chart, str):
+        source = chart
+    else:
+        source = chart.read_text() if isinstance(chart, Path) else chart.picture(".svg").decode()
     return [re.sub("<[^>]*>", "", text) for text in re.findall(r"<text[^>]*>(.*?)</text>", source, re.S)]
 
 
