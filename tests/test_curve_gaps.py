@@ -3,8 +3,7 @@
 import re
 
 from lit_layers import plots, records
-from lit_layers.figures.chart import Chart
-from tests.support.charts import line
+from tests.support.charts import line, svgs
 from tests.support.layer_results import LAYERS, layer_results
 
 GAP = 2
@@ -20,35 +19,36 @@ def table(steps, gaps: dict[int | str, list[int]], **runs: int):
     return records.frame(found)
 
 
-def pieces(chart: Chart, mark: str, color: str) -> int:
+def pieces(picture: str, mark: str, color: str) -> int:
     """Of how many pieces a line or band of this colour is in a picture."""
     side = "stroke" if mark == "line" else "fill"
-    groups = re.findall(rf"mark-{mark} role-mark[^>]*>(.*?)</g>", chart.picture(".svg").decode(), re.S)
+    groups = re.findall(rf"mark-{mark} role-mark[^>]*>(.*?)</g>", picture, re.S)
     paths = [path for group in groups for path in re.findall(r"<path[^>]*>", group) if f'{side}="{color}"' in path]
     return sum(re.findall(r' d="([^"]*)"', path)[0].count("M") for path in paths)
 
 
-def test_a_line_and_its_band_break_at_a_layer_that_only_other_checkpoints_have():
-    frame = table([0, 64], {64: [GAP]})
-    chart = plots.layer_profile(frame, "accuracy", controls=["random_labels"])
+def test_a_line_and_its_band_break_at_a_layer_that_only_others_have():
+    of_models = table([], {"lab/large": [GAP]}, small=2, large=4, other=4)
+    charts = [
+        plots.layer_profile(table([0, 64], {64: [GAP]}), "accuracy", controls=["random_labels"]),
+        plots.layer_profile(table([0, 64], {0: [LAYERS]}), "accuracy"),
+        plots.layer_profile(of_models, "accuracy"),
+    ]
+    inner, last, models = zip(charts, svgs(charts), strict=True)
+
+    chart, picture = inner
     whole, broken, control = (line(chart, name) for name in ("step 0", "step 64", "random labels"))
     assert whole.x == broken.x == control.x == list(range(LAYERS + 1))
     assert [series.y[GAP] is None for series in (whole, broken, control)] == [False, True, True]
     for mark in ("line", "area"):
-        assert pieces(chart, mark, whole.color) == 1
-        assert pieces(chart, mark, broken.color) == 2
+        assert (pieces(picture, mark, whole.color), pieces(picture, mark, broken.color)) == (1, 2), mark
 
+    chart, picture = last
+    assert [line(chart, name).y[-1] is None for name in ("step 0", "step 64")] == [True, False]
+    assert pieces(picture, "line", line(chart, "step 0").color) == 1, "a last layer does not stretch the others"
 
-def test_a_last_layer_that_is_missing_does_not_stretch_the_others():
-    chart = plots.layer_profile(table([0, 64], {0: [LAYERS]}), "accuracy")
-    assert line(chart, "step 0").y[-1] is None
-    assert line(chart, "step 64").y[-1] is not None
-    assert pieces(chart, "line", line(chart, "step 0").color) == 1
-
-
-def test_models_that_are_not_equally_deep_break_at_their_own_layers():
-    chart = plots.layer_profile(table([], {"lab/large": [GAP]}, small=2, large=4, other=4), "accuracy")
+    chart, picture = models
     small, large = line(chart, "small"), line(chart, "large")
     assert (small.x, [y is None for y in small.y]) == ([0, 50, 100], [False] * 3)
     assert (large.x, [y is None for y in large.y]) == ([0, 25, 50, 75, 100], [False, False, True, False, False])
-    assert pieces(chart, "line", large.color) == 2
+    assert pieces(picture, "line", large.color) == 2

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -12,7 +13,7 @@ from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.theme import Axis
 from lit_layers.functional.block_schedules import variants
 from lit_layers.records import Measurement, Record
-from tests.support.charts import svg_texts
+from tests.support.charts import svg_texts, svgs
 
 LAYERS, HIGHEST = 6, 1e43
 LENS, TASK = "logit_lens_perplexity", "task_perplexity"
@@ -64,12 +65,13 @@ def test_every_curve_of_perplexities_has_a_log_axis(over_steps, models):
     assert plots.models_in_rows(models, TASK).spec()["encoding"]["x"]["scale"]["type"] == "log"
 
 
-@pytest.mark.parametrize("ratio", [1.00001, 1.05, 2.0, 4.9, 12.0, 1e4, 1e40])
-def test_a_log_axis_has_a_few_numbers_to_read_it_by(ratio):
-    series = Series(x=[0, 1], y=[3.0, 3.0 * ratio], width=2)
-    texts = svg_texts(Chart(title="", x=Axis(), y=Axis(log=True), series=[series]))
-    numbers = [float(text.replace(",", "")) for text in texts if text not in ("0", "1") or ratio > 1e3]
-    assert 2 <= len({*numbers} & {n for n in numbers if 2.9 <= n <= 3.1 * ratio}) <= 12, texts
+def test_a_log_axis_has_a_few_numbers_to_read_it_by():
+    ratios = (1.00001, 2.0, 12.0, 1e40)
+    series = [Series(x=[0, 1], y=[3.0, 3.0 * ratio], width=2) for ratio in ratios]
+    pictures = svgs(Chart(title="", x=Axis(), y=Axis(log=True), series=[one]) for one in series)
+    for ratio, texts in zip(ratios, map(svg_texts, pictures), strict=True):
+        numbers = [float(text.replace(",", "")) for text in texts if text not in ("0", "1") or ratio > 1e3]
+        assert 2 <= len({*numbers} & {n for n in numbers if 2.9 <= n <= 3.1 * ratio}) <= 12, (ratio, texts)
 
 
 def test_numbers_beside_the_colours_of_a_map_differ():
@@ -97,35 +99,36 @@ def test_heat_maps_are_coloured_by_the_logarithm(over_steps):
     assert not loss.cells.log
 
 
-def on_log_axis(values: list[float], low: list[float], high: list[float], **look: Any) -> str:
+VALUES = [1.0, 10.0, 5.0, 10.0, 100.0]
+
+
+def on_log_axis(values: list[float], low: Sequence[float] = (), high: Sequence[float] = (), **look: Any) -> Chart:
     series = Series(x=[0, 1, 2, 3, 4], y=values, low=low, high=high, width=2, mark="circle", color="#0b62a4", **look)
-    return Chart(title="", x=Axis(), y=Axis(log=True), series=[series]).picture(".svg").decode()
+    return Chart(title="", x=Axis(), y=Axis(log=True), series=[series])
 
 
 def heights(path: str) -> list[float]:
     return [float(point.split(",")[1]) for point in re.findall(r"[ML]([-\d.,]+)", path)]
 
 
-def test_a_zero_has_a_gap_on_a_log_axis_and_is_told_where_vega_would_draw_it_as_the_largest():
-    values = [1.0, 10.0, 0.0, 10.0, 100.0]
-    svg = on_log_axis(values, [], [])
-    (line,) = re.findall(r'stroke="#0b62a4"[^>]* d="([^"]*)"|d="([^"]*)" stroke="#0b62a4"', svg)[:1]
-    assert "".join(line).count("M") == 2, "two parts"
-    assert len(re.findall(r'fill="#0b62a4"', svg)) == 4
-    assert "Not on a log axis: 1 of 0 or below" in svg
-    assert "Not on a log axis" not in on_log_axis([1.0, 10.0, 5.0, 10.0, 100.0], [], [])
-
-
-@pytest.mark.parametrize("high", [11.0, -0.5])
-def test_an_interval_that_ends_below_zero_reaches_the_edge_of_a_log_axis(high):
-    low, high_ends = [0.5, 8.0, -1.0, 9.0, 90.0], [2.0, 12.0, high, 11.0, 120.0]
-    band = on_log_axis([1.0, 10.0, 5.0, 10.0, 100.0], low, high_ends)
-    (area,) = (
-        re.findall(r'd="(M[^"]*Z)" fill="#0b62a4"', band)[:1]
-        or re.findall(r'fill="#0b62a4"[^>]* d="(M[^"]*Z)"', band)[:1]
+def test_what_is_0_or_below_has_a_gap_on_a_log_axis_and_is_told_where_vega_would_draw_it_as_the_largest():
+    low, half, below = [0.5, 8.0, -1.0, 9.0, 90.0], [2.0, 12.0, 11.0, 11.0, 120.0], [2.0, 12.0, -0.5, 11.0, 120.0]
+    zero, plain, *intervals = svgs(
+        [
+            on_log_axis([1.0, 10.0, 0.0, 10.0, 100.0]),
+            on_log_axis(VALUES),
+            *(on_log_axis(VALUES, low, high, **look) for high in (half, below) for look in ({}, {"interval": "bars"})),
+        ]
     )
-    if high > 0:
-        assert heights(area)[2] == max(heights(area)), "at the lowest number that is drawn"
-    assert min(heights(area)) > 0, "nothing goes to the top"
-    bars = on_log_axis([1.0, 10.0, 5.0, 10.0, 100.0], low, high_ends, interval="bars")
-    assert bars.count('stroke-width="1.2"') == (5 if high > 0 else 4)
+    (line,) = re.findall(r'stroke="#0b62a4"[^>]* d="([^"]*)"|d="([^"]*)" stroke="#0b62a4"', zero)[:1]
+    assert "".join(line).count("M") == 2, "two parts"
+    assert len(re.findall(r'fill="#0b62a4"', zero)) == 4
+    assert ("Not on a log axis: 1 of 0 or below" in zero, "Not on a log axis" in plain) == (True, False)
+    for number, (band, bars) in enumerate((intervals[:2], intervals[2:])):
+        (area,) = (
+            re.findall(r'd="(M[^"]*Z)" fill="#0b62a4"', band)[:1]
+            or re.findall(r'fill="#0b62a4"[^>]* d="(M[^"]*Z)"', band)[:1]
+        )
+        assert number or heights(area)[2] == max(heights(area)), "at the lowest number that is drawn"
+        assert min(heights(area)) > 0, "nothing goes to the top"
+        assert bars.count('stroke-width="1.2"') == 5 - number
