@@ -1,11 +1,9 @@
 """How numbers change over the layers: closed forms, scipy's rank correlation, drawn intervals, tables, the page."""
 
 import numpy as np
-import pandas as pd
 import pytest
 from scipy import stats
 
-from lit_layers.cli.main import main
 from lit_layers.clock.step_curves import (
     LAYER_COLUMNS,
     MONOTONICITY,
@@ -15,7 +13,6 @@ from lit_layers.clock.step_curves import (
     layer_table,
     over_the_seeds,
 )
-from tests.test_emerge import write_run
 
 STEPS = (0, 1, 4)
 
@@ -136,16 +133,3 @@ def test_the_table_has_a_row_for_each_statistic_and_checkpoint():
     assert len(table) == 2 * 5
     row = table[(table.statistic == MONOTONICITY) & (table.step == 1)].iloc[0]
     assert (row.metric, row.tags, row["value"], row.num_layers) == ("accuracy", "pooling=mean", -1, 3)
-
-
-def test_the_command_writes_table_times_and_figure(tmp_path, capsys):
-    out = tmp_path / "out"
-    assert main(["emerge", str(write_run(tmp_path / "planted")), "--root", str(out)]) == 0
-    table = pd.read_csv(out / "layers.csv")
-    rho = table[(table.metric == "accuracy") & (table.statistic == MONOTONICITY)].set_index("step")["value"]
-    # layers 1 to 3 rise one after the other: the first is ahead on the way, at the end all are alike
-    assert rho[64] == -1
-    assert (pd.read_csv(out / "times.csv").metric == MONOTONICITY).sum() == 1
-    assert (out / "monotonicity_probe_accuracy.svg").is_file()
-    assert "Does it rise over the layers?" in (out / "emergence.html").read_text()
-    assert "layers.csv" in capsys.readouterr().out
