@@ -40,8 +40,7 @@ BOTH = ("bf16_difference", "bf16_largest_difference")
 
 @pytest.fixture(autouse=True)
 def few_checked(monkeypatch) -> None:
-    for place in (readout_scores,):
-        monkeypatch.setattr(place, "NUM_CHECKED", CHECKED)
+    monkeypatch.setattr(readout_scores, "NUM_CHECKED", CHECKED)
 
 
 def under_autocast(model):
@@ -58,25 +57,27 @@ def values(found, metric: str, **tags) -> dict[int | None, float]:
 SOME = ("gpt2", "llama", "bert_classifier", "vit")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in SOME else pytest.mark.nightly) for name in EVERY]
-)
-def test_blocks_compute_what_autocast_makes_of_them_and_the_rest_is_float32(name):
-    model = tiny(name)
-    batch = tiny_batch(name, padding=None if "pixel" in name else "right")
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    view = BFloat16View(LayeredModel(model))
-    rounded, full = view.trajectory(batch), LayeredModel(model).trajectory(batch)
-    readout = view.readout(rounded.hidden)
-    assert (rounded.hidden.dtype, readout.dtype, view.dtype) == (torch.float32,) * 3
-    shared = {parameter.data_ptr() for parameter in model.parameters()}
-    kinds = {parameter.data_ptr() in shared: parameter.dtype for parameter in view.model.parameters()}
-    assert kinds == {True: torch.float32, False: torch.bfloat16}
-    assert 1e-6 < (rounded.hidden - full.hidden).norm() / full.hidden.norm() < 0.05
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    reference = LayeredModel(under_autocast(model)).trajectory(batch)
-    assert torch.equal(rounded.hidden, reference.hidden)  # the same roundings: of a weight beforehand, or at its use
-    assert torch.equal(rounded.logits, reference.logits)
+SOME = ("gpt2", "bert_classifier", "vit")
+
+
+@pytest.mark.parametrize("names", [SOME, pytest.param(EVERY, marks=pytest.mark.nightly)], ids=["some", "every"])
+def test_blocks_compute_what_autocast_makes_of_them_and_the_rest_is_float32(names):
+    for name in names:
+        model = tiny(name)
+        batch = tiny_batch(name, padding=None if "pixel" in name else "right")
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        view = BFloat16View(LayeredModel(model))
+        rounded, full = view.trajectory(batch), LayeredModel(model).trajectory(batch)
+        readout = view.readout(rounded.hidden)
+        assert (rounded.hidden.dtype, readout.dtype, view.dtype) == (torch.float32,) * 3, name
+        shared = {parameter.data_ptr() for parameter in model.parameters()}
+        kinds = {parameter.data_ptr() in shared: parameter.dtype for parameter in view.model.parameters()}
+        assert kinds == {True: torch.float32, False: torch.bfloat16}, name
+        assert 1e-6 < (rounded.hidden - full.hidden).norm() / full.hidden.norm() < 0.05, name
+        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items()), name
+        reference = LayeredModel(under_autocast(model)).trajectory(batch)
+        assert torch.equal(rounded.hidden, reference.hidden), name  # rounded beforehand, or at each use
+        assert torch.equal(rounded.logits, reference.logits), name
 
 
 def test_the_copy_is_gone_with_its_view_and_holds_its_matrices_alone():
@@ -157,11 +158,18 @@ def test_training_beside_it_ends_in_the_same_bits():
     assert {measurement.error for measurement in beside["measurements"]} == {None}
 
 
-def test_a_measurement_in_float32_has_another_hash_than_one_in_bfloat16():
-    plain, rounded = (Lens(batches=Listed(*BATCHES), dtype=dtype) for dtype in ("float32", "bfloat16"))
-    assert plain.config_hash() != rounded.config_hash()
-    wrong = measure(tiny("gpt2"), Lens(batches=Listed(*BATCHES), dtype="float16"), run="r", step=0)  # pyright: ignore
+def test_a_measurement_in_float32_has_another_hash_and_what_needs_float32_is_refused_by_name(tmp_path, capsys):
+    data = Listed(*BATCHES)
+    assert Lens(batches=data).config_hash() != Lens(batches=data, dtype="bfloat16").config_hash()
+    wrong = measure(tiny("gpt2"), Lens(batches=data, dtype="float16"), run="r", step=0)  # pyright: ignore
     assert "expected dtype to be one of ['float32', 'bfloat16'], got 'float16'" in str(wrong.error)
+    with pytest.raises(base.InputError, match="trajectory"):
+        base.in_bfloat16(Trajectory(batches=data))
+    saved_gpt2(tmp_path / "model")
+    command = ["analyze", str(tmp_path / "model"), "--root", str(tmp_path / "out"), "--dtype", "bfloat16"]
+    assert main(command) == 2
+    assert "dtype: trajectory is measured in float32 or wider" in capsys.readouterr().err
+    assert not Path(tmp_path / "out" / "measurements.jsonl").exists()
 
 
 def of_task(name: str, value: float, dtype: dict[str, str], **variant) -> Measurement:
@@ -169,28 +177,22 @@ def of_task(name: str, value: float, dtype: dict[str, str], **variant) -> Measur
     about = {"domain": "sts", "score": "s", "pooling": "mean", "states": "resid"}
     analysis, metric = ("intervene", "normalized_score") if variant else ("mteb", "main_score")
     tags = {"task": name, **dtype, **(variant or about)}
-    layers = [None] if variant else [0, 1]
-    made = [Record(metric=metric, value=value, layer=layer, n=5, tags=tags) for layer in layers]
-    said = {"config_hash": f"{name}{dtype}"}
-    place = {"run": "r", "step": None, "tokens": None, "analysis": f"{analysis}/{name}"}
-    return Measurement(**place, records=made, seconds=1.0, provenance=said)
+    made = [Record(metric=metric, value=value, layer=n, n=5, tags=tags) for n in ([None] if variant else [0, 1])]
+    place = {"run": "r", "step": None, "tokens": None, "analysis": f"{analysis}/{name}", "seconds": 1.0}
+    return Measurement(**place, records=made, provenance={"config_hash": f"{name}{dtype}"})
 
 
 def test_a_difference_that_is_defined_for_no_text_says_how_many_there_were():
-    for layer in (None, 3):
-        found = [*rounding_records(torch.tensor([torch.nan, torch.inf]), "loss", layer=layer)]
-        assert [(r.metric, r.layer, r.n, r.tags["num_undefined"]) for r in found] == [
-            ("bf16_difference", layer, 0, 2),
-            ("bf16_largest_difference", layer, 0, 2),
-        ]
-        assert all(math.isnan(r.value) for r in found)
+    found = [*rounding_records(torch.tensor([torch.nan, torch.inf]), "loss", layer=3)]
+    assert [(r.metric, r.layer, r.n, r.tags["num_undefined"]) for r in found] == [(name, 3, 0, 2) for name in BOTH]
+    assert all(math.isnan(r.value) for r in found)
     assert [*rounding_records(torch.tensor([]), "loss")] == []
     of_all, _ = rounding_records(torch.tensor([0.1, 0.2]), "loss", tags={"num_undefined": 1, "split": "test"})
     assert of_all.tags == {"dtype": "bfloat16", "of": "loss", "split": "test"}  # not the count of the number beside it
 
 
 def test_no_curve_mean_or_median_is_over_two_precisions():
-    rounded = {"dtype": "bfloat16"}
+    rounded, skip = {"dtype": "bfloat16"}, {"variant": "skip", "middle": 2}
     measured = [of_task("A", 0.2, {}), of_task("B", 0.4, {}), of_task("C", 0.9, rounded)]
     means = {
         str(each.options): each.curve.set_index("layer")["average"][1]
@@ -199,25 +201,12 @@ def test_no_curve_mean_or_median_is_over_two_precisions():
     assert means == {"{}": pytest.approx(0.3), str(rounded): pytest.approx(0.9)}
     drawn = plots.with_task_means(records.frame(measured)).frame
     assert sorted(set(drawn["value"].round(9))) == [0.3, 0.9]
-    variants = [of_task(name, value, {}, variant="skip", middle=2) for name, value in (("A", 0.2), ("B", 0.4))]
-    both = plots.with_task_medians(records.frame([*variants, of_task("C", 0.9, rounded, variant="skip", middle=2)]))
-    medians = both.frame[both.frame["analysis"] == "intervene/median_over_tasks"]
-    assert medians["value"].tolist() == pytest.approx([0.3])
-    assert both.notes["intervene/median_over_tasks"].endswith("Of another precision, and not in it: C.")
-    more = of_task("D", 0.9, rounded, variant="skip", middle=2), of_task("C", 0.9, rounded, variant="skip", middle=2)
-    of_four = plots.with_task_medians(records.frame([*more, *variants])).frame  # two tasks of each: float32
-    assert of_four.loc[of_four["analysis"] == "intervene/median_over_tasks", "value"].tolist() == pytest.approx([0.3])
-    again = of_task("A", 0.8, rounded)
-    curve, others = divided([measured[0], again])
-    assert (len(curve), len(others)) == (1, 1)  # so select, pages and exports see one precision of an analysis
-
-
-def test_what_needs_float32_is_refused_by_name(tmp_path, capsys):
-    saved_gpt2(tmp_path / "model")
-    with pytest.raises(base.InputError, match="trajectory"):
-        base.in_bfloat16(Trajectory(batches=Listed(*BATCHES)))
-    command = ["analyze", str(tmp_path / "model"), "--root", str(tmp_path / "out"), "--dtype", "bfloat16"]
-    assert main(command) == 2
-    said = capsys.readouterr().err
-    assert "dtype: trajectory is measured in float32 or wider" in said
-    assert not Path(tmp_path / "out" / "measurements.jsonl").exists()
+    variants = [of_task(name, value, {}, **skip) for name, value in (("A", 0.2), ("B", 0.4))]
+    for others in (["C"], ["D", "C"]):  # two tasks of each: float32
+        of_others = [of_task(name, 0.9, rounded, **skip) for name in others]
+        both = plots.with_task_medians(records.frame([*of_others, *variants]))
+        medians = both.frame[both.frame["analysis"] == "intervene/median_over_tasks"]
+        assert medians["value"].tolist() == pytest.approx([0.3])
+        assert "Of another precision, and not in it: " in both.notes["intervene/median_over_tasks"]
+    curve, apart = divided([measured[0], of_task("A", 0.8, rounded)])
+    assert (len(curve), len(apart)) == (1, 1)  # so select, pages and exports see one precision of an analysis

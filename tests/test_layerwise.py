@@ -56,23 +56,15 @@ def test_the_table_has_what_the_analyses_measure_and_of_a_metric_nothing_else(re
     assert set(result.frame["metric"]) == {"prompt_entropy"} | {record.metric for record in lens.records}
     table = result.frame.query("metric == 'logit_lens_loss' and layer == 2")
     assert table["value"].tolist() == [r.value for r in lens.records if r.metric == "logit_lens_loss" and r.layer == 2]
+    assert records.frame(lens).equals(records.frame([lens]))
 
 
-def test_a_measurement_has_a_table_of_its_own(model, batches):
-    measurement = measure(model, Trajectory(batches=batches), run="r", step=None)
-    assert records.frame(measurement).equals(records.frame([measurement]))
-    assert len(records.frame(measurement)) == len(measurement.records)
-
-
-def test_it_shows_itself_with_a_picture(result):
+def test_it_shows_itself_with_a_picture_and_an_analysis_is_drawn_by_the_first_of_its_metrics(result):
     assert repr(result).startswith("LayerResult(tiny: representation, lens; 3 blocks, ")
     assert repr(result) in result._repr_svg_()
     single = result.plot("prompt_entropy")._repr_mimebundle_()
     assert single["image/svg+xml"].lstrip().startswith("<svg")
     assert single["application/vnd.vegalite.v6+json"]["title"]["text"]
-
-
-def test_the_name_of_an_analysis_draws_the_first_of_its_metrics(result):
     assert result.plot("lens").title == result.plot("logit_lens_loss").title
     assert result.plot("representation").title == result.plot("prompt_entropy").title  # the one that was asked for
 
@@ -111,13 +103,7 @@ def test_a_metric_of_whole_models_has_a_row_for_each_with_its_interval(model, ba
     assert marks.low == pytest.approx(measured["low"].tolist(), rel=1e-3)
 
 
-def test_models_with_maps_stand_beside_each_other(model, batches):
-    result = lit_layers.layers(model, ["layer_cosine"], batches=batches, name="tiny")
-    both = result.compare(result).plot("layer_cosine")
-    assert [chart.title.split(":")[0] for chart in both.charts] == ["tiny", "tiny (2)"]
-
-
-def test_two_models_stand_side_by_side(result, batches):
+def test_two_models_stand_side_by_side(result, model, batches):
     deeper = causal_lm("gpt2", n_layer=4, n_embd=64, n_head=2, n_positions=16, vocab_size=VOCABULARY)
     other = lit_layers.layers(deeper, ["prompt_entropy"], batches=batches, name="tiny")
     both = result.compare(other)
@@ -127,11 +113,13 @@ def test_two_models_stand_side_by_side(result, batches):
     alone = lit_layers.layers(deeper, ["line_shape_score"], batches=batches)
     with pytest.raises(InputError, match="compare: expected an analysis that was made of both"):
         result.compare(alone)
+    of_maps = lit_layers.layers(model, ["layer_cosine"], batches=batches, name="tiny")
+    charts = of_maps.compare(of_maps).plot("layer_cosine").charts
+    assert [chart.title.split(":")[0] for chart in charts] == ["tiny", "tiny (2)"]
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
+def test_a_mistake_is_a_sentence(model, batches):
+    for options, said in (
         ({"metrics": ["coupling", "prompt_entropi"]}, "unknown name 'prompt_entropi'; did you mean prompt_entropy"),
         ({"metrics": "lens"}, "expected a list of names"),
         ({"metrics": []}, "expected a list of names"),
@@ -143,14 +131,9 @@ def test_two_models_stand_side_by_side(result, batches):
         ({"texts": ["a"]}, "texts and batches: expected one of them"),
         ({"batches": None}, "GPT2LMHeadModel in memory carries none"),
         ({"batches": "some text"}, "batches: expected `Batches`, or a DataLoader"),
-    ],
-)
-def test_a_mistake_is_a_sentence(model, batches, options, said):
-    with pytest.raises(InputError, match=said):
-        lit_layers.layers(**{"model": model, "metrics": ["lens"], "batches": batches, **options})
-
-
-def test_the_name_of_an_analysis_is_refused_where_an_analysis_is_expected(model):
+    ):
+        with pytest.raises(InputError, match=said):
+            lit_layers.layers(**{"model": model, "metrics": ["lens"], "batches": batches, **options})
     with pytest.raises(InputError, match=r"analysis: expected one, such as Lens\(batches=data\), got a str"):
         measure(model, "lens", run="r", step=None)
 
