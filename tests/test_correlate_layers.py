@@ -23,6 +23,17 @@ def one_model(root: Path, layers: int = 8, **options) -> tuple[Path, np.ndarray,
     return add(root / "runs", "org/model", None, scores=scores, metric=metric, **options), metric, scores
 
 
+def write(root: Path, run: str, analysis: str, found: list[Record]) -> None:
+    about = {"run": run, "step": None, "tokens": None, "seconds": 0}
+    records.append(root / "measurements.jsonl", Measurement(analysis=analysis, records=found, **about))
+
+
+def per_layer(name: str, values, **tags) -> list[Record]:
+    """Of normed states."""
+    tags = {"states": "normed", **tags}
+    return [Record(metric=name, value=float(value), layer=n, tags=tags) for n, value in enumerate(values)]
+
+
 def series(root: Path, count: int = 3) -> Path:
     for number in range(count):
         metric, scores = tables(5 + number, seed=number, sign=1.0 if number == count - 1 else -1.0)
@@ -40,18 +51,9 @@ def test_a_metric_is_written_with_its_analysis_and_tags():
     assert wanted.tags == {"normalization": "raw", "drop_first": "1"}
     assert wanted.fits({"normalization": "raw", "drop_first": 1})
     assert not wanted.fits({"normalization": "raw"})
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a[b", "expected NAME, ANALYSIS/NAME or NAME.tag=value"),
-        ("a[b]", "expected NAME, ANALYSIS/NAME or NAME.tag=value"),
-    ],
-)
-def test_another_form_of_a_metric_is_refused(text, message):
-    with pytest.raises(InputError, match=message):
-        MetricQuery.of(text)
+    for text in ("a[b", "a[b]"):
+        with pytest.raises(InputError, match="expected NAME, ANALYSIS/NAME or NAME.tag=value"):
+            MetricQuery.of(text)
 
 
 # ------------------------------------------------------------------------------------------------ what is read
@@ -77,27 +79,16 @@ def test_layer_0_is_apart_unless_asked_for(tmp_path):
         read_layers([root], metrics=["prompt_entropy"], scores="mteb", with_layer_0=True)
 
 
-def test_a_metric_of_a_common_corpus_pairs_with_every_task(tmp_path):
-    root, *_ = one_model(tmp_path)
+def test_a_metric_of_a_common_corpus_pairs_with_every_task_and_a_tasks_own_texts_come_first(tmp_path):
+    root, metric, _ = one_model(tmp_path)
     common = np.arange(9.0) ** 2
-    own = [Record(metric="lidar", value=v, layer=layer, tags={"states": "normed"}) for layer, v in enumerate(common)]
-    measured = Measurement(run="org/model", step=None, tokens=None, analysis="invariance", records=own, seconds=0)
-    records.append(root / "measurements.jsonl", measured)
-    found = read_layers([root], metrics=["lidar", "prompt_entropy"], scores="mteb")
+    write(root, "org/model", "invariance", per_layer("lidar", common))
+    write(root, "org/model", "representation", per_layer("prompt_entropy", 9 + np.arange(9)))
+    found = read_layers([root], metrics=["lidar", "representation/prompt_entropy"], scores="mteb")
     _, x, _ = found.models[0].tables("lidar", 1)
     assert np.array_equal(x, np.tile(common[1:], (len(TASKS), 1)))
     assert found.common == ["lidar"]
-
-
-def test_where_both_were_measured_the_tasks_own_texts_come_first(tmp_path):
-    root, metric, _ = one_model(tmp_path)
-    own = [
-        Record(metric="prompt_entropy", value=9.0 + layer, layer=layer, tags={"states": "normed"}) for layer in range(9)
-    ]
-    measured = Measurement(run="org/model", step=None, tokens=None, analysis="representation", records=own, seconds=0)
-    records.append(root / "measurements.jsonl", measured)
-    model = read_layers([root], metrics=["representation/prompt_entropy"], scores="mteb").models[0]
-    assert np.array_equal(model.tables("representation/prompt_entropy", 0)[1], metric)
+    assert np.array_equal(found.models[0].tables("representation/prompt_entropy", 0)[1], metric)
 
 
 def test_the_last_step_that_has_both_counts_or_the_one_asked_for(tmp_path):
@@ -150,15 +141,9 @@ def test_of_several_conventions_the_scores_own_is_taken(tmp_path):
 
 def test_several_variants_are_refused_and_the_plainest_is_none(tmp_path):
     metric, scores = tables(6)
-    own = [
-        Record(metric="m", value=float(value) + k, layer=layer, tags={"k": k, "states": "normed"})
-        for k in (3, 12)
-        for layer, value in enumerate(metric[0])
-    ]
     add(tmp_path, "r", None, scores=scores)
     for task in TASKS:
-        measured = Measurement(run="r", step=None, tokens=None, analysis=f"a/{task}", records=own, seconds=0)
-        records.append(tmp_path / "measurements.jsonl", measured)
+        write(tmp_path, "r", f"a/{task}", [r for k in (3, 12) for r in per_layer("m", metric[0] + k, k=k)])
     with pytest.raises(InputError, match=r"m of r has 2 variants \(k=3; k=12\): choose one by its tags"):
         read_layers([tmp_path], metrics=["m"], scores="mteb")
     found = read_layers([tmp_path], metrics=["m[k=12]"], scores="mteb")
@@ -168,70 +153,48 @@ def test_several_variants_are_refused_and_the_plainest_is_none(tmp_path):
 
 @pytest.mark.parametrize("of_metric", [True, False])
 def test_models_measured_in_unlike_ways_are_not_compared(tmp_path, of_metric):
-    for name, tags in (("a", {}), ("b", {"dtype": "bfloat16"})):
+    name, analysis = ("prompt_entropy", "representation") if of_metric else ("main_score", "mteb")
+    for run, tags in (("a", {}), ("b", {"dtype": "bfloat16"})):
         metric, scores = tables(6)
-        add(tmp_path / name, name, None, **({"scores": scores} if of_metric else {"metric": metric}))
-        found = [
-            Record(metric="prompt_entropy" if of_metric else "main_score", value=float(value), layer=layer, tags=tags)
-            for layer, value in enumerate((metric if of_metric else scores)[0])
-        ]
-        for record in found:
-            record.tags["states"] = "normed"
+        add(tmp_path / run, run, None, **({"scores": scores} if of_metric else {"metric": metric}))
         for task in TASKS:
-            analysis = f"{'representation' if of_metric else 'mteb'}/{task}"
-            line = Measurement(run=name, step=None, tokens=None, analysis=analysis, records=found, seconds=0)
-            records.append(tmp_path / name / "measurements.jsonl", line)
+            write(tmp_path / run, run, f"{analysis}/{task}", per_layer(name, metric[0], **tags))
     text = "metrics: prompt_entropy" if of_metric else "scores: mteb"
     with pytest.raises(InputError, match=f"{text} is no tag of a; dtype=bfloat16 of b: measure all models alike"):
         read_layers([tmp_path / "a", tmp_path / "b"], metrics=["prompt_entropy"], scores="mteb")
 
 
-@pytest.mark.parametrize(
-    ("metrics", "scores", "message"),
-    [
+def test_what_there_is_not_is_refused(tmp_path):
+    root, *_ = one_model(tmp_path)
+    for metrics, scores, message in (
         (["promt_entropy"], "mteb", "metrics: no model has 'promt_entropy' per layer; did you mean .*prompt_entropy"),
         (["prompt_entropy"], "mtb", "scores: no model has 'mtb' per layer"),
         (["prompt_entropy"], "scores.csv", "scores: cannot read scores.csv: .* No such file"),
-    ],
-)
-def test_what_there_is_not_is_refused(tmp_path, metrics, scores, message):
-    root, *_ = one_model(tmp_path)
-    with pytest.raises(InputError, match=message):
-        read_layers([root], metrics=metrics, scores=scores)
+    ):
+        with pytest.raises(InputError, match=message):
+            read_layers([root], metrics=metrics, scores=scores)
 
 
 def test_a_metric_that_leaves_its_normalization_unsaid_is_raw(tmp_path):
     metric, scores = tables(6)
     add(tmp_path, "m", None, scores=scores)
     for task, row in zip(TASKS, metric, strict=True):
-        own = [
-            Record(metric="dime", value=float(value) + shift, layer=layer, tags={"states": "normed", **tags})
-            for shift, tags in ((0, {}), (9, {"normalization": "logD"}))
-            for layer, value in enumerate(row)
-        ]
-        measured = Measurement(run="m", step=None, tokens=None, analysis=f"invariance/{task}", records=own, seconds=0)
-        records.append(tmp_path / "measurements.jsonl", measured)
+        other = per_layer("dime", row + 9, normalization="logD")
+        write(tmp_path, "m", f"invariance/{task}", [*per_layer("dime", row), *other])
     names = ["dime", "dime[normalization=raw]", "dime[normalization=logD]"]
     model = read_layers([tmp_path], metrics=names, scores="mteb").models[0]
     for name, shift in zip(names, (0, 0, 9), strict=True):
         assert np.allclose(model.tables(name, 0)[1], metric + shift)
 
 
-def test_a_model_whose_last_layers_have_no_scores_is_left_out(tmp_path):
-    for name, depth in (("whole", 6), ("part", 12)):
-        metric, scores = tables(6)
+def test_models_without_scores_of_their_last_layers_or_with_too_few_layers_are_left_out(tmp_path):
+    for name, layers, depth in (("whole", 6, 6), ("part", 6, 12), ("shallow", 3, 3)):
+        metric, scores = tables(layers)
         add(tmp_path / name, name, None, scores=scores, metric=metric, provenance={"depth": depth})
-    found = read_layers([tmp_path / "whole", tmp_path / "part"], metrics=["prompt_entropy"], scores="mteb")
+    roots = [tmp_path / name for name in ("whole", "part", "shallow")]
+    found = read_layers(roots, metrics=["prompt_entropy"], scores="mteb")
     assert [model.name for model in found.models] == ["whole"]
-    assert found.left_out == {"part": "scores up to layer 6 of 12"}
-
-
-def test_models_too_shallow_for_a_correlation_are_left_out(tmp_path):
-    metric, scores = tables(3)
-    add(tmp_path / "shallow", "shallow", None, scores=scores, metric=metric)
-    root, *_ = one_model(tmp_path)
-    found = read_layers([root, tmp_path / "shallow"], metrics=["prompt_entropy"], scores="mteb")
-    assert found.left_out == {"shallow": "3 layers, expected at least 4"}
+    assert found.left_out == {"part": "scores up to layer 6 of 12", "shallow": "3 layers, expected at least 4"}
 
 
 def scores_file(path: Path, model: str, scores: np.ndarray) -> pd.DataFrame:
@@ -243,14 +206,18 @@ def scores_file(path: Path, model: str, scores: np.ndarray) -> pd.DataFrame:
     return frame
 
 
-def test_rows_without_a_layer_are_means_and_wrong_layers_are_named(tmp_path):
-    root, _, scores = one_model(tmp_path)
-    path = tmp_path / "scores.csv"
+def test_scores_of_a_file_meet_metrics_of_runs_and_wrong_layers_are_named(tmp_path):
+    root, metric, scores = one_model(tmp_path)
+    path, names = tmp_path / "scores.csv", {"metrics": ["prompt_entropy"], "scores": str(tmp_path / "scores.csv")}
     frame = scores_file(path, "model", scores)
     means = pd.DataFrame({"model": "model", "task": TASKS, "layer": None, "score": 9.0})
-    pd.concat([frame, means.astype({"layer": float})]).to_csv(path, index=False)
-    (model,) = read_layers([root], metrics=["prompt_entropy"], scores=str(path)).models
-    assert np.allclose(model.tables("prompt_entropy", 0)[2], scores)
+    pd.concat([frame, means.astype({"layer": float})]).to_csv(path, index=False)  # rows without a layer are means
+    (model,) = read_layers([root], **names).models
+    _, x, y = model.tables("prompt_entropy", 0)
+    assert np.allclose(x, metric)
+    assert np.allclose(y, scores)
+    with pytest.raises(InputError, match="expected run folders"):
+        read_layers([], **names)
     for wrong, message in (
         (frame.replace({"layer": {3: 2.5}}), "expected layers in .*scores.csv, whole numbers from 0, got 2.5"),
         (pd.concat([frame, frame]), "more than one score of model, Banking77Classification, layer 0"),
@@ -258,7 +225,7 @@ def test_rows_without_a_layer_are_means_and_wrong_layers_are_named(tmp_path):
     ):
         wrong.to_csv(path, index=False)
         with pytest.raises(InputError, match=message):
-            read_layers([root], metrics=["prompt_entropy"], scores=str(path))
+            read_layers([root], **names)
 
 
 def test_suspect_checkpoints_are_not_read(tmp_path):
@@ -266,15 +233,6 @@ def test_suspect_checkpoints_are_not_read(tmp_path):
     for step, verdict in ((1, "clean"), (2, "suspect: equal to the final step")):
         add(tmp_path, "m", step, scores=scores + step, metric=metric, provenance={"audit": verdict})
     assert read_layers([tmp_path], metrics=["prompt_entropy"], scores="mteb").models[0].step == 1
-
-
-def test_scores_of_a_file_meet_metrics_of_runs(tmp_path):
-    root, metric, scores = one_model(tmp_path)
-    scores_file(tmp_path / "scores.csv", "model", scores)
-    found = read_layers([root], metrics=["prompt_entropy"], scores=str(tmp_path / "scores.csv"))
-    assert np.allclose(found.models[0].tables("prompt_entropy", 0)[1], metric)
-    with pytest.raises(InputError, match="expected run folders"):
-        read_layers([], metrics=["prompt_entropy"], scores=str(tmp_path / "scores.csv"))
 
 
 # ------------------------------------------------------------------------------------------------ what is said
@@ -316,7 +274,8 @@ def test_the_metric_is_picked_on_the_other_models_too(tmp_path):
     assert [choice.rule for choice in picked] == ["min prompt_entropy"] * 3
 
 
-def test_the_command_writes_numbers_page_and_pictures(tmp_path, capsys):
+def test_the_command_writes_numbers_page_and_pictures(tmp_path, capsys, monkeypatch):
+    leave_undrawn(monkeypatch)
     root = series(tmp_path / "runs")
     out = tmp_path / "out"
     command = ["correlate", str(root), "--metrics", "prompt_entropy", "--scores", "mteb", "--root", str(out)]
@@ -337,6 +296,13 @@ def test_the_command_writes_numbers_page_and_pictures(tmp_path, capsys):
     for text in (*forms, "random walks", "leave one model out", "Best per task", "no method can count on them"):
         assert text in page
     assert len(pd.read_csv(out / "curves.csv")) == sum((5 + n + 1) * len(TASKS) for n in range(3))
+    for arguments, message in (
+        (["--metrics", "a"], "over layers: expected --metrics and --scores"),
+        (["--scores", "mteb"], "over layers: expected --metrics and --scores"),
+        (["--metrics", "a", "--scores", "mteb", "--resamples", "9"], "resamples: expected at least 100, got 9"),
+    ):
+        assert cli.main(["correlate", "runs", *arguments]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_the_page_tells_which_tasks_are_left_out(tmp_path, monkeypatch):
@@ -350,19 +316,6 @@ def test_the_page_tells_which_tasks_are_left_out(tmp_path, monkeypatch):
     page = (tmp_path / "out" / "layers.html").read_text()
     assert "EmotionClassification (no prompt_entropy at layer 3)" in page
     assert "<m>" not in page
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--metrics", "a"], "over layers: expected --metrics and --scores"),
-        (["--scores", "mteb"], "over layers: expected --metrics and --scores"),
-        (["--metrics", "a", "--scores", "mteb", "--resamples", "9"], "resamples: expected at least 100, got 9"),
-    ],
-)
-def test_the_options_of_the_two_modes_do_not_mix(arguments, message, capsys):
-    assert cli.main(["correlate", "runs", *arguments]) == 2
-    assert message in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------ published numbers
