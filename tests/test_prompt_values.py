@@ -79,7 +79,6 @@ def test_a_watched_run_keeps_them_beside_its_lines(tmp_path):
             )
 
 
-@pytest.mark.soak
 def test_a_step_that_is_measured_again_replaces_its_file_and_a_stale_one_is_ignored(tmp_path):
     store = Store(tmp_path / "measurements.jsonl")
     first, again = measured(), measured(seed=1)
@@ -101,22 +100,30 @@ def test_a_step_that_is_measured_again_replaces_its_file_and_a_stale_one_is_igno
     assert read_values(tmp_path, line) == {}
 
 
-def test_what_makes_no_curve_or_is_no_mean_is_not_read_values(tmp_path):
-    m = measured()
-    one = m.records[0]
+def test_what_makes_no_curve_or_is_no_mean_is_not_kept_and_vectors_of_prompts_are_no_values(tmp_path):
+    m = measured(curves=2)
+    one, two = m.records
     others = [replace(one, metric="pair", other_layer=2), replace(one, tags={"row": 1}), replace(one, value=9.0)]
     others += [replace(one, tags={"split": "train"}), replace(one, metric="none", by_prompt=None)]
-    write_values(tmp_path, replace(m, records=[*others, one]))
-    assert [*load_file(values_path(tmp_path, m))] == ["a/m/k=2/layer_00"]
+    states = np.arange(6, dtype=np.float32).reshape(3, 2)
+    write_values(tmp_path, replace(m, records=[*others, one, replace(two, states=states)]))
+    kept = load_file(values_path(tmp_path, m))
+    assert kept.keys() == {"a/m/k=2/layer_00", "a/m/k=2/layer_01", "layer-1"}
+    np.testing.assert_array_equal(kept["layer-1"], states)
+    assert read_values(tmp_path, m).keys() == {"a/m/k=2/layer_00", "a/m/k=2/layer_01"}
 
 
-def test_a_disk_that_takes_nothing_costs_the_values_alone(tmp_path, caplog):
+def test_a_disk_that_takes_nothing_costs_the_values_alone_and_a_line_cannot_bring_them_with_it(tmp_path, caplog):
     (tmp_path / "values").write_text("a file in the way")
     store = Store(tmp_path / "measurements.jsonl")
     store.add(measured(0))
-    store.add(measured(1))
-    assert len(records.read(store.path)) == 2
+    assert len(records.read(store.path)) == 1
     assert "the values of prompts cannot be written" in caplog.text
+    line = json.loads(store.path.read_text())
+    line["records"][0]["by_prompt"] = [1.0]
+    store.path.write_text(json.dumps(line) + "\n")
+    with pytest.raises(InputError, match="by_prompt"):
+        records.read(store.path)
 
 
 def test_a_damaged_file_is_told_and_replaced(tmp_path, caplog):
@@ -130,22 +137,3 @@ def test_a_damaged_file_is_told_and_replaced(tmp_path, caplog):
         assert caplog.text.count("is damaged") == number
     write_values(tmp_path, m)
     assert len(read_values(tmp_path, m)) == 3
-
-
-def test_vectors_of_prompts_stand_in_the_same_file_and_are_no_values(tmp_path):
-    m = measured(curves=2)
-    states = np.arange(6, dtype=np.float32).reshape(2, 3)
-    m = replace(m, records=[m.records[0], replace(m.records[1], states=states.T)])
-    write_values(tmp_path, m)
-    np.testing.assert_array_equal(load_file(values_path(tmp_path, m))["layer-1"], states.T)
-    assert read_values(tmp_path, m).keys() == {"a/m/k=2/layer_00", "a/m/k=2/layer_01"}
-
-
-def test_a_line_cannot_bring_values_with_it(tmp_path):
-    store = Store(tmp_path / "measurements.jsonl")
-    store.add(measured())
-    line = json.loads(store.path.read_text())
-    line["records"][0]["by_prompt"] = [1.0]
-    store.path.write_text(json.dumps(line) + "\n")
-    with pytest.raises(InputError, match="by_prompt"):
-        records.read(store.path)
