@@ -16,7 +16,7 @@ def num_hooks(model: nn.Module) -> int:
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "gpt2_trunk", "vit", "vit_headless"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "vit"])
 def test_every_layer_is_reached_after_the_one_before(name):
     found = layer_latencies(LayeredModel(tiny(name)), tiny_batch(name, batch=1), rounds=3, warm_up=1)
     assert found.dtype == torch.float64

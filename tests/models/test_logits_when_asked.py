@@ -1,10 +1,9 @@
 """The head runs for what is read alone, and gives what the model itself gives."""
 
-import pytest
 import torch
 
 from lit_layers.models.view import LayeredModel
-from tests.support.tiny_models import EVERY, VOCAB, by_kind, sees_images, tiny, tiny_batch
+from tests.support.tiny_models import VOCAB, tiny, tiny_batch
 
 
 def head_rows(network: torch.nn.Module) -> list[int]:
@@ -14,20 +13,6 @@ def head_rows(network: torch.nn.Module) -> list[int]:
         lambda module, args, output: rows.append(args[0].shape[:-1].numel())
     )
     return rows
-
-
-@pytest.mark.parametrize(
-    "padding", [*(pytest.param(side, marks=pytest.mark.nightly) for side in (None, "right")), "left"]
-)
-@pytest.mark.parametrize("name", by_kind((name for name in EVERY if not sees_images(name)), pytest.mark.nightly))
-def test_logits_of_some_rows_are_those_rows_of_all(name, padding):
-    network, batch = tiny(name, torch.float64), tiny_batch(name, padding=padding)
-    view = LayeredModel(network)
-    trajectory = view.trajectory(batch)
-    index = tuple(trajectory.mask.nonzero()[::3].T) if trajectory.logits.ndim == 3 else (torch.tensor([2, 0]),)
-    rows = head_rows(network) if view.predicts_next_token else []
-    torch.testing.assert_close(trajectory.logits_of(index), trajectory.logits[index], rtol=1e-12, atol=1e-12)
-    assert rows == ([len(index[0])] if view.predicts_next_token else []), "all logits are there already"
 
 
 def test_a_pass_computes_no_head_and_logits_run_no_block():

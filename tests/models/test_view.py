@@ -7,7 +7,6 @@ from torch.func import vjp
 from lit_layers.errors import InputError
 from lit_layers.models.build import pad_vocabulary_
 from lit_layers.models.view import LayeredModel
-from tests.support.replay import replay
 from tests.support.rounding import assert_rounded
 from tests.support.tiny_models import DIM, LAYERS, POSITIONS, VOCAB, tiny, tiny_batch
 
@@ -135,38 +134,6 @@ def test_soft_capping_belongs_to_the_readout():
     assert (trajectory.logits - plain.logits).abs().max() > 0.1
 
 
-def test_schedules_skip_swap_repeat_and_average(model):
-    trajectory = model.trajectory(tiny_batch("gpt2", padding="right"))
-    one, two, three = (trajectory.block(layer) for layer in (1, 2, 3))
-    start = trajectory.hidden[0]
-    by_hand = {
-        (): start,
-        (1, 3): three(one(start)),
-        (2, 1, 3): three(one(two(start))),
-        (1, 2, 2, 3): three(two(two(one(start)))),
-        (1, (2, 3)): (two(one(start)) + three(one(start))) / 2,
-        ((1, 1), 2, (3,)): three(two(one(start))),
-    }
-    for schedule, expected in by_hand.items():
-        torch.testing.assert_close(replay(model, trajectory, schedule), model.readout(expected), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "kind", "message"),
-    [
-        ([0, 1], ValueError, r"block: expected 1\.\.3, got 0"),
-        ([1, (2, 4)], ValueError, r"block: expected 1\.\.3, got 4"),
-        ([1, ()], ValueError, r"a parallel group is empty"),
-        ([1, 2.0], TypeError, r"a step is a block number or a tuple of them, got 2\.0"),
-        ([True], TypeError, r"a step is a block number or a tuple of them, got True"),
-        ([1, [2, 3]], TypeError, r"a step is a block number or a tuple of them, got \[2, 3\]"),
-    ],
-)
-def test_schedules_of_blocks_that_are_not_there_are_refused(model, schedule, kind, message):
-    with pytest.raises(kind, match=message):
-        replay(model, model.trajectory(tiny_batch("gpt2")), schedule)
-
-
 def test_layers_that_are_not_there_are_refused(model):
     trajectory = model.trajectory(tiny_batch("gpt2"))
     for layer in (0, 4, -1):
@@ -203,5 +170,6 @@ def test_columns_that_are_no_input_are_left_out(model):
     assert torch.equal(model.trajectory({**batch, "labels": batch["input_ids"], "document": 3}).logits, expected)
 
 
+@pytest.mark.soak  # the first use of torch.compile in a process takes three seconds
 def test_a_compiled_model_is_looked_at_through_its_eager_one(model):
     assert LayeredModel(torch.compile(model.model)).model is model.model

@@ -1,10 +1,7 @@
 """Tiny random models of every family, with weights so large that no non-linearity and no norm can hide."""
 
 import copy
-from collections.abc import Iterable
-from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -176,30 +173,7 @@ EVERY = (*FAMILIES, *_HEADS, *RECURRENT, *PICTURES)
 _TRANSFORMERS = {**_TEXT, **_HEADS, **_RECURRENT, **_BY_STRUCTURE, **_PICTURES}
 
 
-# Of each kind one: norms before, behind and in parallel, positions learnt, turned and added, kinds of attention by
-# block, encoders with a head and without, recurrent blocks, images of timm and of transformers. All: in the long tier.
-KINDS = (
-    "gpt2",
-    "gpt2_trunk",
-    "llama",
-    "olmo2",
-    "gemma2",
-    "gpt_neo",
-    "falcon_alibi",
-    "mpt",
-    "gpt_neox",
-    "bert",
-    "modernbert",
-)
-KINDS += ("bert_classifier", "roberta", "distilbert", "mamba_lm", "vit", "vit_average", "picture_vit")
-KINDS += ("picture_dinov2", "picture_mae", "picture_clip")
-
 _made: dict[str, nn.Module] = {}
-
-
-def by_kind(names: Iterable[str], others: pytest.MarkDecorator = pytest.mark.soak) -> list[Any]:
-    """Return the names as parameters of a test: those of `KINDS` for the quick tier, the others with a mark."""
-    return [pytest.param(name, marks=[] if name in KINDS else others) for name in names]
 
 
 def sees_images(name: str) -> bool:

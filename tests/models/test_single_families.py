@@ -1,0 +1,224 @@
+"""What single families do that others do not: positions, padding, pictures, heads, and what is refused."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from lit_layers.errors import InputError
+from lit_layers.functional.jacobian import block_jacobians
+from lit_layers.functional.jacobian.block_jacobians import block_jacobian
+from lit_layers.models.families import class_named, row_of, trunk_of
+from lit_layers.models.structure import family_of
+from lit_layers.models.view import LayeredModel
+from tests.support.tiny_models import IMAGE, RECURRENT, sees_images, tiny, tiny_batch
+
+
+@pytest.mark.parametrize("name", [RECURRENT[0], pytest.param(RECURRENT[2], marks=pytest.mark.soak)])
+def test_padding_before_a_state_space_with_biases_does_not_reach_the_text(name):
+    model = LayeredModel(tiny(name, torch.float64, use_bias=True))
+    for padding in ("left", "right"):
+        batch = tiny_batch(name, padding=padding)
+        trajectory, mask = model.trajectory(batch), batch["attention_mask"][2].bool()
+        alone = model.trajectory({"input_ids": batch["input_ids"][2:, mask]})
+        torch.testing.assert_close(trajectory.hidden[:, 2, mask], alone.hidden[:, 0], rtol=0, atol=1e-9)
+    batch, mask = tiny_batch(name, padding="left"), tiny_batch(name, padding="left")["attention_mask"][2].bool()
+    with torch.no_grad():  # by itself the model lets it in
+        given = model.model(**batch).logits
+        alone = model.trajectory({"input_ids": batch["input_ids"][2:, mask]}).logits
+    assert (given[2, mask] - alone[0]).abs().max() > 1e-3
+
+
+def test_a_text_of_any_length_fits_a_state_space():
+    model = LayeredModel(tiny("mamba_lm"))
+    assert model.max_tokens is None
+    assert model.trajectory(tiny_batch("mamba_lm", batch=1, tokens=100)).hidden.isfinite().all()
+
+
+def test_a_state_space_in_half_precision_keeps_its_stream_in_float32_as_transformers_does():
+    model, batch = LayeredModel(tiny("mamba_lm", torch.bfloat16)), tiny_batch("mamba_lm")
+    trajectory = model.trajectory(batch)
+    assert (model.dtype, trajectory.hidden.dtype) == (torch.bfloat16, torch.float32)
+    with torch.no_grad():
+        assert torch.equal(model.readout(trajectory.hidden[-1]), model.model(**batch).logits)
+
+
+def test_a_state_space_has_no_attention_to_expand_and_says_that_it_takes_longer(monkeypatch):
+    monkeypatch.setattr(block_jacobians, "_warned", set())
+    for name in RECURRENT[::2]:
+        trajectory = LayeredModel(tiny(name)).trajectory(tiny_batch(name, batch=1, tokens=3))
+        block, hidden = trajectory.block(2), trajectory.hidden[1]
+        with pytest.warns(RuntimeWarning, match=r"Jacobians of Mamba2?Block are computed by plain reverse mode, exac"):
+            found = block_jacobian(block, hidden)
+        assert torch.equal(found, block_jacobian(block, hidden, route="plain"))
+        with pytest.raises(ValueError, match="no route 'cut' for Mamba"):
+            block_jacobian(block, hidden, route="cut")
+
+
+@pytest.mark.parametrize("name", ["roberta", "roberta_classifier"])
+def test_positions_of_roberta_begin_behind_those_of_padding_even_where_a_token_looks_like_it(name):
+    model = LayeredModel(tiny(name, torch.float64))
+    assert model.max_tokens == 64 - 1  # position 0 belongs to padding, whose token is 0
+    batch = tiny_batch(name, padding="left")
+    batch["input_ids"][2, -2] = 0
+    trajectory, mask = model.trajectory(batch), batch["attention_mask"][2].bool()
+    alone = model.trajectory({"input_ids": batch["input_ids"][2:, mask]})
+    torch.testing.assert_close(trajectory.hidden[:, 2, mask], alone.hidden[:, 0], rtol=0, atol=1e-12)
+    long = torch.full((1, 64), 3)
+    with pytest.raises(InputError, match="takes at most 63 tokens, got 64"):
+        model.trajectory({"input_ids": long})
+    assert model.trajectory({"input_ids": long[:, 1:]}).hidden.isfinite().all()
+
+
+def test_padding_on_both_sides_and_between_and_columns_of_the_callers_own_are_moved_together():
+    model = LayeredModel(tiny("bert", torch.float64))
+    ids = torch.arange(3, 18).reshape(1, 15).repeat(2, 1)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0]])
+    types = torch.tensor([[0, 1, 0, 1, 1, 0, 1, 0, 1, 1, 0, 0, 1, 0, 1]]).repeat(2, 1)
+    positions = torch.arange(20, 35).repeat(2, 1)
+    batch = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types, "position_ids": positions}
+    trajectory = model.trajectory(batch)
+    assert torch.equal(trajectory.mask, mask.bool())
+    for index, real in enumerate(mask.bool()):
+        own = {name: column[index : index + 1, real] for name, column in batch.items()}
+        alone = model.trajectory(own)
+        torch.testing.assert_close(trajectory.hidden[:, index, real], alone.hidden[:, 0], rtol=0, atol=1e-12)
+    prompt = trajectory.rows(1, 2)
+    torch.testing.assert_close(prompt.block(2)(prompt.hidden[1]), prompt.hidden[2], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["picture_mae", "picture_mae_trunk"])
+def test_a_masked_autoencoder_is_shown_every_patch_in_its_place_and_is_as_before_afterwards(name):
+    model = tiny(name, torch.float64).train()
+    view, batch = LayeredModel(model), tiny_batch(name)
+    kept, state = copy.deepcopy(model.config.to_dict()), torch.get_rng_state()
+    first, again = view.trajectory(batch), view.trajectory(batch)
+    assert model.config.to_dict() == kept
+    assert model.config.mask_ratio == 0.75
+    assert torch.equal(torch.get_rng_state(), state), "nothing was drawn"
+    assert torch.equal(first.hidden, again.hidden)
+    seen = model.base_model(batch["pixel_values"].double()).last_hidden_state
+    assert (first.hidden.shape[2], seen.shape[1]) == (1 + 16, 1 + 4), "in training three of four patches are masked"
+    # a change of the last patch changes layer 0 in the last place alone
+    batch["pixel_values"][:, :, -4:, -4:] += 1
+    moved = (view.trajectory(batch).hidden[0] - first.hidden[0]).abs().amax((0, 2)) > 0
+    assert moved.tolist() == [False] * 16 + [True]
+
+
+def test_a_masked_autoencoder_is_as_before_when_a_call_fails():
+    model = tiny("picture_mae_trunk")
+    with pytest.raises(ValueError, match="doesn't match model"):
+        LayeredModel(model).trajectory({"pixel_values": torch.zeros(1, 3, 20, 20)})
+    assert model.config.mask_ratio == 0.75
+
+
+def test_the_norm_of_clip_is_read_out_at_the_class_token_alone():
+    model = tiny("picture_clip", torch.float64)
+    view, batch = LayeredModel(model), tiny_batch("picture_clip")
+    trajectory = view.trajectory(batch)
+    with torch.no_grad():
+        output = model(batch["pixel_values"].double())
+    assert torch.equal(trajectory.hidden[-1], output.last_hidden_state), "its own last state is not normed"
+    assert torch.equal(trajectory.logits, model.post_layernorm(trajectory.hidden[-1][:, 0]))
+
+
+# Of a view: side of the images, tokens before the patches, classes, and whether there is more than the trunk.
+FACTS = {
+    "vit": (16, 1, 7, True),
+    "vit_average": (16, 0, 7, True),
+    "vit_headless": (16, 1, 0, False),
+    "picture_vit": (16, 1, 7, True),
+    "picture_vit_trunk": (16, 1, 0, False),
+    "picture_dinov2": (None, 1, 7, True),
+    "picture_registers": (None, 5, 7, True),
+    "picture_mae": (16, 1, 0, True),
+    "picture_beit": (16, 1, 7, True),
+    "picture_clip": (16, 1, 0, False),
+    "picture_clip_projected": (16, 1, 0, True),
+    "gpt2": (None, 0, 0, True),
+    "mamba_trunk": (None, 0, 0, False),
+}
+
+
+def test_a_view_says_what_a_model_of_images_is():
+    for name, (image_size, prefix, num_classes, has_head) in FACTS.items():
+        model = LayeredModel(tiny(name))
+        facts = (model.image_size, model.num_prefix_tokens, model.num_classes)
+        assert facts == (image_size, prefix, num_classes), name
+        assert (model.has_head, model.has_class_token) == (has_head, prefix > 0), name
+        if sees_images(name):
+            assert (model.vocab_size, model.max_tokens, model.dim) == (None, None, 32), name
+            batch = tiny_batch(name)
+            trajectory = model.trajectory(batch)
+            assert model.num_patches() == model.num_patches(IMAGE) == trajectory.hidden.shape[2] - prefix == 16, name
+            call = model.model(batch["pixel_values"]) if name.startswith("vit") else None
+            logits = call if call is not None else getattr(model.model(**batch), "logits", None)
+            if logits is not None and "mae" not in name:  # which masks patches by itself
+                torch.testing.assert_close(trajectory.logits, logits, rtol=0, atol=1e-5, msg=name)
+
+
+def test_the_vision_model_is_the_trunk_also_where_transformers_does_not_call_it_the_base(monkeypatch):
+    model, batch = tiny("picture_clip_projected"), tiny_batch("picture_clip_projected")
+    monkeypatch.setattr(type(model), "base_model_prefix", "clip")  # as in transformers 5.17
+    assert model.base_model is model
+    view = LayeredModel(model)
+    assert trunk_of(model) is model.vision_model
+    assert view.has_head
+    torch.testing.assert_close(view.trajectory(batch).logits, model(**batch).image_embeds)
+
+
+@pytest.mark.parametrize("name", ["picture_dinov2", "picture_registers"])
+def test_dinov2_takes_images_of_any_size(name):
+    model = LayeredModel(tiny(name))
+    trajectory = model.trajectory({"pixel_values": torch.randn(2, 3, 24, 24)})
+    assert trajectory.hidden.shape[2] == model.num_prefix_tokens + model.num_patches(24)
+
+
+def test_a_model_of_images_and_texts_is_refused_with_the_class_of_its_images():
+    from transformers import CLIPConfig, CLIPModel
+
+    with torch.device("meta"):
+        model = CLIPModel(CLIPConfig())
+    with pytest.raises(InputError, match=r"no layered view of CLIPModel: .* with CLIPVisionModel\.from_pretrained"):
+        LayeredModel(model)
+
+
+def test_a_wrong_row_would_show():
+    model = LayeredModel(tiny("gpt2", torch.float64))
+    model.family = dataclasses.replace(model.family, norm=None)
+    trajectory = model.trajectory(tiny_batch("gpt2"))
+    assert (model.readout(trajectory.hidden[-1]) - trajectory.logits).abs().max() > 0.1
+
+
+def test_a_class_derived_from_a_known_one_is_known():
+    from transformers import GPT2LMHeadModel
+
+    class MyGPT2(GPT2LMHeadModel):
+        pass
+
+    assert family_of(MyGPT2(tiny("gpt2").config)).name == "gpt2"
+
+
+def test_an_encoder_with_a_decoder_is_refused_with_the_reason():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": 11, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+    model = T5ForConditionalGeneration(T5Config(**sizes))
+    with pytest.raises(InputError, match="no layered view of T5ForConditionalGeneration: an encoder and a decoder are"):
+        LayeredModel(model)
+
+
+def test_a_class_is_found_in_whatever_capitals_a_config_has_it():
+    from transformers import MptForCausalLM
+
+    assert class_named("MPTForCausalLM") is class_named("MptForCausalLM") is MptForCausalLM
+    assert class_named("SecretForCausalLM") is None
+
+
+def test_a_model_of_the_same_name_from_elsewhere_is_not_taken_for_the_known_one():
+    class VisionTransformer(nn.Module):
+        pass
+
+    assert row_of(VisionTransformer()) is None
