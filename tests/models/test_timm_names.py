@@ -15,7 +15,8 @@ def check(name: str, **options) -> bool:
     """Return whether the model is measured; states, blocks and readout then lead to timm's logits."""
     torch.manual_seed(0)
     model = timm.create_model(name, **options).eval()
-    images = {"pixel_values": torch.randn(1, *model.default_cfg.get("input_size", (3, 224, 224)))}
+    side = options.get("img_size", model.default_cfg.get("input_size", (3, 224, 224))[-1])
+    images = {"pixel_values": torch.randn(1, 3, side, side)}
     try:
         view = LayeredModel(model)
         trajectory = view.trajectory(images)
@@ -28,9 +29,17 @@ def check(name: str, **options) -> bool:
     return view.attention in ("sdpa", "eager")
 
 
-@pytest.mark.parametrize("name", ["vit_base_patch16_xp_224", "vit_small_patch16_18x2_224", "deit3_small_patch16_224"])
-def test_blocks_with_attention_and_mlp_side_by_side_are_measured(name):
-    assert check(name, **SMALL)
+SIDE_BY_SIDE = ("vit_base_patch16_xp_224", "vit_small_patch16_18x2_224", "deit3_small_patch16_224")
+BY_STRUCTURE = ("eva02_tiny_patch14_224", "beit_base_patch16_224", "vit_small_patch16_rope_224")
+
+
+def test_blocks_of_one_shape_are_measured_and_hierarchical_ones_are_refused():
+    for name in SIDE_BY_SIDE:
+        assert check(name, **SMALL), name
+    for name in BY_STRUCTURE:
+        assert check(name, **SMALL, img_size=28 if "14" in name else 32), name
+    with pytest.raises(InputError, match=r"not \(batch, tokens, dim\) of one shape"):
+        LayeredModel(timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1, 1, 1)).eval())
 
 
 @pytest.mark.nightly
