@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from tests.support.random_text import RandomText
 from tests.support.read_wandb import read_finished
 from tests.support.runs import make_models, make_run, measurement
 from tests.support.tiny_training import fit
+from tests.support.undrawn import leave_undrawn
 from tests.tasks.tiny_tasks import write_tiny_data
 
 STEPS = (0, 1, 2, 4)
@@ -47,15 +47,10 @@ def add(root: Path, *measurements: Measurement) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    if "browser" not in request.node.name:
+        leave_undrawn(monkeypatch)
     return make_run(tmp_path / "run", steps=STEPS, layers=2, analyses=("trajectory", "coupling", "representation"))
-
-
-@pytest.fixture
-def mixed(run: Path) -> Path:
-    """Two of its four steps were measured again with other settings, as by `analyze RUN --steps 0,1`."""
-    add(run, *(other(step) for step in (0, 1)))
-    return run
 
 
 def rows(frame: Any) -> list[tuple]:
@@ -87,28 +82,28 @@ def test_numbers_of_other_settings_enter_no_table_unasked(run: Path) -> None:
             records.frame(file, settings=wrong)
 
 
-@pytest.mark.parametrize(
-    ("lines", "chosen"),
-    [
-        ([(0, "a"), (1, "a"), (0, "b")], "a"),  # the most steps
-        ([(0, "b"), (0, "a"), (1, "a")], "a"),
-        ([(0, "a"), (1, "a"), (0, "b"), (1, "b")], "a"),  # of equally many the first
-        ([(0, "a"), (0, "a"), (0, "b"), (1, "b")], "b"),  # a step that was measured twice is one
-        ([(0, "a.1"), (1, "a.1"), (2, "a.2")], "a.1"),  # other data are other settings
-        ([(0, "a!"), (1, "a!"), (2, "a!"), (0, "b")], "b"),  # a failure is no number
-        ([(None, "a"), (None, "b")], "b"),  # a model without steps: the last
-        ([(None, "b"), (None, "a"), (None, "b")], "b"),
-        ([(0, ""), (1, ""), (0, "b")], "unknown"),  # lines without hashes
-    ],
+CHOSEN = (
+    ([(0, "a"), (1, "a"), (0, "b")], "a"),  # the most steps
+    ([(0, "b"), (0, "a"), (1, "a")], "a"),
+    ([(0, "a"), (1, "a"), (0, "b"), (1, "b")], "a"),  # of equally many the first
+    ([(0, "a"), (0, "a"), (0, "b"), (1, "b")], "b"),  # a step that was measured twice is one
+    ([(0, "a.1"), (1, "a.1"), (2, "a.2")], "a.1"),  # other data are other settings
+    ([(0, "a!"), (1, "a!"), (2, "a!"), (0, "b")], "b"),  # a failure is no number
+    ([(None, "a"), (None, "b")], "b"),  # a model without steps: the last
+    ([(None, "b"), (None, "a"), (None, "b")], "b"),
+    ([(0, ""), (1, ""), (0, "b")], "unknown"),  # lines without hashes
 )
-def test_which_settings_make_a_curve(lines: list[tuple[int | None, str]], chosen: str) -> None:
-    made = [other(step, settings=name.strip("!"), error="no" if "!" in name else None) for step, name in lines]
-    made = [replace(m, provenance={n: v for n, v in m.provenance.items() if v}) for m in made]
-    found = identity.shown(made)
-    assert {identity.settings_of(m) for m in found} == {chosen}
-    assert len({(m.run, m.step, m.analysis) for m in found}) == len(found)
-    rest = identity.divided(made)[1]
-    assert {id(m) for m in [*found, *rest]} == {id(m) for m in identity.latest(made)}
+
+
+def test_which_settings_make_a_curve() -> None:
+    for lines, chosen in CHOSEN:
+        made = [other(step, settings=name.strip("!"), error="no" if "!" in name else None) for step, name in lines]
+        made = [replace(m, provenance={n: v for n, v in m.provenance.items() if v}) for m in made]
+        found = identity.shown(made)
+        assert {identity.settings_of(m) for m in found} == {chosen}, lines
+        assert len({(m.run, m.step, m.analysis) for m in found}) == len(found), lines
+        rest = identity.divided(made)[1]
+        assert {id(m) for m in [*found, *rest]} == {id(m) for m in identity.latest(made)}, lines
 
 
 def test_a_failure_that_knew_no_settings_stands_until_its_place_is_measured() -> None:
@@ -116,19 +111,6 @@ def test_a_failure_that_knew_no_settings_stands_until_its_place_is_measured() ->
     assert identity.latest([other(0), early]) == [other(0), early]
     assert identity.shown([other(0), early]) == [other(0), early], "it is told of in any settings"
     assert identity.latest([early, other(1)]) == [other(1)]
-
-
-def test_what_is_known_is_told_by_settings_and_weights() -> None:
-    def done(*lines: Measurement, config: str = "a", weights: str = "0" * 16) -> bool:
-        asked = SimpleNamespace(name="representation", config_hash=lambda: config, data_hash=lambda: None)
-        return records.Store("none.jsonl", lines).is_done("quickstart", 0, asked, weights_hash=weights)
-
-    a, b = other(0, settings="a"), other(0, settings="b")
-    assert done(a)
-    assert done(a, b), "other settings between do not make it unknown"
-    assert not done(a, b, config="c")
-    assert not done(a, b, weights="1" * 16)
-    assert not done(a, replace(a, error="no"))
 
 
 def test_a_page_keeps_its_curves_and_says_which_other_settings_there_are(run: Path, tmp_path: Path, capsys) -> None:
@@ -150,7 +132,8 @@ def test_a_page_keeps_its_curves_and_says_which_other_settings_there_are(run: Pa
         assert sentence in capsys.readouterr().err
 
 
-def test_models_side_by_side_are_told_apart_from_their_other_settings(tmp_path: Path) -> None:
+def test_models_side_by_side_are_told_apart_from_their_other_settings(tmp_path: Path, monkeypatch) -> None:
+    leave_undrawn(monkeypatch)
     root = make_models(tmp_path / "models", models={"a/one": 2, "b/two": 2}, analyses=("trajectory", "representation"))
     before = (root / "measurements.jsonl").read_bytes()
     add(root, replace(other(None), run="a/one"))
@@ -159,20 +142,18 @@ def test_models_side_by_side_are_told_apart_from_their_other_settings(tmp_path: 
     assert "is shown, not" not in write_report(root).read_text()
 
 
-def test_a_study_of_runs_reads_the_settings_of_their_curves(mixed: Path) -> None:
-    (model,) = read_run_models([mixed])
-    assert {identity.settings_of(m) for m in model.measurements if m.analysis == "representation"} == {OWN}
-
-
-def test_what_has_a_name_only_in_loggers_has_another_one(mixed: Path) -> None:
-    plain = identity.plain_settings(records.read(mixed / "measurements.jsonl"))
-    names = [identity.logged_name(m, plain) for m in records.read(mixed / "measurements.jsonl")]
+def test_what_has_a_name_only_in_loggers_has_another_one_and_a_study_reads_the_settings_of_curves(run: Path) -> None:
+    add(run, *(other(step) for step in (0, 1)))
+    measured = records.read(run / "measurements.jsonl")
+    plain = identity.plain_settings(measured)
+    names = [identity.logged_name(m, plain) for m in measured]
     assert names[-2:] == ["representation@aaaa0000.bbbb1111"] * 2
     assert set(names[:-2]) == {"trajectory", "coupling", "representation"}
-    more = [*records.read(mixed / "measurements.jsonl"), *(other(step) for step in range(9))]
-    assert identity.plain_settings(more) == plain, "whatever comes later"
+    assert identity.plain_settings([*measured, *map(other, range(9))]) == plain, "whatever comes later"
     assert identity.logged_name(other(3, "lens"), plain) == "lens"
     assert identity.logged_name(other(4, "lens", settings="c"), plain) == "lens@c"
+    (model,) = read_run_models([run])
+    assert {identity.settings_of(m) for m in model.measurements if m.analysis == "representation"} == {OWN}
 
 
 @pytest.mark.soak
@@ -212,7 +193,9 @@ def test_loggers_and_wandb_get_other_settings_under_names_of_their_own(tmp_path:
 # ------------------------------------------------------------------------------------------------ figures that fail
 
 
-def test_a_variant_of_one_step_has_no_surface_and_the_page_all_others(run: Path) -> None:
+def test_a_variant_of_one_step_has_no_surface_and_a_figure_that_cannot_be_drawn_is_a_sentence_in_its_place(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As after an option was changed for one step alone, which gave a variant that no other step has."""
     records_of = [Record(metric="prompt_entropy", value=1.0 + n, layer=n, tags={"alpha": 2.0}) for n in range(3)]
     lines = records.read(run / "measurements.jsonl")
@@ -224,18 +207,14 @@ def test_a_variant_of_one_step_has_no_surface_and_the_page_all_others(run: Path)
     page = write_report(run)
     surfaces = [each for each in figures(page) if any("z" in row for row in each.get("rows", ()))]
     assert len(surfaces) > 4
-    assert not any("problem" in each for each in figures(page))
-
-
-def test_a_figure_that_cannot_be_drawn_is_a_sentence_in_its_place(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = page_figures(write_report(run))
+    before = page_figures(page)
+    assert not any(each.problem for each in before)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("<b>no</b> pairs\nat all")
 
     monkeypatch.setattr(plots, "layer_matrix", refuse)
-    page = write_report(run)
-    after = page_figures(page)
+    after = page_figures(write_report(run))
     sentence = "This figure could not be drawn: ZeroDivisionError: <b>no</b> pairs at all"
     problems = [number for number, each in enumerate(after) if each.problem]
     assert problems, "it has pairs of layers"

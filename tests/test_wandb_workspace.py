@@ -58,23 +58,16 @@ def test_every_curve_and_picture_of_the_charts_is_one_that_the_mirror_logs(root,
     media = {key for panel in panels for key in panel["config"].get("mediaKeys", [])}
     assert media == pictures, media ^ pictures
     assert sum(key.endswith("/over_layers") for key in media) > 2
+    (layered,) = [config["metrics"] for config in lines if config["chartTitle"] == "Logit-lens loss (nats)"]
+    assert layered == [f"lens/logit_lens_loss/layer_{n:02d}" for n in range(4)], "a chart has all layers of a metric"
 
 
-def test_a_chart_has_all_layers_of_a_metric(root):
-    charts = [panel["config"] for panel in panels_in(spec_of(root)) if "metrics" in panel["config"]]
-    layered = [chart for chart in charts if chart["chartTitle"] == "Logit-lens loss (nats)"]
-    assert [chart["metrics"] for chart in layered] == [[f"lens/logit_lens_loss/layer_{n:02d}" for n in range(4)]]
-
-
-@pytest.mark.parametrize("place", ["project", "a/b/c", "/p", "e/"])
-def test_a_place_that_is_none_is_refused(place, root, tmp_path, capsys):
-    with pytest.raises(InputError, match="expected ENTITY/PROJECT at W&B"):
-        save_workspace(root, place)
-    assert main(["report", str(root), "--workspace", place, "--root", str(tmp_path)]) == 2
+def test_a_place_that_is_none_is_refused_and_a_run_without_steps_has_no_charts(root, tmp_path, capsys):
+    for place in ("project", "a/b/c", "/p", "e/"):
+        with pytest.raises(InputError, match="expected ENTITY/PROJECT at W&B"):
+            save_workspace(root, place)
+    assert main(["report", str(root), "--workspace", "a/b/c", "--root", str(tmp_path)]) == 2
     assert "workspace: expected ENTITY/PROJECT" in capsys.readouterr().err
-
-
-def test_a_run_without_steps_has_no_charts(tmp_path, capsys):
     (tmp_path / "measurements.jsonl").write_text("")
     with pytest.raises(InputError, match="nothing was measured at a step there"):
         workspace_of(tmp_path, "e", "p")
