@@ -89,6 +89,10 @@ def test_the_record_is_that_of_one_process_with_the_values_of_prompts(run, tmp_p
         for root in (tmp_path / "alone", tmp_path / "carried")
     ]
     assert values[0] == values[1] != {}
+    one = analyze_series(OneModel(run / "step-000000004"), two_groups(), root=tmp_path / "one", engine="ray")
+    of_last = [m.records for m in sorted_lines(tmp_path / "alone" / "run") if m.step == 4]
+    assert [m.records for m in sorted(one.measurements, key=lambda m: m.analysis)] == of_last
+    assert len(ray.sent) == 4, "one model is one task"
 
 
 def test_what_is_done_is_not_measured_again(run, tmp_path, ray):
@@ -112,13 +116,6 @@ def test_a_checkpoint_that_cannot_be_loaded_or_loses_its_workers_is_named_and_th
     damaged, lost = sorted(result.failures)
     assert "step-000000002 cannot be loaded" in damaged
     assert lost.startswith("step-000000004: 4 workers were lost that measured it")
-
-
-def test_one_model_is_one_task(run, tmp_path, ray):
-    for how in ("process", "ray"):
-        analyze_series(OneModel(run / "step-000000004"), two_groups(), root=tmp_path / how / "run", engine=how)
-    assert sorted_lines(tmp_path / "ray" / "run") == sorted_lines(tmp_path / "process" / "run")
-    assert len(ray.sent) == 1
 
 
 def test_a_worker_with_other_versions_is_refused_before_a_number_is_written(run, tmp_path, ray, monkeypatch):

@@ -74,19 +74,19 @@ WRONG = {
 
 
 @pytest.mark.usefixtures("waits")
-@pytest.mark.parametrize(("says", "wrong"), WRONG.items())
-def test_what_cannot_be_measured_is_tried_again_and_ends_nothing(run, caplog, says, wrong):
+def test_what_cannot_be_measured_is_tried_again_and_ends_nothing(run, caplog):
     """Also where a trainer removed a checkpoint while it was hashed."""
-    calls = []
+    for says, wrong in WRONG.items():
+        calls = []
 
-    def measure(steps) -> None:
-        calls.append(steps)
-        if len(calls) == 1:
-            raise wrong
+        def measure(steps, calls=calls, wrong=wrong) -> None:
+            calls.append(steps)
+            if len(calls) == 1:
+                raise wrong
 
-    follow(run, measure, patience=0)
-    assert calls == [[0, 2, 4]] * 2
-    assert says in caplog.text.lower()
+        follow(run, measure, patience=0)
+        assert calls == [[0, 2, 4]] * 2
+        assert says in caplog.text.lower()
 
 
 @pytest.mark.usefixtures("waits")
@@ -237,15 +237,12 @@ def test_shares_of_one_number_measure_beside_a_training_and_each_once(tmp_path):
         assert refused("all", (1, 2))
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
+def test_mistakes_are_one_sentence(tmp_path, capsys):
+    for words, sentence in (
         (["{}/nowhere"], "follow: expected a folder, without --steps and --plan, got"),
         (["{}", "--steps", "all"], "follow: expected a folder, without --steps and --plan"),
         (["{}", "--patience", "-1"], "patience: expected"),
         (["{}", "--metrics", "banana"], "metrics: unknown name 'banana'"),
-    ],
-)
-def test_mistakes_are_one_sentence(words, sentence, tmp_path, capsys):
-    assert main(["analyze", "--follow", *(word.format(tmp_path) for word in words)]) == 2
-    assert sentence in capsys.readouterr().err
+    ):
+        assert main(["analyze", "--follow", *(word.format(tmp_path) for word in words)]) == 2
+        assert sentence in capsys.readouterr().err

@@ -55,16 +55,17 @@ def test_a_trained_series_gives_the_numbers_that_training_wrote(run, tmp_path):
     assert {m.provenance["audit"] for m in found} == {"clean (level: weights)"}
 
 
-def test_in_the_runs_own_folder_nothing_is_measured_twice(run, tmp_path):
-    root = tmp_path / "run"
-    shutil.copytree(run, root)
-    result = analyze_series(StepFolders(root), analyses(), root=root)
-    assert result.measurements == []
-    assert result.num_known == 6
-    assert len(lines(root)) == 6
+def test_in_the_runs_own_folder_nothing_is_measured_twice_though_it_was_renamed(tmp_path):
+    root, steps = tmp_path / "before", {"every": 2}
+    about = RunFolder(root, config="", options={"steps": steps}, mirror=None)
+    fit(root, [about, SeriesCheckpoint(steps, root), EmergenceCallback(analyses(), steps, root)], steps=4)
+    moved = root.rename(tmp_path / "after")
+    result = analyze_series(StepFolders(moved), analyses(), root=moved)
+    assert (result.measurements, result.num_known, len(lines(moved))) == ([], 6, 6)
+    assert {m.run for m in lines(moved)} == {"before"}
 
 
-def test_again_it_loads_nothing_and_another_option_or_weight_is_measured(run, tmp_path, monkeypatch):
+def test_again_it_loads_nothing_and_another_option_or_precision_is_measured(run, tmp_path, monkeypatch):
     root = tmp_path / "out"
     assert len(analyze_series(StepFolders(run), analyses(), root=root).measurements) == 6
     with monkeypatch.context() as patch:
@@ -73,6 +74,9 @@ def test_again_it_loads_nothing_and_another_option_or_weight_is_measured(run, tm
     assert (again.measurements, again.num_known) == ([], 6)
     other = analyze_series(StepFolders(run), analyses(k=3), root=root)
     assert [(m.step, m.analysis) for m in other.measurements] == [(step, "coupling") for step in (0, 2, 4)]
+    wide = analyze_series(StepFolders(run), analyses()[:1], root=root, dtype="float64")
+    assert ([m.provenance["dtype"] for m in wide.measurements], wide.num_known) == (["float64"] * 3, 0)
+    assert analyze_series(StepFolders(run), analyses()[:1], root=root, dtype="float64").num_known == 3
 
 
 def test_one_warning_names_both_versions_of_a_series_that_goes_on_with_another(run, tmp_path, monkeypatch, caplog):
@@ -101,33 +105,20 @@ def test_a_suspect_is_left_out_and_its_verdict_stands_in_the_measurement_if_insi
 
 
 def test_a_damaged_checkpoint_is_named_and_the_others_are_measured(run, tmp_path):
-    series = tmp_path / "series"
-    shutil.copytree(run, series)
-    path = series / "step-000000002" / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-50])
-    result = analyze_series(StepFolders(series), few(), root=tmp_path / "out")
-    assert [m.step for m in lines(tmp_path / "out")] == [0, 4]
-    (sentence,) = result.failures
-    assert "step-000000002 cannot be loaded" in sentence
+    def cut(path: Path) -> None:
+        path.write_bytes(path.read_bytes()[:-50])
 
-
-def test_a_checkpoint_of_broken_config_is_named_and_the_others_are_measured(run, tmp_path):
-    series = tmp_path / "series"
-    shutil.copytree(run, series)
-    (series / "step-000000002" / "config.json").write_text('{"model_type": "gpt2",')
-    result = analyze_series(StepFolders(series), few(), root=tmp_path / "out")
-    assert [m.step for m in lines(tmp_path / "out")] == [0, 4]
-    (sentence,) = result.failures
-    assert "step-000000002 cannot be loaded" in sentence
-
-
-def test_another_precision_is_another_measurement(run, tmp_path):
-    root = tmp_path / "out"
-    analyze_series(StepFolders(run), few(), root=root)
-    result = analyze_series(StepFolders(run), few(), root=root, dtype="float64")
-    assert (len(result.measurements), result.num_known) == (3, 0)
-    assert [m.provenance["dtype"] for m in lines(root)] == ["float32"] * 3 + ["float64"] * 3
-    assert analyze_series(StepFolders(run), few(), root=root, dtype="float64").num_known == 3
+    for name, damage in (
+        ("model.safetensors", cut),
+        ("config.json", lambda path: path.write_text('{"model_type": "gpt2",')),
+    ):
+        series = tmp_path / name / "series"
+        shutil.copytree(run, series)
+        damage(series / "step-000000002" / name)
+        result = analyze_series(StepFolders(series), few(), root=tmp_path / name / "out")
+        assert [m.step for m in lines(tmp_path / name / "out")] == [0, 4], name
+        (sentence,) = result.failures
+        assert "step-000000002 cannot be loaded" in sentence, name
 
 
 @pytest.mark.parametrize("loaded", [False, True], ids=["by the files", "by the weights"])
@@ -203,7 +194,7 @@ def test_two_processes_at_once_measure_everything_once_in_the_table_of_one(run, 
     ]
 
 
-def test_two_series_do_not_become_one_curve(run, tmp_path):
+def test_two_series_do_not_become_one_curve_and_models_without_steps_are_runs_of_their_own(run, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(run, other)
     analyze_series(StepFolders(run, [0, 2]), few(), root=tmp_path / "out")
@@ -211,16 +202,9 @@ def test_two_series_do_not_become_one_curve(run, tmp_path):
     with pytest.raises(InputError, match="holds measurements of .*run, and .*other would be drawn as one curve"):
         analyze_series(StepFolders(other), few(), root=tmp_path / "out")
     assert (tmp_path / "out" / "measurements.jsonl").read_bytes() == before
-
-
-def test_a_run_whose_folder_was_renamed_is_still_known(tmp_path):
-    root, steps = tmp_path / "before", {"every": 2}
-    about = RunFolder(root, config="", options={"steps": steps}, mirror=None)
-    fit(root, [about, SeriesCheckpoint(steps, root), EmergenceCallback(analyses(), steps, root)], steps=4)
-    moved = root.rename(tmp_path / "after")
-    result = analyze_series(StepFolders(moved), analyses(), root=moved)
-    assert (result.measurements, result.num_known) == ([], 6)
-    assert {m.run for m in lines(moved)} == {"before"}
+    names = [str(run / "step-000000000"), str(run / "step-000000004")]
+    analyze_series(Models(names), few(), root=tmp_path / "models")
+    assert [(m.run, m.step) for m in lines(tmp_path / "models")] == [(name, None) for name in names]
 
 
 def test_two_shards_measure_every_checkpoint_once_in_one_table(run, tmp_path):
@@ -229,12 +213,6 @@ def test_two_shards_measure_every_checkpoint_once_in_one_table(run, tmp_path):
     assert sorted(m.step for m in lines(tmp_path / "out")) == [0, 2, 4]
     with pytest.raises(InputError, match="i from 0 to n - 1, such as 0/4, got '2/2'"):
         analyze_series(StepFolders(run), few(), root=tmp_path / "out", shard="2/2")
-
-
-def test_models_without_steps_are_runs_of_their_own(run, tmp_path):
-    names = [str(run / "step-000000000"), str(run / "step-000000004")]
-    analyze_series(Models(names), few(), root=tmp_path / "out")
-    assert [(m.run, m.step) for m in lines(tmp_path / "out")] == [(name, None) for name in names]
 
 
 def test_a_series_of_the_hub_is_measured_interrupted_and_continued(tmp_path, monkeypatch):
