@@ -152,10 +152,6 @@ def test_no_share_of_a_rank_holds_a_tensor_of_the_device(few):
     assert_close(joined, {each.name: one_model.measure(model, each, run="run", step=0) for each in few_or_all(few)})
 
 
-class Killed(BaseException):
-    """The end of a process, as far as a test may have it."""
-
-
 def three() -> list[Analysis]:
     batches = prompts()
     coupling = Coupling(batches=batches, k=(2, 5), num_prompts=3)
@@ -228,13 +224,7 @@ def test_training_keeps_the_rules_of_a_device_and_never_waits_for_it_between_log
     violations, waits = apart(train, tmp_path)
     assert violations == {}
     assert waits == [{}] * len(PLAIN)  # of no line of the package, nor of a library's
-    assert [row["step"] for row in records.rows(tmp_path / "metrics.jsonl") if "train/loss" in row] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-    ]
+    logged = [row["step"] for row in records.rows(tmp_path / "metrics.jsonl") if "train/loss" in row]
+    assert logged == [*range(1, 7)]
     measurements = records.read(tmp_path / "measurements.jsonl")
     assert [(m.step, m.error) for m in measurements] == [(step, None) for step in (0, 0, 4, 4, 6, 6)]

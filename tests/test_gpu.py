@@ -46,7 +46,7 @@ def measured(model: torch.nn.Module, name: str, folder: Path) -> dict[str, recor
     return {analysis.name: one_model.measure(model, analysis, run="run", step=0) for analysis in analyses}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "vit", "gemma2", "gpt_neox", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "vit", "gemma2"])
 def test_every_analysis_has_the_numbers_of_the_cpu(tmp_path, name):
     on_gpu = measured(made(name).to("cuda").eval(), name, tmp_path / "gpu")
     assert_close(on_gpu, measured(made(name).eval(), name, tmp_path / "cpu"))
@@ -108,8 +108,7 @@ def test_a_resumed_run_ends_in_the_same_weights(tmp_path):
         assert torch.equal(resumed[name], expected), name
 
 
-@pytest.mark.parametrize("num_words", [50304, 50257], ids=["no padding", "padding"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "num_words"), [(torch.float32, 50257), (torch.bfloat16, 50304)])
 def test_the_loss_is_cross_entropy_in_float64(dtype, num_words):
     generator = torch.Generator("cuda").manual_seed(0)
     leaf = (3 * torch.randn(2, 100, 50304, generator=generator, device="cuda")).to(dtype).requires_grad_()

@@ -60,22 +60,18 @@ def test_a_second_process_is_refused_by_the_host_and_process_of_the_first_until_
     assert list(root.iterdir()) == []
 
 
-def test_the_same_process_is_refused_as_well_and_a_refusal_takes_nothing_from_the_holder(tmp_path):
+def test_the_same_process_is_refused_as_well_and_a_child_holds_nothing_and_frees_nothing(tmp_path):
     with writing(tmp_path):
         assert is_refused(tmp_path)
-        assert is_refused(tmp_path)
+        assert is_refused(tmp_path), "a refusal takes nothing from the holder"
         assert is_held(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    assert not is_refused(tmp_path)
-
-
-def test_a_child_holds_nothing_and_ends_without_freeing_the_folder(tmp_path):
-    with writing(tmp_path):
         child = os.fork()
         if child == 0:
             os._exit(0 if not is_held(tmp_path) and is_refused(tmp_path) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert is_refused(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert not is_refused(tmp_path)
 
 
 def test_shards_of_one_number_write_together_and_no_other_beside_them(tmp_path):
@@ -99,15 +95,12 @@ def test_a_command_that_ends_before_it_writes_leaves_no_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("root", ["s3://bucket/run", Path("gs://bucket/run")])
-def test_an_address_is_no_folder(root, tmp_path, monkeypatch):
+def test_what_is_no_folder_to_write_in_is_said_in_a_sentence(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match="mount the store, or copy the run"), writing(root):
-        pytest.fail("an address")
+    for root in ("s3://bucket/run", Path("gs://bucket/run")):
+        with pytest.raises(InputError, match="mount the store, or copy the run"), writing(root):
+            pytest.fail("an address")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_written_is_said_in_a_sentence(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="root: cannot write to .*choose another folder"), writing(tmp_path / "file"):
         pytest.fail("a file is no folder")
