@@ -81,7 +81,7 @@ def attention_of(name: str, attention: str | None, layer: int):
     return model, batch, trajectory, read_attention(trajectory.block(layer), trajectory.hidden[layer - 1])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "gpt_neox", "falcon", "gemma2", "mpt", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", "falcon", "gemma2", "mpt"])
 def test_weights_read_off_a_block_are_those_that_transformers_gives(name):
     """Eager attention says its own weights; ours are the same under eager and fused attention."""
     for layer in range(1, LAYERS + 1):

@@ -72,14 +72,14 @@ def dcor(x: list[float], y: list[float]) -> float:
     return math.sqrt(covariance(x, y) / math.sqrt(covariance(x, x) * covariance(y, y)))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("ties", [False, True])
-def test_the_coefficients_agree_with_their_definitions(seed, ties):
-    x, y = pair(seed, ties=ties)
-    assert pearson(x, y).value == pytest.approx(by_sums(x, y), rel=1e-12)
-    assert spearman(x, y).value == pytest.approx(by_sums(ranks(x), ranks(y)), rel=1e-12)
-    assert kendall(x, y).value == pytest.approx(tau_b(x, y), rel=1e-12)
-    assert distance_correlation(x, y) == pytest.approx(dcor(x, y), rel=1e-10)
+def test_the_coefficients_agree_with_their_definitions():
+    for ties in [False, True]:
+        for seed in SEEDS:
+            x, y = pair(seed, ties=ties)
+            assert pearson(x, y).value == pytest.approx(by_sums(x, y), rel=1e-12)
+            assert spearman(x, y).value == pytest.approx(by_sums(ranks(x), ranks(y)), rel=1e-12)
+            assert kendall(x, y).value == pytest.approx(tau_b(x, y), rel=1e-12)
+            assert distance_correlation(x, y) == pytest.approx(dcor(x, y), rel=1e-10)
 
 
 def test_three_points_solved_by_hand():
@@ -100,12 +100,12 @@ def test_the_p_value_of_perfect_ranks_is_the_share_of_orders_that_agree_as_well(
         assert (found.value, found.p) == (pytest.approx(sign), pytest.approx(np.mean(as_far)))
 
 
-@pytest.mark.parametrize(("r", "df"), [(0.3, 4), (-0.7, 9), (0.568, 25), (0.05, 2)])
-def test_p_is_the_share_of_the_null_density_beyond_r(r, df):
-    # under independence r has the density (1 - r²)^(df/2 - 1) / B(1/2, df/2)
-    beta = math.gamma(0.5) * math.gamma(df / 2) / math.gamma(0.5 + df / 2)
-    tail = quad(lambda t: (1 - t * t) ** (df / 2 - 1) / beta, abs(r), 1)[0]
-    assert p_value(r, df) == pytest.approx(2 * tail, rel=1e-6)
+def test_p_is_the_share_of_the_null_density_beyond_r():
+    for r, df in [(0.3, 4), (-0.7, 9), (0.568, 25), (0.05, 2)]:
+        # under independence r has the density (1 - r²)^(df/2 - 1) / B(1/2, df/2)
+        beta = math.gamma(0.5) * math.gamma(df / 2) / math.gamma(0.5 + df / 2)
+        tail = quad(lambda t, df: (1 - t * t) ** (df / 2 - 1), abs(r), 1, args=(df,))[0] / beta
+        assert p_value(r, df) == pytest.approx(2 * tail, rel=1e-6)
 
 
 def test_the_p_of_kendall_is_the_share_of_all_orders_that_reach_it():
@@ -124,19 +124,19 @@ def test_perfect_lines_and_their_reverse():
         assert distance_correlation(x, y) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_affine_maps_and_the_order_of_the_rows_change_nothing(seed):
-    x, y = map(np.array, pair(seed))
-    order = np.random.default_rng(seed).permutation(len(x))
-    for coefficient in (lambda a, b: pearson(a, b).value, lambda a, b: kendall(a, b).value, distance_correlation):
-        expected = coefficient(x, y)
-        assert coefficient(x[order], y[order]) == pytest.approx(expected, rel=1e-12)
-        assert coefficient(3 * x - 7, 0.1 * y + 2) == pytest.approx(expected, rel=1e-10)
-        assert coefficient(x, y) == pytest.approx(coefficient(y, x), rel=1e-12)
-    assert distance_correlation(-x, y) == pytest.approx(distance_correlation(x, y), rel=1e-10)
-    assert pearson(-x, y).value == pytest.approx(-pearson(x, y).value, rel=1e-12)
-    assert spearman(np.exp(x), y**3).value == pytest.approx(spearman(x, y).value, rel=1e-12)
-    assert pearson(x + 1e9, y).value == pytest.approx(pearson(x, y).value, rel=1e-5), "far from 0, too"
+def test_affine_maps_and_the_order_of_the_rows_change_nothing():
+    for seed in SEEDS:
+        x, y = map(np.array, pair(seed))
+        order = np.random.default_rng(seed).permutation(len(x))
+        for coefficient in (lambda a, b: pearson(a, b).value, lambda a, b: kendall(a, b).value, distance_correlation):
+            expected = coefficient(x, y)
+            assert coefficient(x[order], y[order]) == pytest.approx(expected, rel=1e-12)
+            assert coefficient(3 * x - 7, 0.1 * y + 2) == pytest.approx(expected, rel=1e-10)
+            assert coefficient(x, y) == pytest.approx(coefficient(y, x), rel=1e-12)
+        assert distance_correlation(-x, y) == pytest.approx(distance_correlation(x, y), rel=1e-10)
+        assert pearson(-x, y).value == pytest.approx(-pearson(x, y).value, rel=1e-12)
+        assert spearman(np.exp(x), y**3).value == pytest.approx(spearman(x, y).value, rel=1e-12)
+        assert pearson(x + 1e9, y).value == pytest.approx(pearson(x, y).value, rel=1e-5), "far from 0, too"
 
 
 def test_distance_correlation_sees_what_no_line_sees():
@@ -146,58 +146,58 @@ def test_distance_correlation_sees_what_no_line_sees():
     assert distance_null(x, x**2)[1] < 0.01
 
 
-@pytest.mark.parametrize(("n", "expected"), [(7, 0.59), (13, 0.45), (25, 0.34), (37, 0.28)])
-def test_the_null_of_distance_correlation_is_far_from_0_and_falls_with_the_number_of_rows(n, expected):
-    rng = np.random.default_rng(n)
-    found = [distance_null(rng.standard_normal(n), rng.standard_normal(n), permutations=40)[0] for _ in range(12)]
-    assert np.mean(found) == pytest.approx(expected, abs=0.025)
+def test_the_null_of_distance_correlation_is_far_from_0_and_falls_with_the_number_of_rows():
+    for n, expected in [(7, 0.59), (13, 0.45), (25, 0.34), (37, 0.28)]:
+        rng = np.random.default_rng(n)
+        found = [distance_null(rng.standard_normal(n), rng.standard_normal(n), permutations=40)[0] for _ in range(12)]
+        assert np.mean(found) == pytest.approx(expected, abs=0.025)
 
 
 # ---------------------------------------------------------------------------------------- with something held fixed
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_the_partial_correlation_given_one_column_is_the_formula_of_the_three_coefficients(seed):
-    x, y = pair(seed)
-    z = (np.array(pair(seed + 50)[0]) + 0.8 * np.array(x)).tolist()
-    xy, xz, yz = by_sums(x, y), by_sums(x, z), by_sums(y, z)
-    expected = (xy - xz * yz) / math.sqrt((1 - xz**2) * (1 - yz**2))
-    found = partial_correlation(x, y, [z])
-    assert found.value == pytest.approx(expected, rel=1e-10)
-    assert found.df == len(x) - 3
-    assert found.p == p_value(found.value, found.df)
+def test_the_partial_correlation_given_one_column_is_the_formula_of_the_three_coefficients():
+    for seed in SEEDS:
+        x, y = pair(seed)
+        z = (np.array(pair(seed + 50)[0]) + 0.8 * np.array(x)).tolist()
+        xy, xz, yz = by_sums(x, y), by_sums(x, z), by_sums(y, z)
+        expected = (xy - xz * yz) / math.sqrt((1 - xz**2) * (1 - yz**2))
+        found = partial_correlation(x, y, [z])
+        assert found.value == pytest.approx(expected, rel=1e-10)
+        assert found.df == len(x) - 3
+        assert found.p == p_value(found.value, found.df)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_the_partial_correlation_given_several_is_that_of_the_inverse_of_their_covariance(seed):
-    rng = np.random.default_rng(seed)
-    table = rng.standard_normal((20, 5)) @ rng.standard_normal((5, 5))
-    inverse = np.linalg.inv(np.cov(table.T))
-    expected = -inverse[0, 1] / math.sqrt(inverse[0, 0] * inverse[1, 1])
-    x, y, *given = table.T
-    found = partial_correlation(x, y, given)
-    assert found.value == pytest.approx(expected, rel=1e-9)
-    assert found.df == 20 - 2 - 3
-    mixed = [given[0] + given[1] - 3, 2 * given[1], given[2] - given[0]]
-    assert partial_correlation(4 * x + 1, y, mixed).value == pytest.approx(expected, rel=1e-9), "affine maps"
-    again = partial_correlation(x, y, [*given, given[0] - 2 * given[2], np.full(20, 3.0)])
-    assert again.value == pytest.approx(expected, rel=1e-9)
-    assert again.df == found.df, "covariates that tell nothing new cost nothing"
-    assert partial_correlation(x, y, []) == pearson(x, y)
+def test_the_partial_correlation_given_several_is_that_of_the_inverse_of_their_covariance():
+    for seed in SEEDS:
+        rng = np.random.default_rng(seed)
+        table = rng.standard_normal((20, 5)) @ rng.standard_normal((5, 5))
+        inverse = np.linalg.inv(np.cov(table.T))
+        expected = -inverse[0, 1] / math.sqrt(inverse[0, 0] * inverse[1, 1])
+        x, y, *given = table.T
+        found = partial_correlation(x, y, given)
+        assert found.value == pytest.approx(expected, rel=1e-9)
+        assert found.df == 20 - 2 - 3
+        mixed = [given[0] + given[1] - 3, 2 * given[1], given[2] - given[0]]
+        assert partial_correlation(4 * x + 1, y, mixed).value == pytest.approx(expected, rel=1e-9), "affine maps"
+        again = partial_correlation(x, y, [*given, given[0] - 2 * given[2], np.full(20, 3.0)])
+        assert again.value == pytest.approx(expected, rel=1e-9)
+        assert again.df == found.df, "covariates that tell nothing new cost nothing"
+        assert partial_correlation(x, y, []) == pearson(x, y)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_within_groups_is_the_partial_correlation_given_an_indicator_of_each(seed):
-    x, y = map(np.array, pair(seed, 18))
-    groups = ["a", "b", "b", "c", "a", "c"] * 3
-    x = x + 5 * np.array([ord(group) for group in groups])
-    given = [[float(group == name) for group in groups] for name in "abc"]
-    found, expected = within_group_correlation(x, y, groups), partial_correlation(x, y, given)
-    assert found.value == pytest.approx(expected.value, rel=1e-9)
-    assert (found.df, found.n) == (18 - 3 - 1, 18)
-    assert found.p == pytest.approx(expected.p, rel=1e-8)
-    shifted = y + 7 * np.array([ord(group) for group in groups])
-    assert within_group_correlation(x, shifted, groups).value == pytest.approx(found.value, rel=1e-9)
+def test_within_groups_is_the_partial_correlation_given_an_indicator_of_each():
+    for seed in SEEDS:
+        x, y = map(np.array, pair(seed, 18))
+        groups = ["a", "b", "b", "c", "a", "c"] * 3
+        x = x + 5 * np.array([ord(group) for group in groups])
+        given = [[float(group == name) for group in groups] for name in "abc"]
+        found, expected = within_group_correlation(x, y, groups), partial_correlation(x, y, given)
+        assert found.value == pytest.approx(expected.value, rel=1e-9)
+        assert (found.df, found.n) == (18 - 3 - 1, 18)
+        assert found.p == pytest.approx(expected.p, rel=1e-8)
+        shifted = y + 7 * np.array([ord(group) for group in groups])
+        assert within_group_correlation(x, shifted, groups).value == pytest.approx(found.value, rel=1e-9)
 
 
 def test_groups_can_hide_and_make_a_correlation():

@@ -54,25 +54,25 @@ def by_loops(j1: np.ndarray, j2: np.ndarray, k: int, p: float, sign: str) -> flo
     return math.sqrt(total) / norm
 
 
-@pytest.mark.parametrize("sign", ["signed", "absolute"])
-@pytest.mark.parametrize("p", [1.0, 2.0, 3.5, math.inf])
-def test_the_matrix_equals_the_definition_for_every_pair_and_k(p, sign):
-    jacobians, others = gaussian(3, 9, 9), gaussian(2, 9, 9, seed=1)
-    ks = [1, 0.5, 9]
-    options = {"p": p, "sign": sign}
-    found = miscoupling_matrix(jacobians, others, k=ks, **options)
-    own = miscoupling_matrix(jacobians, k=0.5, **options)
-    assert found.shape == (3, 3, 2)
-    for i in range(3):
-        for j in range(3):
-            expected = by_loops(jacobians[i].numpy(), jacobians[j].numpy(), 4, p, sign)
-            assert own[i, j] == pytest.approx(expected, rel=1e-11, abs=1e-12)
-        for j in range(2):
-            for position, count in enumerate([1, 4, 9]):
-                expected = by_loops(jacobians[i].numpy(), others[j].numpy(), count, p, sign)
-                assert found[position, i, j] == pytest.approx(expected, rel=1e-11)
-                single = miscoupling(jacobians[i], others[j], k=ks[position], **options)
-                assert single == pytest.approx(expected, rel=1e-11)
+def test_the_matrix_equals_the_definition_for_every_pair_and_k():
+    for p in [1.0, 2.0, 3.5, math.inf]:
+        for sign in ["signed", "absolute"]:
+            jacobians, others = gaussian(3, 9, 9), gaussian(2, 9, 9, seed=1)
+            ks = [1, 0.5, 9]
+            options = {"p": p, "sign": sign}
+            found = miscoupling_matrix(jacobians, others, k=ks, **options)
+            own = miscoupling_matrix(jacobians, k=0.5, **options)
+            assert found.shape == (3, 3, 2)
+            for i in range(3):
+                for j in range(3):
+                    expected = by_loops(jacobians[i].numpy(), jacobians[j].numpy(), 4, p, sign)
+                    assert own[i, j] == pytest.approx(expected, rel=1e-11, abs=1e-12)
+                for j in range(2):
+                    for position, count in enumerate([1, 4, 9]):
+                        expected = by_loops(jacobians[i].numpy(), others[j].numpy(), count, p, sign)
+                        assert found[position, i, j] == pytest.approx(expected, rel=1e-11)
+                        single = miscoupling(jacobians[i], others[j], k=ks[position], **options)
+                        assert single == pytest.approx(expected, rel=1e-11)
 
 
 def test_leading_dimensions_are_batches():
@@ -120,25 +120,27 @@ def test_disjoint_output_spaces_give_one_and_under_p_1_the_shape_of_the_spectrum
     assert miscoupling(first, second, k=2, p=1) == pytest.approx(5 / 7, rel=1e-13)
 
 
-@pytest.mark.parametrize("angle", [0.3, 1.5, 3.0, -2.0])
-def test_a_rotated_basis_gives_twice_the_sine_of_half_the_angle(angle):
-    turn = torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]], dtype=torch.float64)
-    first = torch.diag(torch.tensor([5.0, 0.7]).double())
-    second = turn @ torch.diag(torch.tensor([2.0, 1.9]).double())
-    assert miscoupling(first, second, k=2) == pytest.approx(2 * abs(math.sin(angle / 2)), rel=1e-12)
+def test_a_rotated_basis_gives_twice_the_sine_of_half_the_angle():
+    for angle in [0.3, 1.5, 3.0, -2.0]:
+        turn = torch.tensor(
+            [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]], dtype=torch.float64
+        )
+        first = torch.diag(torch.tensor([5.0, 0.7]).double())
+        second = turn @ torch.diag(torch.tensor([2.0, 1.9]).double())
+        assert miscoupling(first, second, k=2) == pytest.approx(2 * abs(math.sin(angle / 2)), rel=1e-12)
 
 
-@pytest.mark.parametrize("sign", ["signed", "absolute"])
-def test_common_rotations_transposition_and_positive_scaling_change_nothing(sign):
-    first, second = gaussian(9, 9), gaussian(9, 9, seed=1)
-    p, q = rotation(9, 2), rotation(9, 3)
-    expected = float(miscoupling(first, second, k=4, sign=sign))
-    for pair in [(p @ first @ q, p @ second @ q), (first.T, second.T), (3 * first, second), (first, 0.2 * second)]:
-        assert miscoupling(*pair, k=4, sign=sign) == pytest.approx(expected, rel=1e-11)
-    assert abs(float(miscoupling(second, first, k=4, sign=sign)) - expected) > 1e-3  # not symmetric
-    for size in (1e38, 1e-38):  # the ends of float32
-        for pair in [(size * first, second), (first, size * second), (size * first, size * second)]:
+def test_common_rotations_transposition_and_positive_scaling_change_nothing():
+    for sign in ["signed", "absolute"]:
+        first, second = gaussian(9, 9), gaussian(9, 9, seed=1)
+        p, q = rotation(9, 2), rotation(9, 3)
+        expected = float(miscoupling(first, second, k=4, sign=sign))
+        for pair in [(p @ first @ q, p @ second @ q), (first.T, second.T), (3 * first, second), (first, 0.2 * second)]:
             assert miscoupling(*pair, k=4, sign=sign) == pytest.approx(expected, rel=1e-11)
+        assert abs(float(miscoupling(second, first, k=4, sign=sign)) - expected) > 1e-3  # not symmetric
+        for size in (1e38, 1e-38):  # the ends of float32
+            for pair in [(size * first, second), (first, size * second), (size * first, size * second)]:
+                assert miscoupling(*pair, k=4, sign=sign) == pytest.approx(expected, rel=1e-11)
 
 
 def test_values_stay_in_their_range():
@@ -215,27 +217,29 @@ def test_min_gap_is_the_least_step_of_the_leading_spectrum():
     assert float(min_gap(torch.zeros(3), k=1)) == 0
 
 
-@pytest.mark.parametrize("sign", ["signed", "absolute"])
-@pytest.mark.parametrize("k", [12, 48])
-def test_the_random_baseline_is_the_root_mean_square_over_haar_bases(k, sign):
-    values = torch.arange(1, 49, dtype=torch.float64) ** -0.7
-    first = torch.diag(values)
-    others = torch.stack([with_spectrum(values, seed) for seed in range(400)])
-    squares = miscoupling(first.expand(400, -1, -1), others, k=k, sign=sign).square()
-    found = random_miscoupling(values, k=k, sign=sign)
-    assert found == pytest.approx(math.sqrt(squares.mean()), abs=0.006)
+def test_the_random_baseline_is_the_root_mean_square_over_haar_bases():
+    for k in [12, 48]:
+        for sign in ["signed", "absolute"]:
+            values = torch.arange(1, 49, dtype=torch.float64) ** -0.7
+            first = torch.diag(values)
+            others = torch.stack([with_spectrum(values, seed) for seed in range(400)])
+            squares = miscoupling(first.expand(400, -1, -1), others, k=k, sign=sign).square()
+            found = random_miscoupling(values, k=k, sign=sign)
+            assert found == pytest.approx(math.sqrt(squares.mean()), abs=0.006)
 
 
-@pytest.mark.parametrize(("dim", "k"), [(48, 12), (48, 48), (400, 5)])
-def test_the_absolute_baseline_is_that_of_half_normal_entries_exactly(dim, k):
+def test_the_absolute_baseline_is_that_of_half_normal_entries_exactly():
     """E (|a| - s)^2 on the diagonal and E a^2 off it, for normal a of variance |s|^2 / dim^2, by scipy's moments."""
-    from scipy.stats import halfnorm
+    for dim, k in [(48, 12), (48, 48), (400, 5)]:
+        from scipy.stats import halfnorm
 
-    values = torch.rand(dim, generator=torch.Generator().manual_seed(3), dtype=torch.float64).sort(descending=True)[0]
-    size = halfnorm(scale=float(values.norm()) / dim)
-    diagonal = sum(size.moment(2) - 2 * s * size.mean() + s**2 for s in values[:k].tolist())
-    expected = math.sqrt((diagonal + (k * k - k) * size.moment(2)) / float(values[:k].square().sum()))
-    assert float(random_miscoupling(values, k=k, sign="absolute")) == pytest.approx(expected, rel=1e-9)
+        values = torch.rand(dim, generator=torch.Generator().manual_seed(3), dtype=torch.float64).sort(descending=True)[
+            0
+        ]
+        size = halfnorm(scale=float(values.norm()) / dim)
+        diagonal = sum(size.moment(2) - 2 * s * size.mean() + s**2 for s in values[:k].tolist())
+        expected = math.sqrt((diagonal + (k * k - k) * size.moment(2)) / float(values[:k].square().sum()))
+        assert float(random_miscoupling(values, k=k, sign="absolute")) == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_full_basis_has_baseline_sqrt_2_and_p_only_rescales():
@@ -366,11 +370,11 @@ def test_influence_equals_its_definition():
         assert 1 <= found.participation_ratio[item] <= found.entropy_rank[item] <= 6
 
 
-@pytest.mark.parametrize("rank", [1, 3, 5])
-def test_a_partial_isometry_has_its_rank_as_both_ranks(rank):
-    isometry = rotation(5)[:, :rank] @ rotation(5, 1)[:, :rank].T
-    expected = [math.sqrt(rank), 1, rank, rank]
-    assert [float(part) for part in cross_token_influence(isometry)] == pytest.approx(expected, rel=1e-10)
+def test_a_partial_isometry_has_its_rank_as_both_ranks():
+    for rank in [1, 3, 5]:
+        isometry = rotation(5)[:, :rank] @ rotation(5, 1)[:, :rank].T
+        expected = [math.sqrt(rank), 1, rank, rank]
+        assert [float(part) for part in cross_token_influence(isometry)] == pytest.approx(expected, rel=1e-10)
 
 
 def test_rotations_leave_influence_alone_and_scaling_moves_only_the_norms():

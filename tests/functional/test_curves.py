@@ -35,14 +35,14 @@ def ranks(values):
     return [sum(v < u for v in values) + (sum(v == u for v in values) + 1) / 2 for u in values]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_monotonicity_agrees_with_its_definition(seed):
-    scores = (random(9, seed=seed) * 3).round().tolist()  # with ties
-    found = monotonicity(scores)
-    assert found.fraction_increasing == sum(a < b for a, b in itertools.pairwise(scores)) / 8
-    assert found.spearman == pytest.approx(np.corrcoef(range(9), ranks(scores))[0, 1])
-    assert found.largest_drop == max(0, *(a - b for a, b in itertools.pairwise(scores)))
-    assert found.max_drawdown == max(scores[i] - scores[j] for j in range(9) for i in range(j + 1))
+def test_monotonicity_agrees_with_its_definition():
+    for seed in range(5):
+        scores = (random(9, seed=seed) * 3).round().tolist()  # with ties
+        found = monotonicity(scores)
+        assert found.fraction_increasing == sum(a < b for a, b in itertools.pairwise(scores)) / 8
+        assert found.spearman == pytest.approx(np.corrcoef(range(9), ranks(scores))[0, 1])
+        assert found.largest_drop == max(0, *(a - b for a, b in itertools.pairwise(scores)))
+        assert found.max_drawdown == max(scores[i] - scores[j] for j in range(9) for i in range(j + 1))
 
 
 def test_rising_falling_and_constant_curves():
@@ -120,18 +120,18 @@ def test_every_column_is_resampled_alike_and_moves_with_its_values():
     assert not torch.equal(other[0], low)
 
 
-@pytest.mark.parametrize("statistic", ["mean", "median"])
-@pytest.mark.parametrize("num_rows", [2, 5, 30])
-def test_intervals_are_quantiles_over_rows_gathered_one_resample_at_a_time(statistic, num_rows, monkeypatch):
-    values = random(num_rows, 3).numpy()
-    generator = torch.Generator().manual_seed(4)
-    drawn = torch.randint(num_rows, (200, num_rows), generator=generator).numpy()
-    statistics = [getattr(np, statistic)(values[rows], axis=0) for rows in drawn]
-    expected = np.quantile(statistics, [0.025, 0.975], axis=0)
-    for at_once in (2**22, 70):  # all counts kept, and a few resamples at a time
-        monkeypatch.setattr(curves, "DRAWN_AT_ONCE", at_once)
-        interval = bootstrap_interval(torch.from_numpy(values), statistic=statistic, resamples=200, seed=4)
-        np.testing.assert_allclose(torch.stack(interval), expected, rtol=1e-12, atol=1e-15)
+def test_intervals_are_quantiles_over_rows_gathered_one_resample_at_a_time(monkeypatch):
+    for num_rows in [2, 5, 30]:
+        for statistic in ["mean", "median"]:
+            values = random(num_rows, 3).numpy()
+            generator = torch.Generator().manual_seed(4)
+            drawn = torch.randint(num_rows, (200, num_rows), generator=generator).numpy()
+            statistics = [getattr(np, statistic)(values[rows], axis=0) for rows in drawn]
+            expected = np.quantile(statistics, [0.025, 0.975], axis=0)
+            for at_once in (2**22, 70):  # all counts kept, and a few resamples at a time
+                monkeypatch.setattr(curves, "DRAWN_AT_ONCE", at_once)
+                interval = bootstrap_interval(torch.from_numpy(values), statistic=statistic, resamples=200, seed=4)
+                np.testing.assert_allclose(torch.stack(interval), expected, rtol=1e-12, atol=1e-15)
 
 
 def test_counts_that_are_kept_take_two_bytes_each_and_those_of_very_many_rows_are_not_kept():
@@ -166,10 +166,10 @@ def test_bootstraps_of_nothing_are_refused(values, options, sentence):
 # ---------------------------------------------------------------------------------------- Wilson
 
 
-@pytest.mark.parametrize(("successes", "n"), [(0, 1), (1, 1), (0, 40), (7, 40), (20, 40), (40, 40), (990, 1000)])
-def test_the_wilson_interval_is_that_of_scipy(successes, n):
-    expected = binomtest(successes, n).proportion_ci(0.95, method="wilson")
-    assert wilson_interval(successes, n) == pytest.approx((expected.low, expected.high), abs=1e-12)
+def test_the_wilson_interval_is_that_of_scipy():
+    for successes, n in [(0, 1), (1, 1), (0, 40), (7, 40), (20, 40), (40, 40), (990, 1000)]:
+        expected = binomtest(successes, n).proportion_ci(0.95, method="wilson")
+        assert wilson_interval(successes, n) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
 def test_the_wilson_interval_solves_its_equation_and_mirrors():
@@ -186,9 +186,8 @@ BROKEN = [0.30, 0.60, 0.88, 0.70, 0.90, 0.91]
 RULES = ["within_tolerance", "fraction_of_last", "plateau", "knee", "best"]
 
 
-@pytest.mark.parametrize(
-    ("scores", "rule", "tolerance", "layer"),
-    [
+def test_layers_chosen_by_hand():
+    for scores, rule, tolerance, layer in [
         (RISING, "within_tolerance", 0.025, 5),
         (RISING, "fraction_of_last", 0.1, 4),
         (RISING, "plateau", 0.05, 4),
@@ -202,17 +201,15 @@ RULES = ["within_tolerance", "fraction_of_last", "plateau", "knee", "best"]
         ([0.4, 0.3, 0.35], "plateau", 0.05, 1),
         ([0.4, 0.3, 0.36], "plateau", 0.05, 3),
         ([0.7], "knee", 0.0, 1),
-    ],
-)
-def test_layers_chosen_by_hand(scores, rule, tolerance, layer):
-    assert choose_layer(scores, rule=rule, tolerance=tolerance) == layer
+    ]:
+        assert choose_layer(scores, rule=rule, tolerance=tolerance) == layer
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_constant_curve_gives_the_first_layer_and_a_single_one_itself(rule):
-    assert choose_layer([0.3] * 6, rule=rule) == 1
-    assert choose_layer([0.3] * 6, rule=rule) == 1
-    assert choose_layer([0.9], rule=rule) == 1
+def test_a_constant_curve_gives_the_first_layer_and_a_single_one_itself():
+    for rule in RULES:
+        assert choose_layer([0.3] * 6, rule=rule) == 1
+        assert choose_layer([0.3] * 6, rule=rule) == 1
+        assert choose_layer([0.9], rule=rule) == 1
 
 
 def choice(scores, rule, tolerance):
@@ -246,18 +243,18 @@ def test_a_resample_without_a_hit_at_the_last_layer_is_as_good_at_the_first():
         choose_layer([0.3, 0.0], rule="fraction_of_last")
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("tolerance", [0.0, 0.03, 0.3])
-def test_choices_agree_with_the_rules_written_out(rule, tolerance):
-    for seed in range(40):
-        scores = (random(7, seed=seed).abs() + 0.1).tolist()
-        expected = choice(scores, rule, tolerance)
-        assert choose_layer(scores, rule=rule, tolerance=tolerance) == expected
-        if rule != "fraction_of_last":
-            losses = [-score for score in scores]
-            assert choose_layer(losses, rule=rule, tolerance=tolerance, higher_is_better=False) == expected
-            moved = [3 * score + 5 for score in scores]
-            assert choose_layer(moved, rule=rule, tolerance=3 * tolerance) == expected
+def test_choices_agree_with_the_rules_written_out():
+    for tolerance in [0.0, 0.03, 0.3]:
+        for rule in RULES:
+            for seed in range(40):
+                scores = (random(7, seed=seed).abs() + 0.1).tolist()
+                expected = choice(scores, rule, tolerance)
+                assert choose_layer(scores, rule=rule, tolerance=tolerance) == expected
+                if rule != "fraction_of_last":
+                    losses = [-score for score in scores]
+                    assert choose_layer(losses, rule=rule, tolerance=tolerance, higher_is_better=False) == expected
+                    moved = [3 * score + 5 for score in scores]
+                    assert choose_layer(moved, rule=rule, tolerance=3 * tolerance) == expected
 
 
 @pytest.mark.parametrize(
@@ -312,12 +309,12 @@ def resamples_by_hand(row_scores, resamples, seed=0):
     return np.stack([row_scores.numpy()[:, chosen].mean(1) for chosen in rows.numpy()])
 
 
-@pytest.mark.parametrize("drawn_at_once", [2**22, 100, 1])
-def test_resampled_curves_are_means_over_the_same_rows_for_every_layer(monkeypatch, drawn_at_once):
-    monkeypatch.setattr("lit_layers.functional.curves.DRAWN_AT_ONCE", drawn_at_once)
-    row_scores = random(5, 37)
-    found = resampled_curves(row_scores, resamples=50, seed=3)
-    np.testing.assert_allclose(found, resamples_by_hand(row_scores, 50, 3), atol=1e-12)
+def test_resampled_curves_are_means_over_the_same_rows_for_every_layer(monkeypatch):
+    for drawn_at_once in [2**22, 100, 1]:
+        monkeypatch.setattr("lit_layers.functional.curves.DRAWN_AT_ONCE", drawn_at_once)
+        row_scores = random(5, 37)
+        found = resampled_curves(row_scores, resamples=50, seed=3)
+        np.testing.assert_allclose(found, resamples_by_hand(row_scores, 50, 3), atol=1e-12)
 
 
 def test_resampled_curves_and_the_interval_of_a_mean_are_of_the_same_rows():
@@ -327,16 +324,18 @@ def test_resampled_curves_and_the_interval_of_a_mean_are_of_the_same_rows():
     np.testing.assert_allclose(quantiles, torch.stack([low, high]), atol=1e-12)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_the_choice_distribution_is_the_share_of_resamples_that_choose_each_layer(rule):
-    row_scores = (random(6, 25) + torch.arange(6)[:, None] * 0.2).abs()
-    found = choice_distribution(row_scores, rule=rule, tolerance=0.05, resamples=200)
-    chosen = [choice(curve.tolist(), rule, 0.05) for curve in resamples_by_hand(row_scores, 200)]
-    np.testing.assert_allclose(found, [chosen.count(layer) / 200 for layer in range(1, 7)])
-    assert 0 < found.max() < 1
-    if rule != "fraction_of_last":
-        of_losses = choice_distribution(-row_scores, rule=rule, tolerance=0.05, resamples=200, higher_is_better=False)
-        assert torch.equal(of_losses, found)
+def test_the_choice_distribution_is_the_share_of_resamples_that_choose_each_layer():
+    for rule in RULES:
+        row_scores = (random(6, 25) + torch.arange(6)[:, None] * 0.2).abs()
+        found = choice_distribution(row_scores, rule=rule, tolerance=0.05, resamples=200)
+        chosen = [choice(curve.tolist(), rule, 0.05) for curve in resamples_by_hand(row_scores, 200)]
+        np.testing.assert_allclose(found, [chosen.count(layer) / 200 for layer in range(1, 7)])
+        assert 0 < found.max() < 1
+        if rule != "fraction_of_last":
+            of_losses = choice_distribution(
+                -row_scores, rule=rule, tolerance=0.05, resamples=200, higher_is_better=False
+            )
+            assert torch.equal(of_losses, found)
 
 
 def test_a_clear_winner_is_always_chosen_and_equals_share():
@@ -379,10 +378,10 @@ def test_constant_resamples_have_no_rank_correlation_and_are_left_out():
     assert math.isnan(monotonicity_interval(torch.ones(3, 4))[0].spearman)
 
 
-@pytest.mark.parametrize("rows", [torch.ones(3, 1), torch.full((3, 4), math.nan)])
-def test_resamples_of_nothing_are_refused(rows):
-    with pytest.raises(ValueError, match="expected finite values of at least 2 rows"):
-        resampled_curves(rows)
+def test_resamples_of_nothing_are_refused():
+    for rows in [torch.ones(3, 1), torch.full((3, 4), math.nan)]:
+        with pytest.raises(ValueError, match="expected finite values of at least 2 rows"):
+            resampled_curves(rows)
 
 
 # ---------------------------------------------------------------------------------------- exponential law

@@ -62,12 +62,12 @@ def released(rows, alpha):
     return renyi(shares / shares.sum(), alpha)
 
 
-@pytest.mark.parametrize("alpha", [0.5, 1, 1.5, 2, 7, math.inf])
-@pytest.mark.parametrize("shape", [(2, 6, 4), (2, 4, 9)])
-def test_matrix_entropy_is_the_renyi_entropy_of_the_eigenvalues(alpha, shape):
-    rows = random(*shape)
-    expected = [renyi(eigenvalues(element), alpha) for element in rows]
-    np.testing.assert_allclose(matrix_entropy(rows, alpha=alpha), expected, rtol=1e-9)
+def test_matrix_entropy_is_the_renyi_entropy_of_the_eigenvalues():
+    for shape in [(2, 6, 4), (2, 4, 9)]:
+        for alpha in [0.5, 1, 1.5, 2, 7, math.inf]:
+            rows = random(*shape)
+            expected = [renyi(eigenvalues(element), alpha) for element in rows]
+            np.testing.assert_allclose(matrix_entropy(rows, alpha=alpha), expected, rtol=1e-9)
 
 
 def test_entropy_of_order_two_needs_only_the_entries_of_the_gram_matrix():
@@ -130,24 +130,26 @@ def test_two_centred_unit_rows_are_opposite():
     assert clamped == pytest.approx(math.log(2), rel=1e-13)
 
 
-@pytest.mark.parametrize("shape", [(6, 40), (40, 6), (9, 9)])
-@pytest.mark.parametrize("kind", [random, uneven])
-def test_the_four_measures_of_rank_are_ordered(shape, kind):
-    for seed in range(20):
-        rows = kind(*shape, seed=seed)
-        if seed % 3 == 0:
-            rows[3:] = rows[:1] - rows[1:2]  # rank 3
-        rank = np.linalg.matrix_rank(rows.numpy(), tol=1e-12 * np.linalg.norm(rows.numpy()))
-        chain = [
-            participation_ratio(rows).item(),
-            matrix_entropy(rows).exp().item(),
-            effective_rank(rows).item(),
-            rank,
-            min(shape),
-        ]
-        assert participation_ratio(rows).item() == pytest.approx(matrix_entropy(rows, alpha=2).exp().item(), rel=1e-12)
-        assert chain[0] >= 1 - 1e-12
-        assert all(smaller <= larger * (1 + 1e-12) for smaller, larger in itertools.pairwise(chain))
+def test_the_four_measures_of_rank_are_ordered():
+    for kind in [random, uneven]:
+        for shape in [(6, 40), (40, 6), (9, 9)]:
+            for seed in range(20):
+                rows = kind(*shape, seed=seed)
+                if seed % 3 == 0:
+                    rows[3:] = rows[:1] - rows[1:2]  # rank 3
+                rank = np.linalg.matrix_rank(rows.numpy(), tol=1e-12 * np.linalg.norm(rows.numpy()))
+                chain = [
+                    participation_ratio(rows).item(),
+                    matrix_entropy(rows).exp().item(),
+                    effective_rank(rows).item(),
+                    rank,
+                    min(shape),
+                ]
+                assert participation_ratio(rows).item() == pytest.approx(
+                    matrix_entropy(rows, alpha=2).exp().item(), rel=1e-12
+                )
+                assert chain[0] >= 1 - 1e-12
+                assert all(smaller <= larger * (1 + 1e-12) for smaller, larger in itertools.pairwise(chain))
 
 
 @settings(max_examples=60, deadline=None)
@@ -182,13 +184,13 @@ def test_entropy_falls_with_its_order_and_stays_in_its_range():
         assert matrix_entropy(random(4, 9, seed=seed), center=True).item() <= math.log(3)
 
 
-@pytest.mark.parametrize("metric", METRICS)
-def test_rotation_scaling_order_signs_and_empty_features_change_no_rank(metric):
-    rows = random(6, 4)
-    signs = torch.tensor([1.0, -1, -1, 1, 1, -1])[:, None]
-    zeros = torch.nn.functional.pad(rows, (0, 3))
-    for changed in (rows @ rotation(4), 1e-8 * rows, rows[[4, 2, 0, 5, 1, 3]], signs * rows, zeros):
-        assert metric(changed).item() == pytest.approx(metric(rows).item(), rel=1e-5 if metric is rankme else 1e-11)
+def test_rotation_scaling_order_signs_and_empty_features_change_no_rank():
+    for metric in METRICS:
+        rows = random(6, 4)
+        signs = torch.tensor([1.0, -1, -1, 1, 1, -1])[:, None]
+        zeros = torch.nn.functional.pad(rows, (0, 3))
+        for changed in (rows @ rotation(4), 1e-8 * rows, rows[[4, 2, 0, 5, 1, 3]], signs * rows, zeros):
+            assert metric(changed).item() == pytest.approx(metric(rows).item(), rel=1e-5 if metric is rankme else 1e-11)
 
 
 def test_stacking_the_rows_twice_changes_no_entropy_and_moving_them_changes_it_unless_centred():
@@ -210,12 +212,14 @@ def test_centering_comes_before_scaling_to_norm_one():
     assert matrix_entropy(rows, center=True, unit=True).item() == pytest.approx(expected, rel=1e-10)
 
 
-@pytest.mark.parametrize("alpha", [1, 2])
-@pytest.mark.parametrize("shape", [(5, 9), (9, 5)])
-def test_the_released_options_give_the_released_numbers(alpha, shape):
-    rows = random(*shape)
-    options = {"center": True, "unit": True, "clamp": True, "side": "smaller", "alpha2": "frobenius"}
-    assert matrix_entropy(rows, alpha=alpha, **options).item() == pytest.approx(released(rows, alpha), rel=1e-10)
+def test_the_released_options_give_the_released_numbers():
+    for shape in [(5, 9), (9, 5)]:
+        for alpha in [1, 2]:
+            rows = random(*shape)
+            options = {"center": True, "unit": True, "clamp": True, "side": "smaller", "alpha2": "frobenius"}
+            assert matrix_entropy(rows, alpha=alpha, **options).item() == pytest.approx(
+                released(rows, alpha), rel=1e-10
+            )
 
 
 def test_each_prompt_takes_its_own_smaller_side():
@@ -243,31 +247,30 @@ def test_the_shortcut_of_order_two_is_off_unless_the_trace_is_the_number_of_rows
     assert matrix_entropy(rows, alpha=1, alpha2="frobenius").item() == pytest.approx(right, rel=1e-12)
 
 
-@pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
-def test_normalizations_divide_by_logarithms_of_rows_and_dim(shape):
-    rows = random(*shape)
-    log_n, log_d, raw = math.log(shape[0]), math.log(shape[1]), matrix_entropy(rows).item()
-    divisors = {"raw": 1, "logN": log_n, "logD": log_d, "maxEntropy": min(log_n, log_d), "logNlogD": log_n * log_d}
-    for normalization, divisor in divisors.items():
-        for options in ({}, {"clamp": True}):
-            value = matrix_entropy(rows, normalization=normalization, **options).item()
-            assert value == pytest.approx(matrix_entropy(rows, **options).item() / divisor, rel=1e-13)
-    assert raw > 0
+def test_normalizations_divide_by_logarithms_of_rows_and_dim():
+    for shape in [(6, 4), (4, 6)]:
+        rows = random(*shape)
+        log_n, log_d, raw = math.log(shape[0]), math.log(shape[1]), matrix_entropy(rows).item()
+        divisors = {"raw": 1, "logN": log_n, "logD": log_d, "maxEntropy": min(log_n, log_d), "logNlogD": log_n * log_d}
+        for normalization, divisor in divisors.items():
+            for options in ({}, {"clamp": True}):
+                value = matrix_entropy(rows, normalization=normalization, **options).item()
+                assert value == pytest.approx(matrix_entropy(rows, **options).item() / divisor, rel=1e-13)
+        assert raw > 0
 
 
-@pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize("options", [{}, {"drop_first": 1}, {"center": True}, {"center": True, "unit": True}])
-def test_padding_on_any_side_and_junk_in_it_change_nothing(metric, options):
+def test_padding_on_any_side_and_junk_in_it_change_nothing():
     mask = torch.ones(5, 11, dtype=torch.bool)
     mask[1, :7], mask[2, 5:], mask[3, ::2], mask[4, [0, 4, 10]] = False, False, False, False
     rows = random(5, 11, 7).masked_fill(~mask[..., None], math.nan)
-    expected = [metric(element[kept], **options).item() for element, kept in zip(rows, mask, strict=True)]
-    np.testing.assert_allclose(metric(rows, mask, **options), expected, rtol=1e-12)
-    np.testing.assert_allclose(metric(torch.stack([rows, -rows]), mask, **options), [expected] * 2, rtol=1e-12)
-    if metric is matrix_entropy:
-        options = {**options, "clamp": True, "side": "smaller", "normalization": "maxEntropy"}
-        expected = [metric(element[kept], **options).item() for element, kept in zip(rows, mask, strict=True)]
-        np.testing.assert_allclose(metric(rows, mask, **options), expected, rtol=1e-12)
+    released_options = {"clamp": True, "side": "smaller", "normalization": "maxEntropy"}
+    for options in ({}, {"drop_first": 1}, {"center": True}, {"center": True, "unit": True}):
+        calls = [(metric, options) for metric in METRICS] + [(matrix_entropy, options | released_options)]
+        for metric, chosen in calls:
+            expected = [metric(element[kept], **chosen).item() for element, kept in zip(rows, mask, strict=True)]
+            both = metric(torch.stack([rows, -rows]), mask, **chosen)
+            for found in (metric(rows, mask, **chosen), *both):
+                np.testing.assert_allclose(found, expected, rtol=1e-12, err_msg=f"{metric.__name__}, {chosen}")
 
 
 def test_a_sink_token_hides_the_others_unless_it_is_dropped():
@@ -308,34 +311,34 @@ def test_narrow_rows_are_widened_before_anything_is_computed():
         assert torch.equal(metric(rows), metric(rows.double()))
 
 
-@pytest.mark.parametrize("metric", METRICS)
-def test_sets_without_a_direction_are_refused_or_nan_alone(metric):
-    rows = random(5, 3, 4)
-    rows[1], rows[2], rows[3, 2, 1] = 0, 0.1, math.inf  # three rows of 0.1, whose sum over 3 is not 0.1
-    mask = torch.ones(5, 3, dtype=torch.bool)
-    mask[4] = False
-    healthy = metric(rows[:1], center=True)
-    for element, options, reason in (
-        (1, {}, "all rows are zero"),
-        (2, {"center": True}, "or equal to the mean that is subtracted"),
-        (3, {}, "a row is not finite"),
-        (4, {}, "there is no row"),
-    ):
-        chosen = [0, element]
-        with pytest.raises(ValueError, match=rf"is undefined at element \(1,\): .*{reason}"):
-            metric(rows[chosen], mask[chosen], **options)
-    values = metric(rows, mask, center=True, undefined="nan")
-    assert values.isnan().tolist() == [False, True, True, True, True]
-    assert values[0].item() == healthy.item()
-    with pytest.raises(
-        ValueError, match="a row is zero, or equal to the mean that is subtracted, and has no unit length"
-    ):
-        metric(torch.tensor([[1.0, 2.0], [0.0, 0.0]]), unit=True)
-    with pytest.raises(ValueError, match="is undefined: all rows are zero, or equal to the mean"):
-        metric(random(1, 3), center=True)
-    if metric is matrix_entropy:
-        clamped = metric(rows, mask, center=True, clamp=True, undefined="nan")
-        assert clamped.isnan().tolist() == [False, True, True, True, True]
+def test_sets_without_a_direction_are_refused_or_nan_alone():
+    for metric in METRICS:
+        rows = random(5, 3, 4)
+        rows[1], rows[2], rows[3, 2, 1] = 0, 0.1, math.inf  # three rows of 0.1, whose sum over 3 is not 0.1
+        mask = torch.ones(5, 3, dtype=torch.bool)
+        mask[4] = False
+        healthy = metric(rows[:1], center=True)
+        for element, options, reason in (
+            (1, {}, "all rows are zero"),
+            (2, {"center": True}, "or equal to the mean that is subtracted"),
+            (3, {}, "a row is not finite"),
+            (4, {}, "there is no row"),
+        ):
+            chosen = [0, element]
+            with pytest.raises(ValueError, match=rf"is undefined at element \(1,\): .*{reason}"):
+                metric(rows[chosen], mask[chosen], **options)
+        values = metric(rows, mask, center=True, undefined="nan")
+        assert values.isnan().tolist() == [False, True, True, True, True]
+        assert values[0].item() == healthy.item()
+        with pytest.raises(
+            ValueError, match="a row is zero, or equal to the mean that is subtracted, and has no unit length"
+        ):
+            metric(torch.tensor([[1.0, 2.0], [0.0, 0.0]]), unit=True)
+        with pytest.raises(ValueError, match="is undefined: all rows are zero, or equal to the mean"):
+            metric(random(1, 3), center=True)
+        if metric is matrix_entropy:
+            clamped = metric(rows, mask, center=True, clamp=True, undefined="nan")
+            assert clamped.isnan().tolist() == [False, True, True, True, True]
 
 
 def test_normalizing_by_the_logarithm_of_one_is_undefined():
@@ -376,18 +379,22 @@ def falling(num, tokens, dim, least, seed=0):
     return torch.from_numpy(np.stack([left @ right.T for left, right in zip(rows, axes, strict=True)])), values
 
 
-@pytest.mark.parametrize("least", [1e-2, 2e-4, 1e-4, 1e-9])  # two of each kind: by the Gram matrix, and not
-@pytest.mark.parametrize("shape", [(40, 60), (60, 40), (40, 40)])
-def test_singular_values_are_those_that_the_rows_were_made_of(shape, least):
-    rows, expected = falling(3, *shape, least)
-    np.testing.assert_allclose(module.singular_values(rows), expected.expand(3, -1), rtol=0, atol=2e-13)
-    np.testing.assert_allclose(module.singular_values(1e170 * rows) / 1e170, expected.expand(3, -1), atol=2e-13)
-    np.testing.assert_allclose(module.singular_values(1e-170 * rows) / 1e-170, expected.expand(3, -1), atol=2e-13)
-    shares = (expected / expected.sum()).numpy()
-    assert effective_rank(rows).tolist() == pytest.approx([math.exp(renyi(shares, 1))] * 3, rel=1e-12)
-    for alpha in (0.5, 1, 2):
-        shares = (expected.square() / expected.square().sum()).numpy()
-        assert matrix_entropy(rows, alpha=alpha).tolist() == pytest.approx([renyi(shares, alpha)] * 3, rel=1e-12)
+def test_singular_values_are_those_that_the_rows_were_made_of():
+    for shape in [(40, 60), (60, 40), (40, 40)]:
+        for least in [1e-2, 2e-4, 1e-4, 1e-9]:
+            rows, expected = falling(3, *shape, least)
+            np.testing.assert_allclose(module.singular_values(rows), expected.expand(3, -1), rtol=0, atol=2e-13)
+            np.testing.assert_allclose(module.singular_values(1e170 * rows) / 1e170, expected.expand(3, -1), atol=2e-13)
+            np.testing.assert_allclose(
+                module.singular_values(1e-170 * rows) / 1e-170, expected.expand(3, -1), atol=2e-13
+            )
+            shares = (expected / expected.sum()).numpy()
+            assert effective_rank(rows).tolist() == pytest.approx([math.exp(renyi(shares, 1))] * 3, rel=1e-12)
+            for alpha in (0.5, 1, 2):
+                shares = (expected.square() / expected.square().sum()).numpy()
+                assert matrix_entropy(rows, alpha=alpha).tolist() == pytest.approx(
+                    [renyi(shares, alpha)] * 3, rel=1e-12
+                )
 
 
 def test_only_sets_that_need_it_are_decomposed_themselves(monkeypatch):

@@ -62,18 +62,14 @@ def test_token_curvature_is_the_mean_angle_between_consecutive_differences():
     np.testing.assert_allclose(token_curvature(tokens), expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("points", "expected"),
-    [
+def test_curvature_of_simple_figures():
+    for points, expected in [
         ([[0, 0], [1, 2], [3, 6], [3.5, 7]], 0),
         ([[0, 1], [5, 5], [0, 1], [5, 5], [0, 1]], PI),
         ([[0, 0], [1, 0], [1, 1], [0, 1], [0, 0]], PI / 2),
         ([[0, 0], [1, 0], [0.5, math.sqrt(3) / 2]], 2 * PI / 3),
-    ],
-    ids=["a line", "a zigzag", "a square", "a triangle"],
-)
-def test_curvature_of_simple_figures(points, expected):
-    assert token_curvature(torch.tensor(points, dtype=torch.float64)).item() == pytest.approx(expected, abs=1e-12)
+    ]:
+        assert token_curvature(torch.tensor(points, dtype=torch.float64)).item() == pytest.approx(expected, abs=1e-12)
 
 
 def test_curvature_of_a_random_walk_is_a_right_angle_and_that_of_unordered_tokens_a_third_more():
@@ -88,12 +84,12 @@ def test_a_tiny_turn_is_measured_to_the_last_digits():
     assert token_curvature(points).item() == pytest.approx(turn, rel=1e-6)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_rotation_translation_scaling_and_reversal_do_not_change_curvature(seed):
-    tokens = random(9, 5, seed=seed)
-    expected = token_curvature(tokens).item()
-    for changed in (tokens @ rotation(5, seed), tokens - 7, tokens * 1e-4, tokens.flip(0)):
-        assert token_curvature(changed).item() == pytest.approx(expected, rel=1e-10)
+def test_rotation_translation_scaling_and_reversal_do_not_change_curvature():
+    for seed in range(4):
+        tokens = random(9, 5, seed=seed)
+        expected = token_curvature(tokens).item()
+        for changed in (tokens @ rotation(5, seed), tokens - 7, tokens * 1e-4, tokens.flip(0)):
+            assert token_curvature(changed).item() == pytest.approx(expected, rel=1e-10)
 
 
 def test_the_order_of_tokens_changes_curvature():
@@ -101,15 +97,15 @@ def test_the_order_of_tokens_changes_curvature():
     assert token_curvature(tokens[torch.randperm(9)]).item() != pytest.approx(token_curvature(tokens).item(), rel=1e-3)
 
 
-@pytest.mark.parametrize("metric", [token_curvature, token_angle])
-@pytest.mark.parametrize("options", [{}, {"drop_first": 1}])
-def test_padding_on_any_side_and_junk_in_it_change_nothing(metric, options):
-    prompts = [random(count, 5, seed=count) for count in (11, 6, 8, 5, 6)]
-    tokens, mask = padded(prompts, ["left", "left", "right", "both", "holes"])
-    expected = [metric(prompt, **options).item() for prompt in prompts]
-    np.testing.assert_allclose(metric(tokens, mask, **options), expected, rtol=1e-13)
-    over_layers = metric(torch.stack([tokens, 2 * tokens]), mask, **options)
-    np.testing.assert_allclose(over_layers, [expected, expected], rtol=1e-12)
+def test_padding_on_any_side_and_junk_in_it_change_nothing():
+    for options in [{}, {"drop_first": 1}]:
+        for metric in [token_curvature, token_angle]:
+            prompts = [random(count, 5, seed=count) for count in (11, 6, 8, 5, 6)]
+            tokens, mask = padded(prompts, ["left", "left", "right", "both", "holes"])
+            expected = [metric(prompt, **options).item() for prompt in prompts]
+            np.testing.assert_allclose(metric(tokens, mask, **options), expected, rtol=1e-13)
+            over_layers = metric(torch.stack([tokens, 2 * tokens]), mask, **options)
+            np.testing.assert_allclose(over_layers, [expected, expected], rtol=1e-12)
 
 
 def test_dropping_first_tokens_counts_the_real_ones():
@@ -270,18 +266,18 @@ def hsic_1(k, m):
     return (total - 2 / (n - 2) * (ones @ k @ m @ ones)) / (n * (n - 3))
 
 
-@pytest.mark.parametrize(("rows", "dims"), [(12, (5, 7)), (6, (20, 30)), (30, (3, 60))])
-def test_cka_agrees_with_its_definition_by_kernels(rows, dims):
-    x, y = random(2, rows, dims[0]) + 2, random(2, rows, dims[1], seed=1) - 1
-    for element in range(2):
-        a, b = x[element].numpy(), y[element].numpy()
-        centering = np.eye(rows) - 1 / rows
-        k, m = a @ a.T, b @ b.T
-        plain = [np.sum((centering @ p @ centering) * q) for p, q in ((k, m), (k, k), (m, m))]
-        debiased = [hsic_1(p, q) for p, q in ((k, m), (k, k), (m, m))]
-        for (xy, xx, yy), flag in ((plain, False), (debiased, True)):
-            value = linear_cka(x, y, debiased=flag)[element].item()
-            assert value == pytest.approx(xy / math.sqrt(xx * yy), rel=1e-10, abs=1e-12)
+def test_cka_agrees_with_its_definition_by_kernels():
+    for rows, dims in [(12, (5, 7)), (6, (20, 30)), (30, (3, 60))]:
+        x, y = random(2, rows, dims[0]) + 2, random(2, rows, dims[1], seed=1) - 1
+        for element in range(2):
+            a, b = x[element].numpy(), y[element].numpy()
+            centering = np.eye(rows) - 1 / rows
+            k, m = a @ a.T, b @ b.T
+            plain = [np.sum((centering @ p @ centering) * q) for p, q in ((k, m), (k, k), (m, m))]
+            debiased = [hsic_1(p, q) for p, q in ((k, m), (k, k), (m, m))]
+            for (xy, xx, yy), flag in ((plain, False), (debiased, True)):
+                value = linear_cka(x, y, debiased=flag)[element].item()
+                assert value == pytest.approx(xy / math.sqrt(xx * yy), rel=1e-10, abs=1e-12)
 
 
 @pytest.mark.parametrize("debiased", [False, True])

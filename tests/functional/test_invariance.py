@@ -82,25 +82,27 @@ def written_out_dime(view_a, view_b, alpha, scaled, orders, smaller=False, frobe
     return np.mean(shuffled) - entropy(gram_a * gram_b)
 
 
-@pytest.mark.parametrize(
-    ("scaled", "form", "temperature"),
-    [(True, "ntxent", 0.1), (True, "cross", 0.5), (False, "ntxent", 0.7), (False, "cross", 0.9)],
-)
-def test_infonce_is_the_mean_cross_entropy_of_finding_the_partner(scaled, form, temperature):
-    pairs = [two_views(seed=seed) for seed in (0, 5)]
-    expected = [written_out_infonce(*pair, temperature, scaled, form) for pair in pairs]
-    stacked = [torch.stack(views).float().double() for views in zip(*pairs, strict=True)]
-    found = infonce(*stacked, temperature=temperature, unit=scaled, form=form)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-    one = infonce(*pairs[0], temperature=temperature, unit=scaled, form=form)
-    assert one.item() == pytest.approx(expected[0], rel=1e-12)
+def test_infonce_is_the_mean_cross_entropy_of_finding_the_partner():
+    for scaled, form, temperature in [
+        (True, "ntxent", 0.1),
+        (True, "cross", 0.5),
+        (False, "ntxent", 0.7),
+        (False, "cross", 0.9),
+    ]:
+        pairs = [two_views(seed=seed) for seed in (0, 5)]
+        expected = [written_out_infonce(*pair, temperature, scaled, form) for pair in pairs]
+        stacked = [torch.stack(views).float().double() for views in zip(*pairs, strict=True)]
+        found = infonce(*stacked, temperature=temperature, unit=scaled, form=form)
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        one = infonce(*pairs[0], temperature=temperature, unit=scaled, form=form)
+        assert one.item() == pytest.approx(expected[0], rel=1e-12)
 
 
-@pytest.mark.parametrize("num_prompts", [2, 7, 1000])
-def test_equal_rows_are_at_chance(num_prompts):
-    rows = random(1, 8).expand(num_prompts, 8)
-    assert infonce(rows, rows).item() == pytest.approx(math.log(2 * num_prompts - 1), rel=1e-12)
-    assert infonce(rows, rows, form="cross").item() == pytest.approx(math.log(num_prompts), rel=1e-12)
+def test_equal_rows_are_at_chance():
+    for num_prompts in [2, 7, 1000]:
+        rows = random(1, 8).expand(num_prompts, 8)
+        assert infonce(rows, rows).item() == pytest.approx(math.log(2 * num_prompts - 1), rel=1e-12)
+        assert infonce(rows, rows, form="cross").item() == pytest.approx(math.log(num_prompts), rel=1e-12)
 
 
 def test_orthonormal_prompts_with_identical_views_have_the_closed_form():
@@ -126,21 +128,21 @@ def test_infonce_minds_neither_rotation_nor_order_nor_a_swap_nor_the_length_of_r
     assert infonce(first * lengths, second, unit=False) != infonce(first, second, unit=False)
 
 
-@pytest.mark.parametrize("delta", [1e-4, 0.3, 0.0])
-@pytest.mark.parametrize("alpha", [1, 0.5, 2])
-def test_lidar_is_the_entropy_of_the_whitened_scatter_between_prompts(delta, alpha):
-    views = torch.stack([some_views(), some_views(noise=0.1)])
-    expected = [renyi(written_out_lidar(each, delta), alpha) for each in views]
-    np.testing.assert_allclose(lidar(views, delta=delta, alpha=alpha), expected, rtol=1e-9)
+def test_lidar_is_the_entropy_of_the_whitened_scatter_between_prompts():
+    for alpha in [1, 0.5, 2]:
+        for delta in [1e-4, 0.3, 0.0]:
+            views = torch.stack([some_views(), some_views(noise=0.1)])
+            expected = [renyi(written_out_lidar(each, delta), alpha) for each in views]
+            np.testing.assert_allclose(lidar(views, delta=delta, alpha=alpha), expected, rtol=1e-9)
 
 
-@pytest.mark.parametrize("shape", [(7, 4, 5), (4, 3, 9)])
-def test_the_rank_form_adds_eps_to_the_share_of_each_dimension(shape):
-    views = some_views(*shape)
-    values = np.linalg.eigvalsh(written_out_lidar(views, 1e-4)).clip(0)
-    shares = values / values.sum() + 0.01
-    expected = math.exp(-(shares * np.log(shares)).sum())
-    assert lidar(views, output="rank", eps=0.01).item() == pytest.approx(expected, rel=1e-9)
+def test_the_rank_form_adds_eps_to_the_share_of_each_dimension():
+    for shape in [(7, 4, 5), (4, 3, 9)]:
+        views = some_views(*shape)
+        values = np.linalg.eigvalsh(written_out_lidar(views, 1e-4)).clip(0)
+        shares = values / values.sum() + 0.01
+        expected = math.exp(-(shares * np.log(shares)).sum())
+        assert lidar(views, output="rank", eps=0.01).item() == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_shortcut_of_order_two_divides_by_the_dimension():
@@ -149,12 +151,12 @@ def test_the_shortcut_of_order_two_divides_by_the_dimension():
     assert lidar(views, alpha=2, alpha2="frobenius").item() == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("delta", [1e-4, 1.0, 100.0])
-@pytest.mark.parametrize("num_prompts", [4, 9])
-def test_without_scatter_within_lidar_is_the_centred_entropy_of_the_means(delta, num_prompts):
-    means = random(num_prompts, 6)
-    found = lidar(means[:, None].expand(-1, 3, -1), delta=delta)
-    torch.testing.assert_close(found, matrix_entropy(means, center=True), rtol=1e-10, atol=0)
+def test_without_scatter_within_lidar_is_the_centred_entropy_of_the_means():
+    for num_prompts in [4, 9]:
+        for delta in [1e-4, 1.0, 100.0]:
+            means = random(num_prompts, 6)
+            found = lidar(means[:, None].expand(-1, 3, -1), delta=delta)
+            torch.testing.assert_close(found, matrix_entropy(means, center=True), rtol=1e-10, atol=0)
 
 
 def test_lidar_minds_no_linear_map_at_delta_zero_and_no_rotation_translation_or_order_else():
@@ -181,18 +183,20 @@ def test_lidar_from_parts_is_that_of_the_whole():
     assert sums.num_prompts == 11
 
 
-@pytest.mark.parametrize(
-    ("scaled", "alpha", "options"),
-    [(True, 1, {}), (True, 0.5, {}), (False, 1, {"side": "smaller"}), (False, 2, {"alpha2": "frobenius"})],
-)
-def test_dime_is_what_a_shuffle_of_one_view_adds_to_the_joint_entropy(scaled, alpha, options):
-    smaller, frobenius = "side" in options, "alpha2" in options
-    pairs = [two_views(seed=seed) for seed in (0, 3)]
-    orders = [np.random.default_rng(seed).permutation(5 if smaller else 6) for seed in range(3)]
-    expected = [written_out_dime(*pair, alpha, scaled, orders, smaller, frobenius) for pair in pairs]
-    stacked = [torch.stack(views) for views in zip(*pairs, strict=True)]
-    found = dime(*stacked, alpha=alpha, unit=scaled, permutations=torch.tensor(np.stack(orders)), **options)
-    np.testing.assert_allclose(found, expected, rtol=1e-8)
+def test_dime_is_what_a_shuffle_of_one_view_adds_to_the_joint_entropy():
+    for scaled, alpha, options in [
+        (True, 1, {}),
+        (True, 0.5, {}),
+        (False, 1, {"side": "smaller"}),
+        (False, 2, {"alpha2": "frobenius"}),
+    ]:
+        smaller, frobenius = "side" in options, "alpha2" in options
+        pairs = [two_views(seed=seed) for seed in (0, 3)]
+        orders = [np.random.default_rng(seed).permutation(5 if smaller else 6) for seed in range(3)]
+        expected = [written_out_dime(*pair, alpha, scaled, orders, smaller, frobenius) for pair in pairs]
+        stacked = [torch.stack(views) for views in zip(*pairs, strict=True)]
+        found = dime(*stacked, alpha=alpha, unit=scaled, permutations=torch.tensor(np.stack(orders)), **options)
+        np.testing.assert_allclose(found, expected, rtol=1e-8)
 
 
 def test_dime_of_two_clusters_rises_from_log_two_to_the_entropy_of_the_shuffled_pairs():
@@ -229,19 +233,19 @@ def test_the_seed_of_dime_decides_its_permutations():
     assert dime(first, second, seed=1) == dime(first, second, seed=1) != dime(first, second, seed=2)
 
 
-@pytest.mark.parametrize("normalization", ["logN", "logD", "maxEntropy", "logNlogD"])
-def test_normalizations_divide_by_logarithms_of_prompts_and_dim(normalization):
-    divisor = {
-        "logN": math.log(7),
-        "logD": math.log(5),
-        "maxEntropy": math.log(5),
-        "logNlogD": math.log(7) * math.log(5),
-    }
-    views = some_views()
-    found = lidar(views, normalization=normalization)
-    assert found.item() == pytest.approx(lidar(views).item() / divisor[normalization], rel=1e-12)
-    found = dime(views[:, 0], views[:, 1], normalization=normalization)
-    assert found.item() == pytest.approx(dime(views[:, 0], views[:, 1]).item() / divisor[normalization], rel=1e-12)
+def test_normalizations_divide_by_logarithms_of_prompts_and_dim():
+    for normalization in ["logN", "logD", "maxEntropy", "logNlogD"]:
+        divisor = {
+            "logN": math.log(7),
+            "logD": math.log(5),
+            "maxEntropy": math.log(5),
+            "logNlogD": math.log(7) * math.log(5),
+        }
+        views = some_views()
+        found = lidar(views, normalization=normalization)
+        assert found.item() == pytest.approx(lidar(views).item() / divisor[normalization], rel=1e-12)
+        found = dime(views[:, 0], views[:, 1], normalization=normalization)
+        assert found.item() == pytest.approx(dime(views[:, 0], views[:, 1]).item() / divisor[normalization], rel=1e-12)
 
 
 def test_undefined_sets_are_named_or_nan_alone():
@@ -289,14 +293,14 @@ def test_what_cannot_be_measured_is_refused(call, sentence):
         call()
 
 
-@pytest.mark.parametrize("scale", [1e-160, 1e-20, 1.0, 1e20, 1e160])
-def test_eigenvalues_are_those_that_matrices_were_made_of_at_any_scale(scale):
-    draws, expected = np.random.default_rng(0), np.array([[0.5, 2, 3, 7], [-1, -0.5, 1e-3, 4]]) * scale
-    turns = [np.linalg.qr(draws.normal(size=(4, 4)))[0] for _ in expected]
-    made = np.stack([turn * values @ turn.T for turn, values in zip(turns, expected, strict=True)])
-    matrices = torch.from_numpy((made + made.swapaxes(1, 2)) / 2)
-    np.testing.assert_allclose(eigenvalues(matrices), expected, rtol=0, atol=1e-14 * scale)
-    np.testing.assert_allclose(eigenvalues(matrices[1]), expected[1], rtol=0, atol=1e-14 * scale)
+def test_eigenvalues_are_those_that_matrices_were_made_of_at_any_scale():
+    for scale in [1e-160, 1e-20, 1.0, 1e20, 1e160]:
+        draws, expected = np.random.default_rng(0), np.array([[0.5, 2, 3, 7], [-1, -0.5, 1e-3, 4]]) * scale
+        turns = [np.linalg.qr(draws.normal(size=(4, 4)))[0] for _ in expected]
+        made = np.stack([turn * values @ turn.T for turn, values in zip(turns, expected, strict=True)])
+        matrices = torch.from_numpy((made + made.swapaxes(1, 2)) / 2)
+        np.testing.assert_allclose(eigenvalues(matrices), expected, rtol=0, atol=1e-14 * scale)
+        np.testing.assert_allclose(eigenvalues(matrices[1]), expected[1], rtol=0, atol=1e-14 * scale)
 
 
 def test_what_is_measured_is_left_as_it_was():

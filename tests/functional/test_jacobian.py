@@ -62,17 +62,17 @@ def differences(block, hidden: Tensor, prompt: int, out: int, into: int, step: f
     return torch.stack(columns, dim=1)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("causal", [True, False])
-def test_jacobians_equal_central_differences(hidden, fused, causal):
-    torch.manual_seed(0)
-    block = TinyBlock(fused=fused, causal=causal).double().requires_grad_(False)
-    found = block_jacobian(block, hidden, out_tokens=[0, 3], in_tokens=[0, 2, 3])
-    for prompt in range(2):
-        for i, out in enumerate([0, 3]):
-            for j, into in enumerate([0, 2, 3]):
-                expected = differences(block, hidden, prompt, out, into) - torch.eye(6) * (out == into)
-                torch.testing.assert_close(found[prompt, i, j], expected, rtol=1e-6, atol=1e-8)
+def test_jacobians_equal_central_differences(hidden):
+    for causal in [True, False]:
+        for fused in [True, False]:
+            torch.manual_seed(0)
+            block = TinyBlock(fused=fused, causal=causal).double().requires_grad_(False)
+            found = block_jacobian(block, hidden, out_tokens=[0, 3], in_tokens=[0, 2, 3])
+            for prompt in range(2):
+                for i, out in enumerate([0, 3]):
+                    for j, into in enumerate([0, 2, 3]):
+                        expected = differences(block, hidden, prompt, out, into) - torch.eye(6) * (out == into)
+                        torch.testing.assert_close(found[prompt, i, j], expected, rtol=1e-6, atol=1e-8)
 
 
 def test_a_linear_map_of_each_token_has_its_weight_as_jacobian_and_no_cross_terms(hidden):
@@ -141,22 +141,22 @@ def test_tokens_are_counted_among_the_real_ones_of_each_prompt(block, hidden):
             torch.testing.assert_close(found[prompt], expected, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("rows", [1, 40, 1000])
-def test_chunks_change_nothing(block, hidden, rows, monkeypatch):
-    expected = block_jacobian(block, hidden)
-    monkeypatch.setattr(block_call, "ROWS", rows)
-    torch.testing.assert_close(block_jacobian(block, hidden), expected, rtol=1e-12, atol=1e-14)
+def test_chunks_change_nothing(block, hidden, monkeypatch):
+    for rows in [1, 40, 1000]:
+        expected = block_jacobian(block, hidden)
+        monkeypatch.setattr(block_call, "ROWS", rows)
+        torch.testing.assert_close(block_jacobian(block, hidden), expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_no_gradient_and_no_graph_stay_behind_in_any_gradient_mode(block, hidden, mode):
-    expected = block_jacobian(block, hidden)
-    with mode():
-        found = block_jacobian(block, hidden.clone(), mask=torch.ones(2, 5))
-    assert torch.equal(found, expected)
-    assert not found.requires_grad
-    assert not found.is_inference()
-    assert all(parameter.grad is None for parameter in block.parameters())
+def test_no_gradient_and_no_graph_stay_behind_in_any_gradient_mode(block, hidden):
+    for mode in [torch.no_grad, torch.inference_mode, torch.enable_grad]:
+        expected = block_jacobian(block, hidden)
+        with mode():
+            found = block_jacobian(block, hidden.clone(), mask=torch.ones(2, 5))
+        assert torch.equal(found, expected)
+        assert not found.requires_grad
+        assert not found.is_inference()
+        assert all(parameter.grad is None for parameter in block.parameters())
 
 
 def test_autocast_around_it_does_not_lower_the_precision(hidden):

@@ -36,14 +36,14 @@ def by_brute_force(matrix):
     return best
 
 
-@pytest.mark.parametrize("seed", range(25))
-def test_it_is_the_best_of_every_division(seed):
-    size = 2 + seed % 8
-    matrix = symmetric(size, seed)
-    found = layer_stages(torch.from_numpy(matrix))
-    expected = by_brute_force(matrix)
-    assert found[:3] == expected[:3]
-    assert found.contrast == pytest.approx(expected[3], rel=1e-9)
+def test_it_is_the_best_of_every_division():
+    for seed in range(25):
+        size = 2 + seed % 8
+        matrix = symmetric(size, seed)
+        found = layer_stages(torch.from_numpy(matrix))
+        expected = by_brute_force(matrix)
+        assert found[:3] == expected[:3]
+        assert found.contrast == pytest.approx(expected[3], rel=1e-9)
 
 
 @given(st.integers(0, 5), st.integers(2, 9), st.integers(0, 5), st.floats(-0.9, 0.5), st.floats(0.01, 0.5))
@@ -63,13 +63,13 @@ def test_a_planted_middle_is_found_at_its_own_contrast(beginning, middle, ending
     assert turned[:3] == (found.num_ending, found.num_middle, found.num_beginning)
 
 
-@pytest.mark.parametrize("value", [0.0, 0.3, 1 / 3, 1.0])
-@pytest.mark.parametrize("size", [2, 5, 12])
-def test_equal_layers_and_layers_apart_are_all_middle(value, size):
-    matrix = torch.full((size, size), value, dtype=torch.float64).fill_diagonal_(1)
-    assert layer_stages(matrix) == LayerStages(0, size, 0, 0.0)
-    if value:  # what rounding makes of it
-        assert layer_stages(matrix + 1e-15 * torch.from_numpy(symmetric(size, 0)))[:3] == (0, size, 0)
+def test_equal_layers_and_layers_apart_are_all_middle():
+    for size in [2, 5, 12]:
+        for value in [0.0, 0.3, 1 / 3, 1.0]:
+            matrix = torch.full((size, size), value, dtype=torch.float64).fill_diagonal_(1)
+            assert layer_stages(matrix) == LayerStages(0, size, 0, 0.0)
+            if value:  # what rounding makes of it
+                assert layer_stages(matrix + 1e-15 * torch.from_numpy(symmetric(size, 0)))[:3] == (0, size, 0)
 
 
 def test_of_equally_good_middles_the_larger_and_then_the_earlier_wins():
@@ -121,18 +121,20 @@ def debiased_cka(x, y):
     return hsic_1(x, y) / np.sqrt(hsic_1(x, x) * hsic_1(y, y))
 
 
-@pytest.mark.parametrize(("debiased", "formula"), [(False, plain_cka), (True, debiased_cka)])
-@pytest.mark.parametrize("rows_at_a_time", [1, 4, 100])
-def test_the_alignment_of_all_layers_is_that_of_every_two(debiased, formula, rows_at_a_time, monkeypatch):
-    monkeypatch.setattr(geometry, "MAX_ENTRIES", rows_at_a_time * 4 * 11)
-    generator = np.random.default_rng(5)
-    states = generator.normal(size=(4, 11, 6)) + 3
-    states[2] = states[1] @ np.linalg.qr(generator.normal(size=(6, 6)))[0] * 7 - 2  # a rotation: equal but for rounding
-    found = linear_cka_matrix(torch.from_numpy(states), debiased=debiased)
-    expected = [[formula(x, y) for y in states] for x in states]
-    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
-    assert found[1, 2].item() == pytest.approx(1, rel=1e-12)
-    assert found[0, 1].item() < 0.9
+def test_the_alignment_of_all_layers_is_that_of_every_two(monkeypatch):
+    for rows_at_a_time in [1, 4, 100]:
+        for debiased, formula in [(False, plain_cka), (True, debiased_cka)]:
+            monkeypatch.setattr(geometry, "MAX_ENTRIES", rows_at_a_time * 4 * 11)
+            generator = np.random.default_rng(5)
+            states = generator.normal(size=(4, 11, 6)) + 3
+            states[2] = (
+                states[1] @ np.linalg.qr(generator.normal(size=(6, 6)))[0] * 7 - 2
+            )  # a rotation: equal but for rounding
+            found = linear_cka_matrix(torch.from_numpy(states), debiased=debiased)
+            expected = [[formula(x, y) for y in states] for x in states]
+            np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
+            assert found[1, 2].item() == pytest.approx(1, rel=1e-12)
+            assert found[0, 1].item() < 0.9
 
 
 def test_a_layer_that_does_not_vary_is_undefined_alone():

@@ -39,20 +39,20 @@ def by_lstsq(rows, ids):
     return ((ids - design @ weights) ** 2).mean() / ids.var(), rank
 
 
-@pytest.mark.parametrize("normalize", ["layer_norm", "rms_norm", "none"])
-def test_values_agree_with_numpy_s_least_squares(normalize):
-    features, ids = random(2, 3, 200, 12) * 3 + 1, random_ids(200)
-    features[..., 4] += 0.02 * ids  # something to find
-    found = prediction_residual(features, ids, normalize=normalize)
-    assert found.value.shape == found.adjusted.shape == found.rank.shape == (2, 3)
-    assert found.num_rows == 200
-    assert found.held_out is None
-    for place in np.ndindex(2, 3):
-        value, rank = by_lstsq(normed(features[place], normalize), ids)
-        assert found.rank[place] == rank == (12 if normalize in ("none", "rms_norm") else 11)
-        assert found.value[place].item() == pytest.approx(value, rel=1e-9)
-        assert found.adjusted[place].item() == pytest.approx(value * 199 / (199 - rank), rel=1e-9)
-    assert found.value.max() < 0.9
+def test_values_agree_with_numpy_s_least_squares():
+    for normalize in ["layer_norm", "rms_norm", "none"]:
+        features, ids = random(2, 3, 200, 12) * 3 + 1, random_ids(200)
+        features[..., 4] += 0.02 * ids  # something to find
+        found = prediction_residual(features, ids, normalize=normalize)
+        assert found.value.shape == found.adjusted.shape == found.rank.shape == (2, 3)
+        assert found.num_rows == 200
+        assert found.held_out is None
+        for place in np.ndindex(2, 3):
+            value, rank = by_lstsq(normed(features[place], normalize), ids)
+            assert found.rank[place] == rank == (12 if normalize in ("none", "rms_norm") else 11)
+            assert found.value[place].item() == pytest.approx(value, rel=1e-9)
+            assert found.adjusted[place].item() == pytest.approx(value * 199 / (199 - rank), rel=1e-9)
+        assert found.value.max() < 0.9
 
 
 def test_the_norms_are_torch_s_own_with_the_eps_given():

@@ -42,19 +42,22 @@ def objective_of(probes, layer, features, labels, c):
     return (c * loss + probes.weight[layer].double().square().sum() / 2).item()
 
 
-@pytest.mark.parametrize(
-    ("num_classes", "c", "shape"),
-    [(2, 0.01, {}), (2, 30.0, {"n": 40, "dim": 60, "layers": 2}), (3, 1.0, {}), (7, 30.0, {}), (7, 1.0, {"n": 40})],
-)
-def test_probes_are_those_of_scikit_learn(num_classes, c, shape):
-    features, labels = problem(num_classes, **shape)
-    probes = fit_logistic_probes(features, labels, c=c, tolerance=1e-8)
-    assert probes.converged.all()
-    log_proba = probes.log_proba(features)
-    for layer, (expected, objective, coefficients) in enumerate(by_scikit_learn(features, labels, c)):
-        np.testing.assert_allclose(log_proba[layer].exp(), np.exp(expected), atol=2e-6)
-        assert objective_of(probes, layer, features, labels, c) == pytest.approx(objective, rel=1e-9)
-        np.testing.assert_allclose(probes.weight[layer], coefficients, atol=2e-5)
+def test_probes_are_those_of_scikit_learn():
+    for num_classes, c, shape in [
+        (2, 0.01, {}),
+        (2, 30.0, {"n": 40, "dim": 60, "layers": 2}),
+        (3, 1.0, {}),
+        (7, 30.0, {}),
+        (7, 1.0, {"n": 40}),
+    ]:
+        features, labels = problem(num_classes, **shape)
+        probes = fit_logistic_probes(features, labels, c=c, tolerance=1e-8)
+        assert probes.converged.all()
+        log_proba = probes.log_proba(features)
+        for layer, (expected, objective, coefficients) in enumerate(by_scikit_learn(features, labels, c)):
+            np.testing.assert_allclose(log_proba[layer].exp(), np.exp(expected), atol=2e-6)
+            assert objective_of(probes, layer, features, labels, c) == pytest.approx(objective, rel=1e-9)
+            np.testing.assert_allclose(probes.weight[layer], coefficients, atol=2e-5)
 
 
 def test_float32_at_the_default_tolerance_reaches_the_optimum():
@@ -93,18 +96,20 @@ def test_two_points_solved_by_hand():
     assert (probes.mean.item(), probes.scale.item()) == (6, 1)
 
 
-@pytest.mark.parametrize("c", [1e-3, 1.0, 1e3])
-@pytest.mark.parametrize("counts", [(3, 7), (1, 5, 14)])
-def test_constant_features_give_the_class_frequencies(c, counts):
-    labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    share = torch.tensor(counts).double() / len(labels)
-    features = torch.tensor([0.1, -7.3, 1e9], dtype=torch.float64).expand(2, len(labels), 3)
-    probes = fit_logistic_probes(features, labels, c=c)
-    assert probes.converged.all()
-    torch.testing.assert_close(probes.log_proba(features).exp(), share.expand(2, len(labels), -1), atol=1e-9, rtol=0)
-    assert not probes.weight.any()
-    # at any place: a constant feature says nothing elsewhere either
-    torch.testing.assert_close(probes.log_proba(features + 5), probes.log_proba(features))
+def test_constant_features_give_the_class_frequencies():
+    for counts in [(3, 7), (1, 5, 14)]:
+        for c in [1e-3, 1.0, 1e3]:
+            labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+            share = torch.tensor(counts).double() / len(labels)
+            features = torch.tensor([0.1, -7.3, 1e9], dtype=torch.float64).expand(2, len(labels), 3)
+            probes = fit_logistic_probes(features, labels, c=c)
+            assert probes.converged.all()
+            torch.testing.assert_close(
+                probes.log_proba(features).exp(), share.expand(2, len(labels), -1), atol=1e-9, rtol=0
+            )
+            assert not probes.weight.any()
+            # at any place: a constant feature says nothing elsewhere either
+            torch.testing.assert_close(probes.log_proba(features + 5), probes.log_proba(features))
 
 
 @pytest.mark.parametrize("num_classes", [2, 4])
@@ -143,18 +148,18 @@ def test_only_the_layer_that_has_not_converged_is_flagged():
     assert fit_logistic_probes(features, labels).converged.all()
 
 
-@pytest.mark.parametrize(("seen", "num_classes"), [([1, 3], 5), ([0, 2, 3], 4), ([0, 1], 3)])
-def test_a_class_without_training_rows_is_never_predicted(seen, num_classes):
-    features, labels = problem(len(seen))
-    probes = fit_logistic_probes(features, torch.tensor(seen)[labels], num_classes=num_classes)
-    plain = fit_logistic_probes(features, labels)
-    assert probes.classes.tolist() == seen
-    log_proba = probes.log_proba(features)
-    assert log_proba.shape == (*features.shape[:2], num_classes)
-    torch.testing.assert_close(log_proba[..., seen], plain.log_proba(features))
-    unseen = [name for name in range(num_classes) if name not in seen]
-    assert (log_proba[..., unseen] == -torch.inf).all()
-    assert torch.equal(probes.predict(features), torch.tensor(seen)[plain.predict(features)])
+def test_a_class_without_training_rows_is_never_predicted():
+    for seen, num_classes in [([1, 3], 5), ([0, 2, 3], 4), ([0, 1], 3)]:
+        features, labels = problem(len(seen))
+        probes = fit_logistic_probes(features, torch.tensor(seen)[labels], num_classes=num_classes)
+        plain = fit_logistic_probes(features, labels)
+        assert probes.classes.tolist() == seen
+        log_proba = probes.log_proba(features)
+        assert log_proba.shape == (*features.shape[:2], num_classes)
+        torch.testing.assert_close(log_proba[..., seen], plain.log_proba(features))
+        unseen = [name for name in range(num_classes) if name not in seen]
+        assert (log_proba[..., unseen] == -torch.inf).all()
+        assert torch.equal(probes.predict(features), torch.tensor(seen)[plain.predict(features)])
 
 
 def test_predictions_are_the_most_probable_classes_of_rows_never_seen():

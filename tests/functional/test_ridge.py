@@ -34,18 +34,18 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(_checks, "CHUNK", 150)  # so that every test joins several
 
 
-@pytest.mark.parametrize("outputs", [(), (1,), (4,)])
-@pytest.mark.parametrize("penalty", [1e-3, 1.0, 1e4])
-@pytest.mark.parametrize("shape", [{}, {"n": 12, "dim": 30, "layers": 2}])
-def test_ridge_probes_are_those_of_scikit_learn(outputs, penalty, shape):
-    features, targets = problem(outputs=outputs, **shape)
-    others = features[:, :10] * 1.1 - 0.3
-    probes = fit_ridge_probes(features, targets, penalty=penalty)
-    predictions = probes.predict(others)
-    assert predictions.shape == (len(features), 10, *outputs)
-    for layer, (expected, coefficients) in enumerate(by_scikit_learn(features, targets, penalty, others)):
-        np.testing.assert_allclose(predictions[layer], expected, rtol=1e-8)
-        np.testing.assert_allclose(probes.weight[layer], coefficients, rtol=1e-7, atol=1e-9)
+def test_ridge_probes_are_those_of_scikit_learn():
+    for shape in [{}, {"n": 12, "dim": 30, "layers": 2}]:
+        for penalty in [1e-3, 1.0, 1e4]:
+            for outputs in [(), (1,), (4,)]:
+                features, targets = problem(outputs=outputs, **shape)
+                others = features[:, :10] * 1.1 - 0.3
+                probes = fit_ridge_probes(features, targets, penalty=penalty)
+                predictions = probes.predict(others)
+                assert predictions.shape == (len(features), 10, *outputs)
+                for layer, (expected, coefficients) in enumerate(by_scikit_learn(features, targets, penalty, others)):
+                    np.testing.assert_allclose(predictions[layer], expected, rtol=1e-8)
+                    np.testing.assert_allclose(probes.weight[layer], coefficients, rtol=1e-7, atol=1e-9)
 
 
 def test_without_a_penalty_they_are_least_squares():
@@ -171,19 +171,19 @@ def errors_of_rows_left_out(features, targets, penalties):
     return errors
 
 
-@pytest.mark.parametrize("shape", [{}, {"n": 12, "dim": 30, "layers": 2}, {"outputs": (2,)}])
-def test_the_penalty_is_that_of_the_lowest_error_of_rows_left_out(shape):
-    features, targets = problem(**shape)
-    targets = targets + 5 * torch.randn(targets.shape, generator=torch.Generator().manual_seed(1))
-    probes = fit_ridge_probes(features, targets, penalty=None)
-    grid = np.logspace(5, -3, 17)
-    for layer, rows in enumerate(features.numpy()):
-        scaled = StandardScaler().fit_transform(rows)
-        errors = errors_of_rows_left_out(scaled, targets.numpy().reshape(len(rows), -1), grid)
-        assert probes.penalty[layer].item() == pytest.approx(grid[int(np.argmin(errors))])
-        expected = fit_ridge_probes(features[[layer]], targets, penalty=probes.penalty[layer].item())
-        assert torch.equal(probes.weight[layer], expected.weight[0]) or shape.get("n") == 12  # there by another way
-    assert len(set(probes.penalty.tolist())) > 1 or shape
+def test_the_penalty_is_that_of_the_lowest_error_of_rows_left_out():
+    for shape in [{}, {"n": 12, "dim": 30, "layers": 2}, {"outputs": (2,)}]:
+        features, targets = problem(**shape)
+        targets = targets + 5 * torch.randn(targets.shape, generator=torch.Generator().manual_seed(1))
+        probes = fit_ridge_probes(features, targets, penalty=None)
+        grid = np.logspace(5, -3, 17)
+        for layer, rows in enumerate(features.numpy()):
+            scaled = StandardScaler().fit_transform(rows)
+            errors = errors_of_rows_left_out(scaled, targets.numpy().reshape(len(rows), -1), grid)
+            assert probes.penalty[layer].item() == pytest.approx(grid[int(np.argmin(errors))])
+            expected = fit_ridge_probes(features[[layer]], targets, penalty=probes.penalty[layer].item())
+            assert torch.equal(probes.weight[layer], expected.weight[0]) or shape.get("n") == 12  # there by another way
+        assert len(set(probes.penalty.tolist())) > 1 or shape
 
 
 def test_of_a_single_row_or_equal_targets_the_penalty_is_the_strongest():

@@ -31,19 +31,19 @@ def with_spectrum(eigenvalues: torch.Tensor, points: int) -> torch.Tensor:
     return left * eigenvalues.sqrt() @ torch.linalg.qr(normal(dim, dim, seed=1))[0]
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, 2.5])
-def test_a_spectrum_of_i_to_the_minus_alpha_has_that_alpha(alpha):
-    eigenvalues = torch.arange(1, 121, dtype=torch.float64) ** -alpha
-    points = with_spectrum(eigenvalues, 300)
-    for each in (points, 3.5 * points + 7, points[torch.randperm(300)]):
-        assert alpha_req(each).item() == pytest.approx(alpha, abs=1e-9)
-    assert alpha_req(points, fit_range=(2, 20)).item() == pytest.approx(alpha, abs=1e-9)
-    few = with_spectrum(eigenvalues, 121)[:60]  # fewer points than dimensions: the other Gram matrix
-    values = np.linalg.eigvalsh(np.cov(few.numpy().T))[::-1][:59]
-    ranks = np.arange(1, 60)
-    fitted = slice(10, 59)
-    slope, _ = np.polyfit(np.log(ranks[fitted]), np.log(values[fitted]), 1, w=ranks[fitted] ** -0.5)
-    assert alpha_req(few).item() == pytest.approx(-slope, rel=1e-9)
+def test_a_spectrum_of_i_to_the_minus_alpha_has_that_alpha():
+    for alpha in [0.0, 0.5, 1.0, 2.5]:
+        eigenvalues = torch.arange(1, 121, dtype=torch.float64) ** -alpha
+        points = with_spectrum(eigenvalues, 300)
+        for each in (points, 3.5 * points + 7, points[torch.randperm(300)]):
+            assert alpha_req(each).item() == pytest.approx(alpha, abs=1e-9)
+        assert alpha_req(points, fit_range=(2, 20)).item() == pytest.approx(alpha, abs=1e-9)
+        few = with_spectrum(eigenvalues, 121)[:60]  # fewer points than dimensions: the other Gram matrix
+        values = np.linalg.eigvalsh(np.cov(few.numpy().T))[::-1][:59]
+        ranks = np.arange(1, 60)
+        fitted = slice(10, 59)
+        slope, _ = np.polyfit(np.log(ranks[fitted]), np.log(values[fitted]), 1, w=ranks[fitted] ** -0.5)
+        assert alpha_req(few).item() == pytest.approx(-slope, rel=1e-9)
 
 
 def test_alpha_is_refused_without_enough_ranks_and_for_a_range_that_is_none():
@@ -56,13 +56,13 @@ def test_alpha_is_refused_without_enough_ranks_and_for_a_range_that_is_none():
         alpha_req(normal(30, 20), fit_range=(10, 10))
 
 
-@pytest.mark.parametrize("dim", [1, 2, 4])
-def test_points_on_a_sphere_have_its_dimension_whatever_the_space_around(dim):
-    sphere = normal(2000, dim + 1, seed=dim)
-    sphere = sphere / sphere.norm(dim=1, keepdim=True)
-    around = torch.linalg.qr(normal(30, 30))[0][: dim + 1]
-    assert two_nn_dimension(sphere @ around).item() == pytest.approx(dim, rel=0.05)
-    assert two_nn_dimension(5 - 2 * sphere).item() == pytest.approx(two_nn_dimension(sphere).item(), rel=1e-9)
+def test_points_on_a_sphere_have_its_dimension_whatever_the_space_around():
+    for dim in [1, 2, 4]:
+        sphere = normal(2000, dim + 1, seed=dim)
+        sphere = sphere / sphere.norm(dim=1, keepdim=True)
+        around = torch.linalg.qr(normal(30, 30))[0][: dim + 1]
+        assert two_nn_dimension(sphere @ around).item() == pytest.approx(dim, rel=0.05)
+        assert two_nn_dimension(5 - 2 * sphere).item() == pytest.approx(two_nn_dimension(sphere).item(), rel=1e-9)
 
 
 def test_the_dimension_is_the_slope_through_the_origin_and_counts_equal_points_once():

@@ -74,11 +74,11 @@ def test_growth_rates_and_the_deviations_of_growth_and_steps_agree_with_numpy():
     np.testing.assert_allclose(equidistance(states), lengths.std(0) / lengths.mean(0), rtol=1e-12)
 
 
-@pytest.mark.parametrize("back", [0, 1, 2])
-def test_collinear_steps_of_which_some_point_back_score_L_over_L_minus_twice_them(back):
-    signs = torch.tensor([-1.0] * back + [1.0] * (5 - back), dtype=torch.float64)
-    steps = signs[:, None] * torch.tensor([0.1, 7, 2, 0.5, 30])[:, None] * torch.tensor([3.0, 4.0])
-    assert line_shape_score(path_of_steps(steps)).item() == pytest.approx(5 / abs(5 - 2 * back), rel=1e-14)
+def test_collinear_steps_of_which_some_point_back_score_L_over_L_minus_twice_them():
+    for back in [0, 1, 2]:
+        signs = torch.tensor([-1.0] * back + [1.0] * (5 - back), dtype=torch.float64)
+        steps = signs[:, None] * torch.tensor([0.1, 7, 2, 0.5, 30])[:, None] * torch.tensor([3.0, 4.0])
+        assert line_shape_score(path_of_steps(steps)).item() == pytest.approx(5 / abs(5 - 2 * back), rel=1e-14)
 
 
 def test_orthogonal_steps_of_any_length_score_the_root_of_their_number():
@@ -108,12 +108,12 @@ def test_growth_by_own_shares_gives_their_logarithms():
     np.testing.assert_allclose(growth_rates(factors[:, None] * torch.tensor([3.0, 4.0])), shares.log1p(), rtol=1e-7)
 
 
-@pytest.mark.parametrize("where", [0, 2, 4])
-def test_all_growth_or_all_way_in_one_of_L_blocks_gives_the_root_of_L_minus_one(where):
-    norms = torch.tensor([1.0 if layer <= where else 4.0 for layer in range(6)], dtype=torch.float64)
-    states = norms[:, None] * torch.tensor([0.6, 0.8], dtype=torch.float64)
-    assert expodistance(states).item() == pytest.approx(2, rel=1e-13)
-    assert equidistance(states).item() == pytest.approx(2, rel=1e-13)
+def test_all_growth_or_all_way_in_one_of_L_blocks_gives_the_root_of_L_minus_one():
+    for where in [0, 2, 4]:
+        norms = torch.tensor([1.0 if layer <= where else 4.0 for layer in range(6)], dtype=torch.float64)
+        states = norms[:, None] * torch.tensor([0.6, 0.8], dtype=torch.float64)
+        assert expodistance(states).item() == pytest.approx(2, rel=1e-13)
+        assert equidistance(states).item() == pytest.approx(2, rel=1e-13)
 
 
 def test_equal_steps_in_any_direction_have_equidistance_zero():
@@ -129,12 +129,12 @@ def test_the_mean_growth_rate_depends_on_the_two_ends_only():
     np.testing.assert_allclose(growth_rates(states).mean(0), ends, rtol=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_rotation_scaling_and_reversal_in_time_change_no_score(seed):
-    states = random_states(seed)
-    for metric in PER_TOKEN:
-        for changed in (states @ rotation(7, seed), states * 1e-3, states.flip(0)):
-            np.testing.assert_allclose(metric(changed), metric(states), rtol=1e-10)
+def test_rotation_scaling_and_reversal_in_time_change_no_score():
+    for seed in range(5):
+        states = random_states(seed)
+        for metric in PER_TOKEN:
+            for changed in (states @ rotation(7, seed), states * 1e-3, states.flip(0)):
+                np.testing.assert_allclose(metric(changed), metric(states), rtol=1e-10)
 
 
 def test_translation_changes_no_score_of_the_steps_but_that_of_growth():
@@ -158,17 +158,17 @@ def test_a_power_of_all_norms_does_not_change_expodistance():
     np.testing.assert_allclose(expodistance(cubed), expodistance(states), rtol=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_no_path_is_straighter_than_a_line(seed):
-    assert (line_shape_score(random_states(seed, tokens=(20, 20))) >= 1).all()
+def test_no_path_is_straighter_than_a_line():
+    for seed in range(5):
+        assert (line_shape_score(random_states(seed, tokens=(20, 20))) >= 1).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_narrow_states_are_widened_before_anything_is_computed(dtype):
-    states = random_states().to(dtype)
-    for metric in (*PER_TOKEN, growth_rates, running_line_shape_score, state_norms, step_norms):
-        assert metric(states).dtype == torch.float64
-        assert torch.equal(metric(states), metric(states.double()))
+def test_narrow_states_are_widened_before_anything_is_computed():
+    for dtype in [torch.float32, torch.bfloat16, torch.float16]:
+        states = random_states().to(dtype)
+        for metric in (*PER_TOKEN, growth_rates, running_line_shape_score, state_norms, step_norms):
+            assert metric(states).dtype == torch.float64
+            assert torch.equal(metric(states), metric(states.double()))
 
 
 @pytest.mark.parametrize(
@@ -221,33 +221,41 @@ def test_a_path_that_never_moves_has_no_equidistance():
     assert equidistance(torch.ones(4, 3), undefined="nan").isnan()
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("layer", [0, 3, 5])
-def test_values_that_are_not_finite_are_undefined_where_they_stand(layer, value):
-    states = random_states()
-    states[layer, 0, 1, 3] = value
-    for metric in (*PER_TOKEN, growth_rates, running_line_shape_score):
-        with pytest.raises(ValueError, match="a state is not finite"):
-            metric(states)
-        missing = metric(states, undefined="nan").isnan().reshape(-1, 3, 4)
-        assert missing.any(0).nonzero().tolist() == [[0, 1]]
-        first = max(0, layer - 1) if len(missing) > 1 else 0  # of a path so far, the steps before it have their values
-        assert missing[:, 0, 1].tolist() == [False] * first + [True] * (len(missing) - first)
+def test_values_that_are_not_finite_are_undefined_where_they_stand():
+    for layer in [0, 3, 5]:
+        for value in [math.nan, math.inf]:
+            states = random_states()
+            states[layer, 0, 1, 3] = value
+            for metric in (*PER_TOKEN, growth_rates, running_line_shape_score):
+                with pytest.raises(ValueError, match="a state is not finite"):
+                    metric(states)
+                missing = metric(states, undefined="nan").isnan().reshape(-1, 3, 4)
+                assert missing.any(0).nonzero().tolist() == [[0, 1]]
+                first = (
+                    max(0, layer - 1) if len(missing) > 1 else 0
+                )  # of a path so far, the steps before it have their values
+                assert missing[:, 0, 1].tolist() == [False] * first + [True] * (len(missing) - first)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_a_state_is_finite_however_large_its_entries_and_without_a_single_one_it_is_not(dtype):
-    largest = torch.finfo(dtype).max
-    for value, finite in ((largest, True), (-largest, True), (math.nan, False), (math.inf, False), (-math.inf, False)):
-        states = torch.ones(3, 2, 5, dtype=dtype)
-        states[1, 0] = value if finite else 1.0
-        states[1, 0, 3] = value
-        assert WalkedPath(states).broken.tolist() == [
-            [False, False],
-            [not finite, False],
-            [not finite, False],
-        ]
-        assert WalkedPath(states[1:]).broken.tolist() == [[not finite, False]] * 2
+def test_a_state_is_finite_however_large_its_entries_and_without_a_single_one_it_is_not():
+    for dtype in [torch.float64, torch.float32, torch.bfloat16, torch.float16]:
+        largest = torch.finfo(dtype).max
+        for value, finite in (
+            (largest, True),
+            (-largest, True),
+            (math.nan, False),
+            (math.inf, False),
+            (-math.inf, False),
+        ):
+            states = torch.ones(3, 2, 5, dtype=dtype)
+            states[1, 0] = value if finite else 1.0
+            states[1, 0, 3] = value
+            assert WalkedPath(states).broken.tolist() == [
+                [False, False],
+                [not finite, False],
+                [not finite, False],
+            ]
+            assert WalkedPath(states[1:]).broken.tolist() == [[not finite, False]] * 2
 
 
 def test_too_few_layers_are_undefined():
@@ -261,32 +269,34 @@ def test_too_few_layers_are_undefined():
         assert metric(torch.ones(layers, 2, 3), undefined="nan").isnan().tolist() == [True, True]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_path_seen_one_layer_after_the_other_gives_every_metric(dtype):
-    states = random_states(layers=5, tokens=(1, 4))[:, 0].to(dtype)
-    states[2, 1] = states[1, 1]  # a step of length zero
-    states[3, 2, 0] = math.nan
-    path = WalkedPath(iter(states))
-    points = states.double().numpy()
-    lengths = np.linalg.norm(np.diff(points, axis=0), axis=-1)
-    rates = np.diff(np.log(np.linalg.norm(points, axis=-1)), axis=0)
+def test_a_path_seen_one_layer_after_the_other_gives_every_metric():
+    for dtype in [torch.float32, torch.float64]:
+        states = random_states(layers=5, tokens=(1, 4))[:, 0].to(dtype)
+        states[2, 1] = states[1, 1]  # a step of length zero
+        states[3, 2, 0] = math.nan
+        path = WalkedPath(iter(states))
+        points = states.double().numpy()
+        lengths = np.linalg.norm(np.diff(points, axis=0), axis=-1)
+        rates = np.diff(np.log(np.linalg.norm(points, axis=-1)), axis=0)
 
-    def expected(values, undefined):
-        return np.where(np.isin(np.arange(4), undefined), math.nan, values)
+        def expected(values, undefined):
+            return np.where(np.isin(np.arange(4), undefined), math.nan, values)
 
-    np.testing.assert_allclose(path.norms, np.linalg.norm(points, axis=-1), rtol=1e-12)
-    np.testing.assert_allclose(path.lengths, lengths, rtol=1e-12)
-    for metric, values, undefined in (
-        (path.expodistance, rates.std(0) / abs(rates.mean(0)), [2]),
-        (path.equidistance, lengths.std(0) / lengths.mean(0), [2]),
-    ):
-        np.testing.assert_allclose(metric("nan").numpy(), expected(values, undefined), rtol=1e-9)
-    for count, scores in enumerate(path.running_line_shape_score("nan"), start=1):
-        for token in (0, 3):
-            assert scores[token].item() == pytest.approx(by_walking(points[: count + 1, token]), rel=1e-9)
-        assert scores[1].isnan() == (count >= 2)  # from the step that stands still on
-        assert scores[2].isnan() == (count >= 3)
-    broken = np.array([[token == 2 and step >= 2 for token in range(4)] for step in range(4)])
-    np.testing.assert_allclose(path.growth_rates("nan"), np.where(broken, math.nan, rates), rtol=1e-9)
-    with pytest.raises(ValueError, match=r"line_shape_score is undefined at element \(1,\): a step has length zero"):
-        WalkedPath(states[:, :2]).line_shape_score()
+        np.testing.assert_allclose(path.norms, np.linalg.norm(points, axis=-1), rtol=1e-12)
+        np.testing.assert_allclose(path.lengths, lengths, rtol=1e-12)
+        for metric, values, undefined in (
+            (path.expodistance, rates.std(0) / abs(rates.mean(0)), [2]),
+            (path.equidistance, lengths.std(0) / lengths.mean(0), [2]),
+        ):
+            np.testing.assert_allclose(metric("nan").numpy(), expected(values, undefined), rtol=1e-9)
+        for count, scores in enumerate(path.running_line_shape_score("nan"), start=1):
+            for token in (0, 3):
+                assert scores[token].item() == pytest.approx(by_walking(points[: count + 1, token]), rel=1e-9)
+            assert scores[1].isnan() == (count >= 2)  # from the step that stands still on
+            assert scores[2].isnan() == (count >= 3)
+        broken = np.array([[token == 2 and step >= 2 for token in range(4)] for step in range(4)])
+        np.testing.assert_allclose(path.growth_rates("nan"), np.where(broken, math.nan, rates), rtol=1e-9)
+        with pytest.raises(
+            ValueError, match=r"line_shape_score is undefined at element \(1,\): a step has length zero"
+        ):
+            WalkedPath(states[:, :2]).line_shape_score()
