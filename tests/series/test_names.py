@@ -1,5 +1,7 @@
 """What names of branches say, and which steps are chosen."""
 
+from typing import Any
+
 import pytest
 
 from lit_layers.errors import InputError
@@ -8,29 +10,29 @@ from lit_layers.series.checkpoint import Grammar, StepName, choose, recognize
 PYTHIA = [0, *(2**power for power in range(10)), *range(1000, 143001, 1000)]
 
 
-@pytest.mark.parametrize(
-    ("grammar", "name", "said"),
-    [
-        ("step", "step143000", StepName("step143000", 143000)),
-        ("step", "step-000001000", StepName("step-000001000", 1000)),
-        ("stages", "step9000-tokens38B", StepName("step9000-tokens38B", 9000, billions=38)),
-        ("stages", "stage1-step150-tokens1B", StepName("stage1-step150-tokens1B", 150, billions=1)),
-        ("stages", "stage2-ingredient3-step11931-tokens50B", None),
-        (
-            "stage2-ingredient3-step{step}-*",
-            "stage2-ingredient3-step11931-tokens50B",
-            StepName("stage2-ingredient3-step11931-tokens50B", 11931),
-        ),
-        ("stage2-ingredient3-step{step}-*", "stage2-ingredient1-step11931-tokens50B", None),
-        ("checkpoint", "checkpoint-400000", StepName("checkpoint-400000", 400000)),
-        ("iter_{step}.0", "iter_0500.0", StepName("iter_0500.0", 500)),
-        ("iter_{step}.0", "iter_0500x0", None),
-        ("step", "step12x", None),
-        ("step", "main", None),
-    ],
-)
-def test_a_name_says_its_step(grammar, name, said):
-    assert Grammar(grammar).parse(name) == said
+NAMES = [
+    ("step", "step143000", StepName("step143000", 143000)),
+    ("step", "step-000001000", StepName("step-000001000", 1000)),
+    ("stages", "step9000-tokens38B", StepName("step9000-tokens38B", 9000, billions=38)),
+    ("stages", "stage1-step150-tokens1B", StepName("stage1-step150-tokens1B", 150, billions=1)),
+    ("stages", "stage2-ingredient3-step11931-tokens50B", None),
+    (
+        "stage2-ingredient3-step{step}-*",
+        "stage2-ingredient3-step11931-tokens50B",
+        StepName("stage2-ingredient3-step11931-tokens50B", 11931),
+    ),
+    ("stage2-ingredient3-step{step}-*", "stage2-ingredient1-step11931-tokens50B", None),
+    ("checkpoint", "checkpoint-400000", StepName("checkpoint-400000", 400000)),
+    ("iter_{step}.0", "iter_0500.0", StepName("iter_0500.0", 500)),
+    ("iter_{step}.0", "iter_0500x0", None),
+    ("step", "step12x", None),
+    ("step", "main", None),
+]
+
+
+def test_a_name_says_its_step():
+    for grammar, name, said in NAMES:
+        assert Grammar(grammar).parse(name) == said, (grammar, name)
 
 
 def test_tokens_come_from_the_step_or_else_from_the_rounded_name():
@@ -41,25 +43,19 @@ def test_tokens_come_from_the_step_or_else_from_the_rounded_name():
     assert StepName("step7", 7).tokens(None) is None
 
 
-@pytest.mark.parametrize(
-    ("names", "spelling"),
-    [
-        (["main", "step0", "step1"], "step"),
-        (["step1-tokens0B", "stage1-step2-tokens0B", "step3"], "stages"),
-        (["checkpoint-10", "main"], "checkpoint"),
-        (["iter_0500", "iter_1000", "v2"], "checkpoint"),
-        (["global_step500", "latest"], "checkpoint"),
-    ],
-)
-def test_a_grammar_is_recognized_from_its_names(names, spelling):
-    found = recognize(names)
-    assert found is not None
-    assert found.spelling == spelling
-
-
-@pytest.mark.parametrize("names", [["main", "v1.0", "fix"], ["llama-7", "llama-13"], ["step-1e3", "step-1e4"], []])
-def test_names_of_no_known_grammar_are_no_series(names):
-    assert recognize(names) is None
+def test_a_grammar_is_recognized_from_its_names():
+    for spelling, names in (
+        ("step", ["main", "step0", "step1"]),
+        ("stages", ["step1-tokens0B", "stage1-step2-tokens0B", "step3"]),
+        ("checkpoint", ["checkpoint-10", "main"]),
+        ("checkpoint", ["iter_0500", "iter_1000", "v2"]),
+        ("checkpoint", ["global_step500", "latest"]),
+    ):
+        found = recognize(names)
+        assert found is not None, names
+        assert found.spelling == spelling, names
+    for names in (["main", "v1.0", "fix"], ["llama-7", "llama-13"], ["step-1e3", "step-1e4"], []):
+        assert recognize(names) is None, names
 
 
 def test_a_grammar_that_is_neither_known_nor_a_template_is_refused():
@@ -67,40 +63,29 @@ def test_a_grammar_that_is_neither_known_nor_a_template_is_refused():
         Grammar("pythia")
 
 
-@pytest.mark.parametrize(
-    ("steps", "chosen"),
-    [
+def test_steps_are_chosen_from_those_that_are_there():
+    chosen: list[tuple[Any, list[int]]] = [
         ("all", PYTHIA),
         ([1000, 0], [0, 1000]),
         ("pythia", PYTHIA),
         ({"every": 50000}, [0, 50000, 100000, 143000]),
         ({"log": 10}, [0, 1, 1000, 10000, 100000, 143000]),
         ({"log_spaced": 2}, [0, 143000]),
+        # log(1 + 143000) / 4 is 2.97: e^2.97 - 1 = 18.4, e^5.94 - 1 = 377, e^8.90 - 1 = 7,352
+        ({"log_spaced": 5}, [0, 16, 512, 7000, 143000]),
         ({"log_spaced": 500}, PYTHIA),
-    ],
-)
-def test_steps_are_chosen_from_those_that_are_there(steps, chosen):
-    assert choose(PYTHIA[::-1], steps, "org/name") == chosen
+    ]
+    for steps, expected in chosen:
+        assert choose(PYTHIA[::-1], steps, "org/name") == expected, steps
 
 
-def test_log_spaced_steps_are_the_nearest_on_a_logarithmic_axis():
-    # log(1 + 143000) / 4 is 2.97: e^2.97 - 1 = 18.4, e^5.94 - 1 = 377, e^8.90 - 1 = 7,352
-    assert choose(PYTHIA, {"log_spaced": 5}, "org/name") == [0, 16, 512, 7000, 143000]
-
-
-@pytest.mark.parametrize(
-    ("steps", "sentence"),
-    [
+def test_steps_that_cannot_be_chosen_are_refused():
+    """What else is refused of --steps is in tests/cli/test_refusals.py."""
+    refused: list[tuple[Any, str]] = [
         ([0, 3], "steps: org/name has no step 3; it has 154 steps from 0 to 143000, the nearest 2 and 4"),
-        ("some", "expected pythia, a list of steps, .* got 'some'"),
-        ({"log_spaced": 1}, "steps.log_spaced: expected at least 2, got 1"),
-        (
-            {"log_spaced": 5, "every": 2},
-            "steps: expected .* got {'log_spaced': 5, 'every': 2}",
-        ),
+        ({"log_spaced": 5, "every": 2}, "steps: expected .* got {'log_spaced': 5, 'every': 2}"),
         (7, "steps: expected pythia, a list of steps, .* got 7"),
-    ],
-)
-def test_steps_that_cannot_be_chosen_are_refused(steps, sentence):
-    with pytest.raises(InputError, match=sentence):
-        choose(PYTHIA, steps, "org/name")
+    ]
+    for steps, sentence in refused:
+        with pytest.raises(InputError, match=sentence):
+            choose(PYTHIA, steps, "org/name")

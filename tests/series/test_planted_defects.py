@@ -250,13 +250,32 @@ def found_in(verdicts: Audit) -> set[tuple[str, tuple[int, ...]]]:
     return {(finding.kind, finding.steps) for finding in verdicts.findings if not finding.note}
 
 
-@pytest.mark.parametrize("name", PLANTS)
-def test_a_planted_defect_is_found_and_nothing_else(root, name):
-    plant, kind, steps = PLANTS[name]
-    plant(root)
-    found = found_in(audit(StepFolders(root)))
-    assert (kind, steps) in found
-    assert {step for _, suspects in found for step in suspects} == set(steps), found
+KINDS: dict[str, list[str]] = {}
+for name, (_, kind, _) in PLANTS.items():
+    KINDS.setdefault(kind, []).append(name)
+MOST = 2  # of each kind in the quick tier
+
+
+def expect_found(names: list[str], healthy: Path, folder: Path) -> None:
+    for number, name in enumerate(names):
+        root = Path(shutil.copytree(healthy, folder / str(number)))
+        plant, kind, steps = PLANTS[name]
+        plant(root)
+        found = found_in(audit(StepFolders(root)))
+        assert (kind, steps) in found, (name, found)
+        assert {step for _, suspects in found for step in suspects} == set(steps), (name, found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_defect_of_each_kind_is_found_and_nothing_else(kind, healthy, tmp_path):
+    expect_found(KINDS[kind][:MOST], healthy, tmp_path)
+
+
+@pytest.mark.soak
+def test_every_other_defect_is_found_and_nothing_else(healthy, tmp_path):
+    others = [name for names in KINDS.values() for name in names[MOST:]]
+    assert len(others) > 10
+    expect_found(others, healthy, tmp_path)
 
 
 def test_a_file_that_is_cut_short_is_no_measure_for_the_one_beside_it(root):
@@ -312,12 +331,13 @@ UNSEEABLE: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", UNSEEABLE)
-def test_what_no_check_sees_is_said_to_be_unseen(root, name):
-    UNSEEABLE[name](root)
-    found = audit(StepFolders(root))
-    assert (found.level, found_in(found)) == ("weights", set())
-    assert name in found.to_dict()["unseen"]
+def test_what_no_check_sees_is_said_to_be_unseen(healthy, tmp_path):
+    for name, change in UNSEEABLE.items():
+        root = Path(shutil.copytree(healthy, tmp_path / name))
+        change(root)
+        found = audit(StepFolders(root))
+        assert (found.level, found_in(found)) == ("weights", set()), name
+        assert name in found.to_dict()["unseen"]
 
 
 def test_a_change_that_stays_is_a_note_and_what_changes_no_number_is_none(root):
@@ -346,11 +366,9 @@ def judged_clean(tmp_path: Path, number: int) -> None:
     assert (found.level, found_in(found)) == ("weights", set()), HEALTHY[number]
 
 
-@pytest.mark.parametrize(
-    "number", [6, 40, *(pytest.param(number, marks=pytest.mark.soak) for number in (14, 21, 30, 33))]
-)
-def test_a_healthy_series_is_accused_of_nothing(tmp_path, number):
-    judged_clean(tmp_path, number)
+def test_healthy_series_are_accused_of_nothing(tmp_path):
+    for number in (6, 40):
+        judged_clean(tmp_path, number)
 
 
 @pytest.mark.soak
@@ -360,19 +378,22 @@ def test_forty_healthy_series_are_accused_of_nothing(tmp_path):
         judged_clean(tmp_path, number)
 
 
-@pytest.mark.parametrize(
-    ("step", "suspects"), [(40, (0, 20)), (60, (0, 20, 40)), (80, (80, 100, 120)), (100, (100, 120))]
-)
-def test_of_a_series_of_two_trainings_the_smaller_part_is_suspect(root, other_seed, step, suspects):
-    for later in EVEN[EVEN.index(step) :]:
-        shutil.copy(at(other_seed, later), at(root, later))
-    assert found_in(audit(StepFolders(root))) == {("out of line", suspects)}
+def test_of_a_series_of_two_trainings_the_smaller_part_is_suspect(healthy, other_seed, tmp_path):
+    for step, suspects in ((60, (0, 20, 40)), (80, (80, 100, 120))):
+        root = Path(shutil.copytree(healthy, tmp_path / str(step)))
+        for later in EVEN[EVEN.index(step) :]:
+            shutil.copy(at(other_seed, later), at(root, later))
+        assert found_in(audit(StepFolders(root))) == {("out of line", suspects)}, step
 
 
-@pytest.mark.parametrize("step", [20, 40, 80])
-def test_rows_in_another_order_are_found_at_every_step_that_has_neighbours(root, step):
-    changed(root, step, permuted)
-    assert found_in(audit(StepFolders(root))) == {("out of line", (step,))}
+def test_a_step_of_another_seed_and_rows_in_another_order_are_found_at_every_step(healthy, other_seed, tmp_path):
+    for number, step in enumerate((20, 80, 20, 120)):
+        root = Path(shutil.copytree(healthy, tmp_path / str(number)))
+        if number < 2:
+            changed(root, step, permuted)
+        else:
+            shutil.copy(at(other_seed, step), at(root, step))
+        assert found_in(audit(StepFolders(root))) == {("out of line", (step,))}, number
 
 
 def walks(origins: str, numbers: Sequence[int], speed: float = 0.1) -> audit_weights.Path:
@@ -388,22 +409,22 @@ def walks(origins: str, numbers: Sequence[int], speed: float = 0.1) -> audit_wei
     return audit_weights.Path.of(steps, prints)
 
 
-@pytest.mark.parametrize(
-    ("origins", "suspects"),
-    [
-        ("AAABBBBB", (0, 1, 2)),
-        ("AAAAAABB", (6, 7)),
-        ("AAAABBBB", tuple(range(8))),  # as many are of one as of the other
-        ("AABBBCCC", tuple(range(8))),
-        ("AAABBCCCC", (0, 1, 2, 3, 4)),
-        ("AABABAAA", (2, 4)),
-        ("ABABABAA", (1, 3, 5)),
-        ("AAAAAAAA", ()),
-    ],
-)
-def test_trainings_are_told_apart_however_they_are_mixed(origins, suspects):
-    found = [*audit_weights.outlying_steps(walks(origins, range(len(origins))))]
-    assert {step for each in found for step in each.steps} == {*suspects}
+MIXED = {
+    "AAABBBBB": (0, 1, 2),
+    "AAAAAABB": (6, 7),
+    "AAAABBBB": tuple(range(8)),  # as many are of one as of the other
+    "AABBBCCC": tuple(range(8)),
+    "AAABBCCCC": (0, 1, 2, 3, 4),
+    "AABABAAA": (2, 4),
+    "ABABABAA": (1, 3, 5),
+    "AAAAAAAA": (),
+}
+
+
+def test_trainings_are_told_apart_however_they_are_mixed():
+    for origins, suspects in MIXED.items():
+        found = [*audit_weights.outlying_steps(walks(origins, range(len(origins))))]
+        assert {step for each in found for step in each.steps} == {*suspects}, origins
 
 
 def test_weights_that_lose_all_likeness_in_a_long_gap_are_no_other_training():
@@ -412,12 +433,6 @@ def test_weights_that_lose_all_likeness_in_a_long_gap_are_no_other_training():
     assert [*audit_weights.outlying_steps(walks("AAAAABBBB", numbers, speed=0.03))] == []  # nobody can tell
     (found,) = audit_weights.outlying_steps(walks("AAAAAABBB", numbers, speed=0.03))
     assert {6, 7, 8} <= {numbers.index(step) for step in found.steps}
-
-
-@pytest.mark.parametrize("step", [20, 60, 80, 120])
-def test_a_step_of_another_seed_is_found(root, other_seed, step):
-    shutil.copy(at(other_seed, step), at(root, step))
-    assert found_in(audit(StepFolders(root))) == {("out of line", (step,))}
 
 
 def test_what_is_wrong_beside_exchanged_steps_is_found_too(root):
@@ -432,34 +447,36 @@ def test_healthy_steps_beside_a_strange_one_and_a_copy_are_not_accused(root, oth
     assert found_in(audit(StepFolders(root))) == {("identical weights", (60, 80)), ("out of line", (40,))}
 
 
-@pytest.mark.parametrize("exchanges", [((0, 80), (40, 60)), ((20, 80), (60, 100))])
-def test_of_two_exchanges_no_step_is_accused_that_is_right(root, exchanges):
-    for one, other in exchanges:
-        exchanged(root, one, other)
-    found = audit(StepFolders(root))
-    assert found_in(found) == {("out of line", ())}, "something is wrong, and nobody can say where"
+def test_of_two_exchanges_no_step_is_accused_that_is_right(healthy, tmp_path):
+    for exchanges in (((0, 80), (40, 60)), ((20, 80), (60, 100))):
+        root = Path(shutil.copytree(healthy, tmp_path / str(exchanges)))
+        for one, other in exchanges:
+            exchanged(root, one, other)
+        found = found_in(audit(StepFolders(root)))
+        assert found == {("out of line", ())}, "something is wrong, and nobody can say where"
 
 
-@pytest.mark.parametrize("odd", [60, 80])
-def test_a_tokenizer_that_is_cut_short_is_no_measure_for_the_one_beside_it(root, odd):
-    at(root, odd, "tokenizer.json").write_text('{"version": "1.0", "trunc')
-    assert found_in(audit(StepFolders(root, [60, 80]))) == {("damaged", (odd,))}
+def test_a_tokenizer_that_is_cut_short_is_no_measure_for_the_one_beside_it(root):
+    whole = at(root, 60, "tokenizer.json").read_text()
+    for odd in (60, 80):
+        at(root, odd, "tokenizer.json").write_text('{"version": "1.0", "trunc')
+        assert found_in(audit(StepFolders(root, [60, 80]))) == {("damaged", (odd,))}
+        at(root, odd, "tokenizer.json").write_text(whole)
     for step in (60, 80):
         at(root, step, "tokenizer.json").write_text(f'{{"version": "{step}.0"}}')
     assert found_in(audit(StepFolders(root, [60, 80]))) == {("other tokenizer", (60, 80))}
 
 
-@pytest.mark.parametrize("steps", [(60, 80), EVEN[3:]])
-def test_where_as_many_steps_have_one_as_the_other_all_are_named(root, steps):
+def test_where_as_many_steps_have_one_as_the_other_all_are_named(root):
     """Nobody can say which two heads are right; the step that has a third number of them is wrong in any case."""
-    for place, step in enumerate(steps):
-        configured(root, step, n_head=(4, 2, 2, 4)[place])
-    found = audit(StepFolders(root, steps))
-    assert found_in(found) == {("other config", steps)}
-    assert found.findings[0].message.endswith("or those are wrong: as many steps have one as the other")
-    if len(steps) > 2:
-        configured(root, 0, n_head=8)
-        assert found_in(audit(StepFolders(root, (0, *steps)))) == {("other config", (0,)), ("other config", steps)}
+    for steps in ((60, 80), EVEN[3:]):
+        for place, step in enumerate(steps):
+            configured(root, step, n_head=(4, 2, 2, 4)[place])
+        found = audit(StepFolders(root, steps))
+        assert found_in(found) == {("other config", steps)}
+        assert found.findings[0].message.endswith("or those are wrong: as many steps have one as the other")
+    configured(root, 0, n_head=8)
+    assert found_in(audit(StepFolders(root, (0, *steps)))) == {("other config", (0,)), ("other config", steps)}
 
 
 def test_a_model_that_training_began_with_may_have_another_precision(root):
@@ -491,25 +508,20 @@ def test_of_three_precisions_each_step_is_said_to_have_its_own(root):
     ]
 
 
-@pytest.mark.parametrize("steps", [(20, 60), (0, 80)])
-def test_of_few_steps_none_is_accused_where_two_others_make_the_same_way_backwards(root, steps):
-    exchanged(root, *steps)
+def test_of_few_steps_none_is_accused_where_two_others_make_the_same_way_backwards(root):
+    exchanged(root, 20, 60)
     found = audit(StepFolders(root, EVEN[:5]))
     assert found_in(found) == {("swapped", ())}
     (each,) = found.findings
     assert all(pair in each.message for pair in ("step 20 and step 60", "step 0 and step 80"))
 
 
-@pytest.fixture(scope="module")
-def few(tmp_path_factory) -> Path:
-    return series(tmp_path_factory.mktemp("few") / "run", Training(steps=(0, 20, 100, 120)))
-
-
-@pytest.mark.parametrize("step", [100, 120])
-def test_of_the_last_two_steps_the_one_with_other_rows_is_accused(few, tmp_path, step):
-    root = Path(shutil.copytree(few, tmp_path / "run"))
-    changed(root, step, permuted)
-    assert found_in(audit(StepFolders(root))) - {("gap", (40, 60, 80))} == {("out of line", (step,))}
+def test_of_the_last_two_steps_the_one_with_other_rows_is_accused(tmp_path):
+    few = series(tmp_path / "few", Training(steps=(0, 20, 100, 120)))
+    for step in (100, 120):
+        root = Path(shutil.copytree(few, tmp_path / str(step)))
+        changed(root, step, permuted)
+        assert found_in(audit(StepFolders(root))) - {("gap", (40, 60, 80))} == {("out of line", (step,))}
 
 
 def test_where_each_of_the_last_two_steps_may_have_the_other_rows_both_are_named(tmp_path):
@@ -530,12 +542,13 @@ def test_where_each_of_the_last_two_steps_may_have_the_other_rows_both_are_named
     assert found.message == "only w jumps at step 2 or step 3: rows in another order?"
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_healthy_steps_beside_a_strange_one_are_not_accused_where_a_matrix_is_frozen(root, other_seed, alone):
-    frozen(root, other_seed if alone else None)
-    if not alone:
-        shutil.copy(at(other_seed, 60), at(root, 60))
-    assert found_in(audit(StepFolders(root))) == {("out of line", (60,))}
+def test_healthy_steps_beside_a_strange_one_are_not_accused_where_a_matrix_is_frozen(healthy, other_seed, tmp_path):
+    for alone in (True, False):
+        root = Path(shutil.copytree(healthy, tmp_path / str(alone)))
+        frozen(root, other_seed if alone else None)
+        if not alone:
+            shutil.copy(at(other_seed, 60), at(root, 60))
+        assert found_in(audit(StepFolders(root))) == {("out of line", (60,))}, alone
 
 
 def test_healthy_steps_beside_a_strange_one_are_not_accused_where_biases_and_norms_are_frozen(root, other_seed):

@@ -66,18 +66,18 @@ def listed(root: Path, repo: str) -> None:
 def expect_understood(repo: str) -> None:
     count, last, tokens = SAID[repo]
     listing = HubRevisions(repo).listing
-    assert [one.name for one in listing.checkpoints] == SERIES[repo][0], "in step order"
+    assert [one.name for one in listing.checkpoints] == SERIES[repo][0], f"{repo} in step order"
     final = listing.checkpoints[-1]
-    assert (len(listing.checkpoints), final.step, final.tokens) == (count, last, tokens)
+    assert (len(listing.checkpoints), final.step, final.tokens) == (count, last, tokens), repo
     if listing.expected is not None:
         assert listing.expected == tuple(one.step for one in listing.checkpoints)
 
 
-@pytest.mark.parametrize("repo", SAID)
-def test_every_branch_of_a_published_series_is_understood(monkeypatch, repo):
-    branches = dict.fromkeys([*SERIES[repo][0], *SERIES[repo][1], "main"], "0" * 40)
-    monkeypatch.setattr(Hub, "commits", lambda hub, name: branches)
-    expect_understood(repo)
+def test_every_branch_of_a_published_series_is_understood(monkeypatch):
+    for repo in SAID:
+        branches = dict.fromkeys([*SERIES[repo][0], *SERIES[repo][1], "main"], "0" * 40)
+        monkeypatch.setattr(Hub, "commits", lambda hub, name, branches=branches: branches)
+        expect_understood(repo)
 
 
 @pytest.mark.soak

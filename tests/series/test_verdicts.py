@@ -20,11 +20,9 @@ def checkpoint(step: int, recorded: int | None = None) -> Any:
     [
         # Seen in weights: no list of files takes it back.
         ("suspect: out of line", "clean (level: listing)", True, "suspect: out of line"),
-        ("suspect: other config", "clean (level: listing)", True, "suspect: other config"),
         ("suspect: other config", "clean (level: listing)", False, "suspect: other config"),
         ("suspect: out of line", "clean (level: weights)", True, "clean (level: weights)"),
         ("clean", "suspect: gap", False, "suspect: gap"),
-        ("clean", "note: reported", False, "note: reported"),
     ],
 )
 def test_an_audit_that_sees_less_takes_no_suspicion_back(tmp_path, earlier, today, whole, verdict):
@@ -35,16 +33,13 @@ def test_an_audit_that_sees_less_takes_no_suspicion_back(tmp_path, earlier, toda
     assert SeriesMeasurements(tmp_path / "r").verdict(checkpoint(1), today, whole=whole) == verdict
 
 
-@pytest.mark.parametrize(
-    ("recorded", "suspects", "notes"),
-    [
+def test_a_step_that_says_it_is_another_is_suspect_and_a_count_that_begins_afresh_is_not():
+    for recorded, suspects, notes in (
         ([1, 2, 3, 4, 5, 6], [], []),
         ([1, 2, 5, 4, 5, 6], [3], []),  # one step serves another
         ([1, 2, 3, 4, 1, 2], [], [5, 6]),  # the optimizer began afresh
         ([2, 4, 6, 8, 10, 12], [], []),  # another count is meant
-    ],
-)
-def test_a_step_that_says_it_is_another_is_suspect_and_a_count_that_begins_afresh_is_not(recorded, suspects, notes):
-    found = list(mislabelled_steps([checkpoint(step, said) for step, said in enumerate(recorded, start=1)]))
-    assert [step for each in found if not each.note for step in each.steps] == suspects
-    assert [step for each in found if each.note for step in each.steps] == notes
+    ):
+        found = list(mislabelled_steps([checkpoint(step, said) for step, said in enumerate(recorded, start=1)]))
+        assert [step for each in found if not each.note for step in each.steps] == suspects, recorded
+        assert [step for each in found if each.note for step in each.steps] == notes, recorded
