@@ -26,13 +26,6 @@ from tests.support.paper_tables import ROOT, recipe_paths
 from tests.support.papers_world import MODELS, once, wikitext_files, write_data, write_hub
 from tests.support.series_hub import let_downloads_end, served
 
-# How the recipes of tests/cli/test_published_NAME.py begin: a file runs in one process.
-FILES = {
-    "coupling_and_layers": ("coupling/", "layers/"),
-    "monotonicity": ("monotonicity/",),
-    "painters_to_figure_7": tuple(f"painters/fig{number}" for number in range(2, 8)),
-    "painters_from_figure_8": ("painters/fig8", "painters/fig9", "painters/fig1", "painters/a"),
-}
 RECIPES = {f"{path.parent.name}/{path.stem}": path for path in recipe_paths()}
 # Of recipes that train, however small the model is.
 LIMITS = {"max_steps": 2, "steps": 2, "num_train": 24, "num_validation": 12, "num_validation_sequences": 8}
@@ -84,15 +77,15 @@ def few_rows(folder: Path) -> Path:
     return write_data(folder, most=FEW_ROWS)
 
 
-def recipes_of(file: str) -> list[str]:
-    """The recipes of a file of tests, but for items that cannot be measured."""
-    return [name for name, path in RECIPES.items() if name.startswith(FILES[file]) and read_recipe(path).steps]
+def cases() -> list[Any]:
+    """Each recipe at reduced sizes; and with the published names, where these are others and nothing is trained.
 
-
-def cases_of(file: str) -> list[Any]:
-    """Each recipe at reduced sizes; and with the published names, where these are others and nothing is trained."""
+    Items that cannot be measured are left out.
+    """
     cases = []
-    for name in recipes_of(file):
+    for name, path in RECIPES.items():
+        if not read_recipe(path).steps:
+            continue
         tier = pytest.mark.soak if name in OF_EACH_PAPER else pytest.mark.nightly
         cases.append(pytest.param(name, "reduced", id=f"{name}-reduced", marks=tier))
         reduced = yaml.safe_load(RECIPES[name].read_text()).get("reduced", {})
