@@ -1,18 +1,35 @@
-"""`lit-layers analyze`: from a folder or the Hub to measurements, and what is said of wrong input."""
+"""`lit-layers analyze`: of one model, of a run that was trained, and of a series by its class."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 
 import lit_layers
 from lit_layers import records
+from lit_layers.analyses import Trajectory
 from lit_layers.cli.main import main
-from lit_layers.models.build import causal_lm, quiet, save
-from tests.support.rounding import assert_same_numbers
-from tests.support.saved_models import saved, saved_vit
+from lit_layers.cli.measuring import Checkpoints
+from lit_layers.cli.verbs.analyze import Command
+from lit_layers.data import EvalText
+from lit_layers.data.tokenization import save_tokenizer, train_bpe
+from lit_layers.measuring.offline import analyze_series
+from lit_layers.models.build import causal_lm, quiet, save, untrained, vit, weights_hash
+from lit_layers.models.saved import load
+from lit_layers.run_data import read_run
+from lit_layers.series import OneModel
+from tests.cli.conftest import PACKAGE
+from tests.cli.test_fit import RECIPE as TRAINING
+from tests.cli.test_fit import TEXT
+from tests.support.measured_series import analyze as analyze_one
+from tests.support.rounding import assert_same_numbers, close_records
+from tests.support.saved_models import saved
 from tests.support.series_hub import served
+from tests.support.targets import target
 from tests.support.tiny_configs import tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +51,17 @@ analyses:
 """
 
 
+def analyze(*arguments) -> int:
+    return main(["analyze", *map(str, arguments), "--device", "cpu"])
+
+
+def measured(root: Path) -> list[records.Measurement]:
+    return records.read(root / "measurements.jsonl")
+
+
+# One model
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, corpus) -> Path:
     """A model with its tokenizer, as training leaves it."""
@@ -50,30 +78,6 @@ def recipe(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def without_row(tmp_path_factory, corpus) -> Path:
-    """A model that is taken apart by structure, as others save theirs."""
-    folder = tmp_path_factory.mktemp("hub") / "opt"
-    network = tiny_model("OPTForCausalLM", "opt", vocab_size=300, max_position_embeddings=128)
-    with quiet():
-        network.save_pretrained(folder, max_shard_size="20KB")
-    for file in (corpus / "tokenizer").iterdir():
-        shutil.copy(file, folder)
-    return folder
-
-
-def analyze(*arguments) -> int:
-    return main(["analyze", *map(str, arguments), "--device", "cpu"])
-
-
-def test_names_of_analyses_and_metrics_choose_what_is_measured(model, corpus, tmp_path, capsys):
-    root = tmp_path / "named"
-    assert analyze(model, "--corpus", corpus, "--metrics", "line_shape_score,lens", "--root", root) == 0
-    assert [m.analysis for m in records.read(root / "measurements.jsonl")] == ["trajectory", "lens"]
-    assert analyze(model, "--metrics", "lenss", "--root", root) == 2
-    assert "metrics: unknown name 'lenss'; did you mean lens" in capsys.readouterr().err
-
-
 def test_a_model_is_measured_offloaded_or_whole_with_the_same_numbers(
     model, recipe, corpus, tmp_path, capsys, monkeypatch
 ):
@@ -84,7 +88,7 @@ def test_a_model_is_measured_offloaded_or_whole_with_the_same_numbers(
     assert f"draw them with `lit-layers report checkpoints/{offloaded.name}`" in said.out
     assert [*Path("scratch").iterdir()] == []
     assert analyze(model, "--corpus", corpus, "--config", recipe, "--root", tmp_path / "whole") == 0
-    one, other = (records.read(root / "measurements.jsonl") for root in (offloaded, tmp_path / "whole"))
+    one, other = measured(offloaded), measured(tmp_path / "whole")
     assert [m.analysis for m in one] == ["trajectory", "representation", "coupling"]
     assert_same_numbers(one, other)
     assert {m.step for m in one} == {2}
@@ -93,92 +97,52 @@ def test_a_model_is_measured_offloaded_or_whole_with_the_same_numbers(
 
 @pytest.mark.soak
 def test_a_folder_of_a_model_without_a_row_is_measured_offloaded_or_whole_with_the_same_numbers(
-    without_row, recipe, corpus, tmp_path
+    recipe, corpus, tmp_path
 ):
+    """One that is taken apart by structure, as others save theirs."""
+    folder = tmp_path / "opt"
+    network = tiny_model("OPTForCausalLM", "opt", vocab_size=300, max_position_embeddings=128)
+    with quiet():
+        network.save_pretrained(folder, max_shard_size="20KB")
+    shutil.copytree(corpus / "tokenizer", folder, dirs_exist_ok=True)
     found = []
     for root, options in (("offloaded", ["--offload", tmp_path / "scratch"]), ("whole", [])):
-        assert analyze(without_row, *options, "--corpus", corpus, "--config", recipe, "--root", tmp_path / root) == 0
-        found.append(records.read(tmp_path / root / "measurements.jsonl"))
+        assert analyze(folder, *options, "--corpus", corpus, "--config", recipe, "--root", tmp_path / root) == 0
+        found.append(measured(tmp_path / root))
     assert_same_numbers(*found)
     offloaded, whole = (measurements[0].provenance for measurements in found)
     assert offloaded["origin"] == whole["origin"] == "structure"
     assert offloaded["proof"] == pytest.approx(whole["proof"], abs=1e-5)  # two proofs: rounding errors are in it
-    numbers = lit_layers.layers(without_row, ["prompt_entropy"], texts=["one two three four"] * 3)
+    numbers = lit_layers.layers(folder, ["prompt_entropy"], texts=["one two three four"] * 3)
     assert numbers.frame["value"].notna().all()
 
 
 def test_without_a_recipe_three_analyses_run_on_the_models_own_tokenizer(model, corpus, tmp_path):
     assert analyze(model, "--corpus", corpus, "--root", tmp_path / "run") == 0
-    found = records.read(tmp_path / "run" / "measurements.jsonl")
+    found = measured(tmp_path / "run")
     assert [m.analysis for m in found] == ["trajectory", "representation", "coupling"]
     assert {m.provenance["audit"] for m in found} == {"unaudited"}, "one model alone is compared with nothing"
 
 
-def test_texts_longer_than_the_model_reads_are_refused(model, tmp_path, capsys):
-    """As the windows of 256 tokens of the recipe of text, for the model of the quickstart."""
-    recipe = tmp_path / "recipe.yaml"
-    text = (ROOT / "recipes" / "analyses" / "text.yaml").read_text()
-    recipe.write_text(text.replace("corpus: wikitext", "corpus: python"))
-    assert analyze(model, "--config", recipe, "--root", tmp_path / "root") == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert "takes at most 128 tokens, got 256" in said
-    assert not (tmp_path / "root" / "measurements.jsonl").exists()
-
-
 def test_an_analysis_that_fails_is_told_and_ends_in_one(model, corpus, tmp_path, capsys):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        """
-analyses:
-  - class_path: lit_layers.analyses.Trajectory
-    init_args:
-      drop_first: 500
-      batches:
-        class_path: lit_layers.data.EvalText
-        init_args: {corpus: "${corpus}", tokenizer: "${tokenizer}", num_sequences: 2, num_tokens: 16}
-"""
-    )
-    assert analyze(model, "--corpus", corpus, "--config", recipe, "--root", tmp_path / "run") == 1
-    assert (
-        "failed: trajectory: ValueError: trajectory is undefined for every prompt at every layer"
-        in capsys.readouterr().err
-    )
+    failing = {"class_path": "lit_layers.analyses.Trajectory", "init_args": {"drop_first": 500, "batches": TEXT}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"analyses": [failing]}))
+    words = ["--corpus", corpus, "--config", tmp_path / "recipe.yaml"]
+    assert analyze(model, *words, "--root", tmp_path / "run") == 1
+    said = capsys.readouterr().err
+    assert "failed: trajectory: ValueError: trajectory is undefined for every prompt at every layer" in said
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["nowhere/at/all"], "expected a folder with a model or a name on the Hub, nowhere/at/all does not exist"),
-        (["MODEL", "--ofload", "x"], "unknown option --ofload; did you mean --offload?"),
-        (["MODEL", "--revision", "step1"], "is a local folder and has no revision 'step1': leave it out"),
-        (["MODEL", "--dtype", "bfloat16"], "float32"),
-        (["MODEL", "--tokenizer", "no/such/thing"], "no tokenizer 'no/such/thing'"),
-        (["MODEL", "--metrics", "lens", "--offload", "x", "--dtype", "bfloat16"], "offload: --dtype bfloat16 needs"),
-        (["MODEL", "--analyses+=Coupling"], "batches"),
-        ([], "model: expected a model"),
-    ],
-)
-def test_wrong_input_is_one_sentence_and_ends_in_two(model, recipe, corpus, tmp_path, capsys, arguments, sentence):
-    arguments = [str(model) if word == "MODEL" else word for word in arguments]
-    assert analyze(*arguments, "--corpus", corpus, "--root", tmp_path / "run") == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert said[-1].startswith("lit-layers analyze: error: ")
-    assert sentence in said[-1]
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_model_without_a_tokenizer_asks_for_one(recipe, tmp_path, corpus, capsys):
-    saved(tmp_path / "model", "gpt2")
-    assert analyze(tmp_path / "model", "--corpus", corpus, "--config", recipe) == 2
-    assert f"tokenizer: {tmp_path / 'model'} carries none; name one with --tokenizer" in capsys.readouterr().err
-
-
-def test_a_model_of_images_asks_for_analyses_and_for_no_tokenizer(tmp_path, capsys):
-    saved_vit(folder := tmp_path / "run" / "step-000000007")
-    for named, name in ((tmp_path / "run", "run"), (folder, str(folder))):
-        for words in ([], ["--metrics", "lens"]):
-            assert analyze(named, *words) == 2
-            assert f"analyses: {name} is a model of images: name what to measure" in capsys.readouterr().err
+def test_new_weights_of_a_model_need_no_file_of_its_own(tmp_path):
+    size = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 4, "num_classes": 7}
+    save(vit("vit_tiny_patch16_224", **size), tmp_path / "vit")
+    expected = weights_hash(vit("vit_tiny_patch16_224", seed=5, **size))
+    (tmp_path / "vit" / "model.safetensors").unlink()
+    (checkpoint,) = OneModel(tmp_path / "vit", untrained=5)
+    assert weights_hash(checkpoint.load()) == expected
+    state = torch.get_rng_state()
+    assert weights_hash(checkpoint.load(dtype=torch.float64)) != expected  # other bytes of the same numbers
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.soak
@@ -187,22 +151,11 @@ def test_a_model_of_the_hub_is_fetched_and_offloaded(model, recipe, corpus, tmp_
     repository = tmp_path / "hub" / "org" / "tiny"
     for revision, seed in (("step2", 0), ("main", 1)):
         saved(repository / revision, "gpt_neox", seed=seed, vocab_size=300)
-        for file in (corpus / "tokenizer").iterdir():
-            shutil.copy(file, repository / revision)
+        shutil.copytree(corpus / "tokenizer", repository / revision, dirs_exist_ok=True)
 
     def command(*arguments, root: str) -> tuple[int, str]:
-        words = [
-            *arguments,
-            "--offload",
-            tmp_path / "scratch",
-            "--config",
-            recipe,
-            "--corpus",
-            corpus,
-            "--root",
-            tmp_path / root,
-        ]
-        return analyze(*words), capfd.readouterr().err
+        words = ["--offload", tmp_path / "scratch", "--config", recipe, "--corpus", corpus]
+        return analyze(*arguments, *words, "--root", tmp_path / root), capfd.readouterr().err
 
     with served(tmp_path / "hub", tmp_path / "home" / "hub", monkeypatch) as hub:
         done = command("org/tiny", "--revision", "step2", root="run")
@@ -216,7 +169,7 @@ def test_a_model_of_the_hub_is_fetched_and_offloaded(model, recipe, corpus, tmp_
     again = command("org/tiny", "--revision", "step2", root="again")
     assert again[0] == 0, again
     assert analyze(repository / "step2", "--config", recipe, "--corpus", corpus, "--root", tmp_path / "local") == 0
-    one, other = (records.read(tmp_path / name / "measurements.jsonl") for name in ("run", "local"))
+    one, other = (measured(tmp_path / name) for name in ("run", "local"))
     assert_same_numbers(one, other)
     assert one[0].provenance["checkpoint"] == "org/tiny"
     assert one[0].provenance["revision"] == "step2"
@@ -228,3 +181,206 @@ def test_a_model_of_the_hub_is_fetched_and_offloaded(model, recipe, corpus, tmp_
     ):
         assert refused[0] == 2, refused
         assert sentence in refused[1].strip().splitlines()[-1]
+
+
+# A run that was trained
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, corpus) -> Path:
+    folder = tmp_path_factory.mktemp("series")
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**TRAINING, "corpus": str(corpus), "root": str(folder / "run")}))
+    assert main(["fit", "--config", str(path)]) == 0
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def same(tmp_path_factory) -> Path:
+    """The analyses of the training."""
+    path = tmp_path_factory.mktemp("same") / "analyses.yaml"
+    path.write_text(yaml.safe_dump({"analyses": TRAINING["analyses"]}))
+    return path
+
+
+@pytest.mark.slow
+def test_a_run_is_measured_with_the_analyses_of_its_training_and_others_stay_out_of_its_curves(
+    trained, tmp_path, capsys
+):
+    root = tmp_path / "run"
+    shutil.copytree(trained, root)
+    file = root / "measurements.jsonl"
+    before = file.read_bytes()
+    assert analyze(root) == 0
+    assert "0 measured, 6 were known, not measured again" in capsys.readouterr().out
+    assert file.read_bytes() == before
+    file.write_bytes(b"".join(before.splitlines(keepends=True)[2:]))  # step 0 is missing
+    assert analyze(root, "--steps", "0,2") == 0
+    assert "2 measured, 2 were known" in capsys.readouterr().out
+    table = records.frame(file)
+    expected = records.frame(trained / "measurements.jsonl")
+    order = ["step", "analysis", "metric", "layer", "other_layer", "k"]
+    values, in_training = (each.sort_values(order)["value"].tolist() for each in (table, expected))
+    assert values == pytest.approx(in_training, rel=1e-4, abs=1e-6)  # of a mapped file, and of weights in memory
+    one = {**TRAINING["analyses"][1], "init_args": {**TRAINING["analyses"][1]["init_args"], "k": [3]}}
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump({"analyses": [one]}))
+    assert analyze(root, "--config", tmp_path / "other.yaml", "--steps", "0") == 0
+    assert records.frame(file).equals(table)
+    assert set(records.frame(file, settings="last")["k"].dropna()) == {3}
+
+
+@pytest.mark.slow
+def test_elsewhere_steps_by_folder_class_or_file_of_lightning_have_the_numbers_of_training(
+    trained, same, tmp_path, capsys
+):
+    written = {(m.step, m.analysis): m for m in measured(trained)}
+    by_class = tmp_path / "series.yaml"
+    options = {"root": str(trained), "steps": [0, 3]}
+    by_class.write_text(
+        yaml.safe_dump({"series": {"class_path": "lit_layers.series.StepFolders", "init_args": options}})
+    )
+    assert analyze("--config", by_class, "--config", same) == 0
+    assert "0 measured, 4 were known" in capsys.readouterr().out  # in its own folder, by its own tokenizer
+    for number, (words, steps) in enumerate(
+        (
+            ([trained, "--steps", "0,3"], {0, 3}),
+            (["--config", by_class, "--series.steps", "[2]"], {2}),
+            (["--series", "LightningCheckpoints", "--series.root", trained], {3}),
+        )
+    ):
+        root = tmp_path / str(number)
+        assert analyze(*words, "--config", same, "--root", root) == 0, words
+        found = measured(root)
+        assert {m.step for m in found} == steps, words
+        assert len(found) == 2 * len(steps), words
+        for measurement in found:
+            training = written[measurement.step, measurement.analysis]
+            close_records(measurement.records, training.records)
+            assert measurement.provenance["config_hash"] == training.provenance["config_hash"], words
+        assert number == 2 or {m.tokens for m in found} == {64 * step for step in steps}, words
+
+
+@pytest.mark.slow
+def test_a_suspect_checkpoint_is_left_out_and_said(trained, same, tmp_path, capsys):
+    root = tmp_path / "run"
+    shutil.copytree(trained, root)
+    shutil.copy(root / "step-000000003" / "model.safetensors", root / "step-000000002")
+    out = tmp_path / "out"
+    assert analyze(root, "--config", same, "--root", out) == 0
+    assert "left out as suspect: step-000000002; --allow_suspect measures them" in capsys.readouterr().out
+    assert {m.step for m in measured(out)} == {0, 3}
+    assert analyze(root, "--config", same, "--root", out, "--allow_suspect", "--shard", "1/3") == 0
+    assert {m.step for m in measured(out)} == {0, 2, 3}
+
+
+def test_new_weights_are_a_row_of_their_own_and_never_enter_the_curve_of_a_run(trained, same, tmp_path, capsys):
+    root = tmp_path / "run"
+    shutil.copytree(trained, root)
+    model = root / "step-000000002"
+    words = [model, "--untrained", 3, "--config", same, "--root", root]
+    assert analyze(*words) == 0
+    rows = [m for m in measured(root) if m.step is None]
+    assert [(m.run, m.provenance["untrained"]) for m in rows] == [(f"{model}@untrained-3", {"seed": 3})] * 2
+    fresh = untrained(load(model), seed=3)
+    assert {m.provenance["weights_hash"] for m in rows} == {weights_hash(fresh)}
+    assert weights_hash(fresh) != weights_hash(untrained(load(model), seed=4))
+    save(fresh, tmp_path / "fresh")
+    config = json.loads((trained / "run.json").read_text())["config"]
+    batches = EvalText(config["corpus"], str(model), num_sequences=4, num_tokens=16)
+    (expected,) = analyze_series(
+        OneModel(tmp_path / "fresh"), [Trajectory(batches=batches)], root=tmp_path / "other"
+    ).measurements
+    close_records(rows[0].records, expected.records)  # of weights in memory, and of a mapped file
+    run = read_run(root)
+    assert [m.step for m in run.measurements] == [0, 0, 2, 2, 3, 3]
+    assert run.other_runs == [f"{model}@untrained-3"]
+    assert analyze(*words) == 0
+    assert analyze(root) == 0
+    assert "0 measured, 6 were known" in capsys.readouterr().out
+    assert len(measured(root)) == 8
+
+
+def test_a_plan_measures_the_first_checkpoint_and_says_how_long_all_of_them_take(trained, tmp_path, capsys):
+    words = [trained, "--metrics", "line_shape_score,lens", "--root", tmp_path / "run"]
+    assert analyze(*words, "--plan") == 0
+    *_, first, second, whole = capsys.readouterr().out.splitlines()
+    assert [first.split()[0], second.split()[0]] == ["trajectory", "lens"]
+    assert whole.startswith("in all, 3 checkpoints ")
+    found = measured(tmp_path / "run")
+    assert [(m.step, m.analysis) for m in found] == [(0, "trajectory"), (0, "lens")]
+    assert analyze(*words) == 0
+    assert measured(tmp_path / "run")[:2] == found
+
+
+# Several models
+
+
+@pytest.fixture
+def two_models(tmp_path) -> list[Path]:
+    """Of other tokenizers: the same text is other tokens to each."""
+    text = [path.read_text() for path in sorted(PACKAGE.glob("*.py"))]
+    folders = []
+    for size in (280, 300):
+        folders.append(tmp_path / f"bpe{size}")
+        saved(folders[-1], "gpt2", vocab_size=300, seed=size)
+        save_tokenizer(train_bpe(text, size), folders[-1])
+    return folders
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    """Many small documents, so that some are held out."""
+    everything = "".join(path.read_text() for path in sorted(PACKAGE.rglob("*.py")))
+    documents = [everything[start : start + 300] for start in range(0, 300_000, 300)]
+    (tmp_path / "text.txt").write_text("\n<|endoftext|>\n".join(documents))
+    return tmp_path / "text.txt"
+
+
+@pytest.mark.soak
+def test_each_of_several_models_is_measured_on_text_in_its_own_tokens(two_models, text, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "recipe.yaml"
+    batches = {"class_path": "lit_layers.data.EvalText", "init_args": {**TEXT["init_args"]}}
+    trajectory = {"class_path": "lit_layers.analyses.Trajectory", "init_args": {"batches": batches}}
+    path.write_text(yaml.safe_dump({"corpus": str(text), "analyses": [trajectory]}))
+    models = ["--series", "Models", "--series.models", f"[{', '.join(map(str, two_models))}]"]
+    words = ["analyze", *models, "--config", str(path), "--root", str(tmp_path / "out"), "--device", "cpu"]
+    assert main(words) == 0
+    found = records.read(tmp_path / "out" / "measurements.jsonl")
+    assert [m.run for m in found] == [str(model) for model in two_models]
+    for model, measurement in zip(two_models, found, strict=True):
+        own = EvalText(str(text), str(model), num_sequences=4, num_tokens=16)
+        (alone,) = analyze_one(model, [Trajectory(batches=own)], root=tmp_path / "alone" / model.name)
+        close_records(measurement.records, alone.records)
+        assert measurement.provenance["data_hash"] == alone.provenance["data_hash"]
+    assert found[0].provenance["data_hash"] != found[1].provenance["data_hash"]
+    assert main(words) == 0
+    assert "0 measured, 2 were known" in capsys.readouterr().out
+    assert main([*words, "--tokenizer", str(two_models[0])]) == 2
+    assert "tokenizer: each of these models reads with its own: leave it out" in capsys.readouterr().err
+    (two_models[1] / "tokenizer.json").unlink()
+    assert main([*words, "--root", str(tmp_path / "again")]) == 1  # the other one is measured all the same
+    assert f"failed: tokenizer: {two_models[1]} carries none; name one with --tokenizer" in capsys.readouterr().err
+    assert [m.run for m in records.read(tmp_path / "again" / "measurements.jsonl")] == [str(two_models[0])]
+    save_tokenizer(train_bpe(["another text"], 257), tmp_path / "another")
+    given = f"{{{two_models[1]}: {tmp_path / 'another'}}}"
+    assert main([*words, "--root", str(tmp_path / "again"), "--series.tokenizers", given]) == 0
+    (two_models[0] / "tokenizer.json").unlink()
+    assert main([*words, "--root", str(tmp_path / "none")]) == 2
+    assert f"error: tokenizer: {two_models[0]} carries none" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+SERIES = sorted((ROOT / "recipes" / "series").glob("*.yaml"))
+
+
+@pytest.mark.soak
+def test_every_recipe_of_a_series_fits_the_analyses_of_text():
+    for path, analyses in itertools.product(SERIES, ("text", "coupling")):
+        command = Command(["--config", str(path), "--config", str(ROOT / "recipes" / "analyses" / f"{analyses}.yaml")])
+        (series,) = command.series(Checkpoints())
+        assert series.name in (command.options.series.init_args.get("repo"), path.stem)
+        made = command.analyses(target(series.name, "its/tokenizer"))
+        texts = [value for analysis in made for value in vars(analysis).values() if isinstance(value, EvalText)]
+        assert texts, path
+        assert {(text.corpus, text.tokenizer) for text in texts} == {("wikitext", "its/tokenizer")}, path
+        assert f"--config recipes/series/{path.name} " in path.read_text().replace("\n", ""), path

@@ -1,7 +1,6 @@
 """The bar, also of a training."""
 
 import io
-import threading
 from typing import Any
 
 import pytest
@@ -40,20 +39,6 @@ def test_what_is_done_and_comes_next_is_drawn(monkeypatch):
     assert "\n" not in written
 
 
-def test_a_bar_may_be_drawn_by_another_thread():
-    shown = []
-
-    def work() -> None:
-        with bar("at work", hidden=True) as show:
-            show(1, 2, "next")
-            shown.append(True)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert shown == [True]
-
-
 @pytest.mark.slow
 def test_a_training_shows_a_bar_of_its_steps(tmp_path, corpus, no_page, monkeypatch):
     said = Stream(True)
@@ -72,34 +57,16 @@ def a_measurement(step: int) -> Measurement:
     return Measurement(step=step, seconds=1.0, **facts)
 
 
-def test_long_measuring_says_what_is_measured(monkeypatch):
+def test_long_measuring_says_what_is_measured_and_measuring_of_seconds_is_no_news(monkeypatch):
     now, said = [100.0], []
     monkeypatch.setattr(run_log.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(run_log, "rank_zero_info", said.append)
-    lines = run_log.LongMeasuring()
-    for step in (0, 1):
-        for analysis in ("coupling", "lens", "probe", "lens"):
-            lines.measuring(step, analysis)
-            now[0] += 10.0
-        lines.measured(a_measurement(step))
-        now[0] += 1000.0  # of training, which is no measuring
-    assert said == [
-        "measuring lens at step 0",
-        "measuring probe at step 0",
-        "measuring lens at step 0",
-        "measuring lens at step 1",
-        "measuring probe at step 1",
-        "measuring lens at step 1",
-    ]
-
-
-def test_measuring_of_seconds_is_no_news(monkeypatch):
-    now, said = [100.0], []
-    monkeypatch.setattr(run_log.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(run_log, "rank_zero_info", said.append)
-    lines = run_log.LongMeasuring()
-    for step in range(20):
-        lines.measuring(step, "lens")
-        now[0] += 3.0
-        lines.measured(a_measurement(step))
-    assert said == []
+    for seconds in (3.0, 10.0):
+        lines = run_log.LongMeasuring()
+        for step in (0, 1):
+            for analysis in ("coupling", "lens", "probe", "lens"):
+                lines.measuring(step, analysis)
+                now[0] += seconds
+            lines.measured(a_measurement(step))
+            now[0] += 1000.0  # of training, which is no measuring
+    assert said == [f"measuring {name} at step {step}" for step in (0, 1) for name in ("lens", "probe", "lens")]

@@ -1,8 +1,9 @@
 """`lit-layers intervene`: what it measures, prints, writes, leaves when it fails, and what it says of wrong input."""
 
+import contextlib
 import hashlib
+import io
 import json
-import shlex
 import statistics
 from pathlib import Path
 
@@ -123,10 +124,18 @@ def files_of(folder: Path) -> dict[str, str]:
 # Text and images
 
 
-def test_losses_are_those_of_the_blocks_run_in_that_order(home, tmp_path, capsys):
-    assert with_text(home, tmp_path) == 0
-    said = capsys.readouterr().out
-    found = found_in(tmp_path)["interventions"]
+@pytest.fixture(scope="module")
+def of_text(home, tmp_path_factory) -> tuple[Path, str]:
+    """The root of the losses on text, and what was printed."""
+    root = tmp_path_factory.mktemp("of_text")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert with_text(home, root) == 0
+    return root, printed.getvalue()
+
+
+def test_losses_are_those_of_the_blocks_run_in_that_order(home, of_text):
+    root, said = of_text
+    found = found_in(root)["interventions"]
     ids = EvalText(str(home / "corpus.jsonl"), str(home / "model"), num_sequences=6, num_tokens=24).windows()
     model = load(home / "model")
     for (variant, middle), order in ORDERS.items():
@@ -139,17 +148,15 @@ def test_losses_are_those_of_the_blocks_run_in_that_order(home, tmp_path, capsys
         assert the(found, "variant_accuracy", **tags).value == pytest.approx(right)
         if variant == "baseline":
             assert f"Interventions: Loss (nats) {loss:.3f}, the full model" in said
-    table = pd.read_csv(tmp_path / "intervene" / "variants.csv")
-    assert {*table["variant"]} >= {"middle_repeat", "reverse", "random", "looped_parallel"}
-    assert (tmp_path / "report.html").stat().st_size > 10_000
+    assert (root / "report.html").stat().st_size > 10_000
     for path in ("intervene/variants.csv", "report.html", "measurements.jsonl"):
-        assert str(tmp_path / path) in said
+        assert str(root / path) in said
 
 
-def test_the_file_holds_every_number_single_seeds_too(home, tmp_path):
-    assert with_text(home, tmp_path) == 0
-    table = pd.read_csv(tmp_path / "intervene" / "variants.csv")
-    found = found_in(tmp_path)["interventions"]
+def test_the_file_holds_every_number_single_seeds_too(of_text):
+    table = pd.read_csv(of_text[0] / "intervene" / "variants.csv")
+    assert {*table["variant"]} >= {"middle_repeat", "reverse", "random", "looped_parallel"}
+    found = found_in(of_text[0])["interventions"]
     assert len(table) == len(found)
     assert table["value"].tolist() == pytest.approx([record.value for record in found])
     seeds = table[(table["metric"] == "variant_loss") & (table["variant"] == "random") & (table["middle"] == 3)]
@@ -159,12 +166,12 @@ def test_the_file_holds_every_number_single_seeds_too(home, tmp_path):
     assert set(table[table["variant"] == "skip_one"]["layer"]) == {1, 2, 3, 4}
 
 
-def test_run_again_it_measures_nothing(home, tmp_path, monkeypatch, capsys):
-    assert with_text(home, tmp_path) == 0
-    before, said = (tmp_path / "measurements.jsonl").read_bytes(), capsys.readouterr().out
+def test_run_again_it_measures_nothing(home, of_text, monkeypatch, capsys):
+    root, said = of_text
+    before = (root / "measurements.jsonl").read_bytes()
     monkeypatch.setattr("lit_layers.analyses.readout_scores.Interventions.update", None)
-    assert with_text(home, tmp_path) == 0
-    assert (tmp_path / "measurements.jsonl").read_bytes() == before
+    assert with_text(home, root) == 0
+    assert (root / "measurements.jsonl").read_bytes() == before
     assert capsys.readouterr().out == said
 
 
@@ -285,17 +292,6 @@ def test_ctrl_c_ends_it_with_130_and_it_goes_on(home, tmp_path, monkeypatch, cap
     assert found_in(tmp_path) == found_in(tmp_path / "whole")
 
 
-def test_a_task_without_its_file_is_refused_before_anything_is_computed(home, tmp_path, capsys):
-    path = write_tasks(tmp_path / "data" / "benchmarks") / FILES["winogrande"]
-    path.unlink()
-    command = [home / "model", "--folder", tmp_path / "data", "--middles", 3, "--variants", "skip", "--root", tmp_path]
-    assert run(*command, "--tasks", "arc_challenge") == 0
-    before = files_of(tmp_path)
-    assert run(*command, "--tasks", "arc_challenge,winogrande") == 2
-    assert f"expected the split 'validation' in {path}, there is no such file" in capsys.readouterr().err
-    assert files_of(tmp_path) == before
-
-
 def test_a_task_that_fails_leaves_the_others(home, tmp_path, monkeypatch, capsys):
     plain = LmEvalScorer.score
 
@@ -373,74 +369,3 @@ def test_an_encoder_is_trained_on_each_task_in_each_variant(home, tmp_path, caps
         assert score.value == pytest.approx(sum(record.value for record in mrpc) / 2)
         assert score.n == 10
     assert "Mean over tasks cola, mrpc." in (tmp_path / "report.html").read_text()
-
-
-# Wrong input
-
-
-WRONG = [
-    ("model", "--variants skipped", "variants: there is no 'skipped'; choose from baseline, middle_repeat"),
-    ("model", "CORPUS --middles 2", "middles: of 4 blocks the middle has 1, 3 blocks, got 2"),
-    ("model", "CORPUS --schedule '1 (,2)'", "expected numbers and groups such as 1 2 (3,4,5) 6, got '1 (,2)'"),
-    ("model", "CORPUS --schedule '1 () 2'", "expected numbers and groups such as 1 2 (3,4,5) 6, got '1 () 2'"),
-    ("model", "CORPUS --schedule '1 9'", "block: expected 1..4, got 9"),
-    ("model", "CORPUS --schedule ' '", "schedule: expected a name or a path, got ' '"),
-    ("model", "--loops 0", "loops: expected at least 1, got 0"),
-    ("model", "--seeds x", "seeds: expected one of Numbers, NoneType, got x"),
-    ("model", "--middles all,1", "middles: expected one of Numbers, typing.Literal['all'], got all,1"),
-    ("model", "--limit 0", "limit: expected at least 1, got 0"),
-    ("model", "--corpus ' '", "corpus: expected a name or a path, got ' '"),
-    ("model", "--tasks ,", "tasks: expected one of Names, NoneType, got ,"),
-    ("model", "--tasks lambda --folder H/data", "task: there is no 'lambda'; did you mean lambada"),
-    ("model", "--tasks lambada --folder H/nowhere", "folder: expected a folder of data, H/nowhere is none"),
-    ("model", "--task lambada", "unknown option --task; did you mean --tasks?"),
-    ("model", "--finetune H/nowhere.yaml", "no recipe "),
-    ("model", "--finetune {task: arc_challenge, steps: 2}", "steps: Unexpected keyword argument, got 2; "),
-    ("model", "--finetune {task: arc_challenge} --folder H/data", "holds the rows that are scored: list files of tra"),
-    ("model", "--finetune {batch_size: 2}", "task: Field required"),
-    ("model", "--finetune {task: arc_challenge, batch_sise: 2}", "batch_sise: Unexpected keyword argument"),
-    ("model", "--finetune {task: arc_challenge, batch_size: 0}", "recipe: batch_size: expected at least 1, got 0"),
-    ("model", "--finetune {task: arc_challenge, precision: 33}", "precision: Input should be a valid string, got 33"),
-    ("model", "--finetune {task: arc_challenge, precision: x}", "recipe: precision: Precision 'x' is invalid"),
-    ("model", "--finetune {task: arc_challenge, num_tokens: 601}", "num_tokens: GPT2LMHeadModel takes at most 600"),
-    ("bert", "--finetune H/finetune.yaml", "model: expected a causal language model, which predicts the next"),
-    ("run", "--finetune H/finetune.yaml", "finetune: trains one model, and a series was named: name one of its"),
-    ("model", "--glue H/glue.yaml --folder H/data", "glue: expected an encoder (bert, roberta, distilbert,"),
-    ("bert", "--glue H/glue.yaml --folder H/nowhere", "folder: expected a folder of data, H/nowhere is none"),
-    ("bert", "--glue {tasks: [mnli]} --folder H/data", "task: there is no 'mnli'; did you mean wnli or qnli"),
-    ("bert", "--glue {tasks: [cola]} --folder H/data", "recipe: num_tokens: BertForMaskedLM takes at most 32 tokens"),
-    ("bert", "--glue H/glue.yaml --folder H/data --revision a", "glue: it opens H/bert as it is"),
-    ("bert", "--glue H/glue.yaml --untrained 0", "glue: it opens H/bert as it is"),
-    ("run", "CORPUS --untrained 0", "untrained: is for one model, and H/run is a series"),
-    ("bert", "--glue H/glue.yaml --dtype float64", "glue: it opens H/bert as it is"),
-    ("model", "--images digits", "images: H/model is a language model: take --tasks, --corpus, --glue or --speed"),
-    ("vit", "CORPUS", "corpus: H/vit is a model of images: take --images or --speed"),
-    ("vit", "", "tasks: H/vit is a model of images: take --images or --speed"),
-    ("vit", "--images H/nowhere", "source: expected digits, cifar10, cifar100, an existing path or ORG/NAME"),
-    ("vit", "--images digits --num_images 9999", "'digits' has 355 images in its test split, and num_images is 9999"),
-    ("vit", "--images digits --image_size 16", "expected an image_size of 8, which the model takes, got images of 16"),
-    ("model", "--speed --num_tokens 601", "num_tokens: the model takes at most 600 tokens, got 601"),
-    ("model", "--steps 1 --revision main", "revision: is for one model, and"),
-    ("model", "CORPUS --revision main", "revision: H/model is a local folder and has no revision 'main': leave it out"),
-    ("nowhere", "CORPUS", "expected a folder with a model or a name on the Hub, H/nowhere does not exist"),
-    ("bare", "CORPUS", "tokenizer: H/bare carries none; name one with --tokenizer"),
-    ("model", "CORPUS --tokenizer nowhere.json", "no tokenizer 'nowhere.json': expected an existing path"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("model", "options", "sentence"), WRONG, ids=[f"{model} {options}" for model, options, _ in WRONG]
-)
-def test_wrong_input_is_one_sentence_and_exit_code_2(home, tmp_path, capsys, model, options, sentence):
-    """H stands for the folder, CORPUS for text that is there, {...} for a recipe."""
-    if "{" in options:
-        begin, end = options.index("{"), options.rindex("}") + 1
-        (tmp_path / "recipe.yaml").write_text(options[begin:end].replace("H/", f"{home}/"))
-        options = options.replace(options[begin:end], str(tmp_path / "recipe.yaml"))
-    options = options.replace("CORPUS", "--corpus H/corpus.jsonl --num_sequences 2 --num_tokens 10", 1)
-    command = [part.replace("H/", f"{home}/") for part in shlex.split(options)]
-    assert run(home / model, *command, "--root", tmp_path / "root") == 2
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert said.startswith("lit-layers intervene: error: ")
-    assert sentence.replace("H/", f"{home}/") in said
-    assert not (tmp_path / "root" / "measurements.jsonl").exists()

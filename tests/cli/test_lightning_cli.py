@@ -21,51 +21,25 @@ DRY = "--trainer.fast_dev_run=true"
 CALLBACK = "--trainer.callbacks+=lightning.pytorch.callbacks."
 SCHEDULER = "torch.optim.lr_scheduler."
 WORKS = {
-    "an optimizer by its path": ["--optimizer", "torch.optim.RMSprop", "--optimizer.lr", "0.02"],
-    "an optimizer by its name": ["--optimizer", "SGD", "--optimizer.momentum", "0.9"],
-    "a schedule": ["--lr_scheduler", f"{SCHEDULER}StepLR", "--lr_scheduler.step_size", "2"],
-    "both": ["--optimizer=Adam", "--lr_scheduler=CosineAnnealingLR", "--lr_scheduler.T_max=4"],
-    "both from YAML": ["--config", "OVERLAY"],
-    "a schedule by a score": ["--optimizer=SGD", f"--lr_scheduler={SCHEDULER}ReduceLROnPlateau"],
-    "LightningCLI's own class for it": [
-        "--lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau",
-        "--lr_scheduler.monitor=validation/perplexity",
+    "an optimizer by its path, a schedule, precision": [
+        *("--optimizer", "torch.optim.RMSprop", "--optimizer.lr", "0.02", "--trainer.precision", "bf16-mixed"),
+        *("--lr_scheduler", f"{SCHEDULER}StepLR", "--lr_scheduler.step_size", "2"),
     ],
-    "--ckpt_path": ["--ckpt_path", "CHECKPOINT"],
-    "ModelCheckpoint": [f"{CALLBACK}ModelCheckpoint"],
-    "Timer": [f"{CALLBACK}Timer", "--trainer.callbacks.duration=00:00:10:00"],
-    "EarlyStopping": [f"{CALLBACK}EarlyStopping", "--trainer.callbacks.monitor=validation/loss"],
-    "a profiler": ["--trainer.profiler", "simple"],
-    "precision": ["--trainer.precision", "bf16-mixed"],
-    "max_time": ["--trainer.max_time", "00:00:10:00"],
-    "epochs": ["--trainer.max_epochs=1", "--trainer.limit_train_batches=2"],
-    "--seed_everything": ["--seed_everything", "3"],
-}
-REFUSED = {
-    "another kind of class": (["--optimizer", "torch.nn.Linear"], "Optimizer], NoneType, got torch.nn.Linear"),
-    "an unknown optimizer": (["--optimizer", "torch.optim.Adm"], "Optimizer], NoneType, got torch.optim.Adm"),
-    "a class from elsewhere": (["--optimizer", "os.system"], "optimizer: a recipe names no os.system"),
-    "an option that it has not": (["--optimizer=SGD", "--optimizer.beta=1"], "optimizer: unknown key beta"),
-    "a value that it refuses": (["--optimizer=SGD", "--optimizer.lr=-1"], "optimizer: Invalid learning rate: -1.0"),
-    "one without groups": (["--optimizer=LBFGS"], "optimizer: LBFGS doesn't support per-parameter options"),
-    "another optimizer's file": (
-        ["--ckpt_path=CHECKPOINT", "--optimizer=SGD"],
-        "saved with another optimizer than SGD",
-    ),
-    "a file of another network": (["--ckpt_path=CHECKPOINT", "--model.config.n_embd=8"], "ckpt_path: Error(s) in"),
-    "weights alone": (["--ckpt_path=WEIGHTS"], "holds weights only: begin with them, by --model.init_from"),
-    "a file at its end": (["--ckpt_path=CHECKPOINT", "--trainer.max_steps=2"], "trainer: no step was trained"),
-    "a file that runs code": (["--ckpt_path=EVIL"], "loading them would run code"),
-    "no file": (["--ckpt_path=/nowhere.ckpt"], "/nowhere.ckpt cannot be read"),
-    "weight averaging": (
-        [f"{CALLBACK}StochasticWeightAveraging", "--trainer.callbacks.swa_lrs=0.1"],
-        "callbacks.StochasticWeightAveraging: expected none",
-    ),
-    "batch size finder": ([f"{CALLBACK}BatchSizeFinder"], "callbacks.BatchSizeFinder: expected none"),
-    "overfit_batches": (["--trainer.overfit_batches=2"], "trainer.overfit_batches: expected 0"),
-    "epochs without end": (["--trainer.max_epochs=2"], "trainer.max_epochs: expected none without"),
-    "no end": (["--trainer.max_steps=-1"], "trainer.max_steps: expected at least 1, got -1"),
-    "a random seed": (["--seed_everything", "true"], "seed_everything: Expected a int"),
+    "an optimizer by its name, a schedule by a score, a profiler": [
+        *("--optimizer", "SGD", "--optimizer.momentum", "0.9", "--trainer.profiler", "simple"),
+        f"--lr_scheduler={SCHEDULER}ReduceLROnPlateau",
+    ],
+    "names of both, EarlyStopping": [
+        *("--optimizer=Adam", "--lr_scheduler=CosineAnnealingLR", "--lr_scheduler.T_max=4"),
+        *(f"{CALLBACK}EarlyStopping", "--trainer.callbacks.monitor=validation/loss"),
+    ],
+    "both from YAML, ModelCheckpoint": ["--config", "OVERLAY", f"{CALLBACK}ModelCheckpoint"],
+    "LightningCLI's own class of a schedule by a score, Timer, max_time": [
+        "--lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau",
+        *("--lr_scheduler.monitor=validation/perplexity", "--trainer.max_time", "00:00:10:00"),
+        *(f"{CALLBACK}Timer", "--trainer.callbacks.duration=00:00:10:00"),
+    ],
+    "epochs, --seed_everything": ["--trainer.max_epochs=1", "--trainer.limit_train_batches=2", "--seed_everything=3"],
 }
 
 
@@ -82,8 +56,7 @@ def place(corpus, tmp_path_factory) -> Path:
     adagrad = {"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.1}}
     step = {"class_path": f"{SCHEDULER}ExponentialLR", "init_args": {"gamma": 0.5}}
     (place / "overlay.yaml").write_text(yaml.safe_dump({"optimizer": adagrad, "lr_scheduler": step}))
-    trained(place, corpus, options, 2).save_checkpoint(place / "weights.ckpt", weights_only=True)
-    torch.save({"state_dict": Path("x"), "global_step": 1}, place / "evil.ckpt")
+    trained(place, corpus, options, 2)
     return place
 
 
@@ -107,33 +80,18 @@ def trained(place: Path, corpus: Path, options, steps: int) -> L.Trainer:
     return trainer
 
 
-def command(place: Path, words, verb: str = "fit") -> list[str]:
-    files = {
-        "OVERLAY": "overlay.yaml",
-        "CHECKPOINT": "files/step=2.ckpt",
-        "WEIGHTS": "weights.ckpt",
-        "EVIL": "evil.ckpt",
-    }
-    for name, file in files.items():
+def command(place: Path, words) -> list[str]:
+    for name, file in {"OVERLAY": "overlay.yaml", "CHECKPOINT": "files/step=2.ckpt"}.items():
         words = [word.replace(name, str(place / file)) for word in words]
-    return [verb, "--config", str(place / "recipe.yaml"), *words]
+    return ["fit", "--config", str(place / "recipe.yaml"), *words]
 
 
-@pytest.mark.parametrize("feature", WORKS)
-def test_a_feature_works_and_a_dry_run_leaves_nothing(feature, place, capsys):
+def test_features_work_and_a_dry_run_leaves_nothing(place, capsys):
     before = {*place.rglob("*")}
-    first = {"--ckpt_path": ["--trainer.max_steps=3"]}.get(feature, [DRY])  # Lightning's dry run is one step in all
-    assert main(command(place, [*first, *WORKS[feature], f"--root={place / 'dry'}"])) == 0
-    if first == [DRY]:
-        assert {*place.rglob("*")} == before
-        assert "fast_dev_run: nothing is kept" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("feature", REFUSED)
-def test_a_feature_is_refused_with_the_reason(feature, place, tmp_path, capsys):
-    words, reason = REFUSED[feature]
-    assert main(command(place, [*words, f"--root={tmp_path / 'run'}"])) == 2
-    assert reason in capsys.readouterr().err.replace("\n", " ")
+    for features, words in WORKS.items():
+        assert main(command(place, [DRY, *words, f"--root={place / 'dry'}"])) == 0, features
+        assert {*place.rglob("*")} == before, features
+        assert "fast_dev_run: nothing is kept" in capsys.readouterr().out, features
 
 
 def test_a_training_of_a_plain_trainer_goes_on_from_its_file_as_if_fit_had_begun_it(place, corpus, tmp_path, capsys):
@@ -159,10 +117,9 @@ def test_a_run_begins_with_the_weights_of_a_file(place, tmp_path):
     assert weights_hash(load(root / "step-000000002")) == weights_hash(module.model)
 
 
-@pytest.mark.parametrize("optimizer", ["torch.optim.RMSprop", "SGD", "Adagrad"])
-def test_a_run_with_another_optimizer_resumes_bit_for_bit_and_keeps_it(optimizer, place, tmp_path, capsys):
+def test_a_run_with_another_optimizer_resumes_bit_for_bit(place, tmp_path):
     roots = [tmp_path / name for name in ("whole", "parts")]
-    words = ["--optimizer", optimizer, f"--lr_scheduler={SCHEDULER}StepLR", "--lr_scheduler.step_size=3"]
+    words = ["--optimizer", "Adagrad", f"--lr_scheduler={SCHEDULER}StepLR", "--lr_scheduler.step_size=3"]
     assert main(command(place, [*words, "--root", str(roots[0])])) == 0
     parts = command(place, [*words, "--root", str(roots[1]), "--resume", "last"])
     for steps in (2, 4):
@@ -171,5 +128,3 @@ def test_a_run_with_another_optimizer_resumes_bit_for_bit_and_keeps_it(optimizer
     assert len(hashes) == 1
     rates = [row["train/learning_rate"] for row in records.rows(roots[1] / "metrics.jsonl")]
     assert rates == pytest.approx([rates[0]] * 3 + [rates[0] / 10])
-    assert main([*parts, "--optimizer", "Adam"]) == 2
-    assert "optimizer.class_path: the run in" in capsys.readouterr().err

@@ -1,4 +1,5 @@
 import json
+import random
 import re
 import shlex
 from pathlib import Path
@@ -9,6 +10,7 @@ from lit_layers.cli.main import main
 from lit_layers.cli.options import Recipe
 from lit_layers.cli.verbs.prepare import prepare
 from lit_layers.data.preparing import TokenShards
+from lit_layers.data.tokenization import train_bpe
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,33 +38,6 @@ def test_the_command_prepares_and_prints_counts_and_the_checksum(corpus, tmp_pat
     assert shards.num_documents("train") + shards.num_documents("validation") == 50
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--tokeniser", "gpt2"], "unknown option --tokeniser; did you mean --tokenizer?"),
-        (["--max_documents", "two"], "max_documents: expected one of int, NoneType, got two"),
-        (["--column", "nope"], "has no column 'nope'"),
-        (["--source", "/no/such/place.txt"], "no corpus '/no/such/place.txt'"),
-        (["--tokenizer", "missing/tokenizer.json"], "no tokenizer 'missing/tokenizer.json'"),
-        (["--validation", "7"], "validation must lie between 0 and 1"),
-        (["--root", "/dev/null/out"], "cannot prepare /dev/null/out"),
-    ],
-)
-def test_wrong_input_is_one_sentence_and_exit_code_2(corpus, tmp_path, capsys, more, message):
-    assert main(arguments(corpus, tmp_path / "out", *more)) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    lines = printed.err.splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith("lit-layers prepare: error: ")
-    assert message in lines[0]
-
-
-def test_options_that_are_required_are_named(capsys):
-    assert main(["prepare", "--source", "python"]) == 2
-    assert "missing: tokenizer, root; give it in the recipe or on the command line" in capsys.readouterr().err
-
-
 def test_interrupted_it_says_how_to_go_on_and_ends_with_130(corpus, tmp_path, capsys, monkeypatch):
     def interrupted(*args):
         raise KeyboardInterrupt
@@ -74,13 +49,11 @@ def test_interrupted_it_says_how_to_go_on_and_ends_with_130(corpus, tmp_path, ca
     assert main(arguments(corpus, tmp_path / "out", "--column", "body", "--validation", "0.2")) == 0
 
 
-def test_help_names_every_option(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["prepare", "--help"])
-    assert ended.value.code == 0
-    printed = capsys.readouterr().out
-    for option in ("--source", "--tokenizer", "--root", "--max_documents", "--column", "--validation"):
-        assert option in printed
+@pytest.mark.nightly
+def test_a_word_of_megabytes_is_text_like_any_other():
+    word = "".join(random.Random(0).choices("abcdefghij", k=1_000_000))
+    tokenizer = train_bpe([word, "Other words. " * 9], 400).tokenizer
+    assert tokenizer.decode(tokenizer.encode(word[:5000]).ids) == word[:5000]
 
 
 def test_every_command_of_the_page_that_needs_a_network_is_one_the_parser_takes():

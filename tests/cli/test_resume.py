@@ -287,26 +287,3 @@ def test_a_run_that_is_sharded_goes_on_from_no_state_of_one_that_was_not(recipe,
     assert "was saved by a run without sharded weights; go on with the strategy of that run" in done.stderr
     assert "Traceback" not in done.stderr
     assert what_is_left(uninterrupted)["weights"] == before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--resume", "4"], "no resume checkpoint of step 4 in"),
-        (["--resume", "yesterday"], "expected last or a step, got 'yesterday'; a .ckpt file is named by --ckpt_path"),
-        (["--resume", "last", "--data.global_batch_size", "8"], "data.global_batch_size: the run in"),
-        (["--resume", "last", "--model.lr", "0.1"], "model.lr: the run in"),
-        (["--resume", "last", "--seed_everything", "3"], "seed_everything: the run in"),
-        (["--resume", "last", "--trainer.max_steps", "30"], "the learning rate of the run in"),
-        (["--resume", "last", "--trainer.gradient_clip_val", "0.5"], "trainer.gradient_clip_val: the run in"),
-        (["--resume", str(LAST - LAST % 3), "--trainer.precision", "64-true"], "trainer.precision: the run in"),
-        (["--resume_every", "0"], "resume_every: expected at least 1, got 0"),
-    ],
-)
-def test_what_a_run_cannot_go_on_from_is_said_in_one_sentence(arguments, sentence, recipe, uninterrupted, capfd):
-    before = (uninterrupted / "measurements.jsonl").read_bytes()
-    assert main(["fit", "--config", str(recipe), "--root", str(uninterrupted), *arguments]) == 2
-    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("lit-layers fit: error: ")]
-    assert len(errors) == 1
-    assert sentence in errors[0]
-    assert (uninterrupted / "measurements.jsonl").read_bytes() == before

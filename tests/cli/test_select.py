@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -283,13 +284,14 @@ def test_half_precision_is_probed_in_float32_and_exported_as_it_is(home, tmp_pat
     ]
 
 
-def test_an_export_is_replaced_when_asked(home, tmp_path, capsys):
+def test_an_export_is_replaced_when_asked(home, selected, tmp_path, capsys):
+    cut = tmp_path / "cut"
+    shutil.copytree(selected[1], cut)
     options = ["--task", home / "songs.csv", "--text", "title", "--label", "mood", "--tolerance", "1"]
-    options += ["--root", tmp_path / "out", "--export", tmp_path / "cut"]
-    for extra in ((), ("--overwrite",)):
-        select(capsys, home / "run" / "step-000000400", *options, *extra)
-        assert json.loads((tmp_path / "cut" / "config.json").read_text())["architectures"] == ["GPT2Model"]
-        assert load_classifier(tmp_path / "cut").predict(TEXTS)
+    place = ["--root", tmp_path / "out", "--export", cut, "--overwrite"]
+    select(capsys, home / "run" / "step-000000400", *options, *place)
+    assert content(tmp_path / "out")["layer"] == json.loads((cut / "config.json").read_text())["n_layer"] == 1
+    assert load_classifier(cut).predict(TEXTS)
 
 
 @pytest.mark.soak
@@ -315,102 +317,3 @@ def test_models_are_compared_at_the_layer_chosen_for_each(home, tmp_path, capsys
         assert rows[name]["test"] == pytest.approx(hits.mean().item(), abs=1e-9)
     assert rows["deep"]["milliseconds_last"] > 0
     assert all((out / name).stat().st_size for name in ("models.png", "deep/layers.png"))
-
-
-@pytest.fixture(scope="module")
-def odd(home, tmp_path_factory) -> Path:
-    """Things that do not fit."""
-    root = tmp_path_factory.mktemp("odd")
-    (root / "file").write_text("a file")
-    (root / "taken").mkdir()
-    (root / "taken" / "notes.txt").write_text("mine")
-    saved_gpt2(root / "mute", tokenizer=False)
-    blank = [(f"Text {'ab'[n % 2]} {n}", "xy"[(n * n // 7) % 2]) for n in range(60)]
-    write_csv(root / "noise.csv", [(text, "x" if n % 12 else "y") for n, (text, _) in enumerate(blank)])
-    for name, target in (("run", home / "run"), ("vit", home / "vit"), ("songs.csv", home / "songs.csv")):
-        (root / name).symlink_to(target)
-    (root / "data").symlink_to(home / "data")
-    (root / "broken").mkdir()
-    (root / "broken" / "config.json").write_text((home / "run/step-000000400/config.json").read_text())
-    return root
-
-
-M = "run/step-000000400"
-OWN = "--text title --label mood"
-
-
-@pytest.mark.parametrize(
-    ("command", "sentence"),
-    [
-        ("", "missing: model; give it in the recipe or on the command line"),
-        (M, "task: expected --task NAME, or --images SOURCE for a vision model, and not both"),
-        (f"{M} --task banking77 --images digits", "and not both"),
-        (
-            f"{M} --task banking",
-            "task: there is no 'banking'; did you mean banking77?; or name a .parquet, .csv, .jsonl file",
-        ),
-        (f"{M} --task no/such.csv", "task: expected labelled texts in no/such.csv, which does not exist"),
-        (f"{M} --task ./songs", "task: expected labelled texts in songs, which does not exist"),
-        (f"{M} --task file", "task file: source: expected a .parquet, .csv, .jsonl file, got file"),
-        (f"{M} --task songs.csv", "task songs: text: songs.csv has no column 'text': it has title, mood"),
-        (f"{M} --task songs.csv --text title", "task songs: label: songs.csv has no column 'label'"),
-        (f"{M} --task songs.csv {OWN} --regression", "a regression needs finite numbers"),
-        (f"{M} --task songs.csv --text {{title --label mood", "text: expected {column} or"),
-        (f"{M} --task banking77 --folder nowhere", "folder: expected a folder of data, nowhere is none"),
-        (f"{M} --task emotion --folder data", "emotion"),
-        (
-            f"{M} --task banking77 --export taken",
-            "taken is there already: choose another folder, or allow to overwrite",
-        ),
-        (f"{M} --task banking77 --export taken --overwrite", "taken is no earlier export (it has no probe.json)"),
-        (f"{M} --task banking77 --tolerance -0.1", "tolerance: expected at least 0, got -0.1"),
-        (f"{M} --task banking77 --tolerance nan", "tolerance: Expected a float. Got value: nan"),
-        (f"{M} --task banking77 --tolerance some", "tolerance: Expected a float. Got value: some"),
-        (
-            f"{M} --task banking77 --rule first",
-            "rule: Expected a typing.Literal['within_tolerance', 'fraction_of_last', 'plateau'",
-        ),
-        (f"{M} --task banking77 --max_tokens 0", "max_tokens: expected at least 1, got 0"),
-        (f"{M} --task banking77 --rounds 0", "rounds: expected at least 1, got 0"),
-        (f"{M} --task banking77 --layers 3", "unknown option --layers; see `lit-layers select --help`"),
-        (f"{M} --task banking77 --folder data --tokenizer nowhere/at/all", "no tokenizer 'nowhere/at/all'"),
-        (f"{M} --task banking77 --revision main", "revision: run/step-000000400 is a local folder and has no revision"),
-        (f"{M} --images digits", "images: run/step-000000400 is a model of texts (GPT2LMHeadModel): name its texts"),
-        ("vit --task banking77 --folder data", "task: vit is a vision model (VisionTransformer): name its images"),
-        ("vit --images nothing", "source: expected digits, cifar10, cifar100, an existing path or ORG/NAME"),
-        ("vit --images digits --num_train 1", "num_train: expected 2 to 1442 images, got 1"),
-        ("mute --task banking77 --folder data", "tokenizer: mute carries none; name one with --tokenizer"),
-        ("nowhere/model --task banking77", "nowhere/model"),
-        ("./nowhere --task banking77", "expected a folder with a model or a name on the Hub, ./nowhere does not exist"),
-        (f"{M} mute --task banking77 --export new", "export: expected one model, got 2"),
-        (f"{M} vit/../{M} --task banking77", "models: two are called run-step-000000400"),
-        ("mute broken --task banking77 --folder data", "mute: tokenizer: mute carries none; name one with --tokenizer"),
-        ("run --task banking77", "expected a model in run, found no config.json there"),
-        ("data --task banking77", "expected a model in data, found no config.json there"),
-        ("broken --task banking77", "broken cannot be loaded: "),
-        (f"{M} --task noise.csv", "rule: no layer can be chosen: the best validation accuracy of a probe is"),
-        (
-            f"{M} --task songs.csv {OWN} --max_iterations 1",
-            "max_iterations: the probe of layer 0 has not converged",
-        ),
-    ],
-)
-def test_wrong_input_is_one_sentence_and_exit_code_2(odd, capsys, monkeypatch, command, sentence):
-    monkeypatch.chdir(odd)
-    monkeypatch.setenv("COLUMNS", "500")
-    before = sorted(odd.iterdir())
-    assert main(["select", *command.split()]) == 2
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lit-layers")]
-    assert len(said) == 1
-    assert said[0].startswith("lit-layers select: error: ")
-    assert sentence in said[0]
-    assert sorted(odd.iterdir()) == before
-
-
-def test_the_help_names_every_option(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["select", "--help"])
-    assert ended.value.code == 0
-    said = capsys.readouterr().out
-    for option in ("--task", "--images", "--rule", "--tolerance", "--export", "--text", "--label", "--regression"):
-        assert option in said

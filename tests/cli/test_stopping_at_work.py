@@ -38,10 +38,15 @@ def given_to(name: str, home: Path, folder: Path) -> Path:  # noqa: F811
 
 
 @pytest.mark.parametrize("name", ["select", "correlate", "emerge", "report", "prepare", "reproduce"])
-@pytest.mark.parametrize("writes", [1, 3], ids=["first file", "third file"])
-def test_a_command_ends_as_it_writes_and_loses_nothing(name, writes, home, expected, tmp_path):  # noqa: F811
-    """The signal comes while it waits, as on a slow disk."""
-    case, folder = CASES[name], given_to(name, home, tmp_path)
+def test_a_command_ends_as_it_writes_and_loses_nothing(name, home, expected, tmp_path):  # noqa: F811
+    for writes in (1, 3):
+        end_at(writes, name, home, expected, tmp_path / str(writes))
+
+
+def end_at(writes: int, name: str, home: Path, expected, folder: Path) -> None:  # noqa: F811
+    """The signal comes while the command waits at a file, the first or the third, as on a slow disk."""
+    folder.mkdir()
+    case, folder = CASES[name], given_to(name, home, folder)
     given, calls = files(folder), []
 
     def slow(path: Path) -> None:

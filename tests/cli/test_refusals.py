@@ -1,0 +1,572 @@
+"""What each command refuses: one sentence, exit code 2, and nothing is written.
+
+A row has the words of the command, in a folder that the fixture `place` fills, and what the sentence has to say.
+A word `<...>` stands for a file with that text, NEW for a folder that is not there. Of one mistake that several options
+share, one row is enough. What `report`, `emerge` and `reproduce` refuse for other reasons is in tests/.
+"""
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from lit_layers.cli.main import main
+from lit_layers.data.images import image_source
+from lit_layers.models.build import save, vit
+from tests.cli import test_fit_images
+from tests.cli.test_fit import RECIPE
+from tests.data.test_image_sources import write_arrays, write_folders
+from tests.support.benchmark_rows import write_tasks
+from tests.support.glue_files import saved_bert_of_pairs, write_glue
+from tests.support.labelled_texts import labelled, saved_gpt2, write_banking77, write_csv
+from tests.support.runs import make_models, make_run
+from tests.tasks.tiny_tasks import write_tiny_data
+
+VIT = {"img_size": 8, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4, "num_classes": 10}
+MUCH = "100000000000000000000"
+CALLBACK = "class_path: lightning.pytorch.callbacks.LambdaCallback"
+ON_START = "init_args: {on_fit_start: {class_path: os.system}}"
+BATCHES = "analyses: [{class_path: lit_layers.analyses.Trajectory, init_args: {batches: 3}}]"
+TEXT_DATA = "class_path: lit_layers.training.LitTextData"
+TEXT_MODEL = "class_path: lit_layers.training.LitCausalLM"
+MIRROR = "wandb: {class_path: lit_layers.report.WandbMirror, init_args: {mode: no}}"
+OWN = "--text title --label mood"
+ROWS = "--corpus corpus.jsonl --num_sequences 2 --num_tokens 10"
+SEEN = "--corpus arrays --data.num_validation_images 8 --analyses []"
+STEPS = "--series StepFolders --series.root trained"
+CALLBACKS = "--trainer.callbacks+=lightning.pytorch.callbacks"
+
+SOAK = ("intervene nothing",)  # lm-eval reads all its tasks, for ten seconds
+QUANTISED = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
+ODD_CONFIGS: list[Any] = [QUANTISED, {"n_layer": "two"}, {"n_layer": 10**20}, {"n_layer": -1}]
+ODD_CONFIGS += [b"[1]", b"\xff\xfe{", b"", b'"\xe9"', b"{" * 5000]
+
+REFUSED: dict[str, list[tuple[str, str]]] = {
+    "": [
+        ("fti", "unknown command 'fti'; did you mean fit?"),
+        ("xyz", "unknown command 'xyz'; expected one of analyze, audit, "),
+        ("audit 'a\nb'", "expected a folder, ORGANIZATION/NAME on the Hub or a manifest, a b does not exist"),
+    ],
+    "analyze": [
+        ("", "model: expected a model, a series of its checkpoints or --series"),
+        ("nowhere/at/all", "expected a folder with a model or a name on the Hub, nowhere/at/all does not exist"),
+        ("model --ofload x", "unknown option --ofload; did you mean --offload?"),
+        ("model --revision step1", "is a local folder and has no revision 'step1': leave it out"),
+        ("model --dtype bfloat16", "float32"),
+        ("model --dtype int8", "dtype: Expected a typing.Literal['float32', 'float64', 'bfloat16']. Got value: int8"),
+        ("model --tokenizer no/such/thing", "no tokenizer 'no/such/thing'"),
+        ("model --metrics lens --offload x --dtype bfloat16", "offload: --dtype bfloat16 needs"),
+        ("model --metrics lenss", "metrics: unknown name 'lenss'; did you mean lens"),
+        ("model --metrics lens --config analyses.yaml", "metrics and analyses: expected one of them, got both"),
+        ("model --analyses+=Coupling", "batches"),
+        ("model --untrained yes", "untrained"),
+        ("model --untrained 0 --offload x", "untrained: new weights are in no file that --offload could read"),
+        ("model --untrained 0 --steps all", "untrained: is for one model, and model is a series"),
+        ("model --root ~nosuchuser", "root: expected one of Path, NoneType, got ~nosuchuser"),
+        ("model --root=", "root: expected one of Path, NoneType, got"),
+        ("model --code=~", "--code: expected an importable package or module, or a folder such"),
+        ("model --code=null", "or a folder such as ., got 'null'"),
+        ("model --config '<code: [evil]>' --code json", "unknown key code in the recipe"),
+        ("model --config '<analyses: 3>'", "analyses: Expected a list. Got value: 3"),
+        ("model --config '<analyses: Lens>'", "analyses: Expected a list. Got value: Lens"),
+        (f"model --config '<{BATCHES}>'", "analyses: batches: Not a valid subclass of Batches. Got value: 3 "),
+        ("model --config analyses.yaml --analyses.k [99]", "99"),
+        ("model --config long.yaml --corpus long.jsonl", "num_tokens: GPT2LMHeadModel takes at most 32 tokens"),
+        ("bare --config analyses.yaml", "tokenizer: bare carries none; name one with --tokenizer"),
+        ("vit", "analyses: vit is a model of images: name what to measure"),
+        ("vits --metrics lens", "analyses: vits is a model of images: name what to measure"),
+        ("trained --follow --patience=-1", "patience: expected"),
+        ("trained --steps 0,9", "steps: trained has no step 9"),
+        ("trained --steps sometimes", "got 'sometimes'"),
+        ("trained --shard 3", "shard: expected i/n with i from 0 to n - 1, such as 0/4, got '3'"),
+        ("trained --shard 4/4", "i from 0 to n - 1, such as 0/4, got '4/4'"),
+        ("trained --revision step0", "revision: is for one model"),
+        ("trained --keep_downloads perhaps", "keep_downloads: Expected a bool. Got value: perhaps"),
+        ("model --series Models --series.models [a]", "expected a model, a series of its checkpoints or --series"),
+        ("--series Nothing", "Nothing"),
+        ("--series lit_layers.series.Nothing", "expected one of Series, NoneType, got lit_layers.series.Nothing"),
+        ("--series HubRevisions", "missing: repo"),
+        ("--series HubRevisions --series.repo a/b --series.grammar x", "grammar: expected auto, step, stages, "),
+        ("--series Models --series.model [a]", "unknown key model"),
+        ("--series Models --series.models []", "models: expected a list of folders or names on the"),
+        ("--series Models --series.models [./no]", "cannot list the branches of ./no"),
+        ("--series StepFolders --series.root nowhere", "expected a folder with checkpoints, nowhere"),
+        ("--series LightningCheckpoints --series.root nowhere", "*.ckpt) below nowhere, found none"),
+        (f"{STEPS} --steps 0,1", "steps: the class of --series has options of its own"),
+        (f"{STEPS} --untrained 1", "untrained: the class of --series"),
+        (f"{STEPS} --series.steps [0,9]", "has no step 9"),
+        *((f"odd{number} --config analyses.yaml", f"odd{number}") for number in range(len(ODD_CONFIGS))),
+        ("hostile0", "the analyses of hostile0, as its run.json has them: "),
+        ("hostile1", "the analyses of hostile1, as its run.json has them: "),
+        ("hostile2", "the analyses of hostile2, as its run.json has them: "),
+    ],
+    "audit": [
+        ("", "missing: series; give it in the recipe or on the command line"),
+        ("none", "expected a folder, ORGANIZATION/NAME on the Hub or a manifest, none does not exist"),
+        ("org/tiny", "cannot list the branches of org/tiny"),
+        ("none.yaml", "cannot read none.yaml: no such file or directory"),
+        ("models", "models holds no folder that is a step"),
+        ("trained --steps often", "steps: expected pythia, a list of steps"),
+        ("trained --steps 0,7", "steps: trained has no step 7; it has 3 steps from 0 to 3, the nearest 2 and 3"),
+        ("trained --steps '{log_spaced: 1}'", "steps.log_spaced: expected at least 2, got 1"),
+        ("trained --steps '{log'", "steps: expected pythia, a list of steps"),
+        ("trained --grammar word", "grammar: expected auto, step, stages, continued, checkpoint or a template"),
+        ("trained --json trained", "json: cannot write trained: is a directory"),
+        ("trained --json /proc/none.json", "json: cannot write /proc/none.json: no such file or directory"),
+        ("trained --step all", "unknown option --step; did you mean --steps?"),
+        ("trained --submodule=", "submodule: expected a name or a path, got ''"),
+        (
+            "x --config '<steps: {every: often}>'",
+            "steps: expected one of list[int], dict[str, int | list[int]], str, got {'every': 'often'}",
+        ),
+        ("x --config '<json: [a]>'", "json: expected one of Path, NoneType, got ['a']"),
+        ("x --config '<gramar: step>'", "unknown key gramar in the recipe; did you mean grammar?"),
+        ("x --config '<kk: 3>'", "unknown key kk in the recipe; see `lit-layers audit --help`"),
+        ("x --config '<grammar: ${nothing}>'", "config: Interpolation key 'nothing' not found full_key: grammar"),
+        (
+            "x --config '<grammar: ${oc.env:WANDB_API_KEY}>'",
+            "config: InputError raised while resolving interpolation: a recipe reads no variable that may hold a se",
+        ),
+        ("x --config '<series: {class_path: subprocess.Popen}>'", "series: Expected a str. Got value: {'class"),
+        ("x --config '<- series>'", "expected a recipe of KEY: VALUE lines, got - series"),
+        ("x --config '<>'", "expected a recipe of KEY: VALUE lines, got"),
+        ("x --config '<series: [>'", "Problems parsing config"),
+    ],
+    "correlate": [
+        ("", "models: expected run folders or a file, or --data published, and not both"),
+        ("--data published models", "and not both"),
+        ("--data published --layer 3", "layer and step: a table has none: leave them out"),
+        ("models.csv --metric width --step 1 --score score", "layer and step: a table has none: leave them out"),
+        ("models --score models.csv:score", "over models: expected --metric and --score"),
+        ("models --metric coupling", "over models: expected --metric and --score"),
+        ("models --metrics coupling", "over layers: expected --metrics and --scores"),
+        ("models --metric coupling[k12] --score models.csv:score", "expected NAME, ANALYSIS/NAME or NAME[tag=value"),
+        ("models --metric coupling[k=12] --score models.csv:scor", "no column 'scor'; did you mean score?"),
+        ("models --metric copling --score models.csv:score", "did you mean coupling/"),
+        ("models --metric coupling --layer x --score a.csv:b", "layer: expected one of int, typing.Literal['last'], "),
+        ("models models.csv --metric coupling --score score", "models: expected one file, got 2 places"),
+        ("models.csv --metric coupling --score nothing", "models.csv has no column 'nothing'"),
+        ("elsewhere --metric coupling --score a", "got elsewhere: no such folder"),
+        ("--data published --resamples 3", "resamples: expected at least 100, got 3"),
+        ("--data published --resamples 10000000", "resamples: expected at most 1,000,000"),
+        ("--data published --seed -1", "seed: expected at least 0, got -1"),
+        ("--data published --resamples 100 --root models.csv", "cannot write to models.csv: not a directory"),
+        ("--data published --resamples 100 --root /proc/nowhere/at/all", "cannot write to /proc/nowhere/at/all"),
+        ("--data published --given size", "given: no column 'size'"),
+        ("--data published --group=", "group: expected a name or a path, got ''"),
+        ("--data other", "data: expected one of typing.Literal['published'], NoneType, got other"),
+        ("--config \"<given: ''>\"", "given: expected one of Names, NoneType, got"),
+        ("models.csv --metric coupling --score score --root .", "root: models.csv, which is read, would be replaced"),
+        ("nameless.csv --metric coupling --score score", "nameless.csv: row 2 has no name in column model"),
+        ("damaged --metric coupling --score validation/loss", "run.json: not valid JSON"),
+        ("utf16 --metric coupling --score validation/loss", "run.json: not valid JSON"),
+    ],
+    "emerge": [
+        ("", "missing: runs: expected a run's folder or a table of scores, or several"),
+        ("RUN --confidence=", "confidence: Expected a float. Got value:"),
+        ("EleutherAI/pythia-70m", "is not there: measure it first, by lit-layers analyze EleutherAI/pythia-70m"),
+        ("times.csv --root .", "times.csv, which is read, would be replaced in"),
+    ],
+    "fit --config fit.yaml": [
+        ("--trainer.max_step 3", "unknown option --trainer.max_step; did you mean --trainer.max_steps?"),
+        ("--foo.bar=3", "unknown option --foo.bar; see `lit-layers fit --help`"),
+        ("--trainer.max_steps 0", "trainer.max_steps: expected at least 1, got 0"),
+        ("--trainer.max_steps null", "trainer.max_steps: Expected a int. Got value: None"),
+        (f"--trainer.max_steps {MUCH}", "trainer.max_steps: expected at most"),
+        ("--trainer.max_epochs 0", "trainer: no step was trained: max_steps, max_epochs or max_time ends the run"),
+        ("--trainer.accumulate_grad_batches -1", "trainer.accumulate_grad_batches: expected at least 1, got -1"),
+        ("--trainer.devices -2", "trainer: `devices` selected with `CPUAccelerator` should be an int > 0"),
+        ("--steps [0,-5]", "steps: expected at least 0, got [0, -5]"),
+        (f"--steps [{MUCH}]", "steps: expected at most"),
+        ("--steps pythai", "got 'pythai'"),
+        ("--root=", "root: Not of type Path: expected a file or folder, got ''"),
+        ("--root /proc/nowhere", "cannot write to /proc/nowhere"),
+        ("--seed_everything true", "seed_everything: Expected a int. Got value: True"),
+        ("--seed_everything -1", "seed_everything: expected at least 0, got -1"),
+        ("--resume_every 0", "resume_every: expected at least 1, got 0"),
+        ("--resume yesterday", "expected last or a step, got 'yesterday'; a .ckpt file is named by --ckpt_path"),
+        ("--model nothing", "model: expected one of LightningModule, NoneType, got nothing"),
+        ("--model.lr -1", "model.lr: expected more than 0, got -1"),
+        ("--model.lr 2.5", "model.lr: expected less than 1, got 2.5"),
+        ("--model.config.n_layers 4", "n_layers"),
+        ("--model.architecture gpt22", "gpt22"),
+        ("--model.init_from /nowhere/model", "NAME@REVISION of the Hub, /nowhere/model is neither"),
+        ("--data.num_workers -1", "data.num_workers: expected at least 0, got -1"),
+        ("--data.global_batch_size 5 --trainer.accumulate_grad_batches 2", "take a multiple of 2"),
+        ("--data.num_tokens 17", "data.num_tokens: expected at most 16, the context of model.config, got 17"),
+        ("--corpus /nowhere/text", "/nowhere/text"),
+        ("--config /nowhere/recipe.yaml", "no recipe '/nowhere/recipe.yaml'"),
+        ("--analyses.k [99]", "99"),
+        ("--analyses.name trajectory", "two are named 'trajectory'"),
+        ("--config long.yaml", "trajectory: num_tokens: GPT2LMHeadModel takes at most 16 tokens, got 33"),
+        ("--wandb.nonsense 3", "wandb: unknown key nonsense in the recipe"),
+        (f"--config '<{MIRROR}>'", "wandb: mode: Expected a typing.Literal"),
+        ("--config '<trainer: 3>'", "trainer: expected the options of a Trainer"),
+        ("--config '<trainer: {max_step: 3}>'", "unknown key trainer.max_step in the recipe; did you mean trainer.max"),
+        ("--config '<corpus: ${nothing}>'", "nothing"),
+        ("--config utf16.yaml", "config: 'utf-8' codec can't decode byte"),
+        ("--config latin.yaml", "config: 'utf-8' codec can't decode byte"),
+        ("--config '<model: {class_path: LitCausalML}>'", "string: LitCausalML; did you mean LitCausalLM?"),
+        (
+            "--config '<analyses: [{class_path: lit_layers.analyses.Couplings}]>'",
+            "'lit_layers.analyses' has no attribute 'Couplings'; did you mean Coupling?",
+        ),
+        (
+            f"--config '<model: {{{TEXT_MODEL}, init_args: {{nonsense: 3}}}}>'",
+            "model: unknown key nonsense in the recipe; the keys are arch",
+        ),
+        (
+            f"--config '<trainer: {{callbacks: [{{{CALLBACK}, {ON_START}}}]}}>'",
+            "trainer.callbacks: on_fit_start: a recipe names no os.system: only lit_layers, torch",
+        ),
+    ],
+    "fit": [
+        ("quickstart/gtp2", "no recipe 'quickstart/gtp2', neither a file nor one that comes with the package; did"),
+        (
+            f"--root out --config '<data: {{{TEXT_DATA}, init_args: {{corpus: python}}}}>'",
+            "data: missing: tokenizer; give it in the recipe or",
+        ),
+    ],
+    "fit --config plain.yaml --root NEW": [
+        ("--optimizer torch.nn.Linear", "Optimizer], NoneType, got torch.nn.Linear"),
+        ("--optimizer torch.optim.Adm", "Optimizer], NoneType, got torch.optim.Adm"),
+        ("--optimizer os.system", "optimizer: a recipe names no os.system"),
+        ("--optimizer=SGD --optimizer.beta=1", "optimizer: unknown key beta"),
+        ("--optimizer=SGD --optimizer.lr=-1", "optimizer: Invalid learning rate: -1.0"),
+        ("--optimizer=LBFGS", "optimizer: LBFGS doesn't support per-parameter options"),
+        ("--ckpt_path=CHECKPOINT --optimizer=SGD --trainer.max_steps 5", "saved with another optimizer than SGD"),
+        ("--ckpt_path=CHECKPOINT --model.config.n_embd=8 --trainer.max_steps 5", "ckpt_path: Error(s) in"),
+        ("--ckpt_path=CHECKPOINT --trainer.max_steps=3", "trainer: no step was trained"),
+        ("--ckpt_path=weights.ckpt", "holds weights only: begin with them, by --model.init_from"),
+        ("--ckpt_path=evil.ckpt", "loading them would run code"),
+        ("--ckpt_path=/nowhere.ckpt", "/nowhere.ckpt cannot be read"),
+        (
+            f"{CALLBACKS}.StochasticWeightAveraging --trainer.callbacks.swa_lrs=0.1",
+            "callbacks.StochasticWeightAveraging: expected none",
+        ),
+        (f"{CALLBACKS}.BatchSizeFinder", "callbacks.BatchSizeFinder: expected none"),
+        ("--trainer.max_epochs=2", "trainer.max_epochs: expected none without"),
+        ("--trainer.overfit_batches=2", "trainer.overfit_batches: expected 0"),
+    ],
+    "fit --config fit.yaml --root trained": [
+        ("", "already holds a run with checkpoints up to step 3"),
+        ("--config '<if_exists: overwrite>'", "--resume last or --if_exists overwrite"),  # not the user's own word
+        ("--if_exists overwrite --data.num_tokens 400", "data.num_tokens: expected at most 16"),
+        ("--resume 4", "no resume checkpoint of step 4 in"),
+        ("--resume last --model.lr 0.1", "model.lr: the run in"),
+        ("--resume last --seed_everything 3", "seed_everything: the run in"),
+        ("--resume last --trainer.max_steps 30", "the learning rate of the run in"),
+        ("--resume last --trainer.gradient_clip_val 0.5", "trainer.gradient_clip_val: the run in"),
+        ("--resume 2 --trainer.precision 64-true", "trainer.precision: the run in"),
+        ("--resume last --optimizer Adam", "optimizer"),
+    ],
+    "fit --config images.yaml": [
+        ("--model.patch_size 3", "model.patch_size: expected a divisor of the image size 8, got 3"),
+        ("--data.image_size 9", "model.patch_size: expected a divisor of the image size 9, got 4"),
+        ("--model.architecture vit_tini", "no model named 'vit_tini' in timm"),
+        ("--model.config.embed_dims 16", "embed_dims"),
+        ("--model.config.num_heads 3", "cannot build vit_tiny_patch16_224"),
+        ("--model.config.num_classes 3", "model.config.num_classes: the module or the data says it"),
+        ("--data.erasing 2", "data.erasing: expected at most 1, got 2"),
+        ("--data.rand_augment strong", "data.rand_augment: timm does not know"),
+        ("--analyses.init_args.batches.num_images 356", "356"),
+        ("--corpus animals --data.normalisation half --data.image_size 16", "class 'emu' is not in both train and val"),
+        (f"{SEEN} --root seen --resume last --trainer.max_steps 4", "data.source: the run in"),
+    ],
+    "intervene": [
+        ("model --variants skipped", "variants: there is no 'skipped'; choose from baseline, middle_repeat"),
+        (f"model {ROWS} --middles 2", "middles: of 4 blocks the middle has 1, 3 blocks, got 2"),
+        (f"model {ROWS} --schedule '1 (,2)'", "expected numbers and groups such as 1 2 (3,4,5) 6, got '1 (,2)'"),
+        (f"model {ROWS} --schedule '1 () 2'", "expected numbers and groups such as 1 2 (3,4,5) 6, got '1 () 2'"),
+        (f"model {ROWS} --schedule '1 9'", "block: expected 1..4, got 9"),
+        (f"model {ROWS} --schedule ' '", "schedule: expected a name or a path, got ' '"),
+        ("model --loops 0", "loops: expected at least 1, got 0"),
+        ("model --seeds x", "seeds: expected one of Numbers, NoneType, got x"),
+        ("model --middles all,1", "middles: expected one of Numbers, typing.Literal['all'], got all,1"),
+        ("model --limit 0", "limit: expected at least 1, got 0"),
+        ("model --corpus ' '", "corpus: expected a name or a path, got ' '"),
+        ("model --tasks ,", "tasks: expected one of Names, NoneType, got ,"),
+        ("model --tasks lambda --folder data", "task: there is no 'lambda'; did you mean lambada"),
+        ("model --tasks lambada --folder nowhere", "folder: expected a folder of data, nowhere is none"),
+        ("model --tasks arc_challenge,winogrande --folder less", "winogrande_validation.parquet, there is no such f"),
+        ("model --task lambada", "unknown option --task; did you mean --tasks?"),
+        ("model --finetune nowhere.yaml", "no recipe 'nowhere.yaml'"),
+        ("model --finetune '<{task: arc_challenge, steps: 2}>'", "steps: Unexpected keyword argument, got 2; "),
+        ("model --finetune finetune.yaml --folder data", "holds the rows that are scored: list files of tra"),
+        ("model --finetune '<{batch_size: 2}>'", "task: Field required"),
+        ("model --finetune '<{task: arc_challenge, batch_size: 0}>'", "recipe: batch_size: expected at least 1, got 0"),
+        ("model --finetune '<{task: arc_challenge, precision: 33}>'", "precision: Input should be a valid string"),
+        ("model --finetune '<{task: arc_challenge, precision: x}>'", "recipe: precision: Precision 'x' is invalid"),
+        ("model --finetune '<{task: arc_challenge, num_tokens: 33}>'", "num_tokens: GPT2LMHeadModel takes at most 32"),
+        ("bert --finetune finetune.yaml", "model: expected a causal language model, which predicts the next"),
+        ("trained --finetune finetune.yaml", "finetune: trains one model, and a series was named: name one of its"),
+        ("model --glue glue.yaml --folder data", "glue: expected an encoder (bert, roberta, distilbert,"),
+        ("bert --glue glue.yaml --folder nowhere", "folder: expected a folder of data, nowhere is none"),
+        ("bert --glue '<{tasks: [mnli]}>' --folder data", "task: there is no 'mnli'; did you mean wnli or qnli"),
+        ("bert --glue '<{tasks: [cola]}>' --folder data", "num_tokens: BertForMaskedLM takes at most 32 tokens"),
+        ("bert --glue glue.yaml --folder data --revision a", "glue: it opens bert as it is"),
+        ("bert --glue glue.yaml --untrained 0", "glue: it opens bert as it is"),
+        ("bert --glue glue.yaml --dtype float64", "glue: it opens bert as it is"),
+        (f"trained {ROWS} --untrained 0", "untrained: is for one model, and trained is a series"),
+        ("model --images digits", "images: model is a language model: take --tasks, --corpus, --glue or --speed"),
+        (f"vit {ROWS}", "corpus: vit is a model of images: take --images or --speed"),
+        ("vit", "tasks: vit is a model of images: take --images or --speed"),
+        ("vit --images nowhere", "source: expected digits, cifar10, cifar100, an existing path or ORG/NAME"),
+        ("vit --images digits --num_images 9999", "'digits' has 355 images in its test split, and num_images is 9999"),
+        ("vit --images digits --image_size 16", "expected an image_size of 8, which the model takes, got images of 16"),
+        ("model --speed --num_tokens 33", "num_tokens: the model takes at most 32 tokens, got 33"),
+        (f"model {ROWS} --revision main", "revision: model is a local folder and has no revision 'main': leave it out"),
+        (f"./nowhere {ROWS}", "expected a folder with a model or a name on the Hub, ./nowhere does not exist"),
+        (f"bare {ROWS}", "tokenizer: bare carries none; name one with --tokenizer"),
+        (f"model {ROWS} --tokenizer nowhere.json", "no tokenizer 'nowhere.json': expected an existing path"),
+        ("model --config '<tasks: [evil.yaml]>'", "tasks: a recipe names no task file, which is code, got evil.yaml"),
+        ("model --config '<schedule: {a: b}>'", "schedule: expected one of list[str], str, NoneType, got {'a': 'b'}"),
+        ("model --config '<loops: [0]>'", "loops: expected at least 1, got 0"),
+        ("model --config '<loops: []>'", "loops: expected one of Numbers, NoneType, got []"),
+    ],
+    "intervene nothing": [("--tasks rows.csv", "rows.csv")],
+    "mteb": [
+        ("model --tasks STS18", "task: there is no 'STS18'; did you mean"),
+        ("model --tasks ,", "tasks: Not of type Names: expected names with commas between, got ,"),
+        ("model --tasks local", "tasks: local means all tasks whose data lie in --folder, there are none"),
+        ("model --layers 1-3", "layers: expected one of Numbers, typing.Literal['all'], got 1-3"),
+        ("model --config '<layers: [-1]>'", "layers: expected one of Numbers, typing.Literal['all'], got [-1]"),
+        ("model --tasks STSBenchmark --folder songs --layers 7", "layers: this model has layers 0 to 4, got 7"),
+        ("model --tasks STSBenchmark --folder nowhere", "folder: expected a folder of data, nowhere is none"),
+        ("model --max_tokens 0", "max_tokens: expected at least 1, got 0"),
+        ("model --seed -1", "seed: expected at least 0, got -1"),
+        ("model --pooling max", "pooling: expected one of typing.Literal['last', 'mean', 'cls'], NoneType, got max"),
+        ("model --pooling mean --modules all", "pooling: with --modules all it is the model's own, and mean was given"),
+        ("model --layer 3", "unknown option --layer; did you mean --layers?"),
+        ("model '--tokenizer=\t'", r"tokenizer: expected a name or a path, got '\t'"),
+        ("model --tasks STSBenchmark --folder songs --steps 1 --revision main", "revision: is for one model, and"),
+        ("model --tasks STSBenchmark --folder songs --tokenizer nowhere.json", "no tokenizer 'nowhere.json'"),
+        ("bare --tasks STSBenchmark --folder songs", "carries none; name one with --tokenizer"),
+        (f"model '--layers={'1 2,' * 9_000}'", f"expected one of Numbers, typing.Literal['all'], got {'1 2,' * 25}"),
+    ],
+    "prepare --root NEW": [
+        ("", "missing: source, tokenizer; give it in the recipe or on the command line"),
+        ("--source text.txt --tokeniser gpt2", "unknown option --tokeniser; did you mean --tokenizer?"),
+        ("--source= --tokenizer bpe:300", "source: expected a name or a path, got ''"),
+        ("--source no/such/place.txt --tokenizer bpe:300", "no corpus 'no/such/place.txt'"),
+        ("--source corpus.jsonl --tokenizer bpe:300 --column nope", "has no column 'nope'"),
+        ("--source text.txt --tokenizer bpe:300 --max_documents two", "max_documents: expected one of int, NoneType"),
+        ("--source text.txt --tokenizer bpe:300 --validation 7", "validation must lie between 0 and 1"),
+        ("--source text.txt --tokenizer bpe:300 --validation much", "validation: expected one of float, NoneType, got"),
+        ("--source text.txt --tokenizer bpe:300 --root /dev/null/out", "cannot prepare /dev/null/out"),
+        ("--source text.txt --tokenizer missing/tokenizer.json", "no tokenizer 'missing/tokenizer.json'"),
+        *(
+            (f"--source text.txt --tokenizer bpe:{size}", "expected bpe:SIZE with a size over 256")
+            for size in ("99999999999", "2000001", "256", "-300", "٣٠٠")
+        ),
+    ],
+    "report": [
+        ("", "missing: runs: expected a run's folder, or several"),
+        ("''", "expected a file or folder, got ''"),
+        ("RUN --workspace=", "workspace: expected a name or a path, got ''"),
+        ("torn", "measurements.jsonl, line 2: not valid JSON"),
+        ("damaged", "run.json: not valid JSON"),
+        ("utf16", "run.json: not valid JSON"),
+        ("RUN --config '<wandb: maybe>'", "wandb: expected true or false, got 'maybe'"),
+        ("RUN --config '<settings: {a: b}>'", "settings: expected one of Names, NoneType, got {'a': 'b'}"),
+    ],
+    "reproduce": [("papers/coupling/nope", "no recipe 'papers/coupling/nope'")],
+    "select": [
+        ("", "missing: model; give it in the recipe or on the command line"),
+        ("model", "task: expected --task NAME, or --images SOURCE for a vision model, and not both"),
+        ("model --task banking77 --images digits", "and not both"),
+        ("model --task banking", "'banking'; did you mean banking77?; or name a .parquet, .csv, .jsonl file"),
+        ("model --task no/such.csv", "task: expected labelled texts in no/such.csv, which does not exist"),
+        ("model --task ./nothing", "task: expected labelled texts in nothing, which does not exist"),
+        ("model --task text", "task text: source: expected a .parquet, .csv, .jsonl file, got text"),
+        ("model --task songs.csv", "task songs: text: songs.csv has no column 'text': it has title, mood"),
+        ("model --task songs.csv --text title", "task songs: label: songs.csv has no column 'label'"),
+        (f"model --task songs.csv {OWN} --regression", "a regression needs finite numbers"),
+        ("model --task songs.csv --text {title --label mood", "text: expected {column} or"),
+        ("model --task songs.csv --text=", "text: expected a name or a path, got ''"),
+        ("model --task banking77 --folder nowhere", "folder: expected a folder of data, nowhere is none"),
+        ("model --task emotion --folder data", "emotion"),
+        ("model --task banking77 --export taken", "taken is there already: choose another folder, or allow to"),
+        ("model --task banking77 --export taken --overwrite", "taken is no earlier export (it has no probe.json)"),
+        ("model --task banking77 --tolerance -0.1", "tolerance: expected at least 0, got -0.1"),
+        ("model --task banking77 --tolerance nan", "tolerance: Expected a float. Got value: nan"),
+        ("model --task banking77 --rule first", "rule: Expected a typing.Literal['within_tolerance', 'fraction_of_l"),
+        ("model --task banking77 --by x", "by: expected one of typing.Literal['accuracy'"),
+        ("model --task banking77 --max_tokens 0", "max_tokens: expected at least 1, got 0"),
+        ("model --task banking77 --rounds 0", "rounds: expected at least 1, got 0"),
+        ("model --task banking77 --layers 3", "unknown option --layers; see `lit-layers select --help`"),
+        ("model --task banking77 --folder moods --tokenizer nowhere/at/all", "no tokenizer 'nowhere/at/all'"),
+        ("model --task banking77 --revision main", "revision: model is a local folder and has no revision"),
+        ("model --images digits", "images: model is a model of texts (GPT2LMHeadModel): name its texts"),
+        ("vit --task banking77 --folder moods", "task: vit is a vision model (VisionTransformer): name its images"),
+        ("vit --images digits --num_train 1", "num_train: expected 2 to 1442 images, got 1"),
+        ("bare --task banking77 --folder moods", "tokenizer: bare carries none; name one with --tokenizer"),
+        ("nowhere/model --task banking77", "nowhere/model"),
+        ("./nowhere --task banking77", "expected a folder with a model or a name on the Hub, ./nowhere does not exist"),
+        ("model bare --task banking77 --export new", "export: expected one model, got 2"),
+        ("model vit/../model --task banking77", "models: two are called model"),
+        ("bare broken --task banking77 --folder moods", "bare: tokenizer: bare carries none; name one with --tokeni"),
+        ("trained --task banking77", "expected a model in trained, found no config.json there"),
+        ("broken --task banking77", "broken cannot be loaded: "),
+        ("model --task noise.csv", "rule: no layer can be chosen: the best validation accuracy of a probe is"),
+        (f"model --task songs.csv {OWN} --max_iterations 1", "max_iterations: the probe of layer 0 has not converged"),
+        ("model --task models.csv --root .", "models.csv, which is read, would be replaced in"),
+        ("model --task banking77 --config '<pooling: max>'", "pooling: expected one of typing.Literal['last', 'mean',"),
+        ("model --task banking77 --config '<tolerance: [1]>'", "tolerance: Expected a float. Got value: [1]"),
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """A folder with all that the rows name."""
+    place = tmp_path_factory.mktemp("place")
+    write_models(place)
+    write_tables(place)
+    write_runs(place)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.setattr("lit_layers.cli.verbs.fit.write_report", lambda root: root / "report.html")
+        write_recipes(place, corpus)
+        write_trainings(place)
+    return place
+
+
+def write_models(place: Path) -> None:
+    saved_gpt2(place / "model", n_layer=4)
+    saved_gpt2(place / "bare", tokenizer=False)
+    saved_bert_of_pairs(place / "bert")
+    network = vit("vit_tiny_patch16_224", **VIT).eval()
+    save(network, place / "vit")
+    save(network, place / "vits" / "step-000000007")
+    (place / "broken").mkdir()
+    shutil.copy(place / "model" / "config.json", place / "broken")
+    config = json.loads((place / "model" / "config.json").read_text())
+    for number, odd in enumerate(ODD_CONFIGS):
+        shutil.copytree(place / "model", place / f"odd{number}")
+        content = odd if isinstance(odd, bytes) else json.dumps({**config, **odd}).encode()
+        (place / f"odd{number}" / "config.json").write_bytes(content)
+    hostile = {"class_path": "subprocess.Popen", "init_args": {"args": "touch ran", "shell": True}}
+    inside = {"class_path": "lit_layers.analyses.Lens", "init_args": {"batches": hostile}}
+    for number, analyses in enumerate(([hostile], [inside], [7])):
+        shutil.copytree(place / "model", place / f"hostile{number}" / "step-000000000")
+        about = {"run": "run", "config": {"analyses": analyses, "tokenizer": "bpe:300", "corpus": "python"}}
+        (place / f"hostile{number}" / "run.json").write_text(json.dumps(about))
+
+
+def write_tables(place: Path) -> None:
+    write_glue(place / "data")
+    write_tasks(place / "data" / "benchmarks")
+    write_tasks(place / "less" / "benchmarks")
+    (place / "less" / "benchmarks" / "winogrande_validation.parquet").unlink()
+    write_banking77(place / "moods", labelled(60), labelled(20, first=60))
+    write_tiny_data(place / "songs")
+    write_csv(place / "songs.csv", labelled(90), ("title", "mood"))
+    write_csv(place / "noise.csv", [(f"Text {'ab'[n % 2]} {n}", "x" if n % 12 else "y") for n in range(60)])
+    (place / "models.csv").write_text("model,coupling,score\na,1,2\nb,2,1\nc,3,5\n")
+    (place / "nameless.csv").write_text("model,coupling,score\na,1,2\n,2,1\nc,3,5\n")
+    (place / "times.csv").write_text("step,loss\n0,3\n1,2\n")
+    (place / "text.txt").write_text("Some text.\n" * 20)
+    (place / "text").write_text("a file")
+    (place / "corpus.jsonl").write_text("\n".join(json.dumps({"text": text}) for text, _ in labelled(1500)))
+    long = [json.dumps({"text": f"Some words of text {n}. " * 20}) for n in range(400)]
+    (place / "long.jsonl").write_text("\n".join(long))
+    (place / "taken").mkdir()
+    (place / "taken" / "notes.txt").write_text("mine")
+    write_folders(place / "animals", size=8)
+    (place / "animals" / "train" / "emu").mkdir()
+    Image.new("RGB", (8, 8)).save(place / "animals" / "train" / "emu" / "0.png")
+
+
+def write_runs(place: Path) -> None:
+    run = make_run(place / "RUN", steps=(0, 1), analyses=("coupling",), layers=2)
+    for name in ("torn", "damaged", "utf16"):
+        shutil.copytree(run, place / name)
+    first = (run / "measurements.jsonl").read_text().splitlines()[0]
+    (place / "torn" / "measurements.jsonl").write_text("\n".join([first, '{"run": ', ""]))
+    facts = (run / "run.json").read_text()
+    (place / "damaged" / "run.json").write_text(facts[:100])
+    (place / "utf16" / "run.json").write_bytes(facts.encode("utf-16"))
+    make_models(place / "models", models={f"org/m{n}": 4 + n for n in range(6)}, analyses=("coupling",))
+
+
+def write_recipes(place: Path, corpus: Path) -> None:
+    recipes: dict[str, Any] = {"fit": {**RECIPE, "corpus": str(corpus), "root": "out", "resume_every": 1}}
+    recipes["plain"] = {**recipes["fit"], "analyses": [], "steps": {"every": 9}}
+    recipes["images"] = {**test_fit_images.RECIPE, "root": "out"}
+    recipes["analyses"] = {"analyses": RECIPE["analyses"], "corpus": "corpus.jsonl"}
+    long = json.loads(json.dumps(RECIPE["analyses"][:1]).replace('"num_tokens": 16', '"num_tokens": 33'))
+    recipes["long"] = {"analyses": long}
+    recipes["finetune"] = {"task": "arc_challenge", "batch_size": 4, "num_tokens": 12}
+    recipes["glue"] = {"tasks": ["cola", "mrpc"], "max_steps": 2, "batch_size": 4, "num_tokens": 30}
+    for name, recipe in recipes.items():
+        (place / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
+    (place / "utf16.yaml").write_bytes("root: é".encode("utf-16"))
+    (place / "latin.yaml").write_bytes("root: é".encode("latin-1"))
+
+
+def write_trainings(place: Path) -> None:
+    """A run of text with files of its trainer, and one of images that have changed since."""
+    assert main(["fit", "--config", "fit.yaml", "--root", "trained", "--analyses", "[]"]) == 0
+    (checkpoint,) = place.glob("trained/resume/step-000000003/*.ckpt")
+    content = torch.load(checkpoint, weights_only=True)
+    shutil.copy(checkpoint, place / "CHECKPOINT")
+    del content["optimizer_states"], content["lr_schedulers"]
+    torch.save(content, place / "weights.ckpt")
+    torch.save({"state_dict": Path("x"), "global_step": 1}, place / "evil.ckpt")
+    generator, labels = np.random.default_rng(0), np.arange(12) % 3
+    for _ in range(2):
+        images = generator.integers(0, 256, (12, 8, 8), dtype=np.uint8)
+        write_arrays(place / "arrays", (images, labels), (images, labels))
+        if not (place / "seen").exists():
+            assert main(["fit", "--config", "images.yaml", "--root", "seen", *SEEN.split()]) == 0
+            image_source.cache_clear()
+
+
+def files_in(folder: Path) -> set[tuple[str, int, int]]:
+    """Return the files, but for what an audit has read of weights."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.parent.name != ".audit"]
+    return {(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+
+
+def trouble(command: str, words: str, sentence: str, written: Path, capsys: pytest.CaptureFixture[str]) -> str | None:
+    """Return what is wrong with the end of one command, None for a refusal as the row says it."""
+    argv, named = shlex.split(command) + shlex.split(words), shlex.split(command)[:1]
+    new = written / str(len([*written.iterdir()]))
+    for number, word in enumerate(argv):
+        if word.startswith("<"):
+            new.write_text(word[1:-1])
+        argv[number] = str(new) if word == "NEW" or word.startswith("<") else word
+    try:
+        code = main(argv)
+    except BaseException as error:
+        error.add_note(f"by {command} {words}")
+        raise
+    said = capsys.readouterr().err
+    errors = [line for line in said.splitlines() if line.startswith("lit-layers")]
+    begin = "".join(f"lit-layers {verb}: error: " for verb in named) or "lit-layers"
+    if code == 2 and len(errors) == 1 and errors[0].startswith(begin) and sentence in errors[0]:
+        return "a traceback" if "Traceback" in said else "too long" if len(errors[0]) > 600 else None
+    return f"code {code}, {errors or said[-500:]}"
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(each, marks=[pytest.mark.soak] if each in SOAK else []) for each in REFUSED]
+)
+def test_what_cannot_be_is_refused_in_a_sentence_and_nothing_is_written(command, place, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(place)
+    wrong, before = [], files_in(place)
+    for words, sentence in REFUSED[command]:
+        if said := trouble(command, words, sentence, tmp_path, capsys):
+            wrong.append(f"{command} {words}: expected {sentence!r}, {said}")
+        if (now := files_in(place)) != before:
+            wrong.append(f"{command} {words}: written {now ^ before}")
+            before = now
+    assert not wrong, "\n".join(wrong)
