@@ -50,11 +50,11 @@ def test_the_mean_is_over_tasks_and_not_over_domains(step):
     assert found.curve["sts"].tolist() == pytest.approx([0.5, 0.3, 0.3, 0.4])
     assert found.curve["clustering"].tolist() == pytest.approx([0.5, 0.1, 0.3, 0.4])
     assert found.missing == ()
-
-
-def test_the_oracle_takes_each_task_at_its_best_layer():
-    (found,) = averages(table())
+    # an oracle takes each task at its best layer
     assert found.best_per_task() == pytest.approx((0.4 + 0.5 + 0.4) / 3)
+    wide = score_table(table(step=step))  # a column for each layer, and tasks of a domain together
+    assert wide["task"].tolist() == ["RedditClustering", "STS12", "STS13"]
+    assert wide[[0, 1, 2, 3]].iloc[1].tolist() == SCORES["STS12"][1]
 
 
 def test_a_task_that_lacks_a_layer_is_in_no_mean_and_named():
@@ -85,12 +85,6 @@ def test_no_mean_is_over_tasks_that_were_measured_differently():
 def test_checkpoints_come_in_step_order():
     found = averages(records.frame([measured("STS12", [0.1, 0.2], "sts", step=step) for step in (200, 100)]))
     assert [each.step for each in found] == [100, 200]
-
-
-def test_the_wide_table_has_a_column_for_each_layer_and_domains_together():
-    wide = score_table(table())
-    assert wide["task"].tolist() == ["RedditClustering", "STS12", "STS13"]
-    assert wide[[0, 1, 2, 3]].iloc[1].tolist() == SCORES["STS12"][1]
 
 
 def test_other_analyses_are_left_out_and_none_at_all_is_refused():

@@ -8,7 +8,7 @@ from lit_layers.errors import InputError
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, local_task
 from tests.support.benchmark_rows import write_tasks
 
-# Counts of the data folder's own README; the first row of each file, looked at by eye.
+# Counts of the data folder's own README, and first rows, looked at by eye; of the others there are tests by lm-eval.
 ROWS = {
     "lambada": 5153,
     "arc_challenge": 586,
@@ -22,22 +22,6 @@ ROWS = {
     "boolq": 1500,
 }
 FIRST = {
-    "arc_challenge": (
-        "Question: An astronomer observes that a planet rotates faster after a meteorite impact. Which is the most "
-        "likely effect of this increase in rotation?\nAnswer:",
-        [
-            " Planetary density will decrease.",
-            " Planetary years will become longer.",
-            " Planetary days will become shorter.",
-            " Planetary gravity will become stronger.",
-        ],
-        2,
-    ),
-    "winogrande": (
-        "Sarah was a much better surgeon than Maria so Sarah",
-        [" always got the easier cases.", " always got the easier cases."],
-        1,
-    ),
     "openbookqa": (
         "Frilled sharks and angler fish live far beneath the surface of the ocean, which is why they are known as",
         [" Deep sea animals", " fish", " Long Sea Fish", " Far Sea Animals"],
@@ -46,45 +30,25 @@ FIRST = {
     "sciq": (
         "\nQuestion: Who proposed the theory of evolution by natural selection?\nAnswer:",
         [" Linnaeus", " shaw", " Scopes", " darwin"],
-        3,
+        None,
     ),
     "boolq": ("bleeding and thus may become a medical emergency.\nQuestion: can you have an ectopic pregnancy in your "
               "ovary?\nAnswer:", [" no", " yes"], None),
     "piqa": ("Question: How do I ready a guinea pig cage for it's new occupants?\nAnswer:", None, None),
-    "hellaswag": ('Health: How to do the " shoulder stand " yoga position. Set up', None, None),
-    "lambada": ("his mouth curved in a confident grin, I don't care about", [" signs"], None),
-    "gsm8k": ("\n\nQuestion: A robe takes 2 bolts of blue fiber and half that much white fiber.  How many bolts in "
-              "total does it take?\nAnswer:", None, None),
 }  # fmt: skip
 
 
-def prompts(task, folder, limit=None):
-    """Of the first row: what lm-eval asks the model, and the number of the right choice."""
-    scorer = LmEvalScorer(local_task(task, folder), "unused", limit=limit)
-    (loaded,) = scorer._load()["tasks"].values()
-    loaded.set_fewshot_seed(seed=1234)
-    loaded.build_all_requests(limit=1, rank=0, world_size=1)
-    return [request.args for request in loaded.instances], loaded.doc_to_target(loaded.instances[0].doc)
-
-
 @pytest.mark.realdata
-@pytest.mark.parametrize("task", ROWS)
-def test_every_real_row_is_a_row_of_the_task_and_the_first_is_asked_like_this(realdata, task):
-    local = local_task(task, realdata)
-    columns = local.read([local.split], dict.fromkeys(local.text, "columns")).values
-    assert len(columns[local.text[0]]) == ROWS[task]
-    asked, gold = prompts(task, realdata, 1)
-    if task == "gsm8k":
-        assert asked[0][0].count("Question: ") == 6
-    if task in FIRST:
-        context, choices, right = FIRST[task]
-        assert context in asked[0][0]
-        assert asked[0][0].endswith(context) or task == "hellaswag"
+def test_every_real_row_is_a_row_of_the_task_and_the_first_is_asked_like_this(realdata):
+    for task, number in ROWS.items():
+        local = local_task(task, realdata)
+        columns = local.read([local.split], dict.fromkeys(local.text, "columns")).values
+        assert len(columns[local.text[0]]) == number, task
+        asked = [request.arguments for request in LmEvalScorer(local, "unused", limit=1).requests()]
+        context, choices, right = FIRST.get(task, ("", None, None))
+        assert asked[0][0].endswith(context), task
         assert choices is None or [choice for _, choice in asked] == choices
-        if right is not None and task != "winogrande":
-            assert gold == right
-    if task == "winogrande":
-        assert asked[1][0] == "Sarah was a much better surgeon than Maria so Maria"
+        assert right is None or columns["label"][0] == right
 
 
 def write(path, rows):

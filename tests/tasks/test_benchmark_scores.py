@@ -5,6 +5,7 @@ import json
 import math
 from importlib.metadata import PackageNotFoundError
 
+import numpy as np
 import pytest
 import torch
 
@@ -59,11 +60,11 @@ def files(analysis):
     return sorted(analysis.results.rglob("*.json"))
 
 
-def counted(analysis):
-    """The variants that are scored from now on."""
+def scored(analysis, model):
+    """The records, and the variants that are scored for them and not read from their files."""
     seen = []
     analysis.tell = seen.append
-    return seen
+    return list(records_of(analysis, LayeredModel(model))), seen
 
 
 def test_records_are_means_over_the_rows(folder, model, make):
@@ -113,78 +114,49 @@ def chosen(folder, model, schedule, rows):
     return found
 
 
-@pytest.mark.parametrize("num_right", [7, 5, 4, 1])
-def test_what_is_left_of_the_lead_over_guessing(folder, model, make, tmp_path, num_right):
+def test_what_is_left_of_the_lead_over_guessing(folder, model, make, tmp_path):
     rows = [{"query": f"The boy has {n}", "choices": ["nuts", f"{n} dogs"]} for n in range(8)]
     full = chosen(folder, model, baseline(BLOCKS), rows)
     skipped = chosen(folder, model, parse_schedule("1 2 6", BLOCKS), rows)
-    for number, (row, choice) in enumerate(zip(rows, full, strict=True)):
-        row["label"] = choice if number < num_right else 1 - choice
-    (tmp_path / "tasks.yaml").write_text("benchmark: {hellaswag: mine.jsonl}")
-    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = measure(model, make("hellaswag", folder=tmp_path), run="r", step=1)
-    assert (found.error, found.analysis) == (None, "intervene/hellaswag")
-    (chance,) = [record for record in found.records if record.metric == "random_score"]
-    left = [record for record in found.records if record.metric == "normalized_score"]
-    assert chance.value == 0.5
-    if num_right < 7:  # within its standard error of chance (5 of 8: 0.125 below 0.18), at chance, and worse
-        assert chance.tags == {"task": "hellaswag", "undefined": "normalized_score"}
-        assert not left
-        return
-    right = sum(choice == row["label"] for choice, row in zip(skipped, rows, strict=True)) / 8
-    assert chance.tags == {"task": "hellaswag"}
-    assert [record.value for record in left] == pytest.approx([1, (right - 0.5) / (7 / 8 - 0.5)])
-    assert left[0].stderr == 0
+    for num_right in (7, 5, 1):
+        for number, (row, choice) in enumerate(zip(rows, full, strict=True)):
+            row["label"] = choice if number < num_right else 1 - choice
+        (tmp_path / "tasks.yaml").write_text("benchmark: {hellaswag: mine.jsonl}")
+        (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        found = measure(model, make("hellaswag", folder=tmp_path), run="r", step=1)
+        assert (found.error, found.analysis) == (None, "intervene/hellaswag")
+        (chance,) = [record for record in found.records if record.metric == "random_score"]
+        left = [record for record in found.records if record.metric == "normalized_score"]
+        assert chance.value == 0.5
+        if num_right < 7:  # within its standard error of chance (5 of 8: 0.125 below 0.18), and worse than chance
+            assert chance.tags == {"task": "hellaswag", "undefined": "normalized_score"}
+            assert not left
+            continue
+        right = sum(choice == row["label"] for choice, row in zip(skipped, rows, strict=True)) / 8
+        assert chance.tags == {"task": "hellaswag"}
+        assert [record.value for record in left] == pytest.approx([1, (right - 0.5) / (7 / 8 - 0.5)])
+        assert left[0].stderr == 0
 
 
-def test_random_orders_have_a_mean_over_their_seeds(folder, model, make):
-    records = list(
-        records_of(make("lambada", variants=("random",), middles=(5,), seeds=(0, 1, 2)), LayeredModel(model))
-    )
-    perplexities = [r for r in records if r.metric == "task_perplexity" and r.tags["variant"] == "random"]
-    *single, mean = perplexities
+def test_random_orders_have_a_mean_over_their_seeds_that_is_uncertain_over_rows(folder, model, make):
     orders = [random(BLOCKS, 0, seed=seed) for seed in (0, 1, 2)]
-    expected = [
-        math.exp(-sum(values) / len(values))
-        for values in (by_rows(folder, model, "lambada", order)["task_perplexity"] for order in orders)
-    ]
+    options = {"variants": ("random",), "middles": (5,), "seeds": (0, 1, 2)}
+    found, _ = scored(make("lambada", **options), model)
+    *single, mean = [r for r in found if r.metric == "task_perplexity" and r.tags["variant"] == "random"]
+    rows = np.array([by_rows(folder, model, "lambada", order)["task_perplexity"] for order in orders])
+    expected = np.exp(-rows.mean(1))
     assert [record.value for record in single] == pytest.approx(expected)
     assert [record.tags["seed"] for record in single] == [0, 1, 2]
-    assert mean.value == pytest.approx(sum(expected) / 3)
-    rows = [by_rows(folder, model, "lambada", order)["task_perplexity"] for order in orders]
-    means = [sum(values) / len(values) for values in rows]
-    moves = [
-        sum(math.exp(-mean) * (values[row] - mean) for mean, values in zip(means, rows, strict=True)) / 3
-        for row in range(len(rows[0]))
-    ]  # the perplexities linearised in each row, averaged over seeds
-    assert mean.stderr == pytest.approx((sum(move**2 for move in moves) / (len(moves) - 1) / len(moves)) ** 0.5)
+    assert mean.value == pytest.approx(expected.mean())
+    # the perplexities linearised in each row, averaged over seeds
+    moves = (expected[:, None] * (rows - rows.mean(1, keepdims=True))).mean(0)
+    assert mean.stderr == pytest.approx((moves @ moves / (len(moves) - 1) / len(moves)) ** 0.5)
     assert mean.tags == {"variant": "random", "middle": 5, "num_seeds": 3, "num_identical": 0, "task": "lambada"}
-
-
-def test_the_mean_over_seeds_is_uncertain_over_rows(folder, model, make):
-    records = list(
-        records_of(make("arc_challenge", variants=("random",), middles=(5,), seeds=(0, 1, 2)), LayeredModel(model))
-    )
-    (mean,) = [record for record in records if record.metric == "task_score" and "num_seeds" in record.tags]
-    orders = [random(BLOCKS, 0, seed=seed) for seed in (0, 1, 2)]
-    hits = [by_rows(folder, model, "arc_challenge", order)["task_score"] for order in orders]
-    rows = [sum(row) / 3 for row in zip(*hits, strict=True)]
-    centre = sum(rows) / len(rows)
-    assert mean.value == pytest.approx(centre)
-    assert mean.stderr == pytest.approx((sum((r - centre) ** 2 for r in rows) / (len(rows) - 1) / len(rows)) ** 0.5)
-
-
-def test_equal_weights_of_another_architecture_do_not_meet(model, make):
-    list(records_of(make(), LayeredModel(model)))
-    other = copy.deepcopy(model)
-    other.config.layer_norm_epsilon = 0.5
-    for part in other.modules():
-        if isinstance(part, torch.nn.LayerNorm):
-            part.eps = 0.5
-    again = make()
-    said = counted(again)
-    list(records_of(again, LayeredModel(other)))
-    assert len(said) == 2
+    found, _ = scored(make("arc_challenge", **options), model)
+    (mean,) = [record for record in found if record.metric == "task_score" and "num_seeds" in record.tags]
+    rows = np.mean([by_rows(folder, model, "arc_challenge", order)["task_score"] for order in orders], axis=0)
+    assert mean.value == pytest.approx(rows.mean())
+    assert mean.stderr == pytest.approx(rows.std(ddof=1) / len(rows) ** 0.5)
 
 
 def test_a_template_of_a_prompt_is_compiled_once_whatever_the_number_of_rows(folder, monkeypatch):
@@ -194,25 +166,23 @@ def test_a_template_of_a_prompt_is_compiled_once_whatever_the_number_of_rows(fol
     monkeypatch.setattr(
         type(env), "compile", lambda env, source, *more: compiled.append(source) or compile_(env, source)
     )
-    asked = {}
-    for task in ("arc_challenge", "gsm8k"):
-        scorer = LmEvalScorer(local_task(task, folder / "local"), str(folder / "tokenizer"))
-        asked[task] = [[each.arguments for each in scorer.requests()] for _ in range(2)]
+    scorer = LmEvalScorer(local_task("gsm8k", folder / "local"), str(folder / "tokenizer"))
+    once, again = ([each.arguments for each in scorer.requests()] for _ in range(2))
     assert len(compiled) == len(set(compiled))
-    assert all(once == again and once for once, again in asked.values())
+    assert once == again
+    assert once
 
 
 def test_equal_orders_are_scored_once(model, make):
     analysis = make(variants=("reverse", "random", "parallel", "middle_repeat"), middles=(1,), seeds=(0, 1))
-    said = counted(analysis)
-    records = list(records_of(analysis, LayeredModel(model)))
+    records, said = scored(analysis, model)
     assert said == ["arc_challenge: baseline (1 of 6)"]
     assert len(files(analysis)) == 1
     (mean,) = [r for r in records if r.metric == "task_score" and "num_seeds" in r.tags]
     assert mean.tags["num_identical"] == 2
 
 
-def test_a_run_that_was_killed_goes_on(model, make):
+def test_a_run_that_was_killed_goes_on_and_a_damaged_file_is_scored_again(model, make):
     first = make(variants=("skip", "reverse", "parallel"))
 
     def stop(told):
@@ -224,25 +194,27 @@ def test_a_run_that_was_killed_goes_on(model, make):
         list(records_of(first, LayeredModel(model)))
     assert len(files(first)) == 2
     before = {path: path.stat().st_mtime_ns for path in files(first)}
-    second = make(variants=("skip", "reverse", "parallel"))
-    said = counted(second)
-    records = list(records_of(second, LayeredModel(model)))
+    records, said = scored(make(variants=("skip", "reverse", "parallel")), model)
     assert [told.split(": ")[1].split(" ")[0] for told in said] == ["reverse", "parallel"]
     assert all(path.stat().st_mtime_ns == before[path] for path in before)
-    third = make(variants=("skip", "reverse", "parallel"), batch_size=2)
-    said = counted(third)
-    assert list(records_of(third, LayeredModel(model))) == records
-    assert said == []
+    assert scored(make(variants=("skip", "reverse", "parallel"), batch_size=2), model) == (records, [])
+    files(first)[0].write_text("{")
+    again, said = scored(make(variants=("skip", "reverse", "parallel")), model)
+    assert again == records
+    assert len(said) == 1
 
 
-def test_results_of_other_weights_options_and_rows_do_not_meet(folder, model, make, tmp_path):
-    list(records_of(make(), LayeredModel(model)))
-    other = tiny_speaker(blocks=BLOCKS, seed=4)
-    cases = [(other, {}), (model, {"limit": 2}), (model, {"max_new_tokens": 9}), (model, {"task": "winogrande"})]
+def test_results_of_other_weights_architectures_options_and_rows_do_not_meet(folder, model, make, tmp_path):
+    scored(make(), model)
+    other = copy.deepcopy(model)
+    other.config.layer_norm_epsilon = 0.5
+    for part in other.modules():
+        if isinstance(part, torch.nn.LayerNorm):
+            part.eps = 0.5
+    cases = [(tiny_speaker(blocks=BLOCKS, seed=4), {}), (other, {}), (model, {"limit": 2})]
+    cases += [(model, {"max_new_tokens": 9}), (model, {"task": "winogrande"})]
     for changed, options in cases:
-        again = make(**options)
-        said = counted(again)
-        list(records_of(again, LayeredModel(changed)))
+        _, said = scored(make(**options), changed)
         assert len(said) == 2
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_text((folder / "tokenizer" / "tokenizer.json").read_text())
@@ -253,7 +225,7 @@ def test_results_of_other_weights_options_and_rows_do_not_meet(folder, model, ma
 
 def test_a_file_says_what_it_holds(make):
     analysis = make("gsm8k", max_new_tokens=8)
-    list(records_of(analysis, LayeredModel(tiny_speaker(blocks=BLOCKS, positions=128))))
+    scored(analysis, tiny_speaker(blocks=BLOCKS, positions=128))
     found = [json.loads(path.read_text()) for path in files(analysis)]
     (skip,) = [each for each in found if each["variant"] == "skip M=3"]
     assert skip["schedule"] == "1 2 6"
@@ -261,16 +233,6 @@ def test_a_file_says_what_it_holds(make):
     assert "examples drawn from 1,000 training questions" in skip["difference"]
     assert len(skip["texts"]) == 4
     assert set(skip["values"]) == {"task_score", "task_score_flexible"}
-
-
-def test_a_damaged_file_is_scored_again(model, make):
-    analysis = make()
-    records = list(records_of(analysis, LayeredModel(model)))
-    files(analysis)[0].write_text("{")
-    again = make()
-    said = counted(again)
-    assert list(records_of(again, LayeredModel(model))) == records
-    assert len(said) == 1
 
 
 def test_a_failing_variant_leaves_the_others(model, make, monkeypatch):
@@ -284,8 +246,7 @@ def test_a_failing_variant_leaves_the_others(model, make, monkeypatch):
 
     monkeypatch.setattr(LmEvalScorer, "score", score)
     analysis = make(variants=("skip", "reverse"))
-    said = counted(analysis)
-    records = list(records_of(analysis, LayeredModel(model)))
+    records, said = scored(analysis, model)
     (failed,) = [record for record in records if record.metric == "failed"]
     assert failed.tags == {
         "variant": "skip",
@@ -297,9 +258,8 @@ def test_a_failing_variant_leaves_the_others(model, make, monkeypatch):
     assert said[2] == "arc_challenge: skip M=3 failed: OutOfMemoryError: out of memory"
     assert len(files(analysis)) == 2
     monkeypatch.setattr(LmEvalScorer, "score", whole)
-    again = make(variants=("skip", "reverse"))
-    said = counted(again)
-    assert not [record for record in records_of(again, LayeredModel(model)) if record.metric == "failed"]
+    records, said = scored(make(variants=("skip", "reverse")), model)
+    assert not [record for record in records if record.metric == "failed"]
     assert len(said) == 1
 
 

@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +11,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from scipy.stats import spearmanr
 from sklearn.cluster import MiniBatchKMeans
 from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import average_precision_score, v_measure_score
 
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
@@ -25,7 +26,6 @@ from lit_layers.tasks.mteb_tasks import Prepared, open_task
 from lit_layers.tasks.text_features import text_features
 from tests.support.labelled_texts import saved_bert
 from tests.support.measured import records_of
-from tests.support.measured_series import analyze
 from tests.support.tiny_models import tiny
 from tests.tasks.tiny_tasks import (
     NAMES,
@@ -75,34 +75,6 @@ def cosines(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return (first * second).sum(1) / np.linalg.norm(first, axis=1) / np.linalg.norm(second, axis=1)
 
 
-def ranks(values: np.ndarray) -> np.ndarray:
-    """Mean ranks: ties share theirs."""
-    return np.array([(values < value).sum() + ((values == value).sum() + 1) / 2 for value in values])
-
-
-def average_precision(relevant: np.ndarray, scores: np.ndarray) -> float:
-    """Over thresholds, so that ties count together."""
-    total, before, found = 0.0, 0.0, relevant.sum()
-    for threshold in sorted(set(scores.tolist()), reverse=True):
-        kept = scores >= threshold
-        recall = relevant[kept].sum() / found
-        total, before = total + (recall - before) * relevant[kept].mean(), recall
-    return total
-
-
-def v_measure(truth: list[int], clusters: list[int]) -> float:
-    n = len(truth)
-
-    def entropy(counts: Counter) -> float:
-        return -sum(count / n * np.log(count / n) for count in counts.values())
-
-    both = entropy(Counter(zip(truth, clusters, strict=True)))
-    of_truth, of_clusters = entropy(Counter(truth)), entropy(Counter(clusters))
-    homogeneity = 1 - (both - of_clusters) / of_truth
-    completeness = 1 - (both - of_truth) / of_clusters
-    return 2 * homogeneity * completeness / (homogeneity + completeness)
-
-
 def classification(data: Path, of: Vectors) -> float:
     texts, labels = columns(data, "banking77/train.parquet", "text", "label")
     test, truth = columns(data, "banking77/test.parquet", "text", "label")
@@ -120,12 +92,12 @@ def pair_classification(data: Path, of: Vectors) -> float:
     first, second, labels = columns(data, "glue/mrpc_test.parquet", "sentence1", "sentence2", "label")
     a, b, relevant = of(first), of(second), np.array(labels)
     near = [cosines(a, b), -np.abs(a - b).sum(1), -np.linalg.norm(a - b, axis=1), (a * b).sum(1)]
-    return max(average_precision(relevant, scores.round(5)) for scores in near)
+    return max(average_precision_score(relevant, scores.round(5)) for scores in near)
 
 
 def sts(data: Path, of: Vectors) -> float:
     first, second, gold = columns(data, "glue/stsb_test.parquet", "sentence1", "sentence2", "score")
-    return float(np.corrcoef(ranks(np.array(gold)), ranks(cosines(of(first), of(second)).round(6)))[0, 1])
+    return float(spearmanr(gold, cosines(of(first), of(second)).round(6))[0])
 
 
 def reranking(data: Path, of: Vectors) -> float:
@@ -149,7 +121,7 @@ def clustering(data: Path, of: Vectors) -> float:
     for texts, truth in zip(*columns(data, "twenty_newsgroups/sets.parquet", "sentences", "labels"), strict=True):
         points = of(texts).astype(np.float32)
         model = MiniBatchKMeans(n_clusters=3, batch_size=500, n_init="auto", random_state=42).fit(points)
-        found.append(v_measure(truth, model.labels_.tolist()))
+        found.append(v_measure_score(truth, model.labels_))
     return float(np.mean(found))
 
 
@@ -163,21 +135,20 @@ REFERENCES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("layer", [0, 2])
-def test_a_score_is_that_of_an_evaluation_of_our_own(home, scored, name, layer):
+def test_a_score_is_that_of_an_evaluation_of_our_own(home, scored, name):
     reference, tolerance = REFERENCES[name]
-    (record,) = (each for each in scored[name] if each.layer == layer)
-    assert record.value == pytest.approx(reference(home[0], vectors(home[1], layer)), abs=tolerance)
+    for layer in (0, 2):
+        (record,) = (each for each in scored[name] if each.layer == layer)
+        assert record.value == pytest.approx(reference(home[0], vectors(home[1], layer)), abs=tolerance)
 
 
 def test_records_say_what_they_are(scored):
     for name in NAMES:
         assert [record.layer for record in scored[name]] == [0, 1, 2, 3]
         assert {record.metric for record in scored[name]} == {"main_score"}
-    record = scored["AskUbuntuDupQuestions"][1]
+    tags = scored["AskUbuntuDupQuestions"][1].tags
     expected = {"task": "AskUbuntuDupQuestions", "domain": "reranking", "score": "map_at_1000"}
-    assert {name: record.tags[name] for name in expected} == expected
-    assert (record.tags["pooling"], record.tags["states"]) == ("mean", "resid")
+    assert tags.items() >= (expected | {"pooling": "mean", "states": "resid"}).items()
     assert {name: scored[name][0].n for name in ("Banking77Classification", "TwitterURLCorpus")} == {
         "Banking77Classification": 30,
         "TwitterURLCorpus": 40,
@@ -197,13 +168,13 @@ def test_a_layer_scores_what_mteb_gives_a_new_task(home, scored, name, tmp_path)
     assert scored[name][2].value == plain["default"]["main_score"]
 
 
-@pytest.mark.parametrize("name", ["Banking77Classification", "TwentyNewsgroupsClustering", "AskUbuntuDupQuestions"])
-def test_one_layer_alone_scores_what_it_scores_among_all(home, scored, name, tmp_path):
-    (record,) = records_of(task(name, *home, tmp_path, layers=(2,)), saved_model(home[1]))
-    assert record == scored[name][2]
+def test_one_layer_alone_scores_what_it_scores_among_all(home, scored, tmp_path):
+    for name in ("Banking77Classification", "TwentyNewsgroupsClustering", "AskUbuntuDupQuestions"):
+        (record,) = records_of(task(name, *home, tmp_path, layers=(2,)), saved_model(home[1]))
+        assert record == scored[name][2]
 
 
-def test_a_task_goes_on_where_it_was_interrupted(home, scored, tmp_path, monkeypatch):
+def test_a_task_goes_on_where_it_was_interrupted_and_makes_a_damaged_result_again(home, scored, tmp_path, monkeypatch):
     name, evaluated, plain = "TwitterURLCorpus", [], Prepared.evaluate
 
     def interrupted(prepared: Prepared, encoder: LayerEncoder) -> dict[str, Any]:
@@ -216,44 +187,37 @@ def test_a_task_goes_on_where_it_was_interrupted(home, scored, tmp_path, monkeyp
     monkeypatch.setattr(Prepared, "evaluate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(records_of(task(name, *home, tmp_path), saved_model(home[1])))
-    assert list(records_of(task(name, *home, tmp_path), saved_model(home[1]))) == scored[name]
-    assert evaluated == [0, 1, 2, 2, 3]
-    assert list(records_of(task(name, *home, tmp_path), saved_model(home[1]))) == scored[name]
-    assert evaluated == [0, 1, 2, 2, 3]
-
-
-def test_a_damaged_result_is_made_again(home, scored, tmp_path):
-    name = "STSBenchmark"
-    list(records_of(task(name, *home, tmp_path), saved_model(home[1])))
+    for _ in range(2):
+        assert list(records_of(task(name, *home, tmp_path), saved_model(home[1]))) == scored[name]
+        assert evaluated == [0, 1, 2, 2, 3]
     file = next(tmp_path.rglob("layer-001.json"))
     file.write_text(file.read_text()[:40])
     assert list(records_of(task(name, *home, tmp_path), saved_model(home[1]))) == scored[name]
+    assert evaluated == [0, 1, 2, 2, 3, 1]
 
 
-@pytest.mark.parametrize(
-    "other",
-    [{"pooling": "last"}, {"states": "normed"}, {"max_tokens": 4}, {"seed": 1}],
-    ids=lambda each: next(iter(each)),
-)
-def test_other_options_never_find_the_results_of_the_first(home, scored, tmp_path, other):
-    name = "TwitterURLCorpus"
-    list(records_of(task(name, *home, tmp_path), saved_model(home[1])))
-    scores = list(records_of(task(name, *home, tmp_path, **other), saved_model(home[1])))
-    assert len(scores) == 4
-    assert all(r.tags.keys().isdisjoint(PLACES) for r in scores)  # so that pages and correlate see curves
-    assert len(list((tmp_path / "mteb").glob("*/*/*"))) == 2
+def test_other_options_never_find_the_results_of_the_first(home, tmp_path):
+    options = [{}, {"pooling": "last"}, {"states": "normed"}, {"max_tokens": 4}, {"seed": 1}]
+    for number, each in enumerate(options, 1):
+        scores = list(records_of(task("TwitterURLCorpus", *home, tmp_path, layers=(1,), **each), saved_model(home[1])))
+        assert len(scores) == 1
+        assert all(r.tags.keys().isdisjoint(PLACES) for r in scores)  # so that pages and correlate see curves
+        assert len(list((tmp_path / "mteb").glob("*/*/*"))) == number, f"{each} found results of others"
 
 
 def test_other_data_and_other_weights_never_find_the_results_of_the_first(home, tmp_path):
-    name, data = "STSBenchmark", write_tiny_data(tmp_path / "data")
-    first = list(records_of(task(name, data, home[1], tmp_path), saved_model(home[1])))
-    changed = saved_model(home[1])
+    data, changed = write_tiny_data(tmp_path / "data"), saved_model(home[1])
     next(changed.blocks[1].parameters()).data.mul_(1.5)
-    assert list(records_of(task(name, data, home[1], tmp_path), changed))[3] != first[3]
+
+    def scored(view: LayeredModel) -> Record:
+        (record,) = records_of(task("STSBenchmark", data, home[1], tmp_path, layers=(3,)), view)
+        return record
+
+    first = scored(saved_model(home[1]))
+    assert scored(changed) != first
     table = pq.read_table(data / "glue/stsb_test.parquet")
     pq.write_table(table.slice(3), data / "glue/stsb_test.parquet")
-    fewer = list(records_of(task(name, data, home[1], tmp_path), saved_model(home[1])))
-    assert fewer[0].n == first[0].n - 3
+    assert scored(saved_model(home[1])).n == (first.n or 0) - 3
 
 
 def test_layers_whose_states_are_not_finite_have_no_score_and_fail_the_task_where_all_are(home, scored, tmp_path):
@@ -268,9 +232,8 @@ def test_layers_whose_states_are_not_finite_have_no_score_and_fail_the_task_wher
         list(records_of(task("STSBenchmark", *home, tmp_path, layers=(3,)), view))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_model_in_half_precision_is_scored_as_its_checkpoint_in_float32(home, tmp_path, dtype):
-    half = saved_model(home[1]).model.to(dtype)
+def test_a_model_in_half_precision_is_scored_as_its_checkpoint_in_float32(home, tmp_path):
+    half = saved_model(home[1]).model.to(torch.bfloat16)
     found = list(records_of(task("STSBenchmark", *home, tmp_path / "half"), LayeredModel(half)))
     assert found == list(records_of(task("STSBenchmark", *home, tmp_path / "full"), LayeredModel(half.float())))
 
@@ -310,50 +273,29 @@ def test_a_task_leaves_the_random_state_alone(home, tmp_path):
     assert [random.random(), np.random.rand(), torch.rand(1).item()] == expected
 
 
-def test_measurements_are_lines_of_the_root(home, tmp_path):
-    found = analyze(home[1], [task("STSBenchmark", *home, tmp_path)], root=tmp_path, device="cpu")
-    assert found[0].error is None
-    assert found[0].analysis == "mteb/STSBenchmark"
-    assert {"weights_hash", "config_hash", "data_hash", "tokenizer_hash"} <= found[0].provenance.keys()
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
+def test_options_and_models_that_do_not_fit_are_refused(home, tmp_path):
+    cases = [
         ({"layers": (4,)}, "layers: this model has layers 0 to 3, got 4"),
         ({"pooling": "max"}, "expected pooling to be one of .*'mean'.*, got 'max'"),
         ({"states": "raw"}, "expected states to be one of .*'hf'.*, got 'raw'"),
         ({"max_tokens": 0}, "expected max_tokens of at least 1, got 0"),
         ({"seed": -1}, "expected seed of at least 0, got -1"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(home, tmp_path, options, sentence):
-    with pytest.raises(InputError, match=sentence):
-        task("STSBenchmark", *home, tmp_path, **options).check(saved_model(home[1]))
-
-
-def test_a_model_of_images_is_refused(home, tmp_path):
+    ]
+    for options, sentence in cases:
+        with pytest.raises(InputError, match=sentence):
+            task("STSBenchmark", *home, tmp_path, **options).check(saved_model(home[1]))
     with pytest.raises(InputError, match="expected a model of text, got VisionTransformer"):
         task("STSBenchmark", *home, tmp_path).check(LayeredModel(tiny("vit")))
 
 
-@pytest.mark.parametrize(
-    ("name", "file", "columns"),
-    [
-        ("Banking77Classification", "banking77/test", {"text": 3_080}),
-        ("STSBenchmark", "glue/stsb_test", {"sentence1": 1_379, "sentence2": 1_379}),
-    ],
-)
-def test_metrics_are_of_the_first_thousand_texts_of_a_published_test_split(home, tmp_path, name, file, columns):
+def test_metrics_are_of_the_first_thousand_texts_of_a_published_test_split(home, tmp_path):
     """As many rows as the published split has, of which one has no word; every text is another one."""
-    folder, model = write_tiny_data(tmp_path / "data"), home[1]
-    texts = {column: [f"{column} {row} is a longer text" for row in range(rows)] for column, rows in columns.items()}
-    first, *_ = texts.values()
+    folder = write_tiny_data(tmp_path / "data")
+    first, second = ([f"{name} {row} is a longer text" for row in range(1_379)] for name in ("sentence1", "sentence2"))
     first[7] = " "
-    labels = [row % 5 for row in range(len(first))]
-    write(folder / f"{file}.parquet", **texts, **{"score" if name == "STSBenchmark" else "label": labels})
-    tasks = resolve([name], folder)
-    _, representation, invariance = mteb_analyses(tasks, metrics=True, tokenizer=str(model), root=tmp_path / "run")
-    expected = [*first[:7], *first[8:1000]]
+    scores = [row % 5 for row in range(len(first))]
+    write(folder / "glue" / "stsb_test.parquet", sentence1=first, sentence2=second, score=scores)
+    tasks = resolve(["STSBenchmark"], folder)
+    _, representation, invariance = mteb_analyses(tasks, metrics=True, tokenizer=str(home[1]), root=tmp_path / "run")
     for given in (representation.batches.texts, invariance.texts):
-        assert list(given.texts()) == expected
+        assert list(given.texts()) == [*first[:7], *first[8:1000]]

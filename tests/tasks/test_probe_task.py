@@ -6,6 +6,7 @@ import re
 import unicodedata
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv as pc
@@ -61,6 +62,13 @@ def plain(text: str) -> str:
     return re.sub(r"\s+", " ", unicodedata.normalize("NFKC", text).casefold()).strip()
 
 
+def parts_of(data: TaskData) -> list[set[str]]:
+    """The texts of each part, which no other part has."""
+    parts = [{plain(text) for text in part.texts} for part in (data.train, data.validation, data.test)]
+    assert not parts[0] & parts[1] | parts[0] & parts[2] | parts[1] & parts[2]
+    return parts
+
+
 def by_text(part) -> dict[str, float]:
     return dict(zip(part.texts, part.targets.tolist(), strict=True))
 
@@ -68,30 +76,22 @@ def by_text(part) -> dict[str, float]:
 # --- shares -----------------------------------------------------------------------------------------------------------
 
 
-def held_of(strata: list, share: float, **options) -> Counter:
+def held_of(strata: list, share: float) -> Counter:
     keys = [f"text {row}" for row in range(len(strata))]
-    held = hold_out(keys, strata, share, **({"seed": 0, "purpose": "test"} | options))
+    held = hold_out(keys, strata, share, seed=0, purpose="test")
     return Counter(stratum for stratum, each in zip(strata, held, strict=True) if each)
 
 
-def test_of_each_class_its_share_is_held_out():
+def test_of_each_class_its_share_is_held_out_rounded_so_that_the_total_is_right():
     assert held_of(["a"] * 10 + ["b"] * 20 + ["c"] * 5, 0.2) == {"a": 2, "b": 4, "c": 1}
-    assert held_of(["a"] * 700 + ["b"] * 300, 0.3) == {"a": 210, "b": 90}
-
-
-def test_shares_that_are_no_whole_rows_are_rounded_so_that_the_total_is_right():
     # 0.6 + 2.7 + 2.7 = 6 rows: 0, 2 and 2 by rounding down, then one for each of the two largest remainders
     assert held_of(["a"] * 2 + ["b"] * 9 + ["c"] * 9, 0.3) == {"b": 3, "c": 3}
-    for seed in range(5):
-        strata = random.Random(seed).choices("abcdefg", k=200)
-        found, sizes = held_of(strata, 0.15), Counter(strata)
-        assert found.total() == 30
-        assert all(abs(found[each] - 0.15 * sizes[each]) < 1 for each in sizes)
-
-
-def test_no_class_loses_its_last_row():
-    assert held_of(["a"] * 9 + ["b"], 0.45)["b"] == 0
+    assert held_of(["a"] * 9 + ["b"], 0.45)["b"] == 0, "a class lost its last row"
     assert held_of(["a", "a", "b", "b"], 0.9) == {"a": 1, "b": 1}
+    strata = random.Random(0).choices("abcdefg", k=200)
+    found, sizes = held_of(strata, 0.15), Counter(strata)
+    assert found.total() == 30
+    assert all(abs(found[each] - 0.15 * sizes[each]) < 1 for each in sizes)
 
 
 def test_what_is_held_out_depends_on_the_texts_and_the_seed_and_not_on_the_order_of_the_rows():
@@ -124,8 +124,7 @@ def test_every_row_is_held_out_equally_often_over_the_seeds():
 def test_equal_texts_stay_together():
     rng = random.Random(0)
     keys = [f"text {rng.randrange(150)}" for _ in range(300)]
-    strata = rng.choices("ab", k=300)
-    held, sides = hold_out(keys, strata, 0.3, seed=3, purpose="test"), {}
+    held, sides = hold_out(keys, rng.choices("ab", k=300), 0.3, seed=3, purpose="test"), {}
     for each, side in zip(keys, held, strict=True):
         assert sides.setdefault(each, side) is side
     assert abs(sum(held) / 300 - 0.3) < 0.02
@@ -154,12 +153,8 @@ def test_rows_drawn_are_a_part_of_more_rows_drawn_and_do_not_depend_on_the_order
     assert sorted(keys[order[row]] for row in again) == sorted(keys[row] for row in some)
     assert draw(keys, 30, seed=1, purpose="num_train") != some
     assert draw(keys, 200, seed=0, purpose="num_train") == list(range(100))
-
-
-def test_equal_texts_are_drawn_each_on_its_own():
-    keys = ["the same"] * 50 + [f"text {row}" for row in range(50)]
-    for seed in range(5):  # 10 on average, standard deviation 2
-        assert 3 <= sum(row < 50 for row in draw(keys, 20, seed=seed, purpose="num_train")) <= 17
+    equal = ["the same"] * 50 + keys[:50]  # drawn each on its own: 10 on average, standard deviation 2
+    assert 3 <= sum(row < 50 for row in draw(equal, 20, seed=0, purpose="num_train")) <= 17
 
 
 def test_texts_are_equal_without_case_white_space_and_form():
@@ -216,15 +211,15 @@ def test_a_training_row_whose_text_is_a_test_text_is_left_out_and_counted(tmp_pa
     assert set(own.train.rows) == set(range(100)) - {3, 4, 50, 60, 61}
 
 
-@pytest.mark.parametrize("test", ["test", None])
-def test_no_text_is_in_two_parts(tmp_path, test):
+def test_no_text_is_in_two_parts(tmp_path):
     rows = made_rows(200)
     for row in range(0, 120, 2):
         rows["text"][row + 1] = rows["text"][row].title()
-    data = ProbeTask("t", write_splits(tmp_path, train=rows, test=made_rows(10, seed=5)), test=test).load()
-    parts = [{plain(text) for text in part.texts} for part in (data.train, data.validation, data.test)]
-    assert not parts[0] & parts[1] | parts[0] & parts[2] | parts[1] & parts[2]
-    assert sum(map(len, parts)) < len(data.train) + len(data.validation) + len(data.test)
+    folder = write_splits(tmp_path, train=rows, test=made_rows(10, seed=5))
+    for test in ("test", None):
+        data = ProbeTask("t", folder, test=test).load()
+        parts = parts_of(data)
+        assert sum(map(len, parts)) < len(data.train) + len(data.validation) + len(data.test)
 
 
 def test_shuffled_rows_give_the_same_parts(tmp_path):
@@ -308,23 +303,18 @@ def test_parquet_csv_and_jsonl_hold_the_same_task(tmp_path):
     assert {*rows["text"]} == {*found[1].train_and_validation().texts}
 
 
-def test_labels_of_a_csv_that_are_written_differently_are_different_classes(tmp_path):
-    cells = ["01", "1", "01", "1", "01", "1"] * 10
-    rows = "".join(f"text {number},{label}\n" for number, label in enumerate(cells))
-    (tmp_path / "codes.csv").write_text(f"text,label\n{rows}", encoding="utf-8")
-    data = ProbeTask("t", str(tmp_path / "codes.csv"), test=None).load()
+def test_cells_of_a_csv_are_labels_and_texts_as_they_are_written_but_for_numbers(tmp_path):
+    codes, values = tmp_path / "codes.csv", tmp_path / "values.csv"
+    codes.write_text("text,label,q,costs\n" + "".join(f"text {n},{['01', '1'][n % 2]},007,0.50\n" for n in range(60)))
+    data = ProbeTask("t", str(codes), text="{text} {q} costs {costs}", test=None).load()
     assert data.classes == ("01", "1")
-    for split in (data.train, data.validation, data.test):
-        told = [cells[int(text.split()[1])] for text in split.texts]
-        assert [data.classes[label] for label in split.targets.tolist()] == told
-
-
-def test_labels_of_a_csv_that_are_numbers_are_numbers(tmp_path):
-    written = [f"text {number},{number * 0.5}" for number in range(60)]
-    (tmp_path / "values.csv").write_text("\n".join(["text,label", *written]) + "\n", encoding="utf-8")
-    data = ProbeTask("t", str(tmp_path / "values.csv"), kind="regression", test=None).load()
-    told = [int(text.split()[1]) * 0.5 for text in data.train.texts]
-    assert data.train.targets.tolist() == told
+    for text, label in zip(data.train.texts, data.train.targets.tolist(), strict=True):
+        number = int(text.split()[1])
+        assert text == f"text {number} 007 costs 0.50"
+        assert label == number % 2
+    values.write_text("text,label\n" + "".join(f"text {n},{n * 0.5}\n" for n in range(60)))
+    data = ProbeTask("t", str(values), kind="regression", test=None).load()
+    assert data.train.targets.tolist() == [int(text.split()[1]) * 0.5 for text in data.train.texts]
 
 
 def test_a_large_csv_may_have_line_ends_in_its_texts(tmp_path):
@@ -364,17 +354,6 @@ def test_a_text_can_be_put_together_from_columns(tmp_path):
     row = data.train.rows[0]
     assert data.train.texts[0] == f"{rows['text'][row]}? A. yes {row}, B. no {row}."  # the last braces hold no column
 
-    def sentence(text: str) -> str:
-        return refusal(ProbeTask("t", source, text=text, test=None))
-
-    assert sentence("{text} {answer}") == (
-        f"task t: text: {source} has no column 'answer': it has text, label, choices"
-    )
-    assert sentence("{choices[2]}") == (
-        f"task t: text: row 0 of {source} does not fit '{{choices[2]}}' (list index out of range)"
-    )
-    assert sentence("{text} {text.__class__}").startswith("task t: text: expected {column} or {column[0]} in '{text} ")
-
 
 def test_only_the_rows_asked_for_are_used(tmp_path):
     rows = made_rows(100) | {"year": [2000 + row % 4 for row in range(100)]}
@@ -383,36 +362,22 @@ def test_only_the_rows_asked_for_are_used(tmp_path):
     wanted = {row for row in range(100) if row % 2 and rows["label"][row] != "world"}
     assert set(data.train.rows + data.validation.rows + data.test.rows) == wanted
     assert data.classes == ("art", "sport")
-    assert refusal(ProbeTask("t", source, test=None, where={"year": "2001"})) == (
-        f"task t: where: {source} has no '2001' in column 'year': it holds 2000, 2001, 2002, 2003"
-    )
-    both = ProbeTask("t", write(tmp_path / "two.csv", {"text": ["a", "b"], "label": [0, 1]}), test=None)
-    assert refusal(ProbeTask("t", both.source, test=None, where={"text": "a", "label": 1})) == (
-        f"task t: where: no row of {both.source} is left"
-    )
 
 
-@pytest.mark.parametrize(
-    ("labels", "classes", "names"),
-    [
-        ([10, 2, 7] * 20, None, ("2", "7", "10")),
-        (["b", "c", "a"] * 20, None, ("a", "b", "c")),
-        ([2.0, 0.0, 1.0] * 20, ("no", "maybe", "yes"), ("no", "maybe", "yes")),
-        (["yes", "no", "no"] * 20, ("no", "maybe", "yes"), ("no", "maybe", "yes")),
-        ([True, False, True] * 20, None, ("0", "1")),
-    ],
-)
-def test_labels_are_integers_or_names(tmp_path, labels, classes, names):
-    source = write(tmp_path / "all.parquet", {"text": made_rows(60)["text"], "label": labels})
-    data = ProbeTask("t", source, test=None, classes=classes).load()
-    assert data.classes == names
-    for row, target in zip(data.train.rows, data.train.targets.tolist(), strict=True):
-        given = labels[row]
-        assert names[target] == str(int(given)) if classes is None and not isinstance(given, str) else True
-        if classes is not None and not isinstance(given, str):
-            assert target == int(given)
-        if isinstance(given, str):
-            assert names[target] == given
+def test_labels_are_integers_or_names(tmp_path):
+    three = ("no", "maybe", "yes")
+    cases = [  # three labels, the classes given, the names, and the number of each label
+        ([10, 2, 7], None, ("2", "7", "10"), [2, 0, 1]),
+        (["b", "c", "a"], None, ("a", "b", "c"), [1, 2, 0]),
+        ([2.0, 0.0, 1.0], three, three, [2, 0, 1]),
+        (["yes", "no", "no"], three, three, [2, 0, 0]),
+        ([True, False, True], None, ("0", "1"), [1, 0, 1]),
+    ]
+    for labels, classes, names, numbers in cases:
+        source = write(tmp_path / "all.parquet", {"text": made_rows(60)["text"], "label": labels * 20})
+        data = ProbeTask("t", source, test=None, classes=classes).load()
+        assert data.classes == names
+        assert data.train.targets.tolist() == [numbers[row % 3] for row in data.train.rows], labels
 
 
 def test_a_regression_has_numbers_and_is_cut_value_by_value_if_they_are_few(tmp_path):
@@ -456,113 +421,107 @@ def test_the_hash_is_that_of_texts_targets_and_parts(tmp_path):
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
+def test_options_that_cannot_be_are_refused_before_anything_is_read():
+    cases = [
         ({"test_share": 1.0}, "task t: test_share: expected less than 1, got 1.0"),
         ({"validation_share": 0.0}, "task t: validation_share: expected more than 0, got 0.0"),
         ({"num_train": 0}, "task t: num_train: expected at least 1, got 0"),
         ({"balance": -1}, "task t: balance: expected at least 1, got -1"),
         ({"seed": -1}, "task t: seed: expected at least 0, got -1"),
-    ],
-)
-def test_options_that_cannot_be_are_refused_before_anything_is_read(options, sentence):
-    task = ProbeTask("t", "nowhere.csv", **options)
-    for refuse in (task.check, lambda: find_task(task), task.load):
-        with pytest.raises(InputError, match="^" + re.escape(sentence)):
-            refuse()
+    ]
+    for options, sentence in cases:
+        task = ProbeTask("t", "nowhere.csv", **options)
+        for refuse in (task.check, lambda task=task: find_task(task), task.load):
+            with pytest.raises(InputError, match="^" + re.escape(sentence)):
+                refuse()
 
 
 def test_labels_that_are_none_are_refused_with_their_row(tmp_path):
-    def sentence(labels: list, suffix: str = ".parquet", **options) -> str:
-        source = write(tmp_path / f"all{suffix}", {"text": [f"text {row}" for row in range(6)], "label": labels})
-        return refusal(ProbeTask("t", source, test=None, **options)).replace(source, "FILE")
-
     missing = "task t: label: row 2 of FILE has no value in column 'label'"
-    assert sentence(["a", "b", None, "a", "b", "b"]) == missing
-    assert sentence(["a", "b", "", "a", "b", "b"], ".csv") == missing
-    assert sentence([1, 0, None, 0, 1, 1], ".csv") == missing
-    assert sentence([1.0, 0.0, float("nan"), 0.0, 1.0, 1.0], kind="regression") == missing
-    assert sentence([0, 1, 5, 1, 0, 1], classes=("no", "yes")) == (
-        "task t: classes: row 2 of FILE has the label 5, expected one of no, yes or a number from 0 to 1"
-    )
-    assert "row 3 of FILE has the label -1, " in sentence([0, 1, 1, -1, 0, 1], classes=("no", "yes"))
-    assert "row 1 of FILE has the label 'maybe', " in sentence(["no", "maybe"] * 3, classes=("no", "yes"))
-    assert sentence(["a"] * 6) == "task t: label: all rows of train have 'a', a probe needs two labels"
-    assert sentence([3.0] * 6, kind="regression").startswith("task t: label: all rows of train have 3.0, ")
-    assert sentence([0.5, 1.0] * 3) == (
-        "task t: label: row 0 of FILE has 0.5, expected an integer or a name, or kind regression"
-    )
-    assert sentence([1, "a", 2, "b", 3, "c"], ".jsonl") == (
-        "task t: label: column 'label' mixes numbers and names: use one"
-    )
-    assert sentence(["a", "b"] * 3, kind="regression").startswith(
-        "task t: label: row 0 of FILE has 'a', a regression needs finite numbers"
-    )
-    assert sentence([[1], [2]] * 3).startswith("task t: label: row 0 of FILE has [1], expected an integer or a name")
+    numbers, classes = {"kind": "regression"}, {"classes": ("no", "yes")}
+    cases = [
+        (["a", "b", None, "a", "b", "b"], ".parquet", {}, missing),
+        (["a", "b", "", "a", "b", "b"], ".csv", {}, missing),
+        ([1, 0, None, 0, 1, 1], ".csv", {}, missing),
+        ([1.0, 0.0, float("nan"), 0.0, 1.0, 1.0], ".parquet", numbers, missing),
+        (
+            [0, 1, 5, 1, 0, 1],
+            ".parquet",
+            classes,
+            "task t: classes: row 2 of FILE has the label 5, expected one of no, yes or a number from 0 to 1",
+        ),
+        ([0, 1, 1, -1, 0, 1], ".parquet", classes, "row 3 of FILE has the label -1, "),
+        (["no", "maybe"] * 3, ".parquet", classes, "row 1 of FILE has the label 'maybe', "),
+        (["a"] * 6, ".parquet", {}, "task t: label: all rows of train have 'a', a probe needs two labels"),
+        ([3.0] * 6, ".parquet", numbers, "task t: label: all rows of train have 3.0, "),
+        ([0.5, 1.0] * 3, ".parquet", {}, "row 0 of FILE has 0.5, expected an integer or a name, or kind regression"),
+        ([1, "a", 2, "b", 3, "c"], ".jsonl", {}, "column 'label' mixes numbers and names: use one"),
+        (["a", "b"] * 3, ".parquet", numbers, "row 0 of FILE has 'a', a regression needs finite numbers"),
+        ([[1], [2]] * 3, ".parquet", {}, "task t: label: row 0 of FILE has [1], expected an integer or a name"),
+    ]
+    for labels, suffix, options, sentence in cases:
+        rows = {"text": [f"text {row}" for row in range(6)], "label": labels}
+        source = write(tmp_path / f"all{suffix}", rows)
+        assert sentence in refusal(ProbeTask("t", source, test=None, **options)).replace(source, "FILE")
 
 
-def test_files_splits_and_columns_that_are_missing_or_damaged_are_one_sentence(tmp_path, monkeypatch):
+def test_files_splits_columns_and_rows_that_are_missing_or_damaged_are_one_sentence(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_splits(tmp_path / "set", train=made_rows(20), test=made_rows(20, seed=1))
-    one = write(tmp_path / "one.csv", made_rows(20))
-
-    def sentence(source: str, **options) -> str:
-        return refusal(ProbeTask("t", source, **options))
-
-    assert sentence("set", validation="dev").startswith(
-        "task t: source: expected one file dev.parquet|.csv|.jsonl in set, it has test.parquet, train.parquet"
-    )
-    assert sentence("./none.csv", test=None) == (
-        "task t: source: expected the split 'train' in none.csv, there is no such file"
-    )
-    assert "expected the split 'train' in data/x_train.csv, there is no" in sentence("data/x_{split}.csv")
-    assert sentence("./none_{split}.txt") == (
-        "task t: source: expected a .parquet, .csv, .jsonl file, got none_train.txt"
-    )
-    assert sentence(one) == f"task t: test: {one} is one file without splits: set test to null to cut off a share"
-    assert sentence("set", label="lable") == (
-        "task t: label: set/train.parquet has no column 'lable': it has text, label"
-    )
-    assert sentence("set", text="txt").startswith("task t: text: set/train.parquet has no column 'txt'")
-    assert sentence("set", where={"x": 1}).startswith("task t: where: set/train.parquet has no column 'x'")
-    write(tmp_path / "set" / "train.csv", made_rows(20))
-    assert sentence("set").endswith("train.parquet|.csv|.jsonl in set, it has test.parquet, train.csv, train.parquet")
-    pq.write_table(pa.table([pa.array(["a"])] * 3, names=["text", "label", "label"]), tmp_path / "twice.parquet")
-    assert "label: twice.parquet has several columns 'label'" in sentence("twice.parquet", test=None)
-    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
-    assert "broken.parquet is no parquet file, or only a part of one (" in sentence("broken.parquet", test=None)
-    (tmp_path / "broken.jsonl").write_text('{"text": "a", "label": 1}\n{"text": ')
-    assert "broken.jsonl, line 2: expected a JSON object (" in sentence("broken.jsonl", test=None)
-    (tmp_path / "list.jsonl").write_text("[1]\n")
-    assert "list.jsonl, line 1: expected a JSON object (" in sentence("list.jsonl", test=None)
-    (tmp_path / "broken.csv").write_bytes(b"text,label\na\xff,1\n")
-    assert "broken.csv cannot be read as UTF-8 csv with a head line (" in sentence("broken.csv", test=None)
+    write_splits(tmp_path / "same", train=made_rows(20), test=made_rows(20))
+    write_splits(tmp_path / "two", train=made_rows(20), test=made_rows(20, seed=1))
+    write(tmp_path / "two" / "train.csv", made_rows(20))
+    write(tmp_path / "one.csv", made_rows(20))
+    write(tmp_path / "few.csv", {"text": ["a", "b"], "label": [0, 1]})
+    write(tmp_path / "year.jsonl", made_rows(20) | {"year": [2000, 2001] * 10, "choices": [["yes", "no"]] * 20})
     write(tmp_path / "numbers.parquet", {"text": [1, 2], "label": [0, 1]})
-    assert sentence("numbers.parquet", test=None) == (
-        "task t: text: row 0 of numbers.parquet does not fit 'text' (expected text, found int)"
-    )
     write(tmp_path / "none.parquet", {"text": pa.array([], pa.string()), "label": pa.array([], pa.int64())})
-    assert sentence("none.parquet", test=None) == "task t: source: no row of none.parquet is left"
-
-
-def test_parts_that_would_be_empty_are_refused(tmp_path):
-    rows = made_rows(20)
-    folder = write_splits(tmp_path, train=rows, test=rows)
-    assert refusal(ProbeTask("t", folder)) == "task t: train: all its texts are in test, too"
-    few = write(tmp_path / "few.csv", {"text": ["a", "b"], "label": [0, 1]})
-    assert refusal(ProbeTask("t", few, test=None)) == (
-        "task t: validation_share: cannot cut 0.2 off 1 rows, equal texts together"
-    )
+    pq.write_table(pa.table([pa.array(["a"])] * 3, names=["text", "label", "label"]), tmp_path / "twice.parquet")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
+    (tmp_path / "broken.jsonl").write_text('{"text": "a", "label": 1}\n{"text": ')
+    (tmp_path / "list.jsonl").write_text("[1]\n")
+    (tmp_path / "broken.csv").write_bytes(b"text,label\na\xff,1\n")
+    one: dict[str, Any] = {"test": None}
+    held = "train.parquet|.csv|.jsonl in two, it has test.parquet, train.csv, train.parquet"
+    cases = [
+        ("set", {"validation": "dev"}, "source: expected one file dev.parquet|.csv|.jsonl in set, it has test.parquet"),
+        ("two", {}, held),
+        ("./none.csv", one, "source: expected the split 'train' in none.csv, there is no such file"),
+        ("data/x_{split}.csv", {}, "expected the split 'train' in data/x_train.csv, there is no"),
+        ("./none_{split}.txt", {}, "source: expected a .parquet, .csv, .jsonl file, got none_train.txt"),
+        ("one.csv", {}, "test: one.csv is one file without splits: set test to null to cut off a share"),
+        ("set", {"label": "lable"}, "label: set/train.parquet has no column 'lable': it has text, label"),
+        ("set", {"text": "txt"}, "text: set/train.parquet has no column 'txt'"),
+        ("set", {"where": {"x": 1}}, "where: set/train.parquet has no column 'x'"),
+        ("twice.parquet", one, "label: twice.parquet has several columns 'label'"),
+        ("broken.parquet", one, "broken.parquet is no parquet file, or only a part of one ("),
+        ("broken.jsonl", one, "broken.jsonl, line 2: expected a JSON object ("),
+        ("list.jsonl", one, "list.jsonl, line 1: expected a JSON object ("),
+        ("broken.csv", one, "broken.csv cannot be read as UTF-8 csv with a head line ("),
+        ("numbers.parquet", one, "row 0 of numbers.parquet does not fit 'text' (expected text, found int)"),
+        ("none.parquet", one, "source: no row of none.parquet is left"),
+        ("year.jsonl", one | {"text": "{text} {answer}"}, "year.jsonl has no column 'answer': it has text, label, "),
+        ("year.jsonl", one | {"text": "{choices[2]}"}, "does not fit '{choices[2]}' (list index out of range)"),
+        ("year.jsonl", one | {"text": "{text.__class__}"}, "text: expected {column} or {column[0]} in '{text._"),
+        (
+            "year.jsonl",
+            one | {"where": {"year": "2001"}},
+            "where: year.jsonl has no '2001' in column 'year': it holds 2000, 2001",
+        ),
+        ("few.csv", one | {"where": {"text": "a", "label": 1}}, "where: no row of few.csv is left"),
+        ("few.csv", one, "validation_share: cannot cut 0.2 off 1 rows, equal texts together"),
+        ("same", {}, "train: all its texts are in test, too"),
+    ]
+    for source, options, sentence in cases:
+        found = refusal(ProbeTask("t", source, **options))
+        assert found.startswith("task t: ")
+        assert sentence in found
 
 
 def test_a_folder_that_is_none_or_a_task_without_a_copy_is_refused(tmp_path):
-    assert refusal(TASKS["sst2"], tmp_path).startswith(
-        f"folder: expected a file tasks.yaml in {tmp_path}, there is none"
-    )
+    assert refusal(TASKS["sst2"], tmp_path / "no") == f"folder: expected a folder of data, {tmp_path / 'no'} is none"
     with_mapping(tmp_path)
     assert refusal(TASKS["trec"], tmp_path).startswith(f"folder: {tmp_path}/tasks.yaml has no probe 'trec', it has ")
-    assert refusal(TASKS["sst2"], tmp_path / "no") == f"folder: expected a folder of data, {tmp_path / 'no'} is none"
     assert refusal(TASKS["sst2"], tmp_path) == (
         f"task sst2: source: expected the split 'train' in {tmp_path}/glue/sst2_train.parquet, there is no such file"
     )
@@ -630,30 +589,6 @@ def test_the_page_of_tasks_lists_the_catalogue():
         assert TASKS[name].classes is None or len(TASKS[name].classes or ()) == int(num_classes)
 
 
-def test_an_unknown_task_is_refused_with_the_nearest_names():
-    with pytest.raises(InputError, match=r"^task: there is no 'bankin77'; did you mean banking77\?; or give a P"):
-        find_task("bankin77")
-    with pytest.raises(InputError, match=r"expected one such as banking77, ag_news, .*; or give a ProbeTask"):
-        find_task("xyz")
-
-
-def test_a_recipe_can_spell_out_a_task(tmp_path):
-    import jsonargparse
-
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_argument("--task", type=str | ProbeTask)
-    source = write(tmp_path / "all.csv", made_rows(100))
-    options = {"name": "mine", "source": source, "test": None, "where": {"label": ["art", "world"]}}
-    recipe = {
-        "class_path": "lit_layers.tasks.probe_task.ProbeTask",
-        "init_args": options | {"classes": ["world", "art"]},
-    }
-    built = parser.instantiate(parser.parse_object({"task": recipe})).task
-    assert built == ProbeTask("mine", source, test=None, where=options["where"], classes=("world", "art"))
-    assert built.load().classes == ("world", "art")
-    assert parser.instantiate(parser.parse_object({"task": "banking77"})).task == "banking77"
-
-
 # --- real data --------------------------------------------------------------------------------------------------------
 
 # Rows of (train, validation, test) as the sets' own pages count them, and the number of classes; None: a regression.
@@ -670,6 +605,7 @@ PUBLISHED = {
     "tweeteval_irony": (2_862, 955, 784, 2),
 }
 LARGE = ("tweet_sentiment_extraction", "sst2", "emotion", "imdb", "twenty_newsgroups", "ag_news")
+SMALL = tuple(name for name in PUBLISHED if name not in LARGE)
 
 
 @pytest.fixture
@@ -684,9 +620,7 @@ def loaded(realdata):
 
 def check_parts(data: TaskData) -> None:
     """No text on two sides, every class everywhere."""
-    parts = [{plain(text) for text in part.texts} for part in (data.train, data.validation, data.test)]
-    assert not parts[0] & parts[1] | parts[0] & parts[2] | parts[1] & parts[2]
-    assert all(all(part) for part in parts)
+    assert all(all(part) for part in parts_of(data))
     assert data.num_unseen_test_rows == 0
     if data.classes is not None:
         for part in (data.train, data.validation, data.test):
@@ -694,31 +628,32 @@ def check_parts(data: TaskData) -> None:
 
 
 @pytest.mark.realdata
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.soak) if name in LARGE else name for name in PUBLISHED]
-)
-def test_a_published_set_is_read_whole_but_for_texts_of_its_test(name, loaded, realdata):
-    data, (num_train, num_validation, num_test, num_classes) = loaded(name), PUBLISHED[name]
-    task = TASKS[name]
+@pytest.mark.parametrize("names", [SMALL, pytest.param(LARGE, marks=pytest.mark.soak)], ids=["small", "large"])
+def test_a_published_set_is_read_whole_but_for_texts_of_its_test(names, loaded, realdata):
+    for name in names:
+        check_published(name, loaded(name), realdata)
+
+
+def check_published(name: str, data: TaskData, realdata: Path) -> None:
+    (num_train, num_validation, num_test, num_classes), task = PUBLISHED[name], TASKS[name]
     files = {part: str(realdata / str(copies("probe")[name].files)).replace("{split}", str(split)) for part, split in (
         ("train", task.train), ("validation", task.validation), ("test", task.test)) if split}  # fmt: skip
     texts = {part: pq.read_table(file)[task.text].to_pylist() for part, file in files.items()}
-    assert (len(texts["train"]), len(texts["test"])) == (num_train, num_test)
+    assert (len(texts["train"]), len(texts["test"])) == (num_train, num_test), name
     full = {part: [key for text in rows if (key := plain(text))] for part, rows in texts.items()}
     test, validation = set(full["test"]), set(full.get("validation", ()))
-    assert data.num_duplicates == sum(key in test for part in full if part != "test" for key in full[part])
-    assert data.num_validation_duplicates == sum(key in validation - test for key in full["train"])
-    assert data.num_empty == sum(map(len, texts.values())) - sum(map(len, full.values()))
+    assert data.num_duplicates == sum(key in test for part in full if part != "test" for key in full[part]), name
+    assert data.num_validation_duplicates == sum(key in validation - test for key in full["train"]), name
+    assert data.num_empty == sum(map(len, texts.values())) - sum(map(len, full.values())), name
     kept = len(data.train) + len(data.validation) + len(data.test)
     left_out = data.num_duplicates + data.num_validation_duplicates + data.num_empty
-    assert kept + left_out == num_train + num_validation + num_test
-    assert len(data.test) == len(full["test"])
-    assert data.classes is not None
-    assert len(data.classes) == num_classes
+    assert kept + left_out == num_train + num_validation + num_test, name
+    assert len(data.test) == len(full["test"]), name
+    assert len(data.classes or ()) == num_classes, name
     if not num_validation:
         share = torch.bincount(data.validation.targets) / torch.bincount(data.train_and_validation().targets)
-        assert len(data.validation) == round(0.2 * len(data.train_and_validation()))
-        assert (share - 0.2).abs().max() < 0.04
+        assert len(data.validation) == round(0.2 * len(data.train_and_validation())), name
+        assert (share - 0.2).abs().max() < 0.04, name
     check_parts(data)
 
 
@@ -758,11 +693,3 @@ def test_mmlu_humanities_asks_the_questions_of_the_thirteen_subjects(loaded, rea
     assert [rows[number]["label"] for number in data.test.rows] == data.test.targets.tolist()
     assert data.classes == ("A", "B", "C", "D")
     check_parts(data)
-
-
-def test_cells_of_a_csv_stand_in_a_text_as_they_are_written(tmp_path):
-    rows = "".join(f"{number:03},0.50,{'ab'[number % 2]}\n" for number in range(40))
-    (tmp_path / "all.csv").write_text("q,costs,label\n" + rows)
-    data = ProbeTask("t", str(tmp_path / "all.csv"), text="{q} costs {costs}", test=None).load()
-    texts = {text for part in (data.train, data.validation, data.test) for text in part.texts}
-    assert texts == {f"{number:03} costs 0.50" for number in range(40)}

@@ -16,17 +16,17 @@ def test_the_error_of_a_mean():
     assert mean_and_error(SCORE, [[1.0]]) == (1.0, None)
 
 
-@pytest.mark.parametrize("right", [0, 3, 10, 20])
-def test_the_interval_of_a_share_is_wilsons_also_where_all_rows_are_alike(right):
-    rows = [1.0] * right + [0.0] * (20 - right)
-    wilson = stats.binomtest(right, 20).proportion_ci(method="wilson")
-    ends = {"low": pytest.approx(wilson.low, abs=1e-9), "high": pytest.approx(wilson.high, abs=1e-9)}
-    assert interval(SCORE, *mean_and_error(SCORE, [rows]), 20) == ends
+def test_the_interval_of_a_share_is_wilsons_also_where_all_rows_are_alike():
+    for right in (0, 3, 20):
+        rows = [1.0] * right + [0.0] * (20 - right)
+        wilson = stats.binomtest(right, 20).proportion_ci(method="wilson")
+        ends = {"low": pytest.approx(wilson.low, abs=1e-9), "high": pytest.approx(wilson.high, abs=1e-9)}
+        assert interval(SCORE, *mean_and_error(SCORE, [rows]), 20) == ends
+        halves = [rows, rows[::-1]]  # two orders of blocks: a row counts with its mean
+        several = interval(SCORE, *mean_and_error(SCORE, halves), 20)
+        assert several["high"] - several["low"] <= wilson.high - wilson.low + 1e-9
     assert interval(SCORE, 0.5, None, 1) == {}
     assert interval("variant_loss", 0.5, 0.1, 20) == pytest.approx({"low": 0.304, "high": 0.696})
-    halves = [rows, rows[::-1]]  # two orders of blocks: a row counts with its mean
-    several = interval(SCORE, *mean_and_error(SCORE, halves), 20)
-    assert several["high"] - several["low"] <= wilson.high - wilson.low + 1e-9
 
 
 def test_the_interval_of_a_perplexity_is_symmetric_on_the_log_scale():

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,41 +65,27 @@ def gpt2(tmp_path_factory) -> Path:
     return write_encoder(folder, pooling={"pooling_mode": "lasttoken"}, normalize=False)
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
+def test_the_files_of_a_model_say_how_it_encodes(tmp_path):
+    assert encoder_in(tmp_path) is None, "a model without modules says nothing"
+    lower = {"max_seq_length": 9, "do_lower_case": True}
+    dot = {"prompts": {"query": "q: ", "document": ""}, "similarity_fn_name": "dot"}
+    cls = SentenceEncoder("cls", normalizes=True)
+    cases: list[tuple[dict[str, Any], SentenceEncoder]] = [
         ({"pooling": {"pooling_mode_mean_tokens": True}}, SentenceEncoder("mean", normalizes=True)),
         ({"pooling": {}, "normalize": False}, SentenceEncoder("mean")),
-        ({"pooling": {"pooling_mode": "cls", "pooling_mode_mean_tokens": True}}, SentenceEncoder("cls", True)),
+        ({"pooling": {"pooling_mode": "cls", "pooling_mode_mean_tokens": True}}, cls),
         ({"pooling": {"pooling_mode": ["lasttoken"]}}, SentenceEncoder("last", True)),
         ({"pooling": {"pooling_mode_lasttoken": True}}, SentenceEncoder("last", True)),
+        ({"tokenizer_config": {"model_max_length": 11}}, replace(cls, max_tokens=11)),
         (
-            {"sentence_bert_config": {"max_seq_length": 9, "do_lower_case": True}},
-            SentenceEncoder("cls", True, max_tokens=9, lowercases=True),
+            {"sentence_bert_config": lower, "tokenizer_config": {"model_max_length": 11}},
+            replace(cls, max_tokens=9, lowercases=True),
         ),
-        ({"tokenizer_config": {"model_max_length": 11}}, SentenceEncoder("cls", True, max_tokens=11)),
-        (
-            {"sentence_bert_config": {"max_seq_length": 9}, "tokenizer_config": {"model_max_length": 11}},
-            SentenceEncoder("cls", True, max_tokens=9),
-        ),
-        ({"tokenizer_config": {"model_max_length": int(1e30)}}, SentenceEncoder("cls", True)),
-        (
-            {
-                "config_sentence_transformers": {
-                    "prompts": {"query": "q: ", "document": ""},
-                    "similarity_fn_name": "dot",
-                }
-            },
-            SentenceEncoder("cls", True, similarity="dot", prompts=(("query", "q: "),)),
-        ),
-    ],
-)
-def test_the_files_of_a_model_say_how_it_encodes(tmp_path, files, expected):
-    assert encoder_in(write_encoder(tmp_path, **files)) == expected
-
-
-def test_a_model_without_modules_says_nothing(tmp_path):
-    assert encoder_in(tmp_path) is None
+        ({"tokenizer_config": {"model_max_length": int(1e30)}}, cls),
+        ({"config_sentence_transformers": dot}, replace(cls, similarity="dot", prompts=(("query", "q: "),))),
+    ]
+    for number, (files, expected) in enumerate(cases):
+        assert encoder_in(write_encoder(tmp_path / str(number), **files)) == expected, files
 
 
 def test_without_the_hub_a_file_that_is_not_in_the_cache_is_taken_as_not_there(tmp_path, monkeypatch):
@@ -122,53 +109,34 @@ NORMALIZE = {"type": OF + "Normalize", "path": "2_Normalize"}
 FIRST = [{"type": OF + "Transformer", "path": ""}, {"type": OF + "Pooling", "path": "1_Pooling"}]
 
 
-@pytest.mark.parametrize(
-    ("files", "sentence"),
-    [
+def test_what_it_cannot_do_is_refused_in_a_sentence(tmp_path):
+    of = "sentence_transformers.models."
+    cases: list[tuple[dict[str, Any], str]] = [
         (
             {"modules": [*FIRST, {"type": OF + "Dense", "path": "2_Dense"}]},
             "modules.json: expected sentence_transformers' Transformer, Pooling, and perhaps Normalize, got "
-            "sentence_transformers.models.Transformer, sentence_transformers.models.Pooling, "
-            "sentence_transformers.models.Dense: with --modules none",
+            f"{of}Transformer, {of}Pooling, {of}Dense: with --modules none",
         ),
-        (
-            {"modules": [{"type": "custom_st.Transformer", "path": ""}, FIRST[1]]},
-            "got custom_st.Transformer, sentence_",
-        ),
+        ({"modules": [{"type": "custom_st.Transformer", "path": ""}, FIRST[1]]}, "got custom_st.Transformer, sentence"),
         ({"modules": []}, "Pooling, and perhaps Normalize, got nothing"),
-        ({"modules": [FIRST[1]]}, "and perhaps Normalize, got sentence_transformers.models.Pooling: with"),
-        ({"modules": [*FIRST, NORMALIZE, NORMALIZE]}, "sentence_transformers.models.Normalize, sentence_transformers"),
+        ({"modules": [FIRST[1]]}, f"and perhaps Normalize, got {of}Pooling: with"),
+        ({"modules": [*FIRST, NORMALIZE, NORMALIZE]}, f"{of}Normalize, sentence_transformers"),
         ({"modules": [FIRST[0], {**FIRST[1], "path": "7"}]}, "modules.json names 7/config.json, which is not there"),
-        (
-            {"modules": {"0": 1}},
-            "modules.json: Input should be a valid array, got {'0': 1}; download or",
-        ),
+        ({"modules": {"0": 1}}, "modules.json: Input should be a valid array, got {'0': 1}; download or"),
         ({"modules": [{"path": ""}]}, "modules.json: 0.type: Field required"),
-        (
-            {"pooling": {"pooling_mode_max_tokens": True}},
-            "one of mean, cls, lasttoken, got pooling_mode_max_tokens",
-        ),
+        ({"pooling": {"pooling_mode_max_tokens": True}}, "one of mean, cls, lasttoken, got pooling_mode_max_tokens"),
         ({"pooling": {"pooling_mode": ["cls", "mean"]}}, "lasttoken, got cls and mean"),
         ({"pooling": {"pooling_mode": ""}}, "lasttoken, got nothing"),
-        ({"pooling": {"pooling_mode_median_tokens": True}}, "lasttoken, got pooling_mode_median_tokens"),
-        (
-            {"config_sentence_transformers": {"similarity_fn_name": "manhattan"}},
-            "expected cosine or dot, got manh",
-        ),
-    ],
-)
-def test_what_it_cannot_do_is_refused_in_a_sentence(tmp_path, files, sentence):
-    with pytest.raises(InputError) as refusal:
-        encoder_in(write_encoder(tmp_path, **files))
-    assert sentence in str(refusal.value)
-    assert "with --modules none pooled states are taken as they are" in str(refusal.value)
-
-
-def test_a_damaged_file_is_refused(tmp_path):
-    write_encoder(tmp_path)
-    (tmp_path / "modules.json").write_text("[{")
+        ({"config_sentence_transformers": {"similarity_fn_name": "manhattan"}}, "expected cosine or dot, got manh"),
+    ]
+    for number, (files, sentence) in enumerate(cases):
+        with pytest.raises(InputError) as refusal:
+            encoder_in(write_encoder(tmp_path / str(number), **files))
+        assert sentence in str(refusal.value)
+        assert "with --modules none pooled states are taken as they are" in str(refusal.value)
+    (tmp_path / "0" / "modules.json").write_text("[{")
     with pytest.raises(InputError, match=r"modules.json: not valid JSON \(.*\); download or save the model again"):
-        encoder_in(tmp_path)
+        encoder_in(tmp_path / "0")
 
 
 @functools.cache
@@ -202,12 +170,12 @@ def vectors(folder: Path, root: Path, layer: int, *, meta: Any = Meta, modules: 
     return encoder.encode([{"text": TEXTS}], task_metadata=meta, **asked)
 
 
-@pytest.mark.parametrize(("modules", "layer"), [("last", 3), ("last", 1), ("all", 1)])
-def test_vectors_are_pooled_and_normalised_as_the_model_says(bert, tmp_path, modules, layer):
-    states = [states_of(bert, text, 8)[layer] for text in TEXTS]
-    follows = modules == "all" or layer == 3
-    expected = np.stack([each[0] / np.linalg.norm(each[0]) if follows else each.mean(0) for each in states])
-    np.testing.assert_allclose(vectors(bert, tmp_path, layer, modules=modules), expected, rtol=1e-4, atol=1e-5)
+def test_vectors_are_pooled_and_normalised_as_the_model_says(bert, tmp_path):
+    for modules, layer in (("last", 3), ("last", 1), ("all", 1)):
+        states = [states_of(bert, text, 8)[layer] for text in TEXTS]
+        follows = modules == "all" or layer == 3
+        expected = np.stack([each[0] / np.linalg.norm(each[0]) if follows else each.mean(0) for each in states])
+        np.testing.assert_allclose(vectors(bert, tmp_path, layer, modules=modules), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_last_layer_is_taken_after_the_final_norm_and_others_as_the_block_leaves_them(gpt2, tmp_path):
