@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_layers.data.preparing import TokenShards, prepare, prepared
+from lit_layers.data.preparing import TokenShards, prepare
 
 WORDS = ["layer", "state", "block", "the", "of", "a", "to", "norm", "depth", "token", "model", "rises", "falls", "with"]
 WORDS += ["each", "step", "and", "then", "ünder", "層"]
@@ -33,9 +33,3 @@ def jsonl(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(jsonl: Path, tmp_path_factory: pytest.TempPathFactory) -> TokenShards:
     """Shards of the small corpus; not to be written to."""
     return prepare(str(jsonl), "bpe:300", tmp_path_factory.mktemp("made") / "shards", validation=0.2)
-
-
-@pytest.fixture(scope="session")
-def python_shards(shared_cache: Path) -> TokenShards:
-    """The embedded corpus, in the cache that every test of the session uses."""
-    return prepared("python", "bpe:2048", cache=shared_cache)

@@ -1,8 +1,10 @@
 """Prompts of six benchmarks: in turn, the same rows for every model, in the tokens of its own tokenizer."""
 
 import collections
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -34,16 +36,15 @@ def test_the_prompts_come_from_the_six_in_turn_and_no_row_twice(folder):
     assert len(set(texts)) == 48  # all rows of all files
 
 
-@pytest.mark.parametrize("number", [1, 4, 6, 13])
-def test_a_smaller_set_is_the_beginning_of_a_larger_one(folder, number):
-    larger = BenchmarkPrompts("unused", folder=str(folder), num_prompts=40).texts()
-    assert BenchmarkPrompts("unused", folder=str(folder), num_prompts=number).texts() == larger[:number]
+def test_a_smaller_set_is_the_beginning_of_a_larger_one_and_the_seed_and_benchmark_decide_which_rows(folder):
+    def texts(num_prompts: int, seed: int = 0) -> list[str]:
+        return BenchmarkPrompts("unused", folder=str(folder), num_prompts=num_prompts, seed=seed).texts()
 
-
-def test_the_seed_and_the_benchmark_decide_which_rows_are_drawn(folder):
-    one, other = (BenchmarkPrompts("unused", folder=str(folder), num_prompts=24, seed=seed).texts() for seed in (0, 1))
-    assert one != other
-    rows = [[text.split()[4] for text in one[place::6]] for place in range(6)]
+    larger = texts(40)
+    for number in (1, 4, 6, 13):
+        assert texts(number) == larger[:number]
+    assert texts(40, seed=1) != larger
+    rows = [[text.split()[4] for text in larger[place::6]] for place in range(6)]
     assert len({tuple(row) for row in rows}) > 1, "all benchmarks draw the same rows"
 
 
@@ -84,10 +85,9 @@ def test_the_special_tokens_of_the_tokenizer_are_there(folder, tokenizer, tmp_pa
     assert plain.content_hash() != other.content_hash()
 
 
-def test_a_longer_prompt_loses_its_end_and_is_counted(folder, tokenizer):
+def test_a_longer_prompt_loses_its_end(folder, tokenizer):
     whole = BenchmarkPrompts(tokenizer, folder=str(folder), num_prompts=48)
-    lengths = [batch["input_ids"].shape[1] for batch in whole]
-    limit = sorted(lengths)[24]
+    limit = sorted(batch["input_ids"].shape[1] for batch in whole)[24]
     cut = BenchmarkPrompts(tokenizer, folder=str(folder), num_prompts=48, max_tokens=limit)
     for long, short in zip(whole, cut, strict=True):
         assert torch.equal(short["input_ids"], long["input_ids"][:, :limit])
@@ -113,40 +113,18 @@ def test_blank_rows_are_left_out(tmp_path, tokenizer):
         BenchmarkPrompts(tokenizer, folder=str(tmp_path / "more"), num_prompts=16).texts()
 
 
-def test_a_folder_a_file_or_a_column_that_is_missing_is_one_sentence(tmp_path, tokenizer):
-    def refusal(folder: Path) -> str:
-        with pytest.raises(InputError) as refused:
-            len(list(BenchmarkPrompts(tokenizer, folder=str(folder), num_prompts=6)))
-        return str(refused.value)
-
-    assert refusal(tmp_path / "no").startswith("folder: expected a folder of data, ")
+def test_a_column_that_is_missing_and_options_out_of_range_are_one_sentence(tmp_path, tokenizer):
     for number, (file, column) in enumerate(COLUMNS.items()):
         folder = write_benchmarks(tmp_path / str(number))
         path = folder / "benchmarks" / f"{file}.parquet"
         pq.write_table(pa.table({"words": ["a"]}), path)
-        assert refusal(folder) == f"task {NAMES[number]}: text: {path} has no column {column!r}: it has words"
-    folder = write_benchmarks(tmp_path / "damaged")
-    (folder / "benchmarks" / "gsm8k_test.parquet").write_bytes(b"PAR1 and no more")
-    assert "gsm8k_test.parquet is no parquet file, or only a part of one (" in refusal(folder)
-    folder = write_benchmarks(tmp_path / "less")
-    (folder / "benchmarks" / "arc_challenge_test.parquet").unlink()
-    assert refusal(folder) == (
-        f"task arc: source: expected the split 'test' in {folder}/benchmarks/arc_challenge_test.parquet, "
-        "there is no such file"
-    )
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"num_prompts": 0}, "num_prompts: expected at least 1, got 0"),
-        ({"max_tokens": 0}, "max_tokens: expected at least 1, got 0"),
-        ({"batch_size": -1}, "batch_size: expected at least 1, got -1"),
-    ],
-)
-def test_options_out_of_range_are_refused_at_once(options, sentence):
-    with pytest.raises(InputError, match=sentence):
-        BenchmarkPrompts("unused", **options)
+        sentence = f"task {NAMES[number]}: text: {path} has no column {column!r}: it has words"
+        with pytest.raises(InputError, match=re.escape(sentence)):
+            list(BenchmarkPrompts(tokenizer, folder=str(folder), num_prompts=6))
+    none: Any = 0
+    for option in ("num_prompts", "max_tokens", "batch_size"):
+        with pytest.raises(InputError, match=f"{option}: expected at least 1, got 0"):
+            BenchmarkPrompts("unused", **{option: none})
 
 
 def test_without_a_folder_the_data_sets_of_the_hub_are_asked_for(monkeypatch, tokenizer):
@@ -171,19 +149,6 @@ def test_without_a_folder_the_data_sets_of_the_hub_are_asked_for(monkeypatch, to
         ("truthfulqa/truthful_qa", "generation", "validation"),
         ("allenai/winogrande", "winogrande_xl", "validation"),
     ]
-    prompt_texts._texts.cache_clear()
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_dict({"words": ["a"]}))
-    with pytest.raises(InputError, match=r"the test split of allenai/ai2_arc:ARC-Challenge has no column 'que"):
-        BenchmarkPrompts(tokenizer, num_prompts=6).texts()
-
-    def refuse(*_, **__):
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(
-        InputError, match=r"^task arc: .* 'allenai/ai2_arc:ARC-Challenge' is no local file and cannot be had "
-    ):
-        BenchmarkPrompts(tokenizer, num_prompts=6).texts()
 
 
 @pytest.mark.realdata

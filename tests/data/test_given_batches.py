@@ -22,9 +22,8 @@ def joined(batches, name="input_ids"):
     return torch.cat([batch[name] for batch in batches])
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
+def test_token_ids_of_any_form_are_the_same_texts():
+    cases = [
         list(IDS.split(8)),
         [(ids,) for ids in IDS.split(8)],
         [{"input_ids": ids, "idx": [1]} for ids in IDS.split(8)],
@@ -35,14 +34,15 @@ def joined(batches, name="input_ids"):
         DataLoader([{"input_ids": ids} for ids in IDS], batch_size=7),
         datasets.Dataset.from_dict({"input_ids": IDS.tolist(), "idx": LABELS.tolist()}),
         datasets.Dataset.from_dict({"input_ids": IDS.tolist()}).with_format("torch"),
-    ],
-    ids=lambda given: type(given).__name__,
-)
-def test_token_ids_of_any_form_are_the_same_texts(given):
-    batches = as_batches(given)
-    assert torch.equal(joined(batches), IDS)
-    assert joined(batches, "attention_mask").all()
-    assert batches.content_hash() == as_batches(list(batches)).content_hash()
+    ]
+    for number, given in enumerate(cases):
+        batches = as_batches(given)
+        assert torch.equal(joined(batches), IDS), number
+        assert joined(batches, "attention_mask").all(), number
+        assert batches.content_hash() == as_batches(list(batches)).content_hash(), number
+    other = IDS.clone()
+    other[3, 4] += 1
+    assert GivenBatches([IDS]).content_hash() != GivenBatches([other]).content_hash()
 
 
 def test_pairs_of_images_and_labels_are_images_with_labels():
@@ -64,12 +64,6 @@ def test_a_loader_that_shuffles_gives_the_same_batches_every_time():
     assert torch.equal(joined(batches), joined(batches))
 
 
-def test_other_values_have_another_hash():
-    other = IDS.clone()
-    other[3, 4] += 1
-    assert GivenBatches([IDS]).content_hash() != GivenBatches([other]).content_hash()
-
-
 def test_an_analysis_measures_the_same_on_a_list_as_on_batches():
     from tests.training.test_watching import network
 
@@ -81,9 +75,8 @@ def test_an_analysis_measures_the_same_on_a_list_as_on_batches():
     assert found[1].provenance["data_hash"]
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
+def test_anything_else_and_a_whole_training_set_is_refused_in_a_sentence(monkeypatch):
+    cases = [
         ("text", "got a str"),
         ([], "at least one batch, got none"),
         (["text"], "batch 0 has neither"),
@@ -92,14 +85,10 @@ def test_an_analysis_measures_the_same_on_a_list_as_on_batches():
         ([IMAGES[0]], r"pixel_values of 4 dimensions, got \(3, 8, 8\)"),
         ([{"input_ids": IDS[:, :0]}], r"input_ids of 2 dimensions, got \(20, 0\) in batch 0"),
         ([{"input_ids": IDS, "attention_mask": IDS * 0}], "a row of batch 0 has no 1 in its attention_mask"),
-    ],
-)
-def test_anything_else_is_refused_in_a_sentence(given, said):
-    with pytest.raises(InputError, match=said):
-        list(GivenBatches(given))
-
-
-def test_a_whole_training_set_is_refused_before_it_is_read(monkeypatch):
+    ]
+    for given, said in cases:
+        with pytest.raises(InputError, match=said):
+            list(GivenBatches(given))
     monkeypatch.setattr(batches, "MOST", 19)
     with pytest.raises(InputError, match=r"at most 19 texts or images, got more.*Subset"):
         list(GivenBatches(TensorDataset(IDS)))

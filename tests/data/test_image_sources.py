@@ -110,66 +110,55 @@ def test_folders_of_classes_are_read_in_the_order_of_their_names(tmp_path):
 
 
 def test_equal_images_have_equal_hashes_and_one_pixel_changes_them(tmp_path):
-    images, labels = pixels(), np.arange(9) % 3
-    for number, changed in enumerate(
-        (images, images.copy(), np.where(np.arange(9)[:, None, None, None] == 4, 7, images))
-    ):
-        write_arrays(tmp_path / str(number), (changed.astype(np.uint8), labels), (images, labels))
-    hashes = [image_source(str(tmp_path / str(number))).train.content_hash() for number in range(3)]
+    images = pixels()
+    changed = images.copy()
+    changed[4, 0, 0, 0] ^= 1
+    hashes = []
+    for number, each in enumerate((images, images, changed)):
+        write_parquet(tmp_path / str(number), "train", [encoded(image) for image in each], [0, 1, 2] * 3)
+        hashes.append(image_source(str(tmp_path / str(number))).train.content_hash())
     assert hashes[0] == hashes[1] != hashes[2]
 
 
-def broken_folder(root, change) -> str:
-    write_folders(root)
-    change(root)
-    return str(root)
+def refused(source: ImageSource) -> str:
+    with pytest.raises(InputError) as raised:
+        source.check()
+    return str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (
-            lambda root: (root / "train" / "dog").rename(root / "train" / "emu"),
-            "class 'dog' is not in both train and val",
-        ),
+def test_what_is_wrong_with_a_folder_is_named(tmp_path):
+    cases = [
+        (lambda root: (root / "train" / "dog").rename(root / "train" / "emu"), "class 'dog' is not in both train and"),
         (
             lambda root: [file.unlink() for file in (root / "val" / "dog").iterdir()],
             "no valid file for the classes dog",
         ),
-        (lambda root: (root / "train" / "cat" / "0.png").write_bytes(b"no image"), "cat/0.png is no image that can be"),
         (lambda root: (root / "val").rename(root / "other"), "expected a folder val (or test) beside train"),
-    ],
-)
-def test_what_is_wrong_with_a_folder_is_named(change, sentence, tmp_path):
-    source = image_source(broken_folder(tmp_path / "images", change))
-
-    def read():
-        source.check()
-        source.train.picture(0)
-
-    with pytest.raises(InputError) as raised:
-        read()
-    assert sentence in str(raised.value)
+    ]
+    for number, (change, sentence) in enumerate(cases):
+        write_folders(tmp_path / str(number))
+        change(tmp_path / str(number))
+        assert sentence in refused(image_source(str(tmp_path / str(number))))
+    write_folders(tmp_path / "broken")
+    (tmp_path / "broken" / "train" / "cat" / "0.png").write_bytes(b"no image")
+    with pytest.raises(InputError, match="cat/0.png is no image that can be"):
+        image_source(str(tmp_path / "broken")).train.picture(0)
 
 
-@pytest.mark.parametrize(
-    ("train", "test", "columns", "sentence"),
-    [
+def test_what_is_wrong_with_a_table_is_named(tmp_path):
+    cases = [
         ([0, 1, 2], [0, 1, 1], ("image", "label"), "class '2' is not in both splits"),
         ([0, 2, 2], [0, 2, 2], ("image", "label"), "class '1' is not in both splits"),
         ([0, -1, 2], [0, 1, 2], ("image", "label"), "row 1 of train has -1"),
         ([0, 1, 2], [0, 1, 2], ("photo", "label"), "expected image or img or jpg or png (images)"),
         ([0, 1, 2], [0, 1, 2], ("image", "kind"), "expected label or labels"),
         ([0, 1, None], [0, 1, 2], ("image", "label"), "has the label None"),
-    ],
-)
-def test_what_is_wrong_with_a_table_is_named(train, test, columns, sentence, tmp_path):
+    ]
     images = [encoded(image) for image in pixels(3)]
-    write_parquet(tmp_path / "data", "train", images, train, columns)
-    write_parquet(tmp_path / "data", "test", images, test, columns)
-    with pytest.raises(InputError) as raised:
-        image_source(str(tmp_path / "data")).check()
-    assert sentence in str(raised.value)
+    for number, (train, test, columns, sentence) in enumerate(cases):
+        write_parquet(tmp_path / str(number), "train", images, train, columns)
+        write_parquet(tmp_path / str(number), "test", images, test, columns)
+        assert sentence in refused(image_source(str(tmp_path / str(number))))
 
 
 def test_a_row_that_is_no_image_or_of_another_size_is_named(tmp_path):
@@ -182,13 +171,12 @@ def test_a_row_that_is_no_image_or_of_another_size_is_named(tmp_path):
         _ = image_source(str(tmp_path / "odd")).train
 
 
-@pytest.mark.parametrize("name", ["cifar11", "/nowhere/images", "./nowhere"])
-def test_a_source_that_is_nothing_known_is_refused(name):
-    with pytest.raises(InputError, match="expected digits, cifar10, cifar100, an existing path or ORG/NAME"):
-        image_source(name)
-
-
-def test_a_file_that_is_no_parquet_is_refused_and_a_split_that_is_not_there(tmp_path):
+def test_what_is_no_source_no_parquet_file_or_no_split_is_refused(tmp_path):
+    for name in ("cifar11", "/nowhere/images", "./nowhere"):
+        with pytest.raises(InputError, match="expected digits, cifar10, cifar100, an existing path or ORG/NAME"):
+            image_source(name)
+    with pytest.raises(InputError, match="'nobody/nothing' is no local path and cannot be had from the Hub"):
+        _ = image_source("nobody/nothing").train
     (tmp_path / "train-0.parquet").write_bytes(b"nothing")
     with pytest.raises(InputError, match=r"the parquet files of .* cannot be read \(ArrowInvalid: .*: copy them again"):
         _ = image_source(str(tmp_path)).train
@@ -222,11 +210,6 @@ def test_a_data_set_of_the_hub_gives_its_held_out_split_and_class_names(monkeypa
     assert set(asked) == {("some/images", "fine")}
 
 
-def test_a_data_set_that_cannot_be_had_is_named():
-    with pytest.raises(InputError, match="'nobody/nothing' is no local path and cannot be had from the Hub"):
-        _ = image_source("nobody/nothing").train
-
-
 @pytest.mark.soak
 @pytest.mark.realdata
 def test_cifar_10_is_read_from_the_parquet_files_of_the_hub(realdata):
@@ -239,18 +222,18 @@ def test_cifar_10_is_read_from_the_parquet_files_of_the_hub(realdata):
 EVERY_MODE = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I", "F", "I;16", "LAB")
 
 
-@pytest.mark.parametrize("mode", EVERY_MODE)
-def test_every_kind_of_pixels_is_converted_or_refused_by_name(mode):
+def test_every_kind_of_pixels_is_converted_or_refused_by_name():
     levels = np.array([[0, 255], [85, 170]], dtype=np.uint8)
-    image = Image.new(mode, (2, 2)) if mode in ("LAB", "I;16") else Image.fromarray(levels).convert(mode)
-    raw = io.BytesIO()
-    image.save(raw, "TIFF" if mode in ("CMYK", "F", "LAB", "I") else "PNG")
-    if mode in ("I", "F", "I;16", "LAB"):
-        with pytest.raises(InputError, match=f"x has pixels of the kind {mode}, not of 8 bits in RGB or grey"):
-            decoded(raw.getvalue(), "x")
-        return
-    expected = np.asarray(image.convert("L")) if mode in ("1", "P") else levels
-    assert np.array_equal(np.asarray(decoded(raw.getvalue(), "x")), np.stack([expected] * 3, -1))
+    for mode in EVERY_MODE:
+        image = Image.new(mode, (2, 2)) if mode in ("LAB", "I;16") else Image.fromarray(levels).convert(mode)
+        raw = io.BytesIO()
+        image.save(raw, "TIFF" if mode in ("CMYK", "F", "LAB", "I") else "PNG")
+        if mode in ("I", "F", "I;16", "LAB"):
+            with pytest.raises(InputError, match=f"x has pixels of the kind {mode}, not of 8 bits in RGB or grey"):
+                decoded(raw.getvalue(), "x")
+            continue
+        expected = np.asarray(image.convert("L")) if mode in ("1", "P") else levels
+        assert np.array_equal(np.asarray(decoded(raw.getvalue(), "x")), np.stack([expected] * 3, -1)), mode
 
 
 def test_an_image_is_upright_as_datasets_has_it_and_without_transparency():

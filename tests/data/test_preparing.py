@@ -43,52 +43,46 @@ class Crash(BaseException):
     """Stands for a power cut."""
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [(preparing, "digest"), (tokenization, "save_tokenizer"), (preparing, "write_json"), (Path, "rename")],
-)
-def test_a_run_cut_anywhere_leaves_no_shards_and_the_next_one_gives_the_same_files(
-    made, jsonl, tmp_path, monkeypatch, owner, name
-):
+def test_a_run_cut_anywhere_leaves_no_shards_and_the_next_one_gives_the_same_files(made, jsonl, tmp_path, monkeypatch):
     def cut(*args, **options):
         raise Crash
 
-    out = tmp_path / "cut"
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, cut)
-        patch.setattr(preparing.shutil, "rmtree", lambda *args, **options: None)  # a killed process removes nothing
-        with pytest.raises(Crash):
-            prepare(str(jsonl), "bpe:300", out, validation=0.2)
-    with pytest.raises(InputError, match="holds no token shards"):
-        TokenShards.open(out)
-    prepare(str(jsonl), "bpe:300", out, validation=0.2)
-    assert content(out) == content(made.folder)
-    assert {path.name for path in tmp_path.iterdir()} == {"cut", ".cut.lock"}
+    for owner, name in ((preparing, "digest"), (tokenization, "save_tokenizer"), (Path, "rename")):
+        out = tmp_path / name / "cut"
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, cut)
+            patch.setattr(preparing.shutil, "rmtree", lambda *args, **options: None)  # a killed process removes nothing
+            with pytest.raises(Crash):
+                prepare(str(jsonl), "bpe:300", out, validation=0.2)
+        with pytest.raises(InputError, match="holds no token shards"):
+            TokenShards.open(out)
+        prepare(str(jsonl), "bpe:300", out, validation=0.2)
+        assert content(out) == content(made.folder)
+        assert {path.name for path in out.parent.iterdir()} == {"cut", ".cut.lock"}
 
 
-@pytest.mark.parametrize("num_calls", [1, 2, 5])
-def test_what_is_tokenized_is_not_tokenized_again(made, jsonl, tmp_path, monkeypatch, small_steps, num_calls):
-    out, tokenized, is_cut = tmp_path / "cut", [], True
-
+def test_what_is_tokenized_is_not_tokenized_again(made, jsonl, tmp_path, monkeypatch, small_steps):
     class Encoder:
         def __init__(self, inner) -> None:
             self.inner = inner
 
         def encode_batch_fast(self, texts, **options):
-            if is_cut and len(tokenized) == num_calls:
+            if len(tokenized) == num_calls:
                 raise Crash
             tokenized.append(len(texts))
             return self.inner.encode_batch_fast(texts, **options)
 
     monkeypatch.setattr(preparing, "PART_SECONDS", 0.0)
     monkeypatch.setattr(preparing.copy, "deepcopy", lambda inner: Encoder(inner))
-    with pytest.raises(Crash):
+    for cut in (1, 2):
+        out, tokenized, num_calls = tmp_path / str(cut), [], cut
+        with pytest.raises(Crash):
+            prepare(str(jsonl), "bpe:300", out, validation=0.2)
+        assert not out.exists()
+        num_calls = None
         prepare(str(jsonl), "bpe:300", out, validation=0.2)
-    assert not out.exists()
-    is_cut = False
-    prepare(str(jsonl), "bpe:300", out, validation=0.2)
-    assert content(out) == content(made.folder)
-    assert sum(tokenized) == made.num_documents("train") + made.num_documents("validation")
+        assert content(out) == content(made.folder)
+        assert sum(tokenized) == made.num_documents("train") + made.num_documents("validation")
 
 
 def test_a_corpus_that_changed_since_a_run_was_cut_is_prepared_anew(texts, tmp_path, monkeypatch, small_steps):
@@ -104,7 +98,7 @@ def test_a_corpus_that_changed_since_a_run_was_cut_is_prepared_anew(texts, tmp_p
     assert whole.checksum == prepare(str(path), "bpe:300", tmp_path / "again", validation=0.2).checksum
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_data_loaders_of_a_script_that_prepares_say_nothing(made, jsonl, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -135,6 +129,7 @@ def test_a_fork_of_a_process_that_has_prepared_prepares_alone(jsonl, tmp_path):
     assert run_forked(again, kill_after=120) == 0  # minus the signal if it hangs
 
 
+@pytest.mark.soak
 def test_of_two_processes_for_one_folder_one_works_and_both_get_the_result(made, jsonl, tmp_path):
     code = "import sys; from lit_layers.data import prepare\n"
     code += "print(prepare(sys.argv[1], 'bpe:300', sys.argv[2], validation=0.2).checksum)"
@@ -143,16 +138,6 @@ def test_of_two_processes_for_one_folder_one_works_and_both_get_the_result(made,
     both = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [process.communicate()[0].strip() for process in both] == [made.checksum] * 2
     assert content(tmp_path / "out") == content(made.folder)
-
-
-def test_a_finished_folder_is_opened_and_not_made_again(made, jsonl, monkeypatch):
-    monkeypatch.setattr(preparing, "_written", lambda *args: pytest.fail("prepared again"))
-    assert prepare(str(jsonl), "bpe:300", made.folder, validation=0.2) == made
-
-
-def test_other_settings_for_a_folder_are_refused_by_name(made, jsonl):
-    with pytest.raises(InputError, match=r"holds shards with validation 0.2, and 0.1 was asked for: choose another"):
-        prepare(str(jsonl), "bpe:300", made.folder, validation=0.1)
 
 
 def test_documents_of_validation_are_dropped_from_training_and_counted(texts, tmp_path, made):
@@ -190,32 +175,33 @@ def test_the_corpus_hash_sees_the_text_and_not_the_tokenizer(texts, made, tmp_pa
     assert prepare(str(path), "bpe:290", tmp_path / "other", validation=0.2).corpus_hash != made.corpus_hash
 
 
-def test_an_empty_split_is_refused_and_leaves_the_folder_free(texts, tmp_path, made):
-    path = write_jsonl(tmp_path / "in.jsonl", texts[:1])
-    with pytest.raises(InputError, match=r"the (train|validation) split of .*in.jsonl is empty \(1 documents in all\)"):
-        prepare(str(path), tokenizer_of(made), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_wrong_column_leaves_the_folder_free_for_the_right_one(jsonl, texts, tmp_path, made):
-    with pytest.raises(InputError, match=r"no column 'body'"):
-        prepare(str(jsonl), "bpe:300", tmp_path / "out", column="body", validation=0.2)
-    assert prepare(str(jsonl), "bpe:300", tmp_path / "out", validation=0.2).checksum == made.checksum
-
-
-def test_a_folder_of_something_else_is_left_alone(jsonl, tmp_path):
-    (tmp_path / "thesis.tex").write_text("precious")
-    with pytest.raises(
-        InputError, match=r"is not empty \(it holds thesis.tex\) and no token shards: choose another folder"
-    ):
-        prepare(str(jsonl), "bpe:300", tmp_path)
-    assert (tmp_path / "thesis.tex").read_text() == "precious"
-
-
-def test_a_folder_that_cannot_be_written_is_named(jsonl, tmp_path):
+def test_what_cannot_be_prepared_is_refused_and_leaves_the_folder_as_it_is(jsonl, texts, tmp_path, made):
+    one = write_jsonl(tmp_path / "in.jsonl", texts[:1])
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.tex").write_text("precious")
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"cannot prepare .*file/out .*File exists"):
-        prepare(str(jsonl), "bpe:300", tmp_path / "file" / "out")
+    out, tokenizer = tmp_path / "out", tokenizer_of(made)
+    other = "holds shards with validation 0.2, and 0.1 was asked for: choose another"
+    cases = [
+        (one, tokenizer, out, {}, r"the (train|validation) split of .*in.jsonl is empty \(1 documents in all\)"),
+        (jsonl, "bpe:300", out, {"column": "body"}, "no column 'body'"),
+        (jsonl, "bpe:300", out, {"max_documents": 0}, "max_documents: expected at least 1"),
+        (
+            jsonl,
+            "bpe:300",
+            tmp_path / "thesis",
+            {},
+            r"is not empty \(it holds thesis.tex\) and no token shards: choose",
+        ),
+        (jsonl, "bpe:300", tmp_path / "file" / "out", {}, "cannot prepare .*file/out .*File exists"),
+        (jsonl, "bpe:300", made.folder, {"validation": 0.1}, other),
+    ]
+    for source, name, folder, options, sentence in cases:
+        with pytest.raises(InputError, match=sentence):
+            prepare(str(source), name, folder, **options)
+        assert not out.exists()
+    assert (tmp_path / "thesis" / "thesis.tex").read_text() == "precious"
+    assert prepare(str(jsonl), "bpe:300", out, validation=0.2).checksum == made.checksum, "the folder is free"
 
 
 def test_a_full_disk_is_named(jsonl, made, tmp_path, monkeypatch):
@@ -229,18 +215,13 @@ def test_a_full_disk_is_named(jsonl, made, tmp_path, monkeypatch):
     assert prepare(str(jsonl), "bpe:300", tmp_path / "out", validation=0.2).checksum == made.checksum
 
 
-def test_counts_below_one_are_refused(jsonl, tmp_path):
-    with pytest.raises(InputError, match="max_documents: expected at least 1"):
-        prepare(str(jsonl), "bpe:300", tmp_path, max_documents=0)
-
-
 def test_a_corpus_is_prepared_once_and_then_found(texts, tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "in.jsonl", texts * 3)
     first = prepared(str(path), "bpe:300")
     assert first.folder.is_relative_to(os.environ["LIT_LAYERS_CACHE"])
     with monkeypatch.context() as again:
-        again.setattr(preparing, "prepare", lambda *args, **options: pytest.fail("prepared again"))
-        assert prepared(str(path), "bpe:300") == first
+        again.setattr(preparing, "_written", lambda *args: pytest.fail("prepared again"))
+        assert prepared(str(path), "bpe:300") == prepare(str(path), "bpe:300", first.folder) == first
     assert prepared(str(path), "bpe:299").folder != first.folder
     write_jsonl(path, texts * 4)
     assert prepared(str(path), "bpe:300").folder != first.folder
@@ -254,15 +235,6 @@ def test_a_prepared_folder_serves_as_a_corpus_with_its_own_tokenizer_only(made, 
             InputError, match=r"was made with the tokenizer 'bpe:300', not .* name .*tokenizer, or prepare"
         ):
             prepared(str(made.folder), other)
-
-
-@pytest.mark.soak
-def test_the_embedded_corpus_is_ready_at_once_the_second_time(python_shards, shared_cache, monkeypatch):
-    monkeypatch.setattr(preparing, "prepare", lambda *args, **options: pytest.fail("prepared again"))
-    assert prepared("python", "bpe:2048", cache=shared_cache) == python_shards
-    assert python_shards.vocab_size == 2048
-    assert python_shards.num_tokens("train") > 1e6
-    assert python_shards.num_tokens("validation") > 5e4
 
 
 @pytest.mark.soak

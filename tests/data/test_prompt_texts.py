@@ -1,12 +1,12 @@
 """Texts of an analysis: given, of a task, of a corpus; and as padded batches."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lit_layers.analyses import Representation
 from lit_layers.analyses.base import describe
 from lit_layers.data import (
     CorpusTexts,
@@ -19,11 +19,9 @@ from lit_layers.data import (
     find_task,
     prepare,
 )
-from lit_layers.data.tokenization import load_tokenizer, save_tokenizer, train_bpe
+from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, save_tokenizer, train_bpe
 from lit_layers.errors import InputError
-from lit_layers.models.view import LayeredModel
 from tests.support.labelled_texts import labelled, saved_bert, saved_gpt2, write_banking77
-from tests.support.measured import records_of
 
 TEXTS = [text for text, _ in labelled(12)]
 DEV: Any = "dev"
@@ -38,9 +36,8 @@ def test_given_texts_are_told_by_their_hash_and_not_by_their_words():
     assert texts.content_hash() != GivenTexts(TEXTS[:11]).content_hash() != GivenTexts(TEXTS[1:]).content_hash()
 
 
-@pytest.mark.parametrize(
-    ("make", "sentence"),
-    [
+def test_texts_without_words_without_classes_and_options_out_of_range_are_refused(tmp_path):
+    cases = [
         (lambda: GivenTexts([]), "texts: expected at least one text, got none"),
         (lambda: GivenTexts(["one", " \n"]), r"texts: expected a text with words, text 1 is ' \\n': leave it out"),
         (lambda: GivenTexts("one"), "texts: expected a list of texts, got one text"),
@@ -48,11 +45,16 @@ def test_given_texts_are_told_by_their_hash_and_not_by_their_words():
         (lambda: CorpusTexts("python", "bpe:300", num_texts=0), "num_texts: expected at least 1, got 0"),
         (lambda: TextBatches(GivenTexts(TEXTS), "t", max_tokens=0), "max_tokens: expected at least 1, got 0"),
         (lambda: TextBatches(GivenTexts(TEXTS), "t", batch_size=0), "batch_size: expected at least 1, got 0"),
-    ],
-)
-def test_texts_without_words_and_options_out_of_range_are_refused(make, sentence):
-    with pytest.raises(InputError, match=sentence):
-        make()
+    ]
+    for make, sentence in cases:
+        with pytest.raises(InputError, match=sentence):
+            make()
+    saved_gpt2(tmp_path / "model")
+    (tmp_path / "scores.csv").write_text("text,score\n" + "".join(f"{text},{n / 7}\n" for n, text in enumerate(TEXTS)))
+    task = ProbeTask("scored", str(tmp_path / "scores.csv"), label="score", kind="regression", test=None)
+    for texts in (TaskTexts(task, folder=str(tmp_path), part="train"), GivenTexts(TEXTS)):
+        with pytest.raises(InputError, match="labels: expected the texts of a classification task"):
+            list(LabelledTexts(texts, str(tmp_path / "model")))
 
 
 def test_texts_of_a_task_are_those_of_its_part_and_fewer_are_some_of_them(tmp_path):
@@ -88,21 +90,9 @@ def test_labelled_texts_are_text_batches_with_the_class_of_each_text(tmp_path):
     assert len({batches.content_hash(), swapped.content_hash(), alone.content_hash()}) == 3
 
 
-@pytest.mark.parametrize("regression", [False, True])
-def test_texts_without_classes_have_no_labels(regression, tmp_path):
-    saved_gpt2(tmp_path / "model")
-    (tmp_path / "scores.csv").write_text("text,score\n" + "".join(f"{text},{n / 7}\n" for n, text in enumerate(TEXTS)))
-    task = ProbeTask("scored", str(tmp_path / "scores.csv"), label="score", kind="regression", test=None)
-    texts = TaskTexts(task, folder=str(tmp_path), part="train") if regression else GivenTexts(TEXTS)
-    with pytest.raises(InputError, match="labels: expected the texts of a classification task"):
-        list(LabelledTexts(texts, str(tmp_path / "model")))
-
-
-@pytest.mark.parametrize("saved", [saved_gpt2, saved_bert])
-def test_text_batches_hold_each_text_in_its_order_padded_on_the_right(saved, tmp_path):
-    saved(tmp_path)
+def test_text_batches_hold_each_text_in_its_order_padded_on_the_right(tmp_path):
+    saved_bert(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path)).tokenizer
-    expected = [tokenizer.encode(text).ids[:30] for text in TEXTS]
     batches = TextBatches(GivenTexts(TEXTS), str(tmp_path), max_tokens=30, batch_size=5)
     assert [len(batch["input_ids"]) for batch in batches] == [5, 5, 2]
     assert len(batches) == 3
@@ -111,63 +101,47 @@ def test_text_batches_hold_each_text_in_its_order_padded_on_the_right(saved, tmp
         for batch in batches
         for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
     ]
-    assert [ids[:29] for ids in found] == [ids[:29] for ids in expected]
+    assert found == [tokenizer.encode(text).ids for text in TEXTS]
     assert all(mask.tolist() == sorted(mask.tolist(), reverse=True) for b in batches for mask in b["attention_mask"])
     other = TextBatches(GivenTexts(TEXTS), str(tmp_path), max_tokens=30, batch_size=4)
     assert batches.content_hash() != other.content_hash()
     assert batches.tokenizer_hash() == other.tokenizer_hash() is not None
 
 
-def test_a_representation_of_texts_does_not_depend_on_who_stands_beside_whom(tmp_path):
-    model = LayeredModel(saved_gpt2(tmp_path, dtype=torch.float64))
-    found = []
-    for size in (1, 5):
-        batches = TextBatches(GivenTexts(TEXTS), str(tmp_path), max_tokens=30, batch_size=size)
-        found.append(
-            {(r.metric, r.layer, *r.tags.values()): r for r in records_of(Representation(batches=batches), model)}
-        )
-    alone, together = found
-    assert alone.keys() == together.keys()
-    for key, record in alone.items():
-        assert record.value == pytest.approx(together[key].value, rel=1e-8), key
-    assert alone["effective_rank", 1, 0].n == 12
+def write_shards(folder: Path, documents: list[str], tokenizer: TextTokenizer) -> tuple[str, str]:
+    """A corpus of these documents, prepared; where it and its tokenizer lie."""
+    for number, text in enumerate(documents):
+        (folder / "corpus").mkdir(exist_ok=True)
+        (folder / "corpus" / f"{number:02d}.txt").write_text(text)
+    save_tokenizer(tokenizer, folder / "tokenizer")
+    shards = prepare(str(folder / "corpus"), str(folder / "tokenizer"), folder / "shards", validation=0.3)
+    return str(shards.folder), str(folder / "tokenizer")
+
+
+WINDOWS: dict[str, Any] = {"split": "train", "num_tokens": 20, "seed": 3}
 
 
 def test_windows_of_a_corpus_are_turned_back_into_their_text(tmp_path):
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for number in range(30):
-        words = " ".join(f"{text} and {number + index}" for index, text in enumerate(TEXTS))
-        (corpus / f"{number:02d}.txt").write_text(words)
-    save_tokenizer(train_bpe(TEXTS * 3, 300), tmp_path / "tokenizer")
-    shards = prepare(str(corpus), str(tmp_path / "tokenizer"), tmp_path / "shards", validation=0.3)
-    place = (str(shards.folder), str(tmp_path / "tokenizer"))
-    options = {"split": "train", "num_tokens": 20, "seed": 3}
-    texts = CorpusTexts(*place, num_texts=9, **options)
-    windows = EvalText(*place, num_sequences=9, **options).windows()
-    tokenizer = load_tokenizer(str(tmp_path / "tokenizer")).tokenizer
-    assert list(texts.texts()) == [tokenizer.decode(ids) for ids in windows.tolist()]
-    all_text = " ".join(path.read_text() for path in sorted(corpus.iterdir()))
-    assert all(text in all_text for text in texts.texts())
-    assert texts.content_hash() == CorpusTexts(*place, num_texts=9, **options).content_hash()
+    documents = [" ".join(f"{text} and {number + index}" for index, text in enumerate(TEXTS)) for number in range(30)]
+    tokenizer = train_bpe(TEXTS * 3, 300)
+    place = write_shards(tmp_path, documents, tokenizer)
+    texts = CorpusTexts(*place, num_texts=9, **WINDOWS)
+    windows = EvalText(*place, num_sequences=9, **WINDOWS).windows()
+    assert list(texts.texts()) == [tokenizer.tokenizer.decode(ids) for ids in windows.tolist()]
+    assert all(any(text in document for document in documents) for text in texts.texts())
+    assert texts.content_hash() == CorpusTexts(*place, num_texts=9, **WINDOWS).content_hash()
 
 
 def test_a_window_without_a_word_is_passed_over_and_too_many_are_refused(tmp_path):
     """Of source code some windows are indents alone, and nobody can leave out a text that is drawn."""
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for number in range(30):
-        (corpus / f"{number:02d}.txt").write_text(TEXTS[0] + 200 * "\n \t" + f"{TEXTS[1]} {number}")
-    save_tokenizer(train_bpe([*TEXTS, "\n \t"], 270), tmp_path / "tokenizer")
-    shards = prepare(str(corpus), str(tmp_path / "tokenizer"), tmp_path / "shards", validation=0.3)
-    place = (str(shards.folder), str(tmp_path / "tokenizer"))
-    options = {"split": "train", "num_tokens": 20, "seed": 3}
-    texts = CorpusTexts(*place, num_texts=9, **options).texts()
-    tokenizer = load_tokenizer(str(tmp_path / "tokenizer")).tokenizer
-    drawn = [tokenizer.decode(ids) for ids in EvalText(*place, num_sequences=400, **options).windows().tolist()]
-    words = [text for text in drawn if text.strip()]
+    tokenizer = train_bpe([*TEXTS, "\n \t"], 270)
+    documents = [TEXTS[0] + 200 * "\n \t" + f"{TEXTS[1]} {number}" for number in range(30)]
+    place = write_shards(tmp_path, documents, tokenizer)
+    windows = EvalText(*place, num_sequences=400, **WINDOWS).windows()
+    drawn = [tokenizer.tokenizer.decode(ids) for ids in windows.tolist()]
     assert any(not text.strip() for text in drawn[:9]), "else this shows nothing"
-    assert list(texts) == words[:9]
+    texts = CorpusTexts(*place, num_texts=9, **WINDOWS).texts()
+    assert list(texts) == [text for text in drawn if text.strip()][:9]
     refused = r"the train split of .* has [0-9]+ windows with words, expected 399: ask for fewer"
     with pytest.raises(InputError, match=refused):
-        CorpusTexts(*place, num_texts=399, **options).texts()
+        CorpusTexts(*place, num_texts=399, **WINDOWS).texts()

@@ -20,24 +20,27 @@ def test_the_blocks_tile_the_split_and_predict_every_token_once(made):
     assert targets.dtype == torch.int64
 
 
-def test_the_last_block_is_whole_when_the_split_ends_with_it(made):
-    size = made.num_tokens("validation") - 1
-    blocks = TokenBlocks(made, "validation", num_tokens=size)
+def test_the_last_block_is_whole_and_what_is_none_is_refused(made):
+    total = made.num_tokens("validation")
+    blocks = TokenBlocks(made, "validation", num_tokens=total - 1)
     assert len(blocks) == 1
-    assert blocks[0]["input_ids"].shape == (size + 1,)
+    assert blocks[0]["input_ids"].shape == (total,)
+    for index in (1, -1):
+        with pytest.raises(IndexError, match=rf"block {index} of 1"):
+            blocks[index]
+    too_few = rf"{total} tokens in the validation split of .* are too few for one block of {total} \+ 1"
+    with pytest.raises(InputError, match=too_few):
+        TokenBlocks(made, "validation", num_tokens=total)
+    with pytest.raises(InputError, match="num_tokens: expected at least 1"):
+        TokenBlocks(made, num_tokens=0)
 
 
 @pytest.mark.soak  # a Python begins from nothing; what it is sent is read below
 def test_data_loader_workers_read_what_this_process_reads(made):
     blocks = TokenBlocks(made, "train", num_tokens=16)
-    here = torch.cat([batch["input_ids"] for batch in DataLoader(blocks, batch_size=8)])
-    there = torch.cat(
-        [
-            batch["input_ids"]
-            for batch in DataLoader(blocks, batch_size=8, num_workers=1, multiprocessing_context="spawn")
-        ]
-    )
-    assert torch.equal(here, there)
+    here, there = DataLoader(blocks, 8), DataLoader(blocks, 8, num_workers=1, multiprocessing_context="spawn")
+    for one, other in zip(here, there, strict=True):
+        assert torch.equal(one["input_ids"], other["input_ids"])
 
 
 def test_it_travels_without_its_tokens(made):
@@ -47,23 +50,6 @@ def test_it_travels_without_its_tokens(made):
     sent = pickle.dumps(blocks)
     assert len(sent) < 10_000
     assert torch.equal(pickle.loads(sent)[0]["input_ids"], first)
-
-
-def test_a_block_that_does_not_exist_is_refused(made):
-    blocks = TokenBlocks(made, num_tokens=16)
-    for index in (len(blocks), -1):
-        with pytest.raises(IndexError, match=rf"block {index} of {len(blocks)}"):
-            blocks[index]
-
-
-def test_a_split_too_short_for_one_block_is_refused(made):
-    total = made.num_tokens("validation")
-    with pytest.raises(
-        InputError, match=rf"{total} tokens in the validation split of .* are too few for one block of {total} \+ 1"
-    ):
-        TokenBlocks(made, "validation", num_tokens=total)
-    with pytest.raises(InputError, match="num_tokens: expected at least 1"):
-        TokenBlocks(made, num_tokens=0)
 
 
 def test_shuffled_blocks_hold_the_same_tokens_in_an_order_of_their_own(made):
