@@ -85,18 +85,6 @@ def test_each_begins() -> None:
 
 
 @pytest.mark.nightly
-def test_what_cannot_be_measured_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    for folder, sentence in (
-        (tmp_path, "error: folder: expected a file tasks.yaml in {}, there is none"),
-        (tmp_path / "none", "error: folder: expected a folder of data, {} is none"),
-    ):
-        done = run_script(FOLDER / "mteb_layers.py", "--folder", str(folder))
-        assert done.returncode == 2
-        assert sentence.format(folder) in done.stderr
-        assert "Traceback" not in done.stderr
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("name", SMALLEST)
 def test_each_that_is_short_ends_with_a_table(name: str) -> None:
     command = [sys.executable, FOLDER / f"{name}.py", *SMALLEST[name].split(), "--rounds", "1"]

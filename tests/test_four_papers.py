@@ -66,10 +66,17 @@ def test_values_at_the_end_are_means_over_seeds_with_students_interval(measured,
     line = table("last values").set_index("at the last checkpoint").loc[f"GPT-2: {title}"]
     data, shuffled = (last(measured, group, metric, **tags) for group in ("GPT-2", "GPT-2, shuffled tokens"))
     for column, seeds in (("data", data), ("shuffled", shuffled)):
-        ends = stats.t.interval(0.95, len(seeds) - 1, seeds.mean(), stats.sem(seeds))
-        assert numbers(line[column]) == pytest.approx([seeds.mean(), *ends], rel=6e-3)  # three digits stand there
-    ends = stats.ttest_ind(data, shuffled, equal_var=False).confidence_interval(0.95)
-    assert numbers(line["difference"]) == pytest.approx([data.mean() - shuffled.mean(), *ends], rel=6e-3)
+        assert numbers(line[column]) == pytest.approx(mean_and_ends(seeds), rel=6e-3)  # three digits stand there
+    assert numbers(line["difference"]) == pytest.approx(difference_and_ends(data, shuffled), rel=6e-3)
+
+
+def mean_and_ends(seeds) -> list[float]:
+    return [seeds.mean(), *stats.t.interval(0.95, len(seeds) - 1, seeds.mean(), stats.sem(seeds))]
+
+
+def difference_and_ends(one, other) -> list[float]:
+    ends = stats.ttest_ind(one, other, equal_var=False).confidence_interval(0.95)
+    return [one.mean() - other.mean(), *ends]
 
 
 def test_the_harm_of_skipping_goes_with_coupling_as_said(measured):
@@ -116,11 +123,9 @@ def test_numbers_of_mechanism_are_means_over_seeds_and_half_way_where_their_mean
     end = curves.index[-1]
     at = {f"step {step:,}": curves.loc[step] for step in (0, 32, 192, end)}
     for column, seeds in (at | {f"shuffled tokens, step {end:,}": control.loc[end]}).items():
-        ends = stats.t.interval(0.95, 2, seeds.mean(), stats.sem(seeds))
-        assert numbers(means[column]) == pytest.approx([seeds.mean(), *ends], rel=6e-3, abs=6e-4)
-    data, beside = curves.loc[end], control.loc[end]
-    ends = stats.ttest_ind(data, beside, equal_var=False).confidence_interval(0.95)
-    assert numbers(means["difference"]) == pytest.approx([data.mean() - beside.mean(), *ends], rel=6e-3, abs=6e-4)
+        assert numbers(means[column]) == pytest.approx(mean_and_ends(seeds), rel=6e-3, abs=6e-4)
+    apart = difference_and_ends(curves.loc[end], control.loc[end])
+    assert numbers(means["difference"]) == pytest.approx(apart, rel=6e-3, abs=6e-4)
     for of, column in ((curves, "half-way at step"), (control, "shuffled tokens: half-way at step")):
         if "does not emerge" not in times[column]:
             _, low, high = numbers(times[column])

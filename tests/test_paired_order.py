@@ -1,7 +1,6 @@
 """Which of two curves is first, prompt by prompt: against planted orders, and with runs that keep only a part."""
 
 import logging
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +11,6 @@ from lit_layers.cli.main import main
 from lit_layers.clock.curve_sources import curves_of
 from lit_layers.clock.step_curves import StepCurve, prompts_of_curve
 from lit_layers.clock.times_and_order import (
-    emerged_in_order,
     layer_order_table,
     measure_times,
     order_table,
@@ -20,8 +18,6 @@ from lit_layers.clock.times_and_order import (
 )
 from lit_layers.functional.emergence.curve_times import bootstrap_counts, emergence_times
 from lit_layers.records import Measurement, Record, Store, values_path
-from lit_layers.report import write_report
-from lit_layers.report.emergence import sentence
 from tests.support.undrawn import leave_undrawn
 
 AXIS = np.linspace(0, 11, 16)
@@ -163,15 +159,6 @@ def test_emerge_pairs_what_a_run_keeps_and_a_run_without_is_as_before(run, tmp_p
     assert paired_of(tmp_path / "old") == set()
     assert "are taken as independent" in (tmp_path / "old" / "emergence.html").read_text()
     assert capsys.readouterr().err == ""
-
-
-def test_a_runs_own_page_says_what_emerge_says(run, tmp_path, monkeypatch):
-    leave_undrawn(monkeypatch)
-    clock = measure_times(curves_of(run))
-    said = [sentence(*pair) for pair in emerged_in_order(clock, "planted")]
-    assert len(said) == 6
-    page = write_report(run, tmp_path / "report.html").read_text()
-    assert re.findall(r"<li>([^<]*half-way[^<]*)</li>", page) == said
 
 
 def test_a_damaged_file_is_told_once_and_costs_its_own_analysis_alone(run, tmp_path, caplog):

@@ -10,11 +10,9 @@ import pandas as pd
 import pytest
 import yaml
 
-from lit_layers import records
 from lit_layers.analyses import NextTokenProbe, Probe
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.probes.task_probes import TaskTexts
-from lit_layers.cli.main import main
 from lit_layers.cli.verbs.analyze import Command
 from lit_layers.data import EvalText, prepare
 from lit_layers.errors import InputError
@@ -159,28 +157,6 @@ def test_data_of_a_documented_command_on_the_python_library_is_enough(realdata, 
         of_a_model = tokenizers.values() if len(paths) == 1 else ()
         for tokenizer in (told(paths, "tokenizer", "bpe:2048"), *of_a_model):
             begin(listed(paths, "python", tokenizer, tmp_path), realdata)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(0)
-@pytest.mark.realdata
-def test_probes_run_to_their_end_behind_the_quickstart_which_trains_its_own_tokenizer(realdata, tmp_path, capsys):
-    """Every number that the list promises is there at the one step that is measured, and in its range."""
-    probes = tmp_path / "probes.yaml"
-    content = (ROOT / LISTS / "probes.yaml").read_text().replace("max_tokens: 128", "max_tokens: 16")  # less time
-    probes.write_text(content.replace("task: banking77,", f"task: banking77, folder: {realdata},"))
-    words = ["fit", "--config", ROOT / "recipes/quickstart/gpt2.yaml", "--config", probes, "--root", tmp_path / "run"]
-    assert main([*map(str, words), "--trainer.max_steps=1", "--steps=[1]"]) == 0, capsys.readouterr().err
-    found = {m.analysis: m for m in records.read(tmp_path / "run" / "measurements.jsonl")}
-    assert [m.error for m in found.values()] == [None] * 4
-    assert {m.step for m in found.values()} == {1}
-    names = {name.partition("/")[0] for name in found}
-    assert names == {"probe", "sample_sizes", "prediction_residual", "lens"}
-    (probe,) = (m for name, m in found.items() if name.partition("/")[0] == "probe")
-    of_layers = [r for r in probe.records if r.metric == "accuracy" and r.layer is not None and "control" not in r.tags]
-    accuracies = {record.layer: record.value for record in of_layers}
-    assert accuracies.keys() == {*range(7)}
-    assert all(1 / 77 < value <= 1 for value in accuracies.values()), "better than one class alone, untrained as it is"
 
 
 @pytest.fixture(scope="module")

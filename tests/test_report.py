@@ -33,6 +33,7 @@ from tests.support.charts import PageFigure, page_figures, svg_texts
 from tests.support.layer_results import layer_results, write_layer_results
 from tests.support.read_wandb import read_finished
 from tests.support.runs import MODELS, make_models, make_run, make_series, measurement
+from tests.support.undrawn import leave_undrawn
 
 STEPS = (0, 1, 8, 64, 400)  # too few for times of emergence, which take seconds: tests/test_emerge.py
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -149,22 +150,17 @@ def test_diagnostics_come_last_in_their_section_and_are_folded(page: Path, tmp_p
     assert '<details class="diagnostics">' not in text, "a section of diagnostics alone folds nothing"
 
 
-def test_results_of_one_checkpoint_have_one_column_of_numbers(tmp_path: Path, page: Path) -> None:
-    found = [Record(metric="line_shape_score", value=1.5)]
-    records.append(tmp_path / "measurements.jsonl", replace(measurement("run", 7, "trajectory"), records=found))
-    assert "Results Each metric, with its 95% interval where it has one. Metric Value Trajectory step 7" in shown(
-        write_report(tmp_path)
-    )
+def test_results_say_of_which_steps_they_are_and_of_one_checkpoint_have_one_column(tmp_path: Path, page: Path) -> None:
     assert "Metric First Last Change" in shown(page)
-
-
-def test_a_metric_that_lacks_the_first_or_last_checkpoint_says_of_which_steps_its_results_are(tmp_path: Path) -> None:
     values = {0: {"expodistance": 2.0}, 4: {"line_shape_score": 1.5, "expodistance": 3}, 9: {"line_shape_score": 1.25}}
     for step, of_step in values.items():
         found = [Record(metric=metric, value=value) for metric, value in of_step.items()]
-        records.append(tmp_path / "measurements.jsonl", replace(measurement("run", step, "trajectory"), records=found))
-    text = shown(write_report(tmp_path))
+        line = replace(measurement("run", step, "trajectory"), records=found)
+        records.append(tmp_path / "run" / "measurements.jsonl", line)
+    records.append(tmp_path / "one" / "measurements.jsonl", line)
+    text = shown(write_report(tmp_path / "run"))
     assert "Trajectory step 0 → 9 Expodistance step 0 → 4 2.000 3.000 +1.000 Line shape score step 4 → 9 1.500" in text
+    assert "where it has one. Metric Value Trajectory step 9" in shown(write_report(tmp_path / "one"))
 
 
 def test_a_variant_without_the_level_to_compare_with_is_drawn_as_the_others_are(tmp_path: Path) -> None:
@@ -283,22 +279,20 @@ def test_numbers_that_are_draws_alone_leave_a_sentence_in_the_place_of_their_fig
     assert "No figure shows these numbers" in write_report(tmp_path).read_text()
 
 
-def test_provenance_of_a_long_series_is_one_table_by_step(series: Path) -> None:
+@pytest.mark.usefixtures("untimed")
+def test_provenance_of_a_long_series_is_one_table_by_step_with_whole_hashes_on_touch(
+    series: Path, tmp_path: Path
+) -> None:
     found = run_data.provenance(run_data.read_run(series))
     assert found["shared"]["checkpoint"] == found["shared"]["series"] == "EleutherAI/pythia-70m"
     assert found["shared"]["tokenizer_hash"] == "0f0f0f0f0f0f0f0f"
     assert found["analyses"] == {name: {"config_hash": f"{len(name):016x}"} for name in ("trajectory", "lens")}
     columns = ["step", "weights_hash", "audit", "revision", "commit", "weight_files"]
     assert found["checkpoints"]["columns"] == columns
-    assert len(found["checkpoints"]["rows"]) == 154
-
-
-@pytest.mark.usefixtures("untimed")
-def test_the_page_has_the_same_table_with_whole_hashes_on_touch(series: Path, tmp_path: Path) -> None:
     page = write_report(series, tmp_path / "page.html")
     assert "Step Weights hash Audit Revision Commit Weight files" in shown(page)
     rows = re.findall(r"<tr(?: class=\"(\w+)\")?><td class=\"number\">([\d,]+)</td>(<td.*?)</tr>", page.read_text())
-    assert len(rows) == 154
+    assert len(rows) == len(found["checkpoints"]["rows"]) == 154
     assert [step for kind, step, _ in rows if kind == "suspect"] == ["1,000", "2,000"]
     commit = hashlib.sha1(b"4").hexdigest()
     assert f'<td title="{commit}">{commit[:12]}</td>' in rows[3][2]
@@ -539,19 +533,19 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(full: Path, capsys) -> None
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_the_command_brings_wandb_up_to_date(tmp_path: Path, capsys) -> None:
+def test_the_command_brings_wandb_up_to_date_without_suspect_checkpoints(tmp_path: Path, monkeypatch, capsys) -> None:
     pytest.importorskip("wandb")
-    root = make_run(tmp_path / "run", steps=(0, 1), analyses=("lens",), layers=2)
-    about = json.loads((root / "run.json").read_text())
-    about["config"]["wandb"] = {"class_path": "lit_layers.report.WandbMirror", "init_args": {"mode": "offline"}}
-    (root / "run.json").write_text(json.dumps(about))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    root = make_series(tmp_path / "run", steps=(0, 1, 2, 4), analyses=("coupling",), suspect=(1, 2))
     for _ in range(2):
-        assert main(["report", str(root), "--wandb"]) == 0
+        assert main(["report", str(root), "--wandb", "--allow_suspect"]) == 0
         assert "wandb sync" in capsys.readouterr().out
         read_finished(root)  # waits until W&B's process has written its files
-    rows = read_finished(root)["a1b2c3d4"].history
-    assert len(rows) == 5  # of two steps the scalars and the measurement, and the table, each once
-    assert [row["trainer/global_step"] for row in rows if "lens/logit_lens_loss/layer_01" in row] == [0, 1]
+    history = read_finished(root)[_run_id(run_data.read_run(root))].history
+    assert [row["trainer/global_step"] for row in history if "tokens" in row] == [0, 4], "each once"
+    tables = [json.loads(path.read_text()) for path in (root / "wandb").rglob("media/table/*.table.json")]
+    rows = 2 * len(measurement("r", 0, "coupling", layers=2).records)
+    assert {len(table["data"]) for table in tables} == {rows}
 
 
 def sections_of(page: Path) -> dict[str, str]:
@@ -651,20 +645,17 @@ def test_models_side_by_side_have_their_headlines_profiles_and_maps(layerwise_mo
 
 
 @pytest.mark.soak
-def test_pictures_are_written_beside_the_page(
-    layerwise: Path, layerwise_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_every_figure_is_a_picture_beside_the_page(
+    layerwise: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for number, root in enumerate((layerwise, layerwise_models)):
-        folder, page = tmp_path / str(number) / "new", tmp_path / "page.html"
-        assert main(["report", str(root), "--pictures", str(folder), "--root", str(page)]) == 0
-        names = {path.stem for path in folder.iterdir()}
-        assert {path.name for path in folder.iterdir()} == {f"{n}{s}" for n in names for s in (".png", ".svg", ".pdf")}
-        assert len(names) == len(page_figures(page)), "each figure is a picture"
-        assert capsys.readouterr().out.splitlines()[-1] == str(page)
-        if number == 0:
-            probe = folder / "probe_topics_probe_accuracy_share_test_rows_over_layers.svg"
-            assert "random labels" in probe.read_text()
-            assert "sample_sizes_topics_probe_accuracy_share_test_rows" in names
+    leave_undrawn(monkeypatch)
+    folder, page = tmp_path / "new" / "pictures", tmp_path / "page.html"
+    assert main(["report", str(layerwise), "--pictures", str(folder), "--root", str(page)]) == 0
+    names = {path.stem for path in folder.iterdir()}
+    assert {path.name for path in folder.iterdir()} == {f"{n}{s}" for n in names for s in (".png", ".svg", ".pdf")}
+    assert len(names) == len(page_figures(page))
+    assert capsys.readouterr().out.splitlines()[-1] == str(page)
+    assert "sample_sizes_topics_probe_accuracy_share_test_rows" in names
 
 
 def test_pictures_leave_suspect_checkpoints_out_and_a_run_without_any_of_this_is_refused(
@@ -687,22 +678,6 @@ def test_pictures_leave_suspect_checkpoints_out_and_a_run_without_any_of_this_is
     (tmp_path / "file").touch()
     assert main(["report", str(tmp_path), "--pictures", str(tmp_path / "file")]) == 2
     assert "cannot make the folder" in capsys.readouterr().err
-
-
-@pytest.mark.soak
-@pytest.mark.slow
-def test_wandb_gets_no_suspect_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    root = make_series(tmp_path / "run", steps=(0, 1, 2, 4), analyses=("coupling",), suspect=(1, 2))
-    run = _run_id(run_data.read_run(root))
-    rows = 2 * len(measurement("r", 0, "coupling", layers=2).records)
-    assert main(["report", str(root), "--wandb", "--allow_suspect"]) == 0
-    sent = {row["trainer/global_step"]: row for row in read_finished(root)[run].history if "tokens" in row}
-    assert {*sent} == {0, 4}
-    (table,) = [json.loads(path.read_text()) for path in (root / "wandb").rglob("media/table/*.table.json")]
-    assert len(table["data"]) == rows
-    capsys.readouterr()
 
 
 def _plots(dom: str) -> list[str]:
