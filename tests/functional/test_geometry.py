@@ -72,12 +72,6 @@ def test_curvature_of_simple_figures():
         assert token_curvature(torch.tensor(points, dtype=torch.float64)).item() == pytest.approx(expected, abs=1e-12)
 
 
-def test_curvature_of_a_random_walk_is_a_right_angle_and_that_of_unordered_tokens_a_third_more():
-    noise = random(300, 4000)
-    assert token_curvature(noise.cumsum(0)).item() == pytest.approx(PI / 2, abs=0.01)
-    assert token_curvature(noise).item() == pytest.approx(2 * PI / 3, abs=0.01)
-
-
 def test_a_tiny_turn_is_measured_to_the_last_digits():
     turn = 1e-9
     points = torch.tensor([[0, 0], [1, 0], [1 + math.cos(turn), math.sin(turn)]], dtype=torch.float64)
@@ -90,11 +84,6 @@ def test_rotation_translation_scaling_and_reversal_do_not_change_curvature():
         expected = token_curvature(tokens).item()
         for changed in (tokens @ rotation(5, seed), tokens - 7, tokens * 1e-4, tokens.flip(0)):
             assert token_curvature(changed).item() == pytest.approx(expected, rel=1e-10)
-
-
-def test_the_order_of_tokens_changes_curvature():
-    tokens = random(9, 5)
-    assert token_curvature(tokens[torch.randperm(9)]).item() != pytest.approx(token_curvature(tokens).item(), rel=1e-3)
 
 
 def test_padding_on_any_side_and_junk_in_it_change_nothing():
@@ -290,14 +279,6 @@ def test_cka_of_a_representation_with_itself_moved_turned_and_scaled_is_one(debi
     for a, b in ((x @ rotation(6), y), (x, 0.01 * y), (x + 9, y - 4), (x[order], y[order]), (y, x)):
         assert linear_cka(a, b, debiased=debiased).item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
     assert linear_cka(x, y[order], debiased=debiased).item() != pytest.approx(expected, rel=1e-3)
-
-
-def test_only_the_debiased_form_is_near_zero_for_independent_data():
-    pairs = [(random(60, 40, seed=seed), random(60, 50, seed=100 + seed)) for seed in range(30)]
-    plain = np.mean([linear_cka(x, y) for x, y in pairs])
-    debiased = np.mean([linear_cka(x, y, debiased=True) for x, y in pairs])
-    assert plain == pytest.approx(0.43, abs=0.01)
-    assert abs(debiased) < 0.02
 
 
 def test_cka_refuses_constant_data_too_few_rows_and_other_shapes():

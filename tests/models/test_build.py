@@ -26,7 +26,7 @@ PLAIN = {
     "intermediate_size": 64,
     "max_position_embeddings": 64,
 }
-KINDS = {"gpt2": GPT2, "gpt_neox": PLAIN, "llama": PLAIN, "phi": PLAIN}
+KINDS = {"gpt2": GPT2, "llama": PLAIN}
 VIT = {"depth": 2, "embed_dim": 32, "num_heads": 4, "img_size": 16, "patch_size": 4, "num_classes": 5}
 
 

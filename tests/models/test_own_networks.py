@@ -20,7 +20,7 @@ from lit_layers.measuring.one_model import measure
 from lit_layers.models.build import save, untrained, weights_hash
 from lit_layers.models.copies import truncate
 from lit_layers.models.view import LayeredModel
-from tests.support.every_analysis import VOCABULARY, of_text, prompts, save_inputs
+from tests.support.every_analysis import VOCABULARY, prompts
 from tests.support.own_gpt import GPT, like
 from tests.support.rounding import close_records
 from tests.support.tiny_models import tiny
@@ -70,11 +70,6 @@ def test_a_gpt2_by_hand_has_the_numbers_of_that_of_transformers():
             Coupling(batches=batches, k=(2,), num_prompts=1),
         ]
     )
-
-
-@pytest.mark.soak
-def test_every_analysis_of_text_has_the_same_numbers(tmp_path):
-    hold_same(of_text(save_inputs(tmp_path)))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -538,12 +533,11 @@ def test_saving_its_steps_is_refused_before_the_first_one(tmp_path):
         lit_layers.watch(pair()[1], [Lens(batches=[IDS])], steps=[1], root=tmp_path / "run", save=True)
 
 
-@pytest.mark.parametrize("name", ["encoder", "decoder", "tied", "classes", "masked", "pictures"])
+@pytest.mark.parametrize("name", ["encoder", "decoder", "masked"])
 def test_jacobians_of_torchs_own_attention_are_those_of_reverse_mode(name):
     torch.manual_seed(0)
     view = LayeredModel(NETWORKS[name][0]().double().eval())
-    batch = {"pixel_values": torch.randn(2, 3, 16, 16)} if name == "pictures" else {"input_ids": IDS}
-    seen = view.trajectory(batch)
+    seen = view.trajectory({"input_ids": IDS})
     for places in ([4], [0, 9]):
         found, expected = (
             block_jacobian(seen.block(2), seen.hidden[1], route=way, out_tokens=places, in_tokens=[0, 4])

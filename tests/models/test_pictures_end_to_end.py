@@ -19,7 +19,7 @@ from tests.support.measured import records_of
 from tests.support.measured_series import analyze
 from tests.support.rounding import assert_same_numbers
 from tests.support.saved_models import saved
-from tests.support.tiny_models import IMAGE, LAYERS, PICTURES, tiny
+from tests.support.tiny_models import IMAGE, LAYERS, tiny
 
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"height": IMAGE, "width": IMAGE}}
 RECIPE = """
@@ -90,7 +90,7 @@ def test_images_of_another_normalisation_or_size_are_refused(folder, tmp_path):
         Trajectory(batches=digits(image_size=8)).check(strict)
 
 
-@pytest.mark.parametrize("name", [name for name in PICTURES if "trunk" in name or "clip" in name])
+@pytest.mark.parametrize("name", ["picture_vit_trunk", "picture_mae_trunk", "picture_clip"])
 def test_labels_are_probed_at_the_class_token_and_at_the_mean_of_the_patches_alone(name):
     """The class token of layer 0 is one vector for all images, so that its probe knows the class shares alone."""
     found = list(records_of(probe(pooling=("cls", "mean")), LayeredModel(tiny(name))))

@@ -2,7 +2,6 @@
 
 import gc
 import inspect
-import random
 import sys
 import weakref
 
@@ -90,19 +89,6 @@ def deep():
 @pytest.fixture(scope="module")
 def passed(deep):
     return deep.trajectory(tiny_batch("gpt2", batch=1, tokens=4))
-
-
-def test_no_beginning_of_schedules_runs_twice(deep, passed):
-    schedules = [variant.schedule for variant in variants(7, custom=["(2,3,4) 5 (1,2)", "1 (4,3,2) 6"])]
-    random.Random(0).shuffle(schedules)
-    calls = runs_of(deep, schedules, passed)
-    assert len(calls) == num_block_runs(SharedPrefixes(schedules, 7))
-    alone = sum(len(step) if isinstance(step, tuple) else 1 for schedule in schedules for step in schedule)
-    assert len(calls) < 0.4 * alone
-    # nor does, on a state of the full model, the block that the full model runs there, but in groups
-    single = [schedule for schedule in schedules if all(isinstance(step, int) for step in schedule)]
-    states = {(number, state.numpy().tobytes()) for number, state in runs_of(deep, single, passed)}
-    assert not states & {(number, passed.hidden[number - 1].numpy().tobytes()) for number in range(1, 8)}
 
 
 def test_by_hand_the_runs_are_these(deep, passed):
