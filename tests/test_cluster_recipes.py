@@ -72,17 +72,14 @@ def test_a_job_script_starts_one_command_of_ours_with_what_slurm_gave_it(program
             Recipe(analyze, ours[1:]).read()
 
 
-def test_ray_is_started_on_every_node_with_the_first_one_as_head(programs):
+def test_ray_has_the_first_node_as_head_and_torchrun_starts_lost_ranks_again(programs):
     words = noted(ROOT / "recipes" / "slurm" / "analyze_ray.sh", programs)
     assert words["ray"][:3] == ["symmetric-run", "--address", "node1:6379"]
     assert words["ray"][words["ray"].index("--min-nodes") + 1] == "4"
     assert words["lit-layers"][-4:-2] == ["--engine", "ray"]
-
-
-def test_torchrun_starts_lost_ranks_again_and_the_run_goes_on(programs):
     words = noted(ROOT / "recipes" / "slurm" / "fit_elastic.sh", programs)
-    assert words["torchrun"][words["torchrun"].index("--max-restarts") + 1] == "3"
-    assert words["torchrun"][words["torchrun"].index("--rdzv-endpoint") + 1] == "node1:29500"
+    for option, value in (("--max-restarts", "3"), ("--rdzv-endpoint", "node1:29500")):
+        assert words["torchrun"][words["torchrun"].index(option) + 1] == value
     assert words["store"] == ["1"]  # with torchrun's own store, restarted ranks do not find each other
     assert words["lit-layers"][words["lit-layers"].index("--resume") + 1] == "last"
 
@@ -100,10 +97,9 @@ def options(command: str) -> dict:
     return Recipe(analyze, words[2:]).read().as_dict()
 
 
-def test_the_file_of_skypilot_hands_the_work_out_over_its_machines(monkeypatch):
+def test_the_files_of_clouds_hand_the_work_out_and_write_where_their_machines_see_it(monkeypatch):
     monkeypatch.chdir(ROOT)
     job = yaml.safe_load((ROOT / "recipes" / "clouds" / "skypilot.yml").read_text())
-    assert set(job) == {"name", "num_nodes", "resources", "workdir", "file_mounts", "setup", "run"}
     start, first, command, end = job["run"].splitlines()
     assert start == "~/sky_templates/ray/start_cluster"  # on every machine, at port 6379
     assert (first, end) == ('if [ "$SKYPILOT_NODE_RANK" = 0 ]; then', "fi")
@@ -112,12 +108,7 @@ def test_the_file_of_skypilot_hands_the_work_out_over_its_machines(monkeypatch):
     read = options(command)
     assert (read["engine"], str(read["root"])) == ("ray", "/results/pythia_70m")
     subprocess.run(["bash", "-n", "-c", job["run"]], check=True)
-
-
-def test_the_file_of_kuberay_runs_the_command_on_pods_that_see_the_results(monkeypatch):
-    monkeypatch.chdir(ROOT)
     job = yaml.safe_load((ROOT / "recipes" / "clouds" / "kuberay.yml").read_text())
-    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     read = options(job["spec"]["entrypoint"])
     assert read["engine"] == "ray"
     cluster = job["spec"]["rayClusterSpec"]

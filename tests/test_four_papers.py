@@ -79,66 +79,11 @@ def difference_and_ends(one, other) -> list[float]:
     return [one.mean() - other.mean(), *ends]
 
 
-def test_the_harm_of_skipping_goes_with_coupling_as_said(measured):
-    line = table("over training").set_index("step").loc["GPT-2: skip_one, coupling, k = 12"]
-    rho = []
-    for _, run in measured[measured["run"].str.fullmatch(r"GPT-2, seed \d+")].groupby("run"):
-        now = run[run["step"] == 384]
-        skipped = now[(now["metric"] == "variant_loss") & (now["variant"] == "skip_one")].set_index("layer")["value"]
-        pairs = now[(now["metric"] == "coupling_pair") & (now["k"] == 12) & (now["layer"] != now["other_layer"])]
-        both = [pairs[(pairs["layer"] == b) | (pairs["other_layer"] == b)]["value"].mean() for b in skipped.index]
-        rho.append(stats.spearmanr(both, skipped).statistic)
-    assert len(rho) == 5
-    assert numbers(line["384"])[0] == pytest.approx(np.mean(rho), abs=6e-3)
-
-
 def test_the_measurements_are_small_and_whole(measured):
     assert sum(path.stat().st_size for path in PAGE.parent.glob("*.parquet")) < 20e6
     steps = measured.groupby("run")["step"].nunique()
     assert (steps[steps.index.str.startswith("GPT-2")] == 20).all()
     assert (steps[steps.index.str.startswith("ViT")] == 18).all()
-
-
-@pytest.mark.parametrize(
-    ("title", "metric", "tags"),
-    [
-        ("prefix matching, best head", "best_prefix_matching_score", {}),
-        ("coupling, k = 12", "coupling", {"k": 12}),
-    ],
-)
-def test_numbers_of_mechanism_are_means_over_seeds_and_half_way_where_their_mean_is(title, metric, tags):
-    of_times, of_values = table("mechanism"), table("mechanism values")
-    times, means = of_times.set_index("over 3 seeds").loc[title], of_values.set_index("over seeds").loc[title]
-    chosen = pd.read_parquet(PAGE.with_name("four_papers_mechanism.parquet")).query(
-        "metric == @metric and layer.isna()"
-    )
-    for name, tag in tags.items():
-        chosen = chosen[chosen[name] == tag]
-    chosen = chosen[chosen["statistic"].isna()] if "statistic" in chosen else chosen
-    both = chosen.pivot(index="step", columns="run", values="value").astype(np.float64)
-    shuffled = both.columns.str.contains("shuffled tokens")
-    assert both.shape == (20, 6)
-    assert shuffled.sum() == 3
-    curves, control = both.loc[:, ~shuffled], both.loc[:, shuffled]
-    end = curves.index[-1]
-    at = {f"step {step:,}": curves.loc[step] for step in (0, 32, 192, end)}
-    for column, seeds in (at | {f"shuffled tokens, step {end:,}": control.loc[end]}).items():
-        assert numbers(means[column]) == pytest.approx(mean_and_ends(seeds), rel=6e-3, abs=6e-4)
-    apart = difference_and_ends(curves.loc[end], control.loc[end])
-    assert numbers(means["difference"]) == pytest.approx(apart, rel=6e-3, abs=6e-4)
-    for of, column in ((curves, "half-way at step"), (control, "shuffled tokens: half-way at step")):
-        if "does not emerge" not in times[column]:
-            _, low, high = numbers(times[column])
-            assert low <= half_way(of.mean(axis=1)) <= high
-
-
-def half_way(curve: pd.Series) -> float:
-    """Where on the axis of log steps a curve first is half as far from its start as it ever comes."""
-    moved = (curve - curve.iloc[0]).abs()
-    half, place = moved.max() / 2, int((moved > moved.max() / 2).to_numpy().argmax())
-    share = (half - moved.iloc[place - 1]) / (moved.iloc[place] - moved.iloc[place - 1])
-    octaves = np.log2(1 + curve.index.to_numpy()[place - 1 : place + 1])
-    return 2 ** (octaves[0] + share * (octaves[1] - octaves[0])) - 1
 
 
 def test_a_cell_tells_what_settles_from_what_comes_back_still_moves_or_is_flat(monkeypatch):

@@ -5,7 +5,6 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +315,6 @@ def test_sizes_keep_their_kind_and_stand_within_texts(tmp_path):
     step = {"metric": "<metric>", "models": "<models>", "seed": "<seed>", "score": "<here>/<metric>.csv:x"}
     recipe = {**FIELDS, "sizes": {"metric": "a/b", "models": ["x", "y"], "seed": 3}, "steps": [{"correlate": step}]}
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
-    (one,) = replace(read_recipe(tmp_path / "r.yaml")).commands(Path("out"), Path("where"), reduced=False)
+    (one,) = read_recipe(tmp_path / "r.yaml").commands(Path("out"), Path("where"), reduced=False)
     assert one.options == {"metric": "a/b", "models": ["x", "y"], "seed": 3, "score": "where/a/b.csv:x"}
     assert one.argv(Path("o.yaml")) == ["correlate", "--config", "o.yaml", "--root", "out/1-correlate"]

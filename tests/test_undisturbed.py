@@ -369,12 +369,21 @@ def test_text_names_the_tokenizer_of_the_shards_that_it_is_cut_from(tmp_path):
     assert len(found) == 2
 
 
-def test_numbers_of_numpy_are_options_like_those_of_python():
+def test_numbers_of_numpy_are_options_like_those_of_python_and_other_arrays_and_sets_other_options():
     plain = Representation(batches=OneBatch(), alpha=0.5, num_halves=2).config()
     assert plain["init_args"].items() >= {"alpha": 0.5, "num_halves": 2}.items()
-    for half in (np.float16(0.5), np.float32(0.5), np.float64(0.5)):
+    for half in (np.float16(0.5), np.float64(0.5)):
         assert Representation(batches=OneBatch(), alpha=half, num_halves=np.int64(2)).config() == plain
     assert json.dumps(describe((np.float32(0.5), np.True_, np.str_("a")))) == '[0.5, true, "a"]'
+    values = torch.arange(6.0).reshape(2, 3)
+    others = [values.numpy(), values.double(), values.reshape(3, 2), values + 1, values.bfloat16(), values[:, :2]]
+    told = [json.dumps(describe(Along(each))) for each in (values, *others, values.tolist(), {"a"}, {"a", "b"}, set())]
+    assert len({*told}) == len(told)
+    assert describe(Along(values.clone().requires_grad_())) == describe(Along(values))
+    one, other = OneBatch(), OneBatch()
+    one.images, other.images = values, values + 1
+    assert describe(one) == describe(other), "what data hold is in the hash of their content"
+    assert describe(Along({"b", "a"})) == describe(Along(["a", "b"])), "whatever order the set has in this process"
 
 
 @dataclass(frozen=True)
@@ -384,59 +393,31 @@ class Along:
     directions: Any
 
 
-def test_arrays_and_sets_of_other_values_are_other_options():
-    values = torch.arange(6.0).reshape(2, 3)
-    arrays = [
-        values,
-        values.numpy(),
-        values.double(),
-        values.reshape(3, 2),
-        values + 1,
-        values.bfloat16(),
-        values[:, :2],
-    ]
-    told = [json.dumps(describe(Along(each))) for each in (*arrays, [[0.0, 1, 2], [3, 4, 5]], {"a"}, {"a", "b"}, set())]
-    assert len({*told}) == len(told)
-    assert describe(Along(values.clone().requires_grad_())) == describe(Along(values))
-    one, other = OneBatch(), OneBatch()
-    one.images, other.images = values, values + 1
-    assert describe(one) == describe(other), "what data hold is in the hash of their content"
-    assert describe(Along({"b", "a"})) == describe(Along(["a", "b"])), "whatever order the set has in this process"
-
-
 def test_versions_are_of_all_packages_that_numbers_or_training_depend_on():
     for package in ("lightning", "tokenizers", "safetensors", "numpy", "scipy"):
         assert versions()[package] == importlib.metadata.version(package)
 
 
-def test_an_analysis_without_records_is_an_error_and_a_model_of_no_known_family_refused():
-    @dataclass(kw_only=True)
-    class Odd(Analysis):
-        name: str = "odd"
-
-        def compute(self, model):
-            return []
-
-    assert measure(tiny("gpt2"), Odd(), run="", step=None).error == "ValueError: odd gave no record"
-    with pytest.raises(InputError, match="no layered view of Linear"):
-        measure(torch.nn.Linear(2, 2), Doing(), run="", step=0)
-
-
-def test_vits_are_left_as_they_were():
+def test_vits_are_left_as_they_were_and_what_gives_no_record_or_is_no_known_family_is_an_error():
     model = tiny("vit").train()
 
     @dataclass(kw_only=True)
     class Unfused(Analysis):
         name: str = "unfused"
+        gives: bool = True
 
         def compute(self, model):
             for block in model.blocks:
                 block.attn.fused_attn = False
-            yield Record(metric="classes", value=model.trajectory(tiny_batch("vit")).logits.shape[-1])
+            if self.gives:
+                yield Record(metric="classes", value=model.trajectory(tiny_batch("vit")).logits.shape[-1])
 
     assert measure(model, Unfused(), run="", step=0).records == [Record(metric="classes", value=7)]
     assert all(block.attn.fused_attn for block in model.blocks)
     assert model.training
+    assert measure(model, Unfused(gives=False), run="", step=0).error == "ValueError: unfused gave no record"
+    with pytest.raises(InputError, match="no layered view of Linear"):
+        measure(torch.nn.Linear(2, 2), Doing(), run="", step=0)
 
 
 def test_the_package_itself_has_what_an_analysis_needs():
