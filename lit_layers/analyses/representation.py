@@ -396,6 +396,8 @@ class StateGeometry(Analysis):
         broken = (~rows.isfinite().all(-1)).double()  # (layers + 1, rows)
         num_broken = broken.new_zeros(len(rows), len(num_rows)).index_add_(1, owner, broken)
         _, kept = complete((num_broken == 0) & (num_rows > 0))
+        if not kept.any():
+            return
         rows, owner = rows[:, kept[owner]], owner[kept[owner]]
         prompts = kept.nonzero()[:, 0]
         members = [prompts, *(prompts[half] for half in random_halves(len(prompts), self.num_halves))]

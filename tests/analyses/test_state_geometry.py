@@ -135,3 +135,9 @@ def test_a_planted_massive_activation_is_found_at_its_layer_and_after():
     assert found["massive_activation", 1] < 100 < 1000 < found["massive_activation", 2]
     assert found["block_influence", 2] > found["block_influence", 3]
     assert found["anisotropy", 2] > 0.99
+
+
+def test_prompts_of_one_token_have_sizes_and_no_set_of_points(model):
+    analysis = StateGeometry(batches=Listed({"input_ids": torch.tensor([[5], [6]])}))
+    defined = {record.metric for record in records_of(analysis, model) if record.value == record.value}
+    assert defined == {"massive_activation", "random_massive_activation"}
