@@ -1,6 +1,5 @@
 """Every metric has one row, its values lie where the row says, and what has no row is shown all the same."""
 
-import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -17,13 +16,13 @@ from lit_layers.clock.step_curves import layer_curves
 from lit_layers.correlate.model_table import read_run_models, table_of_models
 from lit_layers.data import GivenTexts
 from lit_layers.metrics import METRICS, Metric, look_up
-from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, Record
 from lit_layers.report import logged_numbers, sections, write_report
 from lit_layers.report.rendering import write_pictures
 from lit_layers.tasks.benchmark_scores import BenchmarkScores
 from lit_layers.tasks.catalogue import GLUE
 from lit_layers.training.run_log import RunLog
+from tests.analyses.test_contract import every_record_has_a_row
 from tests.support import every_analysis
 from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
 from tests.support.charts import figure_data
@@ -53,47 +52,32 @@ NOT_HERE = {
 }
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory) -> list[Record]:
-    """What every analysis finds, with the options that add metrics."""
-    folder = every_analysis.save_inputs(tmp_path_factory.mktemp("inputs"))
-    text, rows = every_analysis.prompts(), every_analysis._rows(80, 1)
+@pytest.mark.soak
+def test_every_row_is_of_something_that_is_measured_and_every_record_has_a_row(tmp_path):
+    """With the options that add metrics, scores of benchmarks, and what training logs."""
+    folder = every_analysis.save_inputs(tmp_path / "inputs")
+    text, batches, model = every_analysis.of_text(folder), every_analysis.prompts(), tiny("gpt2", vocab_size=300)
     views = {"texts": GivenTexts([text for text, _ in labelled(8)]), "tokenizer": str(folder / "tokenizer")}
+    (residual,) = (each for each in text if isinstance(each, analyses.NextTokenResidual))
     more: list[Any] = [
-        analyses.Representation(batches=text, rankme=True),
-        analyses.Representation(batches=text, preset="released_code"),
-        analyses.NextTokenResidual(batches=rows, num_halves=2),
-        analyses.TokenCoupling(batches=text, k=(2,), pairs="all", tables=("token",), num_tokens=2, num_prompts=2),
+        analyses.Representation(batches=batches, rankme=True),
+        analyses.Representation(batches=batches, preset="released_code"),
+        replace(residual, num_halves=2),
+        analyses.TokenCoupling(batches=batches, k=(2,), pairs="all", tables=("token",), num_tokens=2, num_prompts=2),
         analyses.Invariance(**views, num_views=3, max_tokens=30, num_halves=2, permutations=2, form="cross"),
-        *metric_names.made([name for name, row in METRICS.items() if row.of_states] or ["trajectory"], text, text),
+        *metric_names.made([name for name, row in METRICS.items() if row.of_states], batches, batches),
         Speed(variants=("skip",), middles=(2,), num_tokens=8, batch_size=2, num_rounds=1, num_warm_up=0),
     ]
-    of = {"gpt2": [*every_analysis.of_text(folder), *more], "vit": every_analysis.of_images()}
-    models = {"gpt2": tiny("gpt2", vocab_size=300), "vit": tiny("vit")}
-    found = []
-    for name, kept in of.items():
-        for analysis in kept:
-            found += records_of(analysis, LayeredModel(models[name]))
-    write_tasks(folder / "local" / "benchmarks")
-    write_tokenizer(folder / "speaker")
+    given = [(model, each) for each in [*text, *more]]
+    given += [(tiny("vit"), each) for each in every_analysis.of_images()]
+    write_tasks(tmp_path / "benchmarks")
+    write_tokenizer(tmp_path / "speaker")
     for task in ("lambada", "arc_challenge"):
-        options: dict[str, Any] = {"tokenizer": str(folder / "speaker"), "folder": folder / "local"}
-        options |= {"variants": ("skip",), "middles": (1,), "results": folder / task}
-        found += records_of(BenchmarkScores(task=task, **options), LayeredModel(tiny_speaker(blocks=4, seed=3)))
-    return found
-
-
-def test_every_record_of_every_analysis_has_a_row_and_lies_in_its_range(measured):
-    assert {record.metric for record in measured} <= METRICS.keys()
-    for record in measured:
-        row, room = METRICS[record.metric], 1e-6 * max(1, abs(record.value))  # rounding at the ends of a range
-        if not math.isnan(record.value):
-            assert row.low - room <= record.value <= row.high + room, record
-        if record.layer is not None and record.other_layer is None and "variant" not in record.tags:
-            assert record.layer >= (math.inf if row.first_layer is None else row.first_layer), record
-
-
-def test_every_row_is_of_something_that_is_measured(measured, tmp_path):
+        options: dict[str, Any] = {"tokenizer": str(tmp_path / "speaker"), "folder": tmp_path}
+        options |= {"variants": ("skip",), "middles": (1,), "results": tmp_path / task}
+        given.append((tiny_speaker(blocks=4, seed=3), BenchmarkScores(task=task, **options)))
+    measured = [record for network, analysis in given for record in records_of(analysis, network)]
+    every_record_has_a_row(measured)
     fit(tmp_path, [RunLog(tmp_path)], steps=2, val_check_interval=2, log_every_n_steps=1, limit_val_batches=1)
     scalars = {name for row in records.rows(tmp_path / "metrics.jsonl") for name in row} - {"step", "tokens"}
     assert "validation/loss" in scalars
@@ -148,6 +132,7 @@ def test_a_metric_without_a_row_has_a_block_beside_those_of_its_analysis(tmp_pat
     assert titles(tmp_path) == [*listed, *groups, "Brier score", "Probe macro F1 (share)"]
 
 
+@pytest.mark.soak
 def test_one_row_shows_a_metric_everywhere(tmp_path, monkeypatch):
     with_brier(tmp_path / "run")
     monkeypatch.setitem(METRICS, "brier_score", BRIER)

@@ -115,20 +115,7 @@ def test_a_recipe_probes_texts_of_a_task(tmp_path, monkeypatch, capsys):
         assert told == pytest.approx(expected, rel=1e-3), name  # texts of other widths, in other batches
 
 
-def test_the_model_and_the_random_state_are_as_they_were():
-    view = LayeredModel(tiny("gpt2"))
-    before, state = {n: p.clone() for n, p in view.model.named_parameters()}, torch.get_rng_state()
-    list(records_of(probe(steps=2), view))
-    assert all(torch.equal(p, before[n]) and p.grad is None for n, p in view.model.named_parameters())
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"train": Listed({"input_ids": torch.ones(3, 4, dtype=torch.long)})}, "the batches of train have no labels"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(options, sentence):
-    with pytest.raises(InputError, match=sentence):
-        list(records_of(probe(**options), LayeredModel(tiny("gpt2"))))
+def test_rows_without_labels_are_refused():
+    given = probe(train=Listed({"input_ids": torch.ones(3, 4, dtype=torch.long)}))
+    with pytest.raises(InputError, match="the batches of train have no labels"):
+        given.check(LayeredModel(tiny("gpt2")))

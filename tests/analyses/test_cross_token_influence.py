@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from lit_layers.analyses.token_jacobians import CrossTokenInfluence
-from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
@@ -55,20 +54,6 @@ def test_every_record_equals_the_definition_on_the_running_model(model):
     assert not records
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_and_the_split_into_batches_change_nothing(model, side):
-    padded = tiny_batch("gpt2", batch=3, tokens=8, padding=side)
-    alone = []
-    for ids, mask in zip(padded["input_ids"], padded["attention_mask"], strict=True):
-        alone.append({"input_ids": ids[mask.bool()][None], "attention_mask": mask[mask.bool()][None]})
-    expected, together = found(model, *alone), found(model, padded)
-    assert expected.keys() == together.keys()
-    for key, record in expected.items():
-        assert together[key].value == pytest.approx(record.value, rel=1e-6), key
-        assert together[key].n == record.n
-    assert together["influence_spectral", 1, 7].n == 1  # the others are shorter
-
-
 def test_fewer_inputs_are_spread_over_the_distances(model):
     batch = tiny_batch("gpt2", batch=1, tokens=8)
     every = found(model, batch)
@@ -108,17 +93,3 @@ def test_ranks_out_of_sight_are_counted_and_never_enter_a_mean():
 def test_a_prompt_of_one_token_has_its_own_influence_alone(model):
     records = found(model, tiny_batch("gpt2", batch=1, tokens=1))
     assert {key[2] for key in records} == {0}
-
-
-def test_a_model_in_half_precision_is_measured_in_float32():
-    batch = tiny_batch("gpt2", batch=1, tokens=6)
-    model = tiny("gpt2", torch.bfloat16)
-    half, whole = found(model, batch), found(copy.deepcopy(model).float(), batch)
-    assert half.keys() == whole.keys()
-    for key, record in whole.items():
-        assert half[key].value == record.value
-
-
-def test_data_without_prompts_is_refused(model):
-    with pytest.raises(InputError, match="the data holds no prompts"):
-        found(model)

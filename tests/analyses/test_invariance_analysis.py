@@ -13,14 +13,12 @@ from lit_layers.data import GivenTexts, make_views
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
 from lit_layers.functional.entropy import dime, infonce, lidar
-from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks import text_features
 from tests.support.labelled_texts import labelled, saved_bert, saved_gpt2
 from tests.support.measured import records_of
 from tests.support.prompt_states import states_of_each_prompt
 from tests.support.shares import found_by_ranks
-from tests.support.tiny_models import tiny
 
 TEXTS = [text for text, _ in labelled(24)]
 LAYERS = (0, 1, 2, 3)
@@ -169,13 +167,6 @@ def test_config_and_hashes_tell_texts_and_options_but_no_words(folder):
     assert plain.tokenizer_hash()
 
 
-def test_it_is_measured_like_every_analysis(model, folder):
-    analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), **OPTIONS)
-    found = measure(model, analysis, run="run", step=1)
-    assert found.error is None
-    assert {"infonce", "lidar", "dime"} <= {record.metric for record in found.records}
-
-
 def test_processes_divide_the_texts_and_then_the_layers(model, folder, monkeypatch):
     monkeypatch.setattr(text_features, "BATCH_TOKENS", 100)  # some three texts
     options = {"preset": "released_code", **OPTIONS}
@@ -199,22 +190,8 @@ def test_processes_divide_the_texts_and_then_the_layers(model, folder, monkeypat
         assert all(a == pytest.approx(b, rel=1e-9, abs=1e-12, nan_ok=True) for a, b in numbers)
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"states": "raw"}, "invariance: expected states to be one of"),
-        ({"pooling": "max"}, "invariance: expected pooling to be one of"),
-        ({"preset": "released_code", "form": "cross"}, "sets form to ntxent, got form cross as well"),
-        ({"preset": "paper"}, "invariance: expected preset to be one of"),
-    ],
-)
-def test_options_out_of_range_are_refused_before_anything_runs(model, folder, options, sentence):
-    analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), **{**OPTIONS, **options})
-    with pytest.raises(InputError, match=sentence):
+def test_an_option_that_the_preset_sets_otherwise_is_refused_before_anything_runs(model, folder):
+    options = {**OPTIONS, "preset": "released_code", "form": "cross"}
+    analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), **options)
+    with pytest.raises(InputError, match="sets form to ntxent, got form cross as well"):
         analysis.check(LayeredModel(model))
-
-
-def test_models_of_images_are_refused(folder):
-    analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), **OPTIONS)
-    with pytest.raises(InputError, match="invariance: expected a model of text, got VisionTransformer"):
-        analysis.check(LayeredModel(tiny("vit")))

@@ -13,7 +13,6 @@ from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
-from tests.support.shares import found_by_ranks
 from tests.support.tiny_models import tiny
 
 SKIP = 2
@@ -89,15 +88,6 @@ def test_shuffled_weights_are_those_of_the_blocks_in_another_order(view):
     assert all(".h." in name and model.get_parameter(name).ndim > 1 for name in moved)
 
 
-def test_padding_on_the_left_changes_nothing(view):
-    ids = torch.cat([b["input_ids"] for b in prompts()])
-    left = torch.cat([torch.zeros(7, 3, dtype=torch.long), ids], 1)
-    mask = torch.cat([torch.zeros(7, 3, dtype=torch.long), torch.ones_like(ids)], 1)
-    padded = list(records_of(lens(Listed({"input_ids": left, "attention_mask": mask})), view))
-    plain = list(records_of(lens(), view))
-    assert [r.value for r in padded] == pytest.approx([r.value for r in plain], rel=1e-6)
-
-
 def test_prompts_that_are_too_short_are_left_out_and_counted(view):
     ids = torch.cat([b["input_ids"] for b in prompts()])
     chosen, length = (
@@ -116,28 +106,10 @@ def test_prompts_that_are_too_short_are_left_out_and_counted(view):
     assert not any("num_undefined" in name for record in whole for name in record.tags)
 
 
-def test_the_model_is_as_it_was(view):
-    before = {name: p.clone() for name, p in view.model.named_parameters()}
-    list(records_of(lens(lenses=("shuffled",)), view))
-    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in view.model.named_parameters())
-
-
 def test_held_out_prompts_that_are_all_too_short_are_said(view):
     ids = torch.randint(3, 60, (6, 12), generator=torch.Generator().manual_seed(4))
     with pytest.raises(InputError, match=r"give more than 2 \(num_prompts\) of more than 3 tokens"):
         list(records_of(lens(Listed({"input_ids": ids[:2]}, {"input_ids": ids[2:, :3]})), view))
-
-
-# ------------------------------------------------------------------------------------------- several processes
-
-
-def test_ranks_divide_the_lenses(view):
-    analysis = lens(prompts(10), num_prompts=6)
-    (found,), _ = found_by_ranks(view.model, [analysis], 2)
-    assert [*map(repr, found.records)] == [*map(repr, records_of(analysis, view))]
-
-
-# -------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
@@ -145,16 +117,8 @@ def test_ranks_divide_the_lenses(view):
     [
         ({"num_prompts": 7}, "no prompt to compare on: give more than 7"),
         ({"skip_first": 40}, "no prompt to fit on: .* of more than 41 tokens"),
-        ({"lenses": ("logits",)}, "expected lenses to be"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_before_anything_is_measured(options, sentence, view):
     with pytest.raises(InputError, match=sentence):
         lens(**options).check(view)
-    with pytest.raises(InputError, match=sentence):
-        list(records_of(lens(**options), view))
-
-
-def test_a_model_that_predicts_no_next_token_is_refused():
-    with pytest.raises(InputError, match="expected a model that predicts the next token, got BertForMaskedLM"):
-        list(records_of(lens(), LayeredModel(tiny("bert"))))

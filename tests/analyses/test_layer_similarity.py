@@ -1,5 +1,6 @@
 """Similarities of layers against plain formulas on the states of single prompts, in float64."""
 
+import itertools
 import math
 
 import numpy as np
@@ -9,7 +10,6 @@ import torch
 from lit_layers.analyses import LayerSimilarity
 from lit_layers.errors import InputError
 from lit_layers.functional.geometry import layer_stages
-from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
@@ -22,7 +22,6 @@ BATCHES = [
     tiny_batch("gpt2", batch=2, tokens=7, seed=2),
     tiny_batch("gpt2", batch=3, tokens=8, padding="right", seed=3),
 ]
-COSINES = {"token", "flattened"}
 
 
 @pytest.fixture(scope="module")
@@ -78,15 +77,14 @@ def spread(count, length):
     return sorted({round(index * (length - 1) / (count - 1)) for index in range(count)})
 
 
-@pytest.mark.parametrize("mode", sorted(COSINES))
-def test_cosines_are_those_of_each_prompt_averaged_over_prompts(records, states, mode):
-    for layer in range(BLOCKS + 1):
-        for other in range(BLOCKS + 1):
-            values = np.array([cosine(prompt[layer], prompt[other], mode) for prompt in states])
-            record = records["layer_cosine", layer, other, ("mode", mode)]
-            assert record.value == pytest.approx(values.mean(), rel=1e-9, abs=1e-12)
-            assert record.n == 8
-            assert record.stderr == pytest.approx(values.std(ddof=1) / math.sqrt(8), rel=1e-6, abs=1e-9)
+def test_cosines_are_those_of_each_prompt_averaged_over_prompts(records, states):
+    every = range(BLOCKS + 1)
+    for mode, layer, other in itertools.product(("token", "flattened"), every, every):
+        values = np.array([cosine(prompt[layer], prompt[other], mode) for prompt in states])
+        record = records["layer_cosine", layer, other, ("mode", mode)]
+        assert record.value == pytest.approx(values.mean(), rel=1e-9, abs=1e-12), (mode, layer, other)
+        assert record.n == 8
+        assert record.stderr == pytest.approx(values.std(ddof=1) / math.sqrt(8), rel=1e-6, abs=1e-9)
 
 
 def test_the_alignment_is_that_of_the_tokens_of_all_prompts_together(model, records, states):
@@ -144,42 +142,12 @@ def test_blocks_that_hardly_change_anything_are_the_middle():
     assert found["layer_cosine", 2, 6, ("mode", "token")].value == pytest.approx(1, abs=1e-12)
 
 
-def test_padding_batches_and_the_side_they_are_on_change_nothing(model):
-    right = tiny_batch("gpt2", batch=3, tokens=9, padding="right", seed=4)
-    mask = right["attention_mask"]
-    left = {"input_ids": torch.full_like(mask, 7), "attention_mask": mask.flip(-1)}
-    left["input_ids"][mask.flip(-1).bool()] = right["input_ids"][mask.bool()]
-    single = [{name: column[[index]] for name, column in right.items()} for index in range(3)]
-    expected = run(model, right, num_tokens=3)
-    for batches in ([left], single):
-        found = run(model, *batches, num_tokens=3)
-        assert list(found) == list(expected)
-        for name, record in found.items():
-            assert record.value == pytest.approx(expected[name].value, rel=1e-9, abs=1e-12)
-
-
 def test_conventions_are_told(model):
     normed = run(model, *BATCHES, states="hf")
     states = states_of_each_prompt(model, BATCHES, final_norm=True)
     tags = (("mode", "token"), ("states", "hf"))
     values = [cosine(prompt[2], prompt[4], "token") for prompt in states]
     assert normed["layer_cosine", 2, 4, *tags].value == pytest.approx(np.mean(values), rel=1e-9)
-
-
-@pytest.mark.parametrize("name", ["vit", "bert", "llama_trunk"])
-def test_it_measures_images_encoders_and_models_without_a_head(name):
-    found = run(tiny(name), tiny_batch(name, padding=None if name == "vit" else "right"))
-    assert found["layer_cka", 0, 0].value == pytest.approx(1)
-    assert found["layer_cosine", 3, 3, ("mode", "flattened")].value == pytest.approx(1)
-
-
-def test_nothing_is_disturbed(model):
-    analysis = LayerSimilarity(batches=Listed(*BATCHES))
-    analysis.check(LayeredModel(model))
-    generator = torch.get_rng_state()
-    whole = measure(model, analysis, run="run", step=1, weights_hash="x")
-    assert whole.error is None
-    assert torch.equal(torch.get_rng_state(), generator)
 
 
 def test_prompts_of_which_nothing_is_left_count_for_nothing(model, states):
@@ -189,16 +157,3 @@ def test_prompts_of_which_nothing_is_left_count_for_nothing(model, states):
         run(model, lone, drop_first=1)
     with pytest.raises(InputError, match="needs 4 rows or more, got 1: give more texts"):
         run(model, tiny_batch("gpt2", batch=1), num_tokens=1)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"states": "last"}, "expected states to be one of"),
-    ],
-)
-def test_options_that_there_are_not_are_refused(model, options, message):
-    analysis = LayerSimilarity(batches=Listed(*BATCHES), **options)
-    for call in (analysis.check, lambda view: list(records_of(analysis, view))):
-        with pytest.raises(InputError, match=f"^layer_similarity: {message}"):
-            call(LayeredModel(model))

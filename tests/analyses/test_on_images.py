@@ -4,15 +4,12 @@ What each of them does with the states of text is tested where it is at home; he
 and labels that they should.
 """
 
-import math
-
 import numpy as np
 import pytest
 import torch
 
-from lit_layers.analyses import Coupling, CouplingMatrices, Lens, Representation, TokenCoupling, Trajectory
+from lit_layers.analyses import Coupling, Lens, Trajectory
 from lit_layers.errors import InputError
-from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
 from tests.support.distilled import CLASSES, DIM, LAYERS, PATCHES, PREFIX, distilled, states_of_each_image
 from tests.support.listed_batches import Listed
@@ -62,23 +59,6 @@ def test_trajectories_are_those_of_every_token_but_the_class_token(model, batch,
     patches = found(Trajectory(batches=Listed(batch), drop_first=PREFIX), model)
     expected = np.mean([np.linalg.norm(image[:, PREFIX:], axis=-1).mean(1) for image in states], axis=0)
     assert patches["state_norm", 1].value == pytest.approx(expected[1], rel=1e-9)
-
-
-def entropy(rows):
-    shares = np.linalg.svd(rows, compute_uv=False) ** 2
-    shares = shares[shares > 0] / shares.sum()
-    return -(shares * np.log(shares)).sum()
-
-
-def test_representations_are_those_of_an_image_s_tokens_and_of_all_images(model, batch, states):
-    records = found(Representation(batches=Listed(batch)), model)
-    for layer in range(LAYERS + 1):
-        for dropped in (0, 1):
-            of_tokens = np.mean([entropy(image[layer, dropped:]) for image in states])
-            assert records["prompt_entropy", layer, dropped, "raw"].value == pytest.approx(of_tokens, rel=1e-9)
-        pooled = np.stack([image[layer].mean(0) for image in states])
-        assert records["dataset_entropy", layer, "raw"].value == pytest.approx(entropy(pooled), rel=1e-9)
-        assert records["dataset_entropy", layer, "maxEntropy"].value == pytest.approx(entropy(pooled) / math.log(3))
 
 
 def test_the_lens_reads_every_layer_with_both_heads_against_the_labels(model, batch, states):
@@ -137,7 +117,7 @@ def coupling_by_loops(jacobians, k, *, absolute=False):
 
 @pytest.mark.parametrize(
     ("token", "places"),
-    [("cls", [0]), ("last_patch", [TOKENS - 1]), ("mean_patch", [PREFIX, PREFIX + 8, TOKENS - 1]), (1, [1])],
+    [("cls", [0]), ("last_patch", [TOKENS - 1]), (1, [1])],
 )
 def test_coupling_is_at_the_class_token_the_last_patch_or_averaged_over_patches(model, batch, token, places):
     records = found(Coupling(batches=Listed(batch), k=(5,), token=token, num_prompts=2, num_patches=3), model)
@@ -184,18 +164,3 @@ def test_an_image_model_without_a_class_token_has_no_coupling_there(batch):
     for call in (given.check, lambda view: list(records_of(given, view))):
         with pytest.raises(InputError, match="VisionTransformer has no cls: choose another token"):
             call(view)
-
-
-def test_every_analysis_of_blocks_runs_on_images_without_drop_path(model, batch):
-    data = Listed(batch)
-    for given in (
-        Trajectory(batches=data, states="hf"),
-        Representation(batches=data, preset="released_code"),
-        Coupling(batches=data, k=(0.25,), token="mean_patch", states="hf"),
-        CouplingMatrices(batches=data, pairs=((1, 2),), k=4),
-        TokenCoupling(batches=data, k=(4,), num_tokens=2, num_prompts=1),
-    ):
-        first, second = (measure(model, given, run="r", step=0) for _ in range(2))
-        assert first.error is None, first.error
-        assert first.records == second.records, "drop-path is random"
-        assert all(math.isfinite(record.value) for record in first.records)

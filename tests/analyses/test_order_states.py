@@ -6,8 +6,6 @@ import torch
 
 from lit_layers.analyses import OrderStates
 from lit_layers.errors import InputError
-from lit_layers.functional.block_schedules import parse_schedule
-from lit_layers.models.running_order import SharedPrefixes
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
@@ -92,36 +90,6 @@ def test_first_tokens_are_left_out_and_padding_does_not_enter(model):
         left["attention_mask"] = torch.ones_like(left["input_ids"]).index_fill(1, torch.tensor([0]), 0)
     padded = run(model, left, variants=("skip",), middles=(3,), drop_first=1)["ending_input_cosine", "skip", 3, None]
     assert padded.value == pytest.approx(dropped.value, abs=1e-9)
-
-
-def test_a_prompt_whose_states_are_not_finite_is_left_out_and_counted(model):
-    class Spoiled(LayeredModel):
-        def trajectory(self, batch):
-            found = super().trajectory(batch)
-            found.hidden[5, 0] = torch.nan  # of the first prompt, where blocks behind a middle of three begin
-            return found
-
-    options = {"variants": ("skip",), "middles": (3,)}
-    records = [*records_of(OrderStates(batches=Listed(BATCHES[0]), **options), Spoiled(model))]
-    (record,) = [r for r in records if r.tags["variant"] == "skip" and r.metric == "ending_input_cosine"]
-    values = [cosine for cosine, _ in by_hand(model, BATCHES[0], [1, 2], 5)]
-    assert record.value == pytest.approx(np.mean(values[1:]), abs=1e-9)
-    assert (record.n, record.tags["num_undefined"]) == (2, 1)
-
-
-def test_states_at_every_place_of_an_order_are_those_of_its_beginnings(model):
-    trajectory = LayeredModel(model).trajectory(BATCHES[1])
-    order = parse_schedule("1 (2,3) 6", BLOCKS)
-    states = {
-        index: state
-        for indices, state in SharedPrefixes([order[:end] for end in range(4)], BLOCKS).states(trajectory)
-        for index in indices
-    }
-    expected = trajectory.hidden[0]
-    with torch.no_grad():
-        for place, step in enumerate([(), (1,), (2, 3), (6,)]):
-            expected = torch.stack([trajectory.block(n)(expected) for n in step]).mean(0) if step else expected
-            torch.testing.assert_close(states[place], expected)
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,13 @@ import pytest
 import torch
 
 from lit_layers.analyses import PathsInPlane
-from lit_layers.errors import InputError
-from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import PLACES
 from tests.support.distilled import PATCHES, PREFIX, distilled, states_of_each_image
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
 from tests.support.prompt_states import states_of_each_prompt
-from tests.support.tiny_models import LAYERS, tiny, tiny_batch
+from tests.support.tiny_models import tiny, tiny_batch
 
 BATCHES = [tiny_batch("gpt2", batch=2, tokens=9, padding="left"), tiny_batch("gpt2", batch=2, tokens=8, seed=2)]
 
@@ -99,30 +97,3 @@ def test_a_prompt_without_a_plane_is_left_out_and_counted(model):
     for view, prompt in ((same, repeated), (model, short)):
         with pytest.raises(ValueError, match="paths_in_plane is undefined for every prompt.* or of too few tokens"):
             run(view, prompt)
-
-
-def test_it_runs_as_a_measurement_and_gives_the_same_numbers_in_half_precision():
-    narrow = tiny("gpt2", torch.bfloat16)
-    given = PathsInPlane(batches=Listed(*BATCHES))
-    first = measure(narrow, given, run="r", step=0)
-    assert first.error is None
-    assert first.records == list(records_of(given, LayeredModel(tiny("gpt2", torch.bfloat16).float())))
-    assert sum(record.metric == "path" for record in first.records) == (8 + 6) * (LAYERS + 1) * 2
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"states": "raw"}, r"expected states to be one of \['resid', 'hf'\], got 'raw'"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused_before_anything_runs(model, options, message):
-    given = PathsInPlane(batches=Listed(*BATCHES), **options)
-    for call in (given.check, lambda view: list(records_of(given, view))):
-        with pytest.raises(InputError, match=f"^paths_in_plane: {message}"):
-            call(LayeredModel(model))
-
-
-def test_no_data_is_refused(model):
-    with pytest.raises(InputError, match="^paths_in_plane: the data holds no prompts"):
-        run(model)

@@ -27,8 +27,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.tasks import text_features
 from lit_layers.tasks.probe_task import ProbeTask
 from tests.support.measured import records_of
-from tests.support.shares import found_by_ranks
-from tests.support.tiny_models import LAYERS, tiny
+from tests.support.tiny_models import LAYERS
 
 WORDS = {"red": "apple rose blood", "green": "grass leaf frog", "blue": "sky sea ice"}
 TIGHT = {"tolerance": 1e-8, "max_iterations": 5000}
@@ -184,10 +183,16 @@ def test_a_regression_that_chooses_its_penalty_says_it(model, tokenizer, tmp_pat
     assert not [record for record in at if record.metric == "probe_c"]
 
 
-def test_the_reference_is_the_majority_and_labels_drawn_at_random_teach_nothing(model, tokenizer, tmp_path):
-    task = written_task(tmp_path)
+@pytest.fixture(scope="module")
+def probed(model, tokenizer, tmp_path_factory):
+    """A task, and what a probe finds of it."""
+    task = written_task(tmp_path_factory.mktemp("task"))
+    return task, list(records_of(Probe(task=task, tokenizer=str(tokenizer), tolerance=1e-4), model))
+
+
+def test_the_reference_is_the_majority_and_labels_drawn_at_random_teach_nothing(probed):
+    task, records = probed
     data = task.load()
-    records = list(records_of(Probe(task=task, tokenizer=str(tokenizer), tolerance=1e-4), model))
     train, test = data.train_and_validation().targets.numpy(), data.test.targets.numpy()
     dummy = DummyClassifier(strategy="prior").fit(np.zeros((len(train), 1)), train)
     zeros = np.zeros((len(test), 1))
@@ -201,9 +206,8 @@ def test_the_reference_is_the_majority_and_labels_drawn_at_random_teach_nothing(
     assert np.mean(control) < taught - 0.1
 
 
-def test_the_curve_over_layers_is_summed_up_from_the_test_scores(model, tokenizer, tmp_path):
-    task = written_task(tmp_path)
-    records = list(records_of(Probe(task=task, tokenizer=str(tokenizer), random_labels=False, tolerance=1e-4), model))
+def test_the_curve_over_layers_is_summed_up_from_the_test_scores(probed):
+    _, records = probed
     for metric, sign in (("accuracy", 1), ("log_loss", -1)):
         curve = [sign * value_of(records, metric, layer, split="test").value for layer in range(1, LAYERS + 1)]
         share = value_of(records, "monotonicity_fraction_increasing", None, split="test", of=metric)
@@ -282,8 +286,6 @@ def test_another_tokenizer_makes_other_data(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"pooling": "max"}, "probe/colours: expected pooling"),
-        ({"fit_on": "test"}, "probe/colours: expected fit_on"),
         ({"max_tokens": 0}, "max_tokens: expected more than the 0 special tokens of every text, got 0"),
         ({"task": "banking78"}, "task: there is no 'banking78'; did you mean banking77"),
     ],
@@ -294,10 +296,8 @@ def test_wrong_options_are_refused_in_a_sentence(options, sentence, model, token
         Probe(**given).check(model)
 
 
-def test_a_model_of_images_is_refused_and_so_is_a_layer_that_is_not_there(model, tokenizer, tmp_path):
+def test_a_layer_that_is_not_there_is_refused(model, tokenizer, tmp_path):
     task = written_task(tmp_path)
-    with pytest.raises(InputError, match="probe/colours: expected a model of text, got VisionTransformer"):
-        Probe(task=task, tokenizer=str(tokenizer)).check(LayeredModel(tiny("vit")))
     with pytest.raises(InputError, match=r"sample_sizes/colours: expected layers from 0 to 3, got \[9\]"):
         SampleSizeSweep(task=task, tokenizer=str(tokenizer), layers=[9]).check(model)
 
@@ -327,16 +327,13 @@ def test_a_curve_says_how_many_of_its_probes_have_not_converged(model, tokenizer
     assert {r.tags.get("num_not_converged") for r in curves} == {len(flagged)}
 
 
-@pytest.mark.parametrize("kind", [Probe, SampleSizeSweep])
-def test_ranks_that_divide_texts_and_layers_give_the_numbers_of_one(model, tokenizer, tmp_path, kind, monkeypatch):
+@pytest.mark.parametrize("kind", [pytest.param(Probe, marks=pytest.mark.soak), SampleSizeSweep])
+def test_features_that_are_too_large_to_be_sent_are_made_by_each_process(model, tokenizer, tmp_path, kind, monkeypatch):
     options = {} if kind is Probe else {"layers": [2, 0, 3], "num_seeds": 2}
     analysis = kind(task=written_task(tmp_path), tokenizer=str(tokenizer), c=0.1, tolerance=1e-3, **options)
     monkeypatch.setattr(text_features, "BATCH_TOKENS", 100)  # some three texts
     alone = records_of(analysis, model)
-    (found,), _ = found_by_ranks(model.model, [analysis], 2)
-    assert found.error is None
-    assert [*map(repr, found.records)] == [*map(repr, alone)]
-    monkeypatch.setattr(task_probes, "MOST_SENT", 0)  # too large to be sent: each process passes all texts
+    monkeypatch.setattr(task_probes, "MOST_SENT", 0)
     assert analysis.reads(model) == {}
     whole = records_of(analysis, model)  # in batches of another size, which are rounded in other places
     assert [(each.metric, each.layer, each.n, each.tags) for each in whole] == [

@@ -2,12 +2,14 @@
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from lit_layers.analyses import Representation
+from lit_layers.analyses import LayerSimilarity, PromptStudies, Representation, Trajectory
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
@@ -184,16 +186,6 @@ def test_another_order_of_the_entropies_is_told_by_a_tag(model, prompts):
     assert find(records, "effective_rank", 1, drop_first=0).n == 8
 
 
-def test_batching_does_not_change_the_records(model, records):
-    prompts = [
-        {name: values[i : i + 1] for name, values in b.items()} for b in BATCHES for i in range(len(b["input_ids"]))
-    ]
-    alone = list(records_of(Representation(batches=Listed(*prompts), rankme=True), LayeredModel(model)))
-    for one, other in zip(records, alone, strict=True):
-        assert (one.metric, one.layer, one.tags, one.n) == (other.metric, other.layer, other.tags, other.n)
-        assert one.value == pytest.approx(other.value, rel=1e-9)
-
-
 def test_prompts_too_short_for_a_metric_are_left_out_of_it_alone(model):
     short = {"input_ids": torch.tensor([[5, 6, 7, 9], [8, 3, 0, 0], [4, 9, 9, 2]])}
     short["attention_mask"] = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1]])
@@ -212,37 +204,10 @@ def test_a_single_prompt_has_values_without_intervals(model):
     assert {(record.n, record.stderr, record.low) for record in records} == {(1, None, None)}
 
 
-@pytest.mark.parametrize("name", ["gpt_neox", "llama", "bert", "vit"])
-@pytest.mark.parametrize("preset", [None, "released_code"])
-def test_every_family_is_measured(name, preset):
-    batch = tiny_batch(name, batch=4, tokens=6)
-    records = list(records_of(Representation(batches=Listed(batch), preset=preset), LayeredModel(tiny(name))))
-    assert all(math.isfinite(record.value) for record in records)
-    assert {record.layer for record in records} == {None, *LAYERS}
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"states": "raw"}, r"representation: expected states to be one of \['resid', 'hf', 'normed'\], got 'raw'"),
-        ({"preset": "paper"}, r"representation: expected preset to be one of \[None, 'released_code'\], got 'paper'"),
-        ({"alpha": 0.0}, "representation: expected alpha of at least 1e-06, got 0.0"),
-        ({"alpha": math.nan}, "representation: expected alpha of at least 1e-06, got nan"),
-        ({"normalizations": ("log2",)}, "representation: expected normalizations to be one of"),
-        ({"states": None}, "representation: expected states to be one of .*, got None"),
-        (
-            {"preset": "released_code", "pooling": "last"},
-            "sets pooling to centered_unit_mean, got pooling last as well",
-        ),
-        ({"side": "both"}, "representation: expected side to be one of"),
-    ],
-)
-def test_options_out_of_range_are_refused_before_anything_runs(model, options, sentence):
-    analysis = Representation(batches=Listed(*BATCHES), **options)
-    with pytest.raises(InputError, match=sentence):
+def test_an_option_that_the_preset_sets_otherwise_is_refused_before_anything_runs(model):
+    analysis = Representation(batches=Listed(*BATCHES), preset="released_code", pooling="last")
+    with pytest.raises(InputError, match="sets pooling to centered_unit_mean, got pooling last as well"):
         analysis.check(LayeredModel(model))
-    with pytest.raises(InputError, match=sentence):
-        list(records_of(analysis, LayeredModel(model)))
 
 
 def test_the_order_of_an_entropy_may_be_infinite(model):
@@ -255,11 +220,6 @@ def test_the_order_of_an_entropy_may_be_infinite(model):
 
     smallest, near = entropy_of_order(math.inf), entropy_of_order(1000.0)
     assert smallest == pytest.approx(near * 999 / 1000, rel=1e-6)  # sum p^1000 is the largest share's, to 1e-6
-
-
-def test_data_without_prompts_is_refused(model):
-    with pytest.raises(InputError, match="representation: the data holds no prompts"):
-        list(records_of(Representation(batches=Listed()), LayeredModel(model)))
 
 
 def unit(rows):
@@ -318,3 +278,43 @@ def test_normed_states_are_those_after_the_final_norm_at_every_layer(model, prom
             normed = [norm(torch.from_numpy(prompt[layer])).numpy() for prompt in prompts]
         found = find(records, "effective_rank", layer, drop_first=0, states="normed").value
         assert found == pytest.approx(np.mean([of_rows(rows)["effective_rank"] for rows in normed]), rel=1e-9)
+
+
+def test_a_prompt_of_one_repeated_token_leaves_a_gap_at_the_layer_that_sees_no_positions():
+    """In a rotary model all its states are equal at layer 0, where a prompt has no curvature and no spread."""
+    batch = {"input_ids": torch.full((1, 9), 7)}
+    model = tiny("llama", torch.float64)
+    for kind in (LayerSimilarity, Trajectory):
+        assert records_of(kind(batches=Listed(batch)), model)
+    found = [record.metric for record in records_of(Representation(batches=Listed(batch)), model) if record.layer == 0]
+    assert "token_curvature" not in found
+    assert "effective_rank" in found
+
+
+def test_a_text_of_one_token_is_in_no_normalization_of_the_entropy():
+    lengths = (1, 6, 5)
+    ids = torch.randint(3, 60, (3, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[1] * length + [0] * (6 - length) for length in lengths])
+    model = tiny("gpt2", torch.float64)
+    for alpha2 in ("spectrum", "frobenius"):
+        options: dict[str, Any] = {"alpha": 2.0, "alpha2": alpha2, "drop_first": (0, 4)}
+        given = Representation(batches=Listed({"input_ids": ids, "attention_mask": mask}), **options)
+        found = [r for r in records_of(given, model) if r.metric == "prompt_entropy"]
+        assert {(r.tags["drop_first"], r.n, r.tags.get("num_undefined")) for r in found} == {(0, 2, 1), (4, 1, 2)}
+        assert {r.tags["normalization"] for r in found} == {"raw", "maxEntropy"}
+    studies = PromptStudies(
+        batches=Listed({"input_ids": ids, "attention_mask": mask}), studies=("repetition",), p=(0.0,), drop_first=(0,)
+    )
+    found = records_of(studies, model)
+    assert {r.n for r in found} == {2}
+    one = entropy_of_rows(model, ids[1])
+    both = one + entropy_of_rows(model, ids[2][:5])
+    (raw,) = [r for r in found if r.layer == 2 and r.tags["normalization"] == "raw"]
+    assert raw.value == pytest.approx(both / 2, rel=1e-9)
+
+
+def entropy_of_rows(model: Any, ids: Tensor) -> float:
+    hidden = LayeredModel(model).trajectory({"input_ids": ids[None]}).hidden[2, 0]
+    share = torch.linalg.svdvals(hidden) ** 2
+    share = share / share.sum()
+    return -(share * share.log()).sum().item()

@@ -1,0 +1,418 @@
+"""What every analysis owes, whatever it measures: one case each, on one model of texts and one of images.
+
+What its numbers must be is tested in the file of each analysis. Here they are compared with those of runs in which less
+is asked for or nothing is broken: of one analysis alone, of one process, of the data without the broken prompt, of the
+model cut off before the broken block.
+"""
+
+import copy
+import dataclasses
+import math
+import random
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lit_layers import analyses, plots
+from lit_layers.analyses import Analysis
+from lit_layers.data import GivenTexts
+from lit_layers.data.tokenization import load_tokenizer
+from lit_layers.data.word_pairs import WordPairs
+from lit_layers.errors import InputError
+from lit_layers.measuring.one_model import measure, outcomes
+from lit_layers.metrics import METRICS, is_in
+from lit_layers.models.build import weights_hash
+from lit_layers.models.view import LayeredModel
+from lit_layers.records import Record, frame
+from lit_layers.tasks.mteb_scores import MtebTask
+from lit_layers.tasks.probe_task import ProbeTask
+from tests.support import every_analysis
+from tests.support.charts import line
+from tests.support.distilled import distilled
+from tests.support.labelled_texts import labelled, write_csv
+from tests.support.listed_batches import Listed
+from tests.support.measured import records_of
+from tests.support.shares import found_by_ranks
+from tests.support.tiny_models import tiny
+
+BLOCKS, BROKEN = 4, 3  # layers 0 to 2 are healthy
+STRANGE = "§" * 6  # of tokens that no other text has
+LONG = ("MtebTask", "NextTokenProbe", "PromptStudies", "AttentiveProbe")  # several seconds each
+KINDS = [
+    pytest.param(name, marks=[pytest.mark.soak] * (name in LONG))
+    for name in sorted(each.__name__ for each in every_analysis.kinds())
+]
+
+# What compares with the last layer.
+OF_THE_LAST = ("kl_to_final",)
+# What is a matter of tokens or of labels.
+NOT_OF_LAYERS = ("changed_fraction", "infonce_chance", "infonce_chance_of_half", "coverage")
+# What a mean over other blocks would pass for.
+OF_ALL_BLOCKS = ("line_shape_score", "coupling", "coupling_with_diagonal", "excess_coupling", "random_coupling")
+OF_ALL_BLOCKS += ("spectrum_slope", "spectrum_r_squared")
+# The plane is that of the last layer, and an order is one of all blocks, or of all but some.
+OF_THE_WHOLE = ("PathsInPlane", "Interventions", "OrderStates", "InContext", "JacobianLens")
+UNDEFINED = "num_undefined"
+OF_THE_SAME_PROMPTS = (analyses.LayerSimilarity, analyses.LabelProbe, analyses.AttentiveProbe, analyses.Probe)
+# Their texts are drawn, or are the task's own: no broken one can be given.
+OWN_TEXTS = ("Induction", "MtebTask")
+
+
+class World(NamedTuple):
+    """A model, the analyses that it is measured with, and what those find in one pass that were asked for."""
+
+    model: nn.Module
+    analyses: list[Analysis]
+    beside: dict[str, list[Record]]
+
+    def found(self, kind: str) -> list[tuple[Analysis, list[Record]]]:
+        """The analyses of a class, and what each finds beside all others, or beside all others that take long."""
+        wanted = [each for each in self.analyses if type(each).__name__ == kind]
+        if any(each.name not in self.beside for each in wanted):
+            alike = [each for each in self.analyses if (type(each).__name__ in LONG) == (kind in LONG)]
+            found = [*outcomes(self.model, alike, weights_hash="x")]
+            assert [each.error for each in found] == [None] * len(found)
+            assert [each.analysis.name for each in found] == [each.name for each in alike]
+            self.beside.update((each.analysis.name, each.records) for each in found)
+        return [(each, self.beside[each.name]) for each in wanted]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return every_analysis.save_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def worlds(folder) -> list[World]:
+    """Both models are in training mode, with dropout or drop-path: what is measured is measured in evaluation mode."""
+    texts = World(text_model().train(), text_analyses(folder), {})
+    return [texts, World(distilled(), every_analysis.of_images(), {})]
+
+
+def text_model(num_layers: int = BLOCKS) -> Any:
+    """The first blocks of a GPT-2 whose head is not its embedding."""
+    options = {"vocab_size": every_analysis.VOCABULARY, "n_layer": BLOCKS, "tie_word_embeddings": False}
+    model: Any = tiny("gpt2", torch.float64, **options)
+    model.transformer.h = model.transformer.h[:num_layers]
+    model.config.n_layer = num_layers
+    return model
+
+
+def text_analyses(folder: Path, name: str = "results") -> list[Analysis]:
+    """The analyses of text; scores of MTEB are kept in a folder of this name."""
+    found = every_analysis.of_text(folder)
+    return [dataclasses.replace(a, results=folder / name) if isinstance(a, MtebTask) else a for a in found]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_analysis_keeps_the_contract(worlds, folder, kind):
+    given = [(world, *found) for world in worlds for found in world.found(kind)]
+    assert given, "add it to tests/support/every_analysis.py"
+    for world, analysis, beside in given:
+        before = state_of(world.model)
+        analysis.check(LayeredModel(world.model))
+        alone = records_of(analysis, world.model)
+        assert state_of(world.model) == before, "the model, its gradients and modes or a random generator changed"
+        every_record_has_a_row(alone)
+        assert text_of(alone) == text_of(beside), "another number beside other analyses"
+        if world is worlds[0]:
+            (shared,), _ = found_by_ranks(world.model, [analysis], 2)
+            assert shared.error is None
+            assert text_of(shared.records) == text_of(alone), "two ranks found something else"
+            if kind not in OWN_TEXTS:
+                a_broken_prompt_is_left_out_and_counted(analysis, alone, folder)
+            if any(isinstance(value, Listed) for value in vars(analysis).values()):
+                padding_changes_nothing(analysis, alone, world.model)
+                of_broken_prompts_nothing_is_found(analysis, folder)
+        refuses_what_it_cannot_measure(analysis, world.model)
+
+
+def text_of(records: list[Record]) -> list[str]:
+    """NaN is not equal to itself, its text is."""
+    return [repr(record) for record in records]
+
+
+def state_of(model: nn.Module) -> tuple:
+    modes = [module.training for module in model.modules()]
+    gradients = [(parameter.grad is None, parameter.requires_grad) for parameter in model.parameters()]
+    drawn = torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
+    return weights_hash(model), modes, gradients, drawn
+
+
+def every_record_has_a_row(records: Iterable[Record]) -> None:
+    for record in records:
+        assert record.metric in METRICS, record
+        row, room = METRICS[record.metric], 1e-6 * max(1, abs(record.value))  # rounding at the ends of a range
+        assert math.isnan(record.value) or row.low - room <= record.value <= row.high + room, record
+        if record.layer is not None and record.other_layer is None and "variant" not in record.tags:
+            assert record.layer >= (math.inf if row.first_layer is None else row.first_layer), record
+
+
+def padding_changes_nothing(analysis: Any, alone: list[Record], model: nn.Module) -> None:
+    """The same prompts in other batches, padded on the left with tokens that mean something."""
+    options = {
+        name: Listed(*padded_on_the_left(value, 1 if name == "batches" else 100))
+        for name, value in vars(analysis).items()
+        if isinstance(value, Listed)
+    }
+    found = records_of(dataclasses.replace(analysis, **options), model)
+    rel = 1e-4 if hasattr(analysis, "tolerance") or hasattr(analysis, "steps") else 1e-6  # how far fits converge
+    for one, other in zip(alone, found, strict=True):
+        assert (one.metric, one.layer, one.other_layer, one.tags, one.n) == (
+            *(other.metric, other.layer, other.other_layer, other.tags, other.n),
+        )
+        assert other.value == pytest.approx(one.value, rel=rel, abs=1e-8, nan_ok=True), one
+
+
+def padded_on_the_left(batches: Listed, size: int) -> Iterator[dict[str, Tensor]]:
+    for batch in batches:
+        mask = torch.nn.functional.pad(batch["attention_mask"].flip(-1), (1, 0))
+        ids = torch.full_like(mask, 7)
+        ids[mask.bool()] = batch["input_ids"][batch["attention_mask"].bool()]
+        moved = {**batch, "input_ids": ids, "attention_mask": mask}
+        for start in range(0, len(ids), size):
+            yield {name: values[start : start + size] for name, values in moved.items()}
+
+
+# --------------------------------------------------------------------------------------------------- broken prompts
+
+
+def a_broken_prompt_is_left_out_and_counted(analysis: Analysis, whole: list[Record], folder: Path) -> None:
+    """The model knows nothing of some tokens, of which the last prompt is made."""
+    model, strange = text_model(), strange_tokens(folder)
+    model.transformer.wte.weight.data[strange] = torch.nan
+    found = by_key(records_of(with_one_prompt_more(analysis, strange, folder), model))
+    expected = by_key(whole)
+    assert expected.keys() == found.keys()
+    counted = [record for record in found.values() if record.tags.get(UNDEFINED)]
+    assert counted or isinstance(analysis, analyses.CouplingMatrices), "no record counts the prompt that is left out"
+    if isinstance(analysis, OF_THE_SAME_PROMPTS):
+        assert len(counted) == len(found), "what is compared is of other prompts"
+    for key, record in found.items():
+        # a study of random tokens draws the broken ones as well
+        if record.metric not in NOT_OF_LAYERS and record.tags.get("study") != "randomness":
+            assert record.n == expected[key].n or not record.tags.get(UNDEFINED), key
+            assert record.value == pytest.approx(expected[key].value, rel=1e-7, abs=1e-9, nan_ok=True), key
+
+
+def strange_tokens(folder: Path) -> list[int]:
+    return load_tokenizer(str(folder / "tokenizer")).tokenizer.encode(STRANGE).ids
+
+
+def of_broken_prompts_nothing_is_found(analysis: Any, folder: Path) -> None:
+    model, strange = text_model(), strange_tokens(folder)
+    model.transformer.wte.weight.data[strange] = torch.nan
+    more = {"input_ids": torch.tensor([strange]), "labels": torch.tensor([0])}
+    options = {name: Listed(more) for name in ("batches", "test") if isinstance(getattr(analysis, name, None), Listed)}
+    found = measure(model, dataclasses.replace(analysis, **options), run="run", step=0)
+    if found.error is not None:
+        assert re.search("is undefined for every prompt|InputError: ", found.error), found.error
+    # Orders have distances, and a study of random tokens has others in the place of the broken ones.
+    others = [r for r in found.records if r.metric != "kendall_distance" and r.tags.get("study") != "randomness"]
+    assert all(math.isnan(record.value) for record in others)
+
+
+def with_one_prompt_more(analysis: Any, strange: list[int], folder: Path) -> Analysis:
+    """The same prompts, as many as the analysis reads, and the strange one behind them."""
+    options: dict[str, Any] = {}
+    count = None if isinstance(analysis, analyses.JacobianLens) else getattr(analysis, "num_prompts", None)
+    for name in ("batches", "test"):
+        if isinstance(batches := getattr(analysis, name, None), Listed):
+            more = {"input_ids": torch.tensor([strange]), "attention_mask": torch.ones(1, len(strange)).long()}
+            more |= {"labels": torch.tensor([0])} if "labels" in batches.batches[0] else {}
+            options[name] = Listed(*first_rows(batches, count), more)
+            options |= {"num_prompts": count + 1} if count else {}
+    if isinstance(texts := getattr(analysis, "texts", None), GivenTexts):
+        options["texts"] = GivenTexts([*texts.texts(), STRANGE])
+    if hasattr(analysis, "task"):
+        shutil.copytree(folder / "moods", folder / "strange", dirs_exist_ok=True)
+        write_csv(folder / "strange" / "test.csv", [*labelled(18, first=36), (STRANGE, "sad")])
+        options["task"] = ProbeTask("moods", str(folder / "strange"))
+    if isinstance(words := getattr(analysis, "words", None), WordPairs):
+        table = pd.read_parquet(words.source)
+        table.loc[len(table)] = {**table.loc[0], "word": "sing", "answers": [STRANGE]}
+        table.to_parquet(folder / "strange.parquet")
+        options["words"] = dataclasses.replace(words, source=str(folder / "strange.parquet"))
+    assert options, "nothing to which a prompt could be added"
+    return dataclasses.replace(analysis, **options)
+
+
+def first_rows(batches: Listed, count: int | None) -> Iterator[dict[str, Tensor]]:
+    left = math.inf if count is None else count
+    for batch in batches:
+        if left > 0:
+            yield {name: values[: int(min(left, len(values)))] for name, values in batch.items()}
+        left -= len(batch["input_ids"])
+
+
+def by_key(records: Iterable[Record], *, layers: int | None = None) -> dict[tuple, Record]:
+    """The records by what they are of; with `layers` those of layers up to there alone."""
+    found = {}
+    for record in records:
+        if layers is not None and not (record_layers(record) and max(record_layers(record)) <= layers):
+            continue
+        tags = sorted((tag, value) for tag, value in record.tags.items() if not tag.startswith("num_"))
+        key = record.metric, record.layer, record.other_layer, *tags
+        assert key not in found, "two records are of the same"
+        found[key] = record
+    return found
+
+
+def record_layers(record: Record) -> list[int]:
+    return [layer for layer in (record.layer, record.other_layer) if layer is not None]
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+
+
+def refuses_what_it_cannot_measure(analysis: Any, model: nn.Module) -> None:
+    name = re.escape(analysis.name)
+
+    def refused(given: Analysis, network: nn.Module, sentence: str) -> None:
+        with pytest.raises(InputError, match=sentence):
+            given.check_options(LayeredModel(network))
+
+    if analysis.SEES == "text":
+        refused(analysis, tiny("vit"), f"^{name}: expected a model of text, got VisionTransformer")
+    if analysis.NEXT_TOKEN:
+        message = f"^{name}: expected a model that predicts the next token, got BertForMaskedLM"
+        refused(analysis, tiny("bert"), message)
+    for field in dataclasses.fields(analysis):
+        value = getattr(analysis, field.name)
+        if "Literal" in str(field.type) and "Literal[1" not in str(field.type):
+            several = isinstance(value, list | tuple) and field.name != "pairs"
+            wrong = dataclasses.replace(analysis, **{field.name: ["nonsense"] if several else "nonsense"})
+            refused(wrong, model, f"^{name}: expected {field.name} to be one of .*, got 'nonsense'")
+    for option, least in analysis.LEAST.items():
+        for number in (least / 2 - 1, math.nan):
+            wrong = dataclasses.replace(analysis, **{option: number})
+            refused(wrong, model, f"^{name}: expected {option} of at least {least}, got {number}")
+    if isinstance(getattr(analysis, "batches", None), Listed):
+        sentence = "the data holds no prompts|no text|no prompt|is undefined for every prompt"
+        with pytest.raises((InputError, ValueError), match=sentence):
+            records_of(dataclasses.replace(analysis, batches=Listed()), model)
+
+
+# ---------------------------------------------------------------------------------------------------- broken blocks
+
+
+def kill_(model: Any) -> None:
+    """Makes a block pass on what comes in."""
+    block = model.transformer.h[BROKEN - 1]
+    for part in (block.attn.c_proj, block.mlp.c_proj):
+        torch.nn.init.zeros_(part.weight)
+        torch.nn.init.zeros_(part.bias)
+
+
+def spoil_(model: Any) -> None:
+    torch.nn.init.constant_(model.transformer.h[BROKEN - 1].mlp.c_proj.weight, torch.nan)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", [name for name in KINDS if name.values[0] not in OF_THE_WHOLE])
+def test_layers_before_a_broken_block_keep_their_numbers_and_the_others_are_gaps_that_say_so(folder, kind):
+    of_models = []
+    for number, break_ in enumerate((None, kill_, spoil_)):
+        model = text_model(BROKEN - 1 if break_ is None else BLOCKS)
+        if break_ is not None:
+            break_(model)
+        every = text_analyses(folder, f"results-{number}")
+        given = [each for each in every if type(each).__name__ == kind and getattr(each, "states", "") != "hf"]
+        of_models.append([records_of(analysis, model) for analysis in given])
+    for prefix, killed, spoiled in zip(*of_models, strict=True):
+        expected = by_key(prefix, layers=BROKEN - 1)
+        assert expected
+        for found, is_spoiled in ((by_key(killed), False), (by_key(spoiled), True)):
+            for key, record in expected.items():
+                if key[0] not in NOT_OF_LAYERS + OF_THE_LAST:
+                    assert found[key].value == pytest.approx(record.value, rel=1e-6, abs=1e-9), key
+                    assert found[key].n == record.n, key
+            check_the_rest(found, nothing_is_finite=is_spoiled)
+
+
+def check_the_rest(records: dict[tuple, Record], *, nothing_is_finite: bool) -> None:
+    """What is not of healthy layers alone is absent, NaN or says what it leaves out."""
+    for key, record in records.items():
+        left_out = any(tag.startswith(UNDEFINED) for tag in record.tags)
+        if record.metric in OF_ALL_BLOCKS and record.layer is None:
+            assert math.isnan(record.value), key
+            assert left_out, key
+        assert record.metric not in OF_THE_LAST or not nothing_is_finite, key
+        if nothing_is_finite and record.metric not in NOT_OF_LAYERS and "reference" not in record.tags:
+            if layers := record_layers(record):
+                assert max(layers) < BROKEN + is_in(record.metric, "attention"), key  # what a block is given is whole
+            else:
+                assert math.isnan(record.value) or left_out, key
+                assert record.n or math.isnan(record.value), key
+
+
+def test_orders_without_a_broken_block_keep_their_numbers_and_paths_that_end_nowhere_have_no_plane(folder):
+    whole, broken = text_model(), text_model()
+    spoil_(broken)
+    orders = analyses.Interventions(batches=every_analysis.prompts(), seeds=(0, 1), loops=(2,))
+    expected, found = (by_key(records_of(orders, model)) for model in (whole, broken))
+    skipped = ("variant_loss", BROKEN, None, ("variant", "skip_one"))
+    assert found[skipped].value == expected[skipped].value
+    for key, record in found.items():
+        if key != skipped and record.metric in ("variant_loss", "variant_accuracy"):
+            complete = record.tags["variant"] != "skip" and record.layer != BROKEN
+            assert math.isnan(record.value) == (complete and record.layer is None), key
+        assert record.metric != "kl_to_full" or math.isnan(record.value), key
+    with pytest.raises(ValueError, match="paths_in_plane is undefined for every prompt at every layer"):
+        records_of(analyses.PathsInPlane(batches=every_analysis.prompts()), broken)
+
+
+def test_a_lens_of_a_broken_model_has_the_ranks_that_need_no_later_layer():
+    """The model's own output is undefined, and with it all divergences and Jacobians."""
+    broken = text_model()
+    spoil_(broken)
+    lens = analyses.JacobianLens(batches=every_analysis.prompts(), num_prompts=2, skip_first=0)
+    prefix, found = (by_key(records_of(lens, model)) for model in (text_model(BROKEN - 1), broken))
+    assert found.keys() == {("lens_rank", layer, None, ("lens", "logit")) for layer in range(BROKEN)}
+    for layer in range(BROKEN - 1):
+        key = ("lens_rank", layer, None, ("lens", "logit"))
+        assert (found[key].value, found[key].n) == (pytest.approx(prefix[key].value, rel=1e-6), prefix[key].n)
+
+
+# --------------------------------------------------------------------------------------------------- half precision
+
+
+@pytest.mark.soak
+def test_a_model_in_half_precision_is_measured_in_float32(folder):
+    """Lens, Interventions and benchmarks run in the model's own precision: their own files say what that gives."""
+    own = ("Lens", "Interventions", "MtebTask", "NextTokenProbe")
+    given = [each for each in every_analysis.of_text(folder) if type(each).__name__ not in own]
+    half = tiny("gpt2", torch.bfloat16, vocab_size=every_analysis.VOCABULARY)
+    of_half, of_single = (list(outcomes(each, given)) for each in (half, copy.deepcopy(half).float()))
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+    for one, other in zip(of_half, of_single, strict=True):
+        assert (one.error, other.error) == (None, None), one.analysis.name
+        assert text_of(one.records) == text_of(other.records), one.analysis.name
+
+
+# ---------------------------------------------------------------------------------------------------------- figures
+
+
+def test_figures_of_numbers_with_gaps_have_lines_that_break_off():
+    broken = text_model()
+    spoil_(broken)
+    text = every_analysis.prompts()
+    given = [analyses.Representation(batches=text), analyses.Coupling(batches=text, k=(2,), num_prompts=3)]
+    found = []
+    for step, model in ((0, text_model()), (1, broken), (2, text_model())):
+        found += [measure(model, each, run="run", step=step, weights_hash=f"{step}") for each in given]
+    table = frame(found)
+    gappy = line(plots.layer_profile(table, "effective_rank"), "step 1")
+    assert [value is None for value in gappy.y] == [layer >= BROKEN for layer in range(BLOCKS + 1)]
+    (whole,) = plots.emergence_curves(table, "coupling", tags={"k": 2}).series
+    assert [value is None for value in whole.y] == [False, True, False]
+    plots.layer_matrix(table, "coupling_pair", tags={"k": 2})
+    plots.change_table(table)
