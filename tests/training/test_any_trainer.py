@@ -50,19 +50,18 @@ def blocks(form) -> DataLoader:
 
 
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
-@pytest.mark.parametrize("form", ["dict", "tensor", "tuple"])
-def test_blocks_of_any_loader_are_trained_on_alike(form, tmp_path):
-    hashes = []
-    for each in ("dict", form):
+def test_blocks_of_any_loader_are_trained_on_alike(tmp_path):
+    hashes = set()
+    for form in ("dict", "tensor", "tuple"):
         module = text()
-        trainer(tmp_path).fit(module, blocks(each))
-        hashes.append(weights_hash(module.model))
-    assert hashes[0] == hashes[1]
-    with torch.no_grad():
-        logits = module.eval()(BLOCKS.tokens[:, :-1])
-        expected = F.cross_entropy(logits.flatten(0, 1), BLOCKS.tokens[:, 1:].flatten())
-    (scores,) = trainer(tmp_path).validate(module, blocks(form), verbose=False)
-    assert scores["validation/loss"] == pytest.approx(expected.item(), rel=1e-5)
+        trainer(tmp_path).fit(module, blocks(form))
+        hashes.add(weights_hash(module.model))
+        with torch.no_grad():
+            logits = module.eval()(BLOCKS.tokens[:, :-1])
+            expected = F.cross_entropy(logits.flatten(0, 1), BLOCKS.tokens[:, 1:].flatten())
+        (scores,) = trainer(tmp_path).validate(module, blocks(form), verbose=False)
+        assert scores["validation/loss"] == pytest.approx(expected.item(), rel=1e-5), form
+    assert len(hashes) == 1
 
 
 def test_pairs_of_images_and_labels_are_trained_on(tmp_path):
@@ -75,24 +74,16 @@ def test_pairs_of_images_and_labels_are_trained_on(tmp_path):
     assert scores["validation/accuracy"] == pytest.approx(hits.float().mean().item())
 
 
-@pytest.mark.parametrize(
-    ("batch", "sentence"),
-    [
-        ({"labels": BLOCKS.tokens}, r"data: expected batches with input_ids \(batch, tokens\), got a dict"),
-        ([torch.randn(2, 3)], r"expected batches with input_ids \(batch, tokens\), got a Tensor"),
-        (
-            {"input_ids": BLOCKS.tokens, "attention_mask": BLOCKS.tokens * 0},
-            "expected blocks of tokens without padding",
-        ),
-    ],
-)
-def test_batches_of_another_kind_are_refused_in_one_sentence(batch, sentence, tmp_path):
-    with pytest.raises(InputError, match=sentence):
-        trainer(tmp_path).fit(text(), one(batch))
-    with pytest.raises(
-        InputError, match="data: expected batches of images and labels, as a pair or by name, got a dict"
+def test_batches_of_another_kind_are_refused_in_one_sentence(tmp_path):
+    padded = {"input_ids": BLOCKS.tokens, "attention_mask": BLOCKS.tokens * 0}
+    for module, batch, sentence in (
+        (text, {"labels": BLOCKS.tokens}, r"data: expected batches with input_ids \(batch, tokens\), got a dict"),
+        (text, [torch.randn(2, 3)], r"expected batches with input_ids \(batch, tokens\), got a Tensor"),
+        (text, padded, "expected blocks of tokens without padding"),
+        (images, {"pixel_values": PIXELS}, "data: expected batches of images and labels, as a pair or by name, got"),
     ):
-        trainer(tmp_path).fit(images(), one({"pixel_values": PIXELS}))
+        with pytest.raises(InputError, match=sentence):
+            trainer(tmp_path).fit(module(), one(batch))
 
 
 def test_the_loss_of_each_step_goes_to_the_loggers_and_the_last_step_is_validated(tmp_path):
@@ -130,13 +121,14 @@ class Rates(L.Callback):
         self.losses.append(outputs["loss"].item())
 
 
-@pytest.mark.parametrize("ends", [{"max_epochs": 3, "max_steps": -1}, {"max_epochs": 3, "max_steps": 99}])
-def test_the_learning_rate_falls_until_the_last_step_of_a_trainer_that_counts_epochs(ends, tmp_path):
-    seen = Rates()
-    trainer(tmp_path, callbacks=[seen], accumulate_grad_batches=2, **ends).fit(text(), DataLoader(BLOCKS, batch_size=3))
+def test_the_learning_rate_falls_until_the_last_step_of_a_trainer_that_counts_epochs(tmp_path):
     shares = [(step - 2) / 7 for step in range(2, 9)]  # 6 batches, 3 steps an epoch
     cosine = [1e-2 * (0.1 + 0.45 * (1 + math.cos(math.pi * share))) for share in shares]
-    assert seen.rates == pytest.approx([0.5e-2, 1e-2, *cosine])
+    for max_steps in (-1, 99):
+        ends = {"max_epochs": 3, "max_steps": max_steps}
+        run = trainer(tmp_path, callbacks=[seen := Rates()], accumulate_grad_batches=2, **ends)
+        run.fit(text(), DataLoader(BLOCKS, batch_size=3))
+        assert seen.rates == pytest.approx([0.5e-2, 1e-2, *cosine]), ends
 
 
 def test_a_trainer_without_an_end_is_asked_for_the_step_at_which_the_rate_has_decayed(tmp_path):
@@ -160,15 +152,22 @@ def test_the_loss_of_a_step_of_fewer_micro_batches_is_their_mean(tmp_path):
     assert written == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("padded", [None, 64])
-def test_a_module_opens_the_checkpoint_that_a_trainer_saved(padded, tmp_path):
-    module, run = text(pad_vocab_to=padded, weight_decay=0.3), trainer(tmp_path)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A module with a padded vocabulary, and the checkpoint that a trainer saved of it."""
+    folder = tmp_path_factory.mktemp("saved")
+    module, run = text(pad_vocab_to=64, weight_decay=0.3), trainer(folder)
     run.fit(module, blocks("dict"))
-    run.save_checkpoint(tmp_path / "last.ckpt")
-    again = LitCausalLM.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+    run.save_checkpoint(folder / "last.ckpt")
+    return module, folder / "last.ckpt"
+
+
+def test_a_module_opens_the_checkpoint_that_a_trainer_saved(saved, tmp_path):
+    module, file = saved
+    again = LitCausalLM.load_from_checkpoint(file, weights_only=True)
     assert again.weight_decay == 0.3
     assert again.hparams == module.hparams
-    assert again.model.config.vocab_size == module.model.config.vocab_size == padded or VOCABULARY
+    assert again.model.config.vocab_size == module.model.config.vocab_size == 64
     assert weights_hash(again.model) == weights_hash(module.model)
     with torch.no_grad():
         states = [each.eval()(BLOCKS.tokens[:, :CONTEXT]) for each in (module, again)]
@@ -176,12 +175,9 @@ def test_a_module_opens_the_checkpoint_that_a_trainer_saved(padded, tmp_path):
     trainer(tmp_path).fit(again.train(), blocks("dict"))
 
 
-def test_a_checkpoint_of_a_stranger_runs_nothing_and_is_refused_in_one_sentence(tmp_path):
-    run, file = trainer(tmp_path), tmp_path / "last.ckpt"
-    run.fit(text(), blocks("dict"))
-    run.save_checkpoint(file)
-    saved = torch.load(file, weights_only=True)
-    network = json.loads(saved["network"])
+def test_a_checkpoint_of_a_stranger_runs_nothing_and_is_refused_in_one_sentence(saved, tmp_path):
+    file, content = tmp_path / "last.ckpt", torch.load(saved[1], weights_only=True)
+    network = json.loads(content["network"])
     for change, sentence in (
         ({"_attn_implementation": "somebody/evil"}, r"the checkpoint: expected _attn_implementation sdpa or eager"),
         (
@@ -189,41 +185,47 @@ def test_a_checkpoint_of_a_stranger_runs_nothing_and_is_refused_in_one_sentence(
             "the config.json of the checkpoint: expected model_type that this transformers knows, got none",
         ),
     ):
-        torch.save({**saved, "network": json.dumps(network | change)}, file)
+        torch.save({**content, "network": json.dumps(network | change)}, file)
         with pytest.raises(InputError, match=sentence):
             LitCausalLM.load_from_checkpoint(file, weights_only=True)
-    del saved["network"]
-    torch.save(saved, file)
+    del content["network"]
+    torch.save(content, file)
     with pytest.raises(InputError, match="checkpoint: it does not say which network it is of"):
         LitCausalLM.load_from_checkpoint(file, weights_only=True)
 
 
-def test_an_image_classifier_opens_its_checkpoint_with_the_statistics_of_its_images(tmp_path):
-    run, module = tiny_images.fit(tmp_path, lit=tiny_images.module(), steps=2)
-    run.save_checkpoint(tmp_path / "last.ckpt")
-    again = LitImageClassifier.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+@pytest.fixture(scope="module")
+def saved_images(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images")
+    run, module = tiny_images.fit(folder, lit=tiny_images.module(), steps=2)
+    run.save_checkpoint(folder / "last.ckpt")
+    return module, folder / "last.ckpt"
+
+
+def test_an_image_classifier_opens_its_checkpoint_with_the_statistics_of_its_images(saved_images):
+    module, file = saved_images
+    again = LitImageClassifier.load_from_checkpoint(file, weights_only=True)
     assert weights_hash(again.model) == weights_hash(module.model)
     assert pixel_statistics(again.model) == pixel_statistics(module.model) is not None
     assert again.validation_metrics.keys() == module.validation_metrics.keys()
 
 
-def test_an_image_classifier_begins_with_the_weights_of_a_file_and_refuses_those_of_another_network(tmp_path):
-    run, module = tiny_images.fit(tmp_path, lit=tiny_images.module(), steps=2)
-    run.save_checkpoint(tmp_path / "last.ckpt")
-    begun = tiny_images.module(init_from=str(tmp_path / "last.ckpt"), init_seed=7)
+def test_an_image_classifier_begins_with_the_weights_of_a_file_and_refuses_those_of_another_network(
+    saved_images, tmp_path
+):
+    module, file = saved_images
+    begun = tiny_images.module(init_from=str(file), init_seed=7)
     tiny_images.trainer(tmp_path).validate(begun, datamodule=tiny_images.data(), verbose=False)
     assert weights_hash(begun.model) == weights_hash(module.model)
     assert begun.origin.step == 2
-    other = tiny_images.module(init_from=str(tmp_path / "last.ckpt"), patch_size=8)
+    other = tiny_images.module(init_from=str(file), patch_size=8)
     with pytest.raises(InputError, match="model.init_from: .*last.ckpt is of another network than this vit_tiny"):
         tiny_images.trainer(tmp_path).validate(other, datamodule=tiny_images.data(), verbose=False)
 
 
-def test_the_data_of_images_validate_a_file(tmp_path):
+def test_the_data_of_images_validate_a_file(saved_images, tmp_path):
     images = tiny_images.data()
-    run, _ = tiny_images.fit(tmp_path, lit=tiny_images.module(), images=images, steps=1)
-    run.save_checkpoint(tmp_path / "last.ckpt")
-    again = LitImageClassifier.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+    again = LitImageClassifier.load_from_checkpoint(saved_images[1], weights_only=True)
     other = tiny_images.trainer(tmp_path, limit_val_batches=None)
     (validated,) = other.validate(again, datamodule=images, verbose=False)
     hits = []

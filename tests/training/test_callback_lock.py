@@ -196,6 +196,7 @@ def test_callbacks_travel_to_processes_that_are_spawned(tmp_path):
             assert travelled.root == tmp_path
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_two_ranks_hold_a_run_together_and_are_refused_together(tmp_path):
     root = tmp_path / "run"

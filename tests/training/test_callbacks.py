@@ -4,7 +4,6 @@ import functools
 import json
 import random
 from dataclasses import dataclass
-from pathlib import Path
 
 import lightning as L
 import numpy as np
@@ -23,7 +22,7 @@ from lit_layers.training import EmergenceCallback, SeriesCheckpoint, modules
 from lit_layers.training.run_folder import saved_steps, step_folder
 from tests.support.random_text import RandomText
 from tests.support.tiny_models import tiny
-from tests.support.tiny_training import CONTEXT, RandomTokens, fit, module
+from tests.support.tiny_training import CONTEXT, fit, module
 
 
 @dataclass(kw_only=True)
@@ -117,13 +116,28 @@ def test_training_really_depends_on_the_random_state(tmp_path):
     assert not torch.equal(one.model.lm_head.weight, other.model.lm_head.weight)
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_every_scheduled_step_is_measured_once_and_counts_optimizer_steps(tmp_path, accumulate):
-    callbacks = [SeriesCheckpoint([2, 3], tmp_path), EmergenceCallback([Noisy()], [2, 3], tmp_path)]
-    fit(tmp_path, callbacks, steps=5, accumulate_grad_batches=accumulate)
-    measurements = records.read(tmp_path / "measurements.jsonl")
-    assert [m.step for m in measurements] == [0, 2, 3, 5] == saved_steps(tmp_path)
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run of five steps, two of them on the schedule, and the module that was trained."""
+    root = tmp_path_factory.mktemp("run")
+    (root / ".tmp-step-000000002").mkdir()  # of a save that was killed
+    assert saved_steps(root) == []
+    logger = L.pytorch.loggers.CSVLogger(root, name="log", version="")
+    callbacks = [SeriesCheckpoint([2, 3], root), EmergenceCallback([Noisy()], [2, 3], root)]
+    _, lit = fit(root, callbacks, steps=5, accumulate_grad_batches=4, logger=logger, log_every_n_steps=1)
+    logger.save()
+    return root, lit
+
+
+def test_every_scheduled_step_is_measured_once_and_counts_optimizer_steps(run):
+    root, _ = run
+    measurements = records.read(root / "measurements.jsonl")
+    assert [m.step for m in measurements] == [0, 2, 3, 5] == saved_steps(root)
     assert [m.tokens for m in measurements] == [step * CONTEXT * 8 for step in (0, 2, 3, 5)]
+    lines = (root / "measurements.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 2, 3, 5]
+    assert not list(root.glob(".tmp-*")), "what a killed save left is cleared"
+    assert "noisy/noise" in (root / "log" / "metrics.csv").read_text().splitlines()[0]
 
 
 class ByHand(L.LightningModule):
@@ -187,14 +201,13 @@ def test_a_training_that_goes_on_counts_on(tmp_path):
     assert by_hand(tmp_path / "two", [7], ByHand(2), batches=5, epochs=2, **resumed)[1] == [7, 10]
 
 
-def test_a_saved_step_is_the_measured_model_and_loads_anywhere(tmp_path):
-    callbacks = [SeriesCheckpoint([2], tmp_path), EmergenceCallback([Noisy()], [2], tmp_path)]
-    _, lit = fit(tmp_path, callbacks, steps=4)
-    hashes = {m.step: m.provenance["weights_hash"] for m in records.read(tmp_path / "measurements.jsonl")}
-    assert len(set(hashes.values())) == 3
+def test_a_saved_step_is_the_measured_model_and_loads_anywhere(run):
+    root, lit = run
+    hashes = {m.step: m.provenance["weights_hash"] for m in records.read(root / "measurements.jsonl")}
+    assert len(set(hashes.values())) == 4
     for step, measured in hashes.items():
-        assert weights_hash(load(step_folder(tmp_path, step))) == measured
-    reloaded = AutoModelForCausalLM.from_pretrained(step_folder(tmp_path, 4)).eval()
+        assert weights_hash(load(step_folder(root, step))) == measured
+    reloaded = AutoModelForCausalLM.from_pretrained(step_folder(root, 5)).eval()
     assert reloaded.config.vocab_size == 61
     tokens = torch.arange(10)[None]
     with torch.no_grad():
@@ -207,20 +220,6 @@ def test_a_failing_analysis_is_recorded_and_training_goes_on(tmp_path, caplog):
     failed = [m for m in records.read(tmp_path / "measurements.jsonl") if m.analysis == "failing"]
     assert [m.error for m in failed] == ["RuntimeError: no more numbers"] * 3
     assert "failing failed at step 1: RuntimeError: no more numbers" in caplog.text
-
-
-def test_numbers_reach_the_users_own_logger(tmp_path):
-    logger = L.pytorch.loggers.CSVLogger(tmp_path, name="log", version="")
-    callback = EmergenceCallback([Noisy()], [0], tmp_path / "run")
-    torch.manual_seed(0)
-    trainer = L.Trainer(
-        max_steps=1, max_epochs=-1, accelerator="cpu", logger=logger, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-        limit_val_batches=0, callbacks=[callback],
-    )  # fmt: skip
-    trainer.fit(module(), datamodule=RandomTokens())
-    logger.save()
-    assert "noisy/noise" in (tmp_path / "log" / "metrics.csv").read_text().splitlines()[0]
 
 
 def test_a_module_of_the_users_own_is_watched_by_the_name_of_its_network(tmp_path):
@@ -250,44 +249,19 @@ def _network():
     return causal_lm("gpt2", n_layer=1, n_embd=8, n_head=2, n_positions=16, vocab_size=61)
 
 
-def test_a_name_that_is_no_submodule_is_refused_before_the_first_step(tmp_path):
-    with pytest.raises(InputError, match="LitCausalLM has no submodule 'network'"):
-        fit(tmp_path, [EmergenceCallback([Noisy()], [0], tmp_path, model="network")])
+def test_what_does_not_fit_is_refused_before_the_first_step(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    wide = Coupling(batches=RandomText(), k=[17])
+    for made, sentence in (
+        (
+            lambda: EmergenceCallback([Noisy()], [0], tmp_path, model="network"),
+            "LitCausalLM has no submodule 'network'",
+        ),
+        (lambda: EmergenceCallback([wide], [0], tmp_path), "17"),
+        (lambda: SeriesCheckpoint([0], tmp_path / "file" / "run"), "root: cannot write to .*file"),
+        (lambda: EmergenceCallback([Noisy(), Noisy()], [0], tmp_path), "two are named 'noisy'; give each a name of"),
+        (lambda: SeriesCheckpoint([0], ""), "^root: expected a folder, got ''$"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            fit(tmp_path, [made()])
     assert not (tmp_path / "measurements.jsonl").exists()
-
-
-def test_two_analyses_of_one_name_are_refused():
-    with pytest.raises(InputError, match="two are named 'noisy'; give each a name of its own"):
-        EmergenceCallback([Noisy(), Noisy()], [0], "unused")
-
-
-def test_a_root_without_a_name_is_no_working_directory():
-    with pytest.raises(InputError, match="^root: expected a folder, got ''$"):
-        SeriesCheckpoint([0], "")
-
-
-def test_an_option_that_does_not_fit_the_model_is_refused_before_the_first_step(tmp_path):
-    with pytest.raises(InputError, match="17"):
-        fit(tmp_path, [EmergenceCallback([Coupling(batches=RandomText(), k=[17])], [0], tmp_path)])
-    assert not (tmp_path / "measurements.jsonl").exists()
-
-
-def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_path):
-    blocked = tmp_path / "file"
-    blocked.write_text("not a folder")
-    with pytest.raises(InputError, match="root: cannot write to .*file"):
-        fit(tmp_path, [SeriesCheckpoint([0], blocked / "run")])
-
-
-def test_a_leftover_of_a_killed_save_is_cleared_and_never_counted(tmp_path):
-    (tmp_path / ".tmp-step-000000001").mkdir()
-    assert saved_steps(tmp_path) == []
-    fit(tmp_path, [SeriesCheckpoint([1], tmp_path)], steps=1)
-    assert saved_steps(tmp_path) == [0, 1]
-    assert not list(tmp_path.glob(".tmp-*"))
-
-
-def test_measurements_are_valid_json_lines(tmp_path: Path):
-    fit(tmp_path, [EmergenceCallback([Noisy()], [0], tmp_path)], steps=1)
-    lines = (tmp_path / "measurements.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [0, 1]

@@ -37,22 +37,22 @@ def test_elsewhere_nothing_is_added(monkeypatch):
     assert plugins_with_cluster(None) is None
 
 
-@pytest.mark.parametrize(
-    ("environment", "is_first"),
-    [
-        ({}, True),
-        ({"RANK": "0", "LOCAL_RANK": "0"}, True),
-        ({"RANK": "4", "LOCAL_RANK": "0"}, False),  # torchrun: the first of another node
-        ({"LOCAL_RANK": "1"}, False),  # started by Lightning itself
-        ({"NODE_RANK": "1"}, False),
-        ({"SLURM_PROCID": "3"}, False),
-        ({"JSM_NAMESPACE_RANK": "2"}, False),  # LSF
-        ({"JSM_NAMESPACE_RANK": "0"}, True),
-    ],
+RANKS = (
+    ({}, True),
+    ({"RANK": "0", "LOCAL_RANK": "0"}, True),
+    ({"RANK": "4", "LOCAL_RANK": "0"}, False),  # torchrun: the first of another node
+    ({"LOCAL_RANK": "1"}, False),  # started by Lightning itself
+    ({"NODE_RANK": "1"}, False),
+    ({"SLURM_PROCID": "3"}, False),
+    ({"JSM_NAMESPACE_RANK": "2"}, False),  # LSF
+    ({"JSM_NAMESPACE_RANK": "0"}, True),
 )
-def test_the_first_rank_is_known_before_lightning_is_asked(environment, is_first, monkeypatch):
-    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert is_first_rank() == is_first
+
+
+def test_the_first_rank_is_known_before_lightning_is_asked(monkeypatch):
+    for environment, is_first in RANKS:
+        for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        assert is_first_rank() == is_first, environment

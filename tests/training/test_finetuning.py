@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Variant, baseline, skip
-from lit_layers.models.build import causal_lm, vit, weights_hash
+from lit_layers.models.build import causal_lm, weights_hash
 from lit_layers.models.running_order import running_order
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
@@ -61,35 +61,26 @@ def test_a_long_row_loses_its_beginning():
     assert F.cross_entropy(torch.zeros(3, 9), row["labels"], ignore_index=-100) == pytest.approx(math.log(9))
 
 
-def test_wrong_values_of_a_recipe_are_refused():
-    with pytest.raises(InputError, match="recipe: num_epochs: expected at least 1, got 0"):
-        recipe(num_epochs=0)
-    with pytest.raises(InputError, match="recipe: limit: expected at least 1, got 0"):
-        recipe(limit=0)
-    for name in ("mine.yaml", "../arc", "rows.jsonl", ""):
-        with pytest.raises(InputError, match="recipe: task: expected a name of lm-eval such as arc_challenge, got"):
-            recipe(task=name)
-
-
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        ({}, "task: Field required"),
-        ({"task": "c", "num_epoch": 3}, "num_epoch: Unexpected keyword argument, got 3"),
-        ({"task": "c", "batch_size": 1.5}, "batch_size: Input should be a valid integer"),
-        ({"task": "c", "warmup_steps": -1}, "recipe: warmup_steps: expected at least 0, got -1"),
-        ({"task": "c", "learning_rate": "fast"}, "learning_rate: Input should be a valid number"),
-        ({"task": "c", "learning_rate": 0}, "recipe: learning_rate: expected more than 0, got 0"),
-        ({"task": "c", "min_lr_ratio": 2}, "recipe: min_lr_ratio: expected at most 1, got 2"),
-        ({"task": 3}, "task: Input should be a valid string, got 3"),
-        ([1], "Input should be an object, got [1]"),
-    ],
+NO_NAME = "recipe: task: expected a name of lm-eval such as arc_challenge, got"
+WRONG = (
+    ({}, "task: Field required"),
+    ({"task": "c", "num_epoch": 3}, "num_epoch: Unexpected keyword argument, got 3"),
+    ({"task": "c", "num_epochs": 0}, "recipe: num_epochs: expected at least 1, got 0"),
+    ({"task": "c", "limit": 0}, "recipe: limit: expected at least 1, got 0"),
+    ({"task": "c", "warmup_steps": -1}, "recipe: warmup_steps: expected at least 0, got -1"),
+    ({"task": "c", "learning_rate": 0}, "recipe: learning_rate: expected more than 0, got 0"),
+    ({"task": "c", "min_lr_ratio": 2}, "recipe: min_lr_ratio: expected at most 1, got 2"),
+    *(({"task": name}, NO_NAME) for name in ("mine.yaml", "../arc", "rows.jsonl", "")),
+    ([1], "Input should be an object, got [1]"),
 )
-def test_a_recipe_with_wrong_keys_or_values_is_refused(content, sentence, tmp_path):
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
-    with pytest.raises(InputError) as refused:
-        read_yaml(tmp_path / "recipe.yaml", TaskFinetuningRecipe, "")
-    assert sentence in str(refused.value)
+
+
+def test_a_recipe_with_wrong_keys_or_values_is_refused(tmp_path):
+    for content, sentence in WRONG:
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
+        with pytest.raises(InputError) as refused:
+            read_yaml(tmp_path / "recipe.yaml", TaskFinetuningRecipe, "")
+        assert sentence in str(refused.value), content
 
 
 def test_recipes_that_cannot_be_read_are_refused_and_numbers_are_read_as_python_writes_them(tmp_path):
@@ -101,20 +92,6 @@ def test_recipes_that_cannot_be_read_are_refused_and_numbers_are_read_as_python_
     (tmp_path / "recipe.yaml").write_text("task: c\nlearning_rate: 5e-5\n")  # to YAML it is text
     assert read_yaml(tmp_path / "recipe.yaml", TaskFinetuningRecipe, "").learning_rate == 5e-5
     assert read_yaml(Path("recipes/finetune/arc.yaml"), TaskFinetuningRecipe, "").num_epochs == 1
-
-
-def test_models_that_do_not_fit_are_refused_before_anything_is_written(home, tmp_path):
-    def sentence(model, **options):
-        with pytest.raises(InputError) as refused:
-            run(home, model, tmp_path, **options)
-        assert not list(tmp_path.iterdir())
-        return str(refused.value)
-
-    image = vit("vit_tiny_patch16_224", depth=6, embed_dim=32, num_heads=2, img_size=32)
-    assert "expected a causal language model, which predicts the next token, got VisionTransformer" in sentence(image)
-    small = causal_lm("gpt2", n_layer=6, n_embd=16, n_head=2, vocab_size=61, n_positions=16)
-    assert "tokenizer: GPT2LMHeadModel knows 61 tokens" in sentence(small, num_tokens=16)
-    assert "recipe: num_tokens: GPT2LMHeadModel takes at most 16 tokens, got 17" in sentence(small, num_tokens=17)
 
 
 @pytest.fixture(scope="module")
@@ -211,22 +188,6 @@ def test_what_is_finished_is_not_trained_again_and_other_settings_are_refused(ho
         run(home, model, tmp_path, num_train=4)
 
 
-def test_an_interrupted_training_leaves_no_result_and_the_model_as_it_was(home, model, tmp_path, monkeypatch):
-    before, step = weights_hash(model), LitAnswers.training_step
-
-    def broken(self, batch, index):
-        if index == 1:
-            raise OSError("gone")
-        return step(self, batch, index)
-
-    monkeypatch.setattr(LitAnswers, "training_step", broken)
-    with pytest.raises(OSError, match="gone"):
-        run(home, model, tmp_path)
-    assert weights_hash(model) == before
-    assert "_running_order" not in model.__dict__
-    assert not list(tmp_path.rglob("finetuned.json"))
-
-
 def test_the_mean_over_seeds_and_how_many_orders_are_the_plain_one():
     def of(seed, schedule, value, when="after"):
         tags = {"variant": "random", "middle": 2, "seed": seed, "schedule": schedule, "when": when}
@@ -283,26 +244,18 @@ def test_rows_learnt_by_heart_are_answered_and_scores_before_are_those_of_the_or
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        (
-            {"arc_challenge": "w_train.parquet"},
-            "w_train.parquet holds the rows that are scored: list files of train",
-        ),
-        ({"arc_challenge": {"files": {"test": "w_train.parquet"}}}, "expected files of the split 'train', got test"),
-        (
-            {"winogrande": "w_{split}.parquet"},
-            "do not stand behind what is asked",
-        ),
-    ],
-)
-def test_tasks_that_cannot_be_trained_on_are_refused(home, tmp_path, content, sentence):
-    (tmp_path / "tasks.yaml").write_text(yaml.safe_dump({"benchmark": content}))
+def test_tasks_that_cannot_be_trained_on_are_refused(home, tmp_path):
     for split in ("train", "validation"):
         rows = [{"sentence": "The _ is red.", "choices": ["cup", "bag"], "label": 0}]
         pd.DataFrame(rows).to_parquet(tmp_path / f"w_{split}.parquet")
-    made = analysis(home[0], tmp_path, task=next(iter(content)))
-    made.folder = tmp_path
-    with pytest.raises(InputError, match=sentence):
-        made.check(LayeredModel(tiny_speaker(blocks=6)))
+    of_test = {"files": {"test": "w_train.parquet"}}
+    for task, files, sentence in (
+        ("arc_challenge", "w_train.parquet", "w_train.parquet holds the rows that are scored: list files of train"),
+        ("arc_challenge", of_test, "expected files of the split 'train', got test"),
+        ("winogrande", "w_{split}.parquet", "do not stand behind what is asked"),
+    ):
+        (tmp_path / "tasks.yaml").write_text(yaml.safe_dump({"benchmark": {task: files}}))
+        made = analysis(home[0], tmp_path, task=task)
+        made.folder = tmp_path
+        with pytest.raises(InputError, match=sentence):
+            made.check(LayeredModel(tiny_speaker(blocks=6)))

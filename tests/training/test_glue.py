@@ -179,22 +179,12 @@ def test_fewer_rows_are_the_beginning_of_more(folder):
     assert rows.take(24, seed=0) is rows.take(None, seed=0) is rows
 
 
-@pytest.mark.parametrize(
-    ("columns", "sentence"),
-    [
-        ({"sentence": ["a"], "label": [2]}, "row 0 of .* has 2, expected a class from 0 to 1"),
-        ({"sentence": ["a"], "other": [2]}, "task cola: .*label"),
-    ],
-)
-def test_rows_without_text_or_target_are_refused(columns, sentence, tmp_path):
+def test_rows_tasks_splits_and_folders_that_do_not_fit_are_refused(tmp_path):
     (with_mapping(tmp_path) / "glue").mkdir()
-    write(tmp_path, "cola_train", **columns)
-    with pytest.raises(InputError, match=sentence):
-        read_rows(GLUE["cola"], "train", tmp_path)
-
-
-def test_tasks_splits_and_folders_that_are_not_there_are_refused(tmp_path):
-    with_mapping(tmp_path)
+    for column, sentence in (("label", "row 0 of .* has 2, expected a class from 0 to 1"), ("other", "cola: .*label")):
+        write(tmp_path, "cola_train", sentence=["a"], **{column: [2]})
+        with pytest.raises(InputError, match=sentence):
+            read_rows(GLUE["cola"], "train", tmp_path)
     with pytest.raises(InputError, match=r"task: there is no 'colla'; did you mean cola\?"):
         find("glue", "colla")
     with pytest.raises(InputError, match=r"^folder: .*tasks.yaml has no glue 'qnli', it has cola, mrpc"):
@@ -315,34 +305,25 @@ def test_a_step_is_one_of_adamw_on_the_loss_of_the_composed_blocks(folder, tmp_p
     )
 
 
-def test_a_frozen_trunk_keeps_its_weights_and_full_training_those_of_blocks_that_do_not_run(folder, tmp_path, trained):
-    scores(folder, tmp_path, {"training": ["full", "frozen"]}, custom=["1 3"])
-    before = dict(sequence_classifier(folder / "bert", 2)[0].named_parameters())
-    assert len(trained) == 4  # full: baseline, custom; frozen: the same
-    for module, stays in ((trained[1], "bert.encoder.layer.1."), (trained[3], "bert.")):
-        for name, parameter in module.model.named_parameters():
-            assert torch.equal(parameter, before[name]) == name.startswith(stays), name
-
-
 def test_a_result_is_kept_and_not_made_again(folder, tmp_path, trained):
-    recipe, lines = {"tasks": ["mrpc", "cola"], "training": ["frozen"]}, []
+    recipe, lines = {"tasks": ["mrpc"], "training": ["frozen"]}, []
     first = scores(folder, tmp_path, recipe, tell=lines.append)
-    assert len(trained) == len(lines) == 4
+    assert len(trained) == len(lines) == 2
     kept = json.loads((tmp_path / "glue" / "mrpc" / "frozen" / "baseline.json").read_text())
     assert kept["metrics"]["accuracy"] == first["intervene/glue/mrpc"][0].value
     assert scores(folder, tmp_path, recipe) == first
-    assert len(trained) == 4
-    (tmp_path / "glue" / "cola" / "frozen" / "baseline.json").unlink()
+    assert len(trained) == 2
+    (tmp_path / "glue" / "mrpc" / "frozen" / "baseline.json").unlink()
     assert scores(folder, tmp_path, recipe) == first
-    assert len(trained) == 5
+    assert len(trained) == 3
     with pytest.raises(InputError, match=r"baseline.json is the result of other settings \(max_steps differs\)"):
         scores(folder, tmp_path, {**recipe, "max_steps": 1})
 
 
 def test_records_have_the_tags_of_variant_task_and_training(folder, tmp_path):
-    recipe = {"tasks": ["stsb", "cola"], "training": ["frozen"]}
+    recipe = {"tasks": ["stsb"], "training": ["frozen"], "max_steps": 1}
     found = scores(folder, tmp_path, recipe, variants=["random", "skip"], middles=[2], seeds=[0, 1], custom=[])
-    assert list(found) == ["intervene/glue/stsb", "intervene/glue/cola"]
+    assert list(found) == ["intervene/glue/stsb"]
     frozen = {"task": "stsb", "training": "frozen"}
     by_tags = {}
     for record in found["intervene/glue/stsb"]:
@@ -350,16 +331,16 @@ def test_records_have_the_tags_of_variant_task_and_training(folder, tmp_path):
     assert len(by_tags) == 1 + 2 + 1 + 1  # full model, seeds, skip, mean of seeds
     skipped = by_tags[tuple(sorted({"variant": "skip", "middle": 2, **frozen}.items(), key=str))]
     assert set(skipped) == {"pearson", "spearman", "task_score"}
-    for task in ("stsb", "cola"):
-        of_seeds = [r for r in found[f"intervene/glue/{task}"] if r.metric == "task_score" and "seed" in r.tags]
-        (mean,) = (r for r in found[f"intervene/glue/{task}"] if r.metric == "task_score" and "num_seeds" in r.tags)
-        assert mean.value == pytest.approx(sum(r.value for r in of_seeds) / 2)
+    of_scores = [record for record in found["intervene/glue/stsb"] if record.metric == "task_score"]
+    of_seeds = [record for record in of_scores if "seed" in record.tags]
+    (mean,) = (record for record in of_scores if "num_seeds" in record.tags)
+    assert mean.value == pytest.approx(sum(record.value for record in of_seeds) / 2)
 
 
 def test_the_same_seed_gives_the_same_weights_whatever_was_drawn_before(folder, tmp_path, trained):
     for root, seed in (("a", 0), ("b", 0), ("c", 1)):
         torch.rand(len(trained))
-        scores(folder, tmp_path / root, {"seed": seed}, custom=[])
+        scores(folder, tmp_path / root, {"seed": seed, "max_steps": 1}, custom=[])
     one, two, three = (torch.cat([p.flatten() for p in module.model.parameters()]) for module in trained)
     assert torch.equal(one, two)
     assert not torch.equal(one, three)
@@ -371,7 +352,9 @@ class OfSixtyWords(EncodedRows):
         return batch | {"input_ids": batch["input_ids"] % 60}
 
 
-@pytest.mark.parametrize("name", ["roberta", "distilbert", "modernbert"])
+@pytest.mark.parametrize(
+    "name", ["distilbert", *(pytest.param(name, marks=pytest.mark.soak) for name in ("roberta", "modernbert"))]
+)
 def test_other_encoders_train_and_are_judged_with_the_variant_active(name, tmp_path, folder, trained):
     source = tiny(name, num_labels=2, **{"n_layers" if name == "distilbert" else "num_hidden_layers": 4})
     save(source, tmp_path / name)
@@ -403,35 +386,16 @@ def test_the_learning_rate_goes_up_and_down_on_straight_lines():
     assert GlueRecipe(num_epochs=3, batch_size=32, max_steps=4).steps(100) == 4
 
 
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
+def test_a_recipe_with_wrong_keys_or_values_is_refused_and_those_of_the_package_are_read(tmp_path):
+    for content, sentence in (
         ({"task": ["cola"]}, "task: Unexpected keyword argument"),
-        ({"tasks": "cola"}, "tasks: Input should be a valid array, got 'cola'"),
         ({"tasks": ["mnli"]}, "task: there is no 'mnli'; did you mean wnli or qnli"),
-        ({"training": ["half"]}, "training.0: Input should be 'full' or 'frozen', got 'half'"),
         ({"max_steps": 0}, "recipe: max_steps: expected at least 1, got 0"),
         ({"frozen_learning_rate": 0}, "recipe: frozen_learning_rate: expected more than 0, got 0"),
-    ],
-)
-def test_a_recipe_with_wrong_keys_or_values_is_refused(content, sentence, tmp_path):
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
-    with pytest.raises(InputError) as refused:
-        read_yaml(tmp_path / "recipe.yaml", GlueRecipe, "")
-    assert sentence in str(refused.value)
-
-
-@pytest.mark.parametrize("name", ["paper", "small_steps"])
-def test_recipes_that_come_with_the_package_are_readable(name):
-    assert read_yaml(Path(f"recipes/glue/{name}.yaml"), GlueRecipe, "").seed == 0
-
-
-def test_options_that_do_not_fit_the_model_are_refused_before_training(folder, tmp_path, trained):
-    view = LayeredModel(load(folder / "bert"))
-    (long,) = analyses(folder, tmp_path, {"num_tokens": 33})
-    with pytest.raises(InputError, match="recipe: num_tokens: BertForMaskedLM takes at most 32 tokens, got 33"):
-        long.check(view)
-    (small,) = analyses(folder, tmp_path, variants=["skip"], middles=[1])
-    with pytest.raises(InputError, match="middles?: of 3 blocks the middle has 2 blocks, got 1"):
-        small.check(view)
-    assert not trained
+    ):
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
+        with pytest.raises(InputError) as refused:
+            read_yaml(tmp_path / "recipe.yaml", GlueRecipe, "")
+        assert sentence in str(refused.value), content
+    for name in ("paper", "small_steps"):
+        assert read_yaml(Path(f"recipes/glue/{name}.yaml"), GlueRecipe, "").seed == 0

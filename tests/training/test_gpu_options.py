@@ -75,8 +75,7 @@ def test_bfloat16_is_chosen_where_the_card_computes_in_it_and_not_where_it_emula
     assert trainers.best_precision("cpu") == "32-true"
 
 
-@pytest.mark.parametrize("script", ["fit.sh", "sweep.sh"])
-@pytest.mark.parametrize("code", [0, 143])
+@pytest.mark.parametrize(("script", "code"), [("fit.sh", 0), ("fit.sh", 143), ("sweep.sh", 143)])
 def test_job_scripts_hand_their_cpus_to_srun_which_ends_all_ranks_together(tmp_path, script, code):
     programs = tmp_path / "bin"
     programs.mkdir()

@@ -42,6 +42,7 @@ def task(tmp_path) -> tuple[ProbeTask, str]:
     return ProbeTask("letters", str(tmp_path / "task")), str(tmp_path / "tokenizer")
 
 
+@pytest.mark.soak
 def test_a_probe_leaves_no_trace_in_training_and_finds_the_same_afterwards(task, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()

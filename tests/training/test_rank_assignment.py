@@ -16,6 +16,8 @@ from tests.support.forked import run_ranks
 from tests.support.random_text import RandomText
 from tests.support.tiny_models import tiny
 
+pytestmark = pytest.mark.soak
+
 
 def fail_on_first_rank() -> int:
     """0 where each failure of rank 0 came as it should on this rank, and the group goes on."""

@@ -1,14 +1,11 @@
 """The run of a user's own training: curves, heat maps, table, tokens and options of the measurements are in it."""
 
-import lightning as L
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 import lit_layers
 from lit_layers import analyses as every
 from lit_layers.errors import InputError
-from lit_layers.training import EmergenceCallback
 from tests.support.listed_batches import Listed
 from tests.support.read_wandb import read_finished
 from tests.support.tiny_models import tiny
@@ -73,49 +70,22 @@ def test_a_run_of_wandb_gets_all_that_the_mirror_shows(tmp_path, monkeypatch):
     assert nothing_that_nobody_plots(run.names())
 
 
-class Module(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.model = tiny("gpt2").train()
-
-    def training_step(self, batch, _):
-        loss = self.model(input_ids=batch, labels=batch).loss
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def trained_in_lightning(root, logger) -> None:
-    watch = EmergenceCallback(measured(), [*STEPS], root, tokens_per_step=100)
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    trainer = L.Trainer(max_steps=6, accelerator="cpu", logger=logger, callbacks=[watch], log_every_n_steps=1, **quiet)
-    trainer.fit(Module(), DataLoader(torch.arange(96).reshape(12, 8) % 30, batch_size=2))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [pytest.param("lightning", marks=pytest.mark.soak), "loop"])
-def test_tensorboard_shows_curves(way, tmp_path, monkeypatch):
+def test_tensorboard_shows_curves(tmp_path, monkeypatch):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     from lightning.pytorch.loggers import TensorBoardLogger
 
     leave_undrawn(monkeypatch)
     root, logger = tmp_path / "run", TensorBoardLogger(tmp_path / "tb")
-    if way == "lightning":
-        trained_in_lightning(root, logger)
-    else:
-        trained(root, [logger])
-        logger.finalize("success")
+    trained(root, [logger])
+    logger.finalize("success")
     events = accumulator.EventAccumulator(logger.log_dir, size_guidance={"scalars": 0}).Reload()
     shown = {event.step: event.value for event in events.Scalars("lens/logit_lens_loss/layer_01")}
     assert shown == pytest.approx(losses_of(root), rel=1e-6)  # which it keeps in float32
     assert {event.step: event.value for event in events.Scalars("lit_layers/tokens")} == {
         step: 100 * step for step in STEPS
     }
-    names = events.Tags()["scalars"]
-    assert nothing_that_nobody_plots(names)
-    assert ("loss" in names) == (way == "lightning")
+    assert nothing_that_nobody_plots(events.Tags()["scalars"])
 
 
 class Note:

@@ -19,7 +19,6 @@ from lit_layers.training.glue import GlueRecipe, GlueScores, LitGlue
 from tests.support.data_mapping import with_mapping
 from tests.support.glue_files import saved_bert_of_pairs, write_glue, write_rows
 from tests.support.labelled_texts import labelled, saved_gpt2
-from tests.support.measured import records_of
 from tests.support.tiny_models import tiny
 
 
@@ -65,13 +64,14 @@ def both(home, root, **options):
     yield glue(home, root, **options), load(home / "bert"), LitGlue
 
 
-def test_every_variant_has_its_records_and_the_model_stays(home, tmp_path):
+def test_every_variant_has_its_records_and_model_and_random_state_stay(home, tmp_path):
     for analysis, model, _ in both(home, tmp_path):
-        said, before = [], weights_hash(model)
+        said, before, drawn = [], weights_hash(model), torch.get_rng_state()
         analysis.tell = said.append
         found = measure(model, analysis, run="r", step=None)
         assert found.error is None
         assert weights_hash(model) == before
+        assert torch.equal(torch.get_rng_state(), drawn)
         assert not model.training
         assert {(r.tags["variant"], r.tags.get("middle")) for r in found.records} == {("baseline", None), ("skip", 2)}
         assert len(said) == 2
@@ -95,7 +95,7 @@ def test_what_decides_the_numbers_is_known_by_config_and_data(home, tmp_path):
 
 def test_ctrl_c_in_training_is_ctrl_c_and_what_is_finished_stays(home, tmp_path, monkeypatch):
     for analysis, model, module in both(home, tmp_path):
-        plain, steps = module.training_step, []
+        plain, steps, before = module.training_step, [], weights_hash(model)
 
         def pressed(self, batch, number, plain=plain, steps=steps):
             steps.append(number)
@@ -109,15 +109,10 @@ def test_ctrl_c_in_training_is_ctrl_c_and_what_is_finished_stays(home, tmp_path,
             with pytest.raises(KeyboardInterrupt):
                 measure(model, analysis, run="r", step=None)
             assert signal.getsignal(signal.SIGINT) is handler
+            assert weights_hash(model) == before
+            assert "_running_order" not in model.__dict__
             assert measure(model, analysis, run="r", step=None).error is None
         assert len(steps) == 4 + 2
-
-
-def test_the_random_state_of_the_process_stays(home, tmp_path):
-    state = torch.get_rng_state()
-    for analysis, model, _ in both(home, tmp_path):
-        list(records_of(analysis, LayeredModel(model)))
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_what_does_not_fit_is_refused_before_training(home, tmp_path):

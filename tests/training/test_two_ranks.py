@@ -8,6 +8,8 @@ from lit_layers.training.run_folder import saved_steps, step_folder
 from tests.support import ranks_run, resumed_ranks_run
 from tests.support.forked import run_ranks
 
+pytestmark = [pytest.mark.soak, pytest.mark.slow]
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
@@ -18,7 +20,6 @@ def runs(tmp_path_factory):
     return roots
 
 
-@pytest.mark.slow
 def test_two_ranks_train_on_the_same_global_batches(runs):
     one, two = (records.rows(runs[ranks] / "metrics.jsonl") for ranks in (1, 2))
     assert [row["step"] for row in one] == [row["step"] for row in two] == [1, 2, 3]
@@ -26,7 +27,6 @@ def test_two_ranks_train_on_the_same_global_batches(runs):
         assert first["train/loss"] == pytest.approx(second["train/loss"], abs=1e-5)
 
 
-@pytest.mark.slow
 def test_two_ranks_record_every_analysis_once_in_order_with_the_same_values(runs):
     one, two = (records.read(runs[ranks] / "measurements.jsonl") for ranks in (1, 2))
     assert [(m.step, m.analysis) for m in one] == [(m.step, m.analysis) for m in two]
@@ -40,7 +40,6 @@ def test_two_ranks_record_every_analysis_once_in_order_with_the_same_values(runs
             assert a.value == pytest.approx(b.value, rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.slow
 def test_two_ranks_keep_the_values_of_all_prompts_in_the_order_of_one(runs):
     one, two = (
         [records.read_values(runs[ranks], m) for m in records.read(runs[ranks] / "measurements.jsonl")]
@@ -54,8 +53,6 @@ def test_two_ranks_keep_the_values_of_all_prompts_in_the_order_of_one(runs):
             np.testing.assert_allclose(second[key], values, **tolerance or {"rtol": 0, "atol": 0})
 
 
-@pytest.mark.soak
-@pytest.mark.slow
 def test_two_ranks_go_on_with_the_same_dropout_and_end_in_the_same_bits(tmp_path):
     assert run_ranks(lambda: resumed_ranks_run.run(tmp_path)) == [0, 0]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
