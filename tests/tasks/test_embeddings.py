@@ -67,7 +67,10 @@ def test_a_text_without_a_token_is_the_end_of_a_text(model):
     view = saved_model(model)
     found = TaskEmbeddings(view, **embedding_of(model))
     empty, given = found.of(["", found.tokenizer.end_of_text], 3)
-    assert found.num_empty == 1
+    assert (found.num_empty, found.num_cut) == (1, 0)
+    short = TaskEmbeddings(view, **embedding_of(model, max_tokens=4))
+    short.of(["a", *TEXTS[:3]], 3)
+    assert short.num_cut == 3
     assert np.allclose(empty, given, atol=1e-6)
 
 

@@ -33,6 +33,7 @@ def test_the_interval_of_a_perplexity_is_symmetric_on_the_log_scale():
     value, error = mean_and_error(PERPLEXITY, [[-1.0, -3.0]])  # the loss is 2, its error 1
     ends = {"low": pytest.approx(math.exp(2 - 1.96)), "high": pytest.approx(math.exp(2 + 1.96))}
     assert interval(PERPLEXITY, value, error, 2) == ends
+    assert mean_and_error(PERPLEXITY, [[-1.0, -3.0], [-900.0, -900.0]]) == (math.inf, None)
     broken = interval(PERPLEXITY, *mean_and_error(PERPLEXITY, [[0.0, -600.0]]), 2)
     assert broken["low"] >= 0
     assert broken["high"] == math.inf
