@@ -1,5 +1,5 @@
-"""A wrong value for every option of the commands that read results, choose, follow or divide, and their own inputs
-damaged: one sentence or a sound result, as in `test_fuzz`, whose seed and harness these cases share.
+"""A wrong value for every option of every command: one sentence or a sound result, as in `test_fuzz`, whose seed and
+harness these cases share.
 
 The options are those of each command's own help, so that a new one is tried without being named here.
 """
@@ -8,13 +8,14 @@ import importlib
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import yaml
 
+from lit_layers.cli.command_line import COMMANDS
 from lit_layers.cli.options import parser_of
 from tests.cli.test_fit import RECIPE
 from tests.cli.test_fuzz import SEED, Home, harm, home, watched  # noqa: F401
@@ -22,6 +23,7 @@ from tests.support.fuzzing import WRONG_VALUES, run_limited
 
 # Which of the cases, as a slice: ::10 is every tenth.
 SLICE = slice(*(int(part) if part else None for part in os.environ.get("LIT_LAYERS_SLICE", ":").split(":")))
+POINTS = Path(__file__).parents[2] / "recipes" / "papers" / "coupling" / "fig1a_points.yaml"
 PER_OPTION = int(os.environ.get("LIT_LAYERS_PER_OPTION", "1"))
 # What a shell, a schedule or a file system takes for more than a word.
 ODD_WORDS = (
@@ -53,7 +55,16 @@ class Base(NamedTuple):
 def bases(home: Home) -> list[Base]:  # noqa: F811
     root = home.root
     on_ray = ("--config", str(root / "analyses.yaml"), "--root=out", "--engine=ray")
+    table = (str(root / "models.csv"), "--metric=coupling", "--score=score", "--root=out", "--resamples=100")
+    model, tasks = str(root / "model"), ("--tasks=local", "--folder", str(root / "tasks"), "--root=out")
+    text = ("--source", str(root / "text.txt"), "--tokenizer=bpe:300", "--root=out")
     return [
+        Base("correlate", ("correlate", *table)),
+        Base("intervene", ("intervene", model, "--speed", "--num_tokens=8", "--variants=skip", "--root=out")),
+        Base("mteb", ("mteb", model, *tasks)),
+        Base("prepare", ("prepare", *text)),
+        Base("report", ("report", str(root / "run"), "--root=page.html")),
+        Base("reproduce", ("reproduce", str(POINTS), "--root=out")),
         Base("emerge a run", ("emerge", str(root / "run"), "--root=out")),
         Base("emerge scores", ("emerge", str(root / "scores.csv"), "--root=out")),
         Base("select", ("select", str(root / "model"), "--task", str(root / "songs.csv"), "--root=out", "--rounds=1")),
@@ -90,26 +101,12 @@ def trouble(home: Home, folder: Path, argv: list[str]) -> str | None:  # noqa: F
 
 def test_options_are_those_of_the_commands_own_help() -> None:
     tried = {base.argv[0]: base.options for base in bases(Home(Path("root"), Path("corpus")))}
+    assert tried.keys() == COMMANDS.keys()
     assert {"metrics", "confidence", "seeds"} < set(tried["emerge"])
     assert {"dtype", "shard", "engine"} < set(tried["analyze"])
     assert {"resume_every", "steps"} < set(tried["fit"])
     assert not {*NOT_TRIED, *PATIENT} & {name for names in tried.values() for name in names}
     assert PER_OPTION * sum(map(len, tried.values())) >= 50
-
-
-def test_the_harness_sees_an_exception_and_a_stray_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "home" / "run").mkdir(parents=True)
-    ends: dict[str, Callable[[], object]] = {
-        "it ends with 99": lambda: {}["missing"],
-        "it wrote ['strange'] beside its folder": lambda: Path("strange").touch(),
-    }
-    for number, (found, behaves) in enumerate(ends.items()):
-        monkeypatch.setattr("lit_layers.cli.main.main", lambda argv, behaves=behaves: (behaves() and 1) or 0)
-        said = trouble(Home(tmp_path / "home", tmp_path), tmp_path / str(number), ["audit", "run"])
-        assert said is not None
-        assert said.startswith(found)
-    monkeypatch.setattr("lit_layers.cli.main.main", lambda argv: 0)
-    assert trouble(Home(tmp_path / "home", tmp_path), tmp_path / "sound", ["audit", "run"]) is None
 
 
 @pytest.mark.nightly

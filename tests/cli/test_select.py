@@ -200,10 +200,12 @@ def test_labelled_texts_of_ones_own_are_a_task(home, tmp_path, capsys, form, mon
         for split, part in splits.items():
             write_csv(tmp_path / "songs" / f"{split}.csv", part)
         task, options = ProbeTask("songs", str(tmp_path / "songs"), validation="validation"), []
-    said = select(capsys, home / "run" / "step-000000400", "--task", task.source, *options)
+    model, pooling = tmp_path / "bert", "cls" if form == "csv" else "mean"
+    saved_bert(model)
+    said = select(capsys, model, "--task", task.source, "--pooling", pooling, *options)
     assert "songs: layer " in said
-    data, features, probes = probes_of(home / "run" / "step-000000400", task, None)
-    found = content(tmp_path / "selected" / "run-step-000000400-songs")
+    data, features, probes = probes_of(model, task, None, pooling=pooling)
+    found = content(tmp_path / "selected" / "bert-songs")
     assert list(found["rows"].values()) == [len(data.train), len(data.validation), len(data.test)]
     assert found["rows"]["validation"] == (15 if form == "folder" else 13)
     hits = (probes.predict(features[1]) == data.validation.targets).double().mean(1).tolist()
@@ -247,22 +249,6 @@ def test_a_vision_transformer_is_cut_for_images(home, tmp_path, capsys):
     whole = LayeredModel(load(home / "vit")).trajectory({"pixel_values": pixels}).hidden
     assert_rounded(LayeredModel(plain).trajectory({"pixel_values": pixels}).hidden, whole[: layer + 1])
     assert load_classifier(tmp_path / "cut").probabilities(pixels).shape == (5, 10)
-
-
-def test_an_encoder_is_read_at_its_class_token(home, tmp_path, capsys):
-    saved_bert(tmp_path / "bert")
-    place = ["--root", tmp_path / "out", "--export", tmp_path / "cut"]
-    options = ["--task", home / "songs.csv", "--text", "title", "--label", "mood", "--pooling", "cls"]
-    select(capsys, tmp_path / "bert", *options, *place)
-    found = content(tmp_path / "out")
-    task = ProbeTask("songs", str(home / "songs.csv"), text="title", label="mood", test=None)
-    data, features, probes = probes_of(tmp_path / "bert", task, None, pooling="cls")
-    hits = (probes.predict(features[1]) == data.validation.targets).double().mean(1).tolist()
-    assert [score["value"] for score in found["validation"].values()] == pytest.approx(hits)
-    assert max(hits[1:]) > hits[0] + 0.1, "at layer 0 the class token knows nothing"
-    expected = probes.log_proba(features[2])[found["layer"]].exp()
-    given = load_classifier(tmp_path / "cut").probabilities(list(data.test.texts))
-    torch.testing.assert_close(given, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_half_precision_is_probed_in_float32_and_exported_as_it_is(home, tmp_path, capsys):

@@ -23,6 +23,7 @@ from tests.support.exports import saved_tokenizer
 from tests.support.saved_models import saved, saved_vit
 
 GPT2 = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 16, "vocab_size": 300}
+SMALL = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 8, "vocab_size": 32}
 
 
 class Payload:
@@ -35,38 +36,34 @@ class Payload:
         return exec, (self.code,)
 
 
-@pytest.mark.parametrize("index", [INDEX, PICKLED])
-def test_an_index_names_files_of_its_own_folder_alone(index, tmp_path):
-    folder, other = tmp_path / "model", tmp_path / "other"
-    saved(folder)
-    saved(other)
-    content = json.loads((folder / INDEX).read_text())
-    (folder / INDEX).unlink()
-    name, shard = next(iter(content["weight_map"].items()))
-    if index != INDEX:
-        for file in folder.glob("*.safetensors"):
-            torch.save(load_file(file), file.with_suffix(".bin"))
-            file.unlink()
-        content["weight_map"] = {
-            key: file.replace(".safetensors", ".bin") for key, file in content["weight_map"].items()
-        }
-    for elsewhere in (
-        f"../other/{shard}",
-        str(other / shard),
-        f"x/../../other/{shard}",
-        f"..\\other\\{shard}",
-        "/",
-        "..",
-    ):
-        content["weight_map"][name] = elsewhere
-        (folder / index).write_text(json.dumps(content))
-        openings = [load, lambda path: StepFolders(tmp_path / "series").checkpoints[0].load()]
-        shutil.rmtree(tmp_path / "series", ignore_errors=True)
-        for step in (0, 1):
-            shutil.copytree(folder, tmp_path / "series" / f"step-{step:09d}")
-        for opened in openings:
-            with pytest.raises(InputError, match=r"names .*, a file outside its folder"):
-                opened(folder)
+def test_an_index_names_files_of_its_own_folder_alone(tmp_path):
+    for index in (INDEX, PICKLED):
+        folder, other = tmp_path / index / "model", tmp_path / index / "other"
+        saved(folder)
+        saved(other)
+        content = json.loads((folder / INDEX).read_text())
+        (folder / INDEX).unlink()
+        name, shard = next(iter(content["weight_map"].items()))
+        if index != INDEX:
+            for file in folder.glob("*.safetensors"):
+                torch.save(load_file(file), file.with_suffix(".bin"))
+                file.unlink()
+            for key, file in content["weight_map"].items():
+                content["weight_map"][key] = file.replace(".safetensors", ".bin")
+        step = tmp_path / index / "series" / "step-000000000"
+        for elsewhere in (
+            f"../other/{shard}",
+            str(other / shard),
+            f"x/../../other/{shard}",
+            f"..\\other\\{shard}",
+            "/",
+        ):
+            content["weight_map"][name] = elsewhere
+            (folder / index).write_text(json.dumps(content))
+            shutil.copytree(folder, step, dirs_exist_ok=True)
+            for opened in (load, lambda folder, step=step: StepFolders(step.parent).checkpoints[0].load()):
+                with pytest.raises(InputError, match=r"names .*, a file outside its folder"):
+                    opened(folder)
 
 
 def test_links_are_followed_as_those_of_the_hubs_cache(tmp_path):
@@ -209,7 +206,7 @@ def test_kernels_of_the_hub_are_code_wherever_a_config_asks_for_them(tmp_path, m
     hub = "transformers.integrations.hub_kernels"
     monkeypatch.setattr(f"{hub}.get_kernel", lambda *_, **__: pytest.fail("it is fetched"))
     monkeypatch.setattr(f"{hub}.is_kernels_available", lambda *_: True)
-    save(causal_lm("gpt2", n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=32), tmp_path)
+    save(causal_lm("gpt2", **SMALL), tmp_path)
     plain = json.loads((tmp_path / "config.json").read_text())
     for named, more in [(field, more) for field, cases in _NAMED.items() for more in cases]:
         (tmp_path / "config.json").write_text(json.dumps(plain | more))
@@ -223,56 +220,47 @@ def test_kernels_of_the_hub_are_code_wherever_a_config_asks_for_them(tmp_path, m
 
 
 def test_an_adapter_beside_a_model_is_refused_since_only_some_machines_would_add_it(tmp_path):
-    save(causal_lm("gpt2", n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=32), tmp_path)
+    save(causal_lm("gpt2", **SMALL), tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "evil/model"}))
     with pytest.raises(InputError, match="found an adapter beside it"):
         load(str(tmp_path))
 
 
-def test_weights_of_other_shapes_than_the_config_says_are_refused_in_our_words(tmp_path):
-    save(causal_lm("gpt2", n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=32), tmp_path)
-    plain = json.loads((tmp_path / "config.json").read_text())
-    others, too_many = (
-        "its weights have other shapes than its config.json says$",
-        "its weights take at least .* are free$",
-    )
-    for odd, said in {
-        "n_positions": (4, others),
-        "vocab_size": (10**12, too_many),
-        "n_inner": (10**12, others),
-    }.items():
-        (tmp_path / "config.json").write_text(json.dumps(plain | {odd: said[0]}))
-        with pytest.raises(InputError, match=f"cannot be loaded: .*{said[1]}"):
-            load(str(tmp_path))
+def changed(folder: Path, **changes: object) -> dict:
+    """Write the config of a saved model with these changes, None for a field that leaves, and return it."""
+    config = {key: value for key, value in {**read_config(folder), **changes}.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    return config
 
 
-@pytest.mark.parametrize(
-    ("odd", "sentence"),
-    [
+def test_a_config_that_does_not_fit_its_weights_or_names_what_is_none_is_refused_in_our_words(tmp_path):
+    others = "cannot be loaded: .*its weights have other shapes than its config.json says$"
+    unknown = "expected model_type that this transformers knows, got nonsense$"
+    for odd, value, sentence in (
+        ("n_positions", 4, others),
+        ("n_inner", 10**12, others),
+        ("vocab_size", 10**12, "cannot be loaded: .*its weights take at least .* are free$"),
+        ("model_type", "nonsense", unknown),
+    ):
+        save(causal_lm("gpt2", **SMALL), tmp_path / odd)
+        config = changed(tmp_path / odd, **{odd: value})
+        with pytest.raises(InputError, match=sentence):
+            load(tmp_path / odd)
+    with pytest.raises(InputError, match=unknown):
+        outline(config, "x")
+    settings = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **GPT2}
+    for odd, sentence in (
         ({"activation_function": "os.system"}, "KeyError: 'os.system'"),
         ({"architectures": ["utils"]}, "AttributeError: module 'transformers.utils' has no attribute"),
-    ],
-)
-def test_a_config_that_names_what_is_none_is_refused(odd, sentence):
-    settings = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **GPT2, **odd}
-    with pytest.raises(InputError, match=f"^the config.json of x describes no model: .*{sentence}"):
-        outline(settings, "x")
-
-
-def test_a_type_of_model_that_transformers_does_not_know_is_named(tmp_path):
-    save(causal_lm("gpt2", n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=32), tmp_path)
-    settings = {**read_config(tmp_path), "model_type": "nonsense"}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    for opens in (load, lambda folder: outline(settings, str(folder))):
-        with pytest.raises(InputError, match=r"expected model_type that this transformers knows, got nonsense$"):
-            opens(tmp_path)
+    ):
+        with pytest.raises(InputError, match=f"^the config.json of x describes no model: .*{sentence}"):
+            outline({**settings, **odd}, "x")
 
 
 def test_a_config_that_names_no_class_is_of_a_language_model(tmp_path):
-    model = causal_lm("gpt2", n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=32)
+    model = causal_lm("gpt2", **SMALL)
     save(model, tmp_path)
-    settings = {key: value for key, value in read_config(tmp_path).items() if key != "architectures"}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
+    changed(tmp_path, architectures=None)
     loaded = load(tmp_path).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
 

@@ -1,6 +1,7 @@
 """What classes that a recipe may name would fetch, start or send."""
 
 import copy
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -50,11 +51,11 @@ def write(tmp_path: Path) -> Callable[..., str]:
     return written
 
 
-@pytest.mark.parametrize("name", ADDRESSES)
-def test_a_logger_of_a_recipe_has_no_address_and_no_key(name, write, downloaded, capsys):
-    said = refused(["fit", "--config", write("trainer.logger", ADDRESSES[name])], capsys)
-    assert f"{name}: a recipe names no address and no key: set a variable of " in said
-    assert "a" * 40 not in said
+def test_a_logger_of_a_recipe_has_no_address_and_no_key(write, downloaded, capsys):
+    for name, logger in ADDRESSES.items():
+        said = refused(["fit", "--config", write("trainer.logger", logger)], capsys)
+        assert f"{name}: a recipe names no address and no key: set a variable of " in said
+        assert "a" * 40 not in said, name
     assert not any(downloaded.iterdir())
 
 
@@ -88,16 +89,16 @@ def test_a_recipe_reads_no_variable_that_may_hold_a_secret(tmp_path, capsys, mon
         assert sentence in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("setting", ["base_url = https://evil.example", "x_extra_http_headers = {}", "https_proxy = e"])
-def test_settings_of_wandb_in_a_downloaded_folder_send_no_key_elsewhere(setting, downloaded, tmp_path, monkeypatch):
+def test_settings_of_wandb_in_a_downloaded_folder_send_no_key_elsewhere(downloaded, tmp_path, monkeypatch):
     """Weights & Biases reads them in the working directory, and every run's folder has such a one."""
     import wandb
 
     (downloaded / "wandb").mkdir()
-    (downloaded / "wandb" / "settings").write_text(f"[default]\nentity = me\n{setting}\n")
     monkeypatch.setenv("WANDB_MODE", "auto")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setattr(wandb, "init", lambda **_: pytest.fail("it starts"))
-    for mode in ("auto", "online"):
+    settings = ("base_url = https://evil.example", "x_extra_http_headers = {}", "https_proxy = e")
+    for setting, mode in itertools.product(settings, ("auto", "online")):
+        (downloaded / "wandb" / "settings").write_text(f"[default]\nentity = me\n{setting}\n")
         with pytest.raises(InputError, match=f"wandb/settings of this folder says {setting[:8]}.* your key elsewh"):
             WandbMirror(mode=mode).open(tmp_path / "run", run_id="a1b2c3d4", config={})

@@ -131,11 +131,11 @@ def test_a_key_that_only_ends_like_a_class_is_no_class(downloaded, payload, writ
     assert "hidden_module" not in sys.modules
 
 
-@pytest.mark.parametrize("command", ["fit", "analyze"])
-def test_what_was_refused_before_is_refused_before_anything_is_made(command, weapons, write, canary, capsys):
+def test_what_was_refused_before_is_refused_before_anything_is_made(weapons, write, canary, capsys):
     recipe = write(ANYTHING, {"x": weapons["popen"]}, seed_everything="no number")
-    refused([command, "--config", recipe], capsys)
-    assert not canary.exists()
+    for command in ("fit", "analyze"):
+        refused([command, "--config", recipe], capsys)
+        assert not canary.exists(), command
 
 
 def test_analyze_reads_the_same_recipes_with_the_same_care(weapons, tmp_path, canary, capsys):
@@ -147,50 +147,28 @@ def test_analyze_reads_the_same_recipes_with_the_same_care(weapons, tmp_path, ca
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("key", ["code", "trainer.code", "model.init_args.code"])
-def test_a_recipe_cannot_say_whose_code_may_be_named(key, write, capsys):
-    said = refused(["fit", "--config", write(key, "subprocess")], capsys)
-    assert "code" in said
+def test_whose_code_may_be_named_is_said_by_the_command_line_alone_and_is_there(write, capsys):
+    for key in ("code", "trainer.code", "model.init_args.code"):
+        assert "code" in refused(["fit", "--config", write(key, "subprocess")], capsys), key
+    words = ("no_such_package", "lit_layers.nothing", "../x.py", "a b", "", " ")
+    for named in (*(["--code", word] for word in words), ["--code"], ["--code="]):
+        said = refused(["fit", "--config", write(), *named], capsys)
+        assert said.startswith("--code: expected an importable package or module, or a folder such as ."), named
 
 
-@pytest.mark.parametrize(
-    "named",
-    [
-        *(["--code", word] for word in ("no_such_package", "lit_layers.nothing", "../x.py", "a b", "", " ")),
-        ["--code"],
-        ["--code="],
-    ],
-)
-def test_code_that_is_not_there_is_named(named, write, capsys):
-    said = refused(["fit", "--config", write(), *named], capsys)
-    assert said.startswith("--code: expected an importable package or module, or a folder such as .")
-
-
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        ("raise RuntimeError('no luck')", "trainer.callbacks: RuntimeError: no luck"),
-        ("class Thing(Callback):\n    def __init__(self):\n        raise KeyError('a')", "FILE, line 4: KeyError: 'a'"),
-    ],
-)
-def test_own_code_that_fails_where_it_is_imported_or_made_is_a_sentence(
-    code, said, write, tmp_path, capsys, monkeypatch
-):
+def test_own_code_that_fails_where_it_is_imported_or_made_is_a_sentence(write, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.path", [*sys.path])
-    module = f"failing_code_of_a_user_{len(code)}"
-    head = "from lightning.pytorch.callbacks import Callback\n" if "Callback" in code else ""
     (tmp_path / "own").mkdir()
-    (tmp_path / "own" / f"{module}.py").write_text(head + code)
-    recipe = write(CALLBACK, [spec(f"{module}.Thing")])
-    sentence = refused(["fit", "--config", recipe, "--code", str(tmp_path / "own")], capsys)
-    assert sentence == said.replace("FILE", f"{tmp_path}/own/{module}.py")
-
-
-def test_a_class_of_lightning_that_refuses_its_options_is_a_sentence(write, capsys):
-    recipe = write(CALLBACK, [spec("lightning.pytorch.callbacks.EarlyStopping", monitor="loss", mode="sideways")])
-    said = refused(["fit", "--config", recipe], capsys)
-    assert "early_stopping.py, line " in said
-    assert "MisconfigurationException: `mode` can be min, max, got sideways" in said
+    callback = "from lightning.pytorch.callbacks import Callback\nclass Thing(Callback):\n    def __init__(self):\n"
+    for module, code, sentence in (
+        ("failing_import_of_a_user", "raise RuntimeError('no luck')", "trainer.callbacks: RuntimeError: no luck"),
+        ("failing_class_of_a_user", f"{callback}        raise KeyError('a')", "FILE, line 4: KeyError: 'a'"),
+    ):
+        file = tmp_path / "own" / f"{module}.py"
+        file.write_text(code)
+        recipe = write(CALLBACK, [spec(f"{module}.Thing")])
+        said = refused(["fit", "--config", recipe, "--code", str(tmp_path / "own")], capsys)
+        assert said == sentence.replace("FILE", str(file))
 
 
 def test_the_own_code_of_a_user_is_named_on_the_command_line(downloaded, write, payload, canary, monkeypatch, capsys):
@@ -228,17 +206,15 @@ def test_a_legitimate_recipe_trains_and_what_somebody_writes_into_its_stored_cop
     assert not canary.exists()
 
 
-def test_a_class_with_a_function_as_its_default_is_made(write):
+def test_a_class_with_a_function_as_its_default_is_made_and_what_it_refuses_is_a_sentence(write, capsys):
+    recipe = write(CALLBACK, [spec("lightning.pytorch.callbacks.BackboneFinetuning")])
     with pytest.raises(SystemExit) as ended:
-        main(
-            [
-                "fit",
-                "--config",
-                write(CALLBACK, [spec("lightning.pytorch.callbacks.BackboneFinetuning")]),
-                "--print_config",
-            ]
-        )
+        main(["fit", "--config", recipe, "--print_config"])
     assert ended.value.code == 0
+    recipe = write(CALLBACK, [spec("lightning.pytorch.callbacks.EarlyStopping", monitor="loss", mode="sideways")])
+    said = refused(["fit", "--config", recipe], capsys)
+    assert "early_stopping.py, line " in said
+    assert "MisconfigurationException: `mode` can be min, max, got sideways" in said
 
 
 def test_a_task_file_of_lm_eval_is_code_and_no_recipe_names_one(write, tmp_path, canary, payload, capsys):

@@ -44,6 +44,7 @@ def planted(downloaded: Path, payload: str) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("start", ["script", pytest.param("module", marks=pytest.mark.nightly)])
 def test_a_command_in_a_downloaded_folder_imports_nothing_of_it(start, planted, canary, tmp_path):
     """Neither the installed script nor the module; an empty part of PYTHONPATH, as in
