@@ -111,10 +111,14 @@ def test_intervals_are_quantiles_over_rows_gathered_one_resample_at_a_time(monke
                 np.testing.assert_allclose(torch.stack(interval), expected, rtol=1e-12, atol=1e-15)
 
 
-def test_each_resample_has_as_many_rows_as_there_are():
-    for num_rows in (4194, 100_000):  # a count of the latter could be beyond what two bytes hold
-        for counts in curves.row_counts(num_rows, 3, 0):
-            assert torch.all(counts.sum(1) == num_rows)
+def test_counts_that_are_kept_take_two_bytes_each_and_those_of_very_many_rows_are_not_kept():
+    curves._few_counts.cache_clear()
+    kept = curves._few_counts(4194, 2000, 0)
+    assert kept.nbytes == 2 * 2000 * 4194 <= 17e6
+    assert torch.all(kept.sum(1) == 4194)
+    (counts,) = curves.row_counts(100_000, 3, 0)  # a count of so many could be beyond what two bytes hold
+    assert torch.equal(counts.sum(1), torch.full((3,), 1e5, dtype=torch.float64))
+    assert curves._few_counts.cache_info().currsize == 1
 
 
 def test_the_bootstrap_leaves_the_global_random_state_alone():

@@ -231,6 +231,24 @@ def test_a_block_that_is_not_understood_falls_back_says_so_once_and_is_exact(blo
         assert torch.equal(block_jacobian(block, hidden), expected)
 
 
+def test_the_check_is_made_once_for_the_weights_of_a_module_and_a_layout_of_inputs(monkeypatch):
+    block, seen = Attending(fused()), []
+    check = block_jacobians._disagreement
+    monkeypatch.setattr(block_jacobians, "_disagreement", lambda *args: seen.append(1) or check(*args))
+    for tokens, checks in [(5, 1), (5, 1), (6, 2)]:
+        block_jacobian(block, torch.randn(2, tokens, 8))
+        assert len(seen) == checks
+    block_jacobian(block, torch.randn(2, 5, 8), in_tokens=range(5))
+    assert len(seen) == 3
+    block_jacobian(block, torch.randn(2, 5, 8), out_tokens=0)
+    assert len(seen) == 4
+    with torch.no_grad():
+        block.out.weight.mul_(2)
+    block_jacobian(block, torch.randn(2, 5, 8))
+    block_jacobian(block, torch.randn(2, 5, 8))
+    assert len(seen) == 5
+
+
 class Scaled(nn.Module):
     """A branch of adjustable size, made of something that no fast route may take for granted."""
 

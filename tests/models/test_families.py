@@ -69,6 +69,8 @@ IN_FLOAT32 += ("modernbert", "mamba")
 # itself makes a cache of them, a prompt cut from a batch lies behind others.
 PRODUCTS_IN_FLOAT32 = {"gpt_neo": 5e-6}
 ORDERS = [variant.schedule for variant in variants(LAYERS, seeds=(0, 1), loops=(3,), custom=["(2,3) 1", "3 (1,2,1) 3"])]
+ORDERS += [(1, 3), (1, (3, 2)), (1, (2, 3), 1), (1, (2, 2, 3)), ((1, 2, 3), (1, 2, 3)), (3,), (1, 2, 3, 3), (1, 2)]
+ORDERS += [(1, (3,)), ()]  # the same as one before, and none
 
 
 def built(name: str, dtype: torch.dtype = torch.float32, attention: str | None = None) -> Any:
@@ -374,7 +376,18 @@ def check_untrained(name: str) -> None:
 
 # Of each kind one: rows of transformers and of timm, causal and not, with a head that pools, with windows and ALiBi,
 # recurrent, of images, and by structure.
-QUICK = ("gpt2", "llama", "gemma2", "roberta_classifier", "bert", "mamba_lm", "vit_average", "picture_mae", "bloom")
+QUICK = ("gpt2", "gemma2", "roberta_classifier", "mamba_lm", "vit_average", "picture_mae", "picture_dinov2", "bloom")
+    "gpt2",
+    "llama",
+    "gemma2",
+    "roberta_classifier",
+    "bert",
+    "mamba_lm",
+    "vit_average",
+    "picture_mae",
+    "picture_dinov2",
+    "bloom",
+)
 # Built like another that CI runs.
 NIGHTLY = ("llama_trunk", "qwen2", "olmo", "gemma", "phi", "falcon", "bert_tagger", "roberta_tagger", "roberta_trunk")
 NIGHTLY += ("distilbert_classifier", "distilbert_tagger", "modernbert_trunk", "mamba_trunk", "picture_vit_trunk")

@@ -11,6 +11,7 @@ from lit_layers.errors import InputError
 from lit_layers.functional import block_schedules as schedules
 from lit_layers.models.running_order import running_order
 from lit_layers.models.view import LayeredModel
+from tests.support.replay import replay
 from tests.support.tiny_models import tiny, tiny_batch
 
 BLOCKS = 5
@@ -47,18 +48,6 @@ def call(model, batch):
     return output.logits if hasattr(output, "logits") else output.last_hidden_state
 
 
-def composed(model, batch, schedule):
-    """Readout of the blocks one after the other, those of a tuple averaged."""
-    view = LayeredModel(model)
-    trajectory = view.trajectory(batch)
-    hidden = trajectory.hidden[0]
-    with torch.no_grad():
-        for step in schedule:
-            group = step if isinstance(step, tuple) else (step,)
-            hidden = sum(trajectory.block(number)(hidden) for number in group) / len(group)
-        return view.readout(hidden)
-
-
 def _moved(values, mask):
     """The columns of texts padded on the left, as if they were padded on the right."""
     return torch.stack([row.roll(int(real.sum())) for row, real in zip(values, mask, strict=True)])
@@ -72,8 +61,10 @@ def test_every_variant_is_the_composition_of_its_blocks(name, padding):
     model = deep(name, dtype)
     batch = tiny_batch(name, *PROMPTS, padding=padding)
     tolerance = 1e-4 if dtype == torch.float32 else 1e-6
+    view = LayeredModel(model)
+    trajectory = view.trajectory(batch)
     for variant, schedule in VARIANTS.items():
-        expected = composed(model, batch, schedule)
+        expected = replay(view, trajectory, schedule)
         asked = dict(batch)
         if padding == "left" and "classifier" in name:  # a head that reads the first token would read padding there
             asked = {column: _moved(values, batch["attention_mask"]) for column, values in batch.items()}
@@ -240,19 +231,10 @@ def test_a_cache_that_cannot_have_a_slot_for_each_execution_is_refused():
     assert "LlamaForCausalLM cannot use a StaticCache" in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "kind", "sentence"),
-    [
-        ((1, 9), ValueError, "block: expected 1..5, got 9"),
-        ((1, ()), ValueError, "schedule: a parallel group is empty"),
-        ((1, "2"), TypeError, "a step is a block number or a tuple of them, got '2'"),
-    ],
-)
-def test_what_is_no_schedule_is_refused_before_anything_changes(schedule, kind, sentence):
+def test_what_is_no_schedule_is_refused_before_anything_changes():
     model = deep("gpt2")
-    with pytest.raises(kind) as refused, running_order(model, schedule):
+    with pytest.raises(ValueError, match=r"block: expected 1\.\.5, got 9"), running_order(model, (1, 9)):
         pass
-    assert sentence in str(refused.value)
     assert all("forward" not in block.__dict__ for block in model.transformer.h)
 
 

@@ -403,6 +403,13 @@ def test_what_16_bits_would_hide_is_found_as_the_proof_computes_in_float32(dtype
         LayeredModel(model)
 
 
+def test_a_model_of_images_in_16_bits_is_proven_in_float32():
+    view = LayeredModel(tiny_model("DeiTForImageClassification", "deit").to(torch.bfloat16))
+    proof = dict(view.family.proof or {})
+    assert proof["computed"] == "float32"
+    assert max(proof[name] for name in ("replay", "changed_chain", "readout")) < 1e-4
+
+
 def test_padding_is_no_token_of_a_class_of_transformers_that_takes_no_mask():
     from transformers import FNetConfig, FNetForMaskedLM, xLSTMConfig, xLSTMForCausalLM
 
