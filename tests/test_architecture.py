@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -215,21 +214,6 @@ def test_python_itself_is_imported_at_the_head_of_a_file():
         for library in imported(node, {})
     }
     assert [(name, library) for name, library in late if library in sys.stdlib_module_names] == []
-
-
-def test_an_own_file_that_is_imported_inside_a_function_says_why():
-    """In a comment behind it or in the line above, of the first of several. Not in the commands, all of which are to
-    start at once: there each late import spares seconds.
-    """
-    silent = []
-    for path in PACKAGE.rglob("*.py"):
-        lines, tree = path.read_text().splitlines(), parsed(path)
-        for node in inner(tree, is_function) if "cli" not in path.parts else ():
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("lit_layers"):
-                above = itertools.takewhile(lambda line: "import" in line or "#" in line, lines[node.lineno - 2 :: -1])
-                if not any("#" in line for line in [*lines[node.lineno - 1 : node.end_lineno], *above]):
-                    silent.append(f"{path.relative_to(ROOT)}:{node.lineno}")
-    assert not silent, "say what loading it later spares, or put it at the head of the file"
 
 
 def test_libraries_are_imported_in_their_rooms_only():

@@ -17,6 +17,7 @@ from lit_layers.errors import InputError
 from lit_layers.figures.labels import p_equation
 from lit_layers.functional.correlation import partial_correlation, pearson, within_group_correlation
 from lit_layers.records import Measurement, Record, ScalarLog
+from tests.support.written import made
 
 
 def read_runs(folders: list[Path], **options) -> ModelTable:
@@ -24,9 +25,7 @@ def read_runs(folders: list[Path], **options) -> ModelTable:
 
 
 def measured(run: str, step: int | None, analysis: str, *found: Record, **provenance) -> Measurement:
-    return Measurement(
-        run=run, step=step, tokens=None, analysis=analysis, records=list(found), seconds=0, provenance=provenance
-    )
+    return made(analysis, found, run=run, step=step, provenance=provenance)
 
 
 def couplings(value: float, k: int, *, chance: float = -0.01) -> list[Record]:

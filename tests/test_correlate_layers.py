@@ -7,25 +7,20 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lit_layers import records
 from lit_layers.cli import main as cli
 from lit_layers.correlate import correlate_layers, read_layers
 from lit_layers.correlate.model_table import MetricQuery, split
 from lit_layers.correlate.pages import write_layers
 from lit_layers.errors import InputError
-from lit_layers.records import Measurement, Record
+from lit_layers.records import Record
 from tests.support.layer_scores import TASKS, add, tables
 from tests.support.undrawn import leave_undrawn
+from tests.support.written import write
 
 
 def one_model(root: Path, layers: int = 8, **options) -> tuple[Path, np.ndarray, np.ndarray]:
     metric, scores = tables(layers)
     return add(root / "runs", "org/model", None, scores=scores, metric=metric, **options), metric, scores
-
-
-def write(root: Path, run: str, analysis: str, found: list[Record]) -> None:
-    about = {"run": run, "step": None, "tokens": None, "seconds": 0}
-    records.append(root / "measurements.jsonl", Measurement(analysis=analysis, records=found, **about))
 
 
 def per_layer(name: str, values, **tags) -> list[Record]:
@@ -82,8 +77,8 @@ def test_layer_0_is_apart_unless_asked_for(tmp_path):
 def test_a_metric_of_a_common_corpus_pairs_with_every_task_and_a_tasks_own_texts_come_first(tmp_path):
     root, metric, _ = one_model(tmp_path)
     common = np.arange(9.0) ** 2
-    write(root, "org/model", "invariance", per_layer("lidar", common))
-    write(root, "org/model", "representation", per_layer("prompt_entropy", 9 + np.arange(9)))
+    write(root, "invariance", per_layer("lidar", common), run="org/model")
+    write(root, "representation", per_layer("prompt_entropy", 9 + np.arange(9)), run="org/model")
     found = read_layers([root], metrics=["lidar", "representation/prompt_entropy"], scores="mteb")
     _, x, _ = found.models[0].tables("lidar", 1)
     assert np.array_equal(x, np.tile(common[1:], (len(TASKS), 1)))
@@ -143,7 +138,7 @@ def test_several_variants_are_refused_and_the_plainest_is_none(tmp_path):
     metric, scores = tables(6)
     add(tmp_path, "r", None, scores=scores)
     for task in TASKS:
-        write(tmp_path, "r", f"a/{task}", [r for k in (3, 12) for r in per_layer("m", metric[0] + k, k=k)])
+        write(tmp_path, f"a/{task}", [r for k in (3, 12) for r in per_layer("m", metric[0] + k, k=k)])
     with pytest.raises(InputError, match=r"m of r has 2 variants \(k=3; k=12\): choose one by its tags"):
         read_layers([tmp_path], metrics=["m"], scores="mteb")
     found = read_layers([tmp_path], metrics=["m[k=12]"], scores="mteb")
@@ -158,7 +153,7 @@ def test_models_measured_in_unlike_ways_are_not_compared(tmp_path, of_metric):
         metric, scores = tables(6)
         add(tmp_path / run, run, None, **({"scores": scores} if of_metric else {"metric": metric}))
         for task in TASKS:
-            write(tmp_path / run, run, f"{analysis}/{task}", per_layer(name, metric[0], **tags))
+            write(tmp_path / run, f"{analysis}/{task}", per_layer(name, metric[0], **tags), run=run)
     text = "metrics: prompt_entropy" if of_metric else "scores: mteb"
     with pytest.raises(InputError, match=f"{text} is no tag of a; dtype=bfloat16 of b: measure all models alike"):
         read_layers([tmp_path / "a", tmp_path / "b"], metrics=["prompt_entropy"], scores="mteb")
@@ -180,7 +175,7 @@ def test_a_metric_that_leaves_its_normalization_unsaid_is_raw(tmp_path):
     add(tmp_path, "m", None, scores=scores)
     for task, row in zip(TASKS, metric, strict=True):
         other = per_layer("dime", row + 9, normalization="logD")
-        write(tmp_path, "m", f"invariance/{task}", [*per_layer("dime", row), *other])
+        write(tmp_path, f"invariance/{task}", [*per_layer("dime", row), *other], run="m")
     names = ["dime", "dime[normalization=raw]", "dime[normalization=logD]"]
     model = read_layers([tmp_path], metrics=names, scores="mteb").models[0]
     for name, shift in zip(names, (0, 0, 9), strict=True):
@@ -389,10 +384,7 @@ def stored(realdata, tmp_path_factory) -> tuple[Path, Path]:
     (out / "run").mkdir()
     for (name, task), rows in metrics[metrics["variant"] == "raw"].groupby(["metric", "task"]):
         found = [Record(metric=name, value=row.value, layer=row.layer) for row in rows.itertuples()]
-        about = {"training": "t", "run": "pythia-410m", "step": None, "tokens": None, "seconds": 1.0, "provenance": {}}
-        records.append(
-            out / "run" / "measurements.jsonl", Measurement(analysis=f"{name}/{task}", records=found, **about)
-        )
+        write(out / "run", f"{name}/{task}", found, run="pythia-410m")
     return out / "scores.csv", out / "run"
 
 

@@ -143,22 +143,6 @@ def test_it_goes_on_while_training_does_and_ends_with_it(run, tmp_path, waits):
     assert len(waits) == 0
 
 
-def test_a_training_and_whoever_measures_it_share_a_folder_and_nobody_else(tmp_path):
-    with run_lock.writing(tmp_path, part="training"):
-        assert run_lock.is_training(tmp_path)
-        with run_lock.writing(tmp_path, part="measuring"):
-            pass
-        with pytest.raises(InputError, match="is being written by"), run_lock.writing(tmp_path):
-            pass
-    assert not run_lock.is_training(tmp_path)
-    with (
-        run_lock.writing(tmp_path),
-        pytest.raises(InputError, match="is being written by"),
-        run_lock.writing(tmp_path, part="measuring"),
-    ):
-        pass
-
-
 class Follower(L.Callback):
     """Measures in the folder of a training, as a second process does."""
 
@@ -218,23 +202,6 @@ def test_two_followers_share_a_folder_whose_checkpoints_come_and_go(tmp_path, ca
     assert of_share(1) == [step for step in (2, 4, 6, 8) if step not in first]
     assert of_share(0) == []
     assert len(records.read(place / "measurements.jsonl")) == 4
-
-
-def test_shares_of_one_number_measure_beside_a_training_and_each_once(tmp_path):
-    def refused(part: run_lock.Part, shard: tuple[int, int]) -> bool:
-        with contextlib.suppress(InputError), run_lock.writing(tmp_path, shard=shard, part=part):
-            return False
-        return True
-
-    with (
-        run_lock.writing(tmp_path, part="training"),
-        run_lock.writing(tmp_path, part="measuring", shard=(0, 2)),
-        run_lock.writing(tmp_path, part="measuring", shard=(1, 2)),
-    ):
-        assert all(refused("measuring", shard) for shard in [(1, 2), (1, 3), (0, 1)])
-        assert refused("all", (0, 1))
-    with run_lock.writing(tmp_path, part="measuring", shard=(0, 2)):
-        assert refused("all", (1, 2))
 
 
 def test_mistakes_are_one_sentence(tmp_path, capsys):

@@ -14,6 +14,7 @@ from lit_layers.figures.theme import Axis
 from lit_layers.functional.block_schedules import variants
 from lit_layers.records import Measurement, Record
 from tests.support.charts import svg_texts, svgs
+from tests.support.written import made
 
 LAYERS, HIGHEST = 6, 1e43
 LENS, TASK = "logit_lens_perplexity", "task_perplexity"
@@ -35,7 +36,7 @@ def task(step: int | None) -> Measurement:
 
 
 def written(analysis: str, step: int | None, rows: list[Record]) -> Measurement:
-    return Measurement(run="r", step=step, tokens=None, analysis=analysis, records=rows, seconds=1.0, provenance={})
+    return made(analysis, rows, step=step)
 
 
 @pytest.fixture(scope="module")

@@ -10,14 +10,15 @@ from typing import Any
 
 import yaml
 
-from lit_layers import analyses, records
+from lit_layers import analyses
 from lit_layers.cli.main import main
 from lit_layers.cli.options import parser_of
 from lit_layers.metrics import METRICS
 from lit_layers.papers import PAPERS, PaperRecipe, Step, compare, read_recipe
-from lit_layers.records import Measurement, Record
+from lit_layers.records import Record
 from lit_layers.tasks.catalogue import GLUE
 from tests.support.paper_tables import PAGE, ROOT, read, recipe_paths, with_tables
+from tests.support.written import write
 
 RECIPES = {f"{path.parent.name}/{path.stem}": path for path in recipe_paths()}
 FIELDS = {"paper": "coupling", "item": "Figure 0", "shows": "nothing", "status": "here"}
@@ -115,12 +116,9 @@ def recipe_of(*published: dict[str, Any], tmp_path: Path) -> PaperRecipe:
     return read_recipe(path)
 
 
-def measured(root: Path, *found: Record, run: str = "a", step: int | None = None, error: str | None = None) -> None:
-    line = Measurement(
-        run=run, step=step, tokens=None, analysis="coupling", records=list(found), seconds=1, error=error
-    )
+def measured(root: Path, *found: Record, **how: Any) -> None:
     (root / "run").mkdir(exist_ok=True)
-    records.append(root / "run" / "measurements.jsonl", line)
+    write(root / "run", "coupling", found, **{"run": "a", **how})
 
 
 def verdicts(recipe: PaperRecipe, root: Path) -> list[str]:

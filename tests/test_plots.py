@@ -13,22 +13,15 @@ from lit_layers.errors import InputError
 from lit_layers.figures import theme
 from lit_layers.figures.profiles import in_rows, short_names
 from lit_layers.figures.theme import DASHES, Axis
-from lit_layers.records import Measurement, Record
+from lit_layers.records import Record
 from tests.support.charts import axis, drawn, line, names, svg_texts, svgs, values
 from tests.support.runs import measurement
+from tests.support.written import made
 
 
 def table(*found: tuple[int, list[Record]], analysis: str = "a", tokens: int | None = 100) -> pd.DataFrame:
     return records.frame(
-        Measurement(
-            run="r",
-            step=step,
-            tokens=None if tokens is None else step * tokens,
-            analysis=analysis,
-            records=rows,
-            seconds=0,
-        )
-        for step, rows in found
+        made(analysis, rows, step=step, tokens=None if tokens is None else step * tokens) for step, rows in found
     )
 
 
@@ -56,9 +49,7 @@ def shown() -> dict[str, Drawn]:
     evil = [Record(metric="<b>m</b>", value=1.0, layer=0, tags={"reference": '<a href="x">'})]
     evil += [Record(metric="<b>m</b>", value=1.0, layer=0)]
     nasty = [Record(metric="m", value=1.0, layer=0), Record(metric="m", value=1.0, tags={"reference": "<b>"})]
-    of_models = [
-        Measurement(run=f"<i>{n}</i>", step=None, tokens=None, analysis="a", records=nasty, seconds=0) for n in "ab"
-    ]
+    of_models = [made("a", nasty, run=f"<i>{n}</i>") for n in "ab"]
     decades = [{"step": step, "validation/perplexity": value} for step, value in enumerate((2000.0, 150.0), start=1)]
     names = ["Best layer from 1 on", "The embedding is better than any"]
     lines = [plots.Series(x=[0, 1], y=[n, n], name=name, width=1.0, legend=True) for n, name in enumerate(names)]
@@ -445,18 +436,8 @@ def audited(verdicts: dict[int | str, str], metric: str = "m") -> pd.DataFrame:
     """Layers and pairs of one metric at steps, or of models, with what an audit said of each."""
     rows = [Record(metric=metric, value=1.0, layer=layer) for layer in (0, 1)]
     rows += [Record(metric=metric, value=0.5, layer=one, other_layer=two) for one, two in ((0, 1), (1, 0))]
-    return records.frame(
-        Measurement(
-            run=place if isinstance(place, str) else "r",
-            step=None if isinstance(place, str) else place,
-            tokens=None,
-            analysis="a",
-            records=rows,
-            seconds=0,
-            provenance={"audit": verdict},
-        )
-        for place, verdict in verdicts.items()
-    )
+    places = {at: {"run": at} if isinstance(at, str) else {"step": at} for at in verdicts}
+    return records.frame(made("a", rows, provenance={"audit": verdicts[at]}, **where) for at, where in places.items())
 
 
 def test_nothing_is_drawn_through_a_suspect_checkpoint_or_model_unless_it_is_allowed() -> None:
@@ -505,8 +486,7 @@ def models(**depths: int) -> pd.DataFrame:
         rows += [Record(metric="m", value=5.0 + number, tags={"reference": "lm_head"})]
         rows += [Record(metric="whole", value=10.0 * number, low=1.0, high=99.0)]
         rows += [Record(metric="pair", value=0.1, layer=1, other_layer=two) for two in range(1, depth + 1)]
-        run = f"org/{name}"
-        found.append(Measurement(run=run, step=None, tokens=None, analysis="a", records=rows, seconds=0))
+        found.append(made("a", rows, run=f"org/{name}"))
     return records.frame(found)
 
 
@@ -580,11 +560,10 @@ def test_the_table_of_models_has_the_headlines_of_each_at_its_last_layer() -> No
         ["whole", "org/b", None, 20.0, 1.0, 99.0],
     ]
     assert plots.model_table(table(*whole((1, 2)))).empty
-    gap = Measurement(
-        run="r", step=None, tokens=None, analysis="a", seconds=0,
-        records=[Record(metric="min_gap", value=0.1), Record(metric="kl_to_final", value=0.1, layer=1)],
-    )  # fmt: skip
-    assert plots.model_table(records.frame([gap]))["metric"].tolist() == ["min_gap"], "the other one has a profile"
+    gap = [Record(metric="min_gap", value=0.1), Record(metric="kl_to_final", value=0.1, layer=1)]
+    assert plots.model_table(records.frame([made("a", gap)]))["metric"].tolist() == ["min_gap"], (
+        "the other one has a profile"
+    )
 
 
 def test_one_model_without_steps_has_its_matrix_and_several_are_refused() -> None:

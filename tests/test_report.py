@@ -34,6 +34,7 @@ from tests.support.layer_results import layer_results, write_layer_results
 from tests.support.read_wandb import read_finished
 from tests.support.runs import MODELS, make_models, make_run, make_series, measurement
 from tests.support.undrawn import leave_undrawn
+from tests.support.written import write
 
 STEPS = (0, 1, 8, 64, 400)  # too few for times of emergence, which take seconds: tests/test_emerge.py
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -274,8 +275,7 @@ def test_numbers_that_are_draws_alone_leave_a_sentence_in_the_place_of_their_fig
         Record(metric="accuracy", value=0.5, layer=layer, tags={"seed": seed}) for layer in (0, 1) for seed in (0, 1)
     ]
     for step in (0, 1):
-        line = Measurement(run="r", step=step, tokens=None, analysis="drawn", records=draws, seconds=0.1)
-        records.append(tmp_path / "measurements.jsonl", line)
+        write(tmp_path, "drawn", draws, step=step)
     assert "No figure shows these numbers" in write_report(tmp_path).read_text()
 
 

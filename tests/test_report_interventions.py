@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("jinja2")
 
 from lit_layers import plots, records
-from lit_layers.records import Measurement, Record
+from lit_layers.records import Record
 from lit_layers.report import write_report
 from lit_layers.report.logged_numbers import curves_of
 from lit_layers.report.rendering import write_pictures
@@ -19,6 +19,7 @@ from lit_layers.report.sections import intervention_sections
 from tests.support import variant_results
 from tests.support.charts import PageFigure, page_figures
 from tests.support.undrawn import leave_undrawn
+from tests.support.written import made, write
 
 
 def sections(page: Path) -> dict[str, dict[str, list[str]]]:
@@ -118,9 +119,8 @@ def test_other_metrics_of_such_an_analysis_keep_their_figures_and_many_variants_
     own = [Record(metric="my_number", value=float(layer), layer=layer) for layer in range(3)]
     many = [Record(metric="my_number", value=float(m), tags={"middle": m}) for m in range(9)]
     for step in (1, 2):
-        for analysis, found in (("interventions", own), ("mine", many)):
-            about = {"run": "r", "step": step, "tokens": None, "analysis": analysis, "seconds": 0}
-            records.append(tmp_path / "measurements.jsonl", Measurement(records=found, **about))
+        write(tmp_path, "interventions", own, step=step)
+        write(tmp_path, "mine", many, step=step)
     found = sections(write_report(tmp_path))
     assert "My number" in found["Interventions"]
     assert len(found["Mine"]["My number"]) == 9
@@ -141,8 +141,7 @@ def test_the_pictures_of_a_run_hold_those_of_its_variants(tmp_path: Path, monkey
 
 def test_wandb_gets_a_curve_a_variant_but_no_single_order_nor_every_number_of_loops() -> None:
     own = variant_results.interventions(8, blocks=6, seeds=4)
-    measured = Measurement(run="r", step=8, tokens=None, analysis="interventions", records=own, seconds=0)
-    points = {name: record.value for name, record in curves_of([measured], {}, "all").items()}
+    points = {name: record.value for name, record in curves_of([made("interventions", own, step=8)], {}, "all").items()}
     assert not [name for name in points if "seed=" in name or "schedule=" in name or "kendall" in name]
     assert {name for name in points if "loops=" in name and "variant_loss" in name} == {
         f"interventions/variant_loss/loops=3/middle={m}/variant=looped_parallel" for m in (1, 3, 5)
@@ -162,8 +161,7 @@ def test_the_page_shows_differences_from_the_full_model_with_their_intervals(tmp
             tags = {"variant": "skip_one"}
             found += [Record(metric="variant_loss", value=3.5, layer=layer, tags=tags)]
             found += [Record(metric="variant_loss_difference", layer=layer, tags=tags, **ends)]
-        line = Measurement(run="r", step=step, tokens=None, analysis="interventions", records=found, seconds=1.0)
-        records.append(tmp_path / "measurements.jsonl", line)
+        write(tmp_path, "interventions", found, step=step)
     table = write_report(tmp_path).read_text().split("What each order changes")[1].split("</table>")[0]
     assert "Loss less the full model&#39;s (nats)" in table
     assert re.findall(r"<td>(.*?)</td><td[^>]*>(.*?)<small>(.*?)</small>", table) == [
@@ -182,8 +180,7 @@ def test_variants_that_failed_break_no_page_and_have_no_curve(tmp_path, monkeypa
         for name in ("reverse", "parallel"):
             tags = {"variant": name, "middle": 3, "error": f"RuntimeError: {name}"}
             found.append(Record(metric="failed", value=1.0, tags=tags | task))
-        line = Measurement(run="r", step=step, tokens=None, analysis="intervene/arc", records=found, seconds=1.0)
-        records.append(tmp_path / "measurements.jsonl", line)
+        write(tmp_path, "intervene/arc", found, step=step)
     assert write_report(tmp_path).is_file()
     drawn = intervention_sections(records.frame(tmp_path / "measurements.jsonl"), {})
     assert "Failed" not in str(drawn)

@@ -80,13 +80,22 @@ def test_shards_of_one_number_write_together_and_no_other_beside_them(tmp_path):
     assert not is_refused(tmp_path)
 
 
-def test_a_training_is_seen_while_it_lives(tmp_path):
+def test_a_training_is_seen_while_it_lives_and_shares_of_one_number_measure_beside_it_each_once(tmp_path):
     assert not is_training(tmp_path)
     with another_writer(tmp_path, part="training"):
         assert is_training(tmp_path)
         assert not is_refused(tmp_path, part="measuring")
-        assert is_refused(tmp_path, part="all")
+        assert is_refused(tmp_path)
+        with (
+            writing(tmp_path, part="measuring", shard=(0, 2)),
+            writing(tmp_path, part="measuring", shard=(1, 2)),
+        ):
+            assert all(is_refused(tmp_path, part="measuring", shard=other) for other in ((1, 2), (1, 3), (0, 1)))
     assert not is_training(tmp_path)
+    with writing(tmp_path, part="measuring", shard=(0, 2)):
+        assert is_refused(tmp_path, shard=(1, 2))
+    with writing(tmp_path):
+        assert is_refused(tmp_path, part="measuring")
 
 
 def test_a_command_that_ends_before_it_writes_leaves_no_folder(tmp_path):

@@ -7,9 +7,10 @@ import pytest
 
 from lit_layers import plots, records
 from lit_layers.errors import InputError
-from lit_layers.records import Measurement, Record
+from lit_layers.records import Record
 from tests.support.charts import drawn, line, names, svg_texts
 from tests.support.layer_results import ANALYSES, CATEGORIES, LAYERS, SIZES, layer_results
+from tests.support.written import made
 
 
 def of(analysis: str, *steps: int, layers: int = LAYERS) -> pd.DataFrame:
@@ -76,8 +77,7 @@ def test_a_category_that_is_undefined_at_a_layer_is_blank_there() -> None:
 
 def test_names_of_categories_are_shown_not_interpreted_and_long_ones_are_cut() -> None:
     rows = [Record(metric="m", value=1.0, layer=0, tags={"category": f"<i>{'long ' * 9}{n}"}) for n in range(2)]
-    frame = records.frame([Measurement(run="r", step=1, tokens=None, analysis="a", records=rows, seconds=0)])
-    fig = plots.tag_map(frame, "m")
+    fig = plots.tag_map(records.frame([made("a", rows, step=1)]), "m")
     texts = [text for text in svg_texts(fig) if "long" in text]
     assert len(texts) == 2
     assert all(text.startswith("&lt;i&gt;long") and text.endswith("\N{HORIZONTAL ELLIPSIS}") for text in texts)

@@ -11,10 +11,11 @@ from lit_layers import plots, records
 from lit_layers.errors import InputError
 from lit_layers.figures.maps import best_layers
 from lit_layers.figures.theme import MISSING
-from lit_layers.records import Measurement, Record
+from lit_layers.records import Record
 from lit_layers.report import write_report
 from tests.support.charts import axis, page_figures, place
 from tests.support.layer_scores import DOMAINS, TASKS, add
+from tests.support.written import write
 
 STEPS = (0, 1, 8, 512)
 
@@ -145,8 +146,7 @@ def test_what_was_not_measured_is_blank_and_not_bridged(tmp_path):
     found = values(1, 3, 1)[0][0]
     rows = [Record(metric="lidar", value=v, layer=n) for n, v in enumerate(found)]
     for step, own in {1: rows, 4: [], 16: rows[:2] + rows[3:]}.items():
-        measured = Measurement(run="r", step=step, tokens=None, analysis="invariance", records=own, seconds=0)
-        records.append(tmp_path / "measurements.jsonl", measured)
+        write(tmp_path, "invariance", own, step=step)
     fig = plots.layer_surface(table(tmp_path), "lidar", steps=[1, 4, 16])
     blank = [[v is None for v in row] for row in zip(*fig.cells.values[0], strict=True)]
     assert blank == [[False] * 4, [True] * 4, [False, False, True, False]]
@@ -179,8 +179,7 @@ def test_the_page_has_one_section_for_all_tasks_with_a_surface_for_each_domain(t
     series(root, absent=((8, "BIOSSES"),))
     own = [Record(metric="token_curvature", value=1.0, layer=layer) for layer in range(3)]
     for step in (1, 8):
-        measured = Measurement(run="series", step=step, tokens=None, analysis="trajectory", records=own, seconds=0)
-        records.append(root / "measurements.jsonl", measured)
+        write(root, "trajectory", own, run="series", step=step)
     page = write_report(root).read_text()
     assert "<h2>MTEB: mean over tasks</h2>" in page
     assert "<h2>MTEB: STS12</h2>" not in page
@@ -209,8 +208,7 @@ def test_the_best_layers_of_pythia_410m_over_training_are_the_published_ones(rea
             Record(metric="main_score", value=v, layer=int(n))
             for n, v in zip(rows["layer"], rows["main_score"], strict=True)
         ]
-        measured = Measurement(run="r", step=int(step), tokens=None, analysis=f"mteb/{task}", records=own, seconds=0)
-        records.append(tmp_path / "measurements.jsonl", measured)
+        write(tmp_path, f"mteb/{task}", own, step=int(step))
     fig = plots.layer_surface(means(tmp_path), "main_score")
     (best,) = [series.y for series in fig.series]
     at = dict(zip(fig.training.steps, best, strict=True))

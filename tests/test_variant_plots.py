@@ -12,26 +12,17 @@ import pytest
 from lit_layers import plots, records
 from lit_layers.errors import InputError
 from lit_layers.figures.variants import LOOKS
-from lit_layers.records import Measurement, Record
+from lit_layers.records import Record
 from tests.support.charts import line, names, values
+from tests.support.written import made
 
 MIDDLES = [1, 3, 5]
 
 
 def table(*measurements: tuple[str, int | None, list[Record]], run: str = "r", **provenance: str) -> pd.DataFrame:
     return records.frame(
-        [
-            Measurement(
-                run=run,
-                step=step,
-                tokens=None if step is None else 10 * step,
-                analysis=analysis,
-                records=own,
-                seconds=0,
-                provenance={name: text for name, text in provenance.items() if step == 8},
-            )
-            for analysis, step, own in measurements
-        ]
+        made(analysis, own, run=run, step=step, provenance=provenance if step == 8 else {})
+        for analysis, step, own in measurements
     )
 
 
