@@ -16,7 +16,6 @@ PACKAGE = ROOT / "lit_layers"
 # what takes a tenth of a second or more to import
 HEAVY = {"datasets", "huggingface_hub", "jsonargparse", "lightning", "lm_eval", "mteb", "pandas", "sklearn"}
 HEAVY |= {"altair", "jinja2", "timm", "tokenizers", "torch", "transformers", "wandb", "ray"}
-DOOR = "lit_layers.cli.main"
 ONLY_IN = {  # libraries: the rooms whose files may import them
     "lightning": {"cli", "training"},
     "wandb": {"report"},
@@ -184,20 +183,6 @@ def test_analyses_load_no_lightning_and_no_command_what_evaluates():
     commands = [name for name in loaded if name.startswith("lit_layers.cli")]
     assert [name for name in commands if loaded[name] & {"mteb", "datasets"}] == []
     assert len(commands) > 10
-
-
-def test_own_files_are_imported_inside_functions_only_to_spare_a_heavy_library():
-    """But by the door, before which nothing is loaded. A verb's file is loaded where its options are read."""
-    trees = modules(PACKAGE)
-    loaded = libraries(trees)
-    idle = []
-    for name, tree in trees.items():
-        there_before = loaded[name] | (loaded["lit_layers.cli.options"] if ".verbs." in name else set())
-        for node in inner(tree, is_function) if name != DOOR else ():
-            late = {other for other in imported(node, trees) if other in trees}
-            if late and not any(loaded[other] - there_before for other in late):
-                idle.append(f"{name} imports {', '.join(sorted(late))}")
-    assert not idle, "these spare no heavy library: put them at the head of the file"
 
 
 def test_no_two_files_have_one_name():

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,16 +12,6 @@ import pytest
 from tests.support.forked import run_script
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-# The options with which those end in a minute that can; others take minutes, or weights or data that nobody has.
-SMALLEST = {
-    "bfloat16": "--layers 2 --width 32 --tokens 16 --batch_size 1",
-    "checkpoints": "--steps 20",
-    "emergence": "--curves 12 --errors stderr",
-    "interventions": "--layers 3 --width 32 --vocabulary 64 --tokens 8",
-    "measuring_pass": "--share 16",
-    "quickstart": "",
-    "watching_probes": "--layers 1 --rows 200 --dim 16 --classes 5",
-}
 
 
 @pytest.fixture
@@ -82,12 +71,3 @@ def test_each_begins() -> None:
         done = run_script(script, "--help")
         assert done.returncode == 0, done.stderr
         assert "--" in done.stdout, script
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", SMALLEST)
-def test_each_that_is_short_ends_with_a_table(name: str) -> None:
-    command = [sys.executable, FOLDER / f"{name}.py", *SMALLEST[name].split(), "--rounds", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr  # a missed target ends a run with 1 by --check alone
-    assert "| --- |" in done.stdout

@@ -98,19 +98,6 @@ def test_the_commands_and_examples_of_a_page_run_in_its_order(page, tmp_path, mo
                 run(command)
 
 
-@pytest.mark.nightly  # a second for each
-def test_every_fit_of_the_long_pages_is_one_that_can_be_read(tmp_path, monkeypatch):
-    for name in ("recipes", "wandb_configs"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    monkeypatch.chdir(tmp_path)
-    texts = [text for page in PAGES if page.name in LONG for kind, text in blocks(page) if kind == "bash"]
-    lines = [ASSIGNMENTS.sub("", line) for text in texts for line in text.replace("\\\n", " ").splitlines()]
-    commands = {line.partition(" #")[0].strip() for line in lines if line.startswith("lit-layers fit")}
-    assert len(commands) > 4
-    for command in sorted(commands):
-        run(f"{command} --print_config")
-
-
 def run(line: str) -> None:
     words = shlex.split(line, comments=True)
     assert words[0] == "lit-layers", line

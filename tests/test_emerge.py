@@ -338,15 +338,6 @@ def test_long_names_of_rows_are_whole_and_keep_their_number():
     assert [*matrix.y.labels.values()] == [f"{number}  {name}" for number, name in enumerate(names, 1)]
 
 
-def test_the_axis_of_a_timeline_has_some_of_the_checkpoints_with_room_between_them(clock):
-    for last in (64, 2048, 143_000):
-        curves = [replace(curve, at=np.geomspace(1, last, len(curve.at)).round()) for curve in clock.curves]
-        labels = timeline(Clock(curves, clock.times)).y.labels
-        assert 4 <= len(labels) <= 9
-        assert (min(labels), labels[min(labels)]) == (0, "0")
-        assert max(labels) == pytest.approx(np.log10(1 + last), abs=1e-4)
-
-
 def test_a_front_of_layers_shows_the_steps_at_which_they_are_half_way():
     curve = StepCurve(run="a", analysis="r", metric="accuracy", layer=1, tags={}, at=np.array(STEPS), values=AXIS)
     times = [times_at(half, half, half * 1.2) for half in (30, 70)]

@@ -8,15 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from scipy import stats
-
-from lit_layers import measure
-from lit_layers.analyses import PooledStates
-from lit_layers.functional import emergence_times, linear_cka
-from lit_layers.records import Store
-from tests.support.random_text import RandomText
-from tests.support.tiny_models import tiny
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "studies" / "four_papers.md"
@@ -86,21 +78,6 @@ def test_the_measurements_are_small_and_whole(measured):
     assert (steps[steps.index.str.startswith("ViT")] == 18).all()
 
 
-def test_a_cell_tells_what_settles_from_what_comes_back_still_moves_or_is_flat(monkeypatch):
-    monkeypatch.syspath_prepend(str(PAGE.parent))
-    from study_data import half_way_text
-
-    steps = [0, *(2**power for power in range(9))]
-    for values, text in (
-        ([0, 0, 0, 0, 1, 2, 2, 2, 2, 2], r"[\d.]+ \([\d.]+ to [\d.]+\)"),
-        ([0, 0, 0, 0, 1, 2, 2, 1, 0, 0], r"[\d.]+ \([\d.]+ to [\d.]+\), comes back"),
-        ([0, 0, 0, 0, 0, 0, 0, 0, 1, 3], r"after [\d.]+"),
-        ([0, 0, 0, 0, 0, 0, 0, 0, 0, 0], ""),
-    ):
-        found = half_way_text(emergence_times(steps, values, stderr=[0.02] * len(steps)))
-        assert re.fullmatch(text, found), (values, found)
-
-
 def printed(name: str) -> str:
     """Return what a script of the study prints."""
     script = PAGE.with_name(f"{name}.py")
@@ -131,28 +108,3 @@ def test_the_pages_tables_are_drawn_from_its_measurements(monkeypatch):
     tables |= mechanism.mechanism_tables(*study.mechanism_of(study.OF_MECHANISM))
     for name, rows in tables.items():
         assert_same_tables(study.as_markdown(rows), written(name))
-
-
-@pytest.mark.nightly
-def test_states_of_checkpoints_and_seeds_are_as_alike_as_the_functions_say(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(PAGE.parent))
-    import state_similarity
-
-    roots, steps = [tmp_path / f"seed{seed}" for seed in range(2)], (0, 8)
-    for seed, root in enumerate(roots):
-        store = Store(root / "measurements.jsonl")
-        for step in steps:
-            analysis = PooledStates(batches=RandomText(num_batches=3))
-            store.add(measure(tiny("gpt2", seed=seed + step), analysis, run=root.name, step=step, raises=True))
-    table = state_similarity.similar_states(roots)
-    line = {root.name: [*Store(root / "measurements.jsonl")] for root in roots}
-    for row in table[table["metric"] == "linear_cka"].to_dict("records"):
-        sides = [
-            state_similarity.read_states(tmp_path / row[run], line[row[run]][steps.index(row[step])])[row["layer"]]
-            for run, step in (("run", "step"), ("other_run", "other_step"))
-        ]
-        x, y = (torch.from_numpy(side).double() for side in sides)
-        assert row["value"] == pytest.approx(linear_cka(x, y, debiased=True).item(), abs=1e-9)
-        assert row["low"] <= row["value"] <= row["high"]
-    pairs = table.groupby(["run", "other_run", "step", "other_step"]).ngroups
-    assert pairs == 4  # of each seed the two checkpoints, of each step the two seeds

@@ -56,12 +56,6 @@ def test_every_public_metric_is_exported_by_name():
     assert len({name for _, name in names}) == len(names), "two files define a name: an export can be of one alone"
 
 
-def test_a_metric_that_a_page_names_is_no_plumbing():
-    exported = {name for file in METRIC_FILES for name in public_names(file)}
-    plumbing = {name for file in PLUMBING for name in public_names(file)} - exported
-    assert not {name for name in plumbing if f"`{name}`" in PAGES or f"`{name}(" in PAGES}
-
-
 def test_a_name_that_is_no_metric_is_refused_as_python_does():
     for name in ("no_such_metric", "record_attention", "math"):
         assert not hasattr(functional, name), name

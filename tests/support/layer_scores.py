@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lit_layers import records
-from lit_layers.records import Measurement, Record
+from lit_layers.records import Record
+from tests.support.written import write
 
 DOMAINS = {
     "Banking77Classification": "classification",
@@ -43,29 +43,16 @@ def add(
     tags: Mapping[str, str | int | float] | None = None,
     provenance: Mapping[str, object] | None = None,
 ) -> Path:
-    """Appends a score a layer of each task, and a metric a layer on each task's texts; returns the folder."""
-
-    def write(name: str, found: list[Record]) -> None:
-        records.append(
-            root / "measurements.jsonl",
-            Measurement(
-                run=run,
-                step=step,
-                tokens=None if step is None else 1000 * step,
-                analysis=name,
-                records=found,
-                seconds=0.1,
-                provenance=dict(provenance or {}),
-            ),
-        )
-
+    """Append a score a layer of each task, and a metric a layer on each task's texts; return the folder."""
+    tokens = None if step is None else 1000 * step
+    where = {"run": run, "step": step, "tokens": tokens, "provenance": dict(provenance or {})}
     for row, task in enumerate(tasks):
         if scores is not None:
             own = {"task": task, "domain": DOMAINS[task], "score": f"of_{task}", "pooling": "mean", "states": states}
-            write(f"mteb/{task}", _per_layer("main_score", scores[row], own))
+            write(root, f"mteb/{task}", _per_layer("main_score", scores[row], own), **where)
         if metric is not None:
             own = dict(tags or {}) | ({} if metric_states is None else {"states": metric_states})
-            write(f"{analysis}/{task}", _per_layer(name, metric[row], own))
+            write(root, f"{analysis}/{task}", _per_layer(name, metric[row], own), **where)
     return root
 
 
