@@ -24,6 +24,7 @@ def test_nine_of_thirty_words_are_split_and_words_of_three_characters_stay():
     view = view_of(LONG, (0, 0, 0)).split(" ")
     assert len(view) == len(LONG.split()) + 9
     assert view[-4:] == ["and", "60", "of", "us"]
+    assert view_of("four", (0, 0, 0)) != "four"
     assert len("".join(view)) == len(LONG.replace(" ", "")), "characters are put in the place of others"
 
 

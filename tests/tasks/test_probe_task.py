@@ -486,9 +486,9 @@ def test_files_splits_columns_and_rows_that_are_missing_or_damaged_are_one_sente
     cases = [
         ("set", {"validation": "dev"}, "source: expected one file dev.parquet|.csv|.jsonl in set, it has test.parquet"),
         ("two", {}, held),
-        ("./none.csv", one, "source: expected the split 'train' in none.csv, there is no such file"),
+        ("none.csv", one, "source: expected the split 'train' in none.csv, there is no such file"),
         ("data/x_{split}.csv", {}, "expected the split 'train' in data/x_train.csv, there is no"),
-        ("./none_{split}.txt", {}, "source: expected a .parquet, .csv, .jsonl file, got none_train.txt"),
+        ("none_{split}.txt", {}, "source: expected a .parquet, .csv, .jsonl file, got none_train.txt"),
         ("one.csv", {}, "test: one.csv is one file without splits: set test to null to cut off a share"),
         ("set", {"label": "lable"}, "label: set/train.parquet has no column 'lable': it has text, label"),
         ("set", {"text": "txt"}, "text: set/train.parquet has no column 'txt'"),
