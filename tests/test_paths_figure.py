@@ -1,7 +1,6 @@
 """The picture of paths: one line a token, a dot a layer, a frame a checkpoint, a choice a prompt."""
 
 import json
-import re
 from pathlib import Path
 
 import pandas as pd
@@ -11,7 +10,7 @@ from lit_layers import plots, records
 from lit_layers.figures.chart import Series
 from lit_layers.records import Measurement, Record
 from lit_layers.report import write_report
-from tests.support.charts import figure_data
+from tests.support.charts import blocks
 
 TOKENS, LAYERS = (1, 4, 7), 3
 
@@ -98,34 +97,23 @@ def test_paths_are_no_curves_no_headlines_and_no_values_of_the_whole_model(frame
             draw(frame, "path")
 
 
-def blocks(page: Path) -> dict[str, tuple[list[str], list[dict]]]:
-    """Per title of a metric: what there is to choose, and the figures of its first place."""
-    text = page.read_text()
-    drawn, found = figure_data(text), {}
-    for part in re.findall(r"<article.*?</article>", text, re.DOTALL):
-        places = re.findall(r'data-figures="([\d ]+)"', part)
-        title = re.sub("<.*?>", "", re.findall(r"<h3>(.*?)</h3>", part, re.DOTALL)[0]).strip()
-        found[title] = re.findall(r"<option[^>]*>(.*?)</option>", part), [drawn[int(n)] for n in places[0].split()]
-    return found
-
-
 def test_the_report_has_the_picture_with_a_choice_of_prompts_and_no_figure_of_its_shares(tmp_path: Path) -> None:
     for step in (0, 1, 8):
         records.append(tmp_path / "measurements.jsonl", measured(step))
     (tmp_path / "run.json").write_text(json.dumps({"run": "r"}))
     found = blocks(write_report(tmp_path))
     assert found.keys() == {"Paths of tokens through the layers", "Variance in the plane of the paths (share)"}
-    choices, figures = found["Paths of tokens through the layers"]
+    choices, (figures,) = found["Paths of tokens through the layers"]
     assert choices == ["prompt 1", "prompt 2"]
     for prompt, figure in enumerate(figures, start=1):
-        assert figure["frames"] == [0, 1, 8]
-        assert next(row["x"] for row in figure["rows"] if row["f"] == 1) == place(1, prompt, 1, 0, 1)
+        assert figure.frames == [0, 1, 8]
+        assert next(row["x"] for row in figure.points if row["f"] == 1) == place(1, prompt, 1, 0, 1)
 
 
 def test_a_comparison_of_models_has_the_paths_of_each(tmp_path: Path) -> None:
     for run in ("org/a", "org/b"):
         records.append(tmp_path / "measurements.jsonl", measured(None, run=run))
-    choices, figures = blocks(write_report(tmp_path))["Paths of tokens through the layers"]
+    choices, (figures,) = blocks(write_report(tmp_path))["Paths of tokens through the layers"]
     assert choices == ["a, prompt 1", "a, prompt 2", "b, prompt 1", "b, prompt 2"]
     assert len(figures) == 4
-    assert all("frames" not in figure for figure in figures)
+    assert not any(figure.frames for figure in figures)

@@ -29,7 +29,7 @@ from lit_layers.records import Measurement, Record
 from lit_layers.report import template, write_report
 from lit_layers.report.template import Figures, block, placed
 from tests.support.browser import CHROMIUM, dom_after
-from tests.support.charts import PageFigure, page_figures, svg_texts
+from tests.support.charts import blocks, page_figures, svg_texts
 from tests.support.layer_results import layer_results, write_layer_results
 from tests.support.read_wandb import read_finished
 from tests.support.runs import MODELS, make_models, make_run, make_series, measurement
@@ -368,17 +368,6 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def comparison(compared: Path) -> Path:
     return write_report(compared)
-
-
-def blocks(page: Path) -> dict[str, tuple[list[str], list[list[PageFigure]]]]:
-    """By title the texts of the choices, and for each place the figures that they put there."""
-    text, drawn, found = page.read_text(), page_figures(page), {}
-    for part in re.findall(r"<article.*?</article>", text, re.S):
-        title = re.findall(r"<h3>(.*?)(?:<span|</h3>)", part)[0]
-        places = re.findall(r'data-figures="([\d ]+)"', part)
-        figures_of = [[drawn[int(number)] for number in place.split()] for place in places]
-        found[html.unescape(title)] = re.findall(r"<option[^>]*>(.*?)</option>", part), figures_of
-    return found
 
 
 NAMES = [name.rpartition("/")[2] for name in DEPTHS]

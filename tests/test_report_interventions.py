@@ -17,31 +17,22 @@ from lit_layers.report.logged_numbers import curves_of
 from lit_layers.report.rendering import write_pictures
 from lit_layers.report.sections import intervention_sections
 from tests.support import variant_results
-from tests.support.charts import PageFigure, page_figures
+from tests.support.charts import blocks
 from tests.support.undrawn import leave_undrawn
 from tests.support.written import made, write
 
 
 def sections(page: Path) -> dict[str, dict[str, list[str]]]:
     """The titles of the sections, of the blocks in each, and their choices."""
-    text = page.read_text()
     found: dict[str, dict[str, list[str]]] = {}
-    for part in re.findall(r'<section id="section-\d+">(.*?)</section>', text, re.S):
+    for part in re.findall(r'<section id="section-\d+">(.*?)</section>', page.read_text(), re.S):
         title = re.findall(r"<h2>(.*?)</h2>", part)[0]
-        blocks = re.findall(r"<article.*?</article>", part, re.S)
+        articles = re.findall(r"<article.*?</article>", part, re.S)
         found[title] = {
-            html.unescape(re.findall(r"<h3>(.*?)(?:<span|</h3>)", block)[0]): re.findall(r"<option[^>]*>(.*?)<", block)
-            for block in blocks
+            html.unescape(re.findall(r"<h3>(.*?)(?:<span|</h3>)", each)[0]): re.findall(r"<option[^>]*>(.*?)<", each)
+            for each in articles
         }
     return found
-
-
-def figures_of(page: Path, title: str) -> list[list[PageFigure]]:
-    """The figures of a block: for each place, those of the choices."""
-    text, drawn = page.read_text(), page_figures(page)
-    block = text[text.index(f"<h3>{title}") :]
-    block = block[: block.index("</article>")]
-    return [[drawn[int(n)] for n in numbers.split()] for numbers in re.findall(r'data-figures="([\d ]+)"', block)]
 
 
 @pytest.fixture(scope="module")
@@ -76,18 +67,17 @@ def test_the_page_shows_the_numbers_of_the_records(run: Path, page: Path) -> Non
         for r in last.records
         if r.metric == "variant_accuracy" and r.tags["variant"] == "random" and "seed" not in r.tags
     }
-    ((_, accuracy, _),) = figures_of(page, "Middle blocks changed")
+    _, ((_, accuracy, _),) = blocks(page)["Middle blocks changed"]
     assert accuracy.line("Random order", 1) == pytest.approx(expected, rel=1e-4)
     assert accuracy.frames == [0, 512]
 
 
 def test_similarities_have_a_map_for_each_mode_and_their_stages_curves(page: Path) -> None:
-    (maps,) = figures_of(page, "Cosine of layers")
+    choices, (maps,) = blocks(page)["Cosine of layers (cosine)"]
     assert all(one.is_map for one in maps)
     assert len({json.dumps(one.z) for one in maps}) == len(maps) == 2, "each mode has its own"
-    assert sections(page)["Layer similarity"]["Cosine of layers (cosine)"] == ["token by token", "of flattened prompts"]
-    stages = sections(page)["Layer similarity"]["Stages of a model"]
-    assert stages == ["Beginning layers", "Middle layers", "Ending layers"]
+    assert choices == ["token by token", "of flattened prompts"]
+    assert blocks(page)["Stages of a model"][0] == ["Beginning layers", "Middle layers", "Ending layers"]
 
 
 def test_tables_of_results_have_a_few_variants_and_no_single_order(tmp_path: Path) -> None:
@@ -105,14 +95,14 @@ def test_tables_of_results_have_a_few_variants_and_no_single_order(tmp_path: Pat
 
 def test_models_without_steps_have_the_figures_and_several_stand_side_by_side(tmp_path: Path) -> None:
     options: dict[str, Any] = {"steps": (None,), "seeds": 2, "analyses": ("interventions",)}
-    for name, blocks in (("hub/small", 4), ("hub/large", 6)):
-        variant_results.write(tmp_path / "both", run=name, blocks=blocks, **options)
+    for name, depth in (("hub/small", 4), ("hub/large", 6)):
+        variant_results.write(tmp_path / "both", run=name, blocks=depth, **options)
     found = sections(write_report(tmp_path / "both"))
     assert next(iter(found["Interventions"])) == "Models side by side"
     assert found["Interventions"]["Middle blocks changed"] == ["small, Loss", "large, Loss"]
     assert "Loss: skip" in found["Interventions"]["Models side by side"]
-    figures = figures_of(tmp_path / "both" / "report.html", "Models side by side")[0]
-    assert figures[0].legend == ["small", "large"]
+    _, ((first, *_), *_) = blocks(tmp_path / "both" / "report.html")["Models side by side"]
+    assert first.legend == ["small", "large"]
 
 
 def test_other_metrics_of_such_an_analysis_keep_their_figures_and_many_variants_a_choice_each(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import base64
 import gzip
+import html
 import json
 import re
 from collections.abc import Iterable
@@ -116,24 +117,20 @@ class PageFigure:
                 return legend["values"]
         return []
 
-    @property
-    def lines(self) -> dict[str, list[list[Any]]]:
-        """Of each series the rows that are drawn: x (over training a step), y, low, high, place of the slider."""
-        found: dict[str, list[list[Any]]] = {name: [] for name in self.names}
-        name_of = {row["k"]: row["s"] for row in self.series}
-        for row in self.points:
-            at = self.steps[row["n"]] if self.steps else row["x"]
-            found[name_of[row["k"]]].append([at, *map(row.get, "ylhf")])
-        return found
-
 
 def page_figures(page: Path) -> list[PageFigure]:
-    return figures_in(page.read_text())
+    return [PageFigure(content) for content in figure_data(page.read_text())]
 
 
-def figures_in(page: str) -> list[PageFigure]:
-    """The figures of a page that is given as text."""
-    return [PageFigure(content) for content in figure_data(page)]
+def blocks(page: Path) -> dict[str, tuple[list[str], list[list[PageFigure]]]]:
+    """By title the texts of the choices, and for each place the figures that they put there; of several the first."""
+    text, drawn, found = page.read_text(), page_figures(page), {}
+    for part in re.findall(r"<article.*?</article>", text, re.S):
+        title = html.unescape(re.findall(r"<h3>(.*?)(?:<span|</h3>)", part, re.S)[0]).strip()
+        places = re.findall(r'data-figures="([\d ]+)"', part)
+        figures_of = [[drawn[int(number)] for number in place.split()] for place in places]
+        found.setdefault(title, (re.findall(r"<option[^>]*>(.*?)</option>", part), figures_of))
+    return found
 
 
 def figure_data(page: str) -> list[dict[str, Any]]:
