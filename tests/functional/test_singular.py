@@ -110,19 +110,15 @@ KINDS_OF_TRIALS = (*KINDS, "gaussian", "network", "graded", "steps")
 
 
 def test_no_miscoupling_is_further_off_than_its_bound(monkeypatch):
+    least = {"clustered": 16, "tied": 8, "steps": 8, "deficient": 8}  # of 24 matrices, which have such values
     for kind in KINDS_OF_TRIALS:
-        assert check_trials(kind, range(60), monkeypatch) >= {
-            "clustered": 40,
-            "tied": 20,
-            "steps": 20,
-            "deficient": 20,
-        }.get(kind, 58)
+        assert check_trials(kind, range(24), monkeypatch) >= least.get(kind, 24), kind
 
 
 @pytest.mark.soak
 def test_in_ten_thousand_trials_no_miscoupling_is_further_off_than_its_bound(monkeypatch):
     for kind in KINDS_OF_TRIALS:
-        check_trials(kind, range(60, 1060), monkeypatch)
+        check_trials(kind, range(24, 1024), monkeypatch)
 
 
 @pytest.mark.parametrize("kind", ["power", "gaussian", "flat", "network"])
