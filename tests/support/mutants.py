@@ -12,8 +12,8 @@ has already are left out.
 import argparse
 import ast
 import csv
+import hashlib
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -132,19 +132,22 @@ def faults_of(path: Path) -> list[Fault]:
     return sorted(set(found))
 
 
+def _place(fault: Fault) -> bytes:
+    """Return where the seed puts a fault: the same whatever other lines the package has."""
+    return hashlib.sha256(f"{SEED} {fault.file} {fault.old} {fault.new}".encode()).digest()
+
+
 def drawn() -> list[Fault]:
     """Draw the faults of each room, at most one of a line."""
-    files = sorted((REPO / "lit_layers").rglob("*.py"))
+    of_rooms: dict[str, list[Fault]] = {room: [] for room in DRAWN}
+    for path in sorted((REPO / "lit_layers").rglob("*.py")):
+        own = path.relative_to(REPO / "lit_layers").parts[0]
+        of_rooms[own if own in DRAWN else ""] += faults_of(path)
     chosen: list[Fault] = []
-    for room, number in DRAWN.items():
-        faults: list[Fault] = []
-        for path in files:
-            own = path.relative_to(REPO / "lit_layers").parts[0]
-            if own == room or (not room and own not in DRAWN):
-                faults += faults_of(path)
-        by_line = {(fault.file, fault.line): fault for fault in random.Random(SEED).sample(faults, len(faults))}
-        lines = sorted(by_line)
-        chosen += [by_line[place] for place in random.Random(SEED + 1).sample(lines, number)]
+    for room, faults in of_rooms.items():
+        ordered = sorted(faults, key=_place)
+        by_line = {(fault.file, fault.line): fault for fault in reversed(ordered)}
+        chosen += sorted(by_line.values(), key=_place)[: DRAWN[room]]
     return chosen
 
 
