@@ -45,7 +45,9 @@ from tests.support.tiny_models import tiny
 
 BLOCKS, BROKEN = 4, 3  # layers 0 to 2 are healthy
 STRANGE = "§" * 6  # of tokens that no other text has
-LONG = ("MtebTask", "NextTokenProbe", "PromptStudies", "AttentiveProbe")  # several seconds each
+# A second or more each.
+LONG = ("MtebTask", "NextTokenProbe", "PromptStudies", "AttentiveProbe", "TokenCoupling", "CrossTokenInfluence")
+LONG += ("SampleSizeSweep", "Probe", "NextTokenResidual", "JacobianLens")
 KINDS = [
     pytest.param(name, marks=[pytest.mark.soak] * (name in LONG))
     for name in sorted(each.__name__ for each in every_analysis.kinds())
@@ -292,9 +294,10 @@ def refuses_what_it_cannot_measure(analysis: Any, model: nn.Module) -> None:
             wrong = dataclasses.replace(analysis, **{field.name: ["nonsense"] if several else "nonsense"})
             refused(wrong, model, f"^{name}: expected {field.name} to be one of .*, got 'nonsense'")
     for option, least in analysis.LEAST.items():
-        for number in (least / 2 - 1, math.nan):
+        for number in (0.9 * least if least else -1, math.nan):
             wrong = dataclasses.replace(analysis, **{option: number})
             refused(wrong, model, f"^{name}: expected {option} of at least {least}, got {number}")
+        dataclasses.replace(analysis, **{option: least}).check_fields()
     if isinstance(getattr(analysis, "batches", None), Listed):
         sentence = "the data holds no prompts|no text|no prompt|is undefined for every prompt"
         with pytest.raises((InputError, ValueError), match=sentence):

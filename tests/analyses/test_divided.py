@@ -19,7 +19,7 @@ def text() -> Listed:
     """Prompts of different lengths, more than there are ranks."""
     generator = torch.Generator().manual_seed(3)
     batches = []
-    for lengths in ((9, 7), (9,), (5, 9, 8)):
+    for lengths in ((9, 7), (9,), (5, 9), (8,)):  # of three ranks the first has the first and the last
         mask = torch.tensor([[1] * length + [0] * (9 - length) for length in lengths])
         batches.append({"input_ids": torch.randint(3, 60, mask.shape, generator=generator), "attention_mask": mask})
     return Listed(*batches)

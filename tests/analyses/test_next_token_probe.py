@@ -144,6 +144,7 @@ def test_every_record_is_that_of_scikit_learn_on_the_states_of_the_running_model
     assert {key[0] for key in records} == {"macro_f1"}  # of the references
 
 
+@pytest.mark.soak
 def test_the_probe_for_watching_is_that_of_the_states_and_says_its_c(model, split):
     states, targets, _, _ = rows_of(model, split[0], 1)
     test_states, test_targets, _, _ = rows_of(model, split[1], 1)

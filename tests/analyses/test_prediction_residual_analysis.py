@@ -96,6 +96,7 @@ def test_the_law_is_the_line_through_the_logarithms_of_layers_1_to_the_last(mode
     assert records["pearson", None].value == pytest.approx(pearson)
     assert records["r_squared", None].value == pytest.approx(pearson**2)
     assert records["residual_ratio", None].n == NUM_TEXTS
+    assert 0 < records["held_out", 1].n < 0.3 * records["prediction_residual", 1].n, "a fifth of the texts"
 
 
 def test_intervals_are_the_spread_of_random_halves_of_the_texts(model):

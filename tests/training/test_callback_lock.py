@@ -135,6 +135,7 @@ def test_a_trainer_of_transformers_that_fails_holds_the_folder_and_can_train_aga
     assert max(steps(root)) == 2
 
 
+@pytest.mark.soak
 def test_a_trainer_that_begins_anew_while_it_fails_holds_the_folder(tmp_path):
     """As with `auto_find_batch_size`, which calls the training loop again."""
     root = tmp_path / "run"
@@ -180,6 +181,7 @@ def test_a_training_that_is_refused_by_another_callback_leaves_no_lock_and_no_fo
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.soak
 def test_a_lock_that_the_process_holds_already_is_no_conflict_and_stays_its_own(tmp_path):
     root = tmp_path / "run"
     with writing(root):

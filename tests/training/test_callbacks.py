@@ -75,14 +75,14 @@ class Checkpointing(L.Callback):
         assert all(block.gradient_checkpointing for block in pl_module.model.transformer.h)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("accumulate", "compiled", "others"),
     [
-        pytest.param(1, False, [], marks=pytest.mark.soak),
         (4, False, []),
-        pytest.param(1, True, [], marks=pytest.mark.soak),  # two graphs are captured
-        pytest.param(1, False, [Checkpointing()], marks=pytest.mark.soak),
+        (1, True, []),  # two graphs are captured
+        (1, False, [Checkpointing()]),
     ],
 )
 def test_training_with_all_analyses_and_without_ends_in_equal_bits(tmp_path, monkeypatch, accumulate, compiled, others):

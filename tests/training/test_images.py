@@ -1,6 +1,7 @@
 """The image classifier: its recipe against formulas, exact resume, and what it logs."""
 
 import copy
+import functools
 import math
 
 import lightning as L
@@ -23,7 +24,6 @@ from lit_layers.training.modules import parameter_groups
 from lit_layers.training.resuming import ResumeCheckpoint, resume_point
 from lit_layers.training.run_folder import step_folder
 from lit_layers.training.run_log import RunLog
-from tests.support.forked import run_forked
 from tests.support.tiny_images import CONFIG, data, fit, module
 
 MIXED = {"mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1}
@@ -210,15 +210,12 @@ def test_logits_that_are_no_numbers_have_no_accuracy(tmp_path):
 
 
 @pytest.mark.soak
-def test_a_compiled_run_saves_the_eager_model(tmp_path):
-    def compiled() -> int:
-        series = SeriesCheckpoint({"every": 9}, tmp_path / "run")
-        _, lit = fit(tmp_path, series, lit=module(compile=True, drop_path_rate=0.0), steps=2)
-        assert same(load(step_folder(tmp_path / "run", 2)).state_dict(), lit.model.state_dict())
-        return 0
-
-    # In a process of its own: the compiler's threads do not survive a later fork of this one.
-    assert run_forked(compiled) == 0
+def test_a_compiled_run_saves_the_eager_model(tmp_path, monkeypatch):
+    # Dynamo's own part only: generating and compiling code takes minutes and is not ours to test.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    series = SeriesCheckpoint({"every": 9}, tmp_path / "run")
+    _, lit = fit(tmp_path, series, lit=module(compile=True, drop_path_rate=0.0), steps=2)
+    assert same(load(step_folder(tmp_path / "run", 2)).state_dict(), lit.model.state_dict())
 
 
 def test_options_that_do_not_fit_are_refused_in_a_sentence(tmp_path):

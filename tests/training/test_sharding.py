@@ -249,7 +249,7 @@ def test_sharded_clipping_by_value_trains_as_one_rank_does(more, tmp_path):
 @pytest.mark.soak
 def test_compiled_sharded_training_has_the_losses_of_the_eager_one(folder, tmp_path):
     """The capture of the graph is what sharding could upset; generating code for it takes half a minute."""
-    assert run_ranks(lambda: sharded_run.compiled(tmp_path, "eager")) == [0, 0]
+    assert run_ranks(lambda: sharded_run.compiled(tmp_path)) == [0, 0]
     compiled, eager = (column(root, "train/loss") for root in (tmp_path, folder / "watched"))
     assert compiled == pytest.approx(eager, abs=1e-5)
 

@@ -49,6 +49,7 @@ def nothing_that_nobody_plots(names) -> bool:
     return not [name for name in names if "other_layer" in name or "index" in name or "min_gap" in name]
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_run_of_wandb_gets_all_that_the_mirror_shows(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")

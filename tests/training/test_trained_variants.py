@@ -135,6 +135,7 @@ def test_what_does_not_fit_is_refused_before_training(home, tmp_path):
     for analysis, view, sentence in cases:
         with pytest.raises(InputError, match=sentence):
             analysis.check(view)
+    finetuning(home, tmp_path, {"num_tokens": 32}).check(gpt2)
     few = tiny("bert")  # 61 tokens
     with pytest.raises(InputError, match="tokenizer: BertForMaskedLM knows 61 tokens, the tokenizer has"):
         glue(home, tmp_path).check(LayeredModel(few))
