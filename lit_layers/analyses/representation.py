@@ -410,9 +410,8 @@ class StateGeometry(Analysis):
             yield from records_of_layers(metric, values[:, 0], of_halves, int(kept.sum()), tags)
 
     def tags(self, metric: str) -> dict[str, Any]:
-        options = ["states"] if metric.endswith("massive_activation") else ["states", "drop_first"]
-        options += ["first_rank", "last_rank"] if "alpha_req" in metric else []
-        return self.tags_of(*options)
+        of_sets = [] if metric.endswith("massive_activation") else ["drop_first"]
+        return self.tags_of("states", *of_sets, *(["first_rank", "last_rank"] if "alpha_req" in metric else []))
 
 
 def _set_values(points: Tensor, choices: list[Tensor], fit_range: tuple[int, int]) -> dict[str, Tensor]:

@@ -115,8 +115,7 @@ class Checkpoints(MeasuringOptions):
         """
         if not self.are_series(model):
             return [OneModel(model, revision=self.revision, untrained=self.untrained)]
-        steps = "all" if self.steps is None else self.steps
-        return open_series(model, steps, model=self.submodule)
+        return open_series(model, "all" if self.steps is None else self.steps, model=self.submodule)
 
 
 def measured(

@@ -343,8 +343,7 @@ class Trajectory:
         rows = self.hidden[-1][index][None]
         if isinstance(self.model.model, OwnNetwork):  # which may compare the tokens it scores with those it is given
             one, rows = {name: column.expand(rows.shape[1], 1) for name, column in one.items()}, rows.transpose(0, 1)
-        logits = self.model.ending(one, rows)
-        return logits.reshape(len(index[0]), -1)
+        return self.model.ending(one, rows).reshape(len(index[0]), -1)
 
     def readout(self, hidden: Tensor, index: tuple[Tensor, ...]) -> Tensor:
         """The same rows as those of `logits_of`, of another state (batch, tokens, dim) of this batch."""
