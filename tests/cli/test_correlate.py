@@ -13,7 +13,6 @@ from PIL import Image
 
 from lit_layers.cli.main import main
 from lit_layers.figures.vega import script
-from tests.support.browser import CHROMIUM, dom_after
 from tests.support.charts import page_figures
 from tests.support.runs import make_models
 from tests.support.undrawn import leave_undrawn
@@ -130,23 +129,3 @@ def test_names_from_files_are_shown_and_never_run(tmp_path):
     assert "<img" not in text.replace(script(), "")
     assert html.escape(NASTY, quote=False) in text
     assert shown(out / "correlation.html").count(NASTY) == 1, "the model that counts most"
-
-
-@pytest.mark.slow
-@pytest.mark.soak
-@pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
-def test_every_figure_is_drawn_in_a_browser(out, tmp_path):
-    script = """
-      for (let n = 0; n < 600; n++) {
-        const states = [...document.querySelectorAll(".plot")].map((node) => node.dataset.state);
-        if (states.every((state) => state === "drawn" || state === "failed")) break;
-        await new Promise((done) => setTimeout(done, 100));
-      }
-      const shown = [...document.querySelectorAll(".plot")].filter((node) => node.clientWidth);
-      const pictures = await Promise.all(shown.map((node) => node.view.toSVG()));
-      if (!pictures.some((picture) => picture.includes("gpt2-large"))) throw Error("no name of a model");
-    """
-    dom = dom_after(out / "correlation.html", script, tmp_path / "profile")
-    states = re.findall(r'data-state="(\w+)"', dom)
-    assert states == ["drawn"] * len(page_figures(out / "correlation.html"))

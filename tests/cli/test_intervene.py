@@ -213,24 +213,15 @@ def test_a_classifier_of_images_is_judged_by_their_labels(home, tmp_path, capsys
     assert "Interventions: Accuracy" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["vit", "model"])
-def test_new_weights_run_in_that_order_beside_the_models_own(home, tmp_path, kind):
-    of_images = ["--images", "digits", "--num_images", 40]
-    of_text = ["--corpus", home / "corpus.jsonl", "--num_sequences", 6, "--num_tokens", 24]
-    chosen = [*(of_images if kind == "vit" else of_text), "--variants", "skip", "--middles", 3, "--root", tmp_path]
-    assert run(home / kind, *chosen) == run(home / kind, *chosen, "--untrained", 5) == 0
+def test_new_weights_run_in_that_order_beside_the_models_own(home, tmp_path):
+    chosen = ["--images", "digits", "--num_images", 40, "--variants", "skip", "--middles", 3, "--root", tmp_path]
+    assert run(home / "vit", *chosen) == run(home / "vit", *chosen, "--untrained", 5) == 0
     trained, fresh = records.read(tmp_path / "measurements.jsonl")
-    assert (fresh.run, fresh.provenance["untrained"]) == (f"{home / kind}@untrained-5", {"seed": 5})
-    model, losses = untrained(load(home / kind), seed=5), []
-    if kind == "vit":
-        batches = [(batch["pixel_values"], batch["labels"]) for batch in EvalImages("digits", num_images=40)]
-    else:
-        ids = EvalText(str(home / "corpus.jsonl"), str(home / kind), num_sequences=6, num_tokens=24).windows()
-        batches = [(ids, ids[:, 1:])]
-    for given, labels in batches:
+    assert (fresh.run, fresh.provenance["untrained"]) == (f"{home / 'vit'}@untrained-5", {"seed": 5})
+    model, losses = untrained(load(home / "vit"), seed=5), []
+    for batch in EvalImages("digits", num_images=40):
         with torch.no_grad(), running_order(model, [1]):
-            logits = model(given) if kind == "vit" else model(given).logits[:, :-1]
-        losses += F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").tolist()
+            losses += F.cross_entropy(model(batch["pixel_values"]), batch["labels"], reduction="none").tolist()
     assert the(fresh.records, "variant_loss", variant="skip").value == pytest.approx(statistics.mean(losses), rel=1e-5)
     assert the(trained.records, "variant_loss", variant="skip").value != pytest.approx(
         statistics.mean(losses), rel=1e-3

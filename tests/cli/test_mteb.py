@@ -18,7 +18,6 @@ from lit_layers.models.saved import load
 from lit_layers.tasks.mteb_tasks import Prepared
 from tests.support.labelled_texts import saved_gpt2
 from tests.support.rounding import close_records
-from tests.support.tiny_models import tiny
 from tests.tasks.tiny_tasks import Passes, write_tiny_data
 
 TASKS = "STSBenchmark,TwitterURLCorpus,AskUbuntuDupQuestions"
@@ -138,23 +137,6 @@ def test_a_series_is_scored_step_by_step(home, tmp_path, capsys):
     assert "step 100 (mean, resid), mean of 1: " in capsys.readouterr().out
     assert run(home, tmp_path / "one", "--allow_suspect", "--steps", "100", model="run", tasks="STSBenchmark") == 0
     assert [each.step for each in records.read(tmp_path / "one" / "measurements.jsonl")] == [100]
-
-
-def test_a_saved_model_without_a_row_is_scored_as_any_other(home, tmp_path):
-    folder = home / "by_structure"
-    shutil.copytree(home / "model", folder)
-    network = tiny("olmo2", vocab_size=300, tie_word_embeddings=False)
-    for file in (*folder.glob("*.safetensors"), folder / "config.json"):
-        file.unlink()
-    network.save_pretrained(folder)
-    assert run(home, tmp_path, model="by_structure", tasks="STSBenchmark") == 0
-    (found,) = records.read(tmp_path / "measurements.jsonl")
-    assert (found.error, found.provenance["origin"], found.provenance["proof"]["blocks"]) == (
-        None,
-        "structure",
-        "model.layers",
-    )
-    assert {each.layer for each in found.records if each.metric == "main_score"} == {0, 1, 2, 3}
 
 
 def test_metrics_are_of_the_same_texts_and_states(home, tmp_path):

@@ -1,6 +1,5 @@
 """Each known defect of published series, found on a Hub on loopback before any weights are downloaded."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lit_layers.errors import InputError
 from lit_layers.series import Audit, Finding, HubRevisions, Models, audit
 from tests.support.series_hub import make_series, make_step, served
 
@@ -200,21 +198,3 @@ def test_the_same_model_under_two_names_is_found_in_a_set(hub, root, model):
     assert only(found).steps == ()
     assert found.suspect_names == {"org/one", "org/other"}
     assert found.verdict(series.checkpoints[1]) == "clean (level: listing)"
-
-
-def test_an_audit_is_plain_json(hub, root, model):
-    found = audit(HubRevisions(pythia(root, model, values={16: 3.0, 256: 3.0})))
-    content = json.loads(json.dumps(found.to_dict()))
-    assert content["suspect_steps"] == [16, 256]
-    assert content["clean"] is False
-    assert content["findings"][0]["kind"] == "identical weights"
-
-
-def test_a_hub_that_keeps_failing_ends_the_audit_with_a_sentence(hub, root, model, monkeypatch):
-    import time
-
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    repo = pythia(root, model)
-    hub.fail("/tree/", status=503, times=100_000)
-    with pytest.raises(InputError, match=r"cannot list the files of org/tiny at step\d+ .*503"):
-        audit(HubRevisions(repo))

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import pickle
 import shutil
 import time
@@ -16,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from lit_layers.errors import InputError
 from lit_layers.models.build import weights_hash
 from lit_layers.series import HubRevisions, Models, audit, open_series
-from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.series.checkpoint_sources import HubSource
 from tests.support.fake_hub import FakeHub
 from tests.support.series_hub import TWELVE, make_series, make_step, served
@@ -129,38 +127,14 @@ def test_only_the_first_stage_begins_with_a_learning_rate_of_zero(hub, root, mod
     assert (first.warm_up, second.warm_up) == (3, 0)
 
 
-def test_tokens_may_be_those_of_the_name(hub, root, model):
-    make_series(model, root / "org" / "olmoid", [150, 600], name="step{}-tokens3B")
-    assert HubRevisions("org/olmoid").checkpoints[0].tokens == 3_000_000_000
-
-
-def test_published_series_know_their_tokens(hub, root, model):
-    make_series(model, root / "stanford-crfm" / "alias-gpt2-small-x21", [10, 20], name="checkpoint-{}")
-    make_series(model, root / "EleutherAI" / "pythia-160m-v0", [1000, 2000])
-    make_series(model, root / "EleutherAI" / "pythia-14m-seed3", [0, 1])
-    crfm = HubRevisions("stanford-crfm/alias-gpt2-small-x21").checkpoints
-    assert [(found.step, found.tokens) for found in crfm] == [(10, 5_242_880), (20, 10_485_760)]
-    renamed = HubRevisions("EleutherAI/pythia-160m-v0").checkpoints[0]
-    assert (renamed.step, renamed.tokens) == (1000, 2_097_152_000)
-    seed = HubRevisions("EleutherAI/pythia-14m-seed3").checkpoints[1]
-    assert seed.tokens == 2_097_152
-
-
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize(
-    ("where", "status"),
-    [
-        *((where, status) for where in ("/tree/", r"resolve/.*config\.json") for status in (429, 503)),
-        (r"resolve/.*safetensors", 503),
-        ("/_cdn/", 429),
-    ],
-)
-def test_a_failing_hub_is_asked_again(hub, root, model, where, status):
+def test_a_failing_hub_is_asked_again(hub, root, model):
     make_series(model, root / "org" / "tiny", [0, 1])
-    hub.fail(where, status=status, times=3)
+    for where, status in (("/tree/", 429), (r"resolve/.*config\.json", 503), ("/_cdn/", 429)):
+        hub.fail(where, status=status, times=3)
     checkpoint = HubRevisions("org/tiny").checkpoints[1]
     assert (checkpoint.fetch() / "model.safetensors").stat().st_size > 100_000
-    assert hub.rules[0].left == 0
+    assert [rule.left for rule in hub.rules] == [0, 0, 0]
 
 
 def test_a_hub_that_keeps_failing_is_named(hub, root, model):
@@ -220,35 +194,6 @@ def test_what_waiting_cannot_mend_is_named(hub, root, model):
         HubRevisions("org/tiny").checkpoints[0].fetch()
 
 
-class _Payload:
-    """Makes a folder when it is unpickled by anything that runs pickles."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return (os.mkdir, (str(self.path),))
-
-
-@pytest.mark.parametrize("zipped", [True, False])
-def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(hub, root, model, tmp_path, zipped):
-    trace, folder = tmp_path / "it-ran", root / "org" / "evil" / "step0"
-    make_series(model, root / "org" / "evil", [0, 1])
-    state = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    (folder / "model.safetensors").unlink()
-    content = {**state, "x": _Payload(trace)}
-    torch.save(content, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-    evil = HubRevisions("org/evil").checkpoints[0]
-    with pytest.raises(
-        InputError,
-        match=r"its weights hold \w+.mkdir, and loading them would run code; nothing was run",
-    ):
-        evil.load()
-    assert not trace.exists()
-    torch.load(folder / "pytorch_model.bin", weights_only=False)
-    assert trace.exists()  # it would have
-
-
 def test_a_plain_pickle_is_read(hub, root, model):
     folder = root / "org" / "old" / "step0"
     make_series(model, root / "org" / "old", [0, 1])
@@ -294,27 +239,11 @@ def test_a_set_of_models_mixes_folders_and_repositories(hub, root, model):
     assert all(found.load() is not None for found in series)
     assert [found.provenance().get("revision") for found in series] == [None, "main", "step0"]
     for models, sentence in (
-        ([], "models: expected a list of folders or names on the Hub, got"),
         ("org/tiny", "models: expected a list of folders or names on the Hub, got 'org/tiny'"),
-        (["./nowhere"], "cannot list the branches of ./nowhere"),
         (["org/tiny@step7"], "models: org/tiny has no branch step7; it has 3"),
     ):
         with pytest.raises(InputError, match=sentence):
             list(Models(models))
-
-
-def test_offline_is_named_as_such(hub, root, monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(InputError, match="cannot list the branches of org/tiny .OfflineModeIsEnabled"):
-        list(HubRevisions("org/tiny"))
-
-
-def test_a_checkpoint_is_a_plain_value():
-    one = Checkpoint("org/tiny", "step1", HubSource(None, "org/tiny", "step1", "abc"), step=1)  # pyright: ignore
-    assert one == Checkpoint("org/tiny", "step1", HubSource(None, "org/tiny", "step1", "abc"), step=1)  # pyright: ignore
-    assert one != Checkpoint("org/tiny", "step1", HubSource(None, "org/tiny", "step1", "abd"), step=1)  # pyright: ignore
 
 
 def test_steps_that_are_repositories_are_one_series(hub, root, model, tmp_path):
