@@ -115,7 +115,7 @@ def test_no_miscoupling_is_further_off_than_its_bound(monkeypatch):
         assert check_trials(kind, range(24), monkeypatch) >= least.get(kind, 24), kind
 
 
-@pytest.mark.soak
+@pytest.mark.nightly  # a minute
 def test_in_ten_thousand_trials_no_miscoupling_is_further_off_than_its_bound(monkeypatch):
     for kind in KINDS_OF_TRIALS:
         check_trials(kind, range(24, 1024), monkeypatch)
