@@ -23,7 +23,7 @@ from tests.support.grid_loops import LOOPS, Loop
 from tests.support.runs import make_run
 from tests.support.undrawn import leave_undrawn
 
-# By test_published_*, test_following, test_task_commands.
+# By test_published_series, test_published_recipes, tests/test_follow.py, test_task_commands.
 OF_SERIES = ("analyze", "audit", "report checkpoints/llm_suite")
 ELSEWHERE = (*OF_SERIES, *task_commands.VERBS, "reproduce")
 GRIDS = dict.fromkeys(("grid", "four_papers", "four_papers_mechanism"), "shuffle_tokens")

@@ -68,13 +68,8 @@ def test_a_run_that_begins_is_preempted_goes_on_and_is_overwritten(recipe, tmp_p
         assert written == ([code] * 2, []), options
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(["--trainer.strategy", "ddp"], marks=pytest.mark.soak),
-        ["--config", FSDP],
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("options", [["--trainer.strategy", "ddp"], ["--config", FSDP]], ids=["ddp", "fsdp"])
 def test_images_whole_and_sharded(options, images, tmp_path):
     command = ["fit", "--config", str(images), *options, "--root", str(tmp_path / "run"), "--trainer.devices", "2"]
     codes, written = writes_of_the_second_rank([*command, "--trainer.accelerator", "cpu"], tmp_path / "log")

@@ -86,6 +86,7 @@ def command(place: Path, words) -> list[str]:
     return ["fit", "--config", str(place / "recipe.yaml"), *words]
 
 
+@pytest.mark.soak
 def test_features_work_and_a_dry_run_leaves_nothing(place, capsys):
     before = {*place.rglob("*")}
     for features, words in WORKS.items():

@@ -43,7 +43,7 @@ SEEN = "--corpus arrays --data.num_validation_images 8 --analyses []"
 STEPS = "--series StepFolders --series.root trained"
 CALLBACKS = "--trainer.callbacks+=lightning.pytorch.callbacks"
 
-SOAK = ("intervene nothing",)  # lm-eval reads all its tasks, for ten seconds
+SOAK = ("intervene nothing", "fit --config images.yaml")  # of the first lm-eval reads all its tasks, for ten seconds
 QUANTISED = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
 ODD_CONFIGS: list[Any] = [QUANTISED, {"n_layer": "two"}, {"n_layer": 10**20}, {"n_layer": -1}]
 ODD_CONFIGS += [b"[1]", b"\xff\xfe{", b"", b'"\xe9"', b"{" * 5000]

@@ -235,6 +235,7 @@ def test_sigterm_saves_the_step_and_ends_with_a_code_that_says_so(recipe, uninte
         assert kept == expected[part], part
 
 
+@pytest.mark.soak  # the quick tier resumes in test_fit_images and in tests/training/test_resume_writer
 @pytest.mark.slow
 def test_going_back_takes_the_same_way_again_and_drops_what_lay_ahead(recipe, uninterrupted, tmp_path):
     root = tmp_path / "run"
@@ -248,6 +249,7 @@ def test_going_back_takes_the_same_way_again_and_drops_what_lay_ahead(recipe, un
         assert found[part] == expected[part], part
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_used(recipe, uninterrupted, tmp_path, caplog, capfd):
     root = tmp_path / "torn"

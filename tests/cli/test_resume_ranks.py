@@ -177,6 +177,7 @@ def test_on_another_number_of_ranks_a_run_goes_on_with_the_same_batches(first, s
     shutil.rmtree(root)
 
 
+@pytest.mark.soak
 def test_workers_and_another_accumulation_change_nothing_after_a_kill(still, one, tmp_path):
     """The global batches are a function of the step: how they are cut and loaded is not part of the run."""
 
