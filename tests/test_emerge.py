@@ -588,21 +588,6 @@ def test_when_it_emerges_is_a_picture_beside_those_of_the_page(run, tmp_path):
     assert len(pictures) == len(page_figures(write_report(run, tmp_path / "page.html")))
 
 
-def test_of_hundreds_of_curves_the_first_are_told_and_the_others_folded(tmp_path, monkeypatch):
-    run = write_run(tmp_path / "run", steps=STEPS[:2])
-    lines = [f"Curve {number}: half-way at step {number}" for number in range(30)]
-    told = {"sentences": lines, "still": [f"Flat {number}" for number in range(25)], "notes": ["of 55"], "blocks": []}
-    monkeypatch.setattr("lit_layers.report.emergence.of_one_run", lambda *_: told)
-    text = write_report(run, tmp_path / "page.html").read_text()
-    section = text[text.index('<section id="emergence">') : text.index('<section id="results">')]
-    assert re.findall(r"<li>(.*?)</li>", section) == lines
-    folded = section[section.index("<details>") :]
-    assert "<summary>25 that come later</summary>" in folded
-    assert re.findall(r"<li>(.*?)</li>", folded) == lines[5:]
-    assert "<summary>25 that do not emerge</summary>" in folded
-    assert "Does not emerge" not in section
-
-
 def test_the_runs_own_page_leaves_suspect_checkpoints_out_of_its_times(tmp_path):
     suspect = dict.fromkeys(STEPS[4:], "suspect: equal to the final step")
     root = write_run(tmp_path / "run", audit=suspect)
