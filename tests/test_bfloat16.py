@@ -60,6 +60,7 @@ SOME = ("gpt2", "llama", "bert_classifier", "vit")
 SOME = ("gpt2", "bert_classifier", "vit")
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("names", [SOME, pytest.param(EVERY, marks=pytest.mark.nightly)], ids=["some", "every"])
 def test_blocks_compute_what_autocast_makes_of_them_and_the_rest_is_float32(names):
     for name in names:

@@ -92,6 +92,7 @@ def assert_same_tables(again: str, page: str) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
 def test_the_pages_tables_are_drawn_from_its_measurements(monkeypatch):
     for script, names in (
         ("forecasts", ["forecasts"]),

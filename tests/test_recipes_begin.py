@@ -127,6 +127,7 @@ def begin(analyses: list[Analysis], realdata: Path) -> None:
 
 @pytest.mark.nightly  # the short version is on small sets, below
 @pytest.mark.realdata
+@pytest.mark.timeout(0)
 def test_data_of_a_documented_command_is_enough(corpus_of, tokenizers, realdata, tmp_path, caplog):
     for paths in [paths for paths in TOGETHER if paths not in [*OF_IMAGES, *OF_PYTHON]]:
         corpus = told(paths, "corpus", "")
@@ -151,6 +152,7 @@ def test_data_of_the_documented_commands_on_images_is_enough(realdata, tmp_path)
 
 @pytest.mark.nightly
 @pytest.mark.realdata
+@pytest.mark.timeout(0)
 def test_data_of_a_documented_command_on_the_python_library_is_enough(realdata, tokenizers, tmp_path):
     """Of a list alone with the tokenizer of any model: those that keep indents whole have windows of nothing else."""
     for paths in OF_PYTHON:
