@@ -47,7 +47,7 @@ BLOCKS, BROKEN = 4, 3  # layers 0 to 2 are healthy
 STRANGE = "§" * 6  # of tokens that no other text has
 # A second or more each.
 LONG = ("MtebTask", "NextTokenProbe", "PromptStudies", "AttentiveProbe", "TokenCoupling", "CrossTokenInfluence")
-LONG += ("SampleSizeSweep", "Probe", "NextTokenResidual", "JacobianLens")
+LONG += ("SampleSizeSweep", "Probe", "NextTokenResidual", "JacobianLens", "Coupling", "LabelProbe", "Interventions")
 KINDS = [
     pytest.param(name, marks=[pytest.mark.soak] * (name in LONG))
     for name in sorted(each.__name__ for each in every_analysis.kinds())
@@ -404,6 +404,7 @@ def test_a_model_in_half_precision_is_measured_in_float32(folder):
 # ---------------------------------------------------------------------------------------------------------- figures
 
 
+@pytest.mark.soak
 def test_figures_of_numbers_with_gaps_have_lines_that_break_off():
     broken = text_model()
     spoil_(broken)
