@@ -22,6 +22,8 @@ def test_a_trained_tokenizer_has_the_size_asked_for_and_reads_back_any_text(text
     assert (trained.end_of_text, trained.end_of_text_id) == (END_OF_TEXT, 0)
     odd = "tabs\t\r\n  spaces \x00 日本 🙂"
     assert trained.tokenizer.decode(trained.tokenizer.encode(odd).ids) == odd
+    long = train_bpe(["ab" * 1500] * 3, 258)  # read in pieces of 1,000 characters, in which "ab" is the commonest pair
+    assert json.loads(long.tokenizer.to_str())["model"]["merges"] == [["a", "b"]]
 
 
 def test_a_size_that_is_none_and_a_corpus_too_small_for_it_are_refused():
