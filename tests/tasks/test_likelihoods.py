@@ -87,13 +87,6 @@ def test_a_long_context_loses_its_beginning(model, wrapped):
     assert found[0][0] == pytest.approx(float(scores[range(3), continuation].sum()), abs=1e-5)
 
 
-def test_neither_batches_nor_neighbours_change_a_likelihood(model, likelihoods):
-    pairs = some_pairs()
-    alone = [likelihoods(model, [pair], 1)[0][0] for pair in pairs]
-    for size in (1, 2, 64):
-        assert [value for value, _ in likelihoods(model, pairs, size)] == pytest.approx(alone, abs=1e-4)
-
-
 def test_padding_rows_of_a_vocabulary_do_not_count(model, likelihoods):
     before = likelihoods(model, some_pairs(4))
     pad_vocabulary_(model, 128)

@@ -222,21 +222,6 @@ def test_no_text_is_in_two_parts(tmp_path):
         assert sum(map(len, parts)) < len(data.train) + len(data.validation) + len(data.test)
 
 
-def test_shuffled_rows_give_the_same_parts(tmp_path):
-    rows = made_rows(200)
-    order = random.Random(0).sample(range(200), 200)
-    other = {name: [values[row] for row in order] for name, values in rows.items()}
-    options = {"test": None, "num_train": 60, "num_test": 30}
-    one, two = (
-        ProbeTask("t", write(tmp_path / f"{name}.parquet", columns), **options).load()
-        for name, columns in (("one", rows), ("other", other))
-    )
-    for part in ("train", "validation", "test"):
-        assert by_text(getattr(one, part)) == by_text(getattr(two, part))
-    assert [order[row] for row in two.test.rows] != list(two.test.rows)
-    assert {order[row] for row in two.test.rows} == set(one.test.rows)
-
-
 def test_random_rows_are_drawn_after_duplicates_are_left_out_and_fewer_are_a_part_of_more(tmp_path):
     train, test = made_rows(100), made_rows(20, seed=1)
     train["text"][:10] = test["text"][:10]
@@ -604,8 +589,6 @@ PUBLISHED = {
     "tweeteval_emotion": (3_257, 374, 1_421, 4),
     "tweeteval_irony": (2_862, 955, 784, 2),
 }
-LARGE = ("tweet_sentiment_extraction", "sst2", "emotion", "imdb", "twenty_newsgroups", "ag_news")
-SMALL = tuple(name for name in PUBLISHED if name not in LARGE)
 
 
 @pytest.fixture
@@ -627,10 +610,10 @@ def check_parts(data: TaskData) -> None:
             assert set(part.targets.tolist()) == set(range(len(data.classes)))
 
 
+@pytest.mark.soak
 @pytest.mark.realdata
-@pytest.mark.parametrize("names", [SMALL, pytest.param(LARGE, marks=pytest.mark.soak)], ids=["small", "large"])
-def test_a_published_set_is_read_whole_but_for_texts_of_its_test(names, loaded, realdata):
-    for name in names:
+def test_a_published_set_is_read_whole_but_for_texts_of_its_test(loaded, realdata):
+    for name in PUBLISHED:
         check_published(name, loaded(name), realdata)
 
 
@@ -657,6 +640,7 @@ def check_published(name: str, data: TaskData, realdata: Path) -> None:
     check_parts(data)
 
 
+@pytest.mark.soak
 @pytest.mark.realdata
 def test_tweet_sentiment_has_the_sizes_of_the_paper(loaded):
     data = loaded("tweet_sentiment")

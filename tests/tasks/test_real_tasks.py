@@ -11,7 +11,7 @@ from lit_layers.tasks.mteb_tasks import Prepared, open_task
 from tests.support.data_mapping import copies
 
 LOCAL_DATA = copies("mteb")
-pytestmark = pytest.mark.realdata
+pytestmark = [pytest.mark.realdata, pytest.mark.soak]
 PAIRS = [f"STS{year}" for year in (13, 14, 15, 16)]
 
 

@@ -235,18 +235,16 @@ def test_the_command_follows_the_model_at_its_last_layer_and_says_so(home, tmp_p
     assert plain.provenance["config_hash"] != found.provenance["config_hash"]
 
 
-def test_two_ways_of_pooling_for_all_layers_are_refused(home, tmp_path, capsys):
+def test_two_ways_of_pooling_and_no_room_beside_special_tokens_are_refused_before_anything_is_measured(
+    home, tmp_path, capsys
+):
     assert mteb(home, tmp_path, "--modules", "all", "--pooling", "cls") == 2
     assert "pooling: with --modules all it is the model's own, and cls was given" in capsys.readouterr().err
-
-
-def test_a_limit_that_leaves_no_room_beside_special_tokens_is_refused_before_anything_is_measured(tmp_path, capsys):
     saved_bert(tmp_path / "bert")
     write_tiny_data(tmp_path / "data")
     model = write_encoder(tmp_path / "bert", sentence_bert_config={"max_seq_length": 2})
     assert mteb(model, tmp_path / "root") == 2
-    said = capsys.readouterr().err
-    assert "expected more than the 2 special tokens of every text, got 2" in said
+    assert "expected more than the 2 special tokens of every text, got 2" in capsys.readouterr().err
     assert not (tmp_path / "root" / "measurements.jsonl").exists()
 
 
