@@ -77,6 +77,7 @@ def test_steps_are_chosen_from_those_that_are_there():
     ]
     for steps, expected in chosen:
         assert choose(PYTHIA[::-1], steps, "org/name") == expected, steps
+    assert choose([10, 100, 300, 1000], {"log_spaced": 3}, "org/name") == [10, 100, 1000]
 
 
 def test_steps_that_cannot_be_chosen_are_refused():
