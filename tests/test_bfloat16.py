@@ -140,6 +140,7 @@ def test_scores_of_a_task_are_those_under_autocast(tmp_path):
     assert not any("dtype" in r.tags for r in plain)
 
 
+@pytest.mark.soak
 def test_embeddings_of_each_precision_are_kept_apart(tmp_path):
     data, model = write_tiny_data(tmp_path / "data"), tmp_path / "model"
     view = saved_model(model)

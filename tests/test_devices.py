@@ -104,6 +104,7 @@ def faults(device) -> list[str]:
     return [*told, *device.violations, *device.waits]
 
 
+@pytest.mark.soak
 def test_the_device_refuses_what_a_gpu_refuses_and_counts_waits():
     told = "; ".join(apart(faults))
     for part in ("found pretend:0 and cpu", "Expected a 'pretend' device type", "to numpy", "pickled", "_local_scalar"):
@@ -144,7 +145,8 @@ def shared_on_device(device, few: bool) -> tuple[dict[str, Measurement], dict]:
     return {each.analysis.name: each.measurement(run="run", step=0) for each in found}, dict(device.violations)
 
 
-@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("few", [True, False])
 def test_no_share_of_a_rank_holds_a_tensor_of_the_device(few):
     joined, violations = apart(shared_on_device, few)
     assert violations == {}
@@ -219,7 +221,8 @@ def trained_on_images(device, root: Path) -> tuple[dict, list[dict]]:
     return dict(device.violations), waits.waits
 
 
-@pytest.mark.parametrize("train", [pytest.param(trained_on_text, marks=pytest.mark.soak), trained_on_images])
+@pytest.mark.soak
+@pytest.mark.parametrize("train", [trained_on_text, trained_on_images])
 def test_training_keeps_the_rules_of_a_device_and_never_waits_for_it_between_logs(tmp_path, train):
     violations, waits = apart(train, tmp_path)
     assert violations == {}

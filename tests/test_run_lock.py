@@ -80,6 +80,7 @@ def test_shards_of_one_number_write_together_and_no_other_beside_them(tmp_path):
     assert not is_refused(tmp_path)
 
 
+@pytest.mark.soak
 def test_a_training_is_seen_while_it_lives_and_shares_of_one_number_measure_beside_it_each_once(tmp_path):
     assert not is_training(tmp_path)
     with another_writer(tmp_path, part="training"):

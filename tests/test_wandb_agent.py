@@ -52,6 +52,7 @@ def agent(tmp_path, monkeypatch):
     return start
 
 
+@pytest.mark.soak
 def test_the_agent_starts_the_runs_of_the_shell_loop(agent, tmp_path):
     started = agent(GRIDS / "vit_grid.yaml", [f"run{number}" for number in range(64)])
     loop = Loop(ROOT / "recipes" / "sweeps" / "vit_grid.sh", tmp_path)

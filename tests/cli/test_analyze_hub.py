@@ -151,18 +151,14 @@ def test_the_tokenizer_of_a_series_is_named_by_its_commit(hub, repository, model
 WEIGHTS, LIST = r"_cdn/.*/step4/", "/tree/COMMIT"
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("trouble", "where", "options", "sentence"),
     [
         (FakeHub.fail, WEIGHTS, {"status": 429}, "cannot download model.safetensors of lab/tiny at step4"),
-        pytest.param(
-            FakeHub.fail, LIST, {"status": 503}, "cannot list the files of lab/tiny at step4", marks=pytest.mark.soak
-        ),
-        pytest.param(FakeHub.delay, WEIGHTS, {"seconds": 0.5}, "timed out", marks=pytest.mark.soak),
-        pytest.param(
-            *(FakeHub.truncate, WEIGHTS, {"at": 0}, "cannot download model.safetensors of lab/tiny at step4"),
-            marks=pytest.mark.soak,
-        ),
+        (FakeHub.fail, LIST, {"status": 503}, "cannot list the files of lab/tiny at step4"),
+        (FakeHub.delay, WEIGHTS, {"seconds": 0.5}, "timed out"),
+        (FakeHub.truncate, WEIGHTS, {"at": 0}, "cannot download model.safetensors of lab/tiny at step4"),
     ],
     ids=["429", "no list", "timeout", "truncated"],
 )

@@ -56,7 +56,8 @@ def checked(root: Path) -> None:
     assert all(weights.isfinite().all() for weights in state.values())
 
 
-@pytest.mark.parametrize("factor", [math.nan, pytest.param(math.inf, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
 def test_it_ends_with_three_names_the_step_and_keeps_what_was_computed(factor, command, tmp_path, monkeypatch, capfd):
     spoil(monkeypatch, factor)
     assert main(command) == 3

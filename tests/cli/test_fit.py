@@ -123,6 +123,7 @@ def test_a_callback_that_watches_what_nothing_logs_is_told_in_one_sentence(recip
     assert (tmp_path / "run" / "report.html").exists(), "what was trained is there"
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_series_and_a_report_that_can_be_opened(recipe, tmp_path):
     root = tmp_path / "run"

@@ -36,6 +36,7 @@ def errors(said: str, command: str) -> list[str]:
     return [line for line in said.splitlines() if line.startswith(f"lit-layers {command}: error: ")]
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_every_command_that_writes_is_refused_where_another_process_writes(recipe, corpus, tmp_path, capfd):
     saved_gpt2(tmp_path / "run" / "step-000000000", n_layer=2)
@@ -60,6 +61,7 @@ def test_every_command_that_writes_is_refused_where_another_process_writes(recip
         assert not root.exists()
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_page")
 def test_a_full_disk_ends_a_training_with_a_sentence_and_it_goes_on_afterwards(recipe, tmp_path, monkeypatch, capfd):

@@ -25,6 +25,7 @@ def test_every_recipe_of_the_repository_has_its_name():
     assert str(shipped_recipes()["quickstart/gpt2"]) == QUICKSTART
 
 
+@pytest.mark.soak
 def test_a_name_is_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = ("quickstart/gpt2", "recipes/quickstart/gpt2.yaml", "quickstart/gpt2.yaml")

@@ -80,6 +80,7 @@ def test_what_was_there_before_is_there_afterwards(monkeypatch):
     assert signal.set_wakeup_fd(-1) == -1
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_page_under_way_is_written_and_a_corpus_under_way_is_not_waited_for(tmp_path, corpus, monkeypatch):
     recipe, write = tmp_path / "recipe.yaml", fit.write_report
