@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lit_layers.models import load, save, truncate
-from lit_layers.models.build import untrained
-from lit_layers.models.pixels import PREPROCESSOR, keep_preprocessor_, pixel_statistics
-from lit_layers.models.saved import initialised
+from lit_layers.models.build import untrained, vit
+from lit_layers.models.pixels import PREPROCESSOR, keep_preprocessor_, pixel_statistics, set_pixel_statistics_
+from lit_layers.models.saved import described, initialised
 from tests.support.saved_models import saved
 from tests.support.tiny_models import tiny
 
@@ -77,3 +77,9 @@ def test_they_are_those_that_transformers_own_preparation_uses():
     picture = torch.randint(0, 256, (3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     expected = torch.as_tensor(own(picture, return_tensors="pt")["pixel_values"][0])
     torch.testing.assert_close((picture / 255 - mean) / std, expected, rtol=0, atol=1e-5)
+
+
+def test_a_description_of_a_model_of_timm_says_them():
+    model = vit("vit_tiny_patch16_224", img_size=16, patch_size=4, depth=1, embed_dim=8, num_heads=2)
+    set_pixel_statistics_(model, *KNOWN)
+    assert pixel_statistics(initialised(described(model), "described", seed=0, dtype=torch.float32)) == KNOWN
