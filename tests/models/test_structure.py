@@ -34,6 +34,11 @@ def test_more_tokens_than_the_text_has_are_refused():
         LayeredModel(tiny_model("LongformerForMaskedLM", "longformer", attention_window=[24] * LAYERS))
 
 
+def test_models_of_images_of_any_size_are_refused():
+    with pytest.raises(InputError, match=r"neither texts \(input_ids\) nor images of a size that its config says"):
+        LayeredModel(tiny_model("ResNetForImageClassification", "resnet"))
+
+
 def test_models_of_several_rows_of_blocks_are_refused():
     with pytest.raises(InputError, match="an encoder and a decoder are two rows of blocks: its states pass several"):
         LayeredModel(tiny_model("BartForConditionalGeneration", "bart"))

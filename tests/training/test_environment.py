@@ -1,10 +1,11 @@
 """What a run tells Lightning of its machines."""
 
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 
 from lit_layers.errors import InputError
-from lit_layers.training.trainer import is_first_rank, plugins_with_cluster
+from lit_layers.training.trainer import is_first_rank, new_trainer, plugins_with_cluster
 
 
 @pytest.fixture
@@ -56,3 +57,11 @@ def test_the_first_rank_is_known_before_lightning_is_asked(monkeypatch):
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         assert is_first_rank() == is_first, environment
+
+
+def test_a_trainer_writes_and_shows_nothing_of_its_own(tmp_path):
+    trainer = new_trainer(max_steps=1, accelerator="cpu", default_root_dir=tmp_path)
+    own = (ModelCheckpoint, ModelSummary, ProgressBar)
+    assert not [each for each in trainer.callbacks if isinstance(each, own)]
+    assert trainer.loggers == []
+    assert trainer.log_every_n_steps == 10
