@@ -167,6 +167,9 @@ def test_marks_of_a_run_have_its_colour_hollow_ones_too_and_of_more_runs_than_co
     looks = {(each.name, each.color) for each in both.series}
     assert len(both.series) == 4
     assert len(looks) == 2, "colours are by name"
+    first, _, second, _ = (each.x for each in both.series)
+    assert [round(x) for x in first] == [round(x) for x in second] == [*range(len(first))]
+    assert all(a < b for a, b in zip(first, second, strict=True)), "in a row the runs stand in their order"
 
     def shapes(num_runs: int) -> list[dict]:
         curve = StepCurve(run="", analysis="r", metric="accuracy", layer=None, tags={}, at=np.array(STEPS), values=AXIS)

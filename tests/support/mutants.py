@@ -174,7 +174,9 @@ def killer_of(fault: Fault, copy: Path) -> tuple[str, str]:
     try:
         for tier, marks in TIERS.items():
             for tests in _tests_of(fault, copy / "tests"):
-                command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "--tb=no", "-m", marks, *tests]
+                # The budget counts characters, and so would notice many faults that nobody tests.
+                options = ["-q", "-x", "-n", "0", "--tb=no", "--ignore", "tests/test_house.py", "-m", marks]
+                command = [sys.executable, "-m", "pytest", *options, *tests]
                 done = subprocess.run(
                     command,
                     cwd=copy,

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -21,6 +22,7 @@ from lit_layers.records import Record
 from lit_layers.report.sections import training
 from lit_layers.run_data import read_run
 from lit_layers.training import EmergenceCallback
+from lit_layers.training import run_log as run_log_module
 from lit_layers.training.run_folder import RunFolder, refuse_a_used_folder
 from lit_layers.training.run_log import RunLog
 from lit_layers.training.trainer import StepSampler
@@ -146,6 +148,26 @@ def test_rows_hold_tokens_speed_gradient_norm_and_the_learning_rate_that_the_upd
     assert [row["tokens"] for row in rows] == [96, 192, 288, 384]
     assert all(row["train/grad_norm"] > 0 for row in rows)
     assert ["train/tokens_per_second" in row for row in rows] == [False, True, False, True]
+
+
+def test_the_clock_of_the_speed_stands_while_a_validation_runs(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(run_log_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    class Clock(L.Callback):
+        """A second for each step, and a hundred for a batch of validation."""
+
+        def on_train_batch_end(self, *_):
+            now[0] += 1
+
+        def on_validation_batch_end(self, *_):
+            now[0] += 100
+
+    often = {"limit_val_batches": 1, "val_check_interval": 1, "check_val_every_n_epoch": None}
+    fit(tmp_path, [Clock(), RunLog(tmp_path)], steps=4, log_every_n_steps=2, **often)
+    rows = records.rows(tmp_path / "metrics.jsonl")
+    speeds = [row["train/tokens_per_second"] for row in rows if "train/tokens_per_second" in row]
+    assert speeds == [96.0, 96.0]  # tokens of a step
 
 
 def test_an_interruption_closes_the_rows_of_all_steps_done(tmp_path):
