@@ -11,7 +11,7 @@ import pytest
 from lit_layers import plots, records
 from lit_layers.errors import InputError
 from lit_layers.figures import theme
-from lit_layers.figures.profiles import in_rows, short_names
+from lit_layers.figures.profiles import fixed_limits, in_rows, short_names
 from lit_layers.figures.theme import DASHES, Axis
 from lit_layers.records import Record
 from tests.support.charts import axis, drawn, line, names, svg_texts, svgs, values
@@ -605,3 +605,9 @@ def test_each_row_of_intervals_has_its_text_beside_it_which_a_reader_s_wider_fon
     assert {f"row {n}" for n in range(7)} <= {*svg_texts(shown["rows"].svg)}
     (left,) = re.findall(r"^<svg.*?translate\((\d+),", shown["long row"].svg)
     assert float(left) > 178 + 7  # as wide as the text is in DejaVu Sans of 11 pixels, and what is between
+
+
+def test_an_axis_has_room_beyond_its_values_but_ends_at_zero_where_it_begins_there():
+    assert fixed_limits([0.0, 10.0]) == (-0.5, 10.5)
+    assert fixed_limits([2.0, 10.0], zero=True) == (0.0, 10.5)
+    assert fixed_limits([-10.0, 10.0], zero=True) == (-11.0, 11.0)

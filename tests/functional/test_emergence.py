@@ -394,6 +394,11 @@ def test_times_drawn_together_keep_their_distribution_and_share_what_resampling_
         assert np.corrcoef(first, second)[0, 1] == pytest.approx(min(1, moved**2), abs=0.12)
 
 
+def test_a_time_that_never_moves_stays_where_it_is_drawn_together():
+    rng = np.random.default_rng(0)
+    assert (drawn_together(np.full(9, 2.0), np.arange(9.0), rng) == 2.0).all()
+
+
 def test_bootstrap_counts_are_those_of_samples_with_replacement():
     counts = bootstrap_counts(30, seed=1)
     assert counts.shape == (1000, 30)

@@ -289,6 +289,25 @@ def test_a_norm_and_dropout_in_one_sequential_with_blocks_are_none():
     torch.testing.assert_close(seen.logits, logits)
 
 
+class Turning(nn.Module):
+    """A block whose matrix is a parameter of its own: it has no module in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x):
+        return x + torch.tanh(x @ self.weight)
+
+
+def test_blocks_may_hold_their_matrices_without_a_module():
+    torch.manual_seed(0)
+    network = Encoder()
+    network.encoder = nn.Sequential(Turning(), Turning(), nn.LayerNorm(WIDTH))
+    network.encoder.forward = lambda x, mask: nn.Sequential.forward(network.encoder, x)
+    assert LayeredModel(network.eval()).num_layers == 2
+
+
 def test_a_text_that_is_too_long_is_refused_in_a_sentence_where_nothing_said_so():
     torch.manual_seed(0)
     view = LayeredModel(Encoder().eval())
