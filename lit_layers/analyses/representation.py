@@ -321,6 +321,7 @@ def _spread_tokens(mask: Tensor, first: int, count: int) -> Tensor:
 
 
 OF_PROMPTS = "massive_activation", "random_massive_activation", "block_influence", "step_ratio"
+OF_SETS = "alpha_req", "random_alpha_req", "two_nn_dimension", "random_two_nn_dimension", "anisotropy"
 
 
 @dataclass(kw_only=True)
@@ -393,18 +394,19 @@ class StateGeometry(Analysis):
     def _set_records(self, rows: Tensor, num_rows: Tensor) -> Iterator[Record]:
         """Yield the records of rows (layers + 1, rows, dim), given how many belong to each prompt."""
         owner = torch.arange(len(num_rows)).repeat_interleave(num_rows)
-        broken = (~rows.isfinite().all(-1)).double()  # (layers + 1, rows)
+        # (layers + 1, rows)
+        broken = (~rows.isfinite().all(-1)).double()
         num_broken = broken.new_zeros(len(rows), len(num_rows)).index_add_(1, owner, broken)
         _, kept = complete((num_broken == 0) & (num_rows > 0))
-        if not kept.any():
-            return
         rows, owner = rows[:, kept[owner]], owner[kept[owner]]
         prompts = kept.nonzero()[:, 0]
         members = [prompts, *(prompts[half] for half in random_halves(len(prompts), self.num_halves))]
         choices = [torch.isin(owner, each).nonzero()[:, 0] for each in members]
-        by_layer = [_set_values(layer, choices, (self.first_rank, self.last_rank)) for layer in rows]
-        for metric in by_layer[0]:
-            values = torch.stack([of_layer[metric] for of_layer in by_layer])  # (layers + 1, 1 + halves)
+        by_layer = [_set_values(layer, choices, (self.first_rank, self.last_rank)) for layer in rows if len(prompts)]
+        for metric in OF_SETS:
+            found = [of_layer[metric] for of_layer in by_layer] or [rows.new_tensor([torch.nan])] * len(rows)
+            # (layers + 1, 1 + halves)
+            values = torch.stack(found)
             of_halves = values[:, 1:] if values.shape[1] > 1 else None
             tags = self.tags(metric) | left_out("", ~kept)
             yield from records_of_layers(metric, values[:, 0], of_halves, int(kept.sum()), tags)

@@ -138,6 +138,8 @@ def test_a_planted_massive_activation_is_found_at_its_layer_and_after():
 
 
 def test_prompts_of_one_token_have_sizes_and_no_set_of_points(model):
-    analysis = StateGeometry(batches=Listed({"input_ids": torch.tensor([[5], [6]])}))
-    defined = {record.metric for record in records_of(analysis, model) if record.value == record.value}
-    assert defined == {"massive_activation", "random_massive_activation"}
+    found = records_of(StateGeometry(batches=Listed({"input_ids": torch.tensor([[5], [6]])})), model)
+    undefined = {record.metric: record.tags["num_undefined"] for record in found if record.value != record.value}
+    assert {record.metric for record in found} - {*undefined} == {"massive_activation", "random_massive_activation"}
+    of_sets = ["alpha_req", "random_alpha_req", "two_nn_dimension", "random_two_nn_dimension", "anisotropy"]
+    assert {metric: undefined[metric] for metric in of_sets} == dict.fromkeys(of_sets, 2)
