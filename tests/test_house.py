@@ -5,8 +5,8 @@ The floors of imports, circles and files of one name are in tests/test_architect
 
 from tests.support import code_lines
 
-LINES = 27_873
-CHARACTERS = 1_337_274
+LINES = 27_867
+CHARACTERS = 1_337_271
 FILES = 170
 FILES_IN_A_FOLDER = 16
 

@@ -88,8 +88,7 @@ def digits(ends: tuple[float, float]) -> str:
 
 def of_row(field: str) -> dict[str, Any]:
     """A look that each row has itself; without a scale there is no legend of it."""
-    kind = "quantitative" if field in "zo" else "nominal"
-    return {"field": field, "type": kind, "scale": None}
+    return {"field": field, "type": "quantitative" if field in "zo" else "nominal", "scale": None}
 
 
 def rule(side: str, at: float, color: str, width: float) -> dict[str, Any]:

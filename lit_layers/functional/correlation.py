@@ -531,5 +531,4 @@ def _rank_correlations(x: Table, y: Table) -> tuple[NDArray[np.float64], NDArray
 
 
 def _cosines(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
-    lengths = np.sqrt((x * x).sum(-1) * (y * y).sum(-1))
-    return np.clip((x * y).sum(-1) / lengths, -1, 1)
+    return np.clip((x * y).sum(-1) / np.sqrt((x * x).sum(-1) * (y * y).sum(-1)), -1, 1)

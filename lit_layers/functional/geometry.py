@@ -245,8 +245,7 @@ def _directions(deltas: Points) -> Points:
 def _with_others(directions: Points) -> Tensor:
     """Return the mean cosine of each pair with the others."""
     total = directions.sum(-2, keepdim=True)
-    squares = directions.square().sum(-1)
-    return ((directions * total).sum(-1) - squares) / (directions.shape[-2] - 1)
+    return ((directions * total).sum(-1) - directions.square().sum(-1)) / (directions.shape[-2] - 1)
 
 
 def _mean_cosine(directions: Points) -> PerLayer:

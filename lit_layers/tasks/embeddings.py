@@ -252,8 +252,7 @@ class LayerEncoder:
         vectors = self.embeddings.of(texts, self.layer)
         if self.followed is None or not self.followed.normalizes:
             return vectors
-        norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-        return vectors / np.maximum(norms, _SHORTEST)
+        return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), _SHORTEST)
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
         """Cosines (first, second), or what the encoder compares by."""

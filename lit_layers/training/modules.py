@@ -246,8 +246,7 @@ class LitModule(L.LightningModule, ABC):
             self.grad_norm = full(torch.nn.utils.get_total_norm(gradients))
 
     def configure_optimizers(self) -> Any:
-        optimizer = self._optimizer()
-        return _stepped(optimizer, self.make_scheduler or self._schedule, self.trainer)
+        return _stepped(self._optimizer(), self.make_scheduler or self._schedule, self.trainer)
 
     def _optimizer(self) -> torch.optim.Optimizer:
         if self.make_optimizer is not None:

@@ -414,8 +414,7 @@ def _weighed(x: Array, y: Array, noises: Sequence[Array], splits: int) -> tuple[
 
 def _likeliest_of_heights(kernels: Sequence[_Kernel], evidence: Array) -> NDArray[np.intp]:
     """Return the likeliest process for each height."""
-    of_heights = {kernels[number].height: number for number in np.argsort(evidence)}
-    return np.array([*of_heights.values()])
+    return np.array([*{kernels[number].height: number for number in np.argsort(evidence)}.values()])
 
 
 def _two_steps(processes: _Processes, steps: Steps, score: Array, x: Array, y: Array, splits: int) -> Pairs:
