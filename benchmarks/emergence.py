@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from drawn_emergence import CORNERS, KINDS, covered, cut, drawn, flat_noise, instant_steps
 from rounds import Row, add_options, finish
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from lit_layers.functional import emergence_times
-from tests.support.drawn_emergence import CORNERS, KINDS, covered, cut, drawn, flat_noise, instant_steps
 
 ERRORS = {"stderr": "known errors", "replicates": "replicates", "neither": "no errors given"}
 TIMES = ("onset", "halfway", "peak", "plateau")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from benchmarks.drawn_emergence import covered, drawn, flat_noise
 from lit_layers.functional import emergence_times
 from lit_layers.functional.emergence import drawn_curves
 from lit_layers.functional.emergence.curve_times import (
@@ -14,7 +15,6 @@ from lit_layers.functional.emergence.curve_times import (
     drawn_together,
 )
 from lit_layers.functional.emergence.drawn_curves import SHAPES, Pairs, Steps, draw_curves, likeliest, mean_curves
-from tests.support.drawn_emergence import covered, drawn, flat_noise
 
 STEPS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 143000])
 AXIS = np.log2(1 + STEPS)

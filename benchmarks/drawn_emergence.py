@@ -77,7 +77,7 @@ def landmarks(curve: Callable[[np.ndarray], np.ndarray], first: float, last: flo
     outside = np.flatnonzero(np.abs(risen - risen[-1]) > EDGE)[-1]
     cell = (last - first) / (FINE - 1)
     ranges = {"onset": (onset, onset), "halfway": (half, half), "peak": (tops[0], tops[-1]), "plateau": (outside,) * 2}
-    found = {name: (x[low] - cell, x[high] + cell) for name, (low, high) in ranges.items()}
+    found = {name: (float(x[low]) - cell, float(x[high]) + cell) for name, (low, high) in ranges.items()}
     rises_on = outside > FINE * 0.89 and tops[0] == FINE - 1  # a drift: its peak and its plateau are still to come
     return found | dict.fromkeys(("peak", "plateau"), (np.inf, np.inf)) if rises_on else found
 
