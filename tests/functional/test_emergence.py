@@ -10,10 +10,7 @@ from scipy import stats
 from benchmarks.drawn_emergence import covered, drawn, flat_noise
 from lit_layers.functional import emergence_times
 from lit_layers.functional.emergence import drawn_curves
-from lit_layers.functional.emergence.curve_times import (
-    bootstrap_counts,
-    drawn_together,
-)
+from lit_layers.functional.emergence.curve_times import bootstrap_counts, drawn_together
 from lit_layers.functional.emergence.drawn_curves import SHAPES, Pairs, Steps, draw_curves, likeliest, mean_curves
 
 STEPS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 143000])
@@ -53,25 +50,29 @@ def test_a_bump_has_its_peak():
     assert times.onset.value < times.halfway.value < times.peak.value < times.plateau.value
 
 
-@pytest.mark.parametrize("errors", ["stderr", "replicates", pytest.param("neither", marks=pytest.mark.soak)])
+OTHERS = [pytest.param(name, marks=pytest.mark.soak) for name in ("replicates", "neither")]
+
+
+def errors_of(errors: str, rows: np.ndarray, scale: float, error: float) -> dict:
+    """The errors that are given of values that are `scale` times as large as the means of the rows."""
+    if errors == "neither":
+        return {}
+    return {"stderr": np.full(len(AXIS), abs(scale) * error)} if errors == "stderr" else {"replicates": scale * rows}
+
+
+@pytest.mark.parametrize("errors", ["stderr", *OTHERS])
 def test_times_stay_under_affine_maps_and_values_without_errors_beside_gaps(errors):
     rng = np.random.default_rng(3)
     rows = sigmoid(8, 1) + rng.normal(0, 0.1, (30, len(AXIS))) + rng.normal(size=(30, 1))
     values = rows.mean(0)
-    given = {
-        "stderr": lambda a: {"stderr": np.full(len(AXIS), abs(a) * 0.02)},
-        "replicates": lambda a: {"replicates": a * rows + 5},
-        "neither": lambda a: {},
-    }[errors]
-    expected = emergence_times(STEPS, values, **given(1))
-    turned = emergence_times(STEPS, 5 - 0.01 * values, **given(-0.01))
+    expected = emergence_times(STEPS, values, **errors_of(errors, rows, 1, 0.02))
+    turned = emergence_times(STEPS, 5 - 0.01 * values, **errors_of(errors, rows + 5, -0.01, 0.02))
     assert expected.emerges
     for name in ("onset", "halfway", "peak", "plateau"):
         # Other draws: quantiles of 1,000 move by some hundredths of an octave, more where the interval is a plateau.
         after, before = (np.log2(1 + np.array(getattr(times, name))) for times in (turned, expected))
         assert after == pytest.approx(before, abs=max(0.3, 0.15 * np.ptp(before))), name
-    again = emergence_times(STEPS, values, **given(1))
-    assert again == expected  # the same draws
+    assert emergence_times(STEPS, values, **errors_of(errors, rows, 1, 0.02)) == expected  # the same draws
 
 
 def test_gaps_are_left_out_and_counted():
@@ -82,13 +83,6 @@ def test_gaps_are_left_out_and_counted():
     without = emergence_times(STEPS[there], values[there], stderr=stderr[there])
     assert (with_gaps.num_checkpoints, with_gaps.num_gaps) == (17, 2)
     assert (with_gaps.halfway, with_gaps.p_value) == (without.halfway, without.p_value)
-
-
-@pytest.mark.parametrize("errors", [{}, {"stderr": np.ones(29)}])
-def test_flat_curves_with_correlated_noise_do_not_emerge(errors):
-    """Of AR(1) noise of .9, which wanders far, and whose checkpoints are not exchangeable."""
-    noise = flat_noise(12, 29, "0.9", np.random.default_rng(0))
-    assert sum(emergence_times(range(29), each, **errors).changes for each in noise) <= 3  # more: 1 in 500 at 5%
 
 
 def test_a_rise_beside_white_noise_emerges_without_errors():
@@ -130,24 +124,13 @@ def test_a_curve_that_dips_and_returns_changes_and_does_not_emerge():
     assert half.emerges  # it keeps more than half
 
 
-@pytest.mark.parametrize(
-    ("errors", "exponents"),
-    [
-        ("stderr", (1020,)),
-        *(pytest.param(name, (-1000, -400, 300, 1020), marks=pytest.mark.soak) for name in ("replicates", "neither")),
-    ],
-)
-def test_no_power_of_two_of_the_values_moves_a_time_or_overflows(errors, exponents):
+@pytest.mark.parametrize("errors", ["stderr", *OTHERS])
+def test_no_power_of_two_of_the_values_moves_a_time_or_overflows(errors):
     rng = np.random.default_rng(3)
     rows = sigmoid(8, 1) + rng.normal(0, 0.1, (5, len(AXIS)))
-    given = {
-        "stderr": lambda unit: {"stderr": np.full(len(AXIS), 0.05 * unit)},
-        "replicates": lambda unit: {"replicates": rows * unit},
-        "neither": lambda _: {},
-    }[errors]
-    expected = emergence_times(STEPS, rows.mean(0), **given(1))
-    for unit in (2.0**exponent for exponent in exponents):
-        assert emergence_times(STEPS, rows.mean(0) * unit, **given(unit)) == expected
+    expected = emergence_times(STEPS, rows.mean(0), **errors_of(errors, rows, 1, 0.05))
+    for unit in (2.0**exponent for exponent in ((1020,) if errors == "stderr" else (-1000, -400, 300, 1020))):
+        assert emergence_times(STEPS, rows.mean(0) * unit, **errors_of(errors, rows, unit, 0.05)) == expected
 
 
 def test_errors_far_from_the_values_and_from_one_another_are_taken():
@@ -160,13 +143,14 @@ def test_errors_far_from_the_values_and_from_one_another_are_taken():
 def test_a_standard_error_of_0_beside_others_counts_as_the_smallest_of_them():
     """An accuracy of 0 or 1 has one. Taken for exact, any curve with such a value among others would emerge."""
     rng, few = np.random.default_rng(1), 0
-    for _ in range(30):
+    for number in range(30):
         rates = rng.binomial(1250, 0.001, 12) / 1250
         stderr = np.sqrt(rates * (1 - rates) / 1250)
-        floor = np.where(stderr == 0, stderr[stderr > 0].min(), stderr)
         found = emergence_times(range(12), rates, stderr=stderr)
-        assert found == emergence_times(range(12), rates, stderr=floor)
         few += found.emerges
+        if number < 8:
+            floor = np.where(stderr == 0, stderr[stderr > 0].min(), stderr)
+            assert found == emergence_times(range(12), rates, stderr=floor)
     assert few <= 5  # more than 5 of 30 at 5%: 1 in 300
     assert emergence_times(range(8), [0, 0, 0, 0, 0, 0, 0.3, 0.5], stderr=[0] * 8).p_value == 0
 
@@ -230,9 +214,9 @@ def test_evidence_of_each_process_with_each_pair_is_the_density_of_the_joint_nor
 
 def test_means_over_processes_and_steps_are_those_of_gaussian_regression_written_out(monkeypatch):
     """Few processes and steps, each with weights by its density."""
-    for name, number in {"RARE": 0, "MOST_PAIRS": 10000, "SPLITS": 1, "KEPT": 20, "BATCH": 1000}.items():
+    few = {"RARE": 0, "MOST_PAIRS": 10000, "SPLITS": 1, "SPLIT": 2, "KEPT": 20, "BATCH": 1000, "PLACES": 5}
+    for name, number in few.items():
         monkeypatch.setattr(drawn_curves, name, number)
-    monkeypatch.setattr(drawn_curves, "PLACES", 5)
     rng = np.random.default_rng(0)
     x, noise, grid = np.arange(6.0), np.diag(rng.uniform(0.05, 0.2, 6) ** 2), np.linspace(0, 5, 11)
     sets = (x > 2) * 1.0 + rng.normal(0, 0.1, (3, 6))
@@ -392,11 +376,8 @@ def test_times_drawn_together_keep_their_distribution_and_share_what_resampling_
         assert np.sort(first) == pytest.approx(np.sort(drawn_together(first, common, rng)))
         # Two normal numbers of which a share of the variance is common: that is their correlation.
         assert np.corrcoef(first, second)[0, 1] == pytest.approx(min(1, moved**2), abs=0.12)
-
-
-def test_a_time_that_never_moves_stays_where_it_is_drawn_together():
-    rng = np.random.default_rng(0)
-    assert (drawn_together(np.full(9, 2.0), np.arange(9.0), rng) == 2.0).all()
+    never_moves = drawn_together(np.full(9, 2.0), np.arange(9.0), rng)
+    assert (never_moves == 2.0).all()
 
 
 def test_bootstrap_counts_are_those_of_samples_with_replacement():
@@ -408,11 +389,12 @@ def test_bootstrap_counts_are_those_of_samples_with_replacement():
 
 
 def test_of_prompts_that_lack_values_the_others_are_drawn_together():
-    rows = sigmoid(9.0, 0.7) + np.random.default_rng(3).normal(0, 0.5, (40, len(AXIS)))
+    steps, rows = STEPS[::2], sigmoid(9.0, 0.7)[::2]
+    rows = rows + np.random.default_rng(3).normal(0, 0.5, (40, len(steps)))
     counts = bootstrap_counts(40)
-    whole = emergence_times(STEPS, rows[5:].mean(0), replicates=rows[5:], counts=counts[:, 5:])
+    whole = emergence_times(steps, rows[5:].mean(0), replicates=rows[5:], counts=counts[:, 5:])
     rows[:5, 3] = np.nan
-    found = emergence_times(STEPS, rows[5:].mean(0), replicates=rows, counts=counts)
+    found = emergence_times(steps, rows[5:].mean(0), replicates=rows, counts=counts)
     assert found == whole
     assert len(whole.halfway_draws) == 1000
     np.testing.assert_allclose(found.halfway_draws, whole.halfway_draws)  # which `==` leaves out
@@ -439,9 +421,8 @@ def test_flat_curves_do_not_emerge_more_often_than_the_level_says(noise):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("count", [250])
-def test_intervals_hold_as_often_as_they_say(count):
-    inside = np.zeros(4)
+def test_intervals_hold_as_often_as_they_say():
+    inside, count = np.zeros(4), 250
     for given, options, truth in drawn(count, np.random.default_rng(11), "stderr"):
         inside += covered(emergence_times(*given, **options), truth)
     # All times of a curve may miss together; 4 standard errors of the binomial below what is claimed.
