@@ -48,17 +48,6 @@ def test_prefix_middle_and_suffix_have_the_released_lengths(place):
     assert sorted(schedules.reverse(blocks, start)) == list(range(1, blocks + 1))
 
 
-def test_a_middle_of_one_block_leaves_the_baseline():
-    for blocks in [2, 4, 8, 12]:
-        start = schedules.start_of(blocks, 1)
-        for variant in (schedules.parallel, schedules.reverse, schedules.middle_repeat):
-            assert variant(blocks, start) == schedules.baseline(blocks)
-        assert schedules.random(blocks, start, seed=3) == schedules.baseline(blocks)
-        looped = schedules.looped_parallel(blocks, start, loops=3)
-        assert looped.count(blocks // 2 + 1) == 3
-        assert len(looped) == blocks + 2
-
-
 @given(PLACES, st.integers(0, 99))
 def test_no_order_is_farther_from_the_baseline_than_the_reverse(place, seed):
     blocks, start = place
@@ -68,12 +57,6 @@ def test_no_order_is_farther_from_the_baseline_than_the_reverse(place, seed):
     assert 0 <= shuffled <= num_middle * (num_middle - 1) // 2
     assert schedules.kendall_distance(schedules.baseline(blocks)) == 0
     assert schedules.kendall_distance([2, 3, 1]) == 2
-
-
-def test_two_switches_of_the_same_pair_are_the_baseline():
-    order = schedules.switch(6, 4)
-    swapped = {4: 5, 5: 4}
-    assert tuple(swapped.get(number, number) for number in order) == schedules.baseline(6)
 
 
 def test_a_schedule_is_read_as_it_is_written():
@@ -102,8 +85,6 @@ def test_writing_and_reading_gives_any_schedule_back(steps):
         (lambda: schedules.parse_schedule(" ", 4), "numbers and groups such as 1 2 (3,4,5) 6, got ' '"),
         (lambda: schedules.checked([1, ()], 4), "schedule: a parallel group is empty: name its blocks"),
         (lambda: schedules.parse_schedule("1 9", 4), "block: expected 1..4, got 9"),
-        (lambda: schedules.parse_schedule("1 (2,x)", 4), "numbers and groups such as 1 2 (3,4,5) 6, got '1 (2,x)'"),
-        (lambda: schedules.parse_schedule("1 (2,3", 4), "numbers and groups such as 1 2 (3,4,5) 6, got '1 (2,3'"),
         (lambda: schedules.parse_schedule("1 -2", 4), "numbers and groups such as 1 2 (3,4,5) 6, got '1 -2'"),
     ],
 )

@@ -24,6 +24,7 @@ from lit_layers.functional.correlation import (
     spearman,
     within_group_correlation,
 )
+from tests.support.references import dcor, ranks
 
 SEEDS = range(4)
 
@@ -44,32 +45,12 @@ def by_sums(x: list[float], y: list[float]) -> float:
     return (n * sxy - sx * sy) / math.sqrt((n * sxx - sx * sx) * (n * syy - sy * sy))
 
 
-def ranks(values: list[float]) -> list[float]:
-    """Average ranks, by counting."""
-    return [sum(v < u for v in values) + (sum(v == u for v in values) + 1) / 2 for u in values]
-
-
 def tau_b(x: list[float], y: list[float]) -> float:
     """Kendall's tau-b by counting all pairs."""
     pairs = list(itertools.combinations(range(len(x)), 2))
     products = [np.sign(x[i] - x[j]) * np.sign(y[i] - y[j]) for i, j in pairs]
     untied = [sum(side[i] != side[j] for i, j in pairs) for side in (x, y)]
     return sum(products) / math.sqrt(untied[0] * untied[1])
-
-
-def dcor(x: list[float], y: list[float]) -> float:
-    """Szekely's distance correlation from its expectation form: E|dX||dY| + E|dX| E|dY| - 2 E|dX||dY'|."""
-    n = len(x)
-
-    def covariance(a: list[float], b: list[float]) -> float:
-        da = [[abs(u - v) for v in a] for u in a]
-        db = [[abs(u - v) for v in b] for u in b]
-        together = math.fsum(da[i][j] * db[i][j] for i in range(n) for j in range(n)) / n**2
-        apart = math.fsum(map(math.fsum, da)) / n**2 * math.fsum(map(math.fsum, db)) / n**2
-        mixed = math.fsum(math.fsum(da[i]) * math.fsum(db[i]) for i in range(n)) / n**3
-        return together + apart - 2 * mixed
-
-    return math.sqrt(covariance(x, y) / math.sqrt(covariance(x, x) * covariance(y, y)))
 
 
 def test_the_coefficients_agree_with_their_definitions():

@@ -18,21 +18,9 @@ from lit_layers.functional.entropy import (
     rankme,
     spectrum,
 )
+from tests.support.references import normal, rotation
 
 METRICS = (matrix_entropy, effective_rank, rankme, participation_ratio)
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def uneven(*shape, seed=0):
-    """With a spectrum that falls by orders of magnitude."""
-    return random(*shape, seed=seed) * 3.0 ** -torch.arange(shape[-1], dtype=torch.float64)
-
-
-def rotation(dim, seed=0):
-    return torch.from_numpy(np.linalg.qr(np.random.default_rng(seed).normal(size=(dim, dim)))[0])
 
 
 def eigenvalues(rows):
@@ -65,13 +53,13 @@ def released(rows, alpha):
 def test_matrix_entropy_is_the_renyi_entropy_of_the_eigenvalues():
     for shape in [(2, 6, 4), (2, 4, 9)]:
         for alpha in [0.5, 1, 1.5, 2, 7, math.inf]:
-            rows = random(*shape)
+            rows = normal(*shape)
             expected = [renyi(eigenvalues(element), alpha) for element in rows]
             np.testing.assert_allclose(matrix_entropy(rows, alpha=alpha), expected, rtol=1e-9)
 
 
 def test_the_ranks_are_exponentials_of_entropies_of_the_singular_values():
-    rows = random(2, 6, 9)
+    rows = normal(2, 6, 9)
     for element in range(2):
         shares = np.sqrt(eigenvalues(rows[element]))
         shares /= shares.sum()
@@ -100,25 +88,17 @@ def test_orthogonal_rows_of_equal_norm_fill_as_many_directions_as_there_are_rows
     assert rankme(rows).item() == pytest.approx(6, rel=1e-5)
 
 
-def test_repeated_rows_fill_one_direction():
-    rows = torch.outer(torch.tensor([1.0, -2.0, 0.5, 3.0]).double(), torch.tensor([0.1, 0.2, -0.7]).double())
-    assert matrix_entropy(rows).item() == pytest.approx(0, abs=1e-14)
-    assert matrix_entropy(rows, alpha=0.5).item() == pytest.approx(0, abs=1e-14)
-    assert effective_rank(rows).item() == pytest.approx(1, abs=1e-14)
-    assert participation_ratio(rows).item() == pytest.approx(1, abs=1e-14)
-
-
 def test_the_entropy_of_a_small_order_counts_directions_not_rounding():
-    rows = random(3, 9).repeat(3, 1) @ rotation(9)
+    rows = normal(3, 9).repeat(3, 1) @ rotation(9)
     assert matrix_entropy(rows, alpha=1e-6).item() == pytest.approx(math.log(3), abs=1e-4)
 
 
 def test_one_row_has_entropy_zero_and_rank_one():
-    assert [metric(random(1, 4)).item() for metric in METRICS] == pytest.approx([0, 1, 1, 1], abs=1e-5)
+    assert [metric(normal(1, 4)).item() for metric in METRICS] == pytest.approx([0, 1, 1, 1], abs=1e-5)
 
 
 def test_two_centred_unit_rows_are_opposite():
-    rows = random(2, 5)
+    rows = normal(2, 5)
     assert matrix_entropy(rows, center=True, unit=True).item() == pytest.approx(0, abs=1e-13)
     clamped = matrix_entropy(rows, center=True, unit=True, clamp=True).item()
     assert clamped == pytest.approx(math.log(2), rel=1e-13)
@@ -133,7 +113,7 @@ def test_two_centred_unit_rows_are_opposite():
     seed=st.integers(0, 2**20),
 )
 def test_the_four_measures_of_rank_are_ordered_for_any_spectrum(rows, dim, powers, copies, seed):
-    matrix = random(rows, dim, seed=seed) * 10.0 ** -torch.linspace(0, powers, dim, dtype=torch.float64)
+    matrix = normal(rows, dim, seed=seed) * 10.0 ** -torch.linspace(0, powers, dim, dtype=torch.float64)
     matrix = matrix.repeat(copies, 1)
     rank = np.linalg.matrix_rank(matrix.numpy())
     chain = [
@@ -146,19 +126,9 @@ def test_the_four_measures_of_rank_are_ordered_for_any_spectrum(rows, dim, power
     assert all(low <= high * (1 + 1e-9) for low, high in itertools.pairwise(chain)), chain
 
 
-def test_entropy_falls_with_its_order_and_stays_in_its_range():
-    orders = [0.3, 0.9, 1, 1.1, 2, 5, math.inf]
-    for seed in range(10):
-        rows = uneven(7, 5, seed=seed)
-        values = [matrix_entropy(rows, alpha=alpha).item() for alpha in orders]
-        assert values == sorted(values, reverse=True)
-        assert all(0 <= value <= math.log(5) for value in values)
-        assert matrix_entropy(random(4, 9, seed=seed), center=True).item() <= math.log(3)
-
-
 def test_rotation_scaling_order_signs_and_empty_features_change_no_rank():
     for metric in METRICS:
-        rows = random(6, 4)
+        rows = normal(6, 4)
         signs = torch.tensor([1.0, -1, -1, 1, 1, -1])[:, None]
         zeros = torch.nn.functional.pad(rows, (0, 3))
         for changed in (rows @ rotation(4), 1e-8 * rows, rows[[4, 2, 0, 5, 1, 3]], signs * rows, zeros):
@@ -166,7 +136,7 @@ def test_rotation_scaling_order_signs_and_empty_features_change_no_rank():
 
 
 def test_stacking_the_rows_twice_changes_no_entropy_and_moving_them_changes_it_unless_centred():
-    rows = random(6, 4)
+    rows = normal(6, 4)
     for alpha in (1, 2):
         value = matrix_entropy(rows, alpha=alpha).item()
         assert matrix_entropy(torch.cat([rows, rows]), alpha=alpha).item() == pytest.approx(value, rel=1e-12)
@@ -178,7 +148,7 @@ def test_stacking_the_rows_twice_changes_no_entropy_and_moving_them_changes_it_u
 
 
 def test_centering_comes_before_scaling_to_norm_one():
-    rows = random(6, 4) + 2
+    rows = normal(6, 4) + 2
     centered = rows - rows.mean(0)
     expected = renyi(eigenvalues(centered / centered.norm(dim=-1, keepdim=True)), 1)
     assert matrix_entropy(rows, center=True, unit=True).item() == pytest.approx(expected, rel=1e-10)
@@ -187,7 +157,7 @@ def test_centering_comes_before_scaling_to_norm_one():
 def test_the_released_options_give_the_released_numbers():
     for shape in [(5, 9), (9, 5)]:
         for alpha in [1, 2]:
-            rows = random(*shape)
+            rows = normal(*shape)
             options = {"center": True, "unit": True, "clamp": True, "side": "smaller", "alpha2": "frobenius"}
             assert matrix_entropy(rows, alpha=alpha, **options).item() == pytest.approx(
                 released(rows, alpha), rel=1e-10
@@ -195,7 +165,7 @@ def test_the_released_options_give_the_released_numbers():
 
 
 def test_each_prompt_takes_its_own_smaller_side():
-    prompts, mask = random(2, 9, 5), torch.ones(2, 9, dtype=torch.bool)
+    prompts, mask = normal(2, 9, 5), torch.ones(2, 9, dtype=torch.bool)
     mask[1, :6] = False  # 3 rows of dim 5: the other Gram matrix
     options = {"center": True, "unit": True, "clamp": True, "side": "smaller", "alpha2": "frobenius"}
     for alpha in (1, 2):
@@ -204,7 +174,7 @@ def test_each_prompt_takes_its_own_smaller_side():
 
 
 def test_the_side_matters_only_where_entries_are_clamped():
-    rows = random(9, 4)
+    rows = normal(9, 4)
     assert matrix_entropy(rows, side="smaller").item() == matrix_entropy(rows).item()
     clamped = [matrix_entropy(rows, clamp=True, side=side).item() for side in ("rows", "smaller")]
     assert clamped[0] != pytest.approx(clamped[1], rel=1e-3)
@@ -221,7 +191,7 @@ def test_the_shortcut_of_order_two_is_off_unless_the_trace_is_the_number_of_rows
 
 def test_normalizations_divide_by_logarithms_of_rows_and_dim():
     for shape in [(6, 4), (4, 6)]:
-        rows = random(*shape)
+        rows = normal(*shape)
         log_n, log_d, raw = math.log(shape[0]), math.log(shape[1]), matrix_entropy(rows).item()
         divisors = {"raw": 1, "logN": log_n, "logD": log_d, "maxEntropy": min(log_n, log_d), "logNlogD": log_n * log_d}
         for normalization, divisor in divisors.items():
@@ -234,7 +204,7 @@ def test_normalizations_divide_by_logarithms_of_rows_and_dim():
 def test_padding_on_any_side_and_junk_in_it_change_nothing():
     mask = torch.ones(5, 11, dtype=torch.bool)
     mask[1, :7], mask[2, 5:], mask[3, ::2], mask[4, [0, 4, 10]] = False, False, False, False
-    rows = random(5, 11, 7).masked_fill(~mask[..., None], math.nan)
+    rows = normal(5, 11, 7).masked_fill(~mask[..., None], math.nan)
     released_options = {"clamp": True, "side": "smaller", "normalization": "maxEntropy"}
     for options in ({}, {"drop_first": 1}, {"center": True}, {"center": True, "unit": True}):
         calls = [(metric, options) for metric in METRICS] + [(matrix_entropy, options | released_options)]
@@ -246,7 +216,7 @@ def test_padding_on_any_side_and_junk_in_it_change_nothing():
 
 
 def test_a_sink_token_hides_the_others_unless_it_is_dropped():
-    rows = random(12, 8)
+    rows = normal(12, 8)
     rows[0] *= 1e4
     assert matrix_entropy(rows).item() < 1e-4
     assert matrix_entropy(rows, center=True, unit=True).item() < matrix_entropy(rows, unit=True).item() / 10
@@ -261,23 +231,14 @@ def test_small_singular_values_keep_their_digits():
     assert effective_rank(rows).item() - 1 == pytest.approx(math.expm1(renyi(shares, 1)), rel=1e-5)
 
 
-def test_one_decomposition_serves_all_quantities():
-    rows, mask = random(3, 8, 5), torch.arange(8) < torch.tensor([[8], [4], [6]])
-    found = spectrum(rows, mask, drop_first=1)
-    assert torch.equal(found.entropy(alpha=2), matrix_entropy(rows, mask, alpha=2, drop_first=1))
-    assert torch.equal(found.effective_rank(), effective_rank(rows, mask, drop_first=1))
-    assert torch.equal(found.rankme(), rankme(rows, mask, drop_first=1))
-    assert torch.equal(found.participation_ratio(), participation_ratio(rows, mask, drop_first=1))
-
-
 def test_dataset_entropy_is_the_matrix_entropy_of_the_pooled_vectors():
-    pooled = random(3, 20, 6)
+    pooled = normal(3, 20, 6)
     for options in ({}, {"alpha": 2.0, "center": True}, {"clamp": True, "side": "smaller", "normalization": "logN"}):
         assert torch.equal(dataset_entropy(pooled, **options), matrix_entropy(pooled, **options))
 
 
 def test_narrow_rows_are_widened_before_anything_is_computed():
-    rows = random(6, 4).bfloat16()
+    rows = normal(6, 4).bfloat16()
     for metric in METRICS:
         assert metric(rows).dtype == torch.float64
         assert torch.equal(metric(rows), metric(rows.double()))
@@ -285,7 +246,7 @@ def test_narrow_rows_are_widened_before_anything_is_computed():
 
 def test_sets_without_a_direction_are_refused_or_nan_alone():
     for metric in METRICS:
-        rows = random(5, 3, 4)
+        rows = normal(5, 3, 4)
         rows[1], rows[2], rows[3, 2, 1] = 0, 0.1, math.inf  # three rows of 0.1, whose sum over 3 is not 0.1
         mask = torch.ones(5, 3, dtype=torch.bool)
         mask[4] = False
@@ -307,7 +268,7 @@ def test_sets_without_a_direction_are_refused_or_nan_alone():
         ):
             metric(torch.tensor([[1.0, 2.0], [0.0, 0.0]]), unit=True)
         with pytest.raises(ValueError, match="is undefined: all rows are zero, or equal to the mean"):
-            metric(random(1, 3), center=True)
+            metric(normal(1, 3), center=True)
         if metric is matrix_entropy:
             clamped = metric(rows, mask, center=True, clamp=True, undefined="nan")
             assert clamped.isnan().tolist() == [False, True, True, True, True]
@@ -315,10 +276,10 @@ def test_sets_without_a_direction_are_refused_or_nan_alone():
 
 def test_normalizing_by_the_logarithm_of_one_is_undefined():
     with pytest.raises(ValueError, match=r"matrix_entropy is undefined: logN divides by the logarithm of one row or"):
-        matrix_entropy(random(1, 4), normalization="logN")
-    assert matrix_entropy(random(4, 1), normalization="logD", undefined="nan").isnan()
-    assert matrix_entropy(random(1, 4), normalization="maxEntropy", undefined="nan").isnan()
-    assert matrix_entropy(random(1, 4), normalization="logD").item() == pytest.approx(0, abs=1e-14)
+        matrix_entropy(normal(1, 4), normalization="logN")
+    assert matrix_entropy(normal(4, 1), normalization="logD", undefined="nan").isnan()
+    assert matrix_entropy(normal(1, 4), normalization="maxEntropy", undefined="nan").isnan()
+    assert matrix_entropy(normal(1, 4), normalization="logD").item() == pytest.approx(0, abs=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -331,12 +292,12 @@ def test_normalizing_by_the_logarithm_of_one_is_undefined():
 )
 def test_options_out_of_range_are_refused(options, sentence):
     with pytest.raises(ValueError, match=sentence):
-        matrix_entropy(random(4, 3), **options)
+        matrix_entropy(normal(4, 3), **options)
 
 
 def test_singular_values_come_from_the_matrix_whichever_way_it_lies():
     for shape in ((2, 5, 3), (2, 3, 5), (2, 0, 3)):
-        rows = random(*shape)
+        rows = normal(*shape)
         expected = torch.linalg.svdvals(rows)
         np.testing.assert_allclose(module.singular_values(rows), expected, atol=1e-14)
 

@@ -14,16 +14,9 @@ from lit_layers.functional.geometry import (
     token_angle,
     token_curvature,
 )
+from tests.support.references import cka, normal, rotation
 
 PI = math.pi
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def rotation(dim, seed=0):
-    return torch.from_numpy(np.linalg.qr(np.random.default_rng(seed).normal(size=(dim, dim)))[0])
 
 
 def padded(prompts, sides):
@@ -57,7 +50,7 @@ def curvature_of(tokens):
 
 
 def test_token_curvature_is_the_mean_angle_between_consecutive_differences():
-    tokens = random(2, 3, 9, 5)
+    tokens = normal(2, 3, 9, 5)
     expected = [[curvature_of(prompt) for prompt in row] for row in tokens]
     np.testing.assert_allclose(token_curvature(tokens), expected, rtol=1e-12)
 
@@ -80,7 +73,7 @@ def test_a_tiny_turn_is_measured_to_the_last_digits():
 
 def test_rotation_translation_scaling_and_reversal_do_not_change_curvature():
     for seed in range(4):
-        tokens = random(9, 5, seed=seed)
+        tokens = normal(9, 5, seed=seed)
         expected = token_curvature(tokens).item()
         for changed in (tokens @ rotation(5, seed), tokens - 7, tokens * 1e-4, tokens.flip(0)):
             assert token_curvature(changed).item() == pytest.approx(expected, rel=1e-10)
@@ -89,7 +82,7 @@ def test_rotation_translation_scaling_and_reversal_do_not_change_curvature():
 def test_padding_on_any_side_and_junk_in_it_change_nothing():
     for options in [{}, {"drop_first": 1}]:
         for metric in [token_curvature, token_angle]:
-            prompts = [random(count, 5, seed=count) for count in (11, 6, 8, 5, 6)]
+            prompts = [normal(count, 5, seed=count) for count in (11, 6, 8, 5, 6)]
             tokens, mask = padded(prompts, ["left", "left", "right", "both", "holes"])
             expected = [metric(prompt, **options).item() for prompt in prompts]
             np.testing.assert_allclose(metric(tokens, mask, **options), expected, rtol=1e-13)
@@ -98,13 +91,13 @@ def test_padding_on_any_side_and_junk_in_it_change_nothing():
 
 
 def test_dropping_first_tokens_counts_the_real_ones():
-    prompt = random(8, 5)
-    tokens, mask = padded([prompt, random(12, 5, seed=1)], ["left", "left"])
+    prompt = normal(8, 5)
+    tokens, mask = padded([prompt, normal(12, 5, seed=1)], ["left", "left"])
     assert token_curvature(tokens, mask, drop_first=3)[0].item() == pytest.approx(curvature_of(prompt[3:]), rel=1e-12)
 
 
 def test_a_repeated_token_is_refused_nan_or_skipped_as_asked():
-    tokens = random(2, 6, 4)
+    tokens = normal(2, 6, 4)
     tokens[1, 3] = tokens[1, 2]
     with pytest.raises(
         ValueError, match=r"token_curvature is undefined at element \(1,\): neighbouring tokens are equ"
@@ -122,7 +115,7 @@ def test_a_repeated_token_is_refused_nan_or_skipped_as_asked():
 
 
 def test_curvature_needs_three_real_tokens_whatever_is_done_about_equal_ones():
-    tokens, mask = padded([random(2, 4), random(3, 4)], ["left", "right"])
+    tokens, mask = padded([normal(2, 4), normal(3, 4)], ["left", "right"])
     with pytest.raises(ValueError, match=r"undefined at element \(0,\): it takes 3 real tokens"):
         token_curvature(tokens, mask)
     for undefined in ("nan", "skip"):
@@ -135,14 +128,14 @@ def test_curvature_needs_three_real_tokens_whatever_is_done_about_equal_ones():
 
 
 def test_token_angle_is_the_mean_angle_of_centred_neighbours():
-    tokens = random(9, 5) + 1
+    tokens = normal(9, 5) + 1
     centered = tokens.numpy() - tokens.numpy().mean(0)
     expected = np.mean([angle(a, b) for a, b in itertools.pairwise(centered)])
     assert token_angle(tokens).item() == pytest.approx(expected, rel=1e-12)
 
 
 def test_two_centred_tokens_are_opposite_and_equal_ones_without_an_angle():
-    assert token_angle(random(2, 5)).item() == PI
+    assert token_angle(normal(2, 5)).item() == PI
     equal = torch.full((3, 3), 0.1, dtype=torch.float64)  # whose sum over 3 is not 0.1
     with pytest.raises(ValueError, match="token_angle is undefined: a token is equal to the mean"):
         token_angle(equal)
@@ -150,26 +143,26 @@ def test_two_centred_tokens_are_opposite_and_equal_ones_without_an_angle():
 
 
 def test_a_token_at_the_mean_up_to_rounding_has_no_angle():
-    a, b = random(2, 3)
+    a, b = normal(2, 3)
     assert token_angle(torch.stack([a, (a + b) / 2, b]), undefined="nan").isnan()
 
 
 def test_token_angle_is_never_nan_where_the_released_arccos_leaves_its_range():
-    tokens = random(1, 64).float().expand(50, 64) * torch.linspace(1, 2, 50)[:, None]
+    tokens = normal(1, 64).float().expand(50, 64) * torch.linspace(1, 2, 50)[:, None]
     # on a line, half of them on either side of their mean
     assert token_angle(tokens).item() == pytest.approx(PI / 49, abs=1e-5)
 
 
 def test_rotation_scaling_and_translation_do_not_change_token_angle():
-    tokens = random(9, 5)
+    tokens = normal(9, 5)
     for changed in (tokens @ rotation(5), tokens * 50, tokens + 4):
         assert token_angle(changed).item() == pytest.approx(token_angle(tokens).item(), rel=1e-10)
 
 
 def test_token_angle_needs_two_tokens():
     with pytest.raises(ValueError, match="it takes 2 real tokens"):
-        token_angle(random(1, 5))
-    assert token_angle(random(1, 5), undefined="nan").isnan()
+        token_angle(normal(1, 5))
+    assert token_angle(normal(1, 5), undefined="nan").isnan()
 
 
 # ---------------------------------------------------------------------------------------- cosines between layers
@@ -182,7 +175,7 @@ def cosine(a, b):
 @pytest.mark.parametrize("mode", ["token", "flattened"])
 def test_cosines_of_layers_are_averaged_in_each_prompt_then_over_prompts(mode):
     lengths = (7, 3, 5)
-    prompts = [random(4, count, 6, seed=count) for count in lengths]  # (layers, tokens, dim)
+    prompts = [normal(4, count, 6, seed=count) for count in lengths]  # (layers, tokens, dim)
     packed = [padded([p[layer] for p in prompts], ["left", "right", "both"]) for layer in range(4)]
     states, mask = torch.stack([tokens for tokens, _ in packed]), packed[0][1]
     expected = np.zeros((4, 4))
@@ -193,17 +186,8 @@ def test_cosines_of_layers_are_averaged_in_each_prompt_then_over_prompts(mode):
     np.testing.assert_allclose(cosine_similarity_matrix(states, mask, mode=mode), expected, atol=1e-13)
 
 
-@pytest.mark.parametrize("mode", ["token", "flattened"])
-def test_cosine_matrices_are_symmetric_positive_with_unit_diagonal(mode):
-    matrix = cosine_similarity_matrix(random(6, 3, 5, 4), mode=mode)
-    np.testing.assert_allclose(matrix, matrix.mT, atol=1e-15)
-    np.testing.assert_allclose(matrix.diagonal(), 1, atol=1e-14)
-    assert (matrix.abs() <= 1).all()
-    assert torch.linalg.eigvalsh(matrix).min() > -1e-12
-
-
 def test_cosines_of_scaled_flipped_and_orthogonal_layers():
-    state = random(2, 5, 4)
+    state = normal(2, 5, 4)
     scaled = torch.stack([state, 3 * state, 0.1 * state, -state])
     expected = np.ones((4, 4))
     expected[3, :3] = expected[:3, 3] = -1
@@ -213,7 +197,7 @@ def test_cosines_of_scaled_flipped_and_orthogonal_layers():
 
 
 def test_scaling_single_tokens_changes_only_the_flattened_cosine():
-    states = random(3, 2, 5, 4)
+    states = normal(3, 2, 5, 4)
     weighted = states * torch.tensor([100.0, 1, 1, 1, 1])[:, None]
     same = cosine_similarity_matrix(states)
     np.testing.assert_allclose(cosine_similarity_matrix(weighted), same, atol=1e-13)
@@ -224,7 +208,7 @@ def test_scaling_single_tokens_changes_only_the_flattened_cosine():
 
 @pytest.mark.parametrize("mode", ["token", "flattened"])
 def test_a_layer_with_a_zero_or_broken_state_has_no_cosines(mode):
-    states = random(4, 2, 3, 5)
+    states = normal(4, 2, 3, 5)
     states[1, 1, slice(None) if mode == "flattened" else 2] = 0
     with pytest.raises(ValueError, match=r"cosine_similarity_matrix is undefined at element \(0, 1\): a state is zero"):
         cosine_similarity_matrix(states, mode=mode)
@@ -240,38 +224,23 @@ def test_a_layer_with_a_zero_or_broken_state_has_no_cosines(mode):
 def test_prompts_without_a_real_token_are_refused():
     mask = torch.tensor([[True, True], [False, False]])
     with pytest.raises(ValueError, match="a prompt has no real token"):
-        cosine_similarity_matrix(random(3, 2, 2, 4), mask)
+        cosine_similarity_matrix(normal(3, 2, 2, 4), mask)
 
 
 # ---------------------------------------------------------------------------------------- linear_cka
 
 
-def hsic_1(k, m):
-    """Song et al. 2012, written out over matrices."""
-    n = len(k)
-    k, m = k - np.diag(np.diag(k)), m - np.diag(np.diag(m))
-    ones = np.ones(n)
-    total = np.trace(k @ m) + ones @ k @ ones * (ones @ m @ ones) / ((n - 1) * (n - 2))
-    return (total - 2 / (n - 2) * (ones @ k @ m @ ones)) / (n * (n - 3))
-
-
 def test_cka_agrees_with_its_definition_by_kernels():
     for rows, dims in [(12, (5, 7)), (6, (20, 30)), (30, (3, 60))]:
-        x, y = random(2, rows, dims[0]) + 2, random(2, rows, dims[1], seed=1) - 1
-        for element in range(2):
-            a, b = x[element].numpy(), y[element].numpy()
-            centering = np.eye(rows) - 1 / rows
-            k, m = a @ a.T, b @ b.T
-            plain = [np.sum((centering @ p @ centering) * q) for p, q in ((k, m), (k, k), (m, m))]
-            debiased = [hsic_1(p, q) for p, q in ((k, m), (k, k), (m, m))]
-            for (xy, xx, yy), flag in ((plain, False), (debiased, True)):
-                value = linear_cka(x, y, debiased=flag)[element].item()
-                assert value == pytest.approx(xy / math.sqrt(xx * yy), rel=1e-10, abs=1e-12)
+        x, y = normal(2, rows, dims[0]) + 2, normal(2, rows, dims[1], seed=1) - 1
+        for debiased in (False, True):
+            expected = [cka(a, b, debiased=debiased) for a, b in zip(x.numpy(), y.numpy(), strict=True)]
+            np.testing.assert_allclose(linear_cka(x, y, debiased=debiased), expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("debiased", [False, True])
 def test_cka_of_a_representation_with_itself_moved_turned_and_scaled_is_one(debiased):
-    x, y = random(15, 6), random(15, 8, seed=1)
+    x, y = normal(15, 6), normal(15, 8, seed=1)
     assert linear_cka(x, x, debiased=debiased).item() == pytest.approx(1, rel=1e-13)
     assert linear_cka(x, 3 * x @ rotation(6) + 5, debiased=debiased).item() == pytest.approx(1, rel=1e-12)
     expected = linear_cka(x, y, debiased=debiased).item()
@@ -282,7 +251,7 @@ def test_cka_of_a_representation_with_itself_moved_turned_and_scaled_is_one(debi
 
 
 def test_cka_refuses_constant_data_too_few_rows_and_other_shapes():
-    x = random(5, 3)
+    x = normal(5, 3)
     with pytest.raises(ValueError, match="linear_cka is undefined: x does not vary"):
         linear_cka(torch.full((5, 3), 0.7, dtype=torch.float64), x)
     with pytest.raises(ValueError, match=r"linear_cka is undefined at element \(1,\): y does not vary"):
@@ -302,7 +271,7 @@ def test_cka_refuses_constant_data_too_few_rows_and_other_shapes():
 
 @pytest.mark.parametrize("metric", [token_curvature, token_angle])
 def test_wrong_masks_kinds_and_options_are_refused(metric):
-    tokens = random(2, 5, 3)
+    tokens = normal(2, 5, 3)
     with pytest.raises(TypeError, match=r"expected a boolean mask, True on real tokens, got torch.int64"):
         metric(tokens, torch.ones(2, 5, dtype=torch.long))
     for shape in ((2, 4), (3, 2, 5)):

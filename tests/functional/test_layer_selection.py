@@ -1,13 +1,10 @@
 """Choosing a layer without labels: coefficients over layers, their null, and what the chosen layers score."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
-from lit_layers.functional import correlation
 from lit_layers.functional.correlation import (
     UndefinedError,
     better_rule,
@@ -17,6 +14,7 @@ from lit_layers.functional.correlation import (
     scores_at,
     selection,
 )
+from tests.support.references import dcor
 
 
 def curves(tasks: int = 7, layers: int = 9, seed: int = 0, digits: int = 1) -> tuple[np.ndarray, np.ndarray]:
@@ -24,18 +22,6 @@ def curves(tasks: int = 7, layers: int = 9, seed: int = 0, digits: int = 1) -> t
     metric = rng.normal(size=(tasks, layers)).cumsum(1)
     scores = np.round(0.3 * metric + rng.normal(size=metric.shape), digits)  # one digit: with ties
     return metric, scores
-
-
-def dcor(x: np.ndarray, y: np.ndarray) -> float:
-    """By the definition, in loops."""
-
-    def centered(v: np.ndarray) -> np.ndarray:
-        n = len(v)
-        d = np.array([[abs(v[i] - v[j]) for j in range(n)] for i in range(n)])
-        return np.array([[d[i, j] - d[i].mean() - d[:, j].mean() + d.mean() for j in range(n)] for i in range(n)])
-
-    a, b = centered(x), centered(y)
-    return math.sqrt((a * b).mean() / math.sqrt((a * a).mean() * (b * b).mean()))
 
 
 REFERENCES = {
@@ -58,19 +44,6 @@ def test_both_forms_agree_with_scipy_and_the_definition():
         assert found_of(found, "per_task_mean", name).estimate.value == pytest.approx(within, abs=1e-12)
         whole = REFERENCES[name](metric.mean(0), scores.mean(0))
         assert found_of(found, "of_task_means", name).estimate.value == pytest.approx(whole, abs=1e-12)
-
-
-def test_the_coefficients_are_those_of_the_correlations_over_models():
-    metric, scores = curves(tasks=1, layers=12)
-    found = layer_correlations(metric, scores)
-    own = [found_of(found, "of_task_means", name).estimate.value for name in REFERENCES]
-    x, y = metric[0], scores[0]
-    others = [
-        correlation.distance_correlation(x, y),
-        correlation.spearman(x, y).value,
-        correlation.kendall(x, y).value,
-    ]
-    assert own == pytest.approx(others, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", REFERENCES)

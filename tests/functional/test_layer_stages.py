@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from lit_layers.functional import geometry
 from lit_layers.functional.geometry import LayerStages, layer_stages, linear_cka_matrix
+from tests.support.references import cka
 
 
 def symmetric(size, seed):
@@ -102,28 +103,9 @@ def test_what_is_no_matrix_of_similarities_is_refused(matrix, message):
 # ---------------------------------------------------------------------------------------- linear_cka_matrix
 
 
-def plain_cka(x, y):
-    x, y = x - x.mean(0), y - y.mean(0)
-    return np.linalg.norm(y.T @ x) ** 2 / (np.linalg.norm(x.T @ x) * np.linalg.norm(y.T @ y))
-
-
-def hsic_1(x, y):
-    k, other = x @ x.T, y @ y.T
-    np.fill_diagonal(k, 0)
-    np.fill_diagonal(other, 0)
-    m = len(x)
-    ones = np.ones(m)
-    total = ones @ k @ ones * (ones @ other @ ones) / ((m - 1) * (m - 2))
-    return (np.trace(k @ other) + total - 2 / (m - 2) * ones @ k @ other @ ones) / (m * (m - 3))
-
-
-def debiased_cka(x, y):
-    return hsic_1(x, y) / np.sqrt(hsic_1(x, x) * hsic_1(y, y))
-
-
 def test_the_alignment_of_all_layers_is_that_of_every_two(monkeypatch):
     for rows_at_a_time in [1, 4, 100]:
-        for debiased, formula in [(False, plain_cka), (True, debiased_cka)]:
+        for debiased in (False, True):
             monkeypatch.setattr(geometry, "MAX_ENTRIES", rows_at_a_time * 4 * 11)
             generator = np.random.default_rng(5)
             states = generator.normal(size=(4, 11, 6)) + 3
@@ -131,7 +113,7 @@ def test_the_alignment_of_all_layers_is_that_of_every_two(monkeypatch):
                 states[1] @ np.linalg.qr(generator.normal(size=(6, 6)))[0] * 7 - 2
             )  # a rotation: equal but for rounding
             found = linear_cka_matrix(torch.from_numpy(states), debiased=debiased)
-            expected = [[formula(x, y) for y in states] for x in states]
+            expected = [[cka(x, y, debiased=debiased) for y in states] for x in states]
             np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
             assert found[1, 2].item() == pytest.approx(1, rel=1e-12)
             assert found[0, 1].item() < 0.9

@@ -7,14 +7,11 @@ import pytest
 import torch
 
 from lit_layers.functional.geometry import pool
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.support.references import normal
 
 
 def test_pooling_takes_the_mean_the_last_or_the_first_real_token():
-    tokens = random(3, 6, 4)
+    tokens = normal(3, 6, 4)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1]]).bool()
     tokens = tokens.masked_fill(~mask[..., None], math.nan)
     real = [element[kept] for element, kept in zip(tokens, mask, strict=True)]
@@ -30,7 +27,7 @@ def test_pooling_takes_the_mean_the_last_or_the_first_real_token():
 
 
 def test_pooling_refuses_prompts_without_real_tokens_and_unknown_ways():
-    tokens, mask = random(2, 3, 4), torch.tensor([[True] * 3, [False] * 3])
+    tokens, mask = normal(2, 3, 4), torch.tensor([[True] * 3, [False] * 3])
     for pooling in ("mean", "last", "cls", "centered_unit_mean"):
         with pytest.raises(ValueError, match=r"pooled vector is undefined at element \(1, 0\): there is no real token"):
             pool(tokens, mask, pooling=pooling)

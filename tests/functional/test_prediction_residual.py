@@ -6,10 +6,7 @@ import torch
 from sklearn.linear_model import LinearRegression
 
 from lit_layers.functional.probes.regression import prediction_residual
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.support.references import normal
 
 
 def first_half(ids):
@@ -41,7 +38,7 @@ def by_lstsq(rows, ids):
 
 def test_values_agree_with_numpy_s_least_squares():
     for normalize in ["layer_norm", "rms_norm", "none"]:
-        features, ids = random(2, 3, 200, 12) * 3 + 1, random_ids(200)
+        features, ids = normal(2, 3, 200, 12) * 3 + 1, random_ids(200)
         features[..., 4] += 0.02 * ids  # something to find
         found = prediction_residual(features, ids, normalize=normalize)
         assert found.value.shape == found.adjusted.shape == found.rank.shape == (2, 3)
@@ -56,7 +53,7 @@ def test_values_agree_with_numpy_s_least_squares():
 
 
 def test_the_norms_are_torch_s_own_with_the_eps_given():
-    features, ids = random(60, 8) * 0.05, random_ids(60)
+    features, ids = normal(60, 8) * 0.05, random_ids(60)
     for normalize, module in (
         ("layer_norm", torch.nn.LayerNorm(8, eps=1e-2, dtype=torch.float64)),
         ("rms_norm", torch.nn.RMSNorm(8, eps=1e-2, dtype=torch.float64)),
@@ -68,7 +65,7 @@ def test_the_norms_are_torch_s_own_with_the_eps_given():
 
 
 def test_more_rows_than_are_looked_at_at_once_are_one_fit():
-    features, ids = random(9000, 5), random_ids(9000)
+    features, ids = normal(9000, 5), random_ids(9000)
     features[:, 2] += 0.001 * ids
     found = prediction_residual(features.float(), ids, split=first_half(ids), normalize="none")
     reference = LinearRegression().fit(features.float().double(), ids)
@@ -76,7 +73,7 @@ def test_more_rows_than_are_looked_at_at_once_are_one_fit():
 
 
 def test_the_held_out_value_is_scikit_learn_s_score_on_rows_it_was_not_fitted_on():
-    features, ids = random(2, 120, 6), random_ids(120)
+    features, ids = normal(2, 120, 6), random_ids(120)
     features[..., 1] += 0.002 * ids
     mask = torch.arange(120) % 3 > 0
     found = prediction_residual(features, ids, normalize="layer_norm", split=mask)
@@ -99,7 +96,7 @@ def test_a_line_and_two_opposite_bends_solved_by_hand():
 
 
 def test_as_many_directions_as_rows_leave_nothing():
-    found = prediction_residual(random(6, 9), random_ids(6), normalize="none")
+    found = prediction_residual(normal(6, 9), random_ids(6), normalize="none")
     assert found.rank == 5
     assert found.value.item() == pytest.approx(0, abs=1e-20)
     assert found.adjusted.isnan()
@@ -107,17 +104,17 @@ def test_as_many_directions_as_rows_leave_nothing():
 
 def test_useless_features_leave_the_expected_share():
     ids = random_ids(60)
-    found = prediction_residual(random(400, 60, 20), ids)
+    found = prediction_residual(normal(400, 60, 20), ids)
     assert found.value.mean().item() == pytest.approx(1 - 19 / 59, abs=0.02)
     assert found.adjusted.mean().item() == pytest.approx(1, abs=0.03)
 
 
 def test_invertible_maps_of_features_and_ids_change_nothing_and_relabelling_does():
-    features, ids = random(90, 7), random_ids(90)
+    features, ids = normal(90, 7), random_ids(90)
     features[:, 3] += 0.001 * ids
     found = prediction_residual(features, ids, normalize="none", split=first_half(ids))
     mapped = prediction_residual(
-        features @ random(7, 7, seed=4) + 1e3 * random(7, seed=5),
+        features @ normal(7, 7, seed=4) + 1e3 * normal(7, seed=5),
         50000 - 3 * ids,
         normalize="none",
         split=first_half(ids),
@@ -129,18 +126,18 @@ def test_invertible_maps_of_features_and_ids_change_nothing_and_relabelling_does
 
 
 def test_weights_of_a_final_norm_change_nothing():
-    features, ids = random(90, 7), random_ids(90)
+    features, ids = normal(90, 7), random_ids(90)
     norm = torch.nn.LayerNorm(7, dtype=torch.float64)
     with torch.no_grad():
-        norm.weight.copy_(random(7, seed=2) + 3)
-        norm.bias.copy_(random(7, seed=3))
+        norm.weight.copy_(normal(7, seed=2) + 3)
+        norm.bias.copy_(normal(7, seed=3))
         after = prediction_residual(norm(features), ids, normalize="none")
     assert after.rank == 6
     assert after.value.item() == pytest.approx(prediction_residual(features, ids).value.item(), rel=1e-9)
 
 
 def test_copied_and_constant_features_add_no_rank_and_no_fit():
-    features, ids = random(80, 5), random_ids(80)
+    features, ids = normal(80, 5), random_ids(80)
     more = torch.cat([features, features[:, :2], torch.full((80, 1), 1234.5678), 2 * features.sum(1, True)], dim=1)
     expected, found = (
         prediction_residual(given, ids, normalize="none", split=first_half(ids)) for given in (features, more.double())
@@ -153,7 +150,7 @@ def test_copied_and_constant_features_add_no_rank_and_no_fit():
 def test_digits_that_squaring_would_lose_are_kept():
     ids = random_ids(100)
     centred = (ids - ids.double().mean()) / ids.double().std()
-    noise = random(100, 2)
+    noise = normal(100, 2)
     features = torch.stack([noise[:, 0] * 1e5, noise[:, 0] * 1e5 + 1e-4 * centred], dim=1)  # 1e-9 apart
     assert prediction_residual(features, ids, normalize="none").value.item() < 1e-6
     gram = np.cov(features.T.numpy())
@@ -161,7 +158,7 @@ def test_digits_that_squaring_would_lose_are_kept():
 
 
 def test_several_labellings_at_once_are_each_one_s_own():
-    features, ids = random(3, 70, 6), torch.stack([random_ids(70), random_ids(70, seed=1)], dim=1)
+    features, ids = normal(3, 70, 6), torch.stack([random_ids(70), random_ids(70, seed=1)], dim=1)
     both = prediction_residual(features, ids, split=first_half(ids))
     assert both.value.shape == both.held_out.shape == (3, 2)
     assert both.rank.shape == (3,)
@@ -177,9 +174,9 @@ def test_several_labellings_at_once_are_each_one_s_own():
     [
         (torch.ones(5, 3), torch.arange(4), {}, ValueError, "a token id for each of 3 rows or more, got 4 for 5"),
         (torch.ones(2, 3), torch.arange(2), {}, ValueError, "a token id for each of 3 rows or more, got 2 for 2"),
-        (random(5, 3), torch.full((5,), 9), {}, ValueError, "token ids that are not all equal: their variance is 0"),
+        (normal(5, 3), torch.full((5,), 9), {}, ValueError, "token ids that are not all equal: their variance is 0"),
         (
-            random(6, 3),
+            normal(6, 3),
             torch.tensor([1, 2, 3, 4, 7, 7]),
             {"split": torch.arange(6) < 4},
             ValueError,
@@ -192,8 +189,8 @@ def test_several_labellings_at_once_are_each_one_s_own():
             ValueError,
             "expected rows that are fin",
         ),
-        (random(5, 3), torch.arange(5), {"normalize": "unit"}, ValueError, "normalize to be one of 'layer_norm', 'rms"),
-        (random(5, 3), torch.arange(5), {"split": torch.ones(5) > 0}, ValueError, "expected scored token ids that are"),
+        (normal(5, 3), torch.arange(5), {"normalize": "unit"}, ValueError, "normalize to be one of 'layer_norm', 'rms"),
+        (normal(5, 3), torch.arange(5), {"split": torch.ones(5) > 0}, ValueError, "expected scored token ids that are"),
     ],
 )
 def test_what_cannot_be_fitted_is_refused(features, ids, options, error, sentence):

@@ -10,16 +10,10 @@ import torch
 from scipy.linalg import subspace_angles
 from scipy.spatial import procrustes
 
+from tests.support.references import normal, rotation
+
 FILE = Path(__file__).parents[2] / "docs" / "studies" / "state_distances.py"
 procrustes_distance, subspace_overlap = itemgetter("procrustes_distance", "subspace_overlap")(run_path(str(FILE)))
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def rotation(dim: int) -> torch.Tensor:
-    return torch.linalg.qr(normal(dim, dim, seed=9))[0]
 
 
 def test_procrustes_is_scipys_and_does_not_mind_rotation_scale_and_place():

@@ -11,12 +11,9 @@ from torch import Tensor
 from lit_layers.functional import singular
 from lit_layers.functional.coupling import miscoupling, miscoupling_of_factors
 from lit_layers.functional.singular import Factors, singular_factors
+from tests.support.references import normal
 
 KINDS = ("power", "exponential", "flat", "clustered", "deficient", "tied")
-
-
-def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def spectrum(kind: str, dim: int, seed: int = 0) -> Tensor:
@@ -38,16 +35,16 @@ def spectrum(kind: str, dim: int, seed: int = 0) -> Tensor:
 
 
 def with_spectrum(values: Tensor, seed: int = 0) -> Tensor:
-    left, right = (torch.linalg.qr(gaussian(len(values), len(values), seed=2 * seed + side))[0] for side in (0, 1))
+    left, right = (torch.linalg.qr(normal(len(values), len(values), seed=2 * seed + side))[0] for side in (0, 1))
     return left @ torch.diag(values) @ right.T
 
 
 def example(kind: str, dim: int, seed: int = 0) -> Tensor:
     """A Gaussian matrix, the update of a random two-layer network, or one with a known spectrum."""
     if kind == "gaussian":
-        return gaussian(dim, dim, seed=seed)
+        return normal(dim, dim, seed=seed)
     if kind == "network":
-        return gaussian(dim, 4 * dim, seed=seed) @ gaussian(4 * dim, dim, seed=seed + 1) / 50
+        return normal(dim, 4 * dim, seed=seed) @ normal(4 * dim, dim, seed=seed + 1) / 50
     return with_spectrum(spectrum(kind, dim, seed), seed)
 
 
@@ -87,7 +84,7 @@ def check_trials(kind: str, seeds: range, monkeypatch: pytest.MonkeyPatch, dim: 
         monkeypatch.setattr(singular, "NARROW", (0, 256)[seed // 4 % 2])  # as wide ones are decomposed, and not
         matrix = example(kind, dim, seed)
         matrix = matrix.float() if seed % 2 else matrix  # which breaks ties by 1e-8
-        other = gaussian(dim, dim, seed=seed + 10**6) if seed % 4 < 2 else matrix.double()
+        other = normal(dim, dim, seed=seed + 10**6) if seed % 4 < 2 else matrix.double()
         factors = singular_factors(matrix, count, tolerance=tolerance)
         left, _, right = exact(matrix, count)
         values = exact(other, count)[1]
@@ -131,7 +128,7 @@ def test_inexact_eigenvectors_are_seen_in_the_bounds(kind, monkeypatch):
 
         def turned(gram: Tensor, count: int, seed: int = seed, size: float = size) -> tuple[Tensor, Tensor]:
             squares, vectors = exactly(gram, count)
-            mixed = vectors @ gaussian(count, count, seed=seed) + 0.3 * gaussian(*vectors.shape[1:], seed=seed + 1)
+            mixed = vectors @ normal(count, count, seed=seed) + 0.3 * normal(*vectors.shape[1:], seed=seed + 1)
             return squares, torch.nn.functional.normalize(vectors + size * mixed / count, dim=-2)
 
         monkeypatch.setattr(singular, "_leading_eigenvectors", turned)
@@ -179,7 +176,7 @@ def test_a_turn_is_bounded_by_the_residual_over_the_nearest_other_value():
 def test_large_matrices_meet_the_tolerance_without_a_whole_decomposition(kind, monkeypatch):
     monkeypatch.setattr(singular, "_whole", None)
     matrix = example(kind, 600).float()
-    other = gaussian(600, 600, seed=9)
+    other = normal(600, 600, seed=9)
     default, fine = singular_factors(matrix, 60), singular_factors(matrix, 60, tolerance=1e-6)
     assert default.left.dtype == default.right.dtype == torch.float32
     assert default.values.dtype == torch.float64
@@ -294,7 +291,7 @@ def test_any_number_of_directions_may_be_asked_for():
 
 
 def test_small_matrices_are_decomposed_whole_in_float64():
-    matrix = gaussian(9, 9).float()
+    matrix = normal(9, 9).float()
     factors = singular_factors(matrix)
     assert factors.left.dtype == torch.float64
     rebuilt = factors.left @ torch.diag(factors.values) @ factors.right.T
@@ -307,7 +304,7 @@ def test_small_matrices_are_decomposed_whole_in_float64():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_matrix_that_is_not_finite_is_named(value):
-    matrices = gaussian(3, 9, 9)
+    matrices = normal(3, 9, 9)
     matrices[1, 4, 2] = value
     with pytest.raises(ValueError, match=r"expected finite Jacobians, got a non-finite one at index \[1\]"):
         singular_factors(matrices, 2)

@@ -18,17 +18,14 @@ from lit_layers.functional import (
     uniformity,
 )
 from lit_layers.functional.state_geometry import shuffled_features
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.support.references import normal, rotation
 
 
 def with_spectrum(eigenvalues: torch.Tensor, points: int) -> torch.Tensor:
     """Points whose covariance has exactly these eigenvalues, in random directions."""
     dim = len(eigenvalues)
     left = torch.linalg.qr(normal(points, dim) - normal(points, dim).mean(0))[0]
-    return left * eigenvalues.sqrt() @ torch.linalg.qr(normal(dim, dim, seed=1))[0]
+    return left * eigenvalues.sqrt() @ rotation(dim, 1)
 
 
 def test_a_spectrum_of_i_to_the_minus_alpha_has_that_alpha():
@@ -60,7 +57,7 @@ def test_points_on_a_sphere_have_its_dimension_whatever_the_space_around():
     for dim in [1, 2, 4]:
         sphere = normal(2000, dim + 1, seed=dim)
         sphere = sphere / sphere.norm(dim=1, keepdim=True)
-        around = torch.linalg.qr(normal(30, 30))[0][: dim + 1]
+        around = rotation(30)[: dim + 1]
         assert two_nn_dimension(sphere @ around).item() == pytest.approx(dim, rel=0.05)
         assert two_nn_dimension(5 - 2 * sphere).item() == pytest.approx(two_nn_dimension(sphere).item(), rel=1e-9)
 
@@ -112,7 +109,7 @@ def test_uniformity_is_the_log_of_the_mean_gaussian_potential_of_two_different_p
     potentials = np.exp(-2 * np.square(directions[:, None] - directions).sum(-1))
     expected = np.log(potentials[~np.eye(40, dtype=bool)].mean())
     assert uniformity(points).item() == pytest.approx(expected, rel=1e-12)
-    turned = points @ torch.linalg.qr(normal(7, 7, seed=1)).Q * torch.arange(1, 41)[:, None]
+    turned = points @ rotation(7, 1) * torch.arange(1, 41)[:, None]
     assert uniformity(turned).item() == pytest.approx(expected, rel=1e-12)
     assert uniformity(torch.stack([points, points.flip(0)])).tolist() == pytest.approx([expected, expected])
     assert uniformity(torch.ones(9, 3)).item() == pytest.approx(0, abs=1e-6)

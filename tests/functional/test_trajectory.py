@@ -17,6 +17,7 @@ from lit_layers.functional.trajectory import (
     state_norms,
     step_norms,
 )
+from tests.support.references import rotation
 
 PER_TOKEN = (line_shape_score, expodistance, equidistance)
 
@@ -34,10 +35,6 @@ def path(*points):
 def path_of_steps(steps):
     steps = torch.as_tensor(steps, dtype=torch.float64)
     return torch.cat([torch.ones(1, steps.shape[-1], dtype=torch.float64), 1 + steps.cumsum(0)])
-
-
-def rotation(dim, seed=0):
-    return torch.from_numpy(np.linalg.qr(np.random.default_rng(seed).normal(size=(dim, dim)))[0])
 
 
 def by_walking(points):

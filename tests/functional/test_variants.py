@@ -17,6 +17,8 @@ def test_the_variants_of_six_blocks_by_hand():
     by_name = {name: [(v.middle, v.block, v.schedule) for v in named(found, name)] for name in VARIANTS}
     assert by_name["baseline"] == [(None, None, (1, 2, 3, 4, 5, 6))]
     assert by_name["skip"] == [(1, None, (1, 2, 3, 5, 6)), (3, None, (1, 2, 6)), (5, None, (1,))]
+    for name in ("middle_repeat", "reverse", "parallel", "random"):
+        assert by_name[name][0] == (1, None, (1, 2, 3, 4, 5, 6)), name
     assert by_name["middle_repeat"][1:] == [(3, None, (1, 2, 4, 4, 4, 6)), (5, None, (1, 4, 4, 4, 4, 4))]
     assert by_name["reverse"][1] == (3, None, (1, 2, 5, 4, 3, 6))
     assert by_name["parallel"][1:] == [(3, None, (1, 2, (3, 4, 5), 6)), (5, None, (1, (2, 3, 4, 5, 6)))]
