@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from lit_layers.analyses.depth_coupling import CouplingMatrices
-from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
+from tests.analyses.whole_jacobians import whole_jacobians
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
 from tests.support.tiny_models import DIM, tiny, tiny_batch
-from tests.support.whole_jacobians import whole_jacobians
 
 
 def found(model, *batches, **options):
@@ -62,16 +61,3 @@ def test_a_dead_block_has_no_matrix(model):
     assert found(model, batch, pairs=[(1, 2), (2, 3), (1, 3)], k=3).keys() == {(1, 3, 1)}
     with pytest.raises(ValueError, match="coupling_matrices is undefined for every prompt"):
         found(model, batch, pairs=[(1, 2)], k=3)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"k": 33}, "expected k between 1 and the dimension 32, got 33; the model is 32 wide: choose another k"),
-        ({"pairs": [(1, 4)]}, r"expected pairs of blocks 1..3, got \[\[1, 4\]\]"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused_before_anything_runs(model, options, message):
-    analysis = CouplingMatrices(batches=Listed(), **{"pairs": [(1, 2)], "k": 3, **options})
-    with pytest.raises(InputError, match=f"^coupling_matrices: .*{message}"):
-        analysis.check(LayeredModel(model))

@@ -13,10 +13,9 @@ from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.data.word_pairs import WordPairs
 from lit_layers.functional.curves import bootstrap_interval
 from lit_layers.functional.geometry import _derangements
-from lit_layers.measuring.one_model import measure
 from lit_layers.models.view import LayeredModel
+from tests.analyses.prompt_states import states_of_each_prompt
 from tests.support.measured import records_of
-from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_models import LAYERS, tiny
 
 VOCABULARY = 300  # of the tokenizer and the models
@@ -131,27 +130,6 @@ def test_the_interval_of_one_category_has_the_spread_of_other_samples_of_pairs()
     assert np.mean(stderr) == pytest.approx(found.mean.std().item(), rel=0.15)
 
 
-def test_words_that_end_alike_have_no_direction_at_layer_0_alone(words):
-    """Rotary positions are not in layer 0: there " re|load" and " load" may be one point, if they end in one token."""
-    model = text_model("gpt_neox")
-    found, kept = run(model, words), {}
-    for category in words.by_category():
-        ends = [[words.words()[row].ids[-1] for row in side.tolist()] for side in (category.first, category.second)]
-        kept[category.id] = sum(one != other for one, other in zip(*ends, strict=True))
-    assert any(kept[c.id] < len(c.pairs) for c in words.by_category()), "no pair ends alike: choose other words"
-    for category in words.by_category():
-        at_0 = found.get(("concept_alignment", 0, category.id))
-        missing = len(category.pairs) - kept[category.id]
-        if kept[category.id] < 3:
-            assert at_0 is None
-        else:
-            assert at_0.n == kept[category.id]
-            assert at_0.tags.get("num_undefined", 0) == missing
-        assert found["concept_alignment", 1, category.id].n == len(category.pairs)
-    over_categories = found["concept_alignment", 0, None]
-    assert over_categories.n + over_categories.tags.get("num_undefined", 0) == 3
-
-
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_the_batches_words_stand_in_change_nothing_in_any_family(words, name):
     model = text_model(name)
@@ -166,16 +144,3 @@ def test_the_batches_words_stand_in_change_nothing_in_any_family(words, name):
 def test_one_relation_alone_has_no_mean_over_categories(words):
     only = WordPairs(words.source, words.tokenizer, categories=("L10",))
     assert {key[2] for key in run(text_model("gpt2"), only)} == {"L10"}
-
-
-def test_layers_whose_states_are_not_finite_are_gaps_and_a_model_of_such_layers_an_error(words):
-    model = text_model("gpt2")
-    whole = measure(model, ConceptAlignment(words=words), run="r", step=0)
-    with torch.no_grad():
-        model.transformer.h[1].mlp.c_proj.bias.fill_(math.inf)
-    found = measure(model, ConceptAlignment(words=words), run="r", step=0)
-    assert found.records == [record for record in whole.records if record.layer < 2]
-    with torch.no_grad():
-        model.transformer.wte.weight.fill_(math.nan)
-    found = measure(model, ConceptAlignment(words=words), run="r", step=0)
-    assert found.error.startswith("ValueError: concept_alignment is undefined for every prompt at every layer")

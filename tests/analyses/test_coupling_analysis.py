@@ -1,18 +1,19 @@
 """The coupling analysis against its definition, prompt by prompt and pair by pair."""
 
+import copy
 import math
 
 import numpy as np
 import pytest
 import torch
 
-from lit_layers.analyses.depth_coupling import Coupling
+from lit_layers.analyses import Coupling, CouplingMatrices, TokenCoupling
 from lit_layers.errors import InputError
-from lit_layers.functional import singular
 from lit_layers.models.view import LayeredModel
+from tests.analyses.whole_jacobians import coupling_by_loops, whole_jacobians
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
-from tests.support.tiny_models import DIM, LAYERS, tiny, tiny_batch
+from tests.support.tiny_models import LAYERS, tiny, tiny_batch
 
 
 def found(model, *batches, **options):
@@ -26,56 +27,42 @@ def found(model, *batches, **options):
     return dict(zip(keys, records, strict=True))
 
 
-def whole_model_jacobians(model, batch, place, *, normed=False):
-    """Per prompt and block, by differentiating the block inside the running model, row by row."""
-    hidden = []
-    trunk = model.transformer
-    hooks = [block.register_forward_hook(lambda m, a, out: hidden.append(out)) for block in trunk.h]
-    hooks.append(trunk.h[0].register_forward_pre_hook(lambda m, a: hidden.append(a[0])))
-    trunk(**batch)
-    for hook in hooks:
-        hook.remove()
-    if normed:
-        hidden[-1] = trunk.ln_f(hidden[-1])
-    jacobians = np.zeros((len(hidden[0]), LAYERS, DIM, DIM))
-    for layer in range(LAYERS):
-        for prompt in range(len(hidden[0])):
-            for row in range(DIM):
-                (grad,) = torch.autograd.grad(hidden[layer + 1][prompt, place, row], hidden[layer], retain_graph=True)
-                jacobians[prompt, layer, row] = grad[prompt, place].numpy()
-    return jacobians - np.eye(DIM), [state.detach()[:, place].numpy() for state in hidden]
-
-
-def coupling_by_loops(first, second, k, *, absolute=False):
-    u, _, vt = np.linalg.svd(second)
-    compressed = u[:, :k].T @ first @ vt[:k].T
-    values = np.linalg.svd(first, compute_uv=False)[:k]
-    compressed = np.abs(compressed) if absolute else compressed
-    return 1 - np.linalg.norm(compressed - np.diag(values)) / np.linalg.norm(values)
-
-
 @pytest.fixture(scope="module")
 def model():
     return tiny("gpt2", torch.float64)
 
 
+def at_the_last_token(model, batch, **options):
+    """Jacobians (prompts, layers, dim, dim) of a batch, and states (layers + 1, prompts, dim)."""
+    jacobians, states = [], []
+    for ids in batch["input_ids"]:
+        own, of_prompt = whole_jacobians(model, model.transformer.h, {"input_ids": ids[None]}, outputs=[-1], **options)
+        jacobians.append(own[:, -1, -1])
+        states.append([state.detach()[0, -1].numpy() for state in of_prompt])
+    return np.array(jacobians), np.array(states).transpose(1, 0, 2)
+
+
+def couplings(prompt, k, **options):
+    """Coupling of every pair of blocks (layers, layers), and the coupling of random bases."""
+    pairs = [[coupling_by_loops(first, second, k, **options) for second in prompt] for first in prompt]
+    return np.moveaxis(np.array(pairs), -1, 0)
+
+
 def test_every_record_equals_the_definition_applied_to_the_running_model(model):
     batch = tiny_batch("gpt2", batch=3, tokens=7)
-    jacobians, states = whole_model_jacobians(model, {"input_ids": batch["input_ids"]}, -1)
+    jacobians, states = at_the_last_token(model, batch)
     records = found(model, batch, k=(0.1, 8), num_singular_values=4)
     for k in (3, 8):
-        pairs = np.array([[[coupling_by_loops(j1, j2, k) for j2 in prompt] for j1 in prompt] for prompt in jacobians])
+        pairs, random = (np.stack(each) for each in zip(*(couplings(prompt, k) for prompt in jacobians), strict=True))
         spectra = np.linalg.svd(jacobians, compute_uv=False)
-        kept = np.linalg.norm(spectra[..., :k], axis=-1)
-        random = np.sqrt(kept**2 + (k / DIM) ** 2 * (spectra**2).sum(-1)) / kept
-        excess = 1 - (1 - pairs) / random[..., None]
+        excess = 1 - (1 - pairs) / (1 - random)
         off = ~np.eye(LAYERS, dtype=bool)
         far = np.abs(np.subtract.outer(range(LAYERS), range(LAYERS)))
         gaps = (spectra[..., :k] - spectra[..., 1 : k + 1]).min(-1) / spectra[..., 0]
         expected = {
             ("coupling", None, None): pairs[:, off].mean(-1),
             ("coupling_with_diagonal", None, None): pairs.mean((1, 2)),
-            ("random_coupling", None, None): 1 - random.mean(1),
+            ("random_coupling", None, None): random.mean((1, 2)),
             ("excess_coupling", None, None): excess[:, off].mean(-1),
             ("min_gap", None, None): gaps.min(),
             ("num_tied", None, None): (gaps < 1e-4).sum(),
@@ -114,10 +101,10 @@ def test_every_record_equals_the_definition_applied_to_the_running_model(model):
 def test_the_preset_does_what_published_code_does(model, monkeypatch):
     batch = tiny_batch("gpt2", batch=2, tokens=6)
     monkeypatch.setitem(Coupling.PRESETS["released_code"], "k", (10, 30))
-    jacobians, states = whole_model_jacobians(model, {"input_ids": batch["input_ids"]}, -1, normed=True)
+    jacobians, states = at_the_last_token(model, batch, final_norm=model.transformer.ln_f)
     records = found(model, batch, preset="released_code")
     for k in (10, 30):
-        pairs = [[[coupling_by_loops(a, b, k, absolute=True) for b in p] for a in p] for p in jacobians]
+        pairs = [couplings(prompt, k, absolute=True)[0] for prompt in jacobians]
         record = records["coupling_with_diagonal", None, None, ("k", k)]
         assert record.value == pytest.approx(np.mean(pairs), abs=1e-9)
     carried = states[0]
@@ -140,8 +127,6 @@ def test_tokens_may_be_named_or_counted(model):
 
 
 def test_a_dead_block_leaves_a_gap_and_never_enters_a_mean(model):
-    import copy
-
     model = copy.deepcopy(model)
     for part in (model.transformer.h[1].attn.c_proj, model.transformer.h[1].mlp.c_proj):
         torch.nn.init.zeros_(part.weight)
@@ -164,46 +149,52 @@ def test_a_dead_block_leaves_a_gap_and_never_enters_a_mean(model):
     assert records["num_tied", None, None, k].tags == {"k": 6, "num_undefined_blocks": 2}
 
 
+WIDE = "expected k between 1 and the dimension 32, got 33; the model is 32 wide: choose another k"
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("analysis", "message"),
     [
-        ({"k": (33,)}, "expected k between 1 and the dimension 32, got 33; the model is 32 wide: choose another k"),
-        ({"k": (0.01,)}, "expected k between 1 and the dimension 32, got 0.32"),
-        ({"sign": None}, r"expected sign to be one of \['signed', 'absolute'\], got None"),
-        ({"preset": "released_code", "k": (3,)}, "sets k to .* got k .* as well: leave one of them out"),
-        ({"preset": "released_code"}, "expected k between 1 and the dimension 32, got 50"),
+        (Coupling(batches=Listed(), k=(33,)), WIDE),
+        (CouplingMatrices(batches=Listed(), pairs=[(1, 2)], k=33), WIDE),
+        (TokenCoupling(batches=Listed(), k=(33,)), WIDE),
+        (Coupling(batches=Listed(), k=(0.01,)), "expected k between 1 and the dimension 32, got 0.32"),
+        (Coupling(batches=Listed(), sign=None), r"expected sign to be one of \['signed', 'absolute'\], got None"),
+        (
+            Coupling(batches=Listed(), preset="released_code", k=(3,)),
+            "sets k to .* got k .* as well: leave one of them",
+        ),
+        (Coupling(batches=Listed(), preset="released_code"), "expected k between 1 and the dimension 32, got 50"),
+        (CouplingMatrices(batches=Listed(), pairs=[(1, 4)], k=3), r"expected pairs of blocks 1..3, got \[\[1, 4\]\]"),
+        (TokenCoupling(batches=Listed(), pairs=[(1, 1), (0, 1)]), r"pairs of blocks 1..3, got \[\[1, 1\], \[0, 1\]\]"),
+        (TokenCoupling(batches=Listed(), pairs=[(1, 2, 3)]), r"expected pairs of blocks 1..3, got \[\[1, 2, 3\]\]"),
     ],
 )
-def test_options_that_do_not_fit_are_refused_before_anything_runs(model, options, message):
-    analysis = Coupling(batches=Listed(), **options)
-    with pytest.raises(InputError, match=f"^coupling: .*{message}"):
+def test_options_that_do_not_fit_are_refused_before_anything_runs(model, analysis, message):
+    with pytest.raises(InputError, match=f"^{analysis.name}: .*{message}"):
         analysis.check(LayeredModel(model))
 
 
 @pytest.mark.soak
 def test_mean_patch_averages_every_metric_over_the_patches_not_the_jacobians():
-    from tests.support.whole_jacobians import whole_jacobians
-
     model, batch = tiny("vit", torch.float64), tiny_batch("vit", batch=2)
     batch["pixel_values"] = batch["pixel_values"].double()
     records = found(model, batch, k=(4,), token="mean_patch", num_patches=3)
     off = ~np.eye(LAYERS, dtype=bool)
-    couplings, excesses, norms, slopes = [], [], [], []
+    means, excesses, norms, slopes = [], [], [], []
     for image in batch["pixel_values"]:
         jacobians, _ = whole_jacobians(model, model.blocks, {"pixel_values": image[None]})
         for token in (1, 9, 16):  # of the patches in places 1..16, behind the class token
             own = jacobians[:, token, token]
-            pairs = np.array([[coupling_by_loops(j1, j2, 4) for j2 in own] for j1 in own])
+            pairs, random = couplings(own, 4)
             spectra = np.linalg.svd(own, compute_uv=False)
-            kept = np.linalg.norm(spectra[:, :4], axis=-1)
-            random = np.sqrt(kept**2 + (4 / DIM) ** 2 * (spectra**2).sum(-1)) / kept
-            couplings.append(pairs[off].mean())
-            excesses.append((1 - (1 - pairs) / random[:, None])[off].mean())
+            means.append(pairs[off].mean())
+            excesses.append((1 - (1 - pairs) / (1 - random))[off].mean())
             norms.append(np.linalg.norm(own[1]))
             slopes.append(np.polyfit([1, 2, 3], 1 / spectra[:, 0], 1)[0])
     k = ("k", 4)
     for key, values in {
-        ("coupling", None, None, k): couplings,
+        ("coupling", None, None, k): means,
         ("excess_coupling", None, None, k): excesses,
         ("jacobian_norm", 2, None): norms,
         ("spectrum_slope", None, None): slopes,
@@ -216,21 +207,3 @@ def test_mean_patch_averages_every_metric_over_the_patches_not_the_jacobians():
     assert whole.keys() == records.keys()
     with pytest.raises(InputError, match="GPT2LMHeadModel has no mean_patch: choose another token"):
         found(tiny("gpt2"), tiny_batch("gpt2"), k=(4,), token="mean_patch")
-
-
-def test_wide_blocks_have_the_values_of_whole_decompositions(monkeypatch):
-    """Wide enough for the leading singular vectors only."""
-    model, prompts = LayeredModel(tiny("gpt2", n_embd=264, n_layer=2)), Listed(tiny_batch("gpt2", batch=2, tokens=6))
-
-    def measured() -> dict:
-        analysis = Coupling(batches=prompts, k=(20,))
-        return {(r.metric, r.layer, r.other_layer): r.value for r in records_of(analysis, model)}
-
-    leading = measured()
-    monkeypatch.setattr(singular, "MIN_DIM", 1000)
-    whole = measured()
-    assert sum(name[0] == "coupling_pair" for name in whole) == 4
-    for name, value in whole.items():
-        if name[0] in ("coupling", "coupling_pair"):
-            # Either sums the cosines of twenty vectors that are rounded to float64.
-            assert leading[name] == pytest.approx(value, abs=1e-10)

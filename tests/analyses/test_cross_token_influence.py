@@ -1,17 +1,15 @@
 """Influence of earlier tokens against its definition on Jacobians of the running model."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
 
 from lit_layers.analyses.token_jacobians import CrossTokenInfluence
 from lit_layers.models.view import LayeredModel
+from tests.analyses.whole_jacobians import whole_jacobians
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
 from tests.support.tiny_models import LAYERS, tiny, tiny_batch
-from tests.support.whole_jacobians import whole_jacobians
 
 NAMES = ("frobenius", "spectral", "participation_ratio", "entropy_rank")
 
@@ -68,16 +66,6 @@ def test_fewer_inputs_are_spread_over_the_distances(model):
             assert record.value == pytest.approx(every[key].value, rel=1e-9)
     crowded = found(model, tiny_batch("gpt2", batch=1, tokens=6), num_inputs=5)
     assert {key[2] for key in crowded} == {None, 0, 1, 2, 3, 5}
-
-
-def test_a_dead_block_has_norms_of_zero_and_no_rank(model):
-    model = copy.deepcopy(model)
-    for part in (model.transformer.h[1].attn.c_proj, model.transformer.h[1].mlp.c_proj):
-        torch.nn.init.zeros_(part.weight)
-    records = found(model, tiny_batch("gpt2", batch=1, tokens=4))
-    assert records["influence_frobenius", 2, 1].value == 0
-    assert ("influence_entropy_rank", 2, 1) not in records
-    assert ("influence_entropy_rank", 1, 1) in records
 
 
 def test_ranks_out_of_sight_are_counted_and_never_enter_a_mean():

@@ -15,10 +15,10 @@ from lit_layers.analyses.probes import probe_fits
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import bootstrap_interval, wilson_interval
 from lit_layers.models.view import LayeredModel
+from tests.analyses.prompt_states import states_of_each_prompt
 from tests.support.distilled import PREFIX, distilled, states_of_each_image
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
-from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_models import IMAGE, LAYERS, VOCAB, tiny, tiny_batch
 
 EVERY = range(LAYERS + 1)

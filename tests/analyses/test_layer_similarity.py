@@ -11,9 +11,9 @@ from lit_layers.analyses import LayerSimilarity
 from lit_layers.errors import InputError
 from lit_layers.functional.geometry import layer_stages
 from lit_layers.models.view import LayeredModel
+from tests.analyses.prompt_states import states_of_each_prompt
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
-from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_models import tiny, tiny_batch
 
 BLOCKS = 4

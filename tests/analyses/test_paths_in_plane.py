@@ -7,10 +7,10 @@ import torch
 from lit_layers.analyses import PathsInPlane
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import PLACES
+from tests.analyses.prompt_states import states_of_each_prompt
 from tests.support.distilled import PATCHES, PREFIX, distilled, states_of_each_image
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
-from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_models import tiny, tiny_batch
 
 BATCHES = [tiny_batch("gpt2", batch=2, tokens=9, padding="left"), tiny_batch("gpt2", batch=2, tokens=8, seed=2)]

@@ -10,9 +10,9 @@ from sklearn.linear_model import LinearRegression
 from lit_layers.analyses.probes.next_token_residual import MAX_BYTES, NextTokenResidual
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
+from tests.analyses.prompt_states import states_of_each_prompt
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
-from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_models import DIM, LAYERS, VOCAB, tiny, tiny_batch
 
 BATCHES = [

@@ -10,9 +10,9 @@ from lit_layers.analyses import PooledStates, StateGeometry
 from lit_layers.analyses.statistics import records_with_halves
 from lit_layers.functional import alpha_req, two_nn_dimension
 from lit_layers.models.view import LayeredModel
+from tests.analyses.prompt_states import states_of_each_prompt
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
-from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_models import LAYERS, tiny, tiny_batch
 
 BATCHES = [

@@ -10,10 +10,10 @@ import torch
 from lit_layers.analyses.token_jacobians import TokenCoupling
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
+from tests.analyses.whole_jacobians import coupling_by_loops, whole_jacobians
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
-from tests.support.tiny_models import DIM, tiny, tiny_batch
-from tests.support.whole_jacobians import whole_jacobians
+from tests.support.tiny_models import tiny, tiny_batch
 
 
 def found(model, *batches, **options):
@@ -22,19 +22,6 @@ def found(model, *batches, **options):
     keys = [(r.metric, r.layer, r.other_layer, *sorted(r.tags.items())) for r in records]
     assert len(set(keys)) == len(keys)
     return dict(zip(keys, records, strict=True))
-
-
-def coupling_by_loops(first, second, k, *, absolute=False):
-    """Coupling, and the coupling of random bases."""
-    u, _, vt = np.linalg.svd(second)
-    compressed = u[:, :k].T @ first @ vt[:k].T
-    spectrum = np.linalg.svd(first, compute_uv=False)
-    norm = np.linalg.norm(spectrum[:k])
-    compressed = np.abs(compressed) if absolute else compressed
-    square = norm**2 + (k / DIM) ** 2 * (spectrum**2).sum()
-    if absolute:
-        square -= 2 * np.sqrt(2 / np.pi) * np.linalg.norm(spectrum) * spectrum[:k].sum() / DIM
-    return 1 - np.linalg.norm(compressed - np.diag(spectrum[:k])) / norm, 1 - np.sqrt(square) / norm
 
 
 def tables_by_loops(first, second, places, k, **options):
@@ -160,17 +147,3 @@ def test_pairs_with_a_token_that_no_attention_reaches_are_left_out_and_counted()
     left = [coupling_by_loops(jacobians[t, s], jacobians[t, u], 4)[0] for t, s, u in
             ((3, 0, 3), (3, 3, 0), (6, 3, 6), (6, 6, 3))]  # fmt: skip
     assert records[key].value == pytest.approx(np.mean(left), abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"k": (33,)}, "expected k between 1 and the dimension 32, got 33; the model is 32 wide: choose another k"),
-        ({"pairs": [(1, 1), (0, 1)]}, r"expected pairs of blocks 1..3, got \[\[1, 1\], \[0, 1\]\]"),
-        ({"pairs": [(1, 2, 3)]}, r"expected pairs of blocks 1..3, got \[\[1, 2, 3\]\]"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused_before_anything_runs(model, options, message):
-    analysis = TokenCoupling(batches=Listed(), **options)
-    with pytest.raises(InputError, match=f"^token_coupling: .*{message}"):
-        analysis.check(LayeredModel(model))

@@ -1,0 +1,51 @@
+"""Jacobians between all tokens of a running model, by plain differentiation, row by row, and what couples them."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+def whole_jacobians(
+    model: nn.Module,
+    blocks: nn.ModuleList,
+    inputs: dict[str, Tensor],
+    *,
+    outputs: Iterable[int] | None = None,
+    final_norm: nn.Module | None = None,
+) -> tuple[np.ndarray, list[Tensor]]:
+    """d f_l(X)[t] / d X[s] of one prompt as (layers, t, s, dim, dim), and its states, layer by layer.
+
+    Only the tokens t in `outputs` are differentiated, if it is given.
+    """
+    states: list[Tensor] = []
+    hooks = [blocks[0].register_forward_pre_hook(lambda module, args: states.append(args[0]))]
+    hooks += [block.register_forward_hook(lambda module, args, output: states.append(output)) for block in blocks]
+    model(**inputs) if "pixel_values" not in inputs else model(inputs["pixel_values"])
+    for hook in hooks:
+        hook.remove()
+    if final_norm is not None:
+        states[-1] = final_norm(states[-1])
+    tokens, dim = states[0].shape[1:]
+    found = np.zeros((len(blocks), tokens, tokens, dim, dim))
+    for layer in range(len(blocks)):
+        for out in range(tokens) if outputs is None else outputs:
+            for row in range(dim):
+                (grad,) = torch.autograd.grad(states[layer + 1][0, out, row], states[layer], retain_graph=True)
+                found[layer, out, :, row] = grad[0].numpy()
+            found[layer, out, out] -= np.eye(dim)
+    return found, states
+
+
+def coupling_by_loops(first: np.ndarray, second: np.ndarray, k: int, *, absolute: bool = False) -> tuple[float, float]:
+    """Coupling of two Jacobians (dim, dim) by its definition, and the coupling of random bases."""
+    u, _, vt = np.linalg.svd(second)
+    compressed = u[:, :k].T @ first @ vt[:k].T
+    spectrum = np.linalg.svd(first, compute_uv=False)
+    norm = np.linalg.norm(spectrum[:k])
+    compressed = np.abs(compressed) if absolute else compressed
+    square = norm**2 + (k / len(first)) ** 2 * (spectrum**2).sum()
+    if absolute:
+        square -= 2 * np.sqrt(2 / np.pi) * np.linalg.norm(spectrum) * spectrum[:k].sum() / len(first)
+    return 1 - np.linalg.norm(compressed - np.diag(spectrum[:k])) / norm, 1 - np.sqrt(square) / norm
