@@ -19,9 +19,7 @@ IDS = torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(1))
 def model(family="llama", **options):
     torch.manual_seed(0)
     if family == "gpt2":
-        return GPT2LMHeadModel(
-            GPT2Config(vocab_size=60, n_embd=16, n_layer=2, n_head=2, n_positions=32, **options)
-        ).eval()
+        return GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=16, n_layer=2, n_head=2, **options)).eval()
     if family == "gemma":  # has no row: it is taken apart by its structure
         return GemmaForCausalLM(GemmaConfig(**SIZES, **options)).eval()
     return LlamaForCausalLM(LlamaConfig(**SIZES, **options)).eval()
@@ -76,15 +74,7 @@ def test_hooks_of_blocks_act_once_in_states_replay_readout_and_jacobians(family,
     expected = torch.autograd.functional.jacobian(by_last, trajectory.hidden[number - 1][0, 2].clone()) - torch.eye(16)
     found = block_jacobian(trajectory.block(number), trajectory.hidden[number - 1], out_tokens=2)[0]
     assert torch.allclose(found, expected, atol=1e-4)
-
-
-def test_states_that_are_handed_on_do_not_pass_hooks_again():
-    network = hooked("llama", 2)
-    view = LayeredModel(network)
-    trajectory = view.trajectory({"input_ids": IDS})
-    with torch.no_grad():
-        assert torch.allclose(trajectory.logits, network(input_ids=IDS).logits, atol=1e-5)
-    assert len(network.model.layers[1]._forward_hooks) == 1, "the user's own are back"
+    assert len(network.model.layers[number - 1]._forward_hooks) == 1, "the user's own are back"
 
 
 def test_a_model_with_hooks_does_not_run_in_another_order():

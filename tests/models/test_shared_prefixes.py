@@ -110,18 +110,6 @@ def test_schedules_of_another_model_are_refused():
         SharedPrefixes([("1",)], 3)
 
 
-def test_the_model_keeps_its_mode_and_its_weights(deep, passed):
-    deep.model.train()
-    deep.model.transformer.drop.eval()
-    modes = [part.training for part in deep.model.modules()]
-    versions = [weight._version for weight in deep.model.parameters()]
-    walked([(1, (2, 3)), (3, 2)], passed)
-    assert [part.training for part in deep.model.modules()] == modes
-    assert [weight._version for weight in deep.model.parameters()] == versions
-    assert not any(state.requires_grad for state in walked([(2,)], passed).values())
-    deep.model.eval()
-
-
 ORDERS = [variant.schedule for variant in variants(LAYERS, seeds=(0, 1), loops=(3,), custom=["(2,3) 1", "3 (1,2,1) 3"])]
 
 

@@ -5,9 +5,7 @@ import torch
 from torch.func import vjp
 
 from lit_layers.errors import InputError
-from lit_layers.models.build import pad_vocabulary_
 from lit_layers.models.view import LayeredModel
-from tests.support.rounding import assert_rounded
 from tests.support.tiny_models import DIM, LAYERS, POSITIONS, VOCAB, tiny, tiny_batch
 
 
@@ -16,23 +14,10 @@ def model() -> LayeredModel:
     return LayeredModel(tiny("gpt2", torch.float64))
 
 
-def test_layer_zero_is_the_sum_of_the_embeddings(model):
-    batch = tiny_batch("gpt2")
-    trunk = model.model.transformer
-    expected = trunk.wte.weight[batch["input_ids"]] + trunk.wpe.weight[:10]
-    assert torch.equal(model.trajectory(batch).hidden[0], expected)
-
-
 def test_a_view_knows_the_size_of_its_model(model):
     assert (model.num_layers, model.dim, model.vocab_size, model.max_tokens) == (LAYERS, DIM, VOCAB, POSITIONS)
     assert (model.device.type, model.dtype, model.attention) == ("cpu", torch.float64, "sdpa")
     assert repr(model) == "LayeredModel(GPT2LMHeadModel, num_layers=3, dim=32, origin='row')"
-
-
-def test_a_view_of_images_or_of_a_bare_trunk_has_no_vocabulary():
-    images = LayeredModel(tiny("vit", attention="eager"))
-    assert (images.vocab_size, images.max_tokens, images.attention) == (None, None, "eager")
-    assert LayeredModel(tiny("gpt2_trunk")).vocab_size is None
 
 
 def test_blocks_have_exact_derivatives(model):
@@ -108,25 +93,6 @@ def test_readout_takes_any_leading_dimensions(model):
     torch.testing.assert_close(lens[2, 1], one)
 
 
-def test_readout_of_images_gives_classes_for_every_layer():
-    model = LayeredModel(tiny("vit"))
-    trajectory = model.trajectory(tiny_batch("vit"))
-    assert model.readout(trajectory.hidden).shape == (LAYERS + 1, 3, 7)
-    assert trajectory.mask.all()
-    assert trajectory.mask.shape == (3, 17)
-
-
-def test_padding_rows_of_the_vocabulary_are_no_logits():
-    network, batch = tiny("gpt2"), tiny_batch("gpt2")
-    expected = LayeredModel(network).trajectory(batch).logits
-    pad_vocabulary_(network, 64)
-    model = LayeredModel(network)
-    trajectory = model.trajectory(batch)
-    assert model.vocab_size == trajectory.logits.shape[-1] == VOCAB
-    assert_rounded(trajectory.logits, expected)  # products with a wider matrix, whose rows lie elsewhere
-    assert_rounded(model.readout(trajectory.hidden[-1]), expected)
-
-
 def test_layers_that_are_not_there_are_refused(model):
     trajectory = model.trajectory(tiny_batch("gpt2"))
     for layer in (0, 4, -1):
@@ -161,6 +127,24 @@ def test_columns_that_are_no_input_are_left_out(model):
     batch = tiny_batch("gpt2")
     expected = model.trajectory(batch).logits
     assert torch.equal(model.trajectory({**batch, "labels": batch["input_ids"], "document": 3}).logits, expected)
+
+
+def test_what_a_models_own_forward_adds_behind_its_head_is_in_its_logits():
+    network = tiny("gpt2", torch.float64)
+
+    class Halved(type(network)):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits / 2 + 1
+            return output
+
+    batch = tiny_batch("gpt2")
+    plain = LayeredModel(network).trajectory(batch).logits
+    network.__class__ = Halved
+    trajectory, index = LayeredModel(network).trajectory(batch), (torch.tensor([0, 2]), torch.tensor([9, 1]))
+    torch.testing.assert_close(trajectory.logits, plain / 2 + 1, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(trajectory.logits_of(index), (plain / 2 + 1)[index], rtol=1e-12, atol=1e-12)
+    assert trajectory.logits is trajectory.logits, "they are computed once"
 
 
 @pytest.mark.soak  # the first use of torch.compile in a process takes three seconds

@@ -117,25 +117,6 @@ _RECURRENT = {
         {**_MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4},
     ),
 }
-# Without a row: rotary frequencies are other ones for long texts.
-_BY_STRUCTURE = {
-    "phi3": (
-        "Phi3ForCausalLM",
-        "phi3",
-        {
-            **_PLAIN,
-            "pad_token_id": 0,
-            "max_position_embeddings": 131072,
-            "original_max_position_embeddings": 4096,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 10000.0,
-                "short_factor": [1.0, 1.1, 1.2, 1.3],
-                "long_factor": [1.0, 2.0, 3.0, 4.0],
-            },
-        },
-    ),
-}
 # Models of images of transformers.
 _PICTURES = {
     "picture_vit": ("ViTForImageClassification", "vit", {**_PICTURE, "num_labels": 7}),
@@ -170,7 +151,7 @@ _IMAGES = {
 FAMILIES = (*_TEXT, *_IMAGES)  # EVERY is more than most tests need
 RECURRENT, PICTURES = tuple(_RECURRENT), tuple(_PICTURES)
 EVERY = (*FAMILIES, *_HEADS, *RECURRENT, *PICTURES)
-_TRANSFORMERS = {**_TEXT, **_HEADS, **_RECURRENT, **_BY_STRUCTURE, **_PICTURES}
+_TRANSFORMERS = {**_TEXT, **_HEADS, **_RECURRENT, **_PICTURES}
 
 
 _made: dict[str, nn.Module] = {}
