@@ -23,37 +23,8 @@ from lit_layers.report import write_report
 
 pytestmark = [pytest.mark.realmodel, pytest.mark.soak, pytest.mark.timeout(1800)]  # two minutes of one free core
 ROOT = Path(__file__).parents[2]
-LAYERS, WIDTH, VOCABULARY = 30, 576, 49152
-INF = math.inf
-
-ANY, POSITIVE, SHARE, COSINE = (-INF, INF), (0, INF), (0, 1), (-1, 1)
-COUPLINGS = ("coupling", "token_coupling", "input_context_coupling", "output_context_coupling")
+LAYERS, VOCABULARY = 30, 49152
 TEXTS = 12  # of Invariance
-RANGES = {
-    ANY: "growth_rate path compression spectrum_slope adjusted",
-    POSITIVE: "equidistance expodistance state_norm step_norm logit_lens_loss kl_to_final jacobian_norm singular_value "
-    "min_gap num_tied influence_frobenius influence_spectral log_loss held_out residual_ratio "
-    "variant_loss kl_to_full kendall_distance infonce_chance infonce lidar_within_over_delta monotonicity_largest_drop "
-    "monotonicity_max_drawdown",
-    SHARE: "logit_lens_accuracy path_variance plane_variance prediction_residual r_squared coverage accuracy macro_f1 "
-    "accuracy_all spectrum_r_squared variant_accuracy changed_fraction monotonicity_fraction_increasing",
-    COSINE: "layer_cosine pearson linearized_rollout concept_alignment leave_one_out shuffled monotonicity_spearman "
-    "coupling_with_diagonal coupling_by_distance "
-    + " ".join(f"{name} random_{name} {name}_pair" for name in COUPLINGS),
-    (-INF, 1): "layer_cka " + " ".join(f"excess_{name}" for name in COUPLINGS),
-    (1, INF): "line_shape_score logit_lens_perplexity",
-    (0, math.pi): "token_curvature",
-    (0, LAYERS): "num_beginning num_middle num_ending plateau_layer best_layer inflection_layer",
-    (-2, 2): "block_contrast excess",
-    (1, WIDTH): "effective_rank participation_ratio influence_participation_ratio influence_entropy_rank rank",
-    (0, math.log(WIDTH)): "prompt_entropy dataset_entropy",
-    (0, math.log(TEXTS - 1)): "lidar",
-    (1, TEXTS - 1): "lidar_rank",
-    (-0.05, math.log(TEXTS)): "dime",  # "may be slightly negative"
-}
-# Of others that of their rows, which docs/metrics.md has.
-RANGE_OF = {name: (row.low, row.high) for name, row in METRICS.items()}
-RANGE_OF |= {metric: ends for ends, metrics in RANGES.items() for metric in metrics.split()}
 ROUNDING = 1e-5  # of float32 states, where a bound is reached
 
 
@@ -142,8 +113,9 @@ def test_every_analysis_says_something_and_all_of_it_is_within_its_range(measure
         assert measurement.error is None, f"{name}: {measurement.error}"
         assert measurement.records, name
         for record in measurement.records:
-            assert record.metric in RANGE_OF, f"{name}: of {record.metric} no range is written down here"
-            low, high = (0, 1) if record.tags.get("normalization") == "maxEntropy" else RANGE_OF[record.metric]
+            assert record.metric in METRICS, f"{name}: {record.metric} has no row in metrics.toml"
+            row = METRICS[record.metric]
+            low, high = (0, 1) if record.tags.get("normalization") == "maxEntropy" else (row.low, row.high)
             assert low - ROUNDING <= record.value <= high + ROUNDING, f"{name}: {record}"
 
 
