@@ -1,19 +1,12 @@
 """Attentive probes of layers: their scores are those of the probe fitted to the states of the model."""
 
-import json
-
 import pytest
 import torch
-import transformers
 
 from lit_layers.analyses import AttentiveProbe, LabelProbe
-from lit_layers.cli.main import main
-from lit_layers.data import find_task
-from lit_layers.data.batches import GivenBatches
 from lit_layers.errors import InputError
 from lit_layers.functional import fit_attentive_probe
 from lit_layers.models.view import LayeredModel
-from tests.support.labelled_texts import labelled, saved_gpt2, write_banking77
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
 from tests.support.tiny_models import tiny
@@ -59,60 +52,6 @@ def test_what_the_class_frequencies_give_is_as_of_the_label_probe():
     linear = LabelProbe(train=rows(40, 1), test=rows(20, 2), tolerance=1e-2)
     theirs = [r for r in records_of(linear, view) if r.tags.get("reference")]
     assert [(r.metric, r.value) for r in mine] == [(r.metric, r.value) for r in theirs]
-
-
-def test_images_are_probed_too():
-    view = LayeredModel(tiny("vit"))
-    generator = torch.Generator().manual_seed(0)
-    side = view.image_size or 16
-    pictures = [torch.randn(12, 3, side, side, generator=generator) for _ in range(2)]
-    labels = torch.arange(12) % 3
-    train, test = (Listed({"pixel_values": each, "labels": labels}) for each in pictures)
-    records = list(records_of(probe(train=train, test=test, steps=3), view))
-    assert {r.layer for r in records} == {None, *range(view.num_layers + 1)}
-
-
-@pytest.mark.soak
-def test_a_recipe_probes_texts_of_a_task(tmp_path, monkeypatch, capsys):
-    """As labelled rows given in Python, with the tokenizer's own account of each text."""
-    model = saved_gpt2(tmp_path / "model").float()
-    write_banking77(tmp_path / "tasks", labelled(30), labelled(12, first=30))
-    monkeypatch.chdir(tmp_path)
-    parts = {}
-    for part in ("train", "test"):
-        texts = {"class_path": "TaskTexts", "init_args": {"task": "banking77", "folder": "tasks", "part": part}}
-        options = {"texts": texts, "tokenizer": "${tokenizer}", "max_tokens": 12, "batch_size": 5}
-        parts[part] = {"class_path": "lit_layers.data.LabelledTexts", "init_args": options}
-        texts["class_path"] = f"lit_layers.data.{texts['class_path']}"
-    attentive = {"class_path": "lit_layers.analyses.AttentiveProbe", "init_args": {**parts, "steps": 3}}
-    linear = {"class_path": "lit_layers.analyses.LabelProbe", "init_args": {**parts, "tolerance": 0.01}}
-    (tmp_path / "recipe.yaml").write_text(json.dumps({"analyses": [attentive, linear]}))
-    words = ["--config", "recipe.yaml", "--root", "out", "--device", "cpu"]
-    assert main(["analyze", "model", *words]) == 0, capsys.readouterr().err
-    lines = map(json.loads, (tmp_path / "out" / "measurements.jsonl").read_text().splitlines())
-    found = {line["analysis"]: line["records"] for line in lines}
-    # The same rows, one by one, of the texts and their moods.
-    data = find_task("banking77").load("tasks")
-    tokenizer = transformers.AutoTokenizer.from_pretrained("model")
-    given = {}
-    for part in ("train", "test"):
-        split = getattr(data, part)
-        ids = [torch.tensor([tokenizer(text).input_ids[:12]]) for text in split.texts]
-        given[part] = [(row, label[None]) for row, label in zip(ids, split.targets, strict=True)]
-    views = {part: GivenBatches(rows) for part, rows in given.items()}
-    same = {
-        "attentive_probe": AttentiveProbe(**views, steps=3),
-        "label_probe": LabelProbe(**views, tolerance=0.01),
-    }
-    for name, analysis in same.items():
-        expected = {
-            (r.metric, r.layer, *sorted(map(str, r.tags.items()))): r.value
-            for r in records_of(analysis, LayeredModel(model))
-        }
-        told = {
-            (r["metric"], r.get("layer"), *sorted(map(str, r.get("tags", {}).items()))): r["value"] for r in found[name]
-        }
-        assert told == pytest.approx(expected, rel=1e-3), name  # texts of other widths, in other batches
 
 
 def test_rows_without_labels_are_refused():

@@ -11,13 +11,12 @@ import torch
 from lit_layers.analyses import Invariance, changed_texts
 from lit_layers.data import GivenTexts, make_views
 from lit_layers.data.tokenization import load_tokenizer
-from lit_layers.errors import InputError
 from lit_layers.functional.entropy import dime, infonce, lidar
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks import text_features
+from tests.analyses.prompt_states import states_of_each_prompt
 from tests.support.labelled_texts import labelled, saved_bert, saved_gpt2
 from tests.support.measured import records_of
-from tests.support.prompt_states import states_of_each_prompt
 from tests.support.shares import found_by_ranks
 
 TEXTS = [text for text, _ in labelled(24)]
@@ -188,10 +187,3 @@ def test_processes_divide_the_texts_and_then_the_layers(model, folder, monkeypat
         assert [each is None for each in found] == [each is None for each in wanted]
         numbers = [(a, b) for a, b in zip(found, wanted, strict=True) if b is not None]
         assert all(a == pytest.approx(b, rel=1e-9, abs=1e-12, nan_ok=True) for a, b in numbers)
-
-
-def test_an_option_that_the_preset_sets_otherwise_is_refused_before_anything_runs(model, folder):
-    options = {**OPTIONS, "preset": "released_code", "form": "cross"}
-    analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), **options)
-    with pytest.raises(InputError, match="sets form to ntxent, got form cross as well"):
-        analysis.check(LayeredModel(model))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_layers.analyses import JacobianLens, Lens
+from lit_layers.analyses import JacobianLens
 from lit_layers.analyses.jacobian_lens import one_by_one, shuffle_weights
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
@@ -69,14 +69,6 @@ def test_divergence_and_rank_are_those_of_numpy(view, records):
             expected = np.mean(divergences[held_out]), np.exp(np.log(ranks[held_out]).mean())
             found = values(records, "lens_kl", name)[layer], values(records, "lens_rank", name)[layer]
             assert found == pytest.approx(expected, rel=1e-6), (name, layer)
-
-
-def test_the_logit_lens_is_that_of_lens_where_no_place_is_skipped(view):
-    ids = torch.cat([b["input_ids"] for b in prompts()])
-    here = list(records_of(lens(num_prompts=1, skip_first=0, lenses=("logit",)), view))
-    there = list(records_of(Lens(batches=Listed({"input_ids": ids[1:]})), view))
-    expected = [r.value for r in there if r.metric == "kl_to_final"][:-1]
-    assert values(here, "lens_kl", "logit") == pytest.approx(expected, rel=1e-9)
 
 
 def test_shuffled_weights_are_those_of_the_blocks_in_another_order(view):

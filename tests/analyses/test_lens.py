@@ -7,21 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from lit_layers.analyses import Interventions, Lens, readout_scores
 from lit_layers.analyses.statistics import summarize_ratio
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import bootstrap_interval
 from lit_layers.models.view import LayeredModel
+from tests.analyses.prompt_states import states_of_each_prompt
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
-from tests.support.prompt_states import states_of_each_prompt
+from tests.support.rounding import close_records
 from tests.support.tiny_configs import scale_up_, tiny_config
 from tests.support.tiny_models import LAYERS, VOCAB, tiny, tiny_batch
 
 METRICS = {"logit_lens_loss", "logit_lens_accuracy", "logit_lens_perplexity", "kl_to_final"}
-BERT = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 BATCHES = [
     tiny_batch("gpt2", batch=3, tokens=9, padding="left", seed=1),
     tiny_batch("gpt2", batch=2, tokens=7, seed=2),
@@ -95,41 +95,38 @@ def test_intervals_are_over_prompts_not_tokens(model):
     assert perplexity.stderr == pytest.approx(record.stderr * math.exp(mean), rel=1e-9)
 
 
-def test_the_size_of_the_chunks_changes_nothing(model, monkeypatch):
-    expected = run(model, *BATCHES)
+@pytest.mark.parametrize("kind", [Lens, Interventions])
+def test_the_size_of_the_chunks_changes_nothing(model, kind, monkeypatch):
+    analysis = kind(batches=Listed(*BATCHES))
+    expected = records_of(analysis, model)
     monkeypatch.setattr(readout_scores, "MAX_LOGITS", 3 * VOCAB)
-    shapes = []
-    readout = LayeredModel.readout
-    monkeypatch.setattr(LayeredModel, "readout", lambda self, h: shapes.append(h.shape[:-1]) or readout(self, h))
-    for key, record in run(model, *BATCHES).items():
-        assert record.value == pytest.approx(expected[key].value, rel=1e-12, abs=1e-14)
-    assert max(rows.numel() for rows in shapes) == 3
+    sizes, readout = [], LayeredModel.readout
+    monkeypatch.setattr(LayeredModel, "readout", lambda self, h: sizes.append(h.shape[:-1].numel()) or readout(self, h))
+    close_records(records_of(analysis, model), expected, torch.float64)
+    assert max(sizes) == 3
 
 
-def test_uniform_logits_have_a_perplexity_of_the_vocabulary_s_size():
+def test_uniform_logits_have_a_perplexity_of_the_vocabulary_s_size_and_their_first_token_is_the_answer():
     model = tiny("gpt2", torch.float64, tie_word_embeddings=False)
     model.lm_head.weight.data.zero_()
-    records = run(model, *BATCHES)
+    records = run(model, {"input_ids": torch.tensor([[5, 0, 3, 0, 0, 8]])})
     for layer in range(LAYERS + 1):
         assert records["logit_lens_perplexity", layer].value == pytest.approx(VOCAB, rel=1e-12)
         assert records["logit_lens_loss", layer].value == pytest.approx(math.log(VOCAB), rel=1e-12)
+        assert records["logit_lens_accuracy", layer].value == pytest.approx(0.6), "three of five are token 0"
         assert records["kl_to_final", layer].value == 0
 
 
-def test_a_prompt_without_a_predicted_token_is_left_out_and_counted(model):
+@pytest.mark.parametrize("kind", [Lens, Interventions])
+def test_a_prompt_without_a_predicted_token_is_left_out_and_counted(model, kind):
     lone = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[1, 0]])}
-    without = {key: replace(each, tags={**each.tags, "num_undefined": 1}) for key, each in run(model, *BATCHES).items()}
-    assert run(model, *BATCHES, lone) == without
-    with pytest.raises(InputError, match="^lens: no text has a next token to predict"):
-        run(model, lone)
-
-
-def test_soft_capped_logits_and_padded_vocabularies_are_read_as_the_model_reads_them():
-    batch = tiny_batch("gemma2", batch=2)
-    model = tiny("gemma2")
-    with torch.no_grad():
-        loss = model(**batch, labels=batch["input_ids"]).loss.item()
-    assert run(model, batch)["logit_lens_loss", LAYERS].value == pytest.approx(loss, rel=1e-5)
+    whole, more = (records_of(kind(batches=Listed(*BATCHES, *added)), model) for added in ((), (lone,)))
+    counted = [replace(each, tags={**each.tags, "num_undefined": 1}) for each in whole]
+    assert more == [
+        one if each.metric == "kendall_distance" else each for one, each in zip(whole, counted, strict=True)
+    ]
+    with pytest.raises(InputError, match=r"^\w+: no text has a next token to predict"):
+        records_of(kind(batches=Listed(lone)), model)
 
 
 def test_half_precision_logits_are_widened_before_the_softmax():
@@ -141,29 +138,41 @@ def test_half_precision_logits_are_widened_before_the_softmax():
     assert run(model, batch)["logit_lens_loss", LAYERS].value == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["vit", "bert_classifier"])
-def test_a_pooling_head_is_compared_prompt_by_prompt_and_with_the_labels_there_are(name):
-    model = tiny(name, torch.float64)
-    view, batch = LayeredModel(model), tiny_batch(name, batch=5)
-    bare = run(model, batch)
-    assert set(bare) == {("kl_to_final", layer) for layer in range(LAYERS + 1)}
-    other = tiny_batch(name, batch=30, seed=9)
-    labels = (torch.arange(30) % 5).index_fill(0, torch.arange(0, 30, 2), -100)
-    records = run(model, batch, other | {"labels": labels})
-    hidden = view.trajectory(other).hidden
+CLASSIFIERS = {
+    "vit": lambda model, hidden: model.forward_head(model.norm(hidden)),
+    "bert_classifier": lambda model, hidden: model.classifier(model.bert.pooler(hidden)),
+    "bert_tagger": lambda model, hidden: model.classifier(hidden),
+}
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_a_head_that_classifies_is_compared_over_prompts_or_real_tokens_and_with_the_labels_there_are(name):
+    model, per_token = tiny(name, torch.float64), name == "bert_tagger"
+    bare, batch = tiny_batch(name, batch=5), tiny_batch(name, batch=30, padding="right", seed=9)
+    without = run(model, bare)
+    assert set(without) == {("kl_to_final", layer) for layer in range(LAYERS + 1)}
+    real = batch["attention_mask"].bool() if per_token else torch.ones(30, dtype=torch.bool)
+    labels = (torch.arange(real.numel()) * 7 % 5).reshape(real.shape)
+    labels[..., ::2] = -100
+    labelled, others, num_bare = labels[real] != -100, 5 if per_token else 20, 50 if per_token else 5
+    records = run(model, bare, batch | {"labels": labels})
     with torch.no_grad():
-        final = view.readout(hidden[-1]).log_softmax(-1)
-        for layer in range(LAYERS + 1):
-            log_proba = view.readout(hidden[layer]).log_softmax(-1)
-            loss = records["logit_lens_loss", layer]
-            assert loss.value == pytest.approx(torch.nn.functional.nll_loss(log_proba, labels).item(), rel=1e-10)
-            assert (loss.n, loss.tags) == (15, {"num_tokens": 15, "num_undefined": 20})
-            accuracy = (log_proba.argmax(-1) == labels)[labels != -100].double().mean()
-            assert records["logit_lens_accuracy", layer].value == pytest.approx(accuracy.item())
-            divergence = (final.exp() * (final - log_proba)).sum(-1).mean().item()
-            both = records["kl_to_final", layer]
-            assert both.n == 35
-            assert both.value == pytest.approx((bare["kl_to_final", layer].value * 5 + divergence * 30) / 35, rel=1e-10)
+        hidden = LayeredModel(model).trajectory(batch).hidden
+        of_layers = [CLASSIFIERS[name](model, state)[real].log_softmax(-1) for state in hidden]
+    final = of_layers[-1]
+    assert (final.argmax(-1)[~labelled] == 0).any(), "which is no hit, as there is no label"
+    for layer, log_proba in enumerate(of_layers):
+        loss = records["logit_lens_loss", layer]
+        expected = torch.nn.functional.nll_loss(log_proba, labels[real]).item()
+        assert loss.value == pytest.approx(expected, rel=1e-10)
+        assert (loss.n, loss.tags) == (35 - others, {"num_tokens": int(labelled.sum()), "num_undefined": others})
+        accuracy = (log_proba.argmax(-1) == labels[real])[labelled].double().mean().item()
+        assert records["logit_lens_accuracy", layer].value == pytest.approx(accuracy)
+        both, rows = records["kl_to_final", layer], num_bare + int(real.sum())
+        divergence = (final.exp() * (final - log_proba)).sum().item()
+        divergence += without["kl_to_final", layer].value * num_bare
+        assert both.value == pytest.approx(divergence / rows, rel=1e-10, abs=1e-14)
+        assert (both.n, both.tags) == (35, {"num_tokens": rows})
     assert ("logit_lens_perplexity", 0) not in records
 
 
@@ -204,85 +213,41 @@ def test_a_head_on_the_last_token_of_a_text_reads_every_layer_there_whatever_the
         assert skipped["variant_loss", block] == pytest.approx(lost[block - 1].item(), abs=2e-6)
 
 
-def test_a_text_that_ends_in_the_number_of_padding_is_read_at_one_token_at_all_layers():
-    """The head takes the last token of another number, as the model's own call does."""
-    config = AutoConfig.for_model(
-        "gpt2", n_layer=2, n_embd=16, n_head=2, vocab_size=VOCAB, num_labels=3, pad_token_id=0, bos_token_id=1
-    )
-    model = AutoModelForSequenceClassification.from_config(config).double().eval()
-    ids = torch.tensor([[5, 6, 7, 0], [8, 9, 10, 11]])
-    records = run(model, {"input_ids": ids, "labels": torch.tensor([1, 2])})
-    hidden = LayeredModel(model).trajectory({"input_ids": ids}).hidden
-    with torch.no_grad():
-        scores = model.score(model.transformer.ln_f(hidden[:, [0, 1], [2, 3]])).log_softmax(-1)
-    for layer in range(3):
-        loss = -(scores[layer, 0, 1] + scores[layer, 1, 2]).item() / 2
-        assert records["logit_lens_loss", layer].value == pytest.approx(loss, rel=1e-10)
+@pytest.mark.parametrize("name", ["gpt2", "gemma3"])
+def test_a_text_that_ends_in_the_number_of_padding_is_read_at_one_token_at_all_layers(name):
+    """The head takes the last token of another number, as the model's own call does.
 
-
-def test_a_text_that_ends_in_the_number_of_padding_is_read_at_one_token_where_a_part_of_the_config_says_that_number():
-    """Of models of images and texts the part for texts does, and nothing else."""
-    config: Any = tiny_config("gemma3", num_labels=3)
-    config.text_config.pad_token_id = 0
+    Of models of images and texts the part of the config for texts says that number, and nothing else does.
+    """
+    config: Any = tiny_config(name, num_labels=3)
+    getattr(config, "text_config", config).pad_token_id = 0
     model = AutoModelForSequenceClassification.from_config(config).double().eval()
     scale_up_(model)
     ids = torch.tensor([[5, 6, 7, 0], [8, 9, 10, 11]])
     records = run(model, {"input_ids": ids, "labels": torch.tensor([1, 2])})
     hidden = LayeredModel(model).trajectory({"input_ids": ids}).hidden
+    norm = model.transformer.ln_f if name == "gpt2" else model.model.language_model.norm
     with torch.no_grad():
-        scores = model.score(model.model.language_model.norm(hidden[:, [0, 1], [2, 3]])).log_softmax(-1)
+        scores = model.score(norm(hidden[:, [0, 1], [2, 3]])).log_softmax(-1)
     for layer in range(LAYERS + 1):
         loss = -(scores[layer, 0, 1] + scores[layer, 1, 2]).item() / 2
-        assert records["logit_lens_loss", layer].value == pytest.approx(loss, rel=1e-5)
-
-
-def test_a_head_on_tokens_is_compared_over_real_tokens_and_labels():
-    model = tiny("bert_tagger", torch.float64)
-    batch = tiny_batch("bert_tagger", batch=6, tokens=14, padding="right")
-    real = batch["attention_mask"].bool()
-    chosen = torch.rand(real.shape, generator=torch.Generator().manual_seed(0)) < 0.4
-    labels = (batch["input_ids"] % 5).where(chosen, -100)
-    records = run(model, batch | {"labels": labels})
-    hidden = LayeredModel(model).trajectory(batch).hidden
-    read = model.get_submodule("classifier")
-    labelled = labels[real] != -100
-    with torch.no_grad():
-        final = read(hidden[-1]).log_softmax(-1)[real]
-        assert (final.argmax(-1)[~labelled] == 0).any()  # no hit: there is no label
-        for layer in range(LAYERS + 1):
-            log_proba = read(hidden[layer]).log_softmax(-1)[real]
-            loss = torch.nn.functional.nll_loss(log_proba, labels[real]).item()
-            assert records["logit_lens_loss", layer].value == pytest.approx(loss, rel=1e-10)
-            accuracy = (log_proba.argmax(-1) == labels[real])[labelled].double().mean().item()
-            assert records["logit_lens_accuracy", layer].value == pytest.approx(accuracy)
-            divergence = (final.exp() * (final - log_proba)).sum(-1).mean().item()
-            assert records["kl_to_final", layer].value == pytest.approx(divergence, rel=1e-10, abs=1e-14)
-    assert records["kl_to_final", 0].tags == {"num_tokens": int(real.sum())}
-    assert records["logit_lens_loss", 0].tags == {"num_tokens": int(labelled.sum())}
-
-
-@pytest.mark.parametrize("name", ["gpt2_trunk", "vit_headless"])
-def test_a_model_without_a_head_is_refused(name):
-    model = tiny(name)
-    given = Lens(batches=Listed(tiny_batch(name)))
-    with pytest.raises(InputError, match=f"^lens: {type(model).__name__} has no head to read its layers with"):
-        given.check(LayeredModel(model))
+        assert records["logit_lens_loss", layer].value == pytest.approx(loss, rel=1e-10 if name == "gpt2" else 1e-5)
 
 
 @pytest.mark.parametrize(
-    ("labels", "got"), [(torch.tensor([1]), r"torch.int64 of shape \(1,\)"), (torch.rand(3), "torch.float32")]
+    ("name", "labels", "message"),
+    [
+        ("gpt2_trunk", None, "GPT2Model has no head to read its layers with"),
+        ("vit_headless", None, "VisionTransformer has no head to read its layers with"),
+        ("vit", torch.tensor([1]), r"expected integer labels of shape \(3,\), got torch.int64 of shape \(1,\)"),
+        ("vit", torch.rand(3), r"expected integer labels of shape \(3,\), got torch.float32"),
+        ("vit", torch.tensor([0, 7, 1]), "expected labels of 7 classes, got 7"),
+    ],
 )
-def test_labels_of_another_shape_or_kind_are_refused(labels, got):
-    with pytest.raises(InputError, match=rf"expected integer labels of shape \(3,\), got {got}"):
-        run(tiny("vit"), tiny_batch("vit") | {"labels": labels})
-
-
-def test_a_head_with_one_output_has_no_shares_to_compare_and_is_refused():
-    model = BertForSequenceClassification(BertConfig(num_labels=1, **BERT))
-    with pytest.raises(
-        InputError, match="lens: BertForSequenceClassification gives one number, a regression, and no cla"
-    ):
-        run(model, tiny_batch("bert_classifier", batch=2))
+def test_a_model_without_a_head_and_labels_that_do_not_fit_are_refused(name, labels, message):
+    batch = tiny_batch(name) | ({} if labels is None else {"labels": labels})
+    with pytest.raises(InputError, match=f"^lens: {message}"):
+        run(tiny(name), batch)
 
 
 def test_a_ratio_weighs_every_token_alike_and_its_error_is_that_of_resampled_prompts():

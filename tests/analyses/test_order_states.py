@@ -37,7 +37,7 @@ def run(model, *batches, **options):
     return {(r.metric, r.tags["variant"], r.tags.get("middle"), r.tags.get("loops")): r for r in records}
 
 
-def by_hand(model, batch, order, layer):
+def by_hand(model, batch, order, layer, drop_first=0):
     """Cosines and ratios of norms, a mean for each prompt."""
     view = LayeredModel(model)
     trajectory = view.trajectory(batch)
@@ -47,7 +47,7 @@ def by_hand(model, batch, order, layer):
             state = trajectory.block(number)(state)
     found = []
     for x, y, real in zip(state.numpy(), trajectory.hidden[layer].numpy(), trajectory.mask.numpy(), strict=True):
-        pairs = [(a, b) for a, b, here in zip(x, y, real, strict=True) if here]
+        pairs = [(a, b) for a, b, here in zip(x, y, real, strict=True) if here][drop_first:]
         cosines = [a @ b / np.sqrt((a @ a) * (b @ b)) for a, b in pairs]
         ratios = [np.sqrt((a @ a) / (b @ b)) for a, b in pairs]
         found.append((np.mean(cosines), np.mean(ratios)))
@@ -81,15 +81,12 @@ def test_random_orders_are_one_number_and_each_count_of_loops_another(model):
     assert both.tags == {"variant": "random", "middle": 3, "num_seeds": 2}
 
 
-def test_first_tokens_are_left_out_and_padding_does_not_enter(model):
-    (batch,) = BATCHES[1:2]
-    dropped = run(model, batch, variants=("skip",), middles=(3,), drop_first=1)["ending_input_cosine", "skip", 3, None]
-    assert dropped.tags["drop_first"] == 1
-    left = {name: torch.cat([column[:, :1].mul(0), column], 1) for name, column in batch.items()}
-    if "attention_mask" not in left:
-        left["attention_mask"] = torch.ones_like(left["input_ids"]).index_fill(1, torch.tensor([0]), 0)
-    padded = run(model, left, variants=("skip",), middles=(3,), drop_first=1)["ending_input_cosine", "skip", 3, None]
-    assert padded.value == pytest.approx(dropped.value, abs=1e-9)
+def test_first_tokens_are_left_out_where_asked_for(model):
+    found = run(model, *BATCHES, variants=("skip",), middles=(3,), drop_first=1)["ending_input_cosine", "skip", 3, None]
+    order, layer = BEFORE["skip", 3]
+    expected = [cosine for batch in BATCHES for cosine, _ in by_hand(model, batch, order, layer, drop_first=1)]
+    assert found.value == pytest.approx(np.mean(expected), abs=1e-9)
+    assert found.tags["drop_first"] == 1
 
 
 @pytest.mark.parametrize(

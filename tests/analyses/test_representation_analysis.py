@@ -7,14 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from lit_layers.analyses import LayerSimilarity, PromptStudies, Representation, Trajectory
-from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
+from tests.analyses.prompt_states import states_of_each_prompt
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
-from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_models import tiny, tiny_batch
 
 BATCHES = [
@@ -92,10 +90,7 @@ def test_ranks_and_entropies_are_means_over_prompts_of_their_own_real_tokens(rec
     check(records, shares, "prompt_entropy", drop_first=drop_first, normalization="maxEntropy")
 
 
-def test_curvature_is_the_mean_over_prompts_of_the_mean_turn(model):
-    batches = [BATCHES[1], tiny_batch("gpt2", batch=2, tokens=9, padding="left", seed=4)]
-    records = list(records_of(Representation(batches=Listed(*batches)), LayeredModel(model)))
-    prompts = states_of_each_prompt(model, batches)
+def test_curvature_is_the_mean_over_prompts_of_the_mean_turn(records, prompts):
     check(records, [[curvature(prompt[layer]) for prompt in prompts] for layer in LAYERS], "token_curvature")
 
 
@@ -204,12 +199,6 @@ def test_a_single_prompt_has_values_without_intervals(model):
     assert {(record.n, record.stderr, record.low) for record in records} == {(1, None, None)}
 
 
-def test_an_option_that_the_preset_sets_otherwise_is_refused_before_anything_runs(model):
-    analysis = Representation(batches=Listed(*BATCHES), preset="released_code", pooling="last")
-    with pytest.raises(InputError, match="sets pooling to centered_unit_mean, got pooling last as well"):
-        analysis.check(LayeredModel(model))
-
-
 def test_the_order_of_an_entropy_may_be_infinite(model):
     """The min-entropy: minus the logarithm of the largest share of the variance."""
     batches, layer = Listed(*BATCHES), 2
@@ -226,13 +215,6 @@ def unit(rows):
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
-def of_matrix(matrix, alpha):
-    eigenvalues = np.linalg.eigvalsh(matrix)
-    shares = eigenvalues[eigenvalues > 1e-13 * eigenvalues[-1]]
-    shares = shares / shares.sum()
-    return entropy(shares) if alpha == 1 else math.log((shares**alpha).sum()) / (1 - alpha)
-
-
 def test_every_option_of_the_entropies_can_be_had_and_is_told_by_a_tag(model, prompts):
     options = {
         "center": True,
@@ -244,22 +226,27 @@ def test_every_option_of_the_entropies_can_be_had_and_is_told_by_a_tag(model, pr
         "normalizations": ("logD",),
         "drop_first": (0, 2),
         "pooling": "last",
+        "states": "normed",
     }
     records = list(records_of(Representation(batches=Listed(*BATCHES), **options), LayeredModel(model)))
+
+    with torch.no_grad():
+        prompts = [model.transformer.ln_f(torch.from_numpy(prompt)).numpy() for prompt in prompts]
 
     def value(rows):
         rows = unit(rows - rows.mean(0))
         gram = np.maximum(rows.T @ rows if len(rows) > rows.shape[1] else rows @ rows.T, 0)
         return -math.log((gram**2).sum() / len(gram) ** 2) / math.log(32)
 
-    tags = {"normalization": "logD", "alpha": 2.0, "alpha2": "frobenius", "clamp": 1, "side": "smaller"}
+    told = {"states": "normed"}
+    tags = {"normalization": "logD", "alpha": 2.0, "alpha2": "frobenius", "clamp": 1, "side": "smaller", **told}
     for layer, dropped in itertools.product(LAYERS, (0, 2)):
         expected = np.mean([value(prompt[layer][dropped:]) for prompt in prompts])
         found = find(records, "prompt_entropy", layer, drop_first=dropped, **tags, center=1, unit=1).value
         assert found == pytest.approx(expected, rel=1e-9)
         rows = [prompt[layer][dropped:] - prompt[layer][dropped:].mean(0) for prompt in prompts]
         expected = np.mean([of_rows(unit(each))["effective_rank"] for each in rows])
-        found = find(records, "effective_rank", layer, drop_first=dropped, center=1, unit=1).value
+        found = find(records, "effective_rank", layer, drop_first=dropped, center=1, unit=1, **told).value
         assert found == pytest.approx(expected, rel=1e-6)
     for layer in LAYERS:
         pooled = np.array([prompt[layer][-1] for prompt in prompts])
@@ -267,17 +254,7 @@ def test_every_option_of_the_entropies_can_be_had_and_is_told_by_a_tag(model, pr
         expected = -math.log((gram**2).sum() / len(gram) ** 2) / math.log(32)
         found = find(records, "dataset_entropy", layer, **tags, pooling="last").value
         assert found == pytest.approx(expected, rel=1e-9)
-    assert find(records, "token_curvature", 1).n == 8
-
-
-def test_normed_states_are_those_after_the_final_norm_at_every_layer(model, prompts):
-    records = list(records_of(Representation(batches=Listed(*BATCHES), states="normed"), LayeredModel(model)))
-    norm = model.transformer.ln_f
-    for layer in LAYERS:
-        with torch.no_grad():
-            normed = [norm(torch.from_numpy(prompt[layer])).numpy() for prompt in prompts]
-        found = find(records, "effective_rank", layer, drop_first=0, states="normed").value
-        assert found == pytest.approx(np.mean([of_rows(rows)["effective_rank"] for rows in normed]), rel=1e-9)
+    assert find(records, "token_curvature", 1, **told).n == 8
 
 
 def test_a_prompt_of_one_repeated_token_leaves_a_gap_at_the_layer_that_sees_no_positions():
@@ -305,16 +282,4 @@ def test_a_text_of_one_token_is_in_no_normalization_of_the_entropy():
     studies = PromptStudies(
         batches=Listed({"input_ids": ids, "attention_mask": mask}), studies=("repetition",), p=(0.0,), drop_first=(0,)
     )
-    found = records_of(studies, model)
-    assert {r.n for r in found} == {2}
-    one = entropy_of_rows(model, ids[1])
-    both = one + entropy_of_rows(model, ids[2][:5])
-    (raw,) = [r for r in found if r.layer == 2 and r.tags["normalization"] == "raw"]
-    assert raw.value == pytest.approx(both / 2, rel=1e-9)
-
-
-def entropy_of_rows(model: Any, ids: Tensor) -> float:
-    hidden = LayeredModel(model).trajectory({"input_ids": ids[None]}).hidden[2, 0]
-    share = torch.linalg.svdvals(hidden) ** 2
-    share = share / share.sum()
-    return -(share * share.log()).sum().item()
+    assert {(r.n, r.tags["num_undefined"]) for r in records_of(studies, model)} == {(2, 1)}

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from lit_layers.analyses import Trajectory
-from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
+from tests.analyses.prompt_states import states_of_each_prompt
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
-from tests.support.prompt_states import states_of_each_prompt
 from tests.support.tiny_models import tiny, tiny_batch
 
 BATCHES = [
@@ -109,11 +108,3 @@ def test_one_block_has_a_straight_path_and_no_expodistance():
     assert find(records, "line_shape_score").value == pytest.approx(1, rel=1e-13)
     assert "expodistance" not in {record.metric for record in records}
     assert not [record for record in records if record.metric == "line_shape_score" and record.layer is not None]
-
-
-def test_an_option_that_the_preset_sets_otherwise_is_refused_before_anything_runs(model):
-    analysis = Trajectory(batches=Listed(*BATCHES), preset="paper", states="normed")
-    sentence = "trajectory: preset paper sets states to hf, got states normed as well: leave one of them out"
-    for call in (analysis.check, lambda view: records_of(analysis, view)):
-        with pytest.raises(InputError, match=sentence):
-            call(LayeredModel(model))

@@ -101,8 +101,9 @@ def of_prompts(batches: Any) -> list[Analysis]:
 
 def of_images() -> list[Analysis]:
     """The analyses that a model of images takes."""
-    probe = lit_layers.analyses.LabelProbe(train=pictures(24), test=pictures(), tolerance=1e-6)
-    return [*of_prompts(pictures()), probe]
+    rows = {"train": pictures(24), "test": pictures()}
+    probe = lit_layers.analyses.LabelProbe(**rows, tolerance=1e-6)
+    return [*of_prompts(pictures()), probe, lit_layers.analyses.AttentiveProbe(**rows, steps=2)]
 
 
 def of_text(folder: Path) -> list[Analysis]:
