@@ -214,7 +214,8 @@ def test_evidence_of_each_process_with_each_pair_is_the_density_of_the_joint_nor
 
 def test_means_over_processes_and_steps_are_those_of_gaussian_regression_written_out(monkeypatch):
     """Few processes and steps, each with weights by its density."""
-    few = {"RARE": 0, "MOST_PAIRS": 10000, "SPLITS": 1, "SPLIT": 2, "KEPT": 20, "BATCH": 1000, "PLACES": 5}
+    few = {"RARE": 0, "MOST_PAIRS": 10000, "SPLITS": 1, "KEPT": 12, "TRIED": 8, "BATCH": 1000}
+    few |= {"PLACES": 4, "WIDTHS": drawn_curves.WIDTHS[::3]}
     for name, number in few.items():
         monkeypatch.setattr(drawn_curves, name, number)
     rng = np.random.default_rng(0)
@@ -388,8 +389,9 @@ def test_bootstrap_counts_are_those_of_samples_with_replacement():
     assert (counts == bootstrap_counts(30, seed=1)).all()
 
 
+@pytest.mark.soak
 def test_of_prompts_that_lack_values_the_others_are_drawn_together():
-    steps, rows = STEPS[::2], sigmoid(9.0, 0.7)[::2]
+    steps, rows = STEPS[1::3], sigmoid(9.0, 0.7)[1::3]
     rows = rows + np.random.default_rng(3).normal(0, 0.5, (40, len(steps)))
     counts = bootstrap_counts(40)
     whole = emergence_times(steps, rows[5:].mean(0), replicates=rows[5:], counts=counts[:, 5:])

@@ -159,9 +159,8 @@ def test_the_released_options_give_the_released_numbers():
         for alpha in [1, 2]:
             rows = normal(*shape)
             options = {"center": True, "unit": True, "clamp": True, "side": "smaller", "alpha2": "frobenius"}
-            assert matrix_entropy(rows, alpha=alpha, **options).item() == pytest.approx(
-                released(rows, alpha), rel=1e-10
-            )
+            found = matrix_entropy(rows, alpha=alpha, **options).item()
+            assert found == pytest.approx(released(rows, alpha), rel=1e-10)
 
 
 def test_each_prompt_takes_its_own_smaller_side():
@@ -263,9 +262,7 @@ def test_sets_without_a_direction_are_refused_or_nan_alone():
         values = metric(rows, mask, center=True, undefined="nan")
         assert values.isnan().tolist() == [False, True, True, True, True]
         assert values[0].item() == healthy.item()
-        with pytest.raises(
-            ValueError, match="a row is zero, or equal to the mean that is subtracted, and has no unit length"
-        ):
+        with pytest.raises(ValueError, match="a row is zero, or equal to the mean .*, and has no unit length"):
             metric(torch.tensor([[1.0, 2.0], [0.0, 0.0]]), unit=True)
         with pytest.raises(ValueError, match="is undefined: all rows are zero, or equal to the mean"):
             metric(normal(1, 3), center=True)
@@ -316,18 +313,15 @@ def test_singular_values_are_those_that_the_rows_were_made_of():
     for shape in [(40, 60), (60, 40), (40, 40)]:
         for least in [1e-2, 2e-4, 1e-4, 1e-9]:
             rows, expected = falling(3, *shape, least)
-            np.testing.assert_allclose(module.singular_values(rows), expected.expand(3, -1), rtol=0, atol=2e-13)
-            np.testing.assert_allclose(module.singular_values(1e170 * rows) / 1e170, expected.expand(3, -1), atol=2e-13)
-            np.testing.assert_allclose(
-                module.singular_values(1e-170 * rows) / 1e-170, expected.expand(3, -1), atol=2e-13
-            )
+            for scale in (1, 1e170, 1e-170):
+                values = module.singular_values(scale * rows) / scale
+                np.testing.assert_allclose(values, expected.expand(3, -1), rtol=0 if scale == 1 else 1e-7, atol=2e-13)
             shares = (expected / expected.sum()).numpy()
             assert effective_rank(rows).tolist() == pytest.approx([math.exp(renyi(shares, 1))] * 3, rel=1e-12)
             for alpha in (0.5, 1, 2):
                 shares = (expected.square() / expected.square().sum()).numpy()
-                assert matrix_entropy(rows, alpha=alpha).tolist() == pytest.approx(
-                    [renyi(shares, alpha)] * 3, rel=1e-12
-                )
+                entropies = matrix_entropy(rows, alpha=alpha).tolist()
+                assert entropies == pytest.approx([renyi(shares, alpha)] * 3, rel=1e-12)
 
 
 def test_only_sets_that_need_it_are_decomposed_themselves(monkeypatch):
@@ -374,22 +368,9 @@ def test_a_set_has_the_value_that_it_has_alone_whatever_it_is_measured_with():
             alone = spectrum(rows[place, None, :count], **options)
             for metric in ("entropy", "effective_rank", "participation_ratio", "rankme"):
                 value = getattr(alone, metric)(undefined="nan").item()
-                assert getattr(together, metric)(undefined="nan")[place].item() == pytest.approx(
-                    value,
-                    rel=1e-10,
-                    abs=1e-15,
-                    nan_ok=True,  # Gram matrices round as they lie
-                )
-
-
-def alike(found, rows, counts, first):
-    """A spectrum is that of each set's own rows without the `first`, by numpy from the rows themselves."""
-    for place, count in enumerate(counts):
-        expected = np.linalg.svd(rows[place, first:count].numpy(), compute_uv=False)
-        values = found.values[place].numpy()
-        np.testing.assert_allclose(values[: len(expected)], expected / expected[0], rtol=0, atol=1e-12)
-        assert not values[len(expected) :].any()
-        assert found.num_rows[place] == count - first
+                found = getattr(together, metric)(undefined="nan")[place].item()
+                # Gram matrices round as they lie
+                assert found == pytest.approx(value, rel=1e-10, abs=1e-15, nan_ok=True), metric
 
 
 def test_sets_whose_first_row_is_broken_have_the_spectrum_of_the_others():
@@ -406,4 +387,7 @@ def test_sets_too_close_to_singular_are_decomposed_themselves_with_and_without_t
     rows = torch.cat([falling(1, 40, 60, least)[0] for least in (1e-1, 1e-9)])
     rows[0, 5] = rows[0, 3]
     for first in (0, 1):
-        alike(spectrum(rows.clone().requires_grad_(), drop_first=first), rows, [40, 40], first)
+        found = spectrum(rows.clone().requires_grad_(), drop_first=first)
+        expected = np.linalg.svd(rows[:, first:].numpy(), compute_uv=False)
+        np.testing.assert_allclose(found.values, expected / expected[:, :1], rtol=0, atol=1e-12)
+        assert found.num_rows.tolist() == [40 - first] * 2

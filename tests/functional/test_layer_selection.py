@@ -65,9 +65,8 @@ def test_the_two_forms_differ_where_tasks_disagree():
     up, down = np.arange(6.0), np.arange(6.0)[::-1]
     metric, scores = np.stack([up, up]), np.stack([up, 3 * down])
     found = layer_correlations(metric, scores)
-    assert found_of(found, "per_task_mean", "kendall").estimate == (0.0, None, None), (
-        "1 and -1; no interval of two tasks"
-    )
+    # 1 and -1; no interval of two tasks
+    assert found_of(found, "per_task_mean", "kendall").estimate == (0.0, None, None)
     assert found_of(found, "of_task_means", "kendall").estimate.value == -1.0
 
 

@@ -235,18 +235,16 @@ def test_the_check_is_made_once_for_the_weights_of_a_module_and_a_layout_of_inpu
     block, seen = Attending(fused()), []
     check = block_jacobians._disagreement
     monkeypatch.setattr(block_jacobians, "_disagreement", lambda *args: seen.append(1) or check(*args))
-    for tokens, checks in [(5, 1), (5, 1), (6, 2)]:
-        block_jacobian(block, torch.randn(2, tokens, 8))
-        assert len(seen) == checks
-    block_jacobian(block, torch.randn(2, 5, 8), in_tokens=range(5))
-    assert len(seen) == 3
-    block_jacobian(block, torch.randn(2, 5, 8), out_tokens=0)
-    assert len(seen) == 4
+    first, inputs, outputs = {}, {"in_tokens": range(5)}, {"out_tokens": 0}
+    calls = [(5, first, 1), (5, first, 1), (6, first, 2), (5, inputs, 3), (5, outputs, 4), (5, outputs, 4)]
+    for tokens, options, checks in calls:
+        block_jacobian(block, torch.randn(2, tokens, 8), **options)
+        assert len(seen) == checks, (tokens, options)
     with torch.no_grad():
         block.out.weight.mul_(2)
-    block_jacobian(block, torch.randn(2, 5, 8))
-    block_jacobian(block, torch.randn(2, 5, 8))
-    assert len(seen) == 5
+    for _ in range(2):
+        block_jacobian(block, torch.randn(2, 5, 8))
+        assert len(seen) == 5
 
 
 class Scaled(nn.Module):

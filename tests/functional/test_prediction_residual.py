@@ -37,31 +37,19 @@ def by_lstsq(rows, ids):
 
 
 def test_values_agree_with_numpy_s_least_squares():
-    for normalize in ["layer_norm", "rms_norm", "none"]:
+    for normalize, eps in [("layer_norm", 1e-5), ("layer_norm", 0.1), ("rms_norm", 0.1), ("none", 1e-5)]:
         features, ids = normal(2, 3, 200, 12) * 3 + 1, random_ids(200)
         features[..., 4] += 0.02 * ids  # something to find
-        found = prediction_residual(features, ids, normalize=normalize)
+        found = prediction_residual(features, ids, normalize=normalize, eps=eps)
         assert found.value.shape == found.adjusted.shape == found.rank.shape == (2, 3)
         assert found.num_rows == 200
         assert found.held_out is None
         for place in np.ndindex(2, 3):
-            value, rank = by_lstsq(normed(features[place], normalize), ids)
+            value, rank = by_lstsq(normed(features[place], normalize, eps), ids)
             assert found.rank[place] == rank == (12 if normalize in ("none", "rms_norm") else 11)
             assert found.value[place].item() == pytest.approx(value, rel=1e-9)
             assert found.adjusted[place].item() == pytest.approx(value * 199 / (199 - rank), rel=1e-9)
         assert found.value.max() < 0.9
-
-
-def test_the_norms_are_torch_s_own_with_the_eps_given():
-    features, ids = normal(60, 8) * 0.05, random_ids(60)
-    for normalize, module in (
-        ("layer_norm", torch.nn.LayerNorm(8, eps=1e-2, dtype=torch.float64)),
-        ("rms_norm", torch.nn.RMSNorm(8, eps=1e-2, dtype=torch.float64)),
-    ):
-        expected = prediction_residual(module(features), ids, normalize="none").value
-        assert prediction_residual(features, ids, normalize=normalize, eps=1e-2).value.item() == pytest.approx(
-            expected.item(), rel=1e-10
-        )
 
 
 def test_more_rows_than_are_looked_at_at_once_are_one_fit():
@@ -102,13 +90,6 @@ def test_as_many_directions_as_rows_leave_nothing():
     assert found.adjusted.isnan()
 
 
-def test_useless_features_leave_the_expected_share():
-    ids = random_ids(60)
-    found = prediction_residual(normal(400, 60, 20), ids)
-    assert found.value.mean().item() == pytest.approx(1 - 19 / 59, abs=0.02)
-    assert found.adjusted.mean().item() == pytest.approx(1, abs=0.03)
-
-
 def test_invertible_maps_of_features_and_ids_change_nothing_and_relabelling_does():
     features, ids = normal(90, 7), random_ids(90)
     features[:, 3] += 0.001 * ids
@@ -123,17 +104,6 @@ def test_invertible_maps_of_features_and_ids_change_nothing_and_relabelling_does
     torch.testing.assert_close(mapped.held_out, found.held_out, rtol=1e-8, atol=0)
     relabelled = torch.randperm(5000, generator=torch.Generator().manual_seed(0))[ids]
     assert prediction_residual(features, relabelled, normalize="none").value > 1.2 * found.value
-
-
-def test_weights_of_a_final_norm_change_nothing():
-    features, ids = normal(90, 7), random_ids(90)
-    norm = torch.nn.LayerNorm(7, dtype=torch.float64)
-    with torch.no_grad():
-        norm.weight.copy_(normal(7, seed=2) + 3)
-        norm.bias.copy_(normal(7, seed=3))
-        after = prediction_residual(norm(features), ids, normalize="none")
-    assert after.rank == 6
-    assert after.value.item() == pytest.approx(prediction_residual(features, ids).value.item(), rel=1e-9)
 
 
 def test_copied_and_constant_features_add_no_rank_and_no_fit():
@@ -169,30 +139,21 @@ def test_several_labellings_at_once_are_each_one_s_own():
         torch.testing.assert_close(both.held_out[:, column], alone.held_out, rtol=1e-10, atol=0)
 
 
+EQUAL = "expected scored token ids that are not all equal"
+
+
 @pytest.mark.parametrize(
-    ("features", "ids", "options", "error", "sentence"),
+    ("features", "ids", "options", "sentence"),
     [
-        (torch.ones(5, 3), torch.arange(4), {}, ValueError, "a token id for each of 3 rows or more, got 4 for 5"),
-        (torch.ones(2, 3), torch.arange(2), {}, ValueError, "a token id for each of 3 rows or more, got 2 for 2"),
-        (normal(5, 3), torch.full((5,), 9), {}, ValueError, "token ids that are not all equal: their variance is 0"),
-        (
-            normal(6, 3),
-            torch.tensor([1, 2, 3, 4, 7, 7]),
-            {"split": torch.arange(6) < 4},
-            ValueError,
-            "expected scored token ids that are not all equal",
-        ),
-        (
-            torch.full((5, 3), torch.nan),
-            torch.arange(5),
-            {"normalize": "none"},
-            ValueError,
-            "expected rows that are fin",
-        ),
-        (normal(5, 3), torch.arange(5), {"normalize": "unit"}, ValueError, "normalize to be one of 'layer_norm', 'rms"),
-        (normal(5, 3), torch.arange(5), {"split": torch.ones(5) > 0}, ValueError, "expected scored token ids that are"),
+        (torch.ones(5, 3), torch.arange(4), {}, "a token id for each of 3 rows or more, got 4 for 5"),
+        (torch.ones(2, 3), torch.arange(2), {}, "a token id for each of 3 rows or more, got 2 for 2"),
+        (normal(5, 3), torch.full((5,), 9), {}, "token ids that are not all equal: their variance is 0"),
+        (normal(6, 3), torch.tensor([1, 2, 3, 4, 7, 7]), {"split": torch.arange(6) < 4}, EQUAL),
+        (torch.full((5, 3), torch.nan), torch.arange(5), {"normalize": "none"}, "expected rows that are fin"),
+        (normal(5, 3), torch.arange(5), {"normalize": "unit"}, "normalize to be one of 'layer_norm', 'rms"),
+        (normal(5, 3), torch.arange(5), {"split": torch.ones(5) > 0}, EQUAL),
     ],
 )
-def test_what_cannot_be_fitted_is_refused(features, ids, options, error, sentence):
-    with pytest.raises(error, match=sentence):
+def test_what_cannot_be_fitted_is_refused(features, ids, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
         prediction_residual(features, ids, **options)

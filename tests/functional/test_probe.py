@@ -10,7 +10,6 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score
 from sklearn.preprocessing import StandardScaler
-from torchmetrics.functional.classification import multiclass_f1_score
 
 from lit_layers.functional.probes.logistic import fit_logistic_probes, macro_f1
 
@@ -112,32 +111,19 @@ def test_constant_features_give_the_class_frequencies():
             torch.testing.assert_close(probes.log_proba(features + 5), probes.log_proba(features))
 
 
-@pytest.mark.parametrize("num_classes", [2, 4])
-def test_probabilities_do_not_change_under_affine_maps_of_a_feature(num_classes):
-    features, labels = problem(num_classes)
+@pytest.mark.parametrize("names", [[1, 0], [2, 0, 3, 1]])
+def test_affine_features_order_of_rows_and_numbers_of_classes_change_no_probability(names):
+    features, labels = problem(len(names))
     mapped = features * torch.tensor([1, -2, 1e3, 1e-4, -5, 7], dtype=torch.float64) + 11
-    expected = fit_logistic_probes(features, labels, tolerance=1e-9).log_proba(features)
-    torch.testing.assert_close(
-        fit_logistic_probes(mapped, labels, tolerance=1e-9).log_proba(mapped), expected, atol=1e-5, rtol=0
-    )
-
-
-@pytest.mark.parametrize("num_classes", [2, 4])
-def test_probabilities_do_not_depend_on_the_order_of_rows(num_classes):
-    features, labels = problem(num_classes)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(1))
     expected = fit_logistic_probes(features, labels, tolerance=1e-9).log_proba(features)
-    shuffled = fit_logistic_probes(features[:, order], labels[order], tolerance=1e-9).log_proba(features)
-    torch.testing.assert_close(shuffled, expected, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("names", [[1, 0], [2, 0, 3, 1]])
-def test_probabilities_follow_the_classes_when_they_are_renumbered(names):
-    features, labels = problem(len(names))
-    names = torch.tensor(names)
-    expected = fit_logistic_probes(features, labels, tolerance=1e-9).log_proba(features)
-    renamed = fit_logistic_probes(features, names[labels], tolerance=1e-9).log_proba(features)
-    torch.testing.assert_close(renamed[..., names], expected, atol=1e-5, rtol=0)
+    for given, where, named in (
+        (mapped, torch.arange(len(labels)), torch.arange(len(names))),
+        (features, order, torch.arange(len(names))),
+        (features, torch.arange(len(labels)), torch.tensor(names)),
+    ):
+        probes = fit_logistic_probes(given[:, where], named[labels[where]], tolerance=1e-9)
+        torch.testing.assert_close(probes.log_proba(given)[..., named], expected, atol=1e-5, rtol=0)
 
 
 def test_only_the_layer_that_has_not_converged_is_flagged():
@@ -187,27 +173,22 @@ def test_half_precision_is_widened_and_no_gradient_reaches_the_features():
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("change", "message"),
     [
         (
             {"features": torch.ones(2, 4, 3).index_fill(0, torch.tensor(1), torch.nan)},
-            ValueError,
-            "finite features, got others at layer 1",
+            "got others at layer 1",
         ),
-        ({"labels": torch.tensor([0, 1])}, ValueError, r"a label for each of 4 rows, got shape \(2,\)"),
-        ({"labels": torch.tensor([0, 1, -1, 0])}, ValueError, r"2 classes or more in 0\.\.1, got \[-1, 0, 1\]"),
-        (
-            {"num_classes": 2, "labels": torch.tensor([0, 1, 2, 0])},
-            ValueError,
-            r"2 classes or more in 0\.\.1, got \[0, 1, 2\]",
-        ),
-        ({"labels": torch.tensor([3, 3, 3, 3])}, ValueError, r"2 classes or more in 0\.\.3, got \[3\]"),
-        ({"c": 0.0}, ValueError, "expected c above 0, got 0.0"),
+        ({"labels": torch.tensor([0, 1])}, r"a label for each of 4 rows, got shape \(2,\)"),
+        ({"labels": torch.tensor([0, 1, -1, 0])}, r"2 classes or more in 0\.\.1, got \[-1, 0, 1\]"),
+        ({"num_classes": 2, "labels": torch.tensor([0, 1, 2, 0])}, r"2 classes or more in 0\.\.1, got \[0, 1, 2\]"),
+        ({"labels": torch.tensor([3, 3, 3, 3])}, r"2 classes or more in 0\.\.3, got \[3\]"),
+        ({"c": 0.0}, "expected c above 0, got 0.0"),
     ],
 )
-def test_wrong_input_is_refused_with_a_sentence(change, error, message):
+def test_wrong_input_is_refused_with_a_sentence(change, message):
     given = {"features": torch.randn(2, 4, 3), "labels": torch.tensor([0, 1, 0, 1])} | change
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError, match=message):
         fit_logistic_probes(**given)
 
 
@@ -225,14 +206,6 @@ def test_macro_f1_weighs_the_classes_among_the_labels_alike():
     labels, predictions = torch.randint(9, (2, 60), generator=generator)
     expected = f1_score(labels, predictions, average="macro", labels=labels.unique(), zero_division=0)
     assert macro_f1(labels, predictions) == pytest.approx(expected)
-
-
-def test_macro_f1_is_torchmetrics_where_each_predicted_class_occurs():
-    generator = torch.Generator().manual_seed(1)
-    labels, predictions = torch.randint(5, (2, 200), generator=generator)
-    assert set(predictions.tolist()) <= set(labels.tolist())
-    theirs = multiclass_f1_score(predictions, labels, num_classes=5, average="macro")
-    assert macro_f1(labels, predictions) == pytest.approx(theirs.item(), rel=1e-6)  # theirs is in float32
 
 
 def test_nearly_separable_classes_end_within_a_hundred_thousandth_of_a_nat_of_scikit_learn():

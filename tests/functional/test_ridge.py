@@ -134,26 +134,20 @@ def test_half_precision_is_widened_and_features_are_left_as_they_were():
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("change", "message"),
     [
         (
             {"features": torch.ones(2, 4, 3).index_fill(0, torch.tensor(1), torch.inf)},
-            ValueError,
-            "finite features, got others at layer 1",
+            "got others at layer 1",
         ),
-        ({"targets": torch.ones(3)}, ValueError, r"a finite target for each of 4 rows, got shape \(3,\)"),
-        ({"targets": torch.tensor([0, 1, torch.nan, 0])}, ValueError, "a finite target for each of 4 rows"),
+        ({"targets": torch.ones(3)}, r"a finite target for each of 4 rows, got shape \(3,\)"),
+        ({"targets": torch.tensor([0, 1, torch.nan, 0])}, "a finite target for each of 4 rows"),
+        ({"penalty": -1.0}, "penalty of at least 0, got -1"),
     ],
 )
-def test_wrong_rows_are_refused_with_a_sentence(change, error, message):
-    with pytest.raises(error, match=message):
+def test_wrong_input_is_refused_with_a_sentence(change, message):
+    with pytest.raises(ValueError, match=message):
         fit_ridge_probes(**({"features": torch.randn(2, 4, 3), "targets": torch.randn(4)} | change))
-
-
-def test_wrong_options_are_refused_with_a_sentence():
-    features, targets = problem()
-    with pytest.raises(ValueError, match="penalty of at least 0, got -1"):
-        fit_ridge_probes(features, targets, penalty=-1.0)
 
 
 def errors_of_rows_left_out(features, targets, penalties):
