@@ -66,16 +66,6 @@ def test_with_shared_noise_the_order_is_surer_by_pairs_and_no_more_often_wrong()
     assert later[:, 0].mean() > later[:, 1].mean()
 
 
-@pytest.mark.slow
-@pytest.mark.soak
-def test_without_shared_noise_pairs_change_nothing():
-    found = np.array([compared(two_curves(seed, shift=0.0, shared=0.0), seed) for seed in range(12)])
-    known = found[~np.isnan(found).any(1)]
-    assert len(known) >= 6
-    assert np.abs(known[:, 0] - known[:, 1]).mean() < 0.05
-    assert np.mean(found[:, 3] / found[:, 4]) == pytest.approx(1, abs=0.06)
-
-
 def curve(rows: np.ndarray, metric: str, *, prompts_of: str = "d", layer: int | None = None) -> StepCurve:
     values, stderr = rows.mean(0), rows.std(0, ddof=1) / PROMPTS**0.5
     where = {"run": "r", "analysis": "a", "metric": metric, "layer": layer, "tags": {}, "at": STEPS}

@@ -1,12 +1,7 @@
 import json
 import math
-import os
 import re
-import signal
-import subprocess
-import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +13,6 @@ import pytest
 from lit_layers import records
 from lit_layers.errors import InputError
 from lit_layers.records import Measurement, Record, ScalarLog
-
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
 
 
 def make(step: int | None = 0, *values: float, analysis: str = "a", error: str | None = None, **tags) -> Measurement:
@@ -72,26 +65,25 @@ def test_a_file_cut_at_any_byte_loses_at_most_its_last_line(tmp_path: Path) -> N
         assert records.read(file) == [*kept, three]
 
 
-def verdict(measurement: Measurement, text: str) -> Measurement:
-    return replace(measurement, provenance=measurement.provenance | {"audit": text})
+def verdict(text: str, *values: float, step: int = 3, **tags) -> Measurement:
+    judged = make(step, *values, **tags)
+    return replace(judged, provenance=judged.provenance | {"audit": text})
 
 
 def test_a_table_has_the_verdicts_of_the_audit_only_where_a_checkpoint_is_suspect() -> None:
-    clean = [verdict(make(0, 0.1), "clean"), verdict(make(1, 0.2), "note: identical weights"), make(2, 0.3)]
+    clean = [verdict("clean", 0.1, step=0), verdict("note: identical weights", 0.2, step=1), make(2, 0.3)]
     assert list(records.frame(clean).columns) == list(records.COLUMNS)
     assert not any(map(records.is_suspect, clean))
-    bad = verdict(make(3, 0.4, 0.5), "suspect: equal to main")
+    suspect = "suspect: equal to main"
+    bad = verdict(suspect, 0.4, 0.5)
     assert records.is_suspect(bad)
     table = records.frame([*clean, bad])
     assert list(table.columns) == [*records.COLUMNS, "audit"]
-    said = table["audit"].fillna("nobody").tolist()
-    assert said == ["clean", "note: identical weights", "nobody", "suspect: equal to main", "suspect: equal to main"]
-    failed = replace(bad, error="no")
-    assert "audit" not in records.frame([*clean, failed]).columns, "a failed one has no rows"
-    again = verdict(make(3, 0.4), "clean")
-    assert "audit" not in records.frame([bad, again]).columns, "what was measured anew is judged anew"
-    tagged = verdict(make(3, 0.4, audit="x"), "suspect: equal to main")
-    assert records.frame([tagged])[["tag_audit", "audit"]].values.tolist() == [["x", "suspect: equal to main"]]
+    assert table["audit"].fillna("nobody").tolist() == ["clean", "note: identical weights", "nobody", suspect, suspect]
+    assert "audit" not in records.frame([*clean, replace(bad, error="no")]).columns, "a failed one has no rows"
+    assert "audit" not in records.frame([bad, verdict("clean", 0.4)]).columns, "what is measured anew is judged anew"
+    tagged = records.frame([verdict(suspect, 0.4, audit="x")])
+    assert tagged[["tag_audit", "audit"]].values.tolist() == [["x", suspect]]
 
 
 def test_a_torn_line_longer_than_a_block_is_removed_whole(tmp_path: Path) -> None:
@@ -151,36 +143,6 @@ def _log_and_close(path: Path) -> None:
     log.close()
 
 
-WRITER = """
-import sys
-from lit_layers import records
-from lit_layers.records import Measurement, Record
-for step in range(int(sys.argv[2]), int(sys.argv[3])):
-    found = [Record(metric="m", value=step + i, layer=i) for i in range(400)]
-    records.append(sys.argv[1], Measurement(run="r", step=step, tokens=0, analysis="a", records=found, seconds=0))
-"""
-
-
-@pytest.mark.soak
-@pytest.mark.slow
-def test_readers_beside_a_writer_see_whole_lines_and_a_killed_writer_leaves_them(tmp_path: Path) -> None:
-    file = tmp_path / "m.jsonl"
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(file), "0", "100000"], env=ENVIRONMENT)
-    seen = 0
-    deadline = time.monotonic() + 300
-    while seen < 20 and time.monotonic() < deadline:
-        found = records.read(file)
-        assert [m.step for m in found] == list(range(len(found)))
-        assert all(m.records[399].value == m.step + 399 for m in found)
-        seen = len(found)
-    writer.send_signal(signal.SIGKILL)
-    writer.wait()
-    kept = len(records.read(file))
-    records.append(file, make(kept))
-    assert [m.step for m in records.read(file)] == list(range(kept + 1))
-    assert kept >= 20
-
-
 def test_a_writer_waits_for_another_one_whose_line_is_not_whole_yet(tmp_path: Path) -> None:
     import fcntl
 
@@ -200,23 +162,11 @@ def test_a_writer_waits_for_another_one_whose_line_is_not_whole_yet(tmp_path: Pa
 
 
 def test_the_last_line_of_a_key_wins_and_a_failed_one_gives_no_rows() -> None:
-    table = records.frame(
-        [
-            make(1, 0.1, 0.2),
-            make(1, 0.3, analysis="b"),
-            make(1, 0.4),
-            make(2, 0.5),
-            make(2, 0.7, error="RuntimeError: after the first record"),
-            make(3, error="RuntimeError: no"),
-            make(3, 0.6),
-        ]
-    )
-    assert list(zip(table["step"], table["analysis"], table["value"], strict=True)) == [
-        (1, "b", 0.3),
-        (1, "a", 0.4),
-        (3, "a", 0.6),
-    ]
-    assert table["tokens"].tolist() == [10, 10, 30]
+    lines = [make(1, 0.1, 0.2), make(1, 0.3, analysis="b"), make(1, 0.4), make(2, 0.5)]
+    lines += [make(2, 0.7, error="RuntimeError: after the first record"), make(3, error="RuntimeError: no")]
+    table = records.frame([*lines, make(3, 0.6)])
+    columns = table["step"], table["analysis"], table["value"], table["tokens"]
+    assert list(zip(*columns, strict=True)) == [(1, "b", 0.3, 10), (1, "a", 0.4, 10), (3, "a", 0.6, 30)]
 
 
 def test_tags_become_columns_of_their_own_kind() -> None:
@@ -324,10 +274,9 @@ def test_truncating_to_an_offset_forgets_exactly_what_came_after_it(tmp_path: Pa
     log.close()
     kept, offset = records.rows(log.path), log.offset
     assert offset == log.path.stat().st_size
-    log.log(6, {"loss": 0.0})
-    assert log.offset == offset
-    log.log(7, {"loss": 0.0})
-    assert log.offset > offset
+    for step, grows in ((6, False), (7, True)):
+        log.log(step, {"loss": 0.0})
+        assert (log.offset > offset) == grows
     resumed = ScalarLog(log.path)
     resumed.truncate(offset)
     assert records.rows(log.path) == kept
@@ -373,15 +322,15 @@ WRONG_MEASUREMENTS = [
     ({"step": 1e20}, "step: Input should be a valid integer, got 1e+20"),
     ({"step": -1}, "step: Input should be greater than or equal to 0, got -1"),
     ({"step": True}, "step: Input should be a valid integer, got True"),
-    ({"tokens": "many"}, "tokens: Input should be a valid integer, got 'many'"),
     ({"seconds": -2}, "seconds: Input should be greater than or equal to 0, got -2"),
     ({"seconds": "inf"}, "seconds: Input should be a valid number, got 'inf'"),
-    ({"provenance": "x"}, "provenance: Input should be an object, got 'x'"),
     ({"provenance": {"audit": [1]}}, "provenance.audit: Input should be a valid string, got [1]"),
     ({"provenance": {"config_hash": {}}}, "provenance.config_hash: Input should be a valid string, got {}"),
     ({"records": [3]}, "records.0: Input should be an object, got 3"),
     ({"more": 1}, "more: Unexpected keyword argument, got 1"),
 ]
+
+
 WRONG_RECORDS = [
     ({"metric": None}, "metric: Input should be a valid string, got None"),
     ({"value": "1.5"}, "value: Input should be a number, got '1.5'"),
@@ -426,13 +375,3 @@ def test_scalars_of_another_kind_are_refused_and_whole_numbers_stay_whole(tmp_pa
         file.write_text(line + "\n")
         with pytest.raises(InputError, match=rf"metrics\.jsonl, line 1: {re.escape(says)}; restore"):
             records.rows(file)
-
-
-def test_every_bit_of_a_number_is_read_back(tmp_path: Path) -> None:
-    bits = np.random.default_rng(0).integers(0, 2**64, 20_000, dtype=np.uint64)
-    values = [float(value) for value in bits.view(np.float64) if math.isfinite(value)]
-    values += [5e-324, 2.2250738585072014e-308, 1.7976931348623157e308, -0.0, 0.1 + 0.2]
-    file = tmp_path / "m.jsonl"
-    records.append(file, make(1, *values))
-    back = np.array([record.value for record in records.read(file)[0].records])
-    assert (back.view(np.uint64) == np.array(values).view(np.uint64)).all(), "identical bits, for nothing is computed"

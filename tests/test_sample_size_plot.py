@@ -17,41 +17,28 @@ def of(analysis: str, *steps: int, layers: int = LAYERS) -> pd.DataFrame:
     return records.frame(layer_results(analysis, step=step, layers=layers) for step in steps)
 
 
-def models(analysis: str, **depths: int) -> pd.DataFrame:
-    return records.frame(layer_results(analysis, step=None, run=f"lab/{n}", layers=d) for n, d in depths.items())
-
-
 def test_a_layers_score_is_drawn_against_training_rows_on_a_log_axis_with_its_intervals() -> None:
     fig = plots.list_profile(of("sample_sizes/topics", 0, 64), "accuracy")
     one = line(fig, "layer 2")
+    assert drawn(fig, "layer 2", 0)[SIZES[0]] == pytest.approx(0.32)
     assert drawn(fig, "layer 2", 1) == pytest.approx(dict(zip(SIZES, (0.384, 0.484, 0.584), strict=True)))
     assert one.interval == "bars"
     assert one.high[3:] == [pytest.approx(0.394), pytest.approx(0.494), None], "all rows are drawn once: no interval"
     assert one.low[3:] == [pytest.approx(0.364), pytest.approx(0.464), None]
-    assert fig.x.log
-    assert [*fig.x.labels] == [*SIZES]
+    assert (fig.x.log, [*fig.x.labels], fig.frames) == (True, [*SIZES], [0, 64])
     assert fig.x.ends[0] < SIZES[0] < SIZES[-1] < fig.x.ends[1]
+    assert fig.y.ends[0] < 0.28, "all checkpoints have one axis"
+    assert fig.y.ends[1] > 0.3 + 0.2 + 0.04 + 0.064
     assert names(fig) == [f"layer {layer}" for layer in range(LAYERS + 1)], "one line a layer, none a size"
-
-
-def test_a_slider_moves_the_scores_and_not_the_axis() -> None:
-    fig = plots.list_profile(of("sample_sizes/topics", 0, 8, 64), "accuracy")
-    assert fig.frames == [0, 8, 64]
-    assert drawn(fig, "layer 2", 0)[SIZES[0]] == pytest.approx(0.32)
-    low, high = fig.y.ends
-    assert low < 0.28
-    assert high > 0.3 + 0.2 + 0.04 + 0.064
-    assert "params" not in plots.list_profile(of("sample_sizes/topics", 8), "accuracy").spec(still=False)
-
-
-def test_many_layers_have_no_error_bars_but_still_tell_their_intervals() -> None:
-    fig = plots.list_profile(of("sample_sizes/topics", 8, layers=24), "accuracy")
-    assert {series.interval for series in fig.series} == {""}
-    assert line(fig, "layer 24").has_interval
+    many = plots.list_profile(of("sample_sizes/topics", 8, layers=24), "accuracy")
+    assert {series.interval for series in many.series} == {""}, "many layers have no bars"
+    assert line(many, "layer 24").has_interval
 
 
 def test_all_categories_stand_in_one_map_by_their_groups_with_one_range_around_zero() -> None:
-    fig = plots.tag_map(of("concept_alignment", 0, 64), "concept_alignment")
+    frame = of("concept_alignment", 0, 64)
+    gone = (frame["category_id"] == "E01") & (frame["layer"] == 0)
+    fig = plots.tag_map(frame[~gone], "concept_alignment")
     texts = list(fig.y.labels.values())
     last = fig.cells.values[-1]
     assert len(last) == len(texts) == 1 + len(CATEGORIES)
@@ -60,19 +47,10 @@ def test_all_categories_stand_in_one_map_by_their_groups_with_one_range_around_z
     values = dict(zip(texts, last, strict=True))
     assert values["Mean"][3] == pytest.approx(0.094)
     assert values["noun - form 5"][2] == pytest.approx((4 - 20) / 50 + 0.02 + 0.064)
+    assert [value is None for value in values["thing - fact 1"][:2]] == [True, False], "undefined at a layer: blank"
     low, high = fig.cells.ends
     assert -low == high == pytest.approx(19 / 50 + 0.04 + 0.064), "the same at all checkpoints"
     assert fig.cells.texts[texts.index("noun - form 5")] == "I05 noun - form_5, Inflectional morphology"
-    assert fig.cells.hover == "layer {x}\n{t}"
-
-
-def test_a_category_that_is_undefined_at_a_layer_is_blank_there() -> None:
-    frame = of("concept_alignment", 8)
-    gone = (frame["category_id"] == "E01") & (frame["layer"] == 0)
-    fig = plots.tag_map(frame[~gone], "concept_alignment")
-    row = list(fig.y.labels.values()).index("thing - fact 1")
-    assert fig.cells.values[0][row][0] is None
-    assert fig.cells.values[0][row][1] is not None
 
 
 def test_names_of_categories_are_shown_not_interpreted_and_long_ones_are_cut() -> None:
@@ -87,8 +65,7 @@ def test_names_of_categories_are_shown_not_interpreted_and_long_ones_are_cut() -
 def test_curves_of_a_metric_with_categories_are_those_of_its_mean() -> None:
     frame = of("concept_alignment", 0, 64)
     fig = plots.layer_profile(frame, "concept_alignment", baselines=["shuffled"])
-    last = [series for series in fig.series if series.width == 2.6]
-    assert list(last[0].y) == pytest.approx([layer / 100 + 0.064 for layer in range(LAYERS + 1)])
+    assert list(line(fig, "step 64").y) == pytest.approx([layer / 100 + 0.064 for layer in range(LAYERS + 1)])
     assert {series.name for series in fig.series if series.dash} == {"Shuffled pairs"}
     assert len(plots.emergence_curves(frame, "concept_alignment").series) == LAYERS + 1
     assert plots.variants(frame, "excess") == [{}]
@@ -124,22 +101,15 @@ def test_the_plainest_variant_is_of_the_test_rows_and_of_the_accuracy_and_layers
     assert (plots.emergence_curves(frame, "plateau_layer").y.whole, fig.y.whole) == (True, False)
 
 
-def test_the_table_of_changes_has_a_row_for_each_headline_and_none_for_categories_or_sizes() -> None:
+def test_the_tables_of_results_have_headlines_of_test_rows_and_none_for_categories_or_sizes() -> None:
     frame = records.frame(layer_results(analysis, step=step) for step in (0, 64) for analysis in ANALYSES)
     rows = plots.change_table(frame)
-    assert rows[["analysis", "metric", "variant"]].values.tolist() == [
-        *(["probe/topics", metric, "test rows"] for metric in ("accuracy", "log_loss")),
-        *(["probe/topics", name, "test rows, of accuracy"] for name in ("monotonicity_spearman", "plateau_layer")),
-        *(["probe/stars", metric, "test rows"] for metric in ("mean_squared_error", "r_squared")),
-        *(["concept_alignment", metric, ""] for metric in ("concept_alignment", "excess")),
-        *(["prediction_residual", name, ""] for name in ("prediction_residual", "residual_ratio", "r_squared")),
-    ]
-    accuracy = rows.iloc[0]
-    assert accuracy["layer"] == LAYERS
-    assert (accuracy["first"], accuracy["last"]) == pytest.approx((0.7, 0.764))
-    own = plots.model_table(models("probe/topics", small=2, large=4))
-    headlines = ["accuracy", "log_loss", "monotonicity_spearman", "plateau_layer", "best_layer"]
-    assert own["metric"].tolist() == headlines * 2
+    assert "sample_sizes/topics" not in {*rows["analysis"]}
+    assert {*rows[rows["analysis"] == "concept_alignment"]["variant"]} == {""}
+    probes = rows[rows["analysis"] == "probe/topics"]
+    assert {*probes["variant"]} == {"test rows", "test rows, of accuracy"}
+    accuracy = probes.iloc[0]
+    assert (accuracy["layer"], accuracy["first"], accuracy["last"]) == pytest.approx((LAYERS, 0.7, 0.764))
 
 
 def test_what_has_no_such_rows_and_a_picture_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
@@ -149,9 +119,5 @@ def test_what_has_no_such_rows_and_a_picture_that_cannot_be_written_are_refused(
         chart.write(tmp_path / "a.gif")
     with pytest.raises(InputError, match="cannot write .*: no such file or directory"):
         chart.write(tmp_path / "no" / "a.png")
-    with pytest.raises(ValueError, match="'plateau_layer' has no values per layer"):
-        plots.layer_profile(frame, "plateau_layer")
-    with pytest.raises(ValueError, match="no lists of values per layer"):
-        plots.list_profile(frame, "accuracy")
     with pytest.raises(ValueError, match="no values per layer and category"):
         plots.tag_map(frame, "accuracy")

@@ -5,18 +5,17 @@ import math
 import random
 import statistics
 
-import numpy as np
 import pandas as pd
 import pytest
 
 from lit_layers import plots, records
 from lit_layers.errors import InputError
-from lit_layers.figures.variants import LOOKS
 from lit_layers.records import Record
-from tests.support.charts import line, names, values
+from tests.support.charts import drawn, line, names, values
 from tests.support.written import made
 
 MIDDLES = [1, 3, 5]
+MEDIAN = "intervene/median_over_tasks"
 
 
 def table(*measurements: tuple[str, int | None, list[Record]], run: str = "r", **provenance: str) -> pd.DataFrame:
@@ -54,16 +53,10 @@ def test_each_variant_is_a_line_over_the_middle_blocks_and_single_orders_are_non
     rows = of_variants("variant_loss", {"skip": [2.5, 3, 4], "random": [2, 2.4, 3]}, loops=LOOPS)
     rows += [record("variant_loss", 9.0, "random", middle=3, seed=s, schedule=f"1 {s}") for s in range(5)]
     fig = plots.variant_curves(table(("interventions", None, rows)), "variant_loss")
-    assert [list(line(fig, "Skip").x), list(line(fig, "Skip").y)] == [MIDDLES, [2.5, 3, 4]]
-    assert list(line(fig, "Random order").y) == [2, 2.4, 3]
-    assert list(line(fig, "Looped parallel, k = 2").y) == [3.0, 2.5, 4.0], "2 and 4 are as near to 3: the fewer"
-    assert list(line(fig, "Full model").y) == [2, 2]
-    assert line(fig, "Skip").color == LOOKS["skip"][0] != line(fig, "Random order").color
-
-
-def test_the_colours_of_variants_differ():
-    assert len({color for color, *_ in LOOKS.values()}) == len(LOOKS)
-    assert len({symbol for _, symbol in LOOKS.values()}) == len(LOOKS)
+    assert drawn(fig, "Skip") == dict(zip(MIDDLES, [2.5, 3, 4], strict=True))
+    assert values(fig, "Random order") == [2, 2.4, 3]
+    assert values(fig, "Looped parallel, k = 2") == [3.0, 2.5, 4.0], "2 and 4 are as near to 3: the fewer"
+    assert values(fig, "Full model") == [2, 2]
 
 
 def test_intervals_come_from_the_record():
@@ -77,13 +70,13 @@ def test_intervals_come_from_the_record():
     assert band.high == pytest.approx([0.7, 0.45])
 
 
-def test_guessing_is_dotted_where_it_is_known():
+def test_guessing_is_a_line_where_it_is_known():
     rows = of_variants("task_score", {"skip": [0.5, 0.4, 0.3]}, task="winogrande")
     rows += [record("normalized_score", 0.7, "skip", middle=1)]
     guess = Record(metric="random_score", value=0.5, tags={"task": "winogrande"})
     frame = table(("intervene/winogrande", None, [*rows, guess]))
-    assert list(line(plots.variant_curves(frame, "task_score"), "Guessing").y) == [0.5, 0.5]
-    assert list(line(plots.variant_curves(frame, "normalized_score"), "Guessing").y) == [0, 0]
+    assert values(plots.variant_curves(frame, "task_score"), "Guessing") == [0.5, 0.5]
+    assert {*values(plots.variant_curves(frame, "normalized_score"), "Guessing")} == {0}
     without = table(("intervene/winogrande", None, rows))
     assert "Guessing" not in names(plots.variant_curves(without, "task_score"))
 
@@ -93,47 +86,38 @@ def test_a_slider_goes_over_the_checkpoints_and_the_last_is_shown():
     measured = [("interventions", s, of_variants("variant_loss", {"skip": row})) for s, row in steps.items()]
     fig = plots.variant_curves(table(*measured), "variant_loss")
     assert fig.frames == [1, 8]
-    for number, row in enumerate(steps.values()):
-        assert values(fig, "Skip", number) == row
-    shown = [row["y"] for row in fig.spec()["data"]["values"]]
-    assert shown[:3] == steps[8], "a picture shows the last"
+    assert [values(fig, "Skip", number) for number in (0, 1)] == [*steps.values()]
+    assert [row["y"] for row in fig.spec()["data"]["values"]][:3] == steps[8], "a picture shows the last"
     low, high = fig.y.ends
     assert low < 2
     assert high > 6
 
 
-def test_before_and_after_are_chosen_by_their_tag():
-    before = of_variants("variant_loss", {"skip": [3.0, 4.0, 5.0]}, when="before")
-    after = of_variants("variant_loss", {"skip": [2.1, 2.5, 6.0]}, when="after")
-    frame = table(("intervene/finetune_arc_challenge", None, before + after))
-    with pytest.raises(ValueError, match="several ways, choose one by tags: before fine-tuning; after fine-tuning"):
-        plots.variant_curves(frame, "variant_loss")
-    fig = plots.variant_curves(frame, "variant_loss", tags={"when": "after"})
-    assert list(line(fig, "Skip").y) == [2.1, 2.5, 6]
-
-
 def test_figures_refuse_what_they_cannot_show():
-    rows = [record("variant_loss", 1.0, "baseline"), record("variant_loss", 2.0, "skip_one", layer=1)]
-    frame = table(("interventions", None, rows))
-    for make in (plots.variant_curves, plots.loop_map):
-        with pytest.raises(ValueError, match="no values of (variants of the middle|looped_parallel)"):
-            make(frame, "variant_loss")
-    middle = table(("interventions", 1, of_variants("variant_loss", {"skip": [1.0, 2.0, 3.0]})))
-    with pytest.raises(ValueError, match="no values of single blocks"):
-        plots.variant_curves(middle, "variant_loss", blocks=True)
-    with pytest.raises(ValueError, match="no rows of metric 'nothing'"):
-        plots.variant_curves(middle, "nothing")
-    with pytest.raises(ValueError, match="no values of the variant 'reverse'"):
-        plots.models_by_middle(middle, "variant_loss", variant="reverse")
-    seeds = table(("interventions", 1, [record("kendall_distance", 1.0, "random", middle=3, seed=0, schedule="1 2")]))
-    with pytest.raises(ValueError, match="but single random orders"):
-        plots.variant_curves(seeds, "kendall_distance")
-    suspect = table(
-        *(("interventions", s, of_variants("variant_loss", {"skip": [1.0, 2.0, 3.0]})) for s in (1, 8)),
-        audit="suspect: equal to the final step",
-    )
-    with pytest.raises(InputError, match="suspect step 8"):
-        plots.variant_curves(suspect, "variant_loss")
+    def of(step: int | None, rows: list[Record], **provenance: str) -> pd.DataFrame:
+        return table(("interventions", step, rows), **provenance)
+
+    blocks = of(None, [record("loss", 1.0, "baseline"), record("loss", 2.0, "skip_one", layer=1)])
+    skipped = of_variants("loss", {"skip": [1.0, 2.0, 3.0]})
+    middle, suspect = of(1, skipped), of(8, skipped, audit="suspect: equal to the final step")
+    seeds = of(1, [record("loss", 1.0, "random", middle=3, seed=0, schedule="1 2")])
+    two_ways = [
+        row for when in ("before", "after") for row in of_variants("loss", {"skip": [1.0, 2.0, 3.0]}, when=when)
+    ]
+    curves = plots.variant_curves
+    for draw, frame, metric, options, sentence in (
+        (curves, blocks, "loss", {}, "no values of variants of the middle"),
+        (plots.loop_map, blocks, "loss", {}, "no values of looped_parallel"),
+        (curves, middle, "loss", {"blocks": True}, "no values of single blocks"),
+        (curves, middle, "nothing", {}, "no rows of metric 'nothing'"),
+        (plots.models_by_middle, middle, "loss", {"variant": "reverse"}, "no values of the variant 'reverse'"),
+        (curves, seeds, "loss", {}, "but single random orders"),
+        (curves, of(1, two_ways), "loss", {}, "choose one by tags: before fine-tuning; after fine-tuning"),
+        (curves, suspect, "loss", {}, "suspect step 8"),
+    ):
+        with pytest.raises((ValueError, InputError), match=sentence):
+            draw(frame, metric, **options)
+    assert values(curves(of(1, two_ways), "loss", tags={"when": "after"}), "Skip") == [1, 2, 3]
 
 
 # ------------------------------------------------------------------------------------------------ loops and blocks
@@ -166,9 +150,9 @@ def test_single_blocks_are_lines_over_the_blocks():
     rows += [record("variant_loss", 10.0 - n, "skip_one", layer=n) for n in (3, 1, 2)]
     rows += [record("variant_loss", 5.0 + n, "switch", layer=n) for n in (1, 2)]
     fig = plots.variant_curves(table(("interventions", None, rows)), "variant_loss", blocks=True)
-    assert [list(line(fig, "Skip one block").x), list(line(fig, "Skip one block").y)] == [[1, 2, 3], [9, 8, 7]]
-    assert list(line(fig, "Switch with the next").y) == [6, 7]
-    assert list(line(fig, "Full model").y) == [1, 1]
+    assert drawn(fig, "Skip one block") == {1: 9, 2: 8, 3: 7}
+    assert values(fig, "Switch with the next") == [6, 7]
+    assert values(fig, "Full model") == [1, 1]
 
 
 # ------------------------------------------------------------------------------------------------ over tasks
@@ -187,26 +171,29 @@ def scores(step: int | None, values: dict[str, list[float]], *, also: dict[str, 
 def test_the_median_is_over_the_tasks_that_have_every_variant():
     values = {"a": [0.9, 0.5, 0.2], "b": [0.8, 0.7, 0.1], "c": [1.1, 0.1, -0.2], "d": [0.95, 0.55, 0.3]}
     found = plots.with_task_medians(table(*scores(None, {**values, "e": [5.0, 5.0]})))
-    own = found.frame[found.frame["analysis"] == "intervene/median_over_tasks"]
+    own = found.frame[found.frame["analysis"] == MEDIAN]
     skipped = own[own["variant"] == "skip"].sort_values("middle")
     assert list(skipped["value"]) == pytest.approx([statistics.median(v[n] for v in values.values()) for n in range(3)])
     assert set(own["n"]) == {4}
     assert own["seed"].isna().all()
-    assert found.notes["intervene/median_over_tasks"] == (
-        "Median over tasks a, b, c, d. In it are not, as they lack some variants: e."
-    )
-    fig = plots.variant_curves(found.frame, "normalized_score", analysis="intervene/median_over_tasks")
+    assert found.notes[MEDIAN] == ("Median over tasks a, b, c, d. In it are not, as they lack some variants: e.")
+    fig = plots.variant_curves(found.frame, "normalized_score", analysis=MEDIAN)
     assert list(line(fig, "Skip").y) == pytest.approx([0.925, 0.525, 0.15])
+
+
+def medians_of(found) -> dict[tuple[int, int], float]:
+    """Of skipped blocks, by step and middle."""
+    own = found.frame[(found.frame["analysis"] == MEDIAN) & (found.frame["variant"] == "skip")]
+    return {(int(s), int(m)): v for s, m, v in zip(own["step"], own["middle"], own["value"], strict=True)}
 
 
 def test_where_a_task_is_undefined_there_is_no_median():
     early = scores(1, {"a": [math.nan, 0.4, 0.3], "b": [0.8, 0.7, 0.1]})
     late = scores(8, {"a": [0.9, 0.5, 0.2], "b": [0.8, 0.7, 0.1]})
     found = plots.with_task_medians(table(*early, *late))
-    own = found.frame[(found.frame["analysis"] == "intervene/median_over_tasks") & (found.frame["variant"] == "skip")]
-    at = {(int(s), int(m)): v for s, m, v in zip(own["step"], own["middle"], own["value"], strict=True)}
-    assert at == pytest.approx({(1, 3): 0.55, (1, 5): 0.2, (8, 1): 0.85, (8, 3): 0.6, (8, 5): 0.15})
-    note = found.notes["intervene/median_over_tasks"]
+    at = {(1, 3): 0.55, (1, 5): 0.2, (8, 1): 0.85, (8, 3): 0.6, (8, 5): 0.15}
+    assert medians_of(found) == pytest.approx(at)
+    note = found.notes[MEDIAN]
     assert "step 1: Median over tasks a, b. 1 of 4 numbers are left out" in note
     assert note.endswith("step 8: Median over tasks a, b.")
 
@@ -215,10 +202,8 @@ def test_each_checkpoint_has_the_median_of_the_tasks_that_it_has():
     young = scores(1, {"a": [0.9, 0.4, 0.3]})
     grown = scores(8, {"a": [0.9, 0.5, 0.2], "b": [0.8, 0.7, 0.1], "c": [0.1, 0.2, 0.6]})
     found = plots.with_task_medians(table(*young, *grown))
-    own = found.frame[(found.frame["analysis"] == "intervene/median_over_tasks") & (found.frame["variant"] == "skip")]
-    at = {(int(s), int(m)): v for s, m, v in zip(own["step"], own["middle"], own["value"], strict=True)}
-    assert at == pytest.approx({(8, 1): 0.8, (8, 3): 0.5, (8, 5): 0.2})
-    assert found.notes["intervene/median_over_tasks"] == (
+    assert medians_of(found) == pytest.approx({(8, 1): 0.8, (8, 3): 0.5, (8, 5): 0.2})
+    assert found.notes[MEDIAN] == (
         "step 1: No median over tasks: fewer than two have every variant. step 8: Median over tasks a, b, c."
     )
 
@@ -275,17 +260,9 @@ def test_models_of_other_depth_are_drawn_over_the_share_of_their_blocks():
 
 
 def test_similarities_are_coloured_from_the_least_of_any_checkpoint_to_1():
-    matrices = {1: [[1.0, 0.3], [0.3, 1.0]], 8: [[1.0, 0.8], [0.8, 1.0]]}
-    modes = {"token": 1.0, "flattened": 0.5}
     measured = []
-    for step, matrix in matrices.items():
-        cells = [(i, j, mode) for mode in modes for i in (0, 1) for j in (0, 1)]
-        found = [
-            Record(metric="layer_cosine", value=modes[m] * matrix[i][j], layer=i, other_layer=j, tags={"mode": m})
-            for i, j, m in cells
-        ]
+    for step, apart in ((1, 0.3), (8, 0.8)):
+        cells = {(0, 0): 1.0, (0, 1): apart, (1, 0): apart, (1, 1): 1.0}
+        found = [Record(metric="layer_cosine", value=v, layer=i, other_layer=j) for (i, j), v in cells.items()]
         measured.append(("layer_similarity", step, found))
-    for mode, scale in modes.items():
-        fig = plots.layer_matrix(table(*measured), "layer_cosine", tags={"mode": mode})
-        assert np.allclose(fig.cells.values, [scale * np.array(matrix) for matrix in matrices.values()])
-        assert fig.cells.ends == (0.3 * scale, 1.0)
+    assert plots.layer_matrix(table(*measured), "layer_cosine").cells.ends == (0.3, 1.0)
