@@ -1,10 +1,12 @@
-"""A model to make steps of, whole and in shards, and a place for a fake Hub."""
+"""A model to make steps of, whole and in shards, and a fake Hub whose repositories lie in `root`."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.series_hub import template
+from tests.support.fake_hub import FakeHub
+from tests.support.series_hub import served, template
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +17,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return template(tmp_path_factory.mktemp("template") / "shards", shard="60KB")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "hub"
+
+
+@pytest.fixture
+def hub(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    root.mkdir()
+    with served(root, tmp_path / "home" / "hub", monkeypatch) as hub:
+        yield hub

@@ -3,24 +3,11 @@
 import shutil
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from lit_layers.series import Audit, Finding, HubRevisions, Models, audit
-from tests.support.series_hub import make_series, make_step, served
-
-
-@pytest.fixture
-def root(tmp_path) -> Path:
-    return tmp_path / "hub"
-
-
-@pytest.fixture
-def hub(root, tmp_path, monkeypatch):
-    root.mkdir()
-    with served(root, tmp_path / "home" / "hub", monkeypatch) as hub:
-        yield hub
+from tests.support.series_hub import make_series, make_step
 
 
 def only(found: Audit) -> Finding:
@@ -47,8 +34,7 @@ def test_a_clean_series_has_no_findings_and_none_of_its_weights_is_downloaded(hu
 def test_identical_weights_at_two_steps_make_both_suspect(hub, root, model):
     series = HubRevisions(pythia(root, model, values={16: 3.0, 256: 3.0}))
     found = audit(series)
-    assert only(found).kind == "identical weights"
-    assert only(found).steps == (16, 256)
+    assert (only(found).kind, only(found).steps) == ("identical weights", (16, 256))
     assert found.suspect_steps == (16, 256)
     assert not found.is_clean
     verdicts = {checkpoint.step: found.verdict(checkpoint) for checkpoint in series}
@@ -56,30 +42,26 @@ def test_identical_weights_at_two_steps_make_both_suspect(hub, root, model):
     assert set(verdicts.values()) == {"clean (level: listing)"}
 
 
-def test_first_steps_may_be_identical(hub, root, model):
+def test_only_first_steps_may_be_identical(hub, root, model):
     series = HubRevisions(pythia(root, model, values={0: 3.0, 1: 3.0}))
     found = audit(series)
     assert (only(found).kind, only(found).steps, only(found).note) == ("identical weights", (0, 1), True)
     assert found.is_clean
     assert found.suspect_steps == ()
     assert found.verdict(series.checkpoints[1]) == "note: identical weights (level: listing)"
+    make_series(model, root / "org" / "other", values={0: 3.0, 1: 3.0, 8: 3.0})
+    assert audit(HubRevisions("org/other")).suspect_steps == (0, 1, 8)
 
 
-def test_a_later_step_equal_to_the_first_ones_is_not_excused(hub, root, model):
-    assert audit(HubRevisions(pythia(root, model, values={0: 3.0, 1: 3.0, 8: 3.0}))).suspect_steps == (0, 1, 8)
-
-
-def test_a_step_equal_to_the_last_is_suspect_and_the_last_is_not(hub, root, model):
+def test_a_step_equal_to_the_last_or_to_main_is_suspect_and_the_last_is_not(hub, root, model):
     repo = pythia(root, model, values={64: 5.0, 128: 5.0, 1000: 5.0})
     found = audit(HubRevisions(repo))
     assert (only(found).kind, only(found).steps) == ("equal to the final step", (64, 128))
     assert only(found).message == "serve the weights of step 1000"
     # Also where neither the last step nor the twin was asked for.
     assert audit(HubRevisions(repo, [0, 64])).suspect_steps == (64,)
-
-
-def test_a_step_equal_to_main_is_suspect_where_main_is_not_the_last(hub, root, model):
-    found = audit(HubRevisions(pythia(root, model, values={64: 5.0}, main=5.0)))
+    make_series(model, root / "org" / "other", values={64: 5.0}, main=5.0)
+    found = audit(HubRevisions("org/other"))
     assert {(finding.kind, finding.steps, finding.note) for finding in found.findings} == {
         ("equal to main", (64,), False),
         ("main differs", (1000,), True),

@@ -8,7 +8,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lit_layers.cli.main import main
 from lit_layers.errors import InputError
 from lit_layers.models.build import weights_hash
 from lit_layers.models.saved import load
@@ -22,15 +21,9 @@ def trained(tmp_path_factory) -> Path:
     """Three steps, each saved by us as a folder and by Lightning as a file; the vocabulary is padded in the file."""
     root = tmp_path_factory.mktemp("run")
     lightning = ModelCheckpoint(root / "lightning", save_top_k=-1, every_n_train_steps=1, save_last=True)
-    trainer = L.Trainer(
-        max_steps=3,
-        callbacks=[SeriesCheckpoint([0, 1, 2, 3], root), lightning],
-        logger=False,
-        accelerator="cpu",
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=root,
-    )
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    callbacks = [SeriesCheckpoint([0, 1, 2, 3], root), lightning]
+    trainer = L.Trainer(max_steps=3, callbacks=callbacks, accelerator="cpu", default_root_dir=root, **quiet)
     trainer.fit(LitCausalLM("gpt2", CONFIG, warmup_steps=0), RandomTokens())
     return root
 
@@ -71,11 +64,6 @@ def test_the_copy_named_last_stands_back(run):
     assert (files / "last.ckpt").is_file()
     (files / name).rename(files / "step=3.ckpt")  # behind `last` in the alphabet
     assert [found.name for found in LightningCheckpoints(files)][-1] == "step=3.ckpt"
-
-
-def test_the_command_audits_a_folder_of_files(run, capsys):
-    assert main(["audit", str(run / "lightning")]) == 0
-    assert capsys.readouterr().out.startswith("lightning: 3 checkpoints, clean (level: weights)\n")
 
 
 def test_wrong_input_is_refused(run, tmp_path):

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models
 from lit_layers.series import Audit, StepFolders, audit, audit_weights
 from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.series.checkpoint_sources import FolderSource, Memory, fingerprint
-from tests.support.tiny_series import EVEN, VOCABULARY, Training, forty, harsh, series
+from tests.support.tiny_series import EVEN, VOCABULARY, Training, harsh, healthy_trainings, series
 
 WTE, ATTENTION = "transformer.wte.weight", "transformer.h.0.attn.c_attn.weight"
 NORM = "transformer.h.1.ln_1.weight"
@@ -313,33 +313,6 @@ def test_the_level_is_of_each_checkpoint_and_an_audit_has_the_lowest_of_them(roo
     assert found.verdict(steps.checkpoints[0]).startswith("clean (level: weights)")
 
 
-def mean_of_neighbours(root: Path) -> None:
-    before, after = load_file(at(root, 40)), load_file(at(root, 80))
-    changed(root, 60, lambda state: {name: (before[name] + after[name]) / 2 for name in state})
-
-
-def moved_again(root: Path, step: int, times: float) -> None:
-    before = load_file(at(root, step - 20))
-    changed(root, step, lambda state: {name: value + times * (value - before[name]) for name, value in state.items()})
-
-
-UNSEEABLE: dict[str, Callable[[Path], object]] = {
-    "scaled by one factor up to 2": lambda root: changed(root, 60, lambda s: {k: 1.1 * v for k, v in s.items()}),
-    "averages of earlier and later steps": mean_of_neighbours,
-    "an update applied twice": lambda root: moved_again(root, 60, 1.0),
-    "single values": lambda root: changed(root, 60, lambda s: with_value(s, 0.01)),
-}
-
-
-def test_what_no_check_sees_is_said_to_be_unseen(healthy, tmp_path):
-    for name, change in UNSEEABLE.items():
-        root = Path(shutil.copytree(healthy, tmp_path / name))
-        change(root)
-        found = audit(StepFolders(root))
-        assert (found.level, found_in(found)) == ("weights", set()), name
-        assert name in found.to_dict()["unseen"]
-
-
 def test_a_change_that_stays_is_a_note_and_what_changes_no_number_is_none(root):
     for step in (100, 120):
         configured(root, step, n_positions=32)
@@ -358,22 +331,21 @@ def test_settings_of_a_tokenizer_that_change_no_token_are_no_finding(root):
     assert audit(StepFolders(root)).findings == ()
 
 
-HEALTHY = [*forty(), *harsh()]
+HEALTHY = [*healthy_trainings(), *harsh()]
 
 
 def judged_clean(tmp_path: Path, number: int) -> None:
-    found = audit(StepFolders(series(tmp_path / f"{number:02d}", HEALTHY[number])))
+    found = audit(StepFolders(series(tmp_path / str(number), HEALTHY[number])))
     assert (found.level, found_in(found)) == ("weights", set()), HEALTHY[number]
 
 
 def test_healthy_series_are_accused_of_nothing(tmp_path):
-    for number in (6, 40):
+    for number in (6, -1):
         judged_clean(tmp_path, number)
 
 
 @pytest.mark.soak
-def test_forty_healthy_series_are_accused_of_nothing(tmp_path):
-    assert len(forty()) == 40
+def test_every_healthy_series_is_accused_of_nothing(tmp_path):
     for number in range(len(HEALTHY)):
         judged_clean(tmp_path, number)
 

@@ -39,22 +39,16 @@ def project(root: Path, model: nn.Module, *names: str, other: float = 0.0) -> tu
 
 
 def test_the_network_is_found_wherever_a_project_keeps_it(tmp_path):
-    for number, name in enumerate(("{}", "model._orig_mod.{}", "net._fsdp_wrapped_module.{}", "parts.0.encoder.{}")):
-        root = tmp_path / str(number)
-        model = saved(root / "step-000000000", "gpt2", shard="1GB")
-        files, hashes = project(root, model, name)
+    for number, name in enumerate(("model.{}", "{}", "model._orig_mod.{}", "net._fsdp_wrapped_module.{}", "a.0.b.{}")):
+        folder = tmp_path / str(number) / "step-000000000"
+        model = saved(folder, "gpt2", shard="1GB") if number else saved_vit(folder)
+        files, hashes = project(folder.parent, model, name)
         series = LightningCheckpoints(files)
         assert [weights_hash(checkpoint.load()) for checkpoint in series] == hashes, name
         assert audit(series).is_clean, name
     content = torch.load(files / "20.ckpt")
     torch.save(content | {"global_step": 50}, files / "40.ckpt")
     assert audit(LightningCheckpoints(files)).suspect_steps == (20, 50)
-
-
-def test_files_of_an_image_classifier_are_read(tmp_path):
-    model = saved_vit(tmp_path / "step-000000000")
-    files, hashes = project(tmp_path, model, "model.{}")
-    assert [weights_hash(checkpoint.load()) for checkpoint in LightningCheckpoints(files)] == hashes
 
 
 def test_an_average_beside_the_network_has_to_be_told_from_it_by_name(tmp_path, capsys):

@@ -1,6 +1,6 @@
 """Tiny models really trained, as series of step folders: schedules, rates, restarts, averages, precisions."""
 
-import itertools
+import copy
 import math
 import shutil
 from collections.abc import Iterator
@@ -16,24 +16,11 @@ from lit_layers.models.build import causal_lm, save
 
 VOCABULARY = 61
 SIZES = {
-    "gpt2": {
-        "n_embd": 16,
-        "n_layer": 2,
-        "n_head": 2,
-        "n_positions": 16,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-    },
-    "llama": {
-        "hidden_size": 24,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 16,
-    },
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16},
+    "llama": {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
 }
+SIZES["gpt2"] |= dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
+SIZES["llama"] |= {"num_key_value_heads": 2, "max_position_embeddings": 16}
 DENSE = tuple(range(13))
 EVEN = tuple(range(0, 121, 20))
 LOG = (0, 1, 2, 4, 8, 16, 32, 64, 120)
@@ -43,7 +30,7 @@ UNEVEN = (0, 10, 15, 40, 70, 110, 120)
 
 @dataclass(frozen=True)
 class Training:
-    """One way to train; `last` replaces the final checkpoint by an average, `average` every one by a moving one."""
+    """One way to train; the last `merged` checkpoints are averaged in the final one, `average` is a moving mean."""
 
     schedule: str = "cosine"
     lr: float = 3e-3
@@ -53,7 +40,7 @@ class Training:
     architecture: str = "gpt2"
     tied: bool = True
     dtype: torch.dtype = torch.float32
-    last: str | None = None
+    merged: int = 1
     average: float | None = None
     begun: bool = False  # with another run's weights, saved in bfloat16
     spike: tuple[int, int, float] = (0, 0, 1.0)  # from a step to another the learning rate is that many times as high
@@ -77,23 +64,18 @@ def rate(schedule: str, step: int, total: int) -> float:
 def states(training: Training) -> Iterator[tuple[int, nn.Module]]:
     """Each step that is saved with the model as it is then."""
     torch.manual_seed(training.seed)
-    model = causal_lm(
-        training.architecture,
-        seed=training.seed,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=training.tied,
-        **SIZES[training.architecture],
-    )
+    sizes = {"vocab_size": VOCABULARY, "tie_word_embeddings": training.tied, **SIZES[training.architecture]}
+    model = causal_lm(training.architecture, seed=training.seed, **sizes)
     if training.begun:
-        earlier = replace(training, begun=False, seed=training.seed + 50, steps=(0, 60), last=None, average=None)
+        earlier = replace(training, begun=False, seed=training.seed + 50, steps=(0, 60), merged=1, average=None)
         *_, (_, source) = states(earlier)
         model.load_state_dict({name: tensor.bfloat16().float() for name, tensor in source.state_dict().items()})
     options = {"lr": training.lr, "weight_decay": training.weight_decay}
-    optimizer = (
-        torch.optim.AdamW(model.parameters(), **options)
-        if training.optimizer == "adamw"
-        else torch.optim.SGD(model.parameters(), momentum=0.9 if training.optimizer == "momentum" else 0.0, **options)
-    )
+    momentum = {"sgd": {"momentum": 0.0}, "momentum": {"momentum": 0.9}}
+    if training.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(model.parameters(), **options)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), **momentum[training.optimizer], **options)
     generator = torch.Generator().manual_seed(training.seed + 1)
     chain = torch.softmax(3 * torch.randn(VOCABULARY, VOCABULARY, generator=generator), -1)
     total, average = training.steps[-1], None
@@ -103,7 +85,9 @@ def states(training: Training) -> Iterator[tuple[int, nn.Module]]:
             share = training.average if average is not None else 0.0
             average = {name: share * (average or now)[name] + (1 - share) * tensor for name, tensor in now.items()}
         if step in training.steps:
-            yield step, _with(model, average) if average is not None else model
+            shown = model if average is None else copy.deepcopy(model)
+            shown.load_state_dict(average or model.state_dict())
+            yield step, shown
         tokens = torch.randint(VOCABULARY, (8, 1), generator=generator)
         for _ in range(11):
             tokens = torch.cat([tokens, torch.multinomial(chain[tokens[:, -1]], 1, generator=generator)], 1)
@@ -114,14 +98,6 @@ def states(training: Training) -> Iterator[tuple[int, nn.Module]]:
         optimizer.zero_grad()
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         optimizer.step()
-
-
-def _with(model: nn.Module, state: dict[str, torch.Tensor]) -> nn.Module:
-    import copy
-
-    copied = copy.deepcopy(model)
-    copied.load_state_dict(state)
-    return copied
 
 
 def series(root: Path, training: Training) -> Path:
@@ -143,57 +119,39 @@ def series(root: Path, training: Training) -> Path:
         if training.tied:
             state.pop("lm_head.weight")
         recent.append(state)
-        if step == training.steps[-1] and training.last == "merged":
-            state = {name: sum(each[name] for each in recent[-3:]) / 3 for name in state}
-        if step == training.steps[-1] and training.last == "two merged":
-            state = {name: (recent[-1][name] + recent[-2][name]) / 2 for name in state}
-        save_file(
-            {name: tensor.to(training.dtype).contiguous() for name, tensor in state.items()},
-            folder / "model.safetensors",
-            metadata={"format": "pt"},
-        )
+        if step == training.steps[-1]:
+            merged = recent[-training.merged :]
+            state = {name: sum(each[name] for each in merged) / len(merged) for name in state}
+        stored = {name: tensor.to(training.dtype).contiguous() for name, tensor in state.items()}
+        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     return root
 
 
-def forty() -> list[Training]:
-    """Healthy trainings that differ in all that may differ."""
+def healthy_trainings() -> list[Training]:
+    """Trainings that differ in all that may differ."""
     schedules = ("constant", "linear", "cosine", "warm-up", "wsd", "restarts", "quick restarts")
     rates = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2)
     spacings = (EVEN, DENSE, LOG, SPARSE, UNEVEN)
-    plain = [
-        Training(schedule, rates[number % 5], steps=spacings[number // 2 % 5], seed=number)
-        for number, schedule in enumerate(itertools.islice(itertools.cycle(schedules), 14))
-    ]
     bfloat16 = torch.bfloat16
-    special = [
+    return [
+        *(
+            Training(schedule, rates[number % 5], steps=spacings[number // 2 % 5], seed=number)
+            for number, schedule in enumerate([*schedules, *schedules])
+        ),
         Training("constant", 1e-4, "sgd", DENSE),
         Training("linear", 1e-2, "sgd", LOG),
-        Training("cosine", 3e-2, "sgd", EVEN),
         Training("constant", 3e-2, "momentum", DENSE),
-        Training("wsd", 1e-2, "momentum", LOG),
         Training("quick restarts", 3e-2, "momentum", tuple(range(0, 121, 5))),
-        Training("quick restarts", 3e-2, steps=tuple(range(0, 121, 7))),
-        Training("restarts", 3e-2, steps=tuple(range(0, 121, 10))),
-        Training("restarts", 1e-4, steps=tuple(range(0, 121, 10))),
         Training("constant", 3e-2, steps=tuple(range(0, 121, 4)), weight_decay=1.0),
         Training("constant", 1e-2, weight_decay=0.0, architecture="llama", tied=False),
-        Training("cosine", 3e-3, steps=LOG, architecture="llama", tied=False),
         Training("wsd", 3e-2, steps=UNEVEN, architecture="llama"),
-        Training("linear", 1e-3, steps=DENSE, architecture="llama", tied=False),
         Training("cosine", 3e-3, dtype=bfloat16),
-        Training("constant", 1e-4, dtype=bfloat16, steps=DENSE),
         Training("linear", 1e-4, "sgd", dtype=bfloat16, steps=DENSE),
-        Training("cosine", 1e-4, "sgd", dtype=bfloat16, steps=EVEN),
-        Training("constant", 3e-3, last="merged"),
-        Training("wsd", 3e-2, last="merged", steps=UNEVEN),
-        Training("constant", 1e-2, last="two merged", steps=LOG),
-        Training("constant", 1e-2, average=0.9),
+        Training("wsd", 3e-2, merged=3, steps=UNEVEN),
+        Training("constant", 1e-2, merged=2, steps=LOG),
         Training("cosine", 3e-2, average=0.97, steps=DENSE),
-        Training("restarts", 1e-2, average=0.9, steps=UNEVEN),
-        Training("linear", 1e-3, begun=True),
         Training("constant", 1e-4, begun=True, steps=LOG),
     ]
-    return [*plain, *special]
 
 
 def harsh() -> list[Training]:
@@ -201,9 +159,7 @@ def harsh() -> list[Training]:
     gaps = (0, 1, 2, 4, 8, 16, 160, 164, 168, 172)
     return [
         Training("constant", spike=(60, 80, 10.0)),
-        Training("constant", spike=(60, 64, 100.0)),
         Training("constant", 1e-2, spike=(60, 80, 10.0), architecture="llama", tied=False),
-        Training("constant", 1e-2, weight_decay=1.0, spike=(100, 120, 10.0)),
         Training("wsd", 3e-2, weight_decay=3.0, steps=gaps),
         Training("cosine", 3e-2, "momentum", steps=(0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)),
     ]
