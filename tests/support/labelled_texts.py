@@ -1,7 +1,6 @@
 """Labelled texts that a tiny model can tell apart, and models saved with a tokenizer of their own."""
 
 import csv
-import json
 from pathlib import Path
 
 import torch
@@ -31,12 +30,6 @@ def write_csv(path: Path, rows: list[tuple[str, str]], columns: tuple[str, str] 
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([columns, *rows])
-    return path
-
-
-def write_jsonl(path: Path, rows: list[dict]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return path
 
 

@@ -71,11 +71,6 @@ def reset() -> None:
     waits.clear()
 
 
-def of_lit_layers(counts: collections.Counter[str]) -> int:
-    """How many of them are on a line of the package."""
-    return sum(count for where, count in counts.items() if where.startswith("lit_layers/"))
-
-
 class DeviceTensor(torch.Tensor):
     """A tensor on `DEVICE` whose values are those of `held`, on the CPU."""
 

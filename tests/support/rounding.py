@@ -7,7 +7,7 @@ for the same tensors on the same way; `close_records` for the others.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -33,10 +33,6 @@ def move_(model: nn.Module) -> nn.Module:
     for index, tensor in enumerate([*model.parameters(), *model.buffers()]):
         tensor.data = moved(tensor.data, index)
     return model
-
-
-def moved_batch(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: moved(tensor, index) for index, (name, tensor) in enumerate(batch.items())}
 
 
 def close_records(found: Sequence[Record], expected: Sequence[Record], dtype: torch.dtype = torch.float32) -> None:

@@ -1,9 +1,10 @@
 """A synthetic run folder with records of every analysis, as a small GPT-2 would leave them."""
 
 import hashlib
+import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,13 +33,10 @@ def make_run(
     """Writes measurements.jsonl, metrics.jsonl and run.json; `failing` are (step, analysis, error)."""
     root.mkdir(parents=True, exist_ok=True)
     errors = {(step, analysis): error for step, analysis, error in failing}
-    for step in steps:
-        for analysis in analyses:
-            error = errors.get((step, analysis))
-            records.append(
-                root / "measurements.jsonl",
-                measurement(run, step, analysis, layers=layers, error=error, seed=seed, slower=seed / 50),
-            )
+    options = {"layers": layers, "seed": seed, "slower": seed / 50}
+    for step, analysis in itertools.product(steps, analyses):
+        found = measurement(run, step, analysis, error=errors.get((step, analysis)), **options)
+        records.append(root / "measurements.jsonl", found)
     if scalars:
         write_scalars(root / "metrics.jsonl", steps[-1])
     about = {
@@ -76,19 +74,17 @@ def make_series(
 ) -> Path:
     """Writes what analysing a series leaves; the suspect steps have the weights of the last one."""
     for step in steps:
-        number = steps[-1] if step in suspect else step
-        source = {
-            "series": "EleutherAI/pythia-70m",
-            "checkpoint": "EleutherAI/pythia-70m",
+        weights = hashlib.sha256(str(steps[-1] if step in suspect else step).encode()).hexdigest()
+        source = dict.fromkeys(("series", "checkpoint"), "EleutherAI/pythia-70m") | {
             "revision": f"step{step}",
             "commit": hashlib.sha1(str(step).encode()).hexdigest(),
-            "weight_files": {"model.safetensors": hashlib.sha256(str(number).encode()).hexdigest()},
+            "weight_files": {"model.safetensors": weights},
+            "weights_hash": weights[:16],
             "audit": "suspect: equal to the final step" if step in suspect else "clean",
         }
         for analysis in analyses:
             found = measurement("pythia-70m", step, analysis, layers=layers)
-            own = {"weights_hash": hashlib.sha256(str(number).encode()).hexdigest()[:16], **source}
-            records.append(root / "measurements.jsonl", replace(found, provenance=found.provenance | own))
+            records.append(root / "measurements.jsonl", replace(found, provenance=found.provenance | source))
     return root
 
 
@@ -129,22 +125,13 @@ def measurement(
     """One analysis of one checkpoint, the same for the same step and seed; `slower`: the share that does not emerge."""
     rng = np.random.default_rng([seed, step, *analysis.encode()])
     progress = math.log1p(step) / math.log1p(512) * (1 - slower)
-    make = {
-        "trajectory": _trajectory,
-        "coupling": _coupling,
-        "representation": _representation,
-        "next_token_probe": _probe,
-        "lens": _lens,
-        "token_coupling": _token_coupling,
-        "coupling_matrices": _coupling_matrices,
-        "cross_token_influence": _influence,
-    }[analysis]
+    made = [] if error else list(RECORDS_OF[analysis](rng, progress, layers))
     return Measurement(
         run=run,
         step=step,
         tokens=step * TOKENS_PER_STEP,
         analysis=analysis,
-        records=[] if error else make(rng, progress, layers),
+        records=made,
         seconds=0.4 + 0.2 * rng.random(),
         error=error,
         provenance={
@@ -188,154 +175,125 @@ def _mean(metric: str, value: float, spread: float, layer: int | None = None, **
     )
 
 
-def _trajectory(rng: np.random.Generator, progress: float, layers: int) -> list[Record]:
+def _trajectory(rng: np.random.Generator, progress: float, layers: int) -> Iterator[Record]:
     shape = 2.3 - 1.1 * math.sin(2.2 * progress) + 0.02 * rng.standard_normal()
-    found = [_mean("line_shape_score", shape, 0.04), _mean("line_shape_score", shape - 0.1, 0.04, statistic="median")]
-    found.append(_mean("expodistance", 1.8 - progress, 0.08))
-    found.append(_mean("equidistance", 0.3 + 0.4 * progress, 0.02))
+    yield _mean("line_shape_score", shape, 0.04)
+    yield _mean("line_shape_score", shape - 0.1, 0.04, statistic="median")
+    yield _mean("expodistance", 1.8 - progress, 0.08)
+    yield _mean("equidistance", 0.3 + 0.4 * progress, 0.02)
     for layer in range(layers + 1):
-        found.append(_mean("state_norm", 1 + (0.2 + 3 * progress) * layer**1.2, 0.05, layer))
-        found.append(_mean("state_norm", 0.9 + (0.2 + 3 * progress) * layer**1.2, 0.05, layer, statistic="median"))
+        yield _mean("state_norm", 1 + (0.2 + 3 * progress) * layer**1.2, 0.05, layer)
+        yield _mean("state_norm", 0.9 + (0.2 + 3 * progress) * layer**1.2, 0.05, layer, statistic="median")
         if layer > 1:
-            found.append(_mean("line_shape_score", 1 + (shape - 1) * layer / layers, 0.04, layer))
+            yield _mean("line_shape_score", 1 + (shape - 1) * layer / layers, 0.04, layer)
         if layer:
-            found.append(_mean("step_norm", 0.5 + progress * layer, 0.03, layer))
-            found.append(_mean("growth_rate", 0.5 / layer + 0.1 * progress, 0.01, layer))
-    return found
+            yield _mean("step_norm", 0.5 + progress * layer, 0.03, layer)
+            yield _mean("growth_rate", 0.5 / layer + 0.1 * progress, 0.01, layer)
 
 
-def _coupling(rng: np.random.Generator, progress: float, layers: int) -> list[Record]:
-    found = []
+def _coupling(rng: np.random.Generator, progress: float, layers: int) -> Iterator[Record]:
     for k in K:
         level = 0.02 + 0.33 * math.sin(2.6 * progress) * (1 + 2 / k)
         chance = -0.04 * k / 12
-        excess = (level - chance) / (1 - chance)
-        with_diagonal = level + (1 - level) / layers
-        for metric, value in {
-            "coupling": level,
-            "coupling_with_diagonal": with_diagonal,
-            "random_coupling": chance,
-            "excess_coupling": excess,
-        }.items():
-            found.append(_mean(metric, value, 0.01, k=k))
+        yield _mean("coupling", level, 0.01, k=k)
+        yield _mean("coupling_with_diagonal", level + (1 - level) / layers, 0.01, k=k)
+        yield _mean("random_coupling", chance, 0.01, k=k)
+        yield _mean("excess_coupling", (level - chance) / (1 - chance), 0.01, k=k)
         for distance in range(layers):
             value = 1.0 if distance == 0 else level * 1.4 * 0.75 ** (distance - 1)
-            found.append(_mean("coupling_by_distance", value, 0.01, k=k, distance=distance))
-        for layer in range(1, layers + 1):
-            for other in range(1, layers + 1):
-                near = 0.75 ** (abs(layer - other) - 1) if layer != other else 1 / (level * 1.4)
-                value = level * 1.4 * near + (0.03 * rng.standard_normal() if layer != other else 0)
-                found.append(
-                    Record(metric="coupling_pair", value=value, layer=layer, other_layer=other, n=4, tags={"k": k})
-                )
-        found.append(Record(metric="min_gap", value=0.01 * rng.random(), n=4, tags={"k": k}))
+            yield _mean("coupling_by_distance", value, 0.01, k=k, distance=distance)
+        for layer, other in itertools.product(range(1, layers + 1), repeat=2):
+            near = level * 1.4 * 0.75 ** (abs(layer - other) - 1) + 0.03 * rng.standard_normal()
+            value = 1.0 if layer == other else near
+            yield Record(metric="coupling_pair", value=value, layer=layer, other_layer=other, n=4, tags={"k": k})
+        yield Record(metric="min_gap", value=0.01 * rng.random(), n=4, tags={"k": k})
     for layer in range(1, layers + 1):
         for index in range(1, 16):
             value = (1 + 6 * progress) * math.exp(-index / (3 + layer))
-            found.append(_mean("singular_value", value, 0.01, layer, index=index))
-        found.append(_mean("linearized_rollout", 1 - 0.1 * layer * (1 - 0.5 * progress), 0.02, layer))
-    found.append(_mean("linearized_rollout", 1 - 0.1 * layers * (1 - 0.5 * progress), 0.02))
-    return found
+            yield _mean("singular_value", value, 0.01, layer, index=index)
+        yield _mean("linearized_rollout", 1 - 0.1 * layer * (1 - 0.5 * progress), 0.02, layer)
+    yield _mean("linearized_rollout", 1 - 0.1 * layers * (1 - 0.5 * progress), 0.02)
 
 
-def _representation(rng: np.random.Generator, progress: float, layers: int) -> list[Record]:
-    found = []
-    for layer in range(layers + 1):
-        depth = layer / layers
+def _representation(rng: np.random.Generator, progress: float, layers: int) -> Iterator[Record]:
+    for layer in (*range(layers + 1), None):
+        depth = 0.5 if layer is None else layer / layers
         valley = 3.9 - progress * (1.6 * math.sin(math.pi * depth) + 0.4 * depth)
-        for drop_first in (0, 1):
-            entropy = valley + 0.3 * drop_first * progress
-            found.append(_mean("prompt_entropy", entropy, 0.02, layer, normalization="raw", drop_first=drop_first))
-            found.append(
-                _mean("prompt_entropy", entropy / 4.6, 0.004, layer, normalization="maxEntropy", drop_first=drop_first)
-            )
-        found.append(_mean("effective_rank", math.exp(valley) * 1.3, 1.0, layer))
-        found.append(_mean("participation_ratio", math.exp(valley) * 0.6, 0.8, layer))
-        found.append(_mean("token_curvature", 2.09 - 0.5 * progress * depth, 0.01, layer, num_undefined=3))
-        found.append(Record(metric="dataset_entropy", value=3.2 - progress * depth, layer=layer, n=64))
-    for drop_first in (0, 1):
-        for normalization, most in {"raw": 1.0, "maxEntropy": 4.6}.items():
+        for drop_first, normalization in itertools.product((0, 1), ("raw", "maxEntropy")):
+            most = {"raw": 1.0, "maxEntropy": 4.6}[normalization]
+            entropy = (valley + 0.3 * drop_first * progress) / most
             tags: dict[str, str | int] = {"normalization": normalization, "drop_first": drop_first}
-            entropy = (3.7 - progress + 0.3 * drop_first * progress) / most
-            found.append(_mean("prompt_entropy", entropy, 0.02, **tags))
-    return found
+            yield _mean("prompt_entropy", entropy, 0.02 / most, layer, **tags)
+        if layer is not None:
+            yield _mean("effective_rank", math.exp(valley) * 1.3, 1.0, layer)
+            yield _mean("participation_ratio", math.exp(valley) * 0.6, 0.8, layer)
+            yield _mean("token_curvature", 2.09 - 0.5 * progress * depth, 0.01, layer, num_undefined=3)
+            yield Record(metric="dataset_entropy", value=3.2 - progress * depth, layer=layer, n=64)
 
 
-def _probe(rng: np.random.Generator, progress: float, layers: int) -> list[Record]:
-    found = []
+def _probe(rng: np.random.Generator, progress: float, layers: int) -> Iterator[Record]:
     for layer in range(layers + 1):
         value = 0.16 + 0.25 * progress * (0.3 + 0.7 * layer / layers) + 0.004 * rng.standard_normal()
-        found.append(_mean("accuracy", value, 0.01, layer))
-        found.append(_mean("accuracy_all", value * 0.8, 0.01, layer))
-        found.append(_mean("log_loss", 5 - 6 * value, 0.05, layer))
-        found.append(_mean("accuracy", 0.05 + 0.004 * rng.standard_normal(), 0.01, layer, control="random_labels"))
-    for reference, value in {
-        "majority": 0.16,
-        "lm_head": 0.1 + 0.3 * progress,
-        "lm_head_closed": 0.1 + 0.33 * progress,
-    }.items():
-        found.append(_mean("accuracy", value, 0.01, reference=reference))
-    found.append(Record(metric="coverage", value=0.82, n=1000))
-    return found
+        yield _mean("accuracy", value, 0.01, layer)
+        yield _mean("accuracy_all", value * 0.8, 0.01, layer)
+        yield _mean("log_loss", 5 - 6 * value, 0.05, layer)
+        yield _mean("accuracy", 0.05 + 0.004 * rng.standard_normal(), 0.01, layer, control="random_labels")
+    yield _mean("accuracy", 0.16, 0.01, reference="majority")
+    yield _mean("accuracy", 0.1 + 0.3 * progress, 0.01, reference="lm_head")
+    yield _mean("accuracy", 0.1 + 0.33 * progress, 0.01, reference="lm_head_closed")
+    yield Record(metric="coverage", value=0.82, n=1000)
 
 
-def _lens(rng: np.random.Generator, progress: float, layers: int) -> list[Record]:
-    found = []
+def _lens(rng: np.random.Generator, progress: float, layers: int) -> Iterator[Record]:
     for layer in range(layers + 1):
         loss = 7.63 - 3.7 * progress * (0.2 + 0.8 * layer / layers)
-        found.append(_mean("logit_lens_loss", loss, 0.03, layer))
-        found.append(_mean("logit_lens_accuracy", 0.02 + 0.3 * progress * layer / layers, 0.01, layer))
-        found.append(Record(metric="logit_lens_perplexity", value=math.exp(loss), layer=layer, n=64))
-        found.append(_mean("kl_to_final", 3 * progress * (1 - layer / layers), 0.02, layer))
-    return found
+        yield _mean("logit_lens_loss", loss, 0.03, layer)
+        yield _mean("logit_lens_accuracy", 0.02 + 0.3 * progress * layer / layers, 0.01, layer)
+        yield Record(metric="logit_lens_perplexity", value=math.exp(loss), layer=layer, n=64)
+        yield _mean("kl_to_final", 3 * progress * (1 - layer / layers), 0.02, layer)
 
 
-def _token_coupling(rng: np.random.Generator, progress: float, layers: int) -> list[Record]:
-    found = []
-    for layer in range(1, layers + 1):
-        level = 0.05 + 0.6 * progress * layer / layers
-        for table, factor in {"token": 1.0, "input_context": 0.7, "output_context": 0.5}.items():
-            found.append(_mean(f"{table}_coupling", factor * level, 0.01, layer, k=4))
-            found.append(_mean(f"random_{table}_coupling", -0.05, 0.001, layer, k=4))
-            found.append(_mean(f"excess_{table}_coupling", (factor * level + 0.05) / 1.05, 0.01, layer, k=4))
-            for row in range(8):
-                for column in range(8):
-                    value = factor * level * 0.9 ** abs(row - column) + 0.05 * (row > column) if row != column else 1.0
-                    place = {"token": round(100 * row / 7), "other_token": round(100 * column / 7)}
-                    found.append(_mean(f"{table}_coupling_pair", value, 0.01, layer, k=4, **place))
-    found.append(Record(metric="num_tied", value=0.0, n=4, tags={"k": 4}))
-    return found
+def _token_coupling(rng: np.random.Generator, progress: float, layers: int) -> Iterator[Record]:
+    shares = {"token": 1.0, "input_context": 0.7, "output_context": 0.5}
+    for layer, (table, share) in itertools.product(range(1, layers + 1), shares.items()):
+        level = share * (0.05 + 0.6 * progress * layer / layers)
+        yield _mean(f"{table}_coupling", level, 0.01, layer, k=4)
+        yield _mean(f"random_{table}_coupling", -0.05, 0.001, layer, k=4)
+        yield _mean(f"excess_{table}_coupling", (level + 0.05) / 1.05, 0.01, layer, k=4)
+        for row, column in itertools.product(range(8), repeat=2):
+            value = 1.0 if row == column else level * 0.9 ** abs(row - column) + 0.05 * (row > column)
+            place = {"token": round(100 * row / 7), "other_token": round(100 * column / 7)}
+            yield _mean(f"{table}_coupling_pair", value, 0.01, layer, k=4, **place)
+    yield Record(metric="num_tied", value=0.0, n=4, tags={"k": 4})
 
 
-def _coupling_matrices(rng: np.random.Generator, progress: float, layers: int) -> list[Record]:
-    found = []
+def _coupling_matrices(rng: np.random.Generator, progress: float, layers: int) -> Iterator[Record]:
     for layer, other in ((1, 1), (1, layers), (layers, 1)):
-        for row in range(1, 31):
-            for column in range(1, 31):
-                value = 0.15 * rng.standard_normal() / (row * column) ** 0.2
-                if layer == other or row == column:
-                    value = (row == column) * (1 if layer == other else progress) * 3 * row**-0.6 + value * (
-                        layer != other
-                    )
-                tags = {"row": row, "column": column, "k": 30, "prompt": 1}
-                found.append(Record(metric="compression", value=value, layer=layer, other_layer=other, tags=tags))
-    return found
+        for row, column in itertools.product(range(1, 31), repeat=2):
+            diagonal = 3 * row**-0.6 * (row == column)
+            noise = 0.15 * rng.standard_normal() / (row * column) ** 0.2
+            value = diagonal if layer == other else progress * diagonal + noise
+            tags = {"row": row, "column": column, "k": 30, "prompt": 1}
+            yield Record(metric="compression", value=value, layer=layer, other_layer=other, tags=tags)
 
 
-def _influence(rng: np.random.Generator, progress: float, layers: int) -> list[Record]:
-    found = []
-    for layer in range(1, layers + 1):
-        for name, size in {
-            "frobenius": 2.0,
-            "spectral": 0.5,
-            "participation_ratio": 30.0,
-            "entropy_rank": 40.0,
-        }.items():
-            near = size * (0.3 + progress) * layer**-0.5
-            found.append(_mean(f"influence_{name}", near / 3, near / 90, layer))
-            for distance in (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96):
-                value = near * (
-                    8 if distance == 0 else distance ** (-0.8 if name in ("frobenius", "spectral") else -0.1)
-                )
-                found.append(_mean(f"influence_{name}", value, value / 30, layer, token_distance=distance))
-    return found
+def _influence(rng: np.random.Generator, progress: float, layers: int) -> Iterator[Record]:
+    sizes = {"frobenius": 2.0, "spectral": 0.5, "participation_ratio": 30.0, "entropy_rank": 40.0}
+    for layer, (name, size) in itertools.product(range(1, layers + 1), sizes.items()):
+        near, slope = size * (0.3 + progress) * layer**-0.5, -0.8 if size < 10 else -0.1
+        yield _mean(f"influence_{name}", near / 3, near / 90, layer)
+        for distance in (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96):
+            value = near * (8 if distance == 0 else distance**slope)
+            yield _mean(f"influence_{name}", value, value / 30, layer, token_distance=distance)
+
+
+RECORDS_OF: dict[str, Callable[[np.random.Generator, float, int], Iterator[Record]]] = {
+    "trajectory": _trajectory,
+    "coupling": _coupling,
+    "representation": _representation,
+    "next_token_probe": _probe,
+    "lens": _lens,
+    "token_coupling": _token_coupling,
+    "coupling_matrices": _coupling_matrices,
+    "cross_token_influence": _influence,
+}
