@@ -17,17 +17,9 @@ def hostile_run(root: Path, text: str, analyses: tuple[str, ...] = ("trajectory"
         for metric in (text, "probe_accuracy")
         for layer in range(4)
     ]
+    facts = {"run": text, "step": 8, "tokens": 8 * TOKENS_PER_STEP, "seconds": 1.0, "provenance": provenance}
     for analysis, error in ((text, None), ("probe", None), (f"failed {text}", text), ("representation", text)):
-        measurement = Measurement(
-            run=text,
-            step=8,
-            tokens=8 * TOKENS_PER_STEP,
-            analysis=analysis,
-            records=[] if error else rows,
-            seconds=1.0,
-            error=error,
-            provenance=provenance,
-        )
+        measurement = Measurement(analysis=analysis, records=[] if error else rows, error=error, **facts)
         records.append(root / "measurements.jsonl", measurement)
     about = json.loads((root / "run.json").read_text())
     about["model"]["class"] = about["data"]["corpus"] = about["data"]["tokenizer"] = about["device"] = text

@@ -5,6 +5,7 @@ import json
 import pickle
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,13 +52,8 @@ def test_an_index_names_files_of_its_own_folder_alone(tmp_path):
             for key, file in content["weight_map"].items():
                 content["weight_map"][key] = file.replace(".safetensors", ".bin")
         step = tmp_path / index / "series" / "step-000000000"
-        for elsewhere in (
-            f"../other/{shard}",
-            str(other / shard),
-            f"x/../../other/{shard}",
-            f"..\\other\\{shard}",
-            "/",
-        ):
+        paths = (f"../other/{shard}", str(other / shard), f"x/../../other/{shard}", f"..\\other\\{shard}", "/")
+        for elsewhere in paths:
             content["weight_map"][name] = elsewhere
             (folder / index).write_text(json.dumps(content))
             shutil.copytree(folder, step, dirs_exist_ok=True)
@@ -100,14 +96,8 @@ def test_code_beside_a_model_runs_neither_with_it_nor_with_its_tokenizer(armed, 
     recipe = tmp_path / "one.yaml"
     text = {"class_path": "lit_layers.data.EvalText", "init_args": {"corpus": "${corpus}", "tokenizer": "${tokenizer}"}}
     text["init_args"] |= {"num_sequences": 2, "num_tokens": 8}
-    recipe.write_text(
-        json.dumps(
-            {
-                "corpus": str(corpus),
-                "analyses": [{"class_path": "lit_layers.analyses.Trajectory", "init_args": {"batches": text}}],
-            }
-        )
-    )
+    trajectory = {"class_path": "lit_layers.analyses.Trajectory", "init_args": {"batches": text}}
+    recipe.write_text(json.dumps({"corpus": str(corpus), "analyses": [trajectory]}))
     assert main(["analyze", ".", *options, "--config", str(recipe)]) == 0
     assert str(armed) not in sys.path
     assert not canary.exists()
@@ -122,44 +112,45 @@ def test_a_config_cannot_ask_for_code_of_the_hub(armed, canary):
     assert not canary.exists()
 
 
-@pytest.mark.parametrize(
-    "commands",
-    [("analyze",), pytest.param(("intervene", "mteb"), marks=pytest.mark.soak)],  # which import for ten seconds
-    ids=" ".join,
-)
-def test_pickles_are_refused_with_a_sentence_by_every_command(commands, corpus, tmp_path, payload, canary, capsys):
-    options = ["--tokenizer", str(corpus / "tokenizer"), "--root", str(tmp_path / "root")]
-    folder = tmp_path / "run" / "step-000000001"
-    save(causal_lm("gpt2", **GPT2), folder)
+def with_pickles(folder: Path, payload: str) -> Iterator[None]:
+    """Weights of a model as pickles that would run code, one after the other."""
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     for content in ({**weights, "x": Payload(payload)}, Payload(payload), [Payload(payload)]):
         for zipped in (True, False):
             torch.save(content, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-            with pytest.raises(InputError, match="loading them would run code; nothing was run"):
-                load(folder)
-    said = refused(["analyze", str(folder), *options, "--corpus", str(corpus)], capsys)
-    assert "loading them would run code; nothing was run" in said
+            yield
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(payload), protocol=2))
-    # without text intervene would read the thousands of task files of lm-eval first
-    more = {"analyze": options, "intervene": [*options, "--corpus", str(corpus)], "mteb": options[:2]}
-    for command in commands:
-        said = refused([command, str(folder), *more[command]], capsys)
-        assert "nothing was run" in said, command
+    yield
+
+
+def test_weights_that_are_pickles_run_nothing(tmp_path, payload, canary):
+    save(causal_lm("gpt2", **GPT2), tmp_path / "gpt2")
+    saved_vit(tmp_path / "vit")
+    for name in ("gpt2", "vit"):
+        for _ in with_pickles(tmp_path / name, payload):
+            with pytest.raises(InputError, match="nothing was run"):
+                load(tmp_path / name)
     assert not canary.exists()
-    pickle.loads((folder / "pytorch_model.bin").read_bytes())
+    pickle.loads((tmp_path / "gpt2" / "pytorch_model.bin").read_bytes())
     assert canary.exists(), "it would have"
 
 
-def test_a_pickle_of_timm_runs_nothing(tmp_path, payload, canary):
-    saved_vit(tmp_path / "vit")
-    (tmp_path / "vit" / "model.safetensors").unlink()
-    torch.save({"x": Payload(payload)}, tmp_path / "vit" / "pytorch_model.bin")
-    with pytest.raises(InputError, match="would run code"):
-        load(tmp_path / "vit")
+@pytest.mark.soak  # which import for ten seconds
+def test_pickles_are_refused_with_a_sentence_by_every_command(corpus, tmp_path, payload, canary, capsys):
+    options = ["--tokenizer", str(corpus / "tokenizer"), "--root", str(tmp_path / "root")]
+    folder = tmp_path / "run" / "step-000000001"
+    save(causal_lm("gpt2", **GPT2), folder)
+    # without text intervene would read the thousands of task files of lm-eval first
+    more = {"analyze": options, "intervene": [*options, "--corpus", str(corpus)], "mteb": options[:2]}
+    for _ in with_pickles(folder, payload):
+        pass
+    for command, words in more.items():
+        assert "nothing was run" in refused([command, str(folder), *words], capsys), command
     assert not canary.exists()
 
 
+@pytest.mark.soak
 def test_a_state_to_resume_from_is_tensors_even_with_a_right_hash(corpus, tmp_path, payload, canary, capsys):
     from tests.cli.test_fit import RECIPE
 

@@ -31,10 +31,8 @@ def test_a_report_its_tables_and_its_pictures_stay_where_they_belong(names, tmp_
         root = hostile_run(tmp_path / "deep" / "er" / str(number), name, analyses=("trajectory",))
         for step in (0, 8):  # enough for a heat map over steps and layers
             rows = [Record(metric="prompt_entropy", value=1.0 + layer, layer=layer) for layer in range(4)]
-            drawn = Measurement(
-                run=name, step=step, tokens=step, analysis=f"representation/{name}", records=rows, seconds=1.0
-            )
-            records.append(root / "measurements.jsonl", drawn)
+            facts = {"run": name, "step": step, "tokens": step, "analysis": f"representation/{name}", "seconds": 1.0}
+            records.append(root / "measurements.jsonl", Measurement(records=rows, **facts))
         before = files_of(tmp_path)
         command = ["report", str(root), "--allow_suspect", "--export", str(root / "all.csv")]
         code = main([*command, "--pictures", str(root / "pictures")])

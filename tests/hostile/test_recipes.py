@@ -68,15 +68,6 @@ def weapons(request: pytest.FixtureRequest, tmp_path: Path, canary: Path, payloa
         "popen of torch": spec("torch.utils.collect_env.subprocess.Popen", **shell),
         "popen of lightning": spec("lightning.fabric.strategies.launchers.subprocess_script.subprocess.Popen", **shell),
         "system of torch": spec("torch.os.system", command=f"echo ran > {canary}"),
-        "handler": spec(
-            "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler",
-            entrypoint="/bin/sh",
-            args=["-c", shell["args"]],
-            env={},
-            stdout=None,
-            stderr=None,
-            local_rank_id=0,
-        ),
         "hub": spec("torch.hub.load", repo_or_dir=str(tmp_path), model="x", source="local"),
         "load": spec("torch.load", f=stored, weights_only=False),
         "checkpoint": spec("lightning.pytorch.LightningModule.load_from_checkpoint", checkpoint_path=stored),
@@ -187,6 +178,7 @@ def test_the_own_code_of_a_user_is_named_on_the_command_line(downloaded, write, 
     assert canary.read_text() == "ran"
 
 
+@pytest.mark.soak
 def test_a_legitimate_recipe_trains_and_what_somebody_writes_into_its_stored_copy_is_data(
     weapons, write, corpus, tmp_path, canary, capsys
 ):
@@ -220,12 +212,8 @@ def test_a_class_with_a_function_as_its_default_is_made_and_what_it_refuses_is_a
 def test_a_task_file_of_lm_eval_is_code_and_no_recipe_names_one(write, tmp_path, canary, payload, capsys):
     (tmp_path / "utils.py").write_text(payload)
     (tmp_path / "evil.yaml").write_text("task: evil\nprocess_docs: !function utils.attack\n")
-    scores = spec(
-        "lit_layers.tasks.benchmark_scores.BenchmarkScores",
-        task=str(tmp_path / "evil.yaml"),
-        tokenizer="${tokenizer}",
-        results=str(tmp_path / "run" / "results"),
-    )
+    options = {"task": str(tmp_path / "evil.yaml"), "tokenizer": "${tokenizer}", "results": str(tmp_path / "results")}
+    scores = spec("lit_layers.tasks.benchmark_scores.BenchmarkScores", **options)
     recipe = write("analyses", [scores])
     assert "a recipe names no task file, which is code" in refused(["fit", "--config", recipe], capsys)
     file = tmp_path / "analyses.yaml"
@@ -247,7 +235,7 @@ def test_yaml_builds_plain_values_alone(write, tmp_path, canary, payload, capsys
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("every", [pytest.param(4, marks=pytest.mark.soak), pytest.param(1, marks=pytest.mark.nightly)])
 def test_every_recipe_of_the_package_is_read(every, tmp_path, capsys):
     fits = [*sorted(ROOT.glob("recipes/gpt2/*.yaml")), *sorted(ROOT.glob("recipes/deit/*.yaml"))]
     fits += sorted(ROOT.glob("recipes/quickstart/*.yaml"))

@@ -16,17 +16,7 @@ from lit_layers.measuring.engine import cluster
 from tests.support.runs import make_run
 
 # What the commands import once they know what is asked for.
-MODULES = (
-    "vl_convert",
-    "pyarrow",
-    "yaml",
-    "torch",
-    "numpy",
-    "pandas",
-    "jinja2",
-    "lightning",
-    "multiprocessing",
-)
+MODULES = ("vl_convert", "pyarrow", "yaml", "torch", "numpy", "pandas", "jinja2", "lightning", "multiprocessing")
 CHILD = """
 import subprocess, sys
 from lit_layers.cli.main import main

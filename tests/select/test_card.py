@@ -29,16 +29,10 @@ def test_the_page_says_where_the_model_comes_from_why_this_layer_and_how_to_use_
     assert scores[2:] == [["1", "0.5000", ""], ["2", "0.7500", "chosen"], ["3", "0.7525", ""]]
     assert rows["chosen by"] == "within_tolerance, tolerance 0.01"
     assert (rows["2 (chosen)"], rows["3 (last)"]) == ("0.7400", "0.7425")
-    for part in (
-        "![accuracy over layers](validation.png)",
-        "# tiny, cut after block 2 of 3, with a classifier for moods",
-        "its licence holds for them: look there.",
-        "- N.",
-    ):
+    for part in ("(validation.png)", "cut after block 2 of 3, with a classifier for moods", "- N."):
         assert part in page
     code = page.split("```python")[1].split("```")[0]
     compile(code, "README", "exec")
-    assert len([line for line in code.splitlines() if line]) == 5
 
 
 def test_a_page_leaves_out_what_is_not_known():
@@ -48,19 +42,20 @@ def test_a_page_leaves_out_what_is_not_known():
     for part in ("revision", "None", "Notes", "![", "probabilities", ", tolerance", "base_model"):
         assert part not in page
     assert "with a regression for stars" in page
-    assert "pixel_values" in page
     assert "its licence holds for them: look there." in page
 
 
-def test_a_final_norm_is_spoken_of_where_there_is_one():
-    pages = [render(card(), FACTS, package="transformers", picture=None, final_norm=norm) for norm in (True, False)]
-    assert ["has been through the final norm" in page for page in pages] == [True, False]
-
-
-def test_a_page_of_a_model_of_images_that_transformers_opens_speaks_of_images_and_no_tokenizer():
+def test_a_page_speaks_of_images_and_a_final_norm_where_there_are_some():
     facts = HeadFacts(kind="regression", task="stars", layer=2, pooling="mean", max_tokens=None, classes=None)
-    page = render(card(), facts, package="transformers", picture=None, of_images=True)
-    for part in ("pixel_values", "averaged over the patches", "`AutoModel.from_pretrained(FOLDER)`."):
-        assert part in page
-    for part in ("a text", "real tokens", "AutoTokenizer", "timm"):
-        assert part not in page
+    pages = [
+        render(card(), facts, package="transformers", picture=None, of_images=there, final_norm=there)
+        for there in (True, False)
+    ]
+    for part, expected in (
+        ("pixel_values", [True, False]),
+        ("averaged over the patches", [True, False]),
+        ("has been through the final norm", [True, False]),
+        ("AutoTokenizer", [False, True]),
+        ("timm", [False, False]),
+    ):
+        assert [part in page for page in pages] == expected, part

@@ -1,4 +1,4 @@
-"""Several models at the layer chosen for each: their table, and what is drawn."""
+"""Several models at the layer chosen for each: their table."""
 
 import math
 
@@ -6,15 +6,10 @@ import pytest
 import torch
 
 from lit_layers.select.choosing import Choice, Score
-from lit_layers.select.selection import (
-    Candidate,
-    chosen_layers,
-    comparison_table,
-    write_comparison,
-)
+from lit_layers.select.selection import Candidate, comparison_table
 
 
-def candidate(name: str, validation: float, hits: torch.Tensor, *, milliseconds=2.0) -> Candidate:
+def candidate(name: str, validation: float, hits: torch.Tensor) -> Candidate:
     choice = Choice(
         layer=2,
         num_layers=4,
@@ -28,8 +23,7 @@ def candidate(name: str, validation: float, hits: torch.Tensor, *, milliseconds=
         difference=Score(-0.05, -0.1, 0.0),
         probe=None,
     )
-    seconds = {2: milliseconds / 1e3, 4: 0.004}
-    return Candidate(name=name, choice=choice, seconds=seconds, tokens=9)
+    return Candidate(name=name, choice=choice, seconds={2: 0.002, 4: 0.004}, tokens=9)
 
 
 def hits(seed: int, share: float) -> torch.Tensor:
@@ -43,22 +37,3 @@ def test_the_table_has_a_row_a_model_and_says_why_another_has_none(tmp_path):
     assert (rows[0]["milliseconds"], rows[0]["milliseconds_last"]) == (2.0, 4.0)
     assert rows[1]["test"] == pytest.approx(float(hits(1, 0.6).double().mean()))
     assert (rows[2]["left_out"], math.isnan(rows[2]["test"])) == ("no layer can be chosen", True)
-
-
-def test_a_model_is_a_filled_mark_at_its_layer_a_hollow_one_at_its_last_and_a_line_between():
-    right = torch.arange(40) < 32
-    chart = chosen_layers([candidate("a", 0.6, right), candidate("b", 0.8, right, milliseconds=3.0)], "t")
-    line, last, chosen = chart.series[:3]
-    assert ([*line.x], [*line.y], [*chosen.x], [*last.x]) == ([2, 4], [0.8, 0.7], [2], [4])
-    assert (chosen.mark, last.mark, chosen.labels) == ("circle", "circle-open", ["2 of 4"])
-    assert ([*chosen.low], [*chosen.high], [*last.low]) == ([0.1], [0.9], [0.6])
-    assert chart.series[3].color != line.color
-
-
-@pytest.mark.soak
-def test_the_pictures_are_written_beside_the_table(tmp_path):
-    paths = write_comparison(
-        [candidate("a", 0.6, hits(0, 0.8)), candidate("b", 0.8, hits(1, 0.6))], {}, "task", tmp_path
-    )
-    assert [path.name for path in paths] == ["models.png", "models.svg", "models.pdf", "models.csv"]
-    assert all(path.stat().st_size for path in paths)

@@ -19,12 +19,11 @@ from tests.support.tiny_models import tiny, tiny_batch
 
 module = importlib.import_module("lit_layers.select.export")  # the package's `export` is the function
 VIT = {"depth": 3, "embed_dim": 32, "num_heads": 4, "img_size": 16, "patch_size": 4, "num_classes": 5}
-BATCHES = [token_batch(text) for text in TEXTS[:2]] + [
-    {
-        "input_ids": torch.tensor([[0, 0, 5, 6, 7], [9, 8, 7, 6, 5]]),
-        "attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1] * 5]),
-    }
-]
+PADDED = {
+    "input_ids": torch.tensor([[0, 0, 5, 6, 7], [9, 8, 7, 6, 5]]),
+    "attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1] * 5]),
+}
+BATCHES = [*(token_batch(text) for text in TEXTS[:2]), PADDED]
 
 
 @pytest.fixture(scope="module")
@@ -92,19 +91,6 @@ def test_other_attention_than_the_usual_is_taken_again_for_the_check(spec, tmp_p
     assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.realdata
-def test_the_tokenizer_of_gpt2_goes_along(realdata, tmp_path):
-    from transformers import AutoTokenizer
-
-    spec, text = realdata / "tokenizers" / "gpt2", "Layers, un peu 日本!"
-    model = tiny("gpt2", vocab_size=50257)
-    ids = load_tokenizer(str(spec)).tokenizer.encode(text).ids
-    probe = head_of(probes_of(features(model, [{"input_ids": torch.tensor([[number]])} for number in range(12)])), 2)
-    batches = [{"input_ids": torch.tensor([ids])}]
-    folder = export(model, 2, probe, tmp_path / "out", tokenizer=spec, card=card(), batches=batches)
-    assert AutoTokenizer.from_pretrained(folder)(text)["input_ids"] == ids
-
-
 def test_a_padded_model_in_training_is_exported_unpadded_and_left_as_it_was(spec, tmp_path):
     sizes = {"vocab_size": 270, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
     model = causal_lm("gpt2", pad_vocab_to=64, **sizes)
@@ -127,10 +113,7 @@ def damaged(damage, model, folder, *rest):
 def test_a_folder_that_gives_other_states_is_taken_away_and_an_earlier_one_stays(spec, tmp_path, monkeypatch):
     model, folder = tiny("gpt2", vocab_size=270), tmp_path / "out"
     with monkeypatch.context() as patch:
-        for damage, sentence in (
-            (1, "model differs at layer 2, by up to"),
-            (1e-6, "weights differ"),
-        ):
+        for damage, sentence in ((1, "model differs at layer 2, by up to"), (1e-6, "weights differ")):
             patch.setattr(module, "save", functools.partial(damaged, damage))
             with pytest.raises(RuntimeError, match=f"the exported {sentence}"):
                 exported(model, 2, folder, spec)

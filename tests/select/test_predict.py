@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lit_layers.errors import InputError
 from lit_layers.functional.probes.regression import RidgeProbes
@@ -43,9 +44,8 @@ def test_probabilities_are_the_probes_on_the_whole_models_features(name, pooling
 def test_a_text_is_told_the_same_alone_and_in_any_company(tmp_path):
     model, spec = tiny("gpt2", vocab_size=270), saved_tokenizer(tmp_path / "tokenizer")
     probes = probes_of(features(model, [token_batch(text) for text in TEXTS]))
-    classifier = load_classifier(
-        exported(model, head_of(probes, 1), tmp_path / "out", spec, token_batch(TEXTS[0])), batch_size=3
-    )
+    folder = exported(model, head_of(probes, 1), tmp_path / "out", spec, token_batch(TEXTS[0]))
+    classifier = load_classifier(folder, batch_size=3)
     together = classifier.probabilities(TEXTS)
     alone = torch.cat([classifier.probabilities([text]) for text in TEXTS])
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-6)
@@ -92,7 +92,9 @@ def test_half_precision_is_computed_in_float32(tmp_path):
     spec, wide = saved_tokenizer(tmp_path / "tokenizer"), tiny("gpt2", vocab_size=270, dtype=torch.bfloat16).float()
     found = features(wide, [token_batch(text) for text in TEXTS])
     head = head_of(probes_of(found), 2)
-    classifier = load_classifier(exported(model, head, tmp_path / "out", spec, token_batch(TEXTS[0])))
+    folder = exported(model, head, tmp_path / "out", spec, token_batch(TEXTS[0]))
+    assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
+    classifier = load_classifier(folder)
     assert classifier.model.dtype == torch.float32
     torch.testing.assert_close(classifier.features(TEXTS), found[2], rtol=1e-4, atol=1e-4)
 
