@@ -1,10 +1,14 @@
-"""Text for the commands: real source code, small enough to tokenize in a blink."""
+"""Text for the commands, real source code that is tokenized in a blink, and a run that was trained on it."""
 
+import contextlib
+import io
 import sysconfig
 from pathlib import Path
 
 import pytest
+import yaml
 
+from lit_layers.cli.main import main
 from lit_layers.data import prepare
 
 PACKAGE = Path(__file__).parents[2] / "lit_layers"
@@ -22,6 +26,19 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (text / f"{name}.txt").write_text((Path(sysconfig.get_path("stdlib")) / f"{name}.py").read_text())
     prepare(str(text), "bpe:300", shards, validation=0.3, progress=False)
     return shards
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, str]:
+    """A whole run of the recipe of test_fit, to be copied by what changes it, and what was printed."""
+    from tests.cli.test_fit import RECIPE
+
+    folder = tmp_path_factory.mktemp("trained")
+    recipe = {**RECIPE, "corpus": str(corpus), "root": str(folder / "run"), "resume_every": 1}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(["fit", "--config", str(folder / "recipe.yaml")]) == 0
+    return folder / "run", printed.getvalue().replace("\n", "")
 
 
 @pytest.fixture

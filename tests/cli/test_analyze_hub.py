@@ -19,9 +19,9 @@ from lit_layers.data import EvalText
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.series import HubRevisions
 from lit_layers.series.checkpoint import THREAD, Checkpoint
-from tests.support.fake_hub import FakeHub, Repo
+from tests.support.fake_hub import Repo
 from tests.support.measured_series import analyze as analyze_one
-from tests.support.series_hub import TWELVE, make_series, make_step, served, template
+from tests.support.series_hub import TWELVE, make_series, served, template
 
 FEW = (0, 2, 4, 8)
 SIZE = {"num_sequences": 4, "num_tokens": 16}
@@ -55,12 +55,6 @@ def hub(repository, tmp_path, monkeypatch):
     repository.mkdir(parents=True)
     with served(tmp_path / "hub", tmp_path / "home" / "hub", monkeypatch) as hub:
         yield hub
-
-
-@pytest.fixture
-def impatient(monkeypatch) -> None:
-    """Make huggingface_hub ask again at once."""
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
 
 
 @pytest.fixture
@@ -148,73 +142,31 @@ def test_the_tokenizer_of_a_series_is_named_by_its_commit(hub, repository, model
     assert expected in hashes
 
 
-WEIGHTS, LIST = r"_cdn/.*/step4/", "/tree/COMMIT"
+WEIGHTS = r"_cdn/.*/step4/"
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    ("trouble", "where", "options", "sentence"),
-    [
-        (FakeHub.fail, WEIGHTS, {"status": 429}, "cannot download model.safetensors of lab/tiny at step4"),
-        (FakeHub.fail, LIST, {"status": 503}, "cannot list the files of lab/tiny at step4"),
-        (FakeHub.delay, WEIGHTS, {"seconds": 0.5}, "timed out"),
-        (FakeHub.truncate, WEIGHTS, {"at": 0}, "cannot download model.safetensors of lab/tiny at step4"),
-    ],
-    ids=["429", "no list", "timeout", "truncated"],
-)
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("trouble", ["429", "503", "timeout"])
 def test_trouble_is_met_with_patience_then_named_and_the_others_are_measured(
-    hub,
-    repository,
-    model,
-    on_the_spot,
-    command,
-    tmp_path,
-    capsys,
-    monkeypatch,
-    trouble,
-    where,
-    options,
-    sentence,
+    trouble, hub, repository, model, on_the_spot, command, tmp_path, capsys, monkeypatch
 ):
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # huggingface_hub asks again at once
     make_series(model, repository, FEW)
-    if trouble is FakeHub.delay:
-        monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
     commit = Repo("models", "lab/tiny", repository).commit(repository / "step4")
-    trouble(hub, where.replace("COMMIT", commit), **options, times=1000)
+    if trouble == "timeout":
+        monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
+        hub.delay(WEIGHTS, 0.5, times=1000)
+    else:
+        hub.fail(WEIGHTS if trouble == "429" else f"/tree/{commit}", int(trouble), times=1000)
+    sentence = {"429": "cannot download model.safetensors of lab/tiny at step4", "timeout": "timed out"}
     assert main(command) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("failed: ")]
-    assert sentence in line
+    assert sentence.get(trouble, "cannot list the files of lab/tiny at step4") in line
     assert "run the same command again later" in line
     assert found(tmp_path / "out") == {key: numbers for key, numbers in on_the_spot.items() if key[0] != 4}
     hub.rules.clear()
     assert main(command) == 0
     assert found(tmp_path / "out") == on_the_spot
-
-
-@pytest.mark.soak
-def test_a_branch_that_moves_meanwhile_is_named_and_measured_the_next_time(
-    hub, repository, model, corpus, on_the_spot, command, tmp_path, capsys, monkeypatch
-):
-    make_series(model, repository, FEW)
-    real = Checkpoint.load
-
-    def moving(self, **options):
-        if self.step == 0:
-            shutil.rmtree(repository / "step4")
-            make_step(model, repository / "step4", 4.25 / 64)
-        return real(self, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Checkpoint, "load", moving)
-        assert main(command) == 1
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("failed: ")]
-    assert "at step4 (RevisionNotFoundError: " in line
-    assert {step for step, _ in found(tmp_path / "out")} == set(FEW) - {4}
-    assert main(command) == 0
-    moved = measured_on_the_spot(repository, corpus, tmp_path / "local", [4])
-    assert moved.keys() < on_the_spot.keys()
-    assert found(tmp_path / "out") == on_the_spot | moved != on_the_spot
 
 
 def waits_in(function: str) -> bool:
@@ -225,6 +177,7 @@ def waits_in(function: str) -> bool:
     return frame is not None
 
 
+@pytest.mark.soak
 def test_ctrl_c_does_not_wait_for_a_download(hub, repository, model, command, capsys):
     make_series(model, repository, FEW)
     hub.delay(r"_cdn/.*/step2/", 3600, times=1)

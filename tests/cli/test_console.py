@@ -14,18 +14,17 @@ from lit_layers.training import run_log
 from tests.cli.test_fit import RECIPE
 
 
-class Stream(io.StringIO):
-    """Standard error, in a terminal or in a log file."""
-
-    def __init__(self, is_terminal: bool) -> None:
-        super().__init__()
-        self.isatty = lambda: is_terminal
+def terminal(monkeypatch) -> io.StringIO:
+    """Standard error from now on."""
+    said = io.StringIO()
+    monkeypatch.setattr(said, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", said)
+    monkeypatch.setattr(console, "REDRAWN", 0.0)
+    return said
 
 
 def test_what_is_done_and_comes_next_is_drawn(monkeypatch):
-    said = Stream(True)
-    monkeypatch.setattr("sys.stderr", said)
-    monkeypatch.setattr(console, "REDRAWN", 0.0)
+    said = terminal(monkeypatch)
     with bar("auditing") as show:
         show(0, 10, "waiting for workers")
         show(6, 10, "2 workers: step 6")
@@ -39,11 +38,10 @@ def test_what_is_done_and_comes_next_is_drawn(monkeypatch):
     assert "\n" not in written
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_training_shows_a_bar_of_its_steps(tmp_path, corpus, no_page, monkeypatch):
-    said = Stream(True)
-    monkeypatch.setattr("sys.stderr", said)
-    monkeypatch.setattr(console, "REDRAWN", 0.0)
+    said = terminal(monkeypatch)
     recipe = {**RECIPE, "corpus": str(corpus), "analyses": [], "root": str(tmp_path / "run")}
     recipe["trainer"] = RECIPE["trainer"] | {"max_steps": 2}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))

@@ -6,7 +6,6 @@ as is the first and last run of each grid. Published series and figures have tes
 
 import glob
 import json
-import re
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,16 +15,11 @@ import pytest
 from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.report import wandb_mirror
-from tests.cli import test_published_series as published_series
-from tests.cli import test_task_commands as task_commands
-from tests.support.documented_commands import PAGES, ROOT, documented_commands
+from tests.support.documented_commands import ROOT, documented_commands
 from tests.support.grid_loops import LOOPS, Loop
 from tests.support.runs import make_run
 from tests.support.undrawn import leave_undrawn
 
-# By test_published_series, test_published_recipes, tests/test_follow.py, test_task_commands.
-OF_SERIES = ("analyze", "audit", "report checkpoints/llm_suite")
-ELSEWHERE = (*OF_SERIES, *task_commands.VERBS, "reproduce")
 GRIDS = dict.fromkeys(("grid", "four_papers", "four_papers_mechanism"), "shuffle_tokens")
 GRIDS |= {"four_papers_images": "shuffle_labels"}
 RUNS = {name: {} for name in ("run1", "run2", "quickstart", "seed1", "seed2", "seed3", "study")} | {
@@ -37,7 +31,7 @@ RUNS = {name: {} for name in ("run1", "run2", "quickstart", "seed1", "seed2", "s
 
 
 COMMANDS = documented_commands()
-HERE = [command for command in COMMANDS if not command.startswith(ELSEWHERE)]
+PAGES_OF_RUNS = [each for each in COMMANDS if each.startswith(("report", "emerge")) and "llm_suite" not in each]
 
 
 @pytest.fixture(scope="module")
@@ -64,32 +58,11 @@ def place(folder, monkeypatch) -> Path:
     return folder
 
 
-def test_every_console_command_is_run_somewhere():
-    assert len(COMMANDS) > 50
-    assert {command.split()[0] for command in HERE} == {"fit", "report", "emerge"}
-    others = {command for command in COMMANDS if command not in HERE}
-    run = {*published_series.COMMANDS, *task_commands.COMMANDS}
-    left = {command.removesuffix(" --engine ray").removesuffix(" & done; wait") for command in others} - run
-    # mteb: those on 32 data sets of the Hub
-    assert {command.split()[0] for command in left} == {"reproduce", "analyze", "mteb"}
-    (of_images,) = (command for command in left if command.startswith("analyze"))  # by tests/test_recipes_begin.py
-    assert of_images == "analyze RUN --config recipes/analyses/images.yaml --corpus cifar10"
-
-
-def test_no_command_and_no_example_stands_in_a_block_that_nothing_runs():
-    """What is run is known by the language: bash and python by tests/test_docs.py, console and py by others."""
-    for page in PAGES:
-        for language, text in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
-            if re.search(r"^(?:\$ )?(?:lit-layers [a-z]|(?:from|import) \w)", text, re.MULTILINE):
-                assert language in ("bash", "console", "python", "py"), (page.name, text)
-
-
 @pytest.mark.parametrize(
     "command",
     [
         pytest.param(each, marks=[] if each == "report checkpoints/study" else [pytest.mark.nightly])
-        for each in HERE
-        if each.startswith(("report", "emerge"))
+        for each in PAGES_OF_RUNS
     ],
 )
 def test_pages_of_runs_are_written_as_the_command_says(command, place, monkeypatch):
@@ -114,7 +87,7 @@ def test_pages_of_runs_are_written_as_the_command_says(command, place, monkeypat
 
 
 @pytest.mark.nightly  # two seconds for each
-@pytest.mark.parametrize("command", [each for each in HERE if each.startswith("fit")])
+@pytest.mark.parametrize("command", [each for each in COMMANDS if each.startswith("fit")])
 def test_trainings_are_read_whole(command, place, capsys):
     with pytest.raises(SystemExit) as ended:
         main([*shlex.split(command), "--print_config"])

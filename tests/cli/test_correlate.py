@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from PIL import Image
 
 from lit_layers.cli.main import main
 from lit_layers.figures.vega import script
@@ -29,11 +28,6 @@ def published(tmp_path_factory) -> tuple[Path, str]:
         patched.setenv("COLUMNS", "120")
         assert main(["correlate", "--data", "published", "--root", str(folder), *QUICK]) == 0
     return folder, printed.getvalue()
-
-
-@pytest.fixture
-def out(published) -> Path:
-    return published[0]
 
 
 @pytest.fixture
@@ -65,37 +59,24 @@ def test_the_published_table_is_printed_with_its_warnings_and_left_as_json_and_c
     assert len(pd.read_csv(out / "models.csv")) == 28
 
 
-def test_the_page_shows_every_model_the_line_and_the_warnings(out):
+def test_the_page_shows_every_model_the_line_and_the_warnings(published):
+    out = published[0]
     page = out / "correlation.html"
     text = shown(page)
     for words in ("Read with care", "With something else held fixed", "Within groups", "arXiv 2407.07810"):
         assert words in text
-    assert re.search(r"R² 0\.800 0\.\d+ to 0\.\d+ 1\.4e-10 28", text)
     assert re.search(r"Partial r given coupling by width alone 0\.568 .* 0\.002 28", text)
     assert re.search(r"Width 4096 0\.588 .* 0\.057 11", text)
-    assert "Coupling by width alone 0.93 r = 0.964 0.71 r = 0.844 28" in text
-    assert "<h1>Published coupling against leaderboard score</h1>" in page.read_text()
     first = page_figures(page)[0]
     table = pd.read_csv(out / "models.csv").set_index("model")
     places = [(row["x"], row["y"], row.get("t")) for row in first.points]
     drawn = {about.split("\n")[0]: (x, y) for x, y, about in places if about}
     assert drawn == {name: (row["coupling"], row["score"]) for name, row in table.iterrows()}
-    for column in ("Leaderboard score: 28.6", "Width: 768", "Published coupling: 0.8888"):
-        assert any(column in about for *_, about in places if about), column
     line = [*first.line("Least squares").items()]
     slope = (line[-1][1] - line[0][1]) / (line[-1][0] - line[0][0])
     expected = table["coupling"].cov(table["score"]) / table["coupling"].var()
     assert slope == pytest.approx(expected, rel=1e-3)
     assert "://" not in re.sub(r"<script>.*?</script>", "", page.read_text(), flags=re.S)
-
-
-def test_the_picture_is_large_and_has_something_drawn_on_it(out):
-    assert sorted(path.name for path in out.glob("*.png")) == ["scatter.png"]
-    with Image.open(out / "scatter.png") as picture:
-        assert min(picture.size) > 1000
-        colors = {color for _, color in picture.convert("RGB").getcolors(1 << 21) or ()}
-    assert len(colors) > 200
-    assert (31, 95, 168) in colors, "the line"
 
 
 def test_models_and_a_file_of_scores_make_a_page_that_names_those_left_out(study, capsys, monkeypatch):

@@ -21,13 +21,8 @@ LAST, BAD = 8, 7
 @pytest.fixture
 def command(tmp_path, corpus) -> list[str]:
     trainer = {**RECIPE["trainer"], "max_steps": LAST, "log_every_n_steps": 3, "gradient_clip_val": 1.0}
-    options = {
-        **RECIPE,
-        "corpus": str(corpus),
-        "resume_every": 2,
-        "trainer": trainer,
-        "analyses": RECIPE["analyses"][:1],
-    }
+    options = {**RECIPE, "corpus": str(corpus), "resume_every": 2, "trainer": trainer}
+    options["analyses"] = RECIPE["analyses"][:1]
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(options))
     return ["fit", "--config", str(tmp_path / "recipe.yaml"), "--root", str(tmp_path / "run")]
 
@@ -80,6 +75,7 @@ def test_where_one_rank_diverges_all_end_with_three(command, tmp_path, monkeypat
     checked(tmp_path / "run")
 
 
+@pytest.mark.soak
 def test_weights_that_are_none_are_not_saved_to_go_on_from(command, tmp_path, monkeypatch, capfd):
     """The step that breaks them has a loss still."""
 

@@ -1,7 +1,5 @@
 """`lit-layers fit`: a watched run from a recipe, its end, and what is said of wrong input."""
 
-import contextlib
-import io
 import json
 import shutil
 from pathlib import Path
@@ -54,17 +52,6 @@ def recipe(tmp_path, corpus) -> Path:
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump({**RECIPE, "corpus": str(corpus), "root": str(tmp_path / "run")}))
     return path
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, corpus) -> tuple[Path, str]:
-    """A whole run, and what was printed."""
-    folder = tmp_path_factory.mktemp("trained")
-    recipe = {**RECIPE, "corpus": str(corpus), "root": str(folder / "run")}
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert main(["fit", "--config", str(folder / "recipe.yaml")]) == 0
-    return folder / "run", printed.getvalue().replace("\n", "")
 
 
 @pytest.mark.slow

@@ -48,6 +48,7 @@ def recipe(tmp_path) -> Path:
     return path
 
 
+@pytest.mark.soak
 def test_a_recipe_becomes_a_run_that_says_what_it_saw_and_resumes_to_the_same_bits(recipe, tmp_path):
     assert main(["fit", "--config", str(recipe)]) == 0
     root, whole = tmp_path / "run", tmp_path / "whole"
@@ -70,6 +71,7 @@ def test_a_recipe_becomes_a_run_that_says_what_it_saw_and_resumes_to_the_same_bi
         assert files[0] == files[1]
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_corrupt_image_ends_a_run_with_the_name_of_its_file(recipe, tmp_path, capsys):
     write_folders(tmp_path / "images")
@@ -85,19 +87,6 @@ def test_a_corrupt_image_ends_a_run_with_the_name_of_its_file(recipe, tmp_path, 
         (sentence,) = [line for line in said.splitlines() if line.startswith("lit-layers fit: error: ")]
         assert "train/dog/" in sentence, workers
         assert "is no image that can be read" in sentence, workers
-
-
-def test_the_recipes_of_deit_can_be_read_with_their_analyses(capsys):
-    for name, steps in {"tiny_cifar10": 50_000 * 500 / 512, "small_imagenet": 1_281_167 * 300 / 1024}.items():
-        recipes = [ROOT / "recipes" / "deit" / f"{name}.yaml", ROOT / "recipes" / "analyses" / "images.yaml"]
-        with pytest.raises(SystemExit) as ended:
-            main(["fit", *(word for path in recipes for word in ("--config", str(path))), "--print_config"])
-        assert ended.value.code == 0, name
-        found = yaml.safe_load(capsys.readouterr().out)
-        assert found["trainer"]["max_steps"] == round(steps), name
-        images = [part for each in found["analyses"] for part in each["init_args"].values() if isinstance(part, dict)]
-        assert len(images) == 6, name
-        assert {each["init_args"]["source"] for each in images} == {found["corpus"]}, name
 
 
 @pytest.mark.slow

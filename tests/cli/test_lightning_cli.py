@@ -29,11 +29,9 @@ WORKS = {
         *("--optimizer", "SGD", "--optimizer.momentum", "0.9", "--trainer.profiler", "simple"),
         f"--lr_scheduler={SCHEDULER}ReduceLROnPlateau",
     ],
-    "names of both, EarlyStopping": [
-        *("--optimizer=Adam", "--lr_scheduler=CosineAnnealingLR", "--lr_scheduler.T_max=4"),
-        *(f"{CALLBACK}EarlyStopping", "--trainer.callbacks.monitor=validation/loss"),
+    "both from YAML, EarlyStopping": [
+        *("--config", "OVERLAY", f"{CALLBACK}EarlyStopping", "--trainer.callbacks.monitor=validation/loss"),
     ],
-    "both from YAML, ModelCheckpoint": ["--config", "OVERLAY", f"{CALLBACK}ModelCheckpoint"],
     "LightningCLI's own class of a schedule by a score, Timer, max_time": [
         "--lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau",
         *("--lr_scheduler.monitor=validation/perplexity", "--trainer.max_time", "00:00:10:00"),
@@ -64,17 +62,11 @@ def trained(place: Path, corpus: Path, options, steps: int) -> L.Trainer:
     module = LitCausalLM("gpt2", **options)
     data = LitTextData(str(corpus), "bpe:300", num_tokens=16, global_batch_size=4, num_validation_sequences=4)
     files = ModelCheckpoint(place / "files", save_top_k=-1, every_n_train_steps=2, filename="{step}")
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    unvalidated = {"num_sanity_val_steps": 0, "limit_val_batches": 0}
+    callbacks = [files, StepSeed(0)]
     trainer = L.Trainer(
-        max_steps=steps,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        callbacks=[files, StepSeed(0)],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        limit_val_batches=0,
-        default_root_dir=place,
+        max_steps=steps, accelerator="cpu", callbacks=callbacks, default_root_dir=place, **quiet, **unvalidated
     )
     trainer.fit(module, datamodule=data)
     return trainer
@@ -95,6 +87,7 @@ def test_features_work_and_a_dry_run_leaves_nothing(place, capsys):
         assert "fast_dev_run: nothing is kept" in capsys.readouterr().out, features
 
 
+@pytest.mark.soak
 def test_a_training_of_a_plain_trainer_goes_on_from_its_file_as_if_fit_had_begun_it(place, corpus, tmp_path, capsys):
     options = RECIPE["model"]["init_args"] | {"decay_steps": 4}
     (tmp_path / "plain").mkdir()
@@ -109,6 +102,7 @@ def test_a_training_of_a_plain_trainer_goes_on_from_its_file_as_if_fit_had_begun
     assert "trained up to step 4 already" in capsys.readouterr().out
 
 
+@pytest.mark.soak
 def test_a_run_begins_with_the_weights_of_a_file(place, tmp_path):
     root = tmp_path / "run"
     assert main(command(place, ["--model.init_from", str(place / "files/step=2.ckpt"), "--root", str(root)])) == 0
@@ -118,6 +112,7 @@ def test_a_run_begins_with_the_weights_of_a_file(place, tmp_path):
     assert weights_hash(load(root / "step-000000002")) == weights_hash(module.model)
 
 
+@pytest.mark.soak
 def test_a_run_with_another_optimizer_resumes_bit_for_bit(place, tmp_path):
     roots = [tmp_path / name for name in ("whole", "parts")]
     words = ["--optimizer", "Adagrad", f"--lr_scheduler={SCHEDULER}StepLR", "--lr_scheduler.step_size=3"]

@@ -15,14 +15,10 @@ from tests.support.runs import make_run
 from tests.support.undrawn import leave_undrawn
 
 
-def test_help_names_every_command(capsys):
-    assert main(["--help"]) == 0
+def test_help_names_every_command_and_the_version_is_the_packages(capsys):
+    assert main(["--help"]) == main([]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in COMMANDS)
-    assert main([]) == 0
-
-
-def test_the_version_is_the_packages(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("lit-layers 0.")
 

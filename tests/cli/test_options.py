@@ -47,8 +47,6 @@ def test_help_lists_classes_by_the_names_that_recipes_may_call_them_by(capsys):
         ("fit --help", ["  --root ROOT", "  --trainer.max_steps MAX_STEPS"]),
         ("analyze --help", ["--series SERIES", "HubRevisions", "Models"]),
         ("analyze --series.help=HubRevisions", ["--series.repo REPO", "--series.steps STEPS"]),
-        ("analyze --series.help=Models", ["--series.models [ITEM,...]"]),
-        ("prepare --help", ["--source", "--tokenizer", "--root", "--max_documents", "--column", "--validation"]),
     ):
         said = help_of(capsys, *words.split())
         assert [word for word in expected if word not in said] == [], words
@@ -60,25 +58,13 @@ SAID: dict[str, tuple[dict[str, object], str]] = {
         {"runs": ["run"], "allow_suspect": True, "settings": ["a", "b"], "root": "run/x.html"},
         "run --allow_suspect --settings a,b --root=run/x.html",
     ),
-    "prepare": (
-        {"source": "python", "tokenizer": "gpt2", "root": "x", "max_documents": 3, "validation": 0.5},
-        "--source python --tokenizer gpt2 --root x --max_documents 3 --validation 0.5",
-    ),
     "select": (
         {"model": "m", "task": "a.csv", "regression": True, "rule": "knee", "tolerance": 2, "root": "x"},
         "m --task a.csv --regression --rule knee --tolerance 2.0 --root x",
     ),
-    "correlate": (
-        {"models": ["a", "b"], "metric": "c/c", "given": ["width", "depth"], "layer": 3, "score": "s"},
-        "a b --metric c/c --given width,depth --layer 3 --score s",
-    ),
     "analyze": (
         {"model": "m", "steps": {"every": 2}, "keep_downloads": False, "root": "r", "corpus": "python"},
         "m --steps {every: 2} --keep_downloads false --root r --corpus python",
-    ),
-    "mteb": (
-        {"model": "m", "tasks": ["a", "b"], "layers": [0, 3], "allow_suspect": True},
-        "m --tasks a,b --layers 0,3 --allow_suspect",
     ),
     "intervene": (
         {"model": "m", "variants": ["skip"], "schedule": ["1 2", "2 1"], "middles": [1], "speed": True},
@@ -98,14 +84,8 @@ def test_a_recipe_says_what_a_command_line_says(tmp_path: Path):
 
 
 def test_whatever_measures_checkpoints_takes_the_same_options(tmp_path: Path):
-    given: dict[str, object] = {
-        "allow_suspect": True,
-        "offload": str(tmp_path / "scratch"),
-        "root": str(tmp_path),
-        "device": "cpu",
-    }
-    given |= {"dtype": "float64", "engine": "ray"}
-    given |= {"keep_downloads": False, "shard": "0/2"}
+    given: dict[str, object] = {"offload": str(tmp_path / "scratch"), "root": str(tmp_path), "device": "cpu"}
+    given |= {"allow_suspect": True, "dtype": "float64", "engine": "ray", "keep_downloads": False, "shard": "0/2"}
     given |= {"steps": [1], "revision": "r", "submodule": "s", "untrained": 7, "plan": True}
     assert given.keys() == {field.name for field in fields(Checkpoints)}
     recipe = tmp_path / "recipe.yaml"

@@ -1,5 +1,4 @@
 import json
-import random
 import re
 import shlex
 from pathlib import Path
@@ -10,7 +9,6 @@ from lit_layers.cli.main import main
 from lit_layers.cli.options import Recipe
 from lit_layers.cli.verbs.prepare import prepare
 from lit_layers.data.preparing import TokenShards
-from lit_layers.data.tokenization import train_bpe
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,13 +45,6 @@ def test_interrupted_it_says_how_to_go_on_and_ends_with_130(corpus, tmp_path, ca
         assert main(arguments(corpus, tmp_path / "out", "--column", "body", "--validation", "0.2")) == 130
     assert "lit-layers prepare: interrupted: run the same command again to go on" in capsys.readouterr().err
     assert main(arguments(corpus, tmp_path / "out", "--column", "body", "--validation", "0.2")) == 0
-
-
-@pytest.mark.nightly
-def test_a_word_of_megabytes_is_text_like_any_other():
-    word = "".join(random.Random(0).choices("abcdefghij", k=1_000_000))
-    tokenizer = train_bpe([word, "Other words. " * 9], 400).tokenizer
-    assert tokenizer.decode(tokenizer.encode(word[:5000]).ids) == word[:5000]
 
 
 def test_every_command_of_the_page_that_needs_a_network_is_one_the_parser_takes():

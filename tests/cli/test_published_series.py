@@ -22,11 +22,11 @@ from lit_layers.cli.main import main
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.series.opening import repositories_of
 from tests.support.benchmark_files import write_benchmarks
+from tests.support.documented_commands import documented_commands
 from tests.support.saved_models import saved
 from tests.support.series_hub import let_downloads_end, make_series, served
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 SUITE = ROOT / "recipes" / "series" / "llm_suite.yaml"
 STEPS = (0, 512, 1000, 143000)
@@ -46,27 +46,12 @@ QUICK = "analyze --config recipes/series/pythia_70m.yaml --config recipes/analys
 WHOLE_SUITE = "analyze --config recipes/series/llm_suite.yaml"
 
 
-def documented() -> Iterator[str]:
-    """Every command on a published series or model: of the pages' blocks and of the headers of recipes."""
-    for page in PAGES:
-        for block in re.findall(r"^```console\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
-            for line in block.replace("\\\n", " ").splitlines():
-                if found := re.search(r"lit-layers ((?:analyze|audit) .*|report checkpoints/llm_suite)", line):
-                    quoted = line.startswith("sbatch")
-                    command = " ".join((found[1][:-1] if quoted else found[1]).split())
-                    command = command.removesuffix(" & done; wait")
-                    yield command.removesuffix(" --engine ray")  # workers would ask the real Hub: see tests/test_engine
-    for recipe in RECIPES:
-        command = ""
-        for name, text in re.findall(r"^# ([A-Z][\w ]+): +(\S.*)$", recipe.read_text(), re.MULTILINE):
-            if text.startswith(("lit-layers analyze --config recipes/series", "CUDA_VISIBLE_DEVICES=$i lit-layers")):
-                command = text.partition("lit-layers ")[2]
-                yield command
-            elif name in ("Part of it", "Any others") and command:
-                yield f"{command} {re.match(r'--[^;]*', text)[0]}"
-
-
-COMMANDS = list(dict.fromkeys(documented()))
+# Of several on one line the first, and no workers of Ray, who would ask the real Hub: see tests/test_engine.
+COMMANDS = [
+    re.sub(" & done; wait| --engine ray", "", command)
+    for command in documented_commands()
+    if command.startswith(("analyze", "audit", "report checkpoints/llm_suite")) and "RUN" not in command
+]
 
 
 def words(command: str) -> list[str]:
@@ -166,12 +151,6 @@ def measured(root: Path) -> set[tuple[str, int | None, str]]:
     found = records.read(root / "measurements.jsonl")
     assert [m.error for m in found] == [None] * len(found)
     return {(m.run, m.step, m.analysis) for m in found}
-
-
-def test_the_commands_are_found():
-    assert len(COMMANDS) >= 20
-    for command in (QUICK, "analyze --config recipes/series/llm_suite.yaml --shard $i/8"):
-        assert command in COMMANDS
 
 
 @pytest.mark.soak

@@ -31,19 +31,17 @@ from tests.tasks.tiny_tasks import write_tiny_data
 
 VIT = {"img_size": 8, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4, "num_classes": 10}
 MUCH = "100000000000000000000"
-CALLBACK = "class_path: lightning.pytorch.callbacks.LambdaCallback"
-ON_START = "init_args: {on_fit_start: {class_path: os.system}}"
-BATCHES = "analyses: [{class_path: lit_layers.analyses.Trajectory, init_args: {batches: 3}}]"
 TEXT_DATA = "class_path: lit_layers.training.LitTextData"
 TEXT_MODEL = "class_path: lit_layers.training.LitCausalLM"
-MIRROR = "wandb: {class_path: lit_layers.report.WandbMirror, init_args: {mode: no}}"
 OWN = "--text title --label mood"
 ROWS = "--corpus corpus.jsonl --num_sequences 2 --num_tokens 10"
 SEEN = "--corpus arrays --data.num_validation_images 8 --analyses []"
 STEPS = "--series StepFolders --series.root trained"
 CALLBACKS = "--trainer.callbacks+=lightning.pytorch.callbacks"
 
-SOAK = ("intervene nothing", "fit --config images.yaml")  # of the first lm-eval reads all its tasks, for ten seconds
+# Of the first lm-eval reads all its tasks, for ten seconds; the others read a recipe a row, for half a second.
+SOAK = ("intervene nothing", "fit --config images.yaml", "fit --config fit.yaml", "fit --config plain.yaml --root NEW")
+SOAK += ("fit --config fit.yaml --root trained",)
 QUANTISED = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
 ODD_CONFIGS: list[Any] = [QUANTISED, {"n_layer": "two"}, {"n_layer": 10**20}, {"n_layer": -1}]
 ODD_CONFIGS += [b"[1]", b"\xff\xfe{", b"", b'"\xe9"', b"{" * 5000]
@@ -68,12 +66,8 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("model --untrained 0 --offload x", "untrained: new weights are in no file that --offload could read"),
         ("model --untrained 0 --steps all", "untrained: is for one model, and model is a series"),
         ("model --root ~nosuchuser", "root: expected one of Path, NoneType, got ~nosuchuser"),
-        ("model --root=", "root: expected one of Path, NoneType, got"),
         ("model --code=~", "--code: expected an importable package or module, or a folder such"),
-        ("model --code=null", "or a folder such as ., got 'null'"),
         ("model --config '<code: [evil]>' --code json", "unknown key code in the recipe"),
-        ("model --config '<analyses: 3>'", "analyses: Expected a list. Got value: 3"),
-        (f"model --config '<{BATCHES}>'", "analyses: batches: Not a valid subclass of Batches. Got value: 3 "),
         ("model --config analyses.yaml --analyses.k [99]", "99"),
         ("model --config long.yaml --corpus long.jsonl", "num_tokens: GPT2LMHeadModel takes at most 32 tokens"),
         ("bare --config analyses.yaml", "tokenizer: bare carries none; name one with --tokenizer"),
@@ -84,20 +78,13 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("trained --shard 4/4", "i from 0 to n - 1, such as 0/4, got '4/4'"),
         ("trained --revision step0", "revision: is for one model"),
         ("model --series Models --series.models [a]", "expected a model, a series of its checkpoints or --series"),
-        ("--series lit_layers.series.Nothing", "expected one of Series, NoneType, got lit_layers.series.Nothing"),
-        ("--series HubRevisions", "missing: repo"),
-        ("--series HubRevisions --series.repo a/b --series.grammar x", "grammar: expected auto, step, stages, "),
         ("--series Models --series.model [a]", "unknown key model"),
         ("--series Models --series.models []", "models: expected a list of folders or names on the"),
-        ("--series Models --series.models [./no]", "cannot list the branches of ./no"),
         ("--series StepFolders --series.root nowhere", "expected a folder with checkpoints, nowhere"),
-        ("--series LightningCheckpoints --series.root nowhere", "*.ckpt) below nowhere, found none"),
         (f"{STEPS} --steps 0,1", "steps: the class of --series has options of its own"),
         (f"{STEPS} --untrained 1", "untrained: the class of --series"),
         *((f"odd{number} --config analyses.yaml", f"odd{number}") for number in range(len(ODD_CONFIGS))),
-        ("hostile0", "the analyses of hostile0, as its run.json has them: "),
-        ("hostile1", "the analyses of hostile1, as its run.json has them: "),
-        ("hostile2", "the analyses of hostile2, as its run.json has them: "),
+        *((f"hostile{n}", f"the analyses of hostile{n}, as its run.json has them: ") for n in range(3)),
     ],
     "audit": [
         ("", "missing: series; give it in the recipe or on the command line"),
@@ -105,16 +92,8 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("org/tiny", "cannot list the branches of org/tiny"),
         ("none.yaml", "cannot read none.yaml: no such file or directory"),
         ("models", "models holds no folder that is a step"),
-        ("trained --steps often", "steps: expected pythia, a list of steps"),
-        ("trained --steps 0,7", "steps: trained has no step 7; it has 3 steps from 0 to 3, the nearest 2 and 3"),
         ("trained --steps '{log_spaced: 1}'", "steps.log_spaced: expected at least 2, got 1"),
-        ("trained --grammar word", "grammar: expected auto, step, stages, continued, checkpoint or a template"),
         ("trained --json trained", "json: cannot write trained: is a directory"),
-        ("trained --step all", "unknown option --step; did you mean --steps?"),
-        (
-            "x --config '<steps: {every: often}>'",
-            "steps: expected one of list[int], dict[str, int | list[int]], str, got {'every': 'often'}",
-        ),
         ("x --config '<gramar: step>'", "unknown key gramar in the recipe; did you mean grammar?"),
         ("x --config '<kk: 3>'", "unknown key kk in the recipe; see `lit-layers audit --help`"),
         ("x --config '<grammar: ${nothing}>'", "config: Interpolation key 'nothing' not found full_key: grammar"),
@@ -122,15 +101,12 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
             "x --config '<grammar: ${oc.env:WANDB_API_KEY}>'",
             "config: InputError raised while resolving interpolation: a recipe reads no variable that may hold a se",
         ),
-        ("x --config '<series: {class_path: subprocess.Popen}>'", "series: Expected a str. Got value: {'class"),
         ("x --config '<- series>'", "expected a recipe of KEY: VALUE lines, got - series"),
-        ("x --config '<>'", "expected a recipe of KEY: VALUE lines, got"),
         ("x --config '<series: [>'", "Problems parsing config"),
     ],
     "correlate": [
         ("", "models: expected run folders or a file, or --data published, and not both"),
         ("--data published models", "and not both"),
-        ("--data published --layer 3", "layer and step: a table has none: leave them out"),
         ("models.csv --metric width --step 1 --score score", "layer and step: a table has none: leave them out"),
         ("models --score models.csv:score", "over models: expected --metric and --score"),
         ("models --metrics coupling", "over layers: expected --metrics and --scores"),
@@ -144,37 +120,26 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--data published --resamples 10000000", "resamples: expected at most 1,000,000"),
         ("--data published --resamples 100 --root models.csv", "cannot write to models.csv: not a directory"),
         ("--data published --given size", "given: no column 'size'"),
-        ("--data other", "data: expected one of typing.Literal['published'], NoneType, got other"),
-        ("--config \"<given: ''>\"", "given: expected one of Names, NoneType, got"),
         ("models.csv --metric coupling --score score --root .", "root: models.csv, which is read, would be replaced"),
         ("nameless.csv --metric coupling --score score", "nameless.csv: row 2 has no name in column model"),
-        ("damaged --metric coupling --score validation/loss", "run.json: not valid JSON"),
     ],
     "emerge": [
-        ("", "missing: runs: expected a run's folder or a table of scores, or several"),
-        ("RUN --confidence=", "confidence: Expected a float. Got value:"),
         ("EleutherAI/pythia-70m", "is not there: measure it first, by lit-layers analyze EleutherAI/pythia-70m"),
         ("times.csv --root .", "times.csv, which is read, would be replaced in"),
     ],
     "fit --config fit.yaml": [
-        ("--trainer.max_step 3", "unknown option --trainer.max_step; did you mean --trainer.max_steps?"),
         ("--foo.bar=3", "unknown option --foo.bar; see `lit-layers fit --help`"),
         ("--trainer.max_steps 0", "trainer.max_steps: expected at least 1, got 0"),
-        ("--trainer.max_steps null", "trainer.max_steps: Expected a int. Got value: None"),
         (f"--trainer.max_steps {MUCH}", "trainer.max_steps: expected at most"),
         ("--trainer.max_epochs 0", "trainer: no step was trained: max_steps, max_epochs or max_time ends the run"),
         ("--trainer.accumulate_grad_batches -1", "trainer.accumulate_grad_batches: expected at least 1, got -1"),
-        ("--trainer.devices -2", "trainer: `devices` selected with `CPUAccelerator` should be an int > 0"),
         ("--steps [0,-5]", "steps: expected at least 0, got [0, -5]"),
         (f"--steps [{MUCH}]", "steps: expected at most"),
-        ("--steps pythai", "got 'pythai'"),
         ("--root=", "root: Not of type Path: expected a file or folder, got ''"),
         ("--root /proc/nowhere", "cannot write to /proc/nowhere"),
-        ("--seed_everything true", "seed_everything: Expected a int. Got value: True"),
         ("--seed_everything -1", "seed_everything: expected at least 0, got -1"),
         ("--resume_every 0", "resume_every: expected at least 1, got 0"),
         ("--resume yesterday", "expected last or a step, got 'yesterday'; a .ckpt file is named by --ckpt_path"),
-        ("--model nothing", "model: expected one of LightningModule, NoneType, got nothing"),
         ("--model.lr -1", "model.lr: expected more than 0, got -1"),
         ("--model.lr 2.5", "model.lr: expected less than 1, got 2.5"),
         ("--model.config.n_layers 4", "n_layers"),
@@ -184,32 +149,20 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--data.global_batch_size 5 --trainer.accumulate_grad_batches 2", "take a multiple of 2"),
         ("--data.num_tokens 17", "data.num_tokens: expected at most 16, the context of model.config, got 17"),
         ("--corpus /nowhere/text", "/nowhere/text"),
-        ("--config /nowhere/recipe.yaml", "no recipe '/nowhere/recipe.yaml'"),
-        ("--analyses.k [99]", "99"),
         ("--analyses.name trajectory", "two are named 'trajectory'"),
         ("--config long.yaml", "trajectory: num_tokens: GPT2LMHeadModel takes at most 16 tokens, got 33"),
-        ("--wandb.nonsense 3", "wandb: unknown key nonsense in the recipe"),
-        (f"--config '<{MIRROR}>'", "wandb: mode: Expected a typing.Literal"),
         ("--config '<trainer: 3>'", "trainer: expected the options of a Trainer"),
         ("--config '<trainer: {max_step: 3}>'", "unknown key trainer.max_step in the recipe; did you mean trainer.max"),
-        ("--config '<corpus: ${nothing}>'", "nothing"),
         ("--config utf16.yaml", "config: 'utf-8' codec can't decode byte"),
-        ("--config latin.yaml", "config: 'utf-8' codec can't decode byte"),
         ("--config '<model: {class_path: LitCausalML}>'", "string: LitCausalML; did you mean LitCausalLM?"),
-        (
-            "--config '<analyses: [{class_path: lit_layers.analyses.Couplings}]>'",
-            "'lit_layers.analyses' has no attribute 'Couplings'; did you mean Coupling?",
-        ),
         (
             f"--config '<model: {{{TEXT_MODEL}, init_args: {{nonsense: 3}}}}>'",
             "model: unknown key nonsense in the recipe; the keys are arch",
         ),
-        (
-            f"--config '<trainer: {{callbacks: [{{{CALLBACK}, {ON_START}}}]}}>'",
-            "trainer.callbacks: on_fit_start: a recipe names no os.system: only lit_layers, torch",
-        ),
     ],
     "fit": [
+        ("--config fit.yaml --trainer.max_step 3", "unknown option --trainer.max_step; did you mean --trainer.max_st"),
+        ("--config fit.yaml --root trained", "already holds a run with checkpoints up to step 3"),
         ("quickstart/gtp2", "no recipe 'quickstart/gtp2', neither a file nor one that comes with the package; did"),
         (
             f"--root out --config '<data: {{{TEXT_DATA}, init_args: {{corpus: python}}}}>'",
@@ -217,12 +170,9 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ),
     ],
     "fit --config plain.yaml --root NEW": [
-        ("--optimizer torch.nn.Linear", "Optimizer], NoneType, got torch.nn.Linear"),
-        ("--optimizer torch.optim.Adm", "Optimizer], NoneType, got torch.optim.Adm"),
         ("--optimizer os.system", "optimizer: a recipe names no os.system"),
         ("--optimizer=SGD --optimizer.beta=1", "optimizer: unknown key beta"),
         ("--optimizer=SGD --optimizer.lr=-1", "optimizer: Invalid learning rate: -1.0"),
-        ("--optimizer=LBFGS", "optimizer: LBFGS doesn't support per-parameter options"),
         ("--ckpt_path=CHECKPOINT --optimizer=SGD --trainer.max_steps 5", "saved with another optimizer than SGD"),
         ("--ckpt_path=CHECKPOINT --model.config.n_embd=8 --trainer.max_steps 5", "ckpt_path: Error(s) in"),
         ("--ckpt_path=CHECKPOINT --trainer.max_steps=3", "trainer: no step was trained"),
@@ -238,7 +188,6 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--trainer.overfit_batches=2", "trainer.overfit_batches: expected 0"),
     ],
     "fit --config fit.yaml --root trained": [
-        ("", "already holds a run with checkpoints up to step 3"),
         ("--config '<if_exists: overwrite>'", "--resume last or --if_exists overwrite"),  # not the user's own word
         ("--if_exists overwrite --data.num_tokens 400", "data.num_tokens: expected at most 16"),
         ("--resume 4", "no resume checkpoint of step 4 in"),
@@ -253,8 +202,6 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--model.patch_size 3", "model.patch_size: expected a divisor of the image size 8, got 3"),
         ("--data.image_size 9", "model.patch_size: expected a divisor of the image size 9, got 4"),
         ("--model.architecture vit_tini", "no model named 'vit_tini' in timm"),
-        ("--model.config.embed_dims 16", "embed_dims"),
-        ("--model.config.num_heads 3", "cannot build vit_tiny_patch16_224"),
         ("--model.config.num_classes 3", "model.config.num_classes: the module or the data says it"),
         ("--data.erasing 2", "data.erasing: expected at most 1, got 2"),
         ("--data.rand_augment strong", "data.rand_augment: timm does not know"),
@@ -266,11 +213,8 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("model --variants skipped", "variants: there is no 'skipped'; choose from baseline, middle_repeat"),
         (f"model {ROWS} --middles 2", "middles: of 4 blocks the middle has 1, 3 blocks, got 2"),
         (f"model {ROWS} --schedule '1 (,2)'", "expected numbers and groups such as 1 2 (3,4,5) 6, got '1 (,2)'"),
-        (f"model {ROWS} --schedule '1 () 2'", "expected numbers and groups such as 1 2 (3,4,5) 6, got '1 () 2'"),
         (f"model {ROWS} --schedule '1 9'", "block: expected 1..4, got 9"),
-        (f"model {ROWS} --schedule ' '", "schedule: expected a name or a path, got ' '"),
         ("model --loops 0", "loops: expected at least 1, got 0"),
-        ("model --middles all,1", "middles: expected one of Numbers, typing.Literal['all'], got all,1"),
         ("model --limit 0", "limit: expected at least 1, got 0"),
         ("model --tasks lambda --folder data", "task: there is no 'lambda'; did you mean lambada"),
         ("model --tasks lambada --folder nowhere", "folder: expected a folder of data, nowhere is none"),
@@ -278,9 +222,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("model --finetune nowhere.yaml", "no recipe 'nowhere.yaml'"),
         ("model --finetune '<{task: arc_challenge, steps: 2}>'", "steps: Unexpected keyword argument, got 2; "),
         ("model --finetune finetune.yaml --folder data", "holds the rows that are scored: list files of tra"),
-        ("model --finetune '<{batch_size: 2}>'", "task: Field required"),
         ("model --finetune '<{task: arc_challenge, batch_size: 0}>'", "recipe: batch_size: expected at least 1, got 0"),
-        ("model --finetune '<{task: arc_challenge, precision: x}>'", "recipe: precision: Precision 'x' is invalid"),
         ("model --finetune '<{task: arc_challenge, num_tokens: 33}>'", "num_tokens: GPT2LMHeadModel takes at most 32"),
         ("bert --finetune finetune.yaml", "model: expected a causal language model, which predicts the next"),
         ("trained --finetune finetune.yaml", "finetune: trains one model, and a series was named: name one of its"),
@@ -290,11 +232,9 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("bert --glue glue.yaml --folder data --revision a", "glue: it opens bert as it is"),
         ("bert --glue glue.yaml --untrained 0", "glue: it opens bert as it is"),
         ("bert --glue glue.yaml --dtype float64", "glue: it opens bert as it is"),
-        (f"trained {ROWS} --untrained 0", "untrained: is for one model, and trained is a series"),
         ("model --images digits", "images: model is a language model: take --tasks, --corpus, --glue or --speed"),
         (f"vit {ROWS}", "corpus: vit is a model of images: take --images or --speed"),
         ("vit", "tasks: vit is a model of images: take --images or --speed"),
-        ("vit --images nowhere", "source: expected digits, cifar10, cifar100, an existing path or ORG/NAME"),
         ("vit --images digits --num_images 9999", "'digits' has 355 images in its test split, and num_images is 9999"),
         ("vit --images digits --image_size 16", "expected an image_size of 8, which the model takes, got images of 16"),
         ("model --speed --num_tokens 33", "num_tokens: the model takes at most 32 tokens, got 33"),
@@ -303,16 +243,11 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     "intervene nothing": [("--tasks rows.csv", "rows.csv")],
     "mteb": [
         ("model --tasks STS18", "task: there is no 'STS18'; did you mean"),
-        ("model --tasks ,", "tasks: Not of type Names: expected names with commas between, got ,"),
         ("model --tasks local", "tasks: local means all tasks whose data lie in --folder, there are none"),
-        ("model --layers 1-3", "layers: expected one of Numbers, typing.Literal['all'], got 1-3"),
         ("model --config '<layers: [-1]>'", "layers: expected one of Numbers, typing.Literal['all'], got [-1]"),
         ("model --tasks STSBenchmark --folder songs --layers 7", "layers: this model has layers 0 to 4, got 7"),
-        ("model --tasks STSBenchmark --folder nowhere", "folder: expected a folder of data, nowhere is none"),
         ("model --max_tokens 0", "max_tokens: expected at least 1, got 0"),
         ("model --pooling mean --modules all", "pooling: with --modules all it is the model's own, and mean was given"),
-        ("model '--tokenizer=\t'", r"tokenizer: expected a name or a path, got '\t'"),
-        ("model --tasks STSBenchmark --folder songs --steps 1 --revision main", "revision: is for one model, and"),
         ("bare --tasks STSBenchmark --folder songs", "carries none; name one with --tokenizer"),
         (f"model '--layers={'1 2,' * 9_000}'", f"expected one of Numbers, typing.Literal['all'], got {'1 2,' * 25}"),
     ],
@@ -330,58 +265,46 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ),
     ],
     "report": [
-        ("", "missing: runs: expected a run's folder, or several"),
-        ("''", "expected a file or folder, got ''"),
-        ("RUN --workspace=", "workspace: expected a name or a path, got ''"),
         ("torn", "measurements.jsonl, line 2: not valid JSON"),
         ("damaged", "run.json: not valid JSON"),
-        ("utf16", "run.json: not valid JSON"),
         ("RUN --config '<wandb: maybe>'", "wandb: expected true or false, got 'maybe'"),
-        ("RUN --config '<settings: {a: b}>'", "settings: expected one of Names, NoneType, got {'a': 'b'}"),
     ],
     "reproduce": [("papers/coupling/nope", "no recipe 'papers/coupling/nope'")],
     "select": [
-        ("", "missing: model; give it in the recipe or on the command line"),
         ("model", "task: expected --task NAME, or --images SOURCE for a vision model, and not both"),
         ("model --task banking77 --images digits", "and not both"),
         ("model --task banking", "'banking'; did you mean banking77?; or name a .parquet, .csv, .jsonl file"),
         ("model --task no/such.csv", "task: expected labelled texts in no/such.csv, which does not exist"),
-        ("model --task ./nothing", "task: expected labelled texts in nothing, which does not exist"),
         ("model --task text", "task text: source: expected a .parquet, .csv, .jsonl file, got text"),
         ("model --task songs.csv", "task songs: text: songs.csv has no column 'text': it has title, mood"),
         ("model --task songs.csv --text title", "task songs: label: songs.csv has no column 'label'"),
         (f"model --task songs.csv {OWN} --regression", "a regression needs finite numbers"),
         ("model --task songs.csv --text {title --label mood", "text: expected {column} or"),
-        ("model --task songs.csv --text=", "text: expected a name or a path, got ''"),
-        ("model --task banking77 --folder nowhere", "folder: expected a folder of data, nowhere is none"),
         ("model --task emotion --folder data", "emotion"),
         ("model --task banking77 --export taken", "taken is there already: choose another folder, or allow to"),
         ("model --task banking77 --export taken --overwrite", "taken is no earlier export (it has no probe.json)"),
         ("model --task banking77 --tolerance -0.1", "tolerance: expected at least 0, got -0.1"),
-        ("model --task banking77 --tolerance nan", "tolerance: Expected a float. Got value: nan"),
         ("model --task banking77 --max_tokens 0", "max_tokens: expected at least 1, got 0"),
         ("model --task banking77 --rounds 0", "rounds: expected at least 1, got 0"),
         ("model --images digits", "images: model is a model of texts (GPT2LMHeadModel): name its texts"),
         ("vit --task banking77 --folder moods", "task: vit is a vision model (VisionTransformer): name its images"),
         ("vit --images digits --num_train 1", "num_train: expected 2 to 1442 images, got 1"),
-        ("bare --task banking77 --folder moods", "tokenizer: bare carries none; name one with --tokenizer"),
         ("nowhere/model --task banking77", "nowhere/model"),
         ("model bare --task banking77 --export new", "export: expected one model, got 2"),
         ("model vit/../model --task banking77", "models: two are called model"),
         ("bare broken --task banking77 --folder moods", "bare: tokenizer: bare carries none; name one with --tokeni"),
         ("trained --task banking77", "expected a model in trained, found no config.json there"),
         ("broken --task banking77", "broken cannot be loaded: "),
-        ("model --task noise.csv", "rule: no layer can be chosen: the best validation accuracy of a probe is"),
-        (f"model --task songs.csv {OWN} --max_iterations 1", "max_iterations: the probe of layer 0 has not converged"),
         ("model --task models.csv --root .", "models.csv, which is read, would be replaced in"),
     ],
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+def place(tmp_path_factory: pytest.TempPathFactory, corpus: Path, trained: tuple[Path, str]) -> Path:
     """A folder with all that the rows name."""
     place = tmp_path_factory.mktemp("place")
+    shutil.copytree(trained[0], place / "trained")
     write_models(place)
     write_tables(place)
     write_runs(place)
@@ -423,7 +346,6 @@ def write_tables(place: Path) -> None:
     write_banking77(place / "moods", labelled(60), labelled(20, first=60))
     write_tiny_data(place / "songs")
     write_csv(place / "songs.csv", labelled(90), ("title", "mood"))
-    write_csv(place / "noise.csv", [(f"Text {'ab'[n % 2]} {n}", "x" if n % 12 else "y") for n in range(60)])
     (place / "models.csv").write_text("model,coupling,score\na,1,2\nb,2,1\nc,3,5\n")
     (place / "nameless.csv").write_text("model,coupling,score\na,1,2\n,2,1\nc,3,5\n")
     (place / "times.csv").write_text("step,loss\n0,3\n1,2\n")
@@ -441,13 +363,11 @@ def write_tables(place: Path) -> None:
 
 def write_runs(place: Path) -> None:
     run = make_run(place / "RUN", steps=(0, 1), analyses=("coupling",), layers=2)
-    for name in ("torn", "damaged", "utf16"):
+    for name in ("torn", "damaged"):
         shutil.copytree(run, place / name)
     first = (run / "measurements.jsonl").read_text().splitlines()[0]
     (place / "torn" / "measurements.jsonl").write_text("\n".join([first, '{"run": ', ""]))
-    facts = (run / "run.json").read_text()
-    (place / "damaged" / "run.json").write_text(facts[:100])
-    (place / "utf16" / "run.json").write_bytes(facts.encode("utf-16"))
+    (place / "damaged" / "run.json").write_text((run / "run.json").read_text()[:100])
     make_models(place / "models", models={f"org/m{n}": 4 + n for n in range(6)}, analyses=("coupling",))
 
 
@@ -463,12 +383,10 @@ def write_recipes(place: Path, corpus: Path) -> None:
     for name, recipe in recipes.items():
         (place / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
     (place / "utf16.yaml").write_bytes("root: é".encode("utf-16"))
-    (place / "latin.yaml").write_bytes("root: é".encode("latin-1"))
 
 
 def write_trainings(place: Path) -> None:
-    """A run of text with files of its trainer, and one of images that have changed since."""
-    assert main(["fit", "--config", "fit.yaml", "--root", "trained", "--analyses", "[]"]) == 0
+    """Files of the trainer of a run of text, and a run of images that have changed since."""
     (checkpoint,) = place.glob("trained/resume/step-000000003/*.ckpt")
     content = torch.load(checkpoint, weights_only=True)
     shutil.copy(checkpoint, place / "CHECKPOINT")

@@ -1,8 +1,6 @@
 """A run on two ranks that was killed goes on as if it had not been: on two ranks bit for bit, on one up to rounding."""
 
-import itertools
 import os
-import random
 import shutil
 import signal
 import time
@@ -34,25 +32,6 @@ def whole(recipe, tmp_path_factory) -> Path:  # noqa: F811
     root = tmp_path_factory.mktemp("ranks") / "whole"
     assert fit(recipe, root) == [0, 0]
     return root
-
-
-@pytest.mark.nightly
-def test_two_ranks_killed_at_random_moments_end_as_if_they_had_not_been(recipe, whole, tmp_path):  # noqa: F811
-    expected, draw, kills = what_is_left(whole), random.Random(1), 0
-    seconds, attempts = 6.0, itertools.count()
-    while kills < 6:
-        root = tmp_path / f"killed_{next(attempts)}"
-        for _ in range(3):
-            started = time.monotonic()
-            codes = fit(recipe, root, "--resume", "last", kill_after=draw.uniform(0.2, 1.0) * seconds)
-            kills += -signal.SIGKILL in codes
-            if codes == [0, 0]:
-                seconds = 0.9 * (time.monotonic() - started)  # other work on the machine decides how long a run takes
-                break
-            seconds *= 1.1
-        else:
-            assert fit(recipe, root, "--resume", "last") == [0, 0]
-        assert_equal(what_is_left(root), expected)
 
 
 @pytest.mark.soak

@@ -2,14 +2,12 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
 from lit_layers.cli.main import main
@@ -25,15 +23,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.select import load_classifier
 from lit_layers.tasks.text_features import text_features
 from tests.support.charts import page_figures
-from tests.support.labelled_texts import (
-    labelled,
-    saved_bert,
-    saved_gpt2,
-    scaled,
-    write_banking77,
-    write_csv,
-    write_jsonl,
-)
+from tests.support.labelled_texts import labelled, saved_bert, saved_gpt2, scaled, write_banking77, write_csv
 from tests.support.rounding import assert_rounded
 
 QUICK = ["--rounds", "2"]
@@ -106,12 +96,8 @@ def test_the_scores_are_those_of_probes_on_the_tasks_own_parts(home, selected):
     assert sum(found["chosen_in_share_of_resamples"].values()) == pytest.approx(1)
     times = list(found["seconds_to_layer"].values())
     assert times == sorted(times)
-    assert (found["rule"], found["tolerance"], found["pooling"], found["max_tokens"]) == (
-        "within_tolerance",
-        0.1,
-        "last",
-        32,
-    )
+    assert (found["rule"], found["tolerance"]) == ("within_tolerance", 0.1)
+    assert (found["pooling"], found["max_tokens"]) == ("last", 32)
 
 
 def test_the_exported_model_has_the_states_of_the_whole_one_bit_by_bit(home, selected):
@@ -158,7 +144,7 @@ def test_the_choice_is_printed_and_stands_on_the_page_of_the_export(selected):
     assert (cut / "validation.png").read_bytes() == (out / "layers.png").read_bytes()
 
 
-def test_the_pictures_and_the_page_show_both_curves(selected):
+def test_the_page_shows_the_curve(selected):
     out, *_ = selected
     page, found = (out / "select.html").read_text(), content(out)
     assert f"<h2>Layer {found['layer']} of 3 is chosen (within tolerance 0.1)</h2>" in page
@@ -166,22 +152,11 @@ def test_the_pictures_and_the_page_show_both_curves(selected):
     over_depth, _ = page_figures(out / "select.html")
     scores = [point["y"] for point in over_depth.points if point["k"] == 0]
     assert scores == pytest.approx([score["value"] for score in found["validation"].values()], rel=1e-3)
-    with Image.open(out / "layers.png") as picture:
-        assert picture.width > 1600
-        colors = {color for _, color in picture.convert("RGB").getcolors(1 << 21) or ()}
-    assert {(31, 95, 168), (194, 65, 12)} <= colors, "the curve and the ring"
     drawn = (out / "layers.svg").read_text()
-    layer = content(out)["layer"]
-    for words in (
-        f"run-step-000000400 on banking77: layer {layer} of 3 is chosen (within tolerance 0.1)",
-        "validation probe accuracy",
-        "milliseconds to the layer, a text of",
-        "majority class",
-        f"layer {layer}, chosen in",
-    ):
-        assert words in drawn
+    assert f"run-step-000000400 on banking77: layer {found['layer']} of 3 is chosen (within tolerance 0.1)" in drawn
 
 
+@pytest.mark.soak
 def test_labelled_texts_of_ones_own_are_a_task(home, tmp_path, capsys, monkeypatch):
     """Read by an encoder at its class token."""
     monkeypatch.chdir(tmp_path)
@@ -199,10 +174,12 @@ def test_labelled_texts_of_ones_own_are_a_task(home, tmp_path, capsys, monkeypat
     assert max(hits[1:]) > hits[0] + 0.1, "at layer 0 the class token knows nothing"
 
 
+@pytest.mark.soak
 def test_numbers_are_a_regression_and_are_predicted(home, tmp_path, capsys):
     numbers = {"merry": 5.0, "calm": 3.0, "sad": 1.5}
     rows = [{"text": text, "label": numbers[mood] + len(text) / 100} for text, mood in labelled(90)]
-    path = write_jsonl(tmp_path / "stars.jsonl", rows)
+    path = tmp_path / "stars.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     model = home / "run" / "step-000000400"
     place = ["--root", tmp_path / "out", "--export", tmp_path / "cut"]
     said = select(capsys, model, "--task", path, "--regression", "--rule", "best", *place)
@@ -220,6 +197,7 @@ def test_numbers_are_a_regression_and_are_predicted(home, tmp_path, capsys):
     assert load_classifier(tmp_path / "cut").predict(list(data.test.texts)) == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.soak
 def test_a_vision_transformer_is_cut_for_images(home, tmp_path, capsys):
     import timm
 
@@ -236,35 +214,6 @@ def test_a_vision_transformer_is_cut_for_images(home, tmp_path, capsys):
     whole = LayeredModel(load(home / "vit")).trajectory({"pixel_values": pixels}).hidden
     assert_rounded(LayeredModel(plain).trajectory({"pixel_values": pixels}).hidden, whole[: layer + 1])
     assert load_classifier(tmp_path / "cut").probabilities(pixels).shape == (5, 10)
-
-
-def test_half_precision_is_probed_in_float32_and_exported_as_it_is(home, tmp_path, capsys):
-    from safetensors.torch import load_file
-
-    saved_gpt2(tmp_path / "half", dtype=torch.bfloat16)
-    place = ["--root", tmp_path / "out", "--export", tmp_path / "cut"]
-    options = ["--task", home / "songs.csv", "--text", "title", "--label", "mood", "--tolerance", "1"]
-    select(capsys, tmp_path / "half", *options, *place)
-    whole, cut = (load_file(tmp_path / name / "model.safetensors") for name in ("half", "cut"))
-    assert {tensor.dtype for tensor in (whole | cut).values()} == {torch.bfloat16}
-    task = ProbeTask("songs", str(home / "songs.csv"), text="title", label="mood", test=None)
-    data, features, probes = probes_of(tmp_path / "half", task, None)  # load gives float32
-    hits = (probes.predict(features[1]) == data.validation.targets).double().mean(1).tolist()
-    found = content(tmp_path / "out")
-    assert [score["value"] for score in found["validation"].values()] == pytest.approx(hits)
-    assert load_classifier(tmp_path / "cut").predict(list(data.test.texts)) == [
-        data.classes[number] for number in probes.predict(features[2])[1]
-    ]
-
-
-def test_an_export_is_replaced_when_asked(home, selected, tmp_path, capsys):
-    cut = tmp_path / "cut"
-    shutil.copytree(selected[1], cut)
-    options = ["--task", home / "songs.csv", "--text", "title", "--label", "mood", "--tolerance", "1"]
-    place = ["--root", tmp_path / "out", "--export", cut, "--overwrite"]
-    select(capsys, home / "run" / "step-000000400", *options, *place)
-    assert content(tmp_path / "out")["layer"] == json.loads((cut / "config.json").read_text())["n_layer"] == 1
-    assert load_classifier(cut).predict(TEXTS)
 
 
 @pytest.mark.soak

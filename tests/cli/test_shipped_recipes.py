@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from lit_layers.cli.main import main
 from lit_layers.cli.options import Recipe, find_recipe, shipped_recipes
 from lit_layers.cli.verbs.analyze import analyze
 from lit_layers.cli.verbs.fit import fit
@@ -56,31 +55,11 @@ def test_a_folder_of_that_name_hides_no_recipe_and_another_ending_is_no_recipe(t
             find_recipe(name)
 
 
-def test_a_name_that_is_none_is_refused_with_the_nearest(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=r"no recipe 'quickstart/gtp2'.*did you mean quickstart/gpt2"):
-        find_recipe("quickstart/gtp2")
-    assert main(["fit", "quickstart/gtp2"]) == 2
-    assert "did you mean quickstart/gpt2" in capsys.readouterr().err
-    assert main(["reproduce", "papers/coupling/nope"]) == 2
-    assert "no recipe 'papers/coupling/nope'" in capsys.readouterr().err
-
-
 @pytest.mark.soak
 def test_a_wheel_trains_the_quickstart_far_from_the_repository(tmp_path):
     """What the built wheel holds is imported in place of the checkout, and no file of the checkout is in reach."""
-    build = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        str(REPOSITORY),
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(tmp_path),
-    ]
-    subprocess.run(build, check=True, capture_output=True)
+    build = [sys.executable, "-m", "pip", "wheel", str(REPOSITORY), "--no-deps", "--no-build-isolation"]
+    subprocess.run([*build, "-w", str(tmp_path)], check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")

@@ -46,22 +46,11 @@ def ended(work: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *, signals:
     return run_forked(lambda: main(["fit", "quickstart/gpt2"]))
 
 
-def test_a_command_is_left_in_order(tmp_path, monkeypatch):
+@pytest.mark.parametrize("signals", [(0.1,), (0.1, 0.3)], ids=["one", "two of a scheduler"])
+def test_a_command_is_left_in_order(signals, tmp_path, monkeypatch):
     def work() -> None:
         try:
-            terminate(0.1)
-            time.sleep(FOR_EVER)
-        finally:
-            (tmp_path / "tidied").touch()
-
-    assert ended(work, monkeypatch) == 143
-    assert (tmp_path / "tidied").exists()
-
-
-def test_two_signals_of_one_scheduler_are_one(tmp_path, monkeypatch):
-    def work() -> None:
-        try:
-            terminate(0.1, 0.3)
+            terminate(*signals)
             time.sleep(FOR_EVER)
         finally:
             time.sleep(0.5)

@@ -1,7 +1,6 @@
 """SIGTERM to commands that read results and choose, as they write: they end, and nothing that was there is lost."""
 
 import functools
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 
 from lit_layers.cli.main import main
 from lit_layers.files import durable
-from tests.cli.test_full_disk import CASES, files, home  # noqa: F401
+from tests.cli.test_full_disk import argv, files, home, inputs, to_go_on  # noqa: F401
 from tests.cli.test_stopping import FOR_EVER, terminate
 from tests.support.forked import run_forked
 
@@ -23,18 +22,12 @@ def expected(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 
     @functools.cache
     def of(name: str) -> dict[str, bytes]:
-        folder = given_to(name, home, tmp_path_factory.mktemp("undisturbed"))
-        assert run_forked(lambda: main(CASES[name].argv(home, folder))) == 0
+        folder = tmp_path_factory.mktemp("undisturbed")
+        inputs(name, home, folder)
+        assert run_forked(lambda: main(argv(name, home, folder))) == 0
         return files(folder)
 
     return of
-
-
-def given_to(name: str, home: Path, folder: Path) -> Path:  # noqa: F811
-    """The folder, now with what a command finds there."""
-    for kept in CASES[name].inputs:
-        shutil.copytree(home / kept, folder / kept)
-    return folder
 
 
 @pytest.mark.parametrize("name", ["select", "correlate", "emerge", "report", "prepare", "reproduce"])
@@ -46,7 +39,7 @@ def test_a_command_ends_as_it_writes_and_loses_nothing(name, home, expected, tmp
 def end_at(writes: int, name: str, home: Path, expected, folder: Path) -> None:  # noqa: F811
     """The signal comes while the command waits at a file, the first or the third, as on a slow disk."""
     folder.mkdir()
-    case, folder = CASES[name], given_to(name, home, folder)
+    inputs(name, home, folder)
     given, calls = files(folder), []
 
     def slow(path: Path) -> None:
@@ -57,7 +50,7 @@ def end_at(writes: int, name: str, home: Path, expected, folder: Path) -> None: 
 
     def slowly() -> int:  # in the fork alone: what it imports is imported here, too
         durable.sync = slow
-        return main(case.argv(home, folder))
+        return main(argv(name, home, folder))
 
     code = run_forked(slowly)
     assert code == (143 if writes <= {"prepare": 2}.get(name, 3) else 0)  # so many files are written
@@ -69,5 +62,5 @@ def end_at(writes: int, name: str, home: Path, expected, folder: Path) -> None: 
     if name != "prepare":  # which knows that of its progress by name
         drafts = [place for place in left if ".draft" in place]
         assert not drafts
-    assert run_forked(lambda: main(case.to_go_on(home, folder))) == 0
+    assert run_forked(lambda: main(to_go_on(name, home, folder))) == 0
     assert files(folder).keys() >= whole.keys()

@@ -133,11 +133,7 @@ def test_the_long_table_is_sent_once_at_the_end_of_a_run_that_was_interrupted(tm
 
 @pytest.mark.soak
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "mirrors",
-    [{"hangs": "finish"}, {"with": "nowhere", "raises": "init"}],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("mirrors", [{"hangs": "finish"}, {"with": "nowhere", "raises": "init"}], ids=" ".join)
 def test_a_training_is_the_same_bit_for_bit_without_with_and_with_one_that_hangs_or_raises(
     mirrors, tmp_path, corpus, monkeypatch, release, capsys
 ):
