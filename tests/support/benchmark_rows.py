@@ -34,41 +34,24 @@ _ARC = [
 ]
 _HELLASWAG = [  # activity, first and second half, endings, label
     ("High jump", "A boy is running down a track.", "the boy", ["jumps over it.", "eats.", "sings a song.", "is."], 0),
-    (
-        "Family Life",
-        "[header] How to rest [title] Close the door. [step] Noise wakes people.",
-        "",
-        ["[substeps] Put a sign on it. Wait.", "[title] Open it.", "Sing.", "Run  away [title] Now."],
-        2,
-    ),
-    (
-        "Ironing",
-        "A woman irons in a bedroom.",
-        "then the woman from Rome",
-        [", she stops.", "goes.", "sits, and she reads.", "x"],
-        3,
-    ),
-]
+    ("Family Life", "[header] How to rest [title] Close the door. [step] Noise wakes people.", "",
+     ["[substeps] Put a sign on it. Wait.", "[title] Open it.", "Sing.", "Run  away [title] Now."], 2),
+    ("Ironing", "A woman irons in a bedroom.", "then the woman from Rome",
+     [", she stops.", "goes.", "sits, and she reads.", "x"], 3),
+]  # fmt: skip
 _CLEANED = [  # of the above, written by hand
     ("High jump: A boy is running down a track. The boy", _HELLASWAG[0][3]),
-    (
-        "Family Life: How to rest. Close the door. Noise wakes people.",
-        [" Put a sign on it. Wait.", " Open it.", "Sing.", "Run away. Now."],
-    ),
+    ("Family Life: How to rest. Close the door. Noise wakes people.",
+     [" Put a sign on it. Wait.", " Open it.", "Sing.", "Run away. Now."]),
     ("Ironing: A woman irons in a bedroom. Then the woman from rome", _HELLASWAG[2][3]),
-]
+]  # fmt: skip
 _WINOGRANDE = [
     ("The cup did not fit into the bag because the _ was too big.", "cup", "bag", "1"),
     ("Ann paid Eve, so _ was thanked.", "Ann", "Eve", "1"),
     ("He chose the train over the car, as the _ is slow .", "train", "car", "2"),
 ]
-_SOLVED = [
-    (
-        f"Tom has {n} nuts and eats {n // 2}. How many are left?",
-        f"He has {n} - {n // 2} = <<{n}-{n // 2}={n - n // 2}>>.",
-    )
-    for n in range(4, 16)
-]
+_ASKED, _ANSWERED = "Tom has {} nuts and eats {}. How many are left?", "He has {0} - {1} = <<{0}-{1}={2}>>."
+_SOLVED = [(_ASKED.format(n, n // 2), _ANSWERED.format(n, n // 2, n - n // 2)) for n in range(4, 16)]
 
 
 def write_tasks(folder: Path) -> Path:
@@ -77,17 +60,13 @@ def write_tasks(folder: Path) -> Path:
     with_mapping(folder.parent)
     folder.mkdir(exist_ok=True)
     _parquet(folder / "lambada_openai_test.parquet", [{"text": text} for text in _LAMBADA])
-    arc = [{"question": asked, "choices": choices, "label": _index(label)} for asked, choices, label in _ARC]
-    _parquet(folder / "arc_challenge_test.parquet", arc)
-    labels = [row[4] for row in _HELLASWAG]
-    cleaned = [
-        {"query": query, "choices": choices, "label": label}
-        for (query, choices), label in zip(_CLEANED, labels, strict=True)
-    ]
-    _parquet(folder / "hellaswag_validation.parquet", cleaned)
+    arc = [(*row[:2], _index(row[2])) for row in _ARC]
+    _parquet(folder / "arc_challenge_test.parquet", _named(("question", "choices", "label"), arc))
+    cleaned = [(*row, of[4]) for row, of in zip(_CLEANED, _HELLASWAG, strict=True)]
+    _parquet(folder / "hellaswag_validation.parquet", _named(("query", "choices", "label"), cleaned))
     winogrande = [{"sentence": row[0], "choices": [*row[1:3]], "label": int(row[3]) - 1} for row in _WINOGRANDE]
     _parquet(folder / "winogrande_validation.parquet", winogrande)
-    solved = [{"question": question, "answer": f"{answer}\n#### {n}"} for n, (question, answer) in enumerate(_SOLVED)]
+    solved = _official("gsm8k")
     _parquet(folder / "gsm8k_test.parquet", solved[:4])
     _parquet(folder / "gsm8k_train_sample.parquet", solved[4:])
     return folder
@@ -111,15 +90,13 @@ def lm_eval_file(task: str, folder: Path) -> str:
     scored, others = folder / f"{task}_{split}.parquet", folder / f"{task}_train.parquet"
     _parquet(scored, rows[:4] if task == "gsm8k" else rows)
     _parquet(others, rows[4:] if task == "gsm8k" else rows)
+    files = {split: str(scored), "train": str(others)}
     content = {
         "include": str(Path(lm_eval.__file__).parent / "tasks" / own),
         "task": f"{task}_of_these_rows",
         "dataset_path": "parquet",
         "dataset_name": None,
-        "dataset_kwargs": {
-            "data_files": {split: str(scored), "train": str(others)},
-            "cache_dir": str(folder / "cache"),
-        },
+        "dataset_kwargs": {"data_files": files, "cache_dir": str(folder / "cache")},
     }
     path = folder / f"{task}.yaml"
     path.write_text(yaml.safe_dump(content))
@@ -144,25 +121,19 @@ def _official(task: str) -> list[dict]:
     if task == "lambada":
         return [{"text": text} for text in _LAMBADA]
     if task == "arc_challenge":
-        return [
-            {
-                "question": asked,
-                "choices": {"text": choices, "label": [_label(place, label) for place in range(len(choices))]},
-                "answerKey": label,
-            }
-            for asked, choices, label in _ARC
-        ]
+        labels = [list("12345" if row[2].isdigit() else "ABCDE")[: len(row[1])] for row in _ARC]
+        rows = [(row[0], {"text": row[1], "label": each}, row[2]) for row, each in zip(_ARC, labels, strict=True)]
+        return _named(("question", "choices", "answerKey"), rows)
     if task == "hellaswag":
-        names = ("activity_label", "ctx_a", "ctx_b", "endings")
-        return [dict(zip(names, row[:4], strict=True)) | {"label": str(row[4])} for row in _HELLASWAG]
+        rows = [(*row[:4], str(row[4])) for row in _HELLASWAG]
+        return _named(("activity_label", "ctx_a", "ctx_b", "endings", "label"), rows)
     if task == "winogrande":
-        names = ("sentence", "option1", "option2", "answer")
-        return [dict(zip(names, row, strict=True)) for row in _WINOGRANDE]
+        return _named(("sentence", "option1", "option2", "answer"), _WINOGRANDE)
     return [{"question": question, "answer": f"{answer}\n#### {n}"} for n, (question, answer) in enumerate(_SOLVED)]
 
 
-def _label(place: int, key: str) -> str:
-    return str(place + 1) if key.isdigit() else "ABCDE"[place]
+def _named(names: tuple[str, ...], rows: list[tuple]) -> list[dict]:
+    return [dict(zip(names, row, strict=True)) for row in rows]
 
 
 def _index(key: str) -> int:

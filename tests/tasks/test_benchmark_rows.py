@@ -9,33 +9,20 @@ from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, local_task
 from tests.support.benchmark_rows import write_tasks
 
 # Counts of the data folder's own README, and first rows, looked at by eye; of the others there are tests by lm-eval.
-ROWS = {
-    "lambada": 5153,
-    "arc_challenge": 586,
-    "arc_easy": 1188,
-    "hellaswag": 500,
-    "winogrande": 1267,
-    "gsm8k": 660,
-    "piqa": 1838,
-    "openbookqa": 500,
-    "sciq": 1000,
-    "boolq": 1500,
-}
+ROWS = {"lambada": 5153, "arc_challenge": 586, "arc_easy": 1188, "hellaswag": 500, "winogrande": 1267, "gsm8k": 660}
+ROWS |= {"piqa": 1838, "openbookqa": 500, "sciq": 1000, "boolq": 1500}
 FIRST = {
     "openbookqa": (
-        "Frilled sharks and angler fish live far beneath the surface of the ocean, which is why they are known as",
+        "live far beneath the surface of the ocean, which is why they are known as",
         [" Deep sea animals", " fish", " Long Sea Fish", " Far Sea Animals"],
-        0,
     ),
     "sciq": (
         "\nQuestion: Who proposed the theory of evolution by natural selection?\nAnswer:",
         [" Linnaeus", " shaw", " Scopes", " darwin"],
-        None,
     ),
-    "boolq": ("bleeding and thus may become a medical emergency.\nQuestion: can you have an ectopic pregnancy in your "
-              "ovary?\nAnswer:", [" no", " yes"], None),
-    "piqa": ("Question: How do I ready a guinea pig cage for it's new occupants?\nAnswer:", None, None),
-}  # fmt: skip
+    "boolq": ("\nQuestion: can you have an ectopic pregnancy in your ovary?\nAnswer:", [" no", " yes"]),
+    "piqa": ("Question: How do I ready a guinea pig cage for it's new occupants?\nAnswer:", None),
+}
 
 
 @pytest.mark.realdata
@@ -45,20 +32,13 @@ def test_every_real_row_is_a_row_of_the_task_and_the_first_is_asked_like_this(re
         columns = local.read([local.split], dict.fromkeys(local.text, "columns")).values
         assert len(columns[local.text[0]]) == number, task
         asked = [request.arguments for request in LmEvalScorer(local, "unused", limit=1).requests()]
-        context, choices, right = FIRST.get(task, ("", None, None))
+        context, choices = FIRST.get(task, ("", None))
         assert asked[0][0].endswith(context), task
         assert choices is None or [choice for _, choice in asked] == choices
-        assert right is None or columns["label"][0] == right
-
-
-def write(path, rows):
-    pq.write_table(pa.Table.from_pylist(rows), path)
 
 
 def test_wrong_input_is_refused(tmp_path):
-    with pytest.raises(
-        InputError, match="task: there is no 'arc'; did you mean arc_easy.*; or give a task file of lm-eval"
-    ):
+    with pytest.raises(InputError, match="no 'arc'; did you mean arc_easy.*; or give a task file of lm-eval"):
         local_task("arc", tmp_path)
     folder = write_tasks(tmp_path / "benchmarks")
     (folder / "lambada_openai_test.parquet").unlink()
@@ -73,7 +53,7 @@ def test_wrong_input_is_refused(tmp_path):
         ([{"question": "a", "choices": ["b"], "label": None}], r"has 1 choices and the label None"),
     ]
     for rows, message in cases:
-        write(arc, rows)
+        pq.write_table(pa.Table.from_pylist(rows), arc)
         with pytest.raises(InputError, match=message):
             local_task("arc_challenge", tmp_path)
     arc.write_text("no parquet")

@@ -24,43 +24,24 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def passes(monkeypatch) -> Passes:
-    return Passes(monkeypatch)
-
-
 def asked(view: LayeredModel, model: Path, texts: list[str], layer: int, **options: Any) -> np.ndarray:
     return TaskEmbeddings(view, **embedding_of(model, **options)).of(texts, layer)
 
 
-def test_every_layer_is_what_a_pass_of_its_own_gives(model, passes):
-    view = saved_model(model)
+def test_every_layer_of_texts_in_any_order_is_what_one_pass_gives(model, monkeypatch):
+    view, again = saved_model(model), [*reversed(TEXTS), *TEXTS[:3], TEXTS[0]]
     expected = text_features(view, encoded(model, TEXTS), pooling="mean")
-    passes.texts = 0
-    found = TaskEmbeddings(view, **embedding_of(model))
+    passes, found = Passes(monkeypatch), TaskEmbeddings(view, **embedding_of(model))
     for layer in (3, 0, 2, 1):
         assert np.array_equal(found.of(TEXTS, layer), expected.layer(layer).numpy())
-    assert passes.texts == len(TEXTS), "one pass gives all layers"
-
-
-def test_texts_come_in_any_order_and_any_number_of_times(model, passes):
-    view, again = saved_model(model), [*reversed(TEXTS), *TEXTS[:3], TEXTS[0]]
-    plain = dict(zip(TEXTS, asked(view, model, TEXTS, 2), strict=True))
-    passes.texts = 0
-    found = TaskEmbeddings(view, **embedding_of(model))
-    first = found.of(TEXTS[:5], 2)
-    rest = found.of(again, 2)
-    assert found.num_texts == len(TEXTS)
-    assert passes.texts == len(TEXTS)
-    assert np.allclose(first, [plain[text] for text in TEXTS[:5]], atol=1e-5)
-    assert np.allclose(rest, [plain[text] for text in again], atol=1e-5)
-
-
-def test_chunks_are_joined_in_the_order_that_is_asked_for(model, monkeypatch):
-    view = saved_model(model)
-    whole = asked(view, model, TEXTS, 1)
+    rows = [TEXTS.index(text) for text in again]
+    assert np.array_equal(found.of(again, 2), expected.layer(2).numpy()[rows])
+    assert (passes.texts, found.num_texts) == (len(TEXTS), len(TEXTS)), "one pass gives all layers"
     monkeypatch.setattr(stores, "CHUNK", 6)
-    assert np.allclose(asked(view, model, TEXTS, 1), whole, atol=1e-5)
+    parts = TaskEmbeddings(view, **embedding_of(model))
+    for given in (TEXTS[:5], again):
+        rows = [TEXTS.index(text) for text in given]
+        assert np.allclose(parts.of(given, 2), expected.layer(2).numpy()[rows], atol=1e-5)
 
 
 def test_a_text_without_a_token_is_the_end_of_a_text(model):

@@ -34,9 +34,7 @@ def wrapped(folder):
 @pytest.fixture
 def likelihoods(wrapped):
     """Value and greediness of pairs of token ids."""
-    return lambda model, pairs, size=4: wrapped(model, size)._loglikelihood_tokens(
-        [(("", ""), *pair) for pair in pairs]
-    )
+    return lambda model, pairs, size=4: wrapped(model, size)._loglikelihood_tokens([(("", ""), *one) for one in pairs])
 
 
 def some_pairs(number=9, seed=0):
@@ -77,11 +75,9 @@ def test_log_likelihoods_are_those_of_one_token_after_the_other(name, likelihood
         assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
 
 
-def test_a_long_context_loses_its_beginning(model, wrapped):
+def test_a_long_context_loses_its_beginning(model, likelihoods):
     context, continuation = list(range(1, 40)), [5, 6, 7]
-    speaker = wrapped(model)
-    pairs = [(context, continuation), (context[-(LENGTH - 2) :], continuation)]
-    found = speaker._loglikelihood_tokens([(("", ""), *pair) for pair in pairs])
+    found = likelihoods(model, [(context, continuation), (context[-(LENGTH - 2) :], continuation)])
     with torch.no_grad():  # as many tokens as the model takes, the last of them one before the end
         scores = model(torch.tensor([[*context, 5, 6][-LENGTH:]])).logits[0, -3:].double().log_softmax(-1)
     assert found[0][0] == pytest.approx(float(scores[range(3), continuation].sum()), abs=1e-5)

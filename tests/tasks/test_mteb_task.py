@@ -237,6 +237,8 @@ def test_a_layer_without_a_defined_score_has_no_record_and_is_counted(home, tmp_
     assert {record.tags["num_undefined"] for record in found} == {1}
     file = next(tmp_path.rglob("layer-000.json"))
     assert json.loads(file.read_text())["main_score"] is None
+    with pytest.raises(InputError, match="expected more than the 2 special tokens of every text, got 2"):
+        task("STSBenchmark", home[0], tmp_path, tmp_path, max_tokens=2).check(saved_model(tmp_path))
 
 
 def test_a_task_leaves_the_random_state_alone(home, tmp_path):

@@ -121,15 +121,6 @@ def test_every_row_is_held_out_equally_often_over_the_seeds():
     assert all(abs(times[row] - 250) < 4.5 * 13.7 for row in range(40))
 
 
-def test_equal_texts_stay_together():
-    rng = random.Random(0)
-    keys = [f"text {rng.randrange(150)}" for _ in range(300)]
-    held, sides = hold_out(keys, rng.choices("ab", k=300), 0.3, seed=3, purpose="test"), {}
-    for each, side in zip(keys, held, strict=True):
-        assert sides.setdefault(each, side) is side
-    assert abs(sum(held) / 300 - 0.3) < 0.02
-
-
 def test_texts_that_stand_more_often_than_the_share_of_a_class_are_still_held_out():
     # Ten texts of ten rows, each of one class: a class asks for 4 rows of 20, less than half of those of a text.
     strata = [label for label in "abcde" for _ in range(20)]
@@ -234,7 +225,7 @@ def test_random_rows_are_drawn_after_duplicates_are_left_out_and_fewer_are_a_par
     assert len(rows(num_train=90)[0]) == 90
     assert rows(num_train=30)[0] < rows(num_train=50)[0] < rows()[0]
     assert rows(num_train=30)[0] != rows(num_train=30, seed=1)[0]
-    assert rows(num_test=5)[1] < rows(num_test=8)[1]
+    assert len(rows(num_test=5)[1]) == 5
     sentence = refusal(ProbeTask("t", folder, num_train=91))
     assert sentence == "task t: num_train: train has 90 rows, 91 were asked for"
     assert refusal(ProbeTask("t", folder, num_test=21)).startswith("task t: num_test: test has 20 rows, 21")
@@ -410,7 +401,6 @@ def test_options_that_cannot_be_are_refused_before_anything_is_read():
     cases = [
         ({"test_share": 1.0}, "task t: test_share: expected less than 1, got 1.0"),
         ({"validation_share": 0.0}, "task t: validation_share: expected more than 0, got 0.0"),
-        ({"num_train": 0}, "task t: num_train: expected at least 1, got 0"),
         ({"balance": -1}, "task t: balance: expected at least 1, got -1"),
         ({"seed": -1}, "task t: seed: expected at least 0, got -1"),
     ]
@@ -429,12 +419,7 @@ def test_labels_that_are_none_are_refused_with_their_row(tmp_path):
         (["a", "b", "", "a", "b", "b"], ".csv", {}, missing),
         ([1, 0, None, 0, 1, 1], ".csv", {}, missing),
         ([1.0, 0.0, float("nan"), 0.0, 1.0, 1.0], ".parquet", numbers, missing),
-        (
-            [0, 1, 5, 1, 0, 1],
-            ".parquet",
-            classes,
-            "task t: classes: row 2 of FILE has the label 5, expected one of no, yes or a number from 0 to 1",
-        ),
+        ([0, 1, 5, 1, 0, 1], ".parquet", classes, "the label 5, expected one of no, yes or a number from 0 to 1"),
         ([0, 1, 1, -1, 0, 1], ".parquet", classes, "row 3 of FILE has the label -1, "),
         (["no", "maybe"] * 3, ".parquet", classes, "row 1 of FILE has the label 'maybe', "),
         (["a"] * 6, ".parquet", {}, "task t: label: all rows of train have 'a', a probe needs two labels"),
@@ -467,10 +452,9 @@ def test_files_splits_columns_and_rows_that_are_missing_or_damaged_are_one_sente
     (tmp_path / "list.jsonl").write_text("[1]\n")
     (tmp_path / "broken.csv").write_bytes(b"text,label\na\xff,1\n")
     one: dict[str, Any] = {"test": None}
-    held = "train.parquet|.csv|.jsonl in two, it has test.parquet, train.csv, train.parquet"
     cases = [
         ("set", {"validation": "dev"}, "source: expected one file dev.parquet|.csv|.jsonl in set, it has test.parquet"),
-        ("two", {}, held),
+        ("two", {}, "train.parquet|.csv|.jsonl in two, it has test.parquet, train.csv, train.parquet"),
         ("none.csv", one, "source: expected the split 'train' in none.csv, there is no such file"),
         ("data/x_{split}.csv", {}, "expected the split 'train' in data/x_train.csv, there is no"),
         ("none_{split}.txt", {}, "source: expected a .parquet, .csv, .jsonl file, got none_train.txt"),
@@ -488,11 +472,7 @@ def test_files_splits_columns_and_rows_that_are_missing_or_damaged_are_one_sente
         ("year.jsonl", one | {"text": "{text} {answer}"}, "year.jsonl has no column 'answer': it has text, label, "),
         ("year.jsonl", one | {"text": "{choices[2]}"}, "does not fit '{choices[2]}' (list index out of range)"),
         ("year.jsonl", one | {"text": "{text.__class__}"}, "text: expected {column} or {column[0]} in '{text._"),
-        (
-            "year.jsonl",
-            one | {"where": {"year": "2001"}},
-            "where: year.jsonl has no '2001' in column 'year': it holds 2000, 2001",
-        ),
+        ("year.jsonl", one | {"where": {"year": "2001"}}, "has no '2001' in column 'year': it holds 2000, 2001"),
         ("few.csv", one | {"where": {"text": "a", "label": 1}}, "where: no row of few.csv is left"),
         ("few.csv", one, "validation_share: cannot cut 0.2 off 1 rows, equal texts together"),
         ("same", {}, "train: all its texts are in test, too"),
@@ -564,16 +544,6 @@ def test_the_catalogue_holds_the_tasks_of_the_paper_and_every_row_is_a_task():
     assert (TASKS["yelp"].kind, TASKS["yelp"].balance, TASKS["yelp"].test_share) == ("regression", 2_000, 0.3)
 
 
-def test_the_page_of_tasks_lists_the_catalogue():
-    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (\d+|stars 1 to 5) \|.*\| `(\S+/\S+)` \|$", page, re.MULTILINE)
-    assert [(name, kind, source) for name, kind, _, source in rows] == [
-        (task.name, task.kind, task.source) for task in TASKS.values()
-    ]
-    for name, _, num_classes, _ in rows:
-        assert TASKS[name].classes is None or len(TASKS[name].classes or ()) == int(num_classes)
-
-
 # --- real data --------------------------------------------------------------------------------------------------------
 
 # Rows of (train, validation, test) as the sets' own pages count them, and the number of classes; None: a regression.
@@ -615,6 +585,10 @@ def check_parts(data: TaskData) -> None:
 def test_a_published_set_is_read_whole_but_for_texts_of_its_test(loaded, realdata):
     for name in PUBLISHED:
         check_published(name, loaded(name), realdata)
+    data = loaded("tweet_sentiment")  # with the sizes of the paper
+    assert (len(data.train_and_validation()), len(data.test)) == (10_223, 4_382)
+    assert data.classes == ("negative", "positive")
+    check_parts(data)
 
 
 def check_published(name: str, data: TaskData, realdata: Path) -> None:
@@ -640,15 +614,6 @@ def check_published(name: str, data: TaskData, realdata: Path) -> None:
     check_parts(data)
 
 
-@pytest.mark.soak
-@pytest.mark.realdata
-def test_tweet_sentiment_has_the_sizes_of_the_paper(loaded):
-    data = loaded("tweet_sentiment")
-    assert (len(data.train_and_validation()), len(data.test)) == (10_223, 4_382)
-    assert data.classes == ("negative", "positive")
-    check_parts(data)
-
-
 @pytest.mark.realdata
 def test_yelp_has_equally_many_reviews_of_each_star(loaded, realdata):
     data = loaded("yelp")
@@ -670,10 +635,9 @@ def test_mmlu_humanities_asks_the_questions_of_the_thirteen_subjects(loaded, rea
     assert set(data.train_and_validation().rows + data.test.rows) == humanities
     assert len(humanities) == 4_705
     assert abs(len(data.test) - 0.3 * 4_705) <= 1
-    number = data.test.rows[0]
-    row = rows[number]
-    a, b, c, d = row["choices"]
-    assert data.test.texts[0] == f"question: {row['question']} answer: A. {a}, B. {b}, C. {c}, D. {d}"
+    first = rows[data.test.rows[0]]
+    a, b, c, d = first["choices"]
+    assert data.test.texts[0] == f"question: {first['question']} answer: A. {a}, B. {b}, C. {c}, D. {d}"
     assert [rows[number]["label"] for number in data.test.rows] == data.test.targets.tolist()
     assert data.classes == ("A", "B", "C", "D")
     check_parts(data)

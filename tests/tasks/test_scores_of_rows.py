@@ -40,12 +40,8 @@ def test_the_interval_of_a_perplexity_is_symmetric_on_the_log_scale():
 
 
 def test_guessing_is_0_and_the_full_model_1():
-    assert normalized_score(0.25, 0.25, 0.75) == 0
-    assert normalized_score(0.75, 0.25, 0.75) == 1
-    assert normalized_score(0.5, 0.25, 0.75) == pytest.approx(0.5)
-    assert normalized_score(0.15, 0.25, 0.75) == pytest.approx(-0.2)
-    scaled = normalized_score(3 * 0.6 + 2, 3 * 0.25 + 2, 3 * 0.75 + 2)
-    assert scaled == pytest.approx(normalized_score(0.6, 0.25, 0.75))
+    scores = [0.25, 0.75, 0.5, 0.15]
+    assert [normalized_score(score, 0.25, 0.75) for score in scores] == pytest.approx([0, 1, 0.5, -0.2])
 
 
 def test_the_error_of_a_normalised_score_is_that_of_resampled_rows():

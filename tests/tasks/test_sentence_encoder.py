@@ -110,17 +110,12 @@ FIRST = [{"type": OF + "Transformer", "path": ""}, {"type": OF + "Pooling", "pat
 
 
 def test_what_it_cannot_do_is_refused_in_a_sentence(tmp_path):
-    of = "sentence_transformers.models."
     cases: list[tuple[dict[str, Any], str]] = [
-        (
-            {"modules": [*FIRST, {"type": OF + "Dense", "path": "2_Dense"}]},
-            "modules.json: expected sentence_transformers' Transformer, Pooling, and perhaps Normalize, got "
-            f"{of}Transformer, {of}Pooling, {of}Dense: with --modules none",
-        ),
+        ({"modules": [*FIRST, {"type": OF + "Dense", "path": "x"}]}, f"got {OF}Transformer, {OF}Pooling, {OF}Dense"),
         ({"modules": [{"type": "custom_st.Transformer", "path": ""}, FIRST[1]]}, "got custom_st.Transformer, sentence"),
         ({"modules": []}, "Pooling, and perhaps Normalize, got nothing"),
-        ({"modules": [FIRST[1]]}, f"and perhaps Normalize, got {of}Pooling: with"),
-        ({"modules": [*FIRST, NORMALIZE, NORMALIZE]}, f"{of}Normalize, sentence_transformers"),
+        ({"modules": [FIRST[1]]}, f"and perhaps Normalize, got {OF}Pooling: with"),
+        ({"modules": [*FIRST, NORMALIZE, NORMALIZE]}, f"{OF}Normalize, sentence_transformers"),
         ({"modules": [FIRST[0], {**FIRST[1], "path": "7"}]}, "modules.json names 7/config.json, which is not there"),
         ({"modules": {"0": 1}}, "modules.json: Input should be a valid array, got {'0': 1}; download or"),
         ({"modules": [{"path": ""}]}, "modules.json: 0.type: Field required"),
@@ -192,14 +187,10 @@ def test_prompts_stand_before_texts_as_mteb_chooses_them(bert, tmp_path):
     class Intents:
         name, type = "Banking77Classification", "Classification"
 
-    cases = [
-        (Meta, PromptType.query, "Who sang "),
-        (Meta, PromptType.document, "they heard "),
-        (Intents, None, "a song "),
-    ]
+    cases = [(Meta, PromptType.query, "query"), (Meta, PromptType.document, "document"), (Intents, None, Intents.name)]
     for meta, kind, prompt in cases:
         given = vectors(bert, tmp_path, 3, meta=meta, prompt_type=kind)
-        first = states_of(bert, prompt + TEXTS[0], 8)[3][0]
+        first = states_of(bert, PROMPTS[prompt] + TEXTS[0], 8)[3][0]
         np.testing.assert_allclose(given[0], first / np.linalg.norm(first), rtol=1e-4, atol=1e-5)
     assert encoder_in(bert).text("Song", None) == "Song"  # pyright: ignore[reportOptionalMemberAccess]
     lower = SentenceEncoder("mean", lowercases=True, prompts=(("a", "To "),), default_prompt="a")
@@ -222,9 +213,8 @@ def test_the_command_follows_the_model_at_its_last_layer_and_says_so(home, tmp_p
     assert mteb(home, tmp_path, "--layers", "2,3") == 0
     assert "(mean, hf, modules last at the last layer), mean of 1: " in capsys.readouterr().out
     (found,) = read(tmp_path / "measurements.jsonl")
-    assert {(r.tags["pooling"], r.tags["states"], r.tags["modules"]) for r in found.records} == {
-        ("mean", "hf", "last at the last layer")
-    }
+    tags = {"pooling": "mean", "states": "hf", "modules": "last at the last layer"}
+    assert all(record.tags.items() >= tags.items() for record in found.records)
     (inner, outer) = (json.loads(file.read_text()) for file in sorted((tmp_path / "mteb").rglob("layer-*.json")))
     assert (inner["pooling"], outer["pooling"], outer["normalized"]) == ("mean", "last", False)
     assert mteb(home, tmp_path / "named", "--pooling", "mean", "--layers", "2,3") == 0
@@ -233,19 +223,6 @@ def test_the_command_follows_the_model_at_its_last_layer_and_says_so(home, tmp_p
     assert plain.records[0].value == found.records[0].value, "layer 2 is pooled by the mean in both"
     assert plain.records[1].value != found.records[1].value
     assert plain.provenance["config_hash"] != found.provenance["config_hash"]
-
-
-def test_two_ways_of_pooling_and_no_room_beside_special_tokens_are_refused_before_anything_is_measured(
-    home, tmp_path, capsys
-):
-    assert mteb(home, tmp_path, "--modules", "all", "--pooling", "cls") == 2
-    assert "pooling: with --modules all it is the model's own, and cls was given" in capsys.readouterr().err
-    saved_bert(tmp_path / "bert")
-    write_tiny_data(tmp_path / "data")
-    model = write_encoder(tmp_path / "bert", sentence_bert_config={"max_seq_length": 2})
-    assert mteb(model, tmp_path / "root") == 2
-    assert "expected more than the 2 special tokens of every text, got 2" in capsys.readouterr().err
-    assert not (tmp_path / "root" / "measurements.jsonl").exists()
 
 
 @pytest.mark.soak

@@ -32,15 +32,10 @@ def write(folder: Path, text: str) -> Path:
 
 def test_columns_are_renamed_rows_chosen_and_files_joined(tmp_path):
     for number in (1, 2):
-        table = pa.table(
-            {"a": [f"{number}{row}" for row in range(4)], "year": [2012, 2013, 2013, 2012], "score": [1.0] * 4}
-        )
-        pq.write_table(table, tmp_path / f"part{number}.parquet")
-    write(
-        tmp_path,
-        "mteb:\n  STS13:\n    files: {test: [part2.parquet, part1.parquet]}\n    columns: {sentence1: a}\n"
-        "    where: {year: 2013}\n    difference: two rows\n",
-    )  # fmt: skip
+        columns = {"a": [f"{number}{row}" for row in range(4)], "year": [2012, 2013, 2013, 2012], "score": [1.0] * 4}
+        pq.write_table(pa.table(columns), tmp_path / f"part{number}.parquet")
+    files = "files: {test: [part2.parquet, part1.parquet]}, columns: {sentence1: a}"
+    write(tmp_path, f"mteb: {{STS13: {{{files}, where: {{year: 2013}}, difference: two rows}}}}")
     copy = local_copy("mteb", "STS13", tmp_path)
     assert copy.read(["test"], {"sentence1": "text", "score": "label"}).values == {
         "sentence1": ["21", "22", "11", "12"],
@@ -131,6 +126,9 @@ def test_options_that_a_task_does_not_have_are_refused_for_every_use(tmp_path):
             read_rows(find("glue", "sst2"), "train", tmp_path)
         with pytest.raises(InputError, match="^task arc: .*tasks.yaml: options: "):
             BenchmarkPrompts("tokenizer", folder=str(tmp_path), num_prompts=1).texts()
+    write(tmp_path, "mteb: {STS12: {files: a.csv, options: {subset: 3}}}")
+    with pytest.raises(InputError, match="^task STS12: .*options: subset: Input should be a valid string, got 3"):
+        resolve(["STS12"], tmp_path)
 
 
 def test_a_copy_that_is_judged_otherwise_is_hashed_otherwise_and_scored_so(tmp_path):
@@ -152,13 +150,19 @@ def test_a_copy_that_is_judged_otherwise_is_hashed_otherwise_and_scored_so(tmp_p
 def test_names_are_unique_within_a_use_and_unknown_ones_are_refused_with_their_neighbours():
     assert len({(task.use, task.name) for task in CATALOGUE}) == len(CATALOGUE)
     sentence = "^task: there is no '{}'; did you mean .*{}"
-    for use, wrong, near in (("glue", "colla", "cola"), ("mteb", "sts12", "STS12")):
+    for refuse, wrong, near in (
+        (lambda: find("glue", "colla"), "colla", "cola"),
+        (lambda: find("mteb", "sts12"), "sts12", "STS12"),
+        (lambda: resolve(["Banking77"]), "Banking77", "Banking77Classification"),
+    ):
         with pytest.raises(InputError, match=sentence.format(wrong, near)):
-            find(use, wrong)
+            refuse()
     with pytest.raises(InputError, match=sentence.format("Bankin77", r"banking77\?; or give a ProbeTask")):
         find_task("Bankin77")
     with pytest.raises(InputError, match="expected one such as arc, gsm8k, .*; or name a file$"):
         find("prompts", "xyz", "name a file")
+    with pytest.raises(InputError, match="task: there is no 'xyz'; expected one such as layerwise32, local, "):
+        resolve(["xyz"])
 
 
 def test_files_of_any_split_are_those_that_are_there(tmp_path: Path) -> None:

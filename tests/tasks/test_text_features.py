@@ -24,14 +24,17 @@ def encoded(num_texts: int = 9, seed: int = 0) -> EncodedTexts:
     return EncodedTexts(ids=ids, filler=0, tokenizer_hash="t", num_cut=0)
 
 
+def alone(model: LayeredModel, texts: EncodedTexts) -> list[torch.Tensor]:
+    """States (layers + 1, tokens, dim) of each text in a pass of its own."""
+    batches = [{"input_ids": torch.tensor(ids[None].astype(np.int64))} for ids in texts.ids]
+    return [model.trajectory(batch).hidden[:, 0] for batch in batches]
+
+
 @pytest.mark.parametrize("family", DTYPES)
 def test_features_are_those_of_each_text_alone(family):
     model = LayeredModel(tiny(family, DTYPES[family]))
     texts = encoded()
-    alone = [
-        model.trajectory({"input_ids": torch.tensor(ids[None].astype(np.int64))}).hidden[:, 0].double()
-        for ids in texts.ids
-    ]
+    states = alone(model, texts)
     picks: dict[TextPooling, Callable[[torch.Tensor], torch.Tensor]] = {
         "last": lambda hidden: hidden[:, -1],
         "cls": lambda hidden: hidden[:, 0],
@@ -39,7 +42,7 @@ def test_features_are_those_of_each_text_alone(family):
     }
     for pooling, pick in picks.items():
         found = text_features(model, texts, pooling=pooling, max_tokens=30)
-        expected = torch.stack([pick(hidden) for hidden in alone], dim=1)  # (layers + 1, texts, dim)
+        expected = torch.stack([pick(hidden.double()) for hidden in states], dim=1)  # (layers + 1, texts, dim)
         for layer in range(LAYERS + 1):
             torch.testing.assert_close(found.layer(layer), expected[layer].to(found.layer(layer)), rtol=1e-5, atol=1e-5)
 
@@ -49,8 +52,7 @@ def test_states_are_normed_before_they_are_pooled():
     texts, norm = encoded(), model.model.transformer.ln_f
     for states in ("hf", "normed"):
         found = text_features(model, texts, pooling="mean", states=states)
-        for row, ids in enumerate(texts.ids):
-            hidden = model.trajectory({"input_ids": torch.tensor(ids[None].astype(np.int64))}).hidden[:, 0]
+        for row, hidden in enumerate(alone(model, texts)):
             for layer in range(LAYERS + 1):
                 state = norm(hidden[layer]) if states == "normed" or layer == LAYERS else hidden[layer]
                 torch.testing.assert_close(found.layer(layer)[row], state.mean(0).detach(), rtol=1e-9, atol=1e-9)
@@ -59,10 +61,9 @@ def test_states_are_normed_before_they_are_pooled():
 def test_centred_unit_tokens_are_averaged_and_a_text_of_one_token_has_no_such_mean():
     model, texts = LayeredModel(tiny("gpt2", torch.float64)), encoded()
     found = text_features(model, texts, pooling="centered_unit_mean").layer(2)
-    for row, ids in enumerate(texts.ids):
-        state = model.trajectory({"input_ids": torch.tensor(ids[None].astype(np.int64))}).hidden[2, 0].numpy()
-        state = state - state.mean(0)
-        if len(ids) == 1:
+    for row, hidden in enumerate(alone(model, texts)):
+        state = hidden[2].numpy() - hidden[2].numpy().mean(0)
+        if len(state) == 1:
             assert found[row].isnan().all()
             continue
         expected = (state / np.linalg.norm(state, axis=1, keepdims=True)).mean(0)
