@@ -1,6 +1,7 @@
 """Metrics over steps and layers: which cell holds what, best layers, and means over tasks that are everywhere."""
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,6 @@ import pytest
 from lit_layers import plots, records
 from lit_layers.errors import InputError
 from lit_layers.figures.maps import best_layers
-from lit_layers.figures.theme import MISSING
 from lit_layers.records import Record
 from lit_layers.report import write_report
 from tests.support.charts import axis, page_figures, place
@@ -44,41 +44,44 @@ def means(root: Path) -> pd.DataFrame:
 # ------------------------------------------------------------------------------------------------ means over tasks
 
 
+def all_tasks(frame: pd.DataFrame) -> pd.DataFrame:
+    """The means that are of no single domain."""
+    return frame[frame["domain"].isna()].sort_values(["step", "layer"])
+
+
 def test_means_are_over_tasks_with_equal_weights_and_of_each_domain(tmp_path):
     scores = series(tmp_path)
+    metric = values(1, 4, len(TASKS), seed=3)[0]
+    add(tmp_path, "series", 512, metric=metric)  # at fewer steps
     found = plots.with_task_means(table(tmp_path))
-    frame = found.frame
-    assert set(frame["analysis"]) == {"mteb/mean_over_tasks"}
-    whole = frame[frame["domain"].isna()].sort_values(["step", "layer"])
-    assert np.allclose(whole["value"], scores.mean(1).ravel())
-    assert set(whole["n"]) == {len(TASKS)}
+    frame = found.frame[found.frame["analysis"] == "mteb/mean_over_tasks"]
+    own = found.frame[found.frame["analysis"] == "representation/mean_over_tasks"]
+    assert len(frame) + len(own) == len(found.frame)
+    assert np.allclose(all_tasks(frame)["value"], scores.mean(1).ravel())
+    assert set(all_tasks(frame)["n"]) == {len(TASKS)}
     sts = frame[frame["domain"] == "sts"].sort_values(["step", "layer"])
     rows = [n for n, task in enumerate(TASKS) if DOMAINS[task] == "sts"]
     assert np.allclose(sts["value"], scores[:, rows].mean(1).ravel())
     assert set(sts["n"]) == {3}
     assert set(frame["tokens"]) == {1000 * step for step in STEPS}
-    assert found.notes == {"mteb/mean_over_tasks": "Mean over 6 tasks, those measured everywhere."}
+    assert found.notes["mteb/mean_over_tasks"] == "Mean over 6 tasks, those measured everywhere."
+    assert np.allclose(own["value"], metric.mean(0))
 
 
-def test_a_task_that_a_step_lacks_is_in_no_mean_and_is_named(tmp_path):
+def test_a_task_that_a_step_or_a_layer_lacks_is_in_no_mean_and_is_named(tmp_path):
     scores = series(tmp_path, absent=((8, "BIOSSES"), (512, "STS12")))
     found = plots.with_task_means(table(tmp_path))
     kept = [n for n, task in enumerate(TASKS) if task not in ("BIOSSES", "STS12")]
-    whole = found.frame[found.frame["domain"].isna()].sort_values(["step", "layer"])
-    assert np.allclose(whole["value"], scores[:, kept].mean(1).ravel()), "also at the steps that have it"
+    means = all_tasks(found.frame)["value"]
+    assert np.allclose(means, scores[:, kept].mean(1).ravel()), "also at the steps that have it"
     assert found.notes["mteb/mean_over_tasks"] == (
         "Mean over 4 tasks, those measured everywhere. In no mean: BIOSSES (not at step 8); STS12 (not at step 512)."
     )
-
-
-def test_a_task_that_lacks_a_layer_is_in_no_mean(tmp_path):
-    scores = values(1, 4, len(TASKS))[0]
-    scores[2, 3] = math.nan
+    scores[0, 2, 3] = math.nan
     for step in (1, 2):
-        add(tmp_path, "r", step, scores=scores)
-    whole = means(tmp_path)
-    whole = whole[whole["domain"].isna() & (whole["step"] == 2)]
-    assert np.allclose(whole["value"], np.delete(scores, 2, axis=0).mean(0))
+        add(tmp_path / "layers", "r", step, scores=scores[0])
+    whole = all_tasks(plots.with_task_means(table(tmp_path / "layers")).frame)
+    assert np.allclose(whole[whole["step"] == 2]["value"], np.delete(scores[0], 2, axis=0).mean(0))
 
 
 def test_models_side_by_side_have_means_over_tasks_that_all_have(tmp_path):
@@ -86,19 +89,10 @@ def test_models_side_by_side_have_means_over_tasks_that_all_have(tmp_path):
     add(tmp_path, "a", None, scores=scores[0])
     add(tmp_path, "b", None, scores=scores[1][:4], tasks=TASKS[:4])
     found = plots.with_task_means(table(tmp_path))
-    whole = found.frame[found.frame["domain"].isna()]
     for row, run in enumerate("ab"):
-        assert np.allclose(whole[whole["run"] == run]["value"], scores[row, :4].mean(0))
+        whole = all_tasks(found.frame[found.frame["run"] == run])
+        assert np.allclose(whole["value"], scores[row, :4].mean(0))
     assert "SICK-R, TwentyNewsgroupsClustering (not of model b)" in found.notes["mteb/mean_over_tasks"]
-
-
-def test_a_metric_measured_at_fewer_steps_keeps_its_tasks(tmp_path):
-    series(tmp_path)
-    metric = values(1, 4, len(TASKS), seed=3)[0]
-    add(tmp_path, "series", 512, metric=metric)
-    found = means(tmp_path)
-    own = found[found["analysis"] == "representation/mean_over_tasks"]
-    assert np.allclose(own["value"], metric.mean(0))
 
 
 def test_one_task_alone_and_other_analyses_stay_as_they_are(tmp_path):
@@ -121,25 +115,17 @@ def test_the_verdict_of_an_audit_stays_with_the_means(tmp_path):
 # ------------------------------------------------------------------------------------------------ surfaces
 
 
-def test_a_cell_is_a_layer_of_a_step(tmp_path):
+def test_a_cell_is_a_layer_of_a_step_at_its_logarithm_with_step_0_apart(tmp_path):
     scores = series(tmp_path)
     fig = plots.layer_surface(means(tmp_path), "main_score")
-    (table_,) = fig.cells.values
-    assert np.allclose(table_, scores.mean(1).T, rtol=1e-3)
+    assert np.allclose(fig.cells.values, [scores.mean(1).T], rtol=1e-3)
     assert fig.cells.rows == [0, 1, 2, 3, 4]
     assert fig.training.texts()[2] == "step 8 · 8,000 tokens"
-    assert (fig.cells.scheme, fig.background) == ("viridis", MISSING)
-
-
-def test_steps_lie_at_their_logarithm_with_step_0_apart(tmp_path):
-    series(tmp_path)
-    fig = plots.layer_surface(means(tmp_path), "main_score")
     x = [place(fig, step) for step in STEPS]
     assert x[1:] == pytest.approx(np.log10([2, 9, 513]), abs=1e-4)
     assert axis(fig).divider == pytest.approx((x[0] + x[1]) / 2, abs=1e-4), "where the cells meet"
-    left, right = axis(fig).ends
-    assert left == pytest.approx(x[0] - (x[1] - x[0]) / 2, abs=1e-3), "whole cells at the ends"
-    assert right == pytest.approx(x[3] + (x[3] - x[2]) / 2, abs=1e-3)
+    ends = x[0] - (x[1] - x[0]) / 2, x[3] + (x[3] - x[2]) / 2
+    assert axis(fig).ends == pytest.approx(ends, abs=1e-3), "whole cells at the ends"
 
 
 def test_what_was_not_measured_is_blank_and_not_bridged(tmp_path):
@@ -156,8 +142,7 @@ def test_the_best_layer_is_from_1_on(tmp_path):
     frames = np.array([[0.9, 0.1, 0.3, 0.3], [0.2, 0.1, 0.5, 0.6], [0.2, math.nan, math.nan, math.nan]])
     for step, row in zip((1, 2, 4), frames, strict=True):
         add(tmp_path, "r", step, scores=row[None], tasks=TASKS[:1])
-    frame = table(tmp_path)
-    fig = plots.layer_surface(frame, "main_score")
+    fig = plots.layer_surface(table(tmp_path), "main_score")
     (best,) = [list(series.y) for series in fig.series]
     assert best == [2, 3, None], "of equal ones the earliest"
     assert best_layers(fig.cells.values[0], "log_loss") == [1, 1, None], "lower is better"
@@ -175,18 +160,19 @@ def test_a_surface_needs_two_steps_and_layers(tmp_path):
 
 
 def test_the_page_has_one_section_for_all_tasks_with_a_surface_for_each_domain(tmp_path):
-    root = tmp_path / "run"
-    series(root, absent=((8, "BIOSSES"),))
+    series(tmp_path, absent=((8, "BIOSSES"),))
     own = [Record(metric="token_curvature", value=1.0, layer=layer) for layer in range(3)]
     for step in (1, 8):
-        write(root, "trajectory", own, run="series", step=step)
-    page = write_report(root).read_text()
-    assert "<h2>MTEB: mean over tasks</h2>" in page
-    assert "<h2>MTEB: STS12</h2>" not in page
-    assert "BIOSSES (not at step 8)" in page
-    choices = [line.split(">")[1].split("<")[0] for line in page.splitlines() if "<option" in line]
+        write(tmp_path, "trajectory", own, run="series", step=step)
+    page = write_report(tmp_path)
+    text = page.read_text()
+    shown = [
+        words in text for words in ("<h2>MTEB: mean over tasks</h2>", "BIOSSES (not at step 8)", "<h2>MTEB: STS12")
+    ]
+    assert shown == [True, True, False]
+    choices = re.findall(r"<option[^>]*>(.*?)<", text)
     assert choices == ["all tasks", "classification", "clustering", "sts"]
-    surfaces = [figure for figure in page_figures(root / "report.html") if figure.is_map and figure.steps]
+    surfaces = [figure for figure in page_figures(page) if figure.is_map and figure.steps]
     assert len(surfaces) == 1 + len(choices), "the page begins with one; what is no score has none"
 
 
