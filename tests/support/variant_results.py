@@ -1,15 +1,15 @@
 """Made-up measurements of a model whose blocks run otherwise, in the order of harm that is published."""
 
-import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from lit_layers import records
 from lit_layers.functional.block_schedules import Variant, kendall_distance, middle, start_of, variants
-from lit_layers.records import Measurement, Record
+from lit_layers.records import Record
+from tests.support import written
 
 BLOCKS = 12
 STEPS = (0, 64, 512, 2000, 8000, 32000, 143000)
@@ -90,23 +90,18 @@ def task(name: str, step: int | None, *, blocks: int = BLOCKS, seeds: int = 3) -
     guess = TASKS[name]
     every = variants(blocks, seeds=range(seeds))
     full = guess + (0.72 - guess) * (0.05 + 0.9 * grown(step))
-    hard = {"lambada": 2.2, "arc_challenge": 3.0, "winogrande": 1.5}[name]
-    kept = [math.exp(-hard * harm(variant, blocks)) for variant in every]
+    kept = [math.exp(-2.2 * harm(variant, blocks)) for variant in every]
     values = {"task_score": [guess + (full - guess) * share for share in kept], "normalized_score": kept}
     rows = [*with_means(every, values, ("task_score", "normalized_score"), task=name)]
-    rows = [Record(**{**vars(row), "stderr": 0.012, "n": 1000}) for row in rows]
+    rows = [replace(row, stderr=0.012, n=1000) for row in rows]
     return [*rows, Record(metric="random_score", value=guess, tags={"task": name})]
 
 
 def speed(*, blocks: int = BLOCKS) -> list[Record]:
     rows = []
-    for variant in variants(blocks, seeds=(0,)):
-        if variant.loops not in (None, 2, 3, 4):
-            continue
+    for variant in variants(blocks, seeds=(0,), loops=(2, 3, 4)):
         stepwise = sum(len(step) if isinstance(step, tuple) else 1 for step in variant.schedule)
-        tags = variant.tags
-        if variant.seed is not None:
-            tags = {"variant": "random", "middle": variant.middle or 0}
+        tags = {name: value for name, value in variant.tags.items() if name not in ("seed", "schedule")}
         relative = (2 + stepwise) / (2 + blocks)
         of_metrics = {"latency": 0.021 * relative, "relative_latency": relative, "throughput": 900 / relative}
         of_metrics["peak_memory"] = 1.2e9
@@ -114,49 +109,41 @@ def speed(*, blocks: int = BLOCKS) -> list[Record]:
     return rows
 
 
-def finetune(*, blocks: int = BLOCKS) -> list[Record]:
-    every = [v for v in variants(blocks, ("skip", "parallel", "reverse")) if v.middle is None or v.middle > 1]
-    rows: list[Record] = []
-    for when, gain in (("before", 1.0), ("after", 0.45)):
-        found = []
-        for variant in every:
-            kept = math.exp(-2.2 * gain * harm(variant, blocks))
-            found.append((0.25 + 0.3 * kept, 0.25 + 0.4 * kept))
-        values = {"task_score": [one for one, _ in found], "task_score_norm": [two for _, two in found]}
-        rows += with_means(every, values, ("task_score", "task_score_norm"), when=when, task="arc_challenge")
+def trained(
+    task: str, names: Sequence[str], tag: str, losses: dict[str, float], blocks: int, *more: str
+) -> list[Record]:
+    """Scores of variants that were trained in some ways, by the tag that says the way: how much more is lost."""
+    every, metrics, rows = variants(blocks, names, loops=(3,)), ("task_score", *more), []
+    for way, factor in losses.items():
+        kept = [0.25 + 0.3 * math.exp(-factor * harm(variant, blocks)) for variant in every]
+        rows += with_means(every, dict.fromkeys(metrics, kept), metrics, task=task, **{tag: way})
     return rows
+
+
+def finetune(*, blocks: int = BLOCKS) -> list[Record]:
+    losses, names = {"before": 2.2, "after": 1.0}, ("skip", "parallel", "reverse")
+    return trained("arc_challenge", names, "when", losses, blocks, "task_score_norm")
 
 
 def glue(name: str, *, blocks: int = BLOCKS) -> list[Record]:
-    every = variants(blocks, ("skip", "parallel", "looped_parallel"), loops=(3,))
-    rows: list[Record] = []
-    for training, factor in (("full", 0.5), ("frozen", 1.4)):
-        top = {"cola": 0.6, "rte": 0.68}[name]
-        values = [top * math.exp(-factor * harm(variant, blocks)) for variant in every]
-        rows += with_means(every, {"task_score": values}, ("task_score",), training=training, task=name)
-    return rows
+    names = ("skip", "parallel", "looped_parallel")
+    return trained(name, names, "training", {"full": 0.5, "frozen": 1.4}, blocks)
 
 
 def similarity(step: int | None, *, blocks: int = BLOCKS) -> list[Record]:
     far = grown(step)
-    ends = (0.5, blocks - 0.5)
     rows: list[Record] = []
-    for metric, mode, base in (
-        ("layer_cosine", "token", 0.35),
-        ("layer_cosine", "flattened", 0.5),
-        ("layer_cka", "", 0.2),
+    for metric, tags, base in (
+        ("layer_cosine", {"mode": "token"}, 0.35),
+        ("layer_cosine", {"mode": "flattened"}, 0.5),
+        ("layer_cka", {}, 0.2),
     ):
-        tags: dict[str, str | int | float] = {"mode": mode} if mode else {}
         for i in range(blocks + 1):
             for j in range(blocks + 1):
-                apart = sum((i < end) != (j < end) for end in ends)
-                value = 1.0 if i == j else base + (1 - base) * math.exp(-0.08 * abs(i - j) - 0.9 * apart * (0.3 + far))
+                value = base + (1 - base) * math.exp(-(0.1 + far) * abs(i - j))
                 rows.append(Record(metric=metric, value=value, layer=i, other_layer=j, tags=tags))
-        first, last = (1 + round(2 * far), 1) if mode != "flattened" else (2, 2)
-        stages = {"num_beginning": first, "num_middle": blocks + 1 - first - last, "num_ending": last}
-        own = {"of": metric, **tags}
-        rows += [Record(metric=name, value=value, tags=own) for name, value in stages.items()]
-        rows.append(Record(metric="block_contrast", value=0.4 * far, tags=own))
+        stages = {"num_beginning": 2, "num_middle": blocks - 2, "num_ending": 1, "block_contrast": 0.4 * far}
+        rows += [Record(metric=name, value=value, tags={"of": metric, **tags}) for name, value in stages.items()]
     return rows
 
 
@@ -171,27 +158,17 @@ def write(
     custom: Sequence[str] = (),
 ) -> Path:
     """Writes a run of a model of so many blocks; speed, fine-tuning and GLUE at the last step alone."""
-    last = steps[-1]
     for step in steps:
-        if "interventions" in analyses:
-            add(root, run, step, "interventions", interventions(step, blocks=blocks, seeds=seeds, custom=custom))
-        for name in TASKS if "tasks" in analyses else ():
-            add(root, run, step, f"intervene/{name}", task(name, step, blocks=blocks))
-        if "layer_similarity" in analyses:
-            add(root, run, step, "layer_similarity", similarity(step, blocks=blocks))
-    if "speed" in analyses:
-        add(root, run, last, "intervene/speed", speed(blocks=blocks))
-    if "finetune" in analyses:
-        add(root, run, last, "intervene/finetune_arc_challenge", finetune(blocks=blocks))
-    for name in ("cola", "rte") if "glue" in analyses else ():
-        add(root, run, last, f"intervene/glue/{name}", glue(name, blocks=blocks))
-    if last is not None:
-        (root / "run.json").write_text(json.dumps({"run": run}))
+        is_last = step == steps[-1]
+        found = {
+            "interventions": [("interventions", interventions(step, blocks=blocks, seeds=seeds, custom=custom))],
+            "tasks": [(f"intervene/{name}", task(name, step, blocks=blocks)) for name in TASKS],
+            "layer_similarity": [("layer_similarity", similarity(step, blocks=blocks))],
+            "speed": [("intervene/speed", speed(blocks=blocks))] * is_last,
+            "finetune": [("intervene/finetune_arc_challenge", finetune(blocks=blocks))] * is_last,
+            "glue": [(f"intervene/glue/{name}", glue(name, blocks=blocks)) for name in ("cola", "rte")] * is_last,
+        }
+        for kind in analyses:
+            for analysis, rows in found[kind]:
+                written.write(root, analysis, rows, run=run, step=step, tokens=step and 2_097_152 * step)
     return root
-
-
-def add(root: Path, run: str, step: int | None, analysis: str, found: list[Record]) -> None:
-    tokens = None if step is None else 2_097_152 * step
-    own = Measurement(run=run, step=step, tokens=tokens, analysis=analysis, records=found, seconds=1.5)
-    root.mkdir(parents=True, exist_ok=True)
-    records.append(root / "measurements.jsonl", own)
