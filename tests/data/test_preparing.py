@@ -98,24 +98,22 @@ def test_a_corpus_that_changed_since_a_run_was_cut_is_prepared_anew(texts, tmp_p
     assert whole.checksum == prepare(str(path), "bpe:300", tmp_path / "again", validation=0.2).checksum
 
 
+PRINT = "print(prepare(sys.argv[1], 'bpe:300', sys.argv[2], validation=0.2).checksum)\n"
+
+
+def started(code: str, *arguments: Path) -> subprocess.Popen[str]:
+    code = f"import sys\nfrom lit_layers.data.preparing import prepare\n{code}"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
 @pytest.mark.soak
 def test_data_loaders_of_a_script_that_prepares_say_nothing(made, jsonl, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys\nimport lit_layers.data.preparing as p\nprint('once')\n"
-        "print(p.prepare(sys.argv[1], 'bpe:300', sys.argv[2], validation=0.2).checksum)\n"
-        "from torch.utils.data import DataLoader\n"
-        "print(len([*DataLoader(range(4), num_workers=2)]))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, script, jsonl, tmp_path / "out"],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split() == ["once", made.checksum, "4"]
-    assert done.stderr == ""
+    loaders = "from torch.utils.data import DataLoader\nprint(len([*DataLoader(range(4), num_workers=2)]))\n"
+    said, errors = started(f"print('once')\n{PRINT}{loaders}", jsonl, tmp_path / "out").communicate()
+    assert said.split() == ["once", made.checksum, "4"]
+    assert errors == ""
 
 
 @pytest.mark.slow
@@ -131,11 +129,7 @@ def test_a_fork_of_a_process_that_has_prepared_prepares_alone(jsonl, tmp_path):
 
 @pytest.mark.soak
 def test_of_two_processes_for_one_folder_one_works_and_both_get_the_result(made, jsonl, tmp_path):
-    code = "import sys; from lit_layers.data import prepare\n"
-    code += "print(prepare(sys.argv[1], 'bpe:300', sys.argv[2], validation=0.2).checksum)"
-    command = [sys.executable, "-c", code, str(jsonl), str(tmp_path / "out")]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    both = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [started(PRINT, jsonl, tmp_path / "out") for _ in range(2)]
     assert [process.communicate()[0].strip() for process in both] == [made.checksum] * 2
     assert content(tmp_path / "out") == content(made.folder)
 
@@ -179,21 +173,12 @@ def test_what_cannot_be_prepared_is_refused_and_leaves_the_folder_as_it_is(jsonl
     one = write_jsonl(tmp_path / "in.jsonl", texts[:1])
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.tex").write_text("precious")
-    (tmp_path / "file").write_text("")
     out, tokenizer = tmp_path / "out", tokenizer_of(made)
     other = "holds shards with validation 0.2, and 0.1 was asked for: choose another"
     cases = [
         (one, tokenizer, out, {}, r"the (train|validation) split of .*in.jsonl is empty \(1 documents in all\)"),
-        (jsonl, "bpe:300", out, {"column": "body"}, "no column 'body'"),
         (jsonl, "bpe:300", out, {"max_documents": 0}, "max_documents: expected at least 1"),
-        (
-            jsonl,
-            "bpe:300",
-            tmp_path / "thesis",
-            {},
-            r"is not empty \(it holds thesis.tex\) and no token shards: choose",
-        ),
-        (jsonl, "bpe:300", tmp_path / "file" / "out", {}, "cannot prepare .*file/out .*File exists"),
+        (jsonl, "bpe:300", tmp_path / "thesis", {}, r"not empty \(it holds thesis.tex\) and no token shards: choose"),
         (jsonl, "bpe:300", made.folder, {"validation": 0.1}, other),
     ]
     for source, name, folder, options, sentence in cases:
@@ -231,21 +216,16 @@ def test_a_prepared_folder_serves_as_a_corpus_with_its_own_tokenizer_only(made, 
     assert prepared(str(made.folder), "bpe:300") == made
     assert prepared(str(made.folder), tokenizer_of(made)) == made
     for other in ("bpe:299", tokenizer_of(prepared(str(write_jsonl(tmp_path / "in.jsonl", texts)), "bpe:280"))):
-        with pytest.raises(
-            InputError, match=r"was made with the tokenizer 'bpe:300', not .* name .*tokenizer, or prepare"
-        ):
+        with pytest.raises(InputError, match=r"with the tokenizer 'bpe:300', not .* name .*tokenizer, or prepare"):
             prepared(str(made.folder), other)
 
 
 @pytest.mark.soak
 @pytest.mark.realdata
 def test_wikitext2_with_the_gpt2_tokenizer_has_the_known_number_of_tokens(realdata, tmp_path):
-    shards = prepare(
-        str(realdata / "wikitext2"), str(realdata / "tokenizers" / "gpt2"), tmp_path / "out", max_documents=100
-    )
-    assert shards.num_documents("train") == 100
-    assert shards.num_documents("validation") == 60
+    source, gpt2 = str(realdata / "wikitext2"), str(realdata / "tokenizers" / "gpt2")
+    shards = prepare(source, gpt2, tmp_path / "out", max_documents=100)
+    assert [shards.num_documents(split) for split in ("train", "validation")] == [100, 60]
     # The data's own notes count 258,659; ours add an end to each document.
     assert shards.num_tokens("validation") == 258_659 + 60
-    assert shards.header["dtype"] == "uint16"
-    TokenShards.open(shards.folder)
+    assert TokenShards.open(shards.folder).header["dtype"] == "uint16"

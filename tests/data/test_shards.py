@@ -37,10 +37,8 @@ def test_the_tokens_are_the_documents_one_after_the_other_each_closed_by_the_end
         assert made.num_documents(split) == len(documents)
         assert made.num_tokens(split) == len(made.tokens(split))
         # as nanoGPT reads them: `np.memmap(os.path.join(data_dir, 'train.bin'), dtype=np.uint16, mode='r')`
-        flat = np.memmap(
-            made.folder / {"train": "train.bin", "validation": "val.bin"}[split], dtype=np.uint16, mode="r"
-        )
-        assert np.array_equal(flat, made.tokens(split))
+        file = made.folder / {"train": "train.bin", "validation": "val.bin"}[split]
+        assert np.array_equal(np.memmap(file, dtype=np.uint16, mode="r"), made.tokens(split))
 
 
 def test_the_narrowest_type_that_holds_every_id_is_taken():

@@ -93,11 +93,12 @@ def test_a_very_long_text_document_is_cut_at_line_ends(tmp_path, monkeypatch):
 
 def test_files_of_all_kinds_are_read_in_the_order_of_their_names(tmp_path):
     texts = [f"document {index} ünicode" for index in range(23)]
-    pq.write_table(pa.table({"id": range(23), "text": texts}), tmp_path / "a.parquet", row_group_size=5)
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": t + " b"}) + "\n" for t in texts) + "\n", "utf-8")
+    pq.write_table(pa.table({"id": range(24), "text": [*texts, None]}), tmp_path / "a.parquet", row_group_size=5)
+    rows = [*(text + " b" for text in texts), None]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows) + "\n", "utf-8")
     (tmp_path / "c.txt").write_text("\n<|endoftext|>\n".join(t + " c" for t in texts), "utf-8")
-    expected = [text + end for end in ("", " b", " c") for text in texts]
-    assert [*open_source(str(tmp_path)).read(None)] == expected
+    found = [*open_source(str(tmp_path)).read(None)]
+    assert found == [*texts, "", *rows[:-1], "", *(text + " c" for text in texts)], "a null is an empty document"
 
 
 def write_named(folder: Path, *names: str) -> str:
@@ -125,18 +126,15 @@ def test_a_corpus_that_is_not_there_and_a_share_out_of_range_are_refused(tmp_pat
     (tmp_path / "notes.txt").write_text("No corpus, though it lies in the working directory.")
     monkeypatch.chdir(tmp_path)
     for spec in ("", " ", "nowhere", "missing/file.txt", "/no/such/folder", "a/b/c"):
-        expected = "expected python, openwebtext, wikitext, an existing path"
-        with pytest.raises(InputError, match=f"no corpus '{spec}': {expected}"):
+        with pytest.raises(InputError, match=f"no corpus '{spec}': expected python, openwebtext, wikitext, an exis"):
             open_source(spec)
     with pytest.raises(InputError, match=r"validation must lie between 0 and 1 .* not 1.5"):
         open_source("python", validation=1.5)
-    with pytest.raises(
-        InputError, match=r"'Skylion007/openwebtext' .* cannot be had from the Hub \(OfflineMode.* check"
-    ):
+    with pytest.raises(InputError, match=r"Skylion007/openwebtext' .* be had from the Hub \(OfflineMode.* check"):
         open_source("openwebtext").pin()
 
 
-def read_all(path: Path, **options):
+def read_all(path: Path, **options) -> list[str]:
     return list(LocalText(path, **options).read(None))
 
 
@@ -160,14 +158,6 @@ def test_damaged_text_is_named_with_its_place(tmp_path):
     for name, options, sentence in cases:
         with pytest.raises(InputError, match=sentence):
             read_all(tmp_path / name, **options)
-
-
-def test_a_null_text_is_an_empty_document_in_json_as_in_parquet(tmp_path):
-    rows = ["one", None, "two"]
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": row}) for row in rows))
-    pq.write_table(pa.table({"text": rows}), tmp_path / "a.parquet")
-    for name in ("a.jsonl", "a.parquet"):
-        assert read_all(tmp_path / name) == ["one", "", "two"]
 
 
 def test_a_byte_order_mark_is_no_text_and_half_a_surrogate_pair_is_a_question_mark(tmp_path):
@@ -265,9 +255,8 @@ def test_openwebtext_as_the_hub_has_it_is_read_by_the_real_client(tmp_path):
     folder = repo / CONVERTED.replace("/", "%2F") / "plain_text" / "train"
     folder.mkdir(parents=True)
     for part in range(2):
-        pq.write_table(
-            pa.table({"text": [f"text {part}.{row} " * 40 for row in range(50)]}), folder / f"{part:04}.parquet"
-        )
+        rows = [f"text {part}.{row} " * 40 for row in range(50)]
+        pq.write_table(pa.table({"text": rows}), folder / f"{part:04}.parquet")
     code = """
 from lit_layers.data.text_sources import open_source
 source = open_source("openwebtext")

@@ -2,7 +2,6 @@ import pickle
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from lit_layers.data.batches import TokenBlocks
 from lit_layers.errors import InputError
@@ -33,14 +32,6 @@ def test_the_last_block_is_whole_and_what_is_none_is_refused(made):
         TokenBlocks(made, "validation", num_tokens=total)
     with pytest.raises(InputError, match="num_tokens: expected at least 1"):
         TokenBlocks(made, num_tokens=0)
-
-
-@pytest.mark.soak  # a Python begins from nothing; what it is sent is read below
-def test_data_loader_workers_read_what_this_process_reads(made):
-    blocks = TokenBlocks(made, "train", num_tokens=16)
-    here, there = DataLoader(blocks, 8), DataLoader(blocks, 8, num_workers=1, multiprocessing_context="spawn")
-    for one, other in zip(here, there, strict=True):
-        assert torch.equal(one["input_ids"], other["input_ids"])
 
 
 def test_it_travels_without_its_tokens(made):

@@ -162,35 +162,18 @@ def test_what_is_no_file_of_word_pairs_is_one_sentence(tmp_path, source, tokeniz
     assert refusal("bats.parquet", categories=("I03",)) == "categories: bats.parquet has no 'I03'; it has I01, I02, L08"
 
 
-@pytest.fixture
-def real(realdata):
-    def make(file: str, tokenizer: str, **options) -> WordPairs:
-        paths = realdata / "analogies" / file, realdata / "tokenizers" / tokenizer
-        for needed in paths:
-            if not needed.exists():
-                pytest.skip(f"{needed} is not there")
-        return WordPairs(*map(str, paths), **options)
-
-    return make
-
-
 @pytest.mark.soak
 @pytest.mark.realdata
-def test_bats_in_the_tokens_of_real_tokenizers(real):
+def test_real_files_of_pairs_in_the_tokens_of_real_tokenizers(realdata):
+    bats, others = (str(realdata / "analogies" / f"{name}.parquet") for name in ("bats3", "counterfactual_word_pairs"))
     for name in ("gpt2", "gpt_neox_20b"):
-        found = real("bats3.parquet", name).by_category()
+        found = WordPairs(bats, str(realdata / "tokenizers" / name)).by_category()
         assert len(found) == 38
         assert {c.id: c.num_dropped for c in found if c.num_dropped} == {"I02": 2}  # series, species
         assert found[0].pairs[:2] == (("album", "albums"), ("application", "applications"))
         regular, irregular = found[:2]
         assert (regular.id, irregular.id) == ("I01", "I02")
         assert not set(regular.pairs) & set(irregular.pairs)
-
-
-@pytest.mark.realdata
-def test_the_counterfactual_pairs_are_understood(real):
-    found = real("counterfactual_word_pairs.parquet", "gpt2").by_category()
-    assert len(found) == 25
-    assert found[0].name == "3pSg - Ved"
-    assert found[0].pairs[0] == ("adds", "added")
+    found = WordPairs(others, str(realdata / "tokenizers" / "gpt2")).by_category()
+    assert (len(found), found[0].name, found[0].pairs[0]) == (25, "3pSg - Ved", ("adds", "added"))
     assert sum(len(c.pairs) + c.num_dropped for c in found) == 1922
