@@ -4,15 +4,27 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tests.support.tiny_models import tiny_batch
 
-def states_of_each_prompt(model: nn.Module, batches: list[dict[str, Tensor]], *, final_norm=False) -> list[np.ndarray]:
-    """One array (layers + 1, real tokens, dim) for each prompt, which a GPT-2 model sees alone; in float64."""
+BATCHES = [
+    tiny_batch("gpt2", batch=3, tokens=9, padding="left", seed=1),
+    tiny_batch("gpt2", batch=2, tokens=7, seed=2),
+    tiny_batch("gpt2", batch=3, tokens=10, padding="right", seed=3),
+]
+
+
+def prompts_of(batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    """Token ids of each prompt without padding."""
     found = []
     for batch in batches:
         masks = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-        for ids, mask in zip(batch["input_ids"], masks, strict=True):
-            found.append(_states(model, ids[mask.bool()][None], final_norm))
+        found += [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], masks, strict=True)]
     return found
+
+
+def states_of_each_prompt(model: nn.Module, batches: list[dict[str, Tensor]], *, final_norm=False) -> list[np.ndarray]:
+    """One array (layers + 1, real tokens, dim) for each prompt, which a GPT-2 model sees alone; in float64."""
+    return [_states(model, ids[None], final_norm) for ids in prompts_of(batches)]
 
 
 def _states(model: nn.Module, ids: Tensor, final_norm: bool) -> np.ndarray:

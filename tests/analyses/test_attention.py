@@ -10,15 +10,11 @@ from lit_layers.analyses import AttentionPatterns, InContext, Induction
 from lit_layers.errors import InputError
 from lit_layers.functional import attention_entropy, sink_mass
 from lit_layers.models.view import LayeredModel
+from tests.analyses.prompt_states import BATCHES, prompts_of
 from tests.support.induction_model import TOKENS, induction_model
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
 from tests.support.tiny_models import HEADS, LAYERS, VOCAB, tiny, tiny_batch
-
-BATCHES = [
-    tiny_batch("gpt2", batch=3, tokens=9, padding="left", seed=1),
-    tiny_batch("gpt2", batch=2, tokens=7, seed=2),
-]
 
 
 def found(analysis, model) -> dict[Any, Any]:
@@ -52,14 +48,13 @@ def test_the_circuit_is_found_by_its_previous_token_head():
 
 def test_records_are_means_over_the_prompts_of_each_head():
     eager = tiny("gpt2", torch.float64, attention="eager")
-    records = found(AttentionPatterns(batches=Listed(*BATCHES)), tiny("gpt2", torch.float64))
+    records = found(AttentionPatterns(batches=Listed(*BATCHES[:2])), tiny("gpt2", torch.float64))
     for layer in range(1, LAYERS + 1):
         by_prompt: dict[str, list] = {"sink_mass": [], "attention_entropy": []}
-        for batch in BATCHES:
-            for ids, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
-                weights = eager(input_ids=ids[mask][None], output_attentions=True).attentions[layer - 1]
-                by_prompt["sink_mass"].append(sink_mass(weights)[0])
-                by_prompt["attention_entropy"].append(attention_entropy(weights)[0])
+        for ids in prompts_of(BATCHES[:2]):
+            weights = eager(input_ids=ids[None], output_attentions=True).attentions[layer - 1]
+            by_prompt["sink_mass"].append(sink_mass(weights)[0])
+            by_prompt["attention_entropy"].append(attention_entropy(weights)[0])
         for metric, values in by_prompt.items():
             expected = torch.stack(values)
             for head in range(HEADS):
@@ -107,7 +102,7 @@ def test_the_gain_by_context_is_the_difference_of_two_losses():
 
 def test_models_without_attention_are_refused_by_name():
     with pytest.raises(InputError, match="MambaForCausalLM has no attention weights to read"):
-        list(records_of(AttentionPatterns(batches=Listed(*BATCHES)), LayeredModel(tiny("mamba_lm"))))
+        list(records_of(AttentionPatterns(batches=Listed(*BATCHES[:2])), LayeredModel(tiny("mamba_lm"))))
 
 
 def test_tokens_with_a_meaning_are_not_drawn_and_sequences_fit_the_window():

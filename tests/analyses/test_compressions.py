@@ -1,14 +1,12 @@
 """The matrices behind coupling against their definition on Jacobians of the running model."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
 
 from lit_layers.analyses.depth_coupling import CouplingMatrices
 from lit_layers.models.view import LayeredModel
-from tests.analyses.whole_jacobians import whole_jacobians
+from tests.analyses.whole_jacobians import whole_jacobians, without_block_2
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
 from tests.support.tiny_models import DIM, tiny, tiny_batch
@@ -54,9 +52,7 @@ def test_each_matrix_is_the_first_jacobian_in_the_bases_of_the_second(model):
 
 
 def test_a_dead_block_has_no_matrix(model):
-    model = copy.deepcopy(model)
-    for part in (model.transformer.h[1].attn.c_proj, model.transformer.h[1].mlp.c_proj):
-        torch.nn.init.zeros_(part.weight)
+    model = without_block_2(model)
     batch = tiny_batch("gpt2", batch=1, tokens=6)
     assert found(model, batch, pairs=[(1, 2), (2, 3), (1, 3)], k=3).keys() == {(1, 3, 1)}
     with pytest.raises(ValueError, match="coupling_matrices is undefined for every prompt"):

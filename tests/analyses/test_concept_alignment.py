@@ -130,6 +130,7 @@ def test_the_interval_of_one_category_has_the_spread_of_other_samples_of_pairs()
     assert np.mean(stderr) == pytest.approx(found.mean.std().item(), rel=0.15)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_the_batches_words_stand_in_change_nothing_in_any_family(words, name):
     model = text_model(name)

@@ -21,8 +21,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lit_layers import analyses, plots
-from lit_layers.analyses import Analysis
+from lit_layers import analyses
+from lit_layers.analyses import Analysis, changed_texts
+from lit_layers.analyses.probes import next_token_residual, task_probes
 from lit_layers.data import GivenTexts
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.data.word_pairs import WordPairs
@@ -31,11 +32,10 @@ from lit_layers.measuring.one_model import measure, outcomes
 from lit_layers.metrics import METRICS, is_in
 from lit_layers.models.build import weights_hash
 from lit_layers.models.view import LayeredModel
-from lit_layers.records import Record, frame
+from lit_layers.records import Record
 from lit_layers.tasks.mteb_scores import MtebTask
 from lit_layers.tasks.probe_task import ProbeTask
 from tests.support import every_analysis
-from tests.support.charts import line
 from tests.support.distilled import distilled
 from tests.support.labelled_texts import labelled, write_csv
 from tests.support.listed_batches import Listed
@@ -47,7 +47,8 @@ BLOCKS, BROKEN = 4, 3  # layers 0 to 2 are healthy
 STRANGE = "§" * 6  # of tokens that no other text has
 # A second or more each.
 LONG = ("MtebTask", "NextTokenProbe", "PromptStudies", "AttentiveProbe", "TokenCoupling", "CrossTokenInfluence")
-LONG += ("SampleSizeSweep", "Probe", "NextTokenResidual", "JacobianLens", "Coupling", "LabelProbe", "Interventions")
+LONG += ("AttentionPatterns", "CouplingMatrices", "Representation", "StateGeometry", "OrderStates", "SampleSizeSweep")
+LONG += ("Probe", "NextTokenResidual", "JacobianLens", "Coupling", "LabelProbe", "Interventions")
 KINDS = [
     pytest.param(name, marks=[pytest.mark.soak] * (name in LONG))
     for name in sorted(each.__name__ for each in every_analysis.kinds())
@@ -137,6 +138,23 @@ def test_an_analysis_keeps_the_contract(worlds, folder, kind):
         refuses_what_it_cannot_measure(analysis, world.model)
 
 
+# What sends states to other processes, by the module that says how much of them.
+SENDS = {"Invariance": changed_texts, "NextTokenResidual": next_token_residual}
+SENDS |= {"Probe": task_probes, "SampleSizeSweep": task_probes}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(name, marks=[pytest.mark.soak] * (name != "Invariance")) for name in SENDS]
+)
+def test_states_that_are_too_large_to_be_sent_are_computed_by_each_process(worlds, kind, monkeypatch):
+    (analysis,) = (each for each in worlds[0].analyses if type(each).__name__ == kind)
+    view = LayeredModel(worlds[0].model)
+    expected = records_of(analysis, view)
+    monkeypatch.setattr(SENDS[kind], "MOST_SENT", 0)
+    assert analysis.reads(view) == {}
+    are_the_same_to_rounding(analysis, expected, records_of(analysis, view))
+
+
 def text_of(records: list[Record]) -> list[str]:
     """NaN is not equal to itself, its text is."""
     return [repr(record) for record in records]
@@ -166,8 +184,13 @@ def padding_changes_nothing(analysis: Any, alone: list[Record], model: nn.Module
         if isinstance(value, Listed)
     }
     found = records_of(dataclasses.replace(analysis, **options), model)
+    are_the_same_to_rounding(analysis, alone, found)
+
+
+def are_the_same_to_rounding(analysis: Analysis, expected: list[Record], found: list[Record]) -> None:
+    """Numbers of other batches, which are rounded in other places."""
     rel = 1e-4 if hasattr(analysis, "tolerance") or hasattr(analysis, "steps") else 1e-6  # how far fits converge
-    for one, other in zip(alone, found, strict=True):
+    for one, other in zip(expected, found, strict=True):
         assert (one.metric, one.layer, one.other_layer, one.tags, one.n) == (
             *(other.metric, other.layer, other.other_layer, other.tags, other.n),
         )
@@ -399,24 +422,3 @@ def test_a_model_in_half_precision_is_measured_in_float32(folder):
     for one, other in zip(of_half, of_single, strict=True):
         assert (one.error, other.error) == (None, None), one.analysis.name
         assert text_of(one.records) == text_of(other.records), one.analysis.name
-
-
-# ---------------------------------------------------------------------------------------------------------- figures
-
-
-@pytest.mark.soak
-def test_figures_of_numbers_with_gaps_have_lines_that_break_off():
-    broken = text_model()
-    spoil_(broken)
-    text = every_analysis.prompts()
-    given = [analyses.Representation(batches=text), analyses.Coupling(batches=text, k=(2,), num_prompts=3)]
-    found = []
-    for step, model in ((0, text_model()), (1, broken), (2, text_model())):
-        found += [measure(model, each, run="run", step=step, weights_hash=f"{step}") for each in given]
-    table = frame(found)
-    gappy = line(plots.layer_profile(table, "effective_rank"), "step 1")
-    assert [value is None for value in gappy.y] == [layer >= BROKEN for layer in range(BLOCKS + 1)]
-    (whole,) = plots.emergence_curves(table, "coupling", tags={"k": 2}).series
-    assert [value is None for value in whole.y] == [False, True, False]
-    plots.layer_matrix(table, "coupling_pair", tags={"k": 2})
-    plots.change_table(table)

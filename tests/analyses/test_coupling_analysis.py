@@ -1,6 +1,5 @@
 """The coupling analysis against its definition, prompt by prompt and pair by pair."""
 
-import copy
 import math
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from lit_layers.analyses import Coupling, CouplingMatrices, TokenCoupling
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
-from tests.analyses.whole_jacobians import coupling_by_loops, whole_jacobians
+from tests.analyses.whole_jacobians import coupling_by_loops, whole_jacobians, without_block_2
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
 from tests.support.tiny_models import LAYERS, tiny, tiny_batch
@@ -127,9 +126,7 @@ def test_tokens_may_be_named_or_counted(model):
 
 
 def test_a_dead_block_leaves_a_gap_and_never_enters_a_mean(model):
-    model = copy.deepcopy(model)
-    for part in (model.transformer.h[1].attn.c_proj, model.transformer.h[1].mlp.c_proj):
-        torch.nn.init.zeros_(part.weight)
+    model = without_block_2(model)
     records = found(model, tiny_batch("gpt2", batch=2, tokens=6), k=(6,))
     k = ("k", 6)
     assert ("coupling_pair", 2, 1, k) not in records

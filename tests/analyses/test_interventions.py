@@ -12,16 +12,12 @@ from lit_layers.analyses.readout_scores import Interventions
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import bootstrap_interval
 from lit_layers.models.view import LayeredModel
+from tests.analyses.prompt_states import BATCHES, prompts_of
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
-from tests.support.tiny_models import tiny, tiny_batch
+from tests.support.tiny_models import tiny
 
 BLOCKS = 4
-BATCHES = [
-    tiny_batch("gpt2", batch=3, tokens=9, padding="left", seed=1),
-    tiny_batch("gpt2", batch=2, tokens=7, seed=2),
-    tiny_batch("gpt2", batch=2, tokens=8, padding="right", seed=3),
-]
 SEEDS = (0, 1, 5)
 CUSTOM = "1 (2,4,4) 3 1"
 METRICS = ("variant_loss", "variant_accuracy", "kl_to_full")
@@ -53,10 +49,6 @@ def records(model):
     return run(model, *BATCHES, seeds=SEEDS, loops=(2, 3), custom=(CUSTOM,))
 
 
-def prompts():
-    return [ids[mask.bool()] for b in BATCHES for ids, mask in zip(b["input_ids"], b["attention_mask"], strict=True)]
-
-
 def logits_of(model, ids, schedule):
     """Of one prompt without padding, by the model's modules."""
     trunk = model.transformer
@@ -76,7 +68,7 @@ def log_softmax(logits):
 def by_prompt(model, schedule):
     """Losses, hits and divergences of the predicted tokens of each prompt."""
     found = []
-    for ids in prompts():
+    for ids in prompts_of(BATCHES):
         full = log_softmax(logits_of(model, ids, range(1, BLOCKS + 1))[:-1])
         own = log_softmax(logits_of(model, ids, schedule)[:-1])
         targets = ids[1:].numpy()
@@ -150,10 +142,10 @@ def test_every_value_is_the_mean_over_predicted_tokens_of_blocks_called_one_by_o
     for metric, variant, values in expected:
         record, every = records[metric, *variant], np.concatenate(values)
         assert record.value == pytest.approx(every.mean(), rel=1e-9, abs=1e-12), (metric, variant)
-        assert (record.n, record.tags["num_tokens"]) == (len(values), len(every)) == (7, 42)
+        assert (record.n, record.tags["num_tokens"]) == (len(values), len(every)) == (8, 51)
         counts = np.array([len(row) for row in values])
         linear = every.mean() + (np.array([row.sum() for row in values]) - every.mean() * counts) / counts.mean()
-        assert record.stderr == pytest.approx(linear.std(ddof=1) / math.sqrt(7), rel=1e-6, abs=1e-12)
+        assert record.stderr == pytest.approx(linear.std(ddof=1) / math.sqrt(8), rel=1e-6, abs=1e-12)
 
 
 def test_random_orders_are_averaged_within_each_prompt(model, records):
@@ -166,9 +158,9 @@ def test_random_orders_are_averaged_within_each_prompt(model, records):
         record = records[at(metric, middle=3, variant="random")]
         low, high = bootstrap_interval(spread)
         assert record.value == pytest.approx(ratio, rel=1e-9)
-        assert record.stderr == pytest.approx(spread.std().item() / math.sqrt(7), rel=1e-6)
+        assert record.stderr == pytest.approx(spread.std().item() / math.sqrt(8), rel=1e-6)
         assert (record.low, record.high) == pytest.approx((low.item(), high.item()), rel=1e-6)
-        assert (record.tags["num_seeds"], record.tags["num_tokens"], record.n) == (3, 42, 7)
+        assert (record.tags["num_seeds"], record.tags["num_tokens"], record.n) == (3, 51, 8)
 
 
 def test_orders_that_left_everything_in_place_are_counted_and_distances_told(records):

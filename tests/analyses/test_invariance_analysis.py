@@ -8,16 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from lit_layers.analyses import Invariance, changed_texts
+from lit_layers.analyses import Invariance
 from lit_layers.data import GivenTexts, make_views
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.functional.entropy import dime, infonce, lidar
 from lit_layers.models.view import LayeredModel
-from lit_layers.tasks import text_features
 from tests.analyses.prompt_states import states_of_each_prompt
 from tests.support.labelled_texts import labelled, saved_bert, saved_gpt2
 from tests.support.measured import records_of
-from tests.support.shares import found_by_ranks
 
 TEXTS = [text for text, _ in labelled(24)]
 LAYERS = (0, 1, 2, 3)
@@ -164,26 +162,3 @@ def test_config_and_hashes_tell_texts_and_options_but_no_words(folder):
     assert plain.data_hash() != make(TEXTS[1:]).data_hash()
     assert plain.data_hash() != make(seed=1).data_hash()
     assert plain.tokenizer_hash()
-
-
-def test_processes_divide_the_texts_and_then_the_layers(model, folder, monkeypatch):
-    monkeypatch.setattr(text_features, "BATCH_TOKENS", 100)  # some three texts
-    options = {"preset": "released_code", **OPTIONS}
-    analysis, view = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), **options), LayeredModel(model)
-    alone = list(records_of(analysis, view))
-    (found,), _ = found_by_ranks(model, [analysis], 3)
-    assert [repr(record) for record in found.records] == [repr(record) for record in alone]
-    # Each process computes for itself what is too large to be sent.
-    monkeypatch.setattr(changed_texts, "MOST_SENT", 0)
-    assert analysis.reads(view) == {}
-    others = list(records_of(analysis, view))
-    assert [(each.metric, each.layer, each.n, each.tags) for each in others] == [
-        (each.metric, each.layer, each.n, each.tags) for each in alone
-    ]
-    # in batches of another size float64 is rounded in other places
-    for ends in ("value", "low", "high"):
-        wanted = [getattr(each, ends) for each in alone]
-        found = [getattr(each, ends) for each in others]
-        assert [each is None for each in found] == [each is None for each in wanted]
-        numbers = [(a, b) for a, b in zip(found, wanted, strict=True) if b is not None]
-        assert all(a == pytest.approx(b, rel=1e-9, abs=1e-12, nan_ok=True) for a, b in numbers)

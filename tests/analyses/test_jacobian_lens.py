@@ -82,10 +82,8 @@ def test_shuffled_weights_are_those_of_the_blocks_in_another_order(view):
 
 def test_prompts_that_are_too_short_are_left_out_and_counted(view):
     ids = torch.cat([b["input_ids"] for b in prompts()])
-    chosen, length = (
-        [0, 0, 1, 2, 3, 4, 4, 5, 6],
-        torch.tensor([SKIP + 1, 99, 99, 99, 99, 99, 2, 99, 99]),
-    )  # 2nd and 7th cut
+    chosen = [0, 0, 1, 2, 3, 4, 4, 5, 6]
+    length = torch.tensor([SKIP + 1, 99, 99, 99, 99, 99, 2, 99, 99])  # the first and the seventh are cut
     mask = (torch.arange(ids.shape[1]) < length[:, None]).long()
     cut = list(records_of(lens(Listed({"input_ids": ids[chosen], "attention_mask": mask}), num_prompts=3), view))
     whole = list(records_of(lens(num_prompts=2), view))

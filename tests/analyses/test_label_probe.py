@@ -126,6 +126,7 @@ def test_every_record_is_that_of_scikit_learn_on_the_states_of_the_running_model
     assert model.training
 
 
+@pytest.mark.soak
 def test_a_probe_that_chooses_its_c_is_near_the_logistic_one_and_says_its_c(split):
     model = tiny("vit", torch.float64)
     records = run(model, *split, estimator="watch", random_labels=True)
@@ -197,6 +198,7 @@ def test_how_labels_are_numbered_and_rows_are_cut_into_batches_changes_nothing(s
         assert value == pytest.approx(expected[key], rel=1e-6), key
 
 
+@pytest.mark.soak
 def test_a_training_row_that_is_a_test_row_is_left_out_and_counted(split):
     model, (train, test) = tiny("vit", torch.float64), split
     expected = run(model, train, test)
@@ -218,6 +220,7 @@ def test_texts_are_the_same_whatever_their_padding():
     assert found["accuracy", None, "majority"].tags["num_duplicates"] == 32
 
 
+@pytest.mark.soak
 def test_permuted_labels_are_a_control_that_the_seed_decides(split):
     model = tiny("vit", torch.float64)
     quick = {"tolerance": 1e-3}

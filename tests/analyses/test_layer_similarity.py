@@ -11,17 +11,12 @@ from lit_layers.analyses import LayerSimilarity
 from lit_layers.errors import InputError
 from lit_layers.functional.geometry import layer_stages
 from lit_layers.models.view import LayeredModel
-from tests.analyses.prompt_states import states_of_each_prompt
+from tests.analyses.prompt_states import BATCHES, states_of_each_prompt
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
 from tests.support.tiny_models import tiny, tiny_batch
 
 BLOCKS = 4
-BATCHES = [
-    tiny_batch("gpt2", batch=3, tokens=9, padding="left", seed=1),
-    tiny_batch("gpt2", batch=2, tokens=7, seed=2),
-    tiny_batch("gpt2", batch=3, tokens=8, padding="right", seed=3),
-]
 
 
 @pytest.fixture(scope="module")
@@ -100,14 +95,16 @@ def test_the_alignment_is_that_of_the_tokens_of_all_prompts_together(model, reco
     assert few["layer_cka", 1, 3].tags["num_rows"] == rows.shape[1] == 24
 
 
-def test_first_tokens_that_are_dropped_are_in_no_similarity(model, states):
-    found = run(model, *BATCHES, drop_first=1)
+def test_first_tokens_that_are_dropped_are_in_no_similarity_and_conventions_are_told(model):
+    found = run(model, *BATCHES, drop_first=1, states="hf")
+    states = states_of_each_prompt(model, BATCHES, final_norm=True)
     rows = np.concatenate([prompt[:, 1:] for prompt in states], axis=1)
-    record = found["layer_cka", 0, 3, ("drop_first", 1)]
-    assert record.value == pytest.approx(alignment(rows[0], rows[3]), rel=1e-9)
+    told = ("drop_first", 1), ("states", "hf")
+    record = found["layer_cka", 0, 4, *told]
+    assert record.value == pytest.approx(alignment(rows[0], rows[4]), rel=1e-9)
     assert record.tags["num_rows"] == rows.shape[1]
     values = [cosine(prompt[1][1:], prompt[4][1:], "flattened") for prompt in states]
-    record = found["layer_cosine", 1, 4, ("drop_first", 1), ("mode", "flattened")]
+    record = found["layer_cosine", 1, 4, *sorted((*told, ("mode", "flattened")))]
     assert record.value == pytest.approx(np.mean(values), rel=1e-9)
 
 
@@ -140,14 +137,6 @@ def test_blocks_that_hardly_change_anything_are_the_middle():
         assert sizes == [1, 5, 1]
         assert found["block_contrast", None, None, *tags].value > 0.1
     assert found["layer_cosine", 2, 6, ("mode", "token")].value == pytest.approx(1, abs=1e-12)
-
-
-def test_conventions_are_told(model):
-    normed = run(model, *BATCHES, states="hf")
-    states = states_of_each_prompt(model, BATCHES, final_norm=True)
-    tags = (("mode", "token"), ("states", "hf"))
-    values = [cosine(prompt[2], prompt[4], "token") for prompt in states]
-    assert normed["layer_cosine", 2, 4, *tags].value == pytest.approx(np.mean(values), rel=1e-9)
 
 
 def test_prompts_of_which_nothing_is_left_count_for_nothing(model, states):

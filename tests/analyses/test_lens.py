@@ -14,7 +14,7 @@ from lit_layers.analyses.statistics import summarize_ratio
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import bootstrap_interval
 from lit_layers.models.view import LayeredModel
-from tests.analyses.prompt_states import states_of_each_prompt
+from tests.analyses.prompt_states import BATCHES, prompts_of, states_of_each_prompt
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
 from tests.support.rounding import close_records
@@ -22,11 +22,6 @@ from tests.support.tiny_configs import scale_up_, tiny_config
 from tests.support.tiny_models import LAYERS, VOCAB, tiny, tiny_batch
 
 METRICS = {"logit_lens_loss", "logit_lens_accuracy", "logit_lens_perplexity", "kl_to_final"}
-BATCHES = [
-    tiny_batch("gpt2", batch=3, tokens=9, padding="left", seed=1),
-    tiny_batch("gpt2", batch=2, tokens=7, seed=2),
-    tiny_batch("gpt2", batch=3, tokens=10, padding="right", seed=3),
-]
 
 
 def run(model, *batches):
@@ -47,9 +42,8 @@ def softmax(logits):
 
 def by_prompt(model):
     """Per layer and prompt the losses, hits and divergences of its tokens, read with the model's own modules."""
-    prompts = [ids[mask.bool()] for b in BATCHES for ids, mask in zip(b["input_ids"], b["attention_mask"], strict=True)]
     found = []
-    for ids, states in zip(prompts, states_of_each_prompt(model, BATCHES), strict=True):
+    for ids, states in zip(prompts_of(BATCHES), states_of_each_prompt(model, BATCHES), strict=True):
         with torch.no_grad():
             logits = model.lm_head(model.transformer.ln_f(torch.from_numpy(states))).numpy()[:, :-1]
             own = model(input_ids=ids[None], labels=ids[None])

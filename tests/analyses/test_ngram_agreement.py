@@ -11,18 +11,17 @@ import torch
 from lit_layers.analyses import NgramAgreement
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
-from tests.analyses.prompt_states import states_of_each_prompt
+from tests.analyses.prompt_states import BATCHES, prompts_of, states_of_each_prompt
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
-from tests.support.tiny_models import LAYERS, tiny, tiny_batch
+from tests.support.tiny_models import LAYERS, tiny
 
-BATCHES = [tiny_batch("gpt2", batch=3, tokens=9, padding="left", seed=1), tiny_batch("gpt2", batch=2, tokens=7, seed=2)]
 CORPUS = Listed({"input_ids": torch.randint(3, 61, (60, 60), generator=torch.Generator().manual_seed(5))})
 
 
 def test_every_layer_is_compared_at_tokens_evenly_spread_and_chance_is_the_ngram_of_the_next_of_them():
     model: Any = tiny("gpt2", torch.float64)
-    analysis = NgramAgreement(batches=Listed(*BATCHES), corpus=CORPUS, num_tokens=4)
+    analysis = NgramAgreement(batches=Listed(*BATCHES[:2]), corpus=CORPUS, num_tokens=4)
     found = {
         (record.metric, record.layer, record.tags["order"]): record
         for record in records_of(analysis, LayeredModel(model))
@@ -32,11 +31,10 @@ def test_every_layer_is_compared_at_tokens_evenly_spread_and_chance_is_the_ngram
         for order, start in itertools.product((1, 2, 3), range(len(row))):
             if start + order <= len(row):
                 counts[tuple(row[start : start + order - 1])][row[start + order - 1]] += 1
-    prompts = [ids[mask.bool()] for b in BATCHES for ids, mask in zip(b["input_ids"], b["attention_mask"], strict=True)]
-    states = states_of_each_prompt(model, BATCHES)
+    states = states_of_each_prompt(model, BATCHES[:2])
     for layer, order in itertools.product(range(LAYERS + 1), (1, 2, 3)):
         agreement, chance, missing = [], [], 0
-        for ids, prompt in zip(prompts, states, strict=True):
+        for ids, prompt in zip(prompts_of(BATCHES[:2]), states, strict=True):
             logits = model.lm_head(model.transformer.ln_f(torch.from_numpy(prompt[layer])))
             log_proba = logits.log_softmax(-1).detach().numpy()
             places = [1 + round(i * (len(ids) - 2) / 3) for i in range(4)]  # every prompt has more than four
@@ -91,7 +89,7 @@ def test_a_model_that_is_a_bigram_table_is_near_its_bigrams_and_far_from_unigram
 
 
 def test_a_corpus_of_other_tokens_and_orders_that_are_not_counted_are_refused():
-    view, batches = LayeredModel(tiny("gpt2")), Listed(*BATCHES)
+    view, batches = LayeredModel(tiny("gpt2")), Listed(*BATCHES[:2])
     with pytest.raises(InputError, match="GPT2LMHeadModel knows 61 tokens, got token 99"):
         list(records_of(NgramAgreement(batches=batches, corpus=Listed({"input_ids": torch.full((1, 5), 99)})), view))
     with pytest.raises(ValueError, match="expected texts of at least 3 tokens"):

@@ -7,16 +7,12 @@ import torch
 from lit_layers.analyses import OrderStates
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
+from tests.analyses.prompt_states import BATCHES
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
-from tests.support.tiny_models import tiny, tiny_batch
+from tests.support.tiny_models import tiny
 
 BLOCKS = 6
-BATCHES = [
-    tiny_batch("gpt2", batch=3, tokens=9, padding="left", seed=1),
-    tiny_batch("gpt2", batch=2, tokens=7, seed=2),
-    tiny_batch("gpt2", batch=2, tokens=8, padding="right", seed=3),
-]
 # What runs before the blocks behind the middle, and the layer that these are used to.
 BEFORE = {
     ("baseline", None): ([1, 2, 3, 4, 5, 6], 6),
@@ -61,7 +57,7 @@ def test_what_the_blocks_behind_the_middle_are_given_is_that_of_blocks_run_by_ha
         for metric, values in zip(("cosine", "norm_ratio"), zip(*prompts, strict=True), strict=True):
             record = found[f"ending_input_{metric}", variant, middle, None]
             assert record.value == pytest.approx(np.mean(values), abs=1e-9)
-            assert (record.n, record.layer) == (7, None)
+            assert (record.n, record.layer) == (8, None)
     assert found["ending_input_cosine", "baseline", None, None].value == pytest.approx(1, abs=1e-12)
     assert found["ending_input_cosine", "skip", 3, None].value < 0.999
 

@@ -1,6 +1,5 @@
 """Probes on tasks: against scikit-learn on features taken text by text, its metrics, its baselines."""
 
-import copy
 import functools
 import json
 import math
@@ -13,18 +12,14 @@ from sklearn.dummy import DummyClassifier
 from sklearn.linear_model import LogisticRegression, Ridge, RidgeCV
 from sklearn.metrics import accuracy_score, f1_score, log_loss, r2_score
 from sklearn.preprocessing import StandardScaler
-from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from lit_layers.analyses import Probe, SampleSizeSweep
-from lit_layers.analyses.probes import task_probes
 from lit_layers.analyses.probes.task_probes import sizes, subsets, summarize_seeds
 from lit_layers.data.preparing import prepared
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, save_tokenizer, tokenizer_hash, train_bpe
 from lit_layers.errors import InputError
-from lit_layers.measuring.one_model import outcomes
 from lit_layers.models.build import causal_lm
 from lit_layers.models.view import LayeredModel
-from lit_layers.tasks import text_features
 from lit_layers.tasks.probe_task import ProbeTask
 from tests.support.measured import records_of
 from tests.support.tiny_models import LAYERS
@@ -67,12 +62,8 @@ def written_task(folder: Path, kind: str = "classification", **options) -> Probe
             label = str(draw.choice(list(WORDS)))
             words = [*draw.choice(WORDS[label].split(), 2), *draw.choice(["one", "two", "the", "and"], 3)]
             draw.shuffle(words)
-            text = (
-                " ".join(words)
-                + " "
-                + "four " * int(draw.integers(0, 6))
-                + str(number if split == "train" else -number)
-            )
+            words += ["four"] * int(draw.integers(0, 6))
+            text = " ".join([*words, str(number if split == "train" else -number)])
             target = label if kind == "classification" else float(text.count("four") + draw.normal())
             rows.append({"text": text, "label": target})
         write(folder, split, rows)
@@ -154,6 +145,7 @@ def test_a_regression_is_scikit_learns_ridge(model, tokenizer, tmp_path):
     assert baseline.value == pytest.approx(float(((truth - mean) ** 2).mean()))
 
 
+@pytest.mark.soak
 def test_a_probe_that_chooses_its_c_says_it_and_a_sweep_takes_it_too(model, tokenizer, tmp_path):
     task, given = written_task(tmp_path), {"tokenizer": str(tokenizer), "estimator": "watch"}
     records = list(records_of(Probe(task=task, **given), model))
@@ -167,6 +159,7 @@ def test_a_probe_that_chooses_its_c_says_it_and_a_sweep_takes_it_too(model, toke
     assert value_of(swept, "log_loss", 1, split="test", train_rows=90).value == pytest.approx(expected)
 
 
+@pytest.mark.soak
 def test_a_regression_that_chooses_its_penalty_says_it(model, tokenizer, tmp_path):
     task = written_task(tmp_path, kind="regression")
     train = task.load().train_and_validation()
@@ -283,23 +276,15 @@ def test_another_tokenizer_makes_other_data(tokenizer, tmp_path):
     assert Probe(**options).data_hash() == Probe(**options).data_hash()
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"max_tokens": 0}, "max_tokens: expected more than the 0 special tokens of every text, got 0"),
-        ({"task": "banking78"}, "task: there is no 'banking78'; did you mean banking77"),
-    ],
-)
-def test_wrong_options_are_refused_in_a_sentence(options, sentence, model, tokenizer, tmp_path):
-    given = {"task": written_task(tmp_path), "tokenizer": str(tokenizer), **options}
-    with pytest.raises(InputError, match=sentence):
-        Probe(**given).check(model)
-
-
-def test_a_layer_that_is_not_there_is_refused(model, tokenizer, tmp_path):
-    task = written_task(tmp_path)
-    with pytest.raises(InputError, match=r"sample_sizes/colours: expected layers from 0 to 3, got \[9\]"):
-        SampleSizeSweep(task=task, tokenizer=str(tokenizer), layers=[9]).check(model)
+def test_wrong_options_are_refused_in_a_sentence(model, tokenizer, tmp_path):
+    given = {"task": written_task(tmp_path), "tokenizer": str(tokenizer)}
+    for analysis, sentence in (
+        (Probe(**given, max_tokens=0), "max_tokens: expected more than the 0 special tokens of every text, got 0"),
+        (Probe(**given | {"task": "banking78"}), "task: there is no 'banking78'; did you mean banking77"),
+        (SampleSizeSweep(**given, layers=[9]), r"sample_sizes/colours: expected layers from 0 to 3, got \[9\]"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            analysis.check(model)
 
 
 def test_a_tokenizer_trained_on_a_corpus_is_found_with_it(tmp_path, monkeypatch):
@@ -325,35 +310,3 @@ def test_a_curve_says_how_many_of_its_probes_have_not_converged(model, tokenizer
     assert flagged
     assert curves
     assert {r.tags.get("num_not_converged") for r in curves} == {len(flagged)}
-
-
-@pytest.mark.parametrize("kind", [pytest.param(Probe, marks=pytest.mark.soak), SampleSizeSweep])
-def test_features_that_are_too_large_to_be_sent_are_made_by_each_process(model, tokenizer, tmp_path, kind, monkeypatch):
-    options = {} if kind is Probe else {"layers": [2, 0, 3], "num_seeds": 2}
-    analysis = kind(task=written_task(tmp_path), tokenizer=str(tokenizer), c=0.1, tolerance=1e-3, **options)
-    monkeypatch.setattr(text_features, "BATCH_TOKENS", 100)  # some three texts
-    alone = records_of(analysis, model)
-    monkeypatch.setattr(task_probes, "MOST_SENT", 0)
-    assert analysis.reads(model) == {}
-    whole = records_of(analysis, model)  # in batches of another size, which are rounded in other places
-    assert [(each.metric, each.layer, each.n, each.tags) for each in whole] == [
-        (each.metric, each.layer, each.n, each.tags) for each in alone
-    ]
-    assert [each.value for each in whole] == pytest.approx([each.value for each in alone], rel=1e-9, nan_ok=True)
-
-
-def test_two_analyses_of_one_task_share_a_pass_of_its_texts(model, tokenizer, tmp_path, monkeypatch):
-    model = LayeredModel(copy.deepcopy(model.model).float())
-    options = {"task": written_task(tmp_path), "tokenizer": str(tokenizer), "tolerance": 1e-2}
-    analyses = [Probe(**options), SampleSizeSweep(**options, num_seeds=2)]
-    forward, runs = GPT2Block.forward, 0
-
-    def counting(block, hidden, *args, **named):
-        nonlocal runs
-        runs += len(hidden)
-        return forward(block, hidden, *args, **named)
-
-    monkeypatch.setattr(GPT2Block, "forward", counting)
-    assert [found.error for found in outcomes(model, analyses, weights_hash="0")] == [None] * len(analyses)
-    monkeypatch.undo()
-    assert runs == (90 + 40) * model.num_layers

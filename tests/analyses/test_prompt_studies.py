@@ -9,7 +9,7 @@ import torch
 from lit_layers.analyses import PromptStudies, Representation
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
-from tests.analyses.prompt_states import states_of_each_prompt
+from tests.analyses.prompt_states import prompts_of, states_of_each_prompt
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
 from tests.support.tiny_models import tiny, tiny_batch
@@ -39,14 +39,6 @@ def find(records, layer=None, normalization="raw", drop_first=0, **tags):
     return record
 
 
-def prompts():
-    return [
-        ids[mask.bool()]
-        for batch in BATCHES
-        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
-    ]
-
-
 def entropy(rows):
     shares = np.linalg.svd(rows, compute_uv=False) ** 2
     shares = shares[shares > 1e-13 * shares[0]] / shares.sum()
@@ -56,7 +48,7 @@ def entropy(rows):
 def changed_by_hand(study, p):
     """As the class says: draws of (seed, study, prompt), a token changes where its draw is below p."""
     found = []
-    for number, ids in enumerate(prompts()):
+    for number, ids in enumerate(prompts_of(BATCHES)):
         draw = np.random.default_rng([3, ("repetition", "randomness").index(study), number])
         below = draw.random(len(ids)) < p
         if study == "repetition":
@@ -96,7 +88,7 @@ def test_lengths_are_the_first_tokens_of_the_prompts_that_have_as_many(model):
     analysis = PromptStudies(batches=Listed(*BATCHES), studies=("length",), lengths=(3, 9, 12))
     records = list(records_of(analysis, LayeredModel(model)))
     for length, n in ((3, 5), (9, 5), (12, 2)):
-        ids = [{"input_ids": ids[None, :length]} for ids in prompts() if len(ids) >= length]
+        ids = [{"input_ids": ids[None, :length]} for ids in prompts_of(BATCHES) if len(ids) >= length]
         assert len(ids) == n
         states = states_of_each_prompt(model, ids)
         for layer in LAYERS:

@@ -173,14 +173,6 @@ def test_the_released_preset_gives_the_released_quantities(model):
         assert value == pytest.approx(clamped_entropy(pooled), rel=1e-9)
 
 
-def test_another_order_of_the_entropies_is_told_by_a_tag(model, prompts):
-    records = list(records_of(Representation(batches=Listed(*BATCHES), alpha=2.0), LayeredModel(model)))
-    values = [[math.log(of_rows(prompt[layer])["participation_ratio"]) for prompt in prompts] for layer in LAYERS]
-    check(records, values, "prompt_entropy", drop_first=0, normalization="raw", alpha=2.0)
-    assert find(records, "dataset_entropy", 1, normalization="raw", alpha=2.0).n == 8
-    assert find(records, "effective_rank", 1, drop_first=0).n == 8
-
-
 def test_prompts_too_short_for_a_metric_are_left_out_of_it_alone(model):
     short = {"input_ids": torch.tensor([[5, 6, 7, 9], [8, 3, 0, 0], [4, 9, 9, 2]])}
     short["attention_mask"] = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1]])

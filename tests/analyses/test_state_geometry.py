@@ -10,16 +10,10 @@ from lit_layers.analyses import PooledStates, StateGeometry
 from lit_layers.analyses.statistics import records_with_halves
 from lit_layers.functional import alpha_req, two_nn_dimension
 from lit_layers.models.view import LayeredModel
-from tests.analyses.prompt_states import states_of_each_prompt
+from tests.analyses.prompt_states import BATCHES, states_of_each_prompt
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
-from tests.support.tiny_models import LAYERS, tiny, tiny_batch
-
-BATCHES = [
-    tiny_batch("gpt2", batch=3, tokens=9, padding="left", seed=1),
-    tiny_batch("gpt2", batch=2, tokens=7, seed=2),
-    tiny_batch("gpt2", batch=3, tokens=10, padding="right", seed=3),
-]
+from tests.support.tiny_models import LAYERS, tiny
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """A function of states as an analysis: numbers by NumPy in float64, padding, ranks, streaming, recipes, refusals."""
 
+import inspect
 import json
 import sys
 import types
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from lit_layers import records
 from lit_layers.analyses import StateMetric
 from lit_layers.cli.main import main
 from lit_layers.data import GivenTexts, TextBatches
@@ -17,32 +19,18 @@ from lit_layers.functional.entropy import effective_rank
 from lit_layers.functional.state_geometry import anisotropy
 from lit_layers.models import load
 from lit_layers.models.view import LayeredModel
+from tests.analyses.prompt_states import states_of_each_prompt
+from tests.support.every_analysis import prompts
 from tests.support.labelled_texts import labelled, saved_gpt2
-from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
 from tests.support.tiny_models import tiny
 
-LENGTHS = ((9, 7), (9,), (5, 9, 8))
 LAYERS = 3
 
 
 def stable_rank(states):
     """Of (points, dim)."""
     return (states**2).sum() / torch.linalg.matrix_norm(states, 2) ** 2
-
-
-def prompts() -> Listed:
-    """Prompts of different lengths."""
-    generator = torch.Generator().manual_seed(3)
-    batches = []
-    for lengths in LENGTHS:
-        ids = torch.zeros(len(lengths), 9, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, length in enumerate(lengths):
-            ids[row, :length] = torch.randint(3, 60, (length,), generator=generator)
-            mask[row, :length] = 1
-        batches.append({"input_ids": ids, "attention_mask": mask})
-    return Listed(*batches)
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +41,7 @@ def model():
 @pytest.fixture(scope="module")
 def states(model) -> list[np.ndarray]:
     """Of each prompt (layers + 1, tokens, dim), without padding."""
-    view = LayeredModel(model)
-    kept = []
-    for batch in prompts():
-        hidden = view.trajectory(batch).hidden
-        kept += [
-            hidden[:, row, : int(mask.sum())].numpy(force=True) for row, mask in enumerate(batch["attention_mask"])
-        ]
-    return kept
+    return states_of_each_prompt(model, prompts().batches)
 
 
 def values(records, metric="stable_rank") -> dict:
@@ -82,7 +63,7 @@ def test_values_of_prompts_are_averaged_as_numpy_says(model, states, dropped):
     assert found[None] == pytest.approx(each[:, 1:].mean(), rel=1e-9)
     first = next(record for record in records if record.layer == 1)
     assert first.stderr == pytest.approx(each[:, 1].std(ddof=1) / len(states) ** 0.5, rel=1e-9)
-    assert first.n == len(states) == 6
+    assert first.n == len(states) == 5
     assert (first.low or 0) < first.value < (first.high or 0)
     assert first.tags == ({"drop_first": 1} if dropped else {})
 
@@ -94,14 +75,14 @@ def undefined_of_short(states):
 def test_a_prompt_without_a_value_is_left_out_and_counted(model):
     records = records_of(StateMetric(metric=undefined_of_short, batches=prompts()), LayeredModel(model))
     counts = {(record.n, record.tags["num_undefined"]) for record in records}
-    assert counts == {(4, 2)}
+    assert counts == {(3, 2)}
     short = records_of(StateMetric(metric=stable_rank, batches=prompts(), drop_first=5), LayeredModel(model))
-    assert {record.n for record in short} == {5}
+    assert {record.n for record in short} == {4}
 
 
 def test_a_function_of_the_package_leaves_out_a_prompt_that_it_refuses(model):
     records = [*records_of(StateMetric(metric=anisotropy, batches=prompts(), drop_first=4), LayeredModel(model))]
-    assert {(record.n, record.tags["num_undefined"]) for record in records} == {(5, 1)}  # of one point
+    assert {(record.n, record.tags["num_undefined"]) for record in records} == {(4, 1)}  # of one point
     assert all("undefined" not in record.tags for record in records)
 
 
@@ -140,11 +121,15 @@ def test_refusals_name_what_is_wrong(model):
             StateMetric(metric=metric, batches=prompts(), name="mine").check(LayeredModel(model))
 
 
+def mean_square(states):
+    return (states**2).mean()
+
+
 def test_a_recipe_names_a_function_by_its_import_path(tmp_path, monkeypatch, capsys):
     saved_gpt2(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "metric_of_a_user.py").write_text("def mean_square(states):\n    return (states ** 2).mean()\n")
+    (tmp_path / "metric_of_a_user.py").write_text(inspect.getsource(mean_square))
     texts = [text for text, _ in labelled(5)]
     data = {"class_path": "lit_layers.data.GivenTexts", "init_args": {"texts": texts}}
     data = {"class_path": "lit_layers.data.TextBatches", "init_args": {"texts": data, "tokenizer": "model"}}
@@ -157,18 +142,10 @@ def test_a_recipe_names_a_function_by_its_import_path(tmp_path, monkeypatch, cap
 
     code, told = analyze("metric_of_a_user.mean_square", "--code", ".")
     assert code == 0, told
-    (line,) = (tmp_path / "out" / "measurements.jsonl").read_text().splitlines()
-    found = json.loads(line)
-    batches = TextBatches(GivenTexts(texts), "model")
-    (own,) = [record for record in found["records"] if record.get("layer") == 1]
-    view = LayeredModel(load(tmp_path / "model"))
-    squares = []
-    for batch in batches:
-        hidden = view.trajectory(batch).hidden[1].double()
-        squares += [
-            float((row[mask.bool()] ** 2).mean()) for row, mask in zip(hidden, batch["attention_mask"], strict=True)
-        ]
-    assert own["value"] == pytest.approx(np.mean(squares), rel=1e-5)  # float32 states on two ways
+    (found,) = records.read(tmp_path / "out" / "measurements.jsonl")
+    given = StateMetric(metric=mean_square, batches=TextBatches(GivenTexts(texts), "model"))
+    expected = records_of(given, load(tmp_path / "model"))
+    assert values(found.records, "mean_square") == pytest.approx(values(expected, "mean_square"), rel=1e-5)
     for metric, said in (
         ("os.system", "os.system"),
         ("metric_of_a_user.nothing", "has no attribute 'nothing'. Got value: metric_of_a_user.nothing"),
@@ -176,10 +153,7 @@ def test_a_recipe_names_a_function_by_its_import_path(tmp_path, monkeypatch, cap
         ("nonsense", "Expected a dot import path string: nonsense"),
         ("torch.save", "a recipe names no torch.save"),
         # what writes wherever it is told to
-        (
-            "lit_layers.models.build.save",
-            "but what lit_layers.functional or --code PACKAGE defines, got lit_layers",
-        ),
+        ("lit_layers.models.build.save", "but what lit_layers.functional or --code PACKAGE defines, got lit_layers"),
     ):
         code, told = analyze(metric)
         assert code == 2, told

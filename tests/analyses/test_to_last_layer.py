@@ -72,6 +72,7 @@ def test_float32_is_that_of_float64_to_its_rounding_and_padding_in_front_changes
     torch.testing.assert_close(jacobians_to_last_layer(*of_a_prompt("gpt2", padding=2), PLACES + 2), expected)
 
 
+@pytest.mark.soak
 def test_blocks_may_be_functions_and_may_look_ahead():
     blocks, hidden = of_a_prompt("gpt2")
     between = torch.randn(hidden.shape[-1], hidden.shape[-1], generator=torch.Generator().manual_seed(1)).double()

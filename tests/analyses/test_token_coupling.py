@@ -1,6 +1,5 @@
 """Coupling over tokens against its definition, pair by pair, on Jacobians of the running model."""
 
-import copy
 import itertools
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from lit_layers.analyses.token_jacobians import TokenCoupling
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
-from tests.analyses.whole_jacobians import coupling_by_loops, whole_jacobians
+from tests.analyses.whole_jacobians import coupling_by_loops, whole_jacobians, without_block_2
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
 from tests.support.tiny_models import tiny, tiny_batch
@@ -107,6 +106,7 @@ def test_a_block_with_itself_is_coupled_fully_where_the_token_is_the_same(model)
         assert records[key].value == pytest.approx(1, abs=1e-9)
 
 
+@pytest.mark.soak
 def test_a_short_prompt_takes_part_in_the_means_alone_and_one_token_is_counted(model):
     padded = tiny_batch("gpt2", batch=3, tokens=8, padding="right")
     padded["attention_mask"] = torch.tensor([[1] * 8, [1] * 3 + [0] * 5, [1] + [0] * 7])
@@ -125,15 +125,14 @@ def test_a_short_prompt_takes_part_in_the_means_alone_and_one_token_is_counted(m
 
 
 def test_a_dead_block_leaves_a_gap_and_pairs_that_are_undefined_are_counted(model):
-    model = copy.deepcopy(model)
-    for part in (model.transformer.h[1].attn.c_proj, model.transformer.h[1].mlp.c_proj):
-        torch.nn.init.zeros_(part.weight)
+    model = without_block_2(model)
     records = found(model, tiny_batch("gpt2", batch=2, tokens=6), k=(4,), num_tokens=3)
     assert {key[1] for key in records if key[0] == "token_coupling"} == {1, 3}
     with pytest.raises(ValueError, match="token_coupling is undefined for every prompt"):
         found(model, tiny_batch("gpt2", batch=2, tokens=6), k=(4,), num_tokens=3, pairs=[(2, 2)])
 
 
+@pytest.mark.soak
 def test_pairs_with_a_token_that_no_attention_reaches_are_left_out_and_counted():
     model = tiny("mistral", torch.float64)  # a window of 4 tokens: farther Jacobians are exactly zero
     batch = tiny_batch("mistral", batch=1, tokens=7)

@@ -1,5 +1,6 @@
 """Jacobians between all tokens of a running model, by plain differentiation, row by row, and what couples them."""
 
+import copy
 from collections.abc import Iterable
 
 import numpy as np
@@ -49,3 +50,11 @@ def coupling_by_loops(first: np.ndarray, second: np.ndarray, k: int, *, absolute
     if absolute:
         square -= 2 * np.sqrt(2 / np.pi) * np.linalg.norm(spectrum) * spectrum[:k].sum() / len(first)
     return 1 - np.linalg.norm(compressed - np.diag(spectrum[:k])) / norm, 1 - np.sqrt(square) / norm
+
+
+def without_block_2(model: nn.Module) -> nn.Module:
+    """Return a copy of a GPT-2 whose second block adds nothing."""
+    model = copy.deepcopy(model)
+    for part in (model.transformer.h[1].attn.c_proj, model.transformer.h[1].mlp.c_proj):
+        torch.nn.init.zeros_(part.weight)
+    return model

@@ -201,12 +201,21 @@ def test_weights_that_do_not_fill_the_model_are_refused(tmp_path):
         load(tmp_path)
 
 
-def test_a_pickle_of_weights_is_read(tmp_path):
+class Trap:
+    def __reduce__(self):
+        return print, ("the pickle ran",)
+
+
+def test_a_pickle_is_read_without_running_what_it_says(tmp_path, capsys):
     save(causal_lm("gpt2", **GPT2), tmp_path)
-    expected = weights_hash(load(tmp_path))
-    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    expected, weights = weights_hash(load(tmp_path)), load_file(tmp_path / "model.safetensors")
+    torch.save(weights, tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
     assert weights_hash(load(tmp_path)) == expected
+    torch.save({**weights, "trap": Trap()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"its weights hold print, and loading them would run code"):
+        load(tmp_path)
+    assert "the pickle ran" not in capsys.readouterr().out
 
 
 def test_folders_without_a_model_are_refused(tmp_path):

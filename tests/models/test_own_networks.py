@@ -4,7 +4,6 @@ The truth of a GPT-2 written by hand is the same function in the words of transf
 are their own states, caught by hooks of the test.
 """
 
-import copy
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,6 @@ from lit_layers.analyses import Coupling, Lens, Trajectory
 from lit_layers.errors import InputError
 from lit_layers.functional import block_jacobian
 from lit_layers.functional.jacobian.block_call import read_attention
-from lit_layers.measuring.one_model import measure
 from lit_layers.models.build import save, untrained
 from lit_layers.models.copies import truncate
 from lit_layers.models.view import LayeredModel
@@ -458,14 +456,6 @@ def test_a_network_that_changes_its_vocabulary_is_looked_at_again():
     assert LayeredModel(network).vocab_size == WORDS
     network.embed, network.out = nn.Embedding(50, WIDTH), nn.Linear(WIDTH, 50)
     assert LayeredModel(network).vocab_size == 50
-
-
-def test_half_precision_is_measured_in_float32():
-    _, own = pair()
-    analysis = Trajectory(batches=prompts())
-    rounded = copy.deepcopy(own).bfloat16()
-    half, wide = (measure(each, analysis, run="r", step=0, raises=True) for each in (rounded, rounded.float()))
-    close_records(half.records, wide.records)
 
 
 def test_no_training_ends_where_a_network_stops_being_a_row_of_blocks(tmp_path):

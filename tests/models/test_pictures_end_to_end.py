@@ -51,6 +51,7 @@ def folder(tmp_path) -> Path:
     return tmp_path / "dinov2"
 
 
+@pytest.mark.soak
 def test_a_folder_is_analysed_with_a_recipe_of_images_whole_and_offloaded_with_the_same_numbers(folder, tmp_path):
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     roots = tmp_path / "whole", tmp_path / "offloaded"

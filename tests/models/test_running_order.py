@@ -43,7 +43,7 @@ def call(model, batch):
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "gemma2", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("mistral", "falcon", "mpt"))]
+    "name", ["gpt2", *(pytest.param(n, marks=pytest.mark.soak) for n in ("gemma2", "mistral", "falcon", "mpt"))]
 )
 def test_cached_generation_is_recomputation_token_for_token(name):
     model = deep(name)

@@ -1,9 +1,7 @@
 """Schedules that share their beginnings against each of them composed block by block, and how often a block runs."""
 
-import gc
 import inspect
 import sys
-import weakref
 
 import pytest
 import torch
@@ -62,35 +60,6 @@ def test_by_hand_the_runs_are_these(deep, passed):
     assert runs((2,), (2, 3), (2, 3, 4)) == [2, 3, 4]
     assert num_block_runs(SharedPrefixes([], 7)) == 0
     assert walked([], passed) == {}
-
-
-def most_alive(schedules, model, trajectory):
-    """The largest number of outputs of blocks that anything still holds, at any call of a block."""
-    alive, most = weakref.WeakSet(), 0
-
-    def note(module, args, kwargs, output):
-        nonlocal most
-        alive.add(output if isinstance(output, torch.Tensor) else output[0])
-        most = max(most, len(alive))
-
-    handles = [block.register_forward_hook(note, with_kwargs=True) for block in model.blocks]
-    gc.collect()
-    for _, _state in SharedPrefixes(schedules, trajectory.num_layers).states(trajectory):
-        pass
-    for handle in handles:
-        handle.remove()
-    return most
-
-
-def test_memory_is_that_of_one_way_through_and_one_group_and_not_of_the_number_of_schedules(deep, passed):
-    def alive(num_seeds):
-        schedules = [variant.schedule for variant in variants(7, seeds=range(num_seeds))]
-        return most_alive(schedules, deep, passed)
-
-    many = alive(20)
-    assert many <= 7 + 6  # depth, and the widest group
-    assert alive(40) <= many + 1
-    assert len({variant.schedule for variant in variants(7, seeds=range(40))}) > 60
 
 
 def test_a_schedule_longer_than_the_stack_of_calls_runs(passed):

@@ -34,11 +34,13 @@ def test_more_tokens_than_the_text_has_are_refused():
         LayeredModel(tiny_model("LongformerForMaskedLM", "longformer", attention_window=[24] * LAYERS))
 
 
+@pytest.mark.soak
 def test_models_of_images_of_any_size_are_refused():
     with pytest.raises(InputError, match=r"neither texts \(input_ids\) nor images of a size that its config says"):
         LayeredModel(tiny_model("ResNetForImageClassification", "resnet"))
 
 
+@pytest.mark.soak
 def test_models_of_several_rows_of_blocks_are_refused():
     with pytest.raises(InputError, match="an encoder and a decoder are two rows of blocks: its states pass several"):
         LayeredModel(tiny_model("BartForConditionalGeneration", "bart"))
@@ -57,6 +59,7 @@ def test_images_pass_the_blocks_that_their_structure_shows():
     assert (view.num_prefix_tokens, view.num_patches(), view.has_class_token, view.image_size) == (2, 16, True, 16)
 
 
+@pytest.mark.soak
 def test_how_long_a_text_may_be_is_seen_where_positions_are_looked_up():
     kinds = {"opt": "OPTForCausalLM", "xlm-roberta": "XLMRobertaForMaskedLM", "bloom": "BloomForCausalLM"}
     limits = {name: LayeredModel(tiny_model(kind, name)).max_tokens for name, kind in kinds.items()}
@@ -236,25 +239,10 @@ def test_a_proof_is_made_once_for_a_class_and_config_and_leaves_no_trace():
     assert model.layers[0].calls == passes > 0
 
 
-def test_states_that_padding_changes_are_measured_without_padding_only():
-    class Padded(ToyLM):
-        def forward(self, input_ids, attention_mask=None, **options):
-            if attention_mask is not None:  # as one that counts all places as tokens
-                input_ids = (input_ids + attention_mask.sum(-1, keepdim=True)) % 40
-            return super().forward(input_ids, None, **options)
-
-    view = LayeredModel(Padded(ToyConfig()).eval())
-    view.trajectory({"input_ids": texts()["input_ids"] % 40})
-    with pytest.raises(
-        InputError, match="its states or scores are others with padding behind the texts: give texts of one length"
-    ):
-        view.trajectory({**texts(padding="left"), "input_ids": texts()["input_ids"] % 40})
-
-
-def test_what_is_shown_of_one_model_is_not_said_of_another_of_its_config():
+def test_states_that_padding_changes_are_measured_without_padding_whatever_another_of_the_config_shows():
     class Counting(ToyLM):
         def forward(self, input_ids, attention_mask=None, **options):
-            if attention_mask is not None:
+            if attention_mask is not None:  # as one that counts all places as tokens
                 input_ids = (input_ids + (self.gate * attention_mask.sum(-1, keepdim=True)).long()) % 40
             return super().forward(input_ids, None, **options)
 
@@ -262,6 +250,11 @@ def test_what_is_shown_of_one_model_is_not_said_of_another_of_its_config():
     with torch.no_grad():
         counts.gate.fill_(1.0)
     assert [LayeredModel(each).family.takes_padding for each in (counts, plain, counts)] == [False, True, False]
+    view, ids = LayeredModel(counts), texts()["input_ids"] % 40
+    view.trajectory({"input_ids": ids})
+    sentence = "its states or scores are others with padding behind the texts: give texts of one length"
+    with pytest.raises(InputError, match=sentence):
+        view.trajectory({**texts(padding="left"), "input_ids": ids})
 
 
 def test_a_head_that_asks_where_a_token_stands_is_given_whole_texts():
@@ -342,6 +335,7 @@ def test_texts_beyond_the_length_where_frequencies_change_are_refused():
         view.trajectory({"input_ids": torch.arange(40).reshape(2, 20) + 3})
 
 
+@pytest.mark.soak
 def test_blocks_that_take_the_keys_of_earlier_ones_are_refused():
     """Gemma 4 as released: its last blocks attend to keys of earlier ones, in a container that all are given."""
     kinds = ["sliding_attention", "full_attention"] * 3
@@ -411,6 +405,7 @@ def test_what_16_bits_would_hide_is_found_as_the_proof_computes_in_float32(dtype
         LayeredModel(model)
 
 
+@pytest.mark.soak
 def test_padding_is_no_token_of_a_class_of_transformers_that_takes_no_mask():
     from transformers import FNetConfig, FNetForMaskedLM, xLSTMConfig, xLSTMForCausalLM
 

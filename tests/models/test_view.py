@@ -5,7 +5,7 @@ import torch
 from torch.func import vjp
 
 from lit_layers.errors import InputError
-from lit_layers.models.view import LayeredModel
+from lit_layers.models.view import LayeredModel, convert_states
 from tests.support.tiny_models import DIM, LAYERS, POSITIONS, VOCAB, tiny, tiny_batch
 
 
@@ -145,6 +145,23 @@ def test_what_a_models_own_forward_adds_behind_its_head_is_in_its_logits():
     torch.testing.assert_close(trajectory.logits, plain / 2 + 1, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(trajectory.logits_of(index), (plain / 2 + 1)[index], rtol=1e-12, atol=1e-12)
     assert trajectory.logits is trajectory.logits, "they are computed once"
+
+
+def test_each_convention_norms_the_layers_that_it_says():
+    view = LayeredModel(tiny("gpt2", torch.float64))
+    hidden, norm = view.trajectory(tiny_batch("gpt2")).hidden, view.model.transformer.ln_f
+    normed = [torch.nn.functional.layer_norm(state, (32,), norm.weight, norm.bias, norm.eps) for state in hidden]
+    for layer in range(4):
+        assert torch.equal(convert_states(view, "resid", layer, hidden[layer]), hidden[layer])
+        torch.testing.assert_close(convert_states(view, "normed", layer, hidden[layer]), normed[layer])
+        expected = normed[3] if layer == 3 else hidden[layer]
+        torch.testing.assert_close(convert_states(view, "hf", layer, hidden[layer]), expected)
+
+
+def test_without_a_final_norm_all_conventions_are_one():
+    view = LayeredModel(tiny("bert"))
+    hidden = view.trajectory(tiny_batch("bert")).hidden[1]
+    assert all(convert_states(view, states, 3, hidden) is hidden for states in ("resid", "hf", "normed"))
 
 
 @pytest.mark.soak  # the first use of torch.compile in a process takes three seconds

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_layers import analyses, plots, records
+from lit_layers import analyses
 from lit_layers.analyses import Analysis
 from lit_layers.data import ProbeTask, WordPairs
 from lit_layers.data.prompt_texts import GivenTexts
@@ -19,7 +19,6 @@ from lit_layers.measuring.one_model import measure
 from lit_layers.metrics import METRICS
 from lit_layers.models.saved import load
 from lit_layers.records import Measurement, Record
-from lit_layers.report import write_report
 
 pytestmark = [pytest.mark.realmodel, pytest.mark.soak, pytest.mark.timeout(1800)]  # two minutes of one free core
 ROOT = Path(__file__).parents[2]
@@ -127,19 +126,6 @@ def test_the_lens_ends_with_the_models_own_loss(model, tokens, measured):
     assert by_layer[LAYERS] == pytest.approx(loss, rel=1e-4)  # the same logits in float32, summed in another order
     assert loss < math.log(VOCABULARY) - 3
     assert by_layer[0] > 4 * math.log(VOCABULARY), "embeddings were not made for the head"
-
-
-def test_perplexities_over_many_decades_have_axes_that_can_be_read(measured, tmp_path):
-    lens = measured["Lens"]
-    perplexities = [record.value for record in of_metric(lens, "logit_lens_perplexity")]
-    assert max(perplexities) > 1e20 * min(perplexities)
-    fig = plots.layer_profile(records.frame([lens]), "logit_lens_perplexity")
-    axis = fig.spec()["encoding"]["y"]
-    assert axis["scale"]["type"] == "log"
-    assert axis["axis"]["tickCount"] == 5
-    for measurement in measured.values():
-        records.append(tmp_path / "measurements.jsonl", measurement)
-    assert "Logit-lens perplexity" in write_report(tmp_path).read_text()
 
 
 def of_metric(measurement: Measurement, metric: str) -> list[Record]:

@@ -112,6 +112,7 @@ def of_text(folder: Path) -> list[Analysis]:
     task = ProbeTask("moods", str(folder / "moods"))
     rows = {"train": _rows(80, 1), "test": _rows(40, 2)}
     classes = {name: Listed(*(b | {"labels": b["input_ids"][:, 0] % 2} for b in r)) for name, r in rows.items()}
+    texts, views = GivenTexts([text for text, _ in labelled(8)]), {"num_views": 3, "max_tokens": 30, "permutations": 2}
     (spec,) = resolve(["STSBenchmark"], folder / "mteb")
     return [
         *of_prompts(batches),
@@ -128,19 +129,8 @@ def of_text(folder: Path) -> list[Analysis]:
         lit_layers.analyses.Probe(task=task, tokenizer=tokenizer, tolerance=1e-4),
         lit_layers.analyses.SampleSizeSweep(task=task, tokenizer=tokenizer, layers=[0, 2], num_seeds=2),
         lit_layers.analyses.ConceptAlignment(words=WordPairs(str(folder / "pairs.parquet"), tokenizer, batch_size=4)),
-        lit_layers.analyses.Invariance(
-            texts=GivenTexts([text for text, _ in labelled(8)]),
-            tokenizer=tokenizer,
-            num_views=3,
-            max_tokens=30,
-            num_halves=2,
-            permutations=2,
-        ),
-        MtebTask(
-            task=spec,
-            tokenizer=tokenizer,
-            results=folder / "results",
-        ),
+        lit_layers.analyses.Invariance(texts=texts, tokenizer=tokenizer, num_halves=2, **views),
+        MtebTask(task=spec, tokenizer=tokenizer, results=folder / "results"),
     ]
 
 

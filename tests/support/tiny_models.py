@@ -53,6 +53,7 @@ _MAMBA = {
     "initializer_range": 0.02,
     "pad_token_id": 0,
 }
+_MAMBA2 = {**_MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4}
 _PICTURE = {
     "hidden_size": DIM,
     "num_hidden_layers": LAYERS,
@@ -111,11 +112,7 @@ _HEADS = {
 _RECURRENT = {
     "mamba_lm": ("MambaForCausalLM", "mamba", _MAMBA),
     "mamba_trunk": ("MambaModel", "mamba", _MAMBA),
-    "mamba2_lm": (
-        "Mamba2ForCausalLM",
-        "mamba2",
-        {**_MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4},
-    ),
+    "mamba2_lm": ("Mamba2ForCausalLM", "mamba2", _MAMBA2),
 }
 # Models of images of transformers.
 _PICTURES = {
