@@ -12,7 +12,7 @@ from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.clock.step_curves import StepCurve
 from lit_layers.figures.labels import DASH, whole
-from lit_layers.records import Measurement, Record
+from lit_layers.records import Record
 from lit_layers.report.side_by_side import (
     Line,
     _blocks,
@@ -26,6 +26,7 @@ from lit_layers.report.side_by_side import (
 )
 from tests.support.runs import make_run, measurement
 from tests.support.undrawn import leave_undrawn
+from tests.support.written import write
 
 STEPS, LAYERS = (0, 1, 10, 100), (1, 2, 3)
 RNG = np.random.default_rng(3)
@@ -49,12 +50,12 @@ def test_sections_stand_in_the_order_of_the_page_of_one_run_and_every_choice_has
 def write_run(root, values, *, shuffled: bool = False, steps=STEPS, stderr: float | None = 0.1, about=None):
     """`values` (checkpoints,) are those of coupling; accuracy of layer l is l times as much."""
     for step, number in zip(steps, values, strict=False):
-        coupling = [Record(metric="coupling", value=number, stderr=stderr, tags={"k": 4})]
-        accuracy = [Record(metric="accuracy", value=number * layer, layer=layer, stderr=stderr) for layer in LAYERS]
-        for analysis, parts in {"coupling": coupling, "probe": accuracy}.items():
-            provenance = (about or {}).get(analysis, {})
-            at = {"run": root.name, "step": step, "tokens": None, "seconds": 0.1, "provenance": provenance}
-            records.append(root / "measurements.jsonl", Measurement(analysis=analysis, records=parts, **at))
+        found = {
+            "coupling": [Record(metric="coupling", value=number, stderr=stderr, tags={"k": 4})],
+            "probe": [Record(metric="accuracy", value=number * layer, layer=layer, stderr=stderr) for layer in LAYERS],
+        }
+        for analysis, parts in found.items():
+            write(root, analysis, parts, run=root.name, step=step, provenance=(about or {}).get(analysis, {}))
     config = {"data": {"class_path": "x.Y", "init_args": {"shuffle_tokens": shuffled}}}
     (root / "run.json").write_text(json.dumps({"run": root.name, "config": config}))
     return root
@@ -109,30 +110,27 @@ def test_a_band_ends_where_the_range_of_its_metric_does():
 
 
 def test_a_mean_is_never_over_fewer_seeds_than_it_says():
-    parts = [curve([1, 2, 3, 4]), curve([1, np.nan, 3, 4]), curve([4, 5, 6], at=(0, 10, 100))]
-    line = Line.of("a", parts)
-    assert (line.at.tolist(), line.values.tolist(), line.num_runs) == (
-        [0, 10, 100],
-        [2, pytest.approx(11 / 3), pytest.approx(14 / 3)],
-        3,
-    )
+    line = Line.of("a", [curve([1, 2, 3, 4]), curve([1, np.nan, 3, 4]), curve([4, 5, 6], at=(0, 10, 100))])
+    assert (line.at.tolist(), line.num_runs) == ([0, 10, 100], 3)
+    assert line.values == pytest.approx([2, 11 / 3, 14 / 3])
 
 
-def test_the_difference_of_groups_is_welchs():
+def test_the_difference_of_groups_is_welchs_in_any_unit():
     one, other = RNG.normal(size=(4, 5)), RNG.normal(1, 2, size=(3, 5))
-    steps = (0, 1, 2, 3, 4)
-    lines = [Line.of(name, [curve(row, steps) for row in rows]) for name, rows in (("a", one), ("b", other))]
-    result = stats.ttest_ind(one, other, equal_var=False).confidence_interval(0.95)
-    found = difference(*lines)
-    assert (found.group, found.low, found.high) == (
-        "a \N{MINUS SIGN} b",
-        pytest.approx(result.low),
-        pytest.approx(result.high),
-    )
+    for unit in (1, 1e-100):
+        lines = [
+            Line.of(name, [curve(unit * row, range(5)) for row in rows]) for name, rows in (("a", one), ("b", other))
+        ]
+        result = stats.ttest_ind(one, other, equal_var=False).confidence_interval(0.95)
+        found = difference(*lines)
+        assert found.group == "a \N{MINUS SIGN} b"
+        assert found.low / unit == pytest.approx(result.low)
+        assert found.high / unit == pytest.approx(result.high)
     single = [Line.of(name, [curve([1.0, 2.0], (0, 1), [0.3, 0.4])]) for name in "ab"]
     assert difference(*single).high == pytest.approx(stats.norm.ppf(0.975) * np.sqrt(2) * np.array([0.3, 0.4]))
-    assert np.isnan(difference(lines[0], single[0]).low).all()  # what a single run's seeds would give is not known
-    assert difference(lines[0], single[0]).at.tolist() == [0, 1]
+    apart = difference(lines[0], single[0])
+    assert np.isnan(apart.low).all()  # what a single run's seeds would give is not known
+    assert apart.at.tolist() == [0, 1]
 
 
 def test_the_difference_of_two_runs_on_the_same_prompts_is_that_of_their_pairs():
@@ -164,6 +162,7 @@ def test_the_difference_of_two_runs_on_the_same_prompts_is_that_of_their_pairs()
 def test_runs_of_one_recipe_value_are_seeds_of_one(seeds):
     roots, values = seeds
     content = read_side_by_side(roots, group="data.shuffle_tokens")
+    groups = [*content.groups]
     assert {name: len(runs) for name, runs in content.groups.items()} == {
         "shuffle_tokens=False": 3,
         "shuffle_tokens=True": 3,
@@ -171,29 +170,23 @@ def test_runs_of_one_recipe_value_are_seeds_of_one(seeds):
     lines = content.lines["coupling", "coupling", None, "k=4"]
     for line, truth in zip(lines.values(), values, strict=True):
         assert line.values == pytest.approx(truth.mean(0))
-    rows = last_values(content)
-    assert rows["layer"].isna().tolist() == [True, False]
-    assert rows["layer"].iloc[1] == 3
+    row, of_layers = last_values(content).to_dict("records")
+    assert (np.isnan(row["layer"]), of_layers["layer"]) == (True, 3)
     last = stats.ttest_ind(values[0, :, -1], values[1, :, -1], equal_var=False).confidence_interval(0.95)
-    row = rows.iloc[0]
     assert (row["difference low"], row["difference high"]) == (pytest.approx(last.low), pytest.approx(last.high))
-    chart = over_training(lines, list(content.groups))
-    assert [series.name for series in chart.series] == list(content.groups)
+    chart = over_training(lines, groups)
+    assert [series.name for series in chart.series] == groups
     assert chart.series[1].y == pytest.approx(values[1].mean(0), rel=1e-4)
-    layers = over_layers(
-        {layer: content.lines["probe", "accuracy", layer, ""] for layer in LAYERS}, list(content.groups)
-    )
+    layers = over_layers({layer: content.lines["probe", "accuracy", layer, ""] for layer in LAYERS}, groups)
     first = layers.series[0]
     at_last = [y for y, frame in zip(first.y, first.frame, strict=True) if frame == len(layers.frames) - 1]
     assert at_last == pytest.approx(values[0, :, -1].mean() * np.array(LAYERS), rel=1e-4)
 
 
 def test_what_not_all_seeds_have_is_left_out_and_named(seeds, tmp_path):
-    roots, _ = seeds
-    bare = write_run(tmp_path / "bare", [0.5] * 4)
-    lines = [line for line in (bare / "measurements.jsonl").read_text().splitlines() if '"coupling"' in line]
-    (bare / "measurements.jsonl").write_text("\n".join(lines) + "\n")
-    content = read_side_by_side([*roots[:2], bare], seeds=True)
+    bare = write_run(tmp_path / "bare", [0.5] * 4) / "measurements.jsonl"
+    bare.write_text("".join(f"{line}\n" for line in bare.read_text().splitlines() if '"coupling"' in line))
+    content = read_side_by_side([*seeds[0][:2], bare.parent], seeds=True)
     assert {key[0] for key in content.lines} == {"coupling"}
     (note,) = content.notes
     assert note.startswith("Left out, as not all seeds of a group have it: curves Probe accuracy, layer 1")
@@ -201,16 +194,13 @@ def test_what_not_all_seeds_have_is_left_out_and_named(seeds, tmp_path):
 
 def test_runs_of_other_layers_and_steps_stand_at_their_own(tmp_path):
     few, deep = write_run(tmp_path / "few", [1.0, 2, 3, 4]), tmp_path / "deep"
-    for line in [json.loads(line) for line in (few / "measurements.jsonl").read_text().splitlines()]:
-        layers = [1, 3, 5, 6] if line["analysis"] == "probe" else []
-        parts = [Record(metric="accuracy", value=10.0 * layer, layer=layer) for layer in layers]
-        whole = Measurement(**(line | {"run": "deep", "records": parts}))
-        records.append(deep / "measurements.jsonl", whole)
+    for step in STEPS:
+        parts = [Record(metric="accuracy", value=10.0 * layer, layer=layer) for layer in (1, 3, 5, 6)]
+        write(deep, "probe", parts, run="deep", step=step)
     content = read_side_by_side([few, deep])
-    chart = over_layers({key[2]: lines for key, lines in content.lines.items() if key[2]}, list(content.groups))
-    own = chart.series[1]
-    at_last = {(x, y) for x, y, frame in zip(own.x, own.y, own.frame, strict=True) if not frame}
-    assert at_last == {(1, 10), (3, 30), (5, 50), (6, 60)}
+    own = over_layers({key[2]: lines for key, lines in content.lines.items() if key[2]}, [*content.groups]).series[1]
+    at_first = {(x, y) for x, y, frame in zip(own.x, own.y, own.frame, strict=True) if not frame}
+    assert at_first == {(1, 10), (3, 30), (5, 50), (6, 60)}
     (row,) = last_values(content).to_dict("records")
     assert (row["layer"], row["few"], row["deep"]) == (3, 12, 30)  # the last that both have
     apart = read_side_by_side([few, write_run(tmp_path / "apart", [1.0, 2], steps=(5, 50))])
@@ -223,24 +213,17 @@ def test_runs_of_other_layers_and_steps_stand_at_their_own(tmp_path):
         assert not any(figure["problem"] for figure in choice["figures"])
 
 
-def test_welchs_degrees_of_freedom_are_the_same_in_any_unit():
-    rows = RNG.normal(size=(2, 4, 5))
-    found = [difference(*(Line.of("a", [curve(u * row, range(5)) for row in r]) for r in rows)) for u in (1, 1e-100)]
-    assert found[1].df == pytest.approx(found[0].df)
-    assert found[1].high * 1e100 == pytest.approx(found[0].high)
-
-
 def test_means_of_whole_numbers_have_three_digits():
     texts = [whole(number) for number in (0, 12.0, 1_234_567, 25 / 3, -29.2655, 2 / 3, np.nan)]
     assert texts == ["0", "12", "1234567", "8.33", "\N{MINUS SIGN}29.3", "0.667", DASH]
 
 
 def test_the_command_writes_the_page_the_table_and_the_pictures(seeds, tmp_path, monkeypatch, capsys):
-    roots, _ = seeds
+    roots = [*map(str, seeds[0])]
     monkeypatch.chdir(tmp_path)
     leave_undrawn(monkeypatch)
     options = ["--group", "data.shuffle_tokens", "--export", "last.csv", "--pictures", "pictures"]
-    assert main(["report", *map(str, roots), *options]) == 0
+    assert main(["report", *roots, *options]) == 0
     page = (tmp_path / "runs.html").read_text()
     assert "shuffle_tokens=False" in page
     for name, value in (("real", False), ("control", True)):
@@ -254,14 +237,14 @@ def test_the_command_writes_the_page_the_table_and_the_pictures(seeds, tmp_path,
         *(f"probe_probe_accuracy_share_{name}" for name in ("over_layers", difference_)),
     }
     capsys.readouterr()
-    for out, page in (("two", "two.html"), ("pictures", "pictures/report.html")):
-        assert main(["report", str(roots[0]), str(roots[3]), "--root", out]) == 0
+    for out, page in (("pictures", "pictures/report.html"), ("two", "two.html")):
+        assert main(["report", roots[0], roots[3], "--root", out]) == 0
         assert capsys.readouterr().out.splitlines() == [page]
-    page = (tmp_path / "two.html").read_text()
-    for text in ("over prompts (or test rows)", "<dt>real0</dt>", "<dd>data.shuffle_tokens False</dd>"):
-        assert text in page
-    assert main(["report", *map(str, roots[:2]), "--root", "two"]) == 0
-    assert "data.shuffle_tokens" not in (tmp_path / "two.html").read_text(), "they differ in nothing"
+    text = (tmp_path / page).read_text()
+    for words in ("over prompts (or test rows)", "<dt>real0</dt>", "<dd>data.shuffle_tokens False</dd>"):
+        assert words in text
+    assert main(["report", *roots[:2], "--root", "two"]) == 0
+    assert "data.shuffle_tokens" not in (tmp_path / page).read_text(), "they differ in nothing"
 
 
 def test_fields_that_differ_do_so_beyond_their_first_letters_and_whatever_kinds_of_numbers_stand_beside_them(tmp_path):
@@ -286,29 +269,23 @@ def test_runs_whose_analyses_had_other_options_or_data_are_named(tmp_path, capsy
     other = {**hashes, "coupling": {"config_hash": "d" * 16, "data_hash": "b" * 16}}
     of = {"first": hashes, "second": hashes, "third": other, "of_old": {}}
     roots = [write_run(tmp_path / name, RNG.uniform(0.1, 0.3, 4), about=about) for name, about in of.items()]
-    sentence = (
-        "coupling had other options or other data: aaaaaaaa.bbbbbbbb in first, second; dddddddd.bbbbbbbb in third."
-    )
+    named = "aaaaaaaa.bbbbbbbb in first, second; dddddddd.bbbbbbbb in third."
     assert main(["report", *map(str, roots), "--root", str(tmp_path / "runs.html")]) == 0
-    assert sentence in " ".join(capsys.readouterr().err.split())
-    assert sentence in (tmp_path / "runs.html").read_text()
+    for said in (capsys.readouterr().err, (tmp_path / "runs.html").read_text()):
+        assert f"coupling had other options or other data: {named}" in " ".join(said.split())
     assert read_side_by_side([*roots[:2], roots[3]]).notes == []
 
 
 def test_groups_are_named_by_the_settings_of_all_their_runs(tmp_path):
     """One run of the first group has no hashes; each analysis differs in another pair."""
     settings = [{}, {"coupling": "a", "probe": "b"}, {"coupling": "c", "probe": "b"}, {"coupling": "c", "probe": "b"}]
-    roots = [
-        write_run(
-            tmp_path / f"run{number}",
-            RNG.uniform(0.1, 0.3, 4),
-            shuffled=number > 1,
-            about={analysis: {"config_hash": digit * 16} for analysis, digit in of.items()},
-        )
-        for number, of in enumerate(settings)
-    ]
-    for order in ((0, 1, 2, 3), (3, 2, 1, 0)):
-        (note,) = read_side_by_side([roots[number] for number in order], group="data.shuffle_tokens").notes
+    roots = []
+    for number, of in enumerate(settings):
+        about = {analysis: {"config_hash": digit * 16} for analysis, digit in of.items()}
+        values = RNG.uniform(0.1, 0.3, 4)
+        roots.append(write_run(tmp_path / f"run{number}", values, shuffled=number > 1, about=about))
+    for order in (roots, roots[::-1]):
+        (note,) = read_side_by_side(order, group="data.shuffle_tokens").notes
         assert "aaaaaaaa in shuffle_tokens=False" in note
         assert "cccccccc in shuffle_tokens=True" in note
         assert "probe" not in note
