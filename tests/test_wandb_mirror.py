@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,25 +52,33 @@ def read_back(root: Path) -> Run:
     return read_finished(root)[RUN_ID]
 
 
-def mirror_all(root: Path, mirror: WandbMirror | None = None) -> Run:
+def opened(root: Path, mirror: WandbMirror | None = None) -> WandbMirror:
     mirror = mirror or WandbMirror(mode="offline")
     mirror.open(root, run_id=RUN_ID, config={"lr": 1e-3})
-    mirror.finish()
+    return mirror
+
+
+def mirror_all(root: Path, mirror: WandbMirror | None = None) -> Run:
+    opened(root, mirror).finish()
     return read_back(root)
+
+
+def log_losses(root: Path, losses: dict[int, float]) -> None:
+    log = ScalarLog(root / "metrics.jsonl")
+    for step, loss in losses.items():
+        log.log(step, {"train/loss": loss})
+    log.close()
 
 
 @pytest.mark.slow
 def test_opening_sends_every_point_of_the_files_once_on_the_axis_of_steps(root: Path) -> None:
     run = mirror_all(root, WandbMirror(project="here", mode="offline", scalars="all"))
     assert (run.state, run.project, run.name, run.config) == ("finished", "here", "run", {"lr": 1e-3})
-    frame = records.frame(root / "measurements.jsonl")
-    singles = frame[frame["other_layer"].isna()]
     expected = {}
     for m in records.read(root / "measurements.jsonl"):
         for record in m.records:
             if record.other_layer is None:
                 expected.setdefault(records.key(m.analysis, record), []).append((m.step, record.value))
-    assert sum(map(len, expected.values())) == len(singles)
     for name, curve in expected.items():
         assert run.curve(name) == curve, name
         assert run.step_metric(name) == AXIS
@@ -81,9 +90,7 @@ def test_opening_sends_every_point_of_the_files_once_on_the_axis_of_steps(root: 
 
 
 @pytest.mark.slow
-def test_layers_have_a_picture_a_row_in_the_long_table_and_curves_of_the_first_metric_of_each_analysis(
-    root: Path,
-) -> None:
+def test_layers_have_a_picture_a_row_in_the_long_table_and_curves_of_the_first_metric_of_each_analysis(root) -> None:
     run = mirror_all(root)
     pictures, names = run.media("image-file"), {*run.names()}
     assert {"lens/logit_lens_loss/over_layers", "trajectory/state_norm/over_layers"} <= pictures.keys()
@@ -93,21 +100,18 @@ def test_layers_have_a_picture_a_row_in_the_long_table_and_curves_of_the_first_m
     assert len(layered) == len({name.split("/")[0] for name in layered})
     assert "trajectory/line_shape_score" in layered
     assert "trajectory/expodistance" in names
-    table = run.tables["emergence"]
-    frame = records.frame(root / "measurements.jsonl")
+    table, frame = run.tables["emergence"], records.frame(root / "measurements.jsonl")
     assert table["columns"] == [*frame]  # as an exported one
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
     assert [row["value"] for row in rows] == pytest.approx(frame["value"].tolist())
     assert next(row["k"] for row in rows if row["metric"] == "coupling") == 4
-    staged = list((root / "wandb").glob("artifacts/**/*"))
-    assert staged, "tables are staged inside the run's folder"
+    assert [*(root / "wandb").glob("artifacts/**/*")], "tables are staged inside the run's folder"
 
 
 @pytest.mark.soak
 @pytest.mark.slow
 def test_pictures_come_while_training_goes_on_after_4_and_8_measured_steps(tmp_path: Path) -> None:
-    mirror = WandbMirror(mode="offline")
-    mirror.open(tmp_path, run_id=RUN_ID, config={})
+    mirror = opened(tmp_path)
     for step in range(9):
         found = measurement("r", step, "lens", layers=2)
         records.append(tmp_path / "measurements.jsonl", found)
@@ -122,10 +126,8 @@ def test_pictures_come_while_training_goes_on_after_4_and_8_measured_steps(tmp_p
 def test_opening_again_adds_only_what_the_files_gained_also_at_earlier_steps(root: Path) -> None:
     before = len(mirror_all(root).history)
     late = measurement("quickstart", 2, "trajectory", layers=2, seed=5)
-    records.append(root / "measurements.jsonl", records.Measurement(**{**vars(late), "analysis": "later"}))
-    log = ScalarLog(root / "metrics.jsonl")
-    log.log(5, {"tokens": 10240, "train/loss": 3.0})
-    log.close()
+    records.append(root / "measurements.jsonl", replace(late, analysis="later"))
+    log_losses(root, {5: 3.0})
     run = mirror_all(root)
     assert run.curve("later/expodistance") == [(2, pytest.approx(1.8 - 0.17609, abs=0.01))]
     assert run.curve("train/loss")[-1] == (5, 3.0)
@@ -143,12 +145,10 @@ def test_a_run_begun_twice_in_one_second_is_read_and_named_whole(root: Path, num
     expected = len(mirror_all(root).history)
     (folder,) = folders(root)
     earlier = [folder.with_name(folder.name + ending) for ending in ("", "-1", "-2")[: int(number)]]
-    folder.rename(folder.with_name(f"{folder.name}-{number}"))
+    folder = folder.rename(folder.with_name(f"{folder.name}-{number}"))
     for empty in earlier:
         empty.mkdir()
-    (folder,) = (each for each in folders(root) if each.name.endswith(f"-{number}"))
-    mirror = WandbMirror(mode="offline")
-    mirror.open(root, run_id=RUN_ID, config={})
+    mirror = opened(root)
     mirror.finish()
     (command,) = re.findall("wandb sync (.*)", mirror.closing_line)
     assert str(folder) in glob.glob(command)
@@ -158,13 +158,11 @@ def test_a_run_begun_twice_in_one_second_is_read_and_named_whole(root: Path, num
 @pytest.mark.soak
 @pytest.mark.slow
 def test_a_step_logged_in_parts_or_twice_or_late_is_still_there_once(tmp_path: Path) -> None:
-    mirror = WandbMirror(mode="offline")
-    mirror.open(tmp_path, run_id=RUN_ID, config={})
+    mirror = opened(tmp_path)
     mirror.log_step(3, 30, {"train/loss": 1.0}, [])
     mirror.log_step(3, 30, {}, [measurement("r", 3, "lens", layers=2)])
-    mirror.log_step(4, 40, {"train/loss": float("inf")}, [])
-    mirror.log_step(4, 40, {"train/loss": 2.0}, [])
-    mirror.log_step(2, 20, {"train/loss": 3.0}, [])
+    for step, loss in ((4, float("inf")), (4, 2.0), (2, 3.0)):
+        mirror.log_step(step, 10 * step, {"train/loss": loss}, [])
     mirror.finish()
     mirror.log_step(9, 90, {"train/loss": 9.0}, [])
     run = read_back(tmp_path)
@@ -176,10 +174,7 @@ def test_a_step_logged_in_parts_or_twice_or_late_is_still_there_once(tmp_path: P
 def test_rows_are_sent_in_the_order_of_steps_also_where_a_step_has_no_scalars(tmp_path: Path) -> None:
     for step in (15, 0, 30):
         records.append(tmp_path / "measurements.jsonl", measurement("r", step, "lens", layers=2))
-    log = ScalarLog(tmp_path / "metrics.jsonl")
-    for step in (10, 15, 20):
-        log.log(step, {"train/loss": 1.0})
-    log.close()
+    log_losses(tmp_path, dict.fromkeys((10, 15, 20), 1.0))
     run = mirror_all(tmp_path)
     assert [row.get(AXIS) for row in run.history] == [0, 10, 15, 15, 20, 30, None]
     assert run.history[0]["tokens"] == 0
@@ -215,18 +210,14 @@ class FakeRun:
 def test_online_only_what_the_server_lacks_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, server_rows: int
 ) -> None:
-    log = ScalarLog(tmp_path / "metrics.jsonl")
-    for step in range(1, 6):
-        log.log(step, {"train/loss": 1 / step})
-    log.close()
+    log_losses(tmp_path, {step: 1 / step for step in range(1, 6)})
     mirror_all(tmp_path)  # offline and never synced
     if kind == "online":
         (folder,) = (tmp_path / "wandb").glob("offline-run-*")
         folder.rename(folder.with_name(folder.name.removeprefix("offline-")))  # as an online run leaves it
     run = FakeRun(server_rows, tmp_path)
     monkeypatch.setattr(wandb, "init", lambda **_: run)
-    mirror = WandbMirror(mode="online")
-    mirror.open(tmp_path, run_id=RUN_ID, config={})
+    mirror = opened(tmp_path, WandbMirror(mode="online"))
     mirror.log_step(6, None, {"train/loss": 1 / 6}, [])
     mirror.finish()
     assert run.sent == [(step, 1 / step) for step in range(server_rows + 1, 7)]
@@ -236,10 +227,7 @@ def test_online_only_what_the_server_lacks_is_sent(
 
 def test_rows_shortly_before_a_kill_are_sent_again_under_new_numbers(tmp_path: Path) -> None:
     """What was noted last may be nowhere else; W&B's own step never falls."""
-    log = ScalarLog(tmp_path / "metrics.jsonl")
-    for step in range(5):
-        log.log(step, {"train/loss": float(step)})
-    log.close()
+    log_losses(tmp_path, {step: float(step) for step in range(5)})
     lines = [{"row": n, "step": n, "names": ["train/loss"], "at": 100.0 + n * LAG / 2} for n in range(5)]
     (tmp_path / "wandb").mkdir()
     notes = "".join(json.dumps(line) + "\n" for line in lines) + '{"row": 5, "st'  # torn
@@ -252,7 +240,7 @@ def test_rows_shortly_before_a_kill_are_sent_again_under_new_numbers(tmp_path: P
 
 def mirrored(root: Path, last: int, die_at: int, phase: str) -> int:
     """A run that goes on where its last checkpoint is, and is killed at a moment of a step."""
-    checkpoint = root / "offset"
+    checkpoint, file = root / "offset", root / "measurements.jsonl"
     start, offset = map(int, checkpoint.read_text().split()) if checkpoint.exists() else (0, 0)
 
     def maybe_die(step: int, here: str) -> None:
@@ -261,19 +249,17 @@ def mirrored(root: Path, last: int, die_at: int, phase: str) -> int:
 
     log = ScalarLog(root / "metrics.jsonl")
     log.truncate(offset)
-    mirror = WandbMirror(mode="offline")
-    mirror.open(root, run_id=RUN_ID, config={})
+    mirror = opened(root)
     for step in range(start + 1, last + 1):
         log.log(step, {"tokens": step * 8, "train/loss": 1 / step})
         maybe_die(step, "open row")
         names = ("trajectory", "coupling") if step % 10 == 0 else ()
         found = [measurement("r", step, name, layers=2) for name in names]
         for m in found:
-            if (m.step, m.analysis) not in {(m.step, m.analysis) for m in records.read(root / "measurements.jsonl")}:
-                records.append(root / "measurements.jsonl", m)
+            if (m.step, m.analysis) not in {(m.step, m.analysis) for m in records.read(file)}:
+                records.append(file, m)
             maybe_die(step, "between measurements")
         log.close()
-        maybe_die(step, "before the mirror")
         mirror.log_step(step, step * 8, {"train/loss": 1 / step}, found)
         maybe_die(step, "after the mirror")
         if step % 15 == 0:
@@ -290,19 +276,18 @@ def test_no_point_is_lost_when_the_process_is_killed_again_and_again(tmp_path: P
         ended = run_forked(functools.partial(mirrored, tmp_path, last, step, phase))
         assert ended == (-signal.SIGKILL if phase else 0)
     run = read_back(tmp_path)
-    assert run.state == "finished"
-    assert len(folders(tmp_path)) == len(deaths)
+    assert (run.state, len(folders(tmp_path))) == ("finished", len(deaths))
     # A row that was on its way at a kill is sent once more, with the same values.
-    assert sorted(set(run.curve("train/loss"))) == [(step, 1 / step) for step in range(1, last + 1)]
+    steps = range(1, last + 1)
+    assert sorted(set(run.curve("train/loss"))) == [(step, 1 / step) for step in steps]
     assert records.rows(tmp_path / "metrics.jsonl") == [
-        {"step": step, "tokens": step * 8, "train/loss": 1 / step} for step in range(1, last + 1)
+        {"step": step, "tokens": step * 8, "train/loss": 1 / step} for step in steps
     ]
-    measured = [step for step in range(1, last + 1) if step % 10 == 0]
     of_steps = [name for name in run.names() if not name.endswith("/over_layers")]
     names = [name for name in of_steps if name.startswith(("trajectory/", "coupling/"))]
     assert len(names) > 5
     for name in names:
-        assert sorted({step for step, _ in run.curve(name)}) == measured, name
+        assert sorted({step for step, _ in run.curve(name)}) == [step for step in steps if step % 10 == 0], name
 
 
 def test_a_second_process_leaves_a_run_that_is_being_trained_alone(root: Path, capsys) -> None:
@@ -314,22 +299,22 @@ def test_a_second_process_leaves_a_run_that_is_being_trained_alone(root: Path, c
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_without_a_key_auto_is_offline_and_says_so_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delenv("WANDB_MODE")
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+def test_without_a_key_auto_is_offline_and_says_so_in_one_line(tmp_path: Path, monkeypatch, caplog) -> None:
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    mirror = WandbMirror()
     with caplog.at_level(logging.INFO, logger="lit_layers"):
-        mirror.open(tmp_path / "run", run_id=RUN_ID, config={})
+        mirror = opened(tmp_path / "run", WandbMirror())
     mirror.log_step(1, None, {"train/loss": 1.0}, [])
     mirror.finish()
-    said = [record.message for record in caplog.records if record.name.startswith("lit_layers")]
-    assert said == ["W&B: no API key, so the run is mirrored offline"]
+    assert said_by_us(caplog) == ["W&B: no API key, so the run is mirrored offline"]
     assert "wandb sync" in mirror.closing_line
     assert read_back(tmp_path / "run").curve("train/loss") == [(1, 1.0)]
+
+
+def said_by_us(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name.startswith("lit_layers")]
 
 
 @pytest.mark.soak
@@ -372,8 +357,7 @@ def test_without_wandb_installed_one_line_says_what_is_missing_and_the_rest_does
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    mirror = WandbMirror()
-    mirror.open(root, run_id=RUN_ID, config={})
+    mirror = opened(root, WandbMirror())
     mirror.log_step(1, 8, {"train/loss": 1.0}, [])
     mirror.finish()
     assert len(caplog.records) == 1
@@ -381,17 +365,13 @@ def test_without_wandb_installed_one_line_says_what_is_missing_and_the_rest_does
     assert not (root / "wandb").exists()
 
 
-def test_a_disabled_mirror_does_nothing_and_says_nothing(
-    root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disabled_mirror_does_nothing_and_says_nothing(root: Path, caplog, monkeypatch) -> None:
     for mode in ("disabled", "auto"):  # where the environment decides
-        mirror = WandbMirror(mode=mode)
-        mirror.open(root, run_id=RUN_ID, config={})
+        mirror = opened(root, WandbMirror(mode=mode))
         mirror.log_step(1, 8, {"train/loss": 1.0}, [])
         mirror.finish()
         assert not (root / "wandb").exists(), mode
-        assert not caplog.records
-        assert mirror.closing_line == ""
+        assert (caplog.records, mirror.closing_line) == ([], "")
         monkeypatch.setenv("WANDB_MODE", "disabled")
 
 
@@ -400,22 +380,17 @@ def test_a_disabled_mirror_does_nothing_and_says_nothing(
 def test_a_dead_service_stops_the_mirror_in_one_line_and_the_next_one_catches_up(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mirror = WandbMirror(mode="offline")
-    mirror.open(tmp_path, run_id=RUN_ID, config={})
+    def lost(*_: object, **__: object) -> None:
+        raise ConnectionResetError("Connection lost")
+
+    mirror = opened(tmp_path)
     with monkeypatch.context() as broken:
-        broken.setattr(mirror._run, "log", _connection_lost)
+        broken.setattr(mirror._run, "log", lost)
         for step in (1, 2):
-            log = ScalarLog(tmp_path / "metrics.jsonl")
-            log.log(step, {"train/loss": 1 / step})
-            log.close()
+            log_losses(tmp_path, {step: 1 / step})
             mirror.log_step(step, None, {"train/loss": 1 / step}, [])
         mirror.finish()
-    said = [record.message for record in caplog.records if record.name.startswith("lit_layers")]
-    assert len(said) == 1
-    assert said[0].startswith("W&B: stopped (Connection lost); the run goes on, `lit-layers report ")
+    (said,) = said_by_us(caplog)
+    assert said.startswith("W&B: stopped (Connection lost); the run goes on, `lit-layers report ")
     wandb.teardown()
     assert mirror_all(tmp_path).curve("train/loss") == [(1, 1.0), (2, 0.5)]
-
-
-def _connection_lost(*_: object, **__: object) -> None:
-    raise ConnectionResetError("Connection lost")
