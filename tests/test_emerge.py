@@ -276,19 +276,6 @@ def test_the_agreement_of_two_runs_is_spearmans_over_what_emerges_in_both():
     assert agreement_sentence(pairs[:1]) == ""
 
 
-@pytest.mark.soak  # 152 curves
-@pytest.mark.realdata
-def test_of_models_of_many_sizes_most_tasks_still_rise_and_have_no_order(realdata):
-    """All scores without MMLU: their half-way point is open where they had not settled at step 143,000."""
-    table = realdata / "pythia_evals" / "pythia_evals.parquet"
-    curves = curves_of(table, metrics=["acc"], where={"version": "pythia-v1", "setting": "zero-shot"})
-    clock = measure_times([curve for curve in curves if "hendrycks" not in curve.analysis])
-    emerged = [times for times in clock.times if times.emerges]
-    assert len(emerged) == pytest.approx(109, abs=8)  # of 152; of draws
-    assert sum(any(times.open_ends) for times in emerged) == pytest.approx(70, abs=10)
-    assert (agreement_table(clock)["spearman"] > 0.5).all()
-
-
 @pytest.mark.parametrize("spelt", [["--where.run=GPT-2, seed 1"], ["--where", "{shots: 0, run: 'GPT-2, seed 1'}"]])
 def test_a_value_with_a_comma_is_asked_for_as_it_is_and_the_page_says_how_many_values_are_missing(tmp_path, spelt):
     table = pd.DataFrame(

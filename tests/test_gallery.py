@@ -49,10 +49,3 @@ def test_nothing_is_drawn_through_suspect_checkpoints_or_models_unless_it_is_all
                 eval(line, {"plots": plots, **suspect})
             allowing = SimpleNamespace(**{name: partial(getattr(plots, name), allow_suspect=True)})
             assert isinstance(eval(line, {"plots": allowing, **suspect}), Chart), name
-
-
-def test_the_pictures_are_small_and_all_of_the_page():
-    files = [*gallery.PICTURES.iterdir()]
-    assert {file.name for file in files} == {f"{name}.svg" for name in gallery.lines()} | {gallery.RELEASED.name}
-    assert max(file.stat().st_size for file in files) < 200_000
-    assert sum(file.stat().st_size for file in files) < 1_200_000

@@ -12,7 +12,7 @@ from lit_layers import plots, records
 from lit_layers.errors import InputError
 from lit_layers.figures import theme
 from lit_layers.figures.profiles import fixed_limits, in_rows, short_names
-from lit_layers.figures.theme import DASHES, Axis
+from lit_layers.figures.theme import Axis
 from lit_layers.records import Record
 from tests.support.charts import axis, drawn, line, names, svg_texts, svgs, values
 from tests.support.runs import measurement
@@ -48,10 +48,6 @@ def shown() -> dict[str, Drawn]:
     """The charts whose pictures are looked at, and these pictures."""
     undrawable = ((1, 1.0), (2, math.inf), (3, math.nan), (4, 2.0))
     coupling, probe = of_analysis("coupling"), of_analysis("next_token_probe")
-    evil = [Record(metric="<b>m</b>", value=1.0, layer=0, tags={"reference": '<a href="x">'})]
-    evil += [Record(metric="<b>m</b>", value=1.0, layer=0)]
-    nasty = [Record(metric="m", value=1.0, layer=0), Record(metric="m", value=1.0, tags={"reference": "<b>"})]
-    of_models = [made("a", nasty, run=f"<i>{n}</i>") for n in "ab"]
     decades = [{"step": step, "validation/perplexity": value} for step, value in enumerate((2000.0, 150.0), start=1)]
     names = ["Best layer from 1 on", "The embedding is better than any"]
     lines = [plots.Series(x=[0, 1], y=[n, n], name=name, width=1.0, legend=True) for n, name in enumerate(names)]
@@ -59,29 +55,21 @@ def shown() -> dict[str, Drawn]:
     charts = {
         "steps": plots.emergence_curves(table(*layered((0, 1, 2, 512, 1000))), "m"),
         "interval": plots.emergence_curves(table(*whole((1, 2), k=4), *whole((0,), k=4)), "m"),
-        "text": plots.emergence_curves(table((1, evil)), "<b>m</b>"),
         "gaps": plots.emergence_curves(
             table(*((s, [Record(metric="m", value=v, layer=0)]) for s, v in undrawable)), "m"
         ),
         "decades": plots.training_curves(decades, ["validation/perplexity"]),
-        "names": plots.layer_profile(records.frame(of_models), "m"),
         "legend of coupling": plots.emergence_curves(coupling, "coupling", baselines=["random_coupling"]),
         "legend of probes": plots.emergence_curves(probe, "accuracy"),
         "legend over layers": plots.layer_profile(probe, "accuracy"),
         "legend of models": plots.layer_profile(models(a=2, b=4), "m", baselines=["random_m"]),
         "wide legend": plots.Chart(title="", x=Axis(), y=Axis(), series=lines),
-        "panels": plots.Panels(title="", charts=[levels("left", "dash"), levels("right", "dot")]),
         "rows": in_rows("", [f"row {n}" for n in range(7)], Axis(title="value"), [bars], height=200),
         "long row": in_rows(
             "", ["SmolLM2 135M Instruct, median"], Axis(), [plots.Series(x=[0], y=[0.5], mark="circle")], height=120
         ),
     }
     return {name: Drawn(chart, svg) for (name, chart), svg in zip(charts.items(), svgs(charts.values()), strict=True)}
-
-
-def levels(name: str, dash: str) -> plots.Chart:
-    lines = [plots.Series(x=[0, 3], y=[n, n], name=f"{name} {n}", dash=dash, width=1.0, legend=True) for n in (1, 2)]
-    return plots.Chart(title=name, x=Axis(title="Layer", whole=True), y=Axis(), series=lines)
 
 
 def lines_of(svg: str) -> list[str]:
@@ -157,13 +145,6 @@ def test_lines_per_layer_are_of_one_variant_the_plainest_or_the_one_that_tags_ch
     assert last[1][3] - last[0][3] == pytest.approx(0.3 * math.log(2) / math.log(513), abs=1e-4)
 
 
-def test_a_mean_and_its_median_are_told_apart_by_the_absent_tag() -> None:
-    frame, both = of_analysis("trajectory", (0, 4)), [{"statistic": None}, {"statistic": "median"}]
-    assert plots.variants(frame, "state_norm") == both
-    mean, median = (plots.layer_profile(frame, "state_norm", tags=tags).series[0].y for tags in both)
-    assert mean[0] - median[0] == pytest.approx(0.1)
-
-
 def test_counts_that_differ_from_step_to_step_make_no_variants() -> None:
     rows = [(s, [Record(metric="m", value=1.0, layer=0, tags={"num_undefined": s})]) for s in (1, 2)]
     assert plots.variants(table(*rows), "m") == [{}]
@@ -202,12 +183,6 @@ def test_what_a_figure_cannot_show_is_refused_with_what_there_is() -> None:
     assert len(plots.emergence_curves(two, "m", analysis="b").series) == 3
     assert plots.variants(of_tokens, "m") == [{"k": 2}], "values in tables are no variants"
     assert plots.change_table(of_tokens).empty
-
-
-def test_text_from_the_data_is_shown_not_interpreted(shown) -> None:
-    texts = {*svg_texts(shown["text"].svg)}
-    assert {"&lt;b&gt;m&lt;: b&gt;", '&lt;a href="x"&gt;'} <= texts, "a slash parts an analysis and its task"
-    assert {"&lt;i&gt;a&lt;/i&gt;", "&lt;i&gt;b&lt;/i&gt;", "&lt;b&gt;"} <= {*svg_texts(shown["names"].svg)}
 
 
 def test_values_that_cannot_be_drawn_are_gaps(shown) -> None:
@@ -502,13 +477,15 @@ def test_what_models_are_compared_with_is_grey_where_it_is_the_same_for_all() ->
     assert list(lines["a, Random m"].x) == [50, 100]
 
 
-def test_charts_beside_each_other_lean_on_no_signal_that_only_one_alone_has() -> None:
+def test_charts_beside_each_other_keep_their_own_axes_and_lean_on_no_signal_that_only_one_alone_has() -> None:
     of_pairs = table((1, pairs_of({(1, 2): 1.0, (2, 1): 0.5})))
     charts = [plots.layer_matrix(of_pairs, "coupling_pair")]
     charts += [plots.layer_profile(models(a=2, b=4), "m"), plots.emergence_curves(table(*layered((0, 1))), "m")]
     signals = r'"expr": "[^"]*\b(width|height)\b'
     assert all(re.search(signals, json.dumps(chart.whole())) for chart in charts)
-    assert not re.search(signals, json.dumps(plots.Panels(title="", charts=charts).whole()))
+    beside = plots.Panels(title="", charts=charts).whole()
+    assert not re.search(signals, json.dumps(beside))
+    assert {kind for kinds in beside["resolve"].values() for kind in kinds.values()} == {"independent"}
 
 
 def test_more_models_than_colours_have_other_marks() -> None:
@@ -555,15 +532,6 @@ def test_a_legend_shows_the_colours_of_the_lines_and_its_entries_stand_apart_in_
     place = r'translate\(([\d.]+),[\d.]+\)"><path class="background"[^>]*d="M0,0h([\d.]+)v1\d\.'
     (_, width), (second, _) = [(float(x), float(w)) for x, w in re.findall(place, shown["wide legend"].svg)]
     assert second > width * 7 / 6
-
-
-def test_charts_beside_each_other_keep_their_own_axes_and_legends(shown) -> None:
-    texts = svg_texts(shown["panels"].svg)
-    assert [texts.count(name) for name in ("left 1", "left 2", "right 1", "right 2")] == [1, 1, 1, 1]
-    assert texts.count("3") == 2, "both axes across have labels"
-    for dash in ("dash", "dot"):
-        told = f'stroke-dasharray="{",".join(map(str, DASHES[dash]))}"'
-        assert shown["panels"].svg.count(told) == 4, "each line and its place in the legend"
 
 
 def test_each_row_of_intervals_has_its_text_beside_it_which_a_reader_s_wider_font_does_not_cut(shown) -> None:

@@ -1,7 +1,5 @@
 import hashlib
 import html
-import importlib
-import inspect
 import json
 import os
 import re
@@ -22,7 +20,7 @@ from lit_layers.cli.main import main
 from lit_layers.cli.verbs.report import _run_id
 from lit_layers.errors import InputError
 from lit_layers.figures import vega
-from lit_layers.metrics import METRICS, look_up, reading
+from lit_layers.metrics import look_up, reading
 from lit_layers.records import Measurement, Record
 from lit_layers.report import write_report
 from lit_layers.report.template import Figures, block, placed
@@ -32,7 +30,6 @@ from tests.support.forked import run_forked
 from tests.support.layer_results import layer_results, write_layer_results
 from tests.support.read_wandb import read_finished
 from tests.support.runs import MODELS, make_models, make_run, make_series, measurement
-from tests.support.undrawn import leave_undrawn
 from tests.support.written import write
 
 STEPS = (0, 1, 8, 64, 400)  # too few for times of emergence, which take seconds: tests/test_emerge.py
@@ -121,20 +118,6 @@ def test_each_metric_says_how_it_is_read_and_where_it_was_published(page: Path) 
     assert "Raises" not in text
     assert "`" not in drawer(page, "Expodistance"), "names in what it is taken from are set as code too"
     assert reading("a_metric_of_my_own") is None
-
-
-def test_what_defines_a_metric_is_the_docstring_of_the_function_that_it_names() -> None:
-    for metric, row in METRICS.items():
-        if row.function:
-            module, _, name = row.function.rpartition(".")
-            function = getattr(importlib.import_module(f"lit_layers.functional.{module}"), name)
-            said = " ".join((inspect.getdoc(function) or "").split())
-            known = reading(metric)
-            assert known is not None, metric
-            assert known.definition.paragraphs, metric
-            assert all(paragraph in said for paragraph in known.definition.paragraphs), metric
-            assert bool(known.definition.source) == ("Source: " in said), metric
-            assert f"Source: {known.definition.source}" in said or not known.definition.source, metric
 
 
 def test_diagnostics_come_last_in_their_section_and_are_folded(page: Path, tmp_path: Path) -> None:
@@ -413,13 +396,6 @@ def test_a_suspect_model_and_a_failed_measurement_are_named(tmp_path: Path, caps
     assert lines == {"pythia-70m", "pythia-160m"}
 
 
-def test_one_model_without_steps_has_a_page_with_its_curves(tmp_path: Path) -> None:
-    root = make_models(tmp_path / "run", models={"models/tiny": 3}, analyses=("trajectory", "coupling"))
-    page = write_report(root)
-    assert "Metric tiny Trajectory Line shape score" in shown(page)
-    assert blocks(page)["Coupling of pairs"][0] == ["k = 4", "k = 12"]
-
-
 def test_a_model_of_one_block_among_others_leaves_no_place_without_a_figure(tmp_path: Path) -> None:
     page = write_report(make_models(tmp_path / "run", models={"a/one": 1, "a/two": 2}, analyses=("coupling",)))
     choices, places = blocks(page)["Coupling of pairs"]
@@ -563,20 +539,6 @@ def test_models_side_by_side_have_their_headlines_profiles_and_maps(layerwise_mo
     found = sections_of(page)
     assert options_of(found["Concept alignment"], "Concept alignment") == ["small", "large"]
     assert [len(figure.columns) for figure in page_figures(page) if figure.is_map] == [4, 5] * 3
-
-
-@pytest.mark.soak
-def test_every_figure_is_a_picture_beside_the_page(
-    layerwise: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    leave_undrawn(monkeypatch)
-    folder, page = tmp_path / "new" / "pictures", tmp_path / "page.html"
-    assert main(["report", str(layerwise), "--pictures", str(folder), "--root", str(page)]) == 0
-    names = {path.stem for path in folder.iterdir()}
-    assert {path.name for path in folder.iterdir()} == {f"{n}{s}" for n in names for s in (".png", ".svg", ".pdf")}
-    assert len(names) == len(page_figures(page))
-    assert capsys.readouterr().out.splitlines()[-1] == str(page)
-    assert "sample_sizes_topics_probe_accuracy_share_test_rows" in names
 
 
 def test_pictures_leave_suspect_checkpoints_out_and_a_run_without_any_of_this_is_refused(

@@ -13,7 +13,7 @@ from lit_layers.training.run_folder import RunFolder
 from tests.cli.conftest import corpus, no_page  # noqa: F401 - fixtures
 from tests.cli.test_fit import RECIPE
 from tests.support.forked import run_ranks
-from tests.support.grid_loops import ROOT, Loop
+from tests.support.grid_loops import ROOT
 from tests.support.read_wandb import read_finished
 from tests.support.undrawn import leave_undrawn
 
@@ -50,28 +50,6 @@ def agent(tmp_path, monkeypatch):
         return started
 
     return start
-
-
-@pytest.mark.soak
-def test_the_agent_starts_the_runs_of_the_shell_loop(agent, tmp_path):
-    started = agent(GRIDS / "vit_grid.yaml", [f"run{number}" for number in range(64)])
-    loop = Loop(ROOT / "recipes" / "sweeps" / "vit_grid.sh", tmp_path)
-    assert loop.run() == 0
-    of_loop = [sorted(command[:-4]) for command in loop.commands()]
-    beside = [
-        "--config",
-        "wandb_configs/default.yaml",
-        "--root=checkpoints/vit_grid/${oc.env:WANDB_RUN_ID}",
-        "--resume=last",
-    ]
-    of_agent = []
-    for command, _ in started:
-        words = command[command.index("fit") :]
-        for word in beside:
-            words.remove(word)
-        of_agent.append(sorted(words))
-    assert len(of_agent) == 64
-    assert of_agent == of_loop
 
 
 @pytest.mark.slow
