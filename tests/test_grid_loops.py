@@ -1,17 +1,9 @@
 """Grids of runs as shell loops: each run once, stopped and started again, shared out, and read by `correlate`."""
 
-import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
-import pandas as pd
 import pytest
 
-from lit_layers import records
-from lit_layers.cli.main import main
-from lit_layers.correlate.model_table import read_run_models, table_of_models
 from tests.support.grid_loops import LOOPS, ROOT, Loop, name_of
 
 DIGITS = ROOT / "recipes" / "sweeps" / "digits_grid.sh"
@@ -73,38 +65,3 @@ def test_a_task_of_a_job_array_runs_its_share_of_the_loop(tmp_path):
     commands = loop.commands()
     assert len(commands) == 8
     assert {command[-5] for command in commands} == {"--trainer.max_steps=7"}
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)  # four trainings, a process each, and one that is stopped
-def test_the_digits_grid_is_trained_through_a_stop_and_its_published_figure_is_made_of_its_folders(
-    tmp_path, monkeypatch
-):
-    runs = tmp_path / "checkpoints" / "digits_grid"
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "ROOT": str(runs), "OMP_NUM_THREADS": "1"}
-    command = ["bash", str(DIGITS)]
-    with subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        for line in process.stdout:
-            if line.strip().endswith("drop_path_rate=0.0,weight_decay=0.5"):  # the first has finished
-                process.send_signal(signal.SIGTERM)
-    assert process.returncode == 143
-    first = runs / "drop_path_rate=0.0,weight_decay=0.0"
-    before = (first / "measurements.jsonl").read_bytes()
-    assert subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode == 0
-    assert (first / "measurements.jsonl").read_bytes() == before
-    runs_of_grid = read_run_models([runs])
-    table = table_of_models(runs_of_grid, metric="coupling/coupling[k=12]", score="validation/accuracy").frame
-    assert sorted(zip(table["drop_path_rate"], table["weight_decay"], strict=True)) == [
-        (drop, decay) for drop in (0.0, 0.3) for decay in (0.0, 0.5)
-    ]
-    assert set(table["step"]) == {100}
-    for folder in runs.iterdir():
-        (accuracy,) = table["validation/accuracy"][table["model"].map(folder.name.endswith)]
-        rows = [row for row in records.rows(folder / "metrics.jsonl") if "validation/accuracy" in row]
-        assert rows[-1]["validation/accuracy"] == accuracy
-    monkeypatch.chdir(tmp_path)
-    recipe = str(ROOT / "recipes" / "papers" / "coupling" / "vit_grid.yaml")
-    assert main(["reproduce", recipe, "--reduced", "--root", "out"]) == 0
-    (row,) = pd.read_csv("out/comparison.csv").to_dict("records")
-    assert (row["verdict"], -1 <= row["measured"] <= 1) == ("reduced", True)

@@ -1,8 +1,4 @@
-"""What depends on the GPU and its cluster, without one: precision, clipping, utilisation, job scripts."""
-
-import os
-import subprocess
-from pathlib import Path
+"""What depends on the GPU, without one: precision and clipping."""
 
 import lightning as L
 import pytest
@@ -13,7 +9,6 @@ from lit_layers.training import LitCausalLM
 from lit_layers.training import trainer as trainers
 from tests.support.tiny_training import CONFIG, RandomTokens
 
-ROOT = Path(__file__).parents[2]
 SCALE = 65536.0
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
@@ -73,27 +68,3 @@ def test_bfloat16_is_chosen_where_the_card_computes_in_it_and_not_where_it_emula
     finally:
         torch.set_float32_matmul_precision(before)
     assert trainers.best_precision("cpu") == "32-true"
-
-
-@pytest.mark.parametrize(("script", "code"), [("fit.sh", 0), ("fit.sh", 143), ("sweep.sh", 143)])
-def test_job_scripts_hand_their_cpus_to_srun_which_ends_all_ranks_together(tmp_path, script, code):
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    for name, status in (("srun", code), ("scontrol", 0)):
-        line = '#!/bin/bash\nprintf \'%s\\n\' "$@" > "$DIARY/' + name + f'"\nexit {status}\n'
-        (programs / name).write_text(line)
-        (programs / name).chmod(0o755)
-    job = {"JOB_ID": "7", "CPUS_PER_TASK": "4", "ARRAY_TASK_ID": "1", "ARRAY_TASK_COUNT": "8"}
-    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "DIARY": str(tmp_path)}
-    environment |= {f"SLURM_{name}": value for name, value in job.items()}
-    command = ["bash", str(ROOT / "recipes" / "slurm" / script), "--root", "elsewhere"]
-    ended = subprocess.run(command, env=environment, cwd=ROOT, timeout=300, check=False)
-    assert ended.returncode == code
-    words = (tmp_path / "srun").read_text().splitlines()
-    start = words.index("lit-layers" if script == "fit.sh" else "bash")
-    options, rest = words[:start], words[start:]
-    assert sorted(options) == ["--cpus-per-task=4", "--kill-on-bad-exit=1"]
-    assert rest[1] == {"fit.sh": "fit", "sweep.sh": "recipes/sweeps/vit_grid.sh"}[script]
-    assert rest[-2:] == ["--root", "elsewhere"]
-    requeued = tmp_path / "scontrol"
-    assert (requeued.read_text().split() if requeued.exists() else None) == (["requeue", "7"] if code == 143 else None)
