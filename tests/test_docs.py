@@ -12,8 +12,6 @@ from tests.support.runs import STEPS, make_run
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)")  # file, heading
 ASSIGNMENTS = re.compile(r"^([A-Z_]+=\S+ )+")
 # Run by the continuous integration itself, or setting up the machine.
 ELSEWHERE = ("make ", "pip install", "git clone", "cd ", "python -m pytest", "python benchmarks/", "wandb ")
@@ -46,26 +44,6 @@ def test_every_link_to_a_file_leads_somewhere():
     for page in PAGES:
         targets = re.findall(r"\]\((?!http)([^)#]+)", page.read_text())
         assert all((page.parent / target).exists() for target in targets), (page, targets)
-
-
-def test_every_link_to_a_heading_leads_to_one():
-    """On GitHub; the anchors of the site, whose rule is another, are told by its own test."""
-    pages = [*PAGES, *ROOT.glob("*.md"), ROOT / "tests" / "README.md", ROOT / "checkpoints" / "README.md"]
-    links = [(page, *link) for page in pages for link in LINK.findall(CODE.sub("", page.read_text()))]
-    assert len(links) > 50
-    broken = [
-        f"{page.relative_to(ROOT)}: {path}#{anchor}"
-        for page, path, anchor in links
-        if anchor not in headings(page.parent / path if path else page)
-    ]
-    assert not broken, broken
-
-
-def headings(page: Path) -> set[str]:
-    """The anchors that GitHub gives a page's headings."""
-    texts = re.findall(r"^#+ +(.*?) *$", CODE.sub("", page.read_text()), re.MULTILINE)
-    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text).lower() for text in texts]
-    return {re.sub(r"[^\w\- ]", "", text).replace(" ", "-") for text in plain}
 
 
 @pytest.mark.slow

@@ -1,23 +1,15 @@
-"""The study of four papers: its tables follow from its measurements, and some of them by other code."""
+"""The study of four papers: its tables follow from its measurements."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-import pandas as pd
 import pytest
-from scipy import stats
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "studies" / "four_papers.md"
 NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:e[-+]\d+)?")
-
-
-@pytest.fixture(scope="module")
-def measured():
-    return pd.read_parquet(PAGE.with_suffix(".parquet"))
 
 
 def written(name: str) -> str:
@@ -25,57 +17,8 @@ def written(name: str) -> str:
     return PAGE.read_text(encoding="utf-8").split(f"<!-- table: {name} -->\n")[1].split("<!-- end of table -->")[0]
 
 
-def table(name: str) -> pd.DataFrame:
-    """Return a table of the page, its first column the index."""
-    head, _, *rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in written(name).strip().splitlines()
-    ]
-    return pd.DataFrame(rows, columns=head)
-
-
 def numbers(text: str) -> list[float]:
     return [float(number.replace(",", "")) for number in NUMBER.findall(text)]
-
-
-def last(measured: pd.DataFrame, group: str, metric: str, **tags) -> np.ndarray:
-    """The value of each seed at its last checkpoint."""
-    chosen = measured[measured["run"].str.fullmatch(rf"{group}, seed \d+") & (measured["metric"] == metric)]
-    for name, tag in tags.items():
-        chosen = chosen[chosen[name] == tag]
-    chosen = chosen[chosen["step"] == chosen["step"].max()]
-    assert not chosen["run"].duplicated().any()
-    return chosen["value"].to_numpy(dtype=np.float64)
-
-
-@pytest.mark.parametrize(
-    ("title", "metric", "tags"),
-    [
-        ("coupling, k = 12", "coupling", {"k": 12}),
-        ("loss of the readout, last layer", "logit_lens_loss", {"layer": 12}),
-    ],
-)
-def test_values_at_the_end_are_means_over_seeds_with_students_interval(measured, title, metric, tags):
-    line = table("last values").set_index("at the last checkpoint").loc[f"GPT-2: {title}"]
-    data, shuffled = (last(measured, group, metric, **tags) for group in ("GPT-2", "GPT-2, shuffled tokens"))
-    for column, seeds in (("data", data), ("shuffled", shuffled)):
-        assert numbers(line[column]) == pytest.approx(mean_and_ends(seeds), rel=6e-3)  # three digits stand there
-    assert numbers(line["difference"]) == pytest.approx(difference_and_ends(data, shuffled), rel=6e-3)
-
-
-def mean_and_ends(seeds) -> list[float]:
-    return [seeds.mean(), *stats.t.interval(0.95, len(seeds) - 1, seeds.mean(), stats.sem(seeds))]
-
-
-def difference_and_ends(one, other) -> list[float]:
-    ends = stats.ttest_ind(one, other, equal_var=False).confidence_interval(0.95)
-    return [one.mean() - other.mean(), *ends]
-
-
-def test_the_measurements_are_small_and_whole(measured):
-    assert sum(path.stat().st_size for path in PAGE.parent.glob("*.parquet")) < 20e6
-    steps = measured.groupby("run")["step"].nunique()
-    assert (steps[steps.index.str.startswith("GPT-2")] == 20).all()
-    assert (steps[steps.index.str.startswith("ViT")] == 18).all()
 
 
 def printed(name: str) -> str:

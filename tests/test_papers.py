@@ -10,13 +10,10 @@ from typing import Any
 
 import yaml
 
-from lit_layers import analyses
 from lit_layers.cli.main import main
 from lit_layers.cli.options import parser_of
-from lit_layers.metrics import METRICS
 from lit_layers.papers import PAPERS, PaperRecipe, Step, compare, read_recipe
 from lit_layers.records import Record
-from lit_layers.tasks.catalogue import GLUE
 from tests.support.paper_tables import PAGE, ROOT, read, recipe_paths, with_tables
 from tests.support.written import write
 
@@ -63,36 +60,6 @@ def test_the_fields_of_a_recipe_fit_each_other():
             given = [each.value, each.values or None, each.at_least, each.at_most]
             assert given.count(None) == 3, (name, each.what)
             assert bool(each.values) == bool(each.over), (name, each.what)
-
-
-def names_of(verb: str, options: dict[str, Any]) -> Iterator[str]:
-    """What the measurements of a step are called, or how their names begin."""
-    beginnings = {"intervene": ("intervene", "interventions", "glue", "finetune"), "mteb": ("mteb",), "fit": ("",)}
-    yield from beginnings.get(verb, ())
-    for path, given in classes(options.get("analyses", [])):
-        kind = getattr(analyses, path.rpartition(".")[2], None)
-        if kind is not None:
-            yield given.get("name") or inspect.signature(kind).parameters["name"].default or getattr(kind, "kind", "")
-
-
-def test_what_is_published_is_looked_for_where_a_step_measures_it():
-    for path in RECIPES.values():
-        recipe = read(path)
-        for reduced in (False, True) if recipe.reduced else (False,):
-            steps = recipe.commands(Path("out"), path.parent, reduced=reduced)
-            of = {str(step.folder.relative_to("out")): step for step in steps}
-            for each in recipe.numbers():
-                place = each.measured
-                if place.file:
-                    assert any(place.file.startswith(f"{folder}/") for folder in of), (path, place.file)
-                    continue
-                step = of[place.root]
-                beginnings = [*names_of(step.verb, step.options)]
-                for config in step.configs:
-                    beginnings += names_of(step.verb, yaml.safe_load((ROOT / config).read_text()))
-                assert place.analysis.startswith(tuple(beginnings)), (path, place.analysis, beginnings)
-                scores = {name for task in GLUE.values() for name in task.scores}
-                assert place.metric in METRICS or place.metric in scores, (path, place.metric)
 
 
 def test_every_paper_has_its_recipes_and_the_page_has_their_table():

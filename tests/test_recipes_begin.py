@@ -1,9 +1,7 @@
-"""Every list of analyses has the data it asks for behind every recipe and series that it is documented with."""
+"""Lists of analyses have the data they ask for: what they read fits the models, and fewer texts are taken and told."""
 
-import logging
 import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -11,10 +9,8 @@ import pytest
 import yaml
 
 from lit_layers.analyses import NextTokenProbe, Probe
-from lit_layers.analyses.base import Analysis
-from lit_layers.analyses.probes.task_probes import TaskTexts
 from lit_layers.cli.verbs.analyze import Command
-from lit_layers.data import EvalText, prepare
+from lit_layers.data import EvalText
 from lit_layers.errors import InputError
 from lit_layers.measuring.one_model import measure
 from tests.support.labelled_texts import saved_gpt2
@@ -24,8 +20,6 @@ from tests.support.targets import target
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.*")]
 LISTS = "recipes/analyses/"
-# Images that the splits of ImageNet hold; they are not on any test machine.
-IMAGENET = {"train": 1_281_167, "validation": 50_000}
 
 
 def commands() -> Iterator[str]:
@@ -40,28 +34,6 @@ def recipes_of(command: str) -> tuple[str, ...]:
     return tuple(re.findall(r"--config (recipes/\S+?\.yaml)", command))
 
 
-def documented() -> Iterator[tuple[str, ...]]:
-    """The recipes of each command that names a list of analyses."""
-    for found in map(recipes_of, commands()):
-        if any(path.startswith(LISTS) for path in found):
-            yield found
-
-
-TOGETHER = sorted(set(documented()))
-OF_IMAGES = [paths for paths in TOGETHER if LISTS + "images.yaml" in paths]
-ELSEWHERE = ("recipes/gpt2/", "recipes/series/", "recipes/deit/")
-OF_PYTHON = [paths for paths in TOGETHER if paths not in OF_IMAGES and not paths[0].startswith(ELSEWHERE)]
-
-
-def test_the_commands_are_found():
-    for paths in (
-        ("recipes/series/pythia_70m.yaml", "recipes/analyses/text.yaml"),  # docs/series.md
-        ("recipes/series/gpt2_family.yaml", "recipes/analyses/text.yaml"),  # the recipe's own header
-        ("recipes/analyses/representation.yaml",),  # prose
-    ):
-        assert paths in TOGETHER
-
-
 def test_no_list_asks_the_quickstart_for_longer_texts_than_it_reads():
     reads = yaml.safe_load((ROOT / "recipes/quickstart/gpt2.yaml").read_text())["model"]["init_args"]["config"]
     names = "recipes/quickstart/gpt2.yaml", "checkpoints/quickstart ", "checkpoints/first "
@@ -71,94 +43,6 @@ def test_no_list_asks_the_quickstart_for_longer_texts_than_it_reads():
     for path in lists:
         asked = map(int, re.findall(r"num_tokens: (\d+)", (ROOT / path).read_text()))
         assert max(asked) <= reads["n_positions"], path
-
-
-@pytest.fixture(scope="session")
-def tokenizers(realdata) -> dict[str, str]:
-    folder = realdata / "tokenizers"
-    return {"gpt2": str(folder / "gpt2"), "the series' own": str(folder / "gpt_neox_20b")}
-
-
-@pytest.fixture(scope="session")
-def wikitext(realdata, tmp_path_factory) -> str:
-    """The 60 validation articles of WikiText-103, and a few of its training articles."""
-    folder = tmp_path_factory.mktemp("wikitext")
-    shutil.copy(realdata / "wikitext2" / "validation.parquet", folder)
-    pd.read_parquet(realdata / "wikitext2" / "train.parquet").head(5).to_parquet(folder / "train.parquet")
-    return str(folder)
-
-
-@pytest.fixture(scope="session")
-def openwebtext(realdata, tokenizers, tmp_path_factory) -> str:
-    """Shards with a hundredth of the 90 M tokens that are held out of OpenWebText: more than 13,000 windows of 64."""
-    folder = tmp_path_factory.mktemp("openwebtext")
-    rows = pd.read_parquet(realdata / "pretrain_mix" / "train.parquet")[["text"]].sample(4000, random_state=0)
-    rows.to_parquet(folder / "documents.parquet")
-    shards = folder / "shards"
-    prepare(str(folder / "documents.parquet"), tokenizers["gpt2"], shards, validation=0.9, progress=False)
-    return str(shards)
-
-
-@pytest.fixture
-def corpus_of(request) -> Callable[[str], str]:
-    """What stands in for the corpus that a recipe names."""
-    return lambda name: request.getfixturevalue({"data/openwebtext": "openwebtext"}.get(name, name))
-
-
-def listed(paths: tuple[str, ...], corpus: str, tokenizer: str, tmp_path: Path) -> list[Analysis]:
-    """What the last list of these recipes measures, read as `analyze` reads it."""
-    merged = tmp_path / "analyses.yaml"
-    last = yaml.safe_load((ROOT / [path for path in paths if path.startswith(LISTS)][-1]).read_text())
-    merged.write_text(yaml.safe_dump({"corpus": corpus, "tokenizer": tokenizer, **last}))
-    return Command(["model", "--config", str(merged)]).analyses(target())
-
-
-def told(paths: tuple[str, ...], key: str, default: str) -> str:
-    found = [yaml.safe_load((ROOT / path).read_text()).get(key) for path in paths]
-    return next((value for value in reversed(found) if value), default)
-
-
-def begin(analyses: list[Analysis], realdata: Path) -> None:
-    for analysis in analyses:
-        if isinstance(analysis, TaskTexts):
-            analysis.folder = str(realdata)
-        analysis.check_data()
-
-
-@pytest.mark.nightly  # the short version is on small sets, below
-@pytest.mark.realdata
-@pytest.mark.timeout(0)
-def test_data_of_a_documented_command_is_enough(corpus_of, tokenizers, realdata, tmp_path, caplog):
-    for paths in [paths for paths in TOGETHER if paths not in [*OF_IMAGES, *OF_PYTHON]]:
-        corpus = told(paths, "corpus", "")
-        tokenizer = tokenizers[told(paths, "tokenizer", "the series' own")]
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            begin(listed(paths, corpus_of(corpus), tokenizer, tmp_path), realdata)
-        short = [message for message in caplog.messages if "all are taken" in message]
-        is_short = corpus == "wikitext" and LISTS + "text.yaml" in paths
-        assert len(short) == (2 if is_short else 0), f"{paths}: what is smaller than it was asked for is said"
-
-
-@pytest.mark.nightly
-@pytest.mark.realdata
-def test_data_of_the_documented_commands_on_images_is_enough(realdata, tmp_path):
-    assert OF_IMAGES
-    (images,) = {paths[-1] for paths in OF_IMAGES}
-    begin(listed((images,), str(realdata / "cifar10"), "none", tmp_path), realdata)
-    asked = re.findall(r"num_images: (\d+)", (ROOT / images).read_text())
-    assert max(map(int, asked)) <= min(IMAGENET.values())
-
-
-@pytest.mark.nightly
-@pytest.mark.realdata
-@pytest.mark.timeout(0)
-def test_data_of_a_documented_command_on_the_python_library_is_enough(realdata, tokenizers, tmp_path):
-    """Of a list alone with the tokenizer of any model: those that keep indents whole have windows of nothing else."""
-    for paths in OF_PYTHON:
-        of_a_model = tokenizers.values() if len(paths) == 1 else ()
-        for tokenizer in (told(paths, "tokenizer", "bpe:2048"), *of_a_model):
-            begin(listed(paths, "python", tokenizer, tmp_path), realdata)
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +56,10 @@ def small(tmp_path_factory) -> str:
 
 
 def test_probes_learn_the_tokenizer_of_a_run_that_trained_its_own(small, tmp_path):
-    probe, sweep, *_ = listed((LISTS + "probes.yaml",), small, "bpe:280", tmp_path)
+    recipe = tmp_path / "analyses.yaml"
+    described = yaml.safe_load((ROOT / LISTS / "probes.yaml").read_text())
+    recipe.write_text(yaml.safe_dump({"corpus": small, "tokenizer": "bpe:280", **described}))
+    probe, sweep, *_ = Command(["model", "--config", str(recipe)]).analyses(target())
     assert isinstance(probe, Probe)
     pd.DataFrame({"text": [f"word {n}" for n in range(20)], "label": ["a", "b"] * 10}).to_csv(tmp_path / "task.csv")
     for analysis in (probe, sweep):

@@ -9,7 +9,6 @@ import gc
 import importlib
 import math
 import os
-import runpy
 import signal
 import socket
 import subprocess
@@ -91,18 +90,6 @@ def run_command(
         return main(words)
 
     return _heard(command, words, environment, when, signal_number)
-
-
-def run_script(script: Path, *arguments: object) -> "subprocess.CompletedProcess[str]":
-    """`python SCRIPT ARGUMENTS` in a process of its own, what it prints as text."""
-    words = [str(script), *map(str, arguments)]
-
-    def program() -> int:
-        sys.argv[:], sys.path[:0] = words, [str(script.parent)]
-        runpy.run_path(str(script), run_name="__main__")
-        return 0
-
-    return _heard(program, words)
 
 
 def _heard(
