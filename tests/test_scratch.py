@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from lit_layers.analyses import Probe
 from lit_layers.files.durable import Scratch
+from lit_layers.measuring.one_model import measure
+from tests.support.every_analysis import VOCABULARY, of_text, save_inputs
+from tests.support.tiny_models import tiny
 
 MAKES = """
 import sys
@@ -43,3 +47,17 @@ def test_a_folder_goes_when_nothing_holds_it_and_when_its_process_ends(place):
         process, folder = started(end)
         process.communicate()
         assert not folder.exists(), end
+
+
+def test_a_probe_that_fails_leaves_no_folder(place, monkeypatch):
+    (probe,) = (each for each in of_text(save_inputs(place / "inputs")) if type(each) is Probe)
+    take = Probe._features_of
+
+    def fill_the_disk(*given):
+        take(*given)
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Probe, "_features_of", fill_the_disk)
+    failed = measure(tiny("gpt2", vocab_size=VOCABULARY), probe, run="r", step=0)
+    assert failed.error == "OSError: no space left on device"
+    assert [*place.iterdir()] == [place / "inputs"]
