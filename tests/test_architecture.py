@@ -4,7 +4,7 @@ import ast
 import functools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,6 @@ from importlinter.configuration import configure
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lit_layers"
-# what takes a tenth of a second or more to import
-HEAVY = {"datasets", "huggingface_hub", "jsonargparse", "lightning", "lm_eval", "mteb", "pandas", "sklearn"}
-HEAVY |= {"altair", "jinja2", "timm", "tokenizers", "torch", "transformers", "wandb", "ray"}
 ONLY_IN = {  # libraries: the rooms whose files may import them
     "lightning": {"cli", "training"},
     "wandb": {"report"},
@@ -58,19 +55,30 @@ assert not {'torch', 'lightning'} & sys.modules.keys()
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+@pytest.mark.soak
+def test_analyses_load_no_lightning_and_no_command_what_evaluates():
+    code = """
+import importlib, pkgutil, sys
+import lit_layers.analyses, lit_layers.measuring.one_model
+from lit_layers.cli import verbs
+assert 'lightning' not in sys.modules
+names = [each.name for each in pkgutil.iter_modules(verbs.__path__)]
+assert len(names) > 10
+for name in names:
+    importlib.import_module(f'lit_layers.cli.verbs.{name}')
+assert not {'datasets', 'lm_eval', 'mteb', 'ray', 'wandb'} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 @functools.cache
 def modules(package: Path) -> dict[str, ast.Module]:
     trees = {}
     for path in package.rglob("*.py"):
         parts = path.relative_to(package.parent).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        trees[name] = parsed(path)
+        trees[name] = ast.parse(path.read_text())
     return trees
-
-
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
 
 
 @functools.cache
@@ -97,92 +105,34 @@ def late_names(tree: ast.Module) -> dict[str, str]:
     """The names that a file with a `__getattr__` imports for type checkers, each with its file."""
     if not any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body):
         return {}
-    late = (node for node in imports(tree) if node in inner(tree, is_for_types) and isinstance(node, ast.ImportFrom))
+    for_types = [node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    late = (node for part in for_types for node in part.body if isinstance(node, ast.ImportFrom))
     return {alias.name: str(node.module) for node in late for alias in node.names}
 
 
-def is_function(node: ast.AST) -> bool:
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-
-
-def is_for_types(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-
-
-def is_late(node: ast.AST) -> bool:
-    """Inside a function, or below `if TYPE_CHECKING`."""
-    return is_function(node) or is_for_types(node)
+def reached(graph: Graph, *starts: str) -> set[str]:
+    """The files that these import, at once or later."""
+    seen, left = set(), [*starts]
+    while left:
+        fresh = graph.get(left.pop(), set()) - seen
+        seen |= fresh
+        left += fresh
+    return seen
 
 
 @functools.cache
-def inner(tree: ast.Module, kind: Callable[[ast.AST], bool]) -> set[ast.AST]:
-    """The imports below what is of that kind."""
-    chosen, left = set(), [(tree, False)]
-    while left:
-        node, within = left.pop()
-        within = within or kind(node)
-        if within and isinstance(node, ast.Import | ast.ImportFrom):
-            chosen.add(node)
-        left += [(child, within) for child in ast.iter_child_nodes(node)]
-    return chosen
-
-
-def circles(graph: Graph) -> list[set[str]]:
-    """Sets of files each of which reaches all the others."""
-
-    def reached(start: str) -> set[str]:
-        seen, left = set(), [start]
-        while left:
-            fresh = graph[left.pop()] - seen
-            seen |= fresh
-            left += fresh
-        return seen
-
-    below = {name: reached(name) for name in graph}
-    joined = {
-        frozenset(other for other in below[name] if name in below[other]) for name in graph if name in below[name]
-    }
-    return [set(circle) for circle in joined]
-
-
-def all_imports(trees: dict[str, ast.Module]) -> Graph:
+def all_imports() -> Graph:
+    trees = modules(PACKAGE)
     return {
-        name: {there for node in imports(tree) for there in imported(node, trees) if there in trees} - {name}
+        name: {there for node in imports(tree) for there in imported(node, trees)} - {name}
         for name, tree in trees.items()
     }
 
 
 def test_no_files_import_each_other():
-    assert not circles(all_imports(modules(PACKAGE))), "put what both need into a file below them"
-
-
-def libraries(trees: dict[str, ast.Module]) -> Graph:
-    """The heavy libraries that are loaded by importing each file, through whatever it imports at once."""
-    at_once = {
-        name: {there for node in set(imports(tree)) - inner(tree, is_late) for there in imported(node, trees)}
-        for name, tree in trees.items()
-    }
-    loaded = {}
-    for name in trees:
-        seen, left = {name}, [name]
-        while left:
-            there = left.pop()
-            parents = {there.rpartition(".")[0]} - {""}  # a folder's __init__ runs first
-            fresh = (at_once.get(there, set()) | parents) - seen
-            seen |= fresh
-            left += fresh
-        loaded[name] = {there.partition(".")[0] for there in seen} & HEAVY
-    return loaded
-
-
-def test_analyses_load_no_lightning_and_no_command_what_evaluates():
-    loaded = libraries(modules(PACKAGE))
-    for name in ("lit_layers.analyses", "lit_layers.measuring.one_model"):
-        assert "lightning" not in loaded[name], name
-    assert "lightning" in loaded["lit_layers.training"]  # such a graph would see it
-    commands = [name for name in loaded if name.startswith("lit_layers.cli")]
-    assert [name for name in commands if loaded[name] & {"mteb", "datasets"}] == []
-    assert len(commands) > 10
+    graph = all_imports()
+    circles = [name for name in graph if name in reached(graph, name)]
+    assert not circles, "put what both need into a file below them"
 
 
 def test_no_two_files_have_one_name():
@@ -191,45 +141,24 @@ def test_no_two_files_have_one_name():
     assert {name for name in names if names.count(name) > 1} == set()
 
 
-def test_python_itself_is_imported_at_the_head_of_a_file():
-    late = {
-        (name, library.partition(".")[0])
-        for name, tree in modules(PACKAGE).items()
-        for node in inner(tree, is_function)
-        for library in imported(node, {})
-    }
-    assert [(name, library) for name, library in late if library in sys.stdlib_module_names] == []
-
-
 def test_libraries_are_imported_in_their_rooms_only():
     misplaced = {
         (name, library)
-        for name, tree in modules(PACKAGE).items()
-        for node in imports(tree)
-        for library in (there.partition(".")[0] for there in imported(node, modules(PACKAGE)))
-        if library in ONLY_IN and name.split(".")[1:2] not in [[room] for room in ONLY_IN[library]]
+        for name, found in all_imports().items()
+        for library in {there.partition(".")[0] for there in found} & ONLY_IN.keys()
+        if name.split(".")[1:2] not in [[room] for room in ONLY_IN[library]]
     }
     assert not misplaced
 
 
 def test_functional_is_tensors_in_tensors_out():
     """Nor does any file that it imports, at once or later, import a library of models, data or tables."""
-    trees = modules(PACKAGE)
-    graph = {name: {there for node in imports(tree) for there in imported(node, trees)} for name, tree in trees.items()}
-    left = [name for name in trees if name.startswith("lit_layers.functional")]
-    seen = set(left)
-    while left:
-        fresh = graph.get(left.pop(), set()) - seen
-        seen |= fresh
-        left += fresh
+    graph = all_imports()
+    seen = reached(graph, *(name for name in graph if name.startswith("lit_layers.functional")))
     assert not {name.partition(".")[0] for name in seen} & {*ONLY_IN, "pandas", "vl_convert"}
 
 
 def test_pictures_are_drawn_in_a_process_of_their_own():
     """vl-convert keeps Python's lock while its thread draws, and a forked process lacks that thread."""
-    trees = modules(PACKAGE)
-    importing = {
-        there: {name for name, tree in trees.items() for node in imports(tree) if there in imported(node, trees)}
-        for there in ("vl_convert", "lit_layers.figures.drawing")
-    }
-    assert importing == {"vl_convert": {"lit_layers.figures.drawing"}, "lit_layers.figures.drawing": set()}
+    for there, users in (("vl_convert", {"lit_layers.figures.drawing"}), ("lit_layers.figures.drawing", set())):
+        assert {name for name, found in all_imports().items() if there in found} == users
