@@ -54,9 +54,6 @@ def values(found, metric: str, **tags) -> dict[int | None, float]:
     return {r.layer: r.value for r in found if r.metric == metric and tags.items() <= r.tags.items()}
 
 
-SOME = ("gpt2", "llama", "bert_classifier", "vit")
-
-
 SOME = ("gpt2", "bert_classifier", "vit")
 
 

@@ -3,14 +3,11 @@
 import time
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
-from lit_layers import analyses as of_the_package
 from lit_layers.analyses import (
     AttentionPatterns,
     Coupling,
@@ -37,7 +34,6 @@ from lit_layers.records import Record
 from tests.support.listed_batches import Listed
 from tests.support.tiny_models import LAYERS, tiny, tiny_batch
 
-ANALYSES = Path(__file__).parents[1] / "recipes" / "analyses"
 FACTS = {"run": "run", "step": 0, "weights_hash": "x"}
 
 
@@ -128,56 +124,6 @@ def test_what_an_analysis_finds_does_not_depend_on_what_runs_beside_it():
         for one, other in zip(beside.records, alone.records, strict=True):
             assert one.value == pytest.approx(other.value, rel=1e-9, abs=1e-12, nan_ok=True), one
             assert (one.layer, one.n, one.low is None) == (other.layer, other.n, other.low is None)
-
-
-def entering(monkeypatch) -> Counter:
-    """Texts, and how often each goes through all blocks."""
-    entered = Counter()
-
-    def counted(method):
-        def counting(view, batch, *look):
-            entered.update(map(tuple, batch["input_ids"].tolist()))
-            return method(view, batch, *look)
-
-        return counting
-
-    for name in ("trajectory", "pass_states"):
-        monkeypatch.setattr(LayeredModel, name, counted(getattr(LayeredModel, name)))
-    return entered
-
-
-OF_SHORT_TEXTS = {
-    "Coupling": {"k": (2,)},
-    "NextTokenProbe": {"num_classes": 40, "min_context": 4},
-    "InContext": {"early": 2, "late": 9},
-}
-
-
-def from_list(name: str, texts: dict[str, Listed]) -> list[Analysis]:
-    """The analyses of a recipe, with few short random texts in place of each of its own."""
-    made = []
-    for described in yaml.safe_load((ANALYSES / name).read_text())["analyses"]:
-        kind = described["class_path"].rpartition(".")[2]
-        arguments = described["init_args"] | OF_SHORT_TEXTS.get(kind, {})
-        for option, value in arguments.items():
-            if isinstance(value, dict):
-                ids = torch.randint(3, 9, (8, value["init_args"]["num_tokens"] // 8))
-                arguments[option] = texts.setdefault(str(value), Listed({"input_ids": ids}))
-        made.append(getattr(of_the_package, kind)(**arguments))
-    return made
-
-
-def test_all_that_two_lists_measure_passes_each_text_once(monkeypatch):
-    torch.manual_seed(0)
-    model, lists = tiny("gpt2", torch.float64), {}
-    analyses = [each for name in ("text.yaml", "mechanism.yaml") for each in from_list(name, lists)]
-    assert len(analyses) == 11
-    entered = entering(monkeypatch)
-    found = together(model, analyses)
-    assert {name: each.error for name, each in found.items()} == dict.fromkeys(found)
-    assert set(entered.values()) == {1}
-    read = {tuple(row) for texts in lists.values() for batch in texts for row in batch["input_ids"].tolist()}
-    assert len(read & entered.keys()) == 8 * 3  # of text, coupling and mechanism; a probe's up to their last place
 
 
 def test_all_mechanism_takes_at_most_a_pass_and_a_quarter_more_than_a_pass_of_its_texts():

@@ -423,6 +423,7 @@ def test_vits_are_left_as_they_were_and_what_gives_no_record_or_is_no_known_fami
 def test_the_package_itself_has_what_an_analysis_needs():
     assert {lit_layers.Analysis, lit_layers.Record, lit_layers.LayeredModel} == {Analysis, Record, LayeredModel}
     assert lit_layers.measure is measure
+    assert all(getattr(lit_layers, name) is not None for name in lit_layers.__all__)
     with pytest.raises(AttributeError, match="module 'lit_layers' has no attribute 'Layered'"):
         lit_layers.Layered  # noqa: B018
 

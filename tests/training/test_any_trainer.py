@@ -221,16 +221,3 @@ def test_an_image_classifier_begins_with_the_weights_of_a_file_and_refuses_those
     other = tiny_images.module(init_from=str(file), patch_size=8)
     with pytest.raises(InputError, match="model.init_from: .*last.ckpt is of another network than this vit_tiny"):
         tiny_images.trainer(tmp_path).validate(other, datamodule=tiny_images.data(), verbose=False)
-
-
-def test_the_data_of_images_validate_a_file(saved_images, tmp_path):
-    images = tiny_images.data()
-    again = LitImageClassifier.load_from_checkpoint(saved_images[1], weights_only=True)
-    other = tiny_images.trainer(tmp_path, limit_val_batches=None)
-    (validated,) = other.validate(again, datamodule=images, verbose=False)
-    hits = []
-    for batch in images.val_dataloader():
-        batch = images.on_after_batch_transfer(batch, 0)
-        with torch.no_grad():
-            hits.append(again.eval()(batch["pixel_values"]).argmax(-1) == batch["labels"])
-    assert torch.cat(hits).float().mean().item() == pytest.approx(validated["validation/accuracy"])

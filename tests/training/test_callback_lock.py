@@ -181,17 +181,6 @@ def test_a_training_that_is_refused_by_another_callback_leaves_no_lock_and_no_fo
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.soak
-def test_a_lock_that_the_process_holds_already_is_no_conflict_and_stays_its_own(tmp_path):
-    root = tmp_path / "run"
-    with writing(root):
-        train(root)
-        assert run_lock.is_held(root)
-        assert run_forked(lambda: refused(root)) == REFUSED
-    assert not run_lock.is_held(root)
-    assert steps(root) == [0, 1]
-
-
 def test_callbacks_travel_to_processes_that_are_spawned(tmp_path):
     for callback in watch(tmp_path):
         for travelled in (pickle.loads(pickle.dumps(callback)), copy.deepcopy(callback)):

@@ -132,6 +132,13 @@ def test_validation_loss_and_perplexity_are_of_all_tokens(tmp_path):
     assert trainer.callback_metrics["validation/perplexity"].item() == pytest.approx(math.exp(expected), rel=1e-5)
 
 
+def test_batches_weigh_as_much_as_they_have_tokens_and_one_without_a_number_leaves_the_whole_without_one():
+    lit = module()
+    for loss, weight, mean in ((1.0, 8, 1.0), (4.0, 4, 2.0), (math.nan, 8, math.nan)):
+        lit.validation_loss.update(torch.tensor(loss), weight=weight)
+        assert lit.validation_loss.compute().item() == pytest.approx(mean, nan_ok=True, rel=0, abs=0)
+
+
 def test_a_configuration_that_does_not_fit_the_data_or_is_misspelt_is_refused(tmp_path):
     for config, message in (
         ({**CONFIG, "n_positions": 8}, "data.num_tokens: expected at most 8, the context of model.config, got 12"),

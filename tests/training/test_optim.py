@@ -37,9 +37,6 @@ def test_the_schedule_has_its_closed_form():
     assert factor(10) == pytest.approx(1.0)
     assert factor(60) == pytest.approx(0.55)
     assert [factor(110), factor(5000)] == pytest.approx([0.1, 0.1])
-
-
-def test_no_warm_up_starts_at_the_peak():
     assert warmup_cosine(warmup_steps=0, decay_steps=10, min_ratio=0.0)(0) == 1.0
 
 

@@ -23,15 +23,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning"),
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
 ]
-LENGTHS = [30, pytest.param(1000, marks=pytest.mark.nightly)]
+ROWS, EVERY = 30, 4
 CURVE = "lens/logit_lens_loss/layer_01"
-EVERY = 4
-
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-
-
-def every(num_rows: int) -> dict[str, int]:
-    return {"every": EVERY if num_rows < 1000 else 50}
 
 
 def measured():
@@ -56,7 +50,7 @@ def loop(name, folder, log, num_rows, *, is_watched, order="log, step", analyses
     run, model = begun(folder, name), tiny("gpt2")
     watched = None
     if is_watched:
-        options = {"steps": every(num_rows), "root": folder / "root", "tokens_per_step": 100}
+        options = {"steps": {"every": EVERY}, "root": folder / "root", "tokens_per_step": 100}
         watched = lit_layers.watch(model, analyses or measured(), loggers=[run], **options)
     for step in range(1, num_rows + 1):
         with torch.no_grad():
@@ -110,19 +104,18 @@ def equal_rows(folder, ours=CURVE):
     return both
 
 
-@pytest.mark.parametrize("num_rows", LENGTHS)
 @pytest.mark.parametrize(
     ("log", "order"),
     [(with_step, "log, step"), (with_step, "step, log"), (without_step, "log, step"), (in_two_calls, "log, step")],
 )
-def test_rows_of_a_loop_at_wandb_keep_values_and_numbers(log, order, num_rows, tmp_path, monkeypatch):
+def test_rows_of_a_loop_at_wandb_keep_values_and_numbers(log, order, tmp_path, monkeypatch):
     leave_undrawn(monkeypatch)
     for name in ("alone", "both"):
-        loop(name, tmp_path, log, num_rows, is_watched=name == "both", order=order, is_numbered=log is with_step)
+        loop(name, tmp_path, log, ROWS, is_watched=name == "both", order=order, is_numbered=log is with_step)
     both = equal_rows(tmp_path)
-    assert len(both.curve("loss")) == num_rows
+    assert len(both.curve("loss")) == ROWS
     assert dict(both.curve(CURVE)) == losses_of(tmp_path / "root")
-    assert len(both.curve(CURVE)) == 1 + -(-num_rows // every(num_rows)["every"])
+    assert len(both.curve(CURVE)) == 1 + -(-ROWS // EVERY)
 
 
 def test_one_row_of_a_step_has_all_analyses_and_is_a_row_of_the_user(tmp_path, monkeypatch):
@@ -207,7 +200,7 @@ class Module(L.LightningModule):
 
 def in_lightning(root, logger, num_batches, *, is_watched, module=None, **options) -> L.Trainer:
     torch.manual_seed(0)
-    watch = [EmergenceCallback(measured(), options.pop("steps", every(num_batches)), root)] if is_watched else []
+    watch = [EmergenceCallback(measured(), options.pop("steps", {"every": EVERY}), root)] if is_watched else []
     options = {"max_epochs": 1, "log_every_n_steps": 1, **options}
     trainer = L.Trainer(accelerator="cpu", logger=logger, callbacks=watch, **options, **QUIET)
     data = torch.arange(16 * num_batches).reshape(2 * num_batches, 8) % 30
@@ -215,18 +208,17 @@ def in_lightning(root, logger, num_batches, *, is_watched, module=None, **option
     return trainer
 
 
-@pytest.mark.parametrize("num_rows", LENGTHS)
-def test_rows_of_lightning_at_wandb_keep_values_and_numbers(num_rows, tmp_path, monkeypatch):
+def test_rows_of_lightning_at_wandb_keep_values_and_numbers(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     from lightning.pytorch.loggers import WandbLogger
 
     leave_undrawn(monkeypatch)
     for name in ("alone", "both"):
         logger = WandbLogger(name, tmp_path, id=name, offline=True, settings=wandb.Settings(console="off"))
-        in_lightning(tmp_path / "root", logger, num_rows, is_watched=name == "both")
+        in_lightning(tmp_path / "root", logger, ROWS, is_watched=name == "both")
         logger.experiment.finish()
     both = equal_rows(tmp_path)
-    assert len(both.curve("loss")) == num_rows
+    assert len(both.curve("loss")) == ROWS
     assert dict(both.curve(CURVE, x="trainer/global_step")) == losses_of(tmp_path / "root")
 
 
@@ -265,13 +257,11 @@ def in_transformers(folder, num_steps, *, is_watched, **options) -> None:
         str(folder / "hf"), max_steps=num_steps, use_cpu=True, disable_tqdm=True, save_strategy="no",
         per_device_train_batch_size=2, **{"logging_steps": 1, **options},
     )  # fmt: skip
-    watch = [EmergenceTrainerCallback(measured(), every(num_steps), folder / "root")] if is_watched else []
+    watch = [EmergenceTrainerCallback(measured(), {"every": EVERY}, folder / "root")] if is_watched else []
     Trainer(tiny("gpt2"), arguments, train_dataset=rows, callbacks=watch).train()
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "logging_steps"), [(30, 1), (12, 6), pytest.param(1000, 1, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize(("num_rows", "logging_steps"), [(30, 1), (12, 6)])
 def test_rows_of_transformers_at_wandb_keep_values_and_numbers(num_rows, logging_steps, tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     leave_undrawn(monkeypatch)
@@ -288,8 +278,7 @@ def test_rows_of_transformers_at_wandb_keep_values_and_numbers(num_rows, logging
     assert dict(both.curve(CURVE)) == losses_of(tmp_path / "root")
 
 
-@pytest.mark.parametrize("num_rows", LENGTHS)
-def test_rows_at_tensorboard_keep_values_and_steps(num_rows, tmp_path, monkeypatch):
+def test_rows_at_tensorboard_keep_values_and_steps(tmp_path, monkeypatch):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -297,14 +286,14 @@ def test_rows_at_tensorboard_keep_values_and_steps(num_rows, tmp_path, monkeypat
     shown = {}
     for name in ("alone", "both"):
         folder = tmp_path / name
-        in_lightning(tmp_path / "root", TensorBoardLogger(folder), num_rows, is_watched=name == "both")
+        in_lightning(tmp_path / "root", TensorBoardLogger(folder), ROWS, is_watched=name == "both")
         (found,) = {file.parent for file in folder.glob("**/events*")}
         events = accumulator.EventAccumulator(str(found), size_guidance={"scalars": 0}).Reload()
         tags = [tag for tag in events.Tags()["scalars"] if "runtime" not in tag and "per_second" not in tag]
         shown[name] = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
     alone, both = shown["alone"], shown["both"]
     assert {tag: both[tag] for tag in alone} == alone
-    assert len(alone["loss"]) == num_rows
+    assert len(alone["loss"]) == ROWS
     assert all("/" in tag for tag in both.keys() - alone.keys())
     assert dict(both[CURVE]) == pytest.approx(losses_of(tmp_path / "root"), rel=1e-6)
 

@@ -14,7 +14,6 @@ from tests.support.undrawn import leave_undrawn
 # W&B leaves temporary folders of its media to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning")
 STEPS = range(7)
-LOSS = ("logit_lens_loss", "1")
 
 
 def measured():
@@ -69,24 +68,6 @@ def test_a_run_of_wandb_gets_all_that_the_mirror_shows(tmp_path, monkeypatch):
     config = run.config["lit_layers"]["analyses"]
     assert config["coupling"]["init_args"]["k"] == [2]
     assert nothing_that_nobody_plots(run.names())
-
-
-@pytest.mark.slow
-def test_tensorboard_shows_curves(tmp_path, monkeypatch):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    from lightning.pytorch.loggers import TensorBoardLogger
-
-    leave_undrawn(monkeypatch)
-    root, logger = tmp_path / "run", TensorBoardLogger(tmp_path / "tb")
-    trained(root, [logger])
-    logger.finalize("success")
-    events = accumulator.EventAccumulator(logger.log_dir, size_guidance={"scalars": 0}).Reload()
-    shown = {event.step: event.value for event in events.Scalars("lens/logit_lens_loss/layer_01")}
-    assert shown == pytest.approx(losses_of(root), rel=1e-6)  # which it keeps in float32
-    assert {event.step: event.value for event in events.Scalars("lit_layers/tokens")} == {
-        step: 100 * step for step in STEPS
-    }
-    assert nothing_that_nobody_plots(events.Tags()["scalars"])
 
 
 class Note:
