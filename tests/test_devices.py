@@ -7,7 +7,6 @@ derivatives learn of devices once in a process, and of this one never again.
 
 import contextlib
 import multiprocessing
-import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -31,7 +30,6 @@ from lit_layers.training.run_log import RunLog
 from tests.support import tiny_images, tiny_training
 from tests.support.every_analysis import (
     VOCABULARY,
-    kinds,
     of_images,
     of_prompts,
     of_text,
@@ -88,33 +86,6 @@ def measured_on_device(device, name: str, folder: Path) -> tuple[dict[str, Measu
     return measured(model, name, folder), dict(device.violations)
 
 
-def faults(device) -> list[str]:
-    """What each of some usual faults is told as."""
-    told, on_device = [], torch.ones(3, device=device.DEVICE)
-    for fault in (
-        lambda: on_device + torch.ones(3),
-        lambda: torch.rand(3, device=device.DEVICE, generator=torch.Generator()),
-        lambda: on_device.numpy(),
-    ):
-        with pytest.raises((RuntimeError, TypeError)) as raised:
-            fault()
-        told.append(str(raised.value))
-    pickle.dumps(on_device)
-    bool(on_device.sum() > 2)
-    return [*told, *device.violations, *device.waits]
-
-
-@pytest.mark.soak
-def test_the_device_refuses_what_a_gpu_refuses_and_counts_waits():
-    told = "; ".join(apart(faults))
-    for part in ("found pretend:0 and cpu", "Expected a 'pretend' device type", "to numpy", "pickled", "_local_scalar"):
-        assert part in told, part
-
-
-def test_the_list_of_every_analysis_is_whole(tmp_path):
-    assert {type(analysis) for analysis in [*of_images(), *of_text(save_inputs(tmp_path))]} == kinds()
-
-
 @pytest.mark.soak  # two analyses on the device, and training, are of the short tests
 @pytest.mark.parametrize("name", ["gpt2", "vit", "gemma2"])
 def test_every_analysis_keeps_the_rules_of_a_device_and_its_numbers(tmp_path, name):
@@ -133,25 +104,20 @@ def assert_close(on_device: dict[str, Measurement], on_cpu: dict[str, Measuremen
         assert values(on_device[analysis]) == close, analysis
 
 
-def few_or_all(few: bool) -> list[Analysis]:
-    every = of_prompts(prompts())
-    return [analysis for analysis in every if isinstance(analysis, Representation | Coupling)] if few else every
-
-
-def shared_on_device(device, few: bool) -> tuple[dict[str, Measurement], dict]:
+def shared_on_device(device) -> tuple[dict[str, Measurement], dict]:
     model = made("gpt2").to(device.DEVICE).eval()
     device.reset()
-    found, _ = found_by_ranks(model, few_or_all(few), 2)
+    found, _ = found_by_ranks(model, of_prompts(prompts()), 2)
     return {each.analysis.name: each.measurement(run="run", step=0) for each in found}, dict(device.violations)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("few", [True, False])
-def test_no_share_of_a_rank_holds_a_tensor_of_the_device(few):
-    joined, violations = apart(shared_on_device, few)
+def test_no_share_of_a_rank_holds_a_tensor_of_the_device():
+    joined, violations = apart(shared_on_device)
     assert violations == {}
     model = made("gpt2")
-    assert_close(joined, {each.name: one_model.measure(model, each, run="run", step=0) for each in few_or_all(few)})
+    alone = {each.name: one_model.measure(model, each, run="run", step=0) for each in of_prompts(prompts())}
+    assert_close(joined, alone)
 
 
 def three() -> list[Analysis]:
@@ -196,35 +162,26 @@ def loaders_that_pin() -> Iterator[None]:
         yield
 
 
-def trained_on_text(device, root: Path) -> tuple[dict, list[dict]]:
-    waits, lit = WaitsOfSteps(device, PLAIN), tiny_training.module(dropout=0.0)
-    callbacks = [*callbacks_of(root, RandomText()), waits]
-    device.reset()
-    given = {"strategy": device.strategy(), "accelerator": "auto", "check_val_every_n_epoch": None}
-    with loaders_that_pin():
-        tiny_training.fit(root, callbacks, module=lit, **OPTIONS, **given)
-    return dict(device.violations), waits.waits
-
-
-def trained_on_images(device, root: Path) -> tuple[dict, list[dict]]:
+def trained(device, kind: str, root: Path) -> tuple[dict, list[dict]]:
+    options = {**OPTIONS, "strategy": device.strategy(), "accelerator": "auto", "check_val_every_n_epoch": None}
     waits = WaitsOfSteps(device, PLAIN)
-    augmented = {"flip": True, "crop_padding": 1, "rand_augment": "rand-m9-mstd0.5-inc1", "erasing": 0.5}
-    lit = tiny_images.module(mixup=0.8, cutmix=1.0, drop_path_rate=0.0)
+    pixels = Listed({"pixel_values": torch.randn(4, 3, 8, 8)})
+    callbacks = [*callbacks_of(root, RandomText() if kind == "text" else pixels), waits]
     device.reset()
-    given = {"strategy": device.strategy(), "accelerator": "auto", "check_val_every_n_epoch": None}
-    images, callbacks = (
-        tiny_images.data(**augmented),
-        callbacks_of(root, Listed({"pixel_values": torch.randn(4, 3, 8, 8)})),
-    )
     with loaders_that_pin():
-        tiny_images.fit(root, *callbacks, waits, lit=lit, images=images, **OPTIONS, **given)
+        if kind == "text":
+            tiny_training.fit(root, callbacks, module=tiny_training.module(dropout=0.0), **options)
+        else:
+            lit = tiny_images.module(mixup=0.8, cutmix=1.0, drop_path_rate=0.0)
+            augmented = {"flip": True, "crop_padding": 1, "rand_augment": "rand-m9-mstd0.5-inc1", "erasing": 0.5}
+            tiny_images.fit(root, *callbacks, lit=lit, images=tiny_images.data(**augmented), **options)
     return dict(device.violations), waits.waits
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("train", [trained_on_text, trained_on_images])
-def test_training_keeps_the_rules_of_a_device_and_never_waits_for_it_between_logs(tmp_path, train):
-    violations, waits = apart(train, tmp_path)
+@pytest.mark.parametrize("kind", ["text", "images"])
+def test_training_keeps_the_rules_of_a_device_and_never_waits_for_it_between_logs(tmp_path, kind):
+    violations, waits = apart(trained, kind, tmp_path)
     assert violations == {}
     assert waits == [{}] * len(PLAIN)  # of no line of the package, nor of a library's
     logged = [row["step"] for row in records.rows(tmp_path / "metrics.jsonl") if "train/loss" in row]

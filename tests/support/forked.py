@@ -113,31 +113,25 @@ def _heard(
 class _Child:
     pid: int
     imported: IO[bytes]  # the names of modules
-    printed: IO[bytes]  # what it says where nobody else takes it
 
 
 def _fork(
     function: Callable[[], int], environment: Mapping[str, str] | None = None, output: tuple[int, int] | None = None
 ) -> _Child:
     imported = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `_import`
-    watched = os.environ.get("FORKED_OUTPUT")
-    printed = open(watched, "ab") if watched else tempfile.TemporaryFile()  # noqa: SIM115 - closed by `_tell_crash`
-    files = output or (printed.fileno(), printed.fileno())
     there = set(sys.modules)
     child = os.fork()
     if child:
-        return _Child(child, imported, printed)
-    code, kept = 99, False
+        return _Child(child, imported)
+    code = 99
     try:
         os.setpgid(0, 0)
         gc.freeze()  # else each collection walks, and so copies, all that was imported
         os.environ.update(environment or {})
         os.environ.pop("WANDB_SERVICE", None)  # W&B's own process of this one would survive the kill, holding the run
-        kept = output is not None or watched is not None
-        for number, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(files[number - 1], number)
-            if kept:  # and not where pytest captures it
-                setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
+        for number, (name, file) in enumerate(zip(("stdout", "stderr"), output or (), strict=False), 1):
+            os.dup2(file, number)
+            setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
         # A fork leaves torch's pool of threads behind, which the first thread that asks for it makes anew. Where two
         # ask at once, as those of a backward pass, one of them finds none and ends the process.
         torch.set_num_threads(torch.get_num_threads())
@@ -149,7 +143,7 @@ def _fork(
     except BaseException:
         traceback.print_exc()
     finally:
-        if kept:
+        if output:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
@@ -166,7 +160,6 @@ def _wait(
                 if done:
                     codes[child.pid] = os.waitstatus_to_exitcode(status)
                     _import(child.imported)
-                    _tell_crash(child, codes[child.pid])
         if not sent and (time.monotonic() > deadline or when()):
             for child in children if only is None else [children[only]]:
                 if child.pid not in codes:
@@ -174,14 +167,6 @@ def _wait(
             sent = True
         time.sleep(0.002)
     return [codes[child.pid] for child in children]
-
-
-def _tell_crash(child: _Child, code: int) -> None:
-    """What a library printed before it ended the process, for the report of the failing test."""
-    with child.printed as file:
-        if file.readable() and -code in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS):
-            file.seek(0)
-            sys.stderr.write(file.read()[-4000:].decode(errors="replace"))
 
 
 def _import(file: IO[bytes]) -> None:

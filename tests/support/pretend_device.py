@@ -63,7 +63,7 @@ _WAITING = (
     *(aten.linalg_eig.default, aten._linalg_eigh.default, aten._linalg_svd.default),
 )
 # Take a 0-dimensional CPU tensor as a number, beside all pointwise operations.
-_WITH_NUMBERS = ("where", "masked_fill", "masked_fill_", "fill_", "lift_fresh", "searchsorted", "addmm")
+_WITH_NUMBERS = ("where", "masked_fill", "fill_", "lift_fresh", "searchsorted", "addmm")
 
 
 def reset() -> None:
@@ -110,9 +110,6 @@ class DeviceTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatch(func, args, kwargs or {})
-
-    def __repr__(self, *_: Any, **__: Any) -> str:
-        return f"DeviceTensor({tuple(self.shape)}, {self.dtype})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not any(name.endswith("torch/serialization.py") for name, _ in _stack()):  # torch.save knows devices
@@ -206,18 +203,16 @@ def _check_devices(func: Any, args: Any, leaves: list[Any], on_device: list[Devi
             wrong = "values on the CPU put into one on the device"
     elif large := [tensor for tensor in on_cpu if tensor.ndim]:
         wrong = f"a CPU tensor of shape {tuple(large[0].shape)} meets one on the device"
-    elif torch.Tag.pointwise not in func.tags and not _takes_numbers(func):
+    elif not _takes_numbers(func):
         wrong = "a 0-dimensional CPU tensor in an operation that is not pointwise"
     if wrong:
         violations[_line(f"{func}: {wrong}")] += 1
-        raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found pretend:0 and cpu ({func}: {wrong})"
-        )
+        raise RuntimeError(f"expected all tensors to be on the same device: {func}: {wrong}")
 
 
 def _takes_numbers(func: Any) -> bool:
     name = func._schema.name.removeprefix("aten::")
-    return name in _WITH_NUMBERS or "foreach" in name or name.startswith("_fused")
+    return torch.Tag.pointwise in func.tags or name.startswith((*_WITH_NUMBERS, "_foreach", "_fused"))
 
 
 def _check_generators(func: Any, leaves: list[Any], works_on_device: bool) -> None:
@@ -283,38 +278,20 @@ def strategy() -> Any:
     import safetensors.torch
     import transformers.modeling_utils
     import transformers.pytorch_utils
-    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.accelerators import CPUAccelerator
     from lightning.pytorch.strategies import SingleDeviceStrategy
 
-    class PretendAccelerator(Accelerator):
+    class PretendAccelerator(CPUAccelerator):
         def setup_device(self, device: torch.device) -> None:
             pass
-
-        def teardown(self) -> None:
-            pass
-
-        @staticmethod
-        def parse_devices(devices: Any) -> Any:
-            return devices
 
         @staticmethod
         def get_parallel_devices(devices: Any) -> Any:
             return [DEVICE]
 
         @staticmethod
-        def auto_device_count() -> int:
-            return 1
-
-        @staticmethod
-        def is_available() -> bool:
-            return True
-
-        @staticmethod
         def name() -> str:
             return "pretend"
-
-        def get_device_stats(self, device: Any) -> dict[str, Any]:
-            return {}
 
     class OneDevice(SingleDeviceStrategy):
         """Has what several ranks would put together on their devices: nccl knows no tensors of the CPU."""
