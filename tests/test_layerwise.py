@@ -68,12 +68,6 @@ def test_it_shows_itself_with_a_picture_and_an_analysis_is_drawn_by_the_first_of
     assert result.plot("representation").title == result.plot("prompt_entropy").title  # the one that was asked for
 
 
-def test_coupling_is_drawn_over_distances(model, batches):
-    coupling = lit_layers.layers(model, ["coupling"], batches=batches)
-    assert coupling.metrics == ["coupling_by_distance"]
-    assert coupling.plot().title
-
-
 @pytest.mark.soak
 def test_every_metric_that_was_measured_can_be_drawn(model, batches):
     names = ["trajectory", "coupling", "layer_similarity", "paths_in_plane", "token_coupling", "attention"]

@@ -41,36 +41,11 @@ def test_both_ways_write_the_same_measurements(model, tmp_path, dtype):
         assert (len(one.provenance["weights_hash"]), one.provenance["dtype"]) == (16, dtype)
         assert other.seconds > 0
     assert_same_numbers(offloaded, whole, getattr(torch, dtype))
+    again = analyze(model, three(), root=tmp_path / "whole" / "run", offload=tmp_path / "scratch", dtype=dtype)
+    assert again == whole, "the same weights are known"
     assert records.read(tmp_path / "offloaded" / "run" / "measurements.jsonl") == offloaded
     assert sorted(path.name for path in (tmp_path / "offloaded" / "run").iterdir()) == ["measurements.jsonl", "values"]
     assert [*(tmp_path / "scratch").iterdir()] == []
-
-
-def test_what_is_there_already_is_not_measured_again_and_other_data_of_the_same_options_is(
-    model, tmp_path, monkeypatch
-):
-    first = analyze(model, three(), root=tmp_path / "run")
-    assert analyze(model, three(), root=tmp_path / "run") == first
-    assert analyze(model, three(), root=tmp_path / "run", offload=tmp_path / "scratch") == first, "the same weights"
-    other = analyze(model, three(p=1.0), root=tmp_path / "run")
-    assert other[:2] == first[:2]
-    assert other[2] != first[2]
-    assert len(records.read(tmp_path / "run" / "measurements.jsonl")) == 4
-    for content in ("old", "old", "new", "old"):  # a corpus that was prepared anew under the same path
-        monkeypatch.setattr(Listed, "content_hash", lambda _, content=content: content)
-        analyze(model, [Trajectory(batches=Listed(tiny_batch("llama")))], root=tmp_path / "other")
-    hashes = [m.provenance["data_hash"] for m in records.read(tmp_path / "other" / "measurements.jsonl")]
-    assert len(set(hashes)) == len(hashes) == 2, "the old one is still known"
-
-
-def test_a_failing_analysis_is_written_with_its_error_either_way(model, tmp_path):
-    lonely = Listed({"input_ids": torch.tensor([[8]])})
-    for offload in (None, tmp_path / "scratch"):
-        (found,) = analyze(
-            model, [Trajectory(batches=lonely)], root=tmp_path / f"run{offload is None}", offload=offload
-        )
-        assert "trajectory is undefined for every prompt at every layer" in found.error
-        assert found.records == []
 
 
 def test_what_is_measured_with_blocks_in_bfloat16_comes_back(model, tmp_path):
