@@ -15,22 +15,6 @@ BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ASSIGNMENTS = re.compile(r"^([A-Z_]+=\S+ )+")
 # Run by the continuous integration itself, or setting up the machine.
 ELSEWHERE = ("make ", "pip install", "git clone", "cd ", "python -m pytest", "python benchmarks/", "wandb ")
-# Their commands take tens of seconds; of the others all run with `make test`.
-LONG = (
-    "README.md",
-    "callback.md",
-    "correlate.md",
-    "data.md",
-    "emergence.md",
-    "images.md",
-    "offload.md",
-    "papers.md",
-    "probes.md",
-    "report.md",
-    "select.md",
-    "series.md",
-    "training.md",
-)
 # Small enough for a test; what a page shows stays as it is.
 SHORT = ["--trainer.max_steps", "1", "--trainer.accelerator", "cpu"]
 FEW = {True: "--data.num_validation_images", False: "--data.num_validation_sequences"}  # of images, of text
@@ -47,11 +31,8 @@ def test_every_link_to_a_file_leads_somewhere():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=pytest.mark.nightly) if page.name in LONG else page for page in PAGES],
-    ids=lambda page: page.name,
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_commands_and_examples_of_a_page_run_in_its_order(page, tmp_path, monkeypatch):
     for name in ("recipes", "wandb_configs"):
         (tmp_path / name).symlink_to(ROOT / name)

@@ -51,17 +51,6 @@ def test_a_recipe_names_commands_options_and_classes_that_there_are():
                 assert given.keys() <= inspect.signature(made).parameters.keys(), (name, path)
 
 
-def test_the_fields_of_a_recipe_fit_each_other():
-    for name, path in RECIPES.items():
-        recipe = read(path)
-        assert (recipe.status == "cannot") != bool(recipe.steps), name
-        assert recipe.reduced.keys() <= recipe.sizes.keys(), name
-        for each in recipe.published:
-            given = [each.value, each.values or None, each.at_least, each.at_most]
-            assert given.count(None) == 3, (name, each.what)
-            assert bool(each.values) == bool(each.over), (name, each.what)
-
-
 def test_every_paper_has_its_recipes_and_the_page_has_their_table():
     """`python -m tests.support.paper_tables` writes it anew."""
     assert {path.parent.name for path in RECIPES.values()} <= {*PAPERS}

@@ -1,7 +1,5 @@
 """Lists of analyses have the data they ask for: what they read fits the models, and fewer texts are taken and told."""
 
-import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -18,31 +16,6 @@ from tests.support.measured_series import analyze
 from tests.support.targets import target
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.*")]
-LISTS = "recipes/analyses/"
-
-
-def commands() -> Iterator[str]:
-    """Each command of the pages and recipes, however it is set: comments, lines broken, prose."""
-    for page in sorted(PAGES):
-        text = re.sub(r"\\\n#?", " ", page.read_text())
-        yield from re.findall(r"lit-layers (?:fit|analyze)[^\n`]*(?:\n[^\n`]*)??(?=`|\n|$)", text)
-        yield from (" ".join(span.split()) for span in re.findall(r"`(lit-layers (?:fit|analyze)[^`]*)`", text))
-
-
-def recipes_of(command: str) -> tuple[str, ...]:
-    return tuple(re.findall(r"--config (recipes/\S+?\.yaml)", command))
-
-
-def test_no_list_asks_the_quickstart_for_longer_texts_than_it_reads():
-    reads = yaml.safe_load((ROOT / "recipes/quickstart/gpt2.yaml").read_text())["model"]["init_args"]["config"]
-    names = "recipes/quickstart/gpt2.yaml", "checkpoints/quickstart ", "checkpoints/first "
-    behind = {path for one in commands() if any(name in one for name in names) for path in recipes_of(one)}
-    lists = {path for path in behind if path.startswith(LISTS)}
-    assert len(lists) >= 4
-    for path in lists:
-        asked = map(int, re.findall(r"num_tokens: (\d+)", (ROOT / path).read_text()))
-        assert max(asked) <= reads["n_positions"], path
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +30,7 @@ def small(tmp_path_factory) -> str:
 
 def test_probes_learn_the_tokenizer_of_a_run_that_trained_its_own(small, tmp_path):
     recipe = tmp_path / "analyses.yaml"
-    described = yaml.safe_load((ROOT / LISTS / "probes.yaml").read_text())
+    described = yaml.safe_load((ROOT / "recipes" / "analyses" / "probes.yaml").read_text())
     recipe.write_text(yaml.safe_dump({"corpus": small, "tokenizer": "bpe:280", **described}))
     probe, sweep, *_ = Command(["model", "--config", str(recipe)]).analyses(target())
     assert isinstance(probe, Probe)
