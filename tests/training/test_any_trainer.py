@@ -86,33 +86,11 @@ def test_batches_of_another_kind_are_refused_in_one_sentence(tmp_path):
             trainer(tmp_path).fit(module(), one(batch))
 
 
-def test_the_loss_of_each_step_goes_to_the_loggers_and_the_last_step_is_validated(tmp_path):
-    class Losses(L.Callback):
-        def __init__(self):
-            self.steps, self.validated = [], []
+class Noted(L.Callback):
+    """The learning rate of each step, the loss of each batch, and the steps that were validated."""
 
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            self.steps.append(outputs["loss"].item())
-
-        def on_validation_end(self, trainer, pl_module):
-            self.validated.append(trainer.global_step)
-
-    seen, logger = Losses(), CSVLogger(tmp_path, flush_logs_every_n_steps=1)
-    run = trainer(
-        tmp_path, logger=logger, callbacks=[seen], accumulate_grad_batches=2, log_every_n_steps=1, max_epochs=9
-    )
-    run.fit(text(), blocks("dict"), DataLoader(BLOCKS, batch_size=8))
-    rows = [line.split(",") for line in (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()]
-    place = rows[0].index("train/loss")
-    logged = [float(row[place]) for row in rows[1:] if row[place]]
-    of_steps = [sum(pair) for pair in zip(seen.steps[::2], seen.steps[1::2], strict=True)]
-    assert logged == pytest.approx(of_steps, rel=1e-6)
-    assert seen.validated == [2, 4, 5]  # two steps an epoch, and the last
-
-
-class Rates(L.Callback):
     def __init__(self):
-        self.rates, self.losses = [], []
+        self.rates, self.losses, self.validated = [], [], []
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.rates.append(optimizer.param_groups[0]["lr"])
@@ -120,13 +98,30 @@ class Rates(L.Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.losses.append(outputs["loss"].item())
 
+    def on_validation_end(self, trainer, pl_module):
+        self.validated.append(trainer.global_step)
+
+
+def test_the_loss_of_each_step_goes_to_the_loggers_and_the_last_step_is_validated(tmp_path):
+    seen, logger = Noted(), CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    run = trainer(
+        tmp_path, logger=logger, callbacks=[seen], accumulate_grad_batches=2, log_every_n_steps=1, max_epochs=9
+    )
+    run.fit(text(), blocks("dict"), DataLoader(BLOCKS, batch_size=8))
+    rows = [line.split(",") for line in (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()]
+    place = rows[0].index("train/loss")
+    logged = [float(row[place]) for row in rows[1:] if row[place]]
+    of_steps = [sum(pair) for pair in zip(seen.losses[::2], seen.losses[1::2], strict=True)]
+    assert logged == pytest.approx(of_steps, rel=1e-6)
+    assert seen.validated == [2, 4, 5]  # two steps an epoch, and the last
+
 
 def test_the_learning_rate_falls_until_the_last_step_of_a_trainer_that_counts_epochs(tmp_path):
     shares = [(step - 2) / 7 for step in range(2, 9)]  # 6 batches, 3 steps an epoch
     cosine = [1e-2 * (0.1 + 0.45 * (1 + math.cos(math.pi * share))) for share in shares]
     for max_steps in (-1, 99):
         ends = {"max_epochs": 3, "max_steps": max_steps}
-        run = trainer(tmp_path, callbacks=[seen := Rates()], accumulate_grad_batches=2, **ends)
+        run = trainer(tmp_path, callbacks=[seen := Noted()], accumulate_grad_batches=2, **ends)
         run.fit(text(), DataLoader(BLOCKS, batch_size=3))
         assert seen.rates == pytest.approx([0.5e-2, 1e-2, *cosine]), ends
 
@@ -139,7 +134,7 @@ def test_a_trainer_without_an_end_is_asked_for_the_step_at_which_the_rate_has_de
 
 
 def test_the_loss_of_a_step_of_fewer_micro_batches_is_their_mean(tmp_path):
-    seen, log = Rates(), RunLog(tmp_path)
+    seen, log = Noted(), RunLog(tmp_path)
     logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
     options = {"max_epochs": 2, "max_steps": -1, "accumulate_grad_batches": 3, "log_every_n_steps": 1}
     trainer(tmp_path, callbacks=[seen, log], logger=logger, **options).fit(text(), blocks("dict"))

@@ -83,12 +83,7 @@ def test_a_recipe_with_wrong_keys_or_values_is_refused(tmp_path):
         assert sentence in str(refused.value), content
 
 
-def test_recipes_that_cannot_be_read_are_refused_and_numbers_are_read_as_python_writes_them(tmp_path):
-    with pytest.raises(InputError, match="cannot read .*none.yaml"):
-        read_yaml(tmp_path / "none.yaml", TaskFinetuningRecipe, "")
-    (tmp_path / "broken.yaml").write_text("a: [")
-    with pytest.raises(InputError, match="not valid YAML"):
-        read_yaml(tmp_path / "broken.yaml", TaskFinetuningRecipe, "")
+def test_numbers_of_recipes_are_read_as_python_writes_them(tmp_path):
     (tmp_path / "recipe.yaml").write_text("task: c\nlearning_rate: 5e-5\n")  # to YAML it is text
     assert read_yaml(tmp_path / "recipe.yaml", TaskFinetuningRecipe, "").learning_rate == 5e-5
     assert read_yaml(Path("recipes/finetune/arc.yaml"), TaskFinetuningRecipe, "").num_epochs == 1
@@ -208,7 +203,7 @@ def test_the_mean_over_seeds_and_how_many_orders_are_the_plain_one():
 
 
 @pytest.mark.soak
-def test_rows_learnt_by_heart_are_answered_and_scores_before_are_those_of_the_order(home, tmp_path, monkeypatch):
+def test_rows_learnt_by_heart_are_answered_and_scores_before_are_those_of_the_order(home, tmp_path):
     folder, rows = home
     model = tiny_speaker(blocks=6, seed=3)
     made, view = analysis(folder, tmp_path, num_epochs=40), LayeredModel(model)
@@ -232,14 +227,6 @@ def test_rows_learnt_by_heart_are_answered_and_scores_before_are_those_of_the_or
     kept = load(tmp_path / "skip_M_3" / "model").state_dict()
     assert torch.equal(kept["transformer.h.3.mlp.c_fc.weight"], before["transformer.h.3.mlp.c_fc.weight"])
     assert not torch.equal(kept["transformer.h.0.mlp.c_fc.weight"], before["transformer.h.0.mlp.c_fc.weight"])
-    monkeypatch.setattr(LitAnswers, "training_step", lambda *_: pytest.fail("trained again"))
-    again = {
-        (r.metric, r.tags["variant"], r.tags["when"]): r
-        for r in records_of(analysis(folder, tmp_path, num_epochs=40), view)
-    }
-    assert again == records
-    with pytest.raises(InputError, match=r"finetuned.json is the result of other settings \(num_epochs differs\)"):
-        list(records_of(analysis(folder, tmp_path, num_epochs=41), view))
     assert json.loads((tmp_path / "skip_M_3" / "finetuned.json").read_text())["schedule"] == "1 2 6"
 
 

@@ -6,12 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from tokenizers import Tokenizer, processors
 
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
@@ -27,7 +24,8 @@ from lit_layers.training.glue import EncodedRows, GlueData, GlueRecipe, GlueScor
 from lit_layers.training.modules import warmup_linear
 from lit_layers.training.trainer import StepSampler
 from tests.support.data_mapping import with_mapping
-from tests.support.labelled_texts import labelled, saved_bert
+from tests.support.glue_files import saved_bert_of_pairs, write_glue, write_rows
+from tests.support.labelled_texts import labelled
 from tests.support.measured import records_of
 from tests.support.tiny_models import tiny
 
@@ -38,27 +36,13 @@ QUICK = {"max_steps": 2, "batch_size": 4, "num_tokens": 30}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A BERT of masked words with a tokenizer of pairs, and files of three tasks."""
-    folder = tmp_path_factory.mktemp("glue")
-    saved_bert(folder / "bert")
-    tokenizer = Tokenizer.from_file(str(folder / "bert" / "tokenizer.json"))
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    tokenizer.save(str(folder / "bert" / "tokenizer.json"))
-    (with_mapping(folder) / "glue").mkdir()
+    folder = write_glue(tmp_path_factory.mktemp("glue"))
+    saved_bert_of_pairs(folder / "bert")
     for split, first, count in (("train", 0, 24), ("validation", 30, 10)):
-        rows = labelled(count, first)
-        texts, others = [text for text, _ in rows], [text for text, _ in labelled(count, first + 7)]
-        classes = [int(mood == "sad") for _, mood in rows]
-        write(folder, f"cola_{split}", sentence=texts, label=classes)
-        write(folder, f"mrpc_{split}", sentence1=texts, sentence2=others, label=classes)
+        texts, others = ([text for text, _ in labelled(count, start)] for start in (first, first + 7))
         scores = [number % 6 * 0.9 for number in range(count)]
-        write(folder, f"stsb_{split}", sentence1=texts, sentence2=others, score=scores)
+        write_rows(folder, f"stsb_{split}", sentence1=texts, sentence2=others, score=scores)
     return folder
-
-
-def write(folder, name, **columns):
-    pq.write_table(pa.table(columns), folder / "glue" / f"{name}.parquet")
 
 
 @pytest.fixture(autouse=True)
@@ -182,7 +166,7 @@ def test_fewer_rows_are_the_beginning_of_more(folder):
 def test_rows_tasks_splits_and_folders_that_do_not_fit_are_refused(tmp_path):
     (with_mapping(tmp_path) / "glue").mkdir()
     for column, sentence in (("label", "row 0 of .* has 2, expected a class from 0 to 1"), ("other", "cola: .*label")):
-        write(tmp_path, "cola_train", sentence=["a"], **{column: [2]})
+        write_rows(tmp_path, "cola_train", sentence=["a"], **{column: [2]})
         with pytest.raises(InputError, match=sentence):
             read_rows(GLUE["cola"], "train", tmp_path)
     with pytest.raises(InputError, match=r"task: there is no 'colla'; did you mean cola\?"):

@@ -1,8 +1,6 @@
-import copy
 import functools
 import math
 
-import lightning as L
 import pytest
 import torch
 from torch._dynamo.backends.debugging import aot_eager
@@ -75,31 +73,9 @@ def test_away_from_cpus_the_loss_is_part_of_the_one_compiled_graph(tmp_path, mon
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counting))
     torch._dynamo.reset()
     counters.clear()
-    plain, losses, gradients = [], [], []
-
-    class Watch(L.Callback):
-        def on_train_start(self, trainer, pl_module):
-            plain.append(copy.deepcopy(pl_module.model).double())
-
-        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-            gradients.append({name: p.grad.double() for name, p in pl_module.model.named_parameters()})
-
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            losses.append((outputs["loss"].item(), batch["input_ids"]))
-
-    lit = module(compile=True, **NO_DROPOUT)
-    fit(tmp_path, [Watch()], module=lit, steps=3, accumulate_grad_batches=2, gradient_clip_val=None)
+    fit(tmp_path, [], module=module(compile=True, **NO_DROPOUT), steps=2, accumulate_grad_batches=2)
     assert [F.cross_entropy in graph for graph in graphs] == [True]
     assert not counters["graph_break"]
-
-    (model,) = plain
-    for loss, tokens in losses[:2]:  # the micro-batches of the first step
-        logits = model(input_ids=tokens[:, :-1]).logits[..., :61]
-        expected = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / 2
-        assert loss == pytest.approx(expected.item(), rel=1e-6)  # float32 sums of about 50 terms
-        expected.backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradients[0][name], parameter.grad, rtol=1e-4, atol=1e-7, msg=name)
 
 
 def test_activations_are_kept_or_computed_again_for_equal_bits_of_fewer_bytes(tmp_path):

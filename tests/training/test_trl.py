@@ -19,8 +19,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore")]
 TEXTS = [text for text, _ in labelled(24)]
 
 
-@pytest.mark.parametrize("adapters", [False, True])
-def test_supervised_fine_tuning_is_measured_and_left_as_it_is(adapters, tmp_path):
+def test_supervised_fine_tuning_of_adapters_is_measured_and_left_as_it_is(tmp_path):
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
@@ -41,7 +40,7 @@ def test_supervised_fine_tuning_is_measured_and_left_as_it_is(adapters, tmp_path
             arguments,
             train_dataset=Dataset.from_dict({"text": TEXTS[1:]}),
             processing_class=tokenizer,
-            peft_config=lora if adapters else None,
+            peft_config=lora,
             callbacks=[EmergenceTrainerCallback([Lens(batches=held_out)], [0], root)] if root else [],
         )
         trainer.train()
@@ -55,9 +54,8 @@ def test_supervised_fine_tuning_is_measured_and_left_as_it_is(adapters, tmp_path
     }
     # The last layer's readout is the model's own: its loss on the text, from its logits.
     (batch,) = held_out
-    merged = watched.merge_and_unload() if adapters else watched
     with torch.no_grad():
-        logits = merged(**batch).logits[0, :-1].double()
+        logits = watched.merge_and_unload()(**batch).logits[0, :-1].double()
     expected = torch.nn.functional.cross_entropy(logits, batch["input_ids"][0, 1:]).item()
     assert losses[3] == pytest.approx(expected, rel=1e-5)  # float32, and merged weights are sums in another order
     assert abs(losses[0] - losses[3]) > 1e-3, "training changed nothing"

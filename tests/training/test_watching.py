@@ -64,7 +64,7 @@ def in_a_loop(model, root, watched, **options) -> None:
                 watching.step()
 
 
-def in_lightning(model, root, watched, package=L, **options) -> None:
+def module_of(model, package=L):
     class Module(package.LightningModule):
         def __init__(self):
             super().__init__()
@@ -76,6 +76,10 @@ def in_lightning(model, root, watched, package=L, **options) -> None:
         def configure_optimizers(self):
             return optimizer_of(self.net)
 
+    return Module()
+
+
+def in_lightning(model, root, watched, package=L, **options) -> None:
     both = [
         SeriesCheckpoint(STEPS, root, model="net"),
         EmergenceCallback(analyses(), STEPS, root, model="net", **options),
@@ -85,7 +89,7 @@ def in_lightning(model, root, watched, package=L, **options) -> None:
         max_epochs=1, accelerator="cpu", enable_model_summary=False, callbacks=both if watched else [], **quiet
     )
     model.train()
-    trainer.fit(Module(), loader())
+    trainer.fit(module_of(model, package), loader())
 
 
 def in_old_lightning(model, root, watched) -> None:
@@ -328,15 +332,6 @@ def test_a_second_training_in_a_root_is_refused_or_takes_its_place(train, tmp_pa
     assert training not in {m.training for m in second}
 
 
-def test_one_trainer_of_transformers_that_trains_twice_is_refused_the_second_time(tmp_path):
-    arguments = TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True)
-    callback = EmergenceTrainerCallback(analyses()[:1], [0], tmp_path / "run")
-    trainer = Trainer(network(0.0), arguments, train_dataset=DATA, callbacks=[callback])
-    trainer.train()
-    with pytest.raises(InputError, match="already holds a run"):
-        trainer.train()
-
-
 def loop(root, weights, steps, *, change: float = 1.0, **options) -> dict[int, dict]:
     """Adds a number to the weights at each step, and returns the weights of each."""
     model = network(0.0)
@@ -383,23 +378,12 @@ def test_a_training_that_goes_back_leaves_its_old_branch_and_keeps_the_lines(tmp
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty", "ignore:You're resuming from a checkpoint")
 def test_a_trainer_goes_on_from_its_own_checkpoint_between_measured_steps(tmp_path):
-    class Module(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.model = network(0.0)
-
-        def training_step(self, batch, _):
-            return self.model(**batch).loss
-
-        def configure_optimizers(self):
-            return optimizer_of(self.model)
-
     def train(steps: int, root, state=None, **options) -> None:
-        watch = EmergenceCallback(analyses()[:1], {"every": 4}, root, **options)
+        watch = EmergenceCallback(analyses()[:1], {"every": 4}, root, model="net", **options)
         each = ModelCheckpoint(tmp_path / "states", "{step}", every_n_train_steps=1, save_top_k=-1)
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
         trainer = L.Trainer(max_steps=steps, callbacks=[watch, each], **quiet)
-        trainer.fit(Module(), DataLoader(DATA * 2, batch_size=SIZE), ckpt_path=state)
+        trainer.fit(module_of(network(0.0)), DataLoader(DATA * 2, batch_size=SIZE), ckpt_path=state)
 
     root, state = tmp_path / "run", tmp_path / "states" / "step=3.ckpt"
     train(5, root)
