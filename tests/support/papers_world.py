@@ -1,5 +1,5 @@
-"""What the recipes of published figures ask for, as the Hub has it, with tiny weights: every repository by its own
-name, family and number of blocks, its branches, and every data set with as many rows as the published split has."""
+"""What the reduced recipes of published figures ask for, as the Hub has it, with tiny weights: every repository by its
+own name, family and number of blocks, its branches, and every data set."""
 
 import random
 import shutil
@@ -17,50 +17,21 @@ from tests.support.saved_models import saved
 from tests.support.series_hub import make_series
 
 POSITIONS = 512
-PYTHIAS = {"14m": 6, "70m": 6, "160m": 12, "410m": 24, "1b": 16, "1.4b": 24, "2.8b": 32, "6.9b": 32, "12b": 36}
 STEPS = (0, 1, 64, 128, 256, 512, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 128000, 143000)
-SERIES = ("70m", "160m", "410m", "6.9b", "12b")  # of which branches are asked for
+SERIES = ("70m", "160m")  # of which branches are asked for
 MODELS = {  # repository: family and blocks
     "gpt2": ("gpt2", 12),
     "gpt2-medium": ("gpt2", 24),
-    "gpt2-large": ("gpt2", 36),
-    "gpt2-xl": ("gpt2", 48),
     "Qwen/Qwen1.5-0.5B": ("qwen2", 24),
-    "Qwen/Qwen1.5-1.8B": ("qwen2", 24),
-    "Qwen/Qwen1.5-4B": ("qwen2", 40),
-    "Qwen/Qwen1.5-7B": ("qwen2", 32),
-    "Qwen/Qwen1.5-14B": ("qwen2", 40),
-    "Qwen/Qwen2-7B": ("qwen2", 28),
     "Qwen/Qwen2.5-0.5B": ("qwen2", 24),
-    "Qwen/Qwen2.5-7B": ("qwen2", 28),
-    "Qwen/Qwen2.5-Math-7B": ("qwen2", 28),
-    "allenai/OLMo-1B-hf": ("olmo", 16),
-    "allenai/OLMo-1.7-7B-hf": ("olmo", 32),
-    "microsoft/phi-1": ("phi", 24),
-    "microsoft/phi-1_5": ("phi", 24),
-    "microsoft/phi-2": ("phi", 32),
-    "microsoft/Phi-3.5-mini-instruct": ("phi3", 32),
-    "google/gemma-2b": ("gemma", 18),
-    "google/gemma-7b": ("gemma", 28),
-    "meta-llama/Llama-2-7b-hf": ("llama", 32),
-    "meta-llama/Llama-2-13b-hf": ("llama", 40),
-    "meta-llama/Meta-Llama-3-8B": ("llama", 32),
-    "meta-llama/Llama-3.1-8B-Instruct": ("llama", 32),
-    "lmsys/vicuna-7b-v1.5": ("llama", 32),
-    "microsoft/Orca-2-7b": ("llama", 32),
-    "mistralai/Mistral-7B-v0.1": ("mistral", 32),
-    "mistralai/Mistral-7B-v0.3": ("mistral", 32),
-    "mistralai/Mistral-7B-Instruct-v0.1": ("mistral", 32),
-    "mistralai/Mistral-7B-Instruct-v0.2": ("mistral", 32),
-    "tiiuae/falcon-11B": ("falcon", 60),
-    "EleutherAI/gpt-neo-1.3B": ("gpt_neo", 24),
     "state-spaces/mamba-370m-hf": ("mamba_lm", 48),
     "bert-base-uncased": ("bert", 12),
-    "bert-large-uncased": ("bert", 24),
-    **{f"EleutherAI/pythia-{size}": ("gpt_neox", blocks) for size, blocks in PYTHIAS.items()},
+    "EleutherAI/pythia-14m": ("gpt_neox", 6),
+    "EleutherAI/pythia-70m": ("gpt_neox", 6),
+    "EleutherAI/pythia-160m": ("gpt_neox", 12),
+    "EleutherAI/pythia-410m": ("gpt_neox", 24),
+    "EleutherAI/pythia-1.4b": ("gpt_neox", 24),
 }
-# Without a tokenizer.json of their own: the recipes name another repository's.
-BORROWED = dict.fromkeys(("lmsys/vicuna-7b-v1.5", "microsoft/Orca-2-7b"), "hf-internal-testing/llama-tokenizer")
 WORDS = (
     *("between", "another", "country", "through", "government", "children", "against", "without", "during", "national"),
     *("general", "several", "important", "company", "question", "including", "political", "possible", "interest"),
@@ -92,17 +63,11 @@ def write_hub(root: Path, names: Iterable[str] = MODELS, *, series: tuple[str, .
     for number, name in enumerate(sorted(names)):
         family, blocks = MODELS[name]
         folder = root / name / "main"
-        counts = {"n_layer": blocks} if family in ("gpt2", "mpt") else {"num_hidden_layers": blocks}
-        if family == "gpt_neo":
-            counts |= {"num_layers": blocks, "attention_types": [[["global", "local"], blocks // 2]]}
+        counts = {"n_layer" if family == "gpt2" else "num_hidden_layers": blocks}
         longest = "n_positions" if family == "gpt2" else "max_position_embeddings"
         longer = {} if family == "mamba_lm" else {longest: POSITIONS}
         saved(folder, family, shard="1GB", vocab_size=300, seed=number, **counts, **longer)
         save_tokenizer(tokenizer, folder)
-        if name in BORROWED:
-            (folder / "tokenizer.json").unlink()
-            (root / BORROWED[name] / "main").mkdir(parents=True, exist_ok=True)
-            save_tokenizer(tokenizer, root / BORROWED[name] / "main")
         if name.rpartition("pythia-")[2] in series and "pythia" in name:
             folder.rename(root / name / "made")
             # far from the model a block's derivative in float32 is too rough to be held against
@@ -114,38 +79,19 @@ def write_hub(root: Path, names: Iterable[str] = MODELS, *, series: tuple[str, .
     return root
 
 
-ROWS = {  # of the published splits
-    "banking77": {"train": 10_003, "test": 3_080},
-    "ag_news": {"train": 120_000, "test": 7_600},
-    "tweet_sentiment": {"train": 27_481, "test": 3_534},
-    "yelp_reviews": {"validation": 5_000, "test": 5_000},
-    "benchmarks": {
-        "arc_challenge_test": 1_172,
-        "arc_challenge_train": 1_119,
-        "gsm8k_test": 1_319,
-        "gsm8k_train_sample": 7_473,
-        "hellaswag_validation": 10_042,
-        "lambada_openai_test": 5_153,
-        "mmlu_test": 14_042,
-        "truthfulqa_generation": 817,
-        "winogrande_validation": 1_267,
-    },
-    "glue": {
-        "cola_train": 8_551,
-        "cola_validation": 1_043,
-        "mrpc_train": 3_668,
-        "mrpc_validation": 408,
-        "mrpc_test": 1_725,
-        "rte_train": 2_490,
-        "rte_validation": 277,
-        "sst2_train": 67_349,
-        "sst2_validation": 872,
-        "stsb_train": 5_749,
-        "stsb_validation": 1_500,
-        "stsb_test": 1_379,
-    },
-    "sts": {"sick_train": 4_500, "sick_validation": 500, "sick_test": 4_927},
-    "analogies": {"bats3": 2_000},
+SPLITS = ("train", "validation", "test")
+FILES = {
+    "banking77": SPLITS,
+    "ag_news": SPLITS,
+    "tweet_sentiment": SPLITS,
+    "yelp_reviews": SPLITS,
+    "benchmarks": (
+        *("arc_challenge_test", "arc_challenge_train", "gsm8k_test", "gsm8k_train_sample", "hellaswag_validation"),
+        *("lambada_openai_test", "mmlu_test", "truthfulqa_generation", "winogrande_validation"),
+    ),
+    "glue": [f"{task}_{split}" for task in ("cola", "mrpc", "rte", "sst2", "stsb") for split in SPLITS],
+    "sts": [f"sick_{split}" for split in SPLITS],
+    "analogies": ["bats3"],
 }
 HUMANITIES = ("philosophy", "prehistory", "world_religions", "college_physics")
 
@@ -159,18 +105,16 @@ def with_arc_to_train_on(root: Path) -> None:
     (root / "tasks.yaml").write_text(yaml.safe_dump(content))
 
 
-def write_data(root: Path, *, most: int | None = None) -> Path:
-    """A folder of local data with a `tasks.yaml`, each file with as many rows as the published split; but for
-    the benchmarks, of which prompts are drawn, `most` at the most."""
+def write_data(root: Path, *, rows: int = 10_100) -> Path:
+    """A folder of local data with a `tasks.yaml`, each file with so many rows."""
     with_mapping(root)
     with_arc_to_train_on(root)
-    for folder, files in ROWS.items():
+    for folder, names in FILES.items():
         (root / folder).mkdir(exist_ok=True)
-        for name, published in files.items():
-            number = published if most is None or folder == "benchmarks" else min(published, most)
+        for name in names:
             chance = random.Random(f"{folder}/{name}")
-            rows = [_row(folder, name, n, chance) for n in range(number)]
-            pq.write_table(pa.Table.from_pylist(rows), root / folder / f"{name}.parquet")
+            made = [_row(folder, name, number, chance) for number in range(rows)]
+            pq.write_table(pa.Table.from_pylist(made), root / folder / f"{name}.parquet")
     return root
 
 
