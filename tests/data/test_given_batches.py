@@ -5,12 +5,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lit_layers import measure
-from lit_layers.analyses import Trajectory
 from lit_layers.data import batches
 from lit_layers.data.batches import GivenBatches, as_batches
 from lit_layers.errors import InputError
-from tests.support.random_text import RandomText
 from tests.support.tiny_training import CONTEXT, VOCABULARY
 
 IDS = torch.randint(VOCABULARY, (20, CONTEXT), generator=torch.Generator().manual_seed(1))
@@ -62,17 +59,6 @@ def test_rows_of_different_length_are_padded_and_their_own_padding_left_out():
 def test_a_loader_that_shuffles_gives_the_same_batches_every_time():
     batches = GivenBatches(DataLoader(TensorDataset(IDS), batch_size=7, shuffle=True))
     assert torch.equal(joined(batches), joined(batches))
-
-
-def test_an_analysis_measures_the_same_on_a_list_as_on_batches():
-    from tests.training.test_watching import network
-
-    model = network(0.0)
-    found = [
-        measure(model, Trajectory(batches=batches), run="r", step=0) for batches in (RandomText(), [*RandomText()])
-    ]
-    assert found[0].records == found[1].records
-    assert found[1].provenance["data_hash"]
 
 
 def test_anything_else_and_a_whole_training_set_is_refused_in_a_sentence(monkeypatch):

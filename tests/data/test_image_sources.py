@@ -194,15 +194,6 @@ def test_a_data_set_of_the_hub_gives_its_held_out_split_and_class_names(monkeypa
     assert set(asked) == {("some/images", "fine")}
 
 
-@pytest.mark.soak
-@pytest.mark.realdata
-def test_cifar_10_is_read_from_the_parquet_files_of_the_hub(realdata):
-    source = image_source(str(realdata / "cifar10"))
-    test = small(source, "test")
-    assert test.pixels.shape == (8000, 3, 32, 32)
-    assert test.labels.bincount().tolist() == [800] * 10
-
-
 EVERY_MODE = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I", "F", "I;16", "LAB")
 
 

@@ -26,19 +26,14 @@ def rows(num_rows: int = 60, num_classes: int = 4, seed: int = 0) -> tuple[torch
     return torch.from_numpy(labels), torch.from_numpy(predictions)
 
 
-def test_the_interval_is_that_of_a_loop_over_the_same_resamples():
-    labels, predictions = rows()
-    found = macro_f1_interval(labels, predictions, resamples=200, seed=3)
-    np.testing.assert_allclose(found, by_loop(labels, predictions, 200, 3), rtol=0, atol=1e-12)
-
-
-def test_classes_that_are_rare_or_only_predicted_count_as_in_the_loop():
+def test_the_interval_is_that_of_a_loop_also_of_classes_that_are_rare_or_only_predicted():
     labels, predictions = rows(30)
     labels[:] = torch.where(labels == 3, 7, labels)  # numbers with gaps
     predictions[:4] = torch.tensor([9, 5, 0, 12])  # classes that no row has, between the others and beyond them
     labels[0] = 20  # one row: many resamples have none of it
-    found = macro_f1_interval(labels, predictions, resamples=200)
-    np.testing.assert_allclose(found, by_loop(labels, predictions, 200, 0), rtol=0, atol=1e-12)
+    for given, seed in (((labels, predictions), 0), (rows(), 3)):
+        found = macro_f1_interval(*given, resamples=200, seed=seed)
+        np.testing.assert_allclose(found, by_loop(*given, 200, seed), rtol=0, atol=1e-12)
 
 
 def test_two_rows_by_hand():

@@ -116,13 +116,8 @@ def test_the_four_measures_of_rank_are_ordered_for_any_spectrum(rows, dim, power
     matrix = normal(rows, dim, seed=seed) * 10.0 ** -torch.linspace(0, powers, dim, dtype=torch.float64)
     matrix = matrix.repeat(copies, 1)
     rank = np.linalg.matrix_rank(matrix.numpy())
-    chain = [
-        participation_ratio(matrix).item(),
-        math.exp(matrix_entropy(matrix).item()),
-        effective_rank(matrix).item(),
-        rank,
-        min(rows, dim),
-    ]
+    exponential = math.exp(matrix_entropy(matrix).item())
+    chain = [participation_ratio(matrix).item(), exponential, effective_rank(matrix).item(), rank, min(rows, dim)]
     assert all(low <= high * (1 + 1e-9) for low, high in itertools.pairwise(chain)), chain
 
 

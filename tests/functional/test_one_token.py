@@ -159,16 +159,6 @@ class Unmapped(Attending):
         return hidden + self.out(fused()(heads, heads, heads).transpose(1, 2).flatten(2))
 
 
-def test_attention_that_no_linear_map_feeds_is_not_cut(monkeypatch):
-    monkeypatch.setattr(block_jacobians, "_warned", set())
-    block, hidden = Unmapped(None).double(), torch.randn(2, 6, 8, dtype=torch.float64)
-    expected = block_jacobian(block, hidden, route="plain")
-    with pytest.raises(ValueError, match="no route 'cut' for Unmapped: its attention is fed otherwise than by linear"):
-        block_jacobian(block, hidden, route="cut")
-    with pytest.warns(RuntimeWarning, match="by plain reverse mode"):
-        assert torch.equal(block_jacobian(block, hidden), expected)
-
-
 def test_many_tokens_of_many_prompts_are_the_same_as_one_at_a_time():
     block, hidden = Attending(fused(is_causal=True)).double(), torch.randn(3, 7, 8, dtype=torch.float64)
     together = block_jacobian(block, hidden, out_tokens=range(7), route="cut")
@@ -215,6 +205,7 @@ class Averaging(Attending):
         (Convolving(fused()), "does not treat a token alone as within its prompt"),
         (Averaging(fused()), "it differs from the block's own derivative by"),
         (nn.Sequential(nn.Linear(8, 8)), "no attention of a known kind"),
+        (Unmapped(None), "its attention is fed otherwise than by linear"),
     ],
 )
 def test_a_block_that_is_not_understood_falls_back_says_so_once_and_is_exact(block, reason, monkeypatch):

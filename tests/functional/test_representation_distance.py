@@ -23,8 +23,6 @@ def test_procrustes_is_scipys_and_does_not_mind_rotation_scale_and_place():
     assert procrustes_distance(x, 3 * y @ rotation(6) - 5).item() == pytest.approx(found, rel=1e-9)
     assert procrustes_distance(x, 2 * x @ rotation(6) + 1).item() == pytest.approx(0, abs=1e-12)
     assert procrustes_distance(torch.stack([x, y]), torch.stack([y, y]))[1].item() == pytest.approx(0, abs=1e-12)
-    independent = procrustes_distance(normal(4000, 3), normal(4000, 5, seed=2)).item()
-    assert independent == pytest.approx(2, abs=0.1)
 
 
 def test_the_overlap_is_the_mean_squared_cosine_of_the_principal_angles():
@@ -48,25 +46,13 @@ def test_the_overlap_of_rows_knows_no_order_of_features():
     expected = (np.cos(subspace_angles(*bases)) ** 2).mean()
     assert subspace_overlap(x, y, k=3, of="rows").item() == pytest.approx(expected, rel=1e-9)
     assert subspace_overlap(2 * x @ rotation(9) + 1, y, k=3, of="rows").item() == pytest.approx(expected, rel=1e-9)
-    drawn = [
-        subspace_overlap(normal(30, 9, seed=n), normal(30, 9, seed=n + 500), k=3, of="rows").item() for n in range(100)
-    ]
-    assert np.mean(drawn) == pytest.approx(3 / 29, abs=0.02)  # chance
-    with pytest.raises(ValueError, match="expected of to be"):
-        subspace_overlap(x, x, k=3, of="prompts")  # pyright: ignore[reportArgumentType]
 
 
-def test_what_is_constant_too_narrow_or_not_finite_is_undefined():
+def test_what_is_constant_or_too_narrow_is_undefined():
     x = normal(20, 5)
     for distance in (procrustes_distance, lambda a, b, **o: subspace_overlap(a, b, k=2, **o)):
         with pytest.raises(ValueError, match="y does not vary"):
             distance(x, torch.ones(20, 5))
         assert distance(x, torch.full((20, 5), torch.nan), undefined="nan").isnan()
-        with pytest.raises(ValueError, match="expected x and y of the same rows"):
-            distance(x, x[:7])
     with pytest.raises(ValueError, match="x has fewer than 3 directions"):
         subspace_overlap(x[:, :1] * torch.ones(5), x, k=3)
-    with pytest.raises(ValueError, match="expected k from 1"):
-        subspace_overlap(x, x, k=6)
-    with pytest.raises(ValueError, match="of one width"):
-        subspace_overlap(x, x[:, :4], k=2)
