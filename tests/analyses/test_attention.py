@@ -18,7 +18,7 @@ from tests.support.tiny_models import HEADS, LAYERS, VOCAB, tiny, tiny_batch
 
 
 def found(analysis, model) -> dict[Any, Any]:
-    records = list(records_of(analysis, LayeredModel(model)))
+    records = records_of(analysis, model)
     keyed = {(record.metric, record.layer, record.tags.get("head")): record for record in records}
     assert len(keyed) == len(records)
     return keyed
@@ -97,12 +97,12 @@ def test_the_gain_by_context_is_the_difference_of_two_losses():
     assert record.value == pytest.approx(sum(expected) / 2, rel=1e-9)
     assert (record.n, record.tags) == (2, {"early": 3, "late": 10, "num_undefined": 2})
     with pytest.raises(InputError, match="expected tokens from 2 to 64, .* late 500"):  # it takes 64 tokens
-        list(records_of(InContext(batches=Listed(batch)), LayeredModel(model)))
+        records_of(InContext(batches=Listed(batch)), model)
 
 
 def test_models_without_attention_are_refused_by_name():
     with pytest.raises(InputError, match="MambaForCausalLM has no attention weights to read"):
-        list(records_of(AttentionPatterns(batches=Listed(*BATCHES[:2])), LayeredModel(tiny("mamba_lm"))))
+        records_of(AttentionPatterns(batches=Listed(*BATCHES[:2])), tiny("mamba_lm"))
 
 
 def test_tokens_with_a_meaning_are_not_drawn_and_sequences_fit_the_window():

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from lit_layers.analyses.depth_coupling import CouplingMatrices
-from lit_layers.models.view import LayeredModel
 from tests.analyses.whole_jacobians import whole_jacobians, without_block_2
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
@@ -15,7 +14,7 @@ from tests.support.tiny_models import DIM, tiny, tiny_batch
 def found(model, *batches, **options):
     """(layer, other_layer, prompt) -> matrix."""
     matrices = {}
-    for record in records_of(CouplingMatrices(batches=Listed(*batches), **options), LayeredModel(model)):
+    for record in records_of(CouplingMatrices(batches=Listed(*batches), **options), model):
         tags = dict(record.tags)
         row, column, k = tags.pop("row"), tags.pop("column"), tags.pop("k")
         key = record.layer, record.other_layer, tags.pop("prompt")

@@ -13,7 +13,6 @@ from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.data.word_pairs import WordPairs
 from lit_layers.functional.curves import bootstrap_interval
 from lit_layers.functional.geometry import _derangements
-from lit_layers.models.view import LayeredModel
 from tests.analyses.prompt_states import states_of_each_prompt
 from tests.support.measured import records_of
 from tests.support.tiny_models import LAYERS, tiny
@@ -46,7 +45,7 @@ def text_model(name, dtype=torch.float64, **options):
 
 
 def run(model, words, **options):
-    records = list(records_of(ConceptAlignment(words=words, **options), LayeredModel(model)))
+    records = records_of(ConceptAlignment(words=words, **options), model)
     keys = [(r.metric, r.layer, r.tags.get("category_id")) for r in records]
     assert len(set(keys)) == len(keys)
     return dict(zip(keys, records, strict=True))

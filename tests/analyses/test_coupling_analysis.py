@@ -17,7 +17,7 @@ from tests.support.tiny_models import LAYERS, tiny, tiny_batch
 
 def found(model, *batches, **options):
     """The records by (metric, layer, other_layer, tags)."""
-    records = list(records_of(Coupling(batches=Listed(*batches), **options), LayeredModel(model)))
+    records = records_of(Coupling(batches=Listed(*batches), **options), model)
     keys = [
         (r.metric, r.layer, r.other_layer, *sorted(tag for tag in r.tags.items() if not tag[0].startswith("num_")))
         for r in records

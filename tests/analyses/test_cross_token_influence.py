@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from lit_layers.analyses.token_jacobians import CrossTokenInfluence
-from lit_layers.models.view import LayeredModel
 from tests.analyses.whole_jacobians import whole_jacobians
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
@@ -16,7 +15,7 @@ NAMES = ("frobenius", "spectral", "participation_ratio", "entropy_rank")
 
 def found(model, *batches, **options):
     """The records by (metric, layer, distance), None for the mean over all earlier tokens."""
-    records = list(records_of(CrossTokenInfluence(batches=Listed(*batches), **options), LayeredModel(model)))
+    records = records_of(CrossTokenInfluence(batches=Listed(*batches), **options), model)
     keys = [(r.metric, r.layer, r.tags.get("token_distance")) for r in records]
     assert len(set(keys)) == len(keys)
     return dict(zip(keys, records, strict=True))

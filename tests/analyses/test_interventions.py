@@ -29,7 +29,7 @@ def key(record):
 
 
 def run(model, *batches, **options):
-    records = list(records_of(Interventions(batches=Listed(*batches), **options), LayeredModel(model)))
+    records = records_of(Interventions(batches=Listed(*batches), **options), model)
     found = {key(record): record for record in records}
     assert len(found) == len(records)
     return {key: record for key, record in found.items() if not record.metric.endswith("_difference")}
@@ -115,7 +115,7 @@ MEANS = [(None, ("middle", middle), ("variant", "random")) for middle in (1, 3)]
 
 
 def test_differences_from_the_full_model_are_over_the_same_prompts(model):
-    found = {key(each): each for each in records_of(Interventions(batches=Listed(*BATCHES)), LayeredModel(model))}
+    found = {key(each): each for each in records_of(Interventions(batches=Listed(*BATCHES)), model)}
     apart = {key: each for key, each in found.items() if each.metric.endswith("_difference")}
     assert {each.metric for each in apart.values()} == {"variant_loss_difference", "variant_accuracy_difference"}
     assert not [each for each in apart.values() if each.tags["variant"] == "baseline" or "seed" in each.tags]

@@ -12,7 +12,6 @@ from lit_layers.analyses import Invariance
 from lit_layers.data import GivenTexts, make_views
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.functional.entropy import dime, infonce, lidar
-from lit_layers.models.view import LayeredModel
 from tests.analyses.prompt_states import states_of_each_prompt
 from tests.support.labelled_texts import labelled, saved_bert, saved_gpt2
 from tests.support.measured import records_of
@@ -34,7 +33,7 @@ def model(folder):
 
 @pytest.fixture(scope="module")
 def records(model, folder):
-    return list(records_of(Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), **OPTIONS), LayeredModel(model)))
+    return records_of(Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), **OPTIONS), model)
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +98,12 @@ def find_cut(records):
 
 def test_the_released_preset_takes_centred_unit_tokens_of_normed_last_states(model, folder, states):
     analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), preset="released_code", **OPTIONS)
-    records = list(records_of(analysis, LayeredModel(model)))
+    records = records_of(analysis, model)
     tags = {"preset": "released_code"}
     for layer in LAYERS:
         rows = vectors(states[1], layer, centered_unit_mean)
-        near = (
-            {"num_layers_near_delta": 1} if find(records, "lidar_within_over_delta", layer, **tags).value < 10 else {}
-        )
+        is_near = find(records, "lidar_within_over_delta", layer, **tags).value < 10
+        near = {"num_layers_near_delta": 1} if is_near else {}
         value = find(records, "infonce", layer, **tags).value
         assert value == pytest.approx(infonce(rows[0], rows[1], unit=False).item(), rel=1e-9)
         value = find(records, "dime", layer, **tags).value
@@ -119,7 +117,7 @@ def test_the_released_preset_takes_centred_unit_tokens_of_normed_last_states(mod
 def test_the_released_preset_has_its_own_form_of_alpha_2(model, folder, states):
     options = {**OPTIONS, "num_halves": 0, "alpha": 2.0}
     analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), preset="released_code", **options)
-    records = list(records_of(analysis, LayeredModel(model)))
+    records = records_of(analysis, model)
     rows = vectors(states[1], 2, centered_unit_mean)
     (found,) = [record for record in records if (record.metric, record.layer) == ("lidar", 2)]
     means = rows.mean(0) - rows.mean((0, 1))
@@ -132,7 +130,7 @@ def test_the_released_preset_has_its_own_form_of_alpha_2(model, folder, states):
 def test_a_layer_where_all_prompts_are_one_vector_has_no_value_and_the_others_stay(tmp_path):
     model = saved_bert(tmp_path)
     analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(tmp_path), pooling="cls", **OPTIONS)
-    records = list(records_of(analysis, LayeredModel(model)))
+    records = records_of(analysis, model)
     for metric in ("lidar", "lidar_rank"):
         assert {record.layer for record in records if record.metric == metric} == {None, 1, 2, 3}
     infonce_at_0 = next(r for r in records if (r.metric, r.layer) == ("infonce", 0))
@@ -143,7 +141,7 @@ def test_a_layer_where_all_prompts_are_one_vector_has_no_value_and_the_others_st
 def test_other_options_are_told_by_tags_and_change_the_numbers(model, folder, records):
     options = {"temperature": 0.5, "states": "normed", "delta": 0.01, "unit": False}
     analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), **{**OPTIONS, "num_halves": 0}, **options)
-    others = list(records_of(analysis, LayeredModel(model)))
+    others = records_of(analysis, model)
     found = find(others, "infonce", 2, temperature=0.5, states="normed", unit=0)
     assert found.value != find(records, "infonce", 2).value
     assert found.low is None

@@ -35,7 +35,7 @@ def view() -> LayeredModel:
 
 @pytest.fixture(scope="module")
 def records(view):
-    return list(records_of(lens(), view))
+    return records_of(lens(), view)
 
 
 def fitted_on(view: LayeredModel, batches: Any, num_prompts: int) -> torch.Tensor:
@@ -85,21 +85,20 @@ def test_prompts_that_are_too_short_are_left_out_and_counted(view):
     chosen = [0, 0, 1, 2, 3, 4, 4, 5, 6]
     length = torch.tensor([SKIP + 1, 99, 99, 99, 99, 99, 2, 99, 99])  # the first and the seventh are cut
     mask = (torch.arange(ids.shape[1]) < length[:, None]).long()
-    cut = list(records_of(lens(Listed({"input_ids": ids[chosen], "attention_mask": mask}), num_prompts=3), view))
-    whole = list(records_of(lens(num_prompts=2), view))
+    cut = records_of(lens(Listed({"input_ids": ids[chosen], "attention_mask": mask}), num_prompts=3), view)
+    whole = records_of(lens(num_prompts=2), view)
     assert [r.value for r in cut] == pytest.approx([r.value for r in whole], rel=1e-6)
     for record in cut:
         assert record.tags.get("num_undefined") == 1
-        assert record.tags.get("num_undefined_fit_prompts") == (
-            1 if record.tags.get("lens", "jacobian") == "jacobian" else None
-        )
+        is_fitted = record.tags.get("lens", "jacobian") == "jacobian"
+        assert record.tags.get("num_undefined_fit_prompts") == (1 if is_fitted else None)
     assert not any("num_undefined" in name for record in whole for name in record.tags)
 
 
 def test_held_out_prompts_that_are_all_too_short_are_said(view):
     ids = torch.randint(3, 60, (6, 12), generator=torch.Generator().manual_seed(4))
     with pytest.raises(InputError, match=r"give more than 2 \(num_prompts\) of more than 3 tokens"):
-        list(records_of(lens(Listed({"input_ids": ids[:2]}, {"input_ids": ids[2:, :3]})), view))
+        records_of(lens(Listed({"input_ids": ids[:2]}, {"input_ids": ids[2:, :3]})), view)
 
 
 @pytest.mark.parametrize(

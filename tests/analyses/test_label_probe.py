@@ -58,7 +58,7 @@ def analysis(train, test, **options):
 
 
 def run(model, train, test, **options):
-    records = list(records_of(analysis(train, test, **options), LayeredModel(model)))
+    records = records_of(analysis(train, test, **options), model)
     keys = [(r.metric, r.layer, *(v for k, v in r.tags.items() if not k.startswith("num_"))) for r in records]
     assert len(set(keys)) == len(keys)
     return dict(zip(keys, records, strict=True))
@@ -234,7 +234,7 @@ def test_permuted_labels_are_a_control_that_the_seed_decides(split):
 
 def test_a_probe_that_has_not_converged_is_flagged(split):
     model = tiny("vit")
-    flagged = [r for r in records_of(analysis(*split, max_iterations=1), LayeredModel(model)) if r.layer is not None]
+    flagged = [r for r in records_of(analysis(*split, max_iterations=1), model) if r.layer is not None]
     assert {r.tags.get("num_not_converged") for r in flagged} == {1}
     assert all("num_not_converged" not in r.tags for r in run(model, *split, tolerance=1e-6).values())
 
@@ -265,4 +265,4 @@ def test_an_image_model_without_a_class_token_has_no_such_pooling(split):
     view = LayeredModel(tiny("vit_average"))
     with pytest.raises(InputError, match="this VisionTransformer has no class token: choose pooling 'mean'"):
         analysis(*split, pooling=("mean", "cls")).check(view)
-    assert list(records_of(analysis(*split, tolerance=1e-3), view))
+    assert records_of(analysis(*split, tolerance=1e-3), view)

@@ -10,7 +10,6 @@ import torch
 from lit_layers.analyses import LayerSimilarity
 from lit_layers.errors import InputError
 from lit_layers.functional.geometry import layer_stages
-from lit_layers.models.view import LayeredModel
 from tests.analyses.prompt_states import BATCHES, states_of_each_prompt
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
@@ -36,7 +35,7 @@ def key(record):
 
 
 def run(model, *batches, **options):
-    records = list(records_of(LayerSimilarity(batches=Listed(*batches), **options), LayeredModel(model)))
+    records = records_of(LayerSimilarity(batches=Listed(*batches), **options), model)
     found = {key(record): record for record in records}
     assert len(found) == len(records)
     return found

@@ -25,7 +25,7 @@ METRICS = {"logit_lens_loss", "logit_lens_accuracy", "logit_lens_perplexity", "k
 
 
 def run(model, *batches):
-    records = list(records_of(Lens(batches=Listed(*batches)), LayeredModel(model)))
+    records = records_of(Lens(batches=Listed(*batches)), model)
     assert len({(r.metric, r.layer) for r in records}) == len(records)
     return {(r.metric, r.layer): r for r in records}
 

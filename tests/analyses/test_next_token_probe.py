@@ -61,7 +61,7 @@ def analysis(train, test, padding="right", **options):
 
 
 def run(model, *args, **options):
-    records = list(records_of(analysis(*args, **options), LayeredModel(model)))
+    records = records_of(analysis(*args, **options), model)
     keys = [(r.metric, r.layer, *((k, v) for k, v in r.tags.items() if not k.startswith("num_"))) for r in records]
     assert len(set(keys)) == len(keys)
     return dict(zip(keys, records, strict=True))
@@ -317,8 +317,8 @@ def test_with_several_rows_a_text_intervals_are_a_bootstrap_over_texts(model, sp
 def test_a_model_in_half_precision_is_run_in_float32(split):
     model = tiny("gpt2", torch.bfloat16)
     given = analysis(*split, tolerance=1e-6)
-    expected = list(records_of(given, LayeredModel(tiny("gpt2", torch.bfloat16).float())))
-    close_records(list(records_of(given, LayeredModel(model))), expected)  # its float32 copy lies elsewhere in memory
+    expected = records_of(given, LayeredModel(tiny("gpt2", torch.bfloat16).float()))
+    close_records(records_of(given, model), expected)  # its float32 copy lies elsewhere in memory
     assert next(model.parameters()).dtype == torch.bfloat16
 
 

@@ -22,10 +22,7 @@ CORPUS = Listed({"input_ids": torch.randint(3, 61, (60, 60), generator=torch.Gen
 def test_every_layer_is_compared_at_tokens_evenly_spread_and_chance_is_the_ngram_of_the_next_of_them():
     model: Any = tiny("gpt2", torch.float64)
     analysis = NgramAgreement(batches=Listed(*BATCHES[:2]), corpus=CORPUS, num_tokens=4)
-    found = {
-        (record.metric, record.layer, record.tags["order"]): record
-        for record in records_of(analysis, LayeredModel(model))
-    }
+    found = {(record.metric, record.layer, record.tags["order"]): record for record in records_of(analysis, model)}
     counts: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
     for row in CORPUS.batches[0]["input_ids"].tolist():
         for order, start in itertools.product((1, 2, 3), range(len(row))):
@@ -63,7 +60,7 @@ def kl(counts: Counter[int], log_proba: np.ndarray) -> float:
 def test_where_one_token_of_a_prompt_is_counted_there_is_no_chance():
     """Its own n-gram is not that of another token: chance would be as good as the agreement."""
     analysis = NgramAgreement(batches=Listed({"input_ids": torch.tensor([[5, 9]])}), corpus=CORPUS, orders=(2,))
-    found = [record for record in records_of(analysis, LayeredModel(tiny("gpt2"))) if record.layer == 1]
+    found = [record for record in records_of(analysis, tiny("gpt2")) if record.layer == 1]
     assert [record.metric for record in found if record.value == record.value] == ["ngram_divergence"]
 
 
@@ -81,7 +78,7 @@ def test_a_model_that_is_a_bigram_table_is_near_its_bigrams_and_far_from_unigram
         model.get_parameter("lm_head.weight").copy_(20 * torch.eye(12).roll(1, 0))
     batch = {"input_ids": ids}
     analysis = NgramAgreement(batches=Listed(batch), corpus=Listed(batch))
-    found = {(r.metric, r.tags["order"]): r.value for r in records_of(analysis, LayeredModel(model)) if r.layer == 1}
+    found = {(r.metric, r.tags["order"]): r.value for r in records_of(analysis, model) if r.layer == 1}
     assert found["ngram_divergence", 2] == pytest.approx(0, abs=1e-6)
     assert found["ngram_divergence", 3] == pytest.approx(0, abs=1e-6)
     assert found["ngram_divergence", 1] > 2
@@ -91,8 +88,8 @@ def test_a_model_that_is_a_bigram_table_is_near_its_bigrams_and_far_from_unigram
 def test_a_corpus_of_other_tokens_and_orders_that_are_not_counted_are_refused():
     view, batches = LayeredModel(tiny("gpt2")), Listed(*BATCHES[:2])
     with pytest.raises(InputError, match="GPT2LMHeadModel knows 61 tokens, got token 99"):
-        list(records_of(NgramAgreement(batches=batches, corpus=Listed({"input_ids": torch.full((1, 5), 99)})), view))
+        records_of(NgramAgreement(batches=batches, corpus=Listed({"input_ids": torch.full((1, 5), 99)})), view)
     with pytest.raises(ValueError, match="expected texts of at least 3 tokens"):
-        list(records_of(NgramAgreement(batches=batches, corpus=Listed({"input_ids": torch.ones(1, 2).long()})), view))
+        records_of(NgramAgreement(batches=batches, corpus=Listed({"input_ids": torch.ones(1, 2).long()})), view)
     with pytest.raises(ValueError, match="expected an order from 1 to 3, got 4"):
-        list(records_of(NgramAgreement(batches=batches, corpus=CORPUS, orders=(4,)), view))
+        records_of(NgramAgreement(batches=batches, corpus=CORPUS, orders=(4,)), view)

@@ -39,7 +39,7 @@ def found(analysis, model):
     """The records by metric, layer and what their tags say."""
     return {
         (r.metric, r.layer, *(v for k, v in sorted(r.tags.items()) if not k.startswith("num_"))): r
-        for r in records_of(analysis, LayeredModel(model))
+        for r in records_of(analysis, model)
     }
 
 
@@ -91,6 +91,6 @@ def test_the_preset_for_images_is_the_last_patch_of_the_first_image_without_the_
 def test_an_image_model_without_a_class_token_has_no_coupling_there(batch):
     view = LayeredModel(tiny("vit_average"))
     given = Coupling(batches=Listed(batch), k=(5,), token="cls")
-    for call in (given.check, lambda view: list(records_of(given, view))):
+    for call in (given.check, lambda view: records_of(given, view)):
         with pytest.raises(InputError, match="VisionTransformer has no cls: choose another token"):
             call(view)

@@ -29,7 +29,7 @@ def model():
 
 
 def run(model, *batches, **options):
-    records = [*records_of(OrderStates(batches=Listed(*batches), **options), LayeredModel(model))]
+    records = [*records_of(OrderStates(batches=Listed(*batches), **options), model)]
     return {(r.metric, r.tags["variant"], r.tags.get("middle"), r.tags.get("loops")): r for r in records}
 
 
@@ -66,13 +66,9 @@ def test_random_orders_are_one_number_and_each_count_of_loops_another(model):
     found = run(model, *BATCHES, variants=("random", "looped_parallel"), middles=(3,), seeds=(0, 1), loops=(2, 3))
     keys = {key[1:] for key in found}
     assert keys == {("baseline", None, None), ("random", 3, None), ("looped_parallel", 3, 2), ("looped_parallel", 3, 3)}
-    single = [
-        run(model, *BATCHES, variants=("random",), middles=(3,), seeds=(seed,))[
-            "ending_input_cosine", "random", 3, None
-        ]
-        for seed in (0, 1)
-    ]
-    both = found["ending_input_cosine", "random", 3, None]
+    of = "ending_input_cosine", "random", 3, None
+    single = [run(model, *BATCHES, variants=("random",), middles=(3,), seeds=(seed,))[of] for seed in (0, 1)]
+    both = found[of]
     assert both.value == pytest.approx(np.mean([each.value for each in single]))
     assert both.tags == {"variant": "random", "middle": 3, "num_seeds": 2}
 

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from lit_layers.analyses import PathsInPlane
-from lit_layers.models.view import LayeredModel
 from lit_layers.records import PLACES
 from tests.analyses.prompt_states import states_of_each_prompt
 from tests.support.distilled import PATCHES, PREFIX, distilled, states_of_each_image
@@ -22,7 +21,7 @@ def model():
 
 
 def run(model, *batches, **options):
-    records = list(records_of(PathsInPlane(batches=Listed(*batches), **options), LayeredModel(model)))
+    records = records_of(PathsInPlane(batches=Listed(*batches), **options), model)
     tags = [{name: tag for name, tag in r.tags.items() if not name.startswith("num_")} for r in records]
     keys = [(r.metric, r.layer, *own.values()) for r, own in zip(records, tags, strict=True)]
     assert len(set(keys)) == len(keys)

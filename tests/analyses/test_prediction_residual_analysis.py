@@ -26,7 +26,7 @@ NUM_TEXTS = 4 + 3 + 5 + 1  # the text of one token has nothing to predict
 
 def run(model, batches=BATCHES, **options):
     options = {"num_halves": 0} | options
-    records = list(records_of(NextTokenResidual(batches=Listed(*batches), **options), LayeredModel(model)))
+    records = records_of(NextTokenResidual(batches=Listed(*batches), **options), model)
     keys = [(r.metric, r.layer, *(("control",) if "control" in r.tags else ())) for r in records]
     assert len(set(keys)) == len(keys)
     return dict(zip(keys, records, strict=True))

@@ -96,7 +96,7 @@ def test_a_probe_is_scikit_learns_on_the_same_features_and_so_are_its_metrics(fi
     task = written_task(tmp_path)
     data = task.load()
     probe = Probe(task=task, tokenizer=str(tokenizer), fit_on=fit_on, c=0.3, **TIGHT)
-    records = list(records_of(probe, model))
+    records = records_of(probe, model)
     train = data.train if fit_on == "train" else data.train_and_validation()
     parts = {"train": train, "test": data.test} | ({"validation": data.validation} if fit_on == "train" else {})
     for layer in range(LAYERS + 1):
@@ -128,7 +128,7 @@ def test_a_regression_is_scikit_learns_ridge(model, tokenizer, tmp_path):
     train = data.train_and_validation()
     for penalty in (2.0, 0.0):
         probe = Probe(task=task, tokenizer=str(tokenizer), penalty=penalty, random_labels=False, pooling="last")
-        records = list(records_of(probe, model))
+        records = records_of(probe, model)
         for layer in range(1, LAYERS + 1):
             scaler = StandardScaler()
             features = scaler.fit_transform(features_of(model, tokenizer, train.texts, layer))
@@ -148,13 +148,13 @@ def test_a_regression_is_scikit_learns_ridge(model, tokenizer, tmp_path):
 @pytest.mark.soak
 def test_a_probe_that_chooses_its_c_says_it_and_a_sweep_takes_it_too(model, tokenizer, tmp_path):
     task, given = written_task(tmp_path), {"tokenizer": str(tokenizer), "estimator": "watch"}
-    records = list(records_of(Probe(task=task, **given), model))
+    records = records_of(Probe(task=task, **given), model)
     best = min(value_of(records, "log_loss", layer, split="test").value for layer in range(LAYERS + 1))
     assert best < value_of(records, "log_loss", None, split="test", reference="majority").value
     for layer in range(LAYERS + 1):
         assert value_of(records, "probe_c", layer).n == 90
         assert value_of(records, "probe_c", layer, control="random_labels").value > 0
-    swept = list(records_of(SampleSizeSweep(task=task, num_seeds=1, **given), model))
+    swept = records_of(SampleSizeSweep(task=task, num_seeds=1, **given), model)
     expected = value_of(records, "log_loss", 1, split="test").value
     assert value_of(swept, "log_loss", 1, split="test", train_rows=90).value == pytest.approx(expected)
 
@@ -164,13 +164,13 @@ def test_a_regression_that_chooses_its_penalty_says_it(model, tokenizer, tmp_pat
     task = written_task(tmp_path, kind="regression")
     train = task.load().train_and_validation()
     given = {"task": task, "tokenizer": str(tokenizer), "random_labels": False}
-    records = list(records_of(Probe(**given, estimator="watch"), model))
+    records = records_of(Probe(**given, estimator="watch"), model)
     for layer in range(LAYERS + 1):
         features = StandardScaler().fit_transform(features_of(model, tokenizer, train.texts, layer))
         errors = RidgeCV(np.logspace(-3, 5, 17)).fit(features, train.targets.numpy())  # leaves rows out, too
         chosen = value_of(records, "probe_c", layer)
         assert (1 / chosen.value, chosen.n) == (pytest.approx(errors.alpha_), 90)
-        at = list(records_of(Probe(**given, penalty=1 / chosen.value), model))
+        at = records_of(Probe(**given, penalty=1 / chosen.value), model)
         expected = value_of(at, "mean_squared_error", layer, split="test").value
         assert value_of(records, "mean_squared_error", layer, split="test").value == pytest.approx(expected)
     assert not [record for record in at if record.metric == "probe_c"]
@@ -180,7 +180,7 @@ def test_a_regression_that_chooses_its_penalty_says_it(model, tokenizer, tmp_pat
 def probed(model, tokenizer, tmp_path_factory):
     """A task, and what a probe finds of it."""
     task = written_task(tmp_path_factory.mktemp("task"))
-    return task, list(records_of(Probe(task=task, tokenizer=str(tokenizer), tolerance=1e-4), model))
+    return task, records_of(Probe(task=task, tokenizer=str(tokenizer), tolerance=1e-4), model)
 
 
 def test_the_reference_is_the_majority_and_labels_drawn_at_random_teach_nothing(probed):
@@ -217,7 +217,7 @@ def test_a_test_class_that_no_training_row_has_is_an_error_and_is_counted(model,
     rows = [{"text": f"{word} {n} two", "label": word} for n in range(5) for word in ("sky", "sea", "ice")]
     write(tmp_path, "test", rows)
     task = ProbeTask("colours", str(tmp_path), classes=("ice", "sea", "sky"))
-    records = list(records_of(Probe(task=task, tokenizer=str(tokenizer), random_labels=False, tolerance=1e-4), model))
+    records = records_of(Probe(task=task, tokenizer=str(tokenizer), random_labels=False, tolerance=1e-4), model)
     found = [value_of(records, "accuracy", layer, split="test") for layer in range(LAYERS + 1)]
     assert max(record.value for record in found) <= 10 / 15
     loss = value_of(records, "log_loss", 1, split="test")
@@ -245,7 +245,7 @@ def test_a_sweep_of_sizes_fits_scikit_learns_probe_on_each_subset(model, tokeniz
     data = task.load()
     train = data.train_and_validation()
     sweep = SampleSizeSweep(task=task, tokenizer=str(tokenizer), layers=[0, 2], num_seeds=2, c=0.3, **TIGHT)
-    records = list(records_of(sweep, model))
+    records = records_of(sweep, model)
     features, held_out = (features_of(model, tokenizer, part.texts, 2) for part in (train, data.test))
     for size in (22, 90):
         accuracies, losses = [], []
@@ -304,7 +304,7 @@ def test_a_tokenizer_trained_on_a_corpus_is_found_with_it(tmp_path, monkeypatch)
 
 def test_a_curve_says_how_many_of_its_probes_have_not_converged(model, tokenizer, tmp_path):
     probe = Probe(task=written_task(tmp_path), tokenizer=str(tokenizer), max_iterations=1, random_labels=False)
-    records = list(records_of(probe, model))
+    records = records_of(probe, model)
     flagged = {r.layer for r in records if r.layer and r.tags.get("num_not_converged")}
     curves = [r for r in records if "of" in r.tags]
     assert flagged

@@ -8,7 +8,6 @@ import torch
 
 from lit_layers.analyses import PromptStudies, Representation
 from lit_layers.errors import InputError
-from lit_layers.models.view import LayeredModel
 from tests.analyses.prompt_states import prompts_of, states_of_each_prompt
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
@@ -30,7 +29,7 @@ def model():
 @pytest.fixture(scope="module")
 def records(model):
     given = PromptStudies(batches=Listed(*BATCHES), special_tokens=(0, 5), seed=3)
-    return list(records_of(given, LayeredModel(model)))
+    return records_of(given, model)
 
 
 def find(records, layer=None, normalization="raw", drop_first=0, **tags):
@@ -60,7 +59,7 @@ def changed_by_hand(study, p):
 
 
 def test_unchanged_prompts_have_exactly_the_plain_values(model, records):
-    plain = list(records_of(Representation(batches=Listed(*BATCHES)), LayeredModel(model)))
+    plain = records_of(Representation(batches=Listed(*BATCHES)), model)
     for layer in (*LAYERS, None):
         for normalization in ("raw", "maxEntropy"):
             for dropped in (0, 1):
@@ -86,7 +85,7 @@ def test_each_token_becomes_another_with_that_probability(model, records, study,
 
 def test_lengths_are_the_first_tokens_of_the_prompts_that_have_as_many(model):
     analysis = PromptStudies(batches=Listed(*BATCHES), studies=("length",), lengths=(3, 9, 12))
-    records = list(records_of(analysis, LayeredModel(model)))
+    records = records_of(analysis, model)
     for length, n in ((3, 5), (9, 5), (12, 2)):
         ids = [{"input_ids": ids[None, :length]} for ids in prompts_of(BATCHES) if len(ids) >= length]
         assert len(ids) == n
@@ -103,4 +102,4 @@ def test_lengths_left_open_are_powers_of_two_as_far_as_prompts_go(records):
 
 def test_a_length_that_no_prompt_has_is_refused(model):
     with pytest.raises(InputError, match="prompt_studies: no prompt has 99 tokens, which lengths asks for"):
-        records_of(PromptStudies(batches=Listed(*BATCHES), lengths=(8, 99)), LayeredModel(model))
+        records_of(PromptStudies(batches=Listed(*BATCHES), lengths=(8, 99)), model)

@@ -30,7 +30,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def records(model):
-    return list(records_of(Representation(batches=Listed(*BATCHES), rankme=True), LayeredModel(model)))
+    return records_of(Representation(batches=Listed(*BATCHES), rankme=True), model)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_angles_that_a_repeated_state_leaves_without_value_are_skipped_and_count
             trajectory.hidden[0, 1, 3] = trajectory.hidden[0, 1, 2]
             return trajectory
 
-    records = list(records_of(Representation(batches=Listed(BATCHES[1])), Stuttering(model)))
+    records = records_of(Representation(batches=Listed(BATCHES[1])), Stuttering(model))
     first = find(records, "token_curvature", 0, num_missing_angles=2)
     prompts = states_of_each_prompt(model, BATCHES[1:2])
     changed = prompts[1][0].copy()
@@ -142,7 +142,7 @@ def find_half(records, layer, normalization):
 
 
 def test_the_released_preset_gives_the_released_quantities(model):
-    records = list(records_of(Representation(batches=Listed(*BATCHES), preset="released_code"), LayeredModel(model)))
+    records = records_of(Representation(batches=Listed(*BATCHES), preset="released_code"), model)
     prompts = states_of_each_prompt(model, BATCHES, final_norm=True)
     assert {r.metric for r in records} == {
         "prompt_entropy",
@@ -176,7 +176,7 @@ def test_the_released_preset_gives_the_released_quantities(model):
 def test_prompts_too_short_for_a_metric_are_left_out_of_it_alone(model):
     short = {"input_ids": torch.tensor([[5, 6, 7, 9], [8, 3, 0, 0], [4, 9, 9, 2]])}
     short["attention_mask"] = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1]])
-    records = list(records_of(Representation(batches=Listed(short)), LayeredModel(model)))
+    records = records_of(Representation(batches=Listed(short)), model)
     assert find(records, "token_curvature", 2, num_undefined=1).n == 2
     assert find(records, "effective_rank", 2, drop_first=1).n == 3
     one_left = {"drop_first": 1, "normalization": "maxEntropy", "num_undefined": 1}
@@ -186,7 +186,7 @@ def test_prompts_too_short_for_a_metric_are_left_out_of_it_alone(model):
 
 
 def test_a_single_prompt_has_values_without_intervals(model):
-    records = list(records_of(Representation(batches=Listed(tiny_batch("gpt2", batch=1))), LayeredModel(model)))
+    records = records_of(Representation(batches=Listed(tiny_batch("gpt2", batch=1))), model)
     assert find(records, "dataset_entropy", 1, normalization="raw").value == 0
     assert {(record.n, record.stderr, record.low) for record in records} == {(1, None, None)}
 
@@ -196,7 +196,7 @@ def test_the_order_of_an_entropy_may_be_infinite(model):
     batches, layer = Listed(*BATCHES), 2
 
     def entropy_of_order(alpha):
-        run = records_of(Representation(batches=batches, states="resid", alpha=alpha), LayeredModel(model))
+        run = records_of(Representation(batches=batches, states="resid", alpha=alpha), model)
         return next(record.value for record in run if (record.metric, record.layer) == ("prompt_entropy", layer))
 
     smallest, near = entropy_of_order(math.inf), entropy_of_order(1000.0)
@@ -220,7 +220,7 @@ def test_every_option_of_the_entropies_can_be_had_and_is_told_by_a_tag(model, pr
         "pooling": "last",
         "states": "normed",
     }
-    records = list(records_of(Representation(batches=Listed(*BATCHES), **options), LayeredModel(model)))
+    records = records_of(Representation(batches=Listed(*BATCHES), **options), model)
 
     with torch.no_grad():
         prompts = [model.transformer.ln_f(torch.from_numpy(prompt)).numpy() for prompt in prompts]

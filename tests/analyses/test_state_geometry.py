@@ -22,7 +22,7 @@ def model():
 
 
 def run(model, **options) -> dict[Any, Any]:
-    records = records_of(StateGeometry(batches=Listed(*BATCHES), first_rank=3, **options), LayeredModel(model))
+    records = records_of(StateGeometry(batches=Listed(*BATCHES), first_rank=3, **options), model)
     return {(record.metric, record.layer): record for record in records}
 
 
@@ -88,7 +88,7 @@ def participation_ratio(rows: np.ndarray) -> float:
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_the_dimension_of_prompts_is_that_of_the_covariance_of_their_pooled_states(model, pooling):
     analysis = PooledStates(batches=Listed(*BATCHES), pooling=pooling, num_halves=0)
-    found = {(record.metric, record.layer): record for record in records_of(analysis, LayeredModel(model))}
+    found = {(record.metric, record.layer): record for record in records_of(analysis, model)}
     prompts = states_of_each_prompt(model, BATCHES)  # (layers + 1, tokens, dim) each
     expected = []
     for layer in range(LAYERS + 1):

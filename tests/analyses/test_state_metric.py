@@ -56,7 +56,7 @@ def by_numpy(points: np.ndarray) -> float:
 @pytest.mark.parametrize("dropped", [0, 1])
 def test_values_of_prompts_are_averaged_as_numpy_says(model, states, dropped):
     given = StateMetric(metric=stable_rank, batches=prompts(), drop_first=dropped)
-    records = list(records_of(given, LayeredModel(model)))
+    records = records_of(given, model)
     each = np.array([[by_numpy(layer[dropped:]) for layer in prompt] for prompt in states])  # (prompts, layers + 1)
     found = values(records)
     assert [found[layer] for layer in range(LAYERS + 1)] == pytest.approx(each.mean(0), rel=1e-9)
@@ -73,15 +73,15 @@ def undefined_of_short(states):
 
 
 def test_a_prompt_without_a_value_is_left_out_and_counted(model):
-    records = records_of(StateMetric(metric=undefined_of_short, batches=prompts()), LayeredModel(model))
+    records = records_of(StateMetric(metric=undefined_of_short, batches=prompts()), model)
     counts = {(record.n, record.tags["num_undefined"]) for record in records}
     assert counts == {(3, 2)}
-    short = records_of(StateMetric(metric=stable_rank, batches=prompts(), drop_first=5), LayeredModel(model))
+    short = records_of(StateMetric(metric=stable_rank, batches=prompts(), drop_first=5), model)
     assert {record.n for record in short} == {4}
 
 
 def test_a_function_of_the_package_leaves_out_a_prompt_that_it_refuses(model):
-    records = [*records_of(StateMetric(metric=anisotropy, batches=prompts(), drop_first=4), LayeredModel(model))]
+    records = [*records_of(StateMetric(metric=anisotropy, batches=prompts(), drop_first=4), model)]
     assert {(record.n, record.tags["num_undefined"]) for record in records} == {(4, 1)}  # of one point
     assert all("undefined" not in record.tags for record in records)
 

@@ -8,7 +8,6 @@ import torch
 
 from lit_layers.analyses.token_jacobians import TokenCoupling
 from lit_layers.errors import InputError
-from lit_layers.models.view import LayeredModel
 from tests.analyses.whole_jacobians import coupling_by_loops, whole_jacobians, without_block_2
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
@@ -17,7 +16,7 @@ from tests.support.tiny_models import tiny, tiny_batch
 
 def found(model, *batches, **options):
     """The records by (metric, layer, other_layer, tags)."""
-    records = list(records_of(TokenCoupling(batches=Listed(*batches), **options), LayeredModel(model)))
+    records = records_of(TokenCoupling(batches=Listed(*batches), **options), model)
     keys = [(r.metric, r.layer, r.other_layer, *sorted(r.tags.items())) for r in records]
     assert len(set(keys)) == len(keys)
     return dict(zip(keys, records, strict=True))

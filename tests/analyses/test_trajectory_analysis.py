@@ -47,7 +47,7 @@ def reference(prompt):
 
 @pytest.mark.parametrize("options", [{}, {"drop_first": 0}, {"tokens": "last"}, {"states": "hf"}, {"preset": "paper"}])
 def test_every_record_is_the_mean_over_prompts_of_the_mean_over_their_real_tokens(model, options):
-    records = list(records_of(Trajectory(batches=Listed(*BATCHES), **options), LayeredModel(model)))
+    records = records_of(Trajectory(batches=Listed(*BATCHES), **options), model)
     final_norm = "states" in options or "preset" in options
     prompts = states_of_each_prompt(model, BATCHES, final_norm=final_norm)
     assert len(prompts) == 8
@@ -72,12 +72,10 @@ def test_every_record_is_the_mean_over_prompts_of_the_mean_over_their_real_token
 
 def test_a_prompt_without_a_token_left_is_left_out_and_counted(model):
     lonely = {"input_ids": torch.tensor([[5, 6, 7], [8, 0, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])}
-    records = list(records_of(Trajectory(batches=Listed(lonely)), LayeredModel(model)))
+    records = records_of(Trajectory(batches=Listed(lonely)), model)
     assert {(record.n, record.tags["num_undefined"]) for record in records} == {(1, 1)}
-    with pytest.raises(
-        ValueError, match="trajectory is undefined for every prompt at every layer.* or of too few tokens"
-    ):
-        list(records_of(Trajectory(batches=Listed({"input_ids": torch.tensor([[8]])})), LayeredModel(model)))
+    with pytest.raises(ValueError, match="trajectory is undefined for every prompt at every layer.* of too few tokens"):
+        records_of(Trajectory(batches=Listed({"input_ids": torch.tensor([[8]])})), model)
 
 
 def test_tokens_that_a_dead_block_does_not_move_are_counted(model):
@@ -88,7 +86,7 @@ def test_tokens_that_a_dead_block_does_not_move_are_counted(model):
             trajectory.hidden[2, 1, :] = trajectory.hidden[1, 1, :]
             return trajectory
 
-    records = list(records_of(Trajectory(batches=Listed(tiny_batch("gpt2", batch=3, tokens=6))), Stuck(model)))
+    records = records_of(Trajectory(batches=Listed(tiny_batch("gpt2", batch=3, tokens=6))), Stuck(model))
     whole = find(records, "line_shape_score", num_undefined=1, num_undefined_tokens=6)
     assert whole.n == 2
     assert math.isfinite(whole.value)
@@ -98,7 +96,7 @@ def test_tokens_that_a_dead_block_does_not_move_are_counted(model):
 
 def test_one_block_has_a_straight_path_and_no_expodistance():
     one = LayeredModel(tiny("gpt2", torch.float64, n_layer=1))
-    records = list(records_of(Trajectory(batches=Listed(*BATCHES)), one))
+    records = records_of(Trajectory(batches=Listed(*BATCHES)), one)
     assert find(records, "line_shape_score").value == pytest.approx(1, rel=1e-13)
     assert "expodistance" not in {record.metric for record in records}
     assert not [record for record in records if record.metric == "line_shape_score" and record.layer is not None]

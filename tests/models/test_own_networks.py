@@ -352,11 +352,8 @@ class TokensFirst(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.places, self.out = (
-            nn.Embedding(WORDS, WIDTH),
-            nn.Embedding(PLACES, WIDTH),
-            nn.Linear(WIDTH, WORDS),
-        )
+        self.embed, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(PLACES, WIDTH)
+        self.out = nn.Linear(WIDTH, WORDS)
         self.encoder = nn.TransformerEncoder(_blocks(1, batch_first=False)[0], 3, enable_nested_tensor=False)
 
     def forward(self, x):

@@ -80,9 +80,7 @@ def test_images_of_another_normalisation_or_size_are_refused(folder, tmp_path):
     model = LayeredModel(load(folder))
     for analysis in (Trajectory, Representation):
         analysis(batches=digits()).check(model)
-        with pytest.raises(
-            InputError, match=r"normalisation imagenet of digits gives mean \(0.485.* trained with mean"
-        ):
+        with pytest.raises(InputError, match=r"imagenet of digits gives mean \(0.485.* trained with mean"):
             analysis(batches=digits(normalisation="imagenet")).check(model)
     saved(tmp_path / "vit", "picture_vit")
     strict = LayeredModel(load(tmp_path / "vit"))
@@ -94,7 +92,7 @@ def test_images_of_another_normalisation_or_size_are_refused(folder, tmp_path):
 @pytest.mark.parametrize("name", ["picture_vit_trunk", "picture_mae_trunk", "picture_clip"])
 def test_labels_are_probed_at_the_class_token_and_at_the_mean_of_the_patches_alone(name):
     """The class token of layer 0 is one vector for all images, so that its probe knows the class shares alone."""
-    found = list(records_of(probe(pooling=("cls", "mean")), LayeredModel(tiny(name))))
+    found = records_of(probe(pooling=("cls", "mean")), LayeredModel(tiny(name)))
     values = {(r.metric, r.layer, r.tags.get("pooling")): r.value for r in found if "reference" not in r.tags}
     (majority,) = [r.value for r in found if r.metric == "log_loss" and "reference" in r.tags]
     assert {layer for _, layer, _ in values} == set(range(LAYERS + 1))

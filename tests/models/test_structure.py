@@ -341,9 +341,7 @@ def test_blocks_that_take_the_keys_of_earlier_ones_are_refused():
     kinds = ["sliding_attention", "full_attention"] * 3
     options = {"num_hidden_layers": 6, "layer_types": kinds, "num_kv_shared_layers": 2, "sliding_window": 8}
     model = tiny_model("Gemma4ForCausalLM", "gemma4_text", **options)
-    with pytest.raises(
-        InputError, match=r"block 5 is called with something \(shared_kv_states\) that blocks before it"
-    ):
+    with pytest.raises(InputError, match=r"block 5 is called with something \(shared_kv_states\) that blocks before"):
         LayeredModel(model)
 
 
@@ -420,9 +418,7 @@ def test_padding_is_no_token_of_a_class_of_transformers_that_takes_no_mask():
     torch.testing.assert_close(seen.hidden[:, 1, 3:], alone.hidden[:, 0])
     sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
     mixing = LayeredModel(FNetForMaskedLM(FNetConfig(**sizes)).eval())  # every place is mixed with every other one
-    with pytest.raises(
-        InputError, match="its states or scores are others with padding behind the texts: give texts of one"
-    ):
+    with pytest.raises(InputError, match="its states or scores are others with padding behind the texts: give texts"):
         mixing.trajectory(batch)
 
 
@@ -437,7 +433,7 @@ def test_a_number_for_each_token_is_no_prediction_of_a_whole_text(padding):
             torch.testing.assert_close(logits[row][mask][:, 0], view.model(input_ids=ids[mask][None]).logits[0])
     for analysis in (Lens, Interventions):
         with pytest.raises(InputError, match="ElectraForPreTraining gives one number, a regression, and no classes"):
-            list(records_of(analysis(batches=Listed(batch)), view))
+            records_of(analysis(batches=Listed(batch)), view)
 
 
 @pytest.mark.parametrize(
@@ -446,7 +442,7 @@ def test_a_number_for_each_token_is_no_prediction_of_a_whole_text(padding):
 def test_states_behind_a_projection_are_no_scores_of_classes(kind, model_type):
     view = LayeredModel(tiny_model(kind, model_type))
     with pytest.raises(InputError, match=f"lens: {kind} has no head to read its layers with"):
-        list(records_of(Lens(batches=Listed({"input_ids": texts()["input_ids"]})), view))
+        records_of(Lens(batches=Listed({"input_ids": texts()["input_ids"]})), view)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,5 @@ def test_a_vision_transformer_that_was_loaded_or_cut_is_built_anew(tmp_path):
 
 
 def test_a_vision_transformer_of_unknown_options_is_refused():
-    with pytest.raises(
-        InputError, match=r"cannot build this VisionTransformer anew: build it with vit\(name, \.\.\.\)"
-    ):
+    with pytest.raises(InputError, match=r"cannot build this VisionTransformer anew: build it with vit\(name, "):
         untrained(tiny("vit"))
