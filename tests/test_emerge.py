@@ -32,13 +32,7 @@ from lit_layers.functional.emergence.curve_times import EmergenceTimes, Time
 from lit_layers.identity import UNKNOWN
 from lit_layers.records import Record
 from lit_layers.report import write_report
-from lit_layers.report.emergence import (
-    axis_text,
-    layer_fronts,
-    order_matrix,
-    sentence,
-    timeline,
-)
+from lit_layers.report.emergence import axis_text, layer_fronts, order_matrix, sentence, timeline
 from lit_layers.report.rendering import write_pictures
 from tests.support.charts import page_figures
 from tests.support.undrawn import leave_undrawn

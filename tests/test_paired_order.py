@@ -10,12 +10,7 @@ import pytest
 from lit_layers.cli.main import main
 from lit_layers.clock.curve_sources import curves_of
 from lit_layers.clock.step_curves import StepCurve, prompts_of_curve
-from lit_layers.clock.times_and_order import (
-    layer_order_table,
-    measure_times,
-    order_table,
-    probability_before,
-)
+from lit_layers.clock.times_and_order import layer_order_table, measure_times, order_table, probability_before
 from lit_layers.functional.emergence.curve_times import bootstrap_counts, emergence_times
 from lit_layers.records import Measurement, Record, Store, values_path
 from tests.support.undrawn import leave_undrawn

@@ -13,9 +13,7 @@ from tests.test_wandb_mirror import mirror_all
 
 pytest.importorskip("wandb")
 # W&B leaves temporary folders of its media to the garbage collector.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning")]
 
 
 @pytest.fixture(scope="module")
