@@ -5,27 +5,27 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from lit_layers import records
 from lit_layers.correlate import correlate, published
 from lit_layers.correlate.model_table import ModelTable, read_file, read_run_models, table_of_models
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import p_equation
 from lit_layers.functional.correlation import partial_correlation, pearson, within_group_correlation
-from lit_layers.records import Measurement, Record, ScalarLog
-from tests.support.written import made
+from lit_layers.records import Record, ScalarLog
+from tests.support.written import write
 
 
 def read_runs(folders: list[Path], **options) -> ModelTable:
     return table_of_models(read_run_models(folders), **options)
 
 
-def measured(run: str, step: int | None, analysis: str, *found: Record, **provenance) -> Measurement:
-    return made(analysis, found, run=run, step=step, provenance=provenance)
+def add(root: Path, run: str, step: int | None, analysis: str, *found: Record, **provenance) -> None:
+    write(root, analysis, found, run=run, step=step, provenance=provenance)
 
 
 def couplings(value: float, k: int, *, chance: float = -0.01) -> list[Record]:
@@ -40,41 +40,42 @@ def couplings(value: float, k: int, *, chance: float = -0.01) -> list[Record]:
 def comparison(root: Path, names: str = "abcd") -> Path:
     """Pretrained models: each with two K, a metric per layer, and their widths."""
     for number, name in enumerate(names):
-        pairs = [*couplings(0.1 * number, 3), *couplings(0.2 + 0.1 * number, 3 + number)]
-        pairs = pairs if number else pairs[:4]
+        pairs = couplings(0.1 * number, 3)
+        pairs += couplings(0.2 + 0.1 * number, 3 + number) if number else []
         layers = [Record(metric="loss", value=3 - layer - 0.1 * number, layer=layer) for layer in range(3)]
-        own = {"width": 30 + 10 * number}
-        records.append(root / "measurements.jsonl", measured(f"org/{name}", None, "coupling", *pairs, **own))
-        records.append(root / "measurements.jsonl", measured(f"org/{name}", None, "lens", *layers, **own))
+        for analysis, found in {"coupling": pairs, "lens": layers}.items():
+            add(root, f"org/{name}", None, analysis, *found, width=30 + 10 * number)
     return root
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> dict[str, Any]:
+    """What reads them, with a file of scores."""
+    file = scores(tmp_path / "scores.csv")
+    names = {"metric": "coupling/coupling[k=3]", "score": f"{file}:arc"}
+    return {"folders": [comparison(tmp_path / "models")], **names}
 
 
 def grid(root: Path, cells: int = 6) -> Path:
     """Trained models: a folder each, with two steps, scalars, and the options of their recipes."""
     for number in range(cells):
-        folder = root / f"cell{number}"
-        for step in (0, 10):
-            value = 0.5 + 0.01 * number**2 + 0.1 * (number % 2) if step else 0.0
-            records.append(
-                folder / "measurements.jsonl", measured(f"cell{number}", step, "coupling", *couplings(value, 4))
-            )
+        folder, odd = root / f"cell{number}", number % 2
+        for step, value in ((0, 0.0), (10, 0.5 + 0.01 * number**2 + 0.1 * odd)):
+            add(folder, f"cell{number}", step, "coupling", *couplings(value, 4))
         log = ScalarLog(folder / "metrics.jsonl")
-        for step, accuracy in (
-            (0, 0.1 + 0.001 * number),
-            (5, 0.9 - 0.01 * number),
-            (10, 0.7 + 0.02 * number + 0.05 * (number % 2)),
-        ):
+        of_steps = {0: 0.1 + 0.001 * number, 5: 0.9 - 0.01 * number, 10: 0.7 + 0.02 * number + 0.05 * odd}
+        for step, accuracy in of_steps.items():
             log.log(step, {"validation/accuracy": accuracy})
         log.close()
-        options = {"drop_path_rate": 0.1 * (number % 2), "weight_decay": 0.01 * number, "lr": 0.001}
+        options = {"drop_path_rate": 0.1 * odd, "weight_decay": 0.01 * number, "lr": 0.001}
         config = {"model": {"class_path": "x.Y", "init_args": options}}
         about = {"run": f"cell{number}", "model": {"parameters": 1000 + number}, "config": config}
         (folder / "run.json").write_text(json.dumps(about))
     return root
 
 
-def scores(path: Path, text: str = "model,arc,family\nb,40,x\norg/a,30,x\nc,55,y\nd,50,y\n") -> Path:
-    path.write_text(text)
+def scores(path: Path) -> Path:
+    path.write_text("model,arc,family\nb,40,x\norg/a,30,x\nc,55,y\nd,50,y\n")
     return path
 
 
@@ -85,58 +86,53 @@ def of(table: ModelTable, column: str) -> dict[str, float]:
 # ---------------------------------------------------------------------------------------- which value is taken
 
 
-def test_models_are_joined_with_a_file_by_their_whole_name_or_its_last_part(tmp_path):
-    root, file = comparison(tmp_path / "models"), scores(tmp_path / "scores.csv")
-    table = read_runs([root], metric="coupling/coupling[k=3]", score=f"{file}:arc")
-    assert of(table, "arc") == {"a": 30, "b": 40, "c": 55, "d": 50}
-    assert of(table, "coupling") == pytest.approx({"a": 0.0, "b": 0.1, "c": 0.2, "d": 0.3})
-    assert of(table, "family") == {"a": "x", "b": "x", "c": "y", "d": "y"}
-    assert of(table, "width") == {"a": 30, "b": 40, "c": 50, "d": 60}
-    assert set(of(table, "random_coupling").values()) == {-0.01}
+def test_models_are_joined_with_a_file_by_their_whole_name_or_its_last_part(models):
+    table = read_runs(**models)
+    expected = {
+        "arc": [30, 40, 55, 50],
+        "coupling": pytest.approx([0.0, 0.1, 0.2, 0.3]),
+        "family": ["x", "x", "y", "y"],
+        "width": [30, 40, 50, 60],
+        "random_coupling": [-0.01] * 4,
+        "depth": [2, 2, 2, 2],  # from the last layer measured
+    }
+    assert {column: [of(table, column)[name] for name in "abcd"] for column in expected} == expected
     assert (table.baseline, table.corrected) == ("random_coupling", "excess_coupling")
-    assert of(table, "depth") == {"a": 2, "b": 2, "c": 2, "d": 2}, "from the last layer measured"
 
 
-def test_a_metric_per_layer_is_that_of_the_last_layer_or_of_the_one_asked_for(tmp_path):
-    root, file = comparison(tmp_path / "models"), scores(tmp_path / "scores.csv")
+def test_a_metric_per_layer_is_that_of_the_last_layer_or_of_the_one_asked_for(models):
     for asked, value in (({}, 0.9), ({"layer": 0}, 2.9), ({"layer": "last"}, 0.9)):
-        assert of(read_runs([root], metric="loss", score=f"{file}:arc", **asked), "loss")["b"] == pytest.approx(value)
-    other = read_runs([root], metric="coupling/coupling[k=3]", score="lens/loss")
+        assert of(read_runs(**models | {"metric": "loss", **asked}), "loss")["b"] == pytest.approx(value)
+    other = read_runs(**models | {"score": "lens/loss"})
     assert of(other, "lens/loss") == pytest.approx({"a": 1.0, "b": 0.9, "c": 0.8, "d": 0.7}), "a score, too"
 
 
 def test_the_value_of_the_whole_model_comes_before_those_of_layers_pairs_and_references(tmp_path):
-    found = [
-        Record(metric="m", value=5.0, layer=1, other_layer=2),
-        Record(metric="m", value=6.0, layer=3),
-        Record(metric="m", value=7.0, tags={"reference": "majority"}),
-        Record(metric="m", value=8.0, tags={"distance": 1}),
-        Record(metric="m", value=9.0, tags={"statistic": "median"}),
-    ]
+    places = [{"layer": 1, "other_layer": 2}, {"layer": 3}]
+    places += [{"tags": tags} for tags in ({"reference": "majority"}, {"distance": 1}, {"statistic": "median"})]
+    found = [Record(metric="m", value=5.0 + number, **place) for number, place in enumerate(places)]
     for number, name in enumerate("abc"):
-        own = Record(metric="m", value=0.5 + number)
-        line = measured(name, None, "x", *found[:2], own, *found[2:], Record(metric="s", value=1.0 - number))
-        records.append(tmp_path / "measurements.jsonl", line)
+        own, score = Record(metric="m", value=0.5 + number), Record(metric="s", value=1.0 - number)
+        add(tmp_path, name, None, "x", *found[:2], own, *found[2:], score)
     assert of(read_runs([tmp_path], metric="m", score="x/s"), "m") == {"a": 0.5, "b": 1.5, "c": 2.5}
     with pytest.raises(InputError, match="m is 6 for all"):
         correlate(read_runs([tmp_path], metric="m", score="x/s", layer=3))
 
 
 def test_models_measured_in_unlike_ways_are_not_compared(tmp_path):
-    file = tmp_path / "measurements.jsonl"
+    def found(number: int, **tags) -> list[Record]:
+        return [Record(metric="coupling", value=0.1 * number, tags=tags), Record(metric="loss", value=3.0 - number)]
+
+    names = ("coupling/coupling", "coupling/loss")
     for number, tags in enumerate(({"k": 4}, {"k": 8}, {"k": 8, "dtype": "bfloat16"})):
-        found = Record(metric="coupling", value=0.1 * number, tags=tags), Record(metric="loss", value=3.0 - number)
-        records.append(file, measured(f"org/{number}", None, "coupling", *found))
-    names = {"metric": "coupling/coupling", "score": "coupling/loss"}
-    sentence = r"metric: coupling/coupling is k=8 of org/1; k=8,dtype=bfloat16 of org/2: .* choose one by its tags"
-    with pytest.raises(InputError, match=sentence):
-        read_runs([tmp_path], **names)
-    with pytest.raises(InputError, match=r"score: coupling/coupling is k=8 of org/1; k=8,.*bfloat16 of org/2"):
-        read_runs([tmp_path], metric=names["score"], score=names["metric"])
-    without = Record(metric="coupling", value=0.3), Record(metric="loss", value=1.0)
-    records.append(file, measured("org/2", None, "coupling", *without))
+        add(tmp_path, f"org/{number}", None, "coupling", *found(number, **tags))
+    unlike = "coupling/coupling is k=8 of org/1; k=8,dtype=bfloat16 of org/2: .* choose one by its tags"
+    for which, (metric, score) in {"metric": names, "score": names[::-1]}.items():
+        with pytest.raises(InputError, match=f"{which}: {unlike}"):
+            read_runs([tmp_path], metric=metric, score=score)
+    add(tmp_path, "org/2", None, "coupling", *found(2))
     with pytest.raises(InputError, match="k=8 of org/1; no tag of org/2"):
-        read_runs([tmp_path], **names)
+        read_runs([tmp_path], metric=names[0], score=names[1])
 
 
 def test_of_a_training_run_the_last_checkpoint_counts_or_the_step_asked_for(tmp_path):
@@ -153,14 +149,12 @@ def test_of_a_training_run_the_last_checkpoint_counts_or_the_step_asked_for(tmp_
         read_runs([root], **names, step=7)
 
 
-def test_models_that_lack_a_value_are_left_out_and_told(tmp_path):
-    root = comparison(tmp_path / "models", "abcde")
-    suspect = measured("org/s", None, "coupling", *couplings(0.9, 3), audit="suspect: identical weights")
-    records.append(root / "measurements.jsonl", suspect)
-    failed = replace(measured("org/f", None, "coupling"), error="out of memory")
-    records.append(root / "measurements.jsonl", failed)
-    file = scores(tmp_path / "scores.csv")
-    table = read_runs([root], metric="coupling/coupling[k=3]", score=f"{file}:arc")
+def test_models_that_lack_a_value_are_left_out_and_told(models):
+    (root,) = models["folders"]
+    comparison(root, "abcde")
+    add(root, "org/s", None, "coupling", *couplings(0.9, 3), audit="suspect: identical weights")
+    write(root, "coupling", [], run="org/f", error="out of memory")
+    table = read_runs(**models)
     assert list(table.frame["model"]) == ["a", "b", "c", "d"]
     assert table.left_out == {
         "org/e": "no arc",
@@ -189,8 +183,8 @@ def test_folders_of_equal_run_names_are_told_apart_by_their_paths(tmp_path):
         read_runs([tmp_path / "one", tmp_path / "one"], metric="coupling", score="validation/accuracy")
 
 
-def test_wrong_input_is_one_sentence(tmp_path):
-    root, file = comparison(tmp_path / "models"), scores(tmp_path / "scores.csv")
+def test_wrong_input_is_one_sentence(models):
+    file = models["score"].removesuffix(":arc")
     for options, sentence in (
         ({"metric": "coupling/coupling"}, "org/b has 2 variants (k=3; k=4): choose one by its tags"),
         ({"metric": "coupling[k=5]"}, "org/a: no coupling/coupling with k = 5, it has k = 3"),
@@ -199,7 +193,7 @@ def test_wrong_input_is_one_sentence(tmp_path):
         ({"score": f"{file}:family"}, "expected numbers in column 'family' of"),
     ):
         with pytest.raises(InputError, match=re.escape(sentence)):
-            read_runs([root], **{"metric": "coupling/coupling[k=3]", "score": f"{file}:arc", **options})
+            read_runs(**models | options)
 
 
 def test_a_file_of_all_columns_is_a_table_of_models_and_another_is_refused(tmp_path):
@@ -302,14 +296,12 @@ def test_a_metric_that_follows_the_width_is_warned_of_and_one_that_does_not_is_n
     assert "Only 5 models" in correlate(table_of(**few), resamples=100).warnings[-1]
 
 
-def test_k_as_a_share_is_counted_from_the_width_of_each_model_and_the_corrected_metric_stands_beside_it(tmp_path):
-    root, file = comparison(tmp_path / "models"), scores(tmp_path / "scores.csv")
-    table = read_runs([root], metric="coupling[k=0.1]", score=f"{file}:arc")
+def test_k_as_a_share_is_counted_from_the_width_of_each_model_and_the_corrected_metric_stands_beside_it(models):
+    table = read_runs(**models | {"metric": "coupling[k=0.1]"})
     assert of(table, "k") == {"a": 3, "b": 4, "c": 5, "d": 6}
     assert of(table, "coupling") == pytest.approx({"a": 0.0, "b": 0.3, "c": 0.4, "d": 0.5})
-    found = correlate(table, resamples=100)
     expected = pearson(table.frame["excess_coupling"], table.frame["arc"]).value
-    assert found.corrected[0].value == pytest.approx(expected)
+    assert correlate(table, resamples=100).corrected[0].value == pytest.approx(expected)
 
 
 def test_wrong_columns_are_one_sentence():
@@ -362,14 +354,10 @@ def test_the_findings_of_the_published_table_are_the_published_numbers():
 def test_the_score_of_a_run_is_that_of_the_step_of_its_metric(tmp_path):
     """And models that were measured at different steps are told of."""
     root = grid(tmp_path / "sweep")
-    early = sorted(root.iterdir())[0]
-    lines = (early / "measurements.jsonl").read_text().splitlines()
-    (early / "measurements.jsonl").write_text(lines[0] + "\n")  # it broke off before the last checkpoint
-    log = records.rows(early / "metrics.jsonl")
-    first = records.read(early / "measurements.jsonl")[0].step
+    early = root / "cell0" / "measurements.jsonl"
+    early.write_text(early.read_text().splitlines()[0] + "\n")  # it broke off before the last checkpoint
     table = read_runs([root], metric="coupling/coupling", score="validation/accuracy")
-    at_first = [row["validation/accuracy"] for row in log if row["step"] <= first and "validation/accuracy" in row]
-    assert of(table, "validation/accuracy")[early.name] == at_first[-1]
+    assert of(table, "validation/accuracy")["cell0"] == 0.1, "at step 0"
     assert "different steps, 0 to 10" in " ".join(correlate(table, resamples=100).warnings)
 
 

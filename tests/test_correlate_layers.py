@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,10 @@ from tests.support.written import write
 def one_model(root: Path, layers: int = 8, **options) -> tuple[Path, np.ndarray, np.ndarray]:
     metric, scores = tables(layers)
     return add(root / "runs", "org/model", None, scores=scores, metric=metric, **options), metric, scores
+
+
+def read(*roots: Path, metrics: Sequence[str] = ("prompt_entropy",), scores: str = "mteb", **options):
+    return read_layers([*roots], metrics=[*metrics], scores=scores, **options)
 
 
 def per_layer(name: str, values, **tags) -> list[Record]:
@@ -57,7 +62,7 @@ def test_a_metric_is_written_with_its_analysis_and_tags():
 
 def test_each_task_s_metric_is_paired_with_its_scores(tmp_path):
     root, metric, scores = one_model(tmp_path)
-    found = read_layers([root], metrics=["prompt_entropy"], scores="mteb")
+    found = read(root)
     (model,) = found.models
     tasks, x, y = model.tables("prompt_entropy", found.first_layer)
     assert tasks == [*TASKS]
@@ -70,9 +75,9 @@ def test_layer_0_is_apart_unless_asked_for(tmp_path):
     metric, scores = tables(6)
     metric[:, 0] = np.nan
     root = add(tmp_path, "m", None, scores=scores, metric=metric)
-    assert read_layers([root], metrics=["prompt_entropy"], scores="mteb").first_layer == 1
+    assert read(root).first_layer == 1
     with pytest.raises(InputError, match="no prompt_entropy at layer 0"):
-        read_layers([root], metrics=["prompt_entropy"], scores="mteb", with_layer_0=True)
+        read(root, with_layer_0=True)
 
 
 def test_a_metric_of_a_common_corpus_pairs_with_every_task_and_a_tasks_own_texts_come_first(tmp_path):
@@ -80,23 +85,23 @@ def test_a_metric_of_a_common_corpus_pairs_with_every_task_and_a_tasks_own_texts
     common = np.arange(9.0) ** 2
     write(root, "invariance", per_layer("lidar", common), run="org/model")
     write(root, "representation", per_layer("prompt_entropy", 9 + np.arange(9)), run="org/model")
-    found = read_layers([root], metrics=["lidar", "representation/prompt_entropy"], scores="mteb")
+    found = read(root, metrics=["lidar", "representation/prompt_entropy"])
     _, x, _ = found.models[0].tables("lidar", 1)
     assert np.array_equal(x, np.tile(common[1:], (len(TASKS), 1)))
     assert found.common == ["lidar"]
     assert np.array_equal(found.models[0].tables("representation/prompt_entropy", 0)[1], metric)
 
 
-def test_the_last_step_that_has_both_counts_or_the_one_asked_for(tmp_path):
-    for step in (0, 10, 20):
+def test_the_last_step_that_has_both_and_is_not_suspect_counts_or_the_one_asked_for(tmp_path):
+    for step, verdict in ((0, "clean"), (10, "clean"), (15, "suspect: equal to the final step"), (20, "clean")):
         metric, scores = tables(6, seed=step)
-        add(tmp_path, "m", step, scores=scores, metric=metric if step < 20 else None)
-    found = read_layers([tmp_path], metrics=["prompt_entropy"], scores="mteb")
-    assert found.models[0].step == 10
-    found = read_layers([tmp_path], metrics=["prompt_entropy"], scores="mteb", step=0)
+        provenance = {"audit": verdict}
+        add(tmp_path, "m", step, scores=scores, metric=metric if step < 20 else None, provenance=provenance)
+    assert read(tmp_path).models[0].step == 10
+    found = read(tmp_path, step=0)
     assert np.array_equal(found.models[0].scores.loc["BIOSSES"], tables(6, seed=0)[1][2])
     with pytest.raises(InputError, match="no scores and metrics at step 20"):
-        read_layers([tmp_path], metrics=["prompt_entropy"], scores="mteb", step=20)
+        read(tmp_path, step=20)
 
 
 def test_tasks_that_lack_a_layer_are_left_out_with_the_reason(tmp_path):
@@ -105,7 +110,7 @@ def test_tasks_that_lack_a_layer_are_left_out_with_the_reason(tmp_path):
     root = add(tmp_path, "m", None, scores=scores, metric=metric)
     deeper = np.concatenate([metric[3:4], metric[3:4, :1]], axis=1)
     add(root, "m", None, metric=deeper, tasks=TASKS[3:4])
-    found = read_layers([root], metrics=["prompt_entropy"], scores="mteb")
+    found = read(root)
     assert found.models[0].left_out["prompt_entropy"] == {
         TASKS[1]: "no prompt_entropy at layer 3",
         TASKS[2]: "no score at layer 5",
@@ -116,23 +121,20 @@ def test_tasks_that_lack_a_layer_are_left_out_with_the_reason(tmp_path):
 
 
 def test_metric_and_score_of_two_conventions_are_refused(tmp_path):
-    root, *_ = one_model(tmp_path, metric_states=None)
-    with pytest.raises(InputError, match="was measured on states resid, the scores of org/model on normed"):
-        read_layers([root], metrics=["prompt_entropy"], scores="mteb")
-    root, *_ = one_model(tmp_path / "preset", metric_states=None, tags={"preset": "released_code"})
-    with pytest.raises(InputError, match="was measured on states hf, the scores"):
-        read_layers([root], metrics=["prompt_entropy"], scores="mteb")
+    for name, tags, states in (("plain", {}, "resid"), ("preset", {"preset": "released_code"}, "hf")):
+        root, *_ = one_model(tmp_path / name, metric_states=None, tags=tags)
+        with pytest.raises(InputError, match=f"was measured on states {states}, the scores of org/model on normed"):
+            read(root)
 
 
 def test_of_several_conventions_the_scores_own_is_taken(tmp_path):
     root, metric, _ = one_model(tmp_path)
     add(root, "org/model", None, metric=metric + 5, metric_states=None, analysis="representation_resid")
-    found = read_layers([root], metrics=["representation/prompt_entropy"], scores="mteb")
+    found = read(root, metrics=["representation/prompt_entropy"])
     assert np.array_equal(found.models[0].tables("representation/prompt_entropy", 0)[1], metric)
-    with pytest.raises(
-        InputError, match="in more than one analysis: representation/prompt_entropy, representation_resid"
-    ):
-        read_layers([root], metrics=["prompt_entropy"], scores="mteb")
+    both = "in more than one analysis: representation/prompt_entropy, representation_resid"
+    with pytest.raises(InputError, match=both):
+        read(root)
 
 
 def test_several_variants_are_refused_and_the_plainest_is_none(tmp_path):
@@ -141,8 +143,8 @@ def test_several_variants_are_refused_and_the_plainest_is_none(tmp_path):
     for task in TASKS:
         write(tmp_path, f"a/{task}", [r for k in (3, 12) for r in per_layer("m", metric[0] + k, k=k)])
     with pytest.raises(InputError, match=r"m of r has 2 variants \(k=3; k=12\): choose one by its tags"):
-        read_layers([tmp_path], metrics=["m"], scores="mteb")
-    found = read_layers([tmp_path], metrics=["m[k=12]"], scores="mteb")
+        read(tmp_path, metrics=["m"])
+    found = read(tmp_path, metrics=["m[k=12]"])
     assert np.array_equal(found.models[0].tables("m[k=12]", 0)[1][0], metric[0] + 12)
     assert found.titles == {"m[k=12]": "M, k = 12"}
 
@@ -162,13 +164,13 @@ def test_models_measured_in_unlike_ways_are_not_compared(tmp_path, of_metric):
 
 def test_what_there_is_not_is_refused(tmp_path):
     root, *_ = one_model(tmp_path)
-    for metrics, scores, message in (
-        (["promt_entropy"], "mteb", "metrics: no model has 'promt_entropy' per layer; did you mean .*prompt_entropy"),
-        (["prompt_entropy"], "mtb", "scores: no model has 'mtb' per layer"),
-        (["prompt_entropy"], "scores.csv", "scores: cannot read scores.csv: .* No such file"),
+    for options, message in (
+        ({"metrics": ["promt_entropy"]}, "no model has 'promt_entropy' per layer; did you mean .*prompt_entropy"),
+        ({"scores": "mtb"}, "scores: no model has 'mtb' per layer"),
+        ({"scores": "scores.csv"}, "scores: cannot read scores.csv: .* No such file"),
     ):
         with pytest.raises(InputError, match=message):
-            read_layers([root], metrics=metrics, scores=scores)
+            read(root, **options)
 
 
 def test_a_metric_that_leaves_its_normalization_unsaid_is_raw(tmp_path):
@@ -178,7 +180,7 @@ def test_a_metric_that_leaves_its_normalization_unsaid_is_raw(tmp_path):
         other = per_layer("dime", row + 9, normalization="logD")
         write(tmp_path, f"invariance/{task}", [*per_layer("dime", row), *other], run="m")
     names = ["dime", "dime[normalization=raw]", "dime[normalization=logD]"]
-    model = read_layers([tmp_path], metrics=names, scores="mteb").models[0]
+    model = read(tmp_path, metrics=names).models[0]
     for name, shift in zip(names, (0, 0, 9), strict=True):
         assert np.allclose(model.tables(name, 0)[1], metric + shift)
 
@@ -187,33 +189,24 @@ def test_models_without_scores_of_their_last_layers_or_with_too_few_layers_are_l
     for name, layers, depth in (("whole", 6, 6), ("part", 6, 12), ("shallow", 3, 3)):
         metric, scores = tables(layers)
         add(tmp_path / name, name, None, scores=scores, metric=metric, provenance={"depth": depth})
-    roots = [tmp_path / name for name in ("whole", "part", "shallow")]
-    found = read_layers(roots, metrics=["prompt_entropy"], scores="mteb")
+    found = read(tmp_path / "whole", tmp_path / "part", tmp_path / "shallow")
     assert [model.name for model in found.models] == ["whole"]
     assert found.left_out == {"part": "scores up to layer 6 of 12", "shallow": "3 layers, expected at least 4"}
 
 
-def scores_file(path: Path, model: str, scores: np.ndarray) -> pd.DataFrame:
-    rows = [
-        (model, task, layer, value) for task, row in zip(TASKS, scores, strict=True) for layer, value in enumerate(row)
-    ]
-    frame = pd.DataFrame(rows, columns=["model", "task", "layer", "score"])
-    frame.to_csv(path, index=False)
-    return frame
-
-
 def test_scores_of_a_file_meet_metrics_of_runs_and_wrong_layers_are_named(tmp_path):
     root, metric, scores = one_model(tmp_path)
-    path, names = tmp_path / "scores.csv", {"metrics": ["prompt_entropy"], "scores": str(tmp_path / "scores.csv")}
-    frame = scores_file(path, "model", scores)
-    means = pd.DataFrame({"model": "model", "task": TASKS, "layer": None, "score": 9.0})
-    pd.concat([frame, means.astype({"layer": float})]).to_csv(path, index=False)  # rows without a layer are means
-    (model,) = read_layers([root], **names).models
+    path, names = tmp_path / "scores.csv", {"scores": str(tmp_path / "scores.csv")}
+    long = pd.DataFrame(scores, index=pd.Index(TASKS, name="task")).stack().rename_axis(["task", "layer"])
+    frame = long.rename("score").reset_index().assign(model="model")
+    means = pd.DataFrame({"model": "model", "task": TASKS, "layer": [np.nan] * len(TASKS), "score": 9.0})
+    pd.concat([frame, means]).to_csv(path, index=False)  # rows without a layer are means
+    (model,) = read(root, **names).models
     _, x, y = model.tables("prompt_entropy", 0)
     assert np.allclose(x, metric)
     assert np.allclose(y, scores)
     with pytest.raises(InputError, match="expected run folders"):
-        read_layers([], **names)
+        read(**names)
     for wrong, message in (
         (frame.replace({"layer": {3: 2.5}}), "expected layers in .*scores.csv, whole numbers from 0, got 2.5"),
         (pd.concat([frame, frame]), "more than one score of model, Banking77Classification, layer 0"),
@@ -221,14 +214,7 @@ def test_scores_of_a_file_meet_metrics_of_runs_and_wrong_layers_are_named(tmp_pa
     ):
         wrong.to_csv(path, index=False)
         with pytest.raises(InputError, match=message):
-            read_layers([root], **names)
-
-
-def test_suspect_checkpoints_are_not_read(tmp_path):
-    metric, scores = tables(6)
-    for step, verdict in ((1, "clean"), (2, "suspect: equal to the final step")):
-        add(tmp_path, "m", step, scores=scores + step, metric=metric, provenance={"audit": verdict})
-    assert read_layers([tmp_path], metrics=["prompt_entropy"], scores="mteb").models[0].step == 1
+            read(root, **names)
 
 
 # ------------------------------------------------------------------------------------------------ what is said
@@ -236,7 +222,7 @@ def test_suspect_checkpoints_are_not_read(tmp_path):
 
 def test_with_one_model_both_directions_are_told_and_none_is_chosen(tmp_path):
     root, metric, scores = one_model(tmp_path)
-    found = correlate_layers(read_layers([root], metrics=["prompt_entropy"], scores="mteb"), resamples=100)
+    found = correlate_layers(read(root), resamples=100)
     (model,) = found.models
     rules = [choice.rule for choice in model.choices]
     assert rules == ["min", "max"]
@@ -247,7 +233,7 @@ def test_with_one_model_both_directions_are_told_and_none_is_chosen(tmp_path):
 
 
 def test_with_several_models_the_others_choose_the_direction(tmp_path):
-    found = correlate_layers(read_layers([series(tmp_path)], metrics=["prompt_entropy"], scores="mteb"), resamples=100)
+    found = correlate_layers(read(series(tmp_path)), resamples=100)
     chosen = {m.model: [c.rule for c in m.choices if c.is_chosen] for m in found.models}
     gains = {m.model: {c.rule: c.result.score.value for c in m.choices} for m in found.models}
     for name, rule in chosen.items():
@@ -265,7 +251,7 @@ def test_the_metric_is_picked_on_the_other_models_too(tmp_path):
         noise = np.random.default_rng(number).normal(size=metric.shape)
         add(root, f"m{number}", None, metric=noise, name="lidar", analysis="invariance")
     metrics = ["lidar", "prompt_entropy"]
-    found = correlate_layers(read_layers([tmp_path], metrics=metrics, scores="mteb"), resamples=100)
+    found = correlate_layers(read(tmp_path, metrics=metrics), resamples=100)
     picked = [choice for model in found.models for choice in model.choices if choice.metric is None]
     assert [choice.rule for choice in picked] == ["min prompt_entropy"] * 3
 
@@ -299,9 +285,7 @@ def test_the_page_tells_which_tasks_are_left_out(tmp_path, monkeypatch):
     leave_undrawn(monkeypatch)
     metric, scores = tables(8)
     metric[1, 3] = np.nan
-    found = read_layers(
-        [add(tmp_path / "r", "<m>", None, scores=scores, metric=metric)], metrics=["prompt_entropy"], scores="mteb"
-    )
+    found = read(add(tmp_path / "r", "<m>", None, scores=scores, metric=metric))
     write_layers(found, correlate_layers(found, resamples=100), tmp_path / "out")
     page = (tmp_path / "out" / "layers.html").read_text()
     assert "EmotionClassification (no prompt_entropy at layer 3)" in page
@@ -361,15 +345,10 @@ def stored(realdata, tmp_path_factory) -> tuple[Path, Path]:
 @pytest.mark.realdata
 def test_the_stored_results_of_pythia_410m_give_the_published_correlations_and_selections(stored):
     scores, run = stored
-    found = read_layers([run], metrics=[*PUBLISHED], scores=str(scores), with_layer_0=True)
+    found = read(run, metrics=[*PUBLISHED], scores=str(scores), with_layer_0=True)
     assert len(found.models[0].scores) == 32
-    findings = correlate_layers(found, resamples=200)
-    (model,) = findings.models
-    assert (model.num_layers, model.null.noise, model.null.walk) == (
-        24,
-        pytest.approx(0.34, abs=0.01),
-        pytest.approx(0.54, abs=0.01),
-    )
+    (model,) = correlate_layers(found, resamples=200).models
+    assert (model.num_layers, model.null.noise, model.null.walk) == pytest.approx((24, 0.34, 0.54), abs=0.01)
     for one in model.metrics:
         tasks, *forms = PUBLISHED[one.metric]
         assert len(one.tasks) == tasks
@@ -378,13 +357,9 @@ def test_the_stored_results_of_pythia_410m_give_the_published_correlations_and_s
             own = [found.estimate.value for found in one.correlations if found.form == form]
             assert own == pytest.approx(expected, abs=6e-4)
     own = {(c.metric, c.rule): c.result for c in model.choices if c.metric is not None}
-    for rule, (score, last) in SELECTED.items():
-        assert 100 * own[rule].score.value == pytest.approx(score, abs=0.006)
-        assert 100 * own[rule].last.value == pytest.approx(last, abs=0.006)
+    for rule, expected in SELECTED.items():
+        chosen = 100 * own[rule].score.value, 100 * own[rule].last.value
+        assert chosen == pytest.approx(expected, abs=0.006), rule
     assert own["dime", "min"].best_layer == 17
-    whole = found.models[0].scores.to_numpy().mean(0)
-    assert (whole.argmax(), 100 * whole.max(), 100 * whole[-1]) == (
-        17,
-        pytest.approx(51.92, abs=0.006),
-        pytest.approx(46.82, abs=0.006),
-    )
+    whole = 100 * found.models[0].scores.to_numpy().mean(0)
+    assert (whole.argmax(), whole.max(), whole[-1]) == pytest.approx((17, 51.92, 46.82), abs=0.006)

@@ -8,7 +8,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-import nbformat
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -51,13 +50,7 @@ def test_the_site_builds_without_a_warning_and_no_link_leads_nowhere(tmp_path):
     assert len(report) < 2_000_000
     for notebook in (ROOT / "docs" / "notebooks").glob("*.ipynb"):
         page = (tmp_path / "site" / "notebooks" / notebook.stem / "index.html").read_text()
-        kinds = [kind for cell in nbformat.read(notebook, 4).cells for kind in _kinds(cell)]
-        assert page.count("data:image/svg+xml;base64,") == kinds.count("image/svg+xml") > 0
-        assert page.count("<table>") == kinds.count("text/html")
-
-
-def _kinds(cell) -> list[str]:
-    return [kind for output in cell.get("outputs", []) for kind in output.get("data", {})]
+        assert page.count("data:image/svg+xml;base64,") == notebook.read_text().count('"image/svg+xml"') > 0
 
 
 def _broken(page: Path, links: Links, pages: dict[Path, Links]) -> list[str]:

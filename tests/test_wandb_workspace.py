@@ -21,39 +21,19 @@ def root(tmp_path_factory) -> Path:
     return make_run(tmp_path_factory.mktemp("runs") / "quickstart", steps=(0, 1, 2, 4), layers=3)
 
 
-def spec_of(root: Path) -> dict:
-    return workspace_of(root, "me", "p")._to_model().model_dump(by_alias=True, mode="json")["spec"]
-
-
-def panels_in(spec: dict) -> list[dict]:
-    """Every panel of a specification, wherever it stands."""
-    found: list[dict] = []
-
-    def walk(part: object) -> None:
-        if isinstance(part, dict):
-            if "viewType" in part:
-                found.append(part)
-            for value in part.values():
-                walk(value)
-        elif isinstance(part, list):
-            for value in part:
-                walk(value)
-
-    walk(spec)
-    return found
-
-
 def test_every_curve_and_picture_of_the_charts_is_one_that_the_mirror_logs(root, monkeypatch):
     leave_undrawn(monkeypatch)
     logged = mirror_all(root)
     names, pictures = {*logged.names()}, {*logged.media("image-file")}
-    panels = panels_in(spec_of(root))
-    lines = [panel["config"] for panel in panels if panel["viewType"] == "Run History Line Plot"]
+    spec = workspace_of(root, "me", "p")._to_model().model_dump(by_alias=True, mode="json")["spec"]
+    sections = spec["section"]["panelBankConfig"]["sections"]
+    panels = [(panel["viewType"], panel["config"]) for section in sections for panel in section["panels"]]
+    lines = [config for kind, config in panels if kind == "Run History Line Plot"]
     drawn = {curve for config in lines for curve in config["metrics"]}
     assert drawn <= names, drawn - names
     assert {"coupling/coupling/k=4", "trajectory/line_shape_score/layer_02", "train/loss"} <= drawn
     assert all(config["xAxis"] == "trainer/global_step" and config["xLogScale"] for config in lines)
-    media = {key for panel in panels for key in panel["config"].get("mediaKeys", [])}
+    media = {key for _, config in panels for key in config.get("mediaKeys", [])}
     assert media == pictures, media ^ pictures
     assert sum(key.endswith("/over_layers") for key in media) > 2
     (layered,) = [config["metrics"] for config in lines if config["chartTitle"] == "Logit-lens loss (nats)"]

@@ -30,10 +30,6 @@ _SCRIPT = """<script>{
 }</script></body>"""
 
 
-class _Hangs(Exception):
-    """A browser from which no word came."""
-
-
 def dom_after(page: Path, script: str, profile: Path, *, timeout: float = 240) -> str:
     """The page's DOM once `script`, the body of an async function, has ended in it: as soon as that is, in real time.
 
@@ -44,22 +40,23 @@ def dom_after(page: Path, script: str, profile: Path, *, timeout: float = 240) -
         AssertionError: an error in the page or the script, a browser that ended or hung three times, or a page that
             has not finished within `timeout` seconds.
     """
-    for attempt in range(3):
-        try:
-            return _dom_after(page, script, profile.with_name(f"{profile.name}{attempt}"), timeout)
-        except _Hangs as hangs:
-            told = str(hangs)
-    raise AssertionError(told)
-
-
-def _dom_after(page: Path, script: str, profile: Path, timeout: float) -> str:
     text = page.read_text()
     closed, end = "default-src 'none';", "</body>"
     assert text.count(closed) == 1
     before, _, after = text.replace(closed, f"{closed} connect-src 'self';").rpartition(end)
     text = before + _SCRIPT.replace("%s", script) + after
+    for attempt in range(3):
+        what, answer = _answer(text.encode(), profile.with_name(f"{profile.name}{attempt}"), timeout)
+        if what != "hung":
+            break
+    assert what == "/done", answer
+    return answer
+
+
+def _answer(page: bytes, profile: Path, timeout: float) -> tuple[str, str]:
+    """How a browser ends with the page, and what the page says then."""
     answers: queue.Queue[tuple[str, str]] = queue.Queue()
-    server = _server(text.encode(), answers)
+    server = _server(page, answers)
     address = f"http://127.0.0.1:{server.server_port}/"
     command = [str(CHROMIUM), *_OPTIONS.split(), f"--user-data-dir={profile}", address]
     journal = profile.parent / f"{profile.name}.log"
@@ -67,20 +64,17 @@ def _dom_after(page: Path, script: str, profile: Path, timeout: float) -> str:
         # a session of its own: its children end with it
         browser = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
-        what, answer = _first(answers, browser, timeout, journal)
+        what, answer = _first(answers, browser, timeout)
     finally:
         with contextlib.suppress(ProcessLookupError):  # all gone already
             os.killpg(browser.pid, signal.SIGKILL)
         browser.wait()
         server.shutdown()
         server.server_close()
-    assert what == "/done", answer
-    return answer
+    return what, answer if what == "/done" else f"{answer}; the browser: {journal.read_text(errors='replace')[-2000:]}"
 
 
-def _first(
-    answers: "queue.Queue[tuple[str, str]]", browser: subprocess.Popen, timeout: float, journal: Path
-) -> tuple[str, str]:
+def _first(answers: "queue.Queue[tuple[str, str]]", browser: subprocess.Popen, timeout: float) -> tuple[str, str]:
     """The page's answer, its signs of life left out."""
     begin = heard = time.monotonic()
     alive = "nothing"
@@ -88,18 +82,15 @@ def _first(
         try:
             what, answer = answers.get(timeout=0.5)
         except queue.Empty:
-            assert browser.poll() is None, f"the browser ended with {browser.returncode}: {_end_of(journal)}"
+            if browser.poll() is not None:
+                return "ended", f"it ended with {browser.returncode}"
             if time.monotonic() > heard + 60:
-                raise _Hangs(f"no sign of life for 60 s after {alive!r}: {_end_of(journal)}") from None
+                return "hung", f"no sign of life for 60 s after {alive!r}"
             continue
         if what != "/alive":
             return what, answer
         alive, heard = answer, time.monotonic()
-    raise AssertionError(f"not finished within {timeout} s; last heard: {alive}; the browser: {_end_of(journal)}")
-
-
-def _end_of(journal: Path) -> str:
-    return journal.read_text(errors="replace")[-2000:]
+    return "late", f"not finished within {timeout} s; last heard: {alive}"
 
 
 def _server(page: bytes, answers: "queue.Queue[tuple[str, str]]") -> http.server.ThreadingHTTPServer:
