@@ -20,7 +20,6 @@ from lit_layers.functional.correlation import (
     p_value,
     partial_correlation,
     pearson,
-    residuals,
     spearman,
     within_group_correlation,
 )
@@ -188,13 +187,6 @@ def test_groups_can_hide_and_make_a_correlation():
     alone = within_group_correlation([*x, 99], [*y, -99], [0, 0, 0, 1, 1, 1, 2])
     assert alone.value == pytest.approx(-1), "a group of one tells nothing"
     assert alone.df == 3
-
-
-def test_what_is_left_of_a_column_is_orthogonal_to_what_was_held_fixed():
-    x, z = map(np.array, pair(1))
-    left = residuals(x, [z])
-    assert left @ z == pytest.approx(0, abs=1e-12)
-    assert left.sum() == pytest.approx(0, abs=1e-12)
 
 
 # ---------------------------------------------------------------------------------------- lines, rows, resamples

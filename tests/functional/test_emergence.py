@@ -308,10 +308,7 @@ def test_half_of_the_draws_are_by_the_evidence_of_one_step_at_most():
     e = np.e
     of_all, of_fewer = np.array([[1, 1, e], [1, e, 1]]) / (4 + 2 * e), np.array([[1, 1, 0], [1, e, 0]]) / (3 + e)
     assert weight == pytest.approx((of_all + of_fewer) / 2, rel=1e-9)  # differences of numbers near 1,000
-    # Of several sets each by itself; and where two steps are all there is, there is nothing to pool.
-    of_sets = drawn_curves._pooled(np.stack([evidence, 2 * evidence], -1), pairs)
-    assert of_sets[..., 0] == pytest.approx(weight, rel=1e-9)
-    assert of_sets.sum((0, 1)) == pytest.approx([1, 1])
+    # Where two steps are all there is, there is nothing to pool.
     two = Pairs(steps, np.array([[1, 1], [2, 3]]))
     assert drawn_curves._pooled(evidence[:, 1:], two) == pytest.approx(np.array([[1, e], [e, 1]]) / (2 + 2 * e))
 
@@ -434,27 +431,18 @@ def test_intervals_hold_as_often_as_they_say():
 
 def test_bad_input_is_refused_with_a_sentence():
     flat, stderr = np.arange(8.0), np.ones(8)
-    for sentence, given, options in (
-        (
-            "at no more than 1,000 checkpoints (some of them, or means of neighbouring ones), got 1,001",
-            (range(1001),) * 2,
-            {},
-        ),
-        ("at 6 checkpoints or more, got 5", (np.arange(8), [1, 2, 3, 4, 5, *[np.nan] * 3]), {}),
-        *(
-            (f"steps of 0 or more that increase, got {got}", (steps, flat), {})
-            for got, steps in (
-                ("1 after 1", [0, 1, 1, 2, 3, 4, 5, 6]),
-                ("-1", range(-1, 7)),
-                ("nan after 6", [*range(7), np.nan]),
-                ("1e-300 after 0", [0, 1e-300, *range(1, 7)]),
-            )
-        ),
-        ("finite values, or NaN for a gap", (np.arange(8), [*flat[:7], np.inf]), {}),
-        ("standard errors of 0 or more wherever there is a value, got -1", (np.arange(8), flat), {"stderr": -stderr}),
-        ("2 replicates or more", (np.arange(8), flat), {"replicates": [flat, flat * np.nan]}),
-        ("between 0 and 1, got 95", (np.arange(8), flat), {"confidence": 95}),
+    for sentence, steps, values, options in (
+        ("at no more than 1,000 checkpoints (some of them, or means of", range(1001), range(1001), {}),
+        ("at 6 checkpoints or more, got 5", np.arange(8), [1, 2, 3, 4, 5, *[np.nan] * 3], {}),
+        ("steps of 0 or more that increase, got 1 after 1", [0, 1, 1, 2, 3, 4, 5, 6], flat, {}),
+        ("steps of 0 or more that increase, got -1", range(-1, 7), flat, {}),
+        ("steps of 0 or more that increase, got nan after 6", [*range(7), np.nan], flat, {}),
+        ("steps of 0 or more that increase, got 1e-300 after 0", [0, 1e-300, *range(1, 7)], flat, {}),
+        ("finite values, or NaN for a gap", np.arange(8), [*flat[:7], np.inf], {}),
+        ("standard errors of 0 or more wherever there is a value, got -1", np.arange(8), flat, {"stderr": -stderr}),
+        ("2 replicates or more", np.arange(8), flat, {"replicates": [flat, flat * np.nan]}),
+        ("between 0 and 1, got 95", np.arange(8), flat, {"confidence": 95}),
     ):
         with pytest.raises(ValueError, match="expected") as raised:
-            emergence_times(*given, **options)
+            emergence_times(steps, values, **options)
         assert sentence in str(raised.value)

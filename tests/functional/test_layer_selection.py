@@ -155,18 +155,14 @@ def test_the_direction_is_the_one_that_scores_higher_elsewhere():
     assert rule == ("good", "min")
 
 
-@pytest.mark.parametrize(
-    ("metric", "scores", "message"),
-    [
+def test_tables_that_do_not_fit_are_refused():
+    for metric, scores, message in (
         (np.zeros((2, 5)), np.zeros((2, 4)), r"finite tables \(tasks, layers\) alike, got \(2, 5\) and \(2, 4\)"),
         (np.full((2, 5), np.nan), np.zeros((2, 5)), "finite tables"),
-    ],
-)
-def test_tables_that_do_not_fit_are_refused(metric, scores, message):
-    with pytest.raises(ValueError, match=message):
-        layer_correlations(metric, scores)
-    with pytest.raises(ValueError, match=message):
-        selection(metric, scores, "min")
+    ):
+        for refuse in (layer_correlations, lambda *tables: selection(*tables, "min")):
+            with pytest.raises(ValueError, match=message):
+                refuse(metric, scores)
 
 
 def test_too_few_layers_and_constant_curves_are_refused():

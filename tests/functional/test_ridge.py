@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from sklearn.linear_model import LinearRegression, Ridge
+from sklearn.linear_model import Ridge
 from sklearn.preprocessing import StandardScaler
 
 from lit_layers.functional import _checks
@@ -46,14 +46,6 @@ def test_ridge_probes_are_those_of_scikit_learn():
                 for layer, (expected, coefficients) in enumerate(by_scikit_learn(features, targets, penalty, others)):
                     np.testing.assert_allclose(predictions[layer], expected, rtol=1e-8)
                     np.testing.assert_allclose(probes.weight[layer], coefficients, rtol=1e-7, atol=1e-9)
-
-
-def test_without_a_penalty_they_are_least_squares():
-    features, targets = problem(outputs=(2,))
-    predictions = fit_ridge_probes(features, targets, penalty=0).predict(features)
-    for layer, rows in enumerate(features.numpy()):
-        expected = LinearRegression().fit(rows, targets.numpy()).predict(rows)
-        np.testing.assert_allclose(predictions[layer], expected, rtol=1e-10)
 
 
 @pytest.mark.parametrize("shape", [{"n": 12, "dim": 30}, {"n": 90, "dim": 6}])

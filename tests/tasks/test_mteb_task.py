@@ -258,7 +258,6 @@ def test_a_task_leaves_the_random_state_alone(home, tmp_path):
 
 def test_options_and_models_that_do_not_fit_are_refused(home, tmp_path):
     cases = [
-        ({"layers": (4,)}, "layers: this model has layers 0 to 3, got 4"),
         ({"pooling": "max"}, "expected pooling to be one of .*'mean'.*, got 'max'"),
         ({"states": "raw"}, "expected states to be one of .*'hf'.*, got 'raw'"),
         ({"seed": -1}, "expected seed of at least 0, got -1"),
