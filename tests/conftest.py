@@ -2,11 +2,14 @@
 
 import atexit
 import gc
+import hashlib
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -84,9 +87,22 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def emergence_times_once() -> Iterator[None]:
-    from tests.support.times_once import times_once
+    """Emergence times measured once for each curve: they are half the cost of a page, and many tests make the same.
 
-    with times_once():
+    The same input gives the same times (`tests/functional/test_emergence.py`), so that a result may stand for the next.
+    """
+    clock, known = sys.modules.get("lit_layers.clock.times_and_order"), {}
+    with pytest.MonkeyPatch.context() as patch:
+        if clock is not None:
+            measure = clock.emergence_times
+
+            def remembered(*given: Any, **options: Any) -> Any:
+                curve = hashlib.sha256(pickle.dumps((given, options))).digest()
+                if curve not in known:
+                    known[curve] = measure(*given, **options)
+                return known[curve]
+
+            patch.setattr(clock, "emergence_times", remembered)
         yield
 
 

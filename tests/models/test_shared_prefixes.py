@@ -6,12 +6,18 @@ import sys
 import pytest
 import torch
 
-from lit_layers.functional.block_schedules import variants
+from lit_layers.functional.block_schedules import members, variants
 from lit_layers.models.running_order import SharedPrefixes, running_order
 from lit_layers.models.view import LayeredModel
-from tests.support.planned_runs import num_block_runs
 from tests.support.replay import replay
 from tests.support.tiny_models import LAYERS, tiny, tiny_batch
+
+
+def num_block_runs(shared: SharedPrefixes) -> int:
+    """Return how often a block runs for one batch, beside the trajectory itself."""
+    beginnings = {order[:end] for order in shared.indices for end in range(1, len(order) + 1)}
+    passed = {tuple(range(1, end + 1)) for end in range(1, shared.num_blocks + 1)}
+    return sum(len(members(beginning[-1])) for beginning in beginnings - passed)
 
 
 def walked(schedules, trajectory):

@@ -1,6 +1,7 @@
 """Where a folder of local data has each task: what its `tasks.yaml` may say, and the one catalogue behind all of it."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,15 @@ from lit_layers.tasks.catalogue import (
     resolve,
 )
 from lit_layers.tasks.task_files import local_copies, local_copy
-from tests.support.same_times import exchange
+
+
+def exchange(path: Path, content: bytes) -> None:
+    """As `cp --preserve` or an archive puts it there; or any writer within one tick of the clock of a file system."""
+    before, other = path.stat(), path.with_name("other")
+    other.write_bytes(content)
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other.replace(path)
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
 
 def write(folder: Path, text: str) -> Path:
