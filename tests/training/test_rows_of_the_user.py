@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 import lit_layers
-from lit_layers.analyses import Lens, Trajectory
+from lit_layers.analyses import Coupling, Lens, Trajectory
 from lit_layers.integrations import EmergenceTrainerCallback
 from lit_layers.training import EmergenceCallback
 from tests.support.listed_batches import Listed
@@ -45,7 +45,18 @@ def begun(folder, name):
     return wandb.init(mode="offline", dir=str(folder), id=name, project="p", settings=quiet, reinit="create_new")
 
 
-def loop(name, folder, log, num_rows, *, is_watched, order="log, step", analyses=None, is_numbered=False) -> None:
+def loop(
+    name,
+    folder,
+    log,
+    num_rows,
+    *,
+    is_watched,
+    order="log, step",
+    analyses=None,
+    is_numbered=False,
+    is_logged_at_end=True,
+) -> None:
     """A loop of the user's own, which logs by `log(run, step)`."""
     run, model = begun(folder, name), tiny("gpt2")
     watched = None
@@ -128,6 +139,27 @@ def test_one_row_of_a_step_has_all_analyses_and_is_a_row_of_the_user(tmp_path, m
     assert all(any(name.startswith("trajectory/") for name in row) for row in rows)
     assert [row["lit_layers/tokens"] for row in rows] == [0, 400, 800, 900]
     assert [row["loss"] for row in rows[1:]] == [1 / 4, 1 / 8, 1 / 9]
+
+
+def test_a_run_of_a_loop_has_pictures_table_and_options_of_what_is_measured(tmp_path, monkeypatch):
+    leave_undrawn(monkeypatch)
+    coupling = Coupling(batches=measured()[0].batches, k=(2,), num_prompts=1)
+    loop("both", tmp_path, without_step, 25, is_watched=True, analyses=[*measured(), coupling])
+    (run,) = read_finished(tmp_path).values()
+    assert run.step_metric(CURVE) == "lit_layers/step"
+    assert dict(run.curve("lit_layers/tokens"))[4] == 400
+    assert len(run.media("image-file")["lens/logit_lens_loss/over_layers"]) == 2  # of four steps, and of all
+    assert len(run.tables["lit_layers/emergence"]["data"]) == len(lit_layers.records.frame(tmp_path / "root"))
+    assert run.config["lit_layers"]["analyses"]["coupling"]["init_args"]["k"] == [2]
+    assert not [name for name in run.names() if "other_layer" in name or "index" in name or "min_gap" in name]
+
+
+def test_a_run_that_is_finished_gets_nothing_and_ends_no_training(tmp_path, caplog):
+    (run := begun(tmp_path, "own")).finish()
+    with lit_layers.watch(tiny("gpt2"), measured(), steps=[0], root=tmp_path / "root", loggers=[run]) as watched:
+        watched.step()
+    assert "Run: step 0 is not logged" in caplog.text
+    assert [*losses_of(tmp_path / "root")] == [0, 1]
 
 
 def test_two_networks_that_are_measured_in_one_run_share_its_rows(tmp_path, monkeypatch):
