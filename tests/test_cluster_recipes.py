@@ -4,14 +4,12 @@ Scripts run with programs that note what they are asked; files have the keys the
 """
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from lit_layers.cli.options import Recipe
 from lit_layers.cli.verbs.analyze import analyze
@@ -97,26 +95,3 @@ def test_shellcheck_finds_nothing():
     shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert shellcheck, "it comes with the extra dev"
     subprocess.run([shellcheck, "-x", "-P", "SCRIPTDIR", *map(str, SCRIPTS)], check=True)
-
-
-def options(command: str) -> dict:
-    """What one of our commands in a file says, the recipes being there."""
-    words = shlex.split(command)
-    assert words[:2] == ["lit-layers", "analyze"]
-    return Recipe(analyze, words[2:]).read().as_dict()
-
-
-def test_the_files_of_clouds_hand_the_work_out_and_write_where_their_machines_see_it(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    job = yaml.safe_load((ROOT / "recipes" / "clouds" / "skypilot.yml").read_text())
-    subprocess.run(["bash", "-n", "-c", job["run"]], check=True)
-    address, _, command = job["run"].splitlines()[2].strip().partition(" ")
-    read = options(command)
-    assert (address, read["engine"], str(read["root"])) == ("RAY_ADDRESS=127.0.0.1:6379", "ray", "/results/pythia_70m")
-    job = yaml.safe_load((ROOT / "recipes" / "clouds" / "kuberay.yml").read_text())
-    read = options(job["spec"]["entrypoint"])
-    assert read["engine"] == "ray"
-    cluster = job["spec"]["rayClusterSpec"]
-    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-        mounts = group["template"]["spec"]["containers"][0]["volumeMounts"]
-        assert [each["mountPath"] for each in mounts] == [str(Path(read["root"]).parent)]

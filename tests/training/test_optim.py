@@ -88,12 +88,7 @@ def test_a_module_of_the_users_takes_the_optimizer_of_the_command_line(tmp_path)
     seen, own = Rates(), Own()
     schedule = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1)
     use_optimizer_(own, functools.partial(torch.optim.SGD, lr=1.0), schedule)
-    quiet = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_checkpointing": False,
-        "enable_model_summary": False,
-    }
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"), False)
     run = L.Trainer(max_steps=2, accelerator="cpu", devices=1, callbacks=[seen], default_root_dir=tmp_path, **quiet)
     run.fit(own, torch.utils.data.DataLoader(torch.ones(4, 2)))
     assert type(run.optimizers[0]) is torch.optim.SGD
