@@ -29,19 +29,17 @@ def make(step: int | None = 0, *values: float, analysis: str = "a", error: str |
 
 
 def test_what_is_appended_is_read_back_equal_also_what_json_cannot_hold(tmp_path: Path) -> None:
-    full = Record(
-        metric="m", value=0.1 + 0.2, layer=1, other_layer=2, stderr=1e-300, low=-math.inf, high=math.inf, n=3,
-        tags={"k": 12, "p": 0.5, "task": "a/b \u2028 <é>"},
-    )  # fmt: skip
+    ends = {"stderr": 1e-300, "low": -math.inf, "high": math.inf}
+    tags = {"k": 12, "p": 0.5, "task": "a/b \u2028 <é>"}
+    full = Record(metric="m", value=0.1 + 0.2, layer=1, other_layer=2, n=3, tags=tags, **ends)
     first = Measurement(run="r", step=1, tokens=2, analysis="a", records=[full], seconds=0.5, provenance={"x": [1, {}]})
     second = make(None, math.inf)
     file = tmp_path / "new" / "m.jsonl"
     records.append(file, first)
     records.append(file, second)
     assert records.read(file) == [first, second]
-    lines = file.read_text().split("\n")
-    assert lines[2] == ""
-    assert json.loads(lines[0], parse_constant=pytest.fail)["records"][0]["low"] == "-inf"
+    one, _, end = file.read_text().split("\n")
+    assert (json.loads(one, parse_constant=pytest.fail)["records"][0]["low"], end) == ("-inf", "")
     undecodable = b"caf\xe9".decode("utf-8", "surrogateescape")
     numpy = np.float32(0.5), np.float64("nan")
     records.append(file, make(3, math.nan, *numpy, k=np.int64(4), category=undecodable))  # type: ignore[arg-type]
@@ -128,19 +126,22 @@ def test_a_file_that_does_not_exist_holds_nothing_but_makes_no_table(tmp_path: P
 
 def test_an_unwritable_folder_is_refused_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "m.jsonl"
     for write in (
-        lambda path: records.append(path, make(1)),
-        lambda path: _log_and_close(path),
-        lambda path: records.export(records.frame([make(1, 0.1)]), path.with_suffix(".csv")),
+        lambda: records.append(path, make(1)),
+        lambda: logged(path, {1: {"a": 1.0}}),
+        lambda: records.export(records.frame([make(1, 0.1)]), path.with_suffix(".csv")),
     ):
         with pytest.raises(InputError, match=r"cannot write .*file/m\..*: not a directory"):
-            write(tmp_path / "file" / "m.jsonl")
+            write()
 
 
-def _log_and_close(path: Path) -> None:
+def logged(path: Path, rows: dict[int, dict[str, float]]) -> ScalarLog:
     log = ScalarLog(path)
-    log.log(1, {"a": 1.0})
+    for step, row in rows.items():
+        log.log(step, row)
     log.close()
+    return log
 
 
 def test_a_writer_waits_for_another_one_whose_line_is_not_whole_yet(tmp_path: Path) -> None:
@@ -174,16 +175,14 @@ def test_tags_become_columns_of_their_own_kind() -> None:
         Record(metric="m", value=1.0, layer=2, other_layer=3, n=4, tags={"k": 4, "p": 2.0, "task": "x", "mixed": 1}),
         Record(metric="m", value=math.inf, tags={"k": 12, "mixed": "one", "layer": "top"}),
     ]
-    table = records.frame([Measurement(run="r", step=None, tokens=None, analysis="a", records=rows, seconds=0)])
+    table = records.frame([replace(make(None), records=rows)])
     assert list(table.columns) == [*records.COLUMNS, "k", "p", "task", "mixed", "tag_layer"]
-    assert table["k"].tolist() == [4, 12]
-    assert str(table["k"].dtype) == "Int64"
+    assert (table["k"].tolist(), str(table["k"].dtype)) == ([4, 12], "Int64")
     assert table.loc[table["k"] == 12, "value"].tolist() == [math.inf]
     assert table["p"].isna().tolist() == [False, True]
-    assert table["task"].tolist()[0] == "x"
     assert table["mixed"].tolist() == [1, "one"]
     assert table["step"].isna().all()
-    assert table["layer"].tolist()[0] == 2
+    assert (table["layer"][0], table["task"][0]) == (2, "x")
 
 
 def test_an_exported_table_holds_the_same_numbers_and_leaves_nothing_else(tmp_path: Path) -> None:
@@ -192,9 +191,8 @@ def test_an_exported_table_holds_the_same_numbers_and_leaves_nothing_else(tmp_pa
         records.export(table, tmp_path / name)
         back = read(tmp_path / name)
         assert list(back.columns) == list(table.columns), name
-        assert back["value"].tolist() == table["value"].tolist(), name
-        assert back["step"].tolist() == [1, 1, 2], name
-        assert back["k"].tolist() == ["4", "4", "all"], name
+        columns = {column: back[column].tolist() for column in ("value", "step", "k")}
+        assert columns == {"value": table["value"].tolist(), "step": [1, 1, 2], "k": ["4", "4", "all"]}, name
     assert {path.name for path in tmp_path.iterdir()} == {"t.csv", "t.parquet"}
     with pytest.raises(InputError, match=r"expected a file that ends in \.parquet or \.csv, got 't\.xlsx'"):
         records.export(table, tmp_path / "t.xlsx")
@@ -212,39 +210,37 @@ def test_a_curves_name_tells_analysis_metric_sorted_tags_and_layers() -> None:
     )
 
 
+def asked(config: str = "c", data: str | None = None) -> SimpleNamespace:
+    return SimpleNamespace(name="a", config_hash=lambda: config, data_hash=lambda: data)
+
+
 def test_done_is_what_the_last_line_of_the_key_says_with_these_options_and_weights() -> None:
-    failed = make(1, error="no")
-    in_part = replace(make(1, 0.1), records=[Record(metric="x", value=1.0), Record(metric="failed", value=1.0)])
-    for expected, lines, change in (
-        (True, [make(1, 0.1)], {}),
-        (False, [], {}),
-        (False, [make(1, 0.1)], {"step": 2}),
-        (False, [make(1, 0.1)], {"config": "other"}),
-        (False, [make(1, 0.1)], {"weights": "other"}),
-        (False, [make(1, 0.1)], {"data": "other"}),
-        (False, [make(1, 0.1), failed], {}),
-        (True, [failed, make(1, 0.1), make(2, error="no")], {}),
-        (True, [make(None, 0.1)], {"step": None, "weights": "wNone"}),
-        (False, [in_part], {}),  # what failed in part is tried again
+    one, failed = make(1, 0.1), make(1, error="no")
+    in_part = replace(one, records=[Record(metric="x", value=1.0), Record(metric="failed", value=1.0)])
+    for is_done, lines, step, analysis, weights in (
+        (True, [one], 1, asked(), "w1"),
+        (False, [], 1, asked(), "w1"),
+        (False, [one], 2, asked(), "w1"),
+        (False, [one], 1, asked(config="other"), "w1"),
+        (False, [one], 1, asked(data="other"), "w1"),
+        (False, [one], 1, asked(), "other"),
+        (False, [one, failed], 1, asked(), "w1"),
+        (True, [failed, one, make(2, error="no")], 1, asked(), "w1"),
+        (True, [make(None, 0.1)], None, asked(), "wNone"),
+        (False, [in_part], 1, asked(), "w1"),  # what failed in part is tried again
     ):
-        how = {"step": 1, "config": "c", "weights": "w1", "data": None, **change}
-        asked = SimpleNamespace(
-            name="a", config_hash=lambda how=how: how["config"], data_hash=lambda how=how: how["data"]
-        )
         store = records.Store("none.jsonl", lines)
-        assert store.is_done("r", how["step"], asked, weights_hash=how["weights"]) == expected, (lines, change)
+        assert store.is_done("r", step, analysis, weights_hash=weights) == is_done, (lines, step, weights)
 
 
 def test_more_may_be_asked_of_what_is_done(tmp_path: Path) -> None:
-    asked = SimpleNamespace(name="a", config_hash=lambda: "c", data_hash=lambda: None)
-    store = records.Store(tmp_path / "m.jsonl")
-    store.add(make(1, 0.1))
-    assert not store.is_done("r", 1, asked, weight_files={"a": "1"})
-    made = make(1, 0.1)
-    store.add(replace(made, provenance=made.provenance | {"weight_files": {"a": "1"}}))
+    store, one = records.Store(tmp_path / "m.jsonl"), make(1, 0.1)
+    store.add(one)
+    assert not store.is_done("r", 1, asked(), weight_files={"a": "1"})
+    store.add(replace(one, provenance=one.provenance | {"weight_files": {"a": "1"}}))
     for again in (store, records.Store(store.path)):
-        assert again.is_done("r", 1, asked, weight_files={"a": "1"})
-        assert not again.is_done("r", 1, asked, weight_files={"a": "2"})
+        assert again.is_done("r", 1, asked(), weight_files={"a": "1"})
+        assert not again.is_done("r", 1, asked(), weight_files={"a": "2"})
         assert len([*again]) == 1, "the last of each identity"
 
 
@@ -267,30 +263,23 @@ def test_a_step_is_one_row_whatever_is_logged_in_parts(tmp_path: Path) -> None:
 
 
 def test_truncating_to_an_offset_forgets_exactly_what_came_after_it(tmp_path: Path) -> None:
-    log = ScalarLog(tmp_path / "metrics.jsonl")
-    assert log.offset == 0
-    for step in range(1, 6):
-        log.log(step, {"loss": 1 / step})
-    log.close()
+    assert ScalarLog(tmp_path / "metrics.jsonl").offset == 0
+    log = logged(tmp_path / "metrics.jsonl", {step: {"loss": 1 / step} for step in range(1, 6)})
     kept, offset = records.rows(log.path), log.offset
     assert offset == log.path.stat().st_size
     for step, grows in ((6, False), (7, True)):
         log.log(step, {"loss": 0.0})
         assert (log.offset > offset) == grows
-    resumed = ScalarLog(log.path)
-    resumed.truncate(offset)
+    ScalarLog(log.path).truncate(offset)
     assert records.rows(log.path) == kept
-    resumed.log(6, {"loss": 9.0})
-    resumed.close()
+    resumed = logged(log.path, {6: {"loss": 9.0}})
     assert records.rows(log.path) == [*kept, {"step": 6, "loss": 9.0}]
     resumed.truncate(0)
     assert records.rows(log.path) == []
 
 
 def test_going_back_or_to_an_offset_of_another_file_is_refused_and_nothing_is_cut(tmp_path: Path) -> None:
-    log = ScalarLog(tmp_path / "metrics.jsonl")
-    log.log(5, {"loss": 1.0})
-    log.close()
+    log = logged(tmp_path / "metrics.jsonl", {5: {"loss": 1.0}})
     for again in (log, ScalarLog(log.path)):
         with pytest.raises(ValueError, match="has step 5 already, got 4: truncate it"):
             again.log(4, {"loss": 1.0})
@@ -301,17 +290,12 @@ def test_going_back_or_to_an_offset_of_another_file_is_refused_and_nothing_is_cu
 
 
 def test_a_torn_row_is_repaired_before_the_next_and_not_counted(tmp_path: Path) -> None:
-    log = ScalarLog(tmp_path / "metrics.jsonl")
-    log.log(1, {"loss": 1.0})
-    log.close()
-    offset = log.offset
+    log = logged(tmp_path / "metrics.jsonl", {1: {"loss": 1.0}})
     with log.path.open("ab") as torn:
         torn.write(b'{"step": 2, "lo')
     assert len(records.rows(log.path)) == 1
-    resumed = ScalarLog(log.path)
-    assert resumed.offset == offset
-    resumed.log(2, {"loss": 2.0})
-    resumed.close()
+    assert ScalarLog(log.path).offset == log.offset
+    logged(log.path, {2: {"loss": 2.0}})
     assert [row["loss"] for row in records.rows(log.path)] == [1.0, 2.0]
 
 
