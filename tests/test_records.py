@@ -96,9 +96,7 @@ def test_a_torn_line_longer_than_a_block_is_removed_whole(tmp_path: Path) -> Non
 TORN = ('{"run": "r", "ste', "\0\0", "[" * 5000, '{"run": "\\ud800"}', '{"step": ' + "9" * 5000)
 
 
-def test_a_corrupt_line_in_the_middle_is_refused_by_file_and_number_and_what_is_no_json_is_torn_at_the_end(
-    tmp_path: Path,
-) -> None:
+def test_a_corrupt_line_in_the_middle_is_refused_by_its_number_and_what_is_no_json_is_torn_at_the_end(tmp_path):
     file = tmp_path / "m.jsonl"
     for damage in (*TORN, "[1]", '{"run": "r"}'):
         file.unlink(missing_ok=True)

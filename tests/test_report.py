@@ -21,7 +21,7 @@ from lit_layers.cli.verbs.report import _run_id
 from lit_layers.errors import InputError
 from lit_layers.figures import vega
 from lit_layers.metrics import look_up, reading
-from lit_layers.records import Measurement, Record
+from lit_layers.records import Record
 from lit_layers.report import write_report
 from lit_layers.report.template import Figures, block, placed
 from tests.support.browser import CHROMIUM, dom_after
@@ -124,8 +124,7 @@ def test_diagnostics_come_last_in_their_section_and_are_folded(page: Path, tmp_p
     shown, folded = sections_of(page)["Coupling"].split('<details class="diagnostics">')
     assert ("<h3>Smallest singular gap" in folded, "<h3>Smallest singular gap" in shown) == (True, False)
     assert "Coupling of pairs" in titles_of(shown)
-    found = [Record(metric="growth_rate", value=0.5, layer=layer) for layer in (1, 2)]
-    records.append(tmp_path / "measurements.jsonl", replace(measurement("run", 0, "trajectory"), records=found))
+    write(tmp_path, "trajectory", [Record(metric="growth_rate", value=0.5, layer=layer) for layer in (1, 2)], step=0)
     text = write_report(tmp_path).read_text()
     assert "<h3>Growth rate of the norm" in text
     assert '<details class="diagnostics">' not in text, "a section of diagnostics alone folds nothing"
@@ -136,9 +135,8 @@ def test_results_say_of_which_steps_they_are_and_of_one_checkpoint_have_one_colu
     values = {0: {"expodistance": 2.0}, 4: {"line_shape_score": 1.5, "expodistance": 3}, 9: {"line_shape_score": 1.25}}
     for step, of_step in values.items():
         found = [Record(metric=metric, value=value) for metric, value in of_step.items()]
-        line = replace(measurement("run", step, "trajectory"), records=found)
-        records.append(tmp_path / "run" / "measurements.jsonl", line)
-    records.append(tmp_path / "one" / "measurements.jsonl", line)
+        for name in ("run", "one") if step == 9 else ("run",):
+            write(tmp_path / name, "trajectory", found, step=step)
     text = shown(write_report(tmp_path / "run"))
     assert "Trajectory step 0 → 9 Expodistance step 0 → 4 2.000 3.000 +1.000 Line shape score step 4 → 9 1.500" in text
     assert "where it has one. Metric Value Trajectory step 9" in shown(write_report(tmp_path / "one"))
@@ -146,16 +144,15 @@ def test_results_say_of_which_steps_they_are_and_of_one_checkpoint_have_one_colu
 
 def test_a_variant_without_the_level_to_compare_with_is_drawn_as_the_others_are(tmp_path: Path) -> None:
     """As `ngram_divergence` of unigrams, which look at no token that another one could stand for."""
+    found = [
+        Record(metric=f"{of}ngram_divergence", value=1.0 + n + layer, layer=layer, tags={"order": n})
+        for of, n in (("", 1), ("", 2), ("random_", 2))
+        for layer in (0, 1)
+    ]
     for step in (0, 1):
-        found = [
-            Record(metric=f"{of}ngram_divergence", value=1.0 + n + layer, layer=layer, tags={"order": n})
-            for of, n in (("", 1), ("", 2), ("random_", 2))
-            for layer in (0, 1)
-        ]
-        records.append(tmp_path / "measurements.jsonl", replace(measurement("run", step, "trajectory"), records=found))
+        write(tmp_path, "trajectory", found, step=step)
     page = write_report(tmp_path).read_text(encoding="utf-8")
-    assert "Divergence from n-grams" in page
-    assert 'class="plot failed"' not in page
+    assert ("Divergence from n-grams" in page, 'class="plot failed"' in page) == (True, False)
 
 
 def test_tables_over_tokens_and_directions_have_a_choice_of_layers_and_a_frame_a_step(tmp_path: Path) -> None:
@@ -201,20 +198,16 @@ def test_whatever_a_run_has_left_is_enough_for_a_page(tmp_path: Path) -> None:
         assert expected in shown(write_report(root)), expected
 
 
-def test_measurements_of_other_runs_or_without_a_step_are_counted_not_drawn_and_a_retried_one_is_no_failure(
-    tmp_path: Path,
-) -> None:
+def test_measurements_of_other_runs_or_without_a_step_are_counted_and_a_retried_one_is_no_failure(tmp_path):
     root = make_run(tmp_path / "run", steps=(0, 1), analyses=("lens",), failing=((1, "lens", "no"),))
-    one = measurement("other", 1, "lens")
-    records.append(root / "measurements.jsonl", one)
-    records.append(root / "measurements.jsonl", Measurement(**{**vars(one), "run": "quickstart", "step": None}))
-    records.append(root / "measurements.jsonl", measurement("quickstart", 1, "lens"))
+    own = measurement("quickstart", 1, "lens")
+    for line in (measurement("other", 1, "lens"), replace(own, step=None), own):
+        records.append(root / "measurements.jsonl", line)
     text = shown(write_report(root))
     assert "other runs in this folder are not drawn: other" in text
     assert "1 measurement without a step is not drawn" in text
     assert run_data.read_run(root).failures == []
-    assert "failed" not in text
-    assert "suspect" not in text
+    assert not [word for word in ("failed", "suspect") if word in text]
 
 
 @pytest.fixture(scope="module")
@@ -225,9 +218,7 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_numbers_that_are_draws_alone_leave_a_sentence_in_the_place_of_their_figure(tmp_path: Path) -> None:
-    draws = [
-        Record(metric="accuracy", value=0.5, layer=layer, tags={"seed": seed}) for layer in (0, 1) for seed in (0, 1)
-    ]
+    draws = [Record(metric="accuracy", value=0.5, layer=n, tags={"seed": seed}) for n in (0, 1) for seed in (0, 1)]
     for step in (0, 1):
         write(tmp_path, "drawn", draws, step=step)
     assert "No figure shows these numbers" in write_report(tmp_path).read_text()
@@ -248,9 +239,7 @@ def test_provenance_of_a_series_is_one_table_by_step_with_whole_hashes_on_touch(
     assert f'<td title="{commit}">{commit[:12]}</td>' in rows[1][2]
 
 
-def test_what_differs_from_step_to_step_stands_in_the_table_and_what_differs_between_analyses_does_not(
-    tmp_path: Path,
-) -> None:
+def test_what_differs_from_step_to_step_stands_in_the_table_and_what_differs_by_analysis_does_not(tmp_path):
     root = make_run(tmp_path / "run", steps=(0, 1, 8), analyses=("lens", "trajectory"), scalars=False)
     lines = []
     for m in records.read(root / "measurements.jsonl"):
@@ -261,13 +250,12 @@ def test_what_differs_from_step_to_step_stands_in_the_table_and_what_differs_bet
     found = run_data.provenance(replace(run_data.read_run(root), measurements=lines))
     assert found["checkpoints"]["columns"] == ["step", "weights_hash", "device"]
     assert [row[2] for row in found["checkpoints"]["rows"]] == ["cpu", "H200", "H200"]
-    assert found["analyses"]["lens"]["data_hash"] == "of lens"
-    versions = found["analyses"]["lens"]["versions"]
-    assert versions.startswith("torch 2.15.0")
-    assert versions.endswith("torch 2.16.0")
+    lens = found["analyses"]["lens"]
+    assert lens["data_hash"] == "of lens"
+    assert re.fullmatch("torch 2.15.0.*torch 2.16.0", lens["versions"])
 
 
-def test_suspect_checkpoints_are_left_out_of_every_curve_unless_that_is_asked_for_and_the_page_and_the_command_say_so(
+def test_suspect_checkpoints_are_left_out_unless_that_is_asked_for_and_page_and_command_say_so(
     series: Path, tmp_path: Path, capsys
 ) -> None:
     def drawn(page: Path) -> set[int]:
@@ -317,20 +305,16 @@ NAMES = [name.rpartition("/")[2] for name in DEPTHS]
 
 
 def test_models_without_steps_are_compared_with_a_line_each(compared: Path, comparison: Path) -> None:
-    found = blocks(comparison)
-    choices, ((loss,),) = found["Logit-lens loss (nats)"]
-    assert choices == []
-    assert loss.names == NAMES
+    choices, ((loss,),) = blocks(comparison)["Logit-lens loss (nats)"]
+    assert (choices, loss.names) == ([], NAMES)
     measured = [m for m in records.read(compared / "measurements.jsonl") if m.analysis == "lens"]
     for name, m in zip(NAMES, measured, strict=True):
-        values = {r.layer: r.value for r in m.records if r.metric == "logit_lens_loss"}
-        depth = max(layer or 0 for layer in values)
-        line = loss.line(name)
-        assert [*line] == pytest.approx([100 * (layer or 0) / depth for layer in values], abs=1e-4)
+        values = {r.layer or 0: r.value for r in m.records if r.metric == "logit_lens_loss"}
+        depth, line = max(values), loss.line(name)
+        assert [*line] == pytest.approx([100 * layer / depth for layer in values], abs=1e-4)
         assert [*line.values()] == pytest.approx([*values.values()], rel=1e-4)
         assert f"layer 2 of {depth}" in [row.get("t") for row in loss.points]
-    assert "Steps" not in shown(comparison)
-    assert "not drawn" not in shown(comparison)
+    assert not [words for words in ("Steps", "not drawn") if words in shown(comparison)]
 
 
 def test_every_metric_of_models_is_a_figure_or_a_row(compared: Path, comparison: Path) -> None:
@@ -403,9 +387,7 @@ def test_a_model_of_one_block_among_others_leaves_no_place_without_a_figure(tmp_
     assert num_placed(blocks(page)) == len(page_figures(page))
 
 
-def test_what_is_no_run_or_corrupt_or_unwritable_is_refused_and_the_old_page_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_run_or_corrupt_or_unwritable_is_refused_and_the_old_page_stays(tmp_path, monkeypatch):
     """The command's sentences stand in tests/cli/test_refusals.py."""
     root = make_run(tmp_path / "run", steps=(0,), analyses=("lens",))
     old = write_report(root).read_bytes()
@@ -512,9 +494,7 @@ def test_the_page_draws_the_controls_of_a_probe_as_dashed_lines_and_no_choice(la
     assert [*curves.line("layer 4").values()][-2:] == pytest.approx([0.708, 0.764])
 
 
-def test_layers_are_whole_numbers_in_the_results_and_secondary_scores_are_left_to_the_figures(
-    layerwise_page: Path,
-) -> None:
+def test_layers_are_whole_numbers_in_the_results_and_secondary_scores_are_left_to_the_figures(layerwise_page):
     text = shown(layerwise_page)
     assert "Plateau layer test rows, of accuracy 3 2 to 4 3 2 to 4 0" in text
     results = text[text.index("Results Each") : text.index("Probe: topics What")]
@@ -541,9 +521,7 @@ def test_models_side_by_side_have_their_headlines_profiles_and_maps(layerwise_mo
     assert [len(figure.columns) for figure in page_figures(page) if figure.is_map] == [4, 5] * 3
 
 
-def test_pictures_leave_suspect_checkpoints_out_and_a_run_without_any_of_this_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pictures_leave_suspect_checkpoints_out_and_a_run_without_any_of_this_is_refused(tmp_path: Path, capsys):
     bare = make_run(tmp_path / "bare", steps=(0,), analyses=("lens",), scalars=False, failing=((0, "lens", "no"),))
     for step, audit in ((0, "clean"), (8, "suspect: equal to the final step"), (64, "clean")):
         found = layer_results("probe/stars", step=step)
@@ -551,16 +529,15 @@ def test_pictures_leave_suspect_checkpoints_out_and_a_run_without_any_of_this_is
         records.append(tmp_path / "measurements.jsonl", replace(found, records=kept, provenance={"audit": audit}))
     assert main(["report", str(tmp_path), "--pictures", str(tmp_path / "p")]) == 0
     (picture,) = (tmp_path / "p").glob("probe_stars_r*_over_training.svg")
-    steps = svg_texts(picture)
-    assert {"0", "64"} <= {*steps}
-    assert "8" not in steps
-    capsys.readouterr()
-    assert main(["report", str(bare), "--pictures", str(tmp_path / "q")]) == 2
-    assert "has nothing to draw as pictures" in capsys.readouterr().err
-    assert not (tmp_path / "q").exists()
+    assert {"0", "8", "64"} & {*svg_texts(picture)} == {"0", "64"}
     (tmp_path / "file").touch()
-    assert main(["report", str(tmp_path), "--pictures", str(tmp_path / "file")]) == 2
-    assert "cannot make the folder" in capsys.readouterr().err
+    for root, folder, sentence in (
+        (bare, "q", "has nothing to draw as pictures"),
+        (tmp_path, "file", "make the folder"),
+    ):
+        assert main(["report", str(root), "--pictures", str(tmp_path / folder)]) == 2
+        assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "q").exists()
 
 
 DRAWN = """
@@ -630,9 +607,7 @@ def test_a_browser_draws_every_figure_and_the_switches_work(tmp_path: Path) -> N
 
 @in_a_browser
 @pytest.mark.parametrize("kind", ["layerwise", "layerwise_models", "compared"])
-def test_a_browser_draws_every_choice_of_probes_categories_and_models(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_a_browser_draws_every_choice_of_probes_categories_and_models(kind, request, tmp_path):
     script = """
       document.querySelectorAll("details").forEach((part) => (part.open = true));
       await drawn();

@@ -207,9 +207,7 @@ class FakeRun:
         pytest.param("online", 3, marks=pytest.mark.soak),
     ],
 )
-def test_online_only_what_the_server_lacks_is_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, server_rows: int
-) -> None:
+def test_online_only_what_the_server_lacks_is_sent(tmp_path, monkeypatch, kind, server_rows):
     log_losses(tmp_path, {step: 1 / step for step in range(1, 6)})
     mirror_all(tmp_path)  # offline and never synced
     if kind == "online":
@@ -353,9 +351,7 @@ def test_online_without_a_server_is_refused_in_one_sentence(tmp_path: Path, monk
         WandbMirror(mode="online").open(tmp_path, run_id=RUN_ID, config={})
 
 
-def test_without_wandb_installed_one_line_says_what_is_missing_and_the_rest_does_nothing(
-    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_wandb_installed_one_line_says_what_is_missing_and_the_rest_does_nothing(root, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "wandb", None)
     mirror = opened(root, WandbMirror())
     mirror.log_step(1, 8, {"train/loss": 1.0}, [])
@@ -377,9 +373,7 @@ def test_a_disabled_mirror_does_nothing_and_says_nothing(root: Path, caplog, mon
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_a_dead_service_stops_the_mirror_in_one_line_and_the_next_one_catches_up(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_service_stops_the_mirror_in_one_line_and_the_next_one_catches_up(tmp_path, caplog, monkeypatch):
     def lost(*_: object, **__: object) -> None:
         raise ConnectionResetError("Connection lost")
 
