@@ -167,44 +167,33 @@ def test_a_byte_order_mark_is_no_text_and_half_a_surrogate_pair_is_a_question_ma
     assert read_all(tmp_path / "b.jsonl") == ["one", "a?b"]
 
 
-class Hub:
-    """Stands in for the Hub: parquet files on disk, streamed by the real `datasets`."""
-
-    def __init__(self, files: dict[str, list[str]], load_dataset):
-        self.files, self.real, self.revisions, self.folders = files, load_dataset, [], []
-        self.listed: dict[str | None, list[str]] = {}  # by revision the files of the repository
-        self.sha = "abc123"
-
-    def dataset_info(self, name, revision=None, timeout=None):
-        files = [SimpleNamespace(rfilename=path) for path in self.listed.get(revision, [])]
-        return SimpleNamespace(sha=self.sha if revision is None else f"commit of {revision}", siblings=files)
-
-    def load_dataset(self, path, *, split, revision, streaming, name=None, data_dir=None):
-        self.revisions.append(revision)
-        self.folders.append(data_dir)
-        if name not in (None, "wikitext-103-raw-v1"):
-            raise ValueError(f"BuilderConfig {name!r} not found")
-        return self.real("parquet", data_files=self.files, split=split, streaming=streaming)
-
-
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
+    """Stands in for the Hub: parquet files on disk, streamed by the real `datasets`."""
     import datasets
-    import huggingface_hub
 
-    def make(**splits: list[list[str]]) -> Hub:
-        files = {}
+    real, seen = datasets.load_dataset, SimpleNamespace(folders=[], listed={})  # by revision the files that it lists
+
+    def make(**splits: list[list[str]]) -> SimpleNamespace:
+        files = {split: [str(tmp_path / f"{split}-{n}.parquet") for n in range(len(splits[split]))] for split in splits}
         for split, parts in splits.items():
-            for index, texts in enumerate(parts):
-                path = tmp_path / f"{split}-{index}.parquet"
+            for path, texts in zip(files[split], parts, strict=True):
                 pq.write_table(pa.table({"text": texts}), path, row_group_size=3)
-                files.setdefault(split, []).append(str(path))
-        stand_in = Hub(files, datasets.load_dataset)
-        monkeypatch.setattr(datasets, "load_dataset", stand_in.load_dataset)
-        info = lambda _, name, revision=None, timeout=None: stand_in.dataset_info(name, revision)  # noqa: E731
-        monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", info)
+
+        def load_dataset(path, *, split, revision, streaming, name=None, data_dir=None):
+            seen.folders.append(data_dir)
+            if name not in (None, "wikitext-103-raw-v1"):
+                raise ValueError(f"BuilderConfig {name!r} not found")
+            return real("parquet", data_files=files, split=split, streaming=streaming)
+
+        def dataset_info(_, name, revision=None, timeout=None):
+            listed = [SimpleNamespace(rfilename=path) for path in seen.listed.get(revision, [])]
+            return SimpleNamespace(sha=f"commit of {revision}" if revision else "abc123", siblings=listed)
+
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-        return stand_in
+        return seen
 
     return make
 

@@ -101,13 +101,8 @@ def test_a_tokenizer_that_adds_the_space_itself_gets_none(source, tmp_path):
 
 
 def test_categories_are_chosen_by_id_name_or_group(source, tokenizer):
-    chosen = {
-        ("I01",): ["I01"],
-        ("noun - plural_irreg",): ["I02"],
-        ("Inflectional",): ["I01", "I02"],
-        ("L08", "I01"): ["I01", "L08"],
-    }
-    for categories, expected in chosen.items():
+    chosen = {("I01",): ["I01"], ("noun - plural_irreg",): ["I02"], ("Inflectional",): ["I01", "I02"]}
+    for categories, expected in (chosen | {("L08", "I01"): ["I01", "L08"]}).items():
         pairs = WordPairs(source, tokenizer, categories=categories)
         assert [category.id for category in pairs.by_category()] == expected
 
@@ -135,12 +130,6 @@ def test_the_hash_is_that_of_the_tokens_the_pairs_and_the_batches(source, tokeni
     assert WordPairs(source, tokenizer).tokenizer_hash() == tokenizer_hash(load_tokenizer(tokenizer).tokenizer)
 
 
-def test_nothing_is_read_before_it_is_needed_but_options_are_checked():
-    WordPairs("nowhere.parquet", "nowhere")
-    with pytest.raises(InputError, match="batch_size: expected at least 1, got 0"):
-        WordPairs("x.csv", "y", batch_size=0)
-
-
 def test_what_is_no_file_of_word_pairs_is_one_sentence(tmp_path, source, tokenizer):
     def refusal(name, text=None, **options):
         path = tmp_path / name
@@ -150,6 +139,8 @@ def test_what_is_no_file_of_word_pairs_is_one_sentence(tmp_path, source, tokeniz
             WordPairs(str(path), tokenizer, **options).words()
         return str(caught.value).replace(f"{tmp_path}/", "")
 
+    with pytest.raises(InputError, match="batch_size: expected at least 1, got 0"):
+        WordPairs("nowhere.csv", "nowhere", batch_size=0)
     assert refusal("none.csv").startswith("none.csv is no table of word pairs (")
     assert refusal("b.parquet", "x").startswith("b.parquet is no table of word pairs (")
     assert refusal("c.csv", "").startswith("c.csv is no table of word pairs (")

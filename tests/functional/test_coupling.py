@@ -199,13 +199,6 @@ def test_the_absolute_baseline_is_that_of_half_normal_entries_exactly():
         assert float(random_miscoupling(values, k=k, sign="absolute")) == pytest.approx(expected, rel=1e-9)
 
 
-def test_a_full_basis_has_baseline_sqrt_2_and_p_only_rescales():
-    values = normal(5, 20).abs().sort(descending=True).values
-    torch.testing.assert_close(random_miscoupling(values, k=1.0), torch.full((5,), math.sqrt(2)).double())
-    ratio = random_miscoupling(values, k=4, p=1) / random_miscoupling(values, k=4)
-    torch.testing.assert_close(ratio, values[:, :4].norm(dim=-1) / values[:, :4].sum(-1))
-
-
 def test_what_has_no_coupling_or_baseline_is_refused():
     plain: Any = "plain"
     for call, sentence in (

@@ -176,9 +176,8 @@ def choice(scores, rule, tolerance):
     if rule == "fraction_of_last":
         return next(layer for layer in layers if s[layer] >= (1 - tolerance) * s[last])
     if rule == "plateau":
-        return next(
-            layer for layer in layers if all(s[later + 1] - s[later] <= tolerance for later in range(layer, last))
-        )
+        steps = {layer: s[layer + 1] - s[layer] for layer in layers[:-1]}
+        return next(layer for layer in layers if all(steps[later] <= tolerance for later in range(layer, last)))
     if rule == "knee":  # rounded: both ends lie on the chord, of which the first is meant
         slope = (s[last] - s[1]) / (last - 1)
         return max(layers, key=lambda layer: round(s[layer] - s[1] - slope * (layer - 1), 12))
@@ -277,10 +276,8 @@ def test_the_choice_distribution_is_the_share_of_resamples_that_choose_each_laye
         np.testing.assert_allclose(found, [chosen.count(layer) / 200 for layer in range(1, 7)])
         assert 0 < found.max() < 1
         if rule != "fraction_of_last":
-            of_losses = choice_distribution(
-                -row_scores, rule=rule, tolerance=0.05, resamples=200, higher_is_better=False
-            )
-            assert torch.equal(of_losses, found)
+            options = {"rule": rule, "tolerance": 0.05, "resamples": 200, "higher_is_better": False}
+            assert torch.equal(choice_distribution(-row_scores, **options), found)
 
 
 def test_the_interval_of_a_choice_is_that_of_its_distribution():
@@ -363,9 +360,7 @@ def test_residuals_that_have_no_logarithm_are_refused_or_nan_alone():
     found = exponential_law(curves, undefined="nan")
     assert found.rho.isnan().tolist() == [False, True, True]
     assert found.rho[0] == exponential_law(curves[0]).rho
-    with pytest.raises(
-        ValueError, match=r"exponential_law is undefined at element \(1,\): a residual is not a finite num"
-    ):
+    with pytest.raises(ValueError, match=r"undefined at element \(1,\): a residual is not a finite num"):
         exponential_law(curves)
     with pytest.raises(ValueError, match=r"residuals of at least 3 layers, got shape \(2,\)"):
         exponential_law(torch.tensor([0.5, 0.4]))

@@ -25,13 +25,9 @@ def padded(prompts, sides):
     tokens = torch.full((len(prompts), longest, prompts[0].shape[-1]), math.nan, dtype=torch.float64)
     mask = torch.zeros(len(prompts), longest, dtype=torch.bool)
     for row, (prompt, side) in enumerate(zip(prompts, sides, strict=True)):
-        places = torch.arange(longest)
-        places = {
-            "left": places[longest - len(prompt) :],
-            "right": places[: len(prompt)],
-            "both": places[1:][: len(prompt)],
-            "holes": places[::2][: len(prompt)],
-        }[side]
+        places = torch.arange(longest)[:: 2 if side == "holes" else 1]
+        first = {"left": longest - len(prompt), "both": 1}.get(side, 0)
+        places = places[first : first + len(prompt)]
         tokens[row, places], mask[row, places] = prompt, True
     return tokens, mask
 
@@ -99,9 +95,7 @@ def test_dropping_first_tokens_counts_the_real_ones():
 def test_a_repeated_token_is_refused_nan_or_skipped_as_asked():
     tokens = normal(2, 6, 4)
     tokens[1, 3] = tokens[1, 2]
-    with pytest.raises(
-        ValueError, match=r"token_curvature is undefined at element \(1,\): neighbouring tokens are equ"
-    ):
+    with pytest.raises(ValueError, match=r"undefined at element \(1,\): neighbouring tokens are equ"):
         token_curvature(tokens)
     untouched = curvature_of(tokens[0])
     by_nan = token_curvature(tokens, undefined="nan")
@@ -252,18 +246,17 @@ def test_cka_of_a_representation_with_itself_moved_turned_and_scaled_is_one(debi
 
 def test_cka_refuses_constant_data_too_few_rows_and_other_shapes():
     x = normal(5, 3)
-    with pytest.raises(ValueError, match="linear_cka is undefined: x does not vary"):
-        linear_cka(torch.full((5, 3), 0.7, dtype=torch.float64), x)
-    with pytest.raises(ValueError, match=r"linear_cka is undefined at element \(1,\): y does not vary"):
-        linear_cka(torch.stack([x, x]), torch.stack([x, torch.ones(5, 3).double()]))
-    with pytest.raises(ValueError, match="y does not vary"):  # rows at equal distances: nothing is left unbiased
-        linear_cka(x, torch.eye(5), debiased=True)
-    with pytest.raises(ValueError, match="debiased=True needs at least 4 rows, got 3"):
-        linear_cka(x[:3], x[:3], debiased=True)
-    with pytest.raises(ValueError, match="debiased=False needs at least 2 rows, got 1"):
-        linear_cka(x[:1], x[:1])
-    with pytest.raises(ValueError, match="values are not finite"):
-        linear_cka(x, x.where(x < x.max(), math.inf))
+    apart, ones = torch.eye(5), torch.ones(5, 3).double()  # rows at equal distances: nothing is left unbiased
+    for a, b, options, sentence in (
+        (torch.full((5, 3), 0.7).double(), x, {}, "linear_cka is undefined: x does not vary"),
+        (torch.stack([x, x]), torch.stack([x, ones]), {}, r"undefined at element \(1,\): y does not vary"),
+        (x, apart, {"debiased": True}, "y does not vary"),
+        (x[:3], x[:3], {"debiased": True}, "debiased=True needs at least 4 rows, got 3"),
+        (x[:1], x[:1], {}, "debiased=False needs at least 2 rows, got 1"),
+        (x, x.where(x < x.max(), math.inf), {}, "values are not finite"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            linear_cka(a, b, **options)
 
 
 # ---------------------------------------------------------------------------------------- common refusals

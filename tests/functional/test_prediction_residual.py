@@ -94,12 +94,8 @@ def test_invertible_maps_of_features_and_ids_change_nothing_and_relabelling_does
     features, ids = normal(90, 7), random_ids(90)
     features[:, 3] += 0.001 * ids
     found = prediction_residual(features, ids, normalize="none", split=first_half(ids))
-    mapped = prediction_residual(
-        features @ normal(7, 7, seed=4) + 1e3 * normal(7, seed=5),
-        50000 - 3 * ids,
-        normalize="none",
-        split=first_half(ids),
-    )
+    turned = features @ normal(7, 7, seed=4) + 1e3 * normal(7, seed=5)
+    mapped = prediction_residual(turned, 50000 - 3 * ids, normalize="none", split=first_half(ids))
     torch.testing.assert_close(mapped.value, found.value, rtol=1e-8, atol=0)
     torch.testing.assert_close(mapped.held_out, found.held_out, rtol=1e-8, atol=0)
     relabelled = torch.randperm(5000, generator=torch.Generator().manual_seed(0))[ids]
@@ -109,9 +105,8 @@ def test_invertible_maps_of_features_and_ids_change_nothing_and_relabelling_does
 def test_copied_and_constant_features_add_no_rank_and_no_fit():
     features, ids = normal(80, 5), random_ids(80)
     more = torch.cat([features, features[:, :2], torch.full((80, 1), 1234.5678), 2 * features.sum(1, True)], dim=1)
-    expected, found = (
-        prediction_residual(given, ids, normalize="none", split=first_half(ids)) for given in (features, more.double())
-    )
+    options = {"normalize": "none", "split": first_half(ids)}
+    expected, found = (prediction_residual(given, ids, **options) for given in (features, more.double()))
     assert found.rank == expected.rank == 5
     torch.testing.assert_close(found.value, expected.value, rtol=1e-9, atol=0)
     torch.testing.assert_close(found.held_out, expected.held_out, rtol=1e-9, atol=0)

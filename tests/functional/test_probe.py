@@ -103,9 +103,8 @@ def test_constant_features_give_the_class_frequencies():
             features = torch.tensor([0.1, -7.3, 1e9], dtype=torch.float64).expand(2, len(labels), 3)
             probes = fit_logistic_probes(features, labels, c=c)
             assert probes.converged.all()
-            torch.testing.assert_close(
-                probes.log_proba(features).exp(), share.expand(2, len(labels), -1), atol=1e-9, rtol=0
-            )
+            expected = share.expand(2, len(labels), -1)
+            torch.testing.assert_close(probes.log_proba(features).exp(), expected, atol=1e-9, rtol=0)
             assert not probes.weight.any()
             # at any place: a constant feature says nothing elsewhere either
             torch.testing.assert_close(probes.log_proba(features + 5), probes.log_proba(features))
@@ -242,8 +241,7 @@ for block in features[0].split(5000):
 fit_logistic_probes(features[:1], labels, max_iterations=1)
 print((most_ever() - before) / (rows * dim * 4))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "features")], check=True, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", script, str(tmp_path / "features")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
     # The layer itself, its copy, and about 100 MB that do not grow with it; all in float64 at once would be 3 more.
     assert 1 < float(done.stdout) < 3.5, done.stdout

@@ -37,12 +37,8 @@ def write_tiny_data(folder: Path) -> Path:
         mapping.write(ENTRIES.lstrip("\n"))
     draw = random.Random(0)
     for split, first, count in (("train", 0, 60), ("test", 60, 30)):
-        rows = labelled(count, first=first)
-        write(
-            folder / "banking77" / f"{split}.parquet",
-            text=[text for text, _ in rows],
-            label=[MOODS.index(mood) for _, mood in rows],
-        )
+        texts, moods = zip(*labelled(count, first=first), strict=True)
+        write(folder / "banking77" / f"{split}.parquet", text=list(texts), label=[*map(MOODS.index, moods)])
     songs = labelled(40)
     pairs = [(draw.choice(songs), draw.choice(songs)) for _ in range(40)]
     firsts, seconds = [first for (first, _), _ in pairs], [second for _, (second, _) in pairs]
@@ -51,19 +47,17 @@ def write_tiny_data(folder: Path) -> Path:
     scores = [float(draw.randrange(4) + alike) for alike in same]  # with ties
     write(folder / "glue" / "stsb_test.parquet", sentence1=firsts, sentence2=seconds, score=scores)
     candidates = [(number, draw.choice(songs)) for number in range(8) for _ in range(6)]
-    write(
-        folder / "reranking" / "test.parquet",
-        query_id=[number for number, _ in candidates],
-        query=[f"Who sang a {MOODS[number % 3]} song?" for number, _ in candidates],
-        candidate=[text for _, (text, _) in candidates],
-        # the last question has no right answer: it is left out
-        relevant=[int(mood == MOODS[number % 3] and number < 7) for number, (_, mood) in candidates],
-    )
+    columns: dict[str, list[Any]] = {"query_id": [number for number, _ in candidates]}
+    columns["query"] = [f"Who sang a {MOODS[number % 3]} song?" for number, _ in candidates]
+    columns["candidate"] = [text for _, (text, _) in candidates]
+    # the last question has no right answer: it is left out
+    columns["relevant"] = [int(mood == MOODS[number % 3] and number < 7) for number, (_, mood) in candidates]
+    write(folder / "reranking" / "test.parquet", **columns)
     titles = labelled(50)
     sets = [draw.sample(titles, len(titles)) for _ in range(10)]
-    columns: dict[str, list[Any]] = {"sentences": [[text for text, _ in each] for each in sets]}
-    columns["labels"] = [[MOODS.index(mood) for _, mood in each] for each in sets]
-    write(folder / "twenty_newsgroups" / "sets.parquet", **columns)
+    sentences = [[text for text, _ in each] for each in sets]
+    labels = [[MOODS.index(mood) for _, mood in each] for each in sets]
+    write(folder / "twenty_newsgroups" / "sets.parquet", sentences=sentences, labels=labels)
     return folder
 
 
