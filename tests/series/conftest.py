@@ -1,4 +1,4 @@
-"""A model to make steps of, whole and in shards, and a fake Hub whose repositories lie in `root`."""
+"""A model to make steps of, and a fake Hub whose repositories lie in `root`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +12,6 @@ from tests.support.series_hub import served, template
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return template(tmp_path_factory.mktemp("template") / "whole")
-
-
-@pytest.fixture(scope="session")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return template(tmp_path_factory.mktemp("template") / "shards", shard="60KB")
 
 
 @pytest.fixture

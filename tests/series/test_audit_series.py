@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lit_layers.series import Audit, Finding, HubRevisions, Models, audit
-from tests.support.series_hub import make_series, make_step
+from tests.support.series_hub import make_series, make_step, template
 
 
 def only(found: Audit) -> Finding:
@@ -92,9 +92,9 @@ def test_what_no_hash_can_show_is_condemned_by_the_manifest(hub, root, model):
     assert "EleutherAI/pythia issue 203" in found.findings[-1].message
 
 
-def test_one_shared_shard_is_enough(hub, root, sharded):
+def test_one_shared_shard_is_enough(hub, root, tmp_path):
     repository = root / "org" / "tiny"
-    make_series(sharded, repository)
+    make_series(template(tmp_path / "shards", shard="60KB"), repository)
     shards = sorted(path.name for path in (repository / "step8").glob("model-0*.safetensors"))
     assert len(shards) > 1
     shutil.copy(repository / "step1000" / shards[0], repository / "step32" / shards[0])

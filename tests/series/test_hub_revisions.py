@@ -80,21 +80,6 @@ def test_dropping_removes_what_was_downloaded_and_nothing_else(hub, root, model,
     assert (folder / "model.safetensors").is_file()  # it was there before
 
 
-def test_olmo_branches_carry_tokens_and_stages_that_are_not_mixed(hub, root, model):
-    repository = root / "allenai" / "OLMo-2-1124-7B"
-    make_series(model, repository, [150, 600], name="stage1-step{}-tokens3B")
-    make_step(model, repository / "step1000-tokens5B", 0.5)  # a branch that lacks its prefix
-    for ingredient in (1, 2):
-        make_step(model, repository / f"stage2-ingredient{ingredient}-step150-tokens1B", ingredient / 3)
-    series = HubRevisions("allenai/OLMo-2-1124-7B")
-    assert [(found.step, found.tokens) for found in series] == [(step, step * 4_194_304) for step in (150, 600, 1000)]
-    second = HubRevisions("allenai/OLMo-2-1124-7B", grammar="stage2-ingredient1-step{step}-*")
-    assert [(found.name, found.tokens) for found in second] == [
-        ("stage2-ingredient1-step150-tokens1B", 150 * 4_194_304)
-    ]
-    assert second.name == f"{series.name} stage2-ingredient1-step{{step}}-*"
-
-
 def test_only_the_first_stage_begins_with_a_learning_rate_of_zero(hub, root, model, tmp_path):
     make_series(model, root / "org" / "stages", [2], name="stage1-step{}-tokens1B")
     make_step(model, root / "org" / "stages" / "stage2-step2-tokens1B", 0.5)

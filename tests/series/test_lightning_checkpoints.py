@@ -77,17 +77,13 @@ def test_wrong_input_is_refused(run, tmp_path):
         with pytest.raises(InputError, match=sentence):
             list(series())
     torch.save({"state_dict": {}}, files / "other.ckpt")
-    with pytest.raises(
-        InputError, match="other.ckpt is no checkpoint of Lightning: it lacks state_dict or global_step"
-    ):
+    with pytest.raises(InputError, match="other.ckpt is no checkpoint of Lightning: it lacks state_dict or global_st"):
         list(LightningCheckpoints(files))
     torch.save({"state_dict": Path("x"), "global_step": 1}, files / "other.ckpt")
     with pytest.raises(InputError, match="other.ckpt: its weights hold pathlib.*, and loading them would run code"):
         list(LightningCheckpoints(files))
     (files / "other.ckpt").write_bytes(b"PK\x03\x04 torn")
-    with pytest.raises(
-        InputError, match="other.ckpt cannot be read|other.ckpt: its weights are more than plain tensors, or damaged"
-    ):
+    with pytest.raises(InputError, match="other.ckpt cannot be read|other.ckpt: its weights are more than plain"):
         list(LightningCheckpoints(files))
 
 

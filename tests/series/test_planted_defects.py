@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models
 from lit_layers.series import Audit, StepFolders, audit, audit_weights
 from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.series.checkpoint_sources import FolderSource, Memory, fingerprint
-from tests.support.tiny_series import EVEN, VOCABULARY, Training, harsh, healthy_trainings, series
+from tests.series.trained_series import EVEN, VOCABULARY, Training, harsh, healthy_trainings, series
 
 WTE, ATTENTION = "transformer.wte.weight", "transformer.h.0.attn.c_attn.weight"
 NORM = "transformer.h.1.ln_1.weight"
@@ -311,6 +311,13 @@ def test_the_level_is_of_each_checkpoint_and_an_audit_has_the_lowest_of_them(roo
     assert found.levels == {one.name: "weights" if one.step in EVEN[:2] else "listing" for one in steps}
     assert found.verdict(steps.checkpoints[-1]) == "clean (level: listing)"
     assert found.verdict(steps.checkpoints[0]).startswith("clean (level: weights)")
+
+
+def test_what_no_check_sees_is_said_to_be_unseen(root):
+    changed(root, 60, lambda state: {name: 1.1 * tensor for name, tensor in state.items()})
+    found = audit(StepFolders(root))
+    assert (found.level, found_in(found)) == ("weights", set())
+    assert "scaled by one factor up to 2" in found.to_dict()["unseen"]
 
 
 def test_a_change_that_stays_is_a_note_and_what_changes_no_number_is_none(root):
