@@ -6,16 +6,13 @@ from pathlib import Path
 
 import pytest
 import wandb  # noqa: F401 - importing it makes folders of its own, which no rank shall be blamed for
-import yaml
 
 from lit_layers.cli.main import main
 from lit_layers.training import LitCausalLM
-from tests.cli import test_fit_images
 from tests.cli.test_resume import PREEMPTION, recipe  # noqa: F401 - a fixture
 from tests.support.forked import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_page")]
-FSDP = str(Path(__file__).parents[2] / "recipes" / "trainer" / "fsdp.yaml")
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink", "shutil.rmtree"}
 
 
@@ -39,13 +36,6 @@ def writes_of_the_second_rank(command: list[str], log: Path, before=lambda: None
     return codes, log.read_text().splitlines()
 
 
-@pytest.fixture(scope="module")
-def images(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("images") / "recipe.yaml"
-    path.write_text(yaml.safe_dump(test_fit_images.RECIPE))
-    return path
-
-
 @pytest.mark.soak
 def test_a_run_that_begins_is_preempted_goes_on_and_is_overwritten(recipe, tmp_path):  # noqa: F811
     command = ["fit", "--config", str(recipe), "--root", str(tmp_path / "run"), "--trainer.devices", "2"]
@@ -66,12 +56,3 @@ def test_a_run_that_begins_is_preempted_goes_on_and_is_overwritten(recipe, tmp_p
     ):
         written = writes_of_the_second_rank([*command, *options], tmp_path / f"log{number}", before)
         assert written == ([code] * 2, []), options
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("options", [["--trainer.strategy", "ddp"], ["--config", FSDP]], ids=["ddp", "fsdp"])
-def test_images_whole_and_sharded(options, images, tmp_path):
-    command = ["fit", "--config", str(images), *options, "--root", str(tmp_path / "run"), "--trainer.devices", "2"]
-    codes, written = writes_of_the_second_rank([*command, "--trainer.accelerator", "cpu"], tmp_path / "log")
-    assert codes == [0, 0]
-    assert written == []

@@ -7,12 +7,12 @@ import yaml
 
 from lit_layers import records
 from lit_layers.cli.main import main
+from tests.cli.test_first_rank_writes import writes_of_the_second_rank
 from tests.cli.test_fit_images import RECIPE
-from tests.support.forked import run_forked, run_ranks
+from tests.support.forked import run_forked
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_page")]
 FSDP = str(Path(__file__).parents[2] / "recipes" / "trainer" / "fsdp.yaml")
-DDP = ["--trainer.strategy", "ddp"]
 
 
 @pytest.fixture
@@ -24,20 +24,13 @@ def recipe(tmp_path) -> Path:
     return path
 
 
-def fit(recipe: Path, root: Path, *arguments: str) -> list[int]:
-    command = ["fit", "--config", str(recipe), *arguments, "--root", str(root), "--trainer.devices", "2"]
-    return run_ranks(lambda: main([*command, "--trainer.accelerator", "cpu"]))
-
-
-SHARDED = ["--config", FSDP]
-
-
-@pytest.mark.soak  # two ranks on images, sharded, are also in test_first_rank_writes.py
-@pytest.mark.parametrize("strategy", [DDP, SHARDED], ids=["ddp", "fsdp"])
-def test_two_ranks_train_and_measure_as_one_does(strategy, recipe, tmp_path):
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", [["--trainer.strategy", "ddp"], ["--config", FSDP]], ids=["ddp", "fsdp"])
+def test_two_ranks_train_and_measure_as_one_does_and_the_first_alone_writes(strategy, recipe, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     assert run_forked(lambda: main(["fit", "--config", str(recipe), "--root", str(one)])) == 0
-    assert fit(recipe, two, *strategy) == [0, 0]
+    command = ["fit", "--config", str(recipe), *strategy, "--root", str(two), "--trainer.accelerator", "cpu"]
+    assert writes_of_the_second_rank([*command, "--trainer.devices", "2"], tmp_path / "log") == ([0, 0], [])
     rows = [records.rows(root / "metrics.jsonl") for root in (one, two)]
     names = {name for name in rows[1][-1] if "per_second" not in name}
     assert names >= {"train/loss", "train/grad_norm", "validation/accuracy", "validation/loss"}

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +24,13 @@ from lit_layers.analyses import Lens
 from lit_layers.cli.command_line import COMMANDS
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError, is_full
+from lit_layers.files import durable
 from lit_layers.files.durable import naming, replace_file, write_json
 from lit_layers.measuring.offline import analyze_series
 from lit_layers.series import StepFolders
 from tests.cli.test_fit import RECIPE
+from tests.cli.test_stopping import FOR_EVER, terminate
+from tests.support.forked import run_forked
 from tests.support.fuzzing import run_limited
 from tests.support.labelled_texts import labelled, saved_gpt2, write_csv
 from tests.support.random_text import RandomText
@@ -64,7 +68,8 @@ def to_go_on(name: str, home: Path, disk: Path) -> list[str]:
 
 
 def inputs(name: str, home: Path, disk: Path) -> None:
-    """Copies to `disk` what the command finds there."""
+    """Makes the folder `disk`, and copies to it what the command finds there."""
+    disk.mkdir(exist_ok=True)
     if name == "report":
         shutil.copytree(home / "run", disk / "run")
 
@@ -157,7 +162,6 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(name: str, home: Path, tmp_
     if not disk_is_ours(tmp_path / "tried"):
         pytest.skip("no tmpfs can be mounted here: needs Linux and root")
     undisturbed = tmp_path / "undisturbed"
-    undisturbed.mkdir()
     inputs(name, home, undisturbed)
     before = pages(undisturbed)
     assert run_limited(argv(name, home, undisturbed), tmp_path).code == 0
@@ -196,14 +200,44 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(name: str, home: Path, tmp_
             assert names(disk.folder) >= names(undisturbed), about
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("name", ["select", "correlate", "emerge", "report", "prepare", "reproduce"])
+def test_a_command_that_sigterm_ends_as_it_writes_loses_nothing(name: str, home: Path, tmp_path: Path) -> None:
+    """The signal comes while the command waits at a file, the first or the third, as on a slow disk."""
+    undisturbed = tmp_path / "undisturbed"
+    inputs(name, home, undisturbed)
+    assert run_forked(lambda: main(argv(name, home, undisturbed))) == 0
+    whole = files(undisturbed)
+    for writes in (1, 3):
+        folder, calls = tmp_path / str(writes), []
+        inputs(name, home, folder)
+        given = files(folder)
+
+        def slow(path: Path, calls: list = calls, writes: int = writes) -> None:
+            calls.append(path)
+            if len(calls) == writes:
+                terminate(0.1)
+                time.sleep(FOR_EVER)
+
+        def slowly(slow: Callable = slow, folder: Path = folder) -> int:  # durable is imported again in the fork alone
+            durable.sync = slow
+            return main(argv(name, home, folder))
+
+        assert run_forked(slowly) == (143 if writes <= {"prepare": 2}.get(name, 3) else 0)  # so many files are written
+        left = files(folder)
+        tables = [place for place in left if place.endswith((".csv", ".parquet"))]
+        assert {place: left[place] for place in given} == given
+        assert all(left[place] == whole[place] for place in tables if place in whole), "a table is whole or not there"
+        assert name == "prepare" or not [place for place in left if ".draft" in place]  # it knows its own by name
+        assert run_forked(lambda folder=folder: main(to_go_on(name, home, folder))) == 0
+        assert files(folder).keys() >= whole.keys()
+
+
 def test_what_a_write_raises_names_the_file_that_was_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write names none, a draft is nobody's, and libraries in Rust have errors of their own."""
     place = tmp_path / "numbers.json"
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("lit_layers.files.durable.sync", full)
+    monkeypatch.setattr("lit_layers.files.durable.sync", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     for write in (write_json, replace_file):
         with pytest.raises(OSError, match="No space left") as raised:
             write(place, "1")

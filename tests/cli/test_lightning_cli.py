@@ -29,8 +29,9 @@ WORKS = {
         *("--optimizer", "SGD", "--optimizer.momentum", "0.9", "--trainer.profiler", "simple"),
         f"--lr_scheduler={SCHEDULER}ReduceLROnPlateau",
     ],
-    "both from YAML, EarlyStopping": [
+    "both from YAML, EarlyStopping and ModelCheckpoint": [
         *("--config", "OVERLAY", f"{CALLBACK}EarlyStopping", "--trainer.callbacks.monitor=validation/loss"),
+        f"{CALLBACK}ModelCheckpoint",
     ],
     "LightningCLI's own class of a schedule by a score, Timer, max_time": [
         "--lr_scheduler=lightning.pytorch.cli.ReduceLROnPlateau",

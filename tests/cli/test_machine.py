@@ -17,10 +17,8 @@ def machine_of(files: dict[str, str], folder: Path) -> Path:
     return folder
 
 
-def test_free_memory_is_what_the_system_calls_available(tmp_path):
-    assert free_memory(CPU, machine_of({"proc/meminfo": MEMINFO}, tmp_path)) == 90 * 1024
-
-
-def test_nothing_is_said_of_memory_where_the_system_says_nothing(tmp_path):
-    assert free_memory(CPU, tmp_path) is None
-    assert free_memory(CPU, machine_of({"proc/meminfo": "MemTotal: 100 kB\n"}, tmp_path)) is None
+def test_free_memory_is_what_the_system_calls_available_if_it_says_so(tmp_path):
+    for number, (files, free) in enumerate(
+        (({"proc/meminfo": MEMINFO}, 90 * 1024), ({"proc/meminfo": "MemTotal: 100 kB\n"}, None), ({}, None))
+    ):
+        assert free_memory(CPU, machine_of(files, tmp_path / str(number))) == free, files

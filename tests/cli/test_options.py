@@ -58,10 +58,6 @@ SAID: dict[str, tuple[dict[str, object], str]] = {
         {"runs": ["run"], "allow_suspect": True, "settings": ["a", "b"], "root": "run/x.html"},
         "run --allow_suspect --settings a,b --root=run/x.html",
     ),
-    "select": (
-        {"model": "m", "task": "a.csv", "regression": True, "rule": "knee", "tolerance": 2, "root": "x"},
-        "m --task a.csv --regression --rule knee --tolerance 2.0 --root x",
-    ),
     "analyze": (
         {"model": "m", "steps": {"every": 2}, "keep_downloads": False, "root": "r", "corpus": "python"},
         "m --steps {every: 2} --keep_downloads false --root r --corpus python",

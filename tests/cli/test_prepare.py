@@ -36,17 +36,6 @@ def test_the_command_prepares_and_prints_counts_and_the_checksum(corpus, tmp_pat
     assert shards.num_documents("train") + shards.num_documents("validation") == 50
 
 
-def test_interrupted_it_says_how_to_go_on_and_ends_with_130(corpus, tmp_path, capsys, monkeypatch):
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as key:
-        key.setattr("lit_layers.data.preparing._written", interrupted)
-        assert main(arguments(corpus, tmp_path / "out", "--column", "body", "--validation", "0.2")) == 130
-    assert "lit-layers prepare: interrupted: run the same command again to go on" in capsys.readouterr().err
-    assert main(arguments(corpus, tmp_path / "out", "--column", "body", "--validation", "0.2")) == 0
-
-
 def test_every_command_of_the_page_that_needs_a_network_is_one_the_parser_takes():
     page = (ROOT / "docs" / "data.md").read_text()
     lines = re.findall(r"^lit-layers prepare (.*)$", page.replace("\\\n", " "), re.MULTILINE)

@@ -38,16 +38,12 @@ def test_a_name_is_found_from_any_folder(tmp_path, monkeypatch):
     assert Recipe(fit, [names[0], "--root", "x"]).options == whole
 
 
-def test_a_file_that_is_here_comes_before_a_recipe_of_the_package(tmp_path, monkeypatch):
+def test_a_file_that_is_here_comes_before_a_recipe_of_the_package_and_a_folder_hides_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes" / "analyses").mkdir(parents=True)
     (tmp_path / "recipes/analyses/text.yaml").write_text("analyses: []\n")
     assert find_recipe("recipes/analyses/text.yaml") == Path("recipes/analyses/text.yaml")
     assert find_recipe("analyses/text") == Path(TEXT)
-
-
-def test_a_folder_of_that_name_hides_no_recipe_and_another_ending_is_no_recipe(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "quickstart" / "gpt2").mkdir(parents=True)
     assert find_recipe("quickstart/gpt2") == Path(QUICKSTART)
     for name in ("quickstart/gpt2.json", "", "x" * 5000):

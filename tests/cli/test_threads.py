@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from lit_layers.cli import process
 
@@ -19,19 +18,3 @@ def test_the_cores_are_shared_by_the_ranks_unless_the_caller_says_how_many(given
     process.tell("cpu", ranks)
     assert made == [each for each in [expected] if each]
     assert capsys.readouterr().err == f"{expected or 7} threads, cpu\n"
-
-
-def test_a_data_loaders_worker_has_one_thread():
-    class Threads:
-        def __len__(self) -> int:
-            return 2
-
-        def __getitem__(self, _: int) -> int:
-            return torch.get_num_threads()
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        assert [int(each) for each in DataLoader(Threads(), num_workers=1)] == [1, 1]  # pyright: ignore
-    finally:
-        torch.set_num_threads(before)

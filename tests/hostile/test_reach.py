@@ -1,11 +1,7 @@
 """What classes that a recipe may name would fetch, start or send."""
 
-import copy
 import itertools
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -14,44 +10,27 @@ from lit_layers.cli.main import main
 from lit_layers.errors import InputError
 from lit_layers.report import WandbMirror
 from tests.cli.test_fit import RECIPE
-from tests.hostile.test_recipes import refused, spec
+from tests.hostile.test_recipes import refused, spec, write  # noqa: F401 - a fixture
 
 CALLBACKS, LOGGERS = "lightning.pytorch.callbacks", "lightning.pytorch.loggers"
 WANDB = f"{LOGGERS}.WandbLogger"
 SCORE = spec("torchmetrics.text.bert.BERTScore", model_name_or_path="evil/repo")
 ADDRESSES = {
-    "settings": spec(WANDB, save_dir="ROOT", settings={"api_key": "a" * 40}),
+    "settings": spec(WANDB, save_dir="logs", settings={"api_key": "a" * 40}),
     "api_key": spec(f"{LOGGERS}.CometLogger", api_key="a" * 40),
 }
-FETCHING = {
-    "data": [spec("lightning.pytorch.demos.mnist_datamodule.MNISTDataModule", data_dir="ROOT")],
-    "model": [spec("lightning.pytorch.demos.transformer.LightningTransformer")],
-    "trainer.callbacks": [spec("lightning.pytorch.serve.servable_module_validator.ServableModuleValidator")],
-    "trainer.callbacks.parameters_to_prune": [
-        spec(f"{CALLBACKS}.ModelPruning", pruning_fn="l1_unstructured", parameters_to_prune=[[SCORE, "weight"]])
-    ],
-}
+FETCHING = [
+    ("data", spec("lightning.pytorch.demos.mnist_datamodule.MNISTDataModule", data_dir="data")),
+    ("model", spec("lightning.pytorch.demos.transformer.LightningTransformer")),
+    ("trainer.callbacks", [spec("lightning.pytorch.serve.servable_module_validator.ServableModuleValidator")]),
+    (
+        "trainer.callbacks",
+        [spec(f"{CALLBACKS}.ModelPruning", pruning_fn="l1_unstructured", parameters_to_prune=[[SCORE, "weight"]])],
+    ),
+]
 
 
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[..., str]:
-    """Writes the recipe of a run of one step with one more option."""
-
-    def written(key: str, value: Any) -> str:
-        recipe = copy.deepcopy({**RECIPE, "corpus": "python", "root": str(tmp_path / "run"), "steps": [0]})
-        recipe["trainer"]["max_steps"], recipe["analyses"] = 1, recipe["analyses"][:1]
-        *branches, last = key.split(".")[:2]
-        (recipe[branches[0]] if branches else recipe)[last] = value
-        text = (
-            yaml.safe_dump(recipe).replace("OUTSIDE", str(tmp_path / "outside")).replace("ROOT", str(tmp_path / "run"))
-        )
-        (tmp_path / "recipe.yaml").write_text(text)
-        return str(tmp_path / "recipe.yaml")
-
-    return written
-
-
-def test_a_logger_of_a_recipe_has_no_address_and_no_key(write, downloaded, capsys):
+def test_a_logger_of_a_recipe_has_no_address_and_no_key(write, downloaded, capsys):  # noqa: F811
     for name, logger in ADDRESSES.items():
         said = refused(["fit", "--config", write("trainer.logger", logger)], capsys)
         assert f"{name}: a recipe names no address and no key: set a variable of " in said
@@ -59,15 +38,14 @@ def test_a_logger_of_a_recipe_has_no_address_and_no_key(write, downloaded, capsy
     assert not any(downloaded.iterdir())
 
 
-def test_what_fetches_or_starts_something_is_named_on_the_command_line(write, downloaded, capsys, monkeypatch):
+def test_what_fetches_or_starts_something_is_named_by_the_user_only(write, downloaded, capsys, monkeypatch):  # noqa: F811
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("it asked the network"))
-    for place, (value,) in FETCHING.items():
-        words = ["fit", "--config", write(place, [value] if "callbacks" in place else value)]
-        assert "a recipe names no " in refused(words, capsys)
+    for place, value in FETCHING:
+        assert "a recipe names no " in refused(["fit", "--config", write(place, value)], capsys), value
     assert not any(downloaded.iterdir())
 
 
-def test_no_program_is_imported_for_the_sentence(write, capsys):
+def test_no_program_is_imported_for_the_sentence(write, capsys):  # noqa: F811
     for named in ("os.system", "antigravity.fly", "torch.hub.load"):
         said = refused(["fit", "--config", write("trainer.callbacks", [spec(named)])], capsys)
         assert f"a recipe names no {named}: only " in said

@@ -122,13 +122,6 @@ def test_a_key_that_only_ends_like_a_class_is_no_class(downloaded, payload, writ
     assert "hidden_module" not in sys.modules
 
 
-def test_what_was_refused_before_is_refused_before_anything_is_made(weapons, write, canary, capsys):
-    recipe = write(ANYTHING, {"x": weapons["popen"]}, seed_everything="no number")
-    for command in ("fit", "analyze"):
-        refused([command, "--config", recipe], capsys)
-        assert not canary.exists(), command
-
-
 def test_analyze_reads_the_same_recipes_with_the_same_care(weapons, tmp_path, canary, capsys):
     file = tmp_path / "recipe.yaml"
     for weapon in weapons.values():

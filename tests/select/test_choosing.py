@@ -243,6 +243,12 @@ def test_what_does_not_fit_is_refused_before_any_feature_is_made():
         choose(data, data.targets, num_classes=3, options=ProbeOptions(max_iterations=1))
 
 
+def test_progress_is_told_layer_by_layer():
+    data, told = planted(3), []
+    choose(data, data.targets, num_classes=3, progress=lambda *args: told.append(args))
+    assert told == [*((layer, 6, f"probe of layer {layer}") for layer in range(6)), (6, 6, "")]
+
+
 def test_by_log_loss_the_choice_is_that_of_scikit_learns_probabilities():
     data = planted(3, seed=4)
     data.targets["validation"][:5] = data.targets["test"][:7] = 3  # a class without a training row has no log-loss

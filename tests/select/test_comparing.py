@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lit_layers.select.choosing import Choice, Score
-from lit_layers.select.selection import Candidate, comparison_table
+from lit_layers.select.selection import Candidate, chosen_layers, comparison_table
 
 
 def candidate(name: str, validation: float, hits: torch.Tensor) -> Candidate:
@@ -37,3 +37,10 @@ def test_the_table_has_a_row_a_model_and_says_why_another_has_none(tmp_path):
     assert (rows[0]["milliseconds"], rows[0]["milliseconds_last"]) == (2.0, 4.0)
     assert rows[1]["test"] == pytest.approx(float(hits(1, 0.6).double().mean()))
     assert (rows[2]["left_out"], math.isnan(rows[2]["test"])) == ("no layer can be chosen", True)
+
+
+def test_a_model_is_drawn_at_its_layer_and_at_its_last_with_a_line_between():
+    chart = chosen_layers([candidate("a", 0.6, torch.arange(40) < 32)], "t")
+    line, last, chosen = chart.series
+    assert ([*line.x], [*line.y], [*chosen.x], [*last.x]) == ([2, 4], [0.8, 0.7], [2], [4])
+    assert ([*chosen.low], [*chosen.high], [*last.low]) == ([0.1], [0.9], [0.6])

@@ -67,11 +67,16 @@ def test_features_of_texts_are_those_of_each_text_alone(saved, pooling, tmp_path
     assert (found.name, found.kind, found.num_classes, found.pooling) == ("songs", "classification", 3, pooling)
 
 
-def test_a_text_is_cut_where_the_model_ends_and_that_is_said(tmp_path):
+def test_a_text_is_cut_where_the_model_ends_and_what_is_odd_about_texts_is_said(tmp_path):
     view = LayeredModel(saved_gpt2(tmp_path / "model", n_positions=8))
-    found = of_texts(view, songs(tmp_path / "songs"), tokenizer=str(tmp_path / "model"))
+    test = [*labelled(15, first=45), labelled(1)[0]]  # one text of train
+    found = of_texts(view, songs(tmp_path / "songs", test=test), tokenizer=str(tmp_path / "model"))
     assert found.max_tokens == 8
-    assert found.notes == ("Texts that lost their end to the limit of tokens: 60.",)
+    assert found.notes == (
+        "Rows of train and validation left out, as test has their text: 1.",
+        "Texts that lost their end to the limit of tokens: 60.",
+    )
+    assert sum(len(found.targets[part]) for part in PARTS) == 60
     assert found.batch["input_ids"].shape[1] == 8
     wide = of_texts(view, songs(tmp_path / "songs"), tokenizer=str(tmp_path / "model"), max_tokens=3)
     assert wide.max_tokens == 3
@@ -87,14 +92,6 @@ def test_the_batch_to_check_with_is_a_few_validation_texts_longest_first(tmp_pat
     assert len(given) == 8
     assert set(given) <= texts
     assert len(given[0]) == max(map(len, texts)) == found.batch["input_ids"].shape[1]
-
-
-def test_what_is_odd_about_the_texts_is_said(tmp_path):
-    test = [*labelled(15, first=45), labelled(1)[0]]  # one text of train
-    view, task = LayeredModel(saved_gpt2(tmp_path / "model")), songs(tmp_path / "songs", test=test)
-    found = of_texts(view, task, tokenizer=str(tmp_path / "model"))
-    assert found.notes == ("Rows of train and validation left out, as test has their text: 1.",)
-    assert sum(len(found.targets[part]) for part in PARTS) == 60
 
 
 def test_a_regression_keeps_its_values(tmp_path):
