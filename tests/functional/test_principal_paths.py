@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from lit_layers.functional.trajectory import principal_paths
+from tests.support.references import normal, rotation
 
 
 def random_states(layers=4, tokens=9, dim=6, seed=0):
-    return torch.randn(layers, tokens, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return normal(layers, tokens, dim, seed=seed)
 
 
 def by_covariance(states):
@@ -44,8 +45,7 @@ def test_translation_changes_nothing_scaling_scales_and_rotation_only_turns_axes
     moved = principal_paths(states + 7)
     torch.testing.assert_close(moved.places, plain.places, atol=1e-11, rtol=0)
     torch.testing.assert_close(principal_paths(3 * states).places, 3 * plain.places)
-    turn, _ = torch.linalg.qr(random_states(1, 6, 6, seed=5)[0])
-    turned = principal_paths(states @ turn)
+    turned = principal_paths(states @ rotation(6))
     torch.testing.assert_close(turned.places.abs(), plain.places.abs())
     torch.testing.assert_close(turned.explained_variance, plain.explained_variance)
     order = torch.randperm(9, generator=torch.Generator().manual_seed(1))
@@ -56,8 +56,7 @@ def test_tokens_on_a_line_or_at_one_point_have_no_plane():
     for spread in [0.0, 1.0]:
         for offset in [0.0, 1000.0]:
             states = random_states()
-            line = spread * torch.randn(9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-            states[-1] = offset + line[:, None] * torch.arange(6)
+            states[-1] = offset + spread * normal(9, 1, seed=2) * torch.arange(6)
             with pytest.raises(ValueError, match="lie on a line and have no second axis"):
                 principal_paths(states)
             found = principal_paths(states, undefined="nan")

@@ -24,7 +24,7 @@ from lit_layers.tasks.lm_eval_scorer import (
     refuse_unknown,
     task_file_hash,
 )
-from tests.support.benchmark_rows import TASKS, lm_eval_file, tiny_speaker, write_tasks, write_tokenizer
+from tests.support.benchmark_rows import TASKS, lm_eval_file, tiny_speaker
 
 BLOCKS, LENGTH, NEW = 5, 400, 16
 ORDERS = {
@@ -61,17 +61,9 @@ def of_lm_eval(file, tokenizer, model):
     }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tasks")
-    write_tasks(folder / "local" / "benchmarks")
-    write_tokenizer(folder / "tokenizer")
-    return folder
-
-
 @pytest.mark.parametrize(("family", "task"), CASES)
-def test_every_row_of_a_local_copy_scores_as_the_official_one_does_in_lm_eval(folder, family, task):
-    tokenizer, file = str(folder / "tokenizer"), lm_eval_file(task, folder / "official")
+def test_every_row_of_a_local_copy_scores_as_the_official_one_does_in_lm_eval(folder, tmp_path, family, task):
+    tokenizer, file = str(folder / "tokenizer"), lm_eval_file(task, tmp_path)
     model, found = tiny_speaker(family, blocks=BLOCKS, positions=LENGTH), []
     rows = local_task(task, folder / "local")
     scorer = LmEvalScorer(rows, tokenizer, batch_size=3, max_new_tokens=NEW, max_length=LENGTH)
@@ -113,10 +105,10 @@ def compare(task, ours, theirs):
 
 
 @pytest.mark.soak
-def test_the_analysis_takes_the_scores_of_lm_eval(folder):
-    tokenizer, file = str(folder / "tokenizer"), lm_eval_file("arc_challenge", folder / "official")
+def test_the_analysis_takes_the_scores_of_lm_eval(folder, tmp_path):
+    tokenizer, file = str(folder / "tokenizer"), lm_eval_file("arc_challenge", tmp_path)
     model = tiny_speaker(blocks=BLOCKS, positions=LENGTH)
-    options = {"results": folder / "results", "variants": ("reverse",), "middles": (4,), "limit": 3}
+    options = {"results": tmp_path / "results", "variants": ("reverse",), "middles": (4,), "limit": 3}
     found = measure(model, BenchmarkScores(task=file, tokenizer=tokenizer, **options), run="r", step=1)
     assert (found.error, found.analysis) == (None, "intervene/arc_challenge")
     for order in ("baseline", "reverse"):

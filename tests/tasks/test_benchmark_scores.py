@@ -17,19 +17,11 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.tasks import benchmark_scores as module
 from lit_layers.tasks.benchmark_scores import BenchmarkScores
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, local_task
-from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
+from tests.support.benchmark_rows import tiny_speaker
 from tests.support.measured import records_of
 from tests.support.tiny_models import tiny
 
 BLOCKS = 6
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("benchmarks")
-    write_tasks(folder / "local" / "benchmarks")
-    write_tokenizer(folder / "tokenizer")
-    return folder
 
 
 @pytest.fixture(scope="module")

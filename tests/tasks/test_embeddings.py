@@ -1,18 +1,15 @@
 """The embeddings of a task: what is given, in which order, and what is refused."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from lit_layers.errors import InputError
-from lit_layers.models.view import LayeredModel
 from lit_layers.tasks import embeddings as stores
 from lit_layers.tasks.embeddings import TaskEmbeddings
 from lit_layers.tasks.text_features import text_features
 from tests.support.labelled_texts import labelled
-from tests.tasks.tiny_tasks import Passes, embedding_of, encoded, saved_model, spoil_
+from tests.tasks.tiny_tasks import Passes, embedding_of, encoded, saved_model
 
 TEXTS = [text for text, _ in labelled(20)]
 
@@ -22,10 +19,6 @@ def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     saved_model(folder)
     return folder
-
-
-def asked(view: LayeredModel, model: Path, texts: list[str], layer: int, **options: Any) -> np.ndarray:
-    return TaskEmbeddings(view, **embedding_of(model, **options)).of(texts, layer)
 
 
 def test_every_layer_of_texts_in_any_order_is_what_one_pass_gives(model, monkeypatch):
@@ -53,12 +46,3 @@ def test_a_text_without_a_token_is_the_end_of_a_text(model):
     short.of(["a", *TEXTS[:3]], 3)
     assert short.num_cut == 3
     assert np.allclose(empty, given, atol=1e-6)
-
-
-def test_states_that_are_not_finite_are_refused_with_their_layer_and_the_others_given(model):
-    whole = asked(saved_model(model), model, TEXTS, 1)
-    view = saved_model(model)
-    spoil_(view, 2)
-    assert np.array_equal(asked(view, model, TEXTS, 1), whole)
-    with pytest.raises(InputError, match=r"the features of text \d+ at layer 2 are not finite"):
-        asked(view, model, TEXTS, 2)

@@ -10,15 +10,10 @@ from lit_layers.functional import block_schedules as schedules
 from lit_layers.models.build import pad_vocabulary_
 from lit_layers.models.running_order import running_order
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
-from tests.support.benchmark_rows import tiny_speaker, write_tokenizer
+from tests.support.benchmark_rows import tiny_speaker
 from tests.support.tiny_models import tiny
 
 LENGTH = 24
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture
@@ -28,7 +23,9 @@ def model():
 
 @pytest.fixture
 def wrapped(folder):
-    return lambda model, size=4: LmEvalScorer("x", str(folder), batch_size=size, max_length=LENGTH)._wrap(model)
+    return lambda model, size=4: LmEvalScorer("x", str(folder / "tokenizer"), batch_size=size, max_length=LENGTH)._wrap(
+        model
+    )
 
 
 @pytest.fixture

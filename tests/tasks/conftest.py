@@ -1,0 +1,16 @@
+"""Benchmarks of a few rows, and a tokenizer of their words."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.benchmark_rows import write_tasks, write_tokenizer
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`local` with rows of each task, and `tokenizer`; not to be written to."""
+    folder = tmp_path_factory.mktemp("tasks")
+    write_tasks(folder / "local" / "benchmarks")
+    write_tokenizer(folder / "tokenizer")
+    return folder
