@@ -1,6 +1,5 @@
 """Figures of numbers many decades apart: a logarithmic axis or logarithmic colours, and ticks that have room."""
 
-import dataclasses
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -22,21 +21,16 @@ LENS, TASK = "logit_lens_perplexity", "task_perplexity"
 
 def lens(step: int | None) -> Measurement:
     values = [HIGHEST ** (1 - layer / (LAYERS + 1)) for layer in range(LAYERS + 1)]
-    return written("lens", step, [Record(metric=LENS, value=value, layer=n) for n, value in enumerate(values)])
+    return made("lens", [Record(metric=LENS, value=value, layer=n) for n, value in enumerate(values)], step=step)
 
 
 def task(step: int | None) -> Measurement:
-    rows = [
-        Record(metric=TASK, value=HIGHEST ** ((index + 1) / 30), layer=variant.block, tags=variant.tags)
-        for index, variant in enumerate(variants(LAYERS, middles=[1, 3, 5], seeds=(0,), loops=(2, 3)))
-    ]
-    rows = [dataclasses.replace(row, tags={k: v for k, v in row.tags.items() if k != "schedule"}) for row in rows]
+    rows = []
+    for index, variant in enumerate(variants(LAYERS, middles=[1, 3, 5], seeds=(0,), loops=(2, 3))):
+        tags = {name: value for name, value in variant.tags.items() if name != "schedule"}
+        rows.append(Record(metric=TASK, value=HIGHEST ** ((index + 1) / 30), layer=variant.block, tags=tags))
     rows.append(Record(metric=TASK, value=HIGHEST, tags={"variant": "custom", "schedule": "1 1 1"}))
-    return written("intervene/lambada", step, rows)
-
-
-def written(analysis: str, step: int | None, rows: list[Record]) -> Measurement:
-    return made(analysis, rows, step=step)
+    return made("intervene/lambada", rows, step=step)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +44,7 @@ def models() -> pd.DataFrame:
 
 
 def test_every_curve_of_perplexities_has_a_log_axis(over_steps, models):
+    scalars = [{"step": n, "validation/perplexity": 10.0 ** (43 - n)} for n in range(1, 43)]
     figures = {
         "emergence_curves": plots.emergence_curves(over_steps, LENS),
         "layer_profile": plots.layer_profile(over_steps, LENS),
@@ -57,9 +52,7 @@ def test_every_curve_of_perplexities_has_a_log_axis(over_steps, models):
         "variant_curves": plots.variant_curves(over_steps, TASK),
         "variant_curves_of_blocks": plots.variant_curves(over_steps, TASK, blocks=True),
         "models_by_middle": plots.models_by_middle(models, TASK, variant="skip"),
-        "training_curves": plots.training_curves(
-            [{"step": n, "validation/perplexity": 10.0 ** (43 - n)} for n in range(1, 43)], ["validation/perplexity"]
-        ),
+        "training_curves": plots.training_curves(scalars, ["validation/perplexity"]),
     }
     for name, fig in figures.items():
         assert fig.spec()["encoding"]["y"]["scale"]["type"] == "log", name
@@ -75,12 +68,16 @@ def test_a_log_axis_has_a_few_numbers_to_read_it_by():
         assert 2 <= len({*numbers} & {n for n in numbers if 2.9 <= n <= 3.1 * ratio}) <= 12, (ratio, texts)
 
 
+def per_layer(analysis: str, metric: str, *values: float) -> pd.DataFrame:
+    """At two steps."""
+    rows = [Record(metric=metric, value=value, layer=layer) for layer, value in enumerate(values)]
+    return records.frame(made(analysis, rows, step=step) for step in (1, 2))
+
+
 def test_numbers_beside_the_colours_of_a_map_differ():
-    rows = [
-        Record(metric="token_curvature", value=value, layer=layer) for layer, value in enumerate((2.076, 2.084, 2.1))
-    ]
-    chart = plots.layer_surface(records.frame(written("representation", n, rows) for n in (1, 2)), "token_curvature")
-    numbers = [text for text in svg_texts(chart) if text.startswith("2.0")]
+    frame = per_layer("representation", "token_curvature", 2.076, 2.084, 2.1)
+    texts = svg_texts(plots.layer_surface(frame, "token_curvature"))
+    numbers = [text for text in texts if text.startswith("2.0")]
     assert len(numbers) >= 3
     assert len({*numbers}) == len(numbers)
 
@@ -93,11 +90,8 @@ def test_heat_maps_are_coloured_by_the_logarithm(over_steps):
         shown = [cell for row in fig.cells.values[-1] for cell in row if cell is not None]
         assert scale["type"] == "log"
         assert scale["domain"] == pytest.approx([min(shown), max(shown)], rel=1e-3), "four digits"
-    loss = plots.layer_surface(records.frame(written("lens", step, [
-        Record(metric="logit_lens_loss", value=2.0 + layer, layer=layer) for layer in range(3)
-    ]) for step in (1, 2)), "logit_lens_loss")  # fmt: skip
-    assert loss.cells.values[0][2][0] == 4.0
-    assert not loss.cells.log
+    loss = plots.layer_surface(per_layer("lens", "logit_lens_loss", 2.0, 3.0, 4.0), "logit_lens_loss")
+    assert (loss.cells.values[0][2][0], bool(loss.cells.log)) == (4.0, False)
 
 
 VALUES = [1.0, 10.0, 5.0, 10.0, 100.0]

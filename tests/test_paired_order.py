@@ -12,8 +12,9 @@ from lit_layers.clock.curve_sources import curves_of
 from lit_layers.clock.step_curves import StepCurve, prompts_of_curve
 from lit_layers.clock.times_and_order import layer_order_table, measure_times, order_table, probability_before
 from lit_layers.functional.emergence.curve_times import bootstrap_counts, emergence_times
-from lit_layers.records import Measurement, Record, Store, values_path
+from lit_layers.records import Record, Store, values_path
 from tests.support.undrawn import leave_undrawn
+from tests.support.written import made
 
 AXIS = np.linspace(0, 11, 16)
 STEPS = np.round(np.exp2(AXIS) - 1)
@@ -68,10 +69,8 @@ def curve(rows: np.ndarray, metric: str, *, prompts_of: str = "d", layer: int | 
 
 
 def test_prompts_that_have_a_value_nowhere_do_not_take_those_of_the_rest():
-    rows = {step: np.full(10, np.nan, dtype=np.float32) for step in (0, 1, 2)}
-    for step, of_prompts in rows.items():
-        of_prompts[:4] = step + np.arange(4)
     at, values = np.arange(3.0), np.arange(3) + 1.5
+    rows = {step: np.array([*(step + np.arange(4)), *[np.nan] * 6], dtype=np.float32) for step in (0, 1, 2)}
     prompts = prompts_of_curve(at, values, rows)
     assert prompts is not None
     assert np.isfinite(prompts).all(1).tolist() == [True] * 4 + [False] * 6
@@ -98,8 +97,7 @@ def test_the_order_says_which_pairs_are_of_the_same_prompts():
 @pytest.fixture
 def run(tmp_path):
     """Two analyses on the same prompts, one on others; half of the metrics of the first have no values."""
-    root = tmp_path / "planted"
-    store = Store(root / "measurements.jsonl")
+    store = Store(tmp_path / "planted" / "measurements.jsonl")
     first, second = two_curves(3, shift=1.0, shared=0.9)
     third = two_curves(4, shift=0.5, shared=0.0)[1]
     for number, step in enumerate(STEPS.astype(int).tolist()):
@@ -107,15 +105,13 @@ def run(tmp_path):
             kept = [record("shown", rows[:, number], 1), record("shown", rows[:, max(number - 1, 0)], 2)]
             kept.append(replace(record("unkept", rows[:, number]), by_prompt=None))
             provenance = {"config_hash": analysis, "data_hash": data}
-            about = {"run": "planted", "step": step, "tokens": None, "seconds": 0.1, "provenance": provenance}
-            store.add(Measurement(analysis=analysis, records=kept, **about))
-    return root
+            store.add(made(analysis, kept, run="planted", step=step, provenance=provenance))
+    return store.path.parent
 
 
 def record(metric: str, values: np.ndarray, layer: int | None = None) -> Record:
     values = values.astype(np.float32)
-    stderr = float(values.std(ddof=1) / len(values) ** 0.5)
-    mean = float(values.astype(np.float64).mean())
+    mean, stderr = float(values.mean(dtype=np.float64)), float(values.std(ddof=1) / len(values) ** 0.5)
     return Record(metric=metric, value=mean, stderr=stderr, layer=layer, n=len(values), by_prompt=values)
 
 
@@ -160,15 +156,11 @@ def test_of_prompts_that_agree_on_the_order_pairs_are_certain_where_the_interval
     """Each prompt rises at a step of its own, and of both metrics in the same order; dealt anew, they say no more."""
     rng = np.random.default_rng(5)
     middles, deal = rng.normal(6, 2, PROMPTS)[:, None], rng.permutation(PROMPTS)
-    of_prompts = lambda middle: rise(middle, 0.5) + rng.normal(0, 0.02, (PROMPTS, len(AXIS)))  # noqa: E731
-    rows = of_prompts(middles), of_prompts(middles + 0.3), of_prompts(middles[deal] + 0.3)
-    counts = bootstrap_counts(PROMPTS)
-    first, second, dealt = (
-        emergence_times(STEPS, each.mean(0), replicates=each, counts=counts, seed=number)
-        for number, each in enumerate(rows)
-    )
-    assert first.halfway is not None
-    assert second.halfway is not None
+    counts, times = bootstrap_counts(PROMPTS), []
+    for seed, middle in enumerate((middles, middles + 0.3, middles[deal] + 0.3)):
+        rows = rise(middle, 0.5) + rng.normal(0, 0.02, (PROMPTS, len(AXIS)))
+        times.append(emergence_times(STEPS, rows.mean(0), replicates=rows, counts=counts, seed=seed))
+    first, second, dealt = times
     assert first.halfway.high > second.halfway.low
     assert probability_before(first, second, paired=True) > 0.98
     for later, paired in ((second, False), (dealt, True)):

@@ -20,9 +20,7 @@ def content(n: int = 20, **more) -> Scatter:
 
 def test_the_line_is_the_least_squares_line_and_lies_in_its_band() -> None:
     one = content()
-    line = one.line()
-    assert line is not None
-    at, middle, low, high = line
+    at, middle, low, high = one.line()
     fitted = fit_line(one.x, one.y)
     assert middle[0] == pytest.approx(fitted.intercept + fitted.slope * at[0])
     assert all(a < b < c for a, b, c in zip(low, middle, high, strict=True))
@@ -67,17 +65,14 @@ def test_hover_has_the_name_and_all_lines() -> None:
 def test_names_touch_no_point_no_other_name_and_not_the_edge(n) -> None:
     one, (width, height) = content(n), (560, 400)
     (left, right), (low, high) = one.limits()
-    at = [
-        ((x - left) / (right - left) * width, (y - low) / (high - low) * height)
-        for x, y in zip(one.x, one.y, strict=True)
-    ]
-    shown = labelled(one, width, height)
-    names = zip(at, one.names, shown, strict=True)
-    boxes = [(x + 8, y - 6, x + 8 + 6 * len(name), y + 6) for (x, y), name, is_shown in names if is_shown]
+    x = (np.array(one.x) - left) / (right - left) * width
+    y = (np.array(one.y) - low) / (high - low) * height
+    names = zip(x, y, one.names, labelled(one, width, height), strict=True)
+    boxes = [(a + 8, b - 6, a + 8 + 6 * len(name), b + 6) for a, b, name, is_shown in names if is_shown]
     assert len(boxes) >= min(n, 3)
     for a, b in itertools.combinations(boxes, 2):
         assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
     for box in boxes:
         assert box[2] <= width
-        assert not any(box[0] < x < box[2] and box[1] < y < box[3] for x, y in at)
+        assert not ((box[0] < x) & (x < box[2]) & (box[1] < y) & (y < box[3])).any()
     assert all(labelled(content(5), 1100, 600)), "where there is room every model is named"
