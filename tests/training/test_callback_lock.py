@@ -109,23 +109,19 @@ def test_the_lock_ends_with_a_training_that_fails_and_the_callbacks_can_be_used_
     assert steps(root) == [0, 1]
 
 
-class Failing(TrainerCallback):
-    def __init__(self, error: type[BaseException]) -> None:
-        self.error = error
-
+class Interrupting(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
-        raise self.error
+        raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("error", [pytest.param(ZeroDivisionError, marks=pytest.mark.soak), KeyboardInterrupt])
-def test_a_trainer_of_transformers_that_fails_holds_the_folder_and_can_train_again(error, tmp_path):
+def test_a_trainer_of_transformers_that_fails_holds_the_folder_and_can_train_again(tmp_path):
     root, rows = tmp_path / "run", [{"input_ids": ids, "labels": ids} for ids in RandomBlocks(4).tokens]
     arguments = TrainingArguments(
         str(tmp_path / "hf"), max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no"
     )
-    watched, failing = EmergenceTrainerCallback([One()], [1], root, if_exists="overwrite"), Failing(error)
+    watched, failing = EmergenceTrainerCallback([One()], [1], root, if_exists="overwrite"), Interrupting()
     trainer = Trainer(tiny("gpt2"), arguments, train_dataset=rows, callbacks=[watched, failing])
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert run_lock.is_held(root)
     trainer.remove_callback(failing)

@@ -48,7 +48,7 @@ class Failing(Analysis):
     def compute(self, model):
         torch.rand(7)
         yield Record(metric="half", value=1.0)
-        raise RuntimeError("no more numbers")
+        raise RuntimeError("no numbers")
 
 
 def everything() -> list[Analysis]:
@@ -208,8 +208,8 @@ def test_a_failing_analysis_is_recorded_and_training_goes_on(tmp_path, caplog):
     trainer, _ = fit(tmp_path, [EmergenceCallback([Failing(), Noisy()], [1], tmp_path)], steps=2)
     assert trainer.global_step == 2
     failed = [m for m in records.read(tmp_path / "measurements.jsonl") if m.analysis == "failing"]
-    assert [m.error for m in failed] == ["RuntimeError: no more numbers"] * 3
-    assert "failing failed at step 1: RuntimeError: no more numbers" in caplog.text
+    assert [m.error for m in failed] == ["RuntimeError: no numbers"] * 3
+    assert "failing failed at step 1: RuntimeError: no numbers" in caplog.text
 
 
 def test_a_module_of_the_users_own_is_watched_by_the_name_of_its_network(tmp_path):

@@ -8,6 +8,7 @@ from torch import nn
 from lit_layers.errors import InputError
 from lit_layers.training.modules import adamw, use_optimizer_, warmup_cosine
 from tests.support.tiny_training import fit, module
+from tests.training.test_any_trainer import Noted
 
 
 def test_matrices_decay_and_vectors_do_not():
@@ -56,20 +57,12 @@ def test_a_schedule_by_a_score_is_stepped_after_each_validation(tmp_path):
         def on_validation_end(self, trainer, pl_module):
             trainer.callback_metrics["validation/loss"] = torch.tensor(1.0)
 
-    seen, lit = Rates(), module()
+    seen, lit = Noted(), module()
     plateau = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0)
     use_optimizer_(lit, functools.partial(torch.optim.SGD, lr=1.0), plateau)
     every = {"val_check_interval": 2, "check_val_every_n_epoch": None, "limit_val_batches": 1}
     fit(tmp_path, [seen, Scores()], steps=7, module=lit, **every)
     assert seen.rates == pytest.approx([1, 1, 1, 1, 0.1, 0.1, 0.01])
-
-
-class Rates(L.Callback):
-    def __init__(self):
-        self.rates = []
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        self.rates.append(optimizer.param_groups[0]["lr"])
 
 
 class Own(L.LightningModule):
@@ -85,7 +78,7 @@ class Own(L.LightningModule):
 
 
 def test_a_module_of_the_users_takes_the_optimizer_of_the_command_line(tmp_path):
-    seen, own = Rates(), Own()
+    seen, own = Noted(), Own()
     schedule = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1)
     use_optimizer_(own, functools.partial(torch.optim.SGD, lr=1.0), schedule)
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"), False)

@@ -17,12 +17,13 @@ from tests.support.random_text import RandomText
 from tests.support.tiny_models import tiny
 
 pytestmark = pytest.mark.soak
+MINUTES = datetime.timedelta(minutes=5)
 
 
 def fail_on_first_rank() -> int:
     """0 where each failure of rank 0 came as it should on this rank, and the group goes on."""
-    distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
-    ranks = Ranks(distributed.new_group(backend="gloo", timeout=datetime.timedelta(seconds=300)))
+    distributed.init_process_group("gloo", timeout=MINUTES)
+    ranks = Ranks(distributed.new_group(backend="gloo", timeout=MINUTES))
     first = ranks.rank == 0
     for error, elsewhere in (
         (InputError("root: taken"), (InputError, "root: taken")),
@@ -42,7 +43,7 @@ def test_what_the_first_rank_fails_with_ends_all_ranks():
 
 def watch_on_first_rank() -> int:
     """0 where the rank that watches alone is told so in a second."""
-    distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
+    distributed.init_process_group("gloo", timeout=MINUTES)
     watching.RENDEZVOUS = datetime.timedelta(seconds=1)
     if distributed.get_rank() == 0:
         began = time.monotonic()
@@ -53,7 +54,7 @@ def watch_on_first_rank() -> int:
 
 
 def slow_after_the_first_meeting() -> int:
-    distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
+    distributed.init_process_group("gloo", timeout=MINUTES)
     ranks = ranks_of(2, first=datetime.timedelta(seconds=1))
     time.sleep(1.5 * distributed.get_rank())
     return 0 if ranks.from_first(lambda: 7) == 7 else 1

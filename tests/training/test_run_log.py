@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +14,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torchmetrics import MeanMetric
 
 from lit_layers import records
-from lit_layers.analyses.base import Analysis
 from lit_layers.data import TokenShards
 from lit_layers.errors import InputError
-from lit_layers.records import Record
 from lit_layers.report.sections import training
 from lit_layers.run_data import read_run
 from lit_layers.training import EmergenceCallback
@@ -28,14 +25,7 @@ from lit_layers.training.run_log import RunLog
 from lit_layers.training.trainer import StepSampler
 from tests.support import tiny_training
 from tests.support.tiny_training import CONTEXT, VOCABULARY, RandomBlocks, RandomTokens, fit, module
-
-
-@dataclass(kw_only=True)
-class One(Analysis):
-    name: str = "one"
-
-    def compute(self, model):
-        yield Record(metric="one", value=1.0)
+from tests.training.test_callback_lock import One
 
 
 class Heard:

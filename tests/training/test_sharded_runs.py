@@ -4,11 +4,9 @@ import errno
 import functools
 import json
 import os
-import random
 import shutil
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,6 @@ from lit_layers.analyses.base import Analysis
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, weights_hash
 from lit_layers.models.saved import load
-from lit_layers.records import Record
 from lit_layers.training import EmergenceCallback, LitCausalLM, SeriesCheckpoint, modules, resuming, sharding
 from lit_layers.training.resuming import ResumeCheckpoint, resume_point
 from lit_layers.training.run_folder import saved_steps, step_folder
@@ -37,32 +34,12 @@ from tests.support import tiny_images
 from tests.support.forked import run_ranks
 from tests.support.random_text import RandomText
 from tests.support.tiny_training import CONFIG, VOCABULARY, fit, module
+from tests.training.test_callbacks import Failing, Noisy
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow]
 STEPS = [1, 2]
 VALIDATED: dict[str, Any] = {"limit_val_batches": 1, "val_check_interval": 1, "check_val_every_n_epoch": None}
 CLIPPED: dict[str, Any] = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
-
-
-@dataclass(kw_only=True)
-class Noisy(Analysis):
-    """Draws random numbers and runs backward through the model."""
-
-    name: str = "noisy"
-
-    def compute(self, model):
-        model.model.train().requires_grad_(True)
-        batch = next(iter(RandomText()))
-        model.model(input_ids=batch["input_ids"]).logits.square().mean().backward()
-        yield Record(metric="noise", value=float(torch.rand(())) + random.random())
-
-
-@dataclass(kw_only=True)
-class Failing(Analysis):
-    name: str = "failing"
-
-    def compute(self, model):
-        raise RuntimeError("no numbers")
 
 
 def analyses() -> list[Analysis]:

@@ -3,6 +3,7 @@
 import shutil
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -14,6 +15,7 @@ from lit_layers.measuring.one_model import measure
 from lit_layers.models.build import weights_hash
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
+from lit_layers.schema import read_yaml
 from lit_layers.training.finetuning import LitAnswers, TaskFinetuning, TaskFinetuningRecipe
 from lit_layers.training.glue import GlueRecipe, GlueScores, LitGlue
 from tests.support.data_mapping import with_mapping
@@ -91,6 +93,36 @@ def test_what_decides_the_numbers_is_known_by_config_and_data(home, tmp_path):
     texts, moods = map(list, zip(*labelled(10, 31), strict=True))
     write_rows(copy, "mrpc_validation", sentence1=texts, sentence2=texts, label=[int(m == "sad") for m in moods])
     assert glue(home, tmp_path, folder=copy).data_hash() != glue(home, tmp_path).data_hash()
+
+
+NO_NAME = "recipe: task: expected a name of lm-eval such as arc_challenge, got"
+WRONG = (
+    (TaskFinetuningRecipe, {}, "task: Field required"),
+    (TaskFinetuningRecipe, {"task": "c", "num_epoch": 3}, "num_epoch: Unexpected keyword argument, got 3"),
+    (TaskFinetuningRecipe, {"task": "c", "num_epochs": 0}, "recipe: num_epochs: expected at least 1, got 0"),
+    (TaskFinetuningRecipe, {"task": "c", "limit": 0}, "recipe: limit: expected at least 1, got 0"),
+    (TaskFinetuningRecipe, {"task": "c", "warmup_steps": -1}, "recipe: warmup_steps: expected at least 0, got -1"),
+    (TaskFinetuningRecipe, {"task": "c", "learning_rate": 0}, "recipe: learning_rate: expected more than 0, got 0"),
+    (TaskFinetuningRecipe, {"task": "c", "min_lr_ratio": 2}, "recipe: min_lr_ratio: expected at most 1, got 2"),
+    *((TaskFinetuningRecipe, {"task": name}, NO_NAME) for name in ("mine.yaml", "../arc", "rows.jsonl", "")),
+    (TaskFinetuningRecipe, [1], "Input should be an object, got [1]"),
+    (GlueRecipe, {"tasks": ["mnli"]}, "task: there is no 'mnli'; did you mean wnli or qnli"),
+    (GlueRecipe, {"max_steps": 0}, "recipe: max_steps: expected at least 1, got 0"),
+    (GlueRecipe, {"frozen_learning_rate": 0}, "recipe: frozen_learning_rate: expected more than 0, got 0"),
+)
+
+
+def test_recipes_with_wrong_keys_or_values_are_refused_and_those_of_the_package_are_read(tmp_path):
+    for kind, content, sentence in WRONG:
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
+        with pytest.raises(InputError) as refused:
+            read_yaml(tmp_path / "recipe.yaml", kind, "")
+        assert sentence in str(refused.value), content
+    (tmp_path / "recipe.yaml").write_text("task: c\nlearning_rate: 5e-5\n")  # to YAML it is text
+    assert read_yaml(tmp_path / "recipe.yaml", TaskFinetuningRecipe, "").learning_rate == 5e-5
+    assert read_yaml(Path("recipes/finetune/arc.yaml"), TaskFinetuningRecipe, "").num_epochs == 1
+    for name in ("paper", "small_steps"):
+        assert read_yaml(Path(f"recipes/glue/{name}.yaml"), GlueRecipe, "").seed == 0
 
 
 def test_ctrl_c_in_training_is_ctrl_c_and_what_is_finished_stays(home, tmp_path, monkeypatch):

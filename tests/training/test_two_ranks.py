@@ -27,6 +27,7 @@ from lit_layers.training.run_log import RunLog
 from tests.support.forked import run_ranks
 from tests.support.random_text import RandomText
 from tests.support.tiny_training import fit, module
+from tests.training.test_callbacks import Failing
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow]
 PACKAGE = str(Path(lit_layers.__file__).parent)
@@ -61,14 +62,6 @@ def _watched(collective: Callable, wrong: list[str]) -> Callable:
         return collective(*args, **kwargs)
 
     return call
-
-
-@dataclass(kw_only=True)
-class Failing(Analysis):
-    name: str = "failing"
-
-    def compute(self, model):
-        raise RuntimeError("no numbers")
 
 
 @dataclass(kw_only=True)
