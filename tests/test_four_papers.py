@@ -21,12 +21,6 @@ def numbers(text: str) -> list[float]:
     return [float(number.replace(",", "")) for number in NUMBER.findall(text)]
 
 
-def printed(name: str) -> str:
-    """Return what a script of the study prints."""
-    script = PAGE.with_name(f"{name}.py")
-    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, cwd=ROOT).stdout
-
-
 def assert_same_tables(again: str, page: str) -> None:
     """As numbers: another CPU may draw another curve, or round a last digit to the other side."""
     words = [NUMBER.sub("#", text).replace("p < #", "p #") for text in (again, page)]  # around p = 0.001
@@ -42,7 +36,9 @@ def test_the_pages_tables_are_drawn_from_its_measurements(monkeypatch):
         ("block_prediction", ["blocks", "blocks given depth", "over training"]),
         ("lead_lags", ["lead lags"]),
     ):
-        rows = [line for line in printed(script).splitlines() if line.startswith("|")]
+        command = [sys.executable, str(PAGE.with_name(f"{script}.py"))]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+        rows = [line for line in printed.splitlines() if line.startswith("|")]
         assert_same_tables("\n".join(rows) + "\n", "".join(map(written, names)))
     monkeypatch.syspath_prepend(str(PAGE.parent))
     import four_papers as study

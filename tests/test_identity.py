@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -263,34 +262,29 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def commands(text: Path, data: Path) -> dict[str, Callable[[Path], list[str]]]:
-    recipe = text.parent / "recipe.yaml"
-    options = {"corpus": str(text), "tokenizer": "${tokenizer}", "num_sequences": 2, "num_tokens": 8}
-    batches = {"class_path": "lit_layers.data.EvalText", "init_args": options}
-    analysis = {"class_path": "lit_layers.analyses.Trajectory", "init_args": {"batches": batches}}
-    recipe.write_text(json.dumps({"analyses": [analysis]}))
-    few = ["--num_sequences", "2", "--num_tokens", "8", "--variants", "skip", "--middles", "1"]
-    return {
-        "analyze": lambda model: ["analyze", str(model), "--config", str(recipe)],
-        "intervene": lambda model: ["intervene", str(model), "--corpus", str(text), *few],
-        "mteb": lambda model: ["mteb", str(model), "--tasks", "STSBenchmark", "--folder", str(data)],
-    }
-
-
 def test_a_second_model_under_one_root_is_refused_whichever_command_names_it(
     models: Path, tmp_path: Path, capsys
 ) -> None:
     text, root = tmp_path / "text.jsonl", tmp_path / "root"
     text.write_text("\n".join(json.dumps({"text": each}) for each, _ in labelled(1500)))
-    say = commands(text, models / "data")
+    options = {"corpus": str(text), "tokenizer": "${tokenizer}", "num_sequences": 2, "num_tokens": 8}
+    batches = {"class_path": "lit_layers.data.EvalText", "init_args": options}
+    analysis = {"class_path": "lit_layers.analyses.Trajectory", "init_args": {"batches": batches}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps({"analyses": [analysis]}))
     where = ["--root", str(root), "--device", "cpu"]
-    assert main([*say["analyze"](models / "one"), *where]) == 0
+    say = {
+        "analyze": ["--config", str(tmp_path / "recipe.yaml"), *where],
+        "intervene": ["--corpus", str(text), "--num_sequences", "2", "--num_tokens", "8", *where],
+        "mteb": ["--tasks", "STSBenchmark", "--folder", str(models / "data"), *where],
+    }
+    assert main(["analyze", str(models / "one"), *say["analyze"]]) == 0
     before = (root / "measurements.jsonl").read_bytes()
     capsys.readouterr()
-    for command in say.values():
-        assert main([*command(models / "two"), *where]) == 2
+    for verb, words in say.items():
+        assert main([verb, str(models / "two"), *words]) == 2
         said = capsys.readouterr().err
         assert f"root: {root} holds measurements of {models / 'one'}, and {models / 'two'} would take their" in said
         assert (root / "measurements.jsonl").read_bytes() == before
     shutil.copytree(models / "one", tmp_path / "moved")
-    assert main([*say["analyze"](tmp_path / "moved"), *where]) == 0, "the same weights are the same model"
+    again = main(["analyze", str(tmp_path / "moved"), *say["analyze"]])
+    assert again == 0, "the same weights are the same model"

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -183,36 +184,16 @@ def test_large_batches_are_measured_in_pieces(monkeypatch):
 
 @dataclass(kw_only=True)
 class Doing(Analysis):
-    """Does something at each batch, then gives the norm of its states."""
+    """Does something at each batch, then gives the norm of its states and a number that it draws."""
 
     batches: Listed
     name: str
-    action: str
+    action: Callable
 
     def update(self, seen, batch):
-        model = seen.model
-        if self.action == "fail":
-            raise RuntimeError("here")
-        if self.action == "spoil":  # what only a copy survives
-            model.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
-            next(model.blocks[0].parameters()).data.zero_().add_(0)
-            with torch.no_grad():
-                next(model.blocks[0].parameters()).zero_()
-            raise RuntimeError("here")
-        hook = None
-        if self.action == "hook":
-            hook = model.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
-        drawn = torch.rand(()).item()
-        hidden = model.trajectory(batch).hidden if self.action == "hook" else seen.hidden
-        norm = hidden.norm() + drawn
-        if self.action == "write":
-            hidden[1:].zero_()
-        if self.action == "write unseen":
-            hidden.numpy()[1:] = 3
-            hidden.data.mul_(2)
-        if hook is not None:
-            hook.remove()
-        return {"norm": norm[None]}
+        drawn, norm = torch.rand(()).item(), seen.hidden.norm()
+        other = self.action(seen, batch)
+        return {"norm": (norm if other is None else other)[None] + drawn}
 
     def compute(self, model, batches):
         return [Record(metric="norm", value=value) for value in batches["norm"].tolist()]
@@ -221,15 +202,43 @@ class Doing(Analysis):
         return {"name": self.name}
 
 
+def fail(seen, batch):
+    raise RuntimeError("here")
+
+
+def spoil(seen, batch):
+    """What only a copy survives."""
+    seen.model.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
+    next(seen.model.blocks[0].parameters()).data.zero_()
+    with torch.no_grad():
+        next(seen.model.blocks[0].parameters()).zero_()
+    fail(seen, batch)
+
+
+def write(seen, batch):
+    seen.hidden[1:].zero_()
+
+
+def write_unseen(seen, batch):
+    seen.hidden.numpy()[1:] = 3
+    seen.hidden.data.mul_(2)
+
+
+def hook(seen, batch):
+    with seen.model.blocks[1].register_forward_hook(lambda module, args, output: output * 2):
+        return seen.model.trajectory(batch).hidden.norm()
+
+
+def draw(seen, batch):
+    torch.rand(7)
+
+
 def test_one_that_fails_writes_draws_or_changes_blocks_hurts_no_other():
     model, batch = tiny("gpt2"), texts()
     before, plain = weights_hash(model), cut(batch, 4, 4)
     analyses = [
         Trajectory(batches=plain),
-        *(
-            Doing(batches=plain, name=action, action=action)
-            for action in ("fail", "write", "write unseen", "hook", "draw")
-        ),
+        *(Doing(batches=plain, name=do.__name__, action=do) for do in (fail, write, write_unseen, hook, draw)),
         Representation(batches=plain),
     ]
     alone = {analysis.name: measure(model, analysis, **FACTS) for analysis in analyses}
@@ -246,7 +255,7 @@ def test_one_that_fails_writes_draws_or_changes_blocks_hurts_no_other():
 def test_a_model_in_half_precision_that_one_spoils_is_whole_for_the_others():
     model, batch = tiny("gpt2").half(), texts()
     plain = cut(batch, 4, 4)
-    spoiling = Doing(batches=plain, name="spoil", action="spoil")
+    spoiling = Doing(batches=plain, name="spoil", action=spoil)
     others = [Trajectory(batches=plain), NextTokenResidual(batches=plain, num_halves=0), Lens(batches=cut(batch, 8))]
     alone = {analysis.name: measure(model, analysis, **FACTS) for analysis in others}
     for order in ([spoiling, *others], [*others, spoiling]):

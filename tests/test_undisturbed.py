@@ -327,6 +327,8 @@ def test_a_measurement_says_what_was_measured_on_what():
         "revision": "step5",
     }
     assert {"python", "torch", "transformers", "timm"} <= versions().keys()
+    for package in ("lightning", "tokenizers", "safetensors", "numpy", "scipy"):  # what numbers and training depend on
+        assert versions()[package] == importlib.metadata.version(package)
     known = measure(LayeredModel(model), analysis, run="quick", step=5, weights_hash="0123456789abcdef")
     assert known.provenance["weights_hash"] == "0123456789abcdef"
     assert known.records == measurement.records
@@ -391,11 +393,6 @@ class Along:
     """An option of somebody's own analysis."""
 
     directions: Any
-
-
-def test_versions_are_of_all_packages_that_numbers_or_training_depend_on():
-    for package in ("lightning", "tokenizers", "safetensors", "numpy", "scipy"):
-        assert versions()[package] == importlib.metadata.version(package)
 
 
 def test_vits_are_left_as_they_were_and_what_gives_no_record_or_is_no_known_family_is_an_error():

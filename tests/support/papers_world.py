@@ -93,6 +93,8 @@ FILES = {
     "sts": [f"sick_{split}" for split in SPLITS],
     "analogies": ["bats3"],
 }
+CLASSES = {"banking77": 77, "ag_news": 4, "tweet_sentiment": 3, "yelp_reviews": 5}
+MOODS = ("negative", "neutral", "positive")
 HUMANITIES = ("philosophy", "prehistory", "world_religions", "college_physics")
 
 
@@ -119,40 +121,19 @@ def write_data(root: Path, *, rows: int = 10_100) -> Path:
 
 
 def _row(folder: str, name: str, n: int, chance: random.Random) -> dict:
-    text, other, task = words(chance), words(chance), name.partition("_")[0]
-    match folder:
-        case "banking77":
-            return {"text": text, "label_text": f"intent {n % 77}", "label": n % 77}
-        case "ag_news":
-            return {"text": text, "label": n % 4}
-        case "tweet_sentiment":
-            return {"text": text, "label_text": ("negative", "neutral", "positive")[n % 3], "label": n % 3}
-        case "yelp_reviews":
-            return {"text": text, "label": n % 5, "stars": 1 + n % 5}
-        case "glue":
-            pair = {"sentence": text} if task in ("cola", "sst2") else {"sentence1": text, "sentence2": other}
-            return pair | ({"score": 5 * chance.random()} if task == "stsb" else {"label": n % 2})
-        case "sts":
-            return {"sentence1": text, "sentence2": other, "score": 1 + chance.random() * 4}
-        case "analogies":
-            category = n // 50
-            return {
-                "category_id": f"I{category:02d}",
-                "category": f"category {category}",
-                "group": "Inflectional_morphology",
-                "word": f"{WORDS[n % len(WORDS)]}{n}",
-                "answers": [f"{WORDS[n % len(WORDS)]}{n}s"],
-            }
-    choices = [words(chance, 2, 4) for _ in range(4)]
-    return {
-        "arc": {"question": text, "choices": choices, "label": n % 4},
-        "gsm8k": {"question": text, "answer": f"{other}\n#### {n % 100}"},
-        "hellaswag": {"query": text, "choices": choices, "label": n % 4},
-        "lambada": {"text": f"{text} {other}"},
-        "mmlu": {"question": text, "choices": choices, "label": n % 4, "subject": HUMANITIES[n % 4]},
-        "truthfulqa": {"question": text},
-        "winogrande": {"sentence": f"{text} _ {other}", "choices": choices[:2], "label": n % 2},
-    }[task]
+    """What the tasks of any folder read, though each reads some of it."""
+    text, other = words(chance), words(chance)
+    row = dict.fromkeys(("text", "sentence", "sentence1", "question", "query"), text)
+    row |= {"sentence2": other, "label": n % CLASSES.get(folder, 2), "stars": 1 + n % 5, "score": 1 + n % 97 / 24}
+    row["label_text"] = MOODS[n % 3] if folder == "tweet_sentiment" else f"intent {n % 77}"
+    if folder == "analogies":
+        row |= {"category_id": f"I{n // 50:02d}", "category": f"category {n // 50}", "group": "Inflectional_morphology"}
+        row |= {"word": f"{WORDS[n % len(WORDS)]}{n}", "answers": [f"{WORDS[n % len(WORDS)]}{n}s"]}
+    if folder == "benchmarks":
+        number = 2 if name.startswith("winogrande") else 4
+        row |= {"choices": [words(chance, 2, 4) for _ in range(number)], "label": n % number}
+        row |= {"sentence": f"{text} _ {other}", "answer": f"{other}\n#### {n % 100}", "subject": HUMANITIES[n % 4]}
+    return row
 
 
 def wikitext_files(folder: Path) -> dict[str, str]:
