@@ -1,5 +1,3 @@
-import pickle
-
 import pytest
 import torch
 
@@ -109,13 +107,6 @@ def test_options_out_of_range_are_refused_at_once():
     for options, message in cases:
         with pytest.raises(InputError, match=message):
             EvalText("python", "bpe:2048", **options)
-
-
-def test_it_travels(made):
-    text = make(made, documents=[0.0, 1.0])
-    text.windows()
-    assert text == make(made)
-    assert pickle.loads(pickle.dumps(text)).content_hash() == text.content_hash()
 
 
 @pytest.mark.soak

@@ -43,13 +43,6 @@ def test_every_value_agrees_with_loops_over_pairs():
         assert found.excess[place].item() == pytest.approx(mean - shuffled, abs=1e-10)
 
 
-def test_directions_that_sum_to_0_give_the_minimum():
-    turn = 2 * math.pi * torch.arange(5, dtype=torch.float64) / 5
-    found = concept_alignment(torch.zeros(5, 2), torch.stack([turn.cos(), turn.sin()], 1).float())
-    assert found.mean.item() == pytest.approx(-1 / 4, abs=1e-6)
-    assert found.leave_one_out.item() == pytest.approx(-1, abs=1e-6)
-
-
 def test_four_pairs_solved_by_hand():
     first = torch.tensor([[0.0, 0], [5, 5], [1, 0], [0, 0]])
     second = torch.tensor([[2.0, 0], [5, 8], [2, 1], [-4, 0]])  # deltas (2, 0), (0, 3), (1, 1), (-4, 0)

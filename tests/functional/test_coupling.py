@@ -82,16 +82,6 @@ def test_a_sign_reversed_block_is_as_far_as_can_be_unless_signs_are_ignored():
     assert miscoupling(-block, block, k=5, sign="absolute") == pytest.approx(0, abs=1e-13)
 
 
-def test_the_next_directions_as_leading_ones_give_the_difference_of_the_spectra():
-    values = torch.tensor([7.0, 5, 3, 2, 1, 0.5]).double()
-    u, v = rotation(6), rotation(6, 1)
-    first = u @ torch.diag(values) @ v.T
-    order = [2, 3, 0, 1, 4, 5]  # its leading two directions are the third and fourth of the first block
-    second = u[:, order] @ torch.diag(values) @ v[:, order].T
-    expected = (values[:2] - values[2:4]).norm() / values[:2].norm()
-    assert miscoupling(first, second, k=2) == pytest.approx(float(expected), rel=1e-12)
-
-
 def test_disjoint_output_spaces_give_one_and_under_p_1_the_shape_of_the_spectrum():
     values = torch.tensor([4.0, 3, 0, 0]).double()
     first = torch.diag(values)

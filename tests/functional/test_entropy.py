@@ -199,7 +199,6 @@ def test_a_sink_token_hides_the_others_unless_it_is_dropped():
     rows = normal(12, 8)
     rows[0] *= 1e4
     assert matrix_entropy(rows).item() < 1e-4
-    assert matrix_entropy(rows, center=True, unit=True).item() < matrix_entropy(rows, unit=True).item() / 10
     assert matrix_entropy(rows, drop_first=1).item() == pytest.approx(matrix_entropy(rows[1:]).item(), rel=1e-13)
     assert matrix_entropy(rows, drop_first=1).item() > 1
 
@@ -271,13 +270,6 @@ def test_normalizing_by_the_logarithm_of_one_is_undefined():
 def test_options_out_of_range_are_refused(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         matrix_entropy(normal(4, 3), **options)
-
-
-def test_singular_values_come_from_the_matrix_whichever_way_it_lies():
-    for shape in ((2, 5, 3), (2, 3, 5), (2, 0, 3)):
-        rows = normal(*shape)
-        expected = torch.linalg.svdvals(rows)
-        np.testing.assert_allclose(module.singular_values(rows), expected, atol=1e-14)
 
 
 def falling(num, tokens, dim, least, seed=0):

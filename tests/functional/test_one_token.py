@@ -122,7 +122,7 @@ def test_attention_of_any_make_is_expanded_exactly():
         causal_inside,
     ]:
         block, hidden = Attending(attend).double(), torch.randn(2, 6, 8, dtype=torch.float64)
-        for tokens in TOKENS.values():
+        for tokens in (*TOKENS.values(), {"out_tokens": range(6)}):
             found = block_jacobian(block, hidden, route="cut", **tokens)
             assert relative_error(found, block_jacobian(block, hidden, route="plain", **tokens)) < 1e-12
 
@@ -157,15 +157,6 @@ class Unmapped(Attending):
     def forward(self, hidden: Tensor) -> Tensor:
         heads = hidden.unflatten(-1, (2, 4)).transpose(1, 2)
         return hidden + self.out(fused()(heads, heads, heads).transpose(1, 2).flatten(2))
-
-
-def test_many_tokens_of_many_prompts_are_the_same_as_one_at_a_time():
-    block, hidden = Attending(fused(is_causal=True)).double(), torch.randn(3, 7, 8, dtype=torch.float64)
-    together = block_jacobian(block, hidden, out_tokens=range(7), route="cut")
-    for prompt in range(3):
-        for token in range(7):
-            alone = block_jacobian(block, hidden[prompt : prompt + 1], out_tokens=token, route="cut")[0]
-            torch.testing.assert_close(together[prompt, token], alone, rtol=1e-12, atol=1e-14)
 
 
 def twice(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

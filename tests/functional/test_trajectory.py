@@ -17,7 +17,7 @@ from lit_layers.functional.trajectory import (
     state_norms,
     step_norms,
 )
-from tests.support.references import normal, rotation
+from tests.support.references import rotation
 
 PER_TOKEN = (line_shape_score, expodistance, equidistance)
 
@@ -92,24 +92,12 @@ def test_unit_steps_that_cancel_score_infinity(steps):
     assert line_shape_score(path_of_steps(steps)).item() == math.inf
 
 
-def test_norms_that_grow_by_one_factor_have_expodistance_zero_and_the_rate_of_that_factor():
-    directions = torch.nn.functional.normalize(random_states()[:, 0, 0], dim=-1)
-    states = directions * 1.5 ** torch.arange(6.0, dtype=torch.float64)[:, None]
-    np.testing.assert_allclose(growth_rates(states), math.log(1.5), rtol=1e-13)
-    assert expodistance(states).item() < 1e-14
-
-
 def test_all_growth_or_all_way_in_one_of_L_blocks_gives_the_root_of_L_minus_one():
     for where in [0, 2, 4]:
         norms = torch.tensor([1.0 if layer <= where else 4.0 for layer in range(6)], dtype=torch.float64)
         states = norms[:, None] * torch.tensor([0.6, 0.8], dtype=torch.float64)
         assert expodistance(states).item() == pytest.approx(2, rel=1e-13)
         assert equidistance(states).item() == pytest.approx(2, rel=1e-13)
-
-
-def test_equal_steps_in_any_direction_have_equidistance_zero():
-    steps = torch.nn.functional.normalize(normal(5, 9), dim=-1)
-    assert equidistance(path_of_steps(3 * steps)).item() < 1e-15
 
 
 def test_rotation_scaling_and_reversal_in_time_change_no_score():
