@@ -14,7 +14,7 @@ from scipy import stats
 from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.clock.curve_sources import curves_of
-from lit_layers.clock.step_curves import MONOTONICITY, StepCurve, curves_in, over_seeds
+from lit_layers.clock.step_curves import LAYER_COLUMNS, MONOTONICITY, StepCurve, curves_in, over_seeds
 from lit_layers.clock.times_and_order import (
     COLUMNS,
     Clock,
@@ -395,6 +395,7 @@ def test_the_command_writes_tables_figures_and_a_page(run, tmp_path, capsys):
         assert text in page
     for name in ("timeline", "order_planted", "layers_probe_accuracy", "monotonicity_probe_accuracy"):
         assert {path.suffix for path in out.glob(f"{name}.*")} == {".png", ".svg", ".pdf"}, name
+    assert tuple(layers.columns) == LAYER_COLUMNS
     layers = layers[(layers.run == "planted") & (layers.metric == "accuracy") & (layers.statistic == MONOTONICITY)]
     # layers 1 to 3 rise one after the other: the first is ahead on the way, at the end all are alike
     assert layers.set_index("step")["value"][64] == -1

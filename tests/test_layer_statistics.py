@@ -6,15 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from lit_layers.clock.step_curves import (
-    LAYER_COLUMNS,
-    MONOTONICITY,
-    LayerCurve,
-    StepCurve,
-    layer_curves,
-    layer_table,
-    over_the_seeds,
-)
+from lit_layers.clock.step_curves import MONOTONICITY, LayerCurve, StepCurve, layer_curves, over_the_seeds
 
 STEPS = (0, 1, 4)
 
@@ -114,11 +106,3 @@ def test_what_an_analysis_measured_itself_is_not_measured_again():
     (own, *others) = curves([[0.1, 0.2, 0.3, 0.4]])
     assert layer_curves([replace(own, metric=MONOTONICITY, layer=None), *others]) == []
     assert layer_curves(curves([[1, 2, 3]], metric="best_layer")) == []
-
-
-def test_the_table_has_a_row_for_each_statistic_and_checkpoint():
-    table = layer_table(layer_curves(curves([[0.1, 0.2, 0.3], [0.3, 0.2, 0.1]])))
-    assert tuple(table.columns) == LAYER_COLUMNS
-    assert len(table) == 2 * 5
-    row = table[(table.statistic == MONOTONICITY) & (table.step == 1)].iloc[0]
-    assert (row.metric, row.tags, row["value"], row.num_layers) == ("accuracy", "pooling=mean", -1, 3)

@@ -71,15 +71,6 @@ def test_curves_of_a_metric_with_categories_are_those_of_its_mean() -> None:
     assert plots.variants(frame, "excess") == [{}]
 
 
-def test_a_profile_shows_the_intervals_of_the_first_and_the_last_checkpoint() -> None:
-    fig = plots.layer_profile(of("probe/topics", 0, 8, 64), "accuracy", tags={"split": "test"})
-    bands = [series for series in fig.series if series.interval == "band" and series.has_interval]
-    assert [series.name for series in bands] == ["step 0", "step 64"]
-    for series, shift in zip(bands, (0.0, 0.064), strict=True):
-        assert list(series.low) == pytest.approx([0.46 + layer / 20 + shift for layer in range(LAYERS + 1)])
-        assert list(series.high) == pytest.approx([0.53 + layer / 20 + shift for layer in range(LAYERS + 1)])
-
-
 def test_the_random_label_control_and_the_majority_are_dashed_and_differ() -> None:
     frame = of("probe/topics", 0, 64)
     fig = plots.layer_profile(frame, "accuracy", controls=["random_labels"])

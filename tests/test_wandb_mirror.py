@@ -1,10 +1,8 @@
-import functools
 import glob
 import json
 import logging
 import os
 import re
-import signal
 import sys
 import time
 from dataclasses import replace
@@ -224,7 +222,7 @@ def test_online_only_what_the_server_lacks_is_sent(tmp_path, monkeypatch, kind, 
 
 
 def test_rows_shortly_before_a_kill_are_sent_again_under_new_numbers(tmp_path: Path) -> None:
-    """What was noted last may be nowhere else; W&B's own step never falls."""
+    """What was noted last may be nowhere else; W&B's own step never falls. Whole runs: tests/cli/test_resume.py."""
     log_losses(tmp_path, {step: float(step) for step in range(5)})
     lines = [{"row": n, "step": n, "names": ["train/loss"], "at": 100.0 + n * LAG / 2} for n in range(5)]
     (tmp_path / "wandb").mkdir()
@@ -234,58 +232,6 @@ def test_rows_shortly_before_a_kill_are_sent_again_under_new_numbers(tmp_path: P
     assert run.curve("train/loss") == [(3, 3.0), (4, 4.0)]
     assert [row["_step"] for row in run.history] == [5, 6]
     assert len(mirror_all(tmp_path).history) == 2
-
-
-def mirrored(root: Path, last: int, die_at: int, phase: str) -> int:
-    """A run that goes on where its last checkpoint is, and is killed at a moment of a step."""
-    checkpoint, file = root / "offset", root / "measurements.jsonl"
-    start, offset = map(int, checkpoint.read_text().split()) if checkpoint.exists() else (0, 0)
-
-    def maybe_die(step: int, here: str) -> None:
-        if (step, here) == (die_at, phase):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    log = ScalarLog(root / "metrics.jsonl")
-    log.truncate(offset)
-    mirror = opened(root)
-    for step in range(start + 1, last + 1):
-        log.log(step, {"tokens": step * 8, "train/loss": 1 / step})
-        maybe_die(step, "open row")
-        names = ("trajectory", "coupling") if step % 10 == 0 else ()
-        found = [measurement("r", step, name, layers=2) for name in names]
-        for m in found:
-            if (m.step, m.analysis) not in {(m.step, m.analysis) for m in records.read(file)}:
-                records.append(file, m)
-            maybe_die(step, "between measurements")
-        log.close()
-        mirror.log_step(step, step * 8, {"train/loss": 1 / step}, found)
-        maybe_die(step, "after the mirror")
-        if step % 15 == 0:
-            checkpoint.with_suffix(".new").write_text(f"{step} {log.offset}")
-            os.replace(checkpoint.with_suffix(".new"), checkpoint)
-    mirror.finish()
-    return 0
-
-
-@pytest.mark.soak
-def test_no_point_is_lost_when_the_process_is_killed_again_and_again(tmp_path: Path) -> None:
-    last, deaths = 80, [(23, "open row"), (40, "between measurements"), (62, "after the mirror"), (0, "")]
-    for step, phase in deaths:
-        ended = run_forked(functools.partial(mirrored, tmp_path, last, step, phase))
-        assert ended == (-signal.SIGKILL if phase else 0)
-    run = read_back(tmp_path)
-    assert (run.state, len(folders(tmp_path))) == ("finished", len(deaths))
-    # A row that was on its way at a kill is sent once more, with the same values.
-    steps = range(1, last + 1)
-    assert sorted(set(run.curve("train/loss"))) == [(step, 1 / step) for step in steps]
-    assert records.rows(tmp_path / "metrics.jsonl") == [
-        {"step": step, "tokens": step * 8, "train/loss": 1 / step} for step in steps
-    ]
-    of_steps = [name for name in run.names() if not name.endswith("/over_layers")]
-    names = [name for name in of_steps if name.startswith(("trajectory/", "coupling/"))]
-    assert len(names) > 5
-    for name in names:
-        assert sorted({step for step, _ in run.curve(name)}) == [step for step in steps if step % 10 == 0], name
 
 
 def test_a_second_process_leaves_a_run_that_is_being_trained_alone(root: Path, capsys) -> None:
