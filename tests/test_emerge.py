@@ -185,8 +185,7 @@ def test_figures_and_sentences_say_the_times(clock):
     halfway = found.halfway
     text = f"half-way at step {axis_text(halfway.value)} ({axis_text(halfway.low)} to {axis_text(halfway.high)})"
     assert sentence(curve, found) == f"Coupling: {text}, peak at {axis_text(found.peak.value)}"
-    texts = {0.2: "0.2", 7: "7", 9.96: "10", 12.4: "12", 1444: "1,444", 25_000: "25k"}
-    assert {number: axis_text(number) for number in texts} == texts
+    assert [axis_text(number) for number in (0.2, 9.96, 1444, 25_000)] == ["0.2", "10", "1,444", "25k"]
 
 
 def test_over_seeds_the_mean_of_common_checkpoints_is_measured_with_their_spread(tmp_path):
@@ -438,32 +437,26 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(run, tmp_path, capsys)
     results = {"results": {"piqa": {"acc": "high"}}, "model_name": "m/step1000"}
     tables = {
         "no_value": scores().drop(columns="value"),
-        "nothing": scores().iloc[:0],
         "no_step": scores(step=np.nan),
         "apart": scores(loss=np.arange(len(scores()))),
         "words": good.assign(value="high"),
         "halves": good.assign(layer=0.5),
         "one_step": good.assign(step=0),
-        "one_step_of_a": good.assign(step=0, run="a"),
     }
     for name, table in tables.items():
         table.to_csv(tmp_path / f"{name}.csv", index=False)
-    for name, content in {"list": [1, 2], "rows": good.to_dict("records"), "results": results}.items():
+    for name, content in {"list": [1, 2], "results": results}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     (tmp_path / "empty").mkdir()
     for sentence_, arguments in (
         ("times: few, Coupling: expected values at 6 checkpoints or more, got 5", [few]),
         ("step 8 is suspect (equal to the final step)", [suspect]),
         ("expected a column value", ["no_value.csv"]),
-        ("no curve over steps", ["nothing.csv"]),
         ("two values at step nan of", ["no_step.csv"]),
-        ("at 6 checkpoints or more", ["apart.csv"]),
         ("value: expected numbers", ["words.csv"]),
         ("layer: expected whole numbers", ["halves.csv"]),
         ("two values at step 0: expected one", ["one_step.csv"]),
-        ("two values at step 0 of run", ["one_step_of_a.csv"]),
         ("or results of lm-eval", ["list.json"]),
-        ("got neither", ["rows.json"]),
         ("got neither", ["results.json"]),
         ("no curve over steps of normalization=logN", [run, "--where.normalization=logN"]),
         ("no curve over steps of shots=3,task=easy", ["apart.csv", "--where.shots=3", "--where.task=easy"]),

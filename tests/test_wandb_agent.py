@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from lit_layers.cli.main import main
-from lit_layers.training.run_folder import RunFolder
 from tests.cli.conftest import corpus, no_page  # noqa: F401 - fixtures
 from tests.cli.test_fit import RECIPE
 from tests.support.forked import run_ranks
@@ -86,15 +85,6 @@ def test_two_ranks_under_an_agent_are_one_wandb_run_and_that_is_the_agents(corpu
     file.write_text(yaml.safe_dump({"method": "grid", "command": command, "parameters": parameters}))
     (_, _), (line, environment) = agent(file, ["first123", "second12"])
 
-    go_on, writers = RunFolder.go_on, tmp_path / "writers"
-
-    def noted(folder: RunFolder, step: int, **options: bool) -> None:
-        with writers.open("a") as file:
-            file.write(os.environ["RANK"])
-        go_on(folder, step, **options)
-
-    monkeypatch.setattr(RunFolder, "go_on", noted)
-
     def run() -> int:
         os.environ.update(environment | {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")})
         return main([*line[line.index("fit") :], "--trainer.devices", "2", "--trainer.strategy", "ddp"])
@@ -108,5 +98,4 @@ def test_two_ranks_under_an_agent_are_one_wandb_run_and_that_is_the_agents(corpu
     assert [step for step, _ in found.curve("train/loss")] == [1, 2, 3]
     assert found.config["model.lr"] == 0.02
     assert run_ranks(run) == [0, 0]  # the agent starts a preempted run again: it goes on under its id
-    assert writers.read_text() == "0"  # the first rank alone writes run.json and opens W&B's run
     assert json.loads((root / "run.json").read_text())["id"] == "second12"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lit_layers.functional.block_schedules import Variant, kendall_distance, middle, start_of, variants
+from lit_layers.functional.block_schedules import Variant, variants
 from lit_layers.records import Record
 from tests.support import written
 
@@ -77,13 +77,7 @@ def interventions(
     every = variants(blocks, seeds=range(seeds), custom=custom)
     found = [scores(variant, step, blocks) for variant in every]
     metrics = ("variant_loss", "variant_accuracy", "kl_to_full")
-    rows = [*with_means(every, {name: [one[name] for one in found] for name in metrics}, metrics)]
-    for variant in every:
-        if variant.seed is not None and variant.middle is not None:
-            changed = middle(blocks, start_of(blocks, variant.middle))
-            order = [step for step in variant.schedule if isinstance(step, int) and step in changed]
-            rows.append(Record(metric="kendall_distance", value=kendall_distance(order), tags=variant.tags))
-    return rows
+    return [*with_means(every, {name: [one[name] for one in found] for name in metrics}, metrics)]
 
 
 def task(name: str, step: int | None, *, blocks: int = BLOCKS, seeds: int = 3) -> list[Record]:
