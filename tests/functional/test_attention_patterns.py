@@ -44,7 +44,7 @@ def test_scores_are_means_over_the_queries_behind_the_first():
             assert prefix_matching_score(w, IDS)[prompt, head].item() == pytest.approx(sum(found) / len(found))
 
 
-def test_weights_that_are_not_finite_and_single_tokens_have_no_score():
+def test_weights_that_are_not_finite_and_tokens_that_are_alone_have_no_score():
     spoilt = weights()
     spoilt[1, 0, 5] = torch.nan
     for score in (attention_entropy, sink_mass, previous_token_score):
@@ -53,6 +53,9 @@ def test_weights_that_are_not_finite_and_single_tokens_have_no_score():
             score(spoilt)
         with pytest.raises(ValueError, match="it takes 2 tokens"):
             score(weights()[..., :1, :1])
+    with pytest.raises(ValueError, match="no token occurs twice"):
+        prefix_matching_score(weights(1), torch.arange(7)[None])
+    assert prefix_matching_score(weights(1), torch.arange(7)[None], undefined="nan").isnan().all()
 
 
 def test_uniform_attention_is_what_chance_gives():
@@ -66,12 +69,6 @@ def test_uniform_attention_is_what_chance_gives():
     assert attention_entropy(both).item() == pytest.approx(math.log(12))
     ids = torch.arange(6).repeat(1, 2)
     assert prefix_matching_score(chance, ids).item() == pytest.approx(sum(1 / n for n in range(7, 13)) / 6)
-
-
-def test_a_token_that_never_comes_back_has_no_prefix():
-    with pytest.raises(ValueError, match="no token occurs twice"):
-        prefix_matching_score(weights(1), torch.arange(7)[None])
-    assert prefix_matching_score(weights(1), torch.arange(7)[None], undefined="nan").isnan().all()
 
 
 def attention_of(name: str, attention: str | None, layer: int):

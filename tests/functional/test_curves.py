@@ -124,6 +124,9 @@ def test_the_bootstrap_leaves_the_global_random_state_alone():
 def test_bootstraps_of_nothing_are_refused(values, options, sentence):
     with pytest.raises(ValueError, match=sentence):
         bootstrap_interval(values, **options)
+    if not options:
+        with pytest.raises(ValueError, match="expected finite values of at least 2 rows"):
+            resampled_curves(values[None])
 
 
 # ---------------------------------------------------------------------------------------- Wilson
@@ -133,6 +136,13 @@ def test_the_wilson_interval_is_that_of_scipy():
     for successes, n in [(0, 1), (1, 1), (0, 40), (7, 40), (20, 40), (40, 40), (990, 1000)]:
         expected = binomtest(successes, n).proportion_ci(0.95, method="wilson")
         assert wilson_interval(successes, n) == pytest.approx((expected.low, expected.high), abs=1e-12)
+
+
+def test_the_wilson_interval_solves_its_equation_and_mirrors():
+    low, high = wilson_interval(7, 40)
+    for bound in (low, high):
+        assert abs(7 / 40 - bound) == pytest.approx(1.959963984540054 * math.sqrt(bound * (1 - bound) / 40))
+    assert wilson_interval(33, 40) == pytest.approx((1 - high, 1 - low))
 
 
 # ---------------------------------------------------------------------------------------- choose_layer
@@ -309,12 +319,6 @@ def test_constant_resamples_have_no_rank_correlation_and_are_left_out():
     assert low.spearman == high.spearman == pytest.approx(math.sqrt(3) / 2)
     assert (low.fraction_increasing, high.fraction_increasing) == (0, 0.5)
     assert math.isnan(monotonicity_interval(torch.ones(3, 4))[0].spearman)
-
-
-def test_resamples_of_nothing_are_refused():
-    for rows in [torch.ones(3, 1), torch.full((3, 4), math.nan)]:
-        with pytest.raises(ValueError, match="expected finite values of at least 2 rows"):
-            resampled_curves(rows)
 
 
 # ---------------------------------------------------------------------------------------- exponential law

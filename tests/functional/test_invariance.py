@@ -230,13 +230,14 @@ def test_undefined_sets_are_named_or_nan_alone():
     views = torch.stack([some_views(4, 3, 3)] * 3)
     views[1] = normal(1, 3, 3)  # 0.1 + 0.2 + ... are rounded alike for every prompt
     views[2, 0, 0, 0] = math.inf
-    with pytest.raises(ValueError, match=r"lidar is undefined at element \(1,\): all prompts have the same mean"):
-        lidar(views[:2])
-    with pytest.raises(ValueError, match=r"lidar is undefined at element \(2,\): a value is not finite"):
-        lidar(views[[0, 0, 2]])
+    for given, options, sentence in (
+        (views[:2], {}, r"undefined at element \(1,\): all prompts have the same mean"),
+        (views[[0, 0, 2]], {}, r"undefined at element \(2,\): a value is not finite"),
+        (normal(4, 3, 1), {"normalization": "logD"}, "lidar is undefined: logD divides by the logarithm of one dim"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            lidar(given, **options)
     assert lidar(views, undefined="nan").isnan().tolist() == [False, True, True]
-    with pytest.raises(ValueError, match="lidar is undefined: logD divides by the logarithm of one dimension"):
-        lidar(normal(4, 3, 1), normalization="logD")
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,7 @@ def test_all_growth_or_all_way_in_one_of_L_blocks_gives_the_root_of_L_minus_one(
     for where in [0, 2, 4]:
         norms = torch.tensor([1.0 if layer <= where else 4.0 for layer in range(6)], dtype=torch.float64)
         states = norms[:, None] * torch.tensor([0.6, 0.8], dtype=torch.float64)
+        assert growth_rates(states).tolist() == pytest.approx([math.log(4) * (step == where) for step in range(5)])
         assert expodistance(states).item() == pytest.approx(2, rel=1e-13)
         assert equidistance(states).item() == pytest.approx(2, rel=1e-13)
 
@@ -206,13 +207,13 @@ def test_a_state_is_finite_however_large_its_entries_and_without_a_single_one_it
 
 
 def test_too_few_layers_are_undefined():
-    with pytest.raises(ValueError, match=r"line_shape_score is undefined at element .*: it takes a step"):
-        line_shape_score(torch.ones(1, 2, 3))
-    with pytest.raises(ValueError, match=r"expodistance is undefined .*: it takes more steps"):
-        expodistance(torch.ones(2, 2, 3))
-    with pytest.raises(ValueError, match=r"equidistance is undefined .*: it takes a step"):
-        equidistance(torch.ones(1, 2, 3))
-    for metric, layers in ((line_shape_score, 1), (expodistance, 2), (equidistance, 1)):
+    for metric, layers, sentence in (
+        (line_shape_score, 1, "line_shape_score is undefined at element .*: it takes a step"),
+        (expodistance, 2, "expodistance is undefined .*: it takes more steps"),
+        (equidistance, 1, "equidistance is undefined .*: it takes a step"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            metric(torch.ones(layers, 2, 3))
         assert metric(torch.ones(layers, 2, 3), undefined="nan").isnan().tolist() == [True, True]
 
 

@@ -215,8 +215,8 @@ def test_the_command_follows_the_model_at_its_last_layer_and_says_so(home, tmp_p
     (found,) = read(tmp_path / "measurements.jsonl")
     tags = {"pooling": "mean", "states": "hf", "modules": "last at the last layer"}
     assert all(record.tags.items() >= tags.items() for record in found.records)
-    (inner, outer) = (json.loads(file.read_text()) for file in sorted((tmp_path / "mteb").rglob("layer-*.json")))
-    assert (inner["pooling"], outer["pooling"], outer["normalized"]) == ("mean", "last", False)
+    said = [json.loads(file.read_text()) for file in sorted((tmp_path / "mteb").rglob("layer-*.json"))]
+    assert [each["pooling"] for each in said] == ["mean", "last"]
     assert mteb(home, tmp_path / "named", "--pooling", "mean", "--layers", "2,3") == 0
     (plain,) = read(tmp_path / "named" / "measurements.jsonl")
     assert all(record.tags.keys().isdisjoint({"modules"}) for record in plain.records)
