@@ -12,7 +12,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.test_paired_order import compared, two_curves
+from lit_layers.clock.times_and_order import probability_before
+from lit_layers.functional.emergence.curve_times import bootstrap_counts, emergence_times
+from tests.test_paired_order import PROMPTS, STEPS, two_curves
 
 PAGE = Path(__file__).parents[1] / "docs" / "emergence_accuracy.md"
 HEAD = (
@@ -41,6 +43,18 @@ def main() -> int:
             same = same and row in page
             print(row, flush=True)
     return int(options.check and not same)
+
+
+def compared(rows: list[np.ndarray], seed: int) -> tuple[float, float, float, float, float]:
+    """P paired and unpaired, the difference of the half-way points in octaves, and its deviation in either way."""
+    counts = bootstrap_counts(PROMPTS, seed=seed)
+    first, second = (
+        emergence_times(STEPS, each.mean(0), replicates=each, counts=counts, seed=[seed, number])
+        for number, each in enumerate(rows)
+    )
+    a, b = (np.log2(1 + found.halfway_draws) for found in (first, second))
+    paired, alone = (probability_before(first, second, paired=together) for together in (True, False))
+    return paired, alone, float(np.median(b) - np.median(a)), float((b - a).std()), float((a.var() + b.var()) ** 0.5)
 
 
 if __name__ == "__main__":

@@ -34,34 +34,6 @@ def two_curves(seed: int, *, shift: float, shared: float) -> list[np.ndarray]:
     return [curve + 0.4 * noise for curve, noise in zip(truth, noises, strict=True)]
 
 
-def compared(rows: list[np.ndarray], seed: int) -> tuple[float, float, float, float, float]:
-    """P paired and unpaired, the difference of the half-way points in octaves, and its deviation in either way."""
-    counts = bootstrap_counts(PROMPTS, seed=seed)
-    first, second = (
-        emergence_times(STEPS, each.mean(0), replicates=each, counts=counts, seed=[seed, number])
-        for number, each in enumerate(rows)
-    )
-    a, b = (np.log2(1 + found.halfway_draws) for found in (first, second))
-    paired, alone = (probability_before(first, second, paired=together) for together in (True, False))
-    return paired, alone, float(np.median(b) - np.median(a)), float((b - a).std()), float((a.var() + b.var()) ** 0.5)
-
-
-# At the same half-way point P lies outside 0.05 to 0.95 in one of ten: 9 or more of 40 have a chance of 2%. No more
-# happens than is claimed: the root mean square of 40 standard normals is below 1.22 in 98 of 100.
-@pytest.mark.slow
-@pytest.mark.soak  # the short form, of one planted order, stands at the end of this file
-def test_with_shared_noise_the_order_is_surer_by_pairs_and_no_more_often_wrong():
-    found = np.array([compared(two_curves(seed, shift=0.0, shared=0.9), seed) for seed in range(40)])
-    paired, _, difference, spread, spread_alone = found.T
-    assert (np.abs(paired - 0.5) > 0.45).sum() < 9
-    assert np.sqrt(np.mean((difference / spread) ** 2)) < 1.22
-    assert np.median(spread / spread_alone) < 0.75
-    later = np.array([compared(two_curves(seed, shift=0.3, shared=0.9), seed)[:2] for seed in range(12)])
-    later = later[~np.isnan(later).any(1)]  # curves that had not settled at the last checkpoint have no order
-    assert len(later) >= 6
-    assert later[:, 0].mean() > later[:, 1].mean()
-
-
 def curve(rows: np.ndarray, metric: str, *, prompts_of: str = "d", layer: int | None = None) -> StepCurve:
     values, stderr = rows.mean(0), rows.std(0, ddof=1) / PROMPTS**0.5
     where = {"run": "r", "analysis": "a", "metric": metric, "layer": layer, "tags": {}, "at": STEPS}
