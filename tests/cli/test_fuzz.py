@@ -39,7 +39,7 @@ READS = {
     "report run --export all.csv": RUN_FILES * 2,
     "correlate run --metric coupling --score validation/loss --root out": RUN_FILES,
     "correlate models.csv --metric coupling --score score --root out --resamples 100": ["models.csv"],
-    "prepare --source text.txt --tokenizer bpe:300 --root out": ["text.txt"],
+    "prepare --source text.txt --tokenizer bpe:270 --root out": ["text.txt"],
     "select model --task banking77 --folder tasks --root out --rounds 1": ["tasks/banking77/train.parquet"],
     "select model --task songs.csv --root out --rounds 1": ["songs.csv"],
     "audit manifest.yaml": ["manifest.yaml"],
@@ -67,14 +67,14 @@ def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     make_run(root / "run", steps=(0, 1, 2), layers=2)
     shutil.copytree(corpus, root / "shards")
     saved_gpt2(root / "model")
-    write_csv(root / "songs.csv", labelled(40))
-    write_banking77(root / "tasks", labelled(60), labelled(20, first=60))
+    write_csv(root / "songs.csv", labelled(120))
+    write_banking77(root / "tasks", labelled(120), labelled(30, first=120))
     for step in (0, 1):
         shutil.copytree(root / "model", root / "series" / f"step-{step:09d}")
     shutil.copy(root / "run" / "run.json", root / "series")
     rows = [f"model{n},{n % 3},{0.1 * n},{0.2 * n + n % 2}" for n in range(8)]
     (root / "models.csv").write_text("\n".join(["model,family,coupling,score", *rows]) + "\n")
-    manifest = {"repositories": [{"names": "org/a-{b,c}", "grammar": "step", "steps": "pythia", "last_step": 4}]}
+    manifest = {"repositories": [{"names": ["org/a", "org/b"], "grammar": "step", "ranges": [[0, 20, 10]]}]}
     texts = {"corpus": "shards", "tokenizer": "shards/tokenizer"}
     recipes = {
         "manifest": manifest,

@@ -4,15 +4,14 @@ import math
 import os
 import random
 import resource
-import tempfile
+import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.support.forked import run_forked
+from tests.support.forked import _heard
 
 CPU_SECONDS, WALL_SECONDS = 60, 500  # of a case: a hang shows in either; a loaded machine is no hang
 MEMORY, FILE = 6 * 2**30, 2**28  # bytes of data, and of one file
@@ -60,10 +59,9 @@ def run_limited(argv: list[str], folder: Path) -> Outcome:
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else 1
 
-    with tempfile.NamedTemporaryFile() as output, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FORKED_OUTPUT", output.name)
-        code = run_forked(limited, kill_after=WALL_SECONDS)
-        return Outcome(code, Path(output.name).read_text(errors="replace"))
+    deadline = time.monotonic() + WALL_SECONDS
+    ended = _heard(limited, argv, when=lambda: time.monotonic() > deadline, signal_number=signal.SIGKILL)
+    return Outcome(ended.returncode, ended.stdout + ended.stderr)
 
 
 def leaves(content: Any, path: tuple = ()) -> Iterator[tuple]:
