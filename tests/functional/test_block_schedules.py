@@ -85,16 +85,11 @@ def test_writing_and_reading_gives_any_schedule_back(steps):
         (lambda: schedules.parse_schedule(" ", 4), "numbers and groups such as 1 2 (3,4,5) 6, got ' '"),
         (lambda: schedules.checked([1, ()], 4), "schedule: a parallel group is empty: name its blocks"),
         (lambda: schedules.parse_schedule("1 9", 4), "block: expected 1..4, got 9"),
+        (lambda: schedules.checked([1, "2"], 4), "schedule: a step is a block number or a tuple of them, got '2'"),
         (lambda: schedules.parse_schedule("1 -2", 4), "numbers and groups such as 1 2 (3,4,5) 6, got '1 -2'"),
     ],
 )
 def test_what_is_no_schedule_is_refused(call, sentence):
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises((ValueError, TypeError)) as refused:
         call()
     assert sentence in str(refused.value)
-
-
-def test_a_step_of_another_kind_is_refused():
-    with pytest.raises(TypeError) as refused:
-        schedules.checked([1, "2"], 4)
-    assert str(refused.value) == "schedule: a step is a block number or a tuple of them, got '2'"

@@ -536,6 +536,12 @@ def test_the_catalogue_holds_the_tasks_of_the_paper_and_every_row_is_a_task():
     assert (TASKS["yelp"].kind, TASKS["yelp"].balance, TASKS["yelp"].test_share) == ("regression", 2_000, 0.3)
 
 
+def test_the_page_of_tasks_lists_the_catalogue():
+    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \|.*\| `(\S+/\S+)` \|$", page, re.MULTILINE)
+    assert rows == [(task.name, task.kind, task.source) for task in TASKS.values()]
+
+
 # --- real data --------------------------------------------------------------------------------------------------------
 
 # Rows of (train, validation, test) as the sets' own pages count them, and the number of classes; None: a regression.
