@@ -148,14 +148,6 @@ def test_the_best_layer_is_from_1_on(tmp_path):
     assert best_layers(fig.cells.values[0], "log_loss") == [1, 1, None], "lower is better"
 
 
-def test_a_surface_needs_two_steps_and_layers(tmp_path):
-    add(tmp_path, "r", 1, scores=values(1, 4, 1)[0], tasks=TASKS[:1])
-    with pytest.raises(ValueError, match="no values per layer of at least two steps"):
-        plots.layer_surface(table(tmp_path), "main_score")
-    with pytest.raises(ValueError, match="no rows of metric 'other'"):
-        plots.layer_surface(table(tmp_path), "other")
-
-
 # ------------------------------------------------------------------------------------------------ the page
 
 

@@ -223,16 +223,6 @@ def test_one_task_has_no_median_and_glue_has_a_mean():
 # ------------------------------------------------------------------------------------------------ models
 
 
-def test_models_are_a_line_each():
-    frames = [
-        table(("interventions", None, of_variants("variant_loss", {"skip": row})), run=run)
-        for run, row in (("hub/small", [3.0, 4.0, 5.0]), ("hub/large", [2.5, 2.6, 2.7]))
-    ]
-    fig = plots.models_by_middle(pd.concat(frames), "variant_loss", variant="skip")
-    lines = {one.name: list(one.y) for one in fig.series if one.legend}
-    assert lines == {"small": [3, 4, 5], "large": [2.5, 2.6, 2.7]}
-
-
 def of_depth(run: str, depth: int, single: str | None = "skip_one"):
     """Losses 3, 4, 5 of skipping 1, 3 and 5 blocks, and one of each single block of a model of `depth`."""
     found = of_variants("variant_loss", {"skip": [3.0, 4.0, 5.0]})
@@ -247,6 +237,7 @@ def test_models_of_other_depth_are_drawn_over_the_share_of_their_blocks():
         fig = plots.models_by_middle(frame, "variant_loss", variant="skip")
         lines = {one.name: list(one.x) for one in fig.series if one.legend}
         assert lines == {"small": [100 * m / 8 for m in MIDDLES], "large": [100 * m / 10 for m in MIDDLES]}, single
+        assert [list(one.y) for one in fig.series if one.legend] == [[3, 4, 5]] * 2
         assert fig.series[0].texts[0] == "M = 1 of 8"
         assert "per cent" in fig.x.title
     for depths, kind in (((8, 8), "skip_one"), ((8, 10), None)):  # as deep, or of unknown depth
