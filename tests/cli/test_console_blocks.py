@@ -29,7 +29,7 @@ RUNS = {name: {} for name in ("run1", "run2", "quickstart", "seed1", "seed2", "s
 
 
 COMMANDS = documented_commands()
-# By test_published_series and tests/test_wandb_workspace.py.
+# By test_published_series and tests/test_wandb_mirror.py.
 ELSEWHERE = ("llm_suite", "--workspace")
 PAGES_OF_RUNS = [
     each for each in COMMANDS if each.startswith(("report", "emerge")) and not any(word in each for word in ELSEWHERE)
