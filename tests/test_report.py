@@ -176,7 +176,8 @@ def test_tables_over_tokens_and_directions_have_a_choice_of_layers_and_a_frame_a
     assert len(first.z[0]) == 30
     _, (matrices,) = found["Coupling of pairs"]
     assert [(figure.is_map, len(figure.frames)) for figure in matrices] == [(True, 3)] * 2
-    assert found["Influence of earlier tokens (Frobenius norm)"][1][0][0].title == "Distance from the last token"
+    distances = found["Influence of earlier tokens (Frobenius norm)"][1][0][0]
+    assert distances.spec["encoding"]["x"]["axis"]["title"] == "Distance from the last token"
 
 
 def test_whatever_a_run_has_left_is_enough_for_a_page(tmp_path: Path) -> None:
@@ -529,7 +530,7 @@ def test_pictures_leave_suspect_checkpoints_out_and_a_run_without_any_of_this_is
         records.append(tmp_path / "measurements.jsonl", replace(found, records=kept, provenance={"audit": audit}))
     assert main(["report", str(tmp_path), "--pictures", str(tmp_path / "p")]) == 0
     (picture,) = (tmp_path / "p").glob("probe_stars_r*_over_training.svg")
-    assert {"0", "8", "64"} & {*svg_texts(picture)} == {"0", "64"}
+    assert {"0", "8", "64"} & {*svg_texts(picture.read_text())} == {"0", "64"}
     (tmp_path / "file").touch()
     for root, folder, sentence in (
         (bare, "q", "has nothing to draw as pictures"),

@@ -128,8 +128,6 @@ def test_wandb_gets_a_curve_a_variant_but_no_single_order_nor_every_number_of_lo
     mean = next(r for r in own if r.tags.get("num_seeds") == 4 and r.metric == "variant_loss" and r.tags["middle"] == 3)
     assert points["interventions/variant_loss/middle=3/variant=random"] == mean.value
     assert points["interventions/kl_to_full/variant=baseline"] == 0
-    # of each metric: the full model, 6 variants of 3 middles, 6 skipped and 5 switched blocks
-    assert len(points) == 3 * (1 + 6 * 3 + 6 + 5)
 
 
 def test_the_page_shows_differences_from_the_full_model_with_their_intervals(tmp_path: Path) -> None:

@@ -53,12 +53,9 @@ def svgs(charts: Iterable[Any]) -> list[str]:
     return [picture.decode() for (picture,) in vega.pictures_of([chart.whole() for chart in charts], [".svg"])]
 
 
-def svg_texts(chart: Chart | Path | str) -> list[str]:
+def svg_texts(chart: Chart | str) -> list[str]:
     """The texts of a picture, as a reader sees them in its source."""
-    if isinstance(chart, str):
-        source = chart
-    else:
-        source = chart.read_text() if isinstance(chart, Path) else chart.picture(".svg").decode()
+    source = chart if isinstance(chart, str) else chart.picture(".svg").decode()
     return [re.sub("<[^>]*>", "", text) for text in re.findall(r"<text[^>]*>(.*?)</text>", source, re.S)]
 
 
@@ -90,11 +87,6 @@ class PageFigure:
     @property
     def names(self) -> list[str]:
         return [row["s"] for row in self.series]
-
-    @property
-    def title(self) -> str:
-        """Of the axis across."""
-        return self.spec["encoding"]["x"]["axis"]["title"]
 
     def line(self, name: str, frame: int | None = None) -> dict[Any, Any]:
         """The points of a series, as {x: y}; over training x is a step."""

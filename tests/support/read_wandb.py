@@ -98,26 +98,20 @@ class Run:
         return {key: json.loads(files[-1].read_text()) for key, files in self.media("table-file").items()}
 
 
-def read_runs(path: Path) -> dict[str, Run]:
-    """Returns every run under a path by its id; the folders of a run that was resumed offline are joined in order."""
-    found: dict[str, Run] = {}
-    for file in _files(path):
-        run_id = next((r.run.run_id for r in records(file) if r.WhichOneof("record_type") == "run"), None)
-        if run_id:
-            _read_into(found.setdefault(run_id, Run()), file)
-    return found
-
-
 def read_finished(path: Path) -> dict[str, Run]:
-    """The same for runs that have been finished: returns when the end of each stands in the last of its files.
+    """Returns every run under a path by its id; the folders of a run that was resumed offline are joined in order.
 
-    W&B's own process answers `finish()` before its file is whole, and how long ago it wrote to that file tells nothing:
-    it keeps up to 32 KB back for up to 15 seconds.
+    Returns when the end of each stands in the last of its files. W&B's own process answers `finish()` before its file
+    is whole, and how long ago it wrote to that file tells nothing: it keeps up to 32 KB back for up to 15 seconds.
     """
     deadline = time.monotonic() + PATIENCE
     while True:
-        last = {file.stem.removeprefix("run-"): file for file in _files(path)}
-        runs = read_runs(path)
+        runs, last = dict[str, Run](), dict[str, Path]()
+        for file in _files(path):
+            last[file.stem.removeprefix("run-")] = file
+            run_id = next((r.run.run_id for r in records(file) if r.WhichOneof("record_type") == "run"), None)
+            if run_id:
+                _read_into(runs.setdefault(run_id, Run()), file)
         unfinished = [str(file) for name, file in last.items() if not _is_whole(runs.get(name), file)]
         if not unfinished:
             return runs
