@@ -172,6 +172,11 @@ def with_a_sink(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return scores.softmax(-1)[..., :-1] @ value
 
 
+def merged_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    mixed = fused()(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1))
+    return mixed.unflatten(0, query.shape[:2])
+
+
 class Convolving(Attending):
     """Hears its neighbour before it attends: one token alone is not what it was."""
 
@@ -191,6 +196,7 @@ class Averaging(Attending):
     ("block", "reason"),
     [
         (Attending(twice), "it attends more than once"),
+        (Attending(merged_heads), "its attention has no heads"),
         (Attending(by_hand), "no attention of a known kind"),
         (Attending(with_a_sink), "no attention of a known kind"),
         (Convolving(fused()), "does not treat a token alone as within its prompt"),
