@@ -39,7 +39,7 @@ READS = {
     "report run --export all.csv": RUN_FILES * 2,
     "correlate run --metric coupling --score validation/loss --root out": RUN_FILES,
     "correlate models.csv --metric coupling --score score --root out --resamples 100": ["models.csv"],
-    "prepare --source text.txt --tokenizer bpe:270 --root out": ["text.txt"],
+    "prepare --source text.txt --tokenizer bpe:270 --separator END --root out": ["text.txt"],
     "select model --task banking77 --folder tasks --root out --rounds 1": ["tasks/banking77/train.parquet"],
     "select model --task songs.csv --root out --rounds 1": ["songs.csv"],
     "audit manifest.yaml": ["manifest.yaml"],
@@ -86,7 +86,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     scores = [{"step": n, "value": 0.1 * n**0.5, "metric": name} for name in ("a", "b") for n in range(7)]
     pandas.DataFrame(scores).to_csv(root / "scores.csv", index=False)
     pandas.DataFrame(scores).to_parquet(root / "scores.parquet")
-    (root / "text.txt").write_text("One line.\nAnother one, of more words.\n" * 60)
+    (root / "text.txt").write_text("One line.\nAnother one, of more words.\nEND\n" * 60)
     shutil.copyfile(POINTS, root / "points.yaml")
     return root
 
