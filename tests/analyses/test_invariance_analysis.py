@@ -114,6 +114,18 @@ def test_the_released_preset_takes_centred_unit_tokens_of_normed_last_states(mod
         assert value == pytest.approx(lidar(rows.transpose(0, 1)).item(), rel=1e-9)
 
 
+def test_the_loss_between_views_has_its_chance_and_its_share_of_it(model, folder, states):
+    options = {**OPTIONS, "num_halves": 0, "form": "cross"}
+    records = records_of(Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), **options), model)
+    chance = find(records, "infonce_chance", form="cross").value
+    assert chance == pytest.approx(math.log(24), rel=1e-12)
+    for layer in LAYERS:
+        rows = vectors(states[0], layer, lambda tokens: tokens.mean(0))
+        loss = infonce(rows[0], rows[1], form="cross").item()
+        assert find(records, "infonce", layer, form="cross").value == pytest.approx(loss, rel=1e-9)
+        assert find(records, "infonce_share", layer, form="cross").value == pytest.approx(1 - loss / chance, rel=1e-9)
+
+
 def test_the_released_preset_has_its_own_form_of_alpha_2(model, folder, states):
     options = {**OPTIONS, "num_halves": 0, "alpha": 2.0}
     analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), preset="released_code", **options)

@@ -98,6 +98,12 @@ def test_every_record_equals_the_definition_on_the_running_model(model, options)
     assert not records
 
 
+def test_all_pairs_of_blocks_are_measured_where_they_are_asked_for(model):
+    records = found(model, tiny_batch("gpt2", batch=1, tokens=4), k=(2,), num_tokens=2, tables=("token",), pairs="all")
+    pairs = {(layer, other or layer) for metric, layer, other, *_ in records if metric == "token_coupling"}
+    assert pairs == {*itertools.product((1, 2, 3), (1, 2, 3))}
+
+
 def test_a_block_with_itself_is_coupled_fully_where_the_token_is_the_same(model):
     records = found(model, tiny_batch("gpt2", batch=1, tokens=6), k=(4,), num_tokens=3)
     for table, layer, token in itertools.product(("token", "input_context", "output_context"), (1, 2, 3), (0, 50, 100)):
