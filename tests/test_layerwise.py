@@ -75,6 +75,7 @@ def test_every_metric_that_was_measured_can_be_drawn(model, batches):
     for metric in dict.fromkeys(result.frame["metric"]):
         drawn = result.plot(metric)
         assert all(chart.title for chart in getattr(drawn, "charts", [drawn])), metric
+    assert "coupling_by_distance" in result.metrics
     assert result.plot("layer_cka").cells is not None
     assert result.plot("token_coupling_pair").cells is not None
     assert len(result.plot("singular_value").series) == 3  # a line a block

@@ -31,17 +31,25 @@ def trained(root, loggers, **options) -> None:
 
 class Note:
     def __init__(self):
-        self.names: set[str] = set()
+        self.curves: dict[str, dict[int, float]] = {}
+
+    @property
+    def names(self) -> set[str]:
+        return {*self.curves}
 
     def log_metrics(self, metrics, step=None):
-        self.names |= metrics.keys()
+        for name, value in metrics.items():
+            self.curves.setdefault(name, {})[step] = value
 
 
 def test_other_loggers_get_the_tokens_and_what_is_plotted_or_all_of_it(tmp_path):
     plotted, whole = Note(), Note()
     trained(tmp_path / "one", [plotted])
     trained(tmp_path / "two", [whole], scalars="all")
-    assert "lit_layers/tokens" in plotted.names
+    assert plotted.curves["lit_layers/tokens"] == {step: 100 * step for step in STEPS}
+    table = lit_layers.records.frame(tmp_path / "one").query("metric == 'logit_lens_loss' and layer == 1")
+    losses = dict(zip(table["step"], table["value"], strict=True))
+    assert plotted.curves["lens/logit_lens_loss/layer_01"] == losses
     assert all("/" in name for name in whole.names)
     assert plotted.names < whole.names
     assert any("singular_value" in name for name in whole.names - plotted.names)
