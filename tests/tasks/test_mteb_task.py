@@ -253,6 +253,7 @@ def test_a_task_leaves_the_random_state_alone(home, tmp_path):
     assert [random.random(), np.random.rand(), torch.rand(1).item()] == expected
 
 
+@pytest.mark.soak  # timm is imported for one model
 def test_options_and_models_that_do_not_fit_are_refused(home, tmp_path):
     cases = [
         ({"pooling": "max"}, "expected pooling to be one of .*'mean'.*, got 'max'"),
