@@ -463,7 +463,7 @@ def test_what_models_are_compared_with_is_grey_where_it_is_the_same_for_all() ->
     assert list(lines["a, Random m"].x) == [50, 100]
 
 
-def test_charts_beside_each_other_keep_their_own_axes_and_lean_on_no_signal_that_only_one_alone_has() -> None:
+def test_charts_beside_each_other_keep_their_own_legends_and_lean_on_no_signal_that_only_one_alone_has() -> None:
     of_pairs = table((1, pairs_of({(1, 2): 1.0, (2, 1): 0.5})))
     charts = [plots.layer_matrix(of_pairs, "coupling_pair")]
     charts += [plots.layer_profile(models(a=2, b=4), "m"), plots.emergence_curves(table(*layered((0, 1))), "m")]
@@ -471,7 +471,8 @@ def test_charts_beside_each_other_keep_their_own_axes_and_lean_on_no_signal_that
     assert all(re.search(signals, json.dumps(chart.whole())) for chart in charts)
     beside = plots.Panels(title="", charts=charts).whole()
     assert not re.search(signals, json.dumps(beside))
-    assert {kind for kinds in beside["resolve"].values() for kind in kinds.values()} == {"independent"}
+    for part in ("scale", "legend"):
+        assert {"color": "independent", "strokeDash": "independent"}.items() <= beside["resolve"][part].items(), part
 
 
 def test_more_models_than_colours_have_other_marks() -> None:

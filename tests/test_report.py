@@ -20,7 +20,7 @@ from lit_layers.cli.main import main
 from lit_layers.cli.verbs.report import _run_id
 from lit_layers.errors import InputError
 from lit_layers.figures import vega
-from lit_layers.metrics import look_up, reading
+from lit_layers.metrics import METRICS, look_up, reading
 from lit_layers.records import Record
 from lit_layers.report import write_report
 from lit_layers.report.template import Figures, block, placed
@@ -118,6 +118,8 @@ def test_each_metric_says_how_it_is_read_and_where_it_was_published(page: Path) 
     assert "Raises" not in text
     assert "`" not in drawer(page, "Expodistance"), "names in what it is taken from are set as code too"
     assert reading("a_metric_of_my_own") is None
+    of_functions = {metric: reading(metric) for metric, row in METRICS.items() if row.function}
+    assert not [metric for metric, known in of_functions.items() if known is None or not known.definition.paragraphs]
 
 
 def test_diagnostics_come_last_in_their_section_and_are_folded(page: Path, tmp_path: Path) -> None:
