@@ -106,6 +106,15 @@ def test_training_with_all_analyses_and_without_ends_in_equal_bits(tmp_path, mon
     }
 
 
+def test_training_depends_on_the_random_state_that_the_test_above_compares(tmp_path):
+    class Draw(L.Callback):
+        def on_train_batch_end(self, *_):
+            torch.rand(1)
+
+    (_, one), (_, other) = (fit(tmp_path, callbacks) for callbacks in ([], [Draw()]))
+    assert not torch.equal(one.model.lm_head.weight, other.model.lm_head.weight)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """The folder of a run of five steps, two of them on the schedule, and the module that was trained."""

@@ -332,6 +332,15 @@ def test_a_second_training_in_a_root_is_refused_or_takes_its_place(train, tmp_pa
     assert training not in {m.training for m in second}
 
 
+def test_one_trainer_of_transformers_that_trains_twice_is_refused_the_second_time(tmp_path):
+    arguments = TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True)
+    callback = EmergenceTrainerCallback(analyses()[:1], [0], tmp_path / "run")
+    trainer = Trainer(network(0.0), arguments, train_dataset=DATA, callbacks=[callback])
+    trainer.train()
+    with pytest.raises(InputError, match="already holds a run"):
+        trainer.train()
+
+
 def loop(root, weights, steps, *, change: float = 1.0, **options) -> dict[int, dict]:
     """Adds a number to the weights at each step, and returns the weights of each."""
     model = network(0.0)
