@@ -5,11 +5,18 @@ blocks. Options behind a command (`LESS`) take fewer rows of them, shorter
 texts and fewer orders of the blocks, and so does the recipe of fine-tuning.
 """
 
+import _pydecimal as decimal
+import argparse
+import inspect
 import json
+import pydoc
 import re
 import shlex
+import shutil
+import subprocess
+import tarfile
+import typing
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +27,11 @@ import yaml
 
 from lit_layers import records
 from lit_layers.cli.main import main
-from lit_layers.cli.options import Recipe
+from lit_layers.data.preparing import TokenShards
+from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.models.build import save, vit
 from lit_layers.records import Measurement, Record, ScalarLog
+from tests.support import layer_scores
 from tests.support.documented_commands import ROOT, documented_commands
 from tests.support.labelled_texts import labelled, saved_gpt2, write_csv
 from tests.support.papers_world import once, wikitext_files, write_data, write_hub
@@ -41,6 +50,8 @@ LESS = {
     "mteb": "--max_tokens 16",
     "select": "--max_tokens 16 --max_iterations 100 --rounds 1",
     "banking77": "--folder data --max_tokens 8 --max_iterations 100 --rounds 1",
+    "correlate": "--resamples 100",
+    "prepare": "",
     "--regression": "--max_tokens 16 --rounds 1",
     "--num_train": "--images digits --num_train 400 --num_test 100 --rounds 1",  # not those of CIFAR-10
 }
@@ -68,6 +79,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     def loaded(path: str, *config: str | None, **options: Any) -> Any:
         if path == "Salesforce/wikitext":
             return load("parquet", data_files=files, split=options["split"], streaming=True)
+        if path in TEXTS:
+            rows = datasets.Dataset.from_dict({TEXTS[path]: [text for text, _ in labelled(200)]}).to_iterable_dataset()
+            return rows if options["split"] else {"train": rows}
         return load(path, *config, **options)  # lm-eval reads files by this, too
 
     with pytest.MonkeyPatch.context() as patch, served(hub, folder / "home" / "hub", patch):
@@ -75,6 +89,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha="abc", siblings=[]))
         leave_undrawn(patch)
         yield folder
+
+
+TEXTS = {"Skylion007/openwebtext": "text", "ORG/NAME": "content"}
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +138,33 @@ def write_grid(root: Path, k: int) -> None:
         (root / cell / "run.json").write_text(json.dumps({"run": cell, "config": config}))
 
 
+@pytest.fixture(scope="module")
+def with_tables(world: Path) -> Path:
+    """Where the measurements lie that the commands of correlations name."""
+    folder, table = world / "tables", []
+    for number in range(6):
+        width, score = 40 + 20 * number, 40 + 3 * number + number % 4 / 2
+        values = {"coupling": 0.2, "random_coupling": -0.05, "excess_coupling": 0.24}
+        found = [
+            Record(metric=metric, value=value + 0.05 * number + share, tags={"k": round(share * width)})
+            for share in (0.05, 0.1, 0.2)
+            for metric, value in values.items()
+        ]
+        measured(folder / "checkpoints" / "suite", f"org/m{number}", None, "coupling", found, width=width)
+        table.append([f"m{number}", score, score, width, 6 + number % 4, number**1.5])
+    columns = ["model", "average", "accuracy", "width", "depth", "coupling"]
+    pd.DataFrame(table, columns=columns).to_csv(folder / "everything.csv", index=False)
+    pd.DataFrame(table, columns=columns)[["model", "average"]].to_csv(folder / "scores.csv", index=False)
+    for name, k in (("grid", 19), ("vit_grid", 30), ("digits_grid", 12)):
+        write_grid(folder / "checkpoints" / name, k)
+    for run, step in (("checkpoints/embeddings", None), ("RUN", 16_000)):
+        values, scores = layer_scores.tables(8)
+        layer_scores.add(folder / run, "m", step, metric=values, scores=scores, tags={"drop_first": 1})
+        for metric in ("infonce", "dime", "dataset_entropy"):
+            layer_scores.add(folder / run, "m", step, metric=values, name=metric, analysis=f"of_{metric}")
+    return folder
+
+
 def write_pairs(folder: Path) -> None:
     folder.mkdir()
     texts = [text for text, _ in labelled(80)]
@@ -163,17 +207,36 @@ def test_layers_as_embeddings(command, with_models, tmp_path, monkeypatch, capsy
     assert "texts" in said if "layerwise32" in command else "mean of " in said
 
 
-def test_tables_and_texts_are_read_whole():
-    for command in of("correlate", "prepare"):
-        verb, *words = shlex.split(command)
-        Recipe(getattr(import_module(f"lit_layers.cli.verbs.{verb}"), verb), words).read()
+@pytest.mark.parametrize("command", of("correlate"))
+def test_metrics_beside_scores(command, with_tables, monkeypatch, capsys):
+    monkeypatch.chdir(with_tables)
+    said = run(command, capsys)
+    assert "layers.html" in said or "correlation.html" in said
+
+
+def test_texts_are_prepared_in_the_order_of_the_page(world, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "books").mkdir()
+    for book in (argparse, decimal, inspect, pydoc, subprocess, tarfile, typing):
+        shutil.copy(inspect.getfile(book), tmp_path / "books" / f"{book.__name__}.txt")
+    (tmp_path / "play.txt").write_text("\n\n".join(text for text, _ in labelled(900)))
+    save_tokenizer(train_bpe([text for text, _ in labelled(60)], 300), tmp_path / "data" / "python" / "tokenizer")
+    for command in of("prepare"):
+        run(command, capsys)
+        TokenShards.open(shlex.split(command)[-1])
 
 
 @pytest.mark.usefixtures("world")
-def test_the_example_in_python(tmp_path, monkeypatch, capsys):
-    (text,) = re.findall(r"^```py\n(.*?)^```", (ROOT / "docs" / "mteb.md").read_text(), re.MULTILINE | re.DOTALL)
+@pytest.mark.parametrize("page", ["mteb.md", "correlate.md"])
+def test_the_examples_in_python(page, with_tables, tmp_path, monkeypatch, capsys):
+    (text,) = re.findall(r"^```py\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)
     write_pairs(tmp_path / "data")
+    (tmp_path / "checkpoints").symlink_to(with_tables / "checkpoints")
     text = text.replace('resolve(["sts"])', 'resolve(["STSBenchmark"], DATA)')
-    exec(compile(text, "mteb.md", "exec"), {"DATA": Path("data")})
+    exec(compile(text, page, "exec"), {"DATA": Path("data")})
     assert len(capsys.readouterr().out.splitlines()) > 1
+
+
+def test_every_verb_is_here():
+    assert {command.split()[0] for command in COMMANDS} == {*VERBS}
