@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import shutil
+import signal
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -387,3 +388,33 @@ def test_on_another_number_of_ranks_a_sharded_run_goes_on(ranks, tmp_path):
     losses = [column(tmp_path / root, "train/loss") for root in ("whole", "parts")]
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)  # sums over other ranks
     assert len(losses[1]) == 6
+
+
+def test_a_rank_that_dies_inside_a_save_leaves_the_checkpoint_before_and_the_run_goes_on(tmp_path):
+    def dies() -> int:
+        save, count = resuming._save, [0]
+
+        def dying(path: Path, content) -> str:
+            count[0] += 1
+            if count[0] > 1:
+                path.write_bytes(b"half of it")
+                os.kill(os.getpid(), signal.SIGKILL)
+            return save(path, content)
+
+        resuming._save = dying
+        part(tmp_path / "parts", 6, every=2)
+        return 0
+
+    codes = run_ranks(dies)
+    assert codes[0] == -signal.SIGKILL
+    assert codes[1] != 0
+    assert saved_steps(tmp_path / "parts" / "resume") == [2]
+
+    def whole() -> int:
+        part(tmp_path / "parts", 6, resume=True)
+        part(tmp_path / "whole", 6)
+        return 0
+
+    assert run_ranks(whole) == [0, 0]
+    assert weights(tmp_path / "parts", 6) == weights(tmp_path / "whole", 6)
+    assert not list((tmp_path / "parts" / "resume").glob(".tmp*"))
