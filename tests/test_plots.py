@@ -217,6 +217,7 @@ def test_a_matrix_has_the_layer_down_and_the_other_layer_across_at_each_place_of
     assert fig.cells.values == [[[9.0, 0.0], [0.0, 9.0]], [[9.0, 3.0], [-6.0, 9.0]]]
     assert (fig.y.title, fig.y.keys, fig.frames) == ("Layer", [1, 2], [0, 3])
     assert fig.cells.ends == (-6.0, 6.0), "the diagonal does not decide the colours"
+    assert fig.spec()["height"] > 200, "of a chart that is given no height"
     (slider,) = fig.spec(still=False)["params"]
     assert (slider["bind"]["max"], slider["value"]) == (1, 1)
     assert [row["z"] for row in fig.spec()["data"]["values"]] == [9.0, 3.0, -6.0, 9.0], "a picture shows the last"

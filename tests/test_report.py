@@ -65,6 +65,7 @@ def test_the_page_is_one_file_that_asks_the_network_for_nothing(page: Path) -> N
 
 def test_the_page_tells_run_results_failures_cost_and_provenance(full: Path, page: Path) -> None:
     text = shown(page)
+    assert re.search(r"Steps [\d,]+ Tokens", text), "a run that has ended has no steps to go"
     for expected in (
         "quickstart", "GPT2LMHeadModel", "1.47M", "819k", "3 min 08 s", "2026-03-01 12:00",
         "1 measurement failed", "RuntimeError: no SVD",

@@ -15,8 +15,9 @@ from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
-from lit_layers.records import ScalarLog
+from lit_layers.records import Record, ScalarLog
 from lit_layers.report import WandbMirror, wandb_mirror
+from lit_layers.report.logged_numbers import end_of_run
 from lit_layers.report.wandb_mirror import LAG, NOTES, save_workspace, workspace_of
 from tests.support.forked import run_forked
 from tests.support.read_wandb import Run, read_finished
@@ -104,6 +105,14 @@ def test_layers_have_a_picture_a_row_in_the_long_table_and_curves_of_the_first_m
     assert [row["value"] for row in rows] == pytest.approx(frame["value"].tolist())
     assert next(row["k"] for row in rows if row["metric"] == "coupling") == 4
     assert [*(root / "wandb").glob("artifacts/**/*")], "tables are staged inside the run's folder"
+
+
+def test_a_tag_may_be_a_number_in_one_row_of_the_table_and_a_word_in_another(root) -> None:
+    for step, tag in ((1, 4), (2, "all")):
+        found = [Record(metric="m", value=1.0, tags={"k": tag})]
+        records.append(root / "measurements.jsonl", replace(measurement("run", step, "lens"), records=found))
+    table = end_of_run(root)["emergence"]
+    assert {4, "all"} <= {*table.get_column("k")}
 
 
 @pytest.mark.soak

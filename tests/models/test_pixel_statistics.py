@@ -40,8 +40,9 @@ def test_where_no_file_says_them_nobody_does(tmp_path):
     assert pixel_statistics(load(tmp_path)) is None
     save(load(tmp_path), tmp_path / "again")
     assert not (tmp_path / "again" / PREPROCESSOR).exists()
-    (tmp_path / PREPROCESSOR).write_text(json.dumps({"size": {"height": 16, "width": 16}}))
-    assert pixel_statistics(load(tmp_path)) is None
+    for settings in ({"size": {"height": 16, "width": 16}}, {"image_mean": 0.5}, {"image_std": 0.5}):
+        (tmp_path / PREPROCESSOR).write_text(json.dumps(settings))
+        assert pixel_statistics(load(tmp_path)) is None, settings
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,11 @@ def test_they_are_those_that_transformers_own_preparation_uses():
     torch.testing.assert_close((picture / 255 - mean) / std, expected, rtol=0, atol=1e-5)
 
 
-def test_a_description_of_a_model_of_timm_says_them():
+def test_a_description_and_a_folder_of_a_model_of_timm_say_them_where_they_are_known(tmp_path):
     model = vit("vit_tiny_patch16_224", img_size=16, patch_size=4, depth=1, embed_dim=8, num_heads=2)
+    save(model, tmp_path / "unknown")
+    assert pixel_statistics(load(tmp_path / "unknown")) is None
     set_pixel_statistics_(model, *KNOWN)
+    save(model, tmp_path / "known")
+    assert pixel_statistics(load(tmp_path / "known")) == KNOWN
     assert pixel_statistics(initialised(described(model), "described", seed=0, dtype=torch.float32)) == KNOWN
