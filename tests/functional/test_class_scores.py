@@ -29,7 +29,7 @@ def rows(num_rows: int = 60, num_classes: int = 4, seed: int = 0) -> tuple[torch
 def test_the_interval_is_that_of_a_loop_also_of_classes_that_are_rare_or_only_predicted():
     labels, predictions = rows(30)
     labels[:] = torch.where(labels == 3, 7, labels)  # numbers with gaps
-    predictions[:4] = torch.tensor([9, 5, 0, 12])  # classes that no row has, between the others and beyond them
+    predictions[:4] = torch.tensor([9, 5, 12, 25])  # classes that no row has, between the others and beyond them
     labels[0] = 20  # one row: many resamples have none of it
     for given, seed in (((labels, predictions), 0), (rows(), 3)):
         found = macro_f1_interval(*given, resamples=200, seed=seed)
