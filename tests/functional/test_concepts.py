@@ -100,6 +100,10 @@ def test_shuffled_pairs_of_one_point_are_left_out():
         values.append(np.mean([cosine(a, b) for a, b in itertools.combinations(kept, 2)]))
         assert len(kept) in (3, 4, 5)
     assert found.shuffled.item() == pytest.approx(np.mean(values))
+    first, second = torch.eye(3).double(), torch.tensor([[2.0, 3, 4], [1, 0, 0], [1, 0, 0]]).double()
+    (order,) = _derangements(3, 1, 0)
+    deltas = (second[order] - first)[1:].numpy()  # the first is a point, in either order
+    assert concept_alignment(first, second, shuffles=1).shuffled.item() == pytest.approx(cosine(*deltas))
 
 
 def test_a_layer_with_a_zero_delta_is_nan_alone_and_named_when_refused():
