@@ -10,7 +10,7 @@ from scipy import stats
 from benchmarks.drawn_emergence import covered, drawn, flat_noise
 from lit_layers.functional import emergence_times
 from lit_layers.functional.emergence import drawn_curves
-from lit_layers.functional.emergence.curve_times import bootstrap_counts, drawn_together
+from lit_layers.functional.emergence.curve_times import _of_differences, bootstrap_counts, drawn_together
 from lit_layers.functional.emergence.drawn_curves import SHAPES, Pairs, Steps, draw_curves, likeliest, mean_curves
 
 STEPS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 143000])
@@ -191,7 +191,7 @@ def test_evidence_of_each_process_with_each_pair_is_the_density_of_the_joint_nor
     noises[1] = 0.5 * noises[0] + 0.2
     processes, steps = drawn_curves._processes(x, y, noises), Steps.over(x)
     shapes, last = steps.at(x), len(steps.shape) - 1
-    assert len(processes.kernels) == 2 * 5 * 4 * 2
+    assert sum(kernel.rough for kernel in processes.kernels) == len(processes.kernels) / 2 == 5 * 4 * 2
     pairs = Pairs(steps, np.array([[0, 0, 0, 1, 60, last // 2, 60, 60], [0, 60, last, 60, 1, last, 61, 0]]))
     alone = Pairs(steps, pairs.places[:, :3])
     evidence = processes.evidence(x, y, pairs)
@@ -376,6 +376,12 @@ def test_times_drawn_together_keep_their_distribution_and_share_what_resampling_
         assert np.corrcoef(first, second)[0, 1] == pytest.approx(min(1, moved**2), abs=0.12)
     never_moves = drawn_together(np.full(9, 2.0), np.arange(9.0), rng)
     assert (never_moves == 2.0).all()
+
+
+def test_without_errors_the_noise_is_that_of_second_differences_but_for_a_few_large_ones():
+    noise = np.random.default_rng(0).normal(0, 0.3, 4000)
+    noise[::40] += 50
+    assert _of_differences(noise)[5, 5] == pytest.approx(0.09, rel=0.25)
 
 
 def test_bootstrap_counts_are_those_of_samples_with_replacement():
