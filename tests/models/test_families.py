@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import variants
@@ -394,3 +394,9 @@ MARKS |= {name: [pytest.mark.nightly] for name in NIGHTLY}
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in MARKS.items()])
 def test_a_family_keeps_what_a_view_promises(name):
     check_family(name)
+
+
+def test_an_empty_list_of_modules_is_no_list_of_blocks():
+    model = tiny("llama")
+    model.adapters = nn.ModuleList()
+    assert propose_blocks(model) == "model.layers"

@@ -105,6 +105,19 @@ def test_a_gpt2_by_hand_has_the_numbers_of_that_of_transformers():
         close_records(mine, theirs, torch.float64)
 
 
+def test_what_a_network_makes_at_its_first_call_can_be_trained_with_afterwards():
+    own, made = GPT(WORDS, PLACES, WIDTH, 2, 2), []
+
+    def scale(module, args, output):
+        made[:] = made or [torch.ones(WIDTH)]
+        return output * made[0]
+
+    own.tokens.register_forward_hook(scale)
+    LayeredModel(own)
+    own(IDS, IDS)[1].backward()
+    assert own.tokens.weight.grad.any()
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_no_token_of_a_network_without_a_mask(side):
     _, own = pair()

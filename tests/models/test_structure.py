@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GemmaForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from lit_layers.analyses import Interventions, Lens
@@ -32,6 +32,22 @@ def texts(*, padding: str | None = None) -> dict[str, torch.Tensor]:
 def test_more_tokens_than_the_text_has_are_refused():
     with pytest.raises(InputError, match=r"the states of longformer.encoder.layer are \(3, 24, 32\) for an input of"):
         LayeredModel(tiny_model("LongformerForMaskedLM", "longformer", attention_window=[24] * LAYERS))
+
+
+def test_a_model_that_takes_no_more_than_ids_and_a_mask_is_asked_for_no_cache_and_no_early_scores():
+    class Plain(GemmaForCausalLM):
+        def forward(self, input_ids, attention_mask=None, return_dict=True):
+            return super().forward(input_ids, attention_mask, use_cache=False)
+
+    model = Plain(tiny_model("GemmaForCausalLM", "gemma").config).eval()
+    assert model.config.use_cache
+    batch = {**texts(), "input_ids": texts()["input_ids"] % 40 + 3}
+    view, scored = LayeredModel(model), []
+    view.trajectory(batch)  # which proves its structure
+    model.lm_head.register_forward_hook(lambda *_: scored.append(1))
+    trajectory = view.trajectory(batch)
+    assert not scored, "a pass computes no scores that nobody reads"
+    torch.testing.assert_close(trajectory.logits, model(**batch).logits)
 
 
 @pytest.mark.soak
