@@ -1,5 +1,7 @@
 """What depends on the GPU, without one: precision and clipping."""
 
+from types import SimpleNamespace
+
 import lightning as L
 import pytest
 import torch
@@ -7,6 +9,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lit_layers.training import LitCausalLM
 from lit_layers.training import trainer as trainers
+from lit_layers.training.resuming import DivergedError, refuse_diverged_losses
 from tests.support.tiny_training import CONFIG, RandomTokens
 
 SCALE = 65536.0
@@ -51,6 +54,24 @@ def test_gradients_are_clipped_without_the_scale_of_16_mixed():
     moved = torch.cat([(weights_scaled[name] - value).abs().flatten() for name, value in weights.items()])
     assert moved.mean() < 1e-5  # of steps of 1e-3; where a gradient is next to 0, its sign may be the other
     assert not optimizer.defaults["fused"]
+
+
+def test_a_loss_that_is_no_number_ends_a_run_but_where_a_scaler_leaves_the_step_out(tmp_path):
+    network = torch.nn.Linear(2, 2)
+
+    def refuse(precision: str) -> None:
+        one_rank = SimpleNamespace(reduce=lambda finite, reduce_op: finite)
+        refuse_diverged_losses(
+            SimpleNamespace(precision=precision, callbacks=[], strategy=one_rank), network, {3: float("nan")}, tmp_path
+        )
+
+    refuse("16-mixed")
+    for precision in ("bf16-mixed", "32-true"):
+        with pytest.raises(DivergedError, match="the loss of step 3 is nan"):
+            refuse(precision)
+    torch.nn.init.constant_(network.bias, float("nan"))
+    with pytest.raises(DivergedError, match="the loss of step 3 is nan"):
+        refuse("16-mixed")
 
 
 @pytest.mark.parametrize(("computes", "precision"), [(True, "bf16-mixed"), (False, "32-true")])
