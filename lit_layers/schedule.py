@@ -14,7 +14,7 @@ PYTHIA = {"log": 2, "until": 512, "then_every": 1000}
 _KEYS = ({"every"}, {"log"}, {"log", "until"}, {"log", "until", "then_every"})
 _RANGES = {"log": Range(2, MANY, whole=True), "also": COUNT_OR_NONE}
 _RANGES |= dict.fromkeys(("every", "until", "then_every"), COUNT)
-_EXPECTED = "expected pythia, a list of steps, {every: N} or {log: BASE, until: N, then_every: N}, also: [STEP, ...]"
+_EXPECTED = "expected pythia, a list, {every: N} or {log: BASE, until: N, then_every: N}, also: [STEP, ...]"
 
 
 class Schedule:
@@ -28,12 +28,13 @@ class Schedule:
         self.steps = steps
         steps = PYTHIA if steps == "pythia" else steps
         self._rule: dict[str, Any] = {}
-        self._listed: frozenset[int] = frozenset()
-        self._also: frozenset[int] = frozenset()
+        self._listed = self._also = frozenset[int]()
         if isinstance(steps, Mapping) and {*steps} - {"also"} in _KEYS:
             refuse_outside("steps.", _RANGES, steps)
-            also = steps.get("also", [])
-            self._rule, self._also = dict(steps), frozenset([also] if isinstance(also, int) else also)
+            self._rule, also = dict(steps), steps.get("also", [])
+            self._also = frozenset([also] if isinstance(also, int) else also)
+            if any(map(COUNT.expected, {**steps, "also": 1}.values())):
+                raise InputError(f"steps: expected numbers, got {steps}")
         elif isinstance(steps, Sequence) and not isinstance(steps, str) and len(steps):
             refuse_outside("", {"steps": COUNT_OR_NONE}, {"steps": steps})
             self._listed = frozenset(steps)
@@ -45,13 +46,12 @@ class Schedule:
             return step == 0 or step in self._listed
         if step in self._also:
             return True
-        if every := self._rule.get("every"):
-            return step % every == 0
-        base, until = self._rule["log"], self._rule.get("until")
-        if until is None or step <= until:
-            return _is_power(step, base)
-        then_every = self._rule.get("then_every")
-        return then_every is not None and step % then_every == 0
+        rule = self._rule
+        if "every" in rule:
+            return step % rule["every"] == 0
+        if step <= rule.get("until", step):
+            return _is_power(step, rule["log"])
+        return "then_every" in rule and step % rule["then_every"] == 0
 
     def is_due(self, step: int, before: int) -> bool:
         """Return whether a scheduled step lies after `before` and not after `step`."""

@@ -41,6 +41,8 @@ WRONG = (
     ([], r"got \[\]"),
     ({"every": 0}, "steps.every: expected at least 1, got 0"),
     ({"log": 1}, "steps.log: expected at least 2, got 1"),
+    ({"every": [8]}, r"steps: expected numbers, got {'every': \[8\]}"),
+    ({"log": 2, "until": None}, "steps: expected numbers, got {'log': 2, 'until': None}"),
     ({"evry": 5}, "got {'evry': 5}"),
     ({"until": 5}, "got {'until': 5}"),
     ({}, "got {}"),

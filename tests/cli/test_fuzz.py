@@ -92,9 +92,9 @@ def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 
 def damage(file: Path, chance: random.Random) -> None:
-    """Changes a value of a file that can be read, or bytes of any."""
-    lines = file.read_bytes().splitlines()
-    if chance.random() > 0.75 or file.suffix not in (".json", ".yaml", ".jsonl"):
+    """Changes a value of a file that can be read, or bytes of any; nobody writes values into run.json and meta.json."""
+    lines, is_ours = file.read_bytes().splitlines(), file.name in ("run.json", "meta.json")
+    if is_ours or chance.random() > 0.75 or file.suffix not in (".json", ".yaml", ".jsonl"):
         file.write_bytes(damaged(file.read_bytes(), chance))
     elif file.suffix == ".jsonl":
         place = chance.randrange(len(lines))

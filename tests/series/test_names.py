@@ -85,7 +85,7 @@ def test_steps_that_cannot_be_chosen_are_refused():
     refused: list[tuple[Any, str]] = [
         ([0, 3], "steps: org/name has no step 3; it has 154 steps from 0 to 143000, the nearest 2 and 4"),
         ({"log_spaced": 5, "every": 2}, "steps: expected .* got {'log_spaced': 5, 'every': 2}"),
-        (7, "steps: expected pythia, a list of steps, .* got 7"),
+        (7, "steps: expected pythia, a list, .* got 7"),
     ]
     for steps, sentence in refused:
         with pytest.raises(InputError, match=sentence):
