@@ -4,6 +4,7 @@ import hashlib
 import pickle
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from lit_layers.errors import InputError
 from lit_layers.models.build import weights_hash
 from lit_layers.series import HubRevisions, Models, audit, open_series
-from lit_layers.series.checkpoint_sources import HubSource
+from lit_layers.series.checkpoint_sources import HubSource, ModelFiles
 from tests.support.fake_hub import FakeHub
 from tests.support.series_hub import TWELVE, make_series, make_step
 
@@ -181,6 +182,16 @@ def test_a_set_of_models_mixes_folders_and_repositories(hub, root, model):
     ):
         with pytest.raises(InputError, match=sentence):
             list(Models(models))
+
+
+def test_the_tokenizer_of_a_model_is_that_of_its_folder_or_of_its_commit(hub, root, model, tmp_path):
+    make_series(model, root / "org" / "tiny", [0, 1])
+    here = Path(shutil.copytree(model, tmp_path / "here"))
+    for folder in (root / "org" / "tiny" / "step0", root / "org" / "tiny" / "main", here):
+        (folder / "tokenizer.json").write_text("{}")
+    one = ModelFiles("org/tiny", revision="step0")
+    assert one.tokenizer() == f"org/tiny@{one.commit}"
+    assert [ModelFiles(name).tokenizer() for name in ("org/tiny", here)] == ["org/tiny", str(here)]
 
 
 def test_steps_that_are_repositories_are_one_series(hub, root, model, tmp_path):
