@@ -515,6 +515,7 @@ def test_where_each_of_the_last_two_steps_may_have_the_other_rows_both_are_named
     steps = [Checkpoint(series="s", name=f"s{step}", source=FolderSource(tmp_path), step=step) for step in range(4)]
     of_tensor = dict.fromkeys("abc", apart) | {"w": turned}
     products = {name: 5.0**2 - distance**2 / 2 for name, distance in of_tensor.items()}
+    products["bias"] = np.zeros((4, 4))  # one that stays 0 has no way
     path = audit_weights.Path(steps, products, 1e-5)
     (found,) = audit_weights.outlying_steps(path)
     assert (found.steps, found.note) == ((2, 3), False)
