@@ -22,11 +22,18 @@ from torch import Tensor
 
 from lit_layers.analyses.readout_scores import FullModel, Interventions, Sums, rows_of
 from lit_layers.data.batches import Batches
+from lit_layers.functional.block_schedules import members
 from lit_layers.models import LayeredModel, causal_lm
 from lit_layers.models.running_order import SharedPrefixes, running_order
-from tests.support.planned_runs import num_block_runs
 
 WANTED = {12: 0.35, 24: 0.40}  # of all variants, by the number of blocks
+
+
+def num_block_runs(shared: SharedPrefixes) -> int:
+    """Return how often a block runs for one batch, beside the trajectory itself."""
+    beginnings = {order[:end] for order in shared.indices for end in range(1, len(order) + 1)}
+    passed = {tuple(range(1, end + 1)) for end in range(1, shared.num_blocks + 1)}
+    return sum(len(members(beginning[-1])) for beginning in beginnings - passed)
 
 
 @dataclass

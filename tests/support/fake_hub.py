@@ -127,6 +127,9 @@ class FakeHub:
     def delay(self, pattern: str, seconds: float, times: int = 10**9) -> None:
         self.rules.append(Rule(pattern, times, "delay", seconds))
 
+    def throttle(self, pattern: str, bytes_per_second: float) -> None:
+        self.rules.append(Rule(pattern, 10**9, "throttle", bytes_per_second))
+
     def set_token(self, token: str) -> None:
         self.token = token
 
@@ -291,8 +294,12 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "GET":
             end = self.hub.rule(self.path, "truncate")
             sent = length if end is None else min(length, int(end))
+            rate = self.hub.rule(self.path, "throttle")
             with path.open("rb") as file:
                 file.seek(first)
-                self.wfile.write(file.read(sent))
+                for begin in range(0, sent, 1 << 16):
+                    if rate is not None:
+                        self.hub.closing.wait((1 << 16) / rate)
+                    self.wfile.write(file.read(min(1 << 16, sent - begin)))
             self.close_connection = sent < length
         self._note(status, sent)
