@@ -105,6 +105,22 @@ def test_a_gpt2_by_hand_has_the_numbers_of_that_of_transformers():
         close_records(mine, theirs, torch.float64)
 
 
+def test_a_list_of_parts_inside_each_block_is_not_the_list_of_blocks():
+    class Halves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(Block(WIDTH, 2, 0.0) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for part in self.parts:
+                x = part(x)
+            return x
+
+    own = GPT(WORDS, PLACES, WIDTH, 2, 0)
+    own.blocks.extend(Halves() for _ in range(3))
+    assert [*LayeredModel(own).blocks] == [*own.blocks]
+
+
 def test_what_a_network_makes_at_its_first_call_can_be_trained_with_afterwards():
     own, made = GPT(WORDS, PLACES, WIDTH, 2, 2), []
 

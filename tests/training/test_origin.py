@@ -156,8 +156,9 @@ def test_unknown_tokens_stay_unknown():
     assert Origin(1000, 500).tokens_at(1002, 10) == 520
 
 
-def test_what_names_no_checkpoint_is_refused():
-    for name in ("/nowhere/model", "lab tiny", "lab/tiny@"):
+def test_what_names_no_checkpoint_is_refused(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    for name in ("/nowhere/model", "lab tiny", "lab/tiny@", str(tmp_path / "model.safetensors")):
         with pytest.raises(InputError, match="NAME@REVISION"):
             find_checkpoint(name)
 
