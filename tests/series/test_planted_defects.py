@@ -522,6 +522,18 @@ def test_where_each_of_the_last_two_steps_may_have_the_other_rows_both_are_named
     assert found.message == "only w jumps at step 2 or step 3: rows in another order?"
 
 
+@pytest.mark.parametrize("turned", [1, 2, 3])
+def test_tensors_are_named_only_where_at_most_half_of_them_are_off_the_way(turned, tmp_path):
+    line = np.arange(5.0)
+    apart = np.abs(line[:, None] - line)
+    off = np.hypot(apart, 4.0 * ((line == 2)[:, None] ^ (line == 2)))
+    steps = [Checkpoint(series="s", name=f"s{step}", source=FolderSource(tmp_path), step=step) for step in range(5)]
+    products = {name: 9.0**2 - (off if name < turned else apart) ** 2 / 2 for name in range(5)}
+    path = audit_weights.Path(steps, {str(name): each for name, each in products.items()}, 1e-5)
+    named = [each.message for each in audit_weights.outlying_steps(path) if each.message.startswith("only")]
+    assert len(named) == (turned <= 2), named
+
+
 def test_healthy_steps_beside_a_strange_one_are_not_accused_where_a_matrix_is_frozen(healthy, other_seed, tmp_path):
     for alone in (True, False):
         root = Path(shutil.copytree(healthy, tmp_path / str(alone)))
