@@ -2,7 +2,7 @@
 
     python -m tests.support.metric_tables
 
-writes them anew between the marks `<!-- metrics: GROUP GROUP -->` (or `all`) and `<!-- end of metrics -->`.
+rewrites what is between the marks `<!-- metrics: GROUP GROUP -->` (or `all`) and `<!-- end of metrics -->`.
 """
 
 import re
@@ -11,6 +11,8 @@ from pathlib import Path
 from lit_layers.metrics import GROUPS, METRICS, Metric, is_in
 
 DOCS = Path(__file__).parents[2] / "docs"
+CHANCE = "Chance level: "  # the meaning of a baseline begins with it
+BETTER = {None: "", "higher": "↑", "lower": "↓"}
 _MARKED = re.compile(r"(?<=<!-- metrics: )(?P<groups>[\w ]+) -->\n.*?(?=<!-- end of metrics -->)", re.S)
 
 
@@ -26,13 +28,31 @@ def _content(groups: list[str]) -> str:
 
 
 def _table(groups: list[str]) -> str:
-    rows = [_cells(row) for row in METRICS.values() if is_in(row.name, *groups)]
-    header = ("metric", "name", "unit", "range", "meaning")
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ("---",) * len(header), *rows))
+    rows = [_cells(row) for row in METRICS.values() if is_in(row.name, *groups) and is_listed(row)]
+    lines = [f"| {' | '.join(cells)} |" for cells in (("metric", "values", "meaning"), *rows)]
+    return "\n".join([lines[0], "|---|---|---|", *lines[1:]])
+
+
+def is_listed(row: Metric) -> bool:
+    """Return whether a metric has its own row: one rule covers the halves, and chance levels are in other rows."""
+    return row.also != "half" and not any(_chance(each) is row for each in METRICS.values())
+
+
+def _chance(row: Metric) -> Metric | None:
+    chance = METRICS.get(row.baseline)
+    return chance if chance and chance.meaning.startswith(CHANCE) else None
 
 
 def _cells(row: Metric) -> tuple[str, ...]:
-    return f"`{row.name}`", row.title, row.unit, row.range, row.note
+    limits = row.range.replace("at least", "≥").replace("at most", "≤")
+    values = ", ".join(filter(None, (row.unit, limits, BETTER[row.better])))
+    words = re.findall(r"\w+", row.title.lower())
+    parts = re.split(r"[_/]", row.name.removesuffix("_score"))
+    said = all(any(word.startswith(part) for word in words) for part in parts)  # the name says what the title says
+    meaning = row.meaning if said else ": ".join(filter(None, (f"**{row.title}**", row.meaning)))
+    if chance := _chance(row):
+        meaning += f" Chance: `{chance.name}`, {chance.meaning.removeprefix(CHANCE)}"
+    return f"`{row.name}`", values, meaning
 
 
 if __name__ == "__main__":
