@@ -2,7 +2,7 @@
 
     python -m tests.support.paper_tables
 
-writes them anew between the marks `<!-- papers: PAPER -->` and `<!-- end of papers -->`.
+rewrites what is between the marks `<!-- papers: PAPER -->` and `<!-- end of papers -->`.
 """
 
 import functools
@@ -33,21 +33,15 @@ def with_tables(text: str) -> str:
 
 
 def _table(paper: str) -> str:
-    rows = [("item", "what it shows", "as published", "reduced: runs on a laptop"), ("---",) * 4]
-    rows += [_cells(path, read(path)) for path in recipe_paths(paper)]
-    return "\n".join([f"{PAPERS[paper]}.", "", *(f"| {' | '.join(row)} |" for row in rows)])
+    head = ("item", "what it shows", "FILE", "needs a GPU for")
+    rows = [head, *(_cells(path, read(path)) for path in recipe_paths(paper))]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([f"{PAPERS[paper]}.", "", lines[0], "|---|---|---|---|", *lines[1:]])
 
 
 def _cells(path: Path, recipe: PaperRecipe) -> tuple[str, ...]:
-    file = path.relative_to(ROOT)
-    command = f"`lit-layers reproduce {file}`"
-    whole = {
-        "here": f"runs here: {command}",
-        "gpu": f"needs a GPU: {recipe.why}",
-        "cannot": f"cannot: {recipe.why}",
-    }[recipe.status]
-    reduced = f"`lit-layers reproduce {file} --reduced`" if recipe.reduced else ""
-    return recipe.item, recipe.shows, whole, reduced
+    needs = {"here": "nothing", "gpu": recipe.why, "cannot": f"**cannot run**: {recipe.why}"}[recipe.status]
+    return recipe.item, recipe.shows, f"`{path.relative_to(ROOT / 'recipes' / 'papers')}`", needs
 
 
 if __name__ == "__main__":
