@@ -105,7 +105,7 @@ def of_flat(options: argparse.Namespace) -> Iterator[Row]:
                     steps = np.geomspace(1, 143_000, checkpoints)
                     said.append(float(np.mean([emergence_times(steps, each, **known).changes for each in curves])))
                 named = noise if noise in ("normal", "t3") else f"AR(1) {noise}"
-                yield Row(f"{ERRORS[errors]}, {named}, {checkpoints} checkpoints: emerge", said, 0.08, at_most=True)
+                yield Row(f"{ERRORS[errors]}, {named}: {checkpoints} checkpoints", said, 0.08, at_most=True)
 
 
 OTHERS = {"corners": of_corners, "steps": of_steps, "cut": of_cut, "flat": of_flat}

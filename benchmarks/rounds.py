@@ -26,7 +26,10 @@ DOCS = tuple(Path(__file__).parents[1] / "docs" / name for name in ("performance
 # Each makes BLAS or torch take other kernels than those of the processor: a peer that is slowed by one is no peer.
 PINS = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "OPENBLAS_CORETYPE")
 LEAST_ROUNDS = 5  # below it quartiles say nothing
-TABLE = re.compile(r"(<!-- results: (?P<name>\w+) -->\n).*?(\n<!-- end of results -->)", re.DOTALL)
+# `results` is the whole table of a benchmark, `medians` only the medians, by the two sides of a row's last colon.
+TABLE = re.compile(
+    r"(?P<mark><!-- (?P<form>results|medians): (?P<name>\w+) -->\n).*?(?P<end>\n<!-- end of results -->)", re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -183,6 +186,24 @@ def section(runs: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
+def medians(runs: Sequence[Mapping[str, Any]]) -> str:
+    """The medians of a benchmark for the docs: `CASE: WHAT` is in the row of its case and the column of what it is."""
+    lines: dict[str, dict[str, str]] = {}
+    wanted: dict[str, set[str]] = {}
+    for row in (Row(**row) for run in runs for row in run["rows"]):
+        case, _, what = row.what.rpartition(": ")
+        lines.setdefault(case, {})[what] = _digits(row.quartiles[1]) + " (**missed**)" * row.missed
+        wanted.setdefault(what, set()).add(row.cells()["wanted"].partition(":")[0])
+    heads = {
+        what: f"{what} ({''.join(found)})" if len(found) == 1 and found != {""} else what
+        for what, found in wanted.items()
+    }
+    rows = [[case, *(line.get(what, "") for what in wanted)] for case, line in lines.items()]
+    cells = [["median share", *heads.values()], ["---"] * (1 + len(heads)), *rows]
+    commands = ", ".join(f"`{run['command']}`" for run in runs)
+    return f"{commands}:\n\n" + "\n".join("| " + " | ".join(row).replace("|  |", "| |") + " |" for row in cells)
+
+
 def with_tables(*texts: str) -> list[str]:
     """The pages with the tables of all results in their places.
 
@@ -196,7 +217,8 @@ def with_tables(*texts: str) -> list[str]:
 
     def filled(place: re.Match[str]) -> str:
         runs = json.loads((RESULTS / f"{place['name']}.json").read_text())["runs"]
-        return f"{place[1]}\n{section(runs)}\n{place[3]}"
+        made = section(runs) if place["form"] == "results" else medians(runs)
+        return f"{place['mark']}\n{made}\n{place['end']}"
 
     return [TABLE.sub(filled, text) for text in texts]
 
