@@ -67,14 +67,13 @@ class Row:
 
     def cells(self) -> dict[str, str]:
         low, middle, high = map(_digits, self.quartiles)
-        spread = f"{low} to {high}, {len(self.values)} rounds" if len(self.values) > 1 else "one round"
+        spread = f" ({low}-{high})" if len(self.values) > 1 else ""
         wanted = "" if self.target is None else f"{'at most' if self.at_most else 'at least'} {_digits(self.target)}"
         verdict = f"{wanted}: **missed**" if self.missed else wanted
         return {
             "": self.what,
             **self.others,
-            "median": f"**{middle}**{self.unit}",
-            "quartiles": spread,
+            "median (quartiles)": f"**{middle}**{self.unit}{spread}",
             "wanted": verdict,
         }
 
@@ -178,12 +177,21 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def section(runs: Sequence[Mapping[str, Any]]) -> str:
-    """The results of a benchmark for the docs: each command with its machine and its table."""
+    """Return the results of a benchmark for the docs: each command with its machine, its rounds and its table."""
     parts = []
     for run in runs:
         rows = [Row(**row) for row in run["rows"]]
-        parts.append(f"`{run['command']}`, {_place(run['machine'])}:\n\n{table(rows)}")
+        counts = sorted({len(row.values) for row in rows})
+        rounds = f"{' to '.join(map(str, counts))} rounds" if counts != [1] else "one round"
+        parts.append(f"`{run['command']}`, {_short_place(run['machine'])}, {rounds}:\n\n{table(rows)}")
     return "\n\n".join(parts)
+
+
+def _short_place(machine: Mapping[str, Any]) -> str:
+    """Name processor, threads, torch and its kernels; the file of results has all versions."""
+    kernels = machine["kernels"][0].partition(",")[0].removeprefix("torch ")
+    short = {**machine, "torch": machine["torch"].partition("+")[0], "kernels": [kernels]}
+    return _place(short)
 
 
 def medians(runs: Sequence[Mapping[str, Any]]) -> str:
