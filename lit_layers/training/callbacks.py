@@ -37,7 +37,7 @@ from lit_layers.training.watching import Scalars, StepMeasurer, Watcher
 logger = logging.getLogger(__name__)
 
 
-class _AtSteps(L.Callback):
+class _Scheduled(L.Callback):
     """Acts once at each optimizer step of a schedule, at the first step and at the last, however batches accumulate.
 
     A step is an update of the network. With manual optimization the optimizers that hold its parameters are counted: in
@@ -50,31 +50,31 @@ class _AtSteps(L.Callback):
     def __init__(self, steps: Steps, root: str | Path, model: str | None) -> None:
         self.schedule, self.root, self.model = Schedule(steps), given_root(root), model
         self.paused_seconds = 0.0  # what training waited for this callback
-        self._last_step, self._first, self._seen = -1, 0, 0
+        self._last_step, self._first, self._latest = -1, 0, 0
         self._updates: int | None = None  # of this run, with manual optimization
-        self._in_batch, self._hooks = Counter[int](), contextlib.ExitStack()
+        self._new_steps, self._hooks = Counter[int](), contextlib.ExitStack()
         self._ranks: OneProcess | Ranks = OneProcess()
-        self._held = contextlib.ExitStack()
+        self._lock = contextlib.ExitStack()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
         self._ranks = ranks_of(trainer.world_size)
         measures = any(isinstance(each, EmergenceCallback) and each.measurer.analyses for each in _callbacks(trainer))
-        self._ranks.from_first(functools.partial(self._hold, "all" if measures else "training"))
+        self._ranks.from_first(functools.partial(self._claim, "all" if measures else "training"))
 
-    def _hold(self, part: run_lock.Part) -> None:
+    def _claim(self, part: run_lock.Part) -> None:
         if not run_lock.is_held(self.root):
-            self._held.enter_context(run_lock.writing(self.root, part=part))
+            self._lock.enter_context(run_lock.writing(self.root, part=part))
 
     def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin the training in the root, unless a callback before this one has."""
         self._last_step = -1
-        together = [each for each in _callbacks(trainer) if isinstance(each, _AtSteps | RunFolder)]
-        together = [each for each in together if each.root.resolve() == self.root.resolve()]
-        if self is not together[0]:
+        peers = [each for each in _callbacks(trainer) if isinstance(each, _Scheduled | RunFolder)]
+        peers = [each for each in peers if each.root.resolve() == self.root.resolve()]
+        if self is not peers[0]:
             return
-        measuring = next((each for each in together if isinstance(each, EmergenceCallback)), None)
+        measuring = next((each for each in peers if isinstance(each, EmergenceCallback)), None)
         model = (measuring or self)._plain_model(pl_module)
         if is_sharded(model):  # a checkpoint to go on from is compared with what was measured
             strategy: Any = trainer.strategy
@@ -89,14 +89,14 @@ class _AtSteps(L.Callback):
         self._ranks.from_first(functools.partial(begin_training, self.root, *options))
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._held.close()
+        self._lock.close()
         self._hooks.close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._held.close()
+        self._lock.close()
 
     @abstractmethod
-    def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
+    def on_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
         """Act on the network after `step` optimizer steps; its weights may be sharded, and every rank calls."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,9 +112,9 @@ class _AtSteps(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not pl_module.automatic_optimization:
             self._count_updates(trainer, self._plain_model(pl_module))
-        self._first = self._seen = self.now(trainer)
+        self._first = self._latest = self.now(trainer)
         self._begin(trainer, pl_module)
-        self._visit(trainer, pl_module, due=self._seen in self.schedule or trainer.global_step == 0)
+        self._act(trainer, pl_module, due=self._latest in self.schedule or trainer.global_step == 0)
 
     def _count_updates(self, trainer: L.Trainer, model: nn.Module) -> None:
         self._updates = trainer.global_step if self._updates is None else self._updates
@@ -124,7 +124,7 @@ class _AtSteps(L.Callback):
             return any(id(each) in parameters for group in optimizer.param_groups for each in group["params"])
 
         for optimizer in [*filter(holds, trainer.optimizers)] or trainer.optimizers:
-            hook = optimizer.register_step_post_hook(lambda made, *_: self._in_batch.update([id(made)]))
+            hook = optimizer.register_step_post_hook(lambda made, *_: self._new_steps.update([id(made)]))
             self._hooks.callback(hook.remove)
 
     def end_batch(self, trainer: L.Trainer) -> None:
@@ -133,19 +133,19 @@ class _AtSteps(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         self.end_batch(trainer)
         if self._updates is not None:
-            self._updates += max(self._in_batch.values(), default=0)
-            self._in_batch.clear()
-        before, self._seen = self._seen, self.now(trainer)
-        self._visit(trainer, pl_module, due=self.schedule.is_due(self._seen, before))
+            self._updates += max(self._new_steps.values(), default=0)
+            self._new_steps.clear()
+        before, self._latest = self._latest, self.now(trainer)
+        self._act(trainer, pl_module, due=self.schedule.is_due(self._latest, before))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._visit(trainer, pl_module, due=True)
+        self._act(trainer, pl_module, due=True)
 
-    def _visit(self, trainer: L.Trainer, pl_module: L.LightningModule, due: bool) -> None:
+    def _act(self, trainer: L.Trainer, pl_module: L.LightningModule, due: bool) -> None:
         step, model = self.now(trainer), self._plain_model(pl_module)
         if due and step != self._last_step and not trainer.sanity_checking:
             self._last_step, started = step, time.perf_counter()
-            self.at_step(trainer, model, step)
+            self.on_step(trainer, model, step)
             self.paused_seconds += time.perf_counter() - started
 
     def _plain_model(self, pl_module: L.LightningModule) -> nn.Module:
@@ -157,7 +157,7 @@ def _callbacks(trainer: L.Trainer) -> list[Any]:
     return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _next_place(trainer: L.Trainer) -> int:
+def _logging_step(trainer: L.Trainer) -> int:
     """Return where Lightning logs the next loss: it counts batches that stepped, whatever the number of optimizers."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
@@ -171,7 +171,7 @@ def _data(trainer: L.Trainer) -> Any:
     return getattr(trainer, "datamodule", None)
 
 
-class SeriesCheckpoint(_AtSteps):
+class SeriesCheckpoint(_Scheduled):
     """Writes each step of a schedule as a standard Hugging Face folder, complete or not at all.
 
     `AutoModelForCausalLM.from_pretrained(root / "step-000001000")` loads it, tokenizer included. A root that holds
@@ -190,13 +190,13 @@ class SeriesCheckpoint(_AtSteps):
         super().__init__(steps, root, model)
         self.tokenizer = Path(tokenizer) if tokenizer else None
 
-    def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
+    def on_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
         tokenizer = self.tokenizer or getattr(getattr(_data(trainer), "shards", None), "tokenizer_path", None)
         whole: Any = whole_on_first_rank(model, cast("Any", trainer.strategy)) if is_sharded(model) else model
         self._ranks.from_first(functools.partial(save_step, whole, self.root, step, tokenizer))
 
 
-class EmergenceCallback(_AtSteps):
+class EmergenceCallback(_Scheduled):
     """Measures every layer at the steps of a schedule, and leaves the training as if it had not.
 
     One line a (step, analysis) goes to `root/measurements.jsonl`, and the numbers to the trainer's loggers, where those
@@ -244,7 +244,7 @@ class EmergenceCallback(_AtSteps):
         refuse_below_one(tokens_per_step=tokens_per_step)
         self.tokens_per_step = tokens_per_step
         self._source: dict[str, Any] = {}
-        self._place = 0  # where losses of the weights that are measured stand on the axis of the trainer's loggers
+        self._log_step = 0  # where losses of the weights that are measured stand on the axis of the trainer's loggers
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         network = self._plain_model(pl_module)
@@ -265,29 +265,30 @@ class EmergenceCallback(_AtSteps):
 
     def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super()._begin(trainer, pl_module)
-        self._place = _next_place(trainer)
+        self._log_step = _logging_step(trainer)
         self._source = self._ranks.from_first(lambda: origin_of(trainer).source)
         self.measurer.ranks = self._ranks
         self.measurer.begin(self.schedule.steps)
 
     def end_batch(self, trainer: Any) -> None:
-        self._place = _next_place(trainer) + 1  # the loss of this batch, of the weights before, is yet to be logged
-        if trainer.loggers and self._place % trainer.log_every_n_steps == 0 and _logs_batch(trainer):
-            self.measurer.join(self._place - 1)
+        # Lightning has yet to log this batch's loss, which belongs to the weights before the update.
+        self._log_step = _logging_step(trainer) + 1
+        if trainer.loggers and self._log_step % trainer.log_every_n_steps == 0 and _logs_batch(trainer):
+            self.measurer.join(self._log_step - 1)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._place = _next_place(trainer)
-        self._visit(trainer, pl_module, due=True)
+        self._log_step = _logging_step(trainer)
+        self._act(trainer, pl_module, due=True)
         self.measurer.finish()
         if self.measurer.analyses:
-            self.measurer.say_how_many(self.schedule.until(self.now(trainer), self._first))
+            self.measurer.log_summary(self.schedule.until(self.now(trainer), self._first))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.measurer.finish(whole=False)
         super().on_exception(trainer, pl_module, exception)
 
-    def at_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
-        self.measurer.axis[step] = self._place
+    def on_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
+        self.measurer.log_steps[step] = self._log_step
         try:
             whole = whole_copy(model, cast("Any", trainer.strategy)) if is_sharded(model) else model
         except NoRoomError as error:  # on every rank

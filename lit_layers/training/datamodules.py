@@ -45,15 +45,15 @@ class LitStepData(L.LightningDataModule):
         """Return what run.json says of the data."""
         return {}
 
-    def _loop(self) -> L.Trainer:
+    def _get_trainer(self) -> L.Trainer:
         if self.trainer is None:
             name = type(self).__name__
             raise RuntimeError(f"the loaders of {name} need a Trainer: call trainer.fit(module, datamodule=...)")
         return self.trainer
 
-    def _steps(self, num_samples: int, kind: type[StepSampler] = StepSampler) -> StepSampler:
+    def _sampler(self, num_samples: int, kind: type[StepSampler] = StepSampler) -> StepSampler:
         """The micro-batches of this rank, from the trainer's step on."""
-        trainer = self._loop()
+        trainer = self._get_trainer()
         refuse_another_order(trainer)
         try:
             return kind(
@@ -70,13 +70,13 @@ class LitStepData(L.LightningDataModule):
 
     def _validation_batches(self, count: int, option: str) -> list[list[int]]:
         """The numbers of the validation samples of this rank, a batch at a time."""
-        trainer = self._loop()
+        trainer = self._get_trainer()
         if count < trainer.world_size:  # an empty rank would skip validation and leave the others waiting
             raise InputError(
                 f"data.{option}: expected at least one for each of {trainer.world_size} ranks, got {count}"
             )
-        numbers = torch.arange(trainer.global_rank, count, trainer.world_size)
-        return [part.tolist() for part in numbers.split(self.validation_batch_size)]
+        ids = torch.arange(trainer.global_rank, count, trainer.world_size)
+        return [batch.tolist() for batch in ids.split(self.validation_batch_size)]
 
     def _loader(self, dataset: Any, batches: Any, **options: Any) -> DataLoader:
         return DataLoader(
@@ -151,7 +151,7 @@ class LitTextData(LitStepData):
         self.validation = Subset(validation, range(min(len(validation), self.num_validation_sequences)))
 
     def train_dataloader(self) -> DataLoader:
-        return self._loader(self.train, self._steps(len(self.train)))
+        return self._loader(self.train, self._sampler(len(self.train)))
 
     def val_dataloader(self) -> DataLoader:
         batches = self._validation_batches(len(self.validation), "num_validation_sequences")
@@ -220,7 +220,7 @@ class LitImageData(LitStepData):
     ) -> None:
         super().__init__()
         self.normalisation: Normalisation = normalisation
-        self.source_name, self.asked_size = source, image_size
+        self.source_name, self.size_option = source, image_size
         self.global_batch_size, self.num_validation_images = global_batch_size, num_validation_images
         self.validation_batch_size, self.crop_padding, self.flip = validation_batch_size, crop_padding, flip
         self.rand_augment, self.erasing, self.num_repeats = rand_augment, erasing, num_repeats
@@ -259,13 +259,13 @@ class LitImageData(LitStepData):
     def use(self, source: ImageSource) -> None:
         """Take the images of a checked source."""
         self.source = source
-        self.image_size = image_size(self.source, self.asked_size)
+        self.image_size = image_size(self.source, self.size_option)
         self.statistics = statistics(self.source, self.normalisation)
         self._normalise = Normalise(*self.statistics)
 
     def train_dataloader(self) -> DataLoader:
-        numbers = self._steps(len(self.source.train), _SampleNumbers)
-        return self._loader(self.training_images(), numbers, collate_fn=_as_it_is)
+        sampler = self._sampler(len(self.source.train), _SampleIds)
+        return self._loader(self.training_images(), sampler, collate_fn=_identity)
 
     def training_images(self) -> "TrainingImages":
         """Return the data set that training reads by sample numbers."""
@@ -280,7 +280,7 @@ class LitImageData(LitStepData):
         images = self.source.test
         count = min(len(images), self.num_validation_images or len(images))
         batches = self._validation_batches(count, "num_validation_images")
-        return self._loader(_ValidationImages(images, self.image_size), batches, collate_fn=_as_it_is)
+        return self._loader(_ValidationImages(images, self.image_size), batches, collate_fn=_identity)
 
     def on_before_batch_transfer(self, batch: Batch | InputError, dataloader_idx: int) -> Batch:
         if isinstance(batch, InputError):
@@ -326,16 +326,16 @@ class SampleOrder:
         self.num_images, self.num_repeats = num_images, num_repeats
         self._permutations = StepSampler(num_images, global_batch_size=1, seed=seed)
 
-    def image(self, number: int) -> int:
-        epoch, place = divmod(number, self.num_images)
-        return self._permutations.sample(epoch * self.num_images + place // self.num_repeats)
+    def image(self, index: int) -> int:
+        epoch, offset = divmod(index, self.num_images)
+        return self._permutations.sample(epoch * self.num_images + offset // self.num_repeats)
 
 
-class _SampleNumbers(StepSampler):
+class _SampleIds(StepSampler):
     """The numbers of the samples of a batch: the data set knows their images, and augments by them."""
 
-    def sample(self, number: int) -> int:
-        return number
+    def sample(self, index: int) -> int:
+        return index
 
 
 class TrainingImages(Dataset):
@@ -351,23 +351,23 @@ class TrainingImages(Dataset):
     ) -> None:
         self.pictures, self.labels, self.order, self.transform, self.seed = pictures, labels, order, transform, seed
 
-    def __getitems__(self, numbers: Sequence[int]) -> Batch | InputError:
-        chosen = [self.order.image(number) for number in numbers]
+    def __getitems__(self, ids: Sequence[int]) -> Batch | InputError:
+        chosen = [self.order.image(index) for index in ids]
         labels = self.labels[chosen]
         if self.transform is None:
             assert isinstance(self.pictures, SmallPictures)
             pinned = torch.cuda.is_available() and get_worker_info() is None  # what a worker makes is pinned later
             return {"pixels": self.pictures.batch(chosen, pinned=pinned), "labels": labels}
         try:
-            return {"pixel_values": self._transformed(self.transform, chosen, numbers), "labels": labels}
+            return {"pixel_values": self._transformed(self.transform, chosen, ids), "labels": labels}
         except InputError as error:
             return error  # a worker's exception would arrive as its whole traceback
 
-    def _transformed(self, transform: Callable[..., Any], chosen: Sequence[int], numbers: Sequence[int]) -> Tensor:
+    def _transformed(self, transform: Callable[..., Any], chosen: Sequence[int], ids: Sequence[int]) -> Tensor:
         images = []
         with kept_random_state():  # without workers the global generators are those of training
-            for index, number in zip(chosen, numbers, strict=True):
-                digest = hashlib.blake2b(f"{self.seed}/{number}".encode(), digest_size=8).digest()
+            for index, position in zip(chosen, ids, strict=True):
+                digest = hashlib.blake2b(f"{self.seed}/{position}".encode(), digest_size=8).digest()
                 seed = int.from_bytes(digest, "big")
                 torch.default_generator.manual_seed(seed)
                 random.seed(seed)
@@ -387,5 +387,5 @@ class _ValidationImages(Dataset):
             return error
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch

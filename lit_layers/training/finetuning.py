@@ -44,7 +44,7 @@ from lit_layers.training.modules import LitCausalLM, LitModule
 from lit_layers.training.run_folder import write_folder
 from lit_layers.training.trainer import RANGES, StepSeed, new_trainer
 
-AGAIN = "take it away to train that variant again"
+RETRAIN = "take it away to train that variant again"
 BETAS = (0.9, 0.999)
 
 
@@ -95,7 +95,7 @@ def name_of(variant: Variant) -> str:
     return re.sub(r"\W+", "_", str(variant))
 
 
-def finished(file: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+def cached_result(file: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """The result in a file that was made with these settings; None where there is none.
 
     Raises:
@@ -103,18 +103,18 @@ def finished(file: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     if not file.is_file():
         return None
-    result: Any = schema.read(file, dict[str, Any], AGAIN)
+    result: Any = schema.read(file, dict[str, Any], RETRAIN)
     for name, value in json.loads(json.dumps(settings)).items():
-        if (held := result.get(name)) != value:
-            options = value if isinstance(held, dict) and isinstance(value, dict) else {}
-            part = next((key for key in options if held.get(key) != value[key]), name)
+        if (stored := result.get(name)) != value:
+            options = value if isinstance(stored, dict) and isinstance(value, dict) else {}
+            option = next((key for key in options if stored.get(key) != value[key]), name)
             raise InputError(
-                f"{file} is the result of other settings ({part} differs): choose another root, or take it away"
+                f"{file} is the result of other settings ({option} differs): choose another root, or take it away"
             )
     return result
 
 
-def means_of_seeds(records: Iterable[Record], num_blocks: int) -> Iterator[Record]:
+def seed_means(records: Iterable[Record], num_blocks: int) -> Iterator[Record]:
     """Yields, for each metric and the other tags, the mean over the random orders of one number of middle blocks, with
     its standard error over them. Orders whose training came to no number are left out, and `num_undefined` counts them.
     """
@@ -182,20 +182,20 @@ class TrainedVariants(Analysis):
         """Yield the records of each variant, and at last the means over the seeds of random orders."""
         records: list[Record] = []
         try:
-            for of_variant in self.trained(model):
-                records += of_variant
-                yield from of_variant
+            for results in self.train_all(model):
+                records += results
+                yield from results
         except SystemExit as error:  # Lightning makes Ctrl-C an exit of the process
             raise KeyboardInterrupt from error
-        yield from means_of_seeds(records, model.num_layers)
+        yield from seed_means(records, model.num_layers)
 
     @abstractmethod
-    def trained(self, model: LayeredModel) -> Iterator[list[Record]]:
+    def train_all(self, model: LayeredModel) -> Iterator[list[Record]]:
         """Yield what each variant gives, trained now where that is not done."""
 
-    def say(self, what: str) -> None:
+    def notify(self, message: str) -> None:
         if self.tell is not None:
-            self.tell(what)
+            self.tell(message)
 
     def fit(self, module: LitModule, data: L.LightningDataModule, model: LayeredModel, *, steps: int) -> None:
         """Train a module where a model is, and write nothing. The global random state stays as it is."""
@@ -228,7 +228,7 @@ def check_texts(model: LayeredModel, num_tokens: int, size: int, *, vocabulary: 
 
 RESULT, WHEN = "finetuned.json", ("before", "after")
 _IGNORED = -100
-_SCORED_AT_ONCE = 16
+_SCORE_BATCH = 16
 Scores = dict[str, tuple[float, float | None, int]]  # of each metric the value, its standard error, the rows
 
 
@@ -288,15 +288,15 @@ class AnswerData(LitStepData):
         self.rows = [_row(*row, recipe.num_tokens + 1) for row in rows]
 
     def train_dataloader(self) -> DataLoader:
-        return self._loader(self.rows, self._steps(len(self.rows)), collate_fn=_padded)
+        return self._loader(self.rows, self._sampler(len(self.rows)), collate_fn=_collate)
 
 
-def _row(asked: list[int], answer: list[int], longest: int) -> dict[str, Tensor]:
-    ids = torch.tensor([*asked, *answer])
-    return {"input_ids": ids[-longest:], "labels": torch.tensor([_IGNORED] * len(asked) + answer)[-longest:]}
+def _row(prompt: list[int], answer: list[int], max_tokens: int) -> dict[str, Tensor]:
+    ids = torch.tensor([*prompt, *answer])
+    return {"input_ids": ids[-max_tokens:], "labels": torch.tensor([_IGNORED] * len(prompt) + answer)[-max_tokens:]}
 
 
-def _padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     fills = {"input_ids": 0, "labels": _IGNORED}
     return {
         name: pad_sequence([row[name] for row in rows], batch_first=True, padding_value=fill)
@@ -347,7 +347,7 @@ class TaskFinetuning(WithTokenizer, TrainedVariants):
 
     @cached_property
     def texts(self) -> list[tuple[str, str]]:
-        """What is asked, and its answer, of each training row.
+        """Prompt and answer of each training row.
 
         Raises:
             InputError: a task without training rows, or whose prompts are no text before an answer.
@@ -379,14 +379,14 @@ class TaskFinetuning(WithTokenizer, TrainedVariants):
             "scorer": f"lm-eval {version_of('lm_eval')}",
         }
 
-    def trained(self, model: LayeredModel) -> Iterator[list[Record]]:
+    def train_all(self, model: LayeredModel) -> Iterator[list[Record]]:
         compared = self.chosen(model)
         for number, variant in enumerate(compared, 1):
-            self.say(f"training {variant} on {self.recipe.task} ({number} of {len(compared)})")
-            scores = self.before_and_after(model, variant)
+            self.notify(f"training {variant} on {self.recipe.task} ({number} of {len(compared)})")
+            scores = self.variant_scores(model, variant)
             yield [record for when in WHEN for record in self._records(variant, when, scores[when])]
 
-    def before_and_after(self, model: LayeredModel, variant: Variant) -> dict[str, Scores]:
+    def variant_scores(self, model: LayeredModel, variant: Variant) -> dict[str, Scores]:
         """Return the scores "before" and "after" of a variant, read where its folder has them already.
 
         Raises:
@@ -394,8 +394,8 @@ class TaskFinetuning(WithTokenizer, TrainedVariants):
         """
         folder, settings = Path(self.root) / name_of(variant), self.settings(model, variant)
         file = folder / RESULT
-        if (result := finished(file, settings)) is not None:
-            return {when: schema.check(result.get(when), Scores, f"{file}: {when}", AGAIN) for when in WHEN}
+        if (result := cached_result(file, settings)) is not None:
+            return {when: schema.check(result.get(when), Scores, f"{file}: {when}", RETRAIN) for when in WHEN}
         network: Any = copy.deepcopy(model.model).requires_grad_(True)
         scores = dict(zip(WHEN, self._train(network, model, variant), strict=True))
 
@@ -408,12 +408,12 @@ class TaskFinetuning(WithTokenizer, TrainedVariants):
 
     def _train(self, network: Network, model: LayeredModel, variant: Variant) -> tuple[Scores, Scores]:
         """Train the copy of a model with the variant active; return its scores before and after."""
-        rows = [self._tokens_of(*texts) for texts in self.texts]
+        rows = [self._token_ids(*texts) for texts in self.texts]
         with running_order(network, variant.schedule):
-            before = self._scored(network, model.max_tokens)
+            before = self._scores(network, model.max_tokens)
             module, data = LitAnswers(network, self.recipe, self.steps), AnswerData(rows, self.recipe)
             self.fit(module, data, model, steps=self.steps)
-            return before, self._scored(network.to(model.device), model.max_tokens)
+            return before, self._scores(network.to(model.device), model.max_tokens)
 
     def _records(self, variant: Variant, when: str, scores: Scores) -> Iterator[Record]:
         """Yield each metric with its standard error over the rows."""
@@ -422,20 +422,20 @@ class TaskFinetuning(WithTokenizer, TrainedVariants):
             ends = interval(metric, value, error, n)
             yield Record(metric=metric, value=value, stderr=error, n=n, layer=variant.block, tags=tags, **ends)
 
-    def _tokens_of(self, asked: str, answer: str) -> tuple[list[int], list[int]]:
-        """Those of the answer as they are after what is asked, where that leaves the latter's as they are."""
+    def _token_ids(self, prompt: str, answer: str) -> tuple[list[int], list[int]]:
+        """Those of the answer as they are after the prompt, where that leaves the latter's as they are."""
         encode, end = self.words.tokenizer.encode, self.words.end_of_text_id
-        whole, before = encode(asked + answer).ids, encode(asked).ids
+        whole, before = encode(prompt + answer).ids, encode(prompt).ids
         if whole[: len(before)] != before:
             return before, [*encode(answer, add_special_tokens=False).ids, end]
         return before, [*whole[len(before) :], end]
 
-    def _scored(self, network: Network, longest: int | None) -> Scores:
+    def _scores(self, network: Network, max_tokens: int | None) -> Scores:
         with evaluating(network), torch.no_grad():
-            values = self._scorer(longest).score(network).values
+            values = self._scorer(max_tokens).score(network).values
         return {metric: (*mean_and_error(metric, [rows]), len(rows)) for metric, rows in values.items()}
 
-    def _scorer(self, longest: int | None) -> LmEvalScorer:
+    def _scorer(self, max_tokens: int | None) -> LmEvalScorer:
         task = self._local or self.recipe.task
-        options: dict[str, Any] = {"batch_size": _SCORED_AT_ONCE, "max_length": longest}
+        options: dict[str, Any] = {"batch_size": _SCORE_BATCH, "max_length": max_tokens}
         return LmEvalScorer(task, self.tokenizer, limit=self.recipe.limit, **options)

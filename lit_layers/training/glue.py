@@ -33,8 +33,8 @@ from lit_layers.training.finetuning import (
     TrainedVariants,
     TrainingRecipe,
     accelerator_of,
+    cached_result,
     check_texts,
-    finished,
     name_of,
 )
 from lit_layers.training.modules import LitModule, warmup_linear
@@ -56,11 +56,11 @@ class EncodedRows:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def batch(self, numbers: Sequence[int], filler: int) -> dict[str, Tensor]:
+    def batch(self, indices: Sequence[int], pad_id: int) -> dict[str, Tensor]:
         """Some rows, filled up on the right to the longest of them."""
-        texts = [self.rows.texts[number] for number in numbers]
+        texts = [self.rows.texts[index] for index in indices]
         self.words.enable_truncation(self.max_tokens, strategy="longest_first")
-        self.words.enable_padding(pad_id=filler)
+        self.words.enable_padding(pad_id=pad_id)
         try:
             with tokenizer_threads():
                 encodings = self.words.encode_batch([pair if self.is_pair else pair[0] for pair in texts])
@@ -71,7 +71,7 @@ class EncodedRows:
             "input_ids": torch.tensor([each.ids for each in encodings]),
             "attention_mask": torch.tensor([each.attention_mask for each in encodings]),
             "token_type_ids": torch.tensor([each.type_ids for each in encodings]),
-            "labels": self.targets[torch.tensor(numbers)],
+            "labels": self.targets[torch.tensor(indices)],
         }
 
 
@@ -124,14 +124,14 @@ class GlueData(LitStepData):
         }
 
     def train_dataloader(self) -> DataLoader:
-        return self._rows_loader("train", self._steps(len(self.rows["train"])))
+        return self._rows_loader("train", self._sampler(len(self.rows["train"])))
 
     def val_dataloader(self) -> DataLoader:
         return self._rows_loader("validation", self._validation_batches(len(self.rows["validation"]), "num_validation"))
 
     def _rows_loader(self, split: str, batches: Any) -> DataLoader:
-        model: Any = self._loop().lightning_module.model
-        collate = partial(self.encoded[split].batch, filler=model.config.pad_token_id or 0)
+        model: Any = self._get_trainer().lightning_module.model
+        collate = partial(self.encoded[split].batch, pad_id=model.config.pad_token_id or 0)
         return self._loader(range(len(self.rows[split])), batches, collate_fn=collate)
 
 
@@ -236,7 +236,7 @@ class GlueScores(WithTokenizer, TrainedVariants):
         rows = {split: read_rows(task, split, self.folder).take(counts[split], seed=recipe.seed) for split in SPLITS}
         return GlueData(rows, self.words, recipe)
 
-    def trained(self, model: LayeredModel) -> Iterator[list[Record]]:
+    def train_all(self, model: LayeredModel) -> Iterator[list[Record]]:
         data, recipe = self.data(), self.recipe
         network, _ = sequence_classifier(self.model, data.task.num_classes or 1, seed=recipe.seed)
         options = {key: value for key, value in asdict(recipe).items() if key not in _CHOOSING}
@@ -251,15 +251,15 @@ class GlueScores(WithTokenizer, TrainedVariants):
         for training in dict.fromkeys(recipe.training):
             for variant in self.chosen(model):
                 file = self.root / "glue" / self.task / training / f"{name_of(variant)}.json"
-                asked = {**settings, "training": training, "variant": variant.tags, "block": variant.block}
-                result = finished(file, asked)
+                key = {**settings, "training": training, "variant": variant.tags, "block": variant.block}
+                result = cached_result(file, key)
                 if result is None:
                     scores = self.score(network, variant, training, data, model)
                     counts = {"num_train": len(data.rows["train"]), "n": len(data.rows["validation"])}
-                    result = {**asked, "metrics": scores, **counts}
+                    result = {**key, "metrics": scores, **counts}
                     file.parent.mkdir(parents=True, exist_ok=True)
                     write_json(file, result)
-                self.say(f"{self.task}, {training}, {variant}: {result['metrics'][SCORE]:.4f}")
+                self.notify(f"{self.task}, {training}, {variant}: {result['metrics'][SCORE]:.4f}")
                 yield _records(result, variant, training)
 
     def score(

@@ -18,7 +18,8 @@ from lit_layers.training.losses import WeightedMean
 from lit_layers.training.modules import LitModule, warmup_cosine
 from lit_layers.training.trainer import RANGES
 
-_OF_MODULE, _OF_DATA = {"patch_size", "drop_path_rate"}, {"img_size", "num_classes"}  # what `config` may not say again
+# Arguments of timm that `config` may not repeat: the module or the data sets them.
+_MODULE_KEYS, _DATA_KEYS = {"patch_size", "drop_path_rate"}, {"img_size", "num_classes"}
 
 
 class LitImageClassifier(LitModule):
@@ -72,7 +73,7 @@ class LitImageClassifier(LitModule):
         compile: bool = False,
     ) -> None:
         super().__init__(locals())
-        _refuse_said_twice(config, _OF_MODULE)
+        _refuse_repeated(config, _MODULE_KEYS)
         self.init_from = init_from
         self.architecture, self.config, self.patch_size = architecture, dict(config or {}), patch_size
         self.drop_path_rate, self.init_seed, self.compile_model = drop_path_rate, init_seed, compile
@@ -89,13 +90,13 @@ class LitImageClassifier(LitModule):
         if self.patch_size is not None:
             options["patch_size"] = self.patch_size
         if isinstance(self.data, LitImageData):
-            _refuse_said_twice(self.config, _OF_DATA)
+            _refuse_repeated(self.config, _DATA_KEYS)
             options |= {"img_size": self.data.image_size, "num_classes": self.data.num_classes}
 
         model: Any = vit(self.architecture, seed=self.init_seed, **options)
         if self.init_from is not None:
             try:
-                model.load_state_dict(self.beginning[0].load().state_dict())
+                model.load_state_dict(self.start[0].load().state_dict())
             except RuntimeError as error:
                 about = f"{self.init_from} is of another network than this {self.architecture}"
                 raise InputError(f"model.init_from: {about} ({first_sentence(error)})") from error
@@ -106,8 +107,8 @@ class LitImageClassifier(LitModule):
             set_pixel_statistics_(model, *self.data.statistics)
         return model
 
-    def take(self, model: Any) -> None:
-        super().take(model)
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
         count = model.num_classes
         if self.mixup or self.cutmix:
             from timm.data import Mixup  # takes a second
@@ -124,14 +125,14 @@ class LitImageClassifier(LitModule):
         return self._network(pixel_values)
 
     def training_step(self, batch: Any, batch_index: int) -> Tensor:
-        images, labels = _images_and_labels(batch)
+        images, labels = _unpack(batch)
         if self._mix is None:
             return F.cross_entropy(self(images).float(), labels, label_smoothing=self.label_smoothing)
         images, targets = self._mix(images, labels)
         return F.cross_entropy(self(images).float(), targets)  # targets are shares of classes: (batch, classes)
 
     def validation_step(self, batch: Any, batch_index: int) -> None:
-        images, labels = _images_and_labels(batch)
+        images, labels = _unpack(batch)
         logits = self(images).float()
         self.validation_loss.update(F.cross_entropy(logits, labels), weight=len(labels))
         self.validation_metrics.update(logits, labels)
@@ -148,12 +149,12 @@ class LitImageClassifier(LitModule):
         return warmup_cosine(warmup_steps=self.warmup_steps, decay_steps=decay_steps, min_ratio=self.min_lr_ratio)
 
 
-def _refuse_said_twice(config: Mapping[str, Any] | None, names: set[str]) -> None:
+def _refuse_repeated(config: Mapping[str, Any] | None, names: set[str]) -> None:
     for name in names & set(config or {}):
         raise InputError(f"model.config.{name}: the module or the data says it; use model.{name} where there is one")
 
 
-def _images_and_labels(batch: Any) -> tuple[Tensor, Tensor]:
+def _unpack(batch: Any) -> tuple[Tensor, Tensor]:
     """Of a batch as `LitImageData` gives it, or other loaders do.
 
     Raises:

@@ -13,8 +13,8 @@ from torchmetrics import Metric
 _CHUNK = 2**17
 
 
-def next_token_loss(logits: Tensor, targets: Tensor, num_words: int) -> Tensor:
-    """Return the mean cross-entropy in nats over the first `num_words` columns; the others are padding.
+def next_token_loss(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    """Return the mean cross-entropy in nats over the first `vocab_size` columns; the others are padding.
 
     Where a gradient is wanted on a CPU the logits are used up: their memory takes in their own gradient. Neither a
     float32 copy of them nor log-probabilities nor a second gradient of that size (batch x tokens x vocabulary) ever
@@ -23,34 +23,34 @@ def next_token_loss(logits: Tensor, targets: Tensor, num_words: int) -> Tensor:
     rows, targets = logits.flatten(0, -2), targets.flatten()
     has_gradient = torch.is_grad_enabled() and rows.requires_grad
     if torch.compiler.is_compiling() or (has_gradient and rows.device.type != "cpu"):
-        return F.cross_entropy(_without_padding(rows, num_words), targets)
+        return F.cross_entropy(_mask_padding(rows, vocab_size), targets)
     if has_gradient:
-        return _InPlaceCrossEntropy.apply(rows, targets, num_words)  # pyright: ignore[reportReturnType]
-    return F.cross_entropy(rows[:, :num_words].float(), targets)
+        return _InPlaceCrossEntropy.apply(rows, targets, vocab_size)  # pyright: ignore[reportReturnType]
+    return F.cross_entropy(rows[:, :vocab_size].float(), targets)
 
 
-def _without_padding(rows: Tensor, num_words: int) -> Tensor:
+def _mask_padding(rows: Tensor, vocab_size: int) -> Tensor:
     """In float32, padding as likely as nothing. Not cut off: rows of odd length (50,257) are not read in vectors, which
     makes the kernels of a GPU three times as slow."""
-    words = torch.arange(rows.shape[1], device=rows.device) < num_words
+    words = torch.arange(rows.shape[1], device=rows.device) < vocab_size
     return torch.where(words, rows.float(), -torch.inf)
 
 
-def network_loss(network: Callable[..., Any], input_ids: Tensor, targets: Tensor, num_words: int) -> Tensor:
+def network_loss(network: Callable[..., Any], input_ids: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
     """Return the `next_token_loss` of what a causal language model predicts: one function, for one compiled graph."""
-    return next_token_loss(network(input_ids=input_ids, use_cache=False).logits, targets, num_words)
+    return next_token_loss(network(input_ids=input_ids, use_cache=False).logits, targets, vocab_size)
 
 
 class _InPlaceCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, num_words: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
         # `detach` shares the version counter: an operation that saved these logits for its backward pass will raise.
         gradient = logits.detach()
         ctx.save_for_backward(gradient)
-        gradient[:, num_words:] = 0
+        gradient[:, vocab_size:] = 0
         rows = max(1, _CHUNK // logits.shape[1])
         losses = []
-        for stored, target in zip(gradient[:, :num_words].split(rows), targets.unsqueeze(1).split(rows), strict=True):
+        for stored, target in zip(gradient[:, :vocab_size].split(rows), targets.unsqueeze(1).split(rows), strict=True):
             chunk = stored.to(torch.promote_types(stored.dtype, torch.float32))  # no copy where it is float32 already
             chunk.sub_(chunk.amax(1, keepdim=True))
             at_target = chunk.gather(1, target)

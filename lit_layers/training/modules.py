@@ -21,8 +21,8 @@ from lit_layers.schema import refuse_outside
 from lit_layers.series.checkpoint import Checkpoint
 from lit_layers.series.local_series import DESCRIBED
 from lit_layers.training.losses import WeightedMean, mean_of_step, network_loss
-from lit_layers.training.run_folder import Origin, planned_steps, published, refuse_another_tokenizer
-from lit_layers.training.sharding import full, reduce_gradients_, shard_, sharding_mesh
+from lit_layers.training.run_folder import Origin, check_tokenizer, find_origin, planned_steps
+from lit_layers.training.sharding import full, set_gradient_sync_, shard_, sharding_mesh
 from lit_layers.training.trainer import RANGES
 
 
@@ -46,12 +46,12 @@ def adamw(
 def parameter_groups(model: nn.Module, weight_decay: float | None) -> list[dict[str, Any]]:
     """Two groups of parameters: neither vectors (biases, norms, layer scales) nor what the model itself names (timm:
     class token, position embedding) decay. With `weight_decay` None the others decay as the optimizer says."""
-    spared = set(getattr(model, "no_weight_decay", set)())
+    exempt = set(getattr(model, "no_weight_decay", set)())
     trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
-    decayed = [each for name, each in trained if each.ndim >= 2 and name not in spared]
-    others = [each for name, each in trained if each.ndim < 2 or name in spared]
-    of_decayed = {} if weight_decay is None else {"weight_decay": weight_decay}
-    groups = [{"params": decayed, **of_decayed}, {"params": others, "weight_decay": 0.0}]
+    decayed = [each for name, each in trained if each.ndim >= 2 and name not in exempt]
+    others = [each for name, each in trained if each.ndim < 2 or name in exempt]
+    decay = {} if weight_decay is None else {"weight_decay": weight_decay}
+    groups = [{"params": decayed, **decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
@@ -65,25 +65,25 @@ def use_optimizer_(module: L.LightningModule, optimizer: Any, lr_scheduler: Any)
     if isinstance(module, LitModule):
         module.make_optimizer, module.make_scheduler = optimizer, lr_scheduler
     elif optimizer is not None:
-        module.configure_optimizers = lambda: _stepped(
-            _made("optimizer", optimizer, module.parameters()), lr_scheduler, module.trainer
+        module.configure_optimizers = lambda: _config(
+            _create("optimizer", optimizer, module.parameters()), lr_scheduler, module.trainer
         )
     elif lr_scheduler is not None:
         raise InputError(f"lr_scheduler: expected an optimizer with it, as {type(module).__name__} makes its own")
 
 
-def _made(option: str, make: Callable[[Any], Any], given: Any) -> Any:
+def _create(option: str, make: Callable[[Any], Any], argument: Any) -> Any:
     try:
-        return make(given)
+        return make(argument)
     except (TypeError, ValueError) as error:
         raise error if isinstance(error, InputError) else InputError(f"{option}: {first_sentence(error)}") from error
 
 
-def _stepped(optimizer: torch.optim.Optimizer, make: Any, trainer: L.Trainer) -> Any:
+def _config(optimizer: torch.optim.Optimizer, make: Any, trainer: L.Trainer) -> Any:
     """Return what Lightning wants to know of an optimizer whose schedule is stepped with it."""
     if make is None:
         return {"optimizer": optimizer}
-    about = {"scheduler": (scheduler := _made("lr_scheduler", make, optimizer)), "interval": "step"}
+    about = {"scheduler": (scheduler := _create("lr_scheduler", make, optimizer)), "interval": "step"}
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):  # stepped after each validation
         every = trainer.val_check_interval
         about |= {"frequency": every} if isinstance(every, int) else {"interval": "epoch"}
@@ -165,13 +165,13 @@ class LitModule(L.LightningModule, ABC):
     @property
     def origin(self) -> Origin:
         """Where this run begins on the axes of steps and tokens."""
-        return Origin() if self.init_from is None else self.beginning[1]
+        return Origin() if self.init_from is None else self.start[1]
 
     @functools.cached_property
-    def beginning(self) -> tuple[Checkpoint, Origin]:
+    def start(self) -> tuple[Checkpoint, Origin]:
         """The checkpoint that `init_from` names; a resumed run sets the one that it began with."""
         assert self.init_from is not None
-        return published(self.init_from)
+        return find_origin(self.init_from)
 
     @property
     def data(self) -> Any:
@@ -185,9 +185,9 @@ class LitModule(L.LightningModule, ABC):
         mesh = sharding_mesh(self.trainer.strategy)
         if mesh is not None:
             shard_(model, mesh, str(self.trainer.precision))
-        self.take(model)
+        self.set_model(model)
 
-    def take(self, model: nn.Module) -> None:
+    def set_model(self, model: nn.Module) -> None:
         """Train `model`."""
         self.model = model
 
@@ -200,7 +200,7 @@ class LitModule(L.LightningModule, ABC):
             return
         if DESCRIBED not in checkpoint:
             raise InputError("checkpoint: it does not say which network it is of: open the folder of a step instead")
-        self.take(rebuilt(json.loads(checkpoint[DESCRIBED])))
+        self.set_model(rebuilt(json.loads(checkpoint[DESCRIBED])))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the loss of the step to the trainer's loggers, if it has any, and have the last step validated."""
@@ -217,7 +217,7 @@ class LitModule(L.LightningModule, ABC):
         self.log_dict({f"validation/{name}": score for name, score in self.scores().items()})
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        reduce_gradients_(self.model, now=not self.trainer.fit_loop._should_accumulate())
+        set_gradient_sync_(self.model, on=not self.trainer.fit_loop._should_accumulate())
 
     def on_fit_start(self) -> None:
         # Kept out of the module tree: the compiled copy shares every weight and must not double the state dict. Not
@@ -246,11 +246,11 @@ class LitModule(L.LightningModule, ABC):
             self.grad_norm = full(torch.nn.utils.get_total_norm(gradients))
 
     def configure_optimizers(self) -> Any:
-        return _stepped(self._optimizer(), self.make_scheduler or self._schedule, self.trainer)
+        return _config(self._optimizer(), self.make_scheduler or self._schedule, self.trainer)
 
     def _optimizer(self) -> torch.optim.Optimizer:
         if self.make_optimizer is not None:
-            return _made("optimizer", self.make_optimizer, parameter_groups(self.model, None))
+            return _create("optimizer", self.make_optimizer, parameter_groups(self.model, None))
         # In 16-mixed the step may not be one kernel: it divides the gradients by the scale itself, which is after they
         # have been clipped and their norm was taken.
         return adamw(
@@ -327,7 +327,7 @@ class LitCausalLM(LitModule):
         self.validation_loss = WeightedMean()
 
     def build(self) -> nn.Module:
-        model: Any = self._new_model() if self.init_from is None else self._continued()
+        model: Any = self._new_model() if self.init_from is None else self._loaded_model()
         if not LayeredModel(model).predicts_next_token:
             raise InputError(
                 f"model: expected one that predicts the next token, got a {type(model).__name__} that sees later ones"
@@ -343,13 +343,13 @@ class LitCausalLM(LitModule):
         return model
 
     @property
-    def _num_words(self) -> int | None:
+    def _vocab_size(self) -> int | None:
         """Tokens that the run's data may hold; None where it does not say."""
         return getattr(getattr(self.data, "shards", None), "vocab_size", None)
 
     def _new_model(self) -> nn.Module:
         options: dict[str, Any] = {**self.config, "pad_vocab_to": self.pad_vocab_to}
-        if (least := self._num_words) is not None:
+        if (least := self._vocab_size) is not None:
             vocab_size = options.setdefault("vocab_size", least)
             if not isinstance(vocab_size, int) or vocab_size < least:
                 raise InputError(
@@ -357,21 +357,21 @@ class LitCausalLM(LitModule):
                 )
         return causal_lm(self.architecture, seed=self.init_seed, **options)
 
-    def _continued(self) -> nn.Module:
-        checkpoint = self.beginning[0]
+    def _loaded_model(self) -> nn.Module:
+        checkpoint = self.start[0]
         folder = checkpoint.fetch()
         trained: Any = checkpoint.load()
-        refuse_another_tokenizer(folder, self.data, self.init_from)
+        check_tokenizer(folder, self.data, self.init_from)
         for field, value in self.config.items():
-            kept_value = getattr(trained.config, field, None)
-            if "drop" not in field and value != kept_value:
+            stored = getattr(trained.config, field, None)
+            if "drop" not in field and value != stored:
                 raise InputError(
-                    f"model.config.{field}: {self.init_from} has {kept_value} and keeps it, got {value}: leave it out, "
+                    f"model.config.{field}: {self.init_from} has {stored} and keeps it, got {value}: leave it out, "
                     "or say --model.config null"
                 )
         options = {**self.config, "pad_vocab_to": self.pad_vocab_to, "weights": trained}
         model = causal_lm(folder, seed=self.init_seed, **options)
-        if (needed := self._num_words) is not None and true_vocab_size(model) < needed:
+        if (needed := self._vocab_size) is not None and true_vocab_size(model) < needed:
             raise InputError(
                 f"tokenizer: expected at most the {true_vocab_size(model)} tokens of {self.init_from}, got {needed}: "
                 "name its own with --tokenizer"
@@ -418,15 +418,15 @@ def _token_ids(batch: Any) -> Tensor:
     Raises:
         InputError: if there are none, or tensors with them that the loss would leave out, such as padding and labels.
     """
-    given, *labels = batch if isinstance(batch, list | tuple) and batch else [batch]
-    parts = dict(given) if isinstance(given, Mapping) else {"input_ids": given}
-    ids = parts.pop("input_ids", None)
+    first, *labels = batch if isinstance(batch, list | tuple) and batch else [batch]
+    named = dict(first) if isinstance(first, Mapping) else {"input_ids": first}
+    ids = named.pop("input_ids", None)
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
-        raise InputError(f"data: expected batches with input_ids (batch, tokens), got a {type(given).__name__}")
-    for name, part in [*parts.items(), *(("labels", each) for each in labels)]:
-        if name == "attention_mask" and not part.all():
+        raise InputError(f"data: expected batches with input_ids (batch, tokens), got a {type(first).__name__}")
+    for name, value in [*named.items(), *(("labels", each) for each in labels)]:
+        if name == "attention_mask" and not value.all():
             raise InputError("data: expected blocks of tokens without padding, got an attention_mask with zeros")
-        if name != "attention_mask" and isinstance(part, Tensor) and not torch.equal(part, ids):
+        if name != "attention_mask" and isinstance(value, Tensor) and not torch.equal(value, ids):
             raise InputError(
                 f"data: expected batches of input_ids, each of which predicts the next, got other {name}: a module of "
                 "your own trains on them"

@@ -29,7 +29,7 @@ from lit_layers.measuring.ranks import OneProcess, Ranks, ranks_of
 from lit_layers.schema import Count
 from lit_layers.series.local_series import read_lightning
 from lit_layers.training.run_folder import axis_step, saved_steps, step_folder, write_folder
-from lit_layers.training.sharding import SHARDED, are_sharded
+from lit_layers.training.sharding import SHARDED, shards_weights
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def refuse_diverged_losses(
     for callback in cast("Any", trainer).callbacks:
         if isinstance(callback, ResumeCheckpoint):
             callback.wait()  # the sentence names what is whole
-    raise DivergedError(_sentence(f"the loss of step {step} is {losses[step]}", step, root))
+    raise DivergedError(_message(f"the loss of step {step} is {losses[step]}", step, root))
 
 
 def refuse_diverged_weights(trainer: L.Trainer, pl_module: L.LightningModule, step: int, root: Path) -> None:
@@ -64,7 +64,7 @@ def refuse_diverged_weights(trainer: L.Trainer, pl_module: L.LightningModule, st
         DivergedError: where one of them is no number.
     """
     if not _are_finite(trainer, pl_module):
-        raise DivergedError(_sentence(f"weights are not finite after step {step}", step, root))
+        raise DivergedError(_message(f"weights are not finite after step {step}", step, root))
 
 
 def _are_finite(trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
@@ -73,7 +73,7 @@ def _are_finite(trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
     return bool(trainer.strategy.reduce(finite, reduce_op="min"))
 
 
-def _sentence(what: str, step: int, root: Path) -> str:
+def _message(what: str, step: int, root: Path) -> str:
     # That the weights after a step are numbers is known from the loss of the next one.
     series = [step_folder(root, saved) for saved in saved_steps(root) if saved + 1 < step][-1:]
     resume = [step_folder(root / "resume", saved) for saved in saved_steps(root / "resume")][-1:]
@@ -118,7 +118,7 @@ class ResumeCheckpoint(L.Callback):
         schema.refuse_below_one(resume_every=every)
         self.folder, self.every, self.keep = Path(root) / FOLDER, every, keep
         self.paused_seconds = 0.0
-        self._is_asked = False  # to stop
+        self._stopping = False  # set by SIGTERM
         self._ranks: OneProcess | Ranks = OneProcess()
         self._last_step = -1
         self._writer = ThreadPoolExecutor(1, "resume-checkpoint")
@@ -127,11 +127,11 @@ class ResumeCheckpoint(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         # Lightning's own handler runs a collective wherever the signal finds the process: ranks that are inside another
         # one, or are signalled one after the other, then wait for each other for ever.
-        self._is_asked, connector = False, cast("Any", trainer)._signal_connector
+        self._stopping, connector = False, cast("Any", trainer)._signal_connector
         connector._sigterm_notifier_fn = self._note_signal
         strategy: Any = trainer.strategy
         strategy.load_checkpoint = functools.partial(_load, strategy)
-        if are_sharded(strategy):
+        if shards_weights(strategy):
             strategy._save_distributed_checkpoint = False  # Lightning's index of shards is a pickle
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -152,21 +152,21 @@ class ResumeCheckpoint(L.Callback):
         # Here and not at the end of the batch before: its validation would be missing.
         if batch_idx % trainer.accumulate_grad_batches:
             return
-        asked = self._is_any_asked()
-        if asked or (self.every is not None and axis_step(trainer) % self.every == 0):
+        stop = self._any_stopping()
+        if stop or (self.every is not None and axis_step(trainer) % self.every == 0):
             self._save(trainer)
-        if asked:
+        if stop:
             self.wait()
             raise SIGTERMException
 
     def _note_signal(self, *_: Any) -> None:
-        self._is_asked = True
+        self._stopping = True
 
-    def _is_any_asked(self) -> bool:
+    def _any_stopping(self) -> bool:
         """Return whether any rank was asked to stop: the same on all ranks, all of which call."""
         if isinstance(self._ranks, OneProcess):
-            return self._is_asked
-        flag = torch.tensor([int(self._is_asked)])
+            return self._stopping
+        flag = torch.tensor([int(self._stopping)])
         distributed.all_reduce(flag, op=distributed.ReduceOp.MAX, group=self._ranks.group)
         return bool(flag)
 
@@ -189,7 +189,7 @@ class ResumeCheckpoint(L.Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         refuse_diverged_weights(trainer, pl_module, axis_step(trainer), self.folder.parent)  # after their losses
-        checkpoint[SHARDED] = are_sharded(trainer.strategy)
+        checkpoint[SHARDED] = shards_weights(trainer.strategy)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         # Counted in batches of the new accumulation: else the first step would be made of part of its batches.
@@ -207,7 +207,7 @@ class ResumeCheckpoint(L.Callback):
         connector: Any = trainer._checkpoint_connector
         state = connector.dump_checkpoint(weights_only=False)  # all ranks take part
         if trainer.is_global_zero:
-            self._writing = self._writer.submit(self._write, _on_cpu(state), step)
+            self._writing = self._writer.submit(self._write, _cpu_copy(state), step)
         self.paused_seconds += time.perf_counter() - started
 
     def _write(self, state: dict[str, Any], step: int) -> None:
@@ -237,16 +237,16 @@ def _hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+def _cpu_copy(state: dict[str, Any]) -> dict[str, Any]:
     """Return a copy that training does not change; tensors that are one stay one."""
     copies: dict[tuple, Tensor] = {}
     memo: dict[int, Any] = {}
     for leaf in tree_leaves(state):
         if isinstance(leaf, Tensor):
-            place = leaf.device, leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride()
-            if place not in copies:
-                copies[place] = leaf.detach().to("cpu", copy=True)
-            memo[id(leaf)] = copies[place]
+            key = leaf.device, leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride()
+            if key not in copies:
+                copies[key] = leaf.detach().to("cpu", copy=True)
+            memo[id(leaf)] = copies[key]
     return copy.deepcopy(state, memo)
 
 
@@ -257,10 +257,10 @@ class ResumePoint(NamedTuple):
     state: Path
 
 
-def resume_point(root: Path, which: str, *, hashed: bool = True) -> ResumePoint | None:
+def resume_point(root: Path, which: str, *, verify: bool = True) -> ResumePoint | None:
     """Return the checkpoint that `--resume` names: "last", or a step; None for the start of the run.
 
-    "last" passes over corrupt ones, naming them, and means the start where there never was one. Not `hashed`, it is
+    "last" passes over corrupt ones, naming them, and means the start where there never was one. Without `verify`, it is
     what is there by its name: for the other ranks, as `ResumeCheckpoint` reads what the first one found whole.
 
     Raises:
@@ -271,7 +271,7 @@ def resume_point(root: Path, which: str, *, hashed: bool = True) -> ResumePoint 
     if which == "last":
         for step in reversed(steps):
             try:
-                return _whole(step_folder(folder, step), hashed)
+                return _intact(step_folder(folder, step), verify)
             except InputError as error:
                 logger.warning("%s; trying the one before", error)
         if steps:
@@ -284,7 +284,7 @@ def resume_point(root: Path, which: str, *, hashed: bool = True) -> ResumePoint 
     if int(which) not in steps:
         available = ", ".join(map(str, steps)) or "none"
         raise InputError(f"resume: no resume checkpoint of step {which} in {folder}; there are: {available}")
-    return _whole(step_folder(folder, int(which)), hashed)
+    return _intact(step_folder(folder, int(which)), verify)
 
 
 def lightning_point(file: Path) -> ResumePoint:
@@ -296,11 +296,11 @@ def lightning_point(file: Path) -> ResumePoint:
     return ResumePoint(read_lightning(file)["global_step"], file)
 
 
-def _whole(folder: Path, hashed: bool) -> ResumePoint:
+def _intact(folder: Path, verify: bool) -> ResumePoint:
     """The checkpoint, if its bytes are those that were written."""
     try:
         facts = schema.read(folder / FACTS, _Facts, "take another checkpoint")
-        if hashed and _hash(folder / STATE) != facts["sha256"]:
+        if verify and _hash(folder / STATE) != facts["sha256"]:
             raise InputError(f"resume: {folder / STATE} is corrupt (its hash differs from the one in {FACTS})")
         return ResumePoint(facts["step"], folder / STATE)
     except (OSError, ValueError) as error:
@@ -321,7 +321,7 @@ def _load(strategy: Any, path: str | Path, weights_only: bool | None = True) -> 
     state = _read(path)
     if "optimizer_states" not in state:
         raise InputError(f"ckpt_path: {path} holds weights only: begin with them, by --model.init_from {path}")
-    if are_sharded(strategy) and not state.get(SHARDED, False):
+    if shards_weights(strategy) and not state.get(SHARDED, False):
         raise InputError(
             f"resume: {path} was saved by a run without sharded weights; go on with the strategy of that run"
         )

@@ -116,7 +116,7 @@ def planned_steps(trainer: L.Trainer) -> int | None:
     return int(steps) if 0 < steps < math.inf else None
 
 
-def published(name: str) -> tuple[Checkpoint, Origin]:
+def find_origin(name: str) -> tuple[Checkpoint, Origin]:
     """The checkpoint that `init_from` names, and what its step and tokens make of the axis.
 
     A checkpoint of no known step counts as the beginning: the axis then starts at 0.
@@ -131,7 +131,7 @@ def published(name: str) -> tuple[Checkpoint, Origin]:
     return checkpoint, Origin(checkpoint.step, checkpoint.tokens, source)
 
 
-def kept(root: Path, described: dict[str, Any]) -> tuple[Checkpoint, Origin] | None:
+def own_origin(root: Path, described: dict[str, Any]) -> tuple[Checkpoint, Origin] | None:
     """The same from the run's own folder, whose first step holds those weights; None where that step is gone."""
     source = {name: value for name, value in described.items() if name not in ("step", "tokens")}
     origin = Origin(described["step"], described["tokens"], source)
@@ -141,7 +141,7 @@ def kept(root: Path, described: dict[str, Any]) -> tuple[Checkpoint, Origin] | N
     return Checkpoint(root.name, folder.name, FolderSource(folder), step=origin.step, tokens=origin.tokens), origin
 
 
-def refuse_another_tokenizer(folder: Path, data: Any, name: str | None) -> None:
+def check_tokenizer(folder: Path, data: Any, name: str | None) -> None:
     """Refuse token ids that mean other words to the model in `folder`.
 
     Raises:
@@ -164,10 +164,10 @@ def refuse_another_tokenizer(folder: Path, data: Any, name: str | None) -> None:
 IfExists = Literal["refuse", "overwrite", "resume"]
 Weights = Callable[[], str]  # returns their hash
 CONFIG_FILE, MEASUREMENTS, ABANDONED = "config.yaml", "measurements.jsonl", "abandoned"
-_TO_GO_ON = ("run", "id", "config")
+_REQUIRED = ("run", "id", "config")
 # What any watched training writes, and what `fit` writes: elsewhere such files may be the user's own.
 _WATCHED = (RUN_FILE, MEASUREMENTS, f"step-{'[0-9]' * 9}*", ".tmp-step-*", "values", ABANDONED, "report.html")
-_OF_FIT = (*_WATCHED, CONFIG_FILE, "metrics.jsonl", "step-*", "resume", "wandb/*")
+_FITTED = (*_WATCHED, CONFIG_FILE, "metrics.jsonl", "step-*", "resume", "wandb/*")
 # What a resumed run may do otherwise: neither the data's order nor the weights depend on it.
 _FREE = {
     "model": {"compile", "activation_checkpointing", "decay_steps"},
@@ -175,7 +175,7 @@ _FREE = {
 }
 
 
-def refuse_a_used_folder(root: Path, if_exists: IfExists, *, of_fit: bool = False) -> None:
+def refuse_used_folder(root: Path, if_exists: IfExists, *, is_fit: bool = False) -> None:
     """Refuse to mix two runs.
 
     Raises:
@@ -183,10 +183,10 @@ def refuse_a_used_folder(root: Path, if_exists: IfExists, *, of_fit: bool = Fals
     """
     if if_exists not in get_args(IfExists):
         raise InputError(f"if_exists: expected one of {', '.join(get_args(IfExists))}, got {if_exists!r}")
-    if if_exists == "refuse" and _contents(root, of_fit=of_fit):
+    if if_exists == "refuse" and _run_files(root, is_fit=is_fit):
         steps = saved_steps(root)
         state = f"with checkpoints up to step {steps[-1]}" if steps else "without checkpoints"
-        ways = "--resume last or --if_exists overwrite" if of_fit else 'if_exists="resume" or if_exists="overwrite"'
+        ways = "--resume last or --if_exists overwrite" if is_fit else 'if_exists="resume" or if_exists="overwrite"'
         raise InputError(f"root: {root} already holds a run {state}; choose another folder, {ways}")
 
 
@@ -204,25 +204,25 @@ def begin_training(
         InputError: where `root` holds a run and the user did not ask to overwrite it, or a training that did not have
             these weights at this step.
     """
-    refuse_a_used_folder(root, if_exists)
-    if if_exists == "resume" and _contents(root):
+    refuse_used_folder(root, if_exists)
+    if if_exists == "resume" and _run_files(root):
         if (lineage := records.lineage_in(root)) is None:
             raise InputError(f"if_exists: {root} has no {RUN_FILE} of a training to resume; choose another root")
-        _refuse_other_weights(root, lineage, run or lineage.run, step, weights, lineage.training == saved_by)
-        go_on_at(root, step, goes_back=True)
+        _check_weights(root, lineage, run or lineage.run, step, weights, lineage.training == saved_by)
+        resume_at(root, step, goes_back=True)
     else:
-        _remove(_contents(root))
+        _remove(_run_files(root))
         write_json(root / RUN_FILE, {"run": run or root.resolve().name, "id": uuid.uuid4().hex[:8], "started": _now()})
 
 
-def _refuse_other_weights(
-    root: Path, lineage: Lineage, run: str, step: int, weights: Weights | None, is_its_own: bool
+def _check_weights(
+    root: Path, lineage: Lineage, run: str, step: int, weights: Weights | None, same_training: bool
 ) -> None:
     measured = [m for m in of_one_training(records.read(root / MEASUREMENTS), lineage) if m.run == run]
     known = {m.provenance.get("weights_hash") for m in measured if m.step == step} - {None}
     if not known and step in saved_steps(root):
         known = {weights_hash(load(step_folder(root, step)))}
-    if is_its_own and (weights is None or not known):
+    if same_training and (weights is None or not known):
         return
     if not known or weights is None or weights() not in known:
         steps = sorted({m.step for m in measured if m.step is not None} or saved_steps(root))
@@ -232,7 +232,7 @@ def _refuse_other_weights(
         )
 
 
-def go_on_at(root: Path, step: int, *, goes_back: bool) -> None:
+def resume_at(root: Path, step: int, *, goes_back: bool) -> None:
     """Note that the training in `root` goes on from a step, and take what it had made behind that step out of its run.
 
     Checkpoints of later steps are moved to the folder `abandoned`. Where the training goes back, and does not come to
@@ -247,33 +247,33 @@ def go_on_at(root: Path, step: int, *, goes_back: bool) -> None:
             shutil.rmtree(step_folder(root / ABANDONED, saved), ignore_errors=True)
             step_folder(root, saved).rename(step_folder(root / ABANDONED, saved))
     measured = [m for m in records.latest(records.read(root / MEASUREMENTS)) if m.step is not None]
-    staying = [m for m in measured if m.training == facts["id"] and (m.step or 0) <= step]
-    if goes_back and 0 < len(staying) < len(measured):
-        way = [each["step"] for each in facts["resumed"] if each["back"]]
-        records.append(root / MEASUREMENTS, replace(max(staying, key=lambda m: m.step or 0), resumed=way))
+    rest = [m for m in measured if m.training == facts["id"] and (m.step or 0) <= step]
+    if goes_back and 0 < len(rest) < len(measured):
+        steps = [each["step"] for each in facts["resumed"] if each["back"]]
+        records.append(root / MEASUREMENTS, replace(max(rest, key=lambda m: m.step or 0), resumed=steps))
 
 
 def origin_in(root: Path) -> dict[str, Any]:
     """What the run in `root` says of where it began on the axis of training."""
-    return run_facts(root, needed=_TO_GO_ON).get("origin") or Origin().describe()
+    return run_facts(root, needed=_REQUIRED).get("origin") or Origin().describe()
 
 
-def refuse_another_run(root: Path, options: Mapping[str, Any]) -> None:
+def check_same_run(root: Path, options: Mapping[str, Any]) -> None:
     """Refuse to go on with other data, another model or another seed than the run in `root` has.
 
     Raises:
         InputError: naming the first option that differs.
     """
-    before = run_facts(root, needed=_TO_GO_ON)["config"]
+    before = run_facts(root, needed=_REQUIRED)["config"]
     now = json.loads(json.dumps(dict(options), default=str))
-    ends = [_end_of_decay(each) for each in (before, now)]
+    ends = [_decay_end(each) for each in (before, now)]
     for each in (before, now):
         each["trainer"] = {"gradient_clip_val": (each.get("trainer") or {}).get("gradient_clip_val")}
-    for part in ("seed_everything", "model", "data", "optimizer", "lr_scheduler", "trainer"):
-        old, new = _flat(before.get(part), part), _flat(now.get(part), part)
+    for group in ("seed_everything", "model", "data", "optimizer", "lr_scheduler", "trainer"):
+        old, new = _flat(before.get(group), group), _flat(now.get(group), group)
         for option in sorted(old.keys() | new.keys()):
             name = option.split(".")[-1]
-            if old.get(option) != new.get(option) and name not in _FREE.get(part, ()):
+            if old.get(option) != new.get(option) and name not in _FREE.get(group, ()):
                 raise InputError(
                     f"{option.replace('.init_args', '')}: the run in {root} has {old.get(option)}, got "
                     f"{new.get(option)}; a resumed run keeps it"
@@ -285,7 +285,7 @@ def refuse_another_run(root: Path, options: Mapping[str, Any]) -> None:
         )
 
 
-def _end_of_decay(options: Mapping[str, Any]) -> Any:
+def _decay_end(options: Mapping[str, Any]) -> Any:
     """The last step of the run, where no other is said."""
     model = (options.get("model") or {}).get("init_args") or {}
     return (
@@ -320,21 +320,21 @@ class RunFolder(L.Callback):
     ) -> None:
         self.root, self.config, self.options, self.mirror = Path(root), config, dict(options), mirror
         self.resume, self.goes_back, self.run_id = resume, goes_back, _new_id()
-        self.started, self._found = False, _contents(self.root, of_fit=True)  # before this run's loggers write there
+        self.started, self._found = False, _run_files(self.root, is_fit=True)  # before this run's loggers write there
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.is_global_zero:
             return
         if self.resume:
-            self._refuse_other_inputs(self._describe(trainer, pl_module))
-            self.go_on(axis_step(trainer))
+            self._check_inputs(self._describe(trainer, pl_module))
+            self.reopen(axis_step(trainer))
         else:
             self._take_over(trainer, pl_module)
             self.started = True
 
-    def _refuse_other_inputs(self, now: Mapping[str, Any]) -> None:
+    def _check_inputs(self, now: Mapping[str, Any]) -> None:
         """Options may be the same and yet name other text, or another machine choose another precision."""
-        before = run_facts(self.root, needed=_TO_GO_ON)
+        before = run_facts(self.root, needed=_REQUIRED)
         started = [(each.get("origin") or {}).get("weight_files") for each in (before, now)]
         for name, old, new in (
             ("the weights of model.init_from", *started),
@@ -346,22 +346,22 @@ class RunFolder(L.Callback):
             if old != new:
                 raise InputError(f"{name}: the run in {self.root} has {old}, found {new}; a resumed run keeps it")
 
-    def go_on(self, step: int) -> None:
+    def reopen(self, step: int) -> None:
         """Go on under the run's own id, so that its curves also go on in W&B."""
-        self.run_id = run_facts(self.root, needed=_TO_GO_ON)["id"]
-        self._clear_away()
+        self.run_id = run_facts(self.root, needed=_REQUIRED)["id"]
+        self._clean_up()
         if not (self.root / CONFIG_FILE).exists():  # killed between the two
             replace_file(self.root / CONFIG_FILE, self.config)
-        go_on_at(self.root, step, goes_back=self.goes_back)
+        resume_at(self.root, step, goes_back=self.goes_back)
         if self.mirror is not None:
             self.mirror.open(self.root, run_id=self.run_id, config=self.options)
         self.started = True
 
     def _take_over(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         facts = self._describe(trainer, pl_module)  # may take its time; from here on a kill leaves no run or a new one
-        self._clear_away()
-        aside = self.root / f".old-{self.run_id}"
-        _move(self._found, self.root, aside)
+        self._clean_up()
+        backup = self.root / f".old-{self.run_id}"
+        _move(self._found, self.root, backup)
         try:
             write_json(self.root / RUN_FILE, facts)
             replace_file(self.root / CONFIG_FILE, self.config)
@@ -369,14 +369,14 @@ class RunFolder(L.Callback):
                 self.mirror.open(self.root, run_id=self.run_id, config=self.options)
         except BaseException:
             # The mirror may still refuse: then the earlier run is as it was.
-            _remove(_contents(self.root, of_fit=True))
-            _move(_contents(aside, of_fit=True), aside, self.root)
+            _remove(_run_files(self.root, is_fit=True))
+            _move(_run_files(backup, is_fit=True), backup, self.root)
             raise
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(backup, ignore_errors=True)
 
-    def _clear_away(self) -> None:
-        """Remove what a run that was killed while it took over had put aside: the user had asked to overwrite it."""
+    def _clean_up(self) -> None:
+        """Remove what a run that was killed while it took over had put backup: the user had asked to overwrite it."""
         for leftover in self.root.glob(".old-*"):
             shutil.rmtree(leftover)
 
@@ -428,19 +428,19 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def _contents(root: Path, *, of_fit: bool = False) -> list[Path]:
+def _run_files(root: Path, *, is_fit: bool = False) -> list[Path]:
     """What a run wrote there, and nothing else; of one that is only watched, nothing without one of the first three."""
-    if not of_fit and not any(path for pattern in _WATCHED[:3] for path in root.glob(pattern)):
+    if not is_fit and not any(path for pattern in _WATCHED[:3] for path in root.glob(pattern)):
         return []
-    patterns = _OF_FIT if of_fit or "config" in run_facts(root) else _WATCHED
+    patterns = _FITTED if is_fit or "config" in run_facts(root) else _WATCHED
     return [*dict.fromkeys(path for pattern in patterns for path in root.glob(pattern))]
 
 
 def _move(paths: list[Path], root: Path, folder: Path) -> None:
     for path in paths:
-        place = folder / path.relative_to(root)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        path.rename(place)
+        target = folder / path.relative_to(root)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(target)
 
 
 def _remove(paths: list[Path]) -> None:

@@ -21,7 +21,7 @@ from lit_layers.training.run_folder import Origin, axis_step, origin_of
 # What a data module counts a step in, and the curve of their speed.
 _SPEEDS = {"tokens_per_step": "train/tokens_per_second", "images_per_step": "train/images_per_second"}
 # The names of a row's own place and of what is written at every step: a user's values cannot have them.
-_TAKEN = {"step", "tokens", "epoch", "train/loss", "train/learning_rate"}
+_RESERVED = {"step", "tokens", "epoch", "train/loss", "train/learning_rate"}
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class RunLog(L.Callback, Logger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Add values to the row of the step under way, whichever number Lightning gives that step."""
-        values = {name: float(value) for name, value in metrics.items() if name not in _TAKEN}
+        values = {name: float(value) for name, value in metrics.items() if name not in _RESERVED}
         self._extra.setdefault(self._now, {}).update(values)
         self.shown.update(values)
 
@@ -226,14 +226,14 @@ class LongMeasuring:
     """
 
     def __init__(self) -> None:
-        self._step, self._said = -1, 0.0
+        self._step, self._logged = -1, 0.0
 
     def measuring(self, step: int, analysis: str) -> None:
         now = time.perf_counter()
         if step != self._step:
-            self._step, self._said = step, now
-        elif now - self._said >= LONG:
-            self._said = now
+            self._step, self._logged = step, now
+        elif now - self._logged >= LONG:
+            self._logged = now
             rank_zero_info(f"measuring {analysis} at step {step}")
 
     def measured(self, measurement: Measurement) -> None:

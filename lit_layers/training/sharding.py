@@ -23,7 +23,7 @@ class NoRoomError(RuntimeError):
     """The whole model does not fit into what is free on some rank; raised on all of them."""
 
 
-def are_sharded(strategy: Any) -> bool:
+def shards_weights(strategy: Any) -> bool:
     """Whether a strategy spreads the weights over the ranks."""
     return isinstance(strategy, ModelParallelStrategy)
 
@@ -38,7 +38,7 @@ def sharding_mesh(strategy: Any) -> DeviceMesh | None:
         raise InputError(
             "trainer.strategy: expected ModelParallelStrategy for sharded weights (recipes/trainer/fsdp.yaml), got fsdp"
         )
-    if not are_sharded(strategy):
+    if not shards_weights(strategy):
         return None
     if (size := strategy.device_mesh["tensor_parallel"].size()) > 1:
         raise InputError(
@@ -58,31 +58,31 @@ def shard_(model: nn.Module, mesh: DeviceMesh, precision: str = "32-true") -> No
     if "bf16" in precision:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     blocks = LayeredModel(model).blocks
-    _take_from_first_(model.buffers(), mesh)
+    _broadcast_(model.buffers(), mesh)
     skeleton = _skeleton(model)
     for shard in (*blocks, model):
-        _take_from_first_(shard.parameters(), mesh)
+        _broadcast_(shard.parameters(), mesh)
         fully_shard(shard, mesh=mesh, mp_policy=policy)
     model.__dict__[_SKELETON] = skeleton
 
 
-def _take_from_first_(tensors: Iterable[Tensor], mesh: DeviceMesh) -> None:
+def _broadcast_(tensors: Iterable[Tensor], mesh: DeviceMesh) -> None:
     """Move whole tensors to the device of this rank, with the values of the first one."""
-    device = _device_of(mesh)
+    device = _device(mesh)
     for tensor in tensors:
         if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(device)
             distributed.broadcast(tensor.data, group=mesh.get_group(), group_src=0)
 
 
-def _device_of(mesh: DeviceMesh) -> torch.device:
+def _device(mesh: DeviceMesh) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
-def reduce_gradients_(model: nn.Module, now: bool) -> None:
+def set_gradient_sync_(model: nn.Module, on: bool) -> None:
     """Whether the next backward pass sums gradients over the ranks, or adds them to this rank's own, kept whole."""
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(now)
+        model.set_requires_gradient_sync(on)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -107,7 +107,7 @@ def whole_copy(model: nn.Module, strategy: ModelParallelStrategy) -> nn.Module:
             f"model: this {type(model).__name__} was sharded by other means; "
             "call lit_layers.training.sharding.shard_ in configure_model"
         )
-    _check_room(model.__dict__[_SKELETON], _least_free(strategy), strategy.root_device, strategy.num_processes)
+    _check_room(model.__dict__[_SKELETON], _min_free(strategy), strategy.root_device, strategy.num_processes)
     whole = _gather(model, strategy.root_device, keep=True)
     assert whole is not None
     return whole
@@ -151,7 +151,7 @@ def _gather(model: nn.Module, device: torch.device, *, keep: bool) -> nn.Module 
     return plain.to(device).eval()
 
 
-def _least_free(strategy: ModelParallelStrategy) -> float:
+def _min_free(strategy: ModelParallelStrategy) -> float:
     """Bytes that are free on the rank that has least of them, on every rank the same number."""
     free = free_memory(strategy.root_device)
     least = torch.tensor(float("inf") if free is None else free, dtype=torch.float64, device=strategy.root_device)

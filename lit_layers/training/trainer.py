@@ -102,7 +102,7 @@ def is_first_rank() -> bool:
     return all(int(os.environ.get(name) or 0) == 0 for name in names)
 
 
-def plugins_with_cluster(given: Any) -> Any:
+def cluster_plugins(given: Any) -> Any:
     """The Trainer's plugins, under SLURM with its environment.
 
     Lightning would requeue a job by itself, from a checkpoint of its own that then overrules the one to resume from:
@@ -216,7 +216,7 @@ class StepSampler(Sampler[list[int]]):
     def global_batch(self, step: int) -> list[int]:
         """Return the indices that step number `step` (from 0) trains on, on all ranks together."""
         start = step * self.global_batch_size
-        return [self.sample(number) for number in range(start, start + self.global_batch_size)]
+        return [self.sample(index) for index in range(start, start + self.global_batch_size)]
 
     def __iter__(self) -> Iterator[list[int]]:
         size = self.global_batch_size // (self.world_size * self.num_micro_batches)
@@ -226,11 +226,11 @@ class StepSampler(Sampler[list[int]]):
                 start = (micro * self.world_size + self.rank) * size
                 yield batch[start : start + size]
 
-    def sample(self, number: int) -> int:
+    def sample(self, index: int) -> int:
         """Return which sample stands at a place of the endless sequence."""
-        epoch, place = divmod(number, self.num_samples)
+        epoch, offset = divmod(index, self.num_samples)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             # As an array: one number of a tensor takes ten times as long, and is taken for each image of a batch.
             self._epoch, self._permutation = epoch, torch.randperm(self.num_samples, generator=generator).numpy()
-        return int(self._permutation[place])
+        return int(self._permutation[offset])

@@ -81,7 +81,7 @@ class StepMeasurer:
             raise InputError(f"scalars: expected one of {', '.join(choices)}, got {scalars!r}")
         self.scalars: Scalars = scalars
         self._writers: dict[int, Any] = {}  # by the id of a logger
-        self.axis: dict[int, int] = {}  # where loggers have their losses at a step; of others: the step
+        self.log_steps: dict[int, int] = {}  # where loggers have their losses at a step; of others: the step
         self._measured, self._failed = set[int](), set[int]()  # steps
         self._row, self._loggers = list[Measurement](), tuple[Any, ...]()  # of the step that is being measured
         if strange := [type(each).__name__ for each in analyses if not isinstance(each, Analysis)]:
@@ -114,7 +114,7 @@ class StepMeasurer:
 
     def begin(self, steps: Steps) -> None:
         """Join the training that has begun in the root, read what it has measured before, and say what will be."""
-        lineage, measurements = self.ranks.from_first(self._begun)
+        lineage, measurements = self.ranks.from_first(self._read_root)
         self.run, self.training = self.run or lineage.run, lineage.training
         self._store = Store(self.file, measurements, lineage=lineage._replace(run=self.run))
         self._plain = plain_settings(measurements)
@@ -122,7 +122,7 @@ class StepMeasurer:
             names, schedule = ", ".join(each.name for each in self.analyses), str(steps).strip("[{}]").replace("'", "")
             rank_zero_info(f"measures {names} at the first step, the last and {schedule}, into {self.root}")
 
-    def _begun(self) -> tuple[Lineage, list[Measurement]]:
+    def _read_root(self) -> tuple[Lineage, list[Measurement]]:
         lineage: Any = records.lineage_in(self.root)
         measurements = records.read(self.file)
         warn_of_other_versions(measurements, self.run or lineage.run)
@@ -150,14 +150,14 @@ class StepMeasurer:
             for watcher in self.watchers:
                 watcher.measuring(step, analysis.name)
 
-        if not is_first and (reason := self.ranks.from_first(functools.partial(_refusal_of, model))) is not None:
+        if not is_first and (reason := self.ranks.from_first(functools.partial(_refusal, model))) is not None:
             self.ranks.from_first(functools.partial(self.fail, step, tokens, reason, loggers=loggers))
             return
         fingerprint = self.ranks.from_first(functools.partial(weights_hash, model))  # of weights that are the same
         opened = functools.partial(contextlib.nullcontext, Opened(model, fingerprint, provenance or {}))
         visit = Visit(run=str(self.run), step=step, tokens=tokens, analyses=self.analyses, opened=opened)
         for measurement in measure_unless_done([visit], self._store, ranks=self.ranks, starting=starting):
-            self.tell(measurement, loggers)
+            self.publish(measurement, loggers)
             kind, _, sentence = (measurement.error or "").partition(": ")
             if kind == InputError.__name__:
                 refusals.append(sentence)
@@ -180,9 +180,9 @@ class StepMeasurer:
                 provenance={"config_hash": analysis.config_hash(), "data_hash": analysis.data_hash()},
             )
             self._store.add(failed)
-            self.tell(failed, loggers)
+            self.publish(failed, loggers)
 
-    def tell(self, measurement: Measurement, loggers: Sequence[Any]) -> None:
+    def publish(self, measurement: Measurement, loggers: Sequence[Any]) -> None:
         """Show a measurement to the watchers, and keep it for the loggers' row of its step."""
         if measurement.error is not None:
             logger.warning("%s failed at step %s: %s", measurement.analysis, measurement.step, measurement.error)
@@ -198,28 +198,28 @@ class StepMeasurer:
         measured, self._row = self._row, []
         if not measured or (step := measured[0].step) is None:
             return
-        place = self.axis.get(step, step)
+        log_step = self.log_steps.get(step, step)
         curves = curves_of(measured, self._plain, self.scalars)
         row: dict[str, Any] = {name: record.value for name, record in curves.items()}
         tokens = next((each.tokens for each in measured if each.tokens is not None), None)
         row |= {} if tokens is None else {TOKENS: tokens}
-        row |= {} if place == step else {STEP: step}
+        row |= {} if log_step == step else {STEP: step}
         for destination in self._loggers:
             try:
                 writer = self._writer_of(destination)
                 if isinstance(writer, WandbRun):
                     is_due = are_maps_due(len(self._measured))
-                    writer.row(place, row | (layer_maps(self.root) if is_due else {}))
+                    writer.row(log_step, row | (layer_maps(self.root) if is_due else {}))
                 elif writer is not None:
-                    writer.log_metrics(dict(row), step=place)
+                    writer.log_metrics(dict(row), step=log_step)
             except Exception as error:  # whatever a logger has: no training ends for it
                 logger.warning("%s: step %s is not logged: %s", type(destination).__name__, step, first_line(error))
 
-    def join(self, place: int) -> None:
+    def join(self, log_step: int) -> None:
         """Has rows that wait join those that the user's loggers are about to write at a place of their axis."""
-        self._at_wandb(lambda run: run.join(place))
+        self._call_wandb(lambda run: run.join(log_step))
 
-    def _at_wandb(self, call: Callable[[WandbRun], None]) -> None:
+    def _call_wandb(self, call: Callable[[WandbRun], None]) -> None:
         for writer in self._writers.values():
             if isinstance(writer, WandbRun):
                 try:
@@ -227,7 +227,7 @@ class StepMeasurer:
                 except Exception as error:  # no training ends for it
                     logger.warning("W&B: measurements are not logged: %s", first_line(error))
 
-    def say_how_many(self, scheduled: Iterable[int]) -> None:
+    def log_summary(self, scheduled: Iterable[int]) -> None:
         """Say how many of the scheduled steps were measured, which were not, and what draws them."""
         due = {*scheduled}
         missing = sorted(due - (self._measured - self._failed))
@@ -240,7 +240,7 @@ class StepMeasurer:
     def finish(self, *, whole: bool = True) -> None:
         """Give loggers what is left, and a run of W&B the tables, unless the training failed."""
         self.log_row()
-        self._at_wandb((lambda run: run.end(self.root)) if whole else WandbRun.flush)
+        self._call_wandb((lambda run: run.end(self.root)) if whole else WandbRun.flush)
         self._writers = {}
 
     def _writer_of(self, destination: Any) -> Any:
@@ -255,7 +255,7 @@ class StepMeasurer:
         return self._writers[id(destination)]
 
 
-def _refusal_of(model: nn.Module) -> str | None:
+def _refusal(model: nn.Module) -> str | None:
     """Why a model is no row of blocks any more: one that learns a skip connection was one at its first step."""
     try:
         LayeredModel(model)
@@ -333,7 +333,7 @@ class Watch:
         self.model, self.schedule = plain_model(model), Schedule(steps)
         self.save, self.tokenizer, self.tokens_per_step = save, tokenizer, tokens_per_step
         self.loggers, self.now, self.paused_seconds = list(loggers), first_step, 0.0
-        self._first, self._last, self._final, self._is_over = first_step, -1, max_steps, False
+        self._first, self._last, self._final, self._closed = first_step, -1, max_steps, False
         if is_sharded(self.model):
             raise InputError(
                 "model: expected every process to hold all weights, got sharded ones: train with EmergenceCallback, or "
@@ -342,20 +342,20 @@ class Watch:
         several = distributed.is_available() and distributed.is_initialized()
         self.measurer.ranks = ranks_of(distributed.get_world_size() if several else 1, first=RENDEZVOUS)
         self.measurer.ranks.from_first(functools.partial(self.measurer.check, self.model))
-        self._place, self._lock = (os.getpid(), self.measurer.root.resolve()), contextlib.ExitStack()
+        self._key, self._lock = (os.getpid(), self.measurer.root.resolve()), contextlib.ExitStack()
         try:
-            self.measurer.ranks.from_first(functools.partial(self._hold, if_exists, _saved_by))
+            self.measurer.ranks.from_first(functools.partial(self._claim, if_exists, _saved_by))
             self.measurer.begin(steps)
-            self._visit(due=first_step in self.schedule)
+            self._act(due=first_step in self.schedule)
         except BaseException:
             self.give_up()
             raise
 
-    def _hold(self, if_exists: IfExists, saved_by: str | None) -> None:
+    def _claim(self, if_exists: IfExists, saved_by: str | None) -> None:
         """Hold the root for a training of its own, or with other watches over the model that have seen no step yet."""
         others = self._others()
-        if not run_lock.is_held(self._place[1]):
-            self._lock.enter_context(run_lock.writing(self._place[1]))
+        if not run_lock.is_held(self._key[1]):
+            self._lock.enter_context(run_lock.writing(self._key[1]))
         begins = not others or any((each.model, each.now) != (self.model, each._first) for each in others)
         if begins:
             weights = functools.partial(weights_hash, self.model)
@@ -365,7 +365,7 @@ class Watch:
             each.give_up()
 
     def _others(self) -> "list[Watch]":
-        return [each for each in _open if each is not self and each._place == self._place]
+        return [each for each in _open if each is not self and each._key == self._key]
 
     def step(self, number: int | None = None) -> None:
         """Note that an optimizer step was made: the next one, or that of a number; measures where it is scheduled.
@@ -377,10 +377,10 @@ class Watch:
         """
         if number is not None:
             refuse_outside("", {"step": Range(self.now, MANY, whole=True)}, {"step": number})
-        if self._is_over:
+        if self._closed:
             raise InputError("step: this watch is closed: make another one to go on")
         before, self.now = self.now, self.now + 1 if number is None else int(number)
-        self._visit(due=self.schedule.is_due(self.now, before) or self.now == self._final)
+        self._act(due=self.schedule.is_due(self.now, before) or self.now == self._final)
 
     def close(self, *, is_last: bool = True) -> None:
         """Measure the last step, if it was not, and give the run's folder free.
@@ -389,14 +389,14 @@ class Watch:
             is_last: whether the model has the weights of the last step still; others are not measured as that step.
         """
         try:
-            self._visit(due=is_last)
+            self._act(due=is_last)
             self.measurer.finish()
-            if self.measurer.analyses and not self._is_over:
-                self.measurer.say_how_many(self.schedule.until(self.now, self._first))
+            if self.measurer.analyses and not self._closed:
+                self.measurer.log_summary(self.schedule.until(self.now, self._first))
         except BaseException:
             self.give_up()
             raise
-        self._leave()
+        self._release()
 
     @property
     def is_open(self) -> bool:
@@ -405,11 +405,11 @@ class Watch:
     def give_up(self) -> None:
         """Give the run's folder free after an exception, and measure nothing more."""
         self.measurer.finish(whole=False)
-        self._leave()
+        self._release()
 
-    def _leave(self) -> None:
+    def _release(self) -> None:
         _open.discard(self)
-        self._is_over = True
+        self._closed = True
         for other in self._others()[:1]:  # holds the root from here on
             other._lock.push(self._lock.pop_all())
         self._lock.close()
@@ -423,7 +423,7 @@ class Watch:
         else:
             self.give_up()
 
-    def _visit(self, due: bool) -> None:
+    def _act(self, due: bool) -> None:
         if not due or self.now == self._last:
             return
         self._last, started = self.now, time.perf_counter()

@@ -5,7 +5,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, ProgressB
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 
 from lit_layers.errors import InputError
-from lit_layers.training.trainer import is_first_rank, new_trainer, plugins_with_cluster
+from lit_layers.training.trainer import cluster_plugins, is_first_rank, new_trainer
 
 
 @pytest.fixture
@@ -15,27 +15,27 @@ def slurm(monkeypatch):
 
 
 def test_under_slurm_the_job_script_requeues_and_not_lightning(slurm):
-    (plugin,) = plugins_with_cluster(None)
+    (plugin,) = cluster_plugins(None)
     assert isinstance(plugin, SLURMEnvironment)
     assert not plugin.auto_requeue
     other = LightningEnvironment()
-    assert [type(each) for each in plugins_with_cluster([other])] == [LightningEnvironment, SLURMEnvironment]
+    assert [type(each) for each in cluster_plugins([other])] == [LightningEnvironment, SLURMEnvironment]
 
 
 def test_options_of_the_job_that_do_not_fit_are_told(slurm, monkeypatch):
     monkeypatch.delenv("SLURM_NTASKS_PER_NODE")
     with pytest.raises(InputError, match="SLURM: You set `--ntasks=2`"):
-        plugins_with_cluster(None)
+        cluster_plugins(None)
 
 
 def test_an_environment_that_the_user_chose_stays(slurm):
     mine = SLURMEnvironment(auto_requeue=True)
-    assert plugins_with_cluster([mine]) == [mine]
+    assert cluster_plugins([mine]) == [mine]
 
 
 def test_elsewhere_nothing_is_added(monkeypatch):
     monkeypatch.delenv("SLURM_NTASKS", raising=False)
-    assert plugins_with_cluster(None) is None
+    assert cluster_plugins(None) is None
 
 
 RANKS = (

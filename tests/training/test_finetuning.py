@@ -23,8 +23,8 @@ from lit_layers.training.finetuning import (
     LitAnswers,
     TaskFinetuning,
     TaskFinetuningRecipe,
-    means_of_seeds,
     name_of,
+    seed_means,
 )
 from lit_layers.training.trainer import StepSampler
 from tests.support.benchmark_rows import tiny_speaker, write_tokenizer
@@ -42,7 +42,7 @@ def recipe(**options) -> TaskFinetuningRecipe:
 def test_the_loss_is_that_of_the_answers_tokens_alone():
     model = causal_lm("gpt2", seed=0, n_layer=2, n_embd=16, n_head=2, n_positions=16, vocab_size=20).double().eval()
     data = AnswerData(ROWS, recipe())
-    batch = finetuning._padded(data.rows)
+    batch = finetuning._collate(data.rows)
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5], [6, 7, 0, 0, 0]]
     with torch.no_grad():
         found = LitAnswers(model, recipe(), steps=1).training_step(batch, 0)
@@ -95,7 +95,7 @@ def model():
 def run(home, model, root, variant=MIDDLE, **options):
     made = analysis(home[0], root, **options)
     made.check(LayeredModel(model))
-    return made.before_and_after(LayeredModel(model), variant)
+    return made.variant_scores(LayeredModel(model), variant)
 
 
 def trained(root, variant=MIDDLE):
@@ -125,7 +125,7 @@ def test_a_step_is_one_of_adamw_on_the_loss_of_the_composed_blocks_and_the_given
     assert all("forward" not in block.__dict__ for block in model.transformer.h)
     made = analysis(home[0], tmp_path, num_train=2)
     chosen, losses = StepSampler(2, global_batch_size=2, seed=3).global_batch(0), []
-    for asked, answer in (made._tokens_of(*made.texts[number]) for number in chosen):
+    for asked, answer in (made._token_ids(*made.texts[number]) for number in chosen):
         log_proba = composed(model, torch.tensor(asked + answer)).log_softmax(-1)
         losses += [-log_proba[len(asked) + place - 1, token] for place, token in enumerate(answer)]
     torch.stack(losses).mean().backward()
@@ -163,13 +163,13 @@ def test_the_mean_over_seeds_and_how_many_orders_are_the_plain_one():
 
     records = [of(0, "1 2 3 4", 1.0), of(1, "1 3 2 4", 4.0), of(2, "1 2 3 4", 4.0), of(0, "1 3 2 4", 9.0, "before")]
     records.append(Record(metric="variant_loss", value=7.0, tags={"variant": "skip", "middle": 2, "when": "after"}))
-    after, before = means_of_seeds(records, 4)
+    after, before = seed_means(records, 4)
     assert after.value == 3.0
     assert after.stderr == pytest.approx(1.0)  # standard deviation of 1, 4, 4 is the root of 3
     assert after.tags == {"variant": "random", "middle": 2, "when": "after", "num_seeds": 3, "num_identical": 2}
     assert (before.value, before.stderr) == (9.0, None)
     broken = [of(0, "1 2 3 4", math.nan), of(1, "1 3 2 4", 4.0), of(2, "1 2 3 4", 2.0), of(0, "1 2 3 4", math.nan, "x")]
-    after, nothing = means_of_seeds(broken, 4)
+    after, nothing = seed_means(broken, 4)
     assert (after.value, after.stderr) == (3.0, 1.0)
     assert after.tags["num_undefined"] == 1
     assert math.isnan(nothing.value)

@@ -140,15 +140,15 @@ def test_pairs_become_one_row_of_two_segments(folder):
     words = [[["a", "merry", "song"], ["sang", "again"]], [["sang"], ["a", "sad", "song", "they", "heard"]]]
     encoded = EncodedRows(tokenizer, rows, max_tokens=30)
     for place, (one, other) in enumerate(words):
-        alone = encoded.batch([place], filler=0)
+        alone = encoded.batch([place], pad_id=0)
         assert alone["input_ids"].tolist() == [[2, *map(number, one), 3, *map(number, other), 3]]
         assert alone["token_type_ids"].tolist() == [[0] * (len(one) + 2) + [1] * (len(other) + 1)]
-    batch = encoded.batch([1, 0], filler=7)
+    batch = encoded.batch([1, 0], pad_id=7)
     assert batch["attention_mask"].sum(1).tolist() == [9, 8]
-    assert batch["input_ids"][1].tolist() == [*encoded.batch([0], filler=0)["input_ids"][0].tolist(), 7]
+    assert batch["input_ids"][1].tolist() == [*encoded.batch([0], pad_id=0)["input_ids"][0].tolist(), 7]
     assert batch["token_type_ids"][1].tolist() == [0] * 5 + [1] * 3 + [0]
     assert batch["labels"].tolist() == [0, 1]
-    short = EncodedRows(tokenizer, rows, max_tokens=6).batch([1], filler=0)
+    short = EncodedRows(tokenizer, rows, max_tokens=6).batch([1], pad_id=0)
     assert short["input_ids"].tolist() == [[2, number("sang"), 3, number("a"), number("sad"), 3]]
     assert tokenizer.tokenizer.padding is None
 
@@ -246,7 +246,7 @@ def test_a_step_is_one_of_adamw_on_the_loss_of_the_composed_blocks(folder, tmp_p
     (analysis,) = analyses(folder, tmp_path, {"tasks": [name], "max_steps": 1, **options})
     data = analysis.data()
     encoded, metrics = data.encoded, analysis.score(network, MIDDLE, training, data, LayeredModel(trunk_of(network)))
-    batch = encoded["train"].batch(StepSampler(24, global_batch_size=4, seed=3).global_batch(0), filler=0)
+    batch = encoded["train"].batch(StepSampler(24, global_batch_size=4, seed=3).global_batch(0), pad_id=0)
     outputs = composed(network, batch)
     if name == "mrpc":
         loss = -outputs.log_softmax(-1)[range(4), batch["labels"]].mean()
@@ -264,7 +264,7 @@ def test_a_step_is_one_of_adamw_on_the_loss_of_the_composed_blocks(folder, tmp_p
             found[key], expected, rtol=1e-7, atol=1e-7, msg=lambda told, key=key: f"{key}: {told}"
         )
     with torch.no_grad():
-        outputs = composed(trained[0].model, encoded["validation"].batch(range(10), filler=0))
+        outputs = composed(trained[0].model, encoded["validation"].batch(range(10), pad_id=0))
     predicted = outputs.argmax(-1) if name == "mrpc" else outputs[:, 0]
     torch.testing.assert_close(torch.cat(trained[0].predictions), predicted.double(), rtol=1e-6, atol=1e-6)
     assert metrics == glue_metrics(
@@ -311,8 +311,8 @@ def test_the_same_seed_gives_the_same_weights_whatever_was_drawn_before(folder, 
 
 
 class OfSixtyWords(EncodedRows):
-    def batch(self, numbers, filler):
-        batch = super().batch(numbers, filler)
+    def batch(self, indices, pad_id):
+        batch = super().batch(indices, pad_id)
         return batch | {"input_ids": batch["input_ids"] % 60}
 
 

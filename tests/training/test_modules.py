@@ -159,7 +159,7 @@ def test_a_part_of_a_batch_that_the_loss_would_leave_out_is_refused_by_name():
 
 def test_labels_that_are_the_token_ids_change_no_loss():
     lit = LitCausalLM("gpt2", {**CONFIG, "vocab_size": 61})
-    lit.take(causal_lm("gpt2", vocab_size=61, **CONFIG).eval())
+    lit.set_model(causal_lm("gpt2", vocab_size=61, **CONFIG).eval())
     batches = [IDS, [IDS], (IDS, IDS.clone()), {"input_ids": IDS, "labels": IDS.clone(), "text": ["a", "b"]}]
     batches.append({"input_ids": IDS, "attention_mask": torch.ones_like(IDS)})
     logits = lit.model(input_ids=IDS[:, :-1]).logits[..., :61]

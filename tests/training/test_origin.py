@@ -20,9 +20,9 @@ from lit_layers.training.resuming import ResumeCheckpoint, resume_point
 from lit_layers.training.run_folder import (
     Origin,
     RunFolder,
-    kept,
-    published,
-    refuse_another_tokenizer,
+    check_tokenizer,
+    find_origin,
+    own_origin,
     saved_steps,
     step_folder,
 )
@@ -51,9 +51,9 @@ def go_on(root: Path, start: str, steps: int, *, resume: bool = False, **options
     lit = LitCausalLM(init_from=start, lr=1e-2, warmup_steps=1, decay_steps=9, **options)
     state = None
     if resume:
-        begun = kept(root, json.loads((root / "run.json").read_text())["origin"])
+        begun = own_origin(root, json.loads((root / "run.json").read_text())["origin"])
         assert begun is not None
-        lit.beginning, point = begun, resume_point(root, "last")
+        lit.start, point = begun, resume_point(root, "last")
         assert point is not None
         state = point.state
     callbacks = [
@@ -135,18 +135,18 @@ def test_it_resumes_without_the_checkpoint_that_it_began_with(later, earlier, tm
 def test_a_published_checkpoint_is_found_with_step_tokens_and_commit(tmp_path, monkeypatch):
     make_series(template(tmp_path / "model"), tmp_path / "hub" / "EleutherAI" / "pythia-70m", (0, 512, 1000))
     with served(tmp_path / "hub", tmp_path / "cache", monkeypatch):
-        checkpoint, origin = published("EleutherAI/pythia-70m@step1000")
+        checkpoint, origin = find_origin("EleutherAI/pythia-70m@step1000")
         assert (origin.step, origin.tokens) == (1000, 1000 * 2_097_152)
         assert origin.source["revision"] == "step1000"
         assert len(origin.source["commit"]) == 40
         assert checkpoint.load().config.model_type == "gpt_neox"
         with pytest.raises(InputError, match="has no branch step7"):
-            published("EleutherAI/pythia-70m@step7")
+            find_origin("EleutherAI/pythia-70m@step7")
 
 
 def test_a_model_of_no_series_begins_the_axis_at_zero(tmp_path):
     make_step(template(tmp_path / "model"), tmp_path / "elsewhere" / "mine", 0.5)
-    _, origin = published(str(tmp_path / "elsewhere" / "mine"))
+    _, origin = find_origin(str(tmp_path / "elsewhere" / "mine"))
     assert (origin.step, origin.tokens) == (0, 0)
     assert origin.tokens_at(3, 10) == 30
 
@@ -198,9 +198,9 @@ def test_text_of_another_tokenizer_is_refused(tmp_path):
     save_tokenizer(found, tmp_path)
     own = tokenizer_hash(found.tokenizer)
     same, other = (SimpleNamespace(tokenizer="bpe:270", shards=SimpleNamespace(tokenizer_hash=h)) for h in (own, "x"))
-    refuse_another_tokenizer(tmp_path, same, "lab/tiny")
+    check_tokenizer(tmp_path, same, "lab/tiny")
     with pytest.raises(InputError, match="tokenizer: lab/tiny was trained with another one than bpe:270"):
-        refuse_another_tokenizer(tmp_path, other, "lab/tiny")
+        check_tokenizer(tmp_path, other, "lab/tiny")
 
 
 def test_analyzing_the_series_of_such_a_run_measures_nothing_anew(later, tmp_path):

@@ -20,7 +20,7 @@ from lit_layers.report.sections import training
 from lit_layers.run_data import read_run
 from lit_layers.training import EmergenceCallback
 from lit_layers.training import run_log as run_log_module
-from lit_layers.training.run_folder import RunFolder, refuse_a_used_folder
+from lit_layers.training.run_folder import RunFolder, refuse_used_folder
 from lit_layers.training.run_log import RunLog
 from lit_layers.training.trainer import StepSampler
 from tests.support import tiny_training
@@ -222,8 +222,8 @@ def test_whatever_a_run_left_there_makes_a_folder_used(tmp_path):
     for name in ("measurements.jsonl", "run.json", "metrics.jsonl"):
         (tmp_path / name).touch()
         with pytest.raises(InputError, match="already holds a run without checkpoints; choose another folder"):
-            refuse_a_used_folder(tmp_path, "refuse", of_fit=True)
-        refuse_a_used_folder(tmp_path, "overwrite")
+            refuse_used_folder(tmp_path, "refuse", is_fit=True)
+        refuse_used_folder(tmp_path, "overwrite")
         (tmp_path / name).unlink()
 
 

@@ -55,7 +55,7 @@ class Blocks(LitStepData):
         return {}
 
     def train_dataloader(self):
-        return self._loader(self.blocks, self._steps(len(self.blocks)))
+        return self._loader(self.blocks, self._sampler(len(self.blocks)))
 
     def val_dataloader(self):
         return self._loader(self.blocks, self._validation_batches(8, "blocks"))

@@ -88,7 +88,7 @@ def part(
 ) -> None:
     torch.manual_seed(17 + steps)  # what was drawn before must not matter
     if resume:
-        point = resume_point(root, "last", hashed=os.environ["RANK"] == "0")
+        point = resume_point(root, "last", verify=os.environ["RANK"] == "0")
         assert point is not None
         options["resume_from"] = point.state
     callbacks = [StepSeed(1), RunLog(root, resume=resume), SeriesCheckpoint([0], root)]

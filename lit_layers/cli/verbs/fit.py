@@ -30,14 +30,14 @@ from lit_layers.training import EmergenceCallback, SeriesCheckpoint, run_folder
 from lit_layers.training.datamodules import LitStepData
 from lit_layers.training.modules import use_optimizer_
 from lit_layers.training.resuming import DivergedError, ResumeCheckpoint, ResumePoint, lightning_point, resume_point
-from lit_layers.training.run_folder import Origin, axis_step, kept
+from lit_layers.training.run_folder import Origin, axis_step, own_origin
 from lit_layers.training.run_log import RunLog
 from lit_layers.training.trainer import (
     DEFAULTS,
     StepSeed,
     best_precision,
+    cluster_plugins,
     is_first_rank,
-    plugins_with_cluster,
     quieten,
     refuse_another_order,
 )
@@ -101,16 +101,16 @@ class Run:
         if is_first_rank():
             held.enter_context(run_lock.writing(self.root, part="all" if options.analyses else "training"))
         # The first rank alone hashes the checkpoints: the others read what that one found whole.
-        self.resume_from = _point(options, hashed=is_first_rank())
+        self.resume_from = _point(options, verify=is_first_rank())
         goes_on = options.resume is not None and (self.root / RUN_FILE).is_file()
         self.mirror = options.wandb
         text = recipe.parser.dump(recipe.options, skip_none=False)
         given = yaml.safe_load(text)
         if goes_on:
-            run_folder.refuse_another_run(self.root, given)
+            run_folder.check_same_run(self.root, given)
             has_begun = getattr(self.module, "init_from", None)
-            if has_begun and (begun := kept(self.root, run_folder.origin_in(self.root))):
-                self.module.beginning = begun
+            if has_begun and (begun := own_origin(self.root, run_folder.origin_in(self.root))):
+                self.module.start = begun
         going: Any = {"resume": goes_on, "goes_back": options.resume != "last"}
         self.folder = run_folder.RunFolder(self.root, config=text, options=given, mirror=self.mirror, **going)
         self.trainer = self._trainer(dict(options.trainer))
@@ -162,7 +162,7 @@ def _point(options: Any, **about: bool) -> ResumePoint | None:
 def _new_trainer(given: dict[str, Any], root: str | Path) -> L.Trainer:
     given["default_root_dir"] = given.get("default_root_dir") or root
     given["precision"] = given.get("precision") or best_precision(given["accelerator"])
-    given["plugins"] = plugins_with_cluster(given.get("plugins"))
+    given["plugins"] = cluster_plugins(given.get("plugins"))
     try:
         return L.Trainer(**given)
     except (MisconfigurationException, TypeError, ValueError) as error:
@@ -199,13 +199,13 @@ def fit(
         run = Run(recipe, held)
         if run.trainer.is_global_zero and not run.folder.resume:
             if_exists = options.if_exists if recipe.typed("if_exists") else "refuse"
-            run_folder.refuse_a_used_folder(run.root, if_exists, of_fit=True)
+            run_folder.refuse_used_folder(run.root, if_exists, is_fit=True)
         with _ending(run):
             point, is_over = _beginning(run)
             if is_over and point is not None:
                 run.last_step = point.step
                 if run.trainer.is_global_zero:  # killed after its last step: the page and the mirror may be missing
-                    run.folder.go_on(point.step)
+                    run.folder.reopen(point.step)
             else:
                 state = None if point is None else point.state
                 about: Any = {"hidden": not run.trainer.is_global_zero, "initial": 0 if point is None else point.step}
