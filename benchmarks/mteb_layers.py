@@ -24,7 +24,7 @@ from lit_layers.models.families import trunk_of
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.catalogue import resolve
 from lit_layers.tasks.embeddings import LayerEncoder, TaskEmbeddings
-from lit_layers.tasks.mteb_tasks import Prepared, open_task
+from lit_layers.tasks.mteb_tasks import MtebScorer, open_task
 
 WANTED = 1.1
 VOCABULARY, CONTEXT = 4000, 512
@@ -47,7 +47,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         specs = resolve(options.tasks.split(","), options.folder)
-        tasks = [Prepared(open_task(spec, seed=42), spec) for spec in specs]
+        tasks = [MtebScorer(open_task(spec, seed=42), spec) for spec in specs]
     except InputError as error:
         parser.error(str(error))
     complete = {task.spec.name: _texts(task) for task in tasks}
@@ -64,9 +64,9 @@ def main() -> int:
         for task in tasks:
             name, found = task.spec.name, TaskEmbeddings(view, **how)
             last = _timed(lambda name=name: _last_layer(view, encoded[name]), view)
-            whole = _timed(lambda name=name, found=found: found.of(texts[name], view.num_layers), view)
+            whole = _timed(lambda name=name, found=found: found.embed(texts[name], view.num_layers), view)
             if options.scoring and number == options.rounds:
-                found.of(complete[name], 1)
+                found.embed(complete[name], 1)
                 scoring[name] = _timed(lambda task=task, found=found: task.evaluate(LayerEncoder(found, 1)), view)
             if number:  # the first round is for warming up
                 seconds[name]["all"].append(whole)
@@ -81,7 +81,7 @@ def main() -> int:
     return finish("mteb_layers", rows, options, device=options.device)
 
 
-def _texts(task: Prepared) -> list[str]:
+def _texts(task: MtebScorer) -> list[str]:
     listener = Listener()
     task.evaluate(listener)
     return [text for text in dict.fromkeys(listener.texts) if text.strip()]

@@ -12,7 +12,7 @@ from torch import nn
 
 from lit_layers import plots, records
 from lit_layers.analyses import metric_names
-from lit_layers.data.batches import Batches, GivenBatches, as_batches, encode_texts
+from lit_layers.data.batches import Batches, GivenBatches, encode_texts, to_batches
 from lit_layers.errors import InputError
 from lit_layers.figures.chart import Chart, Panels
 from lit_layers.measuring.one_model import measure
@@ -172,7 +172,7 @@ def layers(
     if batches is not None and texts is not None:
         raise InputError("texts and batches: expected one of them, got both: leave one out")
     if batches is not None:
-        given = few = as_batches(batches)
+        given = few = to_batches(batches)
     elif view.family.sees_images:
         raise InputError(f"batches: {type(network).__name__} sees images: give a DataLoader of them")
     else:
@@ -210,7 +210,7 @@ def _of_texts(
 
 def _encoded(tokenizer: str, texts: Sequence[str], longest: int) -> Batches:
     encoded = encode_texts(tokenizer, texts, max_tokens=longest)
-    return GivenBatches([*encoded.in_order(_BATCH)], tokenizer_hash=encoded.tokenizer_hash)
+    return GivenBatches([*encoded.split(_BATCH)], tokenizer_hash=encoded.tokenizer_hash)
 
 
 def _tokenizer(model: Any, named: str | Path | None) -> str:

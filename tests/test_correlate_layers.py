@@ -47,14 +47,14 @@ def series(root: Path, count: int = 3) -> Path:
 
 def test_a_metric_is_written_with_its_analysis_and_tags():
     assert split("prompt_entropy[a=1,b=x], lidar ,r/d[c=2]") == ["prompt_entropy[a=1,b=x]", "lidar", "r/d[c=2]"]
-    wanted = MetricQuery.of("representation/prompt_entropy[normalization=raw, drop_first=1]")
+    wanted = MetricQuery.parse("representation/prompt_entropy[normalization=raw, drop_first=1]")
     assert (wanted.analysis, wanted.name) == ("representation", "prompt_entropy")
     assert wanted.tags == {"normalization": "raw", "drop_first": "1"}
     assert wanted.fits({"normalization": "raw", "drop_first": 1})
     assert not wanted.fits({"normalization": "raw"})
     for text in ("a[b", "a[b]"):
         with pytest.raises(InputError, match="expected NAME, ANALYSIS/NAME or NAME.tag=value"):
-            MetricQuery.of(text)
+            MetricQuery.parse(text)
 
 
 # ------------------------------------------------------------------------------------------------ what is read

@@ -148,7 +148,7 @@ def test_texts_are_cut_to_what_the_model_takes_and_the_defaults_are_told(tmp_pat
     given = lit_layers.layers(str(tmp_path / "small"), ["trajectory"], texts=passages)
     assert not caplog.text
     assert given.measurements[0].records == default.measurements[0].records
-    ids = list(encode_texts(str(tmp_path / "small"), passages, max_tokens=16).in_order(8))
+    ids = list(encode_texts(str(tmp_path / "small"), passages, max_tokens=16).split(8))
     mine = measure(load(tmp_path / "small"), Trajectory(batches=ids), run="r", step=None)
     assert given.measurements[0].records == mine.records
     assert set(given.frame["run"]) == {"small"}

@@ -75,7 +75,7 @@ def _package(name: str) -> str:
 
 def _texts(model: Path, passages: list[str], longest: int) -> GivenBatches:
     encoded = encode_texts(str(model), passages, max_tokens=longest)
-    return GivenBatches([*encoded.in_order(4)], tokenizer_hash=encoded.tokenizer_hash)
+    return GivenBatches([*encoded.split(4)], tokenizer_hash=encoded.tokenizer_hash)
 
 
 if __name__ == "__main__":

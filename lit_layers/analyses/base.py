@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_layers.data.batches import Batches, EvalText, GivenBatches, as_batches
+from lit_layers.data.batches import Batches, EvalText, GivenBatches, to_batches
 from lit_layers.data.images import EvalImages
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
@@ -116,7 +116,7 @@ class Analysis(ABC):
         for field in dataclasses.fields(self) if dataclasses.is_dataclass(self) else ():
             if field.type in (Batches, "Batches"):
                 try:
-                    setattr(self, field.name, as_batches(getattr(self, field.name)))
+                    setattr(self, field.name, to_batches(getattr(self, field.name)))
                 except InputError as error:
                     raise InputError(f"{self.name}: {str(error).replace('batches', field.name, 1)}") from error
 

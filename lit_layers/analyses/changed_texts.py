@@ -30,9 +30,9 @@ from lit_layers.models.view import Batch, LayeredModel, States, Trajectory, spec
 from lit_layers.records import Record
 from lit_layers.tasks.text_features import (
     LayerFeatures,
-    features_of_texts,
-    pooled_texts,
-    rows_of_texts,
+    batches_by_length,
+    pool_texts,
+    store_features,
     text_features,
 )
 
@@ -126,17 +126,17 @@ class Invariance(Analysis):
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
         """Return the views; nothing if their vectors are too large to send between ranks."""
         is_large = bytes_of_vectors(model, len(self.texts.texts()) * self.num_views) > MOST_SENT
-        return {} if is_large else {"views": Rows(rows_of_texts(self._encoded_for(model)))}
+        return {} if is_large else {"views": Rows(batches_by_length(self._encoded_for(model)))}
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        return pooled_texts(seen, batch, self.pooling, self.states)
+        return pool_texts(seen, batch, self.pooling, self.states)
 
     def jobs(self, model: LayeredModel, views: Values | None = None) -> Jobs:
         encoded = self._encoded_for(model)
         if views is None:
             features = text_features(model, encoded, pooling=self.pooling, states=self.states, undefined="nan")
         else:
-            features = features_of_texts(views)
+            features = store_features(views)
         layers, kept = self._kept(features)
         halves = random_halves(len(kept), self.num_halves)
         device = torch.device("cpu") if model.device.type == "mps" else model.device  # which has no float64

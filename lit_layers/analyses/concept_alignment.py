@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, Rows, Values
 from lit_layers.analyses.statistics import TagDict, summarize
-from lit_layers.data.word_pairs import LEAST_PAIRS, Category, WordPairs
+from lit_layers.data.word_pairs import MIN_PAIRS, Category, WordPairs
 from lit_layers.functional import geometry
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
@@ -55,7 +55,7 @@ class ConceptAlignment(Analysis):
 
     def compute(self, model: LayeredModel, words: Values) -> Iterator[Record]:
         states = words["states"].mT.contiguous()  # (layers + 1, words, dim)
-        categories = self.words.by_category()
+        categories = self.words.category_pairs()
         values = torch.full((len(METRICS), len(states), len(categories)), math.nan, dtype=torch.float64)
         for column, category in enumerate(categories):
             for record in self._category_records(states, category):
@@ -70,7 +70,7 @@ class ConceptAlignment(Analysis):
         patterns, pattern = kept.unique(dim=0, return_inverse=True)
         for number, stays in enumerate(patterns):
             layers = (pattern == number).nonzero()[:, 0]
-            if int(stays.sum()) < LEAST_PAIRS:
+            if int(stays.sum()) < MIN_PAIRS:
                 continue
             first, second = (states[layers][:, side[stays]] for side in (category.first, category.second))
             how: Any = {"shuffles": self.shuffles, "seed": self.seed, "undefined": "nan"}

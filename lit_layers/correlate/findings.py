@@ -116,7 +116,7 @@ def correlate(
         groups=_groups(table, x, y, group, options) if group else [],
         group=group,
         given=list(given),
-        warnings=_warnings(table, x, corrected, rows) + table.lacking(given, group),
+        warnings=_warnings(table, x, corrected, rows) + table.missing_notes(given, group),
         left_out=dict(table.left_out),
     )
 

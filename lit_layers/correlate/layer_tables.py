@@ -13,14 +13,14 @@ from lit_layers.correlate.model_table import (
     MetricQuery,
     RunModel,
     candidates,
+    find_model,
     nearest,
-    numbers,
-    of_width,
     plainest_variant,
     read_run_models,
     read_table,
     refuse_unlike,
-    same_model,
+    resolve_k,
+    to_numbers,
 )
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import listing, tag_text
@@ -30,7 +30,7 @@ from lit_layers.identity import variant_of
 from lit_layers.metrics import look_up
 
 Values = NDArray[np.float64]
-_BESIDE = ("task", "domain", "score", "states")  # tags that make no variant of a curve
+_IGNORED_TAGS = ("task", "domain", "score", "states")  # tags that make no variant of a curve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +94,12 @@ def read_layers(
     if not folders:
         raise InputError("models: expected run folders")
     models = read_run_models(folders)
-    of_metrics = [_source(MetricQuery.of(text), models, "metrics") for text in metrics]
+    of_metrics = [_source(MetricQuery.parse(text), models, "metrics") for text in metrics]
     if Path(scores).suffix in (".csv", ".parquet"):
         table = _file_values(Path(scores))
         of_score = _Source(MetricQuery(text="score", name="score"), "scores", [*table["model"].unique()], table)
     else:
-        score = MetricQuery.of(scores, "scores")
+        score = MetricQuery.parse(scores, "scores")
         score = score if score.analysis else replace(score, name="main_score", analysis=score.name)
         of_score = _source(score, models, "scores")
     tables = LayerTables(first_layer=0 if with_layer_0 else 1, source=", ".join(map(str, [*folders, scores])))
@@ -107,13 +107,13 @@ def read_layers(
     for model in models:
         measured = (each.provenance.get("depth") for each in model.measurements)
         depths[model.name] = max((depth for depth in measured if type(depth) is int), default=0)
-    for name in [*names, *(name for name in of_score.models if len(same_model(name, names)) != 1)]:
+    for name in [*names, *(name for name in of_score.models if len(find_model(name, names)) != 1)]:
         try:
             tables.models.append(_model_tables(tables, name, of_score, of_metrics, step, depths.get(name, 0)))
         except _LeftOutError as reason:
             tables.left_out[name] = str(reason)
     if not tables.models:
-        raise InputError(_nothing(tables, models, [of_score, *of_metrics]))
+        raise InputError(_no_models(tables, models, [of_score, *of_metrics]))
     short = short_names([model.name for model in tables.models])
     tables.models = [replace(model, name=short[model.name]) for model in tables.models]
     return tables
@@ -132,11 +132,13 @@ def _model_tables(
     num_layers: int,
 ) -> ModelTables:
     """The tables of one model; what is common to all models is set in `tables`."""
-    places, first = same_model(name, scores.models), tables.first_layer
+    places, first = find_model(name, scores.models), tables.first_layer
     if len(places) != 1:
         raise _LeftOutError("no scores")
     scored = scores.models[places[0]]
-    step = _step([scores.steps(scored), set().union(*(one.steps(name) for one in metrics))], scores.query.text, step)
+    step = _choose_step(
+        [scores.steps(scored), set().union(*(one.steps(name) for one in metrics))], scores.query.text, step
+    )
     of_scores = scores.curves(scored, step)
     if of_scores is None:
         raise _LeftOutError(f"no {scores.query.text}")
@@ -148,7 +150,7 @@ def _model_tables(
     if None not in (tables.states, of_scores.states) and of_scores.states != tables.states:
         raise InputError(f"scores: models were scored on states {tables.states} and {of_scores.states}: take one")
     table = pd.DataFrame(of_scores.by_task, index=range(depth + 1), dtype="float64").T
-    gaps = {str(task): why for task, row in table.iterrows() if (why := _gap(row, first, "score"))}
+    gaps = {str(task): why for task, row in table.iterrows() if (why := _missing_layers(row, first, "score"))}
     tables_of, left_out, curves = {}, {}, {scores: of_scores}
     for one in metrics:
         text, curve = one.query.text, one.curves(name, step, scored=of_scores)
@@ -170,7 +172,7 @@ def _model_tables(
     return ModelTables(name=name, step=step, scores=table.drop(index=[*gaps]), metrics=tables_of, left_out=left_out)
 
 
-def _step(sides: Sequence[set[int | None]], score: str, step: int | None) -> int | None:
+def _choose_step(sides: Sequence[set[int | None]], score: str, step: int | None) -> int | None:
     """The last checkpoint that has both scores and metrics, or the one asked for."""
     for what, steps in zip((score, "metric asked for"), sides, strict=True):
         if not steps:
@@ -198,12 +200,12 @@ def _metric_table(
             missing[task] = f"no {text}"
         elif max(of_task[task]) > depth:
             missing[task] = f"{text} has layers up to {max(of_task[task])}, the score up to {depth}"
-        elif why := _gap(table.loc[task], first, text):
+        elif why := _missing_layers(table.loc[task], first, text):
             missing[task] = why
     return table.drop(index=[*missing]), {task: missing[task] for task in scores.index if task in missing}
 
 
-def _gap(values: Any, first: int, what: str) -> str:
+def _missing_layers(values: Any, first: int, what: str) -> str:
     """Which layers have no value, as a reason; an empty string for none."""
     missing = values.index[~np.isfinite(values.to_numpy()) & (values.index >= first)]
     return f"no {what} at {listing('layer', missing, most=5)}" if len(missing) else ""
@@ -213,7 +215,7 @@ def _title(query: MetricQuery, curves: "_Curves") -> str:
     return ", ".join(filter(None, [look_up(query.name).title, tag_text(dict(curves.variant))]))
 
 
-def _nothing(tables: LayerTables, models: Sequence[RunModel], sources: Sequence["_Source"]) -> str:
+def _no_models(tables: LayerTables, models: Sequence[RunModel], sources: Sequence["_Source"]) -> str:
     """Return why no model is left."""
     pairs = (pair for model in models for pair in model.pairs())
     there = dict.fromkeys(f"{analysis.partition('/')[0]}/{name}" for analysis, name in pairs)
@@ -292,9 +294,9 @@ def _run_values(model: RunModel, query: MetricQuery) -> Iterable[tuple[Any, ...]
         for _, record in candidates([m], query):
             states = "hf" if str(record.tags.get("preset")).startswith("released_code") else "resid"
             tags = {"states": states, "normalization": "raw", **record.tags}
-            if record.layer is not None and of_width(query, model).fits(tags):
+            if record.layer is not None and resolve_k(query, model).fits(tags):
                 place = (model.name, m.step, analysis, task, record.layer, record.value, str(tags["states"]))
-                yield (*place, variant_of(record.tags, _BESIDE))
+                yield (*place, variant_of(record.tags, _IGNORED_TAGS))
 
 
 def _file_values(path: Path) -> Any:
@@ -305,7 +307,7 @@ def _file_values(path: Path) -> Any:
             there = ", ".join(map(str, rows.columns))
             raise InputError(f"scores: {path} has no column {column!r}; it has: {there}")
     expected = f"scores: expected numbers in {path}, got"
-    values, layers = (numbers(rows[column], rows["model"], expected) for column in ("score", "layer"))
+    values, layers = (to_numbers(rows[column], rows["model"], expected) for column in ("score", "layer"))
     if (wrong := layers.lt(0) | layers.mod(1).gt(0)).any():
         raise InputError(f"scores: expected layers in {path}, whole numbers from 0, got {layers[wrong].iloc[0]:g}")
     rows = rows.assign(value=values, layer=layers, analysis="").dropna(subset="layer").astype({"layer": int})

@@ -46,7 +46,7 @@ class MetricQuery:
     tags: Mapping[str, str | int | float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, text: str, option: str = "metrics") -> "MetricQuery":
+    def parse(cls, text: str, option: str = "metrics") -> "MetricQuery":
         """Read `NAME`, `ANALYSIS/NAME` or either with `[tag=value,...]`.
 
         Raises:
@@ -86,7 +86,7 @@ class RunModel:
     about: dict[str, Any]
     has_steps: bool
 
-    def at(self, step: int | None, analysis: str | None = None) -> list[Measurement]:
+    def checkpoint(self, step: int | None, analysis: str | None = None) -> list[Measurement]:
         """The measurements at a step; without one at the last step that has this analysis."""
         if not self.has_steps:
             return self.measurements
@@ -185,7 +185,7 @@ def candidates(measurements: Iterable[Measurement], query: MetricQuery) -> list[
     ]
 
 
-def of_width(query: MetricQuery, model: RunModel) -> MetricQuery:
+def resolve_k(query: MetricQuery, model: RunModel) -> MetricQuery:
     """The same with `k` as a count, where it is given as a share of the model's width.
 
     Raises:
@@ -262,7 +262,7 @@ def read_table(path: Path, option: str) -> pd.DataFrame:
     return frame.rename(columns={name: "model"}).astype({"model": str})
 
 
-def numbers(column: Any, names: Any, expected: str) -> Any:
+def to_numbers(column: Any, names: Any, expected: str) -> Any:
     """Return a column as float64, NaN where it has no value.
 
     Raises:
@@ -274,7 +274,7 @@ def numbers(column: Any, names: Any, expected: str) -> Any:
     return values.astype("float64")
 
 
-def same_model(name: str, others: Sequence[str]) -> list[int]:
+def find_model(name: str, others: Sequence[str]) -> list[int]:
     """The places of a model among others: by its whole name, else by the last part of it."""
     short = name.rstrip("/").split("/")[-1]
     whole = [place for place, other in enumerate(others) if other == name]
@@ -322,12 +322,12 @@ class ModelTable:
             InputError: for a column of text.
         """
         expected = f"given: expected a column of numbers, {column!r} has"
-        values = numbers(self.frame[column], self.frame["model"], expected).to_numpy()
+        values = to_numbers(self.frame[column], self.frame["model"], expected).to_numpy()
         with np.errstate(divide="ignore", invalid="ignore"):
             values = np.log(values) if column in LOGS else values
         return np.where(np.isfinite(values), values, math.nan)
 
-    def lacking(self, given: Sequence[str], group: str | None) -> list[str]:
+    def missing_notes(self, given: Sequence[str], group: str | None) -> list[str]:
         """Say of each column that is held fixed which models lack it, and so are left out of its coefficient."""
         lack = {name: np.isnan(self.values(name)) for name in given}
         lack |= {group: self.frame[group].isna().to_numpy()} if group else {}
@@ -364,7 +364,7 @@ def read_file(path: Path, *, metric: str, score: str) -> ModelTable:
     for option, column in (("metric", metric), ("score", score)):
         _refuse_missing(column, frame.columns.drop("model"), option, path)
     titles = {column: look_up(column).title for column in frame.columns if is_in(column, "coupling", "token_coupling")}
-    return _finished(frame, metric, score, where=path, source=path.name, titles=titles)
+    return _make_table(frame, metric, score, where=path, source=path.name, titles=titles)
 
 
 def table_of_models(
@@ -385,14 +385,14 @@ def table_of_models(
     Raises:
         InputError: for a metric or score that no model has, or of which several variants are left.
     """
-    query = _resolved(models, metric)
+    query = _resolve(models, metric)
     rows, left_out, variants = [], {}, {}
     for model in models:
-        at = model.at(step, query.analysis)
-        record = _value(model, at, query, layer)
+        at = model.checkpoint(step, query.analysis)
+        record = _record(model, at, query, layer)
         rows.append({"model": model.name, **model.sizes()})
         if record is None:
-            left_out[model.name] = _why(model, query, step, layer)
+            left_out[model.name] = _reason(model, query, step, layer)
         else:
             variants[model.name] = variant_of(record.tags)
             rows[-1] |= _measured(model, at, query, layer, record)
@@ -410,12 +410,12 @@ def table_of_models(
     titles = {each: METRICS[each].title for each in (definition.baseline, definition.excess) if each in METRICS}
     titles |= {column: title, name: ", ".join(filter(None, [definition.title, tag_text(dict(query.tags))]))}
     facts: Any = {"left_out": left_out, "titles": titles, "source": source}
-    return _finished(frame, name, column, where="these models", **facts)
+    return _make_table(frame, name, column, where="these models", **facts)
 
 
-def _resolved(models: Sequence[RunModel], text: str) -> MetricQuery:
+def _resolve(models: Sequence[RunModel], text: str) -> MetricQuery:
     """Which analysis and metric `ANALYSIS/METRIC` is, or a metric's name alone where one analysis has it."""
-    query = MetricQuery.of(text, "metric")
+    query = MetricQuery.parse(text, "metric")
     text = query.text.partition("[")[0]
     pairs = {"/".join(pair): pair for model in models for pair in model.pairs()}
     fitting = [text] if text in pairs else [name for name, pair in pairs.items() if pair[1] == text]
@@ -427,11 +427,11 @@ def _resolved(models: Sequence[RunModel], text: str) -> MetricQuery:
     return replace(query, text=fitting[0], analysis=analysis, name=name)
 
 
-def _value(
+def _record(
     model: RunModel, measurements: Sequence[Measurement], query: MetricQuery, layer: int | str | None = None
 ) -> Record | None:
     """The one record that is meant: of the whole model, else of the last layer, or of the layer asked for."""
-    of_model = of_width(query, model)
+    of_model = resolve_k(query, model)
     records = [r for analysis, r in candidates(measurements, query) if analysis == query.analysis]
     records = [r for r in records if of_model.fits(r.tags)]
     at = None
@@ -453,7 +453,7 @@ def _measured(
     facts = {f"{name}_low": record.low, f"{name}_high": record.high, "layer": record.layer}
     facts |= {"step": first.step, "tokens": first.tokens}
     for other in (look_up(name).baseline, look_up(name).excess):
-        beside = _value(model, measurements, replace(query, name=other, tags=tags), layer)
+        beside = _record(model, measurements, replace(query, name=other, tags=tags), layer)
         facts[other] = beside and beside.value
     return {name: record.value, **tags, **{each: value for each, value in facts.items() if value is not None}}
 
@@ -467,7 +467,7 @@ def _tags(models: Sequence[RunModel], query: MetricQuery) -> dict[str, dict[Any,
     return tags
 
 
-def _why(model: RunModel, query: MetricQuery, step: int | None, layer: int | str | None) -> str:
+def _reason(model: RunModel, query: MetricQuery, step: int | None, layer: int | str | None) -> str:
     if not model.measurements and model.num_suspect:
         return "all its checkpoints are suspect"
     at = [f"layer {layer}" if layer is not None else "", f"step {step}" if step is not None else ""]
@@ -486,7 +486,7 @@ def _add_scores(
     """
     path, colon, column = score.rpartition(":")
     if colon and Path(path).suffix in (".csv", ".parquet"):
-        _join(rows, Path(path), column)
+        _join_file(rows, Path(path), column)
         return column, column
     scalars = {name for model in models for scalars in model.scalars for name in scalars}
     if score in scalars:
@@ -499,11 +499,11 @@ def _add_scores(
                 f"score: no model has {score!r}, neither as a scalar of training nor as ANALYSIS/METRIC, and it is no "
                 f"FILE.csv:COLUMN{nearest(score, sorted({*scalars, *pairs} - {'step', 'tokens'}))}"
             )
-        other = _resolved(models, score)
+        other = _resolve(models, score)
         tags = {tag: value for tag, value in query.tags.items() if tag in _tags(models, other)}
         other, title = replace(other, tags=tags), look_up(other.name).title
-        at = [model.at(row.get("step"), other.analysis) for row, model in zip(rows, models, strict=True)]
-        records = [_value(*each, other) for each in zip(models, at, strict=True)]
+        at = [model.checkpoint(row.get("step"), other.analysis) for row, model in zip(rows, models, strict=True)]
+        records = [_record(*each, other) for each in zip(models, at, strict=True)]
         variants = {m.name: variant_of(r.tags) for m, r in zip(models, records, strict=True) if r is not None}
         refuse_unlike(variants, other.text, "score")
         values = [record and record.value for record in records]
@@ -512,7 +512,7 @@ def _add_scores(
     return score, title
 
 
-def _join(rows: list[dict[str, Any]], path: Path, column: str) -> None:
+def _join_file(rows: list[dict[str, Any]], path: Path, column: str) -> None:
     """Add the columns of a file to the models' rows, by the model's whole name or its last part."""
     table: Any = read_table(path, "score")
     _refuse_missing(column, table.columns.drop("model"), "score", path)
@@ -520,7 +520,7 @@ def _join(rows: list[dict[str, Any]], path: Path, column: str) -> None:
         raise InputError(f"score: column {column!r} of {path} is called like what is measured; rename it")
     names = table.pop("model").tolist()
     for row in rows:
-        places = same_model(row["model"], names)
+        places = find_model(row["model"], names)
         if len(places) > 1:
             raise InputError(f"score: {path} has {len(places)} rows for {row['model']}, expected one")
         for place in places:
@@ -532,7 +532,7 @@ def _refuse_missing(column: str, columns: Any, option: str, where: object) -> No
         raise InputError(f"{option}: {where} has no column {column!r}{nearest(column, map(str, columns))}")
 
 
-def _finished(
+def _make_table(
     frame: Any,
     metric: str,
     score: str,
@@ -548,7 +548,7 @@ def _finished(
     for column, option in ((metric, "metric"), (score, "score")):
         values = frame.get(column, pd.Series(math.nan, frame.index))
         expected = f"{option}: expected numbers in column {column!r} of {where}, got"
-        frame[column] = numbers(values, frame["model"], expected)
+        frame[column] = to_numbers(values, frame["model"], expected)
         for name in frame["model"][~np.isfinite(frame[column])]:
             missing.setdefault(name, f"no {column}")
     complete = frame[~frame["model"].isin(missing)].reset_index(drop=True)

@@ -53,7 +53,7 @@ class Batches(ABC):
 
 
 BATCH_TOKENS = 8192  # of a batch of texts whose features are kept: 8,192 x 768 x 4 B = 25 MB for a state
-_AT_ONCE = 1000  # texts: the tokenizer's own account of a token takes 140 bytes, ours 4
+_CHUNK = 1000  # texts: the tokenizer's own account of a token takes 140 bytes, ours 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class EncodedTexts:
     """Token ids of texts, in their order, each without padding."""
 
     ids: Sequence[np.ndarray]  # (tokens,) each
-    filler: int  # stands in padded places, where no model looks
+    pad_id: int  # stands in padded places, where no model looks
     tokenizer_hash: str
     num_cut: int  # texts that lost their end to the limit
 
@@ -72,10 +72,10 @@ class EncodedTexts:
         """Sixteen hex digits over the token ids."""
         return sha16(*(len(ids).to_bytes(4, "little") + np.asarray(ids, dtype="<i4").tobytes() for ids in self.ids))
 
-    def in_order(self, batch_size: int) -> Iterator[dict[str, Tensor]]:
+    def split(self, batch_size: int) -> Iterator[dict[str, Tensor]]:
         """Yield so many texts a batch, the last may have fewer, in their order."""
         for start in range(0, len(self.ids), batch_size):
-            yield padded(self.ids[start : start + batch_size], self.filler)
+            yield padded(self.ids[start : start + batch_size], self.pad_id)
 
     def batches(self, max_tokens: int) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
         """The longest texts first, so that texts of a batch are of about one length; with the numbers of its rows.
@@ -89,13 +89,13 @@ class EncodedTexts:
             width = len(self.ids[order[start]])
             rows = order[start : start + max(1, max_tokens // width)]
             start += len(rows)
-            yield rows, padded([self.ids[row] for row in rows], self.filler)
+            yield rows, padded([self.ids[row] for row in rows], self.pad_id)
 
 
-def padded(texts: Sequence[Sequence[int] | np.ndarray], filler: int) -> dict[str, Tensor]:
+def padded(texts: Sequence[Sequence[int] | np.ndarray], pad_id: int) -> dict[str, Tensor]:
     """Return a batch of texts, filled up to the longest on the right."""
     longest = max(map(len, texts))
-    ids = torch.full((len(texts), longest), filler)
+    ids = torch.full((len(texts), longest), pad_id)
     mask = torch.zeros_like(ids)
     for row, text in enumerate(texts):
         ids[row, : len(text)], mask[row, : len(text)] = torch.as_tensor(np.asarray(text, dtype=np.int64)), 1
@@ -135,8 +135,8 @@ def encode_texts(tokenizer: str | TextTokenizer, texts: Sequence[str], *, max_to
     loaded.tokenizer.enable_truncation(max_tokens)
     try:
         with tokenizer_threads():
-            for start in range(0, len(texts), _AT_ONCE):
-                encodings = loaded.tokenizer.encode_batch(list(texts[start : start + _AT_ONCE]))
+            for start in range(0, len(texts), _CHUNK):
+                encodings = loaded.tokenizer.encode_batch(list(texts[start : start + _CHUNK]))
                 ids += [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
                 num_cut += sum(bool(encoding.overflowing) for encoding in encodings)
     finally:
@@ -217,7 +217,7 @@ class EvalText(Batches):
         total = int(counts.sum())
         self._check(total)
         before = np.cumsum(counts) - counts
-        windows = np.array(different_numbers(total, min(total, self.num_sequences), self.seed))
+        windows = np.array(draw_indices(total, min(total, self.num_sequences), self.seed))
         document = np.searchsorted(before, windows, side="right") - 1
         begin = starts[document] + (windows - before[document]) * self.num_tokens
         tokens = shards.tokens(self.split)
@@ -243,7 +243,7 @@ class EvalText(Batches):
         return np.asarray(starts[first:last])[long_enough], counts[long_enough]
 
 
-def different_numbers(total: int, num: int, seed: int | str) -> list[int]:
+def draw_indices(total: int, num: int, seed: int | str) -> list[int]:
     """`num` different numbers below `total`; more of them begin with the same."""
     generator, drawn = random.Random(seed), {}
     while len(drawn) < num:
@@ -251,8 +251,8 @@ def different_numbers(total: int, num: int, seed: int | str) -> list[int]:
     return list(drawn)
 
 
-MOST = 10_000  # texts or images; all are kept in memory and measured at every step
-_ROWS = 16  # of a data set in a batch
+MAX_ROWS = 10_000  # texts or images; all are kept in memory and measured at every step
+_BATCH_ROWS = 16  # of a data set in a batch
 _NAMES = ("input_ids", "attention_mask", "token_type_ids", "pixel_values")
 _EXPECTED = (
     "expected `Batches`, or a DataLoader, a data set or a list of batches: dicts with input_ids or pixel_values, "
@@ -304,7 +304,7 @@ class GivenBatches(Batches):
             batches: list[dict[str, Tensor]] = []
             num_rows = 0
             for number, given in enumerate(self._walk()):
-                batches.append(_batch(given, number))
+                batches.append(_to_batch(given, number))
                 num_rows += len(next(iter(batches[-1].values())))
                 refuse_many(num_rows)
             if not batches:
@@ -318,38 +318,40 @@ class GivenBatches(Batches):
         elif self._is_rows:
             count = len(self._given)
             refuse_many(count)  # before any is made
-            for start in range(0, count, _ROWS):
-                yield _collated([self._given[row] for row in range(start, min(start + _ROWS, count))])
+            for start in range(0, count, _BATCH_ROWS):
+                yield _collate([self._given[row] for row in range(start, min(start + _BATCH_ROWS, count))])
         else:
             yield from self._given
 
 
 def refuse_many(count: int) -> None:
     """Refuse more texts or images than anybody means to measure at every step."""
-    if count > MOST:
-        raise InputError(f"batches: expected at most {MOST} texts or images, got more: give Subset(data, range(64))")
+    if count > MAX_ROWS:
+        raise InputError(
+            f"batches: expected at most {MAX_ROWS} texts or images, got more: give Subset(data, range(64))"
+        )
 
 
-def as_batches(given: Any) -> Batches:
+def to_batches(given: Any) -> Batches:
     """Batches as they are, and others as `GivenBatches`."""
     return given if isinstance(given, Batches) else GivenBatches(given)
 
 
-def _collated(rows: Sequence[Any]) -> Any:
+def _collate(rows: Sequence[Any]) -> Any:
     """Rows of a data set as a batch: texts filled up to the longest, everything else as torch does it."""
     first = rows[0]
     if isinstance(first, Mapping) and "input_ids" in first:
-        return padded([_real(row) for row in rows], 0)
+        return padded([_unpadded(row) for row in rows], 0)
     return torch.utils.data.default_collate(list(rows))
 
 
-def _real(row: Mapping[str, Any]) -> np.ndarray:
+def _unpadded(row: Mapping[str, Any]) -> np.ndarray:
     """The token ids of a row without its padding."""
     ids, mask = np.asarray(row["input_ids"]), row.get("attention_mask")
     return ids if mask is None else ids[np.asarray(mask, dtype=bool)]
 
 
-def _batch(given: Any, number: int) -> dict[str, Tensor]:
+def _to_batch(given: Any, number: int) -> dict[str, Tensor]:
     labels = None
     if isinstance(given, list | tuple) and len(given) > 0 and isinstance(given[0], Tensor | Mapping):
         labels = given[1] if len(given) > 1 else None

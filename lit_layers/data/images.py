@@ -397,7 +397,7 @@ def eval_pixels(pictures: Pictures, chosen: list[int], size: int) -> Tensor:
     """Images as a model is tested on them, in 0..255: (images, 3, size, size)."""
     if isinstance(pictures, SmallPictures):
         return resized(pictures.batch(chosen), size)
-    return torch.stack([_centre(pictures.picture(index), size) for index in chosen])
+    return torch.stack([_centre_crop(pictures.picture(index), size) for index in chosen])
 
 
 def resized(pixels: Tensor, size: int) -> Tensor:
@@ -408,7 +408,7 @@ def resized(pixels: Tensor, size: int) -> Tensor:
     return large.clamp(0, 255)
 
 
-def _centre(image: Image.Image, size: int) -> Tensor:
+def _centre_crop(image: Image.Image, size: int) -> Tensor:
     shorter = round(size / CROP)
     scale = shorter / min(image.size)
     image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from lit_layers import schema
 from lit_layers.data import tokenization
-from lit_layers.data.text_sources import Source, digest, in_share, open_source
+from lit_layers.data.text_sources import Source, digest, is_held_out, open_source
 from lit_layers.errors import InputError
 from lit_layers.files.durable import sync, write_json
 from lit_layers.identity import hash_of, sha16
@@ -42,7 +42,7 @@ STEMS = {"train": "train", "validation": "val"}
 STARTS = np.dtype("<i8")
 _AGAIN = "remove the folder and run `lit-layers prepare` again"
 CHUNK_BYTES = 2**22  # of text, the work of one call of the tokenizer
-PART_SECONDS = 10.0  # of work, at most, that an interruption loses
+SAVE_SECONDS = 10.0  # of work, at most, that an interruption loses
 PROGRESS = "progress.json"
 BPE_BYTES = 10**8  # of text a tokenizer is trained on
 
@@ -118,7 +118,7 @@ class TokenShards:
 def finish(draft: Path, folder: Path, header: dict[str, Any]) -> None:
     """Write the header of the files in a folder, which then gets its name."""
     paths = [path for path in sorted(draft.rglob("*")) if path.is_file() and path.name != HEADER]
-    files = {path.relative_to(draft).as_posix(): _measure(path) for path in paths}
+    files = {path.relative_to(draft).as_posix(): _file_entry(path) for path in paths}
     listing = "\n".join(f"{name} {entry['sha256']}" for name, entry in sorted(files.items()))
     header = {**header, "files": files, "checksum": hashlib.sha256(listing.encode()).hexdigest()}
     write_json(draft / HEADER, header, sort_keys=True)
@@ -138,7 +138,7 @@ def _read_header(folder: Path) -> dict[str, Any]:
     return header
 
 
-def _measure(path: Path) -> dict[str, Any]:
+def _file_entry(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
@@ -208,7 +208,7 @@ def prepare(
         tokenization.save_tokenizer(loaded, draft / TOKENIZER)
         dtype, hash_ = token_dtype(loaded.vocab_size), tokenization.tokenizer_hash(loaded.tokenizer)
         key = hash_of([settings, corpus.revision, hash_])
-        counts = _written(draft, dtype, corpus, loaded, max_documents, progress, key)
+        counts = _write_tokens(draft, dtype, corpus, loaded, max_documents, progress, key)
         header = {
             "format": FORMAT,
             "version": VERSION,
@@ -223,7 +223,7 @@ def prepare(
     return TokenShards.open(folder)
 
 
-def _written(
+def _write_tokens(
     draft: Path,
     dtype: np.dtype,
     source: Source,
@@ -271,7 +271,7 @@ def _written(
         files = dict(zip(splits, zip(opened[::2], opened[1::2], strict=True), strict=True))
         stack.enter_context(tokenization.tokenizer_threads(every_core=True))
         size, closed = 0, time.monotonic()
-        documents = tqdm(_placed(source, limit), disable=None if progress else True, unit=" documents")
+        documents = tqdm(_assign_splits(source, limit), disable=None if progress else True, unit=" documents")
         for read, (text, split, value) in enumerate(documents, start=1):
             if read <= state["read"]:
                 continue
@@ -284,7 +284,7 @@ def _written(
             chains[split] = hashlib.sha256(f"{chains[split]}/{value}".encode()).hexdigest()
             if size >= CHUNK_BYTES:
                 write()
-                if time.monotonic() - closed >= PART_SECONDS:
+                if time.monotonic() - closed >= SAVE_SECONDS:
                     note(read)
                     closed = time.monotonic()
                 size = 0
@@ -302,7 +302,7 @@ def _written(
     return {"splits": splits, "left_out": left_out, "corpus_hash": corpus_hash}
 
 
-def _placed(source: Source, limit: int | None) -> Iterator[tuple[str, str, int]]:
+def _assign_splits(source: Source, limit: int | None) -> Iterator[tuple[str, str, int]]:
     """Texts with their split or why they are left out, and their hashes; those of validation first."""
     most, held_out = limit or sys.maxsize, set[int]()
     for part in source.splits:  # None: one stream
@@ -314,13 +314,13 @@ def _placed(source: Source, limit: int | None) -> Iterator[tuple[str, str, int]]
                 yield text, "duplicate", value
             else:
                 held_out |= {value} if part == "validation" else set()
-                yield text, part or ("validation" if in_share(value, source.validation or 0) else "train"), value
+                yield text, part or ("validation" if is_held_out(value, source.validation or 0) else "train"), value
 
 
 def _training_texts(source: Source, limit: int | None, size: int) -> Iterator[str]:
     """The first `size` characters, or some more, of the training documents."""
     total = 0
-    for text, split, _ in _placed(source, limit):
+    for text, split, _ in _assign_splits(source, limit):
         if total >= size:
             return
         if split == "train":

@@ -18,7 +18,7 @@ from lit_layers.data.batches import (
     Batches,
     EncodedTexts,
     EvalText,
-    different_numbers,
+    draw_indices,
     encode_texts,
     tokenizer_of,
 )
@@ -166,7 +166,7 @@ class _EncodedBatches(Batches):
     _encoded: functools.cached_property[EncodedTexts]
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        return self._encoded.in_order(self.batch_size)
+        return self._encoded.split(self.batch_size)
 
     def content_hash(self) -> str:
         return sha16(f"{self._encoded.content_hash()} {self.batch_size}")
@@ -299,23 +299,23 @@ def _drawn(benchmark: ScoredTask, folder: str | None, number: int, seed: int) ->
     texts, place = _texts(benchmark.name, folder)
     if len(texts) < number:
         raise InputError(f"num_prompts: {place} has {len(texts)} prompts, {number} are needed: ask for fewer")
-    return [texts[row] for row in different_numbers(len(texts), number, f"{seed}/{benchmark.name}")]
+    return [texts[row] for row in draw_indices(len(texts), number, f"{seed}/{benchmark.name}")]
 
 
 @functools.lru_cache(maxsize=2 * len(BENCHMARKS))  # every model of a suite is measured on the same texts
 def _texts(name: str, folder: str | None) -> tuple[tuple[str, ...], str]:
     """The prompts of a benchmark, those left out that hold nothing but space; and where they are from."""
-    benchmark = find("prompts", name).in_folder(folder)
+    benchmark = find("prompts", name).localized(folder)
     (column,) = benchmark.text
     rows = benchmark.read([benchmark.split], {column: "text"})
-    return tuple(text for text in rows.values[column] if text and text.strip()), rows.place
+    return tuple(text for text in rows.values[column] if text and text.strip()), rows.origin
 
 
 # ------------------------------------------------------------------------------------------------ views
 
 
-LEAST_CHARACTERS = 4
-MOST_EQUAL = 0.05  # share of texts with two equal views, above which views are refused
+MIN_CHARACTERS = 4
+MAX_EQUAL = 0.05  # share of texts with two equal views, above which views are refused
 
 _LETTERS = string.ascii_letters + string.digits
 _ROWS = ("1234567890-", "qwertyuiop[", "asdfghjkl;'", "zxcvbnm,./")
@@ -367,13 +367,13 @@ def make_views(
         InputError: more than 5% of the texts have two equal views.
     """
     views = [
-        [view_of(text, (seed, number, row), share=share, max_words=max_words) for row, text in rows]
+        [make_view(text, (seed, number, row), share=share, max_words=max_words) for row, text in rows]
         for number, rows in ((number, enumerate(texts)) for number in range(num_views))
     ]
     num_equal = sum(len({view[row] for view in views}) < num_views for row in range(len(texts)))
-    if num_equal > MOST_EQUAL * len(texts):
-        what = f"{num_equal} of {len(texts)} texts have two equal views, expected at most {MOST_EQUAL:.0%}"
-        raise InputError(f"views: {what}: give texts with words of {LEAST_CHARACTERS} or more characters")
+    if num_equal > MAX_EQUAL * len(texts):
+        what = f"{num_equal} of {len(texts)} texts have two equal views, expected at most {MAX_EQUAL:.0%}"
+        raise InputError(f"views: {what}: give texts with words of {MIN_CHARACTERS} or more characters")
     changed = [  # how many words of each text its views lack
         (Counter(text.split()) - Counter(view[row].split())).total() for view in views for row, text in enumerate(texts)
     ]
@@ -386,7 +386,7 @@ def make_views(
     )
 
 
-def view_of(text: str, random_state: tuple[int, int, int], *, share: float = 0.3, max_words: int = 10) -> str:
+def make_view(text: str, random_state: tuple[int, int, int], *, share: float = 0.3, max_words: int = 10) -> str:
     """One view of a text; `random_state` is (seed, number of the view, place of the text) and decides all of it."""
     draw = random.Random("/".join(map(str, random_state)))
     for step in ("split", "random character", "keyboard"):
@@ -415,4 +415,4 @@ def _perturbed(word: str, draw: random.Random, share: float, letters: str | None
 
 
 def _is_long(word: str) -> bool:
-    return len(word) >= LEAST_CHARACTERS
+    return len(word) >= MIN_CHARACTERS

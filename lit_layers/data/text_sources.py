@@ -77,7 +77,7 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
 
 
-def in_share(value: int, share: float) -> bool:
+def is_held_out(value: int, share: float) -> bool:
     """Whether a 64-bit hash falls into the first `share` of the range."""
     return value < share * 2**64
 
@@ -85,7 +85,7 @@ def in_share(value: int, share: float) -> bool:
 # Installed packages, tests, tables, and parts that distributions often leave out.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "encodings"}
 LEFT_OUT |= {"turtledemo", "pydoc_data"}  # the topics of the latter are read one by one
-MACHINE_MADE = "_sysconfigdata"  # written when Python was built: another file on every machine
+GENERATED = "_sysconfigdata"  # written when Python was built: another file on every machine
 TOPICS = Path("pydoc_data/topics.py")
 
 
@@ -104,7 +104,7 @@ class PythonSources(Source):
         files = []
         for folder, subfolders, names in os.walk(self.root):
             subfolders[:] = [name for name in subfolders if name not in LEFT_OUT and not name.startswith("config-")]
-            kept = [name for name in names if name.endswith(".py") and not name.startswith(MACHINE_MADE)]
+            kept = [name for name in names if name.endswith(".py") and not name.startswith(GENERATED)]
             files += [(Path(folder) / name).relative_to(self.root) for name in kept]
         files.sort()
         return files
@@ -120,16 +120,16 @@ class PythonSources(Source):
         }
 
     def read(self, split: str | None) -> Iterator[str]:
-        return (text for _, text in self.named(split))
+        return (text for _, text in self.documents(split))
 
-    def named(self, split: str | None) -> Iterator[tuple[str, str]]:
+    def documents(self, split: str | None) -> Iterator[tuple[str, str]]:
         """Yield the path of each document, which decides its split, and its text."""
         path = self.root / TOPICS
         texts = runpy.run_path(str(path))["topics"] if path.is_file() else {}
         topics = {f"{TOPICS.with_suffix('')}/{name}": texts[name] for name in sorted(texts)}
         names = [*(path.as_posix() for path in self.files), *topics]
         for name in names:
-            if (split == "validation") == in_share(digest(name), self.validation or 0):
+            if (split == "validation") == is_held_out(digest(name), self.validation or 0):
                 if name not in topics:
                     with tokenize.open(self.root / name) as file:  # minds the encoding a file declares
                         topics[name] = file.read()
@@ -138,7 +138,7 @@ class PythonSources(Source):
 
 _AGAIN = "check the name and the network, then run again"
 TITLE = re.compile(r" = [^=].* = \n")  # the first line of an article; " = = Section = = \n" is none
-BY_LINE = ("Salesforce/wikitext",)  # a row is a line there, and a document many rows
+LINE_ROWS = ("Salesforce/wikitext",)  # a row is a line there, and a document many rows
 
 
 class HubText(Source):
@@ -185,7 +185,7 @@ class HubText(Source):
     def read(self, split: str | None) -> Iterator[str]:
         lines: list[str] = []
         for text in self._rows(split or "train"):
-            if lines and (self.name not in BY_LINE or TITLE.fullmatch(text)):
+            if lines and (self.name not in LINE_ROWS or TITLE.fullmatch(text)):
                 yield "".join(lines)
                 lines = []
             lines.append(text)

@@ -26,7 +26,7 @@ COMPANIONS = (CONFIG, "special_tokens_map.json", "vocab.json", "merges.txt", "ch
 BYTES, MOST_TOKENS = 256, 2_000_000
 LONG_WORD = 1000  # characters; the time that a merge takes grows with the square of a word's length
 _PARALLEL = "TOKENIZERS_PARALLELISM"
-_PROCESS = os.getpid()  # a fork of it lacks the threads of `tokenizers`, and would wait for them for ever
+_PID = os.getpid()  # a fork of it lacks the threads of `tokenizers`, and would wait for them for ever
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,14 @@ def train_bpe(texts: Iterable[str], size: int) -> TextTokenizer:
         show_progress=False,
     )
     with tokenizer_threads():
-        tokenizer.train_from_iterator(_without_long_words(texts), trainer)
+        tokenizer.train_from_iterator(_split_long_words(texts), trainer)
     if tokenizer.get_vocab_size() < size:
         most = tokenizer.get_vocab_size()
         raise InputError(f"the corpus has pairs for {most} tokens only, not for bpe:{size}: ask for bpe:{most} or less")
     return TextTokenizer(tokenizer, END_OF_TEXT)
 
 
-def _without_long_words(texts: Iterable[str]) -> Iterator[str]:
+def _split_long_words(texts: Iterable[str]) -> Iterator[str]:
     """Cut what stands without a space for longer than any word: a line of megabytes would take days."""
     for text in texts:
         if len(text) < LONG_WORD or max(map(len, text.split()), default=0) < LONG_WORD:
@@ -106,17 +106,17 @@ def load_tokenizer(spec: str) -> TextTokenizer:
     return _load(path / MAIN, {name: path / name for name in COMPANIONS if (path / name).is_file()})
 
 
-class WithTokenizer:
+class TokenizerMixin:
     """An analysis of texts that it reads with the tokenizer it names."""
 
     tokenizer: str
 
     @cached_property
-    def words(self) -> TextTokenizer:
+    def loaded_tokenizer(self) -> TextTokenizer:
         return load_tokenizer(self.tokenizer)
 
     def tokenizer_hash(self) -> str | None:
-        return tokenizer_hash(self.words.tokenizer)
+        return tokenizer_hash(self.loaded_tokenizer.tokenizer)
 
 
 def save_tokenizer(text_tokenizer: TextTokenizer, folder: Path) -> None:
@@ -135,11 +135,11 @@ def save_tokenizer(text_tokenizer: TextTokenizer, folder: Path) -> None:
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
     """Sixteen hex digits over all that decides the ids of a text: equal for copies saved in other ways."""
-    return _hash_of(tokenizer.to_str())
+    return _content_hash(tokenizer.to_str())
 
 
 @lru_cache(maxsize=4)  # of 50,000 tokens it takes six times as long as their text, and each analysis asks
-def _hash_of(text: str) -> str:
+def _content_hash(text: str) -> str:
     parts = json.loads(text)
     model = {
         key: value
@@ -148,7 +148,7 @@ def _hash_of(text: str) -> str:
     }
     model["merges"] = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges", [])]
     added = [[token["id"], token["content"], token["special"]] for token in parts["added_tokens"]]
-    deciding = [model, added, _without_offsets(parts["normalizer"]), _without_offsets(parts["pre_tokenizer"])]
+    deciding = [model, added, _drop_offsets(parts["normalizer"]), _drop_offsets(parts["pre_tokenizer"])]
     return hash_of(deciding)
 
 
@@ -159,7 +159,7 @@ def tokenizer_threads(*, every_core: bool = False) -> Iterator[None]:
     After its own threads, forked data loaders would warn; what has been said by then is not warned of.
     """
     before = os.environ.get(_PARALLEL, "false" if every_core else None)
-    os.environ[_PARALLEL] = "true" if every_core and os.getpid() == _PROCESS else "false"
+    os.environ[_PARALLEL] = "true" if every_core and os.getpid() == _PID else "false"
     try:
         yield
     finally:
@@ -216,8 +216,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return schema.read(path, dict[str, Any], "mend it or copy it again")
 
 
-def _without_offsets(part: Any) -> Any:
+def _drop_offsets(part: Any) -> Any:
     """`part` without the options that only say where in the text a token stands."""
     if isinstance(part, dict):
-        return {key: _without_offsets(value) for key, value in part.items() if key != "trim_offsets"}
-    return [_without_offsets(value) for value in part] if isinstance(part, list) else part
+        return {key: _drop_offsets(value) for key, value in part.items() if key != "trim_offsets"}
+    return [_drop_offsets(value) for value in part] if isinstance(part, list) else part

@@ -18,7 +18,7 @@ from lit_layers.schema import refuse_below_one
 
 KNOWN_COLUMNS = (("word", "answers"), ("word1", "word2"))  # of BATS, and of the counterfactual pairs of Park et al.
 LABELS = ["category", "category_id", "group"]
-LEAST_PAIRS = 3  # for a mean over pairs of pairs that says anything
+MIN_PAIRS = 3  # for a mean over pairs of pairs that says anything
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,7 @@ class WordPairs(Batches):
         """Every different word, in the order of the batches."""
         return self._loaded[0]
 
-    def by_category(self) -> tuple[Category, ...]:
+    def category_pairs(self) -> tuple[Category, ...]:
         """The categories, in the order of the file."""
         return self._loaded[1]
 
@@ -96,7 +96,7 @@ class WordPairs(Batches):
     def content_hash(self) -> str:
         """Sixteen hex digits over the token ids of every pair of every category and how they are cut into batches."""
         pairs = [
-            (c.name, c.id, c.group, c.num_dropped, c.first.tolist(), c.second.tolist()) for c in self.by_category()
+            (c.name, c.id, c.group, c.num_dropped, c.first.tolist(), c.second.tolist()) for c in self.category_pairs()
         ]
         return sha16(f"{self.batch_size} {[tuple(word) for word in self.words()]} {pairs}")
 
@@ -117,7 +117,7 @@ class WordPairs(Batches):
     def _loaded(self) -> tuple[list[Word], tuple[Category, ...], str]:
         table, tokenizer = self._pairs, load_tokenizer(tokenizer_of(self.tokenizer, self.corpus))
         spelled = list(dict.fromkeys(table[["first", "second"]].to_numpy().ravel()))
-        encoded = dict(zip(spelled, _encoded(spelled, tokenizer), strict=True))
+        encoded = dict(zip(spelled, _encode(spelled, tokenizer), strict=True))
         words = sorted(dict.fromkeys(encoded.values()), key=lambda word: len(word.ids))  # otherwise as in the file
         place = {word: number for number, word in enumerate(words)}
         by_category = table.groupby(LABELS, sort=False, dropna=False)
@@ -128,9 +128,9 @@ class WordPairs(Batches):
         name, id, group = rows[LABELS].iloc[0]
         pairs = zip(rows["first"], rows["second"], strict=True)
         kept = [pair for pair in pairs if encoded[pair[0]].ids != encoded[pair[1]].ids]
-        if len(kept) < LEAST_PAIRS:
+        if len(kept) < MIN_PAIRS:
             there = f"category {name!r} has {len(kept)} pairs of different token ids"
-            raise InputError(f"{self.source}: {there}, expected {LEAST_PAIRS}: leave it out of categories")
+            raise InputError(f"{self.source}: {there}, expected {MIN_PAIRS}: leave it out of categories")
         first, second = (torch.tensor([place[encoded[pair[side]]] for pair in kept]) for side in (0, 1))
         return Category(name, tuple(kept), first, second, len(rows) - len(kept), id, group)
 
@@ -144,7 +144,7 @@ class WordPairs(Batches):
         return table[table[LABELS].isin(self.categories).any(axis=1)]
 
 
-def _encoded(words: Sequence[str], tokenizer: TextTokenizer) -> list[Word]:
+def _encode(words: Sequence[str], tokenizer: TextTokenizer) -> list[Word]:
     """Each word behind a space, which is not given where the tokenizer puts one in front of any text itself."""
     with tokenizer_threads():
         bare = tokenizer.tokenizer.encode("a", add_special_tokens=False).tokens

@@ -26,10 +26,10 @@ from lit_layers.metrics import look_up
 from lit_layers.models.pixels import pixel_statistics
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.tasks.probe_task import ProbeTask, hold_out
-from lit_layers.tasks.text_features import LayerFeatures, TaskReader, TextPooling, features_of_texts, text_features
+from lit_layers.tasks.text_features import LayerFeatures, TaskReader, TextPooling, store_features, text_features
 
 # What a probe can be judged by, as a mean over rows; the first one where none is named.
-BY: dict[str, tuple[str, ...]] = {
+METRICS: dict[str, tuple[str, ...]] = {
     "classification": ("accuracy", "log_loss"),
     "regression": ("mean_squared_error",),
 }
@@ -91,7 +91,7 @@ def choose(
             layer that is better than knowing no text at all.
     """
     options = options or ProbeOptions()
-    usual = BY["regression" if num_classes is None else "classification"]
+    usual = METRICS["regression" if num_classes is None else "classification"]
     metric = by or usual[0]
     if metric not in usual:
         raise InputError(f"by: expected {' or '.join(usual)} of this task's probes, got {metric}")
@@ -101,7 +101,7 @@ def choose(
     if num_classes is not None and len(targets["train"].unique()) < 2:
         raise InputError("train: all rows have one class, and a probe needs two: give other rows")
     how: Any = {"rule": rule, "tolerance": tolerance, "higher_is_better": look_up(metric).higher_is_better}
-    _by_rule([1.0], how)  # refuses before anything is fitted
+    _apply_rule([1.0], how)  # refuses before anything is fitted
     train, held_out = features("train"), features("validation")
     num_layers, probes, rows = train.num_layers, list[Fitted](), list[Tensor]()
     for layer in range(num_layers + 1):
@@ -120,7 +120,7 @@ def choose(
             f"rule: no layer can be chosen: the best validation {metric} of a probe is {best:.4f}, and the "
             f"{BASELINES[metric]} alone gives {baseline:.4f}"
         )
-    layer, by_layer = _by_rule(values, how), choice_distribution(scores[1:], **how)
+    layer, by_layer = _apply_rule(values, how), choice_distribution(scores[1:], **how)
     progress(num_layers + 1, num_layers + 1, "")
     test = features("test")
     on_test = {
@@ -147,7 +147,7 @@ def _defined(rows: Tensor) -> Tensor:
     return rows[:, rows.isfinite().all(0)]
 
 
-def _by_rule(values: list[float], how: Any) -> int:
+def _apply_rule(values: list[float], how: Any) -> int:
     try:
         return choose_layer(values, **how)
     except ValueError as error:
@@ -171,7 +171,7 @@ def _score(values: Tensor, metric: str | None) -> Score:
     return Score(float(values.mean()), float(low), float(high))
 
 
-IMAGES_AT_ONCE = 64
+IMAGE_BATCH = 64
 ROWS_TO_CHECK = 8  # an export with
 PARTS: tuple[Part, ...] = ("train", "validation", "test")
 NOTES = {
@@ -202,7 +202,7 @@ class TaskFeatures:
         return None if self.classes is None else len(self.classes)
 
 
-def of_texts(
+def text_task(
     model: LayeredModel,
     task: str | ProbeTask,
     *,
@@ -233,7 +233,7 @@ def of_texts(
     )
 
 
-def of_images(
+def image_task(
     model: LayeredModel,
     source: str,
     *,
@@ -258,8 +258,8 @@ def of_images(
     normalise = Normalise(*(trained or statistics(images, "source")))
     size = model.image_size or image_size(images, None)
     pictures: dict[Part, Pictures] = {"train": images.train, "validation": images.train, "test": images.test}
-    train = _keys(images.train, _drawn(len(images.train), num_train, seed, "train"), size)
-    test = _keys(images.test, _drawn(len(images.test), num_test, seed, "test"), size)
+    train = _image_keys(images.train, _drawn(len(images.train), num_train, seed, "train"), size)
+    test = _image_keys(images.test, _drawn(len(images.test), num_test, seed, "test"), size)
     in_test = {*test.values()}
     alone = {number: key for number, key in train.items() if key not in in_test}
     if not alone:
@@ -301,16 +301,16 @@ def _image_features(
             raise InputError(f"the features of an image at layer {layer} are not finite")
         layers[layer].append(vectors.to(model.dtype).cpu())
 
-    for part in torch.tensor(numbers).split(IMAGES_AT_ONCE):
+    for part in torch.tensor(numbers).split(IMAGE_BATCH):
         model.pass_states({"pixel_values": pixels(part.tolist())}, keep)
     vectors = torch.stack([torch.cat(parts) for parts in layers]).mT
-    return features_of_texts({"row": torch.arange(len(numbers)), "vectors": vectors})
+    return store_features({"row": torch.arange(len(numbers)), "vectors": vectors})
 
 
-def _keys(pictures: Pictures, numbers: list[int], size: int) -> dict[int, str]:
+def _image_keys(pictures: Pictures, numbers: list[int], size: int) -> dict[int, str]:
     """Return a key for each image by its number, equal for equal images."""
     keys = {}
-    for part in torch.tensor(numbers).split(IMAGES_AT_ONCE):
+    for part in torch.tensor(numbers).split(IMAGE_BATCH):
         for number, image in zip(part.tolist(), eval_pixels(pictures, part.tolist(), size), strict=True):
             keys[number] = hashlib.blake2b(image.numpy().tobytes(), digest_size=16).hexdigest()
     return keys

@@ -65,7 +65,7 @@ class ProbeHead:
     seen: Tensor  # (classes seen,); empty for a regression
 
     @classmethod
-    def of(cls, probes: LogisticProbes | RidgeProbes, facts: HeadFacts, row: int = 0) -> Self:
+    def from_probes(cls, probes: LogisticProbes | RidgeProbes, facts: HeadFacts, row: int = 0) -> Self:
         """The probe in a row of `probes`, on the CPU."""
         weight, bias, mean, scale = (getattr(probes, name)[row].detach().cpu().clone() for name in NAMES[:4])
         seen = probes.classes.cpu().clone() if isinstance(probes, LogisticProbes) else torch.empty(0, dtype=torch.int64)
@@ -314,7 +314,7 @@ def export(
         head.save(draft)
         _verify(draft, view, layer, batches, fingerprint)
         _write_page(card, head, view, draft)
-        _put_in_place(folder, draft)
+        _publish(folder, draft)
     return folder
 
 
@@ -372,7 +372,7 @@ def _verify(draft: Path, view: LayeredModel, layer: int, batches: Iterable[Batch
         raise RuntimeError("the exported weights differ from those of the model itself")
 
 
-def _put_in_place(folder: Path, draft: Path) -> None:
+def _publish(folder: Path, draft: Path) -> None:
     """The draft, which is on the disk, becomes the folder."""
     for file in draft.iterdir():
         sync(file)

@@ -128,7 +128,7 @@ class Selection:
         task, choice = self.task, self.choice
         about: Any = {"task": task.name, **{name: getattr(task, name) for name in ("pooling", "max_tokens", "classes")}}
         about |= {"kind": "regression" if task.classes is None else "classification", "layer": choice.layer}
-        head = ProbeHead.of(choice.probe, HeadFacts(**about))
+        head = ProbeHead.from_probes(choice.probe, HeadFacts(**about))
         about = {name: getattr(self, name) for name in ("revision", "choice", "tolerance")}
         card = Card(source=self.files.model, commit=self.files.commit, picture=picture, notes=task.notes, **about)
         how: Any = {"tokenizer": self.tokenizer, "card": card, "overwrite": overwrite}
@@ -145,7 +145,7 @@ class Candidate:
     tokens: int | None  # of the text that was timed; None for an image
 
     @classmethod
-    def of(cls, selection: Selection) -> "Candidate":
+    def from_selection(cls, selection: Selection) -> "Candidate":
         ids = selection.task.batch.get("input_ids")
         tokens = None if ids is None else ids.shape[1]
         return cls(name=selection.name, choice=selection.choice, seconds=selection.seconds, tokens=tokens)

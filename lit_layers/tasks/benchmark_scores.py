@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lit_layers.analyses.base import Analysis, Dtype
-from lit_layers.data.tokenization import WithTokenizer
+from lit_layers.data.tokenization import TokenizerMixin
 from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import write_json
 from lit_layers.functional.block_schedules import OF_MIDDLES, SEEDS, Schedule, Variant, format_schedule
@@ -39,7 +39,7 @@ from lit_layers.tasks.lm_eval_scorer import (
 from lit_layers.tasks.task_files import read_result, version_of
 
 NORMALIZED = "normalized_score"
-_CHOOSING = ("name", "variants", "middles", "seeds", "loops", "custom")  # which results are asked for
+_SELECTION = ("name", "variants", "middles", "seeds", "loops", "custom")  # which results are asked for
 _FAILURES = (InputError, FloatingPointError, RuntimeError)  # of one variant; the last is also torch's lack of memory
 
 
@@ -103,7 +103,7 @@ def normalized_error(values: Sequence[float], full: Sequence[float], random_scor
 
 
 @dataclass(kw_only=True)
-class BenchmarkScores(WithTokenizer, Analysis):
+class BenchmarkScores(TokenizerMixin, Analysis):
     """The score of one task for the full model and for each variant of its running order.
 
     `task_score` is the accuracy (gsm8k: the exact match behind `####`), `task_score_norm` the accuracy by
@@ -171,7 +171,7 @@ class BenchmarkScores(WithTokenizer, Analysis):
     def check(self, model: LayeredModel) -> None:
         self.check_options(model)
         variants_of(self, model)
-        num_tokens, vocab_size = self.words.vocab_size, model.vocab_size or 0
+        num_tokens, vocab_size = self.loaded_tokenizer.vocab_size, model.vocab_size or 0
         if num_tokens > vocab_size:
             raise InputError(f"tokenizer: it has {num_tokens} tokens and the model {vocab_size}: give the model's own")
         if self.folder is None:
@@ -201,7 +201,7 @@ class BenchmarkScores(WithTokenizer, Analysis):
         self, model: LayeredModel, variants: Sequence[Variant]
     ) -> tuple[dict[Schedule, TaskScores], dict[Schedule, str]]:
         """The scores of each order, from its file or made now, and why others have none."""
-        folder = self._place(model)
+        folder = self._folder(model)
         # named by a hash, as a schedule may be longer than a file's name
         files = {each.schedule: folder / f"{sha16(format_schedule(each.schedule))}.json" for each in variants}
         scored = dict[Schedule, TaskScores]()
@@ -251,14 +251,14 @@ class BenchmarkScores(WithTokenizer, Analysis):
                 tags |= {"error": failed[variant.schedule]}
                 yield Record(metric="failed", value=1.0, layer=variant.block, tags=tags)
                 continue
-            yield from _of_variant(variant, tags, [scored[variant.schedule]], full, lead)
+            yield from _variant_records(variant, tags, [scored[variant.schedule]], full, lead)
             if variant.name == "random" and variant.middle is not None:
                 per_seed.setdefault(variant.middle, []).append(variant)
         for middle, seeds in per_seed.items():
             identical = sum(variant.schedule == variants[0].schedule for variant in seeds)
             tags = {"variant": "random", "middle": middle, "num_seeds": len(seeds), "num_identical": identical}
             scores = [scored[variant.schedule] for variant in seeds]
-            yield from _of_variant(seeds[0], tags | task, scores, full, lead)
+            yield from _variant_records(seeds[0], tags | task, scores, full, lead)
 
     def _scorer(self, model: LayeredModel) -> LmEvalScorer:
         return LmEvalScorer(
@@ -270,9 +270,9 @@ class BenchmarkScores(WithTokenizer, Analysis):
             max_length=model.max_tokens,
         )
 
-    def _place(self, model: LayeredModel) -> Path:
+    def _folder(self, model: LayeredModel) -> Path:
         """Over all that decides a result beside the schedule."""
-        options = {name: value for name, value in self.config()["init_args"].items() if name not in _CHOOSING}
+        options = {name: value for name, value in self.config()["init_args"].items() if name not in _SELECTION}
         options |= {"tokenizer": self.tokenizer_hash(), "data": self.data_hash(), "max_tokens": model.max_tokens}
         options |= {"dtype": self.dtype if self.dtype == "bfloat16" else model.precision, "attention": model.attention}
         options |= {"architecture": architecture_hash(model.model)}
@@ -295,7 +295,7 @@ class BenchmarkScores(WithTokenizer, Analysis):
             self.tell(f"{self.task_name}: {what}")
 
 
-def _of_variant(
+def _variant_records(
     variant: Variant, tags: dict[str, str | int | float], scores: Sequence[TaskScores], full: TaskScores, lead: bool
 ) -> Iterator[Record]:
     """The records of one variant, or of the mean over several seeds: a row counts with its mean over them.

@@ -126,7 +126,7 @@ def resolve(names: Sequence[str], folder: Path | None = None) -> list[ScoredTask
     for name, copy in ({} if folder is None else local_copies("mteb", folder)).items():
         if name not in tasks:
             raise unknown_task(name, tasks)
-        if (task := tasks[name].as_copied(copy)).has_files:
+        if (task := tasks[name].use_copy(copy)).has_files:
             groups.setdefault(LOCAL, []).append(name)
             tasks[name] = task
     chosen = dict.fromkeys(each for name in names for each in groups.get(name, [name]))
@@ -197,13 +197,13 @@ def read_rows(task: ScoredTask, split: str, folder: str | Path | None) -> GlueRo
         InputError: a split, file or column is missing, the Hub does not answer, a folder that has no files of the task,
             a row without text, or a target that is none.
     """
-    task = task.in_folder(folder)
+    task = task.localized(folder)
     read = task.read([split], dict.fromkeys(task.text, "text") | {"label": "label"})
     texts = tuple(zip(*(read.values[column] for column in task.text), strict=True))
     for row, target in enumerate(read.values["label"]):
         if not _is_target(task, target):
             expected = "a finite number" if task.num_classes is None else f"a class from 0 to {task.num_classes - 1}"
-            raise InputError(f"task {task.name}: row {row} of {read.place} has {target!r}, expected {expected}")
+            raise InputError(f"task {task.name}: row {row} of {read.origin} has {target!r}, expected {expected}")
     return GlueRows(task, texts, tuple(float(target) for target in read.values["label"]))
 
 

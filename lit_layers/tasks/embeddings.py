@@ -69,13 +69,13 @@ class SentenceEncoder:
         return " + ".join([self.pooling, *(name for name, holds in parts.items() if holds)])
 
     @property
-    def named(self) -> dict[str, str]:
+    def prompt_map(self) -> dict[str, str]:
         """The prompts by name: of questions and documents there always is one, if an empty one."""
         return {"query": "", "document": "", **dict(self.prompts)}
 
     def text(self, text: str, prompt_name: str | None) -> str:
         """What the model reads of a text with the prompt of a name; None: with the default one."""
-        whole = self.named.get(prompt_name or self.default_prompt or "", "") + text
+        whole = self.prompt_map.get(prompt_name or self.default_prompt or "", "") + text
         return whole.lower() if self.lowercases else whole
 
     def facts(self, follows: bool) -> dict[str, Any]:
@@ -103,12 +103,12 @@ def sentence_encoder(read: Callable[[str], bytes]) -> SentenceEncoder | None:
     usual = all(module["type"].startswith("sentence_transformers.") for module in modules)
     if not usual or kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
         types = ", ".join(module["type"] for module in modules) or "nothing"
-        raise _unlike(MODULES, "sentence_transformers' Transformer, Pooling, and perhaps Normalize", types)
+        raise _mismatch(MODULES, "sentence_transformers' Transformer, Pooling, and perhaps Normalize", types)
     about = _read(read, "config_sentence_transformers.json") or {}
     prompts = {name: prompt for name, prompt in about.get("prompts", {}).items() if prompt}
     similarity = about.get("similarity_fn_name") or "cosine"
     if similarity not in ("cosine", "dot"):
-        raise _unlike("similarity_fn_name", "cosine or dot", similarity)
+        raise _mismatch("similarity_fn_name", "cosine or dot", similarity)
     transformer = _read(read, "sentence_bert_config.json") or {}
     if (limit := transformer.get("max_seq_length")) is None:  # the tokenizer's counts
         limit = (_read(read, "tokenizer_config.json") or {}).get("model_max_length")
@@ -132,7 +132,7 @@ def _pooling(read: Callable[[str], bytes], place: str) -> TextPooling:
     modes = [modes] if isinstance(modes, str) else modes
     known: dict[str, TextPooling] = {**_POOLINGS, **_SWITCHES}
     if len(modes) != 1 or modes[0] not in known:
-        raise _unlike(place, f"pooling by one of {', '.join(_POOLINGS)}", " and ".join(modes) or "nothing")
+        raise _mismatch(place, f"pooling by one of {', '.join(_POOLINGS)}", " and ".join(modes) or "nothing")
     return known[modes[0]]
 
 
@@ -157,12 +157,12 @@ def _read(read: Callable[[str], bytes], path: str, kind: Any = dict[str, Any]) -
         return None
 
 
-def _unlike(place: str, expected: Any, got: Any) -> InputError:
+def _mismatch(place: str, expected: Any, got: Any) -> InputError:
     return InputError(f"{place}: expected {expected}, got {got}: {_ADVICE}")
 
 
 CHUNK = 8192  # texts in a file: 8,192 x 25 layers x 1,024 x 4 B = 0.8 GB
-_SHORTEST = 1e-12  # a vector that is shorter is divided by this, as torch.nn.functional.normalize does
+_MIN_NORM = 1e-12  # a vector that is shorter is divided by this, as torch.nn.functional.normalize does
 
 
 class NotFiniteError(InputError):
@@ -183,27 +183,27 @@ class TaskEmbeddings:
     max_tokens: int
     pooling: TextPooling
     states: States
-    last: TextPooling | None = None
+    last_pooling: TextPooling | None = None
     num_cut: int = 0
     num_empty: int = 0
-    _places: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)  # text: its chunk, its row there
+    _rows: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)  # text: its chunk, its row there
     _chunks: list[LayerFeatures] = field(default_factory=list, repr=False)
 
     @property
     def num_texts(self) -> int:
         """Distinct texts asked for so far."""
-        return len(self._places)
+        return len(self._rows)
 
-    def of(self, texts: Sequence[str], layer: int) -> np.ndarray:
+    def embed(self, texts: Sequence[str], layer: int) -> np.ndarray:
         """The embeddings (texts, dim) of one layer, float32, in the order of the texts.
 
         Raises:
             NotFiniteError: a text whose embedding there is not finite.
         """
-        missing = list(dict.fromkeys(text for text in texts if text not in self._places))
+        missing = list(dict.fromkeys(text for text in texts if text not in self._rows))
         for start in range(0, len(missing), CHUNK):
             self._add(missing[start : start + CHUNK])
-        places = np.array([self._places[text] for text in texts], dtype=np.int64).reshape(-1, 2)
+        places = np.array([self._rows[text] for text in texts], dtype=np.int64).reshape(-1, 2)
         vectors = np.empty((len(texts), self.view.dim), dtype=np.float32)
         for chunk in np.unique(places[:, 0]).tolist():
             here = places[:, 0] == chunk
@@ -218,9 +218,9 @@ class TaskEmbeddings:
         empty = [not text.strip() and not tokenizer.encode(text).ids for text in texts]
         filled = [end if is_empty else text for text, is_empty in zip(texts, empty, strict=True)]
         encoded = encode_texts(self.tokenizer, filled, max_tokens=self.max_tokens)
-        how: Any = {name: getattr(self, name) for name in ("pooling", "states", "last")}
+        how: Any = {name: getattr(self, name) for name in ("pooling", "states", "last_pooling")}
         self._chunks.append(text_features(self.view, encoded, undefined="nan", **how))
-        self._places |= {text: (len(self._chunks) - 1, row) for row, text in enumerate(texts)}
+        self._rows |= {text: (len(self._chunks) - 1, row) for row, text in enumerate(texts)}
         self.num_cut += encoded.num_cut
         self.num_empty += sum(empty)
 
@@ -239,7 +239,7 @@ class LayerEncoder:
     ) -> None:
         self.embeddings, self.layer = embeddings, layer
         self.encoder, self.followed = encoder, encoder if follows else None
-        self._by_dot = self.followed is not None and self.followed.similarity == "dot"
+        self._uses_dot = self.followed is not None and self.followed.similarity == "dot"
 
     def encode(self, inputs: Any, *, task_metadata: Any = None, prompt_type: Any = None, **_: Any) -> np.ndarray:
         """The embeddings (texts, dim) of the texts that mteb hands over in batches."""
@@ -247,24 +247,24 @@ class LayerEncoder:
 
         texts = [text for batch in inputs for text in batch["text"]]
         if self.encoder is not None:
-            name = get_prompt_name(self.encoder.named, task_metadata, prompt_type)
+            name = get_prompt_name(self.encoder.prompt_map, task_metadata, prompt_type)
             texts = [self.encoder.text(text, name) for text in texts]
-        vectors = self.embeddings.of(texts, self.layer)
+        vectors = self.embeddings.embed(texts, self.layer)
         if self.followed is None or not self.followed.normalizes:
             return vectors
-        return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), _SHORTEST)
+        return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), _MIN_NORM)
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
         """Cosines (first, second), or what the encoder compares by."""
         from mteb.similarity_functions import cos_sim, dot_score
 
-        return (dot_score if self._by_dot else cos_sim)(embeddings1, embeddings2)
+        return (dot_score if self._uses_dot else cos_sim)(embeddings1, embeddings2)
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Any:
         """Cosines (pairs,), or what the encoder compares by."""
         from mteb.similarity_functions import pairwise_cos_sim, pairwise_dot_score
 
-        return (pairwise_dot_score if self._by_dot else pairwise_cos_sim)(embeddings1, embeddings2)
+        return (pairwise_dot_score if self._uses_dot else pairwise_cos_sim)(embeddings1, embeddings2)
 
     @property
     def mteb_model_meta(self) -> "ModelMeta":

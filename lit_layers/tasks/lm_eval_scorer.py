@@ -72,7 +72,7 @@ def local_task(name: str, folder: Path, *, training: bool = False) -> ScoredTask
         InputError: there is no such task, files or columns are missing, or a row is none of the task.
     """
     task = find("benchmark", name, "give a task file of lm-eval (yaml)")
-    task = replace(task, examples=max(task.examples, int(training))).in_folder(folder)
+    task = replace(task, examples=max(task.examples, int(training))).localized(folder)
     if training and task.copy and task.copy.paths(EXAMPLES) == task.copy.paths(task.split):
         raise InputError(f"task {name}: {task.copy.files} holds the rows that are scored: list files of train")
     _local_rows(task)
@@ -88,7 +88,7 @@ def _local_rows(task: ScoredTask) -> dict[str, dict[str, list[Any]]]:
         for number, (each, label) in enumerate(zip(choices, labels, strict=False)):
             if label not in range(len(each)):
                 why = f"{len(each)} choices and the label {label}"
-                raise InputError(f"task {task.name}: row {number} of {read.place} has {why}")
+                raise InputError(f"task {task.name}: row {number} of {read.origin} has {why}")
         rows[split] = read.values
     return rows
 
@@ -199,7 +199,7 @@ class LmEvalScorer:
     @functools.cached_property
     def _loaded(self) -> Any:
         version_of("lm_eval")
-        _compile_templates_once()
+        _cache_templates()
         try:
             if isinstance(self.task, str):
                 loaded = _manager(defaults=not self.name.endswith(".yaml")).load([self.name])
@@ -264,7 +264,7 @@ def _load_local(task: ScoredTask) -> Any:
 
 
 @functools.cache
-def _compile_templates_once() -> None:
+def _cache_templates() -> None:
     """lm-eval compiles the templates of a prompt for each row anew, which takes nine tenths of the time of its texts:
     those of 10,000 rows, for each order of a model's blocks."""
     from lm_eval.utils import env
@@ -291,7 +291,7 @@ def _tokenizer_of(spec: str) -> tuple[Any, str]:
 def _scores(samples: list[dict[str, Any]], task: Any) -> TaskScores:
     filters = list(dict.fromkeys(sample["filter"] for sample in samples))
     first = _STRICT if _STRICT in filters else filters[0]
-    rows = _in_order(samples, first)
+    rows = _sorted_rows(samples, first)
     metrics = rows[0]["metrics"]
     main = next((metric for metric in ("acc", "exact_match") if metric in metrics), None)
     if main is None:
@@ -301,7 +301,7 @@ def _scores(samples: list[dict[str, Any]], task: Any) -> TaskScores:
         if metric in metrics:
             values[name] = [float(row[metric]) for row in rows]
     if _FLEXIBLE in filters and first == _STRICT:
-        values[FLEXIBLE] = [float(row[main]) for row in _in_order(samples, _FLEXIBLE)]
+        values[FLEXIBLE] = [float(row[main]) for row in _sorted_rows(samples, _FLEXIBLE)]
     written = task.get_config("output_type") == "generate_until"
     chosen = task.get_config("output_type") == "multiple_choice"
     likelihoods = [] if written else [[float(each[0]) for each in row["filtered_resps"]] for row in rows]
@@ -316,7 +316,7 @@ def _scores(samples: list[dict[str, Any]], task: Any) -> TaskScores:
     )
 
 
-def _in_order(samples: Iterable[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+def _sorted_rows(samples: Iterable[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return sorted((sample for sample in samples if sample["filter"] == name), key=lambda sample: sample["doc_id"])
 
 
@@ -331,7 +331,7 @@ def _lm_eval_class() -> Any:
 
     base: Any = HFLM
 
-    class Speaker(base):
+    class FastHFLM(base):
         def __init__(self, **options: Any) -> None:
             super().__init__(**options)
             self._encoded: dict[tuple[str, bool | None], list[int]] = {}
@@ -374,4 +374,4 @@ def _lm_eval_class() -> Any:
             padding = list(range(true_vocab_size(self.model), self.model.config.vocab_size)) or None
             return super()._model_generate(context, max_length, stop, suppress_tokens=padding, **options)
 
-    return Speaker
+    return FastHFLM

@@ -14,7 +14,7 @@ from lit_layers.analyses.changed_texts import Invariance
 from lit_layers.analyses.representation import Representation
 from lit_layers.data.batches import encode_texts
 from lit_layers.data.prompt_texts import GivenTexts, TextBatches
-from lit_layers.data.tokenization import WithTokenizer
+from lit_layers.data.tokenization import TokenizerMixin
 from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import write_json
 from lit_layers.identity import hash_of
@@ -24,20 +24,20 @@ from lit_layers.models.view import LayeredModel, States, at_least_float32
 from lit_layers.records import Record
 from lit_layers.tasks.catalogue import DOMAINS, ScoredTask
 from lit_layers.tasks.embeddings import LayerEncoder, NotFiniteError, SentenceEncoder, TaskEmbeddings
-from lit_layers.tasks.mteb_tasks import Prepared, data_hash, describe, open_task
+from lit_layers.tasks.mteb_tasks import MtebScorer, data_hash, describe, open_task
 from lit_layers.tasks.task_files import read_result, version_of
 from lit_layers.tasks.text_features import TextPooling
 
 RESULTS = "mteb"
 NUM_METRIC_TEXTS = 1000
-RUN = ["run", "step", "pooling", "states"]  # what one curve belongs to, with what of these columns a table has
+CURVE = ["run", "step", "pooling", "states"]  # what one curve belongs to, with what of these columns a table has
 OPTIONS = ("dtype", "max_tokens", "mteb_seed", "modules")
 MAX_TOKENS, SEED = 2048, 42
 _COUNTS = ("num_texts", "num_cut", "num_empty")  # of the texts of a task
 
 
 @dataclass(kw_only=True)
-class MtebTask(WithTokenizer, Analysis):
+class MtebTask(TokenizerMixin, Analysis):
     """The main score of mteb for each layer, 0 to L: one forward pass per text gives all layers.
 
     Every layer's full result is a file below `results`, written as it is made; layers that have theirs are not scored
@@ -89,7 +89,9 @@ class MtebTask(WithTokenizer, Analysis):
         for layer in self.layers or ():
             if not 0 <= layer <= model.num_layers:
                 raise InputError(f"layers: this model has layers 0 to {model.num_layers}, got {layer}")
-        encode_texts(self.words, (), max_tokens=self.max_tokens)  # refuses a limit below what stands around a text
+        encode_texts(
+            self.loaded_tokenizer, (), max_tokens=self.max_tokens
+        )  # refuses a limit below what stands around a text
 
     def config(self) -> dict[str, Any]:
         """Of all that decides the numbers; mteb's own version, too."""
@@ -109,9 +111,9 @@ class MtebTask(WithTokenizer, Analysis):
         results = {layer: result for layer, result in there.items() if result}
         if missing := [layer for layer in layers if layer not in results]:
             self._say("reading the data")
-            prepared = Prepared(open_task(self.task, seed=self.seed), self.task)
-            how: dict[str, Any] = {"tokenizer": self.words, "max_tokens": limit, "states": self.states}
-            how |= {"pooling": self.pooling, "last": None if self.encoder is None else self.encoder.pooling}
+            prepared = MtebScorer(open_task(self.task, seed=self.seed), self.task)
+            how: dict[str, Any] = {"tokenizer": self.loaded_tokenizer, "max_tokens": limit, "states": self.states}
+            how |= {"pooling": self.pooling, "last_pooling": None if self.encoder is None else self.encoder.pooling}
             view = BFloat16View(at_least_float32(model)) if self.dtype == "bfloat16" else model
             embeddings = TaskEmbeddings(view, **how)
             for place, layer in enumerate(missing):
@@ -123,7 +125,7 @@ class MtebTask(WithTokenizer, Analysis):
                     scores = {"main_score": None, "undefined": str(error)}
                 facts = {"layer": layer, "num_layers": model.num_layers, "n": prepared.num_rows()}
                 facts |= {name: getattr(embeddings, name) for name in _COUNTS}
-                results[layer] = self._described(follows) | facts | scores
+                results[layer] = self._header(follows) | facts | scores
                 with refused(f"root: cannot write {folder}"):
                     folder.mkdir(parents=True, exist_ok=True)
                     write_json(_file(folder, layer), results[layer])
@@ -134,11 +136,11 @@ class MtebTask(WithTokenizer, Analysis):
             if result["main_score"] is not None:
                 tags = {name: getattr(self.task, name) for name in ("domain", "score")}
                 tags = {"task": self.task.name, **tags, "pooling": self.pooling, "states": self.states}
-                tags |= self._unusual() | {name: result[name] for name in _COUNTS if result[name]}
+                tags |= self._option_tags() | {name: result[name] for name in _COUNTS if result[name]}
                 tags |= {"num_undefined": num_undefined} if num_undefined else {}
                 yield Record(metric="main_score", value=result["main_score"], layer=layer, n=result["n"], tags=tags)
 
-    def _unusual(self) -> dict[str, Any]:
+    def _option_tags(self) -> dict[str, Any]:
         """The options that are not the usual ones: means are over tasks that have the same of them."""
         # a tag `seed` would mark one of several draws, which pages, exports and correlate leave out
         seed = {} if self.seed == SEED else {"mteb_seed": self.seed}
@@ -150,7 +152,7 @@ class MtebTask(WithTokenizer, Analysis):
         """Whether a layer's vectors are made as the encoder says."""
         return self.encoder is not None and (self.modules == "all" or layer == model.num_layers)
 
-    def _described(self, follows: bool) -> dict[str, Any]:
+    def _header(self, follows: bool) -> dict[str, Any]:
         """What a layer's result says of itself."""
         of_task = {"task": self.task.name} | {name: getattr(self.task, name) for name in ("domain", "score", "subset")}
         encoder = {} if self.encoder is None else self.encoder.facts(follows)
@@ -198,16 +200,16 @@ def mteb_analyses(
         scored = MtebTask(task=task, tokenizer=tokenizer, results=Path(root) / RESULTS, **options)
         analyses.append(scored)
         if metrics:
-            analyses += _without_labels(scored, min(scored.max_tokens, model_limit or scored.max_tokens))
+            analyses += _text_analyses(scored, min(scored.max_tokens, model_limit or scored.max_tokens))
     return analyses
 
 
-def _without_labels(scored: MtebTask, max_tokens: int) -> list[Analysis]:
+def _text_analyses(scored: MtebTask, max_tokens: int) -> list[Analysis]:
     """Return none for a task whose data cannot be had: that is said when the task itself is scored."""
     task = scored.task
     how: dict[str, Any] = {"states": scored.states, "pooling": scored.pooling}
     try:
-        texts = Prepared(open_task(task, seed=SEED), task).texts()
+        texts = MtebScorer(open_task(task, seed=SEED), task).texts()
     except InputError:
         return []
     if texts is None:
@@ -265,7 +267,7 @@ def averages(frame: pd.DataFrame, *, expected: Sequence[str] = ()) -> list[Avera
     table: Any = score_table(frame)
     of_checkpoints = []
     names = [name for name in OPTIONS if name in table]
-    for (run, step, pooling, states, *options), rows in table.groupby([*RUN, *names], dropna=False, sort=False):
+    for (run, step, pooling, states, *options), rows in table.groupby([*CURVE, *names], dropna=False, sort=False):
         layers = [layer for layer in _layers(rows) if rows[layer].notna().any()]
         later = [layer for layer in layers if layer > 0]
         complete = rows[rows[later].notna().all(axis=1)] if later else rows.iloc[:0]
@@ -293,7 +295,7 @@ def score_table(frame: pd.DataFrame) -> pd.DataFrame:
     if not len(rows):
         raise InputError("expected scores of mteb, the measurements hold none: run `lit-layers mteb` first")
     ranks = {"domain": [*DOMAINS], "task": [*dict.fromkeys(rows["task"])]}
-    index = [*RUN, *(name for name in OPTIONS if name in rows and rows[name].notna().any())]
+    index = [*CURVE, *(name for name in OPTIONS if name in rows and rows[name].notna().any())]
     index += ["task", "domain", "score", "n"]
     typed = rows.assign(step=rows["step"].astype("Int64"), layer=rows["layer"].astype(int))
     wide = typed.pivot(index=index, columns="layer", values="value").reset_index().rename_axis(columns=None)

@@ -121,7 +121,7 @@ def _candidates(columns: dict[str, list[Any]]) -> dict[str, Any]:
     }
 
 
-class Prepared:
+class MtebScorer:
     """A task of mteb that is scored once for each layer, each time as if it were new.
 
     mteb draws at random while it evaluates, and one evaluation would change the next: here every layer meets the same
@@ -131,7 +131,7 @@ class Prepared:
     def __init__(self, task: Any, spec: ScoredTask) -> None:
         self.task, self.spec = task, spec
         if spec.domain == "classification":
-            task._undersample_data = _remembering(task._undersample_data)
+            task._undersample_data = _cache_draws(task._undersample_data)
             scores = task._calculate_scores  # each of its seven metrics reads the labels one by one
             task._calculate_scores = lambda truth, predicted: scores(np.asarray(truth[:]), predicted)
 
@@ -158,7 +158,7 @@ class Prepared:
 
     def num_rows(self) -> int:
         """How many texts, pairs or questions are scored."""
-        part = self._part()
+        part = self._test_rows()
         if self.spec.domain == "reranking":
             return len(part["queries"])
         first = part[0] if len(part) else {}
@@ -173,16 +173,16 @@ class Prepared:
         columns = {"reranking": "text", "sts": "sentence1", "classification": "text", "clustering": "sentences"}
         if (column := columns.get(self.spec.domain)) is None:
             return None
-        part = self._part()
+        part = self._test_rows()
         rows = (part["queries"] if self.spec.domain == "reranking" else part)[column]
         return [text for row in rows for text in ([row] if isinstance(row, str) else row)]
 
-    def _part(self) -> Any:
+    def _test_rows(self) -> Any:
         data = self.task.dataset
         return data.get(self.spec.subset, data)[SPLIT]  # one subset alone has no level of its own
 
 
-def _remembering(undersample: Any) -> Any:
+def _cache_draws(undersample: Any) -> Any:
     """mteb's choice of training rows, which is the same for every layer, made once for each experiment.
 
     It reads the labels one by one, which takes more time than all else of a small layer's evaluation.

@@ -149,7 +149,7 @@ class ProbeTask(Task):
                 nothing is left for a part.
         """
         self.check()
-        task = self if is_local(self.source) else self.in_folder(folder)
+        task = self if is_local(self.source) else self.localized(folder)
         task.check()
         return _load(task)
 
@@ -160,12 +160,12 @@ class Row(NamedTuple):
     text: str
     key: str  # equal where texts are equal
     label: Any  # as read; then the number of its class, or a value
-    number: int  # in its source
-    place: str  # its source
+    source_row: int
+    origin: str  # its source
 
     @property
-    def named(self) -> str:
-        return f"row {self.number} of {self.place}"
+    def location(self) -> str:
+        return f"row {self.source_row} of {self.origin}"
 
 
 Rows = list[Row]
@@ -173,8 +173,8 @@ Rows = list[Row]
 
 def _load(task: ProbeTask) -> TaskData:
     parts, classes, num_empty = _read(task)
-    num_duplicates, num_validation_duplicates = _part(task, parts)
-    _choose(task, parts)
+    num_duplicates, num_validation_duplicates = _drop_duplicates(task, parts)
+    _draw_parts(task, parts)
     train, validation, test = (parts[part] for part in ("train", "validation", "test"))
     if len(seen := {row.label for row in train}) < 2:
         held = classes[train[0].label] if classes else train[0].label
@@ -183,9 +183,9 @@ def _load(task: ProbeTask) -> TaskData:
     return TaskData(
         name=task.name,
         kind=task.kind,
-        train=_split(train, task.kind),
-        validation=_split(validation, task.kind),
-        test=_split(test, task.kind),
+        train=_to_split(train, task.kind),
+        validation=_to_split(validation, task.kind),
+        test=_to_split(test, task.kind),
         classes=classes,
         num_duplicates=num_duplicates,
         num_validation_duplicates=num_validation_duplicates,
@@ -206,12 +206,12 @@ def _read(task: ProbeTask) -> tuple[dict[str, Rows], tuple[str, ...] | None, int
     read = {part: _rows(task, each) for part, each in splits.items()}
     parts, num_empty = {part: rows for part, (rows, _, _) in read.items()}, sum(number for *_, number in read.values())
     if task.kind == "regression":
-        return _as_values(task, parts), None, num_empty
-    parts, classes = _as_classes(task, parts, next((names for _, names, _ in read.values() if names), None))
+        return _to_values(task, parts), None, num_empty
+    parts, classes = _to_classes(task, parts, next((names for _, names, _ in read.values() if names), None))
     return parts, classes, num_empty
 
 
-def _part(task: ProbeTask, parts: dict[str, Rows]) -> tuple[int, int]:
+def _drop_duplicates(task: ProbeTask, parts: dict[str, Rows]) -> tuple[int, int]:
     """Take the texts of test from the others, and those of validation from train; how many rows that were."""
     counts = []
     for first, others in (("test", ("train", "validation")), ("validation", ("train",))):
@@ -224,7 +224,7 @@ def _part(task: ProbeTask, parts: dict[str, Rows]) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-def _choose(task: ProbeTask, parts: dict[str, Rows]) -> None:
+def _draw_parts(task: ProbeTask, parts: dict[str, Rows]) -> None:
     """Draw and cut off the parts."""
     if task.balance is not None:
         parts["train"] = _balanced(task, parts["train"], task.balance)
@@ -250,9 +250,9 @@ def _balanced(task: ProbeTask, rows: Rows, number: int) -> Rows:
     for row in rows:
         by_label.setdefault(row.label, []).append(row)
     if (fewest := min(map(len, by_label.values()))) < number:
-        raise task.refusal("balance", f"{rows[0].place} has a label of {fewest} rows: ask for as many at most")
+        raise task.refusal("balance", f"{rows[0].origin} has a label of {fewest} rows: ask for as many at most")
     chosen = [row for those in by_label.values() for row in _drawn(task, those, number, "balance")]
-    return sorted(chosen, key=lambda row: row.number)
+    return sorted(chosen, key=lambda row: row.source_row)
 
 
 def _cut(task: ProbeTask, rows: Rows, part: Literal["test", "validation"]) -> tuple[Rows, Rows]:
@@ -267,10 +267,10 @@ def _cut(task: ProbeTask, rows: Rows, part: Literal["test", "validation"]) -> tu
     return left, out
 
 
-def _split(rows: Rows, kind: str) -> TaskSplit:
+def _to_split(rows: Rows, kind: str) -> TaskSplit:
     dtype = torch.int64 if kind == "classification" else torch.float64
     targets = torch.tensor([row.label for row in rows], dtype=dtype)
-    return TaskSplit(tuple(row.text for row in rows), targets, tuple(row.number for row in rows))
+    return TaskSplit(tuple(row.text for row in rows), targets, tuple(row.source_row for row in rows))
 
 
 def _rows(task: ProbeTask, splits: Sequence[str]) -> tuple[Rows, tuple[str, ...] | None, int]:
@@ -278,21 +278,21 @@ def _rows(task: ProbeTask, splits: Sequence[str]) -> tuple[Rows, tuple[str, ...]
     columns = dict.fromkeys(task.text_columns(), "text") | {task.label: "label"}
     columns |= {column: "where" for column in task.where if column not in columns}
     read = task.read(splits, columns)
-    texts = {number: _text(task, read, number) for number in _kept(task, read)}
+    texts = {number: _text(task, read, number) for number in _matching_rows(task, read)}
     num_empty = sum(not text for text in texts.values())
     texts = {number: text for number, text in texts.items() if text}
     labels = read.values[task.label]
     if (row := next((n for n in texts if _is_missing(labels[n])), None)) is not None:
-        raise task.refusal("label", f"row {row} of {read.place} has no value in column {task.label!r}")
-    rows = [Row(text, normalised(text), labels[n], n, read.place) for n, text in texts.items()]
+        raise task.refusal("label", f"row {row} of {read.origin} has no value in column {task.label!r}")
+    rows = [Row(text, normalised(text), labels[n], n, read.origin) for n, text in texts.items()]
     return rows, read.class_names.get(task.label), num_empty
 
 
-def _as_classes(
+def _to_classes(
     task: ProbeTask, parts: Mapping[str, Rows], names: tuple[str, ...] | None
 ) -> tuple[dict[str, Rows], tuple[str, ...]]:
     """The parts with numbers of classes for labels, and the classes' names; `names` are those that the Hub gives."""
-    parts = {part: [row._replace(label=_class(task, row)) for row in rows] for part, rows in parts.items()}
+    parts = {part: [row._replace(label=_class_label(task, row)) for row in rows] for part, rows in parts.items()}
     names, labels = task.classes or names, {row.label for rows in parts.values() for row in rows}
     if names is None:
         if len({type(label) for label in labels}) > 1:
@@ -305,7 +305,7 @@ def _as_classes(
         for row in (row for rows in parts.values() for row in rows):
             if row.label not in number_of:
                 expected = f"one of {', '.join(names)} or a number from 0 to {len(names) - 1}"
-                raise task.refusal("classes", f"{row.named} has the label {row.label!r}, expected {expected}")
+                raise task.refusal("classes", f"{row.location} has the label {row.label!r}, expected {expected}")
         if task.classes is None:  # the Hub names classes that may occur nowhere in the rows chosen
             used = sorted({number_of[label] for label in labels})
             places = {number: place for place, number in enumerate(used)}
@@ -314,17 +314,17 @@ def _as_classes(
     return {part: [row._replace(label=number_of[row.label]) for row in rows] for part, rows in parts.items()}, names
 
 
-def _as_values(task: ProbeTask, parts: Mapping[str, Rows]) -> dict[str, Rows]:
+def _to_values(task: ProbeTask, parts: Mapping[str, Rows]) -> dict[str, Rows]:
     """The parts with numbers for labels."""
     for row in (row for rows in parts.values() for row in rows):
         if isinstance(row.label, bool) or not isinstance(row.label, int | float) or not math.isfinite(row.label):
-            raise task.refusal("label", f"{row.named} has {row.label!r}, a regression needs finite numbers")
+            raise task.refusal("label", f"{row.location} has {row.label!r}, a regression needs finite numbers")
     return {
         part: [row._replace(label=float(row.label) + task.label_offset) for row in rows] for part, rows in parts.items()
     }
 
 
-def _kept(task: ProbeTask, read: Columns) -> Iterator[int]:
+def _matching_rows(task: ProbeTask, read: Columns) -> Iterator[int]:
     """Numbers of the rows that `where` keeps."""
     num_rows = len(read.values[task.label])
     kept = range(num_rows)
@@ -333,10 +333,10 @@ def _kept(task: ProbeTask, read: Columns) -> Iterator[int]:
         for value in allowed:
             if value not in values:
                 held = ", ".join(sorted({repr(each) for each in values})[:5])
-                raise task.refusal("where", f"{read.place} has no {value!r} in column {column!r}: it holds {held}")
+                raise task.refusal("where", f"{read.origin} has no {value!r} in column {column!r}: it holds {held}")
         kept = [number for number in kept if values[number] in allowed]
     if not kept:
-        raise task.refusal("where" if num_rows else "source", f"no row of {read.place} is left")
+        raise task.refusal("where" if num_rows else "source", f"no row of {read.origin} is left")
     return iter(kept)
 
 
@@ -357,17 +357,17 @@ def _text(task: ProbeTask, read: Columns, number: int) -> str:
         if not isinstance(text, str):
             raise TypeError(f"expected text, found {type(text).__name__}")
     except (LookupError, TypeError) as error:
-        raise task.refusal("text", f"row {number} of {read.place} does not fit {task.text!r} ({error})") from error
+        raise task.refusal("text", f"row {number} of {read.origin} does not fit {task.text!r} ({error})") from error
     return text.encode("utf-8", "replace").decode() if text.strip() else ""  # JSON can hold half a surrogate pair
 
 
-def _class(task: ProbeTask, row: Row) -> int | str:
+def _class_label(task: ProbeTask, row: Row) -> int | str:
     label = row.label
     if isinstance(label, str):
         return label
     if isinstance(label, int) or (isinstance(label, float) and label.is_integer()):
         return int(label)
-    raise task.refusal("label", f"{row.named} has {label!r}, expected an integer or a name, or kind regression")
+    raise task.refusal("label", f"{row.location} has {label!r}, expected an integer or a name, or kind regression")
 
 
 def _is_missing(value: Any) -> bool:
@@ -391,7 +391,7 @@ def draw(keys: Sequence[str], number: int, *, seed: int, purpose: str) -> list[i
     seen: Counter[str] = Counter()
     places = []
     for key in keys:
-        places.append(_place(seed, purpose, f"{seen[key]}/{key}"))
+        places.append(_sort_key(seed, purpose, f"{seen[key]}/{key}"))
         seen[key] += 1
     return sorted(sorted(range(len(keys)), key=places.__getitem__)[:number])
 
@@ -407,7 +407,7 @@ def hold_out(keys: Sequence[str], strata: Sequence[Hashable], share: float, *, s
     by_key: dict[str, list[int]] = {}
     for row, key in enumerate(keys):
         by_key.setdefault(key, []).append(row)
-    units = [by_key[key] for key in sorted(by_key, key=lambda key: _place(seed, purpose, key))]
+    units = [by_key[key] for key in sorted(by_key, key=lambda key: _sort_key(seed, purpose, key))]
     counts = [Counter(strata[row] for row in unit) for unit in units]
     sizes = Counter(strata)
     quotas, taken, held = _quotas(sizes, share), Counter[Hashable](), set[int]()
@@ -433,7 +433,7 @@ def hold_out(keys: Sequence[str], strata: Sequence[Hashable], share: float, *, s
     return [row in chosen for row in range(len(keys))]
 
 
-def _place(seed: int, purpose: str, key: str) -> bytes:
+def _sort_key(seed: int, purpose: str, key: str) -> bytes:
     return hashlib.blake2b(f"{seed}/{purpose}/{key}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 

@@ -67,7 +67,7 @@ def quiet() -> Iterator[None]:
 class Columns(NamedTuple):
     values: dict[str, list[Any]]  # every column as long as the others
     class_names: dict[str, tuple[str, ...]]  # of the integer columns whose classes the Hub names
-    place: str  # for messages
+    origin: str  # for messages
 
 
 def is_local(source: str) -> bool:
@@ -83,10 +83,10 @@ def is_one_file(source: str) -> bool:
 def _joined(parts: Sequence[Columns]) -> Columns:
     """Return the columns of several splits or files, one after the other."""
     values = {column: [value for part in parts for value in part.values[column]] for column in parts[0].values}
-    return Columns(values, parts[0].class_names, " and ".join(part.place for part in parts))
+    return Columns(values, parts[0].class_names, " and ".join(part.origin for part in parts))
 
 
-def _of_the_hub(source: str, split: str, columns: Mapping[str, str]) -> Columns:
+def _read_hub(source: str, split: str, columns: Mapping[str, str]) -> Columns:
     import datasets
 
     path, _, config = source.partition(":")
@@ -102,8 +102,8 @@ def _of_the_hub(source: str, split: str, columns: Mapping[str, str]) -> Columns:
     return Columns(values, {column: classes for column, classes in names.items() if classes}, place)
 
 
-def _of_path(path: Path, split: str, columns: Mapping[str, str]) -> Columns:
-    path = _file_of(path, split)
+def _read_path(path: Path, split: str, columns: Mapping[str, str]) -> Columns:
+    path = _find_file(path, split)
     read = {".parquet": _read_parquet, ".csv": _read_csv, ".jsonl": _read_jsonl}.get(path.suffix)
     if read is None:
         raise InputError(f"source: expected a {', '.join(SUFFIXES)} file, got {path}")
@@ -112,7 +112,7 @@ def _of_path(path: Path, split: str, columns: Mapping[str, str]) -> Columns:
     return Columns(read(path, columns), {}, str(path))
 
 
-def _file_of(path: Path, split: str) -> Path:
+def _find_file(path: Path, split: str) -> Path:
     if not path.is_dir():
         return path
     files = [path / f"{split}{suffix}" for suffix in SUFFIXES if (path / f"{split}{suffix}").is_file()]
@@ -158,10 +158,10 @@ def _read_csv(path: Path, columns: Mapping[str, str]) -> dict[str, list[Any]]:
         raise InputError(f"{path} cannot be read as UTF-8 csv with a head line ({error}): mend it") from error
     _check_columns(str(path), columns, table.column_names)
     read = {column: table[column].to_pylist() for column in columns}
-    return {name: _numbers_of(cells) if columns[name] == "label" else cells for name, cells in read.items()}
+    return {name: _parse_labels(cells) if columns[name] == "label" else cells for name, cells in read.items()}
 
 
-def _numbers_of(cells: list[str | None]) -> list[Any]:
+def _parse_labels(cells: list[str | None]) -> list[Any]:
     """Written labels as the integers or floats that they all are; as they are where one is a name, such as "01"."""
     filled = {cell for cell in cells if cell}
     for kind in (int, float):
@@ -249,7 +249,7 @@ class TaskFiles:
         """
         here = {self.columns.get(name, name): use for name, use in columns.items()}
         here |= dict.fromkeys(self.where.keys() - here.keys(), "where")
-        read = _joined([_of_path(path, split, here) for split in splits for path in self.paths(split)])
+        read = _joined([_read_path(path, split, here) for split in splits for path in self.paths(split)])
         values = read.values
         for name, kept in self.where.items():
             rows = [row for row, value in enumerate(values[name]) if value == kept]
@@ -281,15 +281,15 @@ class Task:
         """What is said of an option of this task."""
         return InputError(f"task {self.name}: {option}: {sentence}")
 
-    def in_folder(self, folder: str | Path | None) -> Self:
+    def localized(self, folder: str | Path | None) -> Self:
         """The task as a folder of local data has it, whose `tasks.yaml` says where; with None that of the Hub.
 
         Raises:
             InputError: the folder does not say, or says something else.
         """
-        return self if folder is None else self.as_copied(local_copy(self.use, self.name, folder))
+        return self if folder is None else self.use_copy(local_copy(self.use, self.name, folder))
 
-    def as_copied(self, copy: TaskFiles) -> Self:
+    def use_copy(self, copy: TaskFiles) -> Self:
         """The task with the options that are others in a copy, which it is read from.
 
         Raises:
@@ -315,9 +315,9 @@ class Task:
             if self.copy is not None:
                 return self.copy.read(splits, columns)
             if not is_local(self.source):
-                return _joined([_of_the_hub(self.source, split, columns) for split in splits])
+                return _joined([_read_hub(self.source, split, columns) for split in splits])
             paths = [(Path(self.source.replace(PATTERN, split)).expanduser(), split) for split in splits]
-            return _joined([_of_path(path, split, columns) for path, split in paths])
+            return _joined([_read_path(path, split, columns) for path, split in paths])
         except InputError as error:
             raise InputError(f"task {self.name}: {error}") from error
 

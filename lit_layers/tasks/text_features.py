@@ -148,7 +148,7 @@ def text_features(
     states: States = "resid",
     max_tokens: int = BATCH_TOKENS,
     undefined: Literal["raise", "nan"] = "raise",
-    last: Pooling | None = None,
+    last_pooling: Pooling | None = None,
 ) -> LayerFeatures:
     """Return the features of all layers: the "last" real token of each text, the "mean" of them, or the first ("cls").
 
@@ -164,11 +164,14 @@ def text_features(
         InputError: a text longer than the model takes; with `undefined="raise"` states that are not finite.
     """
     scratch, shape = Scratch(), (model.num_layers + 1, len(texts), model.dim)
-    with _new_array(scratch, shape, _exact(model)) as features, torch.autocast(model.device.type, enabled=False):
+    with (
+        _new_array(scratch, shape, _feature_dtype(model)) as features,
+        torch.autocast(model.device.type, enabled=False),
+    ):
         for rows, batch in texts.batches(max_tokens):
 
             def keep(layer: int, hidden: Tensor, mask: Tensor, rows: list[int] = rows) -> None:
-                way = pooling if last is None or layer < model.num_layers else last
+                way = pooling if last_pooling is None or layer < model.num_layers else last_pooling
                 vectors, finite = _vectors(model, way, states, layer, hidden, mask)
                 if undefined == "raise" and not finite.all():
                     row = rows[int(finite.int().argmin())]
@@ -179,12 +182,12 @@ def text_features(
     return LayerFeatures(scratch)
 
 
-def rows_of_texts(texts: EncodedTexts) -> list[Batch]:
+def batches_by_length(texts: EncodedTexts) -> list[Batch]:
     """Return texts in batches of like lengths, with their numbers as the column `row`."""
     return [{**batch, "row": torch.tensor(rows)} for rows, batch in texts.batches(BATCH_TOKENS)]
 
 
-def pooled_texts(seen: Trajectory, batch: Batch, pooling: Pooling, states: States) -> dict[str, Tensor]:
+def pool_texts(seen: Trajectory, batch: Batch, pooling: Pooling, states: States) -> dict[str, Tensor]:
     """Return the numbers of texts, `row`, and their vectors (layers + 1, dim, texts) as those of `text_features`."""
     layers = [
         _vectors(seen.model, pooling, states, layer, hidden, seen.mask)[0] for layer, hidden in enumerate(seen.hidden)
@@ -192,7 +195,7 @@ def pooled_texts(seen: Trajectory, batch: Batch, pooling: Pooling, states: State
     return {"row": batch["row"], "vectors": torch.stack(layers).mT}
 
 
-def features_of_texts(values: dict[Any, Tensor]) -> LayerFeatures:
+def store_features(values: dict[Any, Tensor]) -> LayerFeatures:
     """Write the features of all texts, of which `values` is emptied, into a folder of their own.
 
     Raises:
@@ -218,7 +221,7 @@ def _new_array(scratch: Scratch, shape: tuple[int, ...], dtype: Any) -> Iterator
         values.flush()
 
 
-def _exact(model: LayeredModel) -> Literal["float64", "float32"]:
+def _feature_dtype(model: LayeredModel) -> Literal["float64", "float32"]:
     return "float64" if model.dtype == torch.float64 else "float32"
 
 
@@ -231,7 +234,7 @@ def _vectors(
     # what "centered_unit_mean" leaves undefined is NaN, of finite states
     finite = (_pooled(hidden, mask, "mean") if pooling == "centered_unit_mean" else pooled).isfinite().all(-1)
     pooled = pooled if finite.all() else pooled.masked_fill(~finite[:, None], torch.nan)
-    return pooled.cpu().to(getattr(torch, _exact(model))), finite
+    return pooled.cpu().to(getattr(torch, _feature_dtype(model))), finite
 
 
 def _pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:

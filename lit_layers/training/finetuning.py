@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from lit_layers import schema
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.statistics import left_out
-from lit_layers.data.tokenization import WithTokenizer
+from lit_layers.data.tokenization import TokenizerMixin
 from lit_layers.errors import InputError
 from lit_layers.files.durable import write_json
 from lit_layers.functional.block_schedules import LOOPS, SEEDS, VARIANTS, Variant, baseline, format_schedule
@@ -305,7 +305,7 @@ def _collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 @dataclass(kw_only=True)
-class TaskFinetuning(WithTokenizer, TrainedVariants):
+class TaskFinetuning(TokenizerMixin, TrainedVariants):
     """Scores of a task before and after each variant of a causal language model is trained on the task's training
     rows: `task_score`, and `task_score_norm` and the like where the task has them, tagged `when` and `task`.
 
@@ -339,7 +339,7 @@ class TaskFinetuning(WithTokenizer, TrainedVariants):
             kind = type(model.model).__name__
             raise InputError(f"model: expected a causal language model, which predicts the next token, got {kind}")
         tokens = {"vocabulary": true_vocab_size(model.model), "tokenizer": self.tokenizer}
-        check_texts(model, self.recipe.num_tokens, self.words.vocab_size, **tokens)
+        check_texts(model, self.recipe.num_tokens, self.loaded_tokenizer.vocab_size, **tokens)
         version_of("lm_eval")
         if self.folder is None:
             refuse_unknown(self.recipe.task)
@@ -424,7 +424,7 @@ class TaskFinetuning(WithTokenizer, TrainedVariants):
 
     def _token_ids(self, prompt: str, answer: str) -> tuple[list[int], list[int]]:
         """Those of the answer as they are after the prompt, where that leaves the latter's as they are."""
-        encode, end = self.words.tokenizer.encode, self.words.end_of_text_id
+        encode, end = self.loaded_tokenizer.tokenizer.encode, self.loaded_tokenizer.end_of_text_id
         whole, before = encode(prompt + answer).ids, encode(prompt).ids
         if whole[: len(before)] != before:
             return before, [*encode(answer, add_special_tokens=False).ids, end]

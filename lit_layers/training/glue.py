@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lit_layers.data.tokenization import TextTokenizer, WithTokenizer, tokenizer_threads
+from lit_layers.data.tokenization import TextTokenizer, TokenizerMixin, tokenizer_threads
 from lit_layers.errors import InputError
 from lit_layers.files.durable import write_json
 from lit_layers.functional.block_schedules import Variant
@@ -185,7 +185,7 @@ class LitGlue(LitModule):
 
 
 @dataclass(kw_only=True)
-class GlueScores(WithTokenizer, TrainedVariants):
+class GlueScores(TokenizerMixin, TrainedVariants):
     """Scores of an encoder on one task of GLUE, fine-tuned in each variant of its running order.
 
     `task_score` is the mean of the task's metrics, each of which is a record of its own. Tags are those of the variant
@@ -220,7 +220,7 @@ class GlueScores(WithTokenizer, TrainedVariants):
             raise InputError(f"glue: expected an encoder ({', '.join(ENCODERS)}), got {type(model.model).__name__}")
         vocabulary = model.model.config.vocab_size
         tokens = {"vocabulary": vocabulary, "tokenizer": "the tokenizer"}
-        check_texts(model, self.recipe.num_tokens, self.words.vocab_size, **tokens)
+        check_texts(model, self.recipe.num_tokens, self.loaded_tokenizer.vocab_size, **tokens)
         self.data_hash()
 
     def data_hash(self) -> str | None:
@@ -234,7 +234,7 @@ class GlueScores(WithTokenizer, TrainedVariants):
         recipe, task = self.recipe, find("glue", self.task)
         counts = {"train": recipe.num_train, "validation": recipe.num_validation}
         rows = {split: read_rows(task, split, self.folder).take(counts[split], seed=recipe.seed) for split in SPLITS}
-        return GlueData(rows, self.words, recipe)
+        return GlueData(rows, self.loaded_tokenizer, recipe)
 
     def train_all(self, model: LayeredModel) -> Iterator[list[Record]]:
         data, recipe = self.data(), self.recipe

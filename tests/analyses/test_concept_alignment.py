@@ -82,7 +82,7 @@ def test_every_record_is_that_of_the_words_alone_in_the_running_model(words):
     tokens = [torch.tensor([word.ids]) for word in words.words()]
     states = states_of_each_prompt(model, [{"input_ids": ids} for ids in tokens])  # every word alone
     undefined = 0
-    for category in words.by_category():
+    for category in words.category_pairs():
         for layer in range(LAYERS + 1):
             first, second = (
                 np.stack([states[row][layer, -1] for row in side.tolist()])

@@ -15,7 +15,7 @@ from lit_layers.cli.main import main
 from lit_layers.cli.measuring import length_limit
 from lit_layers.models.build import save, untrained, weights_hash
 from lit_layers.models.saved import load
-from lit_layers.tasks.mteb_tasks import Prepared
+from lit_layers.tasks.mteb_tasks import MtebScorer
 from tests.support.labelled_texts import saved_gpt2
 from tests.support.rounding import close_records
 from tests.tasks.tiny_tasks import Passes, write_tiny_data
@@ -70,7 +70,7 @@ def test_run_again_it_measures_nothing_wherever_the_model_is_named_from(home, sc
     shutil.copytree(scored[0], root)
     before = (root / "measurements.jsonl").read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(Prepared, "evaluate", None)
+        patch.setattr(MtebScorer, "evaluate", None)
         assert run(home, root) == 0
         for folder in (home, home / "data"):  # the same model, named otherwise
             patch.chdir(folder)
@@ -119,15 +119,15 @@ def test_a_task_without_data_fails_alone(home, tmp_path, capsys):
 
 @pytest.mark.soak
 def test_ctrl_c_ends_it_with_130_and_it_goes_on(home, tmp_path, monkeypatch, capsys):
-    plain, seen = Prepared.evaluate, []
+    plain, seen = MtebScorer.evaluate, []
 
-    def pressed(prepared: Prepared, encoder: Any) -> Any:
+    def pressed(prepared: MtebScorer, encoder: Any) -> Any:
         seen.append(encoder.layer)
         if len(seen) == 3:
             raise KeyboardInterrupt
         return plain(prepared, encoder)
 
-    monkeypatch.setattr(Prepared, "evaluate", pressed)
+    monkeypatch.setattr(MtebScorer, "evaluate", pressed)
     assert run(home, tmp_path, tasks="STSBenchmark") == 130
     assert "run the same command again to go on" in capsys.readouterr().err
     assert run(home, tmp_path, tasks="STSBenchmark") == 0
@@ -181,7 +181,7 @@ def test_the_files_hold_what_earlier_commands_scored_but_not_of_a_task_that_fail
 
 @pytest.mark.soak
 def test_texts_whose_views_are_equal_are_not_measured_and_told(home, tmp_path, monkeypatch):
-    monkeypatch.setattr(Prepared, "texts", lambda prepared: ["a to b", "of it", "so I am"] * 4)
+    monkeypatch.setattr(MtebScorer, "texts", lambda prepared: ["a to b", "of it", "so I am"] * 4)
     with pytest.warns(UserWarning, match="invariance/STSBenchmark is not measured: views: 12 of 12 texts have two"):
         assert run(home, tmp_path, "--metrics", tasks="STSBenchmark") == 0
     errors = {each.analysis: each.error for each in records.read(tmp_path / "measurements.jsonl")}

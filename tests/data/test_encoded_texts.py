@@ -41,7 +41,7 @@ def test_batches_hold_every_text_once_longest_first_in_no_more_places_than_allow
         for rows, batch in texts.batches(max_tokens):
             ids, mask = batch["input_ids"], batch["attention_mask"]
             assert len(rows) == 1 or ids.numel() <= max_tokens
-            assert (ids[~mask.bool()] == texts.filler).all()
+            assert (ids[~mask.bool()] == texts.pad_id).all()
             for row, tokens, real in zip(rows, ids, mask, strict=True):
                 assert tokens[: int(real.sum())].tolist() == list(texts.ids[row])
                 assert torch.equal(real, (torch.arange(len(real)) < real.sum()).long()), "padding is on the right"

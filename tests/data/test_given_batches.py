@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_layers.data import batches
-from lit_layers.data.batches import GivenBatches, as_batches
+from lit_layers.data.batches import GivenBatches, to_batches
 from lit_layers.errors import InputError
 from tests.support.tiny_training import CONTEXT, VOCABULARY
 
@@ -33,10 +33,10 @@ def test_token_ids_of_any_form_are_the_same_texts():
         datasets.Dataset.from_dict({"input_ids": IDS.tolist()}).with_format("torch"),
     ]
     for number, given in enumerate(cases):
-        batches = as_batches(given)
+        batches = to_batches(given)
         assert torch.equal(joined(batches), IDS), number
         assert joined(batches, "attention_mask").all(), number
-        assert batches.content_hash() == as_batches(list(batches)).content_hash(), number
+        assert batches.content_hash() == to_batches(list(batches)).content_hash(), number
     other = IDS.clone()
     other[3, 4] += 1
     assert GivenBatches([IDS]).content_hash() != GivenBatches([other]).content_hash()
@@ -75,6 +75,6 @@ def test_anything_else_and_a_whole_training_set_is_refused_in_a_sentence(monkeyp
     for given, said in cases:
         with pytest.raises(InputError, match=said):
             list(GivenBatches(given))
-    monkeypatch.setattr(batches, "MOST", 19)
+    monkeypatch.setattr(batches, "MAX_ROWS", 19)
     with pytest.raises(InputError, match=r"at most 19 texts or images, got more.*Subset"):
         list(GivenBatches(TensorDataset(IDS)))

@@ -72,7 +72,7 @@ def test_what_is_tokenized_is_not_tokenized_again(made, jsonl, tmp_path, monkeyp
             tokenized.append(len(texts))
             return self.inner.encode_batch_fast(texts, **options)
 
-    monkeypatch.setattr(preparing, "PART_SECONDS", 0.0)
+    monkeypatch.setattr(preparing, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr(preparing.copy, "deepcopy", lambda inner: Encoder(inner))
     for cut in (1, 2):
         out, tokenized, num_calls = tmp_path / str(cut), [], cut
@@ -87,7 +87,7 @@ def test_what_is_tokenized_is_not_tokenized_again(made, jsonl, tmp_path, monkeyp
 
 def test_a_corpus_that_changed_since_a_run_was_cut_is_prepared_anew(texts, tmp_path, monkeypatch, small_steps):
     path, out = write_jsonl(tmp_path / "in.jsonl", texts), tmp_path / "out"
-    monkeypatch.setattr(preparing, "PART_SECONDS", 0.0)
+    monkeypatch.setattr(preparing, "SAVE_SECONDS", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(Crash))
         with pytest.raises(Crash):
@@ -205,7 +205,7 @@ def test_a_corpus_is_prepared_once_and_then_found(texts, tmp_path, monkeypatch):
     first = prepared(str(path), "bpe:300")
     assert first.folder.is_relative_to(os.environ["LIT_LAYERS_CACHE"])
     with monkeypatch.context() as again:
-        again.setattr(preparing, "_written", lambda *args: pytest.fail("prepared again"))
+        again.setattr(preparing, "_write_tokens", lambda *args: pytest.fail("prepared again"))
         assert prepared(str(path), "bpe:300") == prepare(str(path), "bpe:300", first.folder) == first
     assert prepared(str(path), "bpe:299").folder != first.folder
     write_jsonl(path, texts * 4)

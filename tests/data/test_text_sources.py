@@ -21,7 +21,7 @@ from tests.support.fake_hub import FakeHub
 
 
 def ids(source, split):
-    return [name for name, _ in source.named(split)]
+    return [name for name, _ in source.documents(split)]
 
 
 def held_out(name: str, share: float) -> bool:
@@ -41,7 +41,7 @@ def write_library(root: Path, num_files: int = 120) -> Path:
 
 def test_the_embedded_corpus_holds_sources_and_topics_and_holds_out_a_tenth_by_their_paths():
     source: Any = open_source("python")
-    train, validation = dict(source.named("train")), dict(source.named("validation"))
+    train, validation = dict(source.documents("train")), dict(source.documents("validation"))
     documents = train | validation
     assert sum(map(len, documents.values())) > 5e6
     assert len(documents) == len(train) + len(validation)

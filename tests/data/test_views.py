@@ -2,7 +2,7 @@
 
 import pytest
 
-from lit_layers.data.prompt_texts import make_views, view_of
+from lit_layers.data.prompt_texts import make_view, make_views
 from lit_layers.errors import InputError
 from tests.support.labelled_texts import labelled
 
@@ -14,29 +14,29 @@ def test_a_view_depends_on_the_seed_its_number_and_its_place_alone():
     two, three = make_views(TEXTS, 2), make_views(TEXTS, 3)
     assert two.texts == three.texts[:2]
     assert make_views(TEXTS[:7], 2).texts == [view[:7] for view in two.texts]
-    assert two.texts[1][5] == view_of(TEXTS[5], (0, 1, 5))
+    assert two.texts[1][5] == make_view(TEXTS[5], (0, 1, 5))
     states = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
-    assert len({view_of(LONG, state) for state in states}) == 4
+    assert len({make_view(LONG, state) for state in states}) == 4
     assert make_views(TEXTS, 2, seed=1).texts != two.texts
 
 
 def test_nine_of_thirty_words_are_split_and_words_of_three_characters_stay():
-    view = view_of(LONG, (0, 0, 0)).split(" ")
+    view = make_view(LONG, (0, 0, 0)).split(" ")
     assert len(view) == len(LONG.split()) + 9
     assert view[-4:] == ["and", "60", "of", "us"]
-    assert view_of("four", (0, 0, 0)) != "four"
+    assert make_view("four", (0, 0, 0)) != "four"
     assert len("".join(view)) == len(LONG.replace(" ", "")), "characters are put in the place of others"
 
 
 def test_three_tenths_of_the_words_are_split_up_to_the_limit():
     for words, split in ((1, 1), (3, 1), (4, 2), (7, 3), (34, 10)):
         text = " ".join(["mountain"] * words)
-        assert len(view_of(text, (0, 0, 3)).split()) == words + split
-        assert len(view_of(text, (0, 0, 3), max_words=1).split()) == words + 1
+        assert len(make_view(text, (0, 0, 3)).split()) == words + split
+        assert len(make_view(text, (0, 0, 3), max_words=1).split()) == words + 1
 
 
 def test_three_tenths_of_the_characters_of_a_word_get_others():
-    steps = [view_of("abcdefghijkl", (seed, 0, 0)).replace(" ", "") for seed in range(30)]
+    steps = [make_view("abcdefghijkl", (seed, 0, 0)).replace(" ", "") for seed in range(30)]
     changes = [sum(a != b for a, b in zip(view, "abcdefghijkl", strict=True)) for view in steps]
     # the word has two parts of 12 together; of one of 4 or more, three tenths change twice over
     assert max(changes) <= 8
@@ -57,7 +57,7 @@ def test_a_key_beside_is_taken_for_a_letter():
 
 def test_white_space_and_unknown_characters_stay():
     text = "\tनमस्ते दुनिया\n\n  zwei Zeilen und mehr  "
-    view = view_of(text, (0, 0, 0))
+    view = make_view(text, (0, 0, 0))
     assert view.startswith("\t")
     assert view.endswith("  ")
     assert "\n\n  " in view

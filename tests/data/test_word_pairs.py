@@ -41,7 +41,7 @@ def source(tmp_path) -> str:
 
 
 def test_the_categories_of_bats_are_apart_and_have_the_first_listed_answers(source, tokenizer):
-    found = WordPairs(source, tokenizer).by_category()
+    found = WordPairs(source, tokenizer).category_pairs()
     assert [(c.id, c.name, c.group) for c in found] == [
         ("I01", "noun - plural_reg", "Inflectional"),
         ("I02", "noun - plural_irreg", "Inflectional"),
@@ -57,13 +57,13 @@ def test_every_word_is_read_alone_behind_a_space_at_its_last_sub_token(source, t
     pairs, encode = WordPairs(source, tokenizer), Tokenizer.from_file(f"{tokenizer}/tokenizer.json").encode
     words = pairs.words()
     assert len(set(words)) == len(words)
-    for category in pairs.by_category():
+    for category in pairs.category_pairs():
         for side, rows in ((0, category.first), (1, category.second)):
             for pair, row in zip(category.pairs, rows.tolist(), strict=True):
                 assert list(words[row].ids) == encode(" " + pair[side]).ids
                 assert words[row].position == len(words[row].ids) - 1
     assert encode(" cat").ids != encode("cat").ids, "the space makes no difference"
-    assert pairs.by_category()[0].first[0] == pairs.by_category()[1].first[2]  # cat is one row
+    assert pairs.category_pairs()[0].first[0] == pairs.category_pairs()[1].first[2]  # cat is one row
 
 
 def test_the_batches_hold_every_word_once_in_order_and_without_padding(source, tokenizer):
@@ -104,7 +104,7 @@ def test_categories_are_chosen_by_id_name_or_group(source, tokenizer):
     chosen = {("I01",): ["I01"], ("noun - plural_irreg",): ["I02"], ("Inflectional",): ["I01", "I02"]}
     for categories, expected in (chosen | {("L08", "I01"): ["I01", "L08"]}).items():
         pairs = WordPairs(source, tokenizer, categories=categories)
-        assert [category.id for category in pairs.by_category()] == expected
+        assert [category.id for category in pairs.category_pairs()] == expected
 
 
 def test_any_table_of_two_words_a_row_is_understood(tmp_path, tokenizer):
@@ -114,7 +114,7 @@ def test_any_table_of_two_words_a_row_is_understood(tmp_path, tokenizer):
     for ending, separator in (("csv", ","), ("tsv", "\t")):
         table.to_csv(tmp_path / f"plurals.{ending}", sep=separator, index=False)
     for ending in ("parquet", "csv", "tsv"):
-        (found,) = WordPairs(str(tmp_path / f"plurals.{ending}"), tokenizer).by_category()
+        (found,) = WordPairs(str(tmp_path / f"plurals.{ending}"), tokenizer).category_pairs()
         assert (found.name, found.id, found.group) == ("plurals", None, None)
         assert found.pairs == (*pairs[:3], ("tree", "trees"))
 
@@ -158,13 +158,13 @@ def test_what_is_no_file_of_word_pairs_is_one_sentence(tmp_path, source, tokeniz
 def test_real_files_of_pairs_in_the_tokens_of_real_tokenizers(realdata):
     bats, others = (str(realdata / "analogies" / f"{name}.parquet") for name in ("bats3", "counterfactual_word_pairs"))
     for name in ("gpt2", "gpt_neox_20b"):
-        found = WordPairs(bats, str(realdata / "tokenizers" / name)).by_category()
+        found = WordPairs(bats, str(realdata / "tokenizers" / name)).category_pairs()
         assert len(found) == 38
         assert {c.id: c.num_dropped for c in found if c.num_dropped} == {"I02": 2}  # series, species
         assert found[0].pairs[:2] == (("album", "albums"), ("application", "applications"))
         regular, irregular = found[:2]
         assert (regular.id, irregular.id) == ("I01", "I02")
         assert not set(regular.pairs) & set(irregular.pairs)
-    found = WordPairs(others, str(realdata / "tokenizers" / "gpt2")).by_category()
+    found = WordPairs(others, str(realdata / "tokenizers" / "gpt2")).category_pairs()
     assert (len(found), found[0].name, found[0].pairs[0]) == (25, "3pSg - Ved", ("adds", "added"))
     assert sum(len(c.pairs) + c.num_dropped for c in found) == 1922

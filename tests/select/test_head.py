@@ -64,7 +64,7 @@ def test_a_class_without_a_training_row_has_no_probability():
 def test_a_regression_gives_its_values():
     weight, bias, mean, scale = random(3, 5, 2), random(3, 2), random(3, 5), random(3, 5).abs() + 0.5
     probes = RidgeProbes(weight, bias, mean, scale, torch.zeros(2), torch.ones(len(weight)))
-    new, head = random(6, 5, seed=1), ProbeHead.of(probes, REGRESSION, 2)
+    new, head = random(6, 5, seed=1), ProbeHead.from_probes(probes, REGRESSION, 2)
     rows = (new.numpy() - mean[2].numpy()) / scale[2].numpy()
     np.testing.assert_allclose(head.outputs(new), rows @ weight[2].numpy() + bias[2].numpy(), rtol=1e-12)
 
@@ -73,10 +73,10 @@ def test_a_layer_fitted_alone_stands_in_another_row():
     features = random(4, 30, 5)
     everything = fit_logistic_probes(features, torch.arange(30) % 3)
     alone = fit_logistic_probes(features[2:3], torch.arange(30) % 3)
-    head = ProbeHead.of(alone, head_of(everything, 2).facts)
+    head = ProbeHead.from_probes(alone, head_of(everything, 2).facts)
     torch.testing.assert_close(head.weight, everything.weight[2])
     numbers = fit_ridge_probes(features[2:3], random(30, seed=2))
-    assert torch.equal(ProbeHead.of(numbers, REGRESSION).weight, numbers.weight[0])
+    assert torch.equal(ProbeHead.from_probes(numbers, REGRESSION).weight, numbers.weight[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -78,7 +78,7 @@ def test_a_regression_predicts_numbers(tmp_path):
     mean, scale = found.double().mean(1), found.double().std(1)
     probes = RidgeProbes(weight, bias, mean, scale, torch.tensor(0.0), torch.ones(len(weight)))
     facts = HeadFacts(kind="regression", task="stars", layer=3, pooling="last", max_tokens=30, classes=None)
-    head = ProbeHead.of(probes, facts, 3)
+    head = ProbeHead.from_probes(probes, facts, 3)
     classifier = load_classifier(exported(model, head, tmp_path / "out", spec, token_batch(TEXTS[0])))
     rows = (found[3].double() - mean[3]) / scale[3]
     expected = (rows @ weight[3])[:, 0] + bias[3]

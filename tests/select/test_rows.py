@@ -15,7 +15,7 @@ from lit_layers.errors import InputError
 from lit_layers.models.families import Network
 from lit_layers.models.pixels import set_pixel_statistics_
 from lit_layers.models.view import LayeredModel
-from lit_layers.select.choosing import TaskFeatures, of_images, of_texts
+from lit_layers.select.choosing import TaskFeatures, image_task, text_task
 from tests.data.test_image_sources import write_arrays
 from tests.support.labelled_texts import labelled, saved_bert, saved_gpt2, write_csv
 from tests.support.tiny_models import tiny
@@ -53,7 +53,7 @@ def songs(folder, *, test=None, **options) -> ProbeTask:
 @pytest.mark.parametrize(("saved", "pooling"), [(saved_gpt2, "last"), (saved_bert, "mean"), (saved_bert, "cls")])
 def test_features_of_texts_are_those_of_each_text_alone(saved, pooling, tmp_path):
     view, task = LayeredModel(saved(tmp_path / "model")), songs(tmp_path / "songs")
-    found = of_texts(view, task, tokenizer=str(tmp_path / "model"), pooling=pooling, max_tokens=12)
+    found = text_task(view, task, tokenizer=str(tmp_path / "model"), pooling=pooling, max_tokens=12)
     tokenizer = load_tokenizer(str(tmp_path / "model")).tokenizer
     data = task.load()
     splits = {"train": data.train, "validation": data.validation, "test": data.test}
@@ -70,7 +70,7 @@ def test_features_of_texts_are_those_of_each_text_alone(saved, pooling, tmp_path
 def test_a_text_is_cut_where_the_model_ends_and_what_is_odd_about_texts_is_said(tmp_path):
     view = LayeredModel(saved_gpt2(tmp_path / "model", n_positions=8))
     test = [*labelled(15, first=45), labelled(1)[0]]  # one text of train
-    found = of_texts(view, songs(tmp_path / "songs", test=test), tokenizer=str(tmp_path / "model"))
+    found = text_task(view, songs(tmp_path / "songs", test=test), tokenizer=str(tmp_path / "model"))
     assert found.max_tokens == 8
     assert found.notes == (
         "Rows of train and validation left out, as test has their text: 1.",
@@ -78,13 +78,13 @@ def test_a_text_is_cut_where_the_model_ends_and_what_is_odd_about_texts_is_said(
     )
     assert sum(len(found.targets[part]) for part in PARTS) == 60
     assert found.batch["input_ids"].shape[1] == 8
-    wide = of_texts(view, songs(tmp_path / "songs"), tokenizer=str(tmp_path / "model"), max_tokens=3)
+    wide = text_task(view, songs(tmp_path / "songs"), tokenizer=str(tmp_path / "model"), max_tokens=3)
     assert wide.max_tokens == 3
 
 
 def test_the_batch_to_check_with_is_a_few_validation_texts_longest_first(tmp_path):
     view, task = LayeredModel(saved_gpt2(tmp_path / "model")), songs(tmp_path / "songs")
-    found = of_texts(view, task, tokenizer=str(tmp_path / "model"))
+    found = text_task(view, task, tokenizer=str(tmp_path / "model"))
     tokenizer = load_tokenizer(str(tmp_path / "model")).tokenizer
     texts = {tuple(tokenizer.encode(text).ids) for text in task.load().validation.texts}
     rows = zip(found.batch["input_ids"].tolist(), found.batch["attention_mask"].sum(1).tolist(), strict=True)
@@ -98,7 +98,7 @@ def test_a_regression_keeps_its_values(tmp_path):
     rows = [(f"They sang song number {number} tonight", str(number / 10)) for number in range(40)]
     write_csv(tmp_path / "songs.csv", rows)
     task = ProbeTask("songs", str(tmp_path / "songs.csv"), kind="regression", test=None)
-    found = of_texts(LayeredModel(saved_gpt2(tmp_path / "model")), task, tokenizer=str(tmp_path / "model"))
+    found = text_task(LayeredModel(saved_gpt2(tmp_path / "model")), task, tokenizer=str(tmp_path / "model"))
     assert (found.kind, found.classes, found.num_classes) == ("regression", None, None)
     for part, split in zip(PARTS, (task.load().train, task.load().validation, task.load().test), strict=True):
         assert found.targets[part].tolist() == [int(text.split()[4]) / 10 for text in split.texts]
@@ -134,7 +134,7 @@ def test_features_of_images_are_those_of_each_image_alone_normalised_as_in_train
     monkeypatch.setattr(
         LayeredModel, "pass_states", lambda self, b, look: (seen.append(b["pixel_values"]), original(self, b, look))
     )
-    task = of_images(view, "digits", pooling=pooling, num_train=50, num_test=12)
+    task = image_task(view, "digits", pooling=pooling, num_train=50, num_test=12)
     assert (task.name, task.classes, task.pooling) == ("digits", tuple("0123456789"), pooling)
     assert task.notes == ()
     pixels = torch.empty(0)
@@ -161,7 +161,7 @@ def test_no_image_is_in_two_parts_and_test_comes_from_the_test_split(tmp_path):
     labels[[0, 1, 40]] = 0
     images[5], labels[5] = images[4], labels[4]  # twice in train
     shapes = write_arrays(tmp_path / "shapes", (images[:40], labels[:40]), (images[40:], labels[40:]))
-    task = of_images(LayeredModel(tiny("vit", img_size=8)), shapes, validation_share=0.4)
+    task = image_task(LayeredModel(tiny("vit", img_size=8)), shapes, validation_share=0.4)
     assert task.notes == (
         f"Nobody says how the model's images were normalised: by {shapes}'s own pixels here.",
         "Training images left out, as test has them: 2.",
@@ -177,24 +177,27 @@ def test_no_image_is_in_two_parts_and_test_comes_from_the_test_split(tmp_path):
 
 def test_images_are_drawn_by_the_seed_and_fewer_are_a_part_of_more():
     view = LayeredModel(tiny("vit", img_size=8))
-    one, same, other = (of_images(view, "digits", num_train=30, num_test=10, seed=seed) for seed in (0, 0, 1))
+    one, same, other = (image_task(view, "digits", num_train=30, num_test=10, seed=seed) for seed in (0, 0, 1))
     assert one.targets["test"].tolist() == same.targets["test"].tolist() != other.targets["test"].tolist()
-    more = of_images(view, "digits", num_train=30, num_test=25)
+    more = image_task(view, "digits", num_train=30, num_test=25)
     assert more.targets["test"][:10].tolist() == one.targets["test"].tolist()
     whole = image_source("digits")
-    everything = of_images(view, "digits")
+    everything = image_task(view, "digits")
     assert len(everything.targets["test"]) == len(whole.test)
 
 
 def test_wrong_models_options_and_images_are_refused_in_a_sentence(tmp_path):
     view = LayeredModel(tiny("vit", img_size=8))
     for call, sentence in (
-        (lambda: of_images(LayeredModel(tiny("gpt2")), "digits"), "images: expected a vision model, got GPT2LMHeadMod"),
-        (lambda: of_texts(view, "banking77", tokenizer="x"), "task: expected a model of text, got VisionTransformer"),
-        (lambda: of_images(LayeredModel(tiny("vit_average", img_size=8)), "digits"), "no class token: choose mean"),
-        (lambda: of_images(view, "digits", num_train=1), "num_train: expected 2 to 1442 images, got 1"),
-        (lambda: of_images(view, "digits", num_test=5000), "num_test: expected 2 to 355 images, got 5000"),
-        (lambda: of_images(view, "nowhere"), "source: expected digits, cifar10, cifar100, an existing path"),
+        (
+            lambda: image_task(LayeredModel(tiny("gpt2")), "digits"),
+            "images: expected a vision model, got GPT2LMHeadMod",
+        ),
+        (lambda: text_task(view, "banking77", tokenizer="x"), "task: expected a model of text, got VisionTransformer"),
+        (lambda: image_task(LayeredModel(tiny("vit_average", img_size=8)), "digits"), "no class token: choose mean"),
+        (lambda: image_task(view, "digits", num_train=1), "num_train: expected 2 to 1442 images, got 1"),
+        (lambda: image_task(view, "digits", num_test=5000), "num_test: expected 2 to 355 images, got 5000"),
+        (lambda: image_task(view, "nowhere"), "source: expected digits, cifar10, cifar100, an existing path"),
     ):
         with pytest.raises(InputError, match=sentence):
             call()
@@ -203,13 +206,13 @@ def test_wrong_models_options_and_images_are_refused_in_a_sentence(tmp_path):
     model = trained("vit")
     alike = write_arrays(tmp_path / "a", (same, labels), (same, labels))
     with pytest.raises(InputError, match=r"every training image of .* is a test image, too: give other images"):
-        of_images(LayeredModel(model), alike)
+        image_task(LayeredModel(model), alike)
 
 
 def test_features_that_are_not_finite_are_refused():
     model = tiny("vit", img_size=8)
     with torch.no_grad():
         model.blocks[1].mlp.fc2.bias[0] = torch.inf
-    task = of_images(LayeredModel(model), "digits", num_train=20, num_test=4)
+    task = image_task(LayeredModel(model), "digits", num_train=20, num_test=4)
     with pytest.raises(InputError, match="the features of an image at layer 2 are not finite"):
         task.features("train")

@@ -51,7 +51,7 @@ def probes_of(features: Tensor, num_classes: int = 3) -> LogisticProbes:
 
 def head_of(probes: LogisticProbes, layer: int, pooling: Pooling = "last", max_tokens: int | None = 20) -> ProbeHead:
     facts: dict[str, Any] = {"kind": "classification", "task": "moods", "pooling": pooling, "max_tokens": max_tokens}
-    return ProbeHead.of(probes, HeadFacts(**facts, layer=layer, classes=CLASSES[: probes.num_classes]), layer)
+    return ProbeHead.from_probes(probes, HeadFacts(**facts, layer=layer, classes=CLASSES[: probes.num_classes]), layer)
 
 
 def card(**changes) -> Card:

@@ -26,23 +26,23 @@ def test_every_layer_of_texts_in_any_order_is_what_one_pass_gives(model, monkeyp
     expected = text_features(view, encoded(model, TEXTS), pooling="mean")
     passes, found = Passes(monkeypatch), TaskEmbeddings(view, **embedding_of(model))
     for layer in (3, 0, 2, 1):
-        assert np.array_equal(found.of(TEXTS, layer), expected.layer(layer).numpy())
+        assert np.array_equal(found.embed(TEXTS, layer), expected.layer(layer).numpy())
     rows = [TEXTS.index(text) for text in again]
-    assert np.array_equal(found.of(again, 2), expected.layer(2).numpy()[rows])
+    assert np.array_equal(found.embed(again, 2), expected.layer(2).numpy()[rows])
     assert (passes.texts, found.num_texts) == (len(TEXTS), len(TEXTS)), "one pass gives all layers"
     monkeypatch.setattr(stores, "CHUNK", 6)
     parts = TaskEmbeddings(view, **embedding_of(model))
     for given in (TEXTS[:5], again):
         rows = [TEXTS.index(text) for text in given]
-        assert np.allclose(parts.of(given, 2), expected.layer(2).numpy()[rows], atol=1e-5)
+        assert np.allclose(parts.embed(given, 2), expected.layer(2).numpy()[rows], atol=1e-5)
 
 
 def test_a_text_without_a_token_is_the_end_of_a_text(model):
     view = saved_model(model)
     found = TaskEmbeddings(view, **embedding_of(model))
-    empty, given = found.of(["", found.tokenizer.end_of_text], 3)
+    empty, given = found.embed(["", found.tokenizer.end_of_text], 3)
     assert (found.num_empty, found.num_cut) == (1, 0)
     short = TaskEmbeddings(view, **embedding_of(model, max_tokens=4))
-    short.of(["a", *TEXTS[:3]], 3)
+    short.embed(["a", *TEXTS[:3]], 3)
     assert short.num_cut == 3
     assert np.allclose(empty, given, atol=1e-6)

@@ -23,7 +23,7 @@ from lit_layers.records import PLACES, Record
 from lit_layers.tasks.catalogue import resolve
 from lit_layers.tasks.embeddings import LayerEncoder, TaskEmbeddings
 from lit_layers.tasks.mteb_scores import mteb_analyses
-from lit_layers.tasks.mteb_tasks import Prepared, open_task
+from lit_layers.tasks.mteb_tasks import MtebScorer, open_task
 from lit_layers.tasks.text_features import text_features
 from tests.support.labelled_texts import saved_bert
 from tests.support.measured import records_of
@@ -166,16 +166,16 @@ def test_a_layer_scores_what_mteb_gives_a_new_task_and_what_it_scores_alone(home
 
 
 def test_a_task_goes_on_where_it_was_interrupted_and_makes_a_damaged_result_again(home, scored, tmp_path, monkeypatch):
-    name, evaluated, plain = "TwitterURLCorpus", [], Prepared.evaluate
+    name, evaluated, plain = "TwitterURLCorpus", [], MtebScorer.evaluate
 
-    def interrupted(prepared: Prepared, encoder: LayerEncoder) -> dict[str, Any]:
+    def interrupted(prepared: MtebScorer, encoder: LayerEncoder) -> dict[str, Any]:
         if encoder.layer == 2 and not evaluated.count(2):
             evaluated.append(2)
             raise KeyboardInterrupt
         evaluated.append(encoder.layer)
         return plain(prepared, encoder)
 
-    monkeypatch.setattr(Prepared, "evaluate", interrupted)
+    monkeypatch.setattr(MtebScorer, "evaluate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(records_of(task(name, *home, tmp_path), saved_model(home[1])))
     file = next(tmp_path.rglob("layer-001.json"))
@@ -247,7 +247,7 @@ def test_a_task_leaves_the_random_state_alone(home, tmp_path):
     seeded()
     expected = [random.random(), np.random.rand(), torch.rand(1).item()]
     one = task("TwentyNewsgroupsClustering", *home, tmp_path)
-    prepared, view = Prepared(open_task(one.task, seed=42), one.task), saved_model(home[1])
+    prepared, view = MtebScorer(open_task(one.task, seed=42), one.task), saved_model(home[1])
     seeded()
     prepared.evaluate(LayerEncoder(TaskEmbeddings(view, **embedding_of(home[1])), 1))
     assert [random.random(), np.random.rand(), torch.rand(1).item()] == expected

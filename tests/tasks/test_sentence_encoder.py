@@ -159,7 +159,9 @@ def vectors(folder: Path, root: Path, layer: int, *, meta: Any = Meta, modules: 
     """What mteb is handed of a layer."""
     said: Any = encoder_in(folder)
     one, view = task("STSBenchmark", None, folder, root, encoder=said, modules=modules), saved_model(folder)
-    how = embedding_of(folder, max_tokens=one.max_tokens, pooling=one.pooling, states=one.states, last=said.pooling)
+    how = embedding_of(
+        folder, max_tokens=one.max_tokens, pooling=one.pooling, states=one.states, last_pooling=said.pooling
+    )
     embeddings = TaskEmbeddings(view, **how)
     encoder = LayerEncoder(embeddings, layer, said, follows=one._follows(layer, view))
     return encoder.encode([{"text": TEXTS}], task_metadata=meta, **asked)

@@ -146,7 +146,7 @@ def test_a_copy_that_is_judged_otherwise_is_hashed_otherwise_and_scored_so(tmp_p
         options = "" if score is None else f", options: {{score: {score}}}"
         rows_of(tmp_path, "all", f"glue: {{mrpc: {{files: all.csv, columns: {{sentence1: words}}{options}}}}}")
         copy = local_copy("glue", "mrpc", tmp_path)
-        task = replace(find("glue", "mrpc"), text=("sentence1",)).as_copied(copy)
+        task = replace(find("glue", "mrpc"), text=("sentence1",)).use_copy(copy)
         assert task.scores == ((score,) if score else ("accuracy", "f1"))
         rows = GlueRows(task, (("a",),), (1.0,))
         hashes[score] = rows.content_hash()

@@ -21,7 +21,7 @@ def encoded(num_texts: int = 9, seed: int = 0) -> EncodedTexts:
     draw = np.random.default_rng(seed)
     lengths = draw.integers(1, 12, num_texts)
     ids = [draw.integers(3, VOCAB, length).astype(np.int32) for length in lengths]
-    return EncodedTexts(ids=ids, filler=0, tokenizer_hash="t", num_cut=0)
+    return EncodedTexts(ids=ids, pad_id=0, tokenizer_hash="t", num_cut=0)
 
 
 def alone(model: LayeredModel, texts: EncodedTexts) -> list[torch.Tensor]:

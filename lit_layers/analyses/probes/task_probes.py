@@ -33,10 +33,10 @@ from lit_layers.tasks.text_features import (
     TaskReader,
     TaskRows,
     TextPooling,
-    features_of_texts,
+    batches_by_length,
     permuted,
-    pooled_texts,
-    rows_of_texts,
+    pool_texts,
+    store_features,
     text_features,
 )
 
@@ -95,10 +95,10 @@ class TaskTexts:
         texts = self._rows(model).texts
         if bytes_of_vectors(model, sum(map(len, texts.values()))) > MOST_SENT:
             return {}
-        return {part: Rows(rows_of_texts(each)) for part, each in texts.items()}
+        return {part: Rows(batches_by_length(each)) for part, each in texts.items()}
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        return pooled_texts(seen, batch, self.pooling, "resid")
+        return pool_texts(seen, batch, self.pooling, "resid")
 
     def _rows(self, model: LayeredModel) -> TaskRows:
         """Return the parts that are measured on; train includes the validation rows."""
@@ -109,7 +109,7 @@ class TaskTexts:
     ) -> dict[str, LayerFeatures]:
         """Return the features of all parts, which are made here if no part was read."""
         if parts_read:
-            return {part: features_of_texts(parts_read.pop(part)) for part in rows.texts}
+            return {part: store_features(parts_read.pop(part)) for part in rows.texts}
         how: Any = {"pooling": self.pooling, "undefined": "nan"}
         return {part: text_features(model, texts, **how) for part, texts in rows.texts.items()}
 

@@ -18,7 +18,7 @@ from lit_layers.models.costs import layer_latencies
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel, at_least_float32
 from lit_layers.schema import COUNT, NOT_NEGATIVE, Device
-from lit_layers.select.choosing import Choice, Part, TaskFeatures, choose, of_images, of_texts
+from lit_layers.select.choosing import Choice, Part, TaskFeatures, choose, image_task, text_task
 from lit_layers.select.export import refuse_taken
 from lit_layers.select.selection import Candidate, Selection, write_comparison
 from lit_layers.series import OneModel
@@ -177,7 +177,7 @@ def _compare(models: list[str], names: list[str], options: SelectOptions, texts:
             left_out[name] = str(error)
             continue
         selection.write(root / name)
-        candidates.append(Candidate.of(selection))
+        candidates.append(Candidate.from_selection(selection))
         del selection
     if not candidates:
         raise InputError(f"{models[0]}: {left_out[names[0]]}")
@@ -201,7 +201,7 @@ def _opened(
         if options.images is None:
             raise InputError(f"task: {model} is a vision model ({kind}): name its images with --images")
         chosen: Any = {name: getattr(options, name) for name in ("num_train", "num_test")}
-        return view, of_images(wide, options.images, pooling=options.pooling or "cls", **chosen), None
+        return view, image_task(wide, options.images, pooling=options.pooling or "cls", **chosen), None
     if texts is None:
         raise InputError(f"images: {model} is a model of texts ({kind}): name its texts with --task")
     series = OneModel(model, revision=options.revision)
@@ -211,7 +211,7 @@ def _opened(
     chosen = {name: getattr(options, name) for name in ("folder", "max_tokens")}
     encoder = sentence_encoder(files.read) if options.pooling is None else None
     pooling = options.pooling or ("last" if encoder is None else encoder.pooling)
-    return view, of_texts(wide, texts, tokenizer=tokenizer, pooling=pooling, **chosen), tokenizer
+    return view, text_task(wide, texts, tokenizer=tokenizer, pooling=pooling, **chosen), tokenizer
 
 
 def _show(task: "TaskFeatures", choice: "Choice") -> None:
