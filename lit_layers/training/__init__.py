@@ -1,4 +1,4 @@
-"""The Lightning shell: modules, data and the callbacks that watch a run."""
+"""Lightning modules, data modules, and callbacks that save and measure a run."""
 
 from lit_layers.training.callbacks import EmergenceCallback, SeriesCheckpoint
 from lit_layers.training.datamodules import LitImageData, LitTextData

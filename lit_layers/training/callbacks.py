@@ -1,4 +1,4 @@
-"""The two callbacks of a run that is watched: save the model at the steps of a schedule, then measure it."""
+"""Lightning callbacks that save and measure the model at the steps of a schedule."""
 
 import contextlib
 import functools
@@ -38,20 +38,22 @@ logger = logging.getLogger(__name__)
 
 
 class _Scheduled(L.Callback):
-    """Acts once at each optimizer step of a schedule, at the first step and at the last, however batches accumulate.
+    """A callback that acts once at each optimizer step of a schedule, and at the first and the last step.
 
-    A step is an update of the network. With manual optimization the optimizers that hold its parameters are counted: in
-    a batch, the steps of the one that made the most. A scheduled step that is passed by within a batch counts as due.
+    A step is an update of the network, however many batches it accumulates. With manual optimization, only optimizers
+    that hold the network's parameters count. If several step in one batch, the one with the most steps counts. If a
+    batch makes several steps, a scheduled step among them is due at the end of the batch.
 
-    While a training lasts, its first process holds the root for writing, if it does not yet, as in `lit-layers fit`.
-    The first callback of a root begins the training there: before the first step it refuses a root that holds another.
+    The first rank locks the root for writing during training, if its process does not hold the lock already
+    (`lit-layers fit` does). The first callback of a root begins the training there before the first step. It refuses a
+    root that holds another training.
     """
 
     def __init__(self, steps: Steps, root: str | Path, model: str | None) -> None:
         self.schedule, self.root, self.model = Schedule(steps), given_root(root), model
-        self.paused_seconds = 0.0  # what training waited for this callback
+        self.paused_seconds = 0.0  # time that training waited for this callback
         self._last_step, self._first, self._latest = -1, 0, 0
-        self._updates: int | None = None  # of this run, with manual optimization
+        self._updates: int | None = None  # updates of this run, counted only with manual optimization
         self._new_steps, self._hooks = Counter[int](), contextlib.ExitStack()
         self._ranks: OneProcess | Ranks = OneProcess()
         self._lock = contextlib.ExitStack()
@@ -68,7 +70,7 @@ class _Scheduled(L.Callback):
             self._lock.enter_context(run_lock.writing(self.root, part=part))
 
     def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin the training in the root, unless a callback before this one has."""
+        """Begin the training in the root, unless an earlier callback of the same root does."""
         self._last_step = -1
         peers = [each for each in _callbacks(trainer) if isinstance(each, _Scheduled | RunFolder)]
         peers = [each for each in peers if each.root.resolve() == self.root.resolve()]
@@ -76,12 +78,12 @@ class _Scheduled(L.Callback):
             return
         measuring = next((each for each in peers if isinstance(each, EmergenceCallback)), None)
         model = (measuring or self)._plain_model(pl_module)
-        if is_sharded(model):  # a checkpoint to go on from is compared with what was measured
+        if is_sharded(model):  # only a resumed run compares its weights with earlier measurements
             strategy: Any = trainer.strategy
             model = whole_on_first_rank(model, strategy) if trainer.ckpt_path else None
         weights = None if model is None else functools.partial(weights_hash, model)
         if measuring is None:
-            # Without measurements only the folders of steps can tell another training, where this step has one.
+            # Without measurements, only a saved folder of this step can show that the root holds another training.
             own = getattr(records.lineage_in(self.root), "training", None)
             options = "resume" if trainer.ckpt_path else "refuse", None, self.now(trainer), weights, own
         else:
@@ -97,7 +99,7 @@ class _Scheduled(L.Callback):
 
     @abstractmethod
     def on_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
-        """Act on the network after `step` optimizer steps; its weights may be sharded, and every rank calls."""
+        """Act on the network after `step` optimizer steps. Every rank calls, and the weights may be sharded."""
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._updates is None else {"updates": self._updates}
@@ -106,7 +108,7 @@ class _Scheduled(L.Callback):
         self._updates = state_dict.get("updates")
 
     def now(self, trainer: L.Trainer) -> int:
-        """Return the updates that the network has seen: those before this run and those of this run."""
+        """Return the number of updates of the network, before this run and in it."""
         return axis_step(trainer) if self._updates is None else origin_of(trainer).step + self._updates
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -128,7 +130,7 @@ class _Scheduled(L.Callback):
             self._hooks.callback(hook.remove)
 
     def end_batch(self, trainer: L.Trainer) -> None:
-        """Do what is due at the end of every batch, before a scheduled step."""
+        """Act at the end of every batch, before a scheduled step."""
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         self.end_batch(trainer)
@@ -158,7 +160,10 @@ def _callbacks(trainer: L.Trainer) -> list[Any]:
 
 
 def _logging_step(trainer: L.Trainer) -> int:
-    """Return where Lightning logs the next loss: it counts batches that stepped, whatever the number of optimizers."""
+    """Return the step at which Lightning logs the next loss.
+
+    Lightning counts batches with an optimizer step here, not the steps of all optimizers.
+    """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
@@ -167,21 +172,22 @@ def _logs_batch(trainer: L.Trainer) -> bool:
 
 
 def _data(trainer: L.Trainer) -> Any:
-    """The run's data module; None where it has plain loaders."""
+    """Return the run's data module, or None if it has plain loaders."""
     return getattr(trainer, "datamodule", None)
 
 
 class SeriesCheckpoint(_Scheduled):
-    """Writes each step of a schedule as a standard Hugging Face folder, complete or not at all.
+    """A callback that saves the model at each step of a schedule as a Hugging Face folder, complete or not at all.
 
-    `AutoModelForCausalLM.from_pretrained(root / "step-000001000")` loads it, tokenizer included. A root that holds
-    another run is refused before the first step; what `EmergenceCallback` is told with `if_exists` counts for both.
+    `AutoModelForCausalLM.from_pretrained(root / "step-000001000")` loads such a folder. It also contains the tokenizer.
+    The callback refuses a root that holds another run before the first step. With an `EmergenceCallback` on the same
+    root, that callback's `if_exists` decides for both.
 
     Args:
-        steps: the schedule, e.g. `pythia` or `{every: 500}`; the first and the last step always belong to it.
+        steps: the schedule, e.g. `pythia` or `{every: 500}`. The first and the last step are always included.
         root: the run's folder.
         tokenizer: a local tokenizer folder whose files are copied into each checkpoint; None: the data module's.
-        model: name of the submodule to save; None: `.model`, or the module itself where there is none.
+        model: name of the submodule to save; None: `.model` if the module has one, otherwise the module itself.
     """
 
     def __init__(
@@ -197,32 +203,32 @@ class SeriesCheckpoint(_Scheduled):
 
 
 class EmergenceCallback(_Scheduled):
-    """Measures every layer at the steps of a schedule, and leaves the training as if it had not.
+    """A callback that measures every layer at the steps of a schedule and does not change the training.
 
-    One line a (step, analysis) goes to `root/measurements.jsonl`, and the numbers to the trainer's loggers, where those
-    of other options or data than a run began with have names of their own: `coupling@1a2b3c4d/...`. What stands in the
-    file already, with the same options, data and weights, is not measured again. Under DDP microbatch n
-    is passed by rank n % size; the numbers do not depend on how many ranks there are.
-    Sharded weights are gathered into a plain copy on each rank; where it does not fit, every analysis says so.
+    Each analysis adds one line per step to `root/measurements.jsonl`. The numbers also go to the trainer's loggers. If
+    options or data of an analysis change during a run, its new curves have other names: `coupling@1a2b3c4d/...`. A
+    measurement in the file with the same options, data and weights is not repeated. Under DDP, rank n % size runs the
+    forward pass of micro-batch n. The numbers do not depend on the number of ranks. Sharded weights are gathered into a
+    plain copy on each rank. If the copy does not fit, every analysis records that as its error.
 
     Args:
-        analyses: what to measure; names are unique.
-        steps: the schedule, e.g. `pythia` or `{every: 500}`; the first and the last step always belong to it.
+        analyses: the analyses to run; their names must be unique.
+        steps: the schedule, e.g. `pythia` or `{every: 500}`. The first and the last step are always included.
         root: the run's folder.
-        if_exists: what to do where root already holds a run, as of `lit_layers.watch`. "resume" takes also a checkpoint
-            of the trainer that this training saved between two measured steps.
+        if_exists: what to do if root already holds a run, as in `lit_layers.watch`. "resume" also accepts a checkpoint
+            of the Trainer that this training saved between two measured steps.
         run: the run's name in the records; None: the folder's name.
-        tokens_per_step: tokens per optimizer step, shown beside the step; None: the data module's, where it knows it.
-        model: name of the submodule to measure; None: `.model`, or the module itself where there is none.
-        watchers: called as each analysis starts and ends.
-        scalars: which numbers are curves of the trainer's loggers. plotted: one variant of each metric, and a curve a
-            layer for one metric of each analysis; all: all but pairs of layers and places of tokens. A W&B run gets
-            the rest as pictures and in a table.
+        tokens_per_step: tokens per optimizer step, recorded with the step; None: the data module's value, if any.
+        model: name of the submodule to measure; None: `.model` if the module has one, otherwise the module itself.
+        watchers: objects that are called when each analysis starts and ends.
+        scalars: which numbers the trainer's loggers get as curves. plotted: one variant of each metric, with one curve
+            per layer for one metric of each analysis; all: everything except values per pair of layers or token
+            position. A W&B run gets the rest as pictures and in a table.
 
     Raises:
-        InputError: before the first step, for two analyses of one name, a model of no known family, data that is
-            missing, options that do not fit the model, or a root that holds another run, or that another process writes
-            or nobody can.
+        InputError: before the first step, if two analyses have the same name, the model's family is unknown, data are
+            missing, or options do not fit the model; also if root holds another run, another process writes there, or
+            it is not writable.
     """
 
     def __init__(
@@ -244,7 +250,7 @@ class EmergenceCallback(_Scheduled):
         refuse_below_one(tokens_per_step=tokens_per_step)
         self.tokens_per_step = tokens_per_step
         self._source: dict[str, Any] = {}
-        self._log_step = 0  # where losses of the weights that are measured stand on the axis of the trainer's loggers
+        self._log_step = 0  # the step at which the trainer's loggers have the loss of the measured weights
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         network = self._plain_model(pl_module)
@@ -252,7 +258,7 @@ class EmergenceCallback(_Scheduled):
             self.measurer.check(network)
         except InputError as error:
             places = [name for name, _ in pl_module.named_children()]
-            if network is pl_module and places and not known_inside(pl_module):  # these are named
+            if network is pl_module and places and not known_inside(pl_module):  # else the error names them
                 raise InputError(f"{error}; if the network is a part of it, name that: model={places[0]!r}") from error
             raise
 

@@ -1,4 +1,4 @@
-"""The Lightning module of image classifiers: vision transformers of timm, trained as DeiT is."""
+"""The Lightning module for image classifiers: vision transformers of timm, trained as in DeiT."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,34 +23,34 @@ _MODULE_KEYS, _DATA_KEYS = {"patch_size", "drop_path_rate"}, {"img_size", "num_c
 
 
 class LitImageClassifier(LitModule):
-    """Training of a plain timm vision transformer on labelled images, kept eager at `.model`.
+    """A training module for timm vision transformers on labelled images, with the plain model at `.model`.
 
-    The recipe of DeiT (Touvron et al. 2020, arXiv 2012.12877), every part of it off unless it is asked for. A batch
+    It implements the recipe of DeiT (Touvron et al. 2020, arXiv 2012.12877); every element is off by default. A batch
     holds `pixel_values` (batch, channels, height, width) and `labels` (batch,), by these names or as a pair. Without
-    `LitImageData` image size and classes are those of `config` (img_size, num_classes), or the architecture's own.
+    `LitImageData`, `config` (img_size, num_classes) or the architecture sets image size and classes.
 
     Args:
         architecture: a name of timm (`vit_tiny_patch16_224`, `deit_small_patch16_224`, ...); the weights are new.
         config: arguments of timm's VisionTransformer (embed_dim, depth, num_heads, ...); unknown ones are refused.
-        init_from: a folder with a model, or a .ckpt that a Trainer saved, of this architecture; its weights are taken,
-            and its step is where the axes of this run begin. The optimizer starts afresh.
-        patch_size: in px, a divisor of the image size; None: the architecture's.
-        drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
-        init_seed: of the initial weights, independent of every other seed.
+        init_from: a folder with a model, or a .ckpt that a Trainer saved, of this architecture. It gives the weights,
+            and this run counts on from its step. The optimizer starts fresh.
+        patch_size: patch size in px, a divisor of the image size; None: the architecture's.
+        drop_path_rate: stochastic depth rate of the last block; it grows linearly from 0 at the first block.
+        init_seed: seed of the initial weights, independent of every other seed.
         lr: peak learning rate.
-        weight_decay: on matrices and kernels only: not on biases, norms, class token and position embedding.
-        betas: of AdamW.
+        weight_decay: weight decay of matrices and kernels; biases, norms, class token and position embedding have none.
+        betas: betas of AdamW.
         warmup_steps: optimizer steps of linear warm-up.
         decay_steps: step at which the cosine ends; None: the last step of the run.
-        min_lr_ratio: final learning rate over the peak.
+        min_lr_ratio: final learning rate divided by the peak.
         label_smoothing: share of the target that is spread over all classes.
-        mixup: alpha of the Beta distribution by which two images are blended; 0: off.
-        cutmix: the same for pasting a rectangle; with both on, each batch takes one of them. Either needs an even
-            number of images a micro-batch.
-        compile: trains through `torch.compile`; `.model` stays eager, and the analyses use that.
+        mixup: alpha of the Beta distribution that weights two blended images; 0: off.
+        cutmix: the same for pasting a rectangle; with both on, each batch uses one of them. Both need an even number of
+            images per micro-batch.
+        compile: trains through `torch.compile`. `.model` stays eager, and the analyses use it.
     """
 
-    measures_unclipped_norm = True  # DeiT does not clip; the norm is worth a curve all the same
+    measures_unclipped_norm = True  # DeiT does not clip, but the norm is a useful curve
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class LitImageClassifier(LitModule):
                 raise InputError(f"model.init_from: {about} ({first_sentence(error)})") from error
         if isinstance(self.data, LitImageData):
             side, patch = self.data.image_size, model.patch_embed.patch_size[0]
-            if side % patch:  # timm would leave the border out without a word
+            if side % patch:  # timm would ignore the border without a warning
                 raise InputError(f"model.patch_size: expected a divisor of the image size {side}, got {patch}")
             set_pixel_statistics_(model, *self.data.statistics)
         return model
@@ -129,7 +129,7 @@ class LitImageClassifier(LitModule):
         if self._mix is None:
             return F.cross_entropy(self(images).float(), labels, label_smoothing=self.label_smoothing)
         images, targets = self._mix(images, labels)
-        return F.cross_entropy(self(images).float(), targets)  # targets are shares of classes: (batch, classes)
+        return F.cross_entropy(self(images).float(), targets)  # class probabilities: (batch, classes)
 
     def validation_step(self, batch: Any, batch_index: int) -> None:
         images, labels = _unpack(batch)
@@ -142,7 +142,7 @@ class LitImageClassifier(LitModule):
         self.validation_loss.reset()
         accuracies = self.validation_metrics.compute()
         self.validation_metrics.reset()
-        # The highest of logits that are not numbers is the first class: that would be an accuracy of chance.
+        # The argmax of NaN logits is the first class: a diverged model would get the accuracy of chance.
         return {"loss": loss} | {name: each.where(~loss.isnan(), torch.nan) for name, each in accuracies.items()}
 
     def lr_factor(self, decay_steps: int) -> Callable[[int], float]:
@@ -155,10 +155,10 @@ def _refuse_repeated(config: Mapping[str, Any] | None, names: set[str]) -> None:
 
 
 def _unpack(batch: Any) -> tuple[Tensor, Tensor]:
-    """Of a batch as `LitImageData` gives it, or other loaders do.
+    """Return the images and labels of a batch, given by name or as a pair.
 
     Raises:
-        InputError: for anything else.
+        InputError: if the batch is neither.
     """
     if isinstance(batch, Mapping) and {"pixel_values", "labels"} <= batch.keys():
         return batch["pixel_values"], batch["labels"]

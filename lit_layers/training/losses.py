@@ -1,4 +1,4 @@
-"""The next-token loss, in place, and the mean of losses over batches of differing size."""
+"""The next-token loss, computed in place, and means of losses over batches of different sizes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,16 +9,20 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torchmetrics import Metric
 
-# Elements taken at a time: they stay in the cache from one operation to the next (2^17 x 4 B = 0.5 MB).
+# Elements per chunk: a chunk stays in the CPU cache from one operation to the next (2^17 x 4 B = 0.5 MB).
 _CHUNK = 2**17
 
 
 def next_token_loss(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """Return the mean cross-entropy in nats over the first `vocab_size` columns; the others are padding.
+    """Return the mean cross-entropy in nats over the first `vocab_size` columns; the other columns are padding.
 
-    Where a gradient is wanted on a CPU the logits are used up: their memory takes in their own gradient. Neither a
-    float32 copy of them nor log-probabilities nor a second gradient of that size (batch x tokens x vocabulary) ever
-    exist. Elsewhere, and in a graph that is being compiled, it is the plain formula.
+    With gradients on a CPU, the logits are overwritten: their memory holds their own gradient afterwards. That avoids a
+    float32 copy, log-probabilities and a second gradient of that size (batch x tokens x vocabulary). On other devices
+    and under `torch.compile` the plain formula is used.
+
+    Args:
+        logits: (batch, tokens, columns), in any floating dtype.
+        targets: (batch, tokens), ids below `vocab_size`.
     """
     rows, targets = logits.flatten(0, -2), targets.flatten()
     has_gradient = torch.is_grad_enabled() and rows.requires_grad
@@ -30,34 +34,35 @@ def next_token_loss(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
 
 
 def _mask_padding(rows: Tensor, vocab_size: int) -> Tensor:
-    """In float32, padding as likely as nothing. Not cut off: rows of odd length (50,257) are not read in vectors, which
-    makes the kernels of a GPU three times as slow."""
+    """Return the logits in float32, with -inf in padding columns."""
+    # Not a slice: kernels cannot read rows of odd length (50,257) in vectors, which makes them three times slower.
     words = torch.arange(rows.shape[1], device=rows.device) < vocab_size
     return torch.where(words, rows.float(), -torch.inf)
 
 
 def network_loss(network: Callable[..., Any], input_ids: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """Return the `next_token_loss` of what a causal language model predicts: one function, for one compiled graph."""
+    """Return the `next_token_loss` of a causal language model: one function, so that it compiles to one graph."""
     return next_token_loss(network(input_ids=input_ids, use_cache=False).logits, targets, vocab_size)
 
 
 class _InPlaceCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-        # `detach` shares the version counter: an operation that saved these logits for its backward pass will raise.
+        # `detach` shares memory and version counter: if another operation saved these logits for its backward pass,
+        # autograd notices the overwriting and raises.
         gradient = logits.detach()
         ctx.save_for_backward(gradient)
         gradient[:, vocab_size:] = 0
         rows = max(1, _CHUNK // logits.shape[1])
         losses = []
         for stored, target in zip(gradient[:, :vocab_size].split(rows), targets.unsqueeze(1).split(rows), strict=True):
-            chunk = stored.to(torch.promote_types(stored.dtype, torch.float32))  # no copy where it is float32 already
-            chunk.sub_(chunk.amax(1, keepdim=True))
+            chunk = stored.to(torch.promote_types(stored.dtype, torch.float32))  # no copy if it is float32 already
+            chunk.sub_(chunk.amax(1, keepdim=True))  # softmax does not change, and exp cannot overflow
             at_target = chunk.gather(1, target)
             total = chunk.exp_().sum(1, keepdim=True)
-            losses.append((total.log() - at_target).sum())
+            losses.append((total.log() - at_target).sum())  # -log softmax = log sum exp - logit of the target
             chunk.div_(total)
-            chunk.scatter_(1, target, chunk.gather(1, target) - 1)  # softmax - one-hot
+            chunk.scatter_(1, target, chunk.gather(1, target) - 1)  # gradient: softmax - one-hot
             if chunk.dtype != stored.dtype:
                 stored.copy_(chunk)
         return torch.stack(losses).sum() / len(targets)
@@ -66,23 +71,24 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (gradient,) = ctx.saved_tensors
-        # The mean is taken only here: in float16 the scale of the loss comes in with `grad_loss` and keeps tiny
-        # entries from vanishing.
+        # Divided by the number of rows only here: in float16 `grad_loss` carries the loss scale, which keeps tiny
+        # entries from underflowing to 0.
         return gradient.mul_(grad_loss / len(gradient)), None, None
 
 
 def mean_of_step(losses: Sequence[Tensor], accumulate: int) -> Tensor:
-    """Return the mean loss of a step's micro-batches, of losses that Lightning has divided by `accumulate` each.
+    """Return the mean loss of a step's micro-batches.
 
-    The last step of an epoch may have fewer micro-batches than that.
+    Lightning has divided each loss by `accumulate`. The last step of an epoch may have fewer micro-batches, so that the
+    sum of the losses is not their mean.
     """
     return torch.stack([*losses]).sum() * (accumulate / len(losses))
 
 
 class WeightedMean(Metric):
-    """Sum of weight x value over sum of weights, in float64; not a number where one of the values is none.
+    """A weighted mean in float64: sum of weight x value over sum of weights. It is NaN if a value is NaN.
 
-    torchmetrics' own mean leaves such values out, or else only the weights.
+    The default of torchmetrics' `MeanMetric` would drop NaN values.
     """
 
     full_state_update = False
@@ -99,5 +105,5 @@ class WeightedMean(Metric):
         self.weight = self.weight + weight
 
     def compute(self) -> Tensor:
-        """The mean of all batches so far."""
+        """Return the mean of all batches so far."""
         return self.total / self.weight

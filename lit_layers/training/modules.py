@@ -1,4 +1,4 @@
-"""The Lightning module of language models, with the optimizer and learning-rate schedules of all modules."""
+"""The Lightning module for language models, and the optimizer and learning-rate schedules of all modules."""
 
 import functools
 import json
@@ -35,17 +35,20 @@ def adamw(
     eps: float = 1e-8,
     fused: bool = True,
 ) -> torch.optim.AdamW:
-    """Return AdamW that decays matrices and embeddings, but neither biases nor norm weights.
+    """Return an AdamW optimizer with weight decay on matrices and embeddings, not on biases and norm weights.
 
-    Source: Brown et al. 2020 (GPT-3), appendix B; the split by number of axes is nanoGPT's and timm's.
+    Source: Brown et al. 2020 (GPT-3), appendix B. The split by number of axes follows nanoGPT and timm.
     """
     groups = parameter_groups(model, weight_decay)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float | None) -> list[dict[str, Any]]:
-    """Two groups of parameters: neither vectors (biases, norms, layer scales) nor what the model itself names (timm:
-    class token, position embedding) decay. With `weight_decay` None the others decay as the optimizer says."""
+    """Split the trainable parameters into a group with weight decay and a group without.
+
+    Vectors (biases, norms, layer scales) do not decay, nor parameters that the model itself exempts (timm: class token,
+    position embedding). With `weight_decay` None, the others use the optimizer's own value.
+    """
     exempt = set(getattr(model, "no_weight_decay", set)())
     trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     decayed = [each for name, each in trained if each.ndim >= 2 and name not in exempt]
@@ -56,11 +59,11 @@ def parameter_groups(model: nn.Module, weight_decay: float | None) -> list[dict[
 
 
 def use_optimizer_(module: L.LightningModule, optimizer: Any, lr_scheduler: Any) -> None:
-    """Train a module with an optimizer and a schedule that a recipe names; None leaves the module its own.
+    """Set the optimizer and the learning-rate schedule of a module; None keeps the module's own.
 
     Args:
-        optimizer: makes it of parameters.
-        lr_scheduler: makes it of the optimizer; it is stepped with it.
+        optimizer: a function from parameters to an optimizer.
+        lr_scheduler: a function from an optimizer to a scheduler, which steps with the optimizer.
     """
     if isinstance(module, LitModule):
         module.make_optimizer, module.make_scheduler = optimizer, lr_scheduler
@@ -80,11 +83,11 @@ def _create(option: str, make: Callable[[Any], Any], argument: Any) -> Any:
 
 
 def _config(optimizer: torch.optim.Optimizer, make: Any, trainer: L.Trainer) -> Any:
-    """Return what Lightning wants to know of an optimizer whose schedule is stepped with it."""
+    """Return Lightning's configuration of an optimizer and of the schedule that `make` builds for it."""
     if make is None:
         return {"optimizer": optimizer}
     about = {"scheduler": (scheduler := _create("lr_scheduler", make, optimizer)), "interval": "step"}
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):  # stepped after each validation
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):  # steps after each validation
         every = trainer.val_check_interval
         about |= {"frequency": every} if isinstance(every, int) else {"interval": "epoch"}
         about["monitor"] = getattr(scheduler, "monitor", "validation/loss")
@@ -92,7 +95,10 @@ def _config(optimizer: torch.optim.Optimizer, make: Any, trainer: L.Trainer) -> 
 
 
 def warmup_linear(*, warmup_steps: int, steps: int) -> Callable[[int], float]:
-    """Step -> factor of the peak learning rate: up on a straight line, then down on one, to zero after the last."""
+    """Return a function from step to a factor of the peak learning rate: linear warm-up, then linear decay.
+
+    The factor is 0 at step `steps`, the first one after the last.
+    """
 
     def factor(step: int) -> float:
         if step < warmup_steps:
@@ -103,9 +109,9 @@ def warmup_linear(*, warmup_steps: int, steps: int) -> Callable[[int], float]:
 
 
 def warmup_cosine(*, warmup_steps: int, decay_steps: int, min_ratio: float) -> Callable[[int], float]:
-    """Return step -> factor of the peak learning rate: linear warm-up, then a cosine down to `min_ratio`.
+    """Return a function from step to a factor of the peak learning rate: linear warm-up, then a cosine.
 
-    The first step already moves (factor 1 / warmup_steps); from `decay_steps` on the factor stays at `min_ratio`.
+    The factor is 1 / warmup_steps at step 0. From `decay_steps` on it stays at `min_ratio`.
     """
 
     def factor(step: int) -> float:
@@ -117,20 +123,20 @@ def warmup_cosine(*, warmup_steps: int, decay_steps: int, min_ratio: float) -> C
     return factor
 
 
-# Where the loss in place is also the faster one: its chunks stay in the cache. On a GPU, by count, it reads and writes
-# 48 bytes a logit, and generated code for loss and network together 10 to 12.
+# Devices where the in-place loss is also faster than a compiled one: its chunks stay in the CPU cache. On a GPU it
+# would read and write 48 bytes per logit. Compiled together with the network, the loss moves 10 to 12.
 _EAGER_LOSS = ("cpu",)
 
 
 class LitModule(L.LightningModule, ABC):
-    """Training of a plain model, kept eager at `.model`: the optimizer and its schedule, the clipping, the gradient
-    norm, and where the weights go, for all modules alike.
+    """The base of all training modules: optimizer, schedule, gradient clipping and norm, checkpoints.
 
-    In any Trainer, with a data module of this package or plain loaders: the loss goes to the trainer's loggers as
-    `train/loss`, the last step is validated, and `load_from_checkpoint` opens what the Trainer saved.
+    The plain model is at `.model` and stays eager. The module works in any Trainer, with a data module of this package
+    or with plain loaders. It logs the loss as `train/loss` and validates the last step. `load_from_checkpoint` opens
+    checkpoints that the Trainer saved.
 
     Args:
-        options: the module's own arguments by name, as a checkpoint is to hold them: plain values.
+        options: the module's arguments by name, for the checkpoint; plain values.
     """
 
     lr: float
@@ -139,7 +145,7 @@ class LitModule(L.LightningModule, ABC):
     decay_steps: int | None
     compile_model = False
     grad_norm: Tensor | None = None
-    measures_unclipped_norm = False  # whether the norm is worth its cost where nothing is clipped
+    measures_unclipped_norm = False  # whether to compute the gradient norm without clipping
     init_from: str | None = None
     make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None  # None: AdamW
     make_scheduler: Callable[[Any], Any] | None = None  # None: `lr_factor`
@@ -147,39 +153,42 @@ class LitModule(L.LightningModule, ABC):
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
         self.save_hyperparameters({name: value for name, value in options.items() if name not in ("self", "__class__")})
-        self._step_losses: list[Tensor] = []  # of the micro-batches of a step, for loggers
+        self._step_losses: list[Tensor] = []  # losses of the step's micro-batches, for loggers
         self._weights: list[nn.Parameter] = []
 
     @abstractmethod
     def build(self) -> nn.Module:
-        """The network that is to be trained, by the options and the run's data."""
+        """Build the network to train, from the options and the run's data."""
 
     @abstractmethod
     def scores(self) -> dict[str, Tensor]:
-        """Of the validation batches so far, on all ranks together, which are then forgotten."""
+        """Return the scores of the validation batches since the last call, over all ranks, and reset them."""
 
     @abstractmethod
     def lr_factor(self, decay_steps: int) -> Callable[[int], float]:
-        """Step -> factor of the peak learning rate, which has decayed at `decay_steps`."""
+        """Return a function from step to a factor of the peak learning rate; the decay ends at `decay_steps`."""
 
     @property
     def origin(self) -> Origin:
-        """Where this run begins on the axes of steps and tokens."""
+        """Steps and tokens of the model before this run."""
         return Origin() if self.init_from is None else self.start[1]
 
     @functools.cached_property
     def start(self) -> tuple[Checkpoint, Origin]:
-        """The checkpoint that `init_from` names; a resumed run sets the one that it began with."""
+        """The checkpoint that `init_from` names, with its origin.
+
+        A resumed run sets it to the step folder that it saved at its start.
+        """
         assert self.init_from is not None
         return find_origin(self.init_from)
 
     @property
     def data(self) -> Any:
-        """The run's data module; None where it has plain loaders."""
+        """The run's data module, or None with plain loaders."""
         return getattr(self.trainer, "datamodule", None)
 
     def configure_model(self) -> None:
-        if hasattr(self, "model") or self._trainer is None:  # without a trainer a checkpoint is loaded, see below
+        if hasattr(self, "model") or self._trainer is None:  # no trainer: `on_load_checkpoint` sets it
             return
         model = self.build()
         mesh = sharding_mesh(self.trainer.strategy)
@@ -188,14 +197,14 @@ class LitModule(L.LightningModule, ABC):
         self.set_model(model)
 
     def set_model(self, model: nn.Module) -> None:
-        """Train `model`."""
+        """Set the network to train."""
         self.model = model
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[DESCRIBED] = json.dumps(described(self.model))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Build the network that a checkpoint is of, where none is there: in `load_from_checkpoint`."""
+        """Build the network of the checkpoint if the module has none yet, as in `load_from_checkpoint`."""
         if hasattr(self, "model"):
             return
         if DESCRIBED not in checkpoint:
@@ -203,10 +212,10 @@ class LitModule(L.LightningModule, ABC):
         self.set_model(rebuilt(json.loads(checkpoint[DESCRIBED])))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log the loss of the step to the trainer's loggers, if it has any, and have the last step validated."""
+        """Log the loss of the step, and request a validation after the last step."""
         trainer = self.trainer
         if trainer.loggers:
-            self._step_losses.append(outputs["loss"].detach())  # each divided by the number of micro-batches
+            self._step_losses.append(outputs["loss"].detach())  # Lightning divided it by the number of micro-batches
             if not trainer.fit_loop._should_accumulate():
                 self.log("train/loss", mean_of_step(self._step_losses, trainer.accumulate_grad_batches))
                 self._step_losses = []
@@ -220,14 +229,14 @@ class LitModule(L.LightningModule, ABC):
         set_gradient_sync_(self.model, on=not self.trainer.fit_loop._should_accumulate())
 
     def on_fit_start(self) -> None:
-        # Kept out of the module tree: the compiled copy shares every weight and must not double the state dict. Not
-        # before: a callback that averages weights begins with a copy of this module.
+        # Past `nn.Module.__setattr__`: the compiled module shares every weight, and would double the state dict. Not
+        # earlier: a callback that averages weights copies this module first.
         vars(self)["_compiled"] = torch.compile(self.model) if self.compile_model else self.model
-        self._weights = [*self.model.parameters()]  # going through all modules takes a millisecond, at every step
+        self._weights = [*self.model.parameters()]  # walking all modules takes a millisecond, too long for every step
 
     @property
     def _network(self) -> Callable[..., Any]:
-        """What is trained through: the model, compiled where that was asked for."""
+        """The model for training steps: compiled if `compile` is set."""
         return self.__dict__.get("_compiled", self.model)
 
     def configure_gradient_clipping(
@@ -238,7 +247,7 @@ class LitModule(L.LightningModule, ABC):
     ) -> None:
         if gradient_clip_algorithm not in (None, "norm"):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        # Lightning's own clipping throws the norm away; it is worth a curve and stays on the device here.
+        # Lightning's clipping discards the norm. Here it is logged, and stays on the device until then.
         elif gradient_clip_val:
             self.grad_norm = full(torch.nn.utils.clip_grad_norm_(self._weights, gradient_clip_val))
         elif self.measures_unclipped_norm:
@@ -251,8 +260,8 @@ class LitModule(L.LightningModule, ABC):
     def _optimizer(self) -> torch.optim.Optimizer:
         if self.make_optimizer is not None:
             return _create("optimizer", self.make_optimizer, parameter_groups(self.model, None))
-        # In 16-mixed the step may not be one kernel: it divides the gradients by the scale itself, which is after they
-        # have been clipped and their norm was taken.
+        # In 16-mixed a fused step would divide the gradients by the loss scale itself. That is too late: clipping and
+        # the norm need unscaled gradients. Without fusing, Lightning unscales before both.
         return adamw(
             self.model,
             lr=self.lr,
@@ -272,32 +281,32 @@ class LitModule(L.LightningModule, ABC):
 
 
 class LitCausalLM(LitModule):
-    """Next-token training of a plain Hugging Face causal language model, kept eager at `.model`.
+    """A training module for Hugging Face causal language models, with the plain model at `.model`.
 
-    A batch holds `input_ids` (batch, tokens), by that name or as a tensor; each predicts the next, and none is padding.
-    `labels`, by name or second of a pair, have to equal them, and other tensors are refused. Without `LitTextData` the
-    vocabulary is that of `config`, or the architecture's own.
+    A batch holds `input_ids` (batch, tokens), by that name or as a tensor. Each token predicts the next one, and there
+    is no padding. `labels` (by name, or second in a pair) must equal `input_ids`. Other tensors are refused. Without
+    `LitTextData`, `config` or the architecture sets the vocabulary size.
 
     Args:
-        architecture: a transformers model type (`gpt2`, `gpt_neox`, `llama`, ...), or a local folder whose config.json
-            is used; the weights are new.
+        architecture: a transformers model type (`gpt2`, `gpt_neox`, `llama`, ...), or a local folder with a
+            config.json; the weights are new.
         init_from: a folder with a model, a .ckpt that a Trainer saved, or NAME@REVISION of the Hub
-            (`EleutherAI/pythia-70m@step1000`), whose architecture and weights are taken instead; its step and tokens
-            are where the axes of this run begin. The optimizer starts afresh.
+            (`EleutherAI/pythia-70m@step1000`). It replaces `architecture` and gives the weights. This run counts on
+            from its step and tokens. The optimizer starts fresh.
         config: overrides of the model's configuration, by its own field names; unknown ones are refused.
-        init_seed: of the initial weights, independent of every other seed.
-        pad_vocab_to: rounds the embedding up to a multiple (tensor cores want 64); padding rows never take part in a
-            loss, a measurement or a saved model. None leaves the vocabulary as it is.
+        init_seed: seed of the initial weights, independent of every other seed.
+        pad_vocab_to: rounds the embedding size up to a multiple (tensor cores prefer 64). Padding rows never enter a
+            loss, a measurement or a saved model. None keeps the vocabulary size.
         lr: peak learning rate.
-        weight_decay: on matrices and embeddings only.
-        betas: of AdamW.
+        weight_decay: weight decay of matrices and embeddings; other parameters have none.
+        betas: betas of AdamW.
         warmup_steps: optimizer steps of linear warm-up.
         decay_steps: step at which the cosine ends; None: the last step of the run.
-        min_lr_ratio: final learning rate over the peak.
-        compile: trains through `torch.compile`, on a GPU with the loss in the same graph; `.model` stays eager, and the
-            analyses use that.
-        activation_checkpointing: keeps of each block its input alone and computes the rest again in the backward pass:
-            less memory, about a third more time, the same gradients.
+        min_lr_ratio: final learning rate divided by the peak.
+        compile: trains through `torch.compile`, on a GPU with the loss in the same graph. `.model` stays eager, and the
+            analyses use it.
+        activation_checkpointing: stores only each block's input and recomputes the rest in the backward pass: less
+            memory, about a third more time, the same gradients.
     """
 
     def __init__(
@@ -344,7 +353,7 @@ class LitCausalLM(LitModule):
 
     @property
     def _vocab_size(self) -> int | None:
-        """Tokens that the run's data may hold; None where it does not say."""
+        """Vocabulary size of the run's data, or None if unknown."""
         return getattr(getattr(self.data, "shards", None), "vocab_size", None)
 
     def _new_model(self) -> nn.Module:
@@ -379,7 +388,7 @@ class LitCausalLM(LitModule):
         return model
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Return logits over the true vocabulary, without its padding rows."""
+        """Return logits over the true vocabulary, without padding rows."""
         logits = self._network(input_ids=input_ids, use_cache=False).logits  # (batch, tokens, padded vocabulary)
         return logits[..., : true_vocab_size(self.model)]
 
@@ -390,10 +399,10 @@ class LitCausalLM(LitModule):
             vars(self)["_loss"] = functools.partial(loss, self.model)
 
     def loss(self, batch: Any) -> Tensor:
-        """Return the mean next-token cross-entropy in nats over a batch of `num_tokens` + 1 ids a row."""
+        """Return the mean next-token cross-entropy in nats over a batch of rows of `num_tokens` + 1 ids."""
         tokens = _token_ids(batch)
         loss = self.__dict__.get("_loss", functools.partial(network_loss, self._network))
-        # The blocks are full, so that no padding needs a mask.
+        # Blocks of tokens have no padding, so that attention needs no mask tensor, only its causal flag.
         with causal_by_flag(self.model):
             return loss(tokens[:, :-1], tokens[:, 1:], true_vocab_size(self.model))
 
@@ -413,10 +422,11 @@ class LitCausalLM(LitModule):
 
 
 def _token_ids(batch: Any) -> Tensor:
-    """Return the token ids of a batch, of `LitTextData` or another loader.
+    """Return the token ids of a batch from `LitTextData` or another loader.
 
     Raises:
-        InputError: if there are none, or tensors with them that the loss would leave out, such as padding and labels.
+        InputError: if the batch has no token ids, or has tensors that the loss would ignore, such as a padding mask or
+            other labels.
     """
     first, *labels = batch if isinstance(batch, list | tuple) and batch else [batch]
     named = dict(first) if isinstance(first, Mapping) else {"input_ids": first}

@@ -1,4 +1,7 @@
-"""Sharded training (FSDP2): every rank holds a part of each weight, and the whole model only while it is measured."""
+"""Sharded training with FSDP2.
+
+Each rank holds a shard of every weight. The weights are gathered into a plain model only while it is measured or saved.
+"""
 
 import copy
 from collections.abc import Iterable
@@ -15,31 +18,33 @@ from lit_layers.errors import InputError
 from lit_layers.models.offload import free_memory
 from lit_layers.models.view import LayeredModel
 
-SHARDED = "sharded"  # entry of a checkpoint to resume from
-_SKELETON = "_skeleton"  # attribute of a sharded model: the plain one, its parameters without memory
+SHARDED = "sharded"  # key in a resume checkpoint: whether its run sharded the weights
+_SKELETON = "_skeleton"  # attribute of a sharded model: its plain copy with parameters on the meta device
 
 
 class NoRoomError(RuntimeError):
-    """The whole model does not fit into what is free on some rank; raised on all of them."""
+    """The gathered model does not fit into the free memory of at least one rank. All ranks raise it."""
 
 
 def shards_weights(strategy: Any) -> bool:
-    """Whether a strategy spreads the weights over the ranks."""
+    """Return whether a strategy shards the weights over the ranks."""
     return isinstance(strategy, ModelParallelStrategy)
 
 
 def sharding_mesh(strategy: Any) -> DeviceMesh | None:
-    """The ranks over which the weights are to be sharded; None where every rank holds them all.
+    """Return the mesh of ranks that share the weights, or None if every rank holds all weights.
 
     Raises:
-        InputError: tensor parallelism, or the older FSDP, which shards in a way that cannot be looked into.
+        InputError: if the strategy uses tensor parallelism or the older FSDP1.
     """
+    # FSDP1 flattens the weights of a module into one vector, so that single weights have neither name nor shape.
     if isinstance(strategy, FSDPStrategy):
         raise InputError(
             "trainer.strategy: expected ModelParallelStrategy for sharded weights (recipes/trainer/fsdp.yaml), got fsdp"
         )
     if not shards_weights(strategy):
         return None
+    # Tensor parallelism would split weights along a second axis of the mesh, which `shard_` does not use.
     if (size := strategy.device_mesh["tensor_parallel"].size()) > 1:
         raise InputError(
             f"trainer.strategy.tensor_parallel_size: expected 1, got {size}; set data_parallel_size to all devices"
@@ -48,29 +53,34 @@ def sharding_mesh(strategy: Any) -> DeviceMesh | None:
 
 
 def shard_(model: nn.Module, mesh: DeviceMesh, precision: str = "32-true") -> None:
-    """Shard each block, then what is left, over the ranks of `mesh`; a block is whole only while it computes.
+    """Shard each block over the ranks of `mesh`, then the remaining weights.
 
-    Weights and buffers are those of the first rank, whatever the others have. One block at a time is whole on a device.
-    With a bf16 `precision` blocks are gathered and computed in bfloat16, and gradients summed in float32; the weights
-    keep their type.
+    All ranks get the weights and buffers of the first rank. With a bf16 `precision`, blocks are gathered and computed
+    in bfloat16 and gradients are reduced in float32. The sharded weights keep their dtype.
     """
     policy = MixedPrecisionPolicy()
     if "bf16" in precision:
+        # Half the traffic of float32. The reduction stays float32: a bfloat16 sum over many ranks loses small terms.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     blocks = LayeredModel(model).blocks
     _broadcast_(model.buffers(), mesh)
+    # Copied first: `fully_shard` changes the class of the module in place, and FSDP modules refuse `deepcopy`.
     skeleton = _skeleton(model)
+    # Blocks come before the model: `fully_shard` takes all parameters below a module that no earlier call has taken.
     for shard in (*blocks, model):
+        # Weights move to the device block by block, so that the whole model never has to fit there.
         _broadcast_(shard.parameters(), mesh)
         fully_shard(shard, mesh=mesh, mp_policy=policy)
+    # Past `nn.Module.__setattr__`: a registered submodule would add its parameters to the state dict and the optimizer.
     model.__dict__[_SKELETON] = skeleton
 
 
 def _broadcast_(tensors: Iterable[Tensor], mesh: DeviceMesh) -> None:
-    """Move whole tensors to the device of this rank, with the values of the first one."""
+    """Move plain tensors to this rank's device and give them the first rank's values."""
     device = _device(mesh)
     for tensor in tensors:
-        if not isinstance(tensor, DTensor):
+        if not isinstance(tensor, DTensor):  # a DTensor was broadcast with its block, before that was sharded
+            # Through `.data` the parameter stays the same object: tied weights stay tied.
             tensor.data = tensor.data.to(device)
             distributed.broadcast(tensor.data, group=mesh.get_group(), group_src=0)
 
@@ -80,7 +90,11 @@ def _device(mesh: DeviceMesh) -> torch.device:
 
 
 def set_gradient_sync_(model: nn.Module, on: bool) -> None:
-    """Whether the next backward pass sums gradients over the ranks, or adds them to this rank's own, kept whole."""
+    """Set whether the next backward passes reduce gradients over the ranks.
+
+    While `on` is False, each rank adds up its own gradients. They are not sharded and take the size of the whole model.
+    """
+    # Reduction is linear: one reduction of the sum over micro-batches equals the sum of one reduction each.
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)
 
@@ -90,23 +104,25 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """A plain tensor: where `tensor` is spread over ranks, all of it. Every rank must call."""
+    """Return a sharded tensor gathered from all ranks, and any other tensor as it is. Every rank must call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_copy(model: nn.Module, strategy: ModelParallelStrategy) -> nn.Module:
-    """Return the plain, whole model on the device of each rank.
+    """Return a plain copy of the model with all weights, on the device of each rank.
 
-    Every rank must call. The sharded model stays as it is.
+    Every rank must call. The sharded model does not change.
 
     Raises:
-        NoRoomError: on every rank, where the copy does not fit on one of them.
+        NoRoomError: on every rank, if the copy does not fit on one of them.
+        InputError: if `shard_` did not shard the model.
     """
     if _SKELETON not in model.__dict__:
         raise InputError(
             f"model: this {type(model).__name__} was sharded by other means; "
             "call lit_layers.training.sharding.shard_ in configure_model"
         )
+    # Before any collective, with the minimum over ranks: if one rank raised, the others would wait in theirs forever.
     _check_room(model.__dict__[_SKELETON], _min_free(strategy), strategy.root_device, strategy.num_processes)
     whole = _gather(model, strategy.root_device, keep=True)
     assert whole is not None
@@ -114,7 +130,7 @@ def whole_copy(model: nn.Module, strategy: ModelParallelStrategy) -> nn.Module:
 
 
 def whole_on_first_rank(model: nn.Module, strategy: ModelParallelStrategy) -> nn.Module | None:
-    """The plain, whole model on the CPU of the first rank, gathered weight by weight; None on the others.
+    """Gather a plain copy of the model on the CPU of the first rank, weight by weight. Return None on other ranks.
 
     Every rank must call.
     """
@@ -122,7 +138,9 @@ def whole_on_first_rank(model: nn.Module, strategy: ModelParallelStrategy) -> nn
 
 
 def _skeleton(model: nn.Module) -> nn.Module:
-    """A copy whose parameters take no memory; ties between them hold, buffers are copied."""
+    """Return a copy of the model whose parameters are on the meta device. Ties between parameters stay."""
+    # `deepcopy` takes an object that is in `memo` from there. One entry per parameter: tied weights stay one tensor.
+    # Buffers are copied with their values, as `state_dict` leaves out those that are not persistent (rotary tables).
     memo = {
         id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
         for parameter in model.parameters()
@@ -132,13 +150,18 @@ def _skeleton(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _gather(model: nn.Module, device: torch.device, *, keep: bool) -> nn.Module | None:
-    """A filled copy of the skeleton; every rank calls, and those that do not keep it hold one weight at a time."""
+    """Return a copy of the skeleton with all weights on `device`, or None if not `keep`.
+
+    Every rank must call. A rank without `keep` holds one gathered weight at a time.
+    """
     copies: dict[int, Tensor] = {}
     state: dict[str, Tensor] = {}
-    # A hook of `state_dict` first shards again what a validation has left whole.
+    # After a forward pass without backward the root's weights stay gathered. A hook of `state_dict` shards them again.
+    # `keep_vars` returns the parameters themselves: without it tied weights would be two tensors with different ids.
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in copies:  # tied weights stay one
-            value = full(tensor.detach())
+        if id(tensor) not in copies:
+            value = full(tensor.detach())  # an all-gather: all ranks walk through the same names in the same order
+            # An unsharded buffer is returned as it is: without a copy, training would change the measured model.
             value = value.to(device, copy=True) if keep else value.to("meta")
             copies[id(tensor)] = (
                 nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
@@ -147,26 +170,29 @@ def _gather(model: nn.Module, device: torch.device, *, keep: bool) -> nn.Module 
     if not keep:
         return None
     plain = copy.deepcopy(model.__dict__[_SKELETON])
-    plain.load_state_dict(state, assign=True)
+    plain.load_state_dict(state, assign=True)  # values cannot be copied into parameters on the meta device
     return plain.to(device).eval()
 
 
 def _min_free(strategy: ModelParallelStrategy) -> float:
-    """Bytes that are free on the rank that has least of them, on every rank the same number."""
+    """Return the free bytes on the rank that has the fewest: the same number on all ranks, inf if unknown."""
     free = free_memory(strategy.root_device)
     least = torch.tensor(float("inf") if free is None else free, dtype=torch.float64, device=strategy.root_device)
     return float(strategy.reduce(least, reduce_op="min"))
 
 
 def _check_room(skeleton: nn.Module, free: float, device: torch.device, num_ranks: int) -> None:
-    """Refuse a copy that would not fit; `num_ranks` are those of this machine.
+    """Refuse a copy that does not fit into `free` bytes.
+
+    Args:
+        num_ranks: ranks on this machine.
 
     Raises:
-        NoRoomError: naming what is needed and what is free.
+        NoRoomError: naming the needed and the free memory.
     """
     sizes = [tensor.numel() * tensor.element_size() for tensor in (*skeleton.parameters(), *skeleton.buffers())]
-    copies = num_ranks if device.type == "cpu" else 1  # the ranks of one machine share its memory
-    needed = copies * (sum(sizes) + max(sizes))  # one weight is there twice while it is copied
+    copies = num_ranks if device.type == "cpu" else 1  # CPU ranks of one machine share its memory
+    needed = copies * (sum(sizes) + max(sizes))  # a gathered weight exists twice while it is copied
     if needed > free:
         raise NoRoomError(
             f"a whole model on each rank takes {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free on "

@@ -1,4 +1,4 @@
-"""The trainer of a run: its defaults, its randomness, which samples a step has, how it is stopped, its machines."""
+"""The Trainer of a run: its defaults and plugins, the random seeds, and the samples of each step."""
 
 import hashlib
 import itertools
@@ -31,7 +31,7 @@ from lit_layers.schema import (
     Range,
 )
 
-RANGES = {  # of the options of all modules, data and recipes of fine-tuning, by name
+RANGES = {  # allowed values of options by name, for all modules, data modules and fine-tuning recipes
     **dict.fromkeys(("num_tokens", "decay_steps", "patch_size", "num_epochs", "max_steps"), COUNT),
     **dict.fromkeys(("limit", "num_train", "num_validation", "num_repeats"), COUNT),
     **dict.fromkeys(("num_validation_sequences", "num_validation_images"), COUNT),
@@ -50,7 +50,7 @@ RANGES = {  # of the options of all modules, data and recipes of fine-tuning, by
     "num_workers": WORKERS,
 }
 
-# What a recipe does not decide: all that is logged, shown and written is this package's own.
+# Defaults for what a recipe leaves open. Lightning's own logger, bar and checkpoints are off: this package has others.
 DEFAULTS: dict[str, Any] = {
     "logger": False,
     "enable_checkpointing": False,
@@ -59,27 +59,27 @@ DEFAULTS: dict[str, Any] = {
     "use_distributed_sampler": False,
     "num_sanity_val_steps": 0,
     "max_epochs": -1,
-    "min_epochs": 0,  # else Lightning makes it 1 beside min_steps, and endless data never end an epoch
+    "min_epochs": 0,  # with min_steps Lightning would set 1, and endless data never complete an epoch
     "check_val_every_n_epoch": None,
     "log_every_n_steps": 10,
 }
 
 
 def new_trainer(**options: Any) -> L.Trainer:
-    """A Trainer as `lit-layers fit` makes it, from Python: the same defaults, and as quiet."""
+    """Return a Trainer with the defaults of `lit-layers fit`, and hide Lightning's hints."""
     quieten()
     return L.Trainer(**{**DEFAULTS, **options})
 
 
 def quieten() -> None:
-    """Hides Lightning's hints on what a recipe already decides."""
+    """Hide Lightning's hints on choices that a recipe already makes."""
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
         logging.getLogger(name).setLevel(logging.WARNING)
     noise = (
         ".*treespec, LeafSpec",
         "The '.*_dataloader' does not have many workers",
         "You defined a `validation_step`",
-        "It is recommended to use `self.log",  # over ranks: the metric has been reduced already
+        "It is recommended to use `self.log",  # advises sync_dist, but the metric is already reduced over ranks
         "Be aware that when using `ckpt_path`, callbacks",
     )
     for message in noise:
@@ -87,7 +87,10 @@ def quieten() -> None:
 
 
 def best_precision(accelerator: str) -> str:
-    """The precision where a recipe names none: bf16 on a GPU that has it."""
+    """Return the default precision: bf16-mixed on a GPU that supports it natively, otherwise 32-true.
+
+    On a GPU, also let float32 matrix products use TF32.
+    """
     if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
         torch.set_float32_matmul_precision("high")
         return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
@@ -95,7 +98,7 @@ def best_precision(accelerator: str) -> str:
 
 
 def is_first_rank() -> bool:
-    """Whether this process will be rank 0, by what its starter says, before Lightning asks it."""
+    """Return whether this process will be rank 0, from the launcher's environment variables."""
     if "RANK" in os.environ:
         return int(os.environ["RANK"]) == 0
     names = ("NODE_RANK", "SLURM_PROCID", "LOCAL_RANK", "JSM_NAMESPACE_RANK")
@@ -103,30 +106,31 @@ def is_first_rank() -> bool:
 
 
 def cluster_plugins(given: Any) -> Any:
-    """The Trainer's plugins, under SLURM with its environment.
+    """Return the Trainer's plugins, and under SLURM also its environment without automatic requeueing.
 
-    Lightning would requeue a job by itself, from a checkpoint of its own that then overrules the one to resume from:
-    here the job script does it, on exit code 143.
+    Lightning would requeue a job with its own checkpoint, and that would override the checkpoint to resume from. Here
+    the job script requeues on exit code 143.
 
     Raises:
-        InputError: options of the job that Lightning cannot use.
+        InputError: if Lightning cannot use the options of the job.
     """
     plugins = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
     if not SLURMEnvironment.detect() or any(isinstance(each, SLURMEnvironment) for each in plugins):
         return given
     try:
         return [*plugins, SLURMEnvironment(auto_requeue=False)]
-    except RuntimeError as error:  # its account of options of the job that do not fit
+    except RuntimeError as error:  # Lightning explains which options of the job do not fit
         raise InputError(f"SLURM: {' '.join(str(error).split())}") from error
 
 
 def refuse_another_order(trainer: Any, *, also: Sequence[type] = ()) -> None:
-    """Refuse options that mean something else than Lightning says where a step's samples follow from its number.
+    """Refuse Trainer options that would change the samples of a step.
 
-    The data have no end: only `limit_train_batches` makes epochs, and the next one goes on where the last ended.
+    The samples of a step depend only on its index. The data are endless: only `limit_train_batches` makes epochs, and
+    each epoch continues where the last one ended.
 
     Args:
-        also: more callbacks to refuse.
+        also: further callback classes to refuse.
 
     Raises:
         InputError: naming the option and what to do.
@@ -154,9 +158,9 @@ def _refuse(option: str, expected: str, given: Any) -> None:
 
 
 class StepSeed(L.Callback):
-    """Makes the randomness of a micro-batch a function of (seed, step, micro-batch, rank).
+    """A callback that seeds the random generators before each micro-batch from (seed, step, micro-batch, rank).
 
-    Dropout then neither depends on what was drawn before, nor needs a generator's state to be stored.
+    Dropout then does not depend on earlier draws, and a resumed run needs no stored generator state.
     """
 
     def __init__(self, seed: int) -> None:
@@ -170,12 +174,15 @@ class StepSeed(L.Callback):
         number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big")
         _seed_torch(number, trainer.strategy.root_device.type)
         random.seed(number)
-        np.random.seed(number % 2**32)  # noqa: NPY002 - what others draw from
+        np.random.seed(number % 2**32)  # noqa: NPY002 - other libraries draw from it
 
 
 def _seed_torch(seed: int, device: str) -> None:
-    """As `torch.manual_seed`, but of this process's device alone: for each kind of device that is not there torch takes
-    down where it was asked, which is a tenth of the step of a small model."""
+    """Seed the generators of the CPU and of this process's device.
+
+    `torch.manual_seed` also records a stack trace for each device type without a device. That takes a tenth of a small
+    model's step.
+    """
     if device not in ("cpu", "cuda"):
         torch.manual_seed(seed)
         return
@@ -185,11 +192,11 @@ def _seed_torch(seed: int, device: str) -> None:
 
 
 class StepSampler(Sampler[list[int]]):
-    """Yields micro-batches of one rank, without end, from the current step on.
+    """An endless sampler of one rank's micro-batches, starting at the current step.
 
-    The global batch of a step is a slice of one endless sequence of seeded permutations of the data. It depends on
-    neither the world size nor the accumulation: those only cut it into micro-batches. There is no `__len__` on
-    purpose: Lightning would end an epoch by it, and a resumed run would differ from an uninterrupted one.
+    The global batch of a step is a slice of one endless sequence of seeded permutations of the data. It does not depend
+    on world size or accumulation, which only split it into micro-batches. There is deliberately no `__len__`: Lightning
+    would end epochs by it, and a resumed run would differ from an uninterrupted one.
     """
 
     def __init__(
@@ -214,7 +221,7 @@ class StepSampler(Sampler[list[int]]):
         self._epoch, self._permutation = -1, np.empty(0, dtype=np.int64)
 
     def global_batch(self, step: int) -> list[int]:
-        """Return the indices that step number `step` (from 0) trains on, on all ranks together."""
+        """Return the sample indices of a step (from 0), over all ranks."""
         start = step * self.global_batch_size
         return [self.sample(index) for index in range(start, start + self.global_batch_size)]
 
@@ -227,10 +234,10 @@ class StepSampler(Sampler[list[int]]):
                 yield batch[start : start + size]
 
     def sample(self, index: int) -> int:
-        """Return which sample stands at a place of the endless sequence."""
+        """Return the sample at an index of the endless sequence."""
         epoch, offset = divmod(index, self.num_samples)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            # As an array: one number of a tensor takes ten times as long, and is taken for each image of a batch.
+            # An array: reading one element of a tensor takes ten times as long, for each image of each batch.
             self._epoch, self._permutation = epoch, torch.randperm(self.num_samples, generator=generator).numpy()
         return int(self._permutation[offset])

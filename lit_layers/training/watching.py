@@ -1,4 +1,4 @@
-"""Measuring a model at steps of its training, whatever trains it."""
+"""Measure a model at steps of its training, in any training loop."""
 
 import contextlib
 import functools
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class Watcher(Protocol):
-    """Hears what is measured while it is measured: a progress bar, a log."""
+    """An object that is notified when an analysis starts and ends, such as a progress bar."""
 
     def measuring(self, step: int, analysis: str) -> None: ...
 
@@ -53,19 +53,19 @@ class Watcher(Protocol):
 
 
 class MetricsLogger(Protocol):
-    """Takes scalars of a step, as every logger of Lightning does."""
+    """A logger that accepts the scalars of a step, as every Lightning logger does."""
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None: ...
 
 
 class StepMeasurer:
-    """Measures a model at one step after another into `root/measurements.jsonl`, and leaves its training undisturbed.
+    """A measurer that writes `root/measurements.jsonl` step by step and does not change the training.
 
-    What stands in the file already, with the same options, data and weights, is not measured again. Arguments are those
-    of `EmergenceCallback`.
+    A measurement in the file with the same options, data and weights is not repeated. `EmergenceCallback` explains the
+    arguments.
 
     Raises:
-        InputError: for two analyses of one name, or data that is none.
+        InputError: if two analyses have the same name, or an analysis cannot read its data.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class StepMeasurer:
         if scalars not in (choices := get_args(Scalars)):
             raise InputError(f"scalars: expected one of {', '.join(choices)}, got {scalars!r}")
         self.scalars: Scalars = scalars
-        self._writers: dict[int, Any] = {}  # by the id of a logger
-        self.log_steps: dict[int, int] = {}  # where loggers have their losses at a step; of others: the step
-        self._measured, self._failed = set[int](), set[int]()  # steps
-        self._row, self._loggers = list[Measurement](), tuple[Any, ...]()  # of the step that is being measured
+        self._writers: dict[int, Any] = {}  # by `id` of the logger
+        self.log_steps: dict[int, int] = {}  # optimizer step -> step of the loggers, if they differ
+        self._measured, self._failed = set[int](), set[int]()  # optimizer steps
+        self._row, self._loggers = list[Measurement](), tuple[Any, ...]()  # for the current step
         if strange := [type(each).__name__ for each in analyses if not isinstance(each, Analysis)]:
             raise InputError(f"analyses: expected a list of them, such as [Lens(batches=data)], got a {strange[0]}")
         one_model.refuse_same_names(analyses)
@@ -91,29 +91,29 @@ class StepMeasurer:
             analysis.adopt_batches_()
         self.root = given_root(root)
         self.analyses, self.run = list(analyses), run
-        self.training: str | None = None  # its id, once it has begun
+        self.training: str | None = None  # id of the training, once it has begun
         self.watchers: list[Watcher] = [LongMeasuring(), *watchers]
         self.ranks: OneProcess | Ranks = OneProcess()
         self._store = Store(self.file, [])
-        self._plain: dict[tuple[str, str], str] = {}  # the settings that loggers know by the analysis' own name
+        self._plain: dict[tuple[str, str], str] = {}  # settings whose curves have the plain name of the analysis
 
     @property
     def file(self) -> Path:
         return self.root / "measurements.jsonl"
 
     def check(self, model: nn.Module) -> None:
-        """Refuse, before the first step, what could not be measured.
+        """Check before the first step that the model can be measured.
 
         Raises:
-            InputError: a model of no known family, data that is missing, options that do not fit the model.
+            InputError: if the model's family is unknown, data are missing, or options do not fit the model.
         """
         view = LayeredModel(model)
-        with undisturbed.kept_random_state():  # a data loader that shuffles is read here
+        with undisturbed.kept_random_state():  # a check may read a shuffling data loader, which draws random numbers
             for analysis in self.analyses:
                 analysis.check(view)
 
     def begin(self, steps: Steps) -> None:
-        """Join the training that has begun in the root, read what it has measured before, and say what will be."""
+        """Read the earlier measurements of the training in the root, and log which analyses will run."""
         lineage, measurements = self.ranks.from_first(self._read_root)
         self.run, self.training = self.run or lineage.run, lineage.training
         self._store = Store(self.file, measurements, lineage=lineage._replace(run=self.run))
@@ -138,11 +138,10 @@ class StepMeasurer:
         loggers: Sequence[Any] = (),
         is_first: bool = False,
     ) -> None:
-        """Measure what is missing of a step; every rank calls.
+        """Run the analyses that have no measurement of this step yet. Every rank calls.
 
         Raises:
-            InputError: before training has begun (`is_first`), of an analysis whose options or data no step could be
-                measured with.
+            InputError: before training begins (`is_first`), if the options or data of an analysis fit no step.
         """
         refusals: list[str] = []
 
@@ -153,7 +152,7 @@ class StepMeasurer:
         if not is_first and (reason := self.ranks.from_first(functools.partial(_refusal, model))) is not None:
             self.ranks.from_first(functools.partial(self.fail, step, tokens, reason, loggers=loggers))
             return
-        fingerprint = self.ranks.from_first(functools.partial(weights_hash, model))  # of weights that are the same
+        fingerprint = self.ranks.from_first(functools.partial(weights_hash, model))  # equal on all ranks
         opened = functools.partial(contextlib.nullcontext, Opened(model, fingerprint, provenance or {}))
         visit = Visit(run=str(self.run), step=step, tokens=tokens, analyses=self.analyses, opened=opened)
         for measurement in measure_unless_done([visit], self._store, ranks=self.ranks, starting=starting):
@@ -167,7 +166,7 @@ class StepMeasurer:
             self.ranks.from_first(functools.partial(_refuse, refusals))
 
     def fail(self, step: int, tokens: int | None, reason: str, *, loggers: Sequence[Any] = ()) -> None:
-        """Write for every analysis why it could not be measured at a step."""
+        """Record for every analysis the reason why it could not run at a step."""
         for analysis in self.analyses:
             failed = Measurement(
                 run=str(self.run),
@@ -183,18 +182,18 @@ class StepMeasurer:
             self.publish(failed, loggers)
 
     def publish(self, measurement: Measurement, loggers: Sequence[Any]) -> None:
-        """Show a measurement to the watchers, and keep it for the loggers' row of its step."""
+        """Pass a measurement to the watchers, and add it to the step's row for the loggers."""
         if measurement.error is not None:
             logger.warning("%s failed at step %s: %s", measurement.analysis, measurement.step, measurement.error)
             self._failed |= {measurement.step or 0}
         else:
             self._row.append(measurement)
-        self._loggers = tuple(each for each in loggers if not hasattr(type(each), "measured"))  # watchers hear of it
+        self._loggers = tuple(each for each in loggers if not hasattr(type(each), "measured"))  # not watchers
         for watcher in self.watchers:
             watcher.measured(measurement)
 
     def log_row(self) -> None:
-        """Hand the measurements of a step to the loggers as one row, at the place of its losses."""
+        """Write the measurements of a step to the loggers as one row, at the logger step of its loss."""
         measured, self._row = self._row, []
         if not measured or (step := measured[0].step) is None:
             return
@@ -212,11 +211,11 @@ class StepMeasurer:
                     writer.row(log_step, row | (layer_maps(self.root) if is_due else {}))
                 elif writer is not None:
                     writer.log_metrics(dict(row), step=log_step)
-            except Exception as error:  # whatever a logger has: no training ends for it
+            except Exception as error:  # a failing logger must not end the training
                 logger.warning("%s: step %s is not logged: %s", type(destination).__name__, step, first_line(error))
 
     def join(self, log_step: int) -> None:
-        """Has rows that wait join those that the user's loggers are about to write at a place of their axis."""
+        """Merge pending W&B rows into the row that the user's loggers write next, at `log_step`."""
         self._call_wandb(lambda run: run.join(log_step))
 
     def _call_wandb(self, call: Callable[[WandbRun], None]) -> None:
@@ -224,11 +223,11 @@ class StepMeasurer:
             if isinstance(writer, WandbRun):
                 try:
                     call(writer)
-                except Exception as error:  # no training ends for it
+                except Exception as error:  # a failing logger must not end the training
                     logger.warning("W&B: measurements are not logged: %s", first_line(error))
 
     def log_summary(self, scheduled: Iterable[int]) -> None:
-        """Say how many of the scheduled steps were measured, which were not, and what draws them."""
+        """Log how many scheduled steps were measured, which are missing, and the command that draws them."""
         due = {*scheduled}
         missing = sorted(due - (self._measured - self._failed))
         rest = f", not {', '.join(map(str, missing[:5]))}{', ...' if len(missing) > 5 else ''}" if missing else ""
@@ -238,13 +237,17 @@ class StepMeasurer:
         )
 
     def finish(self, *, whole: bool = True) -> None:
-        """Give loggers what is left, and a run of W&B the tables, unless the training failed."""
+        """Write the last row to the loggers, and end W&B runs.
+
+        Args:
+            whole: whether the training succeeded; a W&B run gets its table only then.
+        """
         self.log_row()
         self._call_wandb((lambda run: run.end(self.root)) if whole else WandbRun.flush)
         self._writers = {}
 
     def _writer_of(self, destination: Any) -> Any:
-        """Return what writes to a logger; None for one that does not answer, which is asked only once."""
+        """Return the writer for a logger, or None for an unsupported or failing logger. Each logger is tried once."""
         if id(destination) not in self._writers:
             self._writers[id(destination)] = None
             writer = writer_of(destination)
@@ -256,7 +259,10 @@ class StepMeasurer:
 
 
 def _refusal(model: nn.Module) -> str | None:
-    """Why a model is no row of blocks any more: one that learns a skip connection was one at its first step."""
+    """Return why the model is not a sequence of blocks, or None if it is one.
+
+    A model that learns a skip connection can be a sequence at its first step and none later.
+    """
     try:
         LayeredModel(model)
     except InputError as refusal:
@@ -269,7 +275,7 @@ def _refuse(refusals: Sequence[str]) -> None:
 
 
 class Watch:
-    """A watch over a training loop of your own: it measures the model now, and at scheduled steps.
+    """A watch over your own training loop. It measures the model at once and at each scheduled step.
 
         with lit_layers.watch(model, [Lens(batches=text)], steps={"every": 100}, root="checkpoints/mine") as watched:
             for batch in loader:
@@ -277,34 +283,34 @@ class Watch:
                 optimizer.step()
                 watched.step()
 
-    Training ends in the same bits as without it: weights, gradients and random generators are left as they are. In a
-    `with` block it closes itself; an exception leaves the step at which it came unmeasured.
+    Training gives the same bits with and without a watch: weights, gradients and random generators do not change. A
+    `with` block closes the watch. After an exception, the current step is not measured.
 
     Args:
-        model: the network itself, of a known family; what torch.compile or DistributedDataParallel puts around it is
-            taken off. Under torch.distributed every process makes the same calls, the first within 20 s of each other,
-            and the work is divided.
-        analyses: what to measure; names are unique. Their `batches` may be a DataLoader, a data set
-            or a list of batches.
-        steps: the schedule, e.g. `pythia` or `{"every": 500}`; step 0 and the last step always belong to it.
-        root: the run's folder: `measurements.jsonl` is there, and what `lit-layers report` writes.
-        if_exists: what to do where root already holds a run. "overwrite" removes what runs have written there. "resume"
-            goes on with the training that is there, if it was measured with these weights at this step; what it had
-            measured at later steps is in no curve then.
-        save: whether each measured step is written as a Hugging Face folder, `root/step-000001000`.
-        tokenizer: a local tokenizer folder whose files are copied into each of those.
+        model: the network, of a known family. Wrappers of torch.compile and DistributedDataParallel are removed. Under
+            torch.distributed, every process makes the same calls, and the processes divide the work. They must make
+            the first call within 20 s of each other.
+        analyses: the analyses to run; their names must be unique. Their `batches` may be a DataLoader, a data set or a
+            list of batches.
+        steps: the schedule, e.g. `pythia` or `{"every": 500}`. The first and the last step are always included.
+        root: the run's folder, for `measurements.jsonl` and the files that `lit-layers report` writes.
+        if_exists: what to do if root already holds a run. "overwrite" removes the files that runs have written there.
+            "resume" continues the training in root if it was measured with these weights at this step. Its later
+            measurements then leave the curves.
+        save: whether to save the model at each measured step as a Hugging Face folder, `root/step-000001000`.
+        tokenizer: a local tokenizer folder whose files are copied into each saved folder.
         run: the run's name in the records; None: the folder's name.
-        tokens_per_step: tokens per optimizer step, shown beside the step.
-        first_step: the optimizer steps that the model has seen, of a training that goes on.
-        max_steps: where training ends, if that is known: that step is measured.
-        loggers: loggers of Lightning, or others with `log_metrics(values, step=...)`; runs of W&B,
-            which also get pictures and a table.
-        watchers, scalars: as of `EmergenceCallback`.
+        tokens_per_step: tokens per optimizer step, recorded with the step.
+        first_step: optimizer steps of the model before this call, if training continues.
+        max_steps: the step at which training ends, if known; it is measured when it is reached.
+        loggers: Lightning loggers, other objects with `log_metrics(values, step=...)`, or W&B runs. W&B runs also get
+            pictures and a table.
+        watchers, scalars: as for `EmergenceCallback`.
 
     Raises:
-        InputError: before the first step, for two analyses of one name, a model of no known family, data that is
-            missing, options that do not fit the model, or a root that holds another run, or that another process writes
-            or nobody can.
+        InputError: before the first step, if two analyses have the same name, the model's family is unknown, data are
+            missing, or options do not fit the model; also if root holds another run, another process writes there, or
+            it is not writable.
     """
 
     def __init__(
@@ -352,7 +358,10 @@ class Watch:
             raise
 
     def _claim(self, if_exists: IfExists, saved_by: str | None) -> None:
-        """Hold the root for a training of its own, or with other watches over the model that have seen no step yet."""
+        """Lock the root, and begin a training there.
+
+        Watches over the same model that have made no step yet share one training.
+        """
         others = self._others()
         if not run_lock.is_held(self._key[1]):
             self._lock.enter_context(run_lock.writing(self._key[1]))
@@ -361,19 +370,22 @@ class Watch:
             weights = functools.partial(weights_hash, self.model)
             begin_training(self.measurer.root, if_exists, self.measurer.run, self.now, weights, saved_by)
         _open.add(self)
-        for each in others if begins else ():  # of a training that has failed
+        for each in others if begins else ():  # left open by a training that failed
             each.give_up()
 
     def _others(self) -> "list[Watch]":
         return [each for each in _open if each is not self and each._key == self._key]
 
     def step(self, number: int | None = None) -> None:
-        """Note that an optimizer step was made: the next one, or that of a number; measures where it is scheduled.
+        """Count an optimizer step, and measure the model if the step is scheduled.
 
-        Scheduled steps that numbers leave out are measured as the next one.
+        Args:
+            number: optimizer steps made so far; None: one more than before. If it skips a scheduled step, the model is
+                measured at `number`.
 
         Raises:
-            InputError: a number below that of the step before, whose numbers it would replace; a watch that is closed.
+            InputError: if `number` is below the previous one, whose measurements it would replace, or the watch is
+                closed.
         """
         if number is not None:
             refuse_outside("", {"step": Range(self.now, MANY, whole=True)}, {"step": number})
@@ -383,10 +395,10 @@ class Watch:
         self._act(due=self.schedule.is_due(self.now, before) or self.now == self._final)
 
     def close(self, *, is_last: bool = True) -> None:
-        """Measure the last step, if it was not, and give the run's folder free.
+        """Measure the last step unless it was measured, and unlock the run's folder.
 
         Args:
-            is_last: whether the model has the weights of the last step still; others are not measured as that step.
+            is_last: whether the model still has the weights of the last step. Other weights are not measured.
         """
         try:
             self._act(due=is_last)
@@ -403,14 +415,14 @@ class Watch:
         return self in _open
 
     def give_up(self) -> None:
-        """Give the run's folder free after an exception, and measure nothing more."""
+        """Unlock the run's folder after an exception, and measure nothing more."""
         self.measurer.finish(whole=False)
         self._release()
 
     def _release(self) -> None:
         _open.discard(self)
         self._closed = True
-        for other in self._others()[:1]:  # holds the root from here on
+        for other in self._others()[:1]:  # it holds the lock from now on
             other._lock.push(self._lock.pop_all())
         self._lock.close()
 
@@ -436,5 +448,5 @@ class Watch:
         self.paused_seconds += time.perf_counter() - started
 
 
-_open = weakref.WeakSet[Watch]()  # a watch that is forgotten, as by a cell of a notebook that runs again, is not open
-watch = Watch  # as a user calls it
+_open = weakref.WeakSet[Watch]()  # weak: a notebook cell that runs again drops its old watch without closing it
+watch = Watch  # the public name
