@@ -16,7 +16,7 @@ import torch
 from rounds import Row, add_options, finish, ratios
 
 from lit_layers.models import LayeredModel, causal_lm, load, save, truncate
-from lit_layers.models.costs import call_of, interleaved, peak_of_call
+from lit_layers.models.costs import call_of, interleaved, peak_bytes
 from lit_layers.models.families import trunk_of
 
 NOISE = 1.1  # of a median on a machine that others use
@@ -54,7 +54,7 @@ def main() -> int:
         first, *cuts = variants
         rows = []
         for name, kept in zip(cuts, [num_layers, *options.layers], strict=True):
-            peak = peak_of_call(call_of(models[name], batch))
+            peak = peak_bytes(call_of(models[name], batch))
             parameters = sum(parameter.numel() for parameter in models[name].parameters())
             others = {
                 "parameters": f"{parameters / 1e6:.1f} M",

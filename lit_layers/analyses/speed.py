@@ -12,7 +12,7 @@ from torch import nn
 
 from lit_layers.analyses.base import Analysis
 from lit_layers.functional.block_schedules import LOOPS, Schedule, Variant, members
-from lit_layers.models.costs import any_inputs, call_of, interleaved, peak_of_call
+from lit_layers.models.costs import call_of, interleaved, peak_bytes, random_inputs
 from lit_layers.models.running_order import running_order, variants_of
 from lit_layers.models.view import Batch, LayeredModel, evaluating
 from lit_layers.records import Record
@@ -48,7 +48,7 @@ def measure_speed(
             enter(variant)
             with torch.inference_mode():
                 one()
-                memory.append(peak_of_call(many))
+                memory.append(peak_bytes(many))
             leave()
             # Only the calls in the middle count: the others begin and end the order around them.
             calls[str(number)] = (partial(enter, variant), one, many, leave)
@@ -131,4 +131,4 @@ class Speed(Analysis):
         return measure_speed(model.model, compared, batch, num_rounds=self.num_rounds, num_warm_up=self.num_warm_up)
 
     def _batch(self, model: LayeredModel) -> Batch:
-        return any_inputs(model.model, self.num_tokens, self.batch_size, self.seed)
+        return random_inputs(model.model, self.num_tokens, self.batch_size, self.seed)

@@ -24,7 +24,7 @@ from lit_layers.measuring.undisturbed import DisturbedError, undisturbed
 from lit_layers.models.build import weights_hash as hash_weights
 from lit_layers.models.copies import BFloat16View
 from lit_layers.models.offload import is_offloaded
-from lit_layers.models.view import Batch, LayeredModel, Trajectory, at_least_float32
+from lit_layers.models.view import Batch, LayeredModel, Trajectory, upcast
 from lit_layers.records import Measurement, Record, Store
 
 logger = logging.getLogger(__name__)
@@ -219,7 +219,7 @@ class _Views:
 
     def __getitem__(self, precision: Precision) -> LayeredModel:
         if precision not in self._made:
-            wide = at_least_float32(self.own) if precision == "float32" else BFloat16View(self["float32"])
+            wide = upcast(self.own) if precision == "float32" else BFloat16View(self["float32"])
             self._made[precision] = wide
         return self._made[precision]
 

@@ -29,16 +29,16 @@ class BlockCall:
         if self.alignment is not None:
             return self.alignment.restored(self.aligned()(self.alignment.moved(hidden)))
         with evaluating(self.module):
-            return first(self.module(hidden, *self.args, **self.kwargs))
+            return state_of(self.module(hidden, *self.args, **self.kwargs))
 
     def aligned(self) -> "BlockCall":
         """The call with states of the batch as the model was called with it."""
         return replace(self, alignment=None)
 
-    def cut(self, some: slice, batch_size: int) -> "BlockCall":
+    def rows(self, some: slice, batch_size: int) -> "BlockCall":
         """The same call for some prompts: every tensor that has a row per prompt keeps their rows."""
         alignment = None if self.alignment is None else self.alignment.of_prompts(some)
-        args, kwargs = cut(self.args, some, batch_size), cut(self.kwargs, some, batch_size)
+        args, kwargs = rows_of(self.args, some, batch_size), rows_of(self.kwargs, some, batch_size)
         return replace(self, args=args, kwargs=kwargs, alignment=alignment)
 
 
@@ -59,17 +59,17 @@ def replaced(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]
 
 
 @contextmanager
-def handing_on(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]) -> Iterator[None]:
+def bypassed(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]) -> Iterator[None]:
     """As `replaced`, without the blocks' hooks: a state that is handed on is already the one behind them."""
     hooks = ("_forward_pre_hooks", "_forward_hooks")
-    kept = [(block, name, getattr(block, name)) for block in blocks for name in hooks]
+    saved = [(block, name, getattr(block, name)) for block in blocks for name in hooks]
     with replaced(blocks, forwards):
-        for block, name, _ in kept:
+        for block, name, _ in saved:
             setattr(block, name, OrderedDict())
         try:
             yield
         finally:
-            for block, name, before in kept:
+            for block, name, before in saved:
                 setattr(block, name, before)
 
 
@@ -78,13 +78,13 @@ def identity_forward(num_values: int, last: Tensor | None = None) -> Callable[..
     values, or (0) by itself."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        state = split_arguments(args, kwargs)[0] if last is None else last
-        return in_place_of(state, num_values)
+        state = split_state(args, kwargs)[0] if last is None else last
+        return block_output(state, num_values)
 
     return forward
 
 
-def in_place_of(state: Tensor, num_values: int) -> Any:
+def block_output(state: Tensor, num_values: int) -> Any:
     """A state as a block returns it that returns so many values in a tuple, or (0) the state alone."""
     return (state, *[None] * (num_values - 1)) if num_values else state
 
@@ -97,7 +97,7 @@ def num_values(output: Any) -> int:
 STATES = ("hidden_states", "x", "hidden", "inputs")  # what blocks call their state where it is passed by name
 
 
-def split_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, tuple, dict[str, Any]]:
+def split_state(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, tuple, dict[str, Any]]:
     """The hidden states a block was called with, and its other arguments."""
     if args:
         return args[0], args[1:], kwargs
@@ -106,41 +106,41 @@ def split_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, tuple,
 
 
 @contextmanager
-def softening(blocks: Iterable[nn.Module]) -> Iterator[None]:
+def clamped_masks(blocks: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, additive masks of float64 that blocks are called with are cut off where float32 ends.
 
     Some eager attention takes its softmax in float32, where less is minus infinity: a token that may see nothing but
     padding becomes NaN, and then all that meets it.
     """
 
-    def soften(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return tree_map(_softened, (args, kwargs))
+    def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return tree_map(_clamped, (args, kwargs))
 
-    with hooked([block.register_forward_pre_hook(soften, prepend=True, with_kwargs=True) for block in blocks]):
+    with hooked([block.register_forward_pre_hook(hook, prepend=True, with_kwargs=True) for block in blocks]):
         yield
 
 
-def _softened(value: Any) -> Any:
+def _clamped(value: Any) -> Any:
     is_mask = isinstance(value, Tensor) and value.dtype == torch.float64 and value.ndim == 4
     return value.clamp(min=torch.finfo(torch.float32).min) if is_mask else value
 
 
-def watching(blocks: Iterable[nn.Module], note: Callable[[nn.Module, tuple, dict[str, Any], Any], None]) -> list:
+def call_hooks(blocks: Iterable[nn.Module], note: Callable[[nn.Module, tuple, dict[str, Any], Any], None]) -> list:
     """Return hooks by which `note` sees each call: the arguments before all other hooks, the output after them."""
-    given: list[tuple[tuple, dict[str, Any]]] = []
+    pending: list[tuple[tuple, dict[str, Any]]] = []
 
-    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        given.append((args, kwargs))
+    def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        pending.append((args, kwargs))
 
-    def after(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        note(module, *given.pop(), output)
+    def leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        note(module, *pending.pop(), output)
 
     return [
         handle
         for block in blocks
         for handle in (
-            block.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-            block.register_forward_hook(after, with_kwargs=True),
+            block.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+            block.register_forward_hook(leave, with_kwargs=True),
         )
     ]
 
@@ -162,19 +162,19 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def first(output: Any) -> Tensor:
+def state_of(output: Any) -> Tensor:
     """The hidden states in what a block returns: a tensor, or (in older releases) a tuple that begins with it."""
     return output[0] if isinstance(output, tuple | list) else output
 
 
-def cut(value: Any, some: slice, batch_size: int) -> Any:
+def rows_of(value: Any, some: slice, batch_size: int) -> Any:
     """`value` with some rows of every tensor in it whose first dimension is the batch."""
     if isinstance(value, Tensor):
         return value[some] if value.ndim and value.shape[0] == batch_size else value
     if isinstance(value, tuple | list):
-        return type(value)(cut(item, some, batch_size) for item in value)
+        return type(value)(rows_of(item, some, batch_size) for item in value)
     if isinstance(value, dict):
-        return {name: item if name in SHARED else cut(item, some, batch_size) for name, item in value.items()}
+        return {name: item if name in SHARED else rows_of(item, some, batch_size) for name, item in value.items()}
     return value
 
 
@@ -188,13 +188,13 @@ def read_by_length(
     read: Callable[[dict[str, Tensor], Tensor], Tensor], mask: Tensor, columns: Mapping[str, Tensor], hidden: Tensor
 ) -> Tensor:
     """What is read of each text's real tokens alone, of all texts of one length at once; in their order."""
-    lengths, texts, parts = mask.sum(-1), [], []
+    lengths, texts, results = mask.sum(-1), [], []
     for length in lengths.unique().tolist():
         rows = (lengths == length).nonzero()[:, 0]
-        states, *alone = (each[rows][mask[rows]].unflatten(0, (-1, length)) for each in (hidden, *columns.values()))
+        states, *inputs = (each[rows][mask[rows]].unflatten(0, (-1, length)) for each in (hidden, *columns.values()))
         texts.append(rows)
-        parts.append(read(dict(zip(columns, alone, strict=True)), states))
-    return torch.cat(parts)[torch.cat(texts).argsort()]
+        results.append(read(dict(zip(columns, inputs, strict=True)), states))
+    return torch.cat(results)[torch.cat(texts).argsort()]
 
 
 def stacked(states: list[Tensor]) -> Tensor:
@@ -224,11 +224,11 @@ def fingerprints(model: nn.Module) -> dict[str, tuple]:
                 elif tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
                     is_table = name in module._non_persistent_buffers_set and tensor.ndim == 1
-                    prints[path + name] = id(tensor), tensor.data_ptr(), _written(tensor, is_table)
+                    prints[path + name] = id(tensor), tensor.data_ptr(), _version_of(tensor, is_table)
     return prints
 
 
-def _written(tensor: Tensor, is_table: bool) -> int | bytes:
+def _version_of(tensor: Tensor, is_table: bool) -> int | bytes:
     if is_table:
         return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
     return 0 if tensor.is_inference() else tensor._version

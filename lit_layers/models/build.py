@@ -25,7 +25,7 @@ from lit_layers.models.pixels import PREPROCESSOR, copy_pixel_statistics_, pixel
 from lit_layers.models.proof import is_timm
 from lit_layers.models.structure import family_of
 
-_OF_A_FILE = ("architectures", "dtype", "torch_dtype", "transformers_version")  # options that change no function
+_FILE_FIELDS = ("architectures", "dtype", "torch_dtype", "transformers_version")  # options that change no function
 
 READABLE = 0o644  # safetensors writes files that nobody else on a shared disk can read
 _WRAPPERS = ("DataParallel", "DistributedDataParallel")
@@ -61,7 +61,7 @@ def causal_lm(
     _refuse_unknown(overrides, fields, f"option of {plain.model_type}")
     fused = {"activation_function": "gelu_pytorch_tanh"} if name == "gpt2" else {}
     try:
-        options = fused | _no_foreign_tokens(plain, overrides.get("vocab_size", plain.vocab_size)) | overrides
+        options = fused | _drop_tokens(plain, overrides.get("vocab_size", plain.vocab_size)) | overrides
         config = _config(name, **options)
         with seeded(seed):
             model = transformers.AutoModelForCausalLM.from_config(
@@ -223,11 +223,11 @@ def architecture_hash(model: nn.Module) -> str:
     """
     network: Network = plain_model(model)
     fields = network.config.to_dict()
-    options = {name: value for name, value in fields.items() if not name.startswith("_") and name not in _OF_A_FILE}
+    options = {name: value for name, value in fields.items() if not name.startswith("_") and name not in _FILE_FIELDS}
     return hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
+def fill_defaults(settings: dict[str, Any]) -> dict[str, Any]:
     """A config.json of transformers with the values of all fields that it leaves out; any other as it is."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -254,7 +254,7 @@ def _config(name: str | Path, **options: Any) -> Any:
     return AutoConfig.for_model(str(name), **options)
 
 
-def _no_foreign_tokens(config: Any, vocab_size: int) -> dict[str, None]:
+def _drop_tokens(config: Any, vocab_size: int) -> dict[str, None]:
     """Options that drop the special tokens a default places outside a smaller vocabulary."""
     tokens = {field: getattr(config, field, None) for field in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {field: None for field, token in tokens.items() if isinstance(token, int) and token >= vocab_size}
@@ -345,7 +345,7 @@ def pad_vocabulary_(model: Network, multiple: int) -> None:
     size = model.config.vocab_size
     model.resize_token_embeddings(-(-size // multiple) * multiple, mean_resizing=False)
     setattr(model.config, TRUE_SIZE, size)
-    for parameter in _vocabulary_parameters(model):
+    for parameter in _vocab_weights(model):
         parameter.data[size:] = 0
 
 
@@ -356,7 +356,7 @@ def unpadded_state(model: Network) -> dict[str, Tensor]:
         raise InputError(
             f"{type(model).__name__} has weights that are no tensors ({packed[0]}): measure it unquantized"
         )
-    padded = {id(parameter) for parameter in _vocabulary_parameters(model)} if is_padded(model) else set()
+    padded = {id(parameter) for parameter in _vocab_weights(model)} if is_padded(model) else set()
     return {
         name: tensor.detach()[: true_vocab_size(model)] if id(tensor) in padded else tensor.detach()
         for name, tensor in state.items()
@@ -383,7 +383,7 @@ def _unpadded_config(model: Network) -> Any:
     return config
 
 
-def _vocabulary_parameters(model: Network) -> list[nn.Parameter]:
+def _vocab_weights(model: Network) -> list[nn.Parameter]:
     """Parameters with a row for each token: embedding, head and its bias."""
     parts = [part for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part is not None]
     return [parameter for part in parts for parameter in part.parameters(recurse=False)]

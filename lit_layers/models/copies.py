@@ -12,7 +12,7 @@ from lit_layers.errors import InputError, first_sentence
 from lit_layers.models.build import TIMM_OPTIONS, plain_model
 from lit_layers.models.families import Network, trunk_of
 from lit_layers.models.pixels import copy_pixel_statistics_
-from lit_layers.models.structure import apart_when_built_again, family_of
+from lit_layers.models.structure import family_of, rebuilt_error
 from lit_layers.models.view import LayeredModel
 
 PER_BLOCK = ("layer_types", "attention_layers", "mlp_layer_types")  # fields of a config with an entry for each block
@@ -38,42 +38,42 @@ def truncate(model: nn.Module, num_layers: int, *, head: bool = True) -> nn.Modu
     source: Network = model if head else trunk_of(model)
     family = family_of(source)
     blocks = family.block_list(source)
-    _refuse_uncut(model, blocks, num_layers)
+    _check_cut(model, blocks, num_layers)
     # A dropped block is a stand-in in the copy: its weights are never in memory twice.
     stand_ins: dict[int, Any] = {id(block): nn.Identity() for block in blocks[num_layers:]}
     with torch.no_grad():
-        cut: Network = copy.deepcopy(source, stand_ins)
-    container: Any = family.container(cut)
+        short: Network = copy.deepcopy(source, stand_ins)
+    container: Any = family.container(short)
     del container[num_layers:]
     if family.package == "timm":
-        _finish_timm(cut, num_layers, head)
+        _finish_timm(short, num_layers, head)
     else:
-        _set_depth(cut.config, num_layers)
-        cut.config.architectures = [type(cut).__name__]
-        copy_pixel_statistics_(model, cut)
+        _set_depth(short.config, num_layers)
+        short.config.architectures = [type(short).__name__]
+        copy_pixel_statistics_(model, short)
         if not head:
-            _complete_pooler(cut)
+            _complete_pooler(short)
         if family.origin == "structure":
-            _expect_the_same_again(cut)
-    return cut
+            _check_rebuild(short)
+    return short
 
 
-def _expect_the_same_again(cut: Network) -> None:
+def _check_rebuild(short: Network) -> None:
     """Refuse a model of which only a row could say what else in its config goes by the number of blocks."""
     try:
-        difference = apart_when_built_again(cut)
+        distance = rebuilt_error(short)
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(
-            f"{type(cut).__name__} is not cut: its config says nothing of fewer blocks ({first_sentence(error)})"
+            f"{type(short).__name__} is not cut: its config says nothing of fewer blocks ({first_sentence(error)})"
         ) from error
-    if not difference < 1e-2:  # rotary tables and 16 bits round
+    if not distance < 1e-2:  # rotary tables and 16 bits round
         raise InputError(
-            f"{type(cut).__name__} is not cut: saved and opened again its states would be others (by {difference:.1e} "
+            f"{type(short).__name__} is not cut: saved and opened again its states would be others (by {distance:.1e} "
             "of their length), as its blocks depend on how many there are"
         )
 
 
-def _refuse_uncut(model: Network, blocks: tuple[nn.Module, ...], num_layers: int) -> None:
+def _check_cut(model: Network, blocks: tuple[nn.Module, ...], num_layers: int) -> None:
     kind = type(model).__name__
     parameters = [id(parameter) for block in blocks for parameter in block.parameters()]
     depth = getattr(getattr(model, "config", None), "num_hidden_layers", len(blocks))
@@ -137,7 +137,7 @@ class BFloat16View(LayeredModel):
         for block in self.blocks:
             for module in block.modules():
                 _round_(module)
-            block.forward = _in_bfloat16(block.forward, exact.device.type)
+            block.forward = _autocast(block.forward, exact.device.type)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -155,7 +155,7 @@ def _round_(module: nn.Module) -> None:
         module._parameters["weight"] = nn.Parameter(weight.detach().to(torch.bfloat16), False)
 
 
-def _in_bfloat16(forward: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+def _autocast(forward: Callable[..., Any], device_type: str) -> Callable[..., Any]:
     method = weakref.WeakMethod(forward)  # a block that holds itself would outlive the view
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -42,7 +42,7 @@ def call_of(model: nn.Module, batch: Batch) -> Callable[[], Any]:
     return lambda: view.family.call(view.model, columns, dict(view.family.options))
 
 
-def peak_of_call(call: Callable[[], Any]) -> int:
+def peak_bytes(call: Callable[[], Any]) -> int:
     """The most bytes that torch's allocators hold during a call above what they held before, on all devices together;
     what the call returns is counted."""
     from torch.profiler import ProfilerActivity, profile
@@ -54,19 +54,19 @@ def peak_of_call(call: Callable[[], Any]) -> int:
     del kept
     events: Any = watched.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
     changes = sorted(
-        (event.start_ns(), place, event.nbytes()) for place, event in enumerate(events) if event.name() == "[memory]"
+        (event.start_ns(), index, event.nbytes()) for index, event in enumerate(events) if event.name() == "[memory]"
     )
     return max(0, int(np.cumsum([change for _, _, change in changes]).max(initial=0)))
 
 
 def _seconds(call: Callable[[], Any], device: str) -> float:
-    place = torch.device(device)
-    started = now(place)
+    target = torch.device(device)
+    started = now(target)
     call()
-    return now(place) - started
+    return now(target) - started
 
 
-def any_inputs(model: nn.Module, num_tokens: int, batch_size: int, seed: int) -> dict[str, Tensor]:
+def random_inputs(model: nn.Module, num_tokens: int, batch_size: int, seed: int) -> dict[str, Tensor]:
     """Return a batch of random tokens or pixels that a model takes."""
     view, generator = LayeredModel(model), torch.Generator().manual_seed(seed)
     if (vision := view.family.vision) is not None:

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_layers.models.block_calls import handing_on
+from lit_layers.models.block_calls import bypassed
 from lit_layers.models.families import Family, Network, propose_blocks, text_config
 from lit_layers.models.own_networks import OwnNetwork
-from lit_layers.models.proof import NotShown, Probe, Watched, is_timm
+from lit_layers.models.proof import Probe, SeenCall, Unproven, is_timm
 
 TWO_ROWS = "an encoder and a decoder are two rows of blocks"
 
 
 @dataclass(frozen=True)
-class Structured(Family):
+class FoundFamily(Family):
     """A family of one class and config, as found; `blocks` is a path below the model, and there is no head to call."""
 
     returned: tuple[int, ...] = ()  # by each block: how many values in a tuple, 0: the state alone
@@ -26,9 +26,9 @@ class Structured(Family):
     origin: str = "structure"
     takes_padding: bool = False
     is_causal: bool = False
-    word: int = 0  # a token without a meaning of its own
+    filler: int = 0  # a token without a meaning of its own
     order: tuple[int, ...] = ()  # of the modules of the list, by number, in which they run
-    numbers_tokens: bool = False  # whether a call returns one number for each token, (batch, tokens)
+    scalar_scores: bool = False  # whether a call returns one number for each token, (batch, tokens)
 
     def container(self, model: Network) -> nn.Module:
         return model.get_submodule(self.blocks)
@@ -40,7 +40,7 @@ class Structured(Family):
     def width(self, model: Network) -> int:
         return self.dim
 
-    def most_tokens(self, config: Any) -> int | None:
+    def max_tokens(self, config: Any) -> int | None:
         return self.limit
 
     def final_norm(self, model: Network) -> nn.Module | None:
@@ -51,20 +51,20 @@ class Structured(Family):
 
     def result(self, output: Any) -> Tensor:
         logits = super().result(output)
-        return logits[..., None] if self.numbers_tokens else logits
+        return logits[..., None] if self.scalar_scores else logits
 
     def read_out(self, model: Network, hidden: Tensor) -> Tensor:
         """As the model's own call ends when its blocks hand on states (batch, tokens, dim)."""
-        states = hidden if self.together else hidden.reshape(-1, 1, hidden.shape[-1])
+        states = hidden if self.needs_all else hidden.reshape(-1, 1, hidden.shape[-1])
         blocks = self.block_list(model)
-        with handing_on(blocks, self.as_identity(len(blocks), states)):
-            logits = self.logits(model, self._any_inputs(model, states))
-        return logits if self.together else logits.reshape(*hidden.shape[:2], -1)
+        with bypassed(blocks, self.identities(len(blocks), states)):
+            logits = self.logits(model, self._dummy_inputs(model, states))
+        return logits if self.needs_all else logits.reshape(*hidden.shape[:2], -1)
 
-    def _any_inputs(self, model: Network, states: Tensor) -> dict[str, Tensor]:
+    def _dummy_inputs(self, model: Network, states: Tensor) -> dict[str, Tensor]:
         """Of as many texts or images: the states decide, and nothing that was before them."""
         if self.vision is None:
-            return {"input_ids": torch.full(states.shape[:2], self.word, device=states.device)}
+            return {"input_ids": torch.full(states.shape[:2], self.filler, device=states.device)}
         shape = len(states), self.vision.channels(model), *[self.vision.usual_side(model)] * 2
         return {"pixel_values": states.new_zeros(shape, dtype=next(model.parameters()).dtype)}
 
@@ -74,57 +74,57 @@ def scores_of(model: Network, output: Any, probe: Probe) -> dict[str, Any]:
     text then has fewer.
 
     Raises:
-        NotShown: none of them.
+        Unproven: none of them.
     """
     if isinstance(output, Tensor):
         return {}
     results = tuple(name for name in Family.results if hasattr(output, name))
     if not results:
         given = ", ".join(output) if isinstance(output, Mapping) else type(output).__name__
-        raise NotShown(f"it returns neither logits nor last_hidden_state, but {given}: open the model inside it")
+        raise Unproven(f"it returns neither logits nor last_hidden_state, but {given}: open the model inside it")
     shape = getattr(output, results[0]).shape
-    if not probe.of_texts or shape != probe.needed.shape:
+    if not probe.is_text or shape != probe.needed.shape:
         return {"results": results}
     fewer = {name: column[:, :-1] for name, column in probe.inputs.items()}
     again = getattr(probe.call(model, fewer, dict(probe.options)), results[0])
-    return {"results": results, "numbers_tokens": again.shape != shape}
+    return {"results": results, "scalar_scores": again.shape != shape}
 
 
 def is_encoder_decoder(model: Network) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
-def row_of_blocks(
-    model: Network, calls: list[Watched], lists: dict[str, list[nn.Module]], probe: Probe
-) -> tuple[str, list[Watched]]:
+def find_blocks(
+    model: Network, calls: list[SeenCall], lists: dict[str, list[nn.Module]], probe: Probe
+) -> tuple[str, list[SeenCall]]:
     """Return the path of the one list whose modules are the blocks, and their calls.
 
     Raises:
-        NotShown: there is none, or more than one.
+        Unproven: there is none, or more than one.
     """
-    chains: dict[str, list[Watched]] = {}
+    chains: dict[str, list[SeenCall]] = {}
     reasons: dict[str, str] = {}
     depth = None if is_timm(model) else _depth(model, probe)
     for path, members in lists.items():
         if isinstance(model, OwnNetwork):
-            members = _without_ends(members)
+            members = _strip_ends(members)
         ids = {id(module) for module in members}
         row = [call for call in calls if id(call.module) in ids]
         if any(path.startswith(f"{outer}.") for outer in chains) or not row:
             continue  # a part of a block
-        if (reason := _unlike_blocks(path, members, row, probe)) is None:
+        if (reason := _mismatch(path, members, row, probe)) is None:
             chains[path] = row
         else:
             reasons[path] = reason
     if not chains:
         likely = propose_blocks(model)
         reason = reasons.get(likely or "") or next(iter(reasons.values()), None)
-        raise NotShown(reason or "no list of its modules runs in its own call")
-    path = _chosen(model, chains, depth)
+        raise Unproven(reason or "no list of its modules runs in its own call")
+    path = _choose(model, chains, depth)
     return path, chains[path]
 
 
-def _without_ends(members: list[nn.Module]) -> list[nn.Module]:
+def _strip_ends(members: list[nn.Module]) -> list[nn.Module]:
     """Without the dropout before blocks and the norm behind them, which scripts put into one Sequential with them."""
     numbers = [number for number, module in enumerate(members) if not _is_no_block(module)]
     return members[numbers[0] : numbers[-1] + 1] if numbers else []
@@ -135,16 +135,16 @@ def _is_no_block(module: nn.Module) -> bool:
 
 
 def _depth(model: Network, probe: Probe) -> int | None:
-    config = text_config(model.config) if probe.of_texts else getattr(model.config, "vision_config", model.config)
+    config = text_config(model.config) if probe.is_text else getattr(model.config, "vision_config", model.config)
     depth = getattr(config, "num_hidden_layers", None)
     return depth if isinstance(depth, int) else None
 
 
-def _unlike_blocks(path: str, members: list[nn.Module], row: list[Watched], probe: Probe) -> str | None:
+def _mismatch(path: str, members: list[nn.Module], row: list[SeenCall], probe: Probe) -> str | None:
     """Why a list of modules is no row of blocks; None where it is one."""
     if [call.module for call in row] != members:
         return f"the {len(members)} modules of {path} run {len(row)} times in one pass, not once each, in order"
-    shapes = [(call.state, call.after) for call in row]
+    shapes = [(call.state, call.result) for call in row]
     for number, (before, after) in enumerate(shapes, start=1):
         if before is None or after is None:
             return f"module {number} of {path} does not take a state and return one"
@@ -154,24 +154,24 @@ def _unlike_blocks(path: str, members: list[nn.Module], row: list[Watched], prob
                 f"{tuple(before.shape)} and gives {tuple(after.shape)}"
             )
     state, given = shapes[0][0].shape, probe.needed.shape
-    if state[:2] != given if probe.of_texts else state[0] != given[0]:
+    if state[:2] != given if probe.is_text else state[0] != given[0]:
         return f"the states of {path} are {tuple(state)} for an input of {tuple(given)}"
     for number, (call, following) in enumerate(pairwise(row), start=1):
-        if following.state is not call.after and not torch.equal(following.state, call.after):
+        if following.state is not call.result and not torch.equal(following.state, call.result):
             return f"module {number + 1} of {path} takes something else than module {number} gives"
     return None
 
 
-def _chosen(model: Network, chains: dict[str, list[Watched]], depth: int | None) -> str:
+def _choose(model: Network, chains: dict[str, list[SeenCall]], depth: int | None) -> str:
     """The path of the blocks."""
     rows = [path for path, row in chains.items() if len(row) > 1]
     if len(rows) > 1:
         two_rows = f"{TWO_ROWS}: " if is_encoder_decoder(model) else ""
-        raise NotShown(f"{two_rows}its states pass several rows of blocks: {', '.join(rows)}")
+        raise Unproven(f"{two_rows}its states pass several rows of blocks: {', '.join(rows)}")
     fitting = [path for path, row in chains.items() if len(row) == depth] or rows
     if len(fitting) > 1:  # of one block: the list that holds nothing but what transformers checkpoints
         fitting = [path for path in fitting if path == (propose_blocks(model) or fitting[0])]
     if not fitting:
         lengths = ", ".join(f"{path} of {len(row)}" for path, row in chains.items())
-        raise NotShown(f"its config says {depth} blocks, and its states pass {lengths}")
+        raise Unproven(f"its config says {depth} blocks, and its states pass {lengths}")
     return fitting[0]

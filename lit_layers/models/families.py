@@ -138,7 +138,7 @@ def clip_head(model: Network, normed: Tensor) -> Tensor:
     return model.visual_projection(pooled) if hasattr(model, "visual_projection") else pooled
 
 
-def by_name(model: Network, inputs: Inputs, options: Options) -> Any:
+def call_hf(model: Network, inputs: Inputs, options: Options) -> Any:
     """A call as transformers' models are called, in the precision of their weights: accelerate has a model in training
     called under autocast, and its blocks, which are called alone here, are not."""
     plain = vars(model).get("_original_forward")
@@ -146,12 +146,12 @@ def by_name(model: Network, inputs: Inputs, options: Options) -> Any:
         return model(**inputs, **options, return_dict=True)
 
 
-def without_mask(model: Network, inputs: Inputs, options: Options) -> Any:
+def call_maskless(model: Network, inputs: Inputs, options: Options) -> Any:
     """Of a model that takes no mask: the batch alone says which tokens are real."""
-    return by_name(model, {name: inputs[name] for name in inputs if name != "attention_mask"}, options)
+    return call_hf(model, {name: inputs[name] for name in inputs if name != "attention_mask"}, options)
 
 
-def by_pixels(model: Network, inputs: Inputs, options: Options) -> Tensor:
+def call_timm(model: Network, inputs: Inputs, options: Options) -> Tensor:
     """A call as timm's models are called."""
     return model(inputs["pixel_values"])
 
@@ -160,11 +160,11 @@ def timm_features(model: Network, inputs: Inputs, options: Options) -> Tensor:
     return model.forward_features(inputs["pixel_values"])
 
 
-def trunk_by_name(model: Network, inputs: Inputs, options: Options) -> Any:
-    return by_name(trunk_of(model), inputs, options)
+def call_trunk(model: Network, inputs: Inputs, options: Options) -> Any:
+    return call_hf(trunk_of(model), inputs, options)
 
 
-def whole_images(model: Network, inputs: Inputs, options: Options, *, trunk: bool = False) -> Any:
+def call_mae(model: Network, inputs: Inputs, options: Options, *, trunk: bool = False) -> Any:
     """A masked autoencoder is shown every patch, in order: none is drawn, and the model is as before afterwards."""
     embeddings = trunk_of(model).embeddings
     pixels, config = inputs["pixel_values"], embeddings.config
@@ -172,16 +172,16 @@ def whole_images(model: Network, inputs: Inputs, options: Options, *, trunk: boo
     kept, config.mask_ratio = config.mask_ratio, 0.0
     try:  # patches are sorted by the noise
         network = trunk_of(model) if trunk else model
-        return by_name(network, inputs, {**options, "noise": places.expand(len(pixels), -1)})
+        return call_hf(network, inputs, {**options, "noise": places.expand(len(pixels), -1)})
     finally:
         config.mask_ratio = kept
 
 
-def from_zero(config: Any) -> int:
+def no_offset(config: Any) -> int:
     return 0
 
 
-def positions_of_padding(config: Any) -> int:
+def roberta_offset(config: Any) -> int:
     """Of RoBERTa's positions the first ones, up to the number of the padding token, belong to no token."""
     return config.pad_token_id + 1
 
@@ -198,16 +198,16 @@ class Family:
     package: str = "transformers"
     inputs: tuple[str, ...] = TEXT
     options: tuple[tuple[str, bool], ...] = (("use_cache", False),)  # a repeated block with a cache is silently wrong
-    first_position: Callable[[Any], int] = from_zero  # of a config: the number of a text's first token
+    first_position: Callable[[Any], int] = no_offset  # of a config: the number of a text's first token
     vision: Vision | None = None  # of models of images
-    call: Callable[[Network, Inputs, Options], Any] = by_name
-    features: Callable[[Network, Inputs, Options], Any] = trunk_by_name  # the call without a head
+    call: Callable[[Network, Inputs, Options], Any] = call_hf
+    features: Callable[[Network, Inputs, Options], Any] = call_trunk  # the call without a head
     results: tuple[str, ...] = ("logits", "last_hidden_state")  # of what a call returns the first that is there
     origin: str = "row"  # or "structure": how its models are taken apart
-    shown: tuple[tuple[str, Any], ...] = ()  # what was held against the model's own pass where there is no row
+    checks: tuple[tuple[str, Any], ...] = ()  # what was held against the model's own pass where there is no row
     takes_padding: bool = True  # whether the states of a text are the same with padding behind it
     is_causal: bool = True  # whether no state of a model that generates sees a later token
-    together: bool = False  # whether a readout needs all tokens of a text or image at once
+    needs_all: bool = False  # whether a readout needs all tokens of a text or image at once
 
     @property
     def sees_images(self) -> bool:
@@ -221,7 +221,7 @@ class Family:
     @property
     def proof(self) -> Mapping[str, Any] | None:
         """What was `shown`, by name; None where there is a row."""
-        return dict(self.shown) if self.shown else None
+        return dict(self.checks) if self.checks else None
 
     def container(self, model: Network) -> nn.Module:
         """The module that holds the blocks and nothing else."""
@@ -235,7 +235,7 @@ class Family:
         """Of the hidden states."""
         return model.config.hidden_size if self.vision is None else self.vision.width(model)
 
-    def most_tokens(self, config: Any) -> int | None:
+    def max_tokens(self, config: Any) -> int | None:
         """Of the longest text; None where a text may have any length."""
         return config.max_position_embeddings - self.first_position(config)
 
@@ -243,7 +243,7 @@ class Family:
         """The norm behind the last block."""
         return None if self.norm is None else trunk_of(model).get_submodule(self.norm)
 
-    def as_identity(self, num_blocks: int, last: Tensor | None = None) -> list[Callable[..., Any]]:
+    def identities(self, num_blocks: int, last: Tensor | None = None) -> list[Callable[..., Any]]:
         """In place of the blocks: each returns the state it is given, or `last`, as its block returns one."""
         return [identity_forward(number, last) for number in self.num_returned(num_blocks)]
 
@@ -292,17 +292,17 @@ FAMILIES = (
     _decoder("qwen3", "Qwen3"),
     # Positions are always said to it: its own count takes any token with the number of the padding token for padding.
     Family("roberta", tuple(f"Roberta{head}" for head in _HEADS), "encoder.layer", None, roberta_head, options=(),
-           first_position=positions_of_padding),
+           first_position=roberta_offset),
     # Without weights, images tell nothing of their model: read block by block and counted they need a row.
     Family("timm_vit", ("VisionTransformer",), "blocks", "norm", timm_head, package="timm", inputs=IMAGES, options=(),
-           vision=TIMM, call=by_pixels, features=timm_features),
+           vision=TIMM, call=call_timm, features=timm_features),
     _images("vit", "ViT", class_token_head),
     # Of any size.
     _images("dinov2", "Dinov2", dinov2_head, **_DINO),
     _images("dinov2_with_registers", "Dinov2WithRegisters", dinov2_head, **_DINO),
     # Shown every patch, in order.
-    _images("vit_mae", "ViTMAE", mae_head, classes=("ViTMAEForPreTraining", "ViTMAEModel"), call=whole_images,
-            features=partial(whole_images, trunk=True)),
+    _images("vit_mae", "ViTMAE", mae_head, classes=("ViTMAEForPreTraining", "ViTMAEModel"), call=call_mae,
+            features=partial(call_mae, trunk=True)),
     # Where the patches are averaged for classes, the norm comes after the mean, and `layernorm` does nothing.
     _images("beit", "Beit", beit_head),
     # CLIP itself norms the class token alone and gives out the others as the last block leaves them.

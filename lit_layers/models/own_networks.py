@@ -40,11 +40,11 @@ class _Facts:
     takes_mask: bool = False
     needs_mask: bool = False  # also of texts without padding: it cannot be called without one
     targets: str | None = None  # the argument without which the last token alone is scored (nanoGPT)
-    place: Any = None  # of the scores in what a call returns: a name or a number; None: it returns them alone
+    key: Any = None  # of the scores in what a call returns: a name or a number; None: it returns them alone
     scores_words: bool = False  # each token has a score of each word
 
     @property
-    def of_images(self) -> bool:
+    def takes_images(self) -> bool:
         return hasattr(self.config, "image_size")
 
 
@@ -73,7 +73,7 @@ class OwnNetwork(nn.Module):
 
     def _scores(self, given: Tensor, mask: Tensor | None = None) -> Tensor:
         try:
-            return _values(_called(self.network, self._facts, given, mask))[self._facts.place]
+            return _floats(_call(self.network, self._facts, given, mask))[self._facts.key]
         except (InputError, torch.OutOfMemoryError):
             raise
         except CANNOT_CALL as error:
@@ -140,7 +140,7 @@ _FACTS: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, _Facts]]" = weakref.Wea
 _KINDS: "weakref.WeakKeyDictionary[type, dict[type[OwnNetwork], Any]]" = weakref.WeakKeyDictionary()
 
 
-def wrapped_if_own(model: nn.Module) -> Network:
+def wrap_own(model: nn.Module) -> Network:
     """A model of transformers or timm as it is, any other network in their words.
 
     Raises:
@@ -150,9 +150,9 @@ def wrapped_if_own(model: nn.Module) -> Network:
         return model
     shapes = [(name, parameter.shape) for name, parameter in model.named_parameters()]
     if model not in _FACTS or _FACTS[model][0] != shapes:
-        _FACTS[model] = shapes, _seen(model)
+        _FACTS[model] = shapes, _inspect(model)
     facts, kinds, kind = _FACTS[model][1], _KINDS.setdefault(type(model), {}), type(model)
-    base = OwnImageNetwork if facts.of_images else OwnMaskedNetwork if facts.takes_mask else OwnNetwork
+    base = OwnImageNetwork if facts.takes_images else OwnMaskedNetwork if facts.takes_mask else OwnNetwork
     if base not in kinds:
         kinds[base] = type(kind.__name__, (base,), {"__module__": kind.__module__, "__doc__": kind.__doc__})
     return kinds[base](model, facts)
@@ -163,7 +163,7 @@ def network_of(model: Network) -> nn.Module:
     return model.network if isinstance(model, OwnNetwork) else model
 
 
-def _seen(network: nn.Module) -> _Facts:
+def _inspect(network: nn.Module) -> _Facts:
     like = next(network.parameters(), None)
     if like is None or like.device.type == "meta":
         raise _refusal(network, "it has no weights here")
@@ -174,14 +174,14 @@ def _seen(network: nn.Module) -> _Facts:
         torch.autocast(like.device.type, enabled=False),
         evaluating(network),
     ):
-        side = _said(network, _SIDES)
-        return _of_texts(network, like.device) if side is None else _of_images(network, side, like)
+        side = _declared(network, _SIDES)
+        return _text_facts(network, like.device) if side is None else _image_facts(network, side, like)
 
 
-def _of_images(network: nn.Module, size: Any, like: Tensor) -> _Facts:
+def _image_facts(network: nn.Module, size: Any, like: Tensor) -> _Facts:
     from transformers import PretrainedConfig
 
-    takes, patches = inspect.signature(network.forward).parameters, _said(network, ("patch_size",))
+    takes, patches = inspect.signature(network.forward).parameters, _declared(network, ("patch_size",))
     for sides, what in ((size, "images"), (patches, "patches")):
         if isinstance(sides, tuple | list) and len({*sides}) != 1:
             raise _refusal(network, f"its {what} are not squares: {tuple(sides)}")
@@ -189,73 +189,73 @@ def _of_images(network: nn.Module, size: Any, like: Tensor) -> _Facts:
     channels = next((part.in_channels for part in network.modules() if isinstance(part, nn.Conv2d)), 3)
     facts = _Facts("pixel_values" if "pixel_values" in takes else None, PretrainedConfig())
     noise = torch.randn(2, channels, side, side, generator=torch.Generator().manual_seed(0)).to(like)
-    values = _tried(network, noise, facts, f"images of shape {tuple(noise.shape[1:])}")
+    values = _try_call(network, noise, facts, f"images of shape {tuple(noise.shape[1:])}")
     sizes = {"image_size": side, "patch_size": patches, "num_channels": channels}
-    return replace(facts, config=PretrainedConfig(**sizes), place=_place(network, values, [*values]))
+    return replace(facts, config=PretrainedConfig(**sizes), key=_pick_key(network, values, [*values]))
 
 
-def _of_texts(network: nn.Module, device: torch.device) -> _Facts:
+def _text_facts(network: nn.Module, device: torch.device) -> _Facts:
     from transformers import PretrainedConfig
 
     takes = inspect.signature(network.forward).parameters
     tables = [module.num_embeddings for module in network.modules() if isinstance(module, nn.Embedding)]
     if not [size for size in tables if size > 1]:
         raise _refusal(network, "it has no table of embeddings of tokens (nn.Embedding), and says no image_size")
-    limit = _said(network, _LENGTHS)
+    limit = _declared(network, _LENGTHS)
     limit = limit if isinstance(limit, int) and limit > 0 else None
-    ids = _few_tokens(min(size for size in tables if size > 1), min(NUM_TOKENS, limit or NUM_TOKENS)).to(device)
+    ids = _sample_ids(min(size for size in tables if size > 1), min(NUM_TOKENS, limit or NUM_TOKENS)).to(device)
     mask = takes.get("attention_mask")
     needs_mask = mask is not None and mask.default is inspect.Parameter.empty
     facts = _Facts("input_ids" if "input_ids" in takes else None, PretrainedConfig(), mask is not None, needs_mask)
-    with _Lookups(ids) as lookups, PositionTables(ids.shape[1]) as places:
-        values = _tried(network, ids, facts, "token ids")
+    with _Lookups(ids) as lookups, PositionTables(ids.shape[1]) as keys:
+        values = _try_call(network, ids, facts, "token ids")
     if lookups.size is None:
         raise _refusal(network, "it looks up the token ids in no table of embeddings")
-    rank, fitting = _fitting(values, ids, lookups.size)
+    rank, fitting = _candidates(values, ids, lookups.size)
     if (targets := next((name for name in _TARGETS if name in takes), None)) is not None and rank:
         with contextlib.suppress(*CANNOT_CALL):  # classes of texts are other targets
-            again = _values(_called(network, replace(facts, targets=targets), ids))
-            if (better := _fitting(again, ids, lookups.size))[0] < rank:
+            again = _floats(_call(network, replace(facts, targets=targets), ids))
+            if (better := _candidates(again, ids, lookups.size))[0] < rank:
                 facts, values, (rank, fitting) = replace(facts, targets=targets), again, better
     if not fitting:
         shapes = ", ".join(str(tuple(value.shape)) for value in values.values()) or "no scores"
         expected = f"({len(ids)}, {ids.shape[1]}, scores) or ({len(ids)}, classes)"
         raise _refusal(network, f"for ids of shape {tuple(ids.shape)} it returns {shapes}, expected {expected}")
-    place = _place(network, values, fitting)
+    key = _pick_key(network, values, fitting)
     if rank == _CLASSES and ids.shape[1] > 1:
-        fewer = _tried(network, ids[:, 1:], facts, "token ids")
-        if place not in fewer or fewer[place].shape != values[place].shape:
+        fewer = _try_call(network, ids[:, 1:], facts, "token ids")
+        if key not in fewer or fewer[key].shape != values[key].shape:
             raise _refusal(network, "what it returns is one number for each token, and no scores of words or classes")
     sizes = {
         "vocab_size": lookups.size,
-        "num_scores": values[place].shape[-1],
-        "max_position_embeddings": min((each for each in (limit, places.limit) if each), default=None),
+        "num_scores": values[key].shape[-1],
+        "max_position_embeddings": min((each for each in (limit, keys.limit) if each), default=None),
     }
-    return replace(facts, config=PretrainedConfig(**sizes), place=place, scores_words=rank == _WORDS)
+    return replace(facts, config=PretrainedConfig(**sizes), key=key, scores_words=rank == _WORDS)
 
 
 _WORDS, _TOKENS, _CLASSES, _NOTHING = range(4)
 
 
-def _fitting(values: Mapping[Any, Tensor], ids: Tensor, num_words: int) -> tuple[int, list[Any]]:
+def _candidates(values: Mapping[Any, Tensor], ids: Tensor, num_words: int) -> tuple[int, list[Any]]:
     """What of a call's values can be scores, the best kind first: of words for each token, of something else for each
     token, of classes for each text; and their places. Where words are scored, nothing else is meant."""
     kinds = [
-        [place for place, value in values.items() if value.shape == (*ids.shape, num_words)],
-        [place for place, value in values.items() if value.ndim == 3 and value.shape[:2] == ids.shape],
-        [place for place, value in values.items() if value.ndim == 2 and len(value) == len(ids)],
+        [key for key, value in values.items() if value.shape == (*ids.shape, num_words)],
+        [key for key, value in values.items() if value.ndim == 3 and value.shape[:2] == ids.shape],
+        [key for key, value in values.items() if value.ndim == 2 and len(value) == len(ids)],
     ]
     if "logits" in values:
-        kinds = [[place for place in places if place == "logits"] for places in kinds]
-    rank = next((number for number, places in enumerate(kinds) if places), _NOTHING)
+        kinds = [[key for key in keys if key == "logits"] for keys in kinds]
+    rank = next((number for number, keys in enumerate(kinds) if keys), _NOTHING)
     return rank, kinds[_WORDS] if rank == _WORDS else kinds[_TOKENS] + kinds[_CLASSES]
 
 
-def _place(network: nn.Module, values: Mapping[Any, Tensor], fitting: list[Any]) -> Any:
+def _pick_key(network: nn.Module, values: Mapping[Any, Tensor], fitting: list[Any]) -> Any:
     """Where the scores are."""
     if "logits" in fitting or len(fitting) == 1:
         return "logits" if "logits" in fitting else fitting[0]
-    shapes = ", ".join(str(tuple(values[place].shape)) for place in fitting) or "nothing"
+    shapes = ", ".join(str(tuple(values[key].shape)) for key in fitting) or "nothing"
     raise _refusal(
         network, f"nothing says which of what it returns are its scores ({shapes}): name them logits, as in a dict"
     )
@@ -271,7 +271,7 @@ def _refusal(network: nn.Module, reason: str) -> InputError:
     )
 
 
-def _said(network: nn.Module, names: tuple[str, ...]) -> Any:
+def _declared(network: nn.Module, names: tuple[str, ...]) -> Any:
     """What the network, its config or its patch embedding says of itself under one of these names."""
     for owner in (network, getattr(network, "config", None), getattr(network, "patch_embed", None)):
         values = owner if isinstance(owner, Mapping) else getattr(owner, "__dict__", {})
@@ -281,7 +281,7 @@ def _said(network: nn.Module, names: tuple[str, ...]) -> Any:
     return None
 
 
-def _few_tokens(num_rows: int, num_tokens: int) -> Tensor:
+def _sample_ids(num_rows: int, num_tokens: int) -> Tensor:
     """(2, tokens), of ids that any table of so many rows has, which neither count up nor are all alike, as numbers of
     segments are."""
     ids = torch.arange(1, num_tokens + 1) ** 2 % num_rows
@@ -301,16 +301,16 @@ class _Lookups(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _tried(network: nn.Module, given: Tensor, facts: _Facts, what: str) -> dict[Any, Tensor]:
+def _try_call(network: nn.Module, given: Tensor, facts: _Facts, what: str) -> dict[Any, Tensor]:
     try:
-        return _values(_called(network, facts, given))
+        return _floats(_call(network, facts, given))
     except torch.OutOfMemoryError:
         raise
     except CANNOT_CALL as error:
         raise _refusal(network, f"it cannot be called with {what} alone ({kind_and_words(error)[:240]})") from error
 
 
-def _called(network: nn.Module, facts: _Facts, given: Tensor, mask: Tensor | None = None) -> Any:
+def _call(network: nn.Module, facts: _Facts, given: Tensor, mask: Tensor | None = None) -> Any:
     given = given.clone(memory_format=torch.contiguous_format)  # scripts take views of it, and some write to it
     named = {} if facts.targets is None else {facts.targets: given.clone()}
     if mask is not None or facts.needs_mask:
@@ -318,7 +318,7 @@ def _called(network: nn.Module, facts: _Facts, given: Tensor, mask: Tensor | Non
     return network(given, **named) if facts.column is None else network(**{facts.column: given}, **named)
 
 
-def _values(output: Any) -> dict[Any, Tensor]:
+def _floats(output: Any) -> dict[Any, Tensor]:
     """The tensors of numbers for each text or more in what a call returns, by name or number."""
     if isinstance(output, Tensor):
         values: dict[Any, Any] = {None: output}

@@ -20,22 +20,22 @@ from torch.overrides import TorchFunctionMode
 from lit_layers.errors import InputError
 from lit_layers.models.block_calls import (
     BlockCall,
-    first,
-    handing_on,
+    bypassed,
+    call_hooks,
+    clamped_masks,
     hooked,
     replaced,
-    softening,
-    split_arguments,
-    watching,
+    split_state,
+    state_of,
 )
 from lit_layers.models.families import (
     Network,
-    by_name,
-    by_pixels,
+    call_hf,
+    call_maskless,
+    call_timm,
     side_length,
     text_config,
     trunk_of,
-    without_mask,
 )
 from lit_layers.models.offload import execution_device
 
@@ -65,11 +65,11 @@ class Probe:
         return self.inputs[self.columns[0]]
 
     @property
-    def of_texts(self) -> bool:
+    def is_text(self) -> bool:
         return self.columns[0] == "input_ids"
 
 
-class Watched(NamedTuple):
+class SeenCall(NamedTuple):
     """One call of a module."""
 
     module: nn.Module
@@ -79,9 +79,9 @@ class Watched(NamedTuple):
     output: Any
 
     @property
-    def after(self) -> Any:
+    def result(self) -> Any:
         """The state that it returns; None where it returns none."""
-        output = first(self.output)
+        output = state_of(self.output)
         return output if isinstance(output, Tensor) else None
 
 
@@ -97,14 +97,14 @@ def probe_of(model: Network) -> Probe:
     """
     if is_timm(model):
         side, channels = _timm_size(model)
-        return Probe({"pixel_values": _noise(model, channels, side)}, ("pixel_values",), (), by_pixels)
+        return Probe({"pixel_values": _noise(model, channels, side)}, ("pixel_values",), (), call_timm)
     takes = inspect.signature(model.forward).parameters
     passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
     has_cache = "use_cache" in takes or (passes_on and hasattr(text_config(model.config), "use_cache"))
     options = (("use_cache", False),) if has_cache else ()
     if "input_ids" in takes:
         columns = tuple(name for name in COLUMNS if name in takes)
-        call = by_name if "attention_mask" in columns else without_mask
+        call = call_hf if "attention_mask" in columns else call_maskless
         return Probe({"input_ids": probe_texts(model).to(execution_device(model))}, columns, options, call)
     side = _from_configs(model.config, "image_size")
     if "pixel_values" not in takes or side is None:
@@ -113,7 +113,7 @@ def probe_of(model: Network) -> Probe:
             "its config says (pixel_values)"
         )
     noise = _noise(model, int(_from_configs(model.config, "num_channels") or 3), side_length(side))
-    return Probe({"pixel_values": noise}, ("pixel_values",), (), by_name)
+    return Probe({"pixel_values": noise}, ("pixel_values",), (), call_hf)
 
 
 def probe_texts(model: Network) -> Tensor:
@@ -157,18 +157,18 @@ def _from_configs(config: Any, name: str) -> Any:
 
 
 @contextmanager
-def watch(modules: Iterable[nn.Module]) -> Iterator[list[Watched]]:
+def watch(modules: Iterable[nn.Module]) -> Iterator[list[SeenCall]]:
     """What modules are called with and return inside, in the order in which they end."""
-    calls: list[Watched] = []
+    calls: list[SeenCall] = []
 
     def note(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         try:
-            state, others, named = split_arguments(args, kwargs)
+            state, others, named = split_state(args, kwargs)
         except StopIteration:
             state, others, named = None, args, kwargs
-        calls.append(Watched(module, state if isinstance(state, Tensor) else None, others, dict(named), output))
+        calls.append(SeenCall(module, state if isinstance(state, Tensor) else None, others, dict(named), output))
 
-    with hooked(watching(modules, note)):
+    with hooked(call_hooks(modules, note)):
         yield calls
 
 
@@ -195,15 +195,15 @@ _SAME, _SAME_IN_HALF = 1e-4, 3e-2
 _SHIFT = 0.5  # of the change of a state, as part of its own length
 
 
-class NotShown(Exception):
+class Unproven(Exception):
     """An identity that does not hold; the message says which and where."""
 
 
-class NotFinite(NotShown):
+class NotFinite(Unproven):
     """The weights give states of which nothing can be shown."""
 
 
-def apart(one: Tensor, other: Tensor) -> float:
+def rel_error(one: Tensor, other: Tensor) -> float:
     """The largest distance of two rows (.., dim), as part of the second one's length."""
     lengths = other.double().norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
     return float(((one.double() - other.double()).norm(dim=-1) / lengths).max())
@@ -212,31 +212,31 @@ def apart(one: Tensor, other: Tensor) -> float:
 class Evidence:
     """The identities of one model, one after the other."""
 
-    def __init__(self, model: Network, family: Any, probe: Probe, calls: Sequence[Watched], output: Any) -> None:
+    def __init__(self, model: Network, family: Any, probe: Probe, calls: Sequence[SeenCall], output: Any) -> None:
         self.model, self.family, self.probe = model, family, probe
         self.blocks = family.block_list(model)
-        self.calls, self.logits = self._of_blocks(calls), family.result(output)  # of the model's own pass
-        self.states = [self.calls[0].state, *(call.after for call in self.calls)]
+        self.calls, self.logits = self._ordered(calls), family.result(output)  # of the model's own pass
+        self.states = [self.calls[0].state, *(call.result for call in self.calls)]
         self.tolerance = _SAME_IN_HALF if self.states[0].dtype.itemsize == 2 else _SAME
         if not all(bool(values.isfinite().all()) for values in (*self.states, self.logits)):
             raise NotFinite("its states are not finite on these weights, and nothing can be shown")
 
-    def replayed(self) -> float:
+    def check_replay(self) -> float:
         """Every block, called again with what it was called with, gives what it gave: the last one first, and after
         another batch, of other texts and another length, so that none finds what another call has just left behind."""
         inputs = {name: column.flip(0) for name, column in self.probe.inputs.items()}
-        if self.probe.of_texts:
+        if self.probe.is_text:
             inputs = {name: column[:, : max(1, column.shape[1] - 1)] for name, column in inputs.items()}
         self.probe.call(self.model, inputs, dict(self.family.options))
         return max(
-            self._same(
-                apart(self._call(number)(self.states[number - 1]), self.states[number]),
+            self._check(
+                rel_error(self._call(number)(self.states[number - 1]), self.states[number]),
                 f"block {number} called again gives another state",
             )
             for number in reversed(self._numbers())
         )
 
-    def followed(self) -> float:
+    def check_chain(self) -> float:
         """The chain goes where the model goes when the state behind block 1 is another."""
         if len(self.blocks) == 1:
             return 0.0
@@ -248,49 +248,49 @@ class Evidence:
             return changed if isinstance(output, Tensor) else type(output)((changed, *output[1:]))
 
         with replaced(self.blocks, [forward, *others]):
-            calls = self._passed(self.probe.call)
-        hidden, worst = calls[0].after, 0.0
+            calls = self._run(self.probe.call)
+        hidden, worst = calls[0].result, 0.0
         for number in self._numbers()[1:]:
             hidden = self._call(number)(hidden)
-            difference = apart(hidden, calls[number - 1].after)
+            error = rel_error(hidden, calls[number - 1].result)
             worst = max(
                 worst,
-                self._same(
-                    difference,
+                self._check(
+                    error,
                     f"with another state behind block 1, block {number} gives another "
                     "state than in the model: something else leads from block to block",
                 ),
             )
-        if not self._is_change(apart(hidden, self.states[-1]), worst):
-            raise NotShown("another state behind block 1 changes nothing behind the last block")
+        if not self._is_change(rel_error(hidden, self.states[-1]), worst):
+            raise Unproven("another state behind block 1 changes nothing behind the last block")
         return worst
 
-    def read_out(self) -> tuple[float, bool]:
+    def check_readout(self) -> tuple[float, bool]:
         """What is behind the blocks makes the logits of the last state alone; and whether it does for each token
         by itself."""
         reasons = []
-        for together in (False, True) if self.probe.of_texts else (True,):
-            family = replace(self.family, together=together)
+        for needs_all in (False, True) if self.probe.is_text else (True,):
+            family = replace(self.family, needs_all=needs_all)
             try:
                 logits = family.read_out(self.model, self.states[-1])
                 if logits.shape != self.logits.shape:
-                    raise NotShown(f"its readout has the shape {tuple(logits.shape)}, not {tuple(self.logits.shape)}")
-                difference = self._same(apart(logits, self.logits), "the readout of the last state gives other logits")
-                moved = apart(family.read_out(self.model, shifted(self.states[-1])), self.logits)
-            except NotShown as reason:
+                    raise Unproven(f"its readout has the shape {tuple(logits.shape)}, not {tuple(self.logits.shape)}")
+                error = self._check(rel_error(logits, self.logits), "the readout of the last state gives other logits")
+                moved = rel_error(family.read_out(self.model, shifted(self.states[-1])), self.logits)
+            except Unproven as reason:
                 reasons.append(str(reason))
                 continue
             # A head that begins with zeros scores everything alike, at any layer; with other weights it is shown anew.
             is_constant = bool((self.logits == self.logits.reshape(-1, self.logits.shape[-1])[0]).all())
-            if not is_constant and not self._is_change(moved, difference):
-                raise NotShown(f"another last state does not change the logits (by {moved:.1e})")
-            return difference, together
-        raise NotShown(reasons[-1])
+            if not is_constant and not self._is_change(moved, error):
+                raise Unproven(f"another last state does not change the logits (by {moved:.1e})")
+            return error, needs_all
+        raise Unproven(reasons[-1])
 
-    def arguments_alone(self) -> None:
+    def check_args(self) -> None:
         """What blocks are called with besides their state depends on the batch, and on no state."""
-        with handing_on(self.blocks, self.family.as_identity(len(self.blocks))):
-            calls = self._passed(self.probe.call)
+        with bypassed(self.blocks, self.family.identities(len(self.blocks))):
+            calls = self._run(self.probe.call)
         refusal = None
         # The last block first: what one leaves in an argument that all share, those before it have not put there yet.
         for number in reversed(self._numbers()):
@@ -301,52 +301,52 @@ class Evidence:
             if unlike and not self._is_idle(number, without):
                 refusal = f"block {number} is called with something ({unlike[0]}) that blocks before it have made"
         if refusal is not None:
-            raise NotShown(refusal)
+            raise Unproven(refusal)
 
-    def _is_idle(self, number: int, without: Watched) -> bool:
+    def _is_idle(self, number: int, without: SeenCall) -> bool:
         """Whether a block does the same without what blocks before it have made."""
         try:
-            state = self._as_called(without)(self.states[number - 1])
+            state = self._block_call(without)(self.states[number - 1])
         except CANNOT_CALL:
             return False
-        return apart(state, self.states[number]) <= 4 * torch.finfo(state.dtype).eps
+        return rel_error(state, self.states[number]) <= 4 * torch.finfo(state.dtype).eps
 
-    def alone(self) -> None:
+    def check_alone(self) -> None:
         """A text, or an image, has the states that it has beside others, and has them again."""
-        calls = self._passed(self.family.call, {name: column[-1:] for name, column in self.probe.inputs.items()})
-        for number, state in enumerate([calls[0].state, *(call.after for call in calls)]):
-            self._same(
-                apart(state, self.states[number][-1:]),
+        calls = self._run(self.family.call, {name: column[-1:] for name, column in self.probe.inputs.items()})
+        for number, state in enumerate([calls[0].state, *(call.result for call in calls)]):
+            self._check(
+                rel_error(state, self.states[number][-1:]),
                 f"passed alone, one of its batch has another state behind block {number}: "
                 "states depend on what else is in a batch, or on chance",
             )
 
-    def refuse_layer_0_beside_states(self) -> None:
+    def check_layer_0(self) -> None:
         """No block is called with layer 0 besides its state."""
         for number, call in enumerate(self.calls, start=1):
             if any(alike(value, self.calls[0].state) for value in (*call.args, *call.kwargs.values())):
-                raise NotShown(f"block {number} is called with layer 0 besides its state")
+                raise Unproven(f"block {number} is called with layer 0 besides its state")
 
     def is_causal(self) -> bool:
         """Whether the last token of a text changes nothing before it."""
-        return self.probe.of_texts and all(
-            apart(state[1, :-1], state[0, :-1]) <= self.tolerance for state in self.states if state is not None
+        return self.probe.is_text and all(
+            rel_error(state[1, :-1], state[0, :-1]) <= self.tolerance for state in self.states if state is not None
         )
 
     def takes_padding(self) -> bool:
         """Whether a text has the same states alone and with padding behind it."""
-        if not self.probe.of_texts:
+        if not self.probe.is_text:
             return False
         ids = self.probe.needed[:1]
         length = max(1, ids.shape[1] - 4)
         try:
             alone, behind = (
-                [call.after[:, :length] for call in self._passed(self.family.features, inputs)]
+                [call.result[:, :length] for call in self._run(self.family.features, inputs)]
                 for inputs in ({"input_ids": ids[:, :length]}, self._padded(length))
             )
         except CANNOT_CALL:
             return False
-        return all(apart(one, other) <= self.tolerance for one, other in zip(behind, alone, strict=True))
+        return all(rel_error(one, other) <= self.tolerance for one, other in zip(behind, alone, strict=True))
 
     def scores_take_padding(self) -> bool:
         """Whether a text has the same scores alone and with padding behind it: a head may average or pick tokens."""
@@ -356,7 +356,7 @@ class Evidence:
             for inputs in ({"input_ids": self.probe.needed[:1, :length]}, self._padded(length))
         )
         behind = behind[:, :length] if behind.ndim == 3 else behind
-        return alone.shape == behind.shape and apart(behind, alone) <= self.tolerance
+        return alone.shape == behind.shape and rel_error(behind, alone) <= self.tolerance
 
     def _padded(self, length: int) -> dict[str, Tensor]:
         """The first text, of which so many tokens are real."""
@@ -364,48 +364,48 @@ class Evidence:
         mask = (torch.arange(ids.shape[1], device=ids.device) < length)[None].long()
         return {n: v for n, v in (("input_ids", ids), ("attention_mask", mask)) if n in self.probe.columns}
 
-    def trunk_alone(self) -> bool:
+    def trunk_agrees(self) -> bool:
         """Whether the model without its head passes the same states."""
         if trunk_of(self.model) is self.model:
             return False
         try:
-            calls = self._passed(self.family.features)
-        except (NotShown, *CANNOT_CALL):
+            calls = self._run(self.family.features)
+        except (Unproven, *CANNOT_CALL):
             return False
         return all(call.module is block for call, block in zip(calls, self.blocks, strict=True)) and all(
-            apart(call.after, state) <= self.tolerance for call, state in zip(calls, self.states[1:], strict=True)
+            rel_error(call.result, state) <= self.tolerance for call, state in zip(calls, self.states[1:], strict=True)
         )
 
-    def _passed(self, call: Callable[..., Any], inputs: Mapping[str, Tensor] | None = None) -> list[Watched]:
+    def _run(self, call: Callable[..., Any], inputs: Mapping[str, Tensor] | None = None) -> list[SeenCall]:
         inputs = self.probe.inputs if inputs is None else inputs
         is_wide = next(self.blocks[0].parameters(), self.logits).dtype == torch.float64
-        with watch(self.blocks) as calls, softening(self.blocks) if is_wide else nullcontext():
+        with watch(self.blocks) as calls, clamped_masks(self.blocks) if is_wide else nullcontext():
             call(self.model, inputs, dict(self.family.options))
-        return self._of_blocks(calls)
+        return self._ordered(calls)
 
-    def _of_blocks(self, calls: Sequence[Watched]) -> list[Watched]:
+    def _ordered(self, calls: Sequence[SeenCall]) -> list[SeenCall]:
         """The calls, if every block has run once, in order."""
         if [each.module for each in calls] != list(self.blocks):
-            raise NotShown(f"its {len(self.blocks)} blocks do not run once each, in order")
+            raise Unproven(f"its {len(self.blocks)} blocks do not run once each, in order")
         return [*calls]
 
     def _numbers(self) -> range:
         return range(1, len(self.blocks) + 1)
 
     def _call(self, number: int) -> BlockCall:
-        return self._as_called(self.calls[number - 1])
+        return self._block_call(self.calls[number - 1])
 
-    def _as_called(self, call: Watched) -> BlockCall:
+    def _block_call(self, call: SeenCall) -> BlockCall:
         return BlockCall(call.module, call.args, call.kwargs)
 
-    def _same(self, difference: float, sentence: str) -> float:
-        if not difference <= self.tolerance:
-            raise NotShown(f"{sentence} (by {difference:.1e} of its length)")
-        return difference
+    def _check(self, error: float, sentence: str) -> float:
+        if not error <= self.tolerance:
+            raise Unproven(f"{sentence} (by {error:.1e} of its length)")
+        return error
 
-    def _is_change(self, moved: float, difference: float) -> bool:
+    def _is_change(self, moved: float, error: float) -> bool:
         """Whether something has moved by more than rounding; a bias may be far larger than what a head makes of it."""
-        return moved > 10 * max(difference, 4 * torch.finfo(self.states[0].dtype).eps)
+        return moved > 10 * max(error, 4 * torch.finfo(self.states[0].dtype).eps)
 
 
 def shifted(state: Tensor, *, seed: int = 0) -> Tensor:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import Schedule, Step, Variant, checked, format_schedule, members, variants
 from lit_layers.functional.jacobian.block_call import is_cache, is_hooked
-from lit_layers.models.block_calls import first, in_place_of, replaced, split_arguments
+from lit_layers.models.block_calls import block_output, replaced, split_state, state_of
 from lit_layers.models.build import plain_model
 from lit_layers.models.families import Network
 from lit_layers.models.structure import family_of
 from lit_layers.models.view import REORDERED, LayeredModel, Trajectory
 
-_NUMBERS, _OWNER = itertools.count(1), "lit_layers_order"  # of orders; a number stays what it is in a copy of a cache
+_IDS, _OWNER = itertools.count(1), "lit_layers_order"  # of orders; a number stays what it is in a copy of a cache
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def running_order(model: nn.Module, schedule: Sequence[Step]) -> Iterator[nn.Mod
     order = _Order(steps, [block.forward for block in blocks], type(network).__name__, returned)
     refusing = network.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
     try:
-        with refusing, replaced(blocks, map(order.at, range(1, len(blocks) + 1))):
+        with refusing, replaced(blocks, map(order.forward_of, range(1, len(blocks) + 1))):
             yield model
     finally:
         network.__dict__.pop(REORDERED, None)
@@ -84,26 +84,26 @@ class _Order:
         returned: Sequence[int],
     ) -> None:
         self.steps, self.forwards, self.kind, self.returned = steps, forwards, kind, returned
-        self.number = next(_NUMBERS)
+        self.number = next(_IDS)
         self.arguments: list[tuple[tuple, dict[str, Any]]] = []  # of the blocks of one forward pass, so far
 
-    def at(self, number: int) -> Callable[..., Any]:
+    def forward_of(self, number: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            hidden, args, kwargs = split_arguments(args, kwargs)
+            hidden, args, kwargs = split_state(args, kwargs)
             if number == 1:
-                self._own_caches(args, kwargs)
+                self._claim_caches(args, kwargs)
                 self.arguments = []
             if len(self.arguments) != number - 1:
                 raise RuntimeError(f"block {number} of {self.kind} was called alone: leave its order of blocks first")
             self.arguments.append((args, kwargs))
             if number < len(self.forwards):
-                return in_place_of(hidden, self.returned[number - 1])
+                return block_output(hidden, self.returned[number - 1])
             arguments, self.arguments = self.arguments, []
-            return in_place_of(self._run(hidden, arguments), self.returned[number - 1])
+            return block_output(self._run(hidden, arguments), self.returned[number - 1])
 
         return forward
 
-    def _own_caches(self, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _claim_caches(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Claim empty caches for this order, and refuse what another one has filled, or what has no slots."""
         from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -125,24 +125,24 @@ class _Order:
 
     def _run(self, hidden: Tensor, arguments: list[tuple[tuple, dict[str, Any]]]) -> Tensor:
         # Caches say of each block that the tokens at hand are in it: masks and positions go by that.
-        place_holder = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[1], 1)  # (batch, head, tokens, width)
+        placeholder = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[1], 1)  # (batch, head, tokens, width)
         for number, (args, kwargs) in enumerate(arguments):
             for cache in filter(is_cache, (*args, *kwargs.values())):
-                cache.update(place_holder, place_holder, number)
+                cache.update(placeholder, placeholder, number)
         slot = len(self.forwards)
         for step in self.steps:
             outputs = []
             for number in members(step):
                 args, kwargs = arguments[number - 1]
-                args = tuple(_in_slot(value, slot, number) for value in args)
-                kwargs = {name: _in_slot(value, slot, number) for name, value in kwargs.items()}
-                outputs.append(first(self.forwards[number - 1](hidden, *args, **kwargs)))
+                args = tuple(_slot_view(value, slot, number) for value in args)
+                kwargs = {name: _slot_view(value, slot, number) for name, value in kwargs.items()}
+                outputs.append(state_of(self.forwards[number - 1](hidden, *args, **kwargs)))
                 slot += 1
             hidden = outputs[0] if len(outputs) == 1 else torch.stack(outputs).mean(0)
         return hidden
 
 
-def _in_slot(value: Any, slot: int, number: int) -> Any:
+def _slot_view(value: Any, slot: int, number: int) -> Any:
     """What block `number` is given in place of a cache; anything else as it is."""
     if not is_cache(value):
         return value
@@ -166,7 +166,7 @@ class _OneSlot:
         return getattr(self._cache, name)
 
 
-def variants_of(options: Any, model: LayeredModel, place: str = "") -> list[Variant]:
+def variants_of(options: Any, model: LayeredModel, prefix: str = "") -> list[Variant]:
     """The orders of blocks that an analysis's options of those names ask for, the full model first.
 
     Raises:
@@ -175,11 +175,11 @@ def variants_of(options: Any, model: LayeredModel, place: str = "") -> list[Vari
     names = ("middles", "seeds", "loops", "custom")
     given = {name: getattr(options, name) for name in names if hasattr(options, name)}
     if model.num_layers < 2:
-        raise InputError(f"{place}an order needs at least two blocks, the model has {model.num_layers}")
+        raise InputError(f"{prefix}an order needs at least two blocks, the model has {model.num_layers}")
     try:
         return variants(model.num_layers, options.variants, **given)
     except (TypeError, ValueError) as error:
-        raise InputError(f"{place}{error}") from error
+        raise InputError(f"{prefix}{error}") from error
 
 
 class SharedPrefixes:
@@ -205,19 +205,19 @@ class SharedPrefixes:
 
         The state is to be read and not written to: it may be needed for others.
         """
-        way, before, full = [trajectory.hidden[0]], (), tuple(range(1, len(trajectory.hidden)))
+        passed, previous, full = [trajectory.hidden[0]], (), tuple(range(1, len(trajectory.hidden)))
         for schedule, indices in self.indices.items():
-            pairs = zip(schedule, before, strict=False)
+            pairs = zip(schedule, previous, strict=False)
             start = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            del way[start + 1 :]
+            del passed[start + 1 :]
             for layer, step in enumerate(schedule[start:], start + 1):
                 is_passed = schedule[:layer] == full[:layer]
-                way.append(trajectory.hidden[layer] if is_passed else _after(step, way[-1], trajectory))
-            yield tuple(indices), way[-1]
-            before = schedule
+                passed.append(trajectory.hidden[layer] if is_passed else _apply_step(step, passed[-1], trajectory))
+            yield tuple(indices), passed[-1]
+            previous = schedule
 
 
 @torch.no_grad()
-def _after(step: Step, state: Tensor, trajectory: Trajectory) -> Tensor:
+def _apply_step(step: Step, state: Tensor, trajectory: Trajectory) -> Tensor:
     outputs = [trajectory.block(number)(state) for number in members(step)]
     return outputs[0] if len(outputs) == 1 else torch.stack(outputs).mean(0)

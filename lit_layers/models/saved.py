@@ -77,7 +77,7 @@ def _load(name: str, revision: str | None, dtype: torch.dtype, offload: Offload 
     settings, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
     refuse_foreign_code(settings, name)
     if offload is None:
-        _refuse_beyond_memory(settings | settings.get("model_args", {}))
+        _check_memory(settings | settings.get("model_args", {}))
     if is_timm(settings):
         if offload is not None:
             raise InputError(f"offload: {name} is a model of timm, which is only read whole: leave --offload out")
@@ -88,7 +88,7 @@ def _load(name: str, revision: str | None, dtype: torch.dtype, offload: Offload 
     return _load_transformers(name, settings, revision, dtype, offload)
 
 
-def _refuse_beyond_memory(settings: dict[str, Any]) -> None:
+def _check_memory(settings: dict[str, Any]) -> None:
     """Refuse weights that cannot fit; count no more than what every family has."""
 
     def size(*names: str) -> int:
@@ -103,7 +103,7 @@ def _refuse_beyond_memory(settings: dict[str, Any]) -> None:
         )
 
 
-def refuse_weights_elsewhere(model: str, revision: str | None = None) -> None:
+def check_weights(model: str, revision: str | None = None) -> None:
     """Refuse a model in a folder or on the Hub whose weights are not all in its own files.
 
     Raises:
@@ -134,7 +134,7 @@ def _load_transformers(
     from transformers.utils import cached_file
 
     kind = class_of(settings, name)
-    refuse_weights_elsewhere(name, revision)
+    check_weights(name, revision)
     options: dict[str, Any] = {"trust_remote_code": False, "weights_only": True, "output_loading_info": True}
     read = functools.partial(kind.from_pretrained, name, revision=revision, dtype=dtype, **options)
     if offload is None:
@@ -145,7 +145,7 @@ def _load_transformers(
         if report.get(problem):
             keys = sorted(report[problem])[:3]
             raise InputError(f"the weights of {name} do not fill {kind.__name__}: {problem} {keys}")
-    _refuse_leftovers(model, report["unexpected_keys"], name)
+    _check_unused(model, report["unexpected_keys"], name)
     if model.main_input_name == "pixel_values":
         file = cached_file(name, pixels.PREPROCESSOR, revision=revision, _raise_exceptions_for_missing_entries=False)
         if file is not None:
@@ -159,7 +159,7 @@ _HEADS = re.compile(
 )
 
 
-def _refuse_leftovers(model: Network, leftovers: Iterable[str], name: str) -> None:
+def _check_unused(model: Network, leftovers: Iterable[str], name: str) -> None:
     """Refuse weights that the class has no place for, unless they are a head that the model does without.
 
     Raises:
@@ -220,7 +220,7 @@ def outline(settings: dict[str, Any], name: str, dtype: torch.dtype | None = Non
 
             refuse_foreign_code(settings, name)
             kind = class_of(settings, name)
-            config = AutoConfig.for_model(**json.loads(json.dumps(settings), object_hook=_with_infinity))
+            config = AutoConfig.for_model(**json.loads(json.dumps(settings), object_hook=_parse_infinity))
             build = kind.from_config if kind.__name__.startswith("Auto") else kind._from_config
             return build(config) if dtype is None else build(config, dtype=dtype)
         except InputError:
@@ -230,7 +230,7 @@ def outline(settings: dict[str, Any], name: str, dtype: torch.dtype | None = Non
             raise InputError(f"the config.json of {name} describes no model: {kind}{first_sentence(error)}") from error
 
 
-def initialised(
+def initialise(
     settings: dict[str, Any], name: str, *, seed: int, dtype: torch.dtype, preprocessor: dict[str, Any] | None = None
 ) -> nn.Module:
     """The model that a config.json describes as its library initialises it, on the CPU; no weights are read.
@@ -248,12 +248,12 @@ def initialised(
     return fresh
 
 
-def _with_infinity(part: dict[str, Any]) -> Any:
+def _parse_infinity(part: dict[str, Any]) -> Any:
     """An infinite number as transformers writes it, {"__float__": "Infinity"}; anything else as it is."""
     return float(part["__float__"]) if part.keys() == {"__float__"} else part
 
 
-def described(model: Network) -> dict[str, Any]:
+def describe(model: Network) -> dict[str, Any]:
     """What a config.json would say of a model, its padded vocabulary included: plain values, for `outline`."""
     if not hasattr(model, "config"):
         config: Any = model.pretrained_cfg
@@ -266,7 +266,7 @@ def described(model: Network) -> dict[str, Any]:
     return settings | {"architectures": [type(model).__name__.removeprefix("FSDP")]}  # as sharding calls it
 
 
-def rebuilt(settings: dict[str, Any]) -> nn.Module:
+def rebuild(settings: dict[str, Any]) -> nn.Module:
     """The model that `described` described, with new weights, on the CPU in training mode.
 
     Raises:
@@ -324,7 +324,7 @@ def sequence_classifier(name: str | Path, num_outputs: int, *, seed: int = 0) ->
         raise InputError(f"model: cannot open {name}: {first_sentence(error)}") from error
     if kind not in ENCODERS:
         raise InputError(f"model: expected an encoder ({', '.join(ENCODERS)}), {name} is of the type {kind}")
-    refuse_weights_elsewhere(str(name), None)
+    check_weights(str(name), None)
     options: dict[str, Any] = {"num_labels": num_outputs, "ignore_mismatched_sizes": True, "weights_only": True}
     with quiet(seed, reports=False):
         model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -338,7 +338,7 @@ def sequence_classifier(name: str | Path, num_outputs: int, *, seed: int = 0) ->
     wrong = [*report["missing_keys"], *(key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"])]
     if lost := sorted(key for key in wrong if key.startswith(prefix) and ".pooler." not in key):
         raise InputError(f"model: the weights of {name} do not fill its trunk: {', '.join(lost[:3])} are not there")
-    _refuse_leftovers(model, report["unexpected_keys"], str(name))
+    _check_unused(model, report["unexpected_keys"], str(name))
     trunk = trunk_of(model)
     family_of(trunk)
     return model.eval(), trunk

@@ -22,9 +22,9 @@ from lit_layers.functional.jacobian.block_call import evaluating, is_cache
 from lit_layers.models.block_calls import num_values
 from lit_layers.models.discovery import (
     TWO_ROWS,
-    Structured,
+    FoundFamily,
+    find_blocks,
     is_encoder_decoder,
-    row_of_blocks,
     scores_of,
 )
 from lit_layers.models.families import (
@@ -33,12 +33,12 @@ from lit_layers.models.families import (
     Family,
     Network,
     Vision,
+    call_maskless,
+    call_trunk,
     row_of,
     text_config,
     timm_features,
-    trunk_by_name,
     trunk_of,
-    without_mask,
 )
 from lit_layers.models.offload import execution_device
 from lit_layers.models.own_networks import OwnNetwork, is_known, network_of
@@ -46,13 +46,13 @@ from lit_layers.models.proof import (
     CANNOT_CALL,
     Evidence,
     NotFinite,
-    NotShown,
     PositionTables,
     Probe,
-    Watched,
-    apart,
+    SeenCall,
+    Unproven,
     is_timm,
     probe_of,
+    rel_error,
     watch,
 )
 
@@ -63,16 +63,16 @@ def family_of(model: nn.Module) -> Family:
     Raises:
         InputError: a model that is no row of blocks; the sentence says what does not hold, and where.
     """
-    return row_of(model) or by_structure(model)
+    return row_of(model) or infer_family(model)
 
 
 # Of each class: what was last found of a config, under the libraries of this process; of each model: by which config
 # and weights, and what, as it may be another thing than that of other weights.
 _FOUND: "weakref.WeakKeyDictionary[type, dict[str, Family]]" = weakref.WeakKeyDictionary()
-_SHOWN: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Family]]" = weakref.WeakKeyDictionary()
+_PROVEN: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Family]]" = weakref.WeakKeyDictionary()
 
 
-def by_structure(model: Network) -> Family:
+def infer_family(model: Network) -> Family:
     """The family of a model without a row, found and proven on the weights that it has: again when they have changed,
     as what a weight of 0 hides at the first step need not be hidden at the next.
 
@@ -98,20 +98,20 @@ def by_structure(model: Network) -> Family:
     families = _FOUND.setdefault(type(model), {})
     key = _digest(model)
     network = network_of(model)
-    by, shown = (key, _state_of(model)), _SHOWN.get(network)
-    if key not in families or shown is None or shown[0] != by:
+    by, proof = (key, _versions(model)), _PROVEN.get(network)
+    if key not in families or proof is None or proof[0] != by:
         try:
-            families[key] = _proven_widely(model)
-        except NotShown as reason:
+            families[key] = _prove_float32(model)
+        except Unproven as reason:
             if not (isinstance(reason, NotFinite) and key in families):
                 raise InputError(
                     f"no layered view of {kind}: {reason}; nor has its class a row in lit_layers/models/families.py"
                 ) from reason
-        _SHOWN[network] = shown = by, families[key]
-    return shown[1]
+        _PROVEN[network] = proof = by, families[key]
+    return proof[1]
 
 
-def _state_of(model: Network) -> tuple[int, ...]:
+def _versions(model: Network) -> tuple[int, ...]:
     """What changes when a weight does: where they lie, and how often they were written to. Buffers are left out, as
     some calls write to theirs."""
     tensors = [tensor for tensor in model.parameters() if not tensor.is_inference()]
@@ -127,24 +127,24 @@ def _digest(model: Network) -> str:
     return hashlib.blake2b("\n".join([*shapes, options, str(attention)]).encode()).hexdigest()
 
 
-def _proven_widely(model: Network) -> Structured:
+def _prove_float32(model: Network) -> FoundFamily:
     """As `proven`; of weights of 16 bits on a copy in float32, where no more than float32 rounds hides an identity that
     fails. A model whose weights are not in memory is shown as it is.
     """
     if any(each.is_meta for each in model.parameters()) or all(each.dtype.itemsize != 2 for each in model.parameters()):
-        return proven(model)
-    family = proven(copy.deepcopy(model).float())
-    return replace(family, shown=(*family.shown, ("computed", "float32")))
+        return prove(model)
+    family = prove(copy.deepcopy(model).float())
+    return replace(family, checks=(*family.checks, ("computed", "float32")))
 
 
-def proven(model: Network) -> Structured:
+def prove(model: Network) -> FoundFamily:
     """The family of a model, shown on its weights.
 
     Raises:
-        NotShown: an identity that does not hold.
+        Unproven: an identity that does not hold.
     """
     with untouched(model):
-        return taken_apart(model)
+        return _prove(model)
 
 
 @contextmanager
@@ -152,7 +152,7 @@ def untouched(model: Network) -> Iterator[None]:
     """Hold that what is done inside writes to no weight and no buffer of a model, and exchanges none of its modules.
 
     Raises:
-        NotShown: it does.
+        Unproven: it does.
     """
     before, buffers = _tensors(model), {n: b.clone() for n, b in model.named_buffers(remove_duplicate=False)}
     versions = {name: tensor._version for name, tensor in before.items()}
@@ -167,16 +167,16 @@ def untouched(model: Network) -> Iterator[None]:
     if before.keys() != after.keys() or not all(
         name in buffers and torch.equal(buffers[name], after[name]) for name in written
     ):
-        raise NotShown("its own call writes to its weights or buffers")
+        raise Unproven("its own call writes to its weights or buffers")
     if modules != [id(module) for module in model.modules()]:
-        raise NotShown("its own call exchanges its modules")
+        raise Unproven("its own call exchanges its modules")
 
 
-def taken_apart(model: Network) -> Structured:
+def _prove(model: Network) -> FoundFamily:
     """The family of a model, shown on its weights.
 
     Raises:
-        NotShown: an identity that does not hold.
+        Unproven: an identity that does not hold.
     """
     place = execution_device(model)
     with (
@@ -187,15 +187,15 @@ def taken_apart(model: Network) -> Structured:
         evaluating(model),
     ):
         probe = probe_of(model)
-        family, calls, output = _discovered(model, probe)
+        family, calls, output = _discover(model, probe)
         try:
-            return _shown(Evidence(model, family, probe, calls, output))
+            return _checked(Evidence(model, family, probe, calls, output))
         except torch.OutOfMemoryError:
             raise
         except CANNOT_CALL as error:
             if isinstance(error, InputError) and not isinstance(model, OwnNetwork):
                 raise
-            raise NotShown(f"its blocks cannot be called again ({kind_and_words(error)[:240]})") from error
+            raise Unproven(f"its blocks cannot be called again ({kind_and_words(error)[:240]})") from error
 
 
 def _tensors(model: Network) -> dict[str, Tensor]:
@@ -205,25 +205,25 @@ def _tensors(model: Network) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in both.items() if not tensor.is_inference() and not tensor.is_meta}
 
 
-def _shown(evidence: Evidence) -> Structured:
+def _checked(evidence: Evidence) -> FoundFamily:
     """The family with all that its proof has shown."""
     family, probe = evidence.family, evidence.probe
     if is_own := isinstance(evidence.model, OwnNetwork):
-        evidence.alone()
-        evidence.refuse_layer_0_beside_states()
-    replayed = evidence.replayed()
-    evidence.arguments_alone()
-    followed = evidence.followed()
-    read_out, together = evidence.read_out()
-    if family.features is not family.call and not evidence.trunk_alone():
+        evidence.check_alone()
+        evidence.check_layer_0()
+    replayed = evidence.check_replay()
+    evidence.check_args()
+    followed = evidence.check_chain()
+    read_out, needs_all = evidence.check_readout()
+    if family.features is not family.call and not evidence.trunk_agrees():
         family = evidence.family = replace(family, features=family.call)
     padding = evidence.takes_padding()
     if is_own and padding:
         padding = evidence.scores_take_padding()
     causal = evidence.is_causal()
-    limits = [family.limit, _said_limit(evidence.model.config)] if probe.of_texts else []
+    limits = [family.limit, _config_limit(evidence.model.config)] if probe.is_text else []
     positive = [limit for limit in limits if limit and limit > 0]
-    shown = {
+    proof = {
         "blocks": family.blocks,
         "probe": " x ".join(map(str, probe.needed.shape)),
         "replay": replayed,
@@ -237,14 +237,14 @@ def _shown(evidence: Evidence) -> Structured:
         limit=min(positive) if positive else None,
         is_causal=causal,
         takes_padding=padding,
-        together=together,
-        shown=tuple(
-            (name, float(f"{value:.1e}") if isinstance(value, float) else value) for name, value in shown.items()
+        needs_all=needs_all,
+        checks=tuple(
+            (name, float(f"{value:.1e}") if isinstance(value, float) else value) for name, value in proof.items()
         ),
     )
 
 
-def _said_limit(config: Any) -> int | None:
+def _config_limit(config: Any) -> int | None:
     """Tokens of the longest text, as a config says it; MPT's by another name.
 
     Phi 3.5 has other rotary frequencies for texts of more than 4,096 tokens, which one text would change for its batch.
@@ -258,7 +258,7 @@ def _said_limit(config: Any) -> int | None:
     return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
 
 
-def apart_when_built_again(model: Network) -> float:
+def rebuilt_error(model: Network) -> float:
     """How far the states of a small batch are, as part of their length, from those of a model that is built from the
     config and given the weights: far, where blocks depend on how many there are."""
     device = next(model.parameters()).device
@@ -270,10 +270,10 @@ def apart_when_built_again(model: Network) -> float:
             buffer.data = buffer.to(was[name].dtype if name in was else buffer.dtype)
         probe, states = probe_of(model), []
         for each in (model, again):
-            with watch(by_structure(each).block_list(each)) as calls:
+            with watch(infer_family(each).block_list(each)) as calls:
                 probe.call(each, probe.inputs, dict(probe.options))
-            states.append([call.after for call in calls])
-    return max(apart(one, other) for one, other in zip(*states, strict=True))
+            states.append([call.result for call in calls])
+    return max(rel_error(one, other) for one, other in zip(*states, strict=True))
 
 
 # Which modules are the blocks.
@@ -285,7 +285,7 @@ def _lists(model: Network) -> dict[str, list[nn.Module]]:
     return {path: list(module) for path, module in model.named_modules() if isinstance(module, kinds) and len(module)}
 
 
-def _discovered(model: Network, probe: Probe) -> tuple[Structured, list[Watched], Any]:
+def _discover(model: Network, probe: Probe) -> tuple[FoundFamily, list[SeenCall], Any]:
     """The family as its structure is, and the calls of its blocks and the output of the pass that shows it."""
     lists = _lists(model)
     outside = [module for module in model.modules() if "Norm" in type(module).__name__]
@@ -298,41 +298,41 @@ def _discovered(model: Network, probe: Probe) -> tuple[Structured, list[Watched]
             raise
         except CANNOT_CALL as error:
             two_rows, why = f"{TWO_ROWS}, and " if is_encoder_decoder(model) else "", kind_and_words(error)[:240]
-            raise NotShown(f"{two_rows}it cannot be called with {probe.columns[0]} alone ({why})") from error
-    path, row = row_of_blocks(model, calls, lists, probe)
+            raise Unproven(f"{two_rows}it cannot be called with {probe.columns[0]} alone ({why})") from error
+    path, row = find_blocks(model, calls, lists, probe)
     if any(is_cache(value) for call in row for value in (*call.args, *call.kwargs.values())):
-        raise NotShown("its blocks are given a cache of keys and values, and use_cache=False does not keep it away")
+        raise Unproven("its blocks are given a cache of keys and values, and use_cache=False does not keep it away")
     if is_timm(model):
         features, package = timm_features, "timm"
     else:
-        features, package = trunk_by_name, "transformers"
+        features, package = call_trunk, "transformers"
     trunk = trunk_of(model)
-    family = Structured(
+    family = FoundFamily(
         name=type(model).__name__,
         classes=(type(model).__name__,),
         blocks=path,
-        norm=_norm_behind(model, row, calls),
+        norm=_final_norm(model, row, calls),
         package=package,
         inputs=probe.columns,
         options=probe.options,
-        vision=None if probe.of_texts else _vision(model, row, probe, output),
+        vision=None if probe.is_text else _vision(model, row, probe, output),
         call=probe.call,
         features=probe.call
-        if (trunk is model and package == "transformers") or probe.call is without_mask
+        if (trunk is model and package == "transformers") or probe.call is call_maskless
         else features,
         returned=tuple(num_values(call.output) for call in row),
-        dim=row[-1].after.shape[-1],
+        dim=row[-1].result.shape[-1],
         limit=tables.limit,
         order=tuple(lists[path].index(call.module) for call in row),
         **scores_of(model, output, probe),
-        word=int(probe.needed[0, 0]) if probe.of_texts else 0,
+        filler=int(probe.needed[0, 0]) if probe.is_text else 0,
     )
     return family, row, output
 
 
-def _norm_behind(model: Network, row: list[Watched], calls: list[Watched]) -> str | None:
+def _final_norm(model: Network, row: list[SeenCall], calls: list[SeenCall]) -> str | None:
     """The norm that takes the last state, if that is what follows the blocks."""
-    last = row[-1].after
+    last = row[-1].result
     inside = {id(part) for call in row for part in call.module.modules()}
     for call in calls:
         if call.state is last and id(call.module) not in inside and "Norm" in type(call.module).__name__:
@@ -340,7 +340,7 @@ def _norm_behind(model: Network, row: list[Watched], calls: list[Watched]) -> st
     return None
 
 
-def _vision(model: Network, row: list[Watched], probe: Probe, output: Any) -> Vision:
+def _vision(model: Network, row: list[SeenCall], probe: Probe, output: Any) -> Vision:
     """Where the patches of a model of images are, from the number of its tokens."""
     state, pixels = row[0].state, probe.needed
     if is_timm(model):
@@ -348,11 +348,11 @@ def _vision(model: Network, row: list[Watched], probe: Probe, output: Any) -> Vi
     else:
         patches = getattr(getattr(model.config, "vision_config", model.config), "patch_size", None)
     if patches is None:
-        raise NotShown("nothing says the size of its patches")
+        raise Unproven("nothing says the size of its patches")
     side = int(patches if isinstance(patches, int) else patches[0])
     prefix = state.shape[1] - (pixels.shape[-1] // side) ** 2
     if prefix < 0:
-        raise NotShown(f"its blocks take {state.shape[1]} tokens for {(pixels.shape[-1] // side) ** 2} patches")
+        raise Unproven(f"its blocks take {state.shape[1]} tokens for {(pixels.shape[-1] // side) ** 2} patches")
     logits = getattr(output, "logits", None) if not isinstance(output, Tensor) else output
     num_classes = 0 if logits is None else logits.shape[-1]
     has_class_token = prefix > 0 and torch.equal(state[0, 0], state[1, 0])

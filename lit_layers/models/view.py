@@ -17,19 +17,19 @@ from lit_layers.functional.jacobian.block_call import Alignment, evaluating
 from lit_layers.models import block_calls
 from lit_layers.models.block_calls import (
     BlockCall,
-    cut,
-    first,
-    handing_on,
+    bypassed,
+    call_hooks,
+    clamped_masks,
     hooked,
-    softening,
-    split_arguments,
-    watching,
+    rows_of,
+    split_state,
+    state_of,
 )
 from lit_layers.models.build import plain_model, true_vocab_size
 from lit_layers.models.families import Network, text_config, trunk_of
 from lit_layers.models.offload import execution_device
-from lit_layers.models.own_networks import OwnNetwork, wrapped_if_own
-from lit_layers.models.proof import apart, probe_texts
+from lit_layers.models.own_networks import OwnNetwork, wrap_own
+from lit_layers.models.proof import probe_texts, rel_error
 from lit_layers.models.structure import family_of
 
 Batch = Mapping[str, Tensor]
@@ -50,7 +50,7 @@ class LayeredModel:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model: Network = wrapped_if_own(plain_model(model))  # hooks added after torch.compile do not fire
+        self.model: Network = wrap_own(plain_model(model))  # hooks added after torch.compile do not fire
         self.family = family_of(self.model)
         self.blocks = self.family.block_list(self.model)
 
@@ -94,12 +94,12 @@ class LayeredModel:
             return True
         texts = probe_texts(self.model)[:2]  # they differ in the last token
         hidden = self.trajectory({"input_ids": texts}).hidden[:, :, :-1]
-        return not apart(hidden[:, 1], hidden[:, 0]) > 1e-3  # NaN tells nothing
+        return not rel_error(hidden[:, 1], hidden[:, 0]) > 1e-3  # NaN tells nothing
 
     @property
     def max_tokens(self) -> int | None:
         """Longest text the model takes; None for images and for a model that takes any length."""
-        return None if self.family.sees_images else self.family.most_tokens(self.model.config)
+        return None if self.family.sees_images else self.family.max_tokens(self.model.config)
 
     @property
     def image_size(self) -> int | None:
@@ -183,7 +183,7 @@ class LayeredModel:
             mask = block_calls.mask_of(inputs, whole[0]) if alignment is None else alignment.given_mask
         return Trajectory(whole, mask, tuple(calls), self.attention, self, inputs, alignment)
 
-    def pass_states(self, batch: Batch, look: Callable[[int, Tensor, Tensor], None]) -> None:
+    def pass_states(self, batch: Batch, visit: Callable[[int, Tensor, Tensor], None]) -> None:
         """Call `look(layer, hidden, mask)` for layers 0 to L as one batch passes them, and keep nothing.
 
         What `trajectory` holds as `hidden[layer]` (batch, tokens, dim) and `mask` (batch, tokens), to be read and not
@@ -194,29 +194,29 @@ class LayeredModel:
         """
         layers = itertools.count()
         with torch.inference_mode(False), torch.no_grad():
-            self._pass(batch, lambda state, mask, *_: look(next(layers), state, mask))
+            self._pass(batch, lambda state, mask, *_: visit(next(layers), state, mask))
 
-    def _pass(self, batch: Batch, look: Callable[..., None]) -> tuple[dict[str, Tensor], Alignment | None]:
+    def _pass(self, batch: Batch, visit: Callable[..., None]) -> tuple[dict[str, Tensor], Alignment | None]:
         """Call `look(state, mask, call)` with the input of the first block (no call) and after each block."""
         is_first = True
 
         def give(state: Tensor, call: BlockCall | None = None) -> None:
             if alignment is None:
-                look(state, block_calls.mask_of(inputs, state), call)
+                visit(state, block_calls.mask_of(inputs, state), call)
             else:
-                look(alignment.restored(state), alignment.given_mask, call)
+                visit(alignment.restored(state), alignment.given_mask, call)
 
         def show(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             nonlocal is_first
-            before, args, kwargs = split_arguments(args, kwargs)
+            before, args, kwargs = split_state(args, kwargs)
             if is_first:
                 give(before)
                 is_first = False
-            give(first(output), BlockCall(module, args, kwargs, alignment))
+            give(state_of(output), BlockCall(module, args, kwargs, alignment))
 
         with evaluating(self.model):
             inputs, alignment = self._inputs(batch)
-            with self._watched(show):
+            with self._observed(show):
                 self.family.features(self.model, inputs, dict(self.family.options))
         return inputs, alignment
 
@@ -228,11 +228,11 @@ class LayeredModel:
         """
         with evaluating(self.model):
             flat = hidden.reshape(-1, *hidden.shape[-2:])
-            logits = self._real(self.family.read_out(self.model, flat))
+            logits = self._unpadded(self.family.read_out(self.model, flat))
         return logits.unflatten(0, hidden.shape[:-2]) if hidden.ndim > 2 else logits[0]
 
     @contextmanager
-    def _watched(self, hook: Callable[..., None]) -> Iterator[None]:
+    def _observed(self, hook: Callable[..., None]) -> Iterator[None]:
         """The hook sees each block's call inside, where every block runs once, in order."""
         self.refuse_reordered()
         order: list[nn.Module] = []
@@ -241,8 +241,8 @@ class LayeredModel:
             order.append(module)
             hook(module, args, kwargs, output)
 
-        handles = watching(self.blocks, note)
-        with hooked(handles), softening(self.blocks) if self.dtype == torch.float64 else nullcontext():
+        handles = call_hooks(self.blocks, note)
+        with hooked(handles), clamped_masks(self.blocks) if self.dtype == torch.float64 else nullcontext():
             yield
         if order != list(self.blocks):
             raise RuntimeError(f"expected {self.num_layers} blocks to run once each, in order, saw {len(order)} calls")
@@ -255,15 +255,15 @@ class LayeredModel:
                 "at its layers"
             )
 
-    def ending(self, inputs: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+    def own_logits(self, inputs: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
         """The logits that the model's own call makes of a last state: its blocks hand that on and do not run."""
         self.refuse_reordered()
-        forwards = self.family.as_identity(self.num_layers, hidden)
-        handed_on = handing_on(self.blocks, forwards)
-        with torch.inference_mode(False), torch.no_grad(), evaluating(self.model), handed_on:
-            return self._real(self.family.logits(self.model, inputs))
+        forwards = self.family.identities(self.num_layers, hidden)
+        bypass = bypassed(self.blocks, forwards)
+        with torch.inference_mode(False), torch.no_grad(), evaluating(self.model), bypass:
+            return self._unpadded(self.family.logits(self.model, inputs))
 
-    def _real(self, logits: Tensor) -> Tensor:
+    def _unpadded(self, logits: Tensor) -> Tensor:
         return logits[..., : self.vocab_size]
 
     def _inputs(self, batch: Batch) -> tuple[dict[str, Tensor], Alignment | None]:
@@ -329,7 +329,7 @@ class Trajectory:
         if self.pools_some:
             return self.pooled(self.hidden[-1])
         last = self.hidden[-1] if self.alignment is None else self.alignment.moved(self.hidden[-1])
-        logits = self.model.ending(self.inputs, last)
+        logits = self.model.own_logits(self.inputs, last)
         return logits if self.alignment is None or logits.ndim < 3 else self.alignment.restored(logits)
 
     def logits_of(self, index: tuple[Tensor, ...]) -> Tensor:
@@ -337,13 +337,13 @@ class Trajectory:
 
         Of a model that generates the head runs on these tokens alone, where it can.
         """
-        if self.model.family.together or not self.model.predicts_next_token:
+        if self.model.family.needs_all or not self.model.predicts_next_token:
             return self.logits[index]
         one = {name: column[:1, :1] for name, column in self.inputs.items()}
         rows = self.hidden[-1][index][None]
         if isinstance(self.model.model, OwnNetwork):  # which may compare the tokens it scores with those it is given
             one, rows = {name: column.expand(rows.shape[1], 1) for name, column in one.items()}, rows.transpose(0, 1)
-        return self.model.ending(one, rows).reshape(len(index[0]), -1)
+        return self.model.own_logits(one, rows).reshape(len(index[0]), -1)
 
     def readout(self, hidden: Tensor, index: tuple[Tensor, ...]) -> Tensor:
         """The same rows as those of `logits_of`, of another state (batch, tokens, dim) of this batch."""
@@ -353,7 +353,7 @@ class Trajectory:
     def pools_some(self) -> bool:
         """Whether the head makes one prediction of a text, of all its tokens but those that it takes for padding."""
         family = self.model.family
-        if family.sees_images or not family.together:
+        if family.sees_images or not family.needs_all:
             return False
         padding = getattr(text_config(self.model.model.config), "pad_token_id", None)
         if self.mask.all() and (padding is None or (self.inputs["input_ids"] != padding).all()):
@@ -362,10 +362,10 @@ class Trajectory:
 
     def pooled(self, hidden: Tensor) -> Tensor:
         """What the model's own end makes of the real tokens of states (batch, tokens, dim): (batch, classes)."""
-        columns = {name: column for name, column in self._given().items() if name != "attention_mask"}
-        return block_calls.read_by_length(self.model.ending, self.mask, columns, hidden)
+        columns = {name: column for name, column in self._batch().items() if name != "attention_mask"}
+        return block_calls.read_by_length(self.model.own_logits, self.mask, columns, hidden)
 
-    def _given(self) -> dict[str, Tensor]:
+    def _batch(self) -> dict[str, Tensor]:
         """The inputs with each token where it was given."""
         back = (lambda column: column) if self.alignment is None else self.alignment.restored
         return {name: back(column) for name, column in self.inputs.items()}
@@ -397,15 +397,15 @@ class Trajectory:
         """The trajectory of some prompts, its blocks closed over their arguments."""
         some, size = slice(start, stop), self.hidden.shape[1]
         if self.model.family.origin == "structure":  # nobody knows which arguments have a row for each prompt
-            batch = {name: column[some] for name, column in self._given().items()}
+            batch = {name: column[some] for name, column in self._batch().items()}
             mask = {} if self.model.family.sees_images else {"attention_mask": self.mask[some].long()}
             return self.model.trajectory(batch | mask)
         return replace(
             self,
             hidden=self.hidden[:, some],
             mask=self.mask[some],
-            calls=tuple(call.cut(some, size) for call in self.calls),
-            inputs=cut(self.inputs, some, size),
+            calls=tuple(call.rows(some, size) for call in self.calls),
+            inputs=rows_of(self.inputs, some, size),
             alignment=None if self.alignment is None else self.alignment.of_prompts(some),
         )
 
@@ -431,12 +431,12 @@ def convert_states(model: LayeredModel, states: States, layer: int, hidden: Tens
         return norm(hidden)
 
 
-def states_of_layers(seen: Trajectory, states: States) -> Iterator[Tensor]:
+def states_of_layers(trajectory: Trajectory, states: States) -> Iterator[Tensor]:
     """Yield the hidden states of layers 0 to L in a convention."""
-    return (convert_states(seen.model, states, layer, hidden) for layer, hidden in enumerate(seen.hidden))
+    return (convert_states(trajectory.model, states, layer, hidden) for layer, hidden in enumerate(trajectory.hidden))
 
 
-def at_least_float32(model: LayeredModel) -> LayeredModel:
+def upcast(model: LayeredModel) -> LayeredModel:
     """Return the model, or a float32 copy of one in half precision, whose rounding is as large as a late block's step.
 
     The copy is what loading the saved weights gives: what no checkpoint holds, such as rotary frequencies, is computed
@@ -447,10 +447,10 @@ def at_least_float32(model: LayeredModel) -> LayeredModel:
     fresh = copy.deepcopy(model.model).float()
     for module in fresh.modules() if hasattr(fresh, "_init_weights") else ():
         if module._non_persistent_buffers_set:
-            kept = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
+            saved = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
             with torch.no_grad():
                 fresh._init_weights(module)  # how from_pretrained gives buffers their values; and weights new ones
-                for parameter, value in kept:
+                for parameter, value in saved:
                     parameter.copy_(value)
     return LayeredModel(fresh)
 

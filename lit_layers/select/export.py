@@ -29,7 +29,7 @@ from lit_layers.models.build import save, weights_hash
 from lit_layers.models.copies import truncate
 from lit_layers.models.families import Network, trunk_of
 from lit_layers.models.saved import load
-from lit_layers.models.view import Batch, LayeredModel, at_least_float32
+from lit_layers.models.view import Batch, LayeredModel, upcast
 from lit_layers.select.choosing import Choice
 
 Kind = Literal["classification", "regression"]
@@ -218,7 +218,7 @@ def load_classifier(folder: str | Path, *, device: str = "cpu", batch_size: int 
         InputError: no export there, or a damaged one.
     """
     head = ProbeHead.load(folder)
-    model = at_least_float32(LayeredModel(trunk_of(load(Path(folder))).to(device)))
+    model = upcast(LayeredModel(trunk_of(load(Path(folder))).to(device)))
     if (model.num_layers, model.dim) != (head.facts.layer, len(head.weight)):
         raise InputError(
             f"{folder}: its probe reads layer {head.facts.layer} of width {len(head.weight)}, its model ends at layer "

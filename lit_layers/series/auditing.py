@@ -326,9 +326,9 @@ def other_config(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
 
 
 def _config(text: str) -> Content:
-    from lit_layers.models.build import with_defaults  # torch, which an audit of a listing need not wait for
+    from lit_layers.models.build import fill_defaults  # torch, which an audit of a listing need not wait for
 
-    settings = with_defaults(dict(json.loads(text))).items()
+    settings = fill_defaults(dict(json.loads(text))).items()
     kept = ((name, value) for name, value in settings if not name.startswith("_") and name not in _OF_A_FILE)
     return frozenset((name, json.dumps(value, sort_keys=True, default=str)) for name, value in kept)
 

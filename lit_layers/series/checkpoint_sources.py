@@ -479,12 +479,12 @@ class ModelFiles(Source):
 
     def load(self, folder: Path, dtype: "torch.dtype", offload: "Offload | None" = None) -> "nn.Module":
         from lit_layers.models.pixels import PREPROCESSOR  # torch, which names and steps do not need
-        from lit_layers.models.saved import initialised, load
+        from lit_layers.models.saved import initialise, load
 
         if self.untrained is None:
             return load(self.location, revision=self.commit, dtype=dtype, offload=offload)
         preprocessor = json.loads(self.read(PREPROCESSOR)) if self.has(PREPROCESSOR) else None
-        return initialised(self.config, self.model, seed=self.untrained, dtype=dtype, preprocessor=preprocessor)
+        return initialise(self.config, self.model, seed=self.untrained, dtype=dtype, preprocessor=preprocessor)
 
 
 def is_hub_name(name: str) -> bool:

@@ -24,7 +24,7 @@ from lit_layers.identity import hash_of, sha16
 from lit_layers.models.build import architecture_hash, weights_hash
 from lit_layers.models.copies import BFloat16View
 from lit_layers.models.running_order import running_order, variants_of
-from lit_layers.models.view import LayeredModel, at_least_float32, evaluating
+from lit_layers.models.view import LayeredModel, evaluating, upcast
 from lit_layers.records import Record
 from lit_layers.tasks.catalogue import ScoredTask
 from lit_layers.tasks.lm_eval_scorer import (
@@ -211,7 +211,7 @@ class BenchmarkScores(TokenizerMixin, Analysis):
         missing = [schedule for schedule in files if schedule not in scored]
         failed: dict[Schedule, str] = {}
         scorer = self._scorer(model)
-        model = BFloat16View(at_least_float32(model)) if missing and self.dtype == "bfloat16" else model
+        model = BFloat16View(upcast(model)) if missing and self.dtype == "bfloat16" else model
         for number, variant in enumerate(variants, 1):
             schedule = variant.schedule
             if schedule in scored or schedule in failed:

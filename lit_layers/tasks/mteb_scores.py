@@ -20,7 +20,7 @@ from lit_layers.files.durable import write_json
 from lit_layers.identity import hash_of
 from lit_layers.models.build import weights_hash
 from lit_layers.models.copies import BFloat16View
-from lit_layers.models.view import LayeredModel, States, at_least_float32
+from lit_layers.models.view import LayeredModel, States, upcast
 from lit_layers.records import Record
 from lit_layers.tasks.catalogue import DOMAINS, ScoredTask
 from lit_layers.tasks.embeddings import LayerEncoder, NotFiniteError, SentenceEncoder, TaskEmbeddings
@@ -114,7 +114,7 @@ class MtebTask(TokenizerMixin, Analysis):
             prepared = MtebScorer(open_task(self.task, seed=self.seed), self.task)
             how: dict[str, Any] = {"tokenizer": self.loaded_tokenizer, "max_tokens": limit, "states": self.states}
             how |= {"pooling": self.pooling, "last_pooling": None if self.encoder is None else self.encoder.pooling}
-            view = BFloat16View(at_least_float32(model)) if self.dtype == "bfloat16" else model
+            view = BFloat16View(upcast(model)) if self.dtype == "bfloat16" else model
             embeddings = TaskEmbeddings(view, **how)
             for place, layer in enumerate(missing):
                 self._say(f"layer {layer} of {model.num_layers}" if place else "embedding, and its first layer")

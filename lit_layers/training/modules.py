@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lit_layers.errors import InputError, first_sentence
 from lit_layers.models.build import causal_lm, true_vocab_size
 from lit_layers.models.families import causal_by_flag
-from lit_layers.models.saved import described, rebuilt
+from lit_layers.models.saved import describe, rebuild
 from lit_layers.models.view import LayeredModel
 from lit_layers.schema import refuse_outside
 from lit_layers.series.checkpoint import Checkpoint
@@ -201,7 +201,7 @@ class LitModule(L.LightningModule, ABC):
         self.model = model
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[DESCRIBED] = json.dumps(described(self.model))
+        checkpoint[DESCRIBED] = json.dumps(describe(self.model))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Build the network of the checkpoint if the module has none yet, as in `load_from_checkpoint`."""
@@ -209,7 +209,7 @@ class LitModule(L.LightningModule, ABC):
             return
         if DESCRIBED not in checkpoint:
             raise InputError("checkpoint: it does not say which network it is of: open the folder of a step instead")
-        self.set_model(rebuilt(json.loads(checkpoint[DESCRIBED])))
+        self.set_model(rebuild(json.loads(checkpoint[DESCRIBED])))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the loss of the step, and request a validation after the last step."""

@@ -7,7 +7,7 @@ from lit_layers.analyses.speed import Speed, measure_speed, weight_bytes
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import variants
 from lit_layers.measuring.one_model import measure
-from lit_layers.models.costs import peak_of_call
+from lit_layers.models.costs import peak_bytes
 from lit_layers.models.view import LayeredModel
 from tests.support.tiny_models import tiny, tiny_batch
 
@@ -81,9 +81,9 @@ def test_the_peak_is_the_most_that_is_held_at_once():
         del one
         return two + 1  # 8,000: the first has gone
 
-    assert peak_of_call(call) == pytest.approx(8000, abs=128)
-    assert peak_of_call(lambda: None) == 0
-    assert peak_of_call(lambda: [start + number for number in range(5)]) == pytest.approx(20000, abs=512)
+    assert peak_bytes(call) == pytest.approx(8000, abs=128)
+    assert peak_bytes(lambda: None) == 0
+    assert peak_bytes(lambda: [start + number for number in range(5)]) == pytest.approx(20000, abs=512)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "vit"])

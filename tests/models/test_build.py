@@ -253,11 +253,11 @@ def test_the_hash_sees_every_parameter_buffer_and_name():
 
 def test_a_configuration_that_cannot_be_completed_is_left_as_it_is():
     """Configurations compute with their fields: no attention head divides by zero."""
-    from lit_layers.models.build import with_defaults
+    from lit_layers.models.build import fill_defaults
 
     broken = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 0}
-    assert with_defaults(broken) == broken
-    assert with_defaults({"model_type": "gpt2", "n_layer": 3})["n_head"] == 12
+    assert fill_defaults(broken) == broken
+    assert fill_defaults({"model_type": "gpt2", "n_layer": 3})["n_head"] == 12
 
 
 @pytest.mark.parametrize("task", [None, "CAUSAL_LM", "FEATURE_EXTRACTION"])

@@ -21,7 +21,7 @@ from lit_layers.models.families import propose_blocks
 from lit_layers.models.offload import Offload
 from lit_layers.models.running_order import SharedPrefixes, running_order
 from lit_layers.models.saved import load
-from lit_layers.models.view import LayeredModel, Trajectory, at_least_float32
+from lit_layers.models.view import LayeredModel, Trajectory, upcast
 from tests.support.replay import replay
 from tests.support.rounding import assert_rounded
 from tests.support.tiny_configs import tiny_model
@@ -307,8 +307,8 @@ def check_precisions(name: str) -> None:
     assert half.dtype == torch.bfloat16
     assert name in RECURRENT or states.dtype == torch.bfloat16
     assert (states.float() - full).norm() < 0.1 * full.norm(), f"{name} in bfloat16"
-    wide = at_least_float32(half)
-    assert (wide.dtype, at_least_float32(whole) is whole) == (torch.float32, True)
+    wide = upcast(half)
+    assert (wide.dtype, upcast(whole) is whole) == (torch.float32, True)
     held = wide.model.state_dict()
     assert all(torch.equal(value.float(), held[key]) for key, value in half.model.state_dict().items()), name
 

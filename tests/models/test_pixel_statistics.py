@@ -8,7 +8,7 @@ import torch
 from lit_layers.models import load, save, truncate
 from lit_layers.models.build import untrained, vit
 from lit_layers.models.pixels import PREPROCESSOR, keep_preprocessor_, pixel_statistics, set_pixel_statistics_
-from lit_layers.models.saved import described, initialised
+from lit_layers.models.saved import describe, initialise
 from tests.support.saved_models import saved
 from tests.support.tiny_models import tiny
 
@@ -30,7 +30,7 @@ def test_they_are_known_of_a_loaded_a_cut_a_saved_an_untrained_and_an_initialise
     save(cut, tmp_path / "cut")
     assert json.loads((tmp_path / "cut" / PREPROCESSOR).read_text()) == SETTINGS
     config = json.loads((folder / "config.json").read_text())
-    fresh = initialised(config, "whole", seed=0, dtype=torch.float32, preprocessor=SETTINGS)
+    fresh = initialise(config, "whole", seed=0, dtype=torch.float32, preprocessor=SETTINGS)
     for other in (cut, load(tmp_path / "cut"), untrained(model), fresh):
         assert pixel_statistics(other) == KNOWN
 
@@ -87,4 +87,4 @@ def test_a_description_and_a_folder_of_a_model_of_timm_say_them_where_they_are_k
     set_pixel_statistics_(model, *KNOWN)
     save(model, tmp_path / "known")
     assert pixel_statistics(load(tmp_path / "known")) == KNOWN
-    assert pixel_statistics(initialised(described(model), "described", seed=0, dtype=torch.float32)) == KNOWN
+    assert pixel_statistics(initialise(describe(model), "described", seed=0, dtype=torch.float32)) == KNOWN

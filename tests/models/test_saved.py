@@ -13,7 +13,7 @@ from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, has_tied_head, weights_hash
 from lit_layers.models.offload import Offload
-from lit_layers.models.saved import described, load, rebuilt, sequence_classifier
+from lit_layers.models.saved import describe, load, rebuild, sequence_classifier
 from lit_layers.series.checkpoint_sources import FolderSource, ModelFiles
 
 SIZES = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
@@ -104,7 +104,7 @@ def test_ties_are_those_in_memory_whatever_the_config_says(tmp_path, tied, diffe
     model.save_pretrained(tmp_path)
     configure(tmp_path, tie_word_embeddings=tied)
     whole = load(tmp_path)
-    again = rebuilt(described(whole))  # as a resumed training is
+    again = rebuild(describe(whole))  # as a resumed training is
     again.load_state_dict(whole.state_dict())
     started = causal_lm(str(tmp_path), weights=whole)
     offloaded = load(tmp_path, offload=Offload(tmp_path / "offloaded", torch.device("cpu")))

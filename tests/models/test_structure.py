@@ -13,8 +13,8 @@ from lit_layers.analyses import Interventions, Lens
 from lit_layers.analyses import Trajectory as TrajectoryAnalysis
 from lit_layers.errors import InputError
 from lit_layers.measuring.one_model import measure
-from lit_layers.models.proof import NotShown
-from lit_layers.models.structure import by_structure, untouched
+from lit_layers.models.proof import Unproven
+from lit_layers.models.structure import infer_family, untouched
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
@@ -212,14 +212,14 @@ def test_the_same_is_shown_of_weights_that_are_read_from_the_disk(fault, tmp_pat
     offloaded = pytest.importorskip("accelerate").disk_offload(toy(fault), tmp_path, execution_device="cpu")
     assert all(parameter.is_meta for parameter in offloaded.parameters())
     if not fault:
-        assert by_structure(offloaded) == by_structure(toy())
+        assert infer_family(offloaded) == infer_family(toy())
         return
     with pytest.raises(InputError, match=rf"^no layered view of ToyLM: .*{FAULTS[fault]}"):
         LayeredModel(offloaded)
 
 
 def test_a_head_that_begins_with_zeros_is_shown_again_once_it_has_weights():
-    by_structure.__globals__["_FOUND"].pop(ToyLM, None)
+    infer_family.__globals__["_FOUND"].pop(ToyLM, None)
     model = toy("ignores")
     head = model.head.weight.detach().clone()
     nn.init.zeros_(model.head.weight)
@@ -235,7 +235,7 @@ def test_states_that_are_not_finite_show_nothing_and_are_no_verdict_on_the_class
     model = toy()
     broken = copy.deepcopy(model)
     nn.init.constant_(broken.embed.weight, float("nan"))
-    by_structure.__globals__["_FOUND"].pop(ToyLM, None)
+    infer_family.__globals__["_FOUND"].pop(ToyLM, None)
     with pytest.raises(InputError, match="not finite on these weights, and nothing can be shown"):
         LayeredModel(broken)
     LayeredModel(model)
@@ -244,7 +244,7 @@ def test_states_that_are_not_finite_show_nothing_and_are_no_verdict_on_the_class
 
 def test_a_proof_is_made_once_for_a_class_and_config_and_leaves_no_trace():
     model = toy().train()
-    by_structure.__globals__["_FOUND"].pop(ToyLM, None)
+    infer_family.__globals__["_FOUND"].pop(ToyLM, None)
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     LayeredModel(model)
     passes = model.layers[0].calls
@@ -339,7 +339,7 @@ def test_another_buffer_of_equal_values_in_its_place_is_no_write():
         lambda model: delattr(model, "frequencies"),
         lambda model: setattr(model, "weight", nn.Parameter(torch.ones(2, 2))),  # written to as often as the one before
     ):
-        with pytest.raises(NotShown, match="writes to its weights or buffers"), untouched(refused := model()):
+        with pytest.raises(Unproven, match="writes to its weights or buffers"), untouched(refused := model()):
             write(refused)
 
 

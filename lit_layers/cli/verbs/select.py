@@ -16,7 +16,7 @@ from lit_layers.errors import InputError
 from lit_layers.measuring.offline import device_of
 from lit_layers.models.costs import layer_latencies
 from lit_layers.models.saved import load
-from lit_layers.models.view import LayeredModel, at_least_float32
+from lit_layers.models.view import LayeredModel, upcast
 from lit_layers.schema import COUNT, NOT_NEGATIVE, Device
 from lit_layers.select.choosing import Choice, Part, TaskFeatures, choose, image_task, text_task
 from lit_layers.select.export import refuse_taken
@@ -196,7 +196,7 @@ def _opened(
     named = str(files.config.get("dtype") or files.config.get("torch_dtype") or "float32").removeprefix("torch.")
     network = load(files.location, revision=files.commit, dtype=getattr(torch, named, torch.float32))
     view = LayeredModel(network.to(device_of(options.device)))
-    kind, wide = type(view.model).__name__, at_least_float32(view)
+    kind, wide = type(view.model).__name__, upcast(view)
     if view.family.sees_images:
         if options.images is None:
             raise InputError(f"task: {model} is a vision model ({kind}): name its images with --images")
