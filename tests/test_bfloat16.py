@@ -198,12 +198,12 @@ def test_no_curve_mean_or_median_is_over_two_precisions():
         for each in mteb_scores.averages(records.frame(measured))
     }
     assert means == {"{}": pytest.approx(0.3), str(rounded): pytest.approx(0.9)}
-    drawn = plots.with_task_means(records.frame(measured)).frame
+    drawn = plots.add_task_means(records.frame(measured)).frame
     assert sorted(set(drawn["value"].round(9))) == [0.3, 0.9]
     variants = [of_task(name, value, {}, **skip) for name, value in (("A", 0.2), ("B", 0.4))]
     for others in (["C"], ["D", "C"]):  # two tasks of each: float32
         of_others = [of_task(name, 0.9, rounded, **skip) for name in others]
-        both = plots.with_task_medians(records.frame([*of_others, *variants]))
+        both = plots.add_task_medians(records.frame([*of_others, *variants]))
         medians = both.frame[both.frame["analysis"] == "intervene/median_over_tasks"]
         assert medians["value"].tolist() == pytest.approx([0.3])
         assert "Of another precision, and not in it: " in both.notes["intervene/median_over_tasks"]

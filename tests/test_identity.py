@@ -73,7 +73,7 @@ def test_numbers_of_other_settings_enter_no_table_unasked(run: Path) -> None:
     assert set(every["settings"][every["analysis"] == "representation"]) == {OWN, OTHER}
     with pytest.raises(ValueError, match=f"in more than one settings: {OWN}, {OTHER}; choose one"):
         plots.emergence_curves(every, "prompt_entropy")
-    for means in (plots.with_task_means, plots.with_task_medians):
+    for means in (plots.add_task_means, plots.add_task_medians):
         with pytest.raises(ValueError, match="analysis 'representation' is of more than one settings; choose one"):
             means(every)
     for wrong in ("cccc", "aaaa.cccc", ""):

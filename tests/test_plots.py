@@ -10,7 +10,7 @@ import pytest
 from lit_layers import plots, records
 from lit_layers.errors import InputError
 from lit_layers.figures import theme
-from lit_layers.figures.profiles import fixed_limits, in_rows, short_names
+from lit_layers.figures.profiles import fixed_limits, row_chart, short_names
 from lit_layers.figures.theme import Axis
 from lit_layers.records import Record
 from tests.support.charts import axis, drawn, line, names, svg_texts, svgs, values
@@ -59,7 +59,7 @@ def shown() -> dict[str, Drawn]:
         ),
         "legend of models": plots.layer_profile(models(a=2, b=4), "m", baselines=["random_m"]),
         "wide legend": plots.Chart(title="", x=Axis(), y=Axis(), series=lines),
-        "long row": in_rows("", ["SmolLM2 135M Instruct, median"], Axis(), [dot], height=120),
+        "long row": row_chart("", ["SmolLM2 135M Instruct, median"], Axis(), [dot], height=120),
     }
     return {name: Drawn(chart, svg) for (name, chart), svg in zip(charts.items(), svgs(charts.values()), strict=True)}
 

@@ -23,7 +23,7 @@ from lit_layers.figures import vega
 from lit_layers.metrics import METRICS, look_up, reading
 from lit_layers.records import Record
 from lit_layers.report import write_report
-from lit_layers.report.template import Figures, block, placed
+from lit_layers.report.template import Figures, block, number_figures
 from tests.support.browser import CHROMIUM, dom_after
 from tests.support.charts import PageFigure, blocks, page_figures, svg_texts
 from tests.support.forked import run_forked
@@ -87,8 +87,8 @@ def test_every_figure_has_its_place_and_a_map_a_frame_for_each_measured_step(pag
     drawn, found = page_figures(page), blocks(page)
     titles = {"Line shape score", "Prompt entropy (nats)", "Probe accuracy (share)", "Coupling of pairs"}
     assert titles | {"Singular values", "Loss (nats)", "Learning rate", "Logit-lens loss (nats)"} <= found.keys()
-    placed = re.findall(r'data-figures="([\d ]+)"', page.read_text())
-    assert {int(number) for numbers in placed for number in numbers.split()} == set(range(len(drawn)))
+    number_figures = re.findall(r'data-figures="([\d ]+)"', page.read_text())
+    assert {int(number) for numbers in number_figures for number in numbers.split()} == set(range(len(drawn)))
     maps = [figure for figure in drawn if figure.is_map]
     surfaces = [figure for figure in maps if figure.steps]
     assert {len(figure.z[0][0]) for figure in surfaces} == {len(STEPS)}
@@ -690,7 +690,7 @@ def test_captions_are_those_of_the_choice_and_a_place_without_a_figure_is_not_sh
 
     figures: Figures = []
     over, apart = ("Over layers", no_content), ("Difference", undrawn)
-    (shown,) = placed([block("Loss", "", [("whole", [apart]), ("layers", [over, apart])])], figures)
+    (shown,) = number_figures([block("Loss", "", [("whole", [apart]), ("layers", [over, apart])])], figures)
     first, second = shown["figures"]
     assert (first["captions"], second["captions"]) == (["Difference", "Over layers"], ["", "Difference"])
     assert (first["absent"], second["absent"]) == (False, True)

@@ -73,7 +73,7 @@ def test_the_page_shows_the_numbers_of_the_records(run: Path, page: Path) -> Non
 
 
 def test_tables_of_results_have_a_few_variants_and_no_single_order(run: Path) -> None:
-    frame = plots.with_task_medians(records.frame(run / "measurements.jsonl")).frame
+    frame = plots.add_task_medians(records.frame(run / "measurements.jsonl")).frame
     table = plots.change_table(frame)
     own = table[(table["analysis"] == "interventions") & (table["metric"] == "variant_loss")]
     whole = ("middle repeated", "skip", "parallel", "reverse", "random order", "looped parallel")

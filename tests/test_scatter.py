@@ -59,7 +59,7 @@ def test_few_groups_are_in_the_legend_and_many_numbers_on_a_bar() -> None:
 def test_hover_has_the_name_and_all_lines() -> None:
     fig = scatter_plot(content(3, names=["a<b", "c", "d"], hover=[["width: 1 < 2"], ["x"], ["y"]]))
     assert fig.series[-1].texts[0] == "a<b\nwidth: 1 < 2"
-    assert fig.series[-1].tells_texts, "and no coordinates behind them"
+    assert fig.series[-1].texts_only, "and no coordinates behind them"
 
 
 @pytest.mark.parametrize("n", [5, 80])

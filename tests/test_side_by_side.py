@@ -17,12 +17,12 @@ from lit_layers.report.side_by_side import (
     Line,
     _blocks,
     difference,
+    difference_chart,
     last_values,
-    of_difference,
-    over_layers,
-    over_training,
+    layer_chart,
     page_of,
     read_side_by_side,
+    training_chart,
 )
 from tests.support.runs import make_run, measurement
 from tests.support.undrawn import leave_undrawn
@@ -80,12 +80,12 @@ def curve(values, at=STEPS, stderr=None, metric="without_a_range") -> StepCurve:
 
 def test_a_band_over_seeds_is_students_and_of_one_run_that_over_prompts():
     rows = RNG.normal(size=(4, 4))
-    line = Line.of("a", [curve(row) for row in rows])
+    line = Line.from_curves("a", [curve(row) for row in rows])
     low, high = stats.t.interval(0.95, 3, rows.mean(0), stats.sem(rows))
-    assert (line.low, line.high, line.over) == (pytest.approx(low), pytest.approx(high), "4 seeds")
-    alone = Line.of("a", [curve(rows[0], stderr=[0.1, 0.2, 0.3, 0.4])])
+    assert (line.low, line.high, line.interval_over) == (pytest.approx(low), pytest.approx(high), "4 seeds")
+    alone = Line.from_curves("a", [curve(rows[0], stderr=[0.1, 0.2, 0.3, 0.4])])
     assert alone.high - alone.values == pytest.approx(stats.norm.ppf(0.975) * np.array([0.1, 0.2, 0.3, 0.4]))
-    assert (alone.over, Line.of("a", [curve(rows[0])]).over) == ("prompts", "")
+    assert (alone.interval_over, Line.from_curves("a", [curve(rows[0])]).interval_over) == ("prompts", "")
 
 
 def test_a_band_ends_where_the_range_of_its_metric_does():
@@ -93,24 +93,24 @@ def test_a_band_ends_where_the_range_of_its_metric_does():
     low, high = stats.t.interval(0.95, 2, rows.mean(0), stats.sem(rows))
     assert low[0] < 0
     assert high[2] > 1
-    line = Line.of("a", [curve(row, metric="accuracy") for row in rows])
+    line = Line.from_curves("a", [curve(row, metric="accuracy") for row in rows])
     assert line.low == pytest.approx([0, *low[1:]])
     assert line.high == pytest.approx([*high[:2], 1, 1])
-    alone = Line.of("a", [curve(rows[0], stderr=[0.1] * 4, metric="accuracy")])
+    alone = Line.from_curves("a", [curve(rows[0], stderr=[0.1] * 4, metric="accuracy")])
     assert (alone.low[0], alone.high[2], alone.high[1]) == (0, 1, pytest.approx(0.5 + 0.196, abs=1e-4))
     # A difference of accuracies is from -1 to 1.
-    other = Line.of("b", [curve(row, metric="accuracy") for row in 1 - rows])
+    other = Line.from_curves("b", [curve(row, metric="accuracy") for row in 1 - rows])
     apart, free = difference(line, other), stats.ttest_ind(rows, 1 - rows, equal_var=False).confidence_interval(0.95)
     assert free.low[0] < -1
     assert free.high[2] > 1
     assert (apart.low[0], apart.high[2], apart.low[1]) == (-1, 1, pytest.approx(free.low[1]))
     # In per cent the range is not the one that is known.
-    percent = Line.of("a", [curve(100 * row, metric="accuracy") for row in rows])
+    percent = Line.from_curves("a", [curve(100 * row, metric="accuracy") for row in rows])
     assert (percent.low, percent.high) == (pytest.approx(100 * low), pytest.approx(100 * high))
 
 
 def test_a_mean_is_never_over_fewer_seeds_than_it_says():
-    line = Line.of("a", [curve([1, 2, 3, 4]), curve([1, np.nan, 3, 4]), curve([4, 5, 6], at=(0, 10, 100))])
+    line = Line.from_curves("a", [curve([1, 2, 3, 4]), curve([1, np.nan, 3, 4]), curve([4, 5, 6], at=(0, 10, 100))])
     assert (line.at.tolist(), line.num_runs) == ([0, 10, 100], 3)
     assert line.values == pytest.approx([2, 11 / 3, 14 / 3])
 
@@ -119,14 +119,15 @@ def test_the_difference_of_groups_is_welchs_in_any_unit():
     one, other = RNG.normal(size=(4, 5)), RNG.normal(1, 2, size=(3, 5))
     for unit in (1, 1e-100):
         lines = [
-            Line.of(name, [curve(unit * row, range(5)) for row in rows]) for name, rows in (("a", one), ("b", other))
+            Line.from_curves(name, [curve(unit * row, range(5)) for row in rows])
+            for name, rows in (("a", one), ("b", other))
         ]
         result = stats.ttest_ind(one, other, equal_var=False).confidence_interval(0.95)
         found = difference(*lines)
         assert found.group == "a \N{MINUS SIGN} b"
         assert found.low / unit == pytest.approx(result.low)
         assert found.high / unit == pytest.approx(result.high)
-    single = [Line.of(name, [curve([1.0, 2.0], (0, 1), [0.3, 0.4])]) for name in "ab"]
+    single = [Line.from_curves(name, [curve([1.0, 2.0], (0, 1), [0.3, 0.4])]) for name in "ab"]
     assert difference(*single).high == pytest.approx(stats.norm.ppf(0.975) * np.sqrt(2) * np.array([0.3, 0.4]))
     apart = difference(lines[0], single[0])
     assert np.isnan(apart.low).all()  # what a single run's seeds would give is not known
@@ -144,7 +145,7 @@ def test_the_difference_of_two_runs_on_the_same_prompts_is_that_of_their_pairs()
         StepCurve(run=run, values=np.nanmean(each, 0), prompts=each, prompts_of=f"{run} data 12", **given, **errors)
         for run, each in zip("ab", rows, strict=True)
     ]
-    found = difference(*(Line.of(each.run, [each]) for each in curves))
+    found = difference(*(Line.from_curves(each.run, [each]) for each in curves))
     for step in range(3):
         pairs = [(a, b) for a, b in zip(rows[0][:, step], rows[1][:, step], strict=True) if np.isfinite(a + b)]
         assert len(pairs) == (10 if step == 2 else 12)
@@ -153,9 +154,9 @@ def test_the_difference_of_two_runs_on_the_same_prompts_is_that_of_their_pairs()
         assert found.values[step] == pytest.approx(np.mean([a - b for a, b in pairs]))
     assert found.values[3] == pytest.approx(np.nanmean(rows[0][:, 3]) - np.nanmean(rows[1][:, 3]))
     assert found.high[3] - found.values[3] == pytest.approx(stats.norm.ppf(0.975) * 3 * np.sqrt(2))
-    assert of_difference(found).title.endswith("a \N{MINUS SIGN} b, without up to 2 of 12 prompts")
+    assert difference_chart(found).title.endswith("a \N{MINUS SIGN} b, without up to 2 of 12 prompts")
     for other in (replace(curves[1], prompts_of="b others 12"), replace(curves[1], prompts=None)):
-        apart = difference(*(Line.of(each.run, [each]) for each in (curves[0], other)))
+        apart = difference(*(Line.from_curves(each.run, [each]) for each in (curves[0], other)))
         assert apart.high - apart.low == pytest.approx(2 * stats.norm.ppf(0.975) * np.sqrt(2) * errors["stderr"])
 
 
@@ -174,10 +175,10 @@ def test_runs_of_one_recipe_value_are_seeds_of_one(seeds):
     assert (np.isnan(row["layer"]), of_layers["layer"]) == (True, 3)
     last = stats.ttest_ind(values[0, :, -1], values[1, :, -1], equal_var=False).confidence_interval(0.95)
     assert (row["difference low"], row["difference high"]) == (pytest.approx(last.low), pytest.approx(last.high))
-    chart = over_training(lines, groups)
+    chart = training_chart(lines, groups)
     assert [series.name for series in chart.series] == groups
     assert chart.series[1].y == pytest.approx(values[1].mean(0), rel=1e-4)
-    layers = over_layers({layer: content.lines["probe", "accuracy", layer, ""] for layer in LAYERS}, groups)
+    layers = layer_chart({layer: content.lines["probe", "accuracy", layer, ""] for layer in LAYERS}, groups)
     first = layers.series[0]
     at_last = [y for y, frame in zip(first.y, first.frame, strict=True) if frame == len(layers.frames) - 1]
     assert at_last == pytest.approx(values[0, :, -1].mean() * np.array(LAYERS), rel=1e-4)
@@ -198,7 +199,7 @@ def test_runs_of_other_layers_and_steps_stand_at_their_own(tmp_path):
         parts = [Record(metric="accuracy", value=10.0 * layer, layer=layer) for layer in (1, 3, 5, 6)]
         write(deep, "probe", parts, run="deep", step=step)
     content = read_side_by_side([few, deep])
-    own = over_layers({key[2]: lines for key, lines in content.lines.items() if key[2]}, [*content.groups]).series[1]
+    own = layer_chart({key[2]: lines for key, lines in content.lines.items() if key[2]}, [*content.groups]).series[1]
     at_first = {(x, y) for x, y, frame in zip(own.x, own.y, own.frame, strict=True) if not frame}
     assert at_first == {(1, 10), (3, 30), (5, 50), (6, 60)}
     (row,) = last_values(content).to_dict("records")

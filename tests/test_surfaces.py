@@ -38,7 +38,7 @@ def table(root: Path) -> pd.DataFrame:
 
 
 def means(root: Path) -> pd.DataFrame:
-    return plots.with_task_means(table(root)).frame
+    return plots.add_task_means(table(root)).frame
 
 
 # ------------------------------------------------------------------------------------------------ means over tasks
@@ -53,7 +53,7 @@ def test_means_are_over_tasks_with_equal_weights_and_of_each_domain(tmp_path):
     scores = series(tmp_path)
     metric = values(1, 4, len(TASKS), seed=3)[0]
     add(tmp_path, "series", 512, metric=metric)  # at fewer steps
-    found = plots.with_task_means(table(tmp_path))
+    found = plots.add_task_means(table(tmp_path))
     frame = found.frame[found.frame["analysis"] == "mteb/mean_over_tasks"]
     own = found.frame[found.frame["analysis"] == "representation/mean_over_tasks"]
     assert len(frame) + len(own) == len(found.frame)
@@ -70,7 +70,7 @@ def test_means_are_over_tasks_with_equal_weights_and_of_each_domain(tmp_path):
 
 def test_a_task_that_a_step_or_a_layer_lacks_is_in_no_mean_and_is_named(tmp_path):
     scores = series(tmp_path, absent=((8, "BIOSSES"), (512, "STS12")))
-    found = plots.with_task_means(table(tmp_path))
+    found = plots.add_task_means(table(tmp_path))
     kept = [n for n, task in enumerate(TASKS) if task not in ("BIOSSES", "STS12")]
     means = all_tasks(found.frame)["value"]
     assert np.allclose(means, scores[:, kept].mean(1).ravel()), "also at the steps that have it"
@@ -80,7 +80,7 @@ def test_a_task_that_a_step_or_a_layer_lacks_is_in_no_mean_and_is_named(tmp_path
     scores[0, 2, 3] = math.nan
     for step in (1, 2):
         add(tmp_path / "layers", "r", step, scores=scores[0])
-    whole = all_tasks(plots.with_task_means(table(tmp_path / "layers")).frame)
+    whole = all_tasks(plots.add_task_means(table(tmp_path / "layers")).frame)
     assert np.allclose(whole[whole["step"] == 2]["value"], np.delete(scores[0], 2, axis=0).mean(0))
 
 
@@ -88,7 +88,7 @@ def test_models_side_by_side_have_means_over_tasks_that_all_have(tmp_path):
     scores = values(2, 4, len(TASKS))
     add(tmp_path, "a", None, scores=scores[0])
     add(tmp_path, "b", None, scores=scores[1][:4], tasks=TASKS[:4])
-    found = plots.with_task_means(table(tmp_path))
+    found = plots.add_task_means(table(tmp_path))
     for row, run in enumerate("ab"):
         whole = all_tasks(found.frame[found.frame["run"] == run])
         assert np.allclose(whole["value"], scores[row, :4].mean(0))
@@ -99,7 +99,7 @@ def test_one_task_alone_and_other_analyses_stay_as_they_are(tmp_path):
     add(tmp_path, "r", 1, scores=values(1, 4, 1)[0], tasks=TASKS[:1])
     add(tmp_path, "r", 1, metric=values(1, 4, 2)[0], tasks=TASKS[:2], name="accuracy", analysis="probe")
     frame = table(tmp_path)
-    assert plots.with_task_means(frame).frame is frame
+    assert plots.add_task_means(frame).frame is frame
 
 
 def test_the_verdict_of_an_audit_stays_with_the_means(tmp_path):

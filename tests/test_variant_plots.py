@@ -170,7 +170,7 @@ def scores(step: int | None, values: dict[str, list[float]], *, also: dict[str, 
 
 def test_the_median_is_over_the_tasks_that_have_every_variant():
     values = {"a": [0.9, 0.5, 0.2], "b": [0.8, 0.7, 0.1], "c": [1.1, 0.1, -0.2], "d": [0.95, 0.55, 0.3]}
-    found = plots.with_task_medians(table(*scores(None, {**values, "e": [5.0, 5.0]})))
+    found = plots.add_task_medians(table(*scores(None, {**values, "e": [5.0, 5.0]})))
     own = found.frame[found.frame["analysis"] == MEDIAN]
     skipped = own[own["variant"] == "skip"].sort_values("middle")
     assert list(skipped["value"]) == pytest.approx([statistics.median(v[n] for v in values.values()) for n in range(3)])
@@ -190,7 +190,7 @@ def medians_of(found) -> dict[tuple[int, int], float]:
 def test_where_a_task_is_undefined_there_is_no_median():
     early = scores(1, {"a": [math.nan, 0.4, 0.3], "b": [0.8, 0.7, 0.1]})
     late = scores(8, {"a": [0.9, 0.5, 0.2], "b": [0.8, 0.7, 0.1]})
-    found = plots.with_task_medians(table(*early, *late))
+    found = plots.add_task_medians(table(*early, *late))
     at = {(1, 3): 0.55, (1, 5): 0.2, (8, 1): 0.85, (8, 3): 0.6, (8, 5): 0.15}
     assert medians_of(found) == pytest.approx(at)
     note = found.notes[MEDIAN]
@@ -201,7 +201,7 @@ def test_where_a_task_is_undefined_there_is_no_median():
 def test_each_checkpoint_has_the_median_of_the_tasks_that_it_has():
     young = scores(1, {"a": [0.9, 0.4, 0.3]})
     grown = scores(8, {"a": [0.9, 0.5, 0.2], "b": [0.8, 0.7, 0.1], "c": [0.1, 0.2, 0.6]})
-    found = plots.with_task_medians(table(*young, *grown))
+    found = plots.add_task_medians(table(*young, *grown))
     assert medians_of(found) == pytest.approx({(8, 1): 0.8, (8, 3): 0.5, (8, 5): 0.2})
     assert found.notes[MEDIAN] == (
         "step 1: No median over tasks: fewer than two have every variant. step 8: Median over tasks a, b, c."
@@ -210,12 +210,12 @@ def test_each_checkpoint_has_the_median_of_the_tasks_that_it_has():
 
 def test_one_task_has_no_median_and_glue_has_a_mean():
     frame = table(*scores(None, {"a": [0.9, 0.5, 0.2]}))
-    assert plots.with_task_medians(frame).frame is frame
+    assert plots.add_task_medians(frame).frame is frame
     glue = [
         (f"intervene/glue/{name}", None, [record("task_score", v, "skip", middle=3, training=kind) for kind, v in row])
         for name, row in {"cola": (("full", 0.6), ("frozen", 0.2)), "rte": (("full", 0.7), ("frozen", 0.5))}.items()
     ]
-    found = plots.with_task_medians(table(*glue)).frame
+    found = plots.add_task_medians(table(*glue)).frame
     own = found[found["analysis"] == "intervene/glue/mean_over_tasks"]
     assert dict(zip(own["training"], own["value"], strict=True)) == pytest.approx({"full": 0.65, "frozen": 0.35})
 

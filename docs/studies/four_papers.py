@@ -48,8 +48,7 @@ from lit_layers.figures.chart import Panels
 from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
 from lit_layers.report.emergence import timeline
-from lit_layers.report.side_by_side import Line, difference
-from lit_layers.report.side_by_side import over_training as chart_over_training
+from lit_layers.report.side_by_side import Line, difference, training_chart
 
 SAMPLE = "GPT-2, seed 0"
 IMAGES = PAGE.parents[1] / "images"
@@ -147,7 +146,7 @@ def last_values(by_group: Curves) -> Table:
     for model in MODELS.values():
         data, shuffled = [group for group in by_group if group.startswith(model)]
         for asked in ASKED:
-            lines = [Line.of(group, seeds_of(by_group[group], asked)) for group in (data, shuffled)]
+            lines = [Line.from_curves(group, seeds_of(by_group[group], asked)) for group in (data, shuffled)]
             lines.append(difference(*lines))
             yield [f"{model}: {asked.title}", *(_interval(line, -1, ".3g") for line in lines)]
 
@@ -159,7 +158,7 @@ def over_layers(by_group: Curves) -> Table:
         rises = {run: [*curves, *(each.curve for each in layer_curves(curves))] for run, curves in runs.items()}
         for asked in RISING:
             seeds = [curve for curves in rises.values() if (curve := find(curves, asked)) is not None]
-            line = Line.of(group, seeds)
+            line = Line.from_curves(group, seeds)
             at = [*line.at.tolist()]
             places = [at.index(step) for step in RISING_STEPS]
             yield [f"{group}: {asked.title}", *(_interval(line, place, ".2f") for place in (*places, -1))]
@@ -239,9 +238,9 @@ def write_timeline(seeds: Sequence[StepCurve], path: Path) -> None:
 def write_coupling(by_group: Curves, path: Path = COUPLING) -> None:
     """Draws the excess coupling of the text models on data and on shuffled tokens, with bands over seeds."""
     groups, asked = GROUPS[:2], Asked("excess coupling", "excess_coupling", {"k": 12})
-    chart_over_training({group: Line.of(group, seeds_of(by_group[group], asked)) for group in groups}, groups).write(
-        path
-    )
+    training_chart(
+        {group: Line.from_curves(group, seeds_of(by_group[group], asked)) for group in groups}, groups
+    ).write(path)
 
 
 def write_blocks(of_text: pd.DataFrame, path: Path = BLOCKS) -> None:

@@ -16,7 +16,7 @@ from lit_layers.figures.chart import Panels
 from lit_layers.figures.labels import p_equation
 from lit_layers.functional.emergence.curve_times import EmergenceTimes
 from lit_layers.report.emergence import LEAST_P, axis_text, timeline
-from lit_layers.report.side_by_side import Line, difference, over_training
+from lit_layers.report.side_by_side import Line, difference, training_chart
 
 TIMELINE = Path(__file__).parents[1] / "images" / "four_papers_mechanism.png"
 CONTROL = TIMELINE.with_name("four_papers_mechanism_control.png")
@@ -100,7 +100,7 @@ class Mechanism:
 
     def line(self, name: str) -> Line:
         """Returns a number's mean over the seeds, with its interval, at each checkpoint."""
-        return Line.of(TOGETHER, [found[name] for found in self.curves.values()])
+        return Line.from_curves(TOGETHER, [found[name] for found in self.curves.values()])
 
     def halfway(self, name: str) -> str:
         """When a number is half-way over the seeds."""
@@ -208,5 +208,5 @@ def write_mechanism(study: Mechanism, control: Mechanism, path: Path = TIMELINE,
     whole = study.clock([*study.together])
     timeline(Clock(curves=[*whole.curves, *each.curves], times=[*whole.times, *each.times])).write(path)
     groups = {"on the data": study, "on shuffled tokens": control}
-    charts = [over_training({group: of.line(name) for group, of in groups.items()}, [*groups]) for name in BESIDE]
+    charts = [training_chart({group: of.line(name) for group, of in groups.items()}, [*groups]) for name in BESIDE]
     Panels(title="", charts=charts, columns=2, width=420).write(beside)

@@ -6,7 +6,7 @@ import sys
 from importlib.metadata import version
 
 from lit_layers.cli import INTERRUPTED, REFUSED
-from lit_layers.cli.process import one_line, without_verbose
+from lit_layers.cli.process import one_line, take_verbose
 from lit_layers.errors import InputError, did_you_mean, is_full
 
 COMMANDS = {  # each a file of `verbs`
@@ -22,12 +22,12 @@ COMMANDS = {  # each a file of `verbs`
     "reproduce": "measure a published figure again, beside its printed numbers",
     "select": "choose the layer that is enough for a task, and cut the model there",
 }
-GO_ON = ("analyze", "intervene", "mteb", "prepare")  # where they were, when they are run again
+RESUMABLE = ("analyze", "intervene", "mteb", "prepare")  # where they were, when they are run again
 
 
-def answered(argv: list[str]) -> list[str]:
+def parse_command(argv: list[str]) -> list[str]:
     """Return the command and its words; for help and version, which are printed, an empty one."""
-    argv = without_verbose(argv)
+    argv = take_verbose(argv)
     command, rest = (argv or ["--help"])[0], argv[1:]
     if command in ("-h", "--help", "-V", "--version"):
         print(f"lit-layers {version('lit_layers')}" if command in ("-V", "--version") else _help())
@@ -56,7 +56,7 @@ def run_verb(command: str, rest: list[str]) -> int:
         where = " ".join(filter(None, ["cannot write" if full else "", str(error.filename or "")[:200]]))
         return refuse(f"{where}: {(error.strerror or str(error)).lower()}", command)
     except KeyboardInterrupt:
-        then = ": run the same command again to go on" if command in GO_ON else ""
+        then = ": run the same command again to go on" if command in RESUMABLE else ""
         print(f"lit-layers {command}: interrupted{then}", file=sys.stderr)
         return INTERRUPTED
 

@@ -12,15 +12,15 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; docs/training.md has them all."""
     is_own_process, argv = argv is None, sys.argv[1:] if argv is None else argv
     if is_own_process:
-        _leave_working_directory()
+        _isolate_sys_path()
     # These load modules of Python, for which none of that folder may stand in.
     from lit_layers.cli import READER_GONE, TERMINATED
-    from lit_layers.cli.command_line import InputError, answered, refuse, run_verb
+    from lit_layers.cli.command_line import InputError, parse_command, refuse, run_verb
     from lit_layers.cli.process import reader_is_gone, stopping
 
     with stopping() as stop:
         try:
-            command, *rest = answered(argv)
+            command, *rest = parse_command(argv)
             code = run_verb(command, rest) if command else 0
             print(end="", flush=True)  # a reader that is gone is noticed here at the latest
         except InputError as error:
@@ -48,14 +48,14 @@ def run_and_end() -> NoReturn:
     sys.exit(code)
 
 
-def _leave_working_directory() -> None:
+def _isolate_sys_path() -> None:
     """Neither this process nor a Python that it starts looks for modules in the working directory: an empty part of
     PYTHONPATH, as `PYTHONPATH=$PYTHONPATH:~/code` begins with where the variable was not set, is that folder.
     """
     os.environ.setdefault("PYTHONSAFEPATH", "1")
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    named = [part for part in given if part]
-    if len(named) < len(given):
+    parts = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    named = [part for part in parts if part]
+    if len(named) < len(parts):
         os.environ["PYTHONPATH"] = os.pathsep.join(named)
         here, searched = os.path.abspath(""), {*map(os.path.abspath, named), str(Path(__file__).parents[2])}
         sys.path[:] = [folder for folder in sys.path if folder != here or folder in searched]

@@ -35,14 +35,14 @@ class Outcome:
     steps: list[int | None] | None = None
 
     @functools.cached_property
-    def measured(self) -> list[Measurement]:
+    def measurements(self) -> list[Measurement]:
         """Return all that the root holds."""
         return records.read(self.root / "measurements.jsonl")
 
     @property
     def settings(self) -> list[str]:
         """The settings of this call of which something is there: an analysis may fail before they are known."""
-        there = {settings_of(each) for each in self.measured}
+        there = {settings_of(each) for each in self.measurements}
         return [name for name in self.result.settings if name in there]
 
     def complete(self, prefix: str = "") -> tuple[list[Measurement], list[Measurement]]:
@@ -51,11 +51,11 @@ class Outcome:
         Of the analyses that this call measured they are those of its settings, of others the usual. The last of each
         counts, also one that failed: an older one may be of other weights.
         """
-        complete = [each for each in shown(self.measured, self.settings) if each.error is None and each.records]
+        complete = [each for each in shown(self.measurements, self.settings) if each.error is None and each.records]
         complete = [each for each in complete if each.analysis.startswith(prefix)]
         return complete, [each for each in complete if self.steps is None or each.step in self.steps]
 
-    def tell(self) -> bool:
+    def report(self) -> bool:
         """Print what failed, and the file of all measurements; return whether anything failed."""
         failures = list[str]()
         for each in self.result.measurements:
@@ -77,7 +77,7 @@ class Checkpoints(MeasuringOptions):
         steps: which checkpoints of a series: all, a list such as 0,1,1000, {log_spaced: N}, pythia, {every: N}
         revision: a branch, tag or commit of the Hub
         submodule: in a folder of *.ckpt files: which submodule is the network (default: found by its tensors)
-        untrained: a seed: measure the model with new random weights in place of its own, as a model of its own
+        untrained: a seed: measure the model with new random weights in path of its own, as a model of its own
         plan: measure only the first checkpoint of a series, and say how long all of them would take
     """
 
@@ -87,7 +87,7 @@ class Checkpoints(MeasuringOptions):
     untrained: int | None = None
     plan: bool = False
 
-    def are_series(self, model: str) -> bool:
+    def is_series(self, model: str) -> bool:
         """Whether a series is meant, not one model.
 
         Raises:
@@ -107,22 +107,22 @@ class Checkpoints(MeasuringOptions):
             raise InputError("untrained: new weights are in no file that --offload could read: leave it out")
         return is_series
 
-    def opened(self, model: str) -> list[Series]:
+    def open(self, model: str) -> list[Series]:
         """The model, or each series that is meant.
 
         Raises:
             InputError: there is none, or an option does not fit it.
         """
-        if not self.are_series(model):
+        if not self.is_series(model):
             return [OneModel(model, revision=self.revision, untrained=self.untrained)]
         return open_series(model, "all" if self.steps is None else self.steps, model=self.submodule)
 
 
-def measured(
-    everything: Sequence[Series],
+def measure(
+    all_series: Sequence[Series],
     options: Checkpoints,
     make: "Make",
-    tell: Callable[[Outcome], bool],
+    report: Callable[[Outcome], bool],
     *,
     tokenizer: str | None = None,
     beside_training: bool = False,
@@ -135,17 +135,17 @@ def measured(
         InputError: a model or series that is not there, options that do not fit it.
     """
     if not beside_training:
-        process.tell(options.device)
+        process.set_threads(options.device)
     failed = False
-    for series in everything:
-        root, number = root_of(series, options.root, is_only=len(everything) == 1), len(series.checkpoints)
+    for series in all_series:
+        root, number = root_of(series, options.root, is_only=len(all_series) == 1), len(series.checkpoints)
         if options.plan:
             vars(series)["checkpoints"] = series.checkpoints[:1]
         with bar("opening the model" if series.is_alone else "auditing the series", hidden=beside_training) as show:
-            at_work = silent if options.engine == "ray" else functools.partial(show, None, None)
-            analyses = analyses_for(series, make, tell=at_work, root=root, tokenizer=tokenizer)
-            followed: Any = {"progress": show, "beside_training": beside_training}
-            result = analyze_series(series, analyses, options, root=root, **followed)
+            update = silent if options.engine == "ray" else functools.partial(show, None, None)
+            analyses = analyses_for(series, make, tell=update, root=root, tokenizer=tokenizer)
+            extra: Any = {"progress": show, "beside_training": beside_training}
+            result = analyze_series(series, analyses, options, root=root, **extra)
         if not beside_training and not series.is_alone:
             show_audit(result.audit)
         if result.left_out:
@@ -153,7 +153,7 @@ def measured(
             print(f"left out as suspect: {names}; --allow_suspect measures them")
         is_one = series.is_alone or options.plan
         outcome = Outcome(root=root, result=result, steps=[one.step for one in series.checkpoints] if is_one else None)
-        failed |= tell(outcome)
+        failed |= report(outcome)
         if options.plan:
             _show_plan(outcome, number)
     return FAILED if failed else 0
@@ -184,7 +184,7 @@ class Target:
     tell: Callable[[str], None]
 
     @functools.cached_property
-    def carried(self) -> str | None:
+    def saved_tokenizer(self) -> str | None:
         """The tokenizer that the checkpoints carry."""
         return self.series.tokenizer(self.checkpoint)
 
@@ -199,18 +199,18 @@ class Target:
         return length_limit(self.config)
 
     @property
-    def sees_images(self) -> bool:
+    def is_vision(self) -> bool:
         """Return whether its models take only images, by the config.json of transformers or of timm."""
         return "vocab_size" not in self.config and ("image_size" in self.config or "architecture" in self.config)
 
-    def own_tokenizer(self) -> str:
+    def get_tokenizer(self) -> str:
         """Return its tokenizer: the one that was named, or the one that it carries.
 
         Raises:
             InputError: neither.
         """
         named = self.trained.get("tokenizer")
-        tokenizer = self.tokenizer or self.carried or (named if named and ":" not in named else None)
+        tokenizer = self.tokenizer or self.saved_tokenizer or (named if named and ":" not in named else None)
         if tokenizer is None:
             raise InputError(f"tokenizer: {self.name} carries none; name one with --tokenizer")
         return tokenizer
@@ -248,8 +248,8 @@ def analyses_for(
 def _folder_of(series: Series) -> Path | None:
     """Return the folder of the training that the checkpoints come from, if it is on this machine."""
     if series.is_alone:
-        place = Path(series.name).resolve()
-        return place.parent if place.is_dir() else None
+        path = Path(series.name).resolve()
+        return path.parent if path.is_dir() else None
     return getattr(series, "root", None)
 
 
@@ -274,5 +274,5 @@ def length_limit(config: Mapping[str, Any]) -> int | None:
     """Return how many tokens a model takes. RoBERTa's positions begin behind the index of the padding token."""
     named = [config[name] for name in LIMITS if isinstance(config.get(name), int)]
     limit = min((each for each in named if each > 0), default=None)  # others are refused when the model is made
-    behind = config.get("model_type") in ("roberta", "xlm-roberta", "camembert")
-    return limit - config.get("pad_token_id", 1) - 1 if limit is not None and behind else limit
+    is_roberta = config.get("model_type") in ("roberta", "xlm-roberta", "camembert")
+    return limit - config.get("pad_token_id", 1) - 1 if limit is not None and is_roberta else limit

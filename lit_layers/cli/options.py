@@ -39,7 +39,7 @@ from lit_layers.cli.process import VERBOSE
 from lit_layers.errors import InputError, did_you_mean
 from lit_layers.schema import refuse_outside
 
-own_code: set[str] = set()  # packages of --code
+trusted_modules: set[str] = set()  # packages of --code
 MODULES = (  # Lightning's demonstrations fetch data, its server starts a process, and torch.hub and torch.load run code
     *("lit_layers", "torch.nn", "torch.optim", "torch.distributed.fsdp", "transformers.models", "timm.models"),
     *(f"lightning.pytorch.{part}" for part in ("accelerators", "callbacks", "loggers", "plugins", "profilers")),
@@ -53,7 +53,7 @@ _SECRET = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
 _PACKAGE = Path(__file__).parents[1]
 _PLAIN = (str, int, float, tuple, Path)  # other classes are named by class_path
 Steps = list[int] | dict[str, int | list[int]] | str
-_ROOMS = ("lit_layers.analyses", "lit_layers.data", "lit_layers.series", "lit_layers.training")
+_HOMES = ("lit_layers.analyses", "lit_layers.data", "lit_layers.series", "lit_layers.training")
 _REWORDED = (
     (r"^unrecognized arguments: (--[^\s=]+).*", r"unknown option \1"),
     (r"^Group '(.+?)' does not accept option '(.+?)'.*", r"unknown key \1.\2 in the recipe"),
@@ -78,7 +78,7 @@ class Numbers(Names):
     """Whole numbers of at least 0, in the same way."""
 
 
-def _read(kind: type, convert: Callable[[str], Any], value: Any) -> Any:
+def _parse_list(kind: type, convert: Callable[[str], Any], value: Any) -> Any:
     parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
     read = dict.fromkeys(convert(text) for part in parts if (text := str(part).strip()))
     if not read or isinstance(value, Mapping) or any(isinstance(each, int) and each < 0 for each in read):
@@ -86,15 +86,15 @@ def _read(kind: type, convert: Callable[[str], Any], value: Any) -> Any:
     return kind(read)
 
 
-def _path(value: Any) -> Path:
+def _parse_path(value: Any) -> Path:
     if not str(value).strip():  # which would be the working directory
         raise ValueError(f"expected a file or folder, got {str(value)!r}")
     return Path(value).expanduser()  # a shell leaves the ~ of `--root=~/run`
 
 
-register_type(Path, str, _path, (ValueError, RuntimeError), isinstance)
-register_type(Names, list, functools.partial(_read, Names, str))
-register_type(Numbers, list, functools.partial(_read, Numbers, int))
+register_type(Path, str, _parse_path, (ValueError, RuntimeError), isinstance)
+register_type(Names, list, functools.partial(_parse_list, Names, str))
+register_type(Numbers, list, functools.partial(_parse_list, Numbers, int))
 
 
 class Recipe:
@@ -124,7 +124,7 @@ class Recipe:
             InputError: an option that is unknown, missing, out of range or of another kind than its type says.
         """
         self.parser.set_defaults(**defaults)
-        with _sentences():
+        with _input_errors():
             options = self.parser.parse_args(self.argv)
         for action in self.parser._actions:
             name, value = action.dest, options.get(action.dest)
@@ -146,20 +146,20 @@ class Recipe:
         """Return the arguments of the verb."""
         return arguments(self.verb, {**vars(self.options), "recipe": self})
 
-    def instantiated(self) -> Any:
+    def instantiate_all(self) -> Any:
         """Return the options, with all classes that they name instantiated.
 
         Raises:
             InputError: what a class refuses.
         """
-        with _sentences():
+        with _input_errors():
             return self.parser.instantiate_classes(self.options)
 
-    def made(self, name: str, options: Namespace) -> Any:
+    def instantiate(self, name: str, options: Namespace) -> Any:
         """Return what an option names by class, instantiated, and nothing else."""
         only = self.parser.get_defaults()
         only[name] = options[name]
-        with _sentences():
+        with _input_errors():
             return self.parser.instantiate_classes(only)[name]
 
 
@@ -257,7 +257,7 @@ def _is_group(kind: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _sentences() -> Iterator[None]:
+def _input_errors() -> Iterator[None]:
     """Turn what a recipe, a class that it names or the user's own code raises into a sentence."""
     try:
         yield
@@ -311,7 +311,7 @@ def one_sentence(
         dashes = "--" if "--" in text else ""
         return f"{text}; did you mean {dashes}{near[0]}?" if near else f"{text}; {others}"
     if misspelt := re.search(r"import path string: ([A-Za-z]\w*)$|has no attribute '(\w+)'$", text):
-        names = [each for room in _ROOMS for each in importlib.import_module(room).__all__ if each[0].isupper()]
+        names = [each for room in _HOMES for each in importlib.import_module(room).__all__ if each[0].isupper()]
         near = difflib.get_close_matches(misspelt[1] or misspelt[2], names, n=1)
         text += f"; did you mean {near[0]}?" if near else ""
     return text
@@ -333,8 +333,8 @@ def trust_code(argv: list[str]) -> list[str]:
     except argparse.ArgumentError as error:
         raise InputError("--code: expected an importable package or module, or a folder such as .") from error
     for named in given.code:
-        own_code.update(_packages(named))
-    set_parsing_settings(import_path_allowlist=[*own_code])
+        trusted_modules.update(_packages(named))
+    set_parsing_settings(import_path_allowlist=[*trusted_modules])
     return rest
 
 
@@ -344,8 +344,8 @@ def _packages(named: str) -> list[str]:
     if name and folder.is_dir() and not name.isidentifier():
         sys.path.append(str(folder))
         names = {path.stem for path in folder.iterdir() if path.stem.isidentifier()}
-        places = {name: Path(spec.origin) for name in names if (spec := find_spec(name)) and spec.origin}
-        return [name for name, place in places.items() if folder in place.parents]
+        origins = {name: Path(spec.origin) for name in names if (spec := find_spec(name)) and spec.origin}
+        return [name for name, origin in origins.items() if folder in origin.parents]
     try:
         if all(map(str.isidentifier, named.split("."))) and find_spec(named) is not None:
             return [named]
@@ -356,7 +356,7 @@ def _packages(named: str) -> list[str]:
 
 def _refuse_functions(kind: type, options: Mapping[str, Any]) -> None:
     """Refuse a function that a recipe names for an option of a class, but for pure ones and those of own code."""
-    pure = ("lit_layers.functional.", *(f"{package}." for package in own_code))
+    pure = ("lit_layers.functional.", *(f"{package}." for package in trusted_modules))
     for name, value in options.items():
         for each in value if isinstance(value, list | tuple) else [value]:
             path = f"{getattr(each, '__module__', '')}.{getattr(each, '__name__', '')}"
@@ -371,14 +371,14 @@ def _is_default(kind: type, name: str, value: Any) -> bool:
     return any(each is not None and each.default == value for each in options)
 
 
-def _variable(name: str, *default: Any) -> Any:
+def _env_variable(name: str, *default: Any) -> Any:
     """Return what `${oc.env:NAME}` stands for in a recipe, whose options are written down with the run."""
     if _SECRET.search(name):
         raise InputError(f"a recipe reads no variable that may hold a secret, got ${{oc.env:{name}}}")
     return oc.env(name, *default)
 
 
-def _made(class_type: Any, *args: Any, **kwargs: Any) -> Any:
+def _instantiate(class_type: Any, *args: Any, **kwargs: Any) -> Any:
     name = next((each for each in ("api_key", "host", "settings") if kwargs.get(each)), None)
     if name and class_type.__module__.startswith("lightning."):  # a key that a stranger's address would be sent
         raise InputError(f"{name}: a recipe names no address and no key: set a variable of {class_type.__name__}")
@@ -389,10 +389,10 @@ def _made(class_type: Any, *args: Any, **kwargs: Any) -> Any:
     return made
 
 
-add_instantiator(_made, object)  # of every class: to name Analysis would import torch for every `--help`
+add_instantiator(_instantiate, object)  # of every class: to name Analysis would import torch for every `--help`
 # Options whose defaults are no plain values, such as an enumeration of Timer and the device of weight averaging.
 yaml.SafeDumper.add_multi_representer(object, lambda dumper, it: dumper.represent_str(str(getattr(it, "value", it))))
-OmegaConf.register_resolver("oc.env", _variable, replace=True)
+OmegaConf.register_resolver("oc.env", _env_variable, replace=True)
 # A class is made only where a field asks for one of its kind, and nothing is made in a field that takes any value.
 set_parsing_settings(
     import_path_denylist=["*"], import_path_allowlist=[*MODULES], instantiate_subclass_spec_in_any=False
@@ -407,7 +407,7 @@ def find_recipe(name: str | Path) -> Path:
     """
     if os.path.isfile(name):
         return Path(name)
-    plain = _name(name)
+    plain = _recipe_name(name)
     if plain in shipped_recipes():
         return shipped_recipes()[plain]
     hint = did_you_mean(plain, shipped_recipes(), "of the package's recipes one is quickstart/gpt2", most=1)
@@ -420,8 +420,8 @@ def shipped_recipes() -> dict[str, Path]:
     base = _PACKAGE / "shipped"  # of a wheel; a checkout has them beside the package
     base = base if base.is_dir() else _PACKAGE.parent
     files = [file for folder in ("recipes", "wandb_configs") for file in sorted((base / folder).rglob("*.yaml"))]
-    return {_name(file.relative_to(base)): file for file in files}
+    return {_recipe_name(file.relative_to(base)): file for file in files}
 
 
-def _name(file: str | Path) -> str:
+def _recipe_name(file: str | Path) -> str:
     return Path(file).as_posix().removesuffix(".yaml").removeprefix("recipes/")

@@ -61,7 +61,7 @@ def reader_is_gone() -> bool:
     return bool(state.poll(0))
 
 
-def tell(device: object, ranks: int = 1) -> None:
+def set_threads(device: object, ranks: int = 1) -> None:
     """Compute with the cores of the container, shared by the ranks on this machine, unless OMP_NUM_THREADS says how
     many; print `8 threads, cuda`.
     """
@@ -74,7 +74,7 @@ def tell(device: object, ranks: int = 1) -> None:
     print(f"{torch.get_num_threads()} threads, {named}", file=sys.stderr)
 
 
-def without_verbose(words: Sequence[str]) -> list[str]:
+def take_verbose(words: Sequence[str]) -> list[str]:
     """Return a command line without its -v, which holds from here on, for this command: lines of all that is done, and
     tracebacks of what failed.
     """

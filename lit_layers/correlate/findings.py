@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from lit_layers.correlate.layer_tables import LayerTables, ModelTables
 from lit_layers.correlate.model_table import SIZES, ModelTable, nearest
 from lit_layers.errors import InputError
-from lit_layers.figures.labels import in_sentence, p_equation, value
+from lit_layers.figures.labels import mid_sentence, p_equation, value
 from lit_layers.functional import correlation
 from lit_layers.functional.correlation import Correlation, UndefinedError
 
@@ -166,7 +166,7 @@ def _covariates(table: ModelTable, given: Sequence[str]) -> list[str]:
 
 
 def _given(table: ModelTable, names: Sequence[str]) -> str:
-    return f"Partial r given {' and '.join(in_sentence(table.covariate_title(name)) for name in names)}"
+    return f"Partial r given {' and '.join(mid_sentence(table.covariate_title(name)) for name in names)}"
 
 
 def _partials(
@@ -196,7 +196,7 @@ def _groups(table: ModelTable, x: Column, y: Column, group: str, options: Mappin
     columns = [column[codes >= 0] for column in (x, y, codes)]
     try:
         within = correlation.within_group_correlation
-        rows = [_row(f"Within equal {in_sentence(title)}", within, *columns, options=options)]
+        rows = [_row(f"Within equal {mid_sentence(title)}", within, *columns, options=options)]
     except UndefinedError as error:
         raise InputError(
             f"group: expected groups of several models with different metrics and scores, {group} leaves none"
@@ -226,9 +226,9 @@ def _warnings(table: ModelTable, x: Column, corrected: Sequence[Row], rows: Sequ
     for name, r2 in ((name, r2) for name, r2 in shares.items() if r2 > CONFOUNDED):
         partial = next((row for row in rows if row.name == _given(table, [name])), None)
         beyond = f"; beyond it r = {value(partial.value)} ({p_equation(partial.p)})" if partial else ""
-        warnings.append(f"{title} follows {in_sentence(table.covariate_title(name))}, R² = {r2:.2f}{beyond}.")
+        warnings.append(f"{title} follows {mid_sentence(table.covariate_title(name))}, R² = {r2:.2f}{beyond}.")
     if warnings and corrected:
-        r2, other = next(row for row in corrected if row.name == "R²"), in_sentence(table.title(str(table.corrected)))
+        r2, other = next(row for row in corrected if row.name == "R²"), mid_sentence(table.title(str(table.corrected)))
         warnings.append(f"Compare across widths by {other}: R² = {r2.value:.2f} ({p_equation(r2.p)}).")
     steps = table.values("step") if "step" in table.frame.columns else np.empty(0)
     if len(np.unique(steps[~np.isnan(steps)])) > 1:

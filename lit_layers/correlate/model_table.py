@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from lit_layers import identity, records
 from lit_layers.errors import InputError, did_you_mean
-from lit_layers.figures.labels import in_sentence, tag_text
+from lit_layers.figures.labels import mid_sentence, tag_text
 from lit_layers.figures.profiles import short_names
 from lit_layers.figures.tables import plainest
 from lit_layers.identity import BESIDE, same_tag, variant_of
@@ -313,7 +313,7 @@ class ModelTable:
 
     def covariate_title(self, column: str) -> str:
         """Return what a column is called where it is held fixed: sizes are as their logarithms."""
-        return f"Log {in_sentence(self.title(column))}" if column in LOGS else self.title(column)
+        return f"Log {mid_sentence(self.title(column))}" if column in LOGS else self.title(column)
 
     def values(self, column: str) -> NDArray[np.float64]:
         """A column as numbers, sizes as their logarithms; NaN where there is none.

@@ -13,7 +13,7 @@ from lit_layers.correlate.findings import Findings, LayerFindings, ModelFindings
 from lit_layers.correlate.layer_tables import LayerTables, ModelTables
 from lit_layers.correlate.model_table import ModelTable
 from lit_layers.figures.chart import Chart
-from lit_layers.figures.labels import in_sentence, p_equation, p_text, value
+from lit_layers.figures.labels import mid_sentence, p_equation, p_text, value
 from lit_layers.figures.profiles import depth_curves
 from lit_layers.figures.scatter import Scatter, scatter_plot
 from lit_layers.figures.tables import grouped
@@ -65,13 +65,13 @@ def write_models(table: ModelTable, findings: Findings, folder: Path) -> list[Pa
     rows = pd.DataFrame([{"of": of, **vars(row)} for of, rows in parts.items() for row in rows])
     plot = _scatter(table, findings)
     chart = scatter_plot(plot, width=720, height=500)
-    title = f"{plot.y_title} against {in_sentence(plot.x_title)}"
+    title = f"{plot.y_title} against {mid_sentence(plot.x_title)}"
     note = f"{plot.title}. Line: least squares, with the 95% band."
     page = fill(
         "correlation.html.jinja",
         table=table,
         findings=findings,
-        title=f"{plot.x_title} against {in_sentence(plot.y_title)}",
+        title=f"{plot.x_title} against {mid_sentence(plot.y_title)}",
         r2=next(row for row in findings.rows if row.name == "R²"),
         p_text=p_text,
         blocks=[block(title, note, [("", [("", chart)])], wide=True)],
@@ -153,7 +153,7 @@ def write_layers(tables: LayerTables, findings: LayerFindings, folder: Path) -> 
         "layers.html.jinja",
         tables=tables,
         findings=findings,
-        title=f"{', '.join(tables.titles.values())} against {in_sentence(tables.score_title)} over layers",
+        title=f"{', '.join(tables.titles.values())} against {mid_sentence(tables.score_title)} over layers",
         num_tasks=len({task for model in tables.models for task in model.scores.index}),
         missing=missing_tasks(tables, findings),
         depth=[block(chart.title, "", [("", [("", chart)])], wide=True) for chart in depth],

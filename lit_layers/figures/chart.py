@@ -17,13 +17,13 @@ from lit_layers.figures.vega import (
     color_bar,
     digits,
     encoded,
+    hoverable,
     layer,
-    of_row,
     phrase,
     pictures_of,
+    row_field,
     rule,
     sized,
-    touched,
 )
 
 __all__ = ["Chart", "Panels", "Series"]
@@ -56,7 +56,7 @@ class Series:
     labels: Sequence[str] = ()  # to the right of the points
     legend: bool = False
     hover: bool = True
-    tells_texts: bool = False  # touching a point says its text alone
+    texts_only: bool = False  # touching a point says its text alone
 
     @property
     def has_interval(self) -> bool:
@@ -126,7 +126,7 @@ class Chart(Picture):
     training: Training | None = None
     bar: Bar | None = None
     frames: Sequence[int] = ()
-    place: str = "{w}"  # of a point, for hovering
+    hover: str = "{w}"  # of a point, for hovering
     height: int = 340
     square: bool = False
     horizontal: bool = False  # values go across, keys down
@@ -142,7 +142,7 @@ class Chart(Picture):
             "height": height or self.height - 70,
             "data": {"values": [row for row in rows if row.get("f") in (None, last)] if still else []},
             "transform": self._lookups(),
-            "encoding": self._places(),
+            "encoding": self._encoding(),
             "layer": [*self._cells(still=still), *self._marks(still=still)],
         }
         if not still and last > 0:
@@ -168,7 +168,7 @@ class Chart(Picture):
             return self.x, self.y
         return replace(self.training.axis(cells=self.cells is not None), grid=self.x.grid), self.y
 
-    def _places(self) -> dict[str, Any]:
+    def _encoding(self) -> dict[str, Any]:
         across, up = self._axes()
         sides = [encoded(across, "x"), encoded(up, "y")]
         if self.horizontal:
@@ -193,7 +193,7 @@ class Chart(Picture):
             fields = ["x", "w", "u", *(["x0", "x1"] if self.cells is not None else [])]
             lookups.append({"lookup": "n", "from": {"data": {"values": table}, "key": "n", "fields": fields}})
         if self.series:
-            lookups += [{"calculate": each, "as": name} for name, each in _OF_ROW.items()]
+            lookups += [{"calculate": each, "as": name} for name, each in _ROW_FIELDS.items()]
         if self._num_unplaced:
             lookups.append({"calculate": "datum.y > 0 ? datum.y : null", "as": "y"})
         return lookups
@@ -223,7 +223,7 @@ class Chart(Picture):
             rect["encoding"] |= {"x": {"field": "x0", "type": "quantitative"}, "x2": {"field": "x1"}}
             rect["encoding"] |= {"y": {"field": "y0", "type": "quantitative"}, "y2": {"field": "y1"}}
         rect["transform"] = [{"filter": "isValid(datum.v)"}]
-        return [rect if still else touched(rect, tip)]
+        return [rect if still else hoverable(rect, tip)]
 
     def _marks(self, *, still: bool) -> list[dict[str, Any]]:
         """Return layers from below: divider, intervals, lines, marks, tooltips, labels, notes, the colour bar."""
@@ -237,7 +237,7 @@ class Chart(Picture):
         if self.series:
             layers += [*self._intervals(), *self._lines(), *self._points()]
         if not still and any(s.hover for s in self.series):
-            layers.append(self._touch())
+            layers.append(self._hover_layer())
         if any(s.labels for s in self.series):
             layers.append(LABELS)
         if self._num_unplaced:
@@ -256,12 +256,12 @@ class Chart(Picture):
         layers = []
         if False in alone:
             mark = {"type": "area", "opacity": 0.16, "tooltip": None, "clip": self.y.ends is not None}
-            look = {**ends, "color": self._by_name("color"), "detail": DETAIL}
+            look = {**ends, "color": self._name_scale("color"), "detail": DETAIL}
             layers.append(layer("datum.e == 'band' && !datum.u", mark, look))
         if True in alone:
-            kept = "(datum.e == 'bars' || (datum.e && datum.u)) && isValid(datum.l) && isValid(datum.h)"
+            where = "(datum.e == 'bars' || (datum.e && datum.u)) && isValid(datum.l) && isValid(datum.h)"
             mark = {"type": "rule", "tooltip": None, "strokeWidth": 1.2}
-            layers.append(layer(kept, mark, {**ends, "color": of_row("c")}))
+            layers.append(layer(where, mark, {**ends, "color": row_field("c")}))
         if self.y.log and any(end is not None and end <= 0 for s in self.series for end in s.low):
             ends = [end for s in self.series for part in (s.y, s.low, s.high) for end in part]
             lowest = min((end for end in ends if end is not None and end > 0), default=1.0)
@@ -276,32 +276,32 @@ class Chart(Picture):
     def _lines(self) -> list[dict[str, Any]]:
         if not any(s.width for s in self.series):
             return []
-        encoding = {"color": self._by_name("color"), "strokeDash": self._by_name("dash")}
+        encoding = {"color": self._name_scale("color"), "strokeDash": self._name_scale("dash")}
         encoding |= {"strokeWidth": {"field": "o", "type": "quantitative", "scale": None}}
         line = {"type": "line", "tooltip": None, "clip": self.y.ends is not None}
         return [layer("datum.o", line, {**encoding, "detail": DETAIL, "order": ORDER})]
 
     def _points(self) -> list[dict[str, Any]]:
         layers = []
-        marks = [mark for s in self.series for mark in (s.mark, _apart(s)) if mark]
+        marks = [mark for s in self.series for mark in (s.mark, _untrained_mark(s)) if mark]
         encoding = {
-            "color": self._by_name("color", of_points=True),
-            "shape": self._by_name("mark") if self._tells_marks else of_row("m"),
-            "size": of_row("z"),
+            "color": self._name_scale("color", points=True),
+            "shape": self._name_scale("mark") if self._marks_in_legend else row_field("m"),
+            "size": row_field("z"),
         }
         for hollow in sorted({mark.endswith("-open") for mark in marks}):
             look = {"filled": not hollow, "strokeWidth": 1.4, **({"fill": "white"} if hollow else {})}
-            kept = f"datum.m && isValid(datum.y) && indexof(datum.m, '-open') {'>' if hollow else '<'} 0"
-            points = layer(kept, {"type": "point", "opacity": 1, "tooltip": None, **look}, encoding)
+            where = f"datum.m && isValid(datum.y) && indexof(datum.m, '-open') {'>' if hollow else '<'} 0"
+            points = layer(where, {"type": "point", "opacity": 1, "tooltip": None, **look}, encoding)
             name = "replace(datum.m, '-open', '')"
             points["transform"].append({"calculate": f"{json.dumps(MARKS)}[{name}] || {name}", "as": "m"})
             layers.append(points)
         return layers
 
-    def _by_name(self, what: str, *, of_points: bool = False) -> dict[str, Any]:
+    def _name_scale(self, what: str, *, points: bool = False) -> dict[str, Any]:
         """The scale of a colour, dash or mark by the names of the series, with their legend."""
-        if of_points and not (self.legend_of_marks and any(s.legend for s in self.series)):
-            return of_row("c")
+        if points and not (self.legend_of_marks and any(s.legend for s in self.series)):
+            return row_field("c")
         looks = {"color": lambda s: s.color, "dash": lambda s: DASHES[s.dash]}
         look = looks.get(what, lambda s: s.mark.removesuffix("-open"))
         looks = {s.name: look(s) for s in reversed(self.series)}
@@ -314,7 +314,7 @@ class Chart(Picture):
         return not any(s.width for s in self.series if s.legend)
 
     @property
-    def _tells_marks(self) -> bool:
+    def _marks_in_legend(self) -> bool:
         """Return whether the legend tells marks, as more names have them than there are colours."""
         return self.legend_of_marks and len({s.name for s in self.series if s.mark}) > len(COLORS)
 
@@ -325,27 +325,27 @@ class Chart(Picture):
         pixels = 6.5 * max(map(len, shown)) + 48
         look = {"values": shown, "title": self.legend_title or None, "direction": "horizontal", "symbolOpacity": 1}
         look |= {"orient": "bottom" if self.bar is not None else "top", "columnPadding": 26}  # for wider fonts
-        look |= {} if self._tells_marks else {"symbolType": "circle" if self.legend_of_marks else "stroke"}
+        look |= {} if self._marks_in_legend else {"symbolType": "circle" if self.legend_of_marks else "stroke"}
         look |= {"symbolSize": 70 if self.legend_of_marks else 220}
         return {**look, "columns": {"expr": f"max(1, floor(width / {pixels:.0f}))"}}
 
-    def _touch(self) -> dict[str, Any]:
+    def _hover_layer(self) -> dict[str, Any]:
         """Return a layer that says what lies nearest to the mouse, with a ring around it."""
         interval = f"'\\n95% interval ' + format(datum.l, {NUMBER}) + ' to ' + format(datum.h, {NUMBER})"
         tip = f"(datum.s ? datum.s + '\\n' : '') + format(datum.y, {NUMBER})"
         tip += f" + (isValid(datum.l) && isValid(datum.h) ? {interval} : '')"
-        tip += f" + '\\n' + {phrase(self.place)}" if self.place else ""
+        tip += f" + '\\n' + {phrase(self.hover)}" if self.hover else ""
         tip = f"datum.d == 'text' ? datum.t : {tip} + (datum.t ? '\\n' + datum.t : '')"
         near = {"type": "point", "nearest": True, "on": "pointerover", "fields": ["i"], "clear": "pointerout"}
         ring = {"condition": {"param": "near", "empty": False, "value": 1}, "value": 0}
         mark = {"type": "point", "size": 110, "strokeWidth": 1.6, "filled": False}
-        target = layer("isValid(datum.y) && datum.d", mark, {"opacity": ring, "color": of_row("c")})
-        return {**touched(target, tip), "params": [{"name": "near", "select": near}]}
+        target = layer("isValid(datum.y) && datum.d", mark, {"opacity": ring, "color": row_field("c")})
+        return {**hoverable(target, tip), "params": [{"name": "near", "select": near}]}
 
 
 # A point's own colour; the mark and the size of what stands apart.
-_OF_ROW = {"c": "isValid(datum.ci) ? datum.ci : datum.c", "m": "datum.u ? datum.p : datum.m"}
-_OF_ROW |= {"z": "datum.u ? 2.6 * datum.z : datum.z"}
+_ROW_FIELDS = {"c": "isValid(datum.ci) ? datum.ci : datum.c", "m": "datum.u ? datum.p : datum.m"}
+_ROW_FIELDS |= {"z": "datum.u ? 2.6 * datum.z : datum.z"}
 
 
 def rows_of(chart: Chart) -> list[dict[str, Any]]:
@@ -376,7 +376,7 @@ def rows_of(chart: Chart) -> list[dict[str, Any]]:
     return rows
 
 
-def _apart(s: Series) -> str:
+def _untrained_mark(s: Series) -> str:
     """Return the mark of the untrained model."""
     return s.mark if not s.width else "line-ew" if s.dash else "diamond"
 
@@ -384,8 +384,8 @@ def _apart(s: Series) -> str:
 def _common(s: Series) -> dict[str, Any]:
     """Return what all points of a series have: name, colour, mark, mark apart, size, interval, line, tooltip."""
     interval = s.interval if s.has_interval else ""
-    tells = "" if not s.hover else "text" if s.tells_texts else "all"
-    values = (s.name, s.color, s.mark, _apart(s), area(s.size), interval, s.width, tells)
+    tells = "" if not s.hover else "text" if s.texts_only else "all"
+    values = (s.name, s.color, s.mark, _untrained_mark(s), area(s.size), interval, s.width, tells)
     return dict(zip("scmpzeod", values, strict=True))
 
 

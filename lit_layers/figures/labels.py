@@ -26,7 +26,7 @@ def escape(text: object) -> str:
     return html.escape(str(text), quote=False)
 
 
-def in_sentence(title: str) -> str:
+def mid_sentence(title: str) -> str:
     """Return a title as it stands within a sentence: prompt entropy, DiME of halves, Pearson correlation."""
     word = title.partition(" ")[0]
     return title if word.startswith(_NAMES) or not word[1:].islower() else title[0].lower() + title[1:]
@@ -40,7 +40,7 @@ def tag_text(tags: dict[str, object]) -> str:
         if (label := _LABELS["values"].get(name, {}).get(text)) is not None:
             parts.append(label)
         elif name == "of":
-            parts.append(f"of {in_sentence(look_up(text).title).removeprefix('probe ')}")
+            parts.append(f"of {mid_sentence(look_up(text).title).removeprefix('probe ')}")
         elif name == "reference":
             parts.append(text.replace("_", " "))
         else:

@@ -65,7 +65,7 @@ def table_map(
         pairs = sorted({pair_text(point.layer, point.other_layer) for point in placed})
         there = f"{pair_text(layer, other_layer)}; it has: {', '.join(pairs)}"
         raise ValueError(f"metric {metric!r} has no {there if pairs else 'values per pair of tokens or of directions'}")
-    points, tags = tables.of_plainest(points, chosen.get("tags"))
+    points, tags = tables.plainest_points(points, chosen.get("tags"))
     is_jacobian, where = "row" in points[0].tags, pair_text(layer, other_layer)
     down, across = ("row", "column") if is_jacobian else ("token", "other_token")
     keys = sorted({point.tags[name] for point in points for name in (down, across)})
@@ -85,7 +85,7 @@ def _pairs(title: str, points: Sequence[Point], cell: _Cell, x: Axis, y: Axis, l
     """Return a square map whose largest entry off the diagonal of any checkpoint is full colour."""
     bound = _largest(p for p in points if cell(p)[0] != cell(p)[1])
     look = {"ends": (-bound, bound), "scheme": DIVERGING, **look}
-    return slider_map(title, by_checkpoint(points, cell, y.keys or (), x.keys or ()), x, y, look, square=True)
+    return slider_map(title, frame_grids(points, cell, y.keys or (), x.keys or ()), x, y, look, square=True)
 
 
 def slider_map(
@@ -110,7 +110,7 @@ def named_matrix(
     return slider_map(title, {0: values}, x, y, look, height=140 + 18 * len(keys))
 
 
-def by_checkpoint(
+def frame_grids(
     points: Sequence[Point], cell: _Cell, rows: Sequence[Any], columns: Sequence[Any], digits: int = 3
 ) -> dict[int, list[list[Any]]]:
     """Return the values by row and column at each place of the slider, None where there is none."""
@@ -142,7 +142,7 @@ def has_surface(points: Iterable[Point]) -> bool:
 
 
 def _is_of_layer(point: Point) -> bool:
-    beside = point.other_layer is not None or tables.is_placed(point)
+    beside = point.other_layer is not None or tables.is_in_table(point)
     return point.layer is not None and not beside and point.tags.keys().isdisjoint(("reference", "index", "control"))
 
 
@@ -163,7 +163,7 @@ def layer_surface(
         ValueError: where the metric has no values per layer of at least two steps.
     """
     points = tables.select(frame, metric, **chosen, over_steps=True)
-    points, tags = tables.of_plainest([point for point in points if _is_of_layer(point)], chosen.get("tags"))
+    points, tags = tables.plainest_points([point for point in points if _is_of_layer(point)], chosen.get("tags"))
     if not has_surface(points):
         raise ValueError(f"metric {metric!r} has no values per layer of at least two steps")
     every = sorted({*tables.steps_of(points), *steps})
@@ -227,7 +227,7 @@ def tag_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chosen]) -
     keys = sorted(kinds, key=lambda key: (bool(key[2]), kinds[key], key))  # the mean first
     texts = [name.replace("_", " ") or "Mean" for *_, name in keys]
     texts = [text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1].rstrip()}…" for text in texts]
-    frames = by_checkpoint(points, lambda p: (_category(p), p.layer), keys, layers.keys or ())
+    frames = frame_grids(points, lambda p: (_category(p), p.layer), keys, layers.keys or ())
     look: dict[str, Any] = {"hover": ("block" if by_head else "layer") + " {x}\n{t}"}
     if any(point.value < 0 for point in points):
         full = _largest(points)

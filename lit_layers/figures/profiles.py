@@ -15,10 +15,10 @@ from lit_layers.figures.tables import (
     Point,
     drawable,
     grouped,
+    is_in_table,
     is_on_axes,
-    is_placed,
     matching,
-    of_plainest,
+    plainest_points,
     rows_of,
     select,
     steps_of,
@@ -130,11 +130,11 @@ def layer_profile(
     points = [point for part in parts.values() for point in part]
     if not any(map(is_on_axes, points)):
         raise ValueError(f"metric {metric!r} has no values per layer")
-    points, tags = of_plainest(points, chosen.get("tags"))
-    number, parts = numbered_by(points), {key: matching(part, tags) for key, part in parts.items()}
+    points, tags = plainest_points(points, chosen.get("tags"))
+    number, parts = ordinal_of(points), {key: matching(part, tags) for key, part in parts.items()}
     depths = _depths(frame, parts, num_layers) if of_models and number == "layer" else {}
     is_share = len({*depths.values()}) > 1 and all(depths.values())
-    places = sorted({point.number(number) or 0 for point in numbered(points, number)})
+    places = sorted({point.index(number) or 0 for point in indexed(points, number)})
     ends = [0, 100] if is_share else [places[0], places[-1]]
     names: dict[Any, str] = short_names([*parts]) if of_models else {step: f"step {step:,}" for step in parts}
     looks = _looks([*parts], of_models)
@@ -142,14 +142,14 @@ def layer_profile(
 
     def add(key: Any, part: Sequence[Point], **look: Any) -> None:
         """Add a line; hovering tells the layer as the model counts it."""
-        by_number = {point.number(number) or 0: point for point in part}
+        by_number = {point.index(number) or 0: point for point in part}
         at = [*range(min(by_number), max(by_number) + 1)] if of_models else places  # a gap breaks the line of a model
         look["texts"] = [f"layer {n} of {depths[key]:g}" if depths else f"{number} {n}" for n in at]
         shown = [round(100 * n / depths[key], 4) for n in at] if is_share else at
         series.append(series_of(map(by_number.get, at), shown, **look))
 
     for key, look in looks.items():
-        if part := numbered(parts[key], number):
+        if part := indexed(parts[key], number):
             add(key, part, name=names[key], **look)
     num_lines, compared = len(series), parts if of_models else {last: parts[last]}
     for kind in references(point for part in compared.values() for point in part):
@@ -170,7 +170,7 @@ def layer_profile(
         if not of_models:
             found = {last: found[max(found)]} if found else {}
             dash = dash if name in baselines else DASHED[(len(series) - num_lines) % len(DASHED)]
-        layered = {key: part for key in found if key in looks and (part := numbered(found[key], "layer"))}
+        layered = {key: part for key in found if key in looks and (part := indexed(found[key], "layer"))}
         look: dict[str, Any] = {"dash": dash, "width": 1.6, "interval": ""}
         for key, part in layered.items():
             own = {"name": f"{names[key]}, {text}", "color": looks[key]["color"], "width": 1.4}
@@ -186,7 +186,7 @@ def layer_profile(
         y=value_axis(metric),
         series=series,
         bar=color_bar("Step", TIME, range(len(steps)), [count(step) for step in steps]),
-        place="",
+        hover="",
         height=340 if len(series) == num_lines else 380,
     )
     return log_if_wide(chart)
@@ -262,7 +262,7 @@ def list_profile(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> 
         x = Axis(title=_LISTS[ordinal], labels={at(n): count(n) for n in shown}, log=is_rows, ends=ends)
     y = value_axis(metric, log=log, ends=fixed_limits(values, log=log, zero=not log and not is_rows))
     bar = color_bar("Layer", DEPTH, [*by_layer])
-    return Chart(title=title_of(metric, tags), x=x, y=y, series=series, bar=bar, frames=steps, place="", height=400)
+    return Chart(title=title_of(metric, tags), x=x, y=y, series=series, bar=bar, frames=steps, hover="", height=400)
 
 
 # ------------------------------------------------------------------------------------------------ models side by side
@@ -286,7 +286,7 @@ def models_in_rows(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -
         raise ValueError(f"metric {metric!r} has no values of whole models")
     look: dict[str, Any] = {"mark": "circle", "size": 6.5, "color": COLORS[0], "interval": "bars"}
     dots = series_of([point for _, point in rows], range(len(rows)), **look)
-    return in_rows(
+    return row_chart(
         title_of(metric, {}), [text for text, _ in rows], value_axis(metric), [dots], height=100 + 16 * len(rows)
     )
 
@@ -327,13 +327,13 @@ def depth_curves(title: str, models: Mapping[str, Sequence[float]]) -> Chart:
         look["mark"] = symbol_of(index)
         texts = [f"layer {n} of {depth}" for n in range(depth + 1)]
         series.append(Series(x=[100 * n / depth for n in range(depth + 1)], y=rounded(values), texts=texts, **look))
-    return Chart(title=title, x=_DEPTHS, y=Axis(), series=series, place="", height=340)
+    return Chart(title=title, x=_DEPTHS, y=Axis(), series=series, hover="", height=340)
 
 
-def in_rows(title: str, texts: Sequence[str], values: Axis, series: Sequence[Series], *, height: int) -> Chart:
+def row_chart(title: str, texts: Sequence[str], values: Axis, series: Sequence[Series], *, height: int) -> Chart:
     """Return rows from the top down with their texts beside them; their values go across."""
     down = Axis(labels=dict(enumerate(texts)), ends=(-0.6, len(texts) - 0.4), reverse=True, grid=False)
-    return Chart(title=title, x=down, y=values, series=series, horizontal=True, place="", height=height)
+    return Chart(title=title, x=down, y=values, series=series, horizontal=True, hover="", height=height)
 
 
 # ------------------------------------------------------------------------------------------------ parts
@@ -360,17 +360,17 @@ def fixed_limits(
 
 def plain(points: Iterable[Point]) -> list[Point]:
     """The points that belong to a layer, a distance or the whole model, not to a pair or a place in a table."""
-    return [point for point in points if point.other_layer is None and not is_placed(point)]
+    return [point for point in points if point.other_layer is None and not is_in_table(point)]
 
 
-def numbered_by(points: Iterable[Point]) -> str:
+def ordinal_of(points: Iterable[Point]) -> str:
     """Return what numbers the places of points on an axis: layers, or distances where there are none."""
     return "layer" if any(point.layer is not None for point in points) else "distance"
 
 
-def numbered(points: Iterable[Point], number: str) -> list[Point]:
+def indexed(points: Iterable[Point], number: str) -> list[Point]:
     """Return the points that have a place, without those to compare with."""
-    return [point for point in points if point.number(number) is not None and point.reference is None]
+    return [point for point in points if point.index(number) is not None and point.reference is None]
 
 
 def references(points: Iterable[Point]) -> dict[Any, list[Point]]:

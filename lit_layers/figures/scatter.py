@@ -44,7 +44,7 @@ def paths_in_plane(frame: pd.DataFrame, metric: str = "path", **chosen: Unpack[t
         "colors": [*colors_of(DEPTH, len(layers)), None] * len(keys),
         "texts": [text for _, _, t in keys for text in [*(f"token {t}, layer {n}" for n in layers), ""]],
     }
-    paths = Series(x=across, y=up, color="rgba(91,103,116,0.35)", width=1.0, mark="circle", tells_texts=True, **look)
+    paths = Series(x=across, y=up, color="rgba(91,103,116,0.35)", width=1.0, mark="circle", texts_only=True, **look)
     return Chart(
         title=", ".join(filter(None, [tables.title_of(metric, {}), tables.variant_text(variant)])),
         x=Axis(title="Axis 1"),
@@ -143,7 +143,7 @@ def scatter_plot(content: Scatter, *, width: int = 660, height: int = 440) -> Ch
                 mark="circle",
                 size=9,
                 texts=texts,
-                tells_texts=True,
+                texts_only=True,
                 labels=[content.names[n] if shown[n] else "" for n in members],
                 legend=listed,
             )

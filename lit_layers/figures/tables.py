@@ -65,7 +65,7 @@ class Point:
     def reference(self) -> str | None:
         return self.tags.get("reference")
 
-    def number(self, ordinal: str) -> int | None:
+    def index(self, ordinal: str) -> int | None:
         """Its layer, or its number in another order, as `distance`."""
         return self.layer if ordinal == "layer" else self.tags.get(ordinal)
 
@@ -162,7 +162,7 @@ def variants_of(points: Sequence[Point]) -> list[dict[str, Any]]:
     return [{name: tags.get(name) for name in names} for tags in distinct.values()]
 
 
-def of_plainest(points: Sequence[Point], tags: Mapping[str, Any] | None) -> tuple[list[Point], dict[str, Any]]:
+def plainest_points(points: Sequence[Point], tags: Mapping[str, Any] | None) -> tuple[list[Point], dict[str, Any]]:
     """Return the points of the plainest variant that has points on axes, and its tags: lines show one variant.
 
     `tags` are those that chose the points so far. Where there is one variant the points stay as they are.
@@ -175,27 +175,27 @@ def of_plainest(points: Sequence[Point], tags: Mapping[str, Any] | None) -> tupl
 
 
 def drawable(
-    frame: pd.DataFrame, metric: str, kept: Callable[[Point], bool], missing: str, **chosen: Unpack[Chosen]
+    frame: pd.DataFrame, metric: str, keep: Callable[[Point], bool], missing: str, **chosen: Unpack[Chosen]
 ) -> tuple[list[Point], dict[str, Any]]:
     """Return the points of a metric's plainest variant that a figure can show, and its tags.
 
     Raises:
         ValueError: where there is none; `missing` says of what, such as `values per head`. Else as `select`.
     """
-    points = [point for point in select(frame, metric, **chosen) if kept(point)]
+    points = [point for point in select(frame, metric, **chosen) if keep(point)]
     if not points:
         raise ValueError(f"metric {metric!r} has no {missing}")
-    return of_plainest(points, chosen.get("tags"))
+    return plainest_points(points, chosen.get("tags"))
 
 
-def is_placed(point: Point) -> bool:
+def is_in_table(point: Point) -> bool:
     """Return whether a point stands in a table of its own, which curves and profiles do not show."""
     return not point.tags.keys().isdisjoint(PLACES)
 
 
 def is_pair(point: Point) -> bool:
     """Return whether a point belongs to two layers, and to no place in a table of their own."""
-    return point.other_layer is not None and not is_placed(point)
+    return point.other_layer is not None and not is_in_table(point)
 
 
 def is_on_axes(point: Point) -> bool:
@@ -290,7 +290,7 @@ def _headlines(table: Any, allow_suspect: bool) -> Iterator[tuple[dict[str, Any]
     for analysis, metric in dict.fromkeys(zip(table["analysis"], table["metric"], strict=True)):
         points = select(table, metric, analysis=analysis, allow_suspect=allow_suspect)
         points = [point for point in points if not point.tags.keys() & BESIDE]
-        points = _of_running_orders(points, metric)
+        points = _few_orders(points, metric)
         whole = [point for point in points if point.layer is None]
         last_layer = max((point.layer for point in points if point.layer is not None), default=None)
         kinds = [tags for tags in variants_of(points) if tags.get("statistic") is None] if points else []
@@ -302,7 +302,7 @@ def _headlines(table: Any, allow_suspect: bool) -> Iterator[tuple[dict[str, Any]
                 yield {"analysis": analysis, "metric": metric, "variant": variant_text(tags)}, chosen
 
 
-def _of_running_orders(points: list[Point], metric: str) -> list[Point]:
+def _few_orders(points: list[Point], metric: str) -> list[Point]:
     """Return a few points of other running orders of the blocks: those of about half of the middle blocks.
 
     That is the middle one of the recorded numbers of changed blocks, with three loops or the nearest to it; of
@@ -370,14 +370,14 @@ def _identity(tags: Mapping[str, Any]) -> tuple:
 
 
 @dataclass(frozen=True)
-class OverTasks:
+class TaskMeans:
     """A table with means or medians over tasks, and what each is over and leaves out: of an analysis, a sentence."""
 
     frame: pd.DataFrame
     notes: dict[str, str]
 
 
-def with_task_means(frame: pd.DataFrame) -> OverTasks:
+def add_task_means(frame: pd.DataFrame) -> TaskMeans:
     """Return a table whose analyses `BASE/TASK` of several tasks have become one, `BASE/mean_over_tasks`.
 
     A mean is over the tasks that every checkpoint (or model) has at every layer, with equal weights; the others are in
@@ -395,10 +395,10 @@ def with_task_means(frame: pd.DataFrame) -> OverTasks:
             rest = rest[~of_base.reindex(rest.index)]
             parts, notes[analysis] = _means(table[of_base].assign(task=task.loc[of_base, 2]))
             means += [part.assign(analysis=analysis) for part in parts]
-    return OverTasks(_joined(table, [*([rest] if len(rest) else []), *means]), notes) if means else OverTasks(frame, {})
+    return TaskMeans(_joined(table, [*([rest] if len(rest) else []), *means]), notes) if means else TaskMeans(frame, {})
 
 
-def with_task_medians(frame: pd.DataFrame) -> OverTasks:
+def add_task_medians(frame: pd.DataFrame) -> TaskMeans:
     """Return the table and, of several tasks, the median of `normalized_score` (GLUE: the mean of `task_score`).
 
     They are of the analyses `intervene/median_over_tasks` and `intervene/glue/mean_over_tasks`: a number for each
@@ -411,7 +411,7 @@ def with_task_medians(frame: pd.DataFrame) -> OverTasks:
     table: Any = frame
     _refuse_several_settings(table)
     if table.empty or "variant" not in table:
-        return OverTasks(frame, {})
+        return TaskMeans(frame, {})
     names = table["analysis"].str
     is_glue = names.startswith(f"{GLUE}/") & (table["analysis"] != GLUE_MEAN)
     is_task = names.startswith("intervene/") & ~names.startswith(GLUE) & (table["analysis"] != MEDIAN)
@@ -427,7 +427,7 @@ def with_task_medians(frame: pd.DataFrame) -> OverTasks:
             rows = rows.assign(task=rows["analysis"].str.removeprefix(prefix))
             medians, notes[analysis] = _medians(rows, statistic)
             added += [medians.assign(analysis=analysis, metric=metric)] if len(medians) else []
-    return OverTasks(_joined(table, [table, *added]) if added else frame, notes)
+    return TaskMeans(_joined(table, [table, *added]) if added else frame, notes)
 
 
 def _refuse_several_settings(table: Any) -> None:
@@ -447,7 +447,7 @@ def _joined(table: Any, parts: Sequence[Any]) -> pd.DataFrame:
     return whole.astype({name: table.dtypes[name] for name in whole.columns if name in table.columns})
 
 
-def _over(rows: Any, by: Sequence[str], statistic: str) -> Any:
+def _aggregate(rows: Any, by: Sequence[str], statistic: str) -> Any:
     """A row for each group, `n` the number of tasks; the verdict of an audit stays, for figures to refuse."""
     by = ["run", "step", "tokens", *by, *([AUDIT] if AUDIT in rows else [])]
     table = rows.groupby(by, dropna=False, sort=False)["value"].agg([statistic, "size", "count"]).reset_index()
@@ -466,16 +466,16 @@ def _means(rows: Any) -> tuple[list[Any], str]:
     counts, means = [], []
     for _, part in rows.groupby(["metric", *tags], dropna=False, sort=False):
         part = part[part["other_layer"].isna() & part["value"].map(math.isfinite)]
-        kept, gone = _complete(part)
+        keep, gone = _complete(part)
         missing = gone | missing
-        if not kept:
+        if not keep:
             continue
-        counts.append(len(kept))
-        part = part[part["task"].isin(kept)]
-        means.append(_over(part, by, "mean"))
+        counts.append(len(keep))
+        part = part[part["task"].isin(keep)]
+        means.append(_aggregate(part, by, "mean"))
         domains = sorted(part["domain"].dropna().unique()) if "domain" in part else []
         for domain in domains if len(domains) > 1 else ():
-            means.append(_over(part[part["domain"] == domain], by, "mean").assign(domain=domain))
+            means.append(_aggregate(part[part["domain"] == domain], by, "mean").assign(domain=domain))
     return [part.drop(columns="count") for part in means], _note(counts, missing)
 
 
@@ -483,8 +483,8 @@ def _complete(part: Any) -> tuple[list[str], dict[str, str]]:
     """The tasks that every checkpoint has at as many layers as any task, and what the others lack."""
     sizes: Any = pd.crosstab([part["run"], part["step"].fillna(-1)], part["task"])
     lacks = sizes.lt(sizes.max(axis=1), axis=0)
-    kept = [task for task in lacks if not lacks[task].any()]
-    return kept, {task: _absent(lacks.index[lacks[task]]) for task in lacks if task not in kept}
+    keep = [task for task in lacks if not lacks[task].any()]
+    return keep, {task: _absent(lacks.index[lacks[task]]) for task in lacks if task not in keep}
 
 
 def _absent(places: Any) -> str:
@@ -509,7 +509,7 @@ def _medians(rows: Any, statistic: str) -> tuple[Any, str]:
     parts: list[Any] = []
     places: dict[str, list[str]] = {}
     for (run, step), part in rows.groupby(["run", "step"], dropna=False, sort=False):
-        medians, sentence = _of_checkpoint(part, statistic)
+        medians, sentence = _checkpoint_medians(part, statistic)
         parts.append(medians)
         places.setdefault(sentence, []).append(run if pd.isna(step) else f"step {int(step):,}")
     sentences = [*places]
@@ -518,7 +518,7 @@ def _medians(rows: Any, statistic: str) -> tuple[Any, str]:
     return pd.concat(parts, ignore_index=True), " ".join(sentences)
 
 
-def _of_checkpoint(rows: Any, statistic: str) -> tuple[Any, str]:
+def _checkpoint_medians(rows: Any, statistic: str) -> tuple[Any, str]:
     """Return a row for each cell of one checkpoint or model, which tasks enter, and what is left out."""
     precision = rows["dtype"].fillna("float32") if "dtype" in rows else pd.Series("float32", index=rows.index)
     tasks = rows.groupby(precision)["task"].nunique().sort_index(ascending=False)
@@ -527,15 +527,15 @@ def _of_checkpoint(rows: Any, statistic: str) -> tuple[Any, str]:
     rows = rows[precision == usual]
     by = [*(name for name in tags_of(rows) if name not in ("task", "statistic", "seed")), "layer"]
     sizes = rows.groupby("task", sort=False).size()
-    num_cells = len(_over(rows, by, statistic))
-    kept, gone = ([*sizes.index[is_in]] for is_in in (sizes == num_cells, sizes != num_cells))
+    num_cells = len(_aggregate(rows, by, statistic))
+    keep, gone = ([*sizes.index[is_in]] for is_in in (sizes == num_cells, sizes != num_cells))
     lacking = f" In it are not, as they lack some variants: {', '.join(gone)}." if gone else ""
     lacking += f" Of another precision, and not in it: {', '.join(others)}." if others else ""
-    if len(kept) < 2:
+    if len(keep) < 2:
         return rows.iloc[:0], f"No {statistic} over tasks: fewer than two have every variant.{lacking}"
-    table = _over(rows[rows["task"].isin(kept)], by, statistic)
+    table = _aggregate(rows[rows["task"].isin(keep)], by, statistic)
     defined = table["value"].notna() & (table["count"] == table["n"])
-    note = f"{statistic.capitalize()} over {listing('task', kept, most=20)}.{lacking}"
+    note = f"{statistic.capitalize()} over {listing('task', keep, most=20)}.{lacking}"
     if not defined.all():
         note += f" {(~defined).sum()} of {len(table)} numbers are left out, as a task's score is undefined there."
     return table[defined].drop(columns="count"), note

@@ -47,10 +47,10 @@ def colors_of(stops: Sequence[str], count: int) -> list[str]:
     """Return `count` colours along a scale, the last at its end."""
     colors = []
     for index in range(count):
-        place = index / max(count - 1, 1) * (len(stops) - 1)
-        left = min(int(place), len(stops) - 2)
-        pairs = zip(_parts(stops[left]), _parts(stops[left + 1]), strict=True)
-        colors.append("#" + "".join(f"{round(a + (place - left) * (b - a)):02x}" for a, b in pairs))
+        position = index / max(count - 1, 1) * (len(stops) - 1)
+        left = min(int(position), len(stops) - 2)
+        pairs = zip(_rgb(stops[left]), _rgb(stops[left + 1]), strict=True)
+        colors.append("#" + "".join(f"{round(a + (position - left) * (b - a)):02x}" for a, b in pairs))
     return colors
 
 
@@ -66,8 +66,8 @@ def spread(numbers: Sequence[Any], most: int) -> list[Any]:
     return [numbers[round(index * (len(numbers) - 1) / (most - 1))] for index in range(most)]
 
 
-def _parts(color: str) -> list[int]:
-    return [int(color[place : place + 2], 16) for place in (1, 3, 5)]
+def _rgb(color: str) -> list[int]:
+    return [int(color[at : at + 2], 16) for at in (1, 3, 5)]
 
 
 # ------------------------------------------------------------------------------------------------ axes
@@ -107,9 +107,9 @@ class Training:
 
     @property
     def places(self) -> list[float]:
-        trained = [place(step) for step in self.steps if step > 0]
+        trained = [log_step(step) for step in self.steps if step > 0]
         gap = 0.13 * (trained[-1] - trained[0]) or 1.0 if trained else 0.0
-        return [place(step) if step > 0 else round(trained[0] - gap, 5) if trained else 0.0 for step in self.steps]
+        return [log_step(step) if step > 0 else round(trained[0] - gap, 5) if trained else 0.0 for step in self.steps]
 
     @property
     def edges(self) -> list[float]:
@@ -123,26 +123,26 @@ class Training:
     def axis(self, *, cells: bool = False) -> Axis:
         positive, places, edges = [step for step in self.steps if step > 0], self.places, self.edges
         first, last = (places[0], places[-1]) if places else (0.0, 0.0)
-        pad, labels, divider = 0.03 * (last - first) or 0.5, place_labels(positive), None
+        pad, labels, divider = 0.03 * (last - first) or 0.5, log_labels(positive), None
         if len(positive) < len(places):
-            room = 0.1 * (last - place(positive[0])) if positive else 0.0
+            room = 0.1 * (last - log_step(positive[0])) if positive else 0.0
             labels = {first: "0"} | {at: text for at, text in labels.items() if at - first > room}
-            divider = round((first + place(positive[0])) / 2, 5) if positive else None
+            divider = round((first + log_step(positive[0])) / 2, 5) if positive else None
         ends = (edges[0], edges[-1]) if cells else (round(first - pad, 5), round(last + pad, 5))
         return Axis(title="Optimizer step", labels=labels, ends=ends, divider=divider)
 
 
-def place(value: float) -> float:
+def log_step(value: float) -> float:
     """Return log10(1 + value)."""
     return round(math.log10(1 + value), 5)
 
 
-def place_labels(values: Sequence[int]) -> dict[float, str]:
+def log_labels(values: Sequence[int]) -> dict[float, str]:
     """Return labels of some of these steps at their places, round numbers first, far enough apart for a narrow screen.
 
     Round are powers of two, else numbers of few digits.
     """
-    places, chosen = [*map(place, values)], list[int]()
+    places, chosen = [*map(log_step, values)], list[int]()
     distance = (places[-1] - places[0]) / 6.5 if places else 0.0
     digits = lambda n: 0 if n & (n - 1) == 0 else len(str(n).rstrip("0"))  # noqa: E731
     ends = (0, len(values) - 1)

@@ -62,7 +62,7 @@ def emergence_curves(
     if not points:
         raise ValueError(f"metric {metric!r} has values for pairs of layers or of tokens only")
     if any(map(tables.is_on_axes, points)):
-        points, tags = tables.of_plainest(points, tags)
+        points, tags = tables.plainest_points(points, tags)
     every = [*points, *(point for part in compared.values() for point in part)]
     training = Training(tables.steps_of(every), {p.step: p.tokens for p in every})
     steps, series = training.steps, list[Series]()
@@ -82,11 +82,11 @@ def emergence_curves(
     ordinal, lined = _ordinal(values)
     bar = None
     if ordinal is not None:
-        by_number = dict(sorted(tables.grouped(lined, lambda point: point.number(ordinal)).items()))
+        by_number = dict(sorted(tables.grouped(lined, lambda point: point.index(ordinal)).items()))
         for (number, part), color in zip(by_number.items(), colors_of(DEPTH, len(by_number)), strict=True):
             line(part, f"{ordinal} {number}", color, width=1.6, size=4, interval="", **dots)
         bar = color_bar(ordinal.capitalize(), DEPTH, list(by_number))
-        values = [point for point in values if point.layer is None and point.number(ordinal) is None]
+        values = [point for point in values if point.layer is None and point.index(ordinal) is None]
     references_of, kinds, colors = references(points), _variants(values), dict[str, str]()
     several = len(kinds) > 1
     in_legend = several or bool(ordinal or references_of or compared) or look_up(metric).level is not None

@@ -8,7 +8,7 @@ import pandas as pd
 
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.labels import tag_text
-from lit_layers.figures.maps import by_checkpoint, colored, key_axis, slider_map
+from lit_layers.figures.maps import colored, frame_grids, key_axis, slider_map
 from lit_layers.figures.profiles import (
     FRAMES,
     color_of,
@@ -24,7 +24,7 @@ from lit_layers.figures.tables import (
     Chosen,
     Point,
     grouped,
-    is_placed,
+    is_in_table,
     rows_of,
     select,
     steps_of,
@@ -80,12 +80,12 @@ def variant_curves(frame: pd.DataFrame, metric: str, *, blocks: bool = False, **
     if not lines:
         what = "single blocks that are skipped, switched or repeated" if blocks else "variants of the middle"
         raise ValueError(f"metric {metric!r} has no values of {what}")
-    series, places = [], sorted(set[Any](p.number(number) for part in lines.values() for p in part))
+    series, places = [], sorted(set[Any](p.index(number) for part in lines.values() for p in part))
     for name, part in lines.items():
         color, mark = LOOKS[variant := part[0].tags["variant"]]
         look = {"width": 2.0, "mark": mark, "interval": "band" if variant == "random" else "", "legend": True}
         at = [steps.index(p.step) for p in part]
-        numbers = [p.number(number) for p in part]
+        numbers = [p.index(number) for p in part]
         series.append(series_of(part, numbers, frame=at, name=name, color=color, size=7, **look))
     ends = [places[0], places[-1]]
     if full:
@@ -103,7 +103,7 @@ def variant_curves(frame: pd.DataFrame, metric: str, *, blocks: bool = False, **
         y=value_axis(metric, ends=limits),
         series=series,
         frames=steps,
-        place="block {x}" if blocks else "at {x}",
+        hover="block {x}" if blocks else "at {x}",
         height=420,
     )
 
@@ -125,7 +125,7 @@ def loop_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Char
         return point.tags.get("loops", 1), point.tags["middle"]
 
     loops, middles = (sorted({*side}) for side in zip(*map(cell, points), strict=True))
-    values = by_checkpoint(points, cell, loops, middles, digits=6)
+    values = frame_grids(points, cell, loops, middles, digits=6)
     sign, dots = 1 if look_up(metric).higher_is_better else -1, list[tuple[int, int, int]]()
     for number, rows in enumerate(values.values()):
         for middle, column in zip(middles, zip(*rows, strict=True), strict=True):
@@ -154,7 +154,9 @@ def models_by_middle(frame: pd.DataFrame, metric: str, *, variant: str, **chosen
     """
     rows, series = rows_of(frame, metric, chosen.get("analysis")), list[Series]()
     number = "layer" if variant in OF_BLOCKS else "middle"
-    points = {run: last_of(variant_points(rows[rows["run"] == run], metric, **chosen)) for run in rows["run"].unique()}
+    points = {
+        run: last_points(variant_points(rows[rows["run"] == run], metric, **chosen)) for run in rows["run"].unique()
+    }
     # a block is switched with the next one
     depths = {
         run: max((p.layer + (p.tags["variant"] == "switch") for p in part if p.layer), default=0)
@@ -164,7 +166,7 @@ def models_by_middle(frame: pd.DataFrame, metric: str, *, variant: str, **chosen
     for index, (run, name) in enumerate(short_names([*points]).items()):
         color, of = color_of(index), f" of {depths[run]}" if is_share else ""
         for part in lines_of(points[run], [variant], number).values():
-            numbers = [p.number(number) or 0 for p in part]
+            numbers = [p.index(number) or 0 for p in part]
             at = [round(100 * n / depths[run], 4) for n in numbers] if is_share else numbers
             texts = [f"{'M =' if number == 'middle' else 'block'} {n}{of}" for n in numbers]
             look = {"width": 2.0, "mark": symbol_of(index), "size": 6, "interval": "", "legend": True}
@@ -176,7 +178,7 @@ def models_by_middle(frame: pd.DataFrame, metric: str, *, variant: str, **chosen
         raise ValueError(f"metric {metric!r} has no values of the variant {variant!r}")
     axis = layer_axis("block") if number == "layer" else _middle_axis(sorted({x for each in series for x in each.x}))
     title, axis = f"{look_up(metric).with_unit}, {variant_name(variant)}", _SHARES if is_share else axis
-    return Chart(title=title, x=axis, y=value_axis(metric), series=series, place="", height=400)
+    return Chart(title=title, x=axis, y=value_axis(metric), series=series, hover="", height=400)
 
 
 # ------------------------------------------------------------------------------------------------ parts
@@ -195,7 +197,7 @@ def variant_points(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -
         ValueError: where there are none, of more than one analysis or run, or under several circumstances.
     """
     tags, points = chosen.get("tags") or {}, select(frame, metric, **chosen)
-    points = [p for p in points if "variant" in p.tags and p.other_layer is None and not is_placed(p)]
+    points = [p for p in points if "variant" in p.tags and p.other_layer is None and not is_in_table(p)]
     points = [p for p in points if "statistic" in tags or "statistic" not in p.tags]
     if not points:
         raise ValueError(f"metric {metric!r} has no values of variants (tag variant) but single random orders")
@@ -207,7 +209,7 @@ def variant_points(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -
     return points
 
 
-def last_of(points: Sequence[Point]) -> list[Point]:
+def last_points(points: Sequence[Point]) -> list[Point]:
     """Return those of the last checkpoint."""
     last = max(point.step for point in points)
     return [point for point in points if point.step == last]
@@ -230,7 +232,7 @@ def lines_of(points: Iterable[Point], variants: Sequence[str], number: str) -> d
 
     `looped_parallel` has one number of loops: 3, or the nearest to it that was measured.
     """
-    kept = [p for p in points if p.tags["variant"] in variants and p.number(number) is not None]
+    kept = [p for p in points if p.tags["variant"] in variants and p.index(number) is not None]
     loops = usual_loops(p.tags for p in kept)
     kept = [p for p in kept if p.tags.get("loops", loops) == loops]
     kept.sort(key=lambda p: [*LOOKS].index(p.tags["variant"]))
@@ -240,7 +242,7 @@ def lines_of(points: Iterable[Point], variants: Sequence[str], number: str) -> d
         return ", ".join([variant_name(point.tags["variant"]), *more])
 
     by_name = grouped(kept, name)
-    return {name: sorted(part, key=lambda p: (p.step, p.number(number))) for name, part in by_name.items()}
+    return {name: sorted(part, key=lambda p: (p.step, p.index(number))) for name, part in by_name.items()}
 
 
 def _middle_axis(middles: Sequence[int]) -> Axis:

@@ -69,11 +69,11 @@ def phrase(template: str) -> str:
     return " + ".join(f"datum.{part}" if n % 2 else json.dumps(part) for n, part in enumerate(parts) if part)
 
 
-def layer(kept: str, mark: dict[str, Any], encoding: dict[str, Any]) -> dict[str, Any]:
-    return {"transform": [{"filter": kept}], "mark": mark, "encoding": encoding}
+def layer(where: str, mark: dict[str, Any], encoding: dict[str, Any]) -> dict[str, Any]:
+    return {"transform": [{"filter": where}], "mark": mark, "encoding": encoding}
 
 
-def touched(layer: dict[str, Any], tip: str) -> dict[str, Any]:
+def hoverable(layer: dict[str, Any], tip: str) -> dict[str, Any]:
     """A layer that says something where it is touched."""
     tooltip = {"field": "tip", "type": "nominal"}
     transform = [*layer["transform"], {"calculate": tip, "as": "tip"}]
@@ -86,7 +86,7 @@ def digits(ends: tuple[float, float]) -> str:
     return f".{max(3, math.ceil(math.log10(largest / span)) + 2) if span else 3}~g"
 
 
-def of_row(field: str) -> dict[str, Any]:
+def row_field(field: str) -> dict[str, Any]:
     """A look that each row has itself; without a scale there is no legend of it."""
     return {"field": field, "type": "quantitative" if field in "zo" else "nominal", "scale": None}
 

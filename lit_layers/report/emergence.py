@@ -27,9 +27,9 @@ from lit_layers.clock.times_and_order import (
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.labels import BLOCKS, count, p_equation, p_text, value
 from lit_layers.figures.maps import named_matrix
-from lit_layers.figures.profiles import in_rows, style_of_run
+from lit_layers.figures.profiles import row_chart, style_of_run
 from lit_layers.figures.tables import grouped
-from lit_layers.figures.theme import Axis, layer_axis, place, place_labels, rounded
+from lit_layers.figures.theme import Axis, layer_axis, log_labels, log_step, rounded
 from lit_layers.figures.vega import write_pictures
 from lit_layers.functional.emergence.curve_times import EmergenceTimes, Time
 from lit_layers.records import Measurement
@@ -80,28 +80,28 @@ def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
     """
     entries = [(number, *pair) for number, run in enumerate(clock.runs) for pair in emerged_in_order(clock, run)]
     by_key = grouped(entries, lambda entry: entry[1].key)
-    mean = lambda key: np.mean([place(_halfway(times).value) for *_, times in by_key[key]])  # noqa: E731
+    mean = lambda key: np.mean([log_step(_halfway(times).value) for *_, times in by_key[key]])  # noqa: E731
     keys, series, several = sorted(by_key, key=mean)[:MOST_ROWS], [], len(clock.runs)
     for number, run in enumerate(clock.runs):
         own: list[Any] = [
             (row, *each) for row, key in enumerate(keys) for index, *each in by_key[key] if index == number
         ]
         at = [row + 0.5 * (number + 0.5) / several - 0.25 for row, *_ in own]
-        look = style_of_run(number, run, of=several, tells_texts=True, size=6.5, interval="bars")
+        look = style_of_run(number, run, of=several, texts_only=True, size=6.5, interval="bars")
         ends = _ends([times.halfway for *_, times in own], clock.curves)
         hollow: dict[str, Any] = {"mark": f"{look['mark']}-open", "size": 5, "legend": False}
         for name, text, more in (("halfway", "half-way", ends), ("peak", "peak", hollow)):
             found = [getattr(times, name) for *_, times in own]
             texts = [f"{each[1].title}: {text} at {time_text(time)}" for each, time in zip(own, found, strict=True)]
-            series.append(Series(x=at, y=rounded(place(time.value) for time in found), texts=texts, **look | more))
+            series.append(Series(x=at, y=rounded(log_step(time.value) for time in found), texts=texts, **look | more))
         for side, (mark, end) in enumerate((("triangle-left", "low"), ("triangle-right", "high"))):
             is_open = [times.open_ends[side] for *_, times in own]
             if any(is_open):
-                y = [place if arrow else None for place, arrow in zip(ends[end], is_open, strict=True)]
+                y = [at_end if arrow else None for at_end, arrow in zip(ends[end], is_open, strict=True)]
                 series.append(Series(x=at, y=y, **look | {"mark": mark, "legend": False, "hover": False}))
     texts = [_row_title(by_key[key][0][1]) for key in keys]
     title = "Half-way points (filled, with intervals; arrows: open ends) and peaks (hollow)"
-    return in_rows(title, texts, _time_axis(clock, axis), series, height=110 + 18 * len(keys))
+    return row_chart(title, texts, _time_axis(clock, axis), series, height=110 + 18 * len(keys))
 
 
 def layer_fronts(clock: Clock, *, axis: AxisName = "step") -> list[tuple[StepCurve, Chart]]:
@@ -116,16 +116,16 @@ def layer_fronts(clock: Clock, *, axis: AxisName = "step") -> list[tuple[StepCur
         for run, part in grouped(sorted(pairs, key=lambda pair: pair[0].layer or 0), lambda pair: pair[0].run).items():
             half = [_halfway(times) for _, times in part]
             texts = [f"layer {curve.layer}: half-way at {time_text(times.halfway)}" for curve, times in part]
-            y = [place(time.value) for time in half]
+            y = [log_step(time.value) for time in half]
             lines[run] = Series(
                 x=[curve.layer for curve, _ in part], y=y, texts=texts, **_ends(half, [c for c, _ in pairs])
             )
-        series = _of_runs(clock, lines)
+        series = _run_lines(clock, lines)
         if max(len(one.x) for one in series) > 1:
             first = pairs[0][0]
             title = f"{first.title.removesuffix(f', layer {first.layer}')}: when each layer is half-way"
             up = _time_axis(clock, axis, min(half.low for half in halves), max(half.high for half in halves))
-            chart = Chart(title=title, x=layer_axis(), y=up, series=series, place="")
+            chart = Chart(title=title, x=layer_axis(), y=up, series=series, hover="")
             charts.append((first, chart))
     return charts
 
@@ -146,18 +146,18 @@ def monotonicity_charts(
             points = zip(each.curve.at, each.curve.values, strict=True)
             texts = [f"{axis_text(at)}: {value(number)}" for at, number in points]
             ends: Any = {"y": rounded(each.curve.values), "low": rounded(each.low), "high": rounded(each.high)}
-            lines[each.curve.run] = Series(x=rounded(map(place, each.curve.at)), texts=texts, **ends)
+            lines[each.curve.run] = Series(x=rounded(map(log_step, each.curve.at)), texts=texts, **ends)
         named = replace(group[0].curve, metric=metric, tags={k: v for k, v in group[0].curve.tags.items() if k != "of"})
         title, up = f"{named.title}: rank correlation with depth", "Spearman's rho over the layers"
-        look: Any = {"x": _time_axis(clock, axis), "y": Axis(title=up, ends=(-1.05, 1.05)), "place": ""}
+        look: Any = {"x": _time_axis(clock, axis), "y": Axis(title=up, ends=(-1.05, 1.05)), "hover": ""}
         name = " ".join(filter(None, (analysis, metric, tags)))
-        charts.append((name, Chart(title=title, series=_of_runs(clock, lines), **look)))
+        charts.append((name, Chart(title=title, series=_run_lines(clock, lines), **look)))
     return charts
 
 
-def _of_runs(clock: Clock, lines: Mapping[str, Series]) -> list[Series]:
+def _run_lines(clock: Clock, lines: Mapping[str, Series]) -> list[Series]:
     """Return the lines of runs, each in the colour that its run has in all figures."""
-    look = {"of": len(clock.runs), "width": 2.0, "tells_texts": True}
+    look = {"of": len(clock.runs), "width": 2.0, "texts_only": True}
     runs = [(number, run) for number, run in enumerate(clock.runs) if run in lines]
     return [replace(lines[run], **style_of_run(number, run, **look)) for number, run in runs]
 
@@ -178,7 +178,7 @@ def order_matrix(clock: Clock, run: str) -> Chart:
 def _ends(times: Sequence[Any], curves: Sequence[StepCurve]) -> dict[str, Any]:
     """The places of the ends of intervals, an open one at the last checkpoint of these curves."""
     last = max(float(curve.at[-1]) for curve in curves)
-    return {end: rounded(place(min(getattr(time, end), last)) for time in times) for end in ("low", "high")}
+    return {end: rounded(log_step(min(getattr(time, end), last)) for time in times) for end in ("low", "high")}
 
 
 def _row_title(curve: StepCurve) -> str:
@@ -195,12 +195,12 @@ def _time_axis(clock: Clock, axis: AxisName, low: float = 0, high: float = math.
     """Return an axis over log(1 + step), from the last checkpoint below `low` to the first one above `high`."""
     at = sorted({int(step) for curve in clock.curves for step in curve.at})
     first, last = max([0, *(step for step in at if step < low)]), min([at[-1], *(step for step in at if step > high)])
-    shown, pad = [step for step in at if first <= step <= last], 0.02 * (place(last) - place(first))
-    labels = ({0.0: "0"} if first == 0 else {}) | place_labels([step for step in shown if step > 0])
+    shown, pad = [step for step in at if first <= step <= last], 0.02 * (log_step(last) - log_step(first))
+    labels = ({0.0: "0"} if first == 0 else {}) | log_labels([step for step in shown if step > 0])
     return Axis(
         title={"step": "Optimizer step", "tokens": "Tokens seen"}[axis],
         labels=labels,
-        ends=(place(first) - pad, place(last) + pad),
+        ends=(log_step(first) - pad, log_step(last) + pad),
     )
 
 
@@ -233,7 +233,7 @@ def write_emergence(
     return [*records.write_files(folder, {"emergence.html": page}), *pictures, *paths]
 
 
-def of_one_run(run: str, measurements: Sequence[Measurement], root: Path) -> dict[str, Any] | None:
+def run_summary(run: str, measurements: Sequence[Measurement], root: Path) -> dict[str, Any] | None:
     """Return what a run's own page says of when its metrics emerge, in sentences and a figure; None without any.
 
     It tells one variant of each metric, without diagnostics and other running orders; `lit-layers emerge` tells all.
@@ -244,7 +244,7 @@ def of_one_run(run: str, measurements: Sequence[Measurement], root: Path) -> dic
         return None
     return {
         "sentences": _sentences(clock, run),
-        "still": _still(clock, run),
+        "still": _unchanged(clock, run),
         "clock": clock,
         "few_seeds": few_seeds_sentence(clock),
         "blocks": [_block("Timeline", timeline(clock), "named")] if emerged_in_order(clock, run) else [],
@@ -257,7 +257,7 @@ def _sentences(clock: Clock, run: str, axis: AxisName = "step") -> list[str]:
     return [sentence(*pair, axis=axis) for pair in (*emerged_in_order(clock, run), *back)]
 
 
-def _still(clock: Clock, run: str) -> list[str]:
+def _unchanged(clock: Clock, run: str) -> list[str]:
     return [curve.title for curve, times in of_the_model(clock, run) if not times.changes]
 
 
@@ -292,7 +292,7 @@ def _page(clock: Clock, axis: AxisName, agreement: pd.DataFrame, content: dict[s
         clock=clock,
         runs=runs,
         sentences={run: _sentences(clock, run, axis) for run in clock.runs},
-        still={run: _still(clock, run) for run in clock.runs},
+        still={run: _unchanged(clock, run) for run in clock.runs},
         few_seeds=few_seeds_sentence(clock),
         agreement=agreement.to_dict("records"),
         agreed=agreement_sentence(agreement),

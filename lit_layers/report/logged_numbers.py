@@ -26,8 +26,8 @@ from lit_layers.records import Measurement, Record
 
 logger = logging.getLogger(__name__)
 AXIS = "trainer/global_step"
-_PLACE = "lit_layers"  # section of everything that is not the curve of a metric
-STEP, TOKENS = f"{_PLACE}/step", f"{_PLACE}/tokens"
+_SECTION = "lit_layers"  # section of everything that is not the curve of a metric
+STEP, TOKENS = f"{_SECTION}/step", f"{_SECTION}/tokens"
 TRANSFORMERS_AXIS = "train/global_step"  # in each row that transformers logs to W&B
 TABLE = "emergence"
 _TABLE_ROWS = 20_000  # 5 s; a longer table leaves out pairs of layers, and W&B itself cuts at 200,000
@@ -152,60 +152,60 @@ class WandbRun:
     """
 
     # By run, the last row that measurements were added to, and their step: two networks may be measured in one run.
-    _taken: ClassVar[dict[str, tuple[int, int]]] = {}
+    _last_rows: ClassVar[dict[str, tuple[int, int]]] = {}
 
     def __init__(self, run: Any, axis: str | None = None) -> None:
         self._run = run
         self._axis, self._is_shared = axis or STEP, axis is not None
-        self._waiting = dict[int, dict[str, Any]]()
+        self._pending = dict[int, dict[str, Any]]()
 
     def begin(self, about: Mapping[str, Any]) -> None:
         """Take what is measured, the options of each analysis by its name, and where."""
-        self._run.config.update({_PLACE: dict(about)}, allow_val_change=True)
+        self._run.config.update({_SECTION: dict(about)}, allow_val_change=True)
         if not self._is_shared:
             self._run.define_metric(STEP)
 
     def row(self, step: int, values: Mapping[str, Any]) -> None:
         """Take the curves of a step of the axis, and its pictures."""
-        if self._is_shared and len(self._waiting) > 1:  # one alone may be step 0, before the logger's first row
+        if self._is_shared and len(self._pending) > 1:  # one alone may be step 0, before the logger's first row
             self.flush()
-        self._waiting[step] = {**values, self._axis: step}
+        self._pending[step] = {**values, self._axis: step}
         if not self._is_shared:
             self.join(step)
 
     def join(self, step: int) -> None:
         """Add the row of a step to the one that is open, unless that has measurements of another step."""
-        if step not in self._waiting:
+        if step not in self._pending:
             return
-        number, (taken, by) = self._run.step, self._taken.get(self._run.id, (-1, -1))
+        number, (taken, by) = self._run.step, self._last_rows.get(self._run.id, (-1, -1))
         if number != taken or step == by:
             self._log(step, commit=False)
-            self._taken[self._run.id] = number, step
+            self._last_rows[self._run.id] = number, step
 
     def end(self, root: Path) -> None:
         """Take the tables and the pictures of all steps; the run is the user's to close."""
         self.flush()
-        self._run.log(end_of_run(root, f"{_PLACE}/{TABLE}"), commit=False)
+        self._run.log(end_of_run(root, f"{_SECTION}/{TABLE}"), commit=False)
 
     def flush(self) -> None:
         """Write the rows that wait behind the user's last row."""
-        if self._waiting and not self._is_shared:
-            self.join(max(self._waiting))
-        if not self._waiting:
+        if self._pending and not self._is_shared:
+            self.join(max(self._pending))
+        if not self._pending:
             return
         number = self._run.step
         if not self._is_shared and number - self._run.summary.get("_step", -1) > 1:
             # The user numbers the rows: one that comes later would be dropped if these took its number.
             words = "W&B: %d steps are no points of its curves, as the run has fewer rows; %s/emergence has them"
-            logger.warning(words, len(self._waiting), _PLACE)
+            logger.warning(words, len(self._pending), _SECTION)
             return
-        if self._taken.get(self._run.id, (-1, -1))[0] == number:
+        if self._last_rows.get(self._run.id, (-1, -1))[0] == number:
             self._run.log({}, commit=True)
-        for step in sorted(self._waiting):
+        for step in sorted(self._pending):
             self._log(step, commit=True)
 
     def _log(self, step: int, *, commit: bool) -> None:
-        row = self._waiting.pop(step)
+        row = self._pending.pop(step)
         for name in row.keys() - {self._axis}:  # by exact name: globs are the user's
             self._run.define_metric(name, step_metric=self._axis)
         self._run.log(row, commit=commit)

@@ -13,7 +13,7 @@ from lit_layers.errors import InputError
 from lit_layers.figures import vega
 from lit_layers.figures.chart import Chart
 from lit_layers.figures.labels import listing, number_text
-from lit_layers.figures.tables import change_table, grouped, model_table, with_task_means, with_task_medians
+from lit_layers.figures.tables import add_task_means, add_task_medians, change_table, grouped, model_table
 from lit_layers.identity import Settings
 from lit_layers.metrics import look_up, sentence
 from lit_layers.report import emergence, sections
@@ -57,7 +57,7 @@ def _emergence(run: run_data.RunData, *, allow_suspect: bool) -> dict[str, Any] 
     """Return when metrics emerge, in words and figures; None where nothing can tell."""
     drawn = [m for m in run.measurements if allow_suspect or not records.is_suspect(m)]
     try:
-        return None if run.compares_models else emergence.of_one_run(run.name, drawn, run.root)
+        return None if run.compares_models else emergence.run_summary(run.name, drawn, run.root)
     except Exception as error:  # the rest of the page is as good as before
         reason = f"When metrics emerge could not be told: {type(error).__name__}: {error}"
         return {"sentences": [], "still": [], "notes": [reason], "blocks": []}
@@ -69,11 +69,11 @@ def sections_of(run: run_data.RunData, *, allow_suspect: bool = False) -> tuple[
     drawable = [m for m in run.measurements if comparing or m.step is not None]
     drawable = [m for m in drawable if allow_suspect or not records.is_suspect(m)]
     # Those that are left are to be drawn: without their verdicts no figure refuses them.
-    means = with_task_means(records.frame(drawable).drop(columns=records.AUDIT, errors="ignore"))
-    medians = with_task_medians(means.frame)
+    means = add_task_means(records.frame(drawable).drop(columns=records.AUDIT, errors="ignore"))
+    medians = add_task_medians(means.frame)
     frame = medians.frame
     depths = {m.run: m.provenance["depth"] for m in drawable if type(m.provenance.get("depth")) is int}
-    shown = sections.sections(frame[~sections.is_of_intervention(frame)], comparing=comparing, num_layers=depths)
+    shown = sections.sections(frame[~sections.is_intervention(frame)], comparing=comparing, num_layers=depths)
     for section in shown:
         section["note"] = " ".join(filter(None, [section["note"], means.notes.get(section["name"])]))
     shown += sections.intervention_sections(frame, medians.notes)
@@ -106,13 +106,13 @@ def write_pictures(
     Raises:
         InputError: where `root` is no run's folder, has nothing to draw, or a picture cannot be written.
     """
-    charts = [*_named(run_data.read_run(root, settings=settings), allow_suspect=allow_suspect)]
+    charts = [*_named_charts(run_data.read_run(root, settings=settings), allow_suspect=allow_suspect)]
     if not charts:
         raise InputError(f"{root} has nothing to draw as pictures")
     return vega.write_pictures(charts, Path(folder))
 
 
-def _named(run: run_data.RunData, *, allow_suspect: bool) -> Iterator[tuple[str, Chart]]:
+def _named_charts(run: run_data.RunData, *, allow_suspect: bool) -> Iterator[tuple[str, Chart]]:
     """Return what each picture is called after, and its chart, whose title names the section."""
     frame, shown = sections_of(run, allow_suspect=allow_suspect)
     emerges = (_emergence(run, allow_suspect=allow_suspect) or {}).get("blocks", [])

@@ -10,7 +10,7 @@ import pandas as pd
 from lit_layers import plots, records
 from lit_layers.figures import tables
 from lit_layers.figures.chart import Chart
-from lit_layers.figures.labels import BLOCKS, analysis_note, in_sentence, pair_text, tag_text, value
+from lit_layers.figures.labels import BLOCKS, analysis_note, mid_sentence, pair_text, tag_text, value
 from lit_layers.figures.maps import has_surface
 from lit_layers.figures.profiles import short_names
 from lit_layers.figures.variants import BASELINE, LOOPED
@@ -40,7 +40,7 @@ def sections(
     look: dict[str, Any] = {"comparing": comparing, "num_layers": num_layers}
     look["steps"] = [int(step) for step in sorted(table["step"].dropna().unique())]
     for analysis, part in table.groupby("analysis", sort=False):
-        blocks, aside = [], []
+        blocks, diagnostics = [], []
         for title, members in _members(part, grouping=not comparing):
             rows = [look_up(metric) for metric in members]
             choices = [
@@ -53,14 +53,14 @@ def sections(
                     title or rows[0].with_unit,
                     "" if title else rows[0].note,
                     choices,
-                    of=members,
+                    metrics=members,
                 )
-                (aside if all(row.secondary for row in rows) else blocks).append(made)
+                (diagnostics if all(row.secondary for row in rows) else blocks).append(made)
         if not blocks:  # then they are all that there is
-            blocks, aside = aside, []
+            blocks, diagnostics = diagnostics, []
         if blocks:
             about = {"name": analysis, "title": sentence(analysis), "note": analysis_note(analysis)}
-            shown.append({**about, "metrics": blocks, "diagnostics": aside})
+            shown.append({**about, "metrics": blocks, "diagnostics": diagnostics})
     return shown
 
 
@@ -91,14 +91,14 @@ def training(run: RunData) -> list[Block]:
         blocks.append(block("Loss (nats)", note, [("", [("", partial(draw, references=references))])]))
     for name in sorted((name for name in recorded if name not in losses), key=rank):
         row, figures = scalar_row(name), [("", partial(draw, names=[name]))]
-        blocks.append(block(row.with_unit, row.note, [("", figures)], of=[name] if row.group else []))
+        blocks.append(block(row.with_unit, row.note, [("", figures)], metrics=[name] if row.group else []))
     return blocks
 
 
 def first_surface(frame: pd.DataFrame) -> list[Block]:
     """Return the figure of one metric over layers and steps that a page begins with: the lens, or the first."""
     table: Any = frame
-    table = table[table["layer"].notna() & table["step"].notna() & ~is_of_intervention(frame)]
+    table = table[table["layer"].notna() & table["step"].notna() & ~is_intervention(frame)]
     counts = table.groupby(["analysis", "metric"], sort=False)["layer"].nunique()
     pairs: list[Any] = [*counts[counts > 1].index]
     for analysis, metric in sorted(pairs, key=lambda pair: (pair[1] != "logit_lens_loss", rank(pair[1]))):
@@ -106,7 +106,7 @@ def first_surface(frame: pd.DataFrame) -> list[Block]:
             with contextlib.suppress(ValueError):  # at one step, or of pairs
                 chart = plots.layer_surface(table, metric, analysis=analysis)
                 title = f"{look_up(metric).with_unit}: layers over steps"
-                return [block(title, "", [("", [("", chart)])], of=[metric])]
+                return [block(title, "", [("", [("", chart)])], metrics=[metric])]
     return []
 
 
@@ -134,14 +134,17 @@ def shapes(
     runs = {run: rows[rows["run"] == run] for run in rows["run"].unique()} if comparing else {"": table}
     points = {run: tables.select(of_run, metric, analysis=analysis) for run, of_run in runs.items()}
     if comparing:
-        points = {run: part for run, part in points.items() if any(_has_picture(p) or _is_on_profile(p) for p in part)}
+        points = {run: part for run, part in points.items() if any(_has_map(p) or _is_on_profile(p) for p in part)}
     every = [point for of_run in points.values() for point in of_run]
-    called = short_names([*points])
-    if comparing and every and not any(map(_has_picture, every)):
+    short = short_names([*points])
+    if comparing and every and not any(map(_has_map, every)):
         points = {"": every}
 
     def lines(options: dict[str, Any]) -> Iterator[Captioned]:
-        tags, alone = options.get("tags") or {}, [p for p in every if p.other_layer is None and not tables.is_placed(p)]
+        tags, alone = (
+            options.get("tags") or {},
+            [p for p in every if p.other_layer is None and not tables.is_in_table(p)],
+        )
         controls = [name for name in CONTROLS if tables.matching(every, {**tags, "control": name})]
         look: dict[str, Any] = {**options, "controls": controls}
         if "layer" in options or not alone:
@@ -177,7 +180,7 @@ def shapes(
             figures = [*_maps(runs.get(run, table), metric, of_run, chosen)]
             figures = [*lines(dict(chosen)), *figures] if comparing else [*figures, *lines(dict(chosen))]
             figures = [("", figures[0][1])] if comparing and len(figures) == 1 else figures
-            name = called[run] if len(points) > 1 else ""
+            name = short[run] if len(points) > 1 else ""
             choices.append((", ".join(filter(None, [name, text])), figures))
     return choices
 
@@ -199,12 +202,12 @@ def _maps(part: pd.DataFrame, metric: str, points: list[tables.Point], options: 
     yield from drawn[:1] if {"axis", tables.TRAIN_ROWS} & has or "layer" in options else drawn
 
 
-def _has_picture(point: tables.Point) -> bool:
-    return point.other_layer is not None or tables.is_placed(point) or "index" in point.tags
+def _has_map(point: tables.Point) -> bool:
+    return point.other_layer is not None or tables.is_in_table(point) or "index" in point.tags
 
 
 def _is_on_profile(point: tables.Point) -> bool:
-    return tables.is_on_axes(point) and not _has_picture(point)
+    return tables.is_on_axes(point) and not _has_map(point)
 
 
 def choices_of(points: list[tables.Point]) -> list[tuple[dict[str, Any], str]]:
@@ -246,7 +249,7 @@ def _variant_choices(points: list[tables.Point]) -> list[tuple[Mapping[str, Any]
 # ------------------------------------------------------------------------------------------------ interventions
 
 
-def is_of_intervention(frame: pd.DataFrame) -> Any:
+def is_intervention(frame: pd.DataFrame) -> Any:
     """Return which rows `intervention_sections` shows, a boolean a row."""
     table: Any = frame
     has_variant = table["variant"].notna() if "variant" in table else pd.Series(False, index=table.index)
@@ -259,7 +262,7 @@ def intervention_sections(frame: pd.DataFrame, notes: Mapping[str, str]) -> list
 
     Of a run a figure has a slider over the checkpoints; several models have a figure each to choose.
     """
-    table: Any = frame[is_of_intervention(frame) & (frame["metric"] != records.FAILED)]
+    table: Any = frame[is_intervention(frame) & (frame["metric"] != records.FAILED)]
     if table.empty or "variant" not in table:
         return []
     # single random orders, which no figure shows, are most of the rows
@@ -333,7 +336,7 @@ def _metrics(table: Any, analyses: Sequence[str]) -> Iterator[tuple[str, Any, st
         for metric in sorted(part["metric"].unique(), key=plain):
             rows, title = part[part["metric"] == metric], look_up(metric).title
             if len(analyses) > 1:
-                title = f"{sentence(analysis.removeprefix(f'{tables.GLUE}/').split('/', 1)[-1])}: {in_sentence(title)}"
+                title = f"{sentence(analysis.removeprefix(f'{tables.GLUE}/').split('/', 1)[-1])}: {mid_sentence(title)}"
             names = [n for n in ("training", "when") if n in rows and rows[n].notna().any()]
             changed = rows[rows["variant"] != BASELINE] if (rows["variant"] != BASELINE).any() else rows
             kinds = changed[names].drop_duplicates().to_dict("records") if names else [{}]
@@ -362,7 +365,9 @@ def differences(rows: Any) -> Table | None:
             "" if pd.isna(row["layer"]) else f"block {row['layer']}",
         ]
         title = look_up(row["metric"]).with_unit
-        column = title if row["analysis"].split("/")[0] == READOUT else f"{sentence(row['task'])}: {in_sentence(title)}"
+        column = (
+            title if row["analysis"].split("/")[0] == READOUT else f"{sentence(row['task'])}: {mid_sentence(title)}"
+        )
         ends = f"{value(row['low'])} to {value(row['high'])}" if pd.notna(row["low"]) else ""
         cells.setdefault(", ".join(filter(None, parts)), {})[column] = value(row["value"]), ends
     columns = [*dict.fromkeys(column for each in cells.values() for column in each)]

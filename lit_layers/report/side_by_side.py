@@ -51,7 +51,7 @@ class Line:
     left_out: str = ""
 
     @classmethod
-    def of(cls, group: str, curves: Sequence[StepCurve]) -> "Line":
+    def from_curves(cls, group: str, curves: Sequence[StepCurve]) -> "Line":
         """Return the line of the curves of one number, one a run; steps that one of them lacks are left out."""
         common, rows = at_common_checkpoints(curves)
         first, n, df = curves[0], len(curves), np.inf
@@ -67,7 +67,7 @@ class Line:
         return cls(group=group, curve=first, at=common, values=mean, **about)
 
     @property
-    def over(self) -> str:
+    def interval_over(self) -> str:
         return f"{self.num_runs} seeds" if self.num_runs > 1 else "prompts" if np.isfinite(self.error).any() else ""
 
 
@@ -105,8 +105,8 @@ def difference(one: Line, other: Line) -> Line:
         with np.errstate(invalid="ignore", divide="ignore"):
             df = 1 / ((error_a / error) ** 4 / a.df + (error_b / error) ** 4 / b.df)
         df = np.where(np.isfinite(df), df, a.df + b.df)  # no spread at all
-    elif (apart := _of_same_prompts(a.curve, b.curve, common)) is not None:
-        values, error, df, left_out = _over_pairs(*apart, values, error)
+    elif (diffs := _prompt_differences(a.curve, b.curve, common)) is not None:
+        values, error, df, left_out = _paired_means(*diffs, values, error)
     with np.errstate(over="ignore", invalid="ignore"):
         row, half = look_up(a.curve.metric), np.array([_quantile(float(each)) for each in df]) * error
         low, high = _interval(values, half, row.low - row.high, row.high - row.low)
@@ -116,7 +116,7 @@ def difference(one: Line, other: Line) -> Line:
     return Line(group=name, curve=a.curve, at=common, values=values, **about, **ends)
 
 
-def _of_same_prompts(a: StepCurve, b: StepCurve, common: Array) -> tuple[Array, Array] | None:
+def _prompt_differences(a: StepCurve, b: StepCurve, common: Array) -> tuple[Array, Array] | None:
     """The differences of the prompts of two runs at each step, and how many of them have a value in either."""
     same = a.prompts_of.removeprefix(f"{a.run} ") == b.prompts_of.removeprefix(f"{b.run} ")
     if a.prompts is None or b.prompts is None or not same:
@@ -125,19 +125,19 @@ def _of_same_prompts(a: StepCurve, b: StepCurve, common: Array) -> tuple[Array, 
     return one.astype(np.float64) - other, (np.isfinite(one) | np.isfinite(other)).sum(0)
 
 
-def _over_pairs(apart: Array, either: Array, values: Array, error: Array) -> tuple[Array, Array, Array, str]:
+def _paired_means(diffs: Array, either: Array, values: Array, error: Array) -> tuple[Array, Array, Array, str]:
     """The mean difference, its error and degrees of freedom, over the pairs of each step, and what these leave out.
 
     A step of fewer than two pairs keeps its `values` and `error`; one of all prompts its `values`, as they are not
     rounded to the precision of prompts.
     """
-    apart = np.where(np.isfinite(apart), apart, np.nan)
-    n = np.isfinite(apart).sum(0)
+    diffs = np.where(np.isfinite(diffs), diffs, np.nan)
+    n = np.isfinite(diffs).sum(0)
     paired, lost = n > 1, either - n
     values, error, df = values.copy(), error.copy(), np.where(paired, n - 1.0, np.inf)
-    error[paired] = np.nanstd(apart[:, paired], axis=0, ddof=1) / np.sqrt(n[paired])
+    error[paired] = np.nanstd(diffs[:, paired], axis=0, ddof=1) / np.sqrt(n[paired])
     partly = paired & (lost > 0)
-    values[partly] = np.nanmean(apart[:, partly], axis=0)
+    values[partly] = np.nanmean(diffs[:, partly], axis=0)
     if not partly.any():
         return values, error, df, ""
     most = int(np.argmax(np.where(partly, lost, 0)))
@@ -207,7 +207,7 @@ def read_side_by_side(
         refuse_odd_seeds(curves_of_seeds)
         by_key = grouped(curves_of_seeds, lambda curve: curve.key)
         for key, curves in by_key.items():
-            line = Line.of(name, curves) if len(curves) == len(runs) else None
+            line = Line.from_curves(name, curves) if len(curves) == len(runs) else None
             if line is None or not len(line.at):
                 partly[curves[0].title] = None
             else:
@@ -233,14 +233,16 @@ def _recipe(root: str | Path) -> dict[str, str]:
 
 def _differing(recipes: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     names = dict.fromkeys(name for recipe in recipes.values() for name in recipe)
-    apart = [name for name in names if len({recipe.get(name) for recipe in recipes.values() if recipe}) > 1]
-    return {run: ", ".join(f"{name} {said[name]}" for name in apart if name in said) for run, said in recipes.items()}
+    differing = [name for name in names if len({recipe.get(name) for recipe in recipes.values() if recipe}) > 1]
+    return {
+        run: ", ".join(f"{name} {said[name]}" for name in differing if name in said) for run, said in recipes.items()
+    }
 
 
 # ------------------------------------------------------------------------------------------------ figures
 
 
-def over_training(lines: Mapping[str, Line], groups: Sequence[str]) -> Chart:
+def training_chart(lines: Mapping[str, Line], groups: Sequence[str]) -> Chart:
     """Return one number over training, a colour a group, with bands."""
     first = next(iter(lines.values()))
     series = []
@@ -251,7 +253,7 @@ def over_training(lines: Mapping[str, Line], groups: Sequence[str]) -> Chart:
     return _chart(first.curve.title, first.curve.metric, series)
 
 
-def of_difference(line: Line) -> Chart:
+def difference_chart(line: Line) -> Chart:
     """Return a difference over training, with its interval."""
     zero = level([int(step) for step in line.at], 0.0, "no difference", width=1.4, legend=False)
     look = {"color": INK, "width": 2.2, "mark": "circle", "name": line.group}
@@ -276,7 +278,7 @@ def _common_steps(lines: Iterable[Line]) -> list[float]:
     return sorted(set.intersection(*(set(line.at.tolist()) for line in lines)))
 
 
-def over_layers(by_layer: Mapping[int, Mapping[str, Line]], groups: Sequence[str]) -> Chart:
+def layer_chart(by_layer: Mapping[int, Mapping[str, Line]], groups: Sequence[str]) -> Chart:
     """Return one number over the layers, a colour a group, with bands and a slider over the steps that all have."""
     steps = _common_steps(line for lines in by_layer.values() for line in lines.values())
     frames, series = spread(steps, FRAMES), []
@@ -312,7 +314,7 @@ def page_of(content: SideBySide) -> str:
         groups=content.groups,
         recipes=content.recipes,
         notes=content.notes,
-        over={line.over for lines in content.lines.values() for line in lines.values()},
+        over={line.interval_over for lines in content.lines.values() for line in lines.values()},
         differs=_first_difference(content),
         results=last_values(content).to_dict("records"),
         columns=[*content.groups, *(["difference"] if len(content.groups) == 2 else [])],
@@ -329,14 +331,14 @@ def _first_difference(content: SideBySide) -> dict[str, Any]:
     for key, lines in content.shared.items():
         common = np.array(_common_steps(lines.values()))
         values = np.stack([line.values[np.isin(line.at, common)] for line in lines.values()])
-        apart = ~np.isclose(values, values[0], rtol=_ROUNDING, atol=0, equal_nan=True).all(0)
-        found += [(common[apart][0], order(*key[:2]), key)] if apart.any() else []
+        differs = ~np.isclose(values, values[0], rtol=_ROUNDING, atol=0, equal_nan=True).all(0)
+        found += [(common[differs][0], order(*key[:2]), key)] if differs.any() else []
     if not found:
         return {"sentence": "All numbers are equal at all common steps." if content.shared else "", "blocks": []}
     first, _, key = min(found, key=lambda each: each[:2])
     equal = [step for step in _common_steps(content.shared[key].values()) if step < first]
     said = f"All numbers are equal up to step {equal[-1]:,.0f}." if equal else ""
-    draw = partial(over_training, content.shared[key], list(content.groups))
+    draw = partial(training_chart, content.shared[key], list(content.groups))
     title = f"{next(iter(content.shared[key].values())).curve.title}: differs from step {first:,.0f} on"
     return {"sentence": said, "blocks": [block(title, look_up(key[1]).note, [("", [("", draw)])], wide=True)]}
 
@@ -362,12 +364,12 @@ def _blocks(content: SideBySide) -> dict[str, list[Block]]:
             lines = by_layer[None] if None in by_layer else layered[max(of_all or layered)]
             is_last = max(of_all or layered, default=0) == max(layered, default=0)
             at = "" if None in by_layer else ", the last layer" if is_last else ", a layer of all"
-            parts: list[Captioned] = [(f"Over training{at}", partial(over_training, lines, groups))]
+            parts: list[Captioned] = [(f"Over training{at}", partial(training_chart, lines, groups))]
             if len(layered) > 1 and _common_steps(line for each in layered.values() for line in each.values()):
-                parts.append(("Over layers", partial(over_layers, layered, groups)))
+                parts.append(("Over layers", partial(layer_chart, layered, groups)))
             if len(groups) == 2 and len(lines) == 2 and _common_steps(lines.values()):
                 gap = difference(*(lines[name] for name in groups))
-                parts.append((f"Difference, {groups[0]} less {groups[1]}", partial(of_difference, gap)))
+                parts.append((f"Difference, {groups[0]} less {groups[1]}", partial(difference_chart, gap)))
             tags = next(iter(lines.values())).curve.tags
             text = choice_text({name: tags.get(name) for name in names}) if len(variants) > 1 else tag_text(dict(tags))
             choices.append((text, parts))

@@ -60,25 +60,25 @@ def block(
     *,
     wide: bool | None = None,
     kind: str = "",
-    of: Sequence[str] = (),
+    metrics: Sequence[str] = (),
 ) -> Block:
     """Return the figures of a metric, drawn, with a choice of texts; several figures are wide.
 
-    `of` are the metrics that it shows: below the figures stands how they are to be read. All choices have as many
+    `metrics` are the metrics that it shows: below the figures stands how they are to be read. All choices have as many
     places: one that a choice has no figure for is not shown with it. A sentence stands for a choice without any.
     `kind` is a class of the page.
     """
-    shown = [{"text": text, "figures": [_drawn(*each, kind) for each in figures]} for text, figures in choices]
+    shown = [{"text": text, "figures": [_draw(*each, kind) for each in figures]} for text, figures in choices]
     places = max([1, *(len(choice["figures"]) for choice in shown)])
     for choice in shown:
         choice["figures"] = choice["figures"] or [_figure(problem=_NO_FIGURE)]
         choice["figures"] += [_figure()] * (places - len(choice["figures"]))
     wide = places > 1 if wide is None else wide
-    readings = [each for metric in of if (each := reading(metric)) is not None]
+    readings = [each for metric in metrics if (each := reading(metric)) is not None]
     return Block(title=title, note=note, wide=wide, choices=shown, readings=readings)
 
 
-def _drawn(caption: str, chart: Chart | Callable[[], Chart], kind: str) -> dict[str, Any]:
+def _draw(caption: str, chart: Chart | Callable[[], Chart], kind: str) -> dict[str, Any]:
     """Return a figure with its caption; in the place of one that cannot be drawn stands why."""
     try:
         return _figure(chart if isinstance(chart, Chart) else chart(), caption, kind=kind)
@@ -113,7 +113,7 @@ def content_of(chart: Chart) -> dict[str, Any]:
 def fill(template: str, **content: Any) -> str:
     """Return a page as text, with the figures of all blocks in the lists and dictionaries of its content."""
     page, figures = files("lit_layers.report").joinpath("page"), Figures()
-    content = placed(content, figures)
+    content = number_figures(content, figures)
     specs = json.dumps(figures, separators=(",", ":")).encode()  # alike: compressed they are a tenth
     return (
         _environment()
@@ -141,19 +141,19 @@ def _environment() -> jinja2.Environment:
     )
 
 
-def placed(content: Any, figures: Figures) -> Any:
+def number_figures(content: Any, figures: Figures) -> Any:
     """Return content whose blocks have, for each place of a figure, the numbers of what the choices put there.
 
     All that the blocks show is added to `figures`.
     """
     if isinstance(content, list):
-        return [placed(part, figures) for part in content]
+        return [number_figures(part, figures) for part in content]
     if not isinstance(content, dict):
         return content
     if not isinstance(content, Block):
-        return {name: placed(part, figures) for name, part in content.items()}
+        return {name: number_figures(part, figures) for name, part in content.items()}
     choices = content["choices"]
-    numbers = [[_number(each, figures) for each in choice["figures"]] for choice in choices]
+    numbers = [[_add_figure(each, figures) for each in choice["figures"]] for choice in choices]
     first, charts = choices[0]["figures"], [each["chart"] for each in choices[0]["figures"]]
     # in pixels; a slider stands below the plot
     heights = [40 if chart is None else chart.height - (36 if len(chart.frames) > 1 else 0) for chart in charts]
@@ -172,7 +172,7 @@ def placed(content: Any, figures: Figures) -> Any:
     return {**content, "texts": texts if len(texts) > 1 else [], "fixed": texts[0], "figures": places}
 
 
-def _number(drawn: Mapping[str, Any], figures: Figures) -> int:
+def _add_figure(drawn: Mapping[str, Any], figures: Figures) -> int:
     content = {name: drawn[name] for name in ("absent", "problem") if drawn[name]}
     if drawn["chart"] is not None:
         try:

@@ -65,7 +65,7 @@ class WandbMirror:
     ) -> None:
         self.scalars: shown.Scalars = scalars
         self.mode = mode
-        self.place = {"project": project, "entity": entity, "group": group}
+        self.target = {"project": project, "entity": entity, "group": group}
         self.closing_line = ""  # the run's address, or how to upload an offline run, and how to get its workspace
         self._run: Any = None  # while rows are sent
         self._sent = defaultdict[str, set[int | None]](set)  # by name, the steps that W&B has
@@ -81,10 +81,10 @@ class WandbMirror:
         mode = (os.environ.get("WANDB_MODE", "").lower() or "auto") if self.mode == "auto" else self.mode
         if mode == "disabled":
             return
-        with self._given_up_at_errors():
+        with self._stop_on_error():
             self._start(mode, run_id, dict(config))
             self._read_notes()
-            for row in self._on_disk():
+            for row in self._file_rows():
                 self.log_step(*row)
 
     def log_step(
@@ -93,7 +93,7 @@ class WandbMirror:
         """Send the points of one closed step, and pictures of layers by steps where they are due."""
         if self._run is None:
             return
-        with self._given_up_at_errors():
+        with self._stop_on_error():
             curves = shown.curves_of(measurements, self._plain, self.scalars)
             row: dict[str, Any] = {**scalars, **{name: record.value for name, record in curves.items()}}
             if measurements and step not in self._steps:
@@ -107,7 +107,7 @@ class WandbMirror:
         """Close the run, with the table of all numbers where it ended well. Returns when all is sent."""
         if self._run is None:
             return
-        with self._given_up_at_errors():
+        with self._stop_on_error():
             # A run that was cut short is gone on with, and sends its table at its end.
             is_due = self._num_rows > self._num_before or None not in self._sent[shown.TABLE]
             if exit_code == 0 and is_due and (row := shown.end_of_run(self.root)):
@@ -134,7 +134,7 @@ class WandbMirror:
         os.environ["WANDB_DATA_DIR"] = str(root / "wandb")
         settings = wandb.Settings(console="off", silent=True, reinit="create_new", init_timeout=_INIT)
         options = {"config": config, "id": run_id, "resume": "allow", "name": root.name, "dir": str(root)}
-        options |= {"settings": settings, **self.place}
+        options |= {"settings": settings, **self.target}
         try:
             run = wandb.init(**options, mode="offline" if mode == "offline" else "online")
         except (wandb.Error, OSError) as error:
@@ -150,7 +150,7 @@ class WandbMirror:
         quoted = shlex.quote(str(self.root))
         later = f"offline; upload it with: wandb sync {quoted}/wandb/offline-run-*-{run_id}*"
         where = later if run.settings.mode == "offline" else run.url
-        workspace = f"lit-layers report {quoted} --workspace {run.entity or 'ENTITY'}/{self.place['project']}"
+        workspace = f"lit-layers report {quoted} --workspace {run.entity or 'ENTITY'}/{self.target['project']}"
         self.closing_line = f"W&B          {where}\nworkspace    {workspace}"
         self._run = run
 
@@ -170,11 +170,11 @@ class WandbMirror:
         elif rows and "is_closed" not in noted[-1]:  # killed
             rows = [row for row in rows if row["at"] <= rows[-1]["at"] - LAG]
         for row in rows:
-            self._add(row)
+            self._mark_sent(row)
         last = {"row": self._num_rows - 1, "step": None, "names": [], "at": 0.0}
         replace_file(file, "".join(json.dumps(row) + "\n" for row in [*rows, last]))
 
-    def _on_disk(self) -> list[tuple[int, int | None, dict[str, float], list[Measurement]]]:
+    def _file_rows(self) -> list[tuple[int, int | None, dict[str, float], list[Measurement]]]:
         """Return all that the run's files hold, step by step."""
         measured, self._plain = shown.measured_in(self.root)
         found: list[Any] = [(m.step, m.tokens, {}, [m]) for m in measured if m.step is not None]
@@ -189,19 +189,19 @@ class WandbMirror:
         # Afterwards: a row that was sent and not noted is sent twice, the other way round it would be lost.
         note = {"row": self._num_rows, "step": step, "names": [*row], "at": time.time()}
         self._note(note)
-        self._add(note)
+        self._mark_sent(note)
         self._num_rows += 1
 
     def _note(self, line: Mapping[str, Any]) -> None:
         with open(self.root / "wandb" / NOTES, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def _add(self, note: Mapping[str, Any]) -> None:
+    def _mark_sent(self, note: Mapping[str, Any]) -> None:
         for name in note["names"]:
             self._sent[name].add(note["step"])
 
     @contextlib.contextmanager
-    def _given_up_at_errors(self) -> Iterator[None]:
+    def _stop_on_error(self) -> Iterator[None]:
         """Send nothing more after an error, whatever it is, and say so: no training ends for it.
 
         Raises:
@@ -250,21 +250,21 @@ def _has_credentials(wandb: Any) -> bool:
 # ------------------------------------------------------------------------------------------------ the workspace
 
 
-def save_workspace(root: str | Path, place: str) -> str:
+def save_workspace(root: str | Path, target: str) -> str:
     """Make a workspace at ENTITY/PROJECT with the charts that a run has, for all runs there; return its address.
 
     Raises:
         InputError: another place, nothing was measured, or W&B cannot be reached or refuses it.
     """
-    entity, _, project = place.partition("/")
+    entity, _, project = target.partition("/")
     if not entity or not project or "/" in project:
-        raise InputError(f"workspace: expected ENTITY/PROJECT at W&B, got {place!r}")
+        raise InputError(f"workspace: expected ENTITY/PROJECT at W&B, got {target!r}")
     refuse_settings_of_folder()
     made = workspace_of(root, entity, project)
     try:
         made.save()
     except Exception as error:  # of wandb, requests, its GraphQL client: each has its own
-        raise InputError(f"{place}: W&B did not take it ({first_line(error)[:300]})") from error
+        raise InputError(f"{target}: W&B did not take it ({first_line(error)[:300]})") from error
     return made.url
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from lit_layers.figures.chart import Chart, Panels, Series
-from lit_layers.figures.labels import in_sentence, value
+from lit_layers.figures.labels import mid_sentence, value
 from lit_layers.figures.profiles import color_of, level, symbol_of
 from lit_layers.figures.theme import ACCENT, Axis, rounded
 from lit_layers.figures.vega import write_pictures
@@ -199,8 +199,8 @@ def chosen_layers(models: Sequence[Candidate], task: str) -> Chart:
     return Chart(
         title=f"{task}: the layer chosen (filled) and the last (hollow); bars: 95% intervals over test rows",
         x=Axis(title=f"milliseconds to the layer, {timed}", ends=(0, 1.1 * furthest)),
-        y=Axis(title=f"test {in_sentence(look_up(models[0].choice.metric).title)}"),
+        y=Axis(title=f"test {mid_sentence(look_up(models[0].choice.metric).title)}"),
         series=series,
-        place="",
+        hover="",
         height=420,
     )

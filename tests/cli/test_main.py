@@ -10,7 +10,7 @@ import pytest
 
 from lit_layers.cli.command_line import COMMANDS
 from lit_layers.cli.main import main
-from lit_layers.cli.process import without_verbose
+from lit_layers.cli.process import take_verbose
 from tests.support.runs import make_run
 from tests.support.undrawn import leave_undrawn
 
@@ -45,7 +45,7 @@ def test_a_full_disk_is_a_sentence_though_the_error_names_no_file(monkeypatch, t
 @pytest.fixture
 def logs_as_before():
     yield
-    without_verbose([])
+    take_verbose([])
     logging.getLogger("lit_layers").handlers.clear()
 
 

@@ -15,6 +15,6 @@ def test_the_cores_are_shared_by_the_ranks_unless_the_caller_says_how_many(given
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
-    process.tell("cpu", ranks)
+    process.set_threads("cpu", ranks)
     assert made == [each for each in [expected] if each]
     assert capsys.readouterr().err == f"{expected or 7} threads, cpu\n"

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from lit_layers.analyses import metric_names
 from lit_layers.analyses.base import Analysis
-from lit_layers.cli.measuring import Checkpoints, Outcome, Target, measured
+from lit_layers.cli.measuring import Checkpoints, Outcome, Target, measure
 from lit_layers.cli.options import Recipe
 from lit_layers.data import EvalText
 from lit_layers.errors import InputError
@@ -16,7 +16,7 @@ from lit_layers.schema import COUNT_OR_NONE
 from lit_layers.series import Series
 
 CORPUS = "python"
-USUAL = ("trajectory", "representation", "coupling")
+DEFAULT = ("trajectory", "representation", "coupling")
 OWN_TOKENIZER = "<the model's own tokenizer>"
 OWN_CORPUS = f"<what the run was trained on, else {CORPUS}>"
 
@@ -66,7 +66,7 @@ def analyze(
     tokenizer = None if chosen.tokenizer == OWN_TOKENIZER else chosen.tokenizer
     if follow or patience is not None:
         return _follow(command, checkpoints, tokenizer, patience)
-    return measured(command.series(checkpoints), checkpoints, command.analyses, _tell, tokenizer=tokenizer)
+    return measure(command.series(checkpoints), checkpoints, command.analyses, _report, tokenizer=tokenizer)
 
 
 def _follow(command: "Command", options: Checkpoints, tokenizer: str | None, patience: int | None) -> int:
@@ -75,12 +75,12 @@ def _follow(command: "Command", options: Checkpoints, tokenizer: str | None, pat
     if not folder.is_dir() or options.steps is not None or options.plan:
         raise InputError(f"follow: expected a folder, without --steps and --plan, got {folder}")
 
-    def measure(steps: list[int]) -> None:
+    def update(steps: list[int]) -> None:
         everything = command.series(replace(options, steps=steps))
         about: Any = {"tokenizer": tokenizer, "beside_training": True}
-        codes.append(measured(everything, options, command.analyses, _tell, **about))
+        codes.append(measure(everything, options, command.analyses, _report, **about))
 
-    follow_folder(folder, measure, patience)
+    follow_folder(folder, update, patience)
     return codes[-1]
 
 
@@ -111,11 +111,11 @@ class Command:
         if (options.model is None) == (options.series is None):
             raise InputError("model: expected a model, a series of its checkpoints or --series, and not two of them")
         if options.model is not None:
-            return checkpoints.opened(options.model)
+            return checkpoints.open(options.model)
         for name in ("steps", "submodule", "revision", "untrained"):
             if getattr(checkpoints, name) is not None:
                 raise InputError(f"{name}: the class of --series has options of its own, --series.steps: leave it out")
-        return [self._recipe.made("series", options)]
+        return [self._recipe.instantiate("series", options)]
 
     def analyses(self, target: Target) -> list[Analysis]:
         """What to measure: with the target's own tokenizer and corpus where none are named.
@@ -129,44 +129,44 @@ class Command:
         options, trained, names = self.options, target.trained, self._names
         is_open = self._is_own and options.corpus == OWN_CORPUS and not options.analyses and not names
         if is_open and trained.get("analyses"):
-            return self._of_training(target.name, trained["analyses"])
-        if not options.analyses and target.sees_images:
+            return self._training_analyses(target.name, trained["analyses"])
+        if not options.analyses and target.is_vision:
             raise InputError(
                 f"analyses: {target.name} is a model of images: name what to measure, e.g. --config analyses/images"
             )
         defaults = {"corpus": trained.get("corpus") or CORPUS}
         if self._is_own:
             named = None if target.series.is_alone else trained.get("tokenizer")
-            named = named or target.carried
+            named = named or target.saved_tokenizer
             if named is None and (not options.analyses or OWN_TOKENIZER in str(options.analyses)):
                 raise InputError(f"tokenizer: {target.name} carries none; name one with --tokenizer")
             defaults["tokenizer"] = named
         options = self._recipe.read(**defaults)
-        if made := self._recipe.made("analyses", options):
+        if made := self._recipe.instantiate("analyses", options):
             return made
-        return _usual(names or USUAL, options.corpus, options.tokenizer, target.length_limit)
+        return _default_analyses(names or DEFAULT, options.corpus, options.tokenizer, target.length_limit)
 
-    def _of_training(self, owner: str, analyses: Any) -> list[Analysis]:
+    def _training_analyses(self, owner: str, analyses: Any) -> list[Analysis]:
         """By the same parser as any others: a run that somebody else made is data like a recipe."""
         try:
             given = self._recipe.parser.parse_object({"analyses": analyses}, self.options)
-            return self._recipe.made("analyses", given)
+            return self._recipe.instantiate("analyses", given)
         except InputError as error:
             raise InputError(f"the analyses of {owner}, as its run.json has them: {error}; name others") from error
 
 
-def _usual(names: Sequence[str], corpus: str, tokenizer: str, limit: int | None) -> list[Analysis]:
+def _default_analyses(names: Sequence[str], corpus: str, tokenizer: str, limit: int | None) -> list[Analysis]:
     """The analyses that are named, on texts of the length that the model reads."""
     text = EvalText(corpus, tokenizer, num_sequences=16, num_tokens=min(128, limit or 128))
     few = EvalText(corpus, tokenizer, num_sequences=8, num_tokens=min(64, limit or 64))
     return metric_names.made(names, text, few)
 
 
-def _tell(outcome: Outcome) -> bool:
+def _report(outcome: Outcome) -> bool:
     """Print how much was measured, and where it is, and return whether anything failed."""
     result = outcome.result
     measurements = [measurement for measurement in result.measurements if measurement.error is None]
     print(f"{len(measurements)} measured, {result.num_known} were known, not measured again")
-    failed = outcome.tell()
+    failed = outcome.report()
     print(f"draw them with `lit-layers report {outcome.root}`")
     return failed

@@ -11,14 +11,14 @@ from lit_layers.correlate.findings import Findings, LayerFindings
 from lit_layers.correlate.model_table import ModelTable, read_file, read_run_models, split, table_of_models
 from lit_layers.correlate.pages import heading, write_layers, write_models
 from lit_layers.errors import InputError
-from lit_layers.figures.labels import in_sentence, p_equation, value
+from lit_layers.figures.labels import mid_sentence, p_equation, value
 from lit_layers.schema import COUNT_OR_NONE, SEED, Range
 
 TABLES = (".csv", ".parquet")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverModels:
+class ModelOptions:
     """Over models.
 
     Args:
@@ -41,7 +41,7 @@ class OverModels:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverLayers:
+class LayerOptions:
     """Over layers.
 
     Args:
@@ -57,8 +57,8 @@ class OverLayers:
 
 def correlate(
     models: list[Path],
-    over_models: OverModels,
-    over_layers: OverLayers,
+    by_model: ModelOptions,
+    by_layer: LayerOptions,
     *,
     step: int | None = None,
     resamples: Annotated[int, Range(100, 1_000_000, whole=True)] = 2000,
@@ -75,21 +75,21 @@ def correlate(
         seed: seed of the resamples
         root: folder of the page and pictures (default: correlation, over layers layer_correlation)
     """
-    of_layers = over_layers.metrics is not None or over_layers.scores is not None
-    root = root or Path("layer_correlation" if of_layers else "correlation")
+    is_layerwise = by_layer.metrics is not None or by_layer.scores is not None
+    root = root or Path("layer_correlation" if is_layerwise else "correlation")
     files = [path for path in models if path.suffix in TABLES]
-    read = [*files, (over_models.score or "").rpartition(":")[0], over_layers.scores]
+    read = [*files, (by_model.score or "").rpartition(":")[0], by_layer.scores]
     refuse_replacing(root, read, ("models", "correlation", "layers", "correlations", "selection", "curves"))
     options = {"resamples": resamples, "seed": seed}
-    if of_layers:
-        if over_layers.metrics is None or over_layers.scores is None:
+    if is_layerwise:
+        if by_layer.metrics is None or by_layer.scores is None:
             raise InputError("over layers: expected --metrics and --scores")
-        return _over_layers(models, over_layers, step, options, root)
-    _check(models, files, over_models, step)
-    return _over_models(models, over_models, step, options, root)
+        return _run_layers(models, by_layer, step, options, root)
+    _check(models, files, by_model, step)
+    return _run_models(models, by_model, step, options, root)
 
 
-def _check(models: list[Path], files: list[Path], options: OverModels, step: int | None) -> None:
+def _check(models: list[Path], files: list[Path], options: ModelOptions, step: int | None) -> None:
     if bool(models) == bool(options.data):
         raise InputError("models: expected run folders or a file, or --data published, and not both")
     if not options.data and (options.metric is None or options.score is None):
@@ -100,13 +100,13 @@ def _check(models: list[Path], files: list[Path], options: OverModels, step: int
         raise InputError("layer and step: a table has none: leave them out")
 
 
-def _over_models(models: list[Path], options: OverModels, step: int | None, resampling: Any, root: Path) -> int:
+def _run_models(models: list[Path], options: ModelOptions, step: int | None, resampling: Any, root: Path) -> int:
     """Write the page, the tables and the pictures, print R² and the warnings, and return 0."""
     table = _table(models, options, step)
     findings = correlate_models(table, given=options.given or (), group=options.group, **resampling)
     paths = write_models(table, findings, root)
     r2 = next(row for row in findings.rows if row.name == "R²")
-    title = f"{table.title(table.metric)} against {in_sentence(table.title(table.score))}, {findings.n} models"
+    title = f"{table.title(table.metric)} against {mid_sentence(table.title(table.score))}, {findings.n} models"
     print(f"{title}: R² = {value(r2.value)}, {p_equation(r2.p)}")
     for warning in findings.warnings:
         print(f"warning: {warning}")
@@ -114,7 +114,7 @@ def _over_models(models: list[Path], options: OverModels, step: int | None, resa
     return 0
 
 
-def _table(models: list[Path], options: OverModels, step: int | None) -> ModelTable:
+def _table(models: list[Path], options: ModelOptions, step: int | None) -> ModelTable:
     """Return the table of the models."""
     if options.data is not None:
         return published()
@@ -125,7 +125,7 @@ def _table(models: list[Path], options: OverModels, step: int | None) -> ModelTa
     return table_of_models(read_run_models(models), source=", ".join(map(str, models)), **columns)
 
 
-def _over_layers(models: list[Path], options: OverLayers, step: int | None, resampling: Any, root: Path) -> int:
+def _run_layers(models: list[Path], options: LayerOptions, step: int | None, resampling: Any, root: Path) -> int:
     """Write the page, the tables and the pictures, print the rank correlation of each metric, and return 0."""
     metrics = options.metrics if isinstance(options.metrics, list) else split(options.metrics or "")
     tables = read_layers(models, metrics, options.scores or "", step=step, with_layer_0=options.with_layer_0)

@@ -48,10 +48,10 @@ def emerge(
     curves = []
     tags = {name: str(value) for name, value in (where or {}).items()}
     options: Any = {"metrics": metrics or (), "where": tags, "axis": axis, "settings": settings or ()}
-    for place in runs:
-        more = curves_of(place, allow_suspect=allow_suspect, **options)
+    for path in runs:
+        more = curves_of(path, allow_suspect=allow_suspect, **options)
         if twice := {curve.run for curve in curves} & {curve.run for curve in more}:
-            raise InputError(f"runs: {place} has the name of another, {min(twice)}: expected runs of different names")
+            raise InputError(f"runs: {path} has the name of another, {min(twice)}: expected runs of different names")
         curves += more
     layers = layer_curves(curves)
     curves += [each.curve for each in layers if each.statistic == MONOTONICITY]

@@ -96,12 +96,12 @@ class Run:
     show: Show
 
     def __init__(self, recipe: Recipe, held: contextlib.ExitStack) -> None:
-        self.options = options = _instantiated(recipe)
+        self.options = options = _instantiate(recipe)
         self.root, self.module, self.datamodule = options.root, options.model, options.data
         if is_first_rank():
             held.enter_context(run_lock.writing(self.root, part="all" if options.analyses else "training"))
         # The first rank alone hashes the checkpoints: the others read what that one found whole.
-        self.resume_from = _point(options, verify=is_first_rank())
+        self.resume_from = _resume_point(options, verify=is_first_rank())
         goes_on = options.resume is not None and (self.root / RUN_FILE).is_file()
         self.mirror = options.wandb
         text = recipe.parser.dump(recipe.options, skip_none=False)
@@ -111,8 +111,8 @@ class Run:
             has_begun = getattr(self.module, "init_from", None)
             if has_begun and (begun := own_origin(self.root, run_folder.origin_in(self.root))):
                 self.module.start = begun
-        going: Any = {"resume": goes_on, "goes_back": options.resume != "last"}
-        self.folder = run_folder.RunFolder(self.root, config=text, options=given, mirror=self.mirror, **going)
+        modes: Any = {"resume": goes_on, "goes_back": options.resume != "last"}
+        self.folder = run_folder.RunFolder(self.root, config=text, options=given, mirror=self.mirror, **modes)
         self.trainer = self._trainer(dict(options.trainer))
 
     def _trainer(self, given: dict[str, Any]) -> L.Trainer:
@@ -142,19 +142,19 @@ class Run:
             # The model is built when training begins, and the series holds the weights that were trained.
             refuse_another_order(trainer, also=(BaseFinetuning, ModelPruning, WeightAveraging))
         if trainer.is_global_zero:
-            process.tell(trainer.strategy.root_device, trainer.num_devices)
+            process.set_threads(trainer.strategy.root_device, trainer.num_devices)
         return trainer
 
 
-def _instantiated(recipe: Recipe) -> Any:
+def _instantiate(recipe: Recipe) -> Any:
     counts: Any = dict.fromkeys(("max_steps", "accumulate_grad_batches"), COUNT)
     refuse_outside("trainer.", counts, vars(recipe.options.trainer))
-    options = recipe.instantiated()
+    options = recipe.instantiate_all()
     use_optimizer_(options.model, options.optimizer, options.lr_scheduler)
     return options
 
 
-def _point(options: Any, **about: bool) -> ResumePoint | None:
+def _resume_point(options: Any, **about: bool) -> ResumePoint | None:
     point = None if options.resume is None else resume_point(options.root, options.resume, **about)
     return lightning_point(options.ckpt_path) if point is None and options.ckpt_path is not None else point
 
@@ -194,14 +194,14 @@ def fit(
     with contextlib.ExitStack() as held:
         if trainer.get("fast_dev_run"):  # which leaves nothing behind
             root = held.enter_context(tempfile.TemporaryDirectory())
-            kept_nowhere = [f"--root={root}", "--wandb=null", "--resume=null"]
-            recipe = Recipe(fit, [*recipe.argv, *kept_nowhere])
+            overrides = [f"--root={root}", "--wandb=null", "--resume=null"]
+            recipe = Recipe(fit, [*recipe.argv, *overrides])
         run = Run(recipe, held)
         if run.trainer.is_global_zero and not run.folder.resume:
             if_exists = options.if_exists if recipe.typed("if_exists") else "refuse"
             run_folder.refuse_used_folder(run.root, if_exists, is_fit=True)
-        with _ending(run):
-            point, is_over = _beginning(run)
+        with _closing(run):
+            point, is_over = _find_start(run)
             if is_over and point is not None:
                 run.last_step = point.step
                 if run.trainer.is_global_zero:  # killed after its last step: the page and the mirror may be missing
@@ -209,7 +209,7 @@ def fit(
             else:
                 state = None if point is None else point.state
                 about: Any = {"hidden": not run.trainer.is_global_zero, "initial": 0 if point is None else point.step}
-                with _blaming_options(), bar("training", **about) as run.show:
+                with _option_errors(), bar("training", **about) as run.show:
                     run.trainer.fit(run.module, datamodule=run.datamodule, ckpt_path=state, weights_only=True)
                 if run.trainer.global_step == (0 if point is None or run.folder.resume else point.step):
                     ends = "max_steps, max_epochs or max_time ends the run before its first"
@@ -218,7 +218,7 @@ def fit(
 
 
 @contextlib.contextmanager
-def _blaming_options() -> Iterator[None]:
+def _option_errors() -> Iterator[None]:
     try:
         yield
     except (MisconfigurationException, RuntimeError, ValueError) as error:
@@ -230,16 +230,16 @@ def _blaming_options() -> Iterator[None]:
         raise InputError(f"{option}: {' '.join(str(error).split())[:300]}") from error
 
 
-def _beginning(run: Run) -> tuple[ResumePoint | None, bool]:
+def _find_start(run: Run) -> tuple[ResumePoint | None, bool]:
     """Return where the training goes on, and whether it has ended there already; say so."""
     point, origin = run.resume_from, getattr(run.module, "origin", Origin())
     end = origin.step + run.trainer.max_steps
     if point is not None and point.step >= end and not is_first_rank():  # no two opinions on whether it has ended
-        point = _point(run.options)
+        point = _resume_point(run.options)
     has_ended = run.folder.resume and point is not None and point.step >= end
     if run.trainer.is_global_zero and point is not None:
-        kept_run = f"trained up to step {point.step:,} already: the run in {run.root} is kept"
-        print(kept_run if has_ended else f"resumed at step {point.step} from {point.state.parent}")
+        finished = f"trained up to step {point.step:,} already: the run in {run.root} is kept"
+        print(finished if has_ended else f"resumed at step {point.step} from {point.state.parent}")
     elif run.trainer.is_global_zero and origin.source:
         begun = f"begins at step {origin.step:,} with the weights of {origin.source['init_from']}"
         print(f"{begun}; the optimizer starts afresh")
@@ -247,7 +247,7 @@ def _beginning(run: Run) -> tuple[ResumePoint | None, bool]:
 
 
 @contextlib.contextmanager
-def _ending(run: Run) -> Iterator[None]:
+def _closing(run: Run) -> Iterator[None]:
     """Leave what can be read, whatever ends the training."""
     started = time.perf_counter()
     try:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from lit_layers import analyses, records
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.speed import Speed
-from lit_layers.cli.measuring import Checkpoints, Outcome, Target, measured
+from lit_layers.cli.measuring import Checkpoints, Outcome, Target, measure
 from lit_layers.cli.options import Names, Numbers, Recipe, find_recipe
 from lit_layers.data.batches import EvalText
 from lit_layers.data.images import EvalImages
@@ -17,7 +17,7 @@ from lit_layers.errors import InputError
 from lit_layers.figures.labels import value
 from lit_layers.functional import block_schedules as orders
 from lit_layers.metrics import headlines, look_up, sentence
-from lit_layers.plots import with_task_medians
+from lit_layers.plots import add_task_medians
 from lit_layers.report import write_report
 from lit_layers.schema import COUNT, read_yaml
 from lit_layers.tasks.benchmark_scores import BenchmarkScores
@@ -85,7 +85,7 @@ class Interventions:
     finetune: Path | None = None
     glue: Path | None = None
 
-    def settled(self, recipe: Recipe) -> "Interventions":
+    def resolved(self, recipe: Recipe) -> "Interventions":
         """Return them with the tasks that are usual, where nothing says what is measured.
 
         Raises:
@@ -98,7 +98,7 @@ class Interventions:
         return self if is_chosen else dataclasses.replace(self, tasks=TASKS)
 
     @property
-    def chosen(self) -> dict[str, Any]:
+    def order_options(self) -> dict[str, Any]:
         """The orders, as analyses take them."""
         custom = self.schedule.split(";") if isinstance(self.schedule, str) else self.schedule or ()
         return {
@@ -119,51 +119,51 @@ def intervene(recipe: Recipe, model: str, checkpoints: Checkpoints, options: Int
         model: a folder with config.json and weights, or a name on the Hub; for a series a folder of steps,
             a name on the Hub with --steps, or a manifest
     """
-    options = options.settled(recipe)
+    options = options.resolved(recipe)
     changed = checkpoints.revision, checkpoints.untrained, None if checkpoints.dtype == "float32" else checkpoints.dtype
     if options.glue is not None and changed != (None, None, None):
         raise InputError(f"glue: it opens {model} as it is: leave --revision, --untrained and --dtype out")
     trains = [name for name in ("finetune", "glue") if getattr(options, name) is not None]
-    if checkpoints.are_series(model) and trains:
+    if checkpoints.is_series(model) and trains:
         raise InputError(f"{trains[0]}: trains one model, and a series was named: name one of its checkpoints")
     for task in options.tasks or ():
         refuse_unknown(task, options.folder)
     make = functools.partial(_analyses, model, options)
-    return measured(checkpoints.opened(model), checkpoints, make, _tell, tokenizer=options.tokenizer)
+    return measure(checkpoints.open(model), checkpoints, make, _report, tokenizer=options.tokenizer)
 
 
 def _analyses(model: str, options: Interventions, target: Target) -> list[Analysis]:
     """Return first what tells most, so that a page can be looked at while the rest is under way."""
     _refuse_another_kind(options, target)
-    results, chosen, made = target.root / RESULTS, options.chosen, list[Any]()
+    results, chosen, made = target.root / RESULTS, options.order_options, list[Any]()
     if options.corpus is not None or options.images is not None:
         batches = _images(options) if options.corpus is None else _texts(options, target)
         made.append(analyses.Interventions(batches=batches, **chosen))
         if options.states:
-            of_middle = {name: value for name, value in chosen.items() if name != "custom"}
-            of_middle["variants"] = tuple(name for name in chosen["variants"] if name in orders.OF_MIDDLES)
-            made.append(analyses.OrderStates(batches=batches, **of_middle))
+            middle_only = {name: value for name, value in chosen.items() if name != "custom"}
+            middle_only["variants"] = tuple(name for name in chosen["variants"] if name in orders.OF_MIDDLES)
+            made.append(analyses.OrderStates(batches=batches, **middle_only))
     chosen["tell"] = target.tell
     for task in options.tasks or ():
         limits: Any = {"limit": options.limit, "max_new_tokens": options.max_new_tokens}
         limits["folder"] = None if task.endswith(".yaml") else options.folder
-        about: Any = {"tokenizer": target.own_tokenizer(), "results": results / "scores", **limits}
+        about: Any = {"tokenizer": target.get_tokenizer(), "results": results / "scores", **limits}
         made.append(BenchmarkScores(task=task, **about, **chosen))
     if options.speed:
         length: Any = {} if options.num_tokens is None else {"num_tokens": options.num_tokens}
-        made.append(Speed(**_timed(chosen), **length))
+        made.append(Speed(**_speed_options(chosen), **length))
     if options.finetune is not None:
         from lit_layers.training.finetuning import TaskFinetuning, TaskFinetuningRecipe
 
         recipe = read_yaml(find_recipe(options.finetune), TaskFinetuningRecipe, KEYS)
-        of_task: Any = {"root": results / f"finetuned_{recipe.task}", "folder": options.folder}
-        made.append(TaskFinetuning(recipe=recipe, tokenizer=target.own_tokenizer(), **of_task, **chosen))
+        paths: Any = {"root": results / f"finetuned_{recipe.task}", "folder": options.folder}
+        made.append(TaskFinetuning(recipe=recipe, tokenizer=target.get_tokenizer(), **paths, **chosen))
     if options.glue is not None:
         from lit_layers.training.glue import GlueRecipe, GlueScores
 
         glue = read_yaml(find_recipe(options.glue), GlueRecipe, KEYS)
-        places: Any = {"model": model, "root": results, "folder": options.folder, "tokenizer": target.own_tokenizer()}
-        made += [GlueScores(task=task, recipe=glue, **places, **chosen) for task in glue.tasks]
+        paths: Any = {"model": model, "root": results, "folder": options.folder, "tokenizer": target.get_tokenizer()}
+        made += [GlueScores(task=task, recipe=glue, **paths, **chosen) for task in glue.tasks]
     return made
 
 
@@ -172,11 +172,11 @@ def _refuse_another_kind(options: Interventions, target: Target) -> None:
     if "vocab_size" in target.config and options.images is not None:
         raise InputError(f"images: {target.name} is a language model: take --tasks, --corpus, --glue or --speed")
     for name in ("corpus", "tasks", "finetune", "glue"):
-        if target.sees_images and getattr(options, name):
+        if target.is_vision and getattr(options, name):
             raise InputError(f"{name}: {target.name} is a model of images: take --images or --speed")
 
 
-def _timed(chosen: dict[str, Any]) -> dict[str, Any]:
+def _speed_options(chosen: dict[str, Any]) -> dict[str, Any]:
     """Return variants of different cost: any order of all blocks takes what reverse does, one loop count tells all."""
     names = [name for name in chosen["variants"] if name not in ("random", *orders.OF_BLOCKS)]
     published = orders.PUBLISHED_LOOPS
@@ -187,7 +187,7 @@ def _timed(chosen: dict[str, Any]) -> dict[str, Any]:
 def _texts(options: Interventions, target: Target) -> Any:
     num_tokens = options.num_tokens or min(128, target.length_limit or 128)
     counts: Any = {"num_sequences": options.num_sequences, "num_tokens": num_tokens}
-    return EvalText(str(options.corpus), target.own_tokenizer(), **counts)
+    return EvalText(str(options.corpus), target.get_tokenizer(), **counts)
 
 
 def _images(options: Interventions) -> Any:
@@ -195,7 +195,7 @@ def _images(options: Interventions) -> Any:
     return EvalImages(str(options.images), **about)
 
 
-def _tell(outcome: Outcome) -> bool:
+def _report(outcome: Outcome) -> bool:
     """Write the table and the page of all variants that the root holds, and print their paths and the scores of the
     full model; return whether any variant failed.
     """
@@ -211,9 +211,9 @@ def _tell(outcome: Outcome) -> bool:
                 score = f"{look_up(record.metric).with_unit} {value(record.value)}"
                 print(f"{sentence(each.analysis)}: {score}, the full model")
     if complete:
-        table = with_task_medians(records.frame(complete)).frame
+        table = add_task_medians(records.frame(complete)).frame
         rows = table[table["variant"].notna()] if "variant" in table else table.iloc[:0]
         files = {"variants.csv": rows.dropna(axis="columns", how="all")}
         print(*records.write_files(outcome.root / RESULTS, files), sep="\n")
         print(write_report(outcome.root, settings=outcome.settings))
-    return outcome.tell() or has_failed
+    return outcome.report() or has_failed

@@ -8,7 +8,7 @@ import pandas as pd
 
 from lit_layers import records
 from lit_layers.analyses.base import Analysis
-from lit_layers.cli.measuring import Checkpoints, Outcome, Target, measured
+from lit_layers.cli.measuring import Checkpoints, Outcome, Target, measure
 from lit_layers.cli.options import Names, Numbers
 from lit_layers.errors import InputError
 from lit_layers.schema import COUNT, COUNT_OR_NONE
@@ -67,15 +67,15 @@ def mteb(
 
     def analyses(target: "Target") -> "list[Analysis]":
         about: dict[str, Any] = {name: getattr(target, name) for name in ("root", "tell")}
-        about |= {"tokenizer": target.own_tokenizer(), "model_limit": target.length_limit}
+        about |= {"tokenizer": target.get_tokenizer(), "model_limit": target.length_limit}
         encoder = None if follow == "none" else sentence_encoder(target.checkpoint.source.read)
         return mteb_analyses(resolved, encoder=encoder, **about, **options)
 
-    tell = functools.partial(_tell, resolved)
-    return measured(checkpoints.opened(model), checkpoints, analyses, tell, tokenizer=tokenizer)
+    report = functools.partial(_report, resolved)
+    return measure(checkpoints.open(model), checkpoints, analyses, report, tokenizer=tokenizer)
 
 
-def _tell(tasks: "list[ScoredTask]", outcome: Outcome) -> bool:
+def _report(tasks: "list[ScoredTask]", outcome: Outcome) -> bool:
     """Print what the root holds of these tasks (and steps, if some are named), write all; return whether any failed."""
     names = [spec.name for spec in tasks]
     scored, of_call = outcome.complete("mteb/")
@@ -90,7 +90,7 @@ def _tell(tasks: "list[ScoredTask]", outcome: Outcome) -> bool:
         scores = scores.rename(columns={name: f"layer_{name:03d}" for name in scores if isinstance(name, int)})
         files = {"scores.csv": scores, "averages.csv": pd.concat(curves)}
         print(*records.write_files(outcome.root / "mteb", files), sep="\n")
-    return outcome.tell()
+    return outcome.report()
 
 
 def _show(means: "Averages") -> None:

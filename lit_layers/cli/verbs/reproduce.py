@@ -37,8 +37,8 @@ def reproduce(file: Path, *, reduced: bool = False, root: Path | None = None) ->
     steps = recipe.commands(root, file.parent, reduced=reduced)
     with refused(f"root: cannot make {root}"):
         (root / STEPS).mkdir(parents=True, exist_ok=True)
-    commands = [_written(number, step, root) for number, step in enumerate(steps, start=1)]
-    whole = 0
+    commands = [_write_step(number, step, root) for number, step in enumerate(steps, start=1)]
+    exit_code = 0
     for number, argv in enumerate(commands, start=1):
         print(f"step {number} of {len(commands)}: lit-layers {' '.join(argv)}", file=sys.stderr, flush=True)
         code = run_verb(argv[0], argv[1:])
@@ -46,12 +46,12 @@ def reproduce(file: Path, *, reduced: bool = False, root: Path | None = None) ->
             return code
         if code:
             print(f"step {number} ended with exit code {code}; the next one begins", file=sys.stderr)
-        whole = whole or code
+        exit_code = exit_code or code
     _compare(recipe, root, reduced=reduced)
-    return whole
+    return exit_code
 
 
-def _written(number: int, step: Step, root: Path) -> list[str]:
+def _write_step(number: int, step: Step, root: Path) -> list[str]:
     """Write the options of a step to a file, and return its command, which a user could also type.
 
     Raises:

@@ -80,7 +80,7 @@ class SelectOptions:
     overwrite: bool = False
     rounds: Annotated[int, COUNT] = 20
 
-    def checked(self) -> "ProbeTask | None":
+    def probe_task(self) -> "ProbeTask | None":
         """Return the task of texts; None for images.
 
         Raises:
@@ -89,9 +89,9 @@ class SelectOptions:
         if (self.task is None) == (self.images is None):
             raise InputError("task: expected --task NAME, or --images SOURCE for a vision model, and not both")
         refuse_replacing(self.root, [self.task], ("models", "layers"))
-        return None if self.task is None else TASKS.get(self.task) or self._own_task(self.task)
+        return None if self.task is None else TASKS.get(self.task) or self._local_task(self.task)
 
-    def _own_task(self, name: str) -> "ProbeTask":
+    def _local_task(self, name: str) -> "ProbeTask":
         """Return the task of one file, of which test and validation are cut off, or of a folder of such."""
         if not is_local(name):
             raise unknown_task(name, TASKS, f"name a {', '.join(SUFFIXES)} file")
@@ -116,7 +116,7 @@ def select(model: str, others: list[str], options: SelectOptions) -> int:
         model: a folder with config.json and weights (a checkpoint), or a name on the Hub
         others: more models, to compare
     """
-    models, texts = [model, *others], options.checked()
+    models, texts = [model, *others], options.probe_task()
     names = [name_of(each) for each in models]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise InputError(f"models: two are called {twice}")
@@ -124,10 +124,10 @@ def select(model: str, others: list[str], options: SelectOptions) -> int:
         if others:
             raise InputError(f"export: expected one model, got {len(models)}: leave it out, or the others")
         refuse_taken(options.export, options.overwrite)
-    process.tell(options.device)
+    process.set_threads(options.device)
     if len(models) > 1:
         return _compare(models, names, options, texts)
-    selection = _selection(model, names[0], options, texts)
+    selection = _select_layer(model, names[0], options, texts)
     paths = selection.write(options.root or results_folder(names[0], selection.task.name))
     _show(selection.task, selection.choice)
     print(*paths, sep="\n")
@@ -137,11 +137,11 @@ def select(model: str, others: list[str], options: SelectOptions) -> int:
     return 0
 
 
-def _selection(model: str, name: str, options: SelectOptions, texts: "ProbeTask | None") -> "Selection":
+def _select_layer(model: str, name: str, options: SelectOptions, texts: "ProbeTask | None") -> "Selection":
     """Return the layer chosen for a model."""
     with bar("opening the model") as show:
         files = ModelFiles(model, revision=options.revision)
-        view, task, tokenizer = _opened(files, options, texts)
+        view, task, tokenizer = _open_model(files, options, texts)
 
         def features(part: "Part") -> Any:
             show(0, 1, f"features of {part}")
@@ -172,7 +172,7 @@ def _compare(models: list[str], names: list[str], options: SelectOptions, texts:
     candidates, left_out = [], {}
     for model, name in zip(models, names, strict=True):
         try:
-            selection = _selection(model, name, options, texts)
+            selection = _select_layer(model, name, options, texts)
         except InputError as error:
             left_out[name] = str(error)
             continue
@@ -188,7 +188,7 @@ def _compare(models: list[str], names: list[str], options: SelectOptions, texts:
     return 1 if left_out else 0
 
 
-def _opened(
+def _open_model(
     files: "ModelFiles", options: SelectOptions, texts: "ProbeTask | None"
 ) -> "tuple[LayeredModel, TaskFeatures, str | None]":
     """The model in the precision that it is saved in, as an export is; its task; and its tokenizer, if it reads."""
