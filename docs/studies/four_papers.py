@@ -38,6 +38,7 @@ from study_data import (
     group_of,
     half_way_text,
     seeds_of,
+    shown,
     unpack,
 )
 
@@ -54,7 +55,7 @@ SAMPLE = "GPT-2, seed 0"
 IMAGES = PAGE.parents[1] / "images"
 TIMELINE = IMAGES / "four_papers_timeline.png"
 COUPLING, BLOCKS = IMAGES / "four_papers_coupling.png", IMAGES / "four_papers_blocks.png"
-TABLE = re.compile(r"(<!-- table: (?P<name>[\w ]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+TABLE = re.compile(r"(<!-- table: (?P<name>[\w ]+) -->\n)(?P<rows>.*?)(<!-- end of table -->)", re.DOTALL)
 NORMAL_95 = 1.959964
 OF_BLOCKS = {"step_norm", "state_norm"}
 FOLDER = re.compile(r"shuffle_(?P<what>tokens|labels)=(?P<shuffled>True|False),seed_everything=(?P<seed>\d+)")
@@ -221,10 +222,10 @@ def mechanism_of(path: Path) -> tuple[mechanism.Mechanism, mechanism.Mechanism]:
 
 
 def with_tables(page: str, tables: Mapping[str, list[list[str]]]) -> str:
-    """Returns the page with its tables."""
+    """Returns the page with the numbers of its tables, each with the rows and columns that the page shows."""
 
     def written(match: re.Match[str]) -> str:
-        return match[1] + as_markdown(tables[match["name"]]) + match[3]
+        return match[1] + as_markdown(shown(match["name"], match["rows"], tables[match["name"]])) + match[4]
 
     return TABLE.sub(written, page)
 

@@ -123,6 +123,20 @@ def half_way_text(times: EmergenceTimes) -> str:
     return text if times.emerges or not text else f"{text}, comes back"
 
 
+# How many of the first columns of a table name its rows, where it is not one.
+LABELS = {"blocks": 2, "blocks given depth": 2, "mechanism": 2}
+
+
+def shown(name: str, page: str, table: Iterable[Sequence[str]]) -> list[list[str]]:
+    """Return the rows and columns of a table that the page shows, found by the labels that stand there."""
+    labels = LABELS.get(name, 1)
+    heads, _, *rows = ([cell.strip() for cell in line[1:-1].split("|")] for line in page.splitlines())
+    every, *found = table
+    columns = [[*every].index(head) for head in heads]
+    by_label = {tuple(row[:labels]): row for row in found}
+    return [heads, *([by_label[tuple(row[:labels])][column] for column in columns] for row in rows)]
+
+
 def as_markdown(table: Iterable[Sequence[str]]) -> str:
     """Return a table, the first row its head, as it stands on the page."""
     head, *rows = table
