@@ -1,4 +1,4 @@
-"""The checkpoints that a run is resumed from: written beside training, whole or not at all, healthy, and read back."""
+"""Resume checkpoints: written in a background thread, complete or not at all, only with finite weights."""
 
 import contextlib
 import copy
@@ -35,33 +35,36 @@ logger = logging.getLogger(__name__)
 
 
 class DivergedError(RuntimeError):
-    """Raised on all ranks at the same batch; the message is one sentence."""
+    """The loss or the weights are not finite. All ranks raise it at the same batch."""
 
 
 def refuse_diverged_losses(
     trainer: L.Trainer, pl_module: L.LightningModule, losses: Mapping[int, float], root: Path
 ) -> None:
-    """Called with losses by step that are on the host already, the same on all ranks: no step waits for this.
+    """Raise an error if a loss is not finite.
+
+    Args:
+        losses: losses by step, equal on all ranks and already on the host, so that no step waits for the device.
 
     Raises:
-        DivergedError: naming the first step whose loss is none, and what is left from before.
+        DivergedError: naming the first step without a finite loss, and the last healthy checkpoints.
     """
     step = next((step for step in sorted(losses) if not math.isfinite(losses[step])), None)
     if step is None:
         return
     if "16" in str(trainer.precision) and "bf16" not in str(trainer.precision) and _are_finite(trainer, pl_module):
-        return  # the scaler leaves such a step out
+        return  # the loss scaler skips the update of this step
     for callback in cast("Any", trainer).callbacks:
         if isinstance(callback, ResumeCheckpoint):
-            callback.wait()  # the sentence names what is whole
+            callback.wait()  # the message names complete checkpoints
     raise DivergedError(_message(f"the loss of step {step} is {losses[step]}", step, root))
 
 
 def refuse_diverged_weights(trainer: L.Trainer, pl_module: L.LightningModule, step: int, root: Path) -> None:
-    """Called by all ranks before weights are saved to go on from.
+    """Raise an error if a weight is not finite. All ranks call, before they save a resume checkpoint.
 
     Raises:
-        DivergedError: where one of them is no number.
+        DivergedError: naming the step and the last healthy checkpoints.
     """
     if not _are_finite(trainer, pl_module):
         raise DivergedError(_message(f"weights are not finite after step {step}", step, root))
@@ -74,7 +77,7 @@ def _are_finite(trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
 
 
 def _message(what: str, step: int, root: Path) -> str:
-    # That the weights after a step are numbers is known from the loss of the next one.
+    # Only the loss of the next step shows that the weights after a step are finite.
     series = [step_folder(root, saved) for saved in saved_steps(root) if saved + 1 < step][-1:]
     resume = [step_folder(root / "resume", saved) for saved in saved_steps(root / "resume")][-1:]
     healthy = " and ".join(map(str, series + resume)) or "none"
@@ -85,33 +88,33 @@ def _message(what: str, step: int, root: Path) -> str:
     )
 
 
-# Exact resume: a run that was killed goes on as if it had not been. Everything random is a function of the step
-# (`StepSeed`, `StepSampler`), and a resume checkpoint holds the rest: weights, optimizer, schedule, loop counters, and
-# how far `metrics.jsonl` had come. It is another thing than the series: it is pruned, it is for this program, and it is
-# written on a schedule of its own.
+# Exact resume: a killed run continues with the same bits as an uninterrupted one. Everything random is a function of
+# the step (`StepSeed`, `StepSampler`). A resume checkpoint holds the rest: weights, optimizer, schedule, loop counters,
+# and the length of `metrics.jsonl`. Unlike the saved series, resume checkpoints are pruned, only this program reads
+# them, and they have their own schedule.
 
 FOLDER, STATE, FACTS = "resume", "trainer.ckpt", "meta.json"
 _Facts = with_config(schema.STRICT)(TypedDict("_Facts", {"step": Count, "sha256": str}))
 
 
 class ResumeCheckpoint(L.Callback):
-    """Writes `root/resume/step-000001000`, complete or not at all, and keeps the newest.
+    """A callback that writes `root/resume/step-000001000`, complete or not at all, and keeps the newest.
 
-    Training waits while the state is copied to the CPU of rank 0, where sharded weights and moments are gathered; a
-    thread of that rank writes and hashes it. The next checkpoint, the end of the run and its every way to stop wait for
-    that, and raise on all ranks what went wrong.
+    Training waits while the state is copied to the CPU of rank 0; sharded weights and moments are gathered there. A
+    thread of that rank then writes and hashes the file. The next checkpoint and the end of the run wait for the thread
+    and raise its error on all ranks.
 
-    Reads such a checkpoint, too, where the trainer is given one as `ckpt_path`: that of the first rank, whatever
-    the others were given, on any number of ranks.
+    The callback also loads the checkpoint that the Trainer gets as `ckpt_path`. All ranks load the path of the first
+    rank. The number of ranks may differ from the run that saved it.
 
-    Written where a step is over with all that belongs to it (measuring, validation), every `every` steps, at the end,
-    and when any rank is asked to stop (SIGTERM), which then ends the run with Lightning's `SIGTERMException`. The last
-    callback of a run, so that it holds the others' states.
+    A checkpoint is written after a step is complete, with its measurements and validation: every `every` steps, at the
+    end, and if any rank receives SIGTERM. SIGTERM then ends the run with Lightning's `SIGTERMException`. This must be
+    the last callback, so that the checkpoint contains the states of the others.
 
     Args:
         root: the run's folder.
-        every: steps between two; None: only at the end and on SIGTERM.
-        keep: how many of the newest stay.
+        every: steps between two checkpoints; None: only at the end and on SIGTERM.
+        keep: number of newest checkpoints to keep.
     """
 
     def __init__(self, root: str | Path, *, every: int | None, keep: int = 2) -> None:
@@ -122,26 +125,26 @@ class ResumeCheckpoint(L.Callback):
         self._ranks: OneProcess | Ranks = OneProcess()
         self._last_step = -1
         self._writer = ThreadPoolExecutor(1, "resume-checkpoint")
-        self._writing: Future[None] | None = None  # on the first rank
+        self._writing: Future[None] | None = None  # only on the first rank
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        # Lightning's own handler runs a collective wherever the signal finds the process: ranks that are inside another
-        # one, or are signalled one after the other, then wait for each other for ever.
+        # Lightning's handler runs a collective as soon as the signal arrives. Ranks that are inside another collective,
+        # or receive the signal one after the other, would then wait for each other forever.
         self._stopping, connector = False, cast("Any", trainer)._signal_connector
         connector._sigterm_notifier_fn = self._note_signal
         strategy: Any = trainer.strategy
         strategy.load_checkpoint = functools.partial(_load, strategy)
         if shards_weights(strategy):
-            strategy._save_distributed_checkpoint = False  # Lightning's index of shards is a pickle
+            strategy._save_distributed_checkpoint = False  # Lightning's index of shards is a pickle, which can run code
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._ranks = ranks_of(trainer.world_size)
-        self._last_step = axis_step(trainer)  # needs no checkpoint: a run starts there again by itself
-        for optimizer in trainer.optimizers:  # whose groups a checkpoint has replaced
-            options = optimizer.defaults.keys() - {"differentiable"}  # which torch adds as it loads
+        self._last_step = axis_step(trainer)  # no checkpoint here: the run already started from this step
+        for optimizer in trainer.optimizers:  # a loaded checkpoint has replaced their parameter groups
+            options = optimizer.defaults.keys() - {"differentiable"}  # torch adds it on loading
             if any(not options <= group.keys() for group in optimizer.param_groups):
                 raise InputError(f"ckpt_path: it was saved with another optimizer than {type(optimizer).__name__}")
-        if trainer.is_global_zero:  # whoever goes back to a step leaves the way that the run took from there
+        if trainer.is_global_zero:  # a run that goes back to a step abandons its later checkpoints
             for step in saved_steps(self.folder):
                 if step > self._last_step:
                     shutil.rmtree(step_folder(self.folder, step))
@@ -149,7 +152,7 @@ class ResumeCheckpoint(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        # Here and not at the end of the batch before: its validation would be missing.
+        # Not at the end of the batch before: its validation runs after that hook.
         if batch_idx % trainer.accumulate_grad_batches:
             return
         stop = self._any_stopping()
@@ -163,7 +166,7 @@ class ResumeCheckpoint(L.Callback):
         self._stopping = True
 
     def _any_stopping(self) -> bool:
-        """Return whether any rank was asked to stop: the same on all ranks, all of which call."""
+        """Return whether any rank received SIGTERM. All ranks call and get the same answer."""
         if isinstance(self._ranks, OneProcess):
             return self._stopping
         flag = torch.tensor([int(self._stopping)])
@@ -175,24 +178,24 @@ class ResumeCheckpoint(L.Callback):
         self.wait()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if self._writing is not None:  # what ends the run is said, not what follows from it
+        if self._writing is not None:  # wait, but report the run's own exception and not that of the writer
             self._writing.exception()
 
     def wait(self) -> None:
-        """Return when what is being written is whole; every rank calls.
+        """Wait until the pending checkpoint is complete. Every rank calls.
 
         Raises:
-            InputError: where it could not be written.
+            InputError: if the checkpoint could not be written.
         """
         writing, self._writing = self._writing, None
         self._ranks.from_first(lambda: None if writing is None else writing.result())
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        refuse_diverged_weights(trainer, pl_module, axis_step(trainer), self.folder.parent)  # after their losses
+        refuse_diverged_weights(trainer, pl_module, axis_step(trainer), self.folder.parent)  # losses were checked
         checkpoint[SHARDED] = shards_weights(trainer.strategy)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        # Counted in batches of the new accumulation: else the first step would be made of part of its batches.
+        # Batches are counted again with this run's accumulation: otherwise the first step could get too few of them.
         batches = checkpoint["global_step"] * trainer.accumulate_grad_batches
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for counts in (progress["current"], progress["total"]):
@@ -205,7 +208,7 @@ class ResumeCheckpoint(L.Callback):
         self._last_step, started = step, time.perf_counter()
         self.wait()
         connector: Any = trainer._checkpoint_connector
-        state = connector.dump_checkpoint(weights_only=False)  # all ranks take part
+        state = connector.dump_checkpoint(weights_only=False)  # a collective if weights are sharded: all ranks call
         if trainer.is_global_zero:
             self._writing = self._writer.submit(self._write, _cpu_copy(state), step)
         self.paused_seconds += time.perf_counter() - started
@@ -220,11 +223,11 @@ class ResumeCheckpoint(L.Callback):
 
 
 def _save(path: Path, content: Any) -> str:
-    """Write tensors and plain values; the hash of the file."""
+    """Write tensors and plain values to a file, and return its SHA-256 hash."""
     with open(path, "wb") as file:
         try:
             torch.save(content, file)
-        except RuntimeError as error:  # raised as the archive is closed, over what the operating system said
+        except RuntimeError as error:  # from closing the archive; it hides the error of the system
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
@@ -238,7 +241,7 @@ def _hash(path: Path) -> str:
 
 
 def _cpu_copy(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy that training does not change; tensors that are one stay one."""
+    """Return a copy of the state on the CPU. Tensors that share memory are copied once."""
     copies: dict[tuple, Tensor] = {}
     memo: dict[int, Any] = {}
     for leaf in tree_leaves(state):
@@ -251,20 +254,22 @@ def _cpu_copy(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class ResumePoint(NamedTuple):
-    """Where to go on: a whole resume checkpoint and its step."""
+    """A checkpoint to resume from: its step and the file of its state."""
 
     step: int
     state: Path
 
 
 def resume_point(root: Path, which: str, *, verify: bool = True) -> ResumePoint | None:
-    """Return the checkpoint that `--resume` names: "last", or a step; None for the start of the run.
+    """Return the checkpoint that `--resume` names, or None for the start of the run.
 
-    "last" passes over corrupt ones, naming them, and means the start where there never was one. Without `verify`, it is
-    what is there by its name: for the other ranks, as `ResumeCheckpoint` reads what the first one found whole.
+    Args:
+        which: a step, or "last". "last" skips corrupt checkpoints with a warning. Without checkpoints it means the
+            start of the run.
+        verify: whether to check the hash of the file. Only the first rank needs it, as all ranks load its checkpoint.
 
     Raises:
-        InputError: a step that is not there, or is corrupt; none that is whole.
+        InputError: if the checkpoint of the step is missing or corrupt, or "last" finds only corrupt ones.
     """
     folder = root / FOLDER
     steps = saved_steps(folder)
@@ -288,16 +293,16 @@ def resume_point(root: Path, which: str, *, verify: bool = True) -> ResumePoint 
 
 
 def lightning_point(file: Path) -> ResumePoint:
-    """Return a .ckpt that any Trainer saved.
+    """Return a .ckpt file that any Trainer saved, with its step.
 
     Raises:
-        InputError: none there, or one that holds more than tensors and plain values.
+        InputError: if there is no such file, or it holds more than tensors and plain values.
     """
     return ResumePoint(read_lightning(file)["global_step"], file)
 
 
 def _intact(folder: Path, verify: bool) -> ResumePoint:
-    """The checkpoint, if its bytes are those that were written."""
+    """Return the checkpoint in a folder, and raise an error if it is incomplete or its hash is wrong."""
     try:
         facts = schema.read(folder / FACTS, _Facts, "take another checkpoint")
         if verify and _hash(folder / STATE) != facts["sha256"]:
@@ -308,15 +313,16 @@ def _intact(folder: Path, verify: bool) -> ResumePoint:
 
 
 def _load(strategy: Any, path: str | Path, weights_only: bool | None = True) -> dict[str, Any]:
-    """Load the state in a checkpoint that the first rank names, as Lightning does.
+    """Load the state of a checkpoint through Lightning, on all ranks from the first rank's path.
 
-    Weights saved by a sharded run go to any number of ranks, sharded or not. Those of an unsharded run are refused by
-    a sharded one: Lightning would mix up the optimizer's moments, which it numbers in the model's order, an unsharded
-    optimizer in the order of its groups.
+    A state from a sharded run can be loaded on any number of ranks, sharded or not. A sharded run cannot load a state
+    of an unsharded run.
 
     Raises:
-        InputError: where a sharded run is to begin with such a state, or a file is no state of a training.
+        InputError: if a sharded run gets an unsharded state, or the file is not a training state.
     """
+    # Lightning would mix up the optimizer's moments: it numbers those of sharded states in the order of the model, but
+    # an unsharded optimizer numbers its own in the order of its groups.
     path = Path(strategy.broadcast(path))
     state = _read(path)
     if "optimizer_states" not in state:
@@ -329,7 +335,8 @@ def _load(strategy: Any, path: str | Path, weights_only: bool | None = True) -> 
 
 
 def _read(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(pickle.UnpicklingError, EOFError, RuntimeError):  # which advise to trust the file
+    # Errors of `torch.load` would advise the user to trust the file and load it with `weights_only=False`.
+    with contextlib.suppress(pickle.UnpicklingError, EOFError, RuntimeError):
         if isinstance(state := torch.load(path, map_location="cpu", weights_only=True, mmap=True), dict):
             return state
     raise InputError(

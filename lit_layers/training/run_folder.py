@@ -1,4 +1,4 @@
-"""The folder of one run: its checkpoints, complete or not there, who owns it, and what it says about itself."""
+"""The folder of one run: its checkpoints, its metadata, and the checks before a run writes there."""
 
 import datetime
 import json
@@ -35,25 +35,30 @@ _NAME = re.compile(r"step-(\d{9,})")
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Return `<root>/step-000001000`: names sort as steps do."""
+    """Return `<root>/step-000001000`; these names sort like the steps."""
     return root / f"step-{step:09d}"
 
 
 def saved_steps(root: Path) -> list[int]:
-    """Return the steps whose folders are complete, in order."""
+    """Return the steps that have a complete folder, in order."""
     return sorted(int(match[1]) for path in root.glob("step-*") if (match := _NAME.fullmatch(path.name)))
 
 
 def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a hidden temporary folder, make it durable and rename it: a kill leaves all of `folder` or nothing.
+    """Write `folder` completely or not at all, even if the process is killed.
+
+    A hidden temporary folder is filled, synced to disk and then renamed.
+
+    Args:
+        fill: writes the content into the folder that it gets.
 
     Raises:
-        InputError: where it cannot be written, as on a full disk.
+        InputError: if the folder cannot be written, for example on a full disk.
     """
     temporary = folder.with_name(f".tmp-{folder.name}")
     with refused(f"cannot write {folder}", "; what was saved before is whole: mend it and go on with --resume last"):
         try:
-            for leftover in {temporary, *folder.parent.glob(".tmp-step-*")}:  # of a killed save
+            for leftover in {temporary, *folder.parent.glob(".tmp-step-*")}:  # left by a killed save
                 shutil.rmtree(leftover, ignore_errors=True)
             temporary.mkdir(parents=True)
             fill(temporary)
@@ -63,15 +68,16 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
                 shutil.rmtree(folder)
             temporary.rename(folder)
         except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)  # on a full disk its place is wanted
+            shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the space
             raise
         sync(folder.parent)
 
 
 def save_step(model: nn.Module, root: Path, step: int, tokenizer: str | Path | None) -> None:
-    """Write the model of a step as a Hugging Face folder, complete or not at all.
+    """Save the model of a step as a Hugging Face folder, complete or not at all.
 
-    A step that is there was saved with these weights: a training that goes back takes later ones out of its root.
+    An existing folder of this step is not written again. It has these weights: a training that goes back to an earlier
+    step moves the folders of later steps away.
     """
     folder = step_folder(root, step)
     if not folder.exists():
@@ -80,9 +86,9 @@ def save_step(model: nn.Module, root: Path, step: int, tokenizer: str | Path | N
 
 @dataclass(frozen=True)
 class Origin:
-    """The steps and tokens that a model had been trained for before this run; None: tokens that nobody knows.
+    """Steps and tokens of a model's training before this run; `tokens` is None if unknown.
 
-    `source` names the checkpoint: `init_from` and what provenance says of it.
+    `source` names the checkpoint: `init_from` and its provenance.
     """
 
     step: int = 0
@@ -90,39 +96,39 @@ class Origin:
     source: dict[str, Any] = field(default_factory=dict)
 
     def tokens_at(self, step: int, tokens_per_step: int | None) -> int | None:
-        """All tokens up to a step of the axis, where they are known."""
+        """Return the number of training tokens up to a step, counted with those before this run, or None if unknown."""
         if self.tokens is None or tokens_per_step is None:
             return None
         return self.tokens + (step - self.step) * tokens_per_step
 
     def describe(self) -> dict[str, Any]:
-        """Plain JSON, for run.json."""
+        """Return the origin as plain JSON for run.json."""
         return {"step": self.step, "tokens": self.tokens, **self.source}
 
 
 def origin_of(trainer: L.Trainer) -> Origin:
-    """That of the module in training; zero for a module that knows of none."""
+    """Return the origin of the module in training, or step 0 if the module has none."""
     return getattr(trainer.lightning_module, "origin", None) or Origin()
 
 
 def axis_step(trainer: L.Trainer) -> int:
-    """The optimizer steps that the model has seen: those before this run and those of this run."""
+    """Return the optimizer steps of the model, before this run and in it."""
     return origin_of(trainer).step + trainer.global_step
 
 
 def planned_steps(trainer: L.Trainer) -> int | None:
-    """Optimizer steps of this run, by the Trainer's `max_steps` and `max_epochs`; None where neither ends it."""
+    """Return the optimizer steps of this run by the Trainer's `max_steps` and `max_epochs`, or None without end."""
     steps = trainer.estimated_stepping_batches
     return int(steps) if 0 < steps < math.inf else None
 
 
 def find_origin(name: str) -> tuple[Checkpoint, Origin]:
-    """The checkpoint that `init_from` names, and what its step and tokens make of the axis.
+    """Return the checkpoint that `init_from` names, and the origin of a run that starts from it.
 
-    A checkpoint of no known step counts as the beginning: the axis then starts at 0.
+    If the checkpoint's step is unknown, the run starts at step 0.
 
     Raises:
-        InputError: no such checkpoint.
+        InputError: if there is no such checkpoint.
     """
     checkpoint = find_checkpoint(name)
     source = {"init_from": name, **checkpoint.provenance()}
@@ -132,7 +138,14 @@ def find_origin(name: str) -> tuple[Checkpoint, Origin]:
 
 
 def own_origin(root: Path, described: dict[str, Any]) -> tuple[Checkpoint, Origin] | None:
-    """The same from the run's own folder, whose first step holds those weights; None where that step is gone."""
+    """Return the same from the run's own folder, which holds a copy of those weights as its first step.
+
+    Args:
+        described: the origin in run.json.
+
+    Returns:
+        None if the folder of that step is gone.
+    """
     source = {name: value for name, value in described.items() if name not in ("step", "tokens")}
     origin = Origin(described["step"], described["tokens"], source)
     folder = step_folder(root, origin.step)
@@ -142,10 +155,10 @@ def own_origin(root: Path, described: dict[str, Any]) -> tuple[Checkpoint, Origi
 
 
 def check_tokenizer(folder: Path, data: Any, name: str | None) -> None:
-    """Refuse token ids that mean other words to the model in `folder`.
+    """Check that the data's token ids come from the tokenizer of the model in `folder`.
 
     Raises:
-        InputError: where the model carries a tokenizer and the text was made with another.
+        InputError: if `folder` contains another tokenizer than the data were made with.
     """
     used = getattr(getattr(data, "shards", None), "tokenizer_hash", None)
     if used is None:
@@ -162,13 +175,14 @@ def check_tokenizer(folder: Path, data: Any, name: str | None) -> None:
 
 
 IfExists = Literal["refuse", "overwrite", "resume"]
-Weights = Callable[[], str]  # returns their hash
+Weights = Callable[[], str]  # returns the hash of the weights
 CONFIG_FILE, MEASUREMENTS, ABANDONED = "config.yaml", "measurements.jsonl", "abandoned"
 _REQUIRED = ("run", "id", "config")
-# What any watched training writes, and what `fit` writes: elsewhere such files may be the user's own.
+# Patterns of the files that any watched training writes, and of those that `fit` writes. Only these are ever removed:
+# in the folder of a watched training, files such as config.yaml may belong to the user.
 _WATCHED = (RUN_FILE, MEASUREMENTS, f"step-{'[0-9]' * 9}*", ".tmp-step-*", "values", ABANDONED, "report.html")
 _FITTED = (*_WATCHED, CONFIG_FILE, "metrics.jsonl", "step-*", "resume", "wandb/*")
-# What a resumed run may do otherwise: neither the data's order nor the weights depend on it.
+# Options that a resumed run may change: neither the order of the data nor the weights depend on them.
 _FREE = {
     "model": {"compile", "activation_checkpointing", "decay_steps"},
     "data": {"num_workers", "validation_batch_size"},
@@ -176,10 +190,13 @@ _FREE = {
 
 
 def refuse_used_folder(root: Path, if_exists: IfExists, *, is_fit: bool = False) -> None:
-    """Refuse to mix two runs.
+    """Refuse a root that already holds a run.
+
+    Args:
+        is_fit: whether `lit-layers fit` asks: its files count too, and the error names its options.
 
     Raises:
-        InputError: where `root` holds a run and the user did not ask to overwrite it or to go on with it.
+        InputError: if `root` holds a run and `if_exists` is "refuse".
     """
     if if_exists not in get_args(IfExists):
         raise InputError(f"if_exists: expected one of {', '.join(get_args(IfExists))}, got {if_exists!r}")
@@ -193,16 +210,16 @@ def refuse_used_folder(root: Path, if_exists: IfExists, *, is_fit: bool = False)
 def begin_training(
     root: Path, if_exists: IfExists, run: str | None, step: int, weights: Weights | None, saved_by: str | None
 ) -> None:
-    """Make `root` the folder of a training that begins at a step, or goes on there.
+    """Begin a training in `root` at a step, or resume the one that is there.
 
     Args:
-        run: the name of the run; None: that of the run that is resumed, or of the folder.
-        weights: those that the training begins with; None: they are sharded.
-        saved_by: the id of the training that saved the state to go on from, if the state says it.
+        run: the name of the run; None: the name of the resumed run, or of the folder.
+        weights: returns the hash of the weights at the start; None if they are sharded.
+        saved_by: id of the training that saved the state to resume from, if known.
 
     Raises:
-        InputError: where `root` holds a run and the user did not ask to overwrite it, or a training that did not have
-            these weights at this step.
+        InputError: if `root` holds a run and `if_exists` is "refuse", or if the training to resume did not have these
+            weights at this step.
     """
     refuse_used_folder(root, if_exists)
     if if_exists == "resume" and _run_files(root):
@@ -233,10 +250,13 @@ def _check_weights(
 
 
 def resume_at(root: Path, step: int, *, goes_back: bool) -> None:
-    """Note that the training in `root` goes on from a step, and take what it had made behind that step out of its run.
+    """Record in `root` that its training resumes from a step, and remove later results from the run.
 
-    Checkpoints of later steps are moved to the folder `abandoned`. Where the training goes back, and does not come to
-    the same later steps again, a line of the last step that stays says so in `measurements.jsonl`.
+    Checkpoints of later steps move to the folder `abandoned`.
+
+    Args:
+        goes_back: whether training may take another path than before. Then a new line for the last valid step in
+            `measurements.jsonl` says that later measurements of the run are void.
     """
     facts = run_facts(root)
     facts["resumed"] = [*facts.get("resumed", []), {"step": step, "at": _now(), "back": goes_back}]
@@ -254,12 +274,12 @@ def resume_at(root: Path, step: int, *, goes_back: bool) -> None:
 
 
 def origin_in(root: Path) -> dict[str, Any]:
-    """What the run in `root` says of where it began on the axis of training."""
+    """Return the origin that run.json in `root` records: steps and tokens before the run."""
     return run_facts(root, needed=_REQUIRED).get("origin") or Origin().describe()
 
 
 def check_same_run(root: Path, options: Mapping[str, Any]) -> None:
-    """Refuse to go on with other data, another model or another seed than the run in `root` has.
+    """Check that a resumed run has the data, model, seed and optimizer of the run in `root`.
 
     Raises:
         InputError: naming the first option that differs.
@@ -286,7 +306,7 @@ def check_same_run(root: Path, options: Mapping[str, Any]) -> None:
 
 
 def _decay_end(options: Mapping[str, Any]) -> Any:
-    """The last step of the run, where no other is said."""
+    """Return the step at which the learning rate stops decaying: `decay_steps`, by default `max_steps`."""
     model = (options.get("model") or {}).get("init_args") or {}
     return (
         model.get("decay_steps") or (options.get("trainer") or {}).get("max_steps") if "decay_steps" in model else None
@@ -300,12 +320,17 @@ def _flat(value: Any, name: str) -> dict[str, Any]:
 
 
 class RunFolder(L.Callback):
-    """Takes over `root` just before the first step, when all that could be refused has been checked.
+    """A callback that prepares `root` just before the first step, after all checks have passed.
 
-    `run.json` and `config.yaml` say what the run is; what an earlier one left there (only what runs write) is removed
-    once nothing can refuse any more, or with `resume` kept and gone on with. `goes_back`: not from its last state, from
-    where it comes to the same steps again. The first callback of a run, so that the
-    others find the folder ready.
+    It writes `run.json` and `config.yaml`. It removes the files of an earlier run, and no others. With `resume`
+    it keeps and continues the earlier run. It must be the first callback, so that the others find the folder ready.
+
+    Args:
+        config: the text of `config.yaml`.
+        options: the same options for `run.json` and W&B.
+        mirror: the W&B mirror, if any.
+        resume: whether the run in `root` continues.
+        goes_back: whether it resumes from a chosen step. From its last state it would repeat the same steps.
     """
 
     def __init__(
@@ -314,13 +339,13 @@ class RunFolder(L.Callback):
         *,
         config: str,
         options: Mapping[str, Any],
-        mirror: Any | None,  # W&B
+        mirror: Any | None,
         resume: bool = False,
         goes_back: bool = False,
     ) -> None:
         self.root, self.config, self.options, self.mirror = Path(root), config, dict(options), mirror
         self.resume, self.goes_back, self.run_id = resume, goes_back, _new_id()
-        self.started, self._found = False, _run_files(self.root, is_fit=True)  # before this run's loggers write there
+        self.started, self._found = False, _run_files(self.root, is_fit=True)  # before this run's loggers write
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.is_global_zero:
@@ -333,7 +358,7 @@ class RunFolder(L.Callback):
             self.started = True
 
     def _check_inputs(self, now: Mapping[str, Any]) -> None:
-        """Options may be the same and yet name other text, or another machine choose another precision."""
+        """Check inputs that equal options do not fix, such as the text of a corpus or a default precision."""
         before = run_facts(self.root, needed=_REQUIRED)
         started = [(each.get("origin") or {}).get("weight_files") for each in (before, now)]
         for name, old, new in (
@@ -347,10 +372,10 @@ class RunFolder(L.Callback):
                 raise InputError(f"{name}: the run in {self.root} has {old}, found {new}; a resumed run keeps it")
 
     def reopen(self, step: int) -> None:
-        """Go on under the run's own id, so that its curves also go on in W&B."""
+        """Resume at a step, under the run's own id so that its W&B curves continue."""
         self.run_id = run_facts(self.root, needed=_REQUIRED)["id"]
         self._clean_up()
-        if not (self.root / CONFIG_FILE).exists():  # killed between the two
+        if not (self.root / CONFIG_FILE).exists():  # the run was killed between its two files
             replace_file(self.root / CONFIG_FILE, self.config)
         resume_at(self.root, step, goes_back=self.goes_back)
         if self.mirror is not None:
@@ -358,7 +383,7 @@ class RunFolder(L.Callback):
         self.started = True
 
     def _take_over(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        facts = self._describe(trainer, pl_module)  # may take its time; from here on a kill leaves no run or a new one
+        facts = self._describe(trainer, pl_module)  # slow; from here a kill leaves no run or the new one
         self._clean_up()
         backup = self.root / f".old-{self.run_id}"
         _move(self._found, self.root, backup)
@@ -368,7 +393,7 @@ class RunFolder(L.Callback):
             if self.mirror is not None:
                 self.mirror.open(self.root, run_id=self.run_id, config=self.options)
         except BaseException:
-            # The mirror may still refuse: then the earlier run is as it was.
+            # W&B may still refuse: put the earlier run back.
             _remove(_run_files(self.root, is_fit=True))
             _move(_run_files(backup, is_fit=True), backup, self.root)
             raise
@@ -376,14 +401,17 @@ class RunFolder(L.Callback):
             shutil.rmtree(backup, ignore_errors=True)
 
     def _clean_up(self) -> None:
-        """Remove what a run that was killed while it took over had put backup: the user had asked to overwrite it."""
+        """Remove backups of a takeover that was killed. The user had asked to overwrite these files."""
         for leftover in self.root.glob(".old-*"):
             shutil.rmtree(leftover)
 
     def close(self, **facts: Any) -> None:
-        """Add what is known only at the end, e.g. the wall time; seconds of a resumed run's parts are summed."""
+        """Add facts that are known only at the end, such as wall time, to run.json.
+
+        For a resumed run, values whose name ends in `seconds` are added up.
+        """
         before = run_facts(self.root)
-        if not before:  # others removed it: a part of it would hide that
+        if not before:  # removed in the meantime: a file with few facts would hide that
             return
         for name in facts.keys() & before.keys() if self.resume else ():
             if name.endswith("seconds"):
@@ -413,13 +441,13 @@ class RunFolder(L.Callback):
         }
         if isinstance(data, LitStepData):
             described["data"] = data.describe()
-        elif isinstance(getattr(data, "shards", None), TokenShards):  # the user's own, of prepared text
+        elif isinstance(getattr(data, "shards", None), TokenShards):  # a user's data module of prepared text
             described["data"] = LitTextData.describe(data)
         return described
 
 
 def _new_id() -> str:
-    """The id that W&B's sweep agent has given its run already, for W&B takes no other there; else one of our own."""
+    """Return a new run id. In a W&B sweep it is the id from the agent, as W&B accepts no other there."""
     fresh = uuid.uuid4().hex[:8]
     return os.environ.get("WANDB_RUN_ID") or fresh if os.environ.get("WANDB_SWEEP_ID") else fresh
 
@@ -429,7 +457,10 @@ def _now() -> str:
 
 
 def _run_files(root: Path, *, is_fit: bool = False) -> list[Path]:
-    """What a run wrote there, and nothing else; of one that is only watched, nothing without one of the first three."""
+    """Return the files in `root` that a run has written.
+
+    Unless `is_fit`, a folder counts as a run only with run.json, measurements or a saved step.
+    """
     if not is_fit and not any(path for pattern in _WATCHED[:3] for path in root.glob(pattern)):
         return []
     patterns = _FITTED if is_fit or "config" in run_facts(root) else _WATCHED

@@ -1,4 +1,4 @@
-"""The scalars of training: one closed row a step on disk, mirrored to W&B."""
+"""The scalars of training: one row per step on disk, mirrored to W&B."""
 
 import time
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ from lit_layers.training.losses import mean_of_step
 from lit_layers.training.resuming import refuse_diverged_losses
 from lit_layers.training.run_folder import Origin, axis_step, origin_of
 
-# What a data module counts a step in, and the curve of their speed.
+# Attributes of a data module that say how much a step processes, and the names of the speed curves.
 _SPEEDS = {"tokens_per_step": "train/tokens_per_second", "images_per_step": "train/images_per_second"}
-# The names of a row's own place and of what is written at every step: a user's values cannot have them.
+# Names of a row's position and of values in every row: values that a user logs cannot have them.
 _RESERVED = {"step", "tokens", "epoch", "train/loss", "train/learning_rate"}
 
 
@@ -33,12 +33,12 @@ class _Step:
 
 
 class RunLog(L.Callback, Logger):
-    """Writes `root/metrics.jsonl`: loss and learning rate at every step; gradient norm and speed where known.
+    """A callback and logger that writes `root/metrics.jsonl`: loss and learning rate of every step.
 
-    It is also one of the trainer's loggers: what modules and callbacks log has its own names there, in the row of the
-    step under way. Losses stay on the device and come over together every `log_every_n_steps`, so that no step waits
-    for one. A row is closed, and mirrored with the measurements of its step, once the next step begins. The callbacks
-    that follow it may log from `on_train_start` on.
+    Rows also hold the gradient norm and the speed, if known. As one of the Trainer's loggers, it adds the values that
+    modules and callbacks log to the row of the current step, under their own names. Losses stay on the device and are
+    copied together every `log_every_n_steps`, so that no step waits for the device. A row is written, and mirrored with
+    the measurements of its step, after the next step begins. Later callbacks may log from `on_train_start` on.
     """
 
     name = version = property(lambda self: "")
@@ -47,35 +47,35 @@ class RunLog(L.Callback, Logger):
     def __init__(self, root: str | Path, mirror: Any | None = None, *, resume: bool = False) -> None:
         self.file = Path(root) / "metrics.jsonl"
         self.mirror, self.resume = mirror, resume
-        self._offset = 0  # bytes of rows that the resume checkpoint knows
-        self.shown: dict[str, float] = {}  # the last known values, for a progress bar
+        self._offset = 0  # length of the file in bytes when the resume checkpoint was saved
+        self.shown: dict[str, float] = {}  # the latest values, for the progress bar
         self._pending: list[_Step] = []
         self._micro_losses: list[Tensor] = []
-        self._now = 0  # the step under way
+        self._now = 0  # the current step
         self._extra: dict[int, dict[str, float]] = {}
         self._measurements: dict[int, list[Measurement]] = {}
         self._flush_due, self.paused_seconds = False, 0.0
         self._validating = self._validation_started = 0.0
         self._tokens_per_step: int | None = None
-        self._per_step: dict[str, int] = {}  # speed -> what a step adds
+        self._per_step: dict[str, int] = {}  # name of a speed -> items per step
         self._origin = Origin()
         self._scalars: ScalarLog | None = None
         self._rate = 0.0
 
     def measuring(self, step: int, analysis: str) -> None:
-        """Nothing to note before an analysis is done."""
+        """Ignore the start of an analysis."""
 
     def measured(self, measurement: Measurement) -> None:
         self._measurements.setdefault(measurement.step or 0, []).append(measurement)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Add values to the row of the step under way, whichever number Lightning gives that step."""
+        """Add values to the row of the current step, and ignore Lightning's own step count."""
         values = {name: float(value) for name, value in metrics.items() if name not in _RESERVED}
         self._extra.setdefault(self._now, {}).update(values)
         self.shown.update(values)
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """Leave options to `config.yaml`."""
+        """Ignore options, which `config.yaml` holds."""
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         data = getattr(trainer, "datamodule", None)
@@ -88,7 +88,7 @@ class RunLog(L.Callback, Logger):
         self._scalars = ScalarLog(self.file) if trainer.is_global_zero else None
         if self._scalars is not None and self.resume:
             self._scalars.truncate(self._offset)
-        if self not in trainer.loggers:  # not before: they would decide where a ModelCheckpoint writes
+        if self not in trainer.loggers:  # not earlier: a logger decides where ModelCheckpoint writes
             trainer.loggers = [*trainer.loggers, self]
         self._now = axis_step(trainer)
         self._window = self._progress(trainer)
@@ -97,20 +97,20 @@ class RunLog(L.Callback, Logger):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._flush_due:
-            # A resumed run drops the rows behind its checkpoint: only saving one has to wait for the disk.
+            # A resumed run drops the rows after its checkpoint. So only saving a checkpoint needs to wait for the disk.
             self._flush(trainer, pl_module, durably=False)
         self._now = axis_step(trainer) + 1
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        # After the step the scheduler has already set the rate of the next one.
+        # Read before the step: afterwards the scheduler has set the rate of the next one.
         self._rate = optimizer.param_groups[0]["lr"]
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if outputs.get("loss") is not None:  # a module that optimizes by itself may return none
+        if outputs.get("loss") is not None:  # with manual optimization a module may return no loss
             self._micro_losses.append(outputs["loss"].detach())
         if trainer.fit_loop._should_accumulate():
             return
@@ -122,7 +122,7 @@ class RunLog(L.Callback, Logger):
         every: int = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
         if trainer.global_step % every == 0:
             for step in self._pending[-1:]:
-                self.shown["train/loss"] = step.loss.item()  # waits for the device: the clock below is honest
+                self.shown["train/loss"] = step.loss.item()  # waits for the device, so that the clock below is right
             self._close_window(trainer)
             self._flush_due = True
 
@@ -144,17 +144,17 @@ class RunLog(L.Callback, Logger):
         self._flush(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        # SIGTERM ends all ranks at the same batch. Otherwise no collective: the other ranks may be elsewhere, and the
-        # last rows then hold this rank's losses.
+        # SIGTERM ends all ranks at the same batch, so that they can reduce. After other exceptions the ranks may be at
+        # different points and would hang in a collective: the last rows then hold this rank's losses.
         self._flush(trainer, pl_module, reduce=isinstance(exception, SIGTERMException) and not trainer.validating)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        # A last step outside the schedule is measured when the training has ended, after this callback's own turn.
+        # A last step outside the schedule is measured in `on_train_end`, after this callback's own `on_train_end`.
         if self._measurements or self._extra:
             self._flush(trainer, pl_module, reduce=False)
 
     def _progress(self, trainer: L.Trainer) -> tuple[int, float]:
-        """Return the steps, and seconds of a clock that stands while anything but training is done."""
+        """Return the steps so far, and the seconds of training without validation and pauses of callbacks."""
         callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         paused = self._validating + sum(getattr(callback, "paused_seconds", 0.0) for callback in callbacks)
         return trainer.global_step, time.perf_counter() - paused
@@ -168,13 +168,17 @@ class RunLog(L.Callback, Logger):
     def _flush(
         self, trainer: L.Trainer, pl_module: L.LightningModule, *, reduce: bool = True, durably: bool = True
     ) -> None:
-        """Close every row up to the current step; one transfer from the device for all of them.
+        """Write every row up to the current step, with one transfer from the device for all rows.
 
-        What is on disk comes first: a mirror may fail, and whatever breaks off here is written again by the next flush
-        (equal rows of one step are one).
+        The disk comes before the mirror, which may fail. If this call is interrupted, the next one writes the rows
+        again; equal rows of a step count once.
+
+        Args:
+            reduce: whether to average losses over ranks, which all ranks must call.
+            durably: whether to wait until the rows are on the disk.
 
         Raises:
-            DivergedError: on all ranks, where a loss is none.
+            DivergedError: on all ranks, if a loss is not finite.
         """
         self._flush_due = False
         rows, later = self._rows(trainer, reduce), {step for step in self._extra if step > axis_step(trainer)}
@@ -190,7 +194,7 @@ class RunLog(L.Callback, Logger):
             for number in sorted(rows):
                 tokens = self._tokens(number).get("tokens")
                 self.mirror.log_step(number, tokens, rows[number], measurements.get(number, []))
-            self.paused_seconds += time.perf_counter() - started  # pictures take some
+            self.paused_seconds += time.perf_counter() - started  # W&B pictures take time
         if reduce:
             losses = {number: row["train/loss"] for number, row in rows.items() if "train/loss" in row}
             refuse_diverged_losses(trainer, pl_module, losses, self.file.parent)
@@ -207,7 +211,7 @@ class RunLog(L.Callback, Logger):
                 norms = {} if step.grad_norm is None else {"train/grad_norm": norm}
                 rows[step.number] = {"train/loss": loss, "train/learning_rate": step.learning_rate, **norms}
         for number, values_of_step in self._extra.items():
-            if number <= axis_step(trainer):  # the rest of a row that has begun is yet to come
+            if number <= axis_step(trainer):  # the row of the current step is not complete yet
                 rows.setdefault(number, {}).update(values_of_step)
         return rows
 
@@ -220,9 +224,9 @@ LONG = 10.0  # seconds
 
 
 class LongMeasuring:
-    """Says through Lightning's own log what is measured of a checkpoint that takes over ten seconds, on the first rank.
+    """A watcher that logs the running analysis if a checkpoint takes longer than ten seconds, on the first rank.
 
-    It says so at most once in ten seconds.
+    It logs at most once in ten seconds, through Lightning's log.
     """
 
     def __init__(self) -> None:
@@ -237,4 +241,4 @@ class LongMeasuring:
             rank_zero_info(f"measuring {analysis} at step {step}")
 
     def measured(self, measurement: Measurement) -> None:
-        """Nothing to say."""
+        """Ignore the end of an analysis."""
