@@ -1,4 +1,4 @@
-"""Samples for training and validation: token blocks, images."""
+"""Data modules for training and validation: blocks of tokens, and images."""
 
 import hashlib
 import random
@@ -34,7 +34,7 @@ Batch = dict[str, Tensor]
 
 
 class LitStepData(L.LightningDataModule):
-    """Data whose training batches are a function of the step alone: what all data modules have in common."""
+    """The base of all data modules. Training batches depend only on the step and the seed."""
 
     global_batch_size: int
     validation_batch_size: int
@@ -42,7 +42,7 @@ class LitStepData(L.LightningDataModule):
     seed: int
 
     def describe(self) -> dict[str, Any]:
-        """Return what run.json says of the data."""
+        """Return the facts about the data for run.json."""
         return {}
 
     def _get_trainer(self) -> L.Trainer:
@@ -52,7 +52,7 @@ class LitStepData(L.LightningDataModule):
         return self.trainer
 
     def _sampler(self, num_samples: int, kind: type[StepSampler] = StepSampler) -> StepSampler:
-        """The micro-batches of this rank, from the trainer's step on."""
+        """Return the sampler of this rank's micro-batches, which starts at the Trainer's current step."""
         trainer = self._get_trainer()
         refuse_another_order(trainer)
         try:
@@ -69,7 +69,7 @@ class LitStepData(L.LightningDataModule):
             raise InputError(f"data.global_batch_size: {error}") from error
 
     def _validation_batches(self, count: int, option: str) -> list[list[int]]:
-        """The numbers of the validation samples of this rank, a batch at a time."""
+        """Return the batches of validation sample indices for this rank."""
         trainer = self._get_trainer()
         if count < trainer.world_size:  # an empty rank would skip validation and leave the others waiting
             raise InputError(
@@ -90,19 +90,19 @@ class LitStepData(L.LightningDataModule):
 
 
 class LitTextData(LitStepData):
-    """Blocks of `num_tokens` + 1 token ids (inputs and targets overlap) of a prepared corpus.
+    """A data module for a prepared corpus. Each sample has `num_tokens` + 1 token ids, as inputs and targets overlap.
 
     Args:
         corpus: as for `EvalText`: python, openwebtext, wikitext, a text source, or a folder made by `prepare`.
         tokenizer: a Hub name, a local tokenizer, or `bpe:SIZE`.
-        num_tokens: context length, i.e. predictions per sequence.
+        num_tokens: context length: predictions per sequence.
         global_batch_size: sequences per optimizer step, over all ranks and micro-batches.
-        num_validation_sequences: how many validation blocks, from the first on.
+        num_validation_sequences: number of validation blocks; the first ones are used.
         validation_batch_size: sequences per validation batch and rank.
-        seed: of the order of the training blocks.
-        shuffle_tokens: a control without structure: the tokens of each training block (not of validation) stand in a
-            random order of that block, the same whenever it comes.
-        num_workers: loader processes; 0 is quickest for memory-mapped tokens on few cores.
+        seed: seed for the order of the training blocks.
+        shuffle_tokens: a control without word order: shuffles the tokens within each training block, not in validation.
+            A block has the same order in every epoch.
+        num_workers: loader processes; 0 is fastest for memory-mapped tokens on few cores.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class LitTextData(LitStepData):
 
 
 class _ShuffledBlocks(Dataset[dict[str, Tensor]]):
-    """Blocks of tokens, each in a random order of its own: what they hold is left, what follows what is not."""
+    """Blocks of tokens, each in its own random order: token counts stay, word order is lost."""
 
     def __init__(self, blocks: TokenBlocks, seed: int) -> None:
         self.blocks, self.seed = blocks, seed
@@ -174,30 +174,30 @@ class _ShuffledBlocks(Dataset[dict[str, Tensor]]):
 
 
 class LitImageData(LitStepData):
-    """Images of a labelled set: `{"pixel_values": (batch, 3, size, size), "labels": (batch,)}`.
+    """A data module for labelled images: `{"pixel_values": (batch, 3, size, size), "labels": (batch,)}`.
 
-    Images are augmented by timm's pipeline in the loader's workers: random resized crop (of images up to 64 px a crop
-    of the padded image), flip, RandAugment, erasing. Which image a sample is and what happens to it is a function of
-    (seed, sample number) alone.
+    timm's pipeline augments images in the loader's workers: random resized crop, flip, RandAugment, erasing. For images
+    up to 64 px the crop is taken from the padded image, without resizing. The image of a sample and its augmentation depend only
+    on the seed and on the sample's index in the endless training sequence.
 
     Args:
         source: `digits` (1,797 handwritten digits, no download), `cifar10`, `cifar100`, a local path (parquet
             files, train/CLASS/*.jpg), or `ORG/NAME` of the Hub.
-        image_size: of the model's input, in px; None: the source's, or 224 where its images are large.
+        image_size: size of the model's input in px; None: the source's size, or 224 if its images are large.
         normalisation: `imagenet`, `half` or `source`, as for `EvalImages`.
         global_batch_size: images per optimizer step, over all ranks and micro-batches.
-        num_validation_images: how many images of the test split, from the first on; None: all.
+        num_validation_images: number of images of the test split; the first ones are used; None: all.
         validation_batch_size: images per validation batch and rank.
         crop_padding: pixels of zeros around a small image before it is cropped to its size; 0: no crop.
-        flip: mirrors half of the images.
-        rand_augment: as timm writes it, e.g. rand-m9-mstd0.5-inc1; None: off.
+        flip: mirrors half of the images at random.
+        rand_augment: RandAugment in timm's notation, e.g. rand-m9-mstd0.5-inc1; None: off.
         erasing: share of the images in which a rectangle is filled with noise.
-        num_repeats: how often an image comes in a row, augmented anew (3 in DeiT's repeated augmentation); an epoch
-            then holds as many samples, of fewer images.
-        seed: of the order of the images and their augmentation.
-        shuffle_labels: a control without structure: the training images (not those of validation) change labels among
-            themselves, once.
-        num_workers: loader processes; 0 is quickest for small images without augmentation.
+        num_repeats: number of consecutive samples of the same image, each with its own augmentation (3 in DeiT's
+            repeated augmentation). The number of samples per epoch stays, so an epoch has fewer images.
+        seed: seed for the order of the images and their augmentation.
+        shuffle_labels: a control without structure: permutes the labels of the training images once, not those of
+            validation.
+        num_workers: loader processes; 0 is fastest for small images without augmentation.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class LitImageData(LitStepData):
         }
 
     def prepare_data(self) -> None:
-        image_source(self.source_name).check()  # one process of a machine downloads
+        image_source(self.source_name).check()  # Lightning calls this in one process per machine
 
     def setup(self, stage: str) -> None:
         source = image_source(self.source_name)
@@ -257,7 +257,7 @@ class LitImageData(LitStepData):
         self.use(source)
 
     def use(self, source: ImageSource) -> None:
-        """Take the images of a checked source."""
+        """Use the images of a source that `check` has passed."""
         self.source = source
         self.image_size = image_size(self.source, self.size_option)
         self.statistics = statistics(self.source, self.normalisation)
@@ -268,7 +268,7 @@ class LitImageData(LitStepData):
         return self._loader(self.training_images(), sampler, collate_fn=_identity)
 
     def training_images(self) -> "TrainingImages":
-        """Return the data set that training reads by sample numbers."""
+        """Return the training data set, indexed by samples of the endless training sequence."""
         images = self.source.train
         order = SampleOrder(len(images), seed=self.seed, num_repeats=self.num_repeats)
         labels = images.labels
@@ -288,14 +288,14 @@ class LitImageData(LitStepData):
         return batch
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Normalise pixels on the device; images that a transform has finished stay as they are."""
+        """Resize and normalise raw pixels on the device. Augmented images are normalised already."""
         if "pixels" not in batch:
             return batch
         images = self._normalise(resized(batch["pixels"], self.image_size))
         return {"pixel_values": images, "labels": batch["labels"]}
 
     def _transform(self) -> Any:
-        """Return what is done with one image; None where small images are normalised and nothing else."""
+        """Return the augmentation of one image, or None if small images are only normalised."""
         images = self.source.train
         is_small = isinstance(images, SmallPictures)
         if is_small and not (self.crop_padding or self.flip or self.rand_augment or self.erasing):
@@ -312,7 +312,7 @@ class LitImageData(LitStepData):
             )
         except AssertionError as error:
             raise InputError(f"data.rand_augment: timm does not know {self.rand_augment!r}") from error
-        if is_small:  # as DeiT crops the images of CIFAR
+        if is_small:  # DeiT crops images of CIFAR this way
             size = self.image_size, self.image_size
             crop = RandomCrop(tuple(images.pixels.shape[2:]), padding=self.crop_padding)
             transform.transforms[:1] = [crop, Resize(size, InterpolationMode.BICUBIC)]
@@ -320,7 +320,7 @@ class LitImageData(LitStepData):
 
 
 class SampleOrder:
-    """Sample number -> image: endless seeded permutations, each image `num_repeats` times in a row."""
+    """The image index of each training sample: endless seeded permutations, each image `num_repeats` times in a row."""
 
     def __init__(self, num_images: int, *, seed: int, num_repeats: int = 1) -> None:
         self.num_images, self.num_repeats = num_images, num_repeats
@@ -332,14 +332,14 @@ class SampleOrder:
 
 
 class _SampleIds(StepSampler):
-    """The numbers of the samples of a batch: the data set knows their images, and augments by them."""
+    """A sampler of sample indices. The data set maps them to images and seeds the augmentation with them."""
 
     def sample(self, index: int) -> int:
         return index
 
 
 class TrainingImages(Dataset):
-    """A micro-batch at a time."""
+    """Training images, loaded and augmented by micro-batch."""
 
     def __init__(
         self,
@@ -356,22 +356,22 @@ class TrainingImages(Dataset):
         labels = self.labels[chosen]
         if self.transform is None:
             assert isinstance(self.pictures, SmallPictures)
-            pinned = torch.cuda.is_available() and get_worker_info() is None  # what a worker makes is pinned later
+            pinned = torch.cuda.is_available() and get_worker_info() is None  # the DataLoader pins batches from workers
             return {"pixels": self.pictures.batch(chosen, pinned=pinned), "labels": labels}
         try:
             return {"pixel_values": self._transformed(self.transform, chosen, ids), "labels": labels}
         except InputError as error:
-            return error  # a worker's exception would arrive as its whole traceback
+            return error  # an exception in a worker would reach the user as a traceback
 
     def _transformed(self, transform: Callable[..., Any], chosen: Sequence[int], ids: Sequence[int]) -> Tensor:
         images = []
-        with kept_random_state():  # without workers the global generators are those of training
+        with kept_random_state():  # without workers, training uses the same global generators
             for index, position in zip(chosen, ids, strict=True):
                 digest = hashlib.blake2b(f"{self.seed}/{position}".encode(), digest_size=8).digest()
                 seed = int.from_bytes(digest, "big")
                 torch.default_generator.manual_seed(seed)
                 random.seed(seed)
-                np.random.seed(seed % 2**32)  # noqa: NPY002 - what timm draws from
+                np.random.seed(seed % 2**32)  # noqa: NPY002 - timm draws from it
                 images.append(transform(self.pictures.picture(index)))
         return torch.stack(images)
 

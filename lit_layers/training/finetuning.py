@@ -1,4 +1,4 @@
-"""Analyses that train a model in each variant of its running order, and the one on the training rows of a task."""
+"""Analyses that train a model in each variant of its block order, and fine-tuning on a task of lm-eval."""
 
 import copy
 import hashlib
@@ -50,20 +50,20 @@ BETAS = (0.9, 0.999)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRecipe:
-    """How a model is trained on, whatever on.
+    """Options for further training of a model.
 
     Args:
-        learning_rate: at its peak.
-        batch_size: sequences, or rows, a step.
-        num_tokens: predictions a sequence; of a row, a longer one is cut.
-        warmup_steps: of linear warm-up.
-        weight_decay: on matrices and embeddings.
-        gradient_clip: largest norm of the gradient; None: any.
-        precision: of Lightning's Trainer.
-        seed: of the order of the data and of dropout; of the rows that are drawn and of a new head.
+        learning_rate: peak learning rate.
+        batch_size: sequences or rows per step.
+        num_tokens: predictions per sequence; longer rows are cut.
+        warmup_steps: steps of linear warm-up.
+        weight_decay: weight decay of matrices and embeddings.
+        gradient_clip: largest norm of the gradient; None: no clipping.
+        precision: precision of Lightning's Trainer.
+        seed: seed for the order of the data and dropout, for drawn rows and for a new head.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid")  # 5e-5 is text to YAML, and is read as a number
+    __pydantic_config__ = ConfigDict(extra="forbid")  # pydantic also converts 5e-5, which YAML reads as text
     learning_rate: float = 5e-5
     batch_size: int = 64
     num_tokens: int = 128
@@ -77,7 +77,7 @@ class TrainingRecipe:
         refuse_outside("recipe: ", RANGES, vars(self))
 
     def trainer(self, root: str | Path, accelerator: str, **options: Any) -> L.Trainer:
-        """As `lit-layers fit` makes it, in one process, of which nothing is written."""
+        """Return a Trainer with the defaults of `lit-layers fit`, in one process and without checkpoints or logs."""
         return new_trainer(
             accelerator=accelerator,
             devices=1,
@@ -89,17 +89,17 @@ class TrainingRecipe:
 
 
 def name_of(variant: Variant) -> str:
-    """The variant as a folder's or file's name: such as `skip_M_4`, or of a long schedule `custom_` and a hash."""
+    """Return the variant's name for folders and files, such as `skip_M_4`, or `custom_` and a hash."""
     if variant.name == "custom":
         return f"custom_{hashlib.sha256(format_schedule(variant.schedule).encode()).hexdigest()[:12]}"
     return re.sub(r"\W+", "_", str(variant))
 
 
 def cached_result(file: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The result in a file that was made with these settings; None where there is none.
+    """Return the result in a file, or None if there is no file.
 
     Raises:
-        InputError: it was made with others, or is damaged.
+        InputError: if the file is the result of other settings, or is damaged.
     """
     if not file.is_file():
         return None
@@ -115,8 +115,10 @@ def cached_result(file: Path, settings: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def seed_means(records: Iterable[Record], num_blocks: int) -> Iterator[Record]:
-    """Yields, for each metric and the other tags, the mean over the random orders of one number of middle blocks, with
-    its standard error over them. Orders whose training came to no number are left out, and `num_undefined` counts them.
+    """Yield the mean and standard error of each metric over random orders of the same number of middle blocks.
+
+    Records with equal metric and tags other than `seed` and `schedule` form a group. NaN values are left out, and
+    `num_undefined` counts them.
     """
     groups: dict[tuple, list[Record]] = {}
     for record in records:
@@ -133,20 +135,21 @@ def seed_means(records: Iterable[Record], num_blocks: int) -> Iterator[Record]:
         }
         value, n = statistics.fmean(values) if values else math.nan, orders[0].n
         error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
-        ends = interval("" if orders[0].low is None else metric, value, error, n or 1)  # one without is no share
+        ends = interval("" if orders[0].low is None else metric, value, error, n or 1)  # no interval: no share
         yield Record(metric=metric, value=value, stderr=error, n=n, tags={**dict(others), **counts}, **ends)
 
 
 @dataclass(kw_only=True)
 class TrainedVariants(Analysis):
-    """A model that is trained in each variant of its running order, as an analysis. Options of the variants are those
-    of `lit_layers.functional.block_schedules.variants`.
+    """The base of analyses that train a model in each variant of its block order.
+
+    `lit_layers.functional.block_schedules.variants` explains the options that select variants.
 
     Args:
-        root: of what each variant leaves behind, so that a finished one is not trained again.
+        root: the folder for the result of each variant; a variant with a result is not trained again.
         tokenizer: a local path or a name of the Hub.
-        variants, middles, seeds, loops, custom: which orders; the full model is always one.
-        tell: called with what is trained now.
+        variants, middles, seeds, loops, custom: the block orders; the full model is always included.
+        tell: called with a message about each training.
     """
 
     PRECISION = "own"
@@ -171,34 +174,34 @@ class TrainedVariants(Analysis):
             raise InputError(f"recipe: precision: {' '.join(str(error).split())}") from error
 
     def chosen(self, model: LayeredModel) -> list[Variant]:
-        """The variants of this model, the full one first.
+        """Return the variants of this model, the full model first.
 
         Raises:
-            InputError: options that do not fit the model.
+            InputError: if options do not fit the model.
         """
         return variants_of(self, model)
 
     def compute(self, model: LayeredModel) -> Iterator[Record]:
-        """Yield the records of each variant, and at last the means over the seeds of random orders."""
+        """Yield the records of each variant, then the means over seeds of random orders."""
         records: list[Record] = []
         try:
             for results in self.train_all(model):
                 records += results
                 yield from results
-        except SystemExit as error:  # Lightning makes Ctrl-C an exit of the process
+        except SystemExit as error:  # Lightning turns Ctrl-C into SystemExit
             raise KeyboardInterrupt from error
         yield from seed_means(records, model.num_layers)
 
     @abstractmethod
     def train_all(self, model: LayeredModel) -> Iterator[list[Record]]:
-        """Yield what each variant gives, trained now where that is not done."""
+        """Yield the records of each variant, and train the variants without a result."""
 
     def notify(self, message: str) -> None:
         if self.tell is not None:
             self.tell(message)
 
     def fit(self, module: LitModule, data: L.LightningDataModule, model: LayeredModel, *, steps: int) -> None:
-        """Train a module where a model is, and write nothing. The global random state stays as it is."""
+        """Train the module on the model's device, without logs or checkpoints, and restore the global random state."""
         options: dict[str, Any] = {"limit_val_batches": 0, "gradient_clip_val": self.recipe.gradient_clip}
         with kept_random_state():
             module.model.train()
@@ -207,12 +210,12 @@ class TrainedVariants(Analysis):
 
 
 def accelerator_of(model: LayeredModel) -> str:
-    """Lightning's word for where a model is."""
+    """Return Lightning's name of the accelerator that a model is on."""
     return "gpu" if model.device.type == "cuda" else "cpu"
 
 
 def check_texts(model: LayeredModel, num_tokens: int, size: int, *, vocabulary: int, tokenizer: str) -> None:
-    """Refuse rows that are longer than the model reads, and a tokenizer of more tokens than it knows.
+    """Check that rows fit into the model's context, and the tokenizer's `size` into its vocabulary.
 
     Raises:
         InputError: naming the option.
@@ -224,25 +227,24 @@ def check_texts(model: LayeredModel, num_tokens: int, size: int, *, vocabulary: 
         raise InputError(f"tokenizer: {kind} knows {vocabulary} tokens, {tokenizer} has {size}: name the model's own")
 
 
-# On the training rows of a task of lm-eval.
+# Fine-tuning on the training rows of a task of lm-eval.
 
 RESULT, WHEN = "finetuned.json", ("before", "after")
 _IGNORED = -100
 _SCORE_BATCH = 16
-Scores = dict[str, tuple[float, float | None, int]]  # of each metric the value, its standard error, the rows
+Scores = dict[str, tuple[float, float | None, int]]  # metric -> (value, standard error, number of rows)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskFinetuningRecipe(TrainingRecipe):
-    """How a causal language model is trained on the rows of a task; after the warm-up the learning rate falls on a
-    cosine.
+    """Options for training a causal language model on the rows of a task, with warm-up and cosine decay.
 
     Args:
-        task: of lm-eval, or with a folder of local data one that is there; it has training rows.
-        num_epochs: passes over the training rows; the last batch is filled up with rows of the next pass.
-        num_train: the first training rows only; None: all.
-        limit: only the first rows are scored; None: all.
-        min_lr_ratio: final learning rate over the peak; 1 keeps it.
+        task: a task of lm-eval, or of the folder of local data, with training rows.
+        num_epochs: passes over the training rows; rows of the next pass fill up the last batch.
+        num_train: number of training rows; the first ones are used; None: all.
+        limit: number of scored rows; the first ones are used; None: all.
+        min_lr_ratio: final learning rate divided by the peak; 1: constant.
     """
 
     task: str
@@ -253,12 +255,12 @@ class TaskFinetuningRecipe(TrainingRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not re.fullmatch(r"[\w-]+", self.task):  # a task file is code, which a recipe does not name
+        if not re.fullmatch(r"[\w-]+", self.task):  # a path could name a task file, which is code
             raise InputError(f"recipe: task: expected a name of lm-eval such as arc_challenge, got {self.task!r}")
 
 
 class LitAnswers(LitCausalLM):
-    """Training of an existing model on answers: the tokens of what is asked have no loss."""
+    """A training module for an existing model on prompts with answers. Only the answers' tokens have a loss."""
 
     def __init__(self, model: Network, recipe: TaskFinetuningRecipe, steps: int) -> None:
         super().__init__(
@@ -272,14 +274,17 @@ class LitAnswers(LitCausalLM):
         self.model = model
 
     def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
-        """The mean cross-entropy of the answers' tokens, in nats; padding stands after and is never looked at."""
+        """Return the mean cross-entropy of the answers' tokens in nats.
+
+        Padding is on the right, where causal attention never looks.
+        """
         logits = self(batch["input_ids"][:, :-1])
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(wide.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=_IGNORED)
 
 
 class AnswerData(LitStepData):
-    """Rows of what is asked and its answer, as tokens: each longer than `num_tokens` + 1 loses its beginning."""
+    """Prompts with answers as token ids. A row longer than `num_tokens` + 1 loses its beginning."""
 
     def __init__(self, rows: list[tuple[list[int], list[int]]], recipe: TaskFinetuningRecipe) -> None:
         super().__init__()
@@ -306,22 +311,26 @@ def _collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 @dataclass(kw_only=True)
 class TaskFinetuning(TokenizerMixin, TrainedVariants):
-    """Scores of a task before and after each variant of a causal language model is trained on the task's training
-    rows: `task_score`, and `task_score_norm` and the like where the task has them, tagged `when` and `task`.
+    """Scores of a task before and after fine-tuning each variant of a causal language model on the task.
 
-    A row is what lm-eval asks without examples, then the right answer and the end of text; the loss is that of the
-    answer's tokens. A task's training rows and those that are scored are the two splits of its data set.
+    The records are `task_score`, and `task_score_norm` and others if the task has them, tagged `when` and `task`.
 
-    Each variant begins with a copy of the measured model's weights. What is trained: embeddings, head and the blocks
-    that run; the others have no gradient and stay. The trained weights lie in `root/NAME/model` as any saved model does
-    (which runs in its plain order by default: `finetuned.json` beside it says the schedule). Where that folder is there
-    already for the same weights, schedule and recipe, it is not trained again. All is a function of the recipe's seed.
-    Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298, A.2 (one epoch of ARC; which tokens have a
-    loss, and the prompt, are ours).
+    A training row is lm-eval's prompt without examples, the right answer and the end of text. Only the answer's tokens
+    have a loss. Training rows and scored rows are the two splits of the task's data set.
+
+    Each variant starts from the weights of the measured model. Embeddings, head and the blocks that run are trained.
+    Blocks that do not run have no gradient and do not change. `root/NAME/model` holds the trained weights as a saved
+    model, which runs its blocks in plain order by default. The schedule is in `root/NAME/finetuned.json`. A variant
+    whose folder has the same weights, schedule and recipe is not trained again. The result depends only on the
+    recipe's seed.
+
+    Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298, A.2 (one epoch of ARC). The prompt and the
+    choice of tokens with a loss are ours.
 
     Args:
         recipe: task, epochs, learning rate, ...
-        folder: of local data, whose `tasks.yaml` says where the task lies, its `train` rows, too; None: the Hub.
+        folder: a folder of local data, whose `tasks.yaml` names the files of the task and of its `train` rows; None:
+            the Hub.
     """
 
     UNMEASURED = (*TrainedVariants.UNMEASURED, "folder")
@@ -343,20 +352,20 @@ class TaskFinetuning(TokenizerMixin, TrainedVariants):
         version_of("lm_eval")
         if self.folder is None:
             refuse_unknown(self.recipe.task)
-        self.texts  # noqa: B018 - a task without training rows is refused now
+        self.texts  # noqa: B018 - refuses a task without training rows now
 
     @cached_property
     def texts(self) -> list[tuple[str, str]]:
         """Prompt and answer of each training row.
 
         Raises:
-            InputError: a task without training rows, or whose prompts are no text before an answer.
+            InputError: if the task has no training rows, or its prompts are not text followed by an answer.
         """
         return self._scorer(None).training_texts()[: self.recipe.num_train]
 
     @property
     def steps(self) -> int:
-        """Of the optimizer."""
+        """Number of optimizer steps."""
         return math.ceil(self.recipe.num_epochs * len(self.texts) / self.recipe.batch_size)
 
     @cached_property
@@ -367,7 +376,7 @@ class TaskFinetuning(TokenizerMixin, TrainedVariants):
         return None if self._local is None else self._local.data_hash()
 
     def settings(self, model: LayeredModel, variant: Variant) -> dict[str, Any]:
-        """Return all that decides the result of a variant."""
+        """Return all settings that determine the result of a variant."""
         return {
             "schedule": format_schedule(variant.schedule),
             "variant": variant.tags,
@@ -387,10 +396,10 @@ class TaskFinetuning(TokenizerMixin, TrainedVariants):
             yield [record for when in WHEN for record in self._records(variant, when, scores[when])]
 
     def variant_scores(self, model: LayeredModel, variant: Variant) -> dict[str, Scores]:
-        """Return the scores "before" and "after" of a variant, read where its folder has them already.
+        """Return the scores "before" and "after" training a variant, from its folder if it has them.
 
         Raises:
-            InputError: a folder with the result of other settings.
+            InputError: if the folder has the result of other settings.
         """
         folder, settings = Path(self.root) / name_of(variant), self.settings(model, variant)
         file = folder / RESULT
@@ -407,7 +416,7 @@ class TaskFinetuning(TokenizerMixin, TrainedVariants):
         return scores
 
     def _train(self, network: Network, model: LayeredModel, variant: Variant) -> tuple[Scores, Scores]:
-        """Train the copy of a model with the variant active; return its scores before and after."""
+        """Train a copy of the model with the variant active, and return its scores before and after."""
         rows = [self._token_ids(*texts) for texts in self.texts]
         with running_order(network, variant.schedule):
             before = self._scores(network, model.max_tokens)
@@ -416,14 +425,17 @@ class TaskFinetuning(TokenizerMixin, TrainedVariants):
             return before, self._scores(network.to(model.device), model.max_tokens)
 
     def _records(self, variant: Variant, when: str, scores: Scores) -> Iterator[Record]:
-        """Yield each metric with its standard error over the rows."""
+        """Yield one record per metric, with its standard error over rows."""
         tags = {**variant.tags, "task": self.recipe.task, "when": when}
         for metric, (value, error, n) in scores.items():
             ends = interval(metric, value, error, n)
             yield Record(metric=metric, value=value, stderr=error, n=n, layer=variant.block, tags=tags, **ends)
 
     def _token_ids(self, prompt: str, answer: str) -> tuple[list[int], list[int]]:
-        """Those of the answer as they are after the prompt, where that leaves the latter's as they are."""
+        """Return the token ids of the prompt, and of the answer with the end of text.
+
+        The answer is tokenized together with the prompt, unless that changes the tokens of the prompt.
+        """
         encode, end = self.loaded_tokenizer.tokenizer.encode, self.loaded_tokenizer.end_of_text_id
         whole, before = encode(prompt + answer).ids, encode(prompt).ids
         if whole[: len(before)] != before:

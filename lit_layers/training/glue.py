@@ -1,4 +1,4 @@
-"""Tasks of GLUE: their rows, the module that is fine-tuned on them, its scores while blocks run in another order."""
+"""Fine-tuning on tasks of GLUE with blocks in another order: rows, training module, scores."""
 
 import copy
 import inspect
@@ -41,11 +41,11 @@ from lit_layers.training.modules import LitModule, warmup_linear
 
 ANALYSIS, SCORE = "intervene/glue", "task_score"
 Training = Literal["full", "frozen"]
-_CHOOSING = ("tasks", "training")  # which results are asked for, not what they are
+_CHOOSING = ("tasks", "training")  # options that select results and do not change them
 
 
 class EncodedRows:
-    """Rows as token ids, with the tokenizer's special tokens; of a pair too long the longer text loses its end."""
+    """Rows as token ids with special tokens. If a pair is too long, the longer text loses its end."""
 
     def __init__(self, tokenizer: TextTokenizer, rows: GlueRows, *, max_tokens: int) -> None:
         self.words, self.rows, self.max_tokens = tokenizer.tokenizer, rows, max_tokens
@@ -57,7 +57,7 @@ class EncodedRows:
         return len(self.rows)
 
     def batch(self, indices: Sequence[int], pad_id: int) -> dict[str, Tensor]:
-        """Some rows, filled up on the right to the longest of them."""
+        """Return a batch of rows, padded on the right to the longest row."""
         texts = [self.rows.texts[index] for index in indices]
         self.words.enable_truncation(self.max_tokens, strategy="longest_first")
         self.words.enable_padding(pad_id=pad_id)
@@ -77,17 +77,17 @@ class EncodedRows:
 
 @dataclass(frozen=True, kw_only=True)
 class GlueRecipe(TrainingRecipe):
-    """How an encoder is fine-tuned on tasks of GLUE; after the warm-up the learning rate falls on a line to zero.
+    """Options for fine-tuning an encoder on tasks of GLUE, with warm-up and linear decay to zero.
 
     Args:
-        tasks: names of `lit_layers.tasks.catalogue.GLUE`.
-        training: full, every weight; frozen, the new head alone; or both.
-        num_epochs: over the training rows.
-        max_steps: no more of them; None: as many as the epochs have.
-        learning_rate: at its peak, of full training.
-        frozen_learning_rate: the same with a frozen trunk.
-        num_train: random rows to train on; None: all.
-        num_validation: random rows to judge by; None: all.
+        tasks: names in `lit_layers.tasks.catalogue.GLUE`.
+        training: full trains every weight; frozen trains only the new head; both may be given.
+        num_epochs: passes over the training rows.
+        max_steps: upper limit of the optimizer steps; None: no limit.
+        learning_rate: peak learning rate of full training.
+        frozen_learning_rate: peak learning rate with a frozen trunk.
+        num_train: number of random training rows; None: all.
+        num_validation: number of random validation rows; None: all.
     """
 
     tasks: Sequence[str] = ("cola", "mrpc", "rte", "sst2", "stsb")
@@ -106,7 +106,7 @@ class GlueRecipe(TrainingRecipe):
             find("glue", task)
 
     def steps(self, num_rows: int) -> int:
-        """Optimizer steps over so many training rows."""
+        """Return the number of optimizer steps for `num_rows` training rows."""
         all_epochs = -(-num_rows * self.num_epochs // self.batch_size)
         return all_epochs if self.max_steps is None else min(all_epochs, self.max_steps)
 
@@ -136,7 +136,7 @@ class GlueData(LitStepData):
 
 
 class LitGlue(LitModule):
-    """Fine-tuning of an encoder with a new head on a task: classes, or a value, of one or two texts."""
+    """A training module for an encoder with a new head. It predicts a class or a value for one or two texts."""
 
     def __init__(self, network: Network, task: ScoredTask, recipe: GlueRecipe, training: Training) -> None:
         super().__init__({})
@@ -145,15 +145,16 @@ class LitGlue(LitModule):
         self.lr = recipe.learning_rate if training == "full" else recipe.frozen_learning_rate
         self.model = network.train().requires_grad_(True)
         trunk_of(network).requires_grad_(training == "full")
-        self.predictions, self.targets = list[Tensor](), list[Tensor]()  # of the validation rows
+        self.predictions, self.targets = list[Tensor](), list[Tensor]()  # of validation rows
 
     def build(self) -> nn.Module:
         return self.model
 
     def outputs(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Scores of classes (rows, classes), or values (rows,)."""
+        """Return logits of classes (rows, classes), or values (rows,)."""
         config: Any = self.model.config
-        # No view, whose proof is of the weights as they are: it would be made at every step, and in another order fail.
+        # Not through `LayeredModel`: it checks the network again after each change of weights, so at every step. With
+        # blocks in another order the check fails.
         takes = set(inspect.signature(type(trunk_of(self.model)).forward).parameters)
         if getattr(config, "type_vocab_size", 0) < 2:
             takes.discard("token_type_ids")
@@ -171,7 +172,7 @@ class LitGlue(LitModule):
 
     def validation_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
         outputs = self.outputs(batch)
-        # The highest of logits that are not numbers is the first class: that would be an accuracy of chance.
+        # The argmax of NaN logits is the first class: a diverged model would get the accuracy of chance.
         broken = outputs.isnan().any(-1) if self.task.num_classes else outputs.isnan()
         predictions = (outputs.argmax(-1) if self.task.num_classes else outputs).double()
         self.predictions.append(predictions.masked_fill(broken, torch.nan).cpu())
@@ -186,18 +187,18 @@ class LitGlue(LitModule):
 
 @dataclass(kw_only=True)
 class GlueScores(TokenizerMixin, TrainedVariants):
-    """Scores of an encoder on one task of GLUE, fine-tuned in each variant of its running order.
+    """Scores of an encoder on one task of GLUE after fine-tuning in each variant of its block order.
 
-    `task_score` is the mean of the task's metrics, each of which is a record of its own. Tags are those of the variant
-    and `training`. Every pair of a variant and a training begins with the same weights, new head included, and has a
-    file `root/glue/TASK/TRAINING/VARIANT.json`, written when it is done: what has one is not trained again. The encoder
-    is opened anew from `model`; what is measured must be the same.
+    `task_score` is the mean of the task's metrics. Each metric also has its own record. Records are tagged with the
+    variant and `training`. Every pair of variant and training starts from the same weights, with the same new head. Its
+    result is saved in `root/glue/TASK/TRAINING/VARIANT.json`, and a pair with a result is not trained again. The
+    encoder is loaded again from `model`, which must be the measured model.
 
     Args:
-        task: a name of `lit_layers.tasks.catalogue.GLUE`.
-        recipe: how it is trained.
+        task: a name in `lit_layers.tasks.catalogue.GLUE`.
+        recipe: the training options.
         model: a folder with an encoder, or a name on the Hub.
-        folder: of local data, whose `tasks.yaml` says where they lie; None: the Hub.
+        folder: a folder of local data, whose `tasks.yaml` names the files; None: the Hub.
     """
 
     UNMEASURED = (*TrainedVariants.UNMEASURED, "folder")
@@ -230,7 +231,7 @@ class GlueScores(TokenizerMixin, TrainedVariants):
         return self._data_hash
 
     def data(self) -> GlueData:
-        """Return the rows that are trained on and judged by."""
+        """Return the training and validation rows."""
         recipe, task = self.recipe, find("glue", self.task)
         counts = {"train": recipe.num_train, "validation": recipe.num_validation}
         rows = {split: read_rows(task, split, self.folder).take(counts[split], seed=recipe.seed) for split in SPLITS}
@@ -265,7 +266,7 @@ class GlueScores(TokenizerMixin, TrainedVariants):
     def score(
         self, network: Network, variant: Variant, training: Training, data: GlueData, model: LayeredModel
     ) -> dict[str, float]:
-        """The metrics of a copy of the network, trained and judged with the variant active where a model is."""
+        """Train a copy of the network with the variant active, on the model's device, and return its metrics."""
         module = LitGlue(copy.deepcopy(network), data.task, self.recipe, training)
         with running_order(trunk_of(module.model), variant.schedule):
             self.fit(module, data, model, steps=self.recipe.steps(len(data.rows["train"])))
