@@ -53,7 +53,8 @@ class _Scheduled(L.Callback):
         self.schedule, self.root, self.model = Schedule(steps), given_root(root), model
         self.paused_seconds = 0.0  # time that training waited for this callback
         self._last_step, self._first, self._latest = -1, 0, 0
-        self._updates: int | None = None  # updates of this run, counted only with manual optimization
+        # Updates of this run, counted only with manual optimization.
+        self._updates: int | None = None
         self._new_steps, self._hooks = Counter[int](), contextlib.ExitStack()
         self._ranks: OneProcess | Ranks = OneProcess()
         self._lock = contextlib.ExitStack()
@@ -78,7 +79,8 @@ class _Scheduled(L.Callback):
             return
         measuring = next((each for each in peers if isinstance(each, EmergenceCallback)), None)
         model = (measuring or self)._plain_model(pl_module)
-        if is_sharded(model):  # only a resumed run compares its weights with earlier measurements
+        # Only a resumed run compares its weights with earlier measurements.
+        if is_sharded(model):
             strategy: Any = trainer.strategy
             model = whole_on_first_rank(model, strategy) if trainer.ckpt_path else None
         weights = None if model is None else functools.partial(weights_hash, model)
@@ -250,7 +252,8 @@ class EmergenceCallback(_Scheduled):
         refuse_below_one(tokens_per_step=tokens_per_step)
         self.tokens_per_step = tokens_per_step
         self._source: dict[str, Any] = {}
-        self._log_step = 0  # the step at which the trainer's loggers have the loss of the measured weights
+        # The step at which the trainer's loggers have the loss of the measured weights.
+        self._log_step = 0
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         network = self._plain_model(pl_module)

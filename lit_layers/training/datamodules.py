@@ -71,7 +71,8 @@ class LitStepData(L.LightningDataModule):
     def _validation_batches(self, count: int, option: str) -> list[list[int]]:
         """Return the batches of validation sample indices for this rank."""
         trainer = self._get_trainer()
-        if count < trainer.world_size:  # an empty rank would skip validation and leave the others waiting
+        # An empty rank would skip validation and leave the others waiting.
+        if count < trainer.world_size:
             raise InputError(
                 f"data.{option}: expected at least one for each of {trainer.world_size} ranks, got {count}"
             )
@@ -176,9 +177,9 @@ class _ShuffledBlocks(Dataset[dict[str, Tensor]]):
 class LitImageData(LitStepData):
     """A data module for labelled images: `{"pixel_values": (batch, 3, size, size), "labels": (batch,)}`.
 
-    timm's pipeline augments images in the loader's workers: random resized crop, flip, RandAugment, erasing. For images
-    up to 64 px the crop is taken from the padded image, without resizing. The image of a sample and its augmentation depend only
-    on the seed and on the sample's index in the endless training sequence.
+    timm's pipeline augments images in the loader's workers: random resized crop, flip, RandAugment, erasing. For
+    images up to 64 px the crop is taken from the padded image, without resizing. The image of a sample and
+    its augmentation depend only on the seed and on the sample's index in the endless training sequence.
 
     Args:
         source: `digits` (1,797 handwritten digits, no download), `cifar10`, `cifar100`, a local path (parquet
@@ -361,11 +362,13 @@ class TrainingImages(Dataset):
         try:
             return {"pixel_values": self._transformed(self.transform, chosen, ids), "labels": labels}
         except InputError as error:
-            return error  # an exception in a worker would reach the user as a traceback
+            # An exception in a worker would reach the user as a traceback.
+            return error
 
     def _transformed(self, transform: Callable[..., Any], chosen: Sequence[int], ids: Sequence[int]) -> Tensor:
         images = []
-        with kept_random_state():  # without workers, training uses the same global generators
+        # Without workers, training uses the same global generators.
+        with kept_random_state():
             for index, position in zip(chosen, ids, strict=True):
                 digest = hashlib.blake2b(f"{self.seed}/{position}".encode(), digest_size=8).digest()
                 seed = int.from_bytes(digest, "big")

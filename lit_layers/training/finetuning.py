@@ -63,7 +63,8 @@ class TrainingRecipe:
         seed: seed for the order of the data and dropout, for drawn rows and for a new head.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid")  # pydantic also converts 5e-5, which YAML reads as text
+    # YAML reads 5e-5 as text; pydantic converts it to a number.
+    __pydantic_config__ = ConfigDict(extra="forbid")
     learning_rate: float = 5e-5
     batch_size: int = 64
     num_tokens: int = 128

@@ -41,7 +41,8 @@ from lit_layers.training.modules import LitModule, warmup_linear
 
 ANALYSIS, SCORE = "intervene/glue", "task_score"
 Training = Literal["full", "frozen"]
-_CHOOSING = ("tasks", "training")  # options that select results and do not change them
+# Options that select results and do not change them.
+_CHOOSING = ("tasks", "training")
 
 
 class EncodedRows:

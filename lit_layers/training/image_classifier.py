@@ -50,7 +50,8 @@ class LitImageClassifier(LitModule):
         compile: trains through `torch.compile`. `.model` stays eager, and the analyses use it.
     """
 
-    measures_unclipped_norm = True  # DeiT does not clip, but the norm is a useful curve
+    # DeiT does not clip, but the norm is a useful curve.
+    measures_unclipped_norm = True
 
     def __init__(
         self,

@@ -145,7 +145,8 @@ class LitModule(L.LightningModule, ABC):
     decay_steps: int | None
     compile_model = False
     grad_norm: Tensor | None = None
-    measures_unclipped_norm = False  # whether to compute the gradient norm without clipping
+    # Whether to compute the gradient norm without clipping.
+    measures_unclipped_norm = False
     init_from: str | None = None
     make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None  # None: AdamW
     make_scheduler: Callable[[Any], Any] | None = None  # None: `lr_factor`
@@ -215,12 +216,14 @@ class LitModule(L.LightningModule, ABC):
         """Log the loss of the step, and request a validation after the last step."""
         trainer = self.trainer
         if trainer.loggers:
-            self._step_losses.append(outputs["loss"].detach())  # Lightning divided it by the number of micro-batches
+            # Lightning divided it by the number of micro-batches.
+            self._step_losses.append(outputs["loss"].detach())
             if not trainer.fit_loop._should_accumulate():
                 self.log("train/loss", mean_of_step(self._step_losses, trainer.accumulate_grad_batches))
                 self._step_losses = []
         if trainer.global_step == trainer.max_steps:
-            trainer.should_stop = True  # Lightning then validates after this step, whatever the interval
+            # Lightning then validates after this step, at any validation interval.
+            trainer.should_stop = True
 
     def on_validation_epoch_end(self) -> None:
         self.log_dict({f"validation/{name}": score for name, score in self.scores().items()})
@@ -232,7 +235,8 @@ class LitModule(L.LightningModule, ABC):
         # Past `nn.Module.__setattr__`: the compiled module shares every weight, and would double the state dict. Not
         # earlier: a callback that averages weights copies this module first.
         vars(self)["_compiled"] = torch.compile(self.model) if self.compile_model else self.model
-        self._weights = [*self.model.parameters()]  # walking all modules takes a millisecond, too long for every step
+        # Walking all modules takes a millisecond, too long for every step.
+        self._weights = [*self.model.parameters()]
 
     @property
     def _network(self) -> Callable[..., Any]:

@@ -135,16 +135,20 @@ class ResumeCheckpoint(L.Callback):
         strategy: Any = trainer.strategy
         strategy.load_checkpoint = functools.partial(_load, strategy)
         if shards_weights(strategy):
-            strategy._save_distributed_checkpoint = False  # Lightning's index of shards is a pickle, which can run code
+            # Lightning's index of shards is a pickle, which can run code.
+            strategy._save_distributed_checkpoint = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._ranks = ranks_of(trainer.world_size)
-        self._last_step = axis_step(trainer)  # no checkpoint here: the run already started from this step
-        for optimizer in trainer.optimizers:  # a loaded checkpoint has replaced their parameter groups
+        # This step needs no checkpoint: the run started from its state.
+        self._last_step = axis_step(trainer)
+        # A loaded checkpoint has replaced the parameter groups.
+        for optimizer in trainer.optimizers:
             options = optimizer.defaults.keys() - {"differentiable"}  # torch adds it on loading
             if any(not options <= group.keys() for group in optimizer.param_groups):
                 raise InputError(f"ckpt_path: it was saved with another optimizer than {type(optimizer).__name__}")
-        if trainer.is_global_zero:  # a run that goes back to a step abandons its later checkpoints
+        # A run that goes back to a step abandons its later checkpoints.
+        if trainer.is_global_zero:
             for step in saved_steps(self.folder):
                 if step > self._last_step:
                     shutil.rmtree(step_folder(self.folder, step))
@@ -178,7 +182,8 @@ class ResumeCheckpoint(L.Callback):
         self.wait()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if self._writing is not None:  # wait, but report the run's own exception and not that of the writer
+        # Wait for the writer, but report the run's own exception and not that of the writer.
+        if self._writing is not None:
             self._writing.exception()
 
     def wait(self) -> None:
@@ -208,7 +213,8 @@ class ResumeCheckpoint(L.Callback):
         self._last_step, started = step, time.perf_counter()
         self.wait()
         connector: Any = trainer._checkpoint_connector
-        state = connector.dump_checkpoint(weights_only=False)  # a collective if weights are sharded: all ranks call
+        # All ranks call: with sharded weights this is a collective.
+        state = connector.dump_checkpoint(weights_only=False)
         if trainer.is_global_zero:
             self._writing = self._writer.submit(self._write, _cpu_copy(state), step)
         self.paused_seconds += time.perf_counter() - started
@@ -227,7 +233,8 @@ def _save(path: Path, content: Any) -> str:
     with open(path, "wb") as file:
         try:
             torch.save(content, file)
-        except RuntimeError as error:  # from closing the archive; it hides the error of the system
+        # torch raises it on closing the archive, and hides the system's error (such as a full disk) as its context.
+        except RuntimeError as error:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise

@@ -383,7 +383,8 @@ class RunFolder(L.Callback):
         self.started = True
 
     def _take_over(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        facts = self._describe(trainer, pl_module)  # slow; from here a kill leaves no run or the new one
+        # Slow, so it comes before the first file changes: from then on a kill leaves no run or the new one.
+        facts = self._describe(trainer, pl_module)
         self._clean_up()
         backup = self.root / f".old-{self.run_id}"
         _move(self._found, self.root, backup)
@@ -411,7 +412,8 @@ class RunFolder(L.Callback):
         For a resumed run, values whose name ends in `seconds` are added up.
         """
         before = run_facts(self.root)
-        if not before:  # removed in the meantime: a file with few facts would hide that
+        # The file was removed in the meantime: a new one with only these facts would hide that.
+        if not before:
             return
         for name in facts.keys() & before.keys() if self.resume else ():
             if name.endswith("seconds"):

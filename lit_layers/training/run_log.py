@@ -47,7 +47,8 @@ class RunLog(L.Callback, Logger):
     def __init__(self, root: str | Path, mirror: Any | None = None, *, resume: bool = False) -> None:
         self.file = Path(root) / "metrics.jsonl"
         self.mirror, self.resume = mirror, resume
-        self._offset = 0  # length of the file in bytes when the resume checkpoint was saved
+        # Length of the file in bytes when the resume checkpoint was saved.
+        self._offset = 0
         self.shown: dict[str, float] = {}  # the latest values, for the progress bar
         self._pending: list[_Step] = []
         self._micro_losses: list[Tensor] = []
@@ -88,7 +89,8 @@ class RunLog(L.Callback, Logger):
         self._scalars = ScalarLog(self.file) if trainer.is_global_zero else None
         if self._scalars is not None and self.resume:
             self._scalars.truncate(self._offset)
-        if self not in trainer.loggers:  # not earlier: a logger decides where ModelCheckpoint writes
+        # Not earlier: the loggers decide where ModelCheckpoint writes.
+        if self not in trainer.loggers:
             trainer.loggers = [*trainer.loggers, self]
         self._now = axis_step(trainer)
         self._window = self._progress(trainer)
@@ -110,7 +112,8 @@ class RunLog(L.Callback, Logger):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if outputs.get("loss") is not None:  # with manual optimization a module may return no loss
+        # With manual optimization a module may return no loss.
+        if outputs.get("loss") is not None:
             self._micro_losses.append(outputs["loss"].detach())
         if trainer.fit_loop._should_accumulate():
             return
@@ -122,7 +125,8 @@ class RunLog(L.Callback, Logger):
         every: int = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
         if trainer.global_step % every == 0:
             for step in self._pending[-1:]:
-                self.shown["train/loss"] = step.loss.item()  # waits for the device, so that the clock below is right
+                # `item` waits for the device, so that the clock below is right.
+                self.shown["train/loss"] = step.loss.item()
             self._close_window(trainer)
             self._flush_due = True
 

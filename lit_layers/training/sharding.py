@@ -18,8 +18,10 @@ from lit_layers.errors import InputError
 from lit_layers.models.offload import free_memory
 from lit_layers.models.view import LayeredModel
 
-SHARDED = "sharded"  # key in a resume checkpoint: whether its run sharded the weights
-_SKELETON = "_skeleton"  # attribute of a sharded model: its plain copy with parameters on the meta device
+# Key in a resume checkpoint: whether its run sharded the weights.
+SHARDED = "sharded"
+# Attribute of a sharded model: its plain copy with parameters on the meta device.
+_SKELETON = "_skeleton"
 
 
 class NoRoomError(RuntimeError):
@@ -79,7 +81,8 @@ def _broadcast_(tensors: Iterable[Tensor], mesh: DeviceMesh) -> None:
     """Move plain tensors to this rank's device and give them the first rank's values."""
     device = _device(mesh)
     for tensor in tensors:
-        if not isinstance(tensor, DTensor):  # a DTensor was broadcast with its block, before that was sharded
+        # A DTensor was broadcast with its block, before that was sharded.
+        if not isinstance(tensor, DTensor):
             # Through `.data` the parameter stays the same object: tied weights stay tied.
             tensor.data = tensor.data.to(device)
             distributed.broadcast(tensor.data, group=mesh.get_group(), group_src=0)
@@ -160,7 +163,8 @@ def _gather(model: nn.Module, device: torch.device, *, keep: bool) -> nn.Module 
     # `keep_vars` returns the parameters themselves: without it tied weights would be two tensors with different ids.
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in copies:
-            value = full(tensor.detach())  # an all-gather: all ranks walk through the same names in the same order
+            # An all-gather: all ranks must walk through the same names in the same order.
+            value = full(tensor.detach())
             # An unsharded buffer is returned as it is: without a copy, training would change the measured model.
             value = value.to(device, copy=True) if keep else value.to("meta")
             copies[id(tensor)] = (
@@ -170,7 +174,8 @@ def _gather(model: nn.Module, device: torch.device, *, keep: bool) -> nn.Module 
     if not keep:
         return None
     plain = copy.deepcopy(model.__dict__[_SKELETON])
-    plain.load_state_dict(state, assign=True)  # values cannot be copied into parameters on the meta device
+    # `assign`: the default would copy values into the skeleton's parameters, which have no memory on the meta device.
+    plain.load_state_dict(state, assign=True)
     return plain.to(device).eval()
 
 

@@ -31,7 +31,8 @@ from lit_layers.schema import (
     Range,
 )
 
-RANGES = {  # allowed values of options by name, for all modules, data modules and fine-tuning recipes
+# Allowed values of options by name, for all modules, data modules and fine-tuning recipes.
+RANGES = {
     **dict.fromkeys(("num_tokens", "decay_steps", "patch_size", "num_epochs", "max_steps"), COUNT),
     **dict.fromkeys(("limit", "num_train", "num_validation", "num_repeats"), COUNT),
     **dict.fromkeys(("num_validation_sequences", "num_validation_images"), COUNT),
@@ -59,7 +60,8 @@ DEFAULTS: dict[str, Any] = {
     "use_distributed_sampler": False,
     "num_sanity_val_steps": 0,
     "max_epochs": -1,
-    "min_epochs": 0,  # with min_steps Lightning would set 1, and endless data never complete an epoch
+    # With min_steps Lightning would set 1, and endless data never complete an epoch.
+    "min_epochs": 0,
     "check_val_every_n_epoch": None,
     "log_every_n_steps": 10,
 }
@@ -79,7 +81,8 @@ def quieten() -> None:
         ".*treespec, LeafSpec",
         "The '.*_dataloader' does not have many workers",
         "You defined a `validation_step`",
-        "It is recommended to use `self.log",  # advises sync_dist, but the metric is already reduced over ranks
+        # It advises `sync_dist`, but the metric is already reduced over ranks.
+        "It is recommended to use `self.log",
         "Be aware that when using `ckpt_path`, callbacks",
     )
     for message in noise:
@@ -119,7 +122,8 @@ def cluster_plugins(given: Any) -> Any:
         return given
     try:
         return [*plugins, SLURMEnvironment(auto_requeue=False)]
-    except RuntimeError as error:  # Lightning explains which options of the job do not fit
+    # Lightning explains which options of the job do not fit.
+    except RuntimeError as error:
         raise InputError(f"SLURM: {' '.join(str(error).split())}") from error
 
 

@@ -81,7 +81,8 @@ class StepMeasurer:
             raise InputError(f"scalars: expected one of {', '.join(choices)}, got {scalars!r}")
         self.scalars: Scalars = scalars
         self._writers: dict[int, Any] = {}  # by `id` of the logger
-        self.log_steps: dict[int, int] = {}  # optimizer step -> step of the loggers, if they differ
+        # Optimizer step -> step of the loggers, if they differ.
+        self.log_steps: dict[int, int] = {}
         self._measured, self._failed = set[int](), set[int]()  # optimizer steps
         self._row, self._loggers = list[Measurement](), tuple[Any, ...]()  # for the current step
         if strange := [type(each).__name__ for each in analyses if not isinstance(each, Analysis)]:
@@ -95,7 +96,8 @@ class StepMeasurer:
         self.watchers: list[Watcher] = [LongMeasuring(), *watchers]
         self.ranks: OneProcess | Ranks = OneProcess()
         self._store = Store(self.file, [])
-        self._plain: dict[tuple[str, str], str] = {}  # settings whose curves have the plain name of the analysis
+        # Settings whose curves have the plain name of the analysis.
+        self._plain: dict[tuple[str, str], str] = {}
 
     @property
     def file(self) -> Path:
@@ -108,7 +110,8 @@ class StepMeasurer:
             InputError: if the model's family is unknown, data are missing, or options do not fit the model.
         """
         view = LayeredModel(model)
-        with undisturbed.kept_random_state():  # a check may read a shuffling data loader, which draws random numbers
+        # A check may read a shuffling data loader, which draws random numbers.
+        with undisturbed.kept_random_state():
             for analysis in self.analyses:
                 analysis.check(view)
 
@@ -448,5 +451,6 @@ class Watch:
         self.paused_seconds += time.perf_counter() - started
 
 
-_open = weakref.WeakSet[Watch]()  # weak: a notebook cell that runs again drops its old watch without closing it
+# Weak: a notebook cell that runs again drops its old watch without closing it.
+_open = weakref.WeakSet[Watch]()
 watch = Watch  # the public name
