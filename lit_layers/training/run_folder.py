@@ -182,7 +182,8 @@ _REQUIRED = ("run", "id", "config")
 # in the folder of a watched training, files such as config.yaml may belong to the user.
 _WATCHED = (RUN_FILE, MEASUREMENTS, f"step-{'[0-9]' * 9}*", ".tmp-step-*", "values", ABANDONED, "report.html")
 _FITTED = (*_WATCHED, CONFIG_FILE, "metrics.jsonl", "step-*", "resume", "wandb/*")
-# Options that a resumed run may change: neither the order of the data nor the weights depend on them.
+# Options that a resumed run may change: neither the order of the data nor the weights depend on them. `decay_steps` is
+# checked by `_decay_end`, as its default is `max_steps`.
 _FREE = {
     "model": {"compile", "activation_checkpointing", "decay_steps"},
     "data": {"num_workers", "validation_batch_size"},

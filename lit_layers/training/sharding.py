@@ -125,7 +125,7 @@ def whole_copy(model: nn.Module, strategy: ModelParallelStrategy) -> nn.Module:
             f"model: this {type(model).__name__} was sharded by other means; "
             "call lit_layers.training.sharding.shard_ in configure_model"
         )
-    # Before any collective, with the minimum over ranks: if one rank raised, the others would wait in theirs forever.
+    # Before the gathering, with the minimum over ranks: if only one rank raised, the others would wait for it forever.
     _check_room(model.__dict__[_SKELETON], _min_free(strategy), strategy.root_device, strategy.num_processes)
     whole = _gather(model, strategy.root_device, keep=True)
     assert whole is not None
