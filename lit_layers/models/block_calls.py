@@ -1,4 +1,4 @@
-"""How blocks are called: a block with the other arguments of one call, and what blocks take and give."""
+"""Block calls: a block with the arguments of one call, replaced forwards, hooks, and the traces that calls leave."""
 
 import functools
 import time
@@ -23,7 +23,7 @@ class BlockCall:
     module: nn.Module
     args: tuple
     kwargs: dict[str, Any]
-    alignment: Alignment | None = None  # of the batch with the arguments, where it was given otherwise
+    alignment: Alignment | None = None  # how texts were moved for this call; None if they were not
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if self.alignment is not None:
@@ -32,11 +32,11 @@ class BlockCall:
             return state_of(self.module(hidden, *self.args, **self.kwargs))
 
     def aligned(self) -> "BlockCall":
-        """The call with states of the batch as the model was called with it."""
+        """Return the call for states whose padding is already after the texts, as the model saw them."""
         return replace(self, alignment=None)
 
     def rows(self, some: slice, batch_size: int) -> "BlockCall":
-        """The same call for some prompts: every tensor that has a row per prompt keeps their rows."""
+        """Return the call for some prompts of the batch: arguments with one row per prompt keep the selected rows."""
         alignment = None if self.alignment is None else self.alignment.of_prompts(some)
         args, kwargs = rows_of(self.args, some, batch_size), rows_of(self.kwargs, some, batch_size)
         return replace(self, args=args, kwargs=kwargs, alignment=alignment)
@@ -44,7 +44,7 @@ class BlockCall:
 
 @contextmanager
 def replaced(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]) -> Iterator[None]:
-    """Inside, each of the blocks is called as the function in its place."""
+    """Replace the `forward` of each block by the function at its index inside the context."""
     before = [vars(block).get("forward") for block in blocks]
     try:
         for block, forward in zip(blocks, forwards, strict=True):
@@ -54,13 +54,16 @@ def replaced(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]
         for block, previous in zip(blocks, before, strict=True):
             if previous is None:
                 vars(block).pop("forward", None)
-            else:  # another tool's, such as one that moves weights between devices
+            else:  # set by another tool, such as accelerate, which moves weights between devices
                 block.forward = previous
 
 
 @contextmanager
 def bypassed(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]) -> Iterator[None]:
-    """As `replaced`, without the blocks' hooks: a state that is handed on is already the one behind them."""
+    """Replace the `forward` of each block inside the context, and disable the hooks of the blocks.
+
+    A state that passes through is already the output of the hooks, which must not act a second time.
+    """
     hooks = ("_forward_pre_hooks", "_forward_hooks")
     saved = [(block, name, getattr(block, name)) for block in blocks for name in hooks]
     with replaced(blocks, forwards):
@@ -74,8 +77,7 @@ def bypassed(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]
 
 
 def identity_forward(num_values: int, last: Tensor | None = None) -> Callable[..., Any]:
-    """A block's forward that returns the state it is given, or this one in its stead: at the head of a tuple of so many
-    values, or (0) by itself."""
+    """Return a forward that returns its input state, or `last`, in the format of `block_output`."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         state = split_state(args, kwargs)[0] if last is None else last
@@ -85,20 +87,24 @@ def identity_forward(num_values: int, last: Tensor | None = None) -> Callable[..
 
 
 def block_output(state: Tensor, num_values: int) -> Any:
-    """A state as a block returns it that returns so many values in a tuple, or (0) the state alone."""
+    """Return a state as the first of a tuple of `num_values` values, or the state itself if that is 0."""
     return (state, *[None] * (num_values - 1)) if num_values else state
 
 
 def num_values(output: Any) -> int:
-    """How many values a block returns in a tuple; 0 where it returns the state alone."""
+    """Return the length of the tuple that a block returned; 0 if it returned a tensor."""
     return len(output) if isinstance(output, tuple | list) else 0
 
 
-STATES = ("hidden_states", "x", "hidden", "inputs")  # what blocks call their state where it is passed by name
+STATES = ("hidden_states", "x", "hidden", "inputs")  # names of the state argument in blocks that get it by keyword
 
 
 def split_state(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, tuple, dict[str, Any]]:
-    """The hidden states a block was called with, and its other arguments."""
+    """Split the arguments of a block call into the hidden states and the other arguments.
+
+    Raises:
+        StopIteration: if the block was called without hidden states.
+    """
     if args:
         return args[0], args[1:], kwargs
     state = next(name for name in STATES if name in kwargs)
@@ -107,10 +113,10 @@ def split_state(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, tuple, dic
 
 @contextmanager
 def clamped_masks(blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, additive masks of float64 that blocks are called with are cut off where float32 ends.
+    """Clamp additive float64 masks of the blocks to the range of float32 inside the context.
 
-    Some eager attention takes its softmax in float32, where less is minus infinity: a token that may see nothing but
-    padding becomes NaN, and then all that meets it.
+    Some eager attention computes its softmax in float32. There, the minimum of float64 becomes minus infinity, and the
+    softmax of a token that sees only padding becomes NaN. The NaN then spreads to other tokens.
     """
 
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -126,7 +132,10 @@ def _clamped(value: Any) -> Any:
 
 
 def call_hooks(blocks: Iterable[nn.Module], note: Callable[[nn.Module, tuple, dict[str, Any], Any], None]) -> list:
-    """Return hooks by which `note` sees each call: the arguments before all other hooks, the output after them."""
+    """Register hooks that call `note(module, args, kwargs, output)` after each block call; return their handles.
+
+    The arguments are those before all other hooks, the output is that after all other hooks.
+    """
     pending: list[tuple[tuple, dict[str, Any]]] = []
 
     def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -147,7 +156,7 @@ def call_hooks(blocks: Iterable[nn.Module], note: Callable[[nn.Module, tuple, di
 
 @contextmanager
 def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Inside, the hooks of these handles act; afterwards they are gone, whatever happened."""
+    """Remove the hooks of these handles when the context ends, also after an error."""
     try:
         yield
     finally:
@@ -156,19 +165,22 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 
 
 def now(device: torch.device) -> float:
-    """Seconds on the clock when a device has done all that it was given."""
+    """Return the time in seconds after waiting for all pending work of a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def state_of(output: Any) -> Tensor:
-    """The hidden states in what a block returns: a tensor, or (in older releases) a tuple that begins with it."""
+    """Return the hidden states in a block's output: a tensor, or the first item of a tuple (older transformers)."""
     return output[0] if isinstance(output, tuple | list) else output
 
 
 def rows_of(value: Any, some: slice, batch_size: int) -> Any:
-    """`value` with some rows of every tensor in it whose first dimension is the batch."""
+    """Return `value` with only some rows of every tensor in it whose first dimension is the batch.
+
+    A tensor of another kind may have as many rows by chance. `SHARED` names the arguments for which this happens.
+    """
     if isinstance(value, Tensor):
         return value[some] if value.ndim and value.shape[0] == batch_size else value
     if isinstance(value, tuple | list):
@@ -179,7 +191,7 @@ def rows_of(value: Any, some: slice, batch_size: int) -> Any:
 
 
 def mask_of(inputs: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
-    """Which tokens are real (batch, tokens)."""
+    """Return the mask of real tokens (batch, tokens)."""
     mask = inputs.get("attention_mask")
     return hidden.new_ones(hidden.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
 
@@ -187,7 +199,11 @@ def mask_of(inputs: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
 def read_by_length(
     read: Callable[[dict[str, Tensor], Tensor], Tensor], mask: Tensor, columns: Mapping[str, Tensor], hidden: Tensor
 ) -> Tensor:
-    """What is read of each text's real tokens alone, of all texts of one length at once; in their order."""
+    """Call `read(columns, states)` without padding, once for all texts of one length.
+
+    Returns:
+        The results, one row per text in the order of the batch.
+    """
     lengths, texts, results = mask.sum(-1), [], []
     for length in lengths.unique().tolist():
         rows = (lengths == length).nonzero()[:, 0]
@@ -198,7 +214,10 @@ def read_by_length(
 
 
 def stacked(states: list[Tensor]) -> Tensor:
-    """`torch.stack`, without holding both the list and the whole: each state is let go when it is copied."""
+    """Stack states like `torch.stack`, but free each state once it is copied. Empties the list's tensors.
+
+    This halves the peak memory, as the list and the stack are never complete at the same time.
+    """
     dtype = functools.reduce(torch.promote_types, {state.dtype for state in states})
     whole = states[0].new_empty(len(states), *states[0].shape, dtype=dtype)
     for layer in range(len(states)):
@@ -206,21 +225,24 @@ def stacked(states: list[Tensor]) -> Tensor:
     return whole
 
 
-# What tells that a model was written to, or hooked: of parameters, buffers and modules.
+# Traces that a call leaves on a model: changed parameters and buffers, and added hooks.
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def fingerprints(model: nn.Module) -> dict[str, tuple]:
-    """For each parameter and buffer what changes when it is written to (version) or exchanged (identity, memory); of
-    rotary frequencies, which some models write anew at each call, the values."""
-    seen: set[int] = set()  # a tied one once
+    """Return a value for each parameter and buffer that changes if the tensor is written to or replaced.
+
+    These are the identity, the memory address and the version counter of autograd. Rotary frequencies are compared by
+    value, because some models write the same values again at each call.
+    """
+    seen: set[int] = set()  # a tied tensor appears once
     prints: dict[str, tuple] = {}
     for module, path in _modules(model):
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
-                    prints[path + name] = "meta", tensor.shape  # accelerate exchanges it at each call
+                    prints[path + name] = "meta", tensor.shape  # accelerate replaces offloaded tensors at each call
                 elif tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
                     is_table = name in module._non_persistent_buffers_set and tensor.ndim == 1
@@ -235,7 +257,7 @@ def _version_of(tensor: Tensor, is_table: bool) -> int | bytes:
 
 
 def hook_ids(model: nn.Module) -> dict[str, set]:
-    """Of the modules that bear hooks."""
+    """Return the ids of the hooks of each module and hook kind, for modules that have hooks."""
     return {path + kind: set(of) for part, path in _modules(model) for kind in HOOKS if (of := getattr(part, kind))}
 
 
@@ -245,7 +267,7 @@ def _modules(model: nn.Module) -> Iterable[tuple[nn.Module, str]]:
 
 
 def remove_new_hooks_(model: nn.Module, before: dict[str, set]) -> list[str]:
-    """Take off the hooks that were not there before; the modules that bore them."""
+    """Remove the hooks that are not in `before`; return the paths of the modules that had them."""
     left = []
     for part, path in _modules(model):
         for kind in HOOKS:

@@ -1,4 +1,4 @@
-"""Which modules of a model are its blocks, by what they are called with, and how they hold their states."""
+"""Find the blocks of a model among its lists of modules, from the recorded calls of one forward pass."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,16 +18,20 @@ TWO_ROWS = "an encoder and a decoder are two rows of blocks"
 
 @dataclass(frozen=True)
 class FoundFamily(Family):
-    """A family of one class and config, as found; `blocks` is a path below the model, and there is no head to call."""
+    """A family that was found by watching a model: valid for one class and config.
 
-    returned: tuple[int, ...] = ()  # by each block: how many values in a tuple, 0: the state alone
+    Unlike in the rows of `FAMILIES`, `blocks` and `norm` are paths below the model, not below its trunk. States are
+    read out by the model's own call with bypassed blocks, so `head` is unused.
+    """
+
+    returned: tuple[int, ...] = ()  # for each block: length of the tuple it returns; 0 for a tensor
     dim: int = 0
     limit: int | None = None  # tokens of the longest text
     origin: str = "structure"
     takes_padding: bool = False
     is_causal: bool = False
-    filler: int = 0  # a token without a meaning of its own
-    order: tuple[int, ...] = ()  # of the modules of the list, by number, in which they run
+    filler: int = 0  # id of an ordinary token, for inputs whose content has no effect
+    order: tuple[int, ...] = ()  # indices of the blocks in their list, in running order
     scalar_scores: bool = False  # whether a call returns one number for each token, (batch, tokens)
 
     def container(self, model: Network) -> nn.Module:
@@ -54,7 +58,9 @@ class FoundFamily(Family):
         return logits[..., None] if self.scalar_scores else logits
 
     def read_out(self, model: Network, hidden: Tensor) -> Tensor:
-        """As the model's own call ends when its blocks hand on states (batch, tokens, dim)."""
+        """Return the logits of states (batch, tokens, dim), by the model's own call with bypassed blocks."""
+        # A head that reads one token at a time gets each token as a text of its own, so that `hidden` may hold any
+        # selection of tokens.
         states = hidden if self.needs_all else hidden.reshape(-1, 1, hidden.shape[-1])
         blocks = self.block_list(model)
         with bypassed(blocks, self.identities(len(blocks), states)):
@@ -62,7 +68,7 @@ class FoundFamily(Family):
         return logits if self.needs_all else logits.reshape(*hidden.shape[:2], -1)
 
     def _dummy_inputs(self, model: Network, states: Tensor) -> dict[str, Tensor]:
-        """Of as many texts or images: the states decide, and nothing that was before them."""
+        """Return inputs with the batch size and length of `states`; bypassed blocks ignore what they hold."""
         if self.vision is None:
             return {"input_ids": torch.full(states.shape[:2], self.filler, device=states.device)}
         shape = len(states), self.vision.channels(model), *[self.vision.usual_side(model)] * 2
@@ -70,11 +76,13 @@ class FoundFamily(Family):
 
 
 def scores_of(model: Network, output: Any, probe: Probe) -> dict[str, Any]:
-    """Of a family: which of its `results` a call returns, and whether that is one number for each token, as a shorter
-    text then has fewer.
+    """Return the fields `results` and `scalar_scores` of a family from the output of a call.
+
+    Logits of shape (batch, tokens) may be one number per token, or as many classes as the probe has tokens. A call with
+    one token less decides: only the former get smaller.
 
     Raises:
-        Unproven: none of them.
+        Unproven: if the output has none of the known fields.
     """
     if isinstance(output, Tensor):
         return {}
@@ -97,10 +105,10 @@ def is_encoder_decoder(model: Network) -> bool:
 def find_blocks(
     model: Network, calls: list[SeenCall], lists: dict[str, list[nn.Module]], probe: Probe
 ) -> tuple[str, list[SeenCall]]:
-    """Return the path of the one list whose modules are the blocks, and their calls.
+    """Return the path of the only list whose modules are the blocks, and their calls.
 
     Raises:
-        Unproven: there is none, or more than one.
+        Unproven: if there is no such list, or more than one.
     """
     chains: dict[str, list[SeenCall]] = {}
     reasons: dict[str, str] = {}
@@ -111,7 +119,7 @@ def find_blocks(
         ids = {id(module) for module in members}
         row = [call for call in calls if id(call.module) in ids]
         if any(path.startswith(f"{outer}.") for outer in chains) or not row:
-            continue  # a part of a block
+            continue  # a list inside a block, or one that does not run
         if (reason := _mismatch(path, members, row, probe)) is None:
             chains[path] = row
         else:
@@ -125,7 +133,10 @@ def find_blocks(
 
 
 def _strip_ends(members: list[nn.Module]) -> list[nn.Module]:
-    """Without the dropout before blocks and the norm behind them, which scripts put into one Sequential with them."""
+    """Return the modules without the dropout before and the norm after them.
+
+    Training scripts often put these into one Sequential with the blocks.
+    """
     numbers = [number for number, module in enumerate(members) if not _is_no_block(module)]
     return members[numbers[0] : numbers[-1] + 1] if numbers else []
 
@@ -141,7 +152,7 @@ def _depth(model: Network, probe: Probe) -> int | None:
 
 
 def _mismatch(path: str, members: list[nn.Module], row: list[SeenCall], probe: Probe) -> str | None:
-    """Why a list of modules is no row of blocks; None where it is one."""
+    """Return why a list of modules is not a sequence of blocks; None if it is one."""
     if [call.module for call in row] != members:
         return f"the {len(members)} modules of {path} run {len(row)} times in one pass, not once each, in order"
     shapes = [(call.state, call.result) for call in row]
@@ -163,13 +174,17 @@ def _mismatch(path: str, members: list[nn.Module], row: list[SeenCall], probe: P
 
 
 def _choose(model: Network, chains: dict[str, list[SeenCall]], depth: int | None) -> str:
-    """The path of the blocks."""
+    """Return the path of the blocks among the candidate lists.
+
+    Raises:
+        Unproven: if no candidate, or more than one, has as many blocks as the config says.
+    """
     rows = [path for path, row in chains.items() if len(row) > 1]
     if len(rows) > 1:
         two_rows = f"{TWO_ROWS}: " if is_encoder_decoder(model) else ""
         raise Unproven(f"{two_rows}its states pass several rows of blocks: {', '.join(rows)}")
     fitting = [path for path, row in chains.items() if len(row) == depth] or rows
-    if len(fitting) > 1:  # of one block: the list that holds nothing but what transformers checkpoints
+    if len(fitting) > 1:  # a model of one block: any list of one module may fit
         fitting = [path for path in fitting if path == (propose_blocks(model) or fitting[0])]
     if not fitting:
         lengths = ", ".join(f"{path} of {len(row)}" for path, row in chains.items())

@@ -1,6 +1,7 @@
-"""A row for each model family: where its blocks are, how it is called, how a state is read out.
+"""The table `FAMILIES`: where a model family keeps its blocks, how to call it, how to read out a state.
 
-A class without a row is taken apart by `structure`; a row says what cannot be found that way.
+A row of the table states what one call of a model cannot show, such as the first position of RoBERTa. `structure`
+finds the blocks of all classes without a row.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,28 +20,29 @@ Network = Any
 
 
 def side_length(size: Any) -> int:
-    """The side of square images or patches, whether a config gives one number or two."""
+    """Return the side of square images or patches; configs give one number or a pair."""
     return int(size) if isinstance(size, int | float) else int(size[0])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vision:
-    """Where a model of images keeps what text models have no word for."""
+    """Image properties of a model, each as a function of the model."""
 
     width: Callable[[Network], int]
-    fixed_side: Callable[[Network], int | None]  # px; None where a model takes any size
-    usual_side: Callable[[Network], int]  # px: the size it was made for
+    fixed_side: Callable[[Network], int | None]  # px; None if the model takes images of any size
+    usual_side: Callable[[Network], int]  # px: the size the model was built for
     patch_side: Callable[[Network], int]  # px
     channels: Callable[[Network], int]
     class_token: Callable[[Network], bool]
-    prefix: Callable[[Network], int]  # tokens before the patches: class, distillation, registers
-    classes: Callable[[Network], int]  # that the logits score; 0 where they score none
-    has_head: Callable[[Network], bool]  # more than what `truncate(head=False)` leaves
+    prefix: Callable[[Network], int]  # number of tokens before the patches: class, distillation, registers
+    classes: Callable[[Network], int]  # number of classes in the logits; 0 if the model has no classifier
+    has_head: Callable[[Network], bool]  # whether `truncate(head=False)` would remove something
     attention: Callable[[Network], str]
 
 
 TIMM = Vision(
     width=lambda model: model.embed_dim,
+    # timm refuses images of another size only if `strict_img_size` is set; `dynamic_img_size` turns that off.
     fixed_side=lambda model: (
         model.patch_embed.img_size[0] if getattr(model.patch_embed, "strict_img_size", False) else None
     ),
@@ -51,6 +53,7 @@ TIMM = Vision(
     prefix=lambda model: model.num_prefix_tokens,
     classes=lambda model: model.num_classes,
     has_head=lambda model: model.num_classes > 0,
+    # timm has no config field for the attention implementation: each attention module stores its own flag.
     attention=lambda model: (
         "sdpa" if any(getattr(part, "fused_attn", False) for part in model.blocks[0].modules()) else "eager"
     ),
@@ -69,7 +72,8 @@ TRANSFORMERS = Vision(
     attention=lambda model: model.config._attn_implementation,
 )
 
-ANY_SIZE = replace(TRANSFORMERS, fixed_side=lambda model: None)  # position embeddings are interpolated unasked
+# DINOv2 interpolates its position embeddings without being asked. The other families need the size of their config.
+ANY_SIZE = replace(TRANSFORMERS, fixed_side=lambda model: None)
 
 
 Inputs = Mapping[str, Tensor]
@@ -80,79 +84,88 @@ IMAGES = ("pixel_values",)
 
 
 def trunk_of(model: Network) -> Network:
-    """The model without its head: itself where it has none (`base_model` is transformers' name for it)."""
+    """Return the model without its head (`base_model` in transformers); the model itself if it has no head."""
     trunk = getattr(model, "base_model", model)
+    # In transformers 5.17, `base_model` of CLIPVisionModelWithProjection returns the model itself, head included.
     is_clip = trunk is model and hasattr(model, "visual_projection") and not hasattr(model, "text_model")
-    return getattr(model, "vision_model", trunk) if is_clip else trunk  # which transformers 5.17 does not call its base
+    return getattr(model, "vision_model", trunk) if is_clip else trunk
 
 
 def text_config(config: Any) -> Any:
-    """Of a model of several kinds of input the part for texts."""
+    """Return the text part of a multimodal model's config; the config itself for other models."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def language_head(model: Network, normed: Tensor) -> Tensor:
-    """Scores of the next token; without a head the normed state itself, as the bare model returns it."""
-    head = model.get_output_embeddings()
+    """Return vocabulary scores of normed states; the states themselves if the model has no head."""
+    head = model.get_output_embeddings()  # the same method for all classes; the attribute may be `lm_head`, `embed_out`
     return normed if head is None else head(normed)
 
 
 def roberta_head(model: Network, hidden: Tensor) -> Tensor:
-    """Words, one class per text or one per token; a classifier of texts picks the first token itself."""
+    """Return vocabulary scores, or classes per text or per token; the states themselves without a head."""
+    # The head of RobertaForSequenceClassification selects token 0 itself, so every head gets all tokens.
     head = getattr(model, "lm_head", None) or getattr(model, "classifier", None)
     return hidden if head is None else head(hidden)
 
 
 def timm_head(model: Network, normed: Tensor) -> Tensor:
-    """Pooling, the norm after it where there is one, and the classifier."""
+    """Return class scores of normed states, pooled as the model pools them."""
+    # With average pooling, timm puts the norm (`fc_norm`) after the mean and makes `norm` the identity.
     return model.forward_head(normed)
 
 
 def class_token_head(model: Network, normed: Tensor) -> Tensor:
+    """Return class scores of the class token; the normed states themselves without a classifier."""
     return model.classifier(normed[:, 0]) if hasattr(model, "classifier") else normed
 
 
 def dinov2_head(model: Network, normed: Tensor) -> Tensor:
-    """The class token beside the mean of the patches."""
+    """Return class scores of the class token, concatenated with the mean patch."""
     if not hasattr(model, "classifier"):
         return normed
+    # Register tokens are no patches. Without them in `prefix`, they would enter the mean.
     patches = normed[:, TRANSFORMERS.prefix(model) :]
     return model.classifier(torch.cat([normed[:, 0], patches.mean(dim=1)], dim=1))
 
 
 def beit_head(model: Network, normed: Tensor) -> Tensor:
+    """Return class scores from the pooler; the normed states themselves without a classifier."""
     return model.classifier(trunk_of(model).pooler(normed)) if hasattr(model, "classifier") else normed
 
 
 def mae_head(model: Network, normed: Tensor) -> Tensor:
-    """The pixels of each patch, from an encoder that has seen every patch in its place."""
+    """Return the pixels that the decoder predicts for each patch."""
     if not hasattr(model, "decoder"):
         return normed
-    places = torch.arange(normed.shape[1] - 1, device=normed.device).expand(len(normed), -1)
-    return model.decoder(normed, places).logits
+    # The decoder expects the permutation that puts shuffled patches back (`ids_restore`). `call_mae` never shuffles, so
+    # this is the identity. `- 1`: the class token has no patch position.
+    order = torch.arange(normed.shape[1] - 1, device=normed.device).expand(len(normed), -1)
+    return model.decoder(normed, order).logits
 
 
 def clip_head(model: Network, normed: Tensor) -> Tensor:
-    """The class token alone, in the space shared with texts where the class projects into it."""
+    """Return the class token, projected into the space shared with texts if the class has that projection."""
     pooled = normed[:, 0]
     return model.visual_projection(pooled) if hasattr(model, "visual_projection") else pooled
 
 
 def call_hf(model: Network, inputs: Inputs, options: Options) -> Any:
-    """A call as transformers' models are called, in the precision of their weights: accelerate has a model in training
-    called under autocast, and its blocks, which are called alone here, are not."""
+    """Call a model of transformers with keyword arguments, in the precision of its weights."""
+    # `Accelerator.prepare` replaces `forward` of a model in training by one under autocast, and keeps the plain one.
+    # Autocast does not reach blocks that are called one by one, so the two would differ. The plain forward agrees.
     plain = vars(model).get("_original_forward")
     with replaced([model], [plain]) if plain is not None else nullcontext():
         return model(**inputs, **options, return_dict=True)
 
 
 def call_maskless(model: Network, inputs: Inputs, options: Options) -> Any:
-    """Of a model that takes no mask: the batch alone says which tokens are real."""
+    """Call a model whose forward has no `attention_mask`; only the batch knows which tokens are real."""
     return call_hf(model, {name: inputs[name] for name in inputs if name != "attention_mask"}, options)
 
 
 def call_timm(model: Network, inputs: Inputs, options: Options) -> Tensor:
-    """A call as timm's models are called."""
+    """Call a model of timm, which takes the pixels as its only argument."""
     return model(inputs["pixel_values"])
 
 
@@ -165,16 +178,18 @@ def call_trunk(model: Network, inputs: Inputs, options: Options) -> Any:
 
 
 def call_mae(model: Network, inputs: Inputs, options: Options, *, trunk: bool = False) -> Any:
-    """A masked autoencoder is shown every patch, in order: none is drawn, and the model is as before afterwards."""
+    """Call a masked autoencoder with every patch visible and in order; restore its config afterwards."""
     embeddings = trunk_of(model).embeddings
     pixels, config = inputs["pixel_values"], embeddings.config
-    places = torch.arange(embeddings.patch_embeddings.num_patches, device=pixels.device, dtype=torch.float32)
-    kept, config.mask_ratio = config.mask_ratio, 0.0
-    try:  # patches are sorted by the noise
+    # By default the model drops 75% of the patches at random. A mask ratio of 0 keeps all, but still shuffles them: it
+    # sorts patches by `noise`, which is random unless passed. Rising numbers leave each patch at its position.
+    order = torch.arange(embeddings.patch_embeddings.num_patches, device=pixels.device, dtype=torch.float32)
+    mask_ratio, config.mask_ratio = config.mask_ratio, 0.0
+    try:
         network = trunk_of(model) if trunk else model
-        return call_hf(network, inputs, {**options, "noise": places.expand(len(pixels), -1)})
+        return call_hf(network, inputs, {**options, "noise": order.expand(len(pixels), -1)})
     finally:
-        config.mask_ratio = kept
+        config.mask_ratio = mask_ratio
 
 
 def no_offset(config: Any) -> int:
@@ -182,13 +197,18 @@ def no_offset(config: Any) -> int:
 
 
 def roberta_offset(config: Any) -> int:
-    """Of RoBERTa's positions the first ones, up to the number of the padding token, belong to no token."""
+    """Return the position of the first token of a text in RoBERTa, `pad_token_id + 1`."""
+    # The embedding of padding sits at position `pad_token_id`, and rows before it are never used. So 514 rows of the
+    # table hold texts of 512 tokens.
     return config.pad_token_id + 1
 
 
 @dataclass(frozen=True)
 class Family:
-    """How one family of classes is taken apart. Paths are attribute paths below the trunk."""
+    """Layout of one family of classes: where its blocks are, how to call its models and how to read out a state.
+
+    `blocks` and `norm` are attribute paths below the trunk (`trunk_of`).
+    """
 
     name: str
     classes: tuple[str, ...]
@@ -197,17 +217,18 @@ class Family:
     head: Callable[[Network, Tensor], Tensor] = language_head
     package: str = "transformers"
     inputs: tuple[str, ...] = TEXT
-    options: tuple[tuple[str, bool], ...] = (("use_cache", False),)  # a repeated block with a cache is silently wrong
-    first_position: Callable[[Any], int] = no_offset  # of a config: the number of a text's first token
-    vision: Vision | None = None  # of models of images
+    # Without a cache: a block called a second time would append its keys again and attend to twice the tokens.
+    options: tuple[tuple[str, bool], ...] = (("use_cache", False),)
+    first_position: Callable[[Any], int] = no_offset  # config -> position id of the first token of a text
+    vision: Vision | None = None  # None for text models
     call: Callable[[Network, Inputs, Options], Any] = call_hf
-    features: Callable[[Network, Inputs, Options], Any] = call_trunk  # the call without a head
-    results: tuple[str, ...] = ("logits", "last_hidden_state")  # of what a call returns the first that is there
-    origin: str = "row"  # or "structure": how its models are taken apart
-    checks: tuple[tuple[str, Any], ...] = ()  # what was held against the model's own pass where there is no row
-    takes_padding: bool = True  # whether the states of a text are the same with padding behind it
-    is_causal: bool = True  # whether no state of a model that generates sees a later token
-    needs_all: bool = False  # whether a readout needs all tokens of a text or image at once
+    features: Callable[[Network, Inputs, Options], Any] = call_trunk  # call without the head, which saves its logits
+    results: tuple[str, ...] = ("logits", "last_hidden_state")  # output fields that hold the logits; the first one wins
+    origin: str = "row"  # "row" of this table, or "structure" if the blocks were found in a call
+    checks: tuple[tuple[str, Any], ...] = ()  # results of the checks of a family that was found in a call
+    takes_padding: bool = True  # whether padding after a text leaves its states unchanged
+    is_causal: bool = True  # whether no state depends on later tokens, if the model generates
+    needs_all: bool = False  # whether the head needs all tokens at once, because it pools or compares them
 
     @property
     def sees_images(self) -> bool:
@@ -215,53 +236,53 @@ class Family:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Of a batch: those of the model, and which tokens are real, also where it takes no mask."""
+        """Columns of a batch that are read: the model's inputs, and the mask even if the model takes none."""
         return self.inputs if self.sees_images else tuple(dict.fromkeys((*self.inputs, "attention_mask")))
 
     @property
     def proof(self) -> Mapping[str, Any] | None:
-        """What was `shown`, by name; None where there is a row."""
+        """Results of the checks by name; None for a family with a row."""
         return dict(self.checks) if self.checks else None
 
     def container(self, model: Network) -> nn.Module:
-        """The module that holds the blocks and nothing else."""
+        """Return the module whose children are the blocks."""
         return trunk_of(model).get_submodule(self.blocks)
 
     def block_list(self, model: Network) -> tuple[nn.Module, ...]:
-        """The blocks in the order in which they run."""
+        """Return the blocks in the order in which they run."""
         return tuple(self.container(model).children())
 
     def width(self, model: Network) -> int:
-        """Of the hidden states."""
+        """Return the dimension of the hidden states."""
         return model.config.hidden_size if self.vision is None else self.vision.width(model)
 
     def max_tokens(self, config: Any) -> int | None:
-        """Of the longest text; None where a text may have any length."""
+        """Return the number of tokens of the longest text; None if there is no limit."""
         return config.max_position_embeddings - self.first_position(config)
 
     def final_norm(self, model: Network) -> nn.Module | None:
-        """The norm behind the last block."""
+        """Return the norm after the last block; None if the family has none."""
         return None if self.norm is None else trunk_of(model).get_submodule(self.norm)
 
     def identities(self, num_blocks: int, last: Tensor | None = None) -> list[Callable[..., Any]]:
-        """In place of the blocks: each returns the state it is given, or `last`, as its block returns one."""
+        """Return a forward for each block that returns its input state, or `last`, in the block's output format."""
         return [identity_forward(number, last) for number in self.num_returned(num_blocks)]
 
     def num_returned(self, num_blocks: int) -> Sequence[int]:
-        """Of each block, how many values it returns in a tuple; 0: the state alone."""
+        """Return for each block the length of the tuple that it returns; 0 if it returns a tensor."""
         return (0,) * num_blocks
 
     def read_out(self, model: Network, hidden: Tensor) -> Tensor:
-        """Final norm and head of states (batch, tokens, dim), as the model itself ends."""
+        """Apply the final norm and the head to states (batch, tokens, dim)."""
         norm = self.final_norm(model)
         return self.head(model, hidden if norm is None else norm(hidden))
 
     def logits(self, model: Network, inputs: Inputs) -> Tensor:
-        """What the model makes of a batch, as `read_out` makes it of the last state."""
+        """Return the logits of the model's own call; equal to `read_out` of the last state."""
         return self.result(self.call(model, inputs, dict(self.options)))
 
     def result(self, output: Any) -> Tensor:
-        """The logits in what a call returns."""
+        """Return the logits from the output of a call."""
         if isinstance(output, Tensor):
             return output
         return next(getattr(output, name) for name in self.results if hasattr(output, name))
@@ -272,7 +293,7 @@ def _decoder(name: str, prefix: str, blocks: str = "layers", norm: str = "norm",
 
 
 def _images(name: str, prefix: str, head: Callable[[Network, Tensor], Tensor], **options: Any) -> Family:
-    """Of transformers; of timm there is one row alone."""
+    """Return the row of an image family of transformers with its usual class names and paths."""
     classes = (f"{prefix}ForImageClassification", f"{prefix}Model")
     usual = {"classes": classes, "blocks": "layers", "norm": "layernorm", "vision": TRANSFORMERS}
     return Family(name, head=head, inputs=IMAGES, options=(), **(usual | options))
@@ -283,29 +304,34 @@ _DINO: dict[str, Any] = {"blocks": "encoder.layer", "vision": ANY_SIZE}
 
 # fmt: off
 FAMILIES = (
-    # Read block by block, as large ones are, a class without a row is first proven on all its weights.
+    # Many decoders would work without a row. But a class without one is checked on all its weights first, and a large
+    # model that is read from disk block by block would be read in full for that. The common classes skip this.
     Family("gpt2", ("GPT2LMHeadModel", "GPT2Model"), "h", "ln_f"),
     _decoder("gpt_neox", "GPTNeoX", norm="final_layer_norm"),
     _decoder("llama", "Llama"),
     _decoder("mistral", "Mistral"),
     _decoder("qwen2", "Qwen2"),
     _decoder("qwen3", "Qwen3"),
-    # Positions are always said to it: its own count takes any token with the number of the padding token for padding.
+    # RoBERTa numbers its tokens by comparing input ids with `pad_token_id`, not by the mask. A real token with that id
+    # would get the position of padding, so position ids are always passed. No final norm: each block ends in one.
     Family("roberta", tuple(f"Roberta{head}" for head in _HEADS), "encoder.layer", None, roberta_head, options=(),
            first_position=roberta_offset),
-    # Without weights, images tell nothing of their model: read block by block and counted they need a row.
+    # `structure` must run a model to count its prefix tokens; a row also serves image models without weights (meta
+    # device). Every ViT and DeiT of timm is this class or derives from it.
     Family("timm_vit", ("VisionTransformer",), "blocks", "norm", timm_head, package="timm", inputs=IMAGES, options=(),
            vision=TIMM, call=call_timm, features=timm_features),
     _images("vit", "ViT", class_token_head),
-    # Of any size.
+    # DINOv2 takes any image size, and its class token is not the only input of its classifier.
     _images("dinov2", "Dinov2", dinov2_head, **_DINO),
     _images("dinov2_with_registers", "Dinov2WithRegisters", dinov2_head, **_DINO),
-    # Shown every patch, in order.
+    # The decoder of MAE is a second sequence of blocks and part of the head here. Layers are those of the encoder.
     _images("vit_mae", "ViTMAE", mae_head, classes=("ViTMAEForPreTraining", "ViTMAEModel"), call=call_mae,
             features=partial(call_mae, trunk=True)),
-    # Where the patches are averaged for classes, the norm comes after the mean, and `layernorm` does nothing.
+    # With `use_mean_pooling`, BEiT's `layernorm` is the identity and the pooler applies a norm after the mean over
+    # patches. Then the last layer before and after the "final norm" is the same.
     _images("beit", "Beit", beit_head),
-    # CLIP itself norms the class token alone and gives out the others as the last block leaves them.
+    # CLIP applies `post_layernorm` to the class token only and returns patches as the last block leaves them. Here the
+    # norm applies to all tokens, so `last_hidden_state` would not match. The pooled outputs do.
     _images("clip_vision", "CLIPVision", clip_head, classes=("CLIPVisionModelWithProjection", "CLIPVisionModel"),
             blocks="encoder.layers", norm="post_layernorm", results=("image_embeds", "pooler_output")),
 )
@@ -313,7 +339,9 @@ FAMILIES = (
 
 
 def row_of(model: nn.Module) -> Family | None:
-    """The row of a model, by the names of its class and of the classes it derives from; None without one."""
+    """Return the row of a model's class or of its nearest base class; None if there is no row."""
+    # By name, as isinstance would import timm and transformers. The package matters: torchvision also has a
+    # VisionTransformer, with other attributes.
     for ancestor in type(model).__mro__:
         for family in FAMILIES:
             if ancestor.__name__ in family.classes and ancestor.__module__.split(".")[0] == family.package:
@@ -322,9 +350,10 @@ def row_of(model: nn.Module) -> Family | None:
 
 
 def class_named(architecture: str) -> Any:
-    """The class of transformers that a config.json names, in any capitals (MPT's say MPTForCausalLM); None without one.
+    """Return the class of transformers that a config.json names, ignoring case; None if there is no such class.
 
-    The repositories' own code, where that name comes from, is never run.
+    The config.json of MPT says MPTForCausalLM, the name in the repository's own code. The class of transformers is
+    MptForCausalLM. The repository's code never runs.
     """
     import transformers
 
@@ -335,9 +364,10 @@ def class_named(architecture: str) -> Any:
 
 
 def propose_blocks(model: nn.Module) -> str | None:
-    """Path of the one ModuleList that holds nothing but transformers' checkpointing layers, where there is just one.
+    """Return the path of the only ModuleList whose items are all gradient-checkpointing layers; None if not unique.
 
-    That list is the block list of every text model of transformers 5 it was tried on (30 types).
+    transformers 5 derives blocks from `GradientCheckpointingLayer`. This list was the block list in all 30 types of
+    text models that were tried. It is only a proposal: `discovery` uses it to choose between candidates.
     """
     paths = [
         path
@@ -348,27 +378,28 @@ def propose_blocks(model: nn.Module) -> str | None:
 
 
 def _is_checkpointing_layer(module: nn.Module) -> bool:
-    # By name: a model of this kind has transformers loaded already, any other model need not load it.
+    # By name: isinstance would import transformers for models that do not need it.
     return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
 
 
 # The attention of a training step: causal by the kernel's flag, without a mask.
 
-# A name that transformers knows an attention function for, but no function that builds its mask: it then builds none.
+# An attention implementation that is registered in transformers without a mask function. transformers then builds no
+# mask, and its sdpa function passes `is_causal=True` to the kernel instead.
 _BY_FLAG = "sdpa_causal_by_flag"
 _WHOLE_PAST = ("gpt2", "gpt_neox", "llama")  # model types whose every block attends to all earlier tokens
 
 
 @contextmanager
 def causal_by_flag(model: Any) -> Iterator[None]:
-    """Inside, `model` takes full batches only (no padding) and builds no attention mask for them.
+    """Let `model` build no attention mask inside the context; its batches must have no padding.
 
-    transformers finds out by itself that such batches need no mask, but it looks at the position ids for that: once a
-    forward pass it waits for the GPU, and under `torch.compile`, where values cannot be looked at, it hands an explicit
-    mask to every block, which rules the flash kernel out. Other model types and other attention implementations than
-    sdpa stay as they are.
+    Without this, transformers reads the values of the position ids to find that no mask is needed. That waits for the
+    GPU once per forward pass. Under `torch.compile`, values cannot be read, so every block gets an explicit mask and
+    the flash kernel cannot be used. Only sdpa attention of some model types changes.
     """
     config = model.config
+    # Models with sliding windows need a mask even for full batches.
     if config.model_type not in _WHOLE_PAST or config._attn_implementation != "sdpa":
         yield
         return

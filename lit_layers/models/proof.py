@@ -1,9 +1,9 @@
-"""A small batch made from a model's config, and what must hold of a model that is taken apart by its structure.
+"""Checks that a model is a sequence of blocks, on its actual weights and a small batch made from its config.
 
-Each identity is held, on the actual weights, against the model's own call on that batch. A block's other arguments may
-hide a second way from block to block (keys that later blocks share, a residual of earlier states): then a chain of
-blocks, each closed over what it was called with, is another function than the model. So the model is also run with the
-state behind block 1 changed, and the chain must follow.
+Each check compares block calls with the model's own call on that batch. The other arguments of a block may carry
+information from earlier blocks (shared keys, a residual of earlier states). A chain of blocks, each with the arguments
+of one recorded call, is then a different function than the model. So the model also runs with the output of block 1
+changed, and the chain must give the same states (`Evidence.check_chain`).
 """
 
 import inspect
@@ -41,7 +41,7 @@ from lit_layers.models.offload import execution_device
 
 NUM_TOKENS = 12
 COLUMNS = ("input_ids", "attention_mask", "token_type_ids")
-# What a model of transformers, or torch beneath it, raises for a call that does not fit.
+# Errors of transformers and torch when a model is called with inputs that do not fit.
 CANNOT_CALL = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError),
     *(TypeError, ValueError, NotImplementedError),
@@ -50,18 +50,19 @@ CANNOT_CALL = (
 
 @dataclass(frozen=True)
 class Probe:
-    """Inputs (3, tokens) or (2, channels, side, side) and how the model is called with them.
+    """A small batch and how to call the model with it: texts (3, tokens) or images (2, channels, side, side).
 
-    The second text is the first with another last token; images are of noise.
+    Texts 0 and 1 differ only in their last token. Images are noise.
     """
 
     inputs: Mapping[str, Tensor]
-    columns: tuple[str, ...]  # that the model takes, the needed one first
+    columns: tuple[str, ...]  # input columns that the model takes; the required one first
     options: tuple[tuple[str, bool], ...]
     call: Callable[[Network, Mapping[str, Tensor], Mapping[str, Any]], Any]
 
     @property
     def needed(self) -> Tensor:
+        """Token ids or pixels."""
         return self.inputs[self.columns[0]]
 
     @property
@@ -70,17 +71,17 @@ class Probe:
 
 
 class SeenCall(NamedTuple):
-    """One call of a module."""
+    """A recorded call of a module."""
 
     module: nn.Module
-    state: Any  # a tensor; None of a call that begins with none
+    state: Any  # input state, a tensor; None if the first argument is none
     args: tuple
     kwargs: dict[str, Any]
     output: Any
 
     @property
     def result(self) -> Any:
-        """The state that it returns; None where it returns none."""
+        """Output state; None if the module returned no tensor."""
         output = state_of(self.output)
         return output if isinstance(output, Tensor) else None
 
@@ -90,10 +91,10 @@ def is_timm(model: nn.Module) -> bool:
 
 
 def probe_of(model: Network) -> Probe:
-    """The probe of a model of timm or transformers.
+    """Return the probe of a model of timm or transformers.
 
     Raises:
-        InputError: another model, or one that takes neither texts nor images of a known size.
+        InputError: if the model takes neither texts nor images of a size that its config says.
     """
     if is_timm(model):
         side, channels = _timm_size(model)
@@ -117,7 +118,11 @@ def probe_of(model: Network) -> Probe:
 
 
 def probe_texts(model: Network) -> Tensor:
-    """(3, tokens), of real tokens that the config gives no meaning."""
+    """Return token ids (3, tokens) without special tokens of the config; texts 0 and 1 differ in the last token.
+
+    Raises:
+        InputError: if the config has no `vocab_size`.
+    """
     config = text_config(model.config)
     if not isinstance(getattr(config, "vocab_size", None), int):
         raise InputError(f"no layered view of {type(model).__name__}: its config says no vocab_size")
@@ -130,7 +135,8 @@ def probe_texts(model: Network) -> Tensor:
     plain = [token for token in tokens if token not in special] or [*tokens]
     limit = getattr(config, "max_position_embeddings", None) or 0
     length = min(NUM_TOKENS, limit) if limit > 0 else NUM_TOKENS
-    rows = [[plain[(7919 * (start + place)) % len(plain)] for place in range(length)] for start in (1, 1, 37)]
+    # Multiples of a prime (7919) modulo the vocabulary: fixed, spread out, without repetition in large vocabularies.
+    rows = [[plain[(7919 * (start + index)) % len(plain)] for index in range(length)] for start in (1, 1, 37)]
     rows[1][-1] = plain[(plain.index(rows[0][-1]) + 1) % len(plain)]
     return torch.tensor(rows)
 
@@ -142,7 +148,7 @@ def _noise(model: Network, channels: int, side: int) -> Tensor:
 
 
 def _timm_size(model: Network) -> tuple[int, int]:
-    """Side and channels of a timm model's images."""
+    """Return side and number of channels of the images of a timm model."""
     patches: Any = getattr(model, "patch_embed", None)
     if getattr(patches, "img_size", None) is not None and hasattr(patches, "proj"):
         return side_length(patches.img_size), patches.proj.in_channels
@@ -151,14 +157,14 @@ def _timm_size(model: Network) -> tuple[int, int]:
 
 
 def _from_configs(config: Any, name: str) -> Any:
-    """A field of a config, or of the part of it that is for images."""
+    """Return a field of a config or of its image part; None if neither has it."""
     parts = [config, *(getattr(config, part, None) for part in ("vision_config", "backbone_config"))]
     return next((getattr(part, name) for part in parts if getattr(part, name, None) is not None), None)
 
 
 @contextmanager
 def watch(modules: Iterable[nn.Module]) -> Iterator[list[SeenCall]]:
-    """What modules are called with and return inside, in the order in which they end."""
+    """Record the calls of these modules inside the context, in the order in which they return."""
     calls: list[SeenCall] = []
 
     def note(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -173,7 +179,10 @@ def watch(modules: Iterable[nn.Module]) -> Iterator[list[SeenCall]]:
 
 
 class PositionTables(TorchFunctionMode):
-    """Notes how many tokens fit the tables that are looked up by counting: `limit` is the shortest one's."""
+    """Finds the length of position tables while a model runs: `limit` is the number of tokens that fit all of them.
+
+    A lookup in an embedding table with consecutive ids (n, n + 1, ...) is taken for one of positions.
+    """
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__()
@@ -181,49 +190,63 @@ class PositionTables(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is F.embedding and len(args) > 1 and args[0].shape[-1:] == self.count.shape:
-            places = args[0].reshape(-1, len(self.count))[0].cpu()
-            if bool((places - places[0] == self.count).all()):
-                fits = len(args[1]) - int(places[0])
+            ids = args[0].reshape(-1, len(self.count))[0].cpu()
+            if bool((ids - ids[0] == self.count).all()):
+                fits = len(args[1]) - int(ids[0])  # RoBERTa starts at 2, so 514 rows fit 512 tokens
                 self.limit = fits if self.limit is None else min(self.limit, fits)
         return func(*args, **(kwargs or {}))
 
 
-# The identities.
+# The checks.
 
-# Relative differences of float32 (of which parts of any model are), and of 16 bits.
+# Largest relative errors that count as rounding. Float32 also for float64 weights, as parts of any model (a softmax, a
+# norm) may compute in float32.
 _SAME, _SAME_IN_HALF = 1e-4, 3e-2
-_SHIFT = 0.5  # of the change of a state, as part of its own length
+_SHIFT = 0.5  # length of the change that `shifted` makes, relative to the length of the state
 
 
 class Unproven(Exception):
-    """An identity that does not hold; the message says which and where."""
+    """A failed check; the message says which one and where."""
 
 
 class NotFinite(Unproven):
-    """The weights give states of which nothing can be shown."""
+    """States or logits that are NaN or infinite, so that nothing can be checked."""
 
 
 def rel_error(one: Tensor, other: Tensor) -> float:
-    """The largest distance of two rows (.., dim), as part of the second one's length."""
+    """Return the largest distance of corresponding rows (.., dim), relative to the norm of the row of `other`."""
     lengths = other.double().norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
     return float(((one.double() - other.double()).norm(dim=-1) / lengths).max())
 
 
 class Evidence:
-    """The identities of one model, one after the other."""
+    """The recorded calls of one model's own pass, and the checks against them.
+
+    Attributes:
+        states: layers 0 to L of the model's own pass.
+        tolerance: largest relative error that counts as rounding.
+    """
 
     def __init__(self, model: Network, family: Any, probe: Probe, calls: Sequence[SeenCall], output: Any) -> None:
         self.model, self.family, self.probe = model, family, probe
         self.blocks = family.block_list(model)
-        self.calls, self.logits = self._ordered(calls), family.result(output)  # of the model's own pass
+        self.calls, self.logits = self._ordered(calls), family.result(output)
         self.states = [self.calls[0].state, *(call.result for call in self.calls)]
         self.tolerance = _SAME_IN_HALF if self.states[0].dtype.itemsize == 2 else _SAME
         if not all(bool(values.isfinite().all()) for values in (*self.states, self.logits)):
             raise NotFinite("its states are not finite on these weights, and nothing can be shown")
 
     def check_replay(self) -> float:
-        """Every block, called again with what it was called with, gives what it gave: the last one first, and after
-        another batch, of other texts and another length, so that none finds what another call has just left behind."""
+        """Check that every block, called again with the recorded arguments, returns the same state.
+
+        Returns:
+            The largest relative error.
+
+        Raises:
+            Unproven: if a block returns another state.
+        """
+        # A block may read values that another block, or an earlier call, left in a shared object. To find this, another
+        # batch of another length runs first, and the blocks are called from the last to the first.
         inputs = {name: column.flip(0) for name, column in self.probe.inputs.items()}
         if self.probe.is_text:
             inputs = {name: column[:, : max(1, column.shape[1] - 1)] for name, column in inputs.items()}
@@ -237,7 +260,14 @@ class Evidence:
         )
 
     def check_chain(self) -> float:
-        """The chain goes where the model goes when the state behind block 1 is another."""
+        """Check that the chain of blocks follows the model when the output of block 1 is changed.
+
+        Returns:
+            The largest relative error.
+
+        Raises:
+            Unproven: if a block returns another state than in the model, or the change has no effect on the last state.
+        """
         if len(self.blocks) == 1:
             return 0.0
         changed = shifted(self.states[1])
@@ -266,8 +296,14 @@ class Evidence:
         return worst
 
     def check_readout(self) -> tuple[float, bool]:
-        """What is behind the blocks makes the logits of the last state alone; and whether it does for each token
-        by itself."""
+        """Check that the logits depend on the last state only.
+
+        Returns:
+            The relative error, and whether the head needs all tokens of a text at once.
+
+        Raises:
+            Unproven: if the readout of the last state gives other logits, or a changed state gives the same logits.
+        """
         reasons = []
         for needs_all in (False, True) if self.probe.is_text else (True,):
             family = replace(self.family, needs_all=needs_all)
@@ -280,7 +316,8 @@ class Evidence:
             except Unproven as reason:
                 reasons.append(str(reason))
                 continue
-            # A head that begins with zeros scores everything alike, at any layer; with other weights it is shown anew.
+            # A head that is initialised with zeros gives constant logits for any state. This is no failure: the check
+            # runs again once the weights have changed.
             is_constant = bool((self.logits == self.logits.reshape(-1, self.logits.shape[-1])[0]).all())
             if not is_constant and not self._is_change(moved, error):
                 raise Unproven(f"another last state does not change the logits (by {moved:.1e})")
@@ -288,11 +325,18 @@ class Evidence:
         raise Unproven(reasons[-1])
 
     def check_args(self) -> None:
-        """What blocks are called with besides their state depends on the batch, and on no state."""
+        """Check that the other arguments of blocks depend on the batch only, and not on states.
+
+        The blocks are bypassed, and each must be called with the same arguments as before.
+
+        Raises:
+            Unproven: if an argument differs and the output of its block depends on it.
+        """
         with bypassed(self.blocks, self.family.identities(len(self.blocks))):
             calls = self._run(self.probe.call)
         refusal = None
-        # The last block first: what one leaves in an argument that all share, those before it have not put there yet.
+        # From the last block to the first: `_is_idle` runs a block, which may write into an object that all blocks share.
+        # In running order, later blocks would find these values and wrongly seem to need nothing of earlier ones.
         for number in reversed(self._numbers()):
             with_blocks, without = self.calls[number - 1], calls[number - 1]
             mine, theirs = dict(enumerate(with_blocks.args)) | with_blocks.kwargs, dict(enumerate(without.args))
@@ -304,7 +348,7 @@ class Evidence:
             raise Unproven(refusal)
 
     def _is_idle(self, number: int, without: SeenCall) -> bool:
-        """Whether a block does the same without what blocks before it have made."""
+        """Return whether a block gives the same output with the arguments of the pass with bypassed blocks."""
         try:
             state = self._block_call(without)(self.states[number - 1])
         except CANNOT_CALL:
@@ -312,7 +356,11 @@ class Evidence:
         return rel_error(state, self.states[number]) <= 4 * torch.finfo(state.dtype).eps
 
     def check_alone(self) -> None:
-        """A text, or an image, has the states that it has beside others, and has them again."""
+        """Check that the last text or image of the batch has the same states when it runs alone.
+
+        Raises:
+            Unproven: if its states depend on the rest of the batch, or on chance.
+        """
         calls = self._run(self.family.call, {name: column[-1:] for name, column in self.probe.inputs.items()})
         for number, state in enumerate([calls[0].state, *(call.result for call in calls)]):
             self._check(
@@ -322,19 +370,23 @@ class Evidence:
             )
 
     def check_layer_0(self) -> None:
-        """No block is called with layer 0 besides its state."""
+        """Check that no block gets layer 0 as an additional argument.
+
+        Raises:
+            Unproven: if one does.
+        """
         for number, call in enumerate(self.calls, start=1):
             if any(alike(value, self.calls[0].state) for value in (*call.args, *call.kwargs.values())):
                 raise Unproven(f"block {number} is called with layer 0 besides its state")
 
     def is_causal(self) -> bool:
-        """Whether the last token of a text changes nothing before it."""
+        """Return whether the last token of a text leaves all states before it unchanged."""
         return self.probe.is_text and all(
             rel_error(state[1, :-1], state[0, :-1]) <= self.tolerance for state in self.states if state is not None
         )
 
     def takes_padding(self) -> bool:
-        """Whether a text has the same states alone and with padding behind it."""
+        """Return whether padding after a text leaves its states unchanged."""
         if not self.probe.is_text:
             return False
         ids = self.probe.needed[:1]
@@ -349,7 +401,7 @@ class Evidence:
         return all(rel_error(one, other) <= self.tolerance for one, other in zip(behind, alone, strict=True))
 
     def scores_take_padding(self) -> bool:
-        """Whether a text has the same scores alone and with padding behind it: a head may average or pick tokens."""
+        """Return whether padding after a text leaves its scores unchanged; a head may average or select tokens."""
         length = max(1, self.probe.needed.shape[1] - 4)
         alone, behind = (
             self.family.logits(self.model, inputs)
@@ -359,13 +411,13 @@ class Evidence:
         return alone.shape == behind.shape and rel_error(behind, alone) <= self.tolerance
 
     def _padded(self, length: int) -> dict[str, Tensor]:
-        """The first text, of which so many tokens are real."""
+        """Return the first text of the probe with a mask that marks all but the first `length` tokens as padding."""
         ids = self.probe.needed[:1]
         mask = (torch.arange(ids.shape[1], device=ids.device) < length)[None].long()
         return {n: v for n, v in (("input_ids", ids), ("attention_mask", mask)) if n in self.probe.columns}
 
     def trunk_agrees(self) -> bool:
-        """Whether the model without its head passes the same states."""
+        """Return whether the model without its head has the same blocks and states."""
         if trunk_of(self.model) is self.model:
             return False
         try:
@@ -384,7 +436,11 @@ class Evidence:
         return self._ordered(calls)
 
     def _ordered(self, calls: Sequence[SeenCall]) -> list[SeenCall]:
-        """The calls, if every block has run once, in order."""
+        """Return the calls as a list.
+
+        Raises:
+            Unproven: if not every block ran once, in order.
+        """
         if [each.module for each in calls] != list(self.blocks):
             raise Unproven(f"its {len(self.blocks)} blocks do not run once each, in order")
         return [*calls]
@@ -404,21 +460,30 @@ class Evidence:
         return error
 
     def _is_change(self, moved: float, error: float) -> bool:
-        """Whether something has moved by more than rounding; a bias may be far larger than what a head makes of it."""
+        """Return whether a relative change is more than rounding.
+
+        The factor is only 10, as a large bias makes the relative change of the logits small.
+        """
         return moved > 10 * max(error, 4 * torch.finfo(self.states[0].dtype).eps)
 
 
 def shifted(state: Tensor, *, seed: int = 0) -> Tensor:
-    """A state that is changed by half of its length: in one direction for each token, the same in every text, so that
-    what is alike in two of them stays so."""
+    """Return a state (batch, tokens, dim) plus random directions of half its length.
+
+    Each position has its own direction. It is the same in all texts, so that states that were equal in two texts remain
+    equal.
+    """
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(state.shape[1:], generator=generator).to(state)
     return state + noise * (_SHIFT * state.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True))
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether two arguments are the same: tensors by value, also in containers, such as that in which blocks of Gemma
-    3n leave their keys for later ones; anything else that is neither number nor tensor by kind."""
+    """Return whether two arguments of a block are equal.
+
+    Tensors, numbers and strings are compared by value, also in containers: blocks of Gemma 3n leave keys in a dict for
+    later blocks. Other objects are compared by type.
+    """
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and torch.equal(one, other)
     if isinstance(one, tuple | list) and isinstance(other, tuple | list):

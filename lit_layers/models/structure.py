@@ -1,9 +1,9 @@
-"""Models without a row: taken apart by what their own pass shows, and admitted only with a proof.
+"""Families of classes without a row in `FAMILIES`: found by watching one call, accepted only if all checks pass.
 
-A model's own call is watched. Its blocks are the row of modules that run once each, in order, each taking what the one
-before gave. Whether they are all that happens between layer 0 and the logits is then held against the model itself, on
-its actual weights (`proof`). What follows the blocks is never rebuilt: a state is read out by the model's own call,
-whose blocks hand it on.
+Hooks watch one call of the model. Its blocks are the list of modules that run once each, in order, each with the output
+of the one before as its input. Checks on the actual weights (`proof`) then show that nothing else happens between
+layer 0 and the logits. The end of the model is never rebuilt: a state is read out by the model's own call, whose
+blocks are bypassed.
 """
 
 import copy
@@ -58,29 +58,29 @@ from lit_layers.models.proof import (
 
 
 def family_of(model: nn.Module) -> Family:
-    """The row of a model's class, or else what its structure shows.
+    """Return the row of a model's class, or else the family that `infer_family` finds.
 
     Raises:
-        InputError: a model that is no row of blocks; the sentence says what does not hold, and where.
+        InputError: if the model is not a sequence of blocks. The sentence says which check fails, and where.
     """
     return row_of(model) or infer_family(model)
 
 
-# Of each class: what was last found of a config, under the libraries of this process; of each model: by which config
-# and weights, and what, as it may be another thing than that of other weights.
+# Caches of `infer_family`. _FOUND: class -> structure digest -> family that was last proven. _PROVEN: model -> (digest
+# and weight versions at its last check, family). The second one is needed because checks depend on the weights.
 _FOUND: "weakref.WeakKeyDictionary[type, dict[str, Family]]" = weakref.WeakKeyDictionary()
 _PROVEN: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Family]]" = weakref.WeakKeyDictionary()
 
 
 def infer_family(model: Network) -> Family:
-    """The family of a model without a row, found and proven on the weights that it has: again when they have changed,
-    as what a weight of 0 hides at the first step need not be hidden at the next.
+    """Return the family of a model without a row, checked on its weights.
 
-    Weights that give states that are not finite prove nothing: a model that has diverged is taken apart as its class
-    was before. The model is as before afterwards, and so are random states.
+    The checks run again whenever the weights have changed: a weight of 0 at the first step may hide a second path
+    between blocks, which appears later in training. Nothing can be checked on states that are not finite. A diverged
+    model therefore gets the family that its class and config had before. The model and random states do not change.
 
     Raises:
-        InputError: as `family_of`.
+        InputError: as in `family_of`.
     """
     kind = type(model).__name__
     if kind == "CLIPModel":
@@ -112,14 +112,16 @@ def infer_family(model: Network) -> Family:
 
 
 def _versions(model: Network) -> tuple[int, ...]:
-    """What changes when a weight does: where they lie, and how often they were written to. Buffers are left out, as
-    some calls write to theirs."""
+    """Return values that change when a weight is replaced (address) or written to (version counter).
+
+    Buffers are left out, because the forward pass of some models writes to them.
+    """
     tensors = [tensor for tensor in model.parameters() if not tensor.is_inference()]
     return len(tensors), sum(tensor._version for tensor in tensors), hash(tuple(t.data_ptr() for t in tensors))
 
 
 def _digest(model: Network) -> str:
-    """Of all that decides the structure, and of no weight."""
+    """Return a hash of what determines the structure: shapes and names of parameters, config, attention."""
     shapes = [f"{name} {tuple(tensor.shape)}" for name, tensor in model.named_parameters()]
     config = getattr(model, "config", None)
     attention = getattr(config, "_attn_implementation", "")
@@ -128,8 +130,10 @@ def _digest(model: Network) -> str:
 
 
 def _prove_float32(model: Network) -> FoundFamily:
-    """As `proven`; of weights of 16 bits on a copy in float32, where no more than float32 rounds hides an identity that
-    fails. A model whose weights are not in memory is shown as it is.
+    """Call `prove`, on a float32 copy if the weights have 16 bits.
+
+    In float32, the tolerance is small enough to find a check that fails by little. A model with weights on the disk is
+    checked in its own precision.
     """
     if any(each.is_meta for each in model.parameters()) or all(each.dtype.itemsize != 2 for each in model.parameters()):
         return prove(model)
@@ -138,10 +142,10 @@ def _prove_float32(model: Network) -> FoundFamily:
 
 
 def prove(model: Network) -> FoundFamily:
-    """The family of a model, shown on its weights.
+    """Return the family of a model after all checks on its weights.
 
     Raises:
-        Unproven: an identity that does not hold.
+        Unproven: if a check fails, or the checks change the model.
     """
     with untouched(model):
         return _prove(model)
@@ -149,18 +153,18 @@ def prove(model: Network) -> FoundFamily:
 
 @contextmanager
 def untouched(model: Network) -> Iterator[None]:
-    """Hold that what is done inside writes to no weight and no buffer of a model, and exchanges none of its modules.
+    """Check that the code inside changes no weight, no buffer value and no module of a model.
 
     Raises:
-        Unproven: it does.
+        Unproven: if something changed.
     """
     before, buffers = _tensors(model), {n: b.clone() for n, b in model.named_buffers(remove_duplicate=False)}
     versions = {name: tensor._version for name, tensor in before.items()}
     modules = [id(module) for module in model.modules()]
     yield
     after = _tensors(model)
-    # Some write the values into a buffer that it has, or register another of them in its place (rotary frequencies that
-    # are scaled for long texts alone).
+    # A written or replaced buffer is allowed if its values are the same as before: models with rotary frequencies that
+    # are scaled for long texts write them at each call.
     written = [
         name for name, each in after.items() if each is not before.get(name) or each._version != versions.get(name)
     ]
@@ -173,17 +177,12 @@ def untouched(model: Network) -> Iterator[None]:
 
 
 def _prove(model: Network) -> FoundFamily:
-    """The family of a model, shown on its weights.
-
-    Raises:
-        Unproven: an identity that does not hold.
-    """
-    place = execution_device(model)
+    device = execution_device(model)
     with (
-        torch.random.fork_rng(devices=[place] if place.type == "cuda" else []),
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         torch.inference_mode(False),
         torch.no_grad(),
-        torch.autocast(place.type, enabled=False),
+        torch.autocast(device.type, enabled=False),
         evaluating(model),
     ):
         probe = probe_of(model)
@@ -201,12 +200,12 @@ def _prove(model: Network) -> FoundFamily:
 def _tensors(model: Network) -> dict[str, Tensor]:
     parts = (model.named_parameters, model.named_buffers)
     both = {name: tensor for part in parts for name, tensor in part(remove_duplicate=False)}
-    # accelerate exchanges offloaded weights at each call
+    # Offloaded tensors (meta) are left out: accelerate replaces them at each call.
     return {name: tensor for name, tensor in both.items() if not tensor.is_inference() and not tensor.is_meta}
 
 
 def _checked(evidence: Evidence) -> FoundFamily:
-    """The family with all that its proof has shown."""
+    """Run all checks and return the family with their results."""
     family, probe = evidence.family, evidence.probe
     if is_own := isinstance(evidence.model, OwnNetwork):
         evidence.check_alone()
@@ -245,28 +244,31 @@ def _checked(evidence: Evidence) -> FoundFamily:
 
 
 def _config_limit(config: Any) -> int | None:
-    """Tokens of the longest text, as a config says it; MPT's by another name.
+    """Return the number of tokens of the longest text according to a config; None if it does not say.
 
-    Phi 3.5 has other rotary frequencies for texts of more than 4,096 tokens, which one text would change for its batch.
+    For `longrope` (Phi 3.5) this is the original length of 4,096 tokens. Longer texts use other rotary frequencies, so
+    one long text would change the states of all other texts in its batch.
     """
     config = text_config(config)
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some have them for each kind of layer
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some configs nest one per layer type
     lengths = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
     if lengths:
         return min(lengths)
-    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)  # MPT: the latter
 
 
 def rebuilt_error(model: Network) -> float:
-    """How far the states of a small batch are, as part of their length, from those of a model that is built from the
-    config and given the weights: far, where blocks depend on how many there are."""
+    """Return the largest relative error of states after building the model again from its config and its weights.
+
+    The error is large if the function of a block depends on the number of blocks, as with a scale of 1 / sqrt(depth).
+    """
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad(), evaluating(model):
         again = type(model)._from_config(model.config, dtype=next(model.parameters()).dtype).to(device).eval()
         again.load_state_dict(model.state_dict(), assign=True)
         was = dict(model.named_buffers())
-        for name, buffer in again.named_buffers():  # `half()` rounds rotary tables, too, which a new model has whole
+        for name, buffer in again.named_buffers():  # `half()` also rounded the rotary tables of `model`: round these
             buffer.data = buffer.to(was[name].dtype if name in was else buffer.dtype)
         probe, states = probe_of(model), []
         for each in (model, again):
@@ -280,13 +282,17 @@ def rebuilt_error(model: Network) -> float:
 
 
 def _lists(model: Network) -> dict[str, list[nn.Module]]:
-    """Every list of modules by its path, outer ones first."""
+    """Return every non-empty ModuleList and Sequential by its path, outer ones first."""
     kinds = nn.ModuleList, nn.Sequential
     return {path: list(module) for path, module in model.named_modules() if isinstance(module, kinds) and len(module)}
 
 
 def _discover(model: Network, probe: Probe) -> tuple[FoundFamily, list[SeenCall], Any]:
-    """The family as its structure is, and the calls of its blocks and the output of the pass that shows it."""
+    """Watch one call; return the family that it shows, the calls of its blocks and the output.
+
+    Raises:
+        Unproven: if the model cannot be called, or no list of modules is a sequence of blocks.
+    """
     lists = _lists(model)
     outside = [module for module in model.modules() if "Norm" in type(module).__name__]
     tables = PositionTables(probe.needed.shape[1])
@@ -331,7 +337,7 @@ def _discover(model: Network, probe: Probe) -> tuple[FoundFamily, list[SeenCall]
 
 
 def _final_norm(model: Network, row: list[SeenCall], calls: list[SeenCall]) -> str | None:
-    """The norm that takes the last state, if that is what follows the blocks."""
+    """Return the path of the norm that takes the state after the last block; None if no norm does."""
     last = row[-1].result
     inside = {id(part) for call in row for part in call.module.modules()}
     for call in calls:
@@ -341,7 +347,7 @@ def _final_norm(model: Network, row: list[SeenCall], calls: list[SeenCall]) -> s
 
 
 def _vision(model: Network, row: list[SeenCall], probe: Probe, output: Any) -> Vision:
-    """Where the patches of a model of images are, from the number of its tokens."""
+    """Return the image properties of a model; the number of prefix tokens is that of all tokens minus the patches."""
     state, pixels = row[0].state, probe.needed
     if is_timm(model):
         patches = getattr(getattr(model, "patch_embed", None), "patch_size", None)
@@ -355,7 +361,7 @@ def _vision(model: Network, row: list[SeenCall], probe: Probe, output: Any) -> V
         raise Unproven(f"its blocks take {state.shape[1]} tokens for {(pixels.shape[-1] // side) ** 2} patches")
     logits = getattr(output, "logits", None) if not isinstance(output, Tensor) else output
     num_classes = 0 if logits is None else logits.shape[-1]
-    has_class_token = prefix > 0 and torch.equal(state[0, 0], state[1, 0])
+    has_class_token = prefix > 0 and torch.equal(state[0, 0], state[1, 0])  # at layer 0, it is the same in all images
     if is_timm(model):
         return replace(TIMM, prefix=lambda model: prefix, class_token=lambda model: has_class_token)
     return replace(

@@ -34,19 +34,20 @@ from lit_layers.models.structure import family_of
 
 Batch = Mapping[str, Tensor]
 
-_CAUSAL = weakref.WeakKeyDictionary[nn.Module, bool]()  # found out once for a model, by a pass of two short texts
-REORDERED = "_running_order"  # attribute of a model whose blocks run in another order for now
+_CAUSAL = weakref.WeakKeyDictionary[nn.Module, bool]()  # result of `_is_causal`, which costs a forward pass
+REORDERED = "_running_order"  # attribute of a model inside a `running_order` context
 
 
 class LayeredModel:
-    """A model as a row of blocks, with a layer before, between and after them.
+    """A model as a sequence of blocks, with a layer at every block boundary.
 
-    Layer 0 is the input of block 1, layer l the output of block l, before any final norm. The view never changes the
-    model: no wrapped module, no lasting hook, no cache. Whatever mode the model is in, it is looked at as in evaluation
-    (dropout and drop-path off), and its own modes are back when a call returns.
+    Layer 0 is the input of block 1. Layer l is the output of block l, before any final norm. The view never changes the
+    model: it wraps no module, leaves no hook and keeps no cache. Every call runs in evaluation mode (dropout and
+    drop-path off) and restores the modes of the submodules afterwards.
 
     Raises:
-        InputError: the class has no row, and its structure is not that of a row of blocks; the sentence says why.
+        InputError: if the class has no row in `FAMILIES` and its modules are not a sequence of blocks. The sentence
+            says why.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -61,7 +62,7 @@ class LayeredModel:
 
     @property
     def origin(self) -> str:
-        """How the model is taken apart: by the "row" of its family, or by its "structure", with a proof in `family`."""
+        """How the blocks were found: "row" of a known family, or "structure", checked on the weights."""
         return self.family.origin
 
     @property
@@ -76,39 +77,42 @@ class LayeredModel:
 
     @property
     def vocab_size(self) -> int | None:
-        """Number of real tokens that the readout scores; None where it scores no vocabulary (images, no head)."""
+        """Number of real tokens that the readout scores; None without vocabulary scores (images, no head)."""
         has_words = not self.family.sees_images and self.model.get_output_embeddings() is not None
         return true_vocab_size(self.model) if has_words else None
 
     @property
     def predicts_next_token(self) -> bool:
-        """Whether the model's own head predicts the next token, so that no state sees a later one."""
+        """Whether the model's own head predicts the next token and no state depends on later tokens."""
         can_predict = self.vocab_size is not None and self.family.is_causal and self.model.can_generate()
         if can_predict and self.model not in _CAUSAL:
             _CAUSAL[self.model] = self._is_causal()
         return can_predict and _CAUSAL.get(self.model, True)
 
     def _is_causal(self) -> bool:
-        """Whether the last token of a text changes no state before it: a config may say `is_causal: false`."""
-        if self.family.origin != "row":  # structure is proven, with this as well
+        """Return whether the last token of a text leaves all states before it unchanged.
+
+        The class does not tell: its config may say `is_causal: false`.
+        """
+        if self.family.origin != "row":  # already checked when the family was found
             return True
-        texts = probe_texts(self.model)[:2]  # they differ in the last token
+        texts = probe_texts(self.model)[:2]  # they differ only in the last token
         hidden = self.trajectory({"input_ids": texts}).hidden[:, :, :-1]
-        return not rel_error(hidden[:, 1], hidden[:, 0]) > 1e-3  # NaN tells nothing
+        return not rel_error(hidden[:, 1], hidden[:, 0]) > 1e-3  # NaN (a diverged model) counts as causal
 
     @property
     def max_tokens(self) -> int | None:
-        """Longest text the model takes; None for images and for a model that takes any length."""
+        """Number of tokens of the longest text the model takes; None without a limit and for images."""
         return None if self.family.sees_images else self.family.max_tokens(self.model.config)
 
     @property
     def image_size(self) -> int | None:
-        """Side of the images the model takes, in px; None for text and for a model that takes any size."""
+        """Side of the images the model takes, in px; None if it takes any size and for text."""
         return None if self.family.vision is None else self.family.vision.fixed_side(self.model)
 
     @property
     def has_class_token(self) -> bool:
-        """Whether the first token of an image stands for the whole of it; False for text."""
+        """Whether the first token of an image is a class token; False for text."""
         return self.family.vision is not None and self.family.vision.class_token(self.model)
 
     @property
@@ -118,12 +122,12 @@ class LayeredModel:
 
     @property
     def num_classes(self) -> int:
-        """Number of classes of an image that the logits score; 0 where they score none, and for text."""
+        """Number of image classes in the logits; 0 without a classifier and for text."""
         return 0 if self.family.vision is None else self.family.vision.classes(self.model)
 
     @property
     def has_head(self) -> bool:
-        """Whether the model is more than its trunk."""
+        """Whether the model has a head on top of its trunk."""
         if (vision := self.family.vision) is not None:
             return vision.has_head(self.model)
         if isinstance(self.model, OwnNetwork):
@@ -131,7 +135,7 @@ class LayeredModel:
         return trunk_of(self.model) is not self.model
 
     def num_patches(self, image_size: int | None = None) -> int:
-        """Number of patches of an image of that side in px, or of the size the model was made for."""
+        """Return the number of patches of an image with this side in px (default: the size the model was built for)."""
         vision: Any = self.family.vision
         side = vision.usual_side(self.model) if image_size is None else image_size
         return (side // vision.patch_side(self.model)) ** 2
@@ -142,12 +146,15 @@ class LayeredModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters of the blocks."""
+        """Dtype of the blocks' parameters."""
         return next(self.blocks[0].parameters()).dtype
 
     @property
     def precision(self) -> str:
-        """What blocks compute in: "torch.float32", "bfloat16" beside states in float32, ..."""
+        """Name of the precision in which blocks compute.
+
+        The name of the dtype, such as "torch.float32"; "bfloat16" for `BFloat16View`, whose states are in float32.
+        """
         return str(self.dtype)
 
     @property
@@ -157,16 +164,16 @@ class LayeredModel:
         return self.model.config._attn_implementation if vision is None else vision.attention(self.model)
 
     def trajectory(self, batch: Batch) -> "Trajectory":
-        """The hidden states of one batch at every layer, without a graph. Its logits are computed when asked for.
+        """Run one batch and return its hidden states at every layer, without a graph.
 
-        Only the columns the model takes are used. In a padded text, positions count the real tokens. Padding before a
-        text is moved after it for the model, so that neither the side nor the attention implementation nor the dtype
-        can matter, and results are given back as the batch was given; a padded place then holds what its nearest real
-        token has.
+        Only columns that the model takes are read. Logits are computed on first access. Padding before a text is moved
+        after it for the forward pass, and states return in the positions of the batch. So results do not depend on the
+        side of the padding, the attention implementation or the dtype. A padded position then holds the state of the
+        nearest real token.
 
         Raises:
-            InputError: a text longer than the model takes.
-            ValueError: a missing column, or a text without a real token.
+            InputError: if a text is longer than the model takes.
+            ValueError: if a column is missing, or a text has no real token.
         """
         states: list[Tensor] = []
         calls: list[BlockCall] = []
@@ -176,7 +183,8 @@ class LayeredModel:
             if call is not None:
                 calls.append(call)
 
-        # Not inference_mode, nor inside one: what is kept here takes part in derivatives later.
+        # Not inference_mode, and not inside the caller's: blocks are differentiated at these states later, and autograd
+        # refuses inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             inputs, alignment = self._pass(batch, keep)
             whole = block_calls.stacked(states)  # (layers + 1, batch, tokens, dim)
@@ -184,20 +192,20 @@ class LayeredModel:
         return Trajectory(whole, mask, tuple(calls), self.attention, self, inputs, alignment)
 
     def pass_states(self, batch: Batch, visit: Callable[[int, Tensor, Tensor], None]) -> None:
-        """Call `look(layer, hidden, mask)` for layers 0 to L as one batch passes them, and keep nothing.
+        """Run one batch and call `visit(layer, hidden, mask)` at layers 0 to L, without storing the states.
 
-        What `trajectory` holds as `hidden[layer]` (batch, tokens, dim) and `mask` (batch, tokens), to be read and not
-        written to. No scores of a vocabulary are computed.
+        `hidden` (batch, tokens, dim) and `mask` (batch, tokens) are those of `trajectory`. `visit` must not write to
+        them. The head does not run.
 
         Raises:
-            InputError, ValueError: as `trajectory`.
+            InputError, ValueError: as in `trajectory`.
         """
         layers = itertools.count()
         with torch.inference_mode(False), torch.no_grad():
             self._pass(batch, lambda state, mask, *_: visit(next(layers), state, mask))
 
     def _pass(self, batch: Batch, visit: Callable[..., None]) -> tuple[dict[str, Tensor], Alignment | None]:
-        """Call `look(state, mask, call)` with the input of the first block (no call) and after each block."""
+        """Call `visit(state, mask, call)` before the first block (`call` is None) and after each block."""
         is_first = True
 
         def give(state: Tensor, call: BlockCall | None = None) -> None:
@@ -221,10 +229,14 @@ class LayeredModel:
         return inputs, alignment
 
     def readout(self, hidden: Tensor) -> Tensor:
-        """Final norm and head of states (*n, tokens, dim): the model's logits at the last layer, else the logit lens.
+        """Apply the final norm and the head to states (*n, tokens, dim).
 
-        With the model's logit scaling and soft-capping, and without padding rows of the vocabulary. A model without a
-        head gives its final-normed states; a ViT, or a classifier of real tokens, (*n, classes); CLIP its pooled state.
+        At the last layer these are the model's logits, at earlier layers the logit lens. Logit scaling and soft-capping
+        of the model apply. Padding rows of the vocabulary are dropped.
+
+        Returns:
+            Logits (*n, tokens, vocabulary), or (*n, classes) from a head that pools tokens. A model without a head
+            returns the states after the final norm, CLIP its pooled state.
         """
         with evaluating(self.model):
             flat = hidden.reshape(-1, *hidden.shape[-2:])
@@ -233,7 +245,7 @@ class LayeredModel:
 
     @contextmanager
     def _observed(self, hook: Callable[..., None]) -> Iterator[None]:
-        """The hook sees each block's call inside, where every block runs once, in order."""
+        """Call `hook` after each block call inside the context, and check that every block runs once, in order."""
         self.refuse_reordered()
         order: list[nn.Module] = []
 
@@ -248,7 +260,10 @@ class LayeredModel:
             raise RuntimeError(f"expected {self.num_layers} blocks to run once each, in order, saw {len(order)} calls")
 
     def refuse_reordered(self) -> None:
-        """Refuse a model whose blocks run in another order for now: what they are called with tells no layer."""
+        """Refuse a model inside a `running_order` context.
+
+        There each block only passes its input on, and the last one runs all of them. So block inputs are no layers.
+        """
         if REORDERED in self.model.__dict__:
             raise InputError(
                 f"this {type(self.model).__name__} runs its blocks in another order: leave that context before looking "
@@ -256,7 +271,7 @@ class LayeredModel:
             )
 
     def own_logits(self, inputs: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
-        """The logits that the model's own call makes of a last state: its blocks hand that on and do not run."""
+        """Return the logits of the model's own call with its blocks bypassed, so that `hidden` is the last state."""
         self.refuse_reordered()
         forwards = self.family.identities(self.num_layers, hidden)
         bypass = bypassed(self.blocks, forwards)
@@ -267,8 +282,9 @@ class LayeredModel:
         return logits[..., : self.vocab_size]
 
     def _inputs(self, batch: Batch) -> tuple[dict[str, Tensor], Alignment | None]:
-        """The columns that the model is called with, on its device; how texts were moved, where any has padding before
-        it: of a causal model such padding has nothing to see, which some attention in float64 turns into NaN."""
+        """Return the inputs of the model's call, and how texts were moved if any had padding before it."""
+        # In a causal model, padding before a text attends to no token at all. Some attention in float64 makes NaN of an
+        # empty softmax. After the text, padding attends to the text.
         needed = self.family.inputs[0]
         if needed not in batch:
             raise ValueError(f"a batch for {type(self.model).__name__} needs {needed!r}, got {sorted(batch)}")
@@ -278,7 +294,7 @@ class LayeredModel:
         inputs = {name: batch[name].to(self.device) for name in self.family.columns if name in batch}
         mask, alignment = inputs.get("attention_mask"), None
         if mask is None or mask.bool().all():
-            inputs.pop("attention_mask", None)  # nothing to hide: the fast causal path
+            inputs.pop("attention_mask", None)  # without a mask, attention takes its fast causal kernel
         elif not mask.any(dim=-1).all():
             raise ValueError("every text needs a real token, got a row of attention_mask without one")
         elif not self.family.takes_padding:
@@ -299,7 +315,8 @@ class LayeredModel:
         """Refuse token ids that the model does not take.
 
         Raises:
-            InputError: too many tokens, or ids that it has no embedding of.
+            InputError: if there are too many tokens, or ids without an embedding.
+            ValueError: if `ids` is not (batch, tokens).
         """
         kind, limit, vocabulary = type(self.model).__name__, self.max_tokens, true_vocab_size(self.model)
         if ids.ndim != 2 or not ids.numel():
@@ -307,25 +324,25 @@ class LayeredModel:
         if limit is not None and ids.shape[1] > limit:
             raise InputError(f"{kind} takes at most {limit} tokens, got {ids.shape[1]}: shorten the texts")
         worst = int(ids.max()) if ids.min() >= 0 else int(ids.min())
-        if not 0 <= worst < vocabulary:  # on a GPU the embedding's own check would end the whole process
+        if not 0 <= worst < vocabulary:  # on a GPU, the embedding's own check is a device assert that ends the process
             raise InputError(f"{kind} knows {vocabulary} tokens, got token {worst}: use the tokenizer it was made for")
 
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """One batch on its way through the blocks."""
+    """The hidden states of one batch at every layer, and the block calls between them."""
 
     hidden: Tensor  # (layers + 1, batch, tokens, dim)
     mask: Tensor  # (batch, tokens), False on padding
     calls: tuple[BlockCall, ...]
     attention: str
     model: LayeredModel
-    inputs: Mapping[str, Tensor]  # what the model was called with
-    alignment: Alignment | None = None  # how texts were moved for that
+    inputs: Mapping[str, Tensor]  # inputs of the model's call, with padding after the texts
+    alignment: Alignment | None = None  # how texts were moved for the call; None if they were not
 
     @functools.cached_property
     def logits(self) -> Tensor:
-        """(batch, tokens, vocabulary), or what the readout gives instead: the model's own, made of the last state."""
+        """Logits of the model's own call: (batch, tokens, vocabulary), or as `LayeredModel.readout` describes."""
         if self.pools_some:
             return self.pooled(self.hidden[-1])
         last = self.hidden[-1] if self.alignment is None else self.alignment.moved(self.hidden[-1])
@@ -333,25 +350,32 @@ class Trajectory:
         return logits if self.alignment is None or logits.ndim < 3 else self.alignment.restored(logits)
 
     def logits_of(self, index: tuple[Tensor, ...]) -> Tensor:
-        """`logits[index]`, rows (n, classes) of tokens (prompt, place), or of prompts where the head pools.
+        """Return `logits[index]`, (n, classes).
 
-        Of a model that generates the head runs on these tokens alone, where it can.
+        The head runs only on the selected tokens if the model generates and its head reads one token at a time.
+
+        Args:
+            index: (prompts, positions), each (n,); (prompts,) if the head pools tokens.
         """
         if self.model.family.needs_all or not self.model.predicts_next_token:
             return self.logits[index]
         one = {name: column[:1, :1] for name, column in self.inputs.items()}
         rows = self.hidden[-1][index][None]
-        if isinstance(self.model.model, OwnNetwork):  # which may compare the tokens it scores with those it is given
+        # Model code of the user may check that scores and input ids agree in shape: one text for each selected token.
+        if isinstance(self.model.model, OwnNetwork):
             one, rows = {name: column.expand(rows.shape[1], 1) for name, column in one.items()}, rows.transpose(0, 1)
         return self.model.own_logits(one, rows).reshape(len(index[0]), -1)
 
     def readout(self, hidden: Tensor, index: tuple[Tensor, ...]) -> Tensor:
-        """The same rows as those of `logits_of`, of another state (batch, tokens, dim) of this batch."""
+        """Return the rows of `logits_of`, but read out from another state (batch, tokens, dim) of this batch."""
         return self.pooled(hidden)[index] if self.pools_some else self.model.readout(hidden[index])
 
     @functools.cached_property
     def pools_some(self) -> bool:
-        """Whether the head makes one prediction of a text, of all its tokens but those that it takes for padding."""
+        """Whether the head pools the tokens of a text and some tokens of this batch are padding to it.
+
+        Such a head decides by `pad_token_id` which tokens are padding. So real tokens with that id also count.
+        """
         family = self.model.family
         if family.sees_images or not family.needs_all:
             return False
@@ -361,12 +385,12 @@ class Trajectory:
         return self.model.readout(self.hidden[-1][:1]).ndim == 2
 
     def pooled(self, hidden: Tensor) -> Tensor:
-        """What the model's own end makes of the real tokens of states (batch, tokens, dim): (batch, classes)."""
+        """Return the readout (batch, classes) of the real tokens of states (batch, tokens, dim)."""
         columns = {name: column for name, column in self._batch().items() if name != "attention_mask"}
         return block_calls.read_by_length(self.model.own_logits, self.mask, columns, hidden)
 
     def _batch(self) -> dict[str, Tensor]:
-        """The inputs with each token where it was given."""
+        """Return the inputs with each token in its position of the batch."""
         back = (lambda column: column) if self.alignment is None else self.alignment.restored
         return {name: back(column) for name, column in self.inputs.items()}
 
@@ -375,13 +399,14 @@ class Trajectory:
         return len(self.calls)
 
     def block(self, layer: int) -> BlockCall:
-        """Block `layer` (1..L) as a function of its input alone, closed over the arguments this batch really passed.
+        """Return block `layer` (1..L) as a differentiable function of its input state.
 
-        Differentiable. `block(l)(hidden[l - 1])` is `hidden[l]`.
+        Its other arguments (masks, positions) are those of this batch. `block(l)(hidden[l - 1])` equals `hidden[l]`.
 
         Raises:
-            IndexError: `layer` outside 1..L.
-            RuntimeError: the attention implementation was changed since; a causal mask may then be missing.
+            IndexError: if `layer` is outside 1..L.
+            RuntimeError: if the attention implementation changed after the forward pass. The stored arguments may then
+                lack a causal mask.
         """
         if not 1 <= layer <= self.num_layers:
             raise IndexError(f"blocks are numbered 1..{self.num_layers}, got {layer}")
@@ -394,9 +419,10 @@ class Trajectory:
         return self.calls[layer - 1]
 
     def rows(self, start: int, stop: int) -> "Trajectory":
-        """The trajectory of some prompts, its blocks closed over their arguments."""
+        """Return the trajectory of prompts `start` to `stop`, with block calls for these prompts."""
         some, size = slice(start, stop), self.hidden.shape[1]
-        if self.model.family.origin == "structure":  # nobody knows which arguments have a row for each prompt
+        # Without a row of `FAMILIES` it is unknown which block arguments have one entry per prompt: run them again.
+        if self.model.family.origin == "structure":
             batch = {name: column[some] for name, column in self._batch().items()}
             mask = {} if self.model.family.sees_images else {"attention_mask": self.mask[some].long()}
             return self.model.trajectory(batch | mask)
@@ -410,10 +436,11 @@ class Trajectory:
         )
 
 
-# The hidden states that analyses look at: in which convention and precision, and of which prompts and tokens.
+# The hidden states that analyses read: their convention, precision, prompts and tokens.
 
-# "resid": every layer as it leaves its block. "hf": the last one after the final norm, as in `hidden_states` of
-# transformers and in much published code. "normed": every one after the final norm, as a model cut there would end.
+# "resid": each layer as it leaves its block. "hf": the last layer after the final norm, as in `hidden_states` of
+# transformers and in much published code. "normed": each layer after the final norm, like the output of a model that is
+# truncated there.
 States = Literal["resid", "hf", "normed"]
 
 
@@ -423,7 +450,7 @@ def final_norm(model: LayeredModel) -> torch.nn.Module | None:
 
 
 def convert_states(model: LayeredModel, states: States, layer: int, hidden: Tensor) -> Tensor:
-    """Return the hidden states of a layer in a convention."""
+    """Return the hidden states of a layer in one of the conventions of `States`."""
     norm = final_norm(model)
     if states == "resid" or norm is None or (states == "hf" and layer < model.num_layers):
         return hidden
@@ -432,24 +459,26 @@ def convert_states(model: LayeredModel, states: States, layer: int, hidden: Tens
 
 
 def states_of_layers(trajectory: Trajectory, states: States) -> Iterator[Tensor]:
-    """Yield the hidden states of layers 0 to L in a convention."""
+    """Yield the hidden states of layers 0 to L in one of the conventions of `States`."""
     return (convert_states(trajectory.model, states, layer, hidden) for layer, hidden in enumerate(trajectory.hidden))
 
 
 def upcast(model: LayeredModel) -> LayeredModel:
-    """Return the model, or a float32 copy of one in half precision, whose rounding is as large as a late block's step.
+    """Return a float32 copy of a model in half precision; any other model unchanged.
 
-    The copy is what loading the saved weights gives: what no checkpoint holds, such as rotary frequencies, is computed
-    anew, as a cast has rounded it.
+    The rounding of half precision is as large as the change that a late block makes to a state. The copy equals a model
+    loaded in float32 from the saved weights.
     """
     if model.dtype not in (torch.float16, torch.bfloat16):
         return model
     fresh = copy.deepcopy(model.model).float()
+    # Buffers that no checkpoint holds, such as rotary frequencies, were rounded when the model was cast to half
+    # precision. `float()` does not undo that, so they are computed again.
     for module in fresh.modules() if hasattr(fresh, "_init_weights") else ():
         if module._non_persistent_buffers_set:
             saved = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
             with torch.no_grad():
-                fresh._init_weights(module)  # how from_pretrained gives buffers their values; and weights new ones
+                fresh._init_weights(module)  # as from_pretrained does for buffers; it also overwrites the weights
                 for parameter, value in saved:
                     parameter.copy_(value)
     return LayeredModel(fresh)
@@ -475,7 +504,7 @@ def drop_first_tokens(mask: Tensor, count: int) -> Tensor:
 
 
 def evenly_spread(first: int, last: int, count: int) -> list[int]:
-    """Return at most `count` whole numbers from `first` to `last`, including both; one number is `last`."""
+    """Return up to `count` integers from `first` to `last`, evenly spread, with both ends; `last` if `count` is 1."""
     if count == 1 or first == last:
         return [last]
     count = min(count, last - first + 1)
