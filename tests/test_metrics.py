@@ -101,5 +101,7 @@ def test_the_tables_of_the_documentation_are_those_of_the_rows():
     for page in DOCS.glob("*.md"):
         text = page.read_text()
         assert with_tables(text) == text, f"{page.name}: run python -m tests.support.metric_tables"
-    page = (DOCS / "metrics.md").read_text()  # it has one rule for the halves
-    assert all(f"`{name}`" in page for name, row in METRICS.items() if row.also != "half")
+    page = (DOCS / "metrics.md").read_text()  # it has one rule for the halves, and one for chance levels
+    shown = [name for name, row in METRICS.items() if row.also != "half"]
+    unnamed = {name for name in shown if f"`{name}`" not in page}
+    assert unnamed <= {f"random_{name}" for name in METRICS}

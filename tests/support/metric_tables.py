@@ -12,6 +12,20 @@ from lit_layers.metrics import GROUPS, METRICS, Metric, is_in
 
 DOCS = Path(__file__).parents[2] / "docs"
 CHANCE = "Chance level: "  # the meaning of a baseline begins with it
+JOINED = {  # small groups that the page shows under the heading of another
+    "law": "residual",
+    "residual_detail": "residual",
+    "monotonicity": "score",
+    "layer": "score",
+    "stage": "similarity",
+    "contrast": "similarity",
+    "order": "cost",
+    "rounding": "cost",
+    "pooled": "geometry",
+    "plane": "trajectory",
+    "jacobian_lens": "lens",
+    "glue": "task",
+}
 BETTER = {None: "", "higher": "↑", "lower": "↓"}
 _MARKED = re.compile(r"(?<=<!-- metrics: )(?P<groups>[\w ]+) -->\n.*?(?=<!-- end of metrics -->)", re.S)
 
@@ -23,7 +37,10 @@ def with_tables(text: str) -> str:
 
 def _content(groups: list[str]) -> str:
     if groups == ["all"]:
-        return "\n\n".join(f"## {group.title}\n\n{_table([group.name])}" for group in GROUPS)
+        groups = {group: [group.name] for group in GROUPS if group.name not in JOINED}
+        for names in groups.values():
+            names += [name for name, other in JOINED.items() if other == names[0]]
+        return "\n\n".join(f"## {group.title}\n\n{_table(names)}" for group, names in groups.items())
     return _table(groups)
 
 
@@ -51,7 +68,8 @@ def _cells(row: Metric) -> tuple[str, ...]:
     said = all(any(word.startswith(part) for word in words) for part in parts)  # the name says what the title says
     meaning = row.meaning if said else ": ".join(filter(None, (f"**{row.title}**", row.meaning)))
     if chance := _chance(row):
-        meaning += f" Chance: `{chance.name}`, {chance.meaning.removeprefix(CHANCE)}"
+        named = "" if chance.name == f"random_{row.name}" else f"`{chance.name}`, "
+        meaning += f" Chance: {named}{chance.meaning.removeprefix(CHANCE)}"
     return f"`{row.name}`", values, meaning
 
 
