@@ -1,7 +1,7 @@
-"""A network of nobody's library (of a training script such as nanoGPT) in the words of transformers.
+"""Wrappers that give the user's own networks (such as nanoGPT) the interface of a transformers model.
 
-All that its code is asked for is one call with token ids, or with images of the size that it says. What else the
-layered view has to know is seen in that call, and its blocks are then proven as those of any other model (`structure`).
+The network must accept a call with token ids, or with images of the size that it states. The wrapper learns everything
+else from that call. `structure` then finds and checks its blocks as in any other model.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from lit_layers.models.families import Network, row_of, side_length
 from lit_layers.models.proof import CANNOT_CALL, PositionTables, is_timm
 
 NUM_TOKENS = 6
-# What scripts call the length of their longest text, and the next tokens that they are given for the loss.
+# Names in training scripts: of the longest text's length, of the next tokens for the loss, and of the image size.
 _LENGTHS = (
     *("block_size", "max_seq_length", "max_seq_len", "context_length", "context_size", "seq_len", "n_ctx"),
     *("max_position_embeddings", "n_positions", "max_len"),
@@ -33,15 +33,15 @@ _SIDES = ("image_size", "img_size")
 
 @dataclass(frozen=True)
 class _Facts:
-    """What one call has shown of a network."""
+    """The way to call a network and to find its scores, learned from one call."""
 
-    column: str | None  # the name of the argument that takes token ids or images; None: the first one
+    column: str | None  # name of the argument that takes token ids or images; None: the first one
     config: Any
     takes_mask: bool = False
-    needs_mask: bool = False  # also of texts without padding: it cannot be called without one
-    targets: str | None = None  # the argument without which the last token alone is scored (nanoGPT)
-    key: Any = None  # of the scores in what a call returns: a name or a number; None: it returns them alone
-    scores_words: bool = False  # each token has a score of each word
+    needs_mask: bool = False  # whether the mask has no default, so that texts without padding also need one
+    targets: str | None = None  # argument that must be passed to get scores of all tokens (nanoGPT), or None
+    key: Any = None  # name or index of the scores in the output; None if the output is the scores
+    scores_words: bool = False  # whether the scores are over the vocabulary, for each token
 
     @property
     def takes_images(self) -> bool:
@@ -49,9 +49,9 @@ class _Facts:
 
 
 class OwnNetwork(nn.Module):
-    """The network with a config, called with `input_ids`, returning its scores alone.
+    """A user's network with a config, called with `input_ids`, that returns only its scores.
 
-    Its class has the name of the network's. Weights, buffers and hooks are the network's own.
+    Its class has the name of the network's class. Weights, buffers and hooks are those of the network.
     """
 
     main_input_name = "input_ids"
@@ -64,11 +64,11 @@ class OwnNetwork(nn.Module):
 
     @property
     def base_model(self) -> "OwnNetwork":
-        """Itself: where its head begins, nothing says."""
+        """The model itself, as it is unknown which modules are the head."""
         return self
 
     def forward(self, input_ids: Tensor, return_dict: bool = True) -> Tensor:
-        """(batch, tokens, scores), or (batch, classes)."""
+        """Return scores (batch, tokens, scores) or (batch, classes)."""
         return self._scores(input_ids)
 
     def _scores(self, given: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -83,7 +83,7 @@ class OwnNetwork(nn.Module):
             ) from error
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The module with a row for each token that is scored; None where no vocabulary is."""
+        """Return the last linear or embedding module with a row per word; None without vocabulary scores."""
         if not self._facts.scores_words:
             return None
         size = self.config.num_scores
@@ -91,7 +91,7 @@ class OwnNetwork(nn.Module):
         return next((module for module in reversed(rows) if len(module.weight) == size), None)
 
     def get_input_embeddings(self) -> None:
-        """None: no vocabulary was padded here."""
+        """Return None: only vocabularies that this package padded are searched here."""
 
     def can_generate(self) -> bool:
         return self.get_output_embeddings() is not None
@@ -102,31 +102,33 @@ class OwnNetwork(nn.Module):
 
 
 class OwnMaskedNetwork(OwnNetwork):
-    """The same of a network that takes a mask, too."""
+    """An `OwnNetwork` that also takes an attention mask."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, return_dict: bool = True) -> Tensor:
         return self._scores(input_ids, attention_mask)
 
 
 class OwnImageNetwork(OwnNetwork):
-    """The same of a network of images, called with `pixel_values`."""
+    """An `OwnNetwork` for images, called with `pixel_values`."""
 
     main_input_name = "pixel_values"
 
     def forward(self, pixel_values: Tensor, return_dict: bool = True) -> Tensor:
-        """(batch, classes), or what else it returns."""
+        """Return scores (batch, classes) or any other floating-point output of the network."""
         return self._scores(pixel_values)
 
 
 def is_known(model: nn.Module) -> bool:
-    """Whether transformers or timm made a model, so that its config or class says how to call it."""
+    """Return whether a model is of transformers or timm (or wrapped), so that its config says how to call it."""
     of_transformers = hasattr(model, "base_model") and hasattr(getattr(model, "config", None), "to_json_string")
     return is_timm(model) or of_transformers or isinstance(model, OwnNetwork) or row_of(model) is not None
 
 
 def known_inside(module: nn.Module) -> dict[str, nn.Module]:
-    """The models of transformers or timm in a module, by their names in it; not the parts that these have in turn, nor
-    layers of timm, of which somebody built a network."""
+    """Return the outermost models of transformers or timm inside a module, by path.
+
+    Single layers of timm inside a network of the user do not count.
+    """
     known: dict[str, nn.Module] = {}
     for name, part in module.named_modules():
         is_model = is_known(part) and (not is_timm(part) or hasattr(part, "reset_classifier"))
@@ -135,16 +137,16 @@ def known_inside(module: nn.Module) -> dict[str, nn.Module]:
     return known
 
 
-# Of each network what was seen of it, by the shapes of its weights; of each class of networks those made for it.
+# Caches: network -> (shapes of its weights, facts); class of networks -> wrapper classes that were created for it.
 _FACTS: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, _Facts]]" = weakref.WeakKeyDictionary()
 _KINDS: "weakref.WeakKeyDictionary[type, dict[type[OwnNetwork], Any]]" = weakref.WeakKeyDictionary()
 
 
 def wrap_own(model: nn.Module) -> Network:
-    """A model of transformers or timm as it is, any other network in their words.
+    """Return a model of transformers or timm unchanged, and any other network in an `OwnNetwork`.
 
     Raises:
-        InputError: a network that takes neither token ids nor images of a size that it says.
+        InputError: if the network takes neither token ids nor images of a size that it states.
     """
     if is_known(model):
         return model
@@ -159,7 +161,7 @@ def wrap_own(model: nn.Module) -> Network:
 
 
 def network_of(model: Network) -> nn.Module:
-    """The network itself, of which others may be told in other words."""
+    """Return the network inside an `OwnNetwork`; any other model unchanged."""
     return model.network if isinstance(model, OwnNetwork) else model
 
 
@@ -213,7 +215,7 @@ def _text_facts(network: nn.Module, device: torch.device) -> _Facts:
         raise _refusal(network, "it looks up the token ids in no table of embeddings")
     rank, fitting = _candidates(values, ids, lookups.size)
     if (targets := next((name for name in _TARGETS if name in takes), None)) is not None and rank:
-        with contextlib.suppress(*CANNOT_CALL):  # classes of texts are other targets
+        with contextlib.suppress(*CANNOT_CALL):  # a classifier of texts takes targets of another shape
             again = _floats(_call(network, replace(facts, targets=targets), ids))
             if (better := _candidates(again, ids, lookups.size))[0] < rank:
                 facts, values, (rank, fitting) = replace(facts, targets=targets), again, better
@@ -238,8 +240,11 @@ _WORDS, _TOKENS, _CLASSES, _NOTHING = range(4)
 
 
 def _candidates(values: Mapping[Any, Tensor], ids: Tensor, num_words: int) -> tuple[int, list[Any]]:
-    """What of a call's values can be scores, the best kind first: of words for each token, of something else for each
-    token, of classes for each text; and their places. Where words are scored, nothing else is meant."""
+    """Return the best kind of scores in the outputs of a call, and the keys of all outputs that may be the scores.
+
+    Kinds, best first: vocabulary scores per token, other scores per token, classes per text, none. If there are
+    vocabulary scores, other outputs are not candidates. If an output is named "logits", only it is a candidate.
+    """
     kinds = [
         [key for key, value in values.items() if value.shape == (*ids.shape, num_words)],
         [key for key, value in values.items() if value.ndim == 3 and value.shape[:2] == ids.shape],
@@ -252,7 +257,11 @@ def _candidates(values: Mapping[Any, Tensor], ids: Tensor, num_words: int) -> tu
 
 
 def _pick_key(network: nn.Module, values: Mapping[Any, Tensor], fitting: list[Any]) -> Any:
-    """Where the scores are."""
+    """Return the key of the scores: "logits", or the only candidate.
+
+    Raises:
+        InputError: if there is no candidate, or several without the name "logits".
+    """
     if "logits" in fitting or len(fitting) == 1:
         return "logits" if "logits" in fitting else fitting[0]
     shapes = ", ".join(str(tuple(values[key].shape)) for key in fitting) or "nothing"
@@ -272,7 +281,7 @@ def _refusal(network: nn.Module, reason: str) -> InputError:
 
 
 def _declared(network: nn.Module, names: tuple[str, ...]) -> Any:
-    """What the network, its config or its patch embedding says of itself under one of these names."""
+    """Return the first number, tuple or list under one of these names in the network, its config or patch embedding."""
     for owner in (network, getattr(network, "config", None), getattr(network, "patch_embed", None)):
         values = owner if isinstance(owner, Mapping) else getattr(owner, "__dict__", {})
         for name in names:
@@ -282,14 +291,19 @@ def _declared(network: nn.Module, names: tuple[str, ...]) -> Any:
 
 
 def _sample_ids(num_rows: int, num_tokens: int) -> Tensor:
-    """(2, tokens), of ids that any table of so many rows has, which neither count up nor are all alike, as numbers of
-    segments are."""
+    """Return token ids (2, tokens) below `num_rows` that are neither consecutive nor all equal.
+
+    So they cannot be mistaken for position ids or segment ids, which other embedding tables look up.
+    """
     ids = torch.arange(1, num_tokens + 1) ** 2 % num_rows
     return torch.stack([ids, ids.flip(0)])
 
 
 class _Lookups(TorchFunctionMode):
-    """Notes in which table token ids are looked up: `size` is the number of its rows, of several the fewest."""
+    """Finds the embedding table of the token ids while a network runs: `size` is its number of rows.
+
+    If several tables look up the token ids, `size` is the smallest number of rows.
+    """
 
     def __init__(self, ids: Tensor) -> None:
         super().__init__()
@@ -311,7 +325,8 @@ def _try_call(network: nn.Module, given: Tensor, facts: _Facts, what: str) -> di
 
 
 def _call(network: nn.Module, facts: _Facts, given: Tensor, mask: Tensor | None = None) -> Any:
-    given = given.clone(memory_format=torch.contiguous_format)  # scripts take views of it, and some write to it
+    # A contiguous copy, as scripts call `view` on their input, and some write to it.
+    given = given.clone(memory_format=torch.contiguous_format)
     named = {} if facts.targets is None else {facts.targets: given.clone()}
     if mask is not None or facts.needs_mask:
         named["attention_mask"] = torch.ones_like(given) if mask is None else mask.clone()
@@ -319,7 +334,7 @@ def _call(network: nn.Module, facts: _Facts, given: Tensor, mask: Tensor | None 
 
 
 def _floats(output: Any) -> dict[Any, Tensor]:
-    """The tensors of numbers for each text or more in what a call returns, by name or number."""
+    """Return the floating-point tensors with at least two dimensions in the output of a call, by name or index."""
     if isinstance(output, Tensor):
         values: dict[Any, Any] = {None: output}
     elif hasattr(output, "_asdict"):

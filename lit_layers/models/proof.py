@@ -335,8 +335,8 @@ class Evidence:
         with bypassed(self.blocks, self.family.identities(len(self.blocks))):
             calls = self._run(self.probe.call)
         refusal = None
-        # From the last block to the first: `_is_idle` runs a block, which may write into an object that all blocks share.
-        # In running order, later blocks would find these values and wrongly seem to need nothing of earlier ones.
+        # From the last block to the first: `_is_idle` runs a block, which may write into an object that all blocks
+        # share. In running order, later blocks would find these values and wrongly seem to need no earlier block.
         for number in reversed(self._numbers()):
             with_blocks, without = self.calls[number - 1], calls[number - 1]
             mine, theirs = dict(enumerate(with_blocks.args)) | with_blocks.kwargs, dict(enumerate(without.args))

@@ -1,4 +1,4 @@
-"""A model whose blocks run in another order while a context lasts: skipped, repeated, side by side."""
+"""Run a model with its blocks in another order inside a context: skipped, repeated, or in parallel."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -17,30 +17,32 @@ from lit_layers.models.families import Network
 from lit_layers.models.structure import family_of
 from lit_layers.models.view import REORDERED, LayeredModel, Trajectory
 
-_IDS, _OWNER = itertools.count(1), "lit_layers_order"  # of orders; a number stays what it is in a copy of a cache
+# Each order has an id, which is noted in the caches that it fills. Unlike an object, an id survives copying a cache.
+_IDS, _OWNER = itertools.count(1), "lit_layers_order"
 
 
 @contextmanager
 def running_order(model: nn.Module, schedule: Sequence[Step]) -> Iterator[nn.Module]:
-    """The model, whose blocks run in the order of `schedule` until the context ends, whoever calls it.
+    """Let the blocks of `model` run in the order of `schedule` until the context ends; yield the model.
 
-    A number runs its whole block on the current state; a tuple runs each of its blocks on the same state and averages
-    their outputs. What a block is called with besides its state (masks, positions) is what it would have had in place.
-    Embedding, final norm and head stay; so do weights, `state_dict` and modules. Gradients flow. With a key-value cache
-    each execution of each block has a slot of its own, so that cached generation is what recomputing gives; a cache
-    that was begun in the context ends with it. Hooks on single blocks do not see the executions, nor would the model's
-    `output_hidden_states`, which is refused.
+    Every call of the model runs the schedule, also one by other code. Each block gets the other arguments (masks,
+    positions) of its original place. Embedding, final norm, head, weights, `state_dict` and modules do not change.
+    Gradients flow. With a key-value cache, each execution of a block has its own slot, so that generation with and
+    without a cache agree. Such a cache cannot be used after the context. A `LayeredModel` refuses the model inside the
+    context. Hooks on single blocks would not see the executions, so blocks with hooks are refused.
 
-    Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298. (Its code averages the keys and values of
-    parallel blocks, which is wrong from the second generated token on.)
+    Args:
+        schedule: a number runs that block (1..L) on the current state. A tuple runs each of its blocks on the same
+            state and averages their outputs.
 
-    A `LayeredModel` of it is refused meanwhile.
+    Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298. Its code averages the keys and values of
+    parallel blocks, which is wrong from the second generated token on.
 
     Raises:
-        InputError: a model that is no row of blocks, or one in such a context already, here or in another thread;
-            inside, a cache that is not made of keys and values alone or was filled in another order, and
-            `output_hidden_states`.
-        TypeError, ValueError: a schedule that does not fit the model.
+        InputError: if the model is not a sequence of blocks, has hooks on its blocks, or is already in such a context,
+            in any thread. Calls inside the context raise it for `output_hidden_states` and for a cache that holds more
+            than keys and values or was filled in another order.
+        TypeError, ValueError: if the schedule does not fit the model.
     """
     network: Network = plain_model(model)
     family = family_of(network)
@@ -71,9 +73,10 @@ def _refuse_hidden_states(network: Network, args: tuple, kwargs: dict[str, Any])
 
 
 class _Order:
-    """Stands in place of the blocks: each notes what it is called with and passes its input on; the last runs them.
+    """The forwards that replace those of the blocks inside a `running_order` context.
 
-    Each execution of a block has a slot of a key-value cache, after those that the model itself counts.
+    Each one records its arguments and returns its input. The last one then runs the schedule on the input of the first.
+    A key-value cache has L slots that the model counts. Each execution of a block gets a slot after these.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class _Order:
     ) -> None:
         self.steps, self.forwards, self.kind, self.returned = steps, forwards, kind, returned
         self.number = next(_IDS)
-        self.arguments: list[tuple[tuple, dict[str, Any]]] = []  # of the blocks of one forward pass, so far
+        self.arguments: list[tuple[tuple, dict[str, Any]]] = []  # recorded in the current forward pass
 
     def forward_of(self, number: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -104,7 +107,7 @@ class _Order:
         return forward
 
     def _claim_caches(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Claim empty caches for this order, and refuse what another one has filled, or what has no slots."""
+        """Mark empty caches as used by this order; refuse caches of another order or another kind."""
         from transformers.cache_utils import DynamicCache, DynamicLayer
 
         for cache in filter(is_cache, (*args, *kwargs.values())):
@@ -124,7 +127,8 @@ class _Order:
                 )
 
     def _run(self, hidden: Tensor, arguments: list[tuple[tuple, dict[str, Any]]]) -> Tensor:
-        # Caches say of each block that the tokens at hand are in it: masks and positions go by that.
+        # The model computes masks and positions from the number of tokens in the first L slots. So these get
+        # placeholders of width 1 for the new tokens, while the real keys and values are in the later slots.
         placeholder = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[1], 1)  # (batch, head, tokens, width)
         for number, (args, kwargs) in enumerate(arguments):
             for cache in filter(is_cache, (*args, *kwargs.values())):
@@ -143,18 +147,18 @@ class _Order:
 
 
 def _slot_view(value: Any, slot: int, number: int) -> Any:
-    """What block `number` is given in place of a cache; anything else as it is."""
+    """Return a cache that shows only one slot, for block `number`; return other arguments unchanged."""
     if not is_cache(value):
         return value
     if len(value.layers) == slot:
-        layer = value.layers[number - 1]  # of the same kind: with a window, or without
+        layer = value.layers[number - 1]  # the new slot has the same kind, as the block may use a sliding window
         window = getattr(layer, "sliding_window", None)
         value.layers.append(type(layer)() if window is None else type(layer)(sliding_window=window))
     return _OneSlot(value, slot)
 
 
 class _OneSlot:
-    """A cache of which a block sees one slot (its place), whichever it asks for."""
+    """A cache that reads and writes one slot, regardless of the layer index that the block asks for."""
 
     def __init__(self, cache: Any, slot: Any) -> None:
         self._cache, self._slot = cache, slot
@@ -167,10 +171,14 @@ class _OneSlot:
 
 
 def variants_of(options: Any, model: LayeredModel, prefix: str = "") -> list[Variant]:
-    """The orders of blocks that an analysis's options of those names ask for, the full model first.
+    """Return the orders of blocks that an analysis asks for in its options, the full model first.
+
+    Args:
+        options: an object with `variants`, and those of `middles`, `seeds`, `loops` and `custom` that it supports.
+        prefix: the beginning of error sentences.
 
     Raises:
-        InputError: options that do not fit the model; the sentence begins with the `place`.
+        InputError: if the options do not fit the model.
     """
     names = ("middles", "seeds", "loops", "custom")
     given = {name: getattr(options, name) for name in names if hasattr(options, name)}
@@ -183,13 +191,13 @@ def variants_of(options: Any, model: LayeredModel, prefix: str = "") -> list[Var
 
 
 class SharedPrefixes:
-    """Final states of many schedules on one batch; what they begin with in common is computed once.
+    """Final states of many schedules on one batch, where common beginnings of schedules run only once.
 
-    Composed as in `running_order`. States that the full model passes are those of the trajectory and cost no run.
-    Equal schedules are one. The states in memory are those on the way through the present schedule, and of one group.
+    The result equals that of `running_order`. States of the full model come from the trajectory, and equal schedules
+    run once. Only the states along the current schedule are in memory.
 
     Raises:
-        TypeError, ValueError: a schedule that does not fit `num_blocks` blocks.
+        TypeError, ValueError: if a schedule does not fit `num_blocks` blocks.
     """
 
     def __init__(self, schedules: Sequence[Sequence[Step]], num_blocks: int) -> None:
@@ -197,13 +205,13 @@ class SharedPrefixes:
         indices: dict[Schedule, list[int]] = {}
         for index, schedule in enumerate(schedules):
             indices.setdefault(checked(schedule, num_blocks), []).append(index)
-        # In this order schedules with a common beginning follow each other.
+        # Sorted, so that schedules with a common beginning follow each other.
         self.indices = {each: indices[each] for each in sorted(indices, key=lambda each: [*map(members, each)])}
 
     def states(self, trajectory: Trajectory) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Yield the indices of equal schedules and the state (batch, tokens, dim) before final norm and head.
+        """Yield the indices of equal schedules and their state (batch, tokens, dim) before final norm and head.
 
-        The state is to be read and not written to: it may be needed for others.
+        The caller must not write to the state, which later schedules may continue from.
         """
         passed, previous, full = [trajectory.hidden[0]], (), tuple(range(1, len(trajectory.hidden)))
         for schedule, indices in self.indices.items():
