@@ -1,3 +1,3 @@
-"""The commands of `lit-layers`, and the codes that they end with."""
+"""The `lit-layers` command line and its exit codes."""
 
 FAILED, REFUSED, DIVERGED, INTERRUPTED, READER_GONE, TERMINATED = 1, 2, 3, 130, 141, 143

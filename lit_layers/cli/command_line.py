@@ -1,4 +1,4 @@
-"""The commands of `lit-layers`: finds one, runs it, turns the user's mistakes into one sentence."""
+"""Dispatch of `lit-layers` commands: find the command, run it, and print user errors as one sentence."""
 
 import importlib
 import logging
@@ -9,24 +9,27 @@ from lit_layers.cli import INTERRUPTED, REFUSED
 from lit_layers.cli.process import one_line, take_verbose
 from lit_layers.errors import InputError, did_you_mean, is_full
 
-COMMANDS = {  # each a file of `verbs`
+COMMANDS = {  # each is a module of `verbs`
     "analyze": "measure every layer of a trained model, whole or block by block",
-    "audit": "check whether a checkpoint series is what it says",
+    "audit": "check whether the checkpoints of a series are what their names say",
     "correlate": "compare metrics with scores, over models or over layers",
-    "emerge": "find when each number of a run changes, in which order, and how sure that is",
-    "fit": "train from a recipe and measure every layer on the way",
-    "intervene": "run the blocks in other orders, and see what breaks",
+    "emerge": "find when each metric of a run emerges, in which order, and with which uncertainty",
+    "fit": "train from a recipe, and measure every layer during training",
+    "intervene": "run the blocks in other orders, and measure what breaks",
     "mteb": "score every layer on the tasks of MTEB, from one pass over their texts",
     "prepare": "turn a text source into token shards",
     "report": "draw a run, or several side by side, on one HTML page",
-    "reproduce": "measure a published figure again, beside its printed numbers",
-    "select": "choose the layer that is enough for a task, and cut the model there",
+    "reproduce": "measure a published figure again, and compare with the printed numbers",
+    "select": "find the earliest sufficient layer for a task, and cut the model there",
 }
-RESUMABLE = ("analyze", "intervene", "mteb", "prepare")  # where they were, when they are run again
+RESUMABLE = ("analyze", "intervene", "mteb", "prepare")  # these continue if they are run again
 
 
 def parse_command(argv: list[str]) -> list[str]:
-    """Return the command and its words; for help and version, which are printed, an empty one."""
+    """Return the command name followed by its arguments.
+
+    `--help` and `--version` are printed here; the command name is then the empty string.
+    """
     argv = take_verbose(argv)
     command, rest = (argv or ["--help"])[0], argv[1:]
     if command in ("-h", "--help", "-V", "--version"):
@@ -39,10 +42,10 @@ def parse_command(argv: list[str]) -> list[str]:
 
 
 def run_verb(command: str, rest: list[str]) -> int:
-    """Run one command inside of what is under way, print its mistakes, and return its exit code."""
+    """Run one command, print its user errors, and return its exit code."""
     try:
         verb = getattr(importlib.import_module(f"lit_layers.cli.verbs.{command}"), command)
-        # its parser takes a quarter of a second to load, which `lit-layers --help` does without
+        # imported here: it takes 0.25 s to load, and `lit-layers --help` does not need it
         from lit_layers.cli import options
 
         return verb(**options.Recipe(verb, rest).arguments())
@@ -51,7 +54,7 @@ def run_verb(command: str, rest: list[str]) -> int:
         logging.getLogger("lit_layers.cli").debug("refused", exc_info=True)
         if isinstance(error, InputError):
             return refuse(str(error), command)
-        if error.filename is None and not full:  # not about a file that was named
+        if error.filename is None and not full:  # not about a file of the user
             raise
         where = " ".join(filter(None, ["cannot write" if full else "", str(error.filename or "")[:200]]))
         return refuse(f"{where}: {(error.strerror or str(error)).lower()}", command)
@@ -62,7 +65,7 @@ def run_verb(command: str, rest: list[str]) -> int:
 
 
 def refuse(sentence: str, command: str | None = None) -> int:
-    """Print why a command is refused, and return its exit code."""
+    """Print why a command is refused, and return the exit code for wrong input."""
     prog = f"lit-layers {command}" if command else "lit-layers"
     print(f"{prog}: error: {one_line(sentence)}", file=sys.stderr)
     return REFUSED
@@ -78,4 +81,4 @@ How structure emerges, layer by layer, while a transformer trains.
 
 To begin: lit-layers fit quickstart/gpt2, and then lit-layers report checkpoints/quickstart.
 lit-layers COMMAND --help shows its options; all have -v (verbose).
-fit and analyze: --code PACKAGE lets recipes name the classes of your own package or folder."""
+With --code PACKAGE, recipes of fit and analyze may name classes of your own package or folder."""

@@ -1,5 +1,7 @@
-"""The door of `lit-layers`: leaves the working directory, where a stranger's modules may lie, and runs a command,
-whose mistakes it turns into one sentence.
+"""Entry point of `lit-layers`.
+
+It first removes the working directory from the module search path, because that folder may hold untrusted modules. Then
+it runs the command and prints user errors as one sentence.
 """
 
 import os
@@ -9,11 +11,14 @@ from typing import NoReturn
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code; docs/training.md has them all."""
+    """Run one command and return its exit code.
+
+    docs/training.md lists all exit codes.
+    """
     is_own_process, argv = argv is None, sys.argv[1:] if argv is None else argv
     if is_own_process:
         _isolate_sys_path()
-    # These load modules of Python, for which none of that folder may stand in.
+    # Imported only now: modules of the working directory must not replace those that these imports load.
     from lit_layers.cli import READER_GONE, TERMINATED
     from lit_layers.cli.command_line import InputError, parse_command, refuse, run_verb
     from lit_layers.cli.process import reader_is_gone, stopping
@@ -22,13 +27,13 @@ def main(argv: list[str] | None = None) -> int:
         try:
             command, *rest = parse_command(argv)
             code = run_verb(command, rest) if command else 0
-            print(end="", flush=True)  # a reader that is gone is noticed here at the latest
+            print(end="", flush=True)  # raises BrokenPipeError if the reader has closed the pipe
         except InputError as error:
             code = refuse(str(error))
         except BrokenPipeError:
             if not reader_is_gone():
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again at exit
             code = READER_GONE
         except SystemExit:
             if not stop.asked:
@@ -39,18 +44,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_and_end() -> NoReturn:
-    """Run the command line, and end the process with its exit code."""
+    """Run the command line, then end the process with its exit code."""
     code = main()
     mirror = sys.modules.get("lit_layers.report.wandb_mirror")
-    if mirror is not None and mirror.abandoned:  # W&B would wait for its server as Python ends
+    if mirror is not None and mirror.abandoned:  # at exit W&B would wait for its server
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 
 
 def _isolate_sys_path() -> None:
-    """Neither this process nor a Python that it starts looks for modules in the working directory: an empty part of
-    PYTHONPATH, as `PYTHONPATH=$PYTHONPATH:~/code` begins with where the variable was not set, is that folder.
+    """Keep this process and its child processes from importing modules of the working directory.
+
+    An empty entry of PYTHONPATH means the working directory. `PYTHONPATH=$PYTHONPATH:~/code` has one if PYTHONPATH was
+    unset, so empty entries are removed.
     """
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     parts = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -63,5 +70,5 @@ def _isolate_sys_path() -> None:
 
 if __name__ == "__main__":
     if not sys.flags.safe_path:
-        del sys.path[0]  # where `python -m` puts the working directory
+        del sys.path[0]  # `python -m` puts the working directory there
     run_and_end()

@@ -1,4 +1,4 @@
-"""Analyses on a model, or on each checkpoint of a series: what the commands that measure have in common."""
+"""Code shared by the commands that run analyses on a model or on each checkpoint of a series."""
 
 import functools
 import re
@@ -23,12 +23,19 @@ from lit_layers.run_data import duration
 from lit_layers.schema import run_facts
 from lit_layers.series import Checkpoint, OneModel, Series, open_series
 
-LIMITS = ("n_positions", "max_position_embeddings", "max_seq_len")  # how config.json names the longest text
+LIMITS = (
+    "n_positions",
+    "max_position_embeddings",
+    "max_seq_len",
+)  # keys of config.json for the largest number of tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What was measured: folder and result, and the steps of one model (None: of a series all)."""
+    """Result of running analyses on a model or a series.
+
+    `root` is the folder of the results. `steps` are the steps that were measured, or None for all steps of a series.
+    """
 
     root: Path
     result: SeriesResult
@@ -36,27 +43,28 @@ class Outcome:
 
     @functools.cached_property
     def measurements(self) -> list[Measurement]:
-        """Return all that the root holds."""
+        """All measurements in the root folder, including those of earlier runs."""
         return records.read(self.root / "measurements.jsonl")
 
     @property
     def settings(self) -> list[str]:
-        """The settings of this call of which something is there: an analysis may fail before they are known."""
+        """Settings of this run that have at least one measurement; a failed analysis may have none."""
         there = {settings_of(each) for each in self.measurements}
         return [name for name in self.result.settings if name in there]
 
     def complete(self, prefix: str = "") -> tuple[list[Measurement], list[Measurement]]:
-        """Return the measurements with numbers whose analysis begins so: all, and those of the steps of this call.
+        """Return successful measurements whose analysis name starts with `prefix`: all, and those at `steps`.
 
-        Of the analyses that this call measured they are those of its settings, of others the usual. The last of each
-        counts, also one that failed: an older one may be of other weights.
+        Analyses measured by this run are shown with the settings of this run, other analyses with their usual settings.
+        Only the last measurement of each analysis and step counts. If that one failed, earlier ones are not used: the
+        weights may have changed since.
         """
         complete = [each for each in shown(self.measurements, self.settings) if each.error is None and each.records]
         complete = [each for each in complete if each.analysis.startswith(prefix)]
         return complete, [each for each in complete if self.steps is None or each.step in self.steps]
 
     def report(self) -> bool:
-        """Print what failed, and the file of all measurements; return whether anything failed."""
+        """Print the failures and the path of the measurements file; return whether anything failed."""
         failures = list[str]()
         for each in self.result.measurements:
             if each.error is not None:
@@ -71,14 +79,15 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints(MeasuringOptions):
-    """Which checkpoints are measured, how, and where the results go.
+    """Options that select checkpoints and the folder of the results.
 
     Args:
         steps: which checkpoints of a series: all, a list such as 0,1,1000, {log_spaced: N}, pythia, {every: N}
-        revision: a branch, tag or commit of the Hub
-        submodule: in a folder of *.ckpt files: which submodule is the network (default: found by its tensors)
-        untrained: a seed: measure the model with new random weights in path of its own, as a model of its own
-        plan: measure only the first checkpoint of a series, and say how long all of them would take
+        revision: branch, tag or commit of the model on the Hub
+        submodule: name of the submodule to measure in *.ckpt files (default: found from the tensor names)
+        untrained: a seed: replace the weights by random ones drawn with this seed; results are kept under a separate
+            name
+        plan: measure only the first checkpoint of a series, and estimate the time for all of them
     """
 
     steps: Steps | None = None
@@ -88,16 +97,16 @@ class Checkpoints(MeasuringOptions):
     plan: bool = False
 
     def is_series(self, model: str) -> bool:
-        """Whether a series is meant, not one model.
+        """Return whether `model` and the options name a series instead of a single model.
 
         Raises:
-            InputError: an option that is for the other of them.
+            InputError: an option does not apply to a single model, or to a series.
         """
         folder = Path(model)
         if folder.is_dir():
             refuse_odd_files(folder)
         is_steps = folder.is_dir() and not (folder / "config.json").is_file()
-        if folder.is_dir() and any(folder.glob("*.ckpt")):  # whose config.json may lie beside them
+        if folder.is_dir() and any(folder.glob("*.ckpt")):  # a config.json may be in the same folder
             is_steps |= not any(any(folder.glob(weights)) for weights in ("*.safetensors", "*.bin"))
         is_series = self.steps is not None or is_steps or model.endswith((".yaml", ".yml"))
         for name in ("revision", "untrained"):
@@ -108,10 +117,10 @@ class Checkpoints(MeasuringOptions):
         return is_series
 
     def open(self, model: str) -> list[Series]:
-        """The model, or each series that is meant.
+        """Return the single model, or every series, that `model` names.
 
         Raises:
-            InputError: there is none, or an option does not fit it.
+            InputError: nothing was found, or an option does not apply.
         """
         if not self.is_series(model):
             return [OneModel(model, revision=self.revision, untrained=self.untrained)]
@@ -127,12 +136,13 @@ def measure(
     tokenizer: str | None = None,
     beside_training: bool = False,
 ) -> int:
-    """Measure the model, or each series that is meant, have `tell` print each result, and return the exit code.
+    """Run analyses on each model or series, and return the exit code.
 
-    `tell` returns whether anything failed. While a training goes on, it is called again and again.
+    `make` creates the analyses of a target. `report` prints one result and returns whether anything failed. With
+    `beside_training` this function is called repeatedly while a training writes checkpoints, so it prints less.
 
     Raises:
-        InputError: a model or series that is not there, options that do not fit it.
+        InputError: the model or series does not exist, or options do not apply to it.
     """
     if not beside_training:
         process.set_threads(options.device)
@@ -160,7 +170,7 @@ def measure(
 
 
 def _show_plan(outcome: Outcome, number: int) -> None:
-    """Print how long all checkpoints would take, by the mean of those that are measured."""
+    """Print the estimated time for all checkpoints, extrapolated from the mean of the measured ones."""
     measured = pd.DataFrame(outcome.complete()[0], columns=["analysis", "seconds"])
     times = number * measured.groupby("analysis", sort=False)["seconds"].mean()
     times[f"in all, {number} checkpoints"] = times.sum()
@@ -169,10 +179,10 @@ def _show_plan(outcome: Outcome, number: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What analyses are made for: a model, or all checkpoints of a series.
+    """The model, or all checkpoints of a series, that a set of analyses is made for.
 
-    `trained` are the options of the training that the checkpoints come from, as far as they are known; `tokenizer` is
-    the one that was named; `tell` shows what an analysis says of itself.
+    `trained` holds the options of the training that wrote the checkpoints, if known. `tokenizer` is the one that the
+    user named. `tell` prints progress messages of an analysis.
     """
 
     name: str
@@ -185,29 +195,29 @@ class Target:
 
     @functools.cached_property
     def saved_tokenizer(self) -> str | None:
-        """The tokenizer that the checkpoints carry."""
+        """The tokenizer that is saved with the checkpoints, or None."""
         return self.series.tokenizer(self.checkpoint)
 
     @functools.cached_property
     def config(self) -> Mapping[str, Any]:
-        """The content of config.json, empty if it is damaged, which loading the model reports."""
+        """The content of config.json; empty if the file is damaged, which is reported when the model is loaded."""
         return self.checkpoint.config()
 
     @property
     def length_limit(self) -> int | None:
-        """Return how many tokens its models take."""
+        """The largest number of tokens that the model accepts, or None if unknown."""
         return length_limit(self.config)
 
     @property
     def is_vision(self) -> bool:
-        """Return whether its models take only images, by the config.json of transformers or of timm."""
+        """Whether the model only takes images, judged from the config.json of transformers or timm."""
         return "vocab_size" not in self.config and ("image_size" in self.config or "architecture" in self.config)
 
     def get_tokenizer(self) -> str:
-        """Return its tokenizer: the one that was named, or the one that it carries.
+        """Return the tokenizer to use: the one that the user named, else the saved one, else that of the training.
 
         Raises:
-            InputError: neither.
+            InputError: there is no tokenizer.
         """
         named = self.trained.get("tokenizer")
         tokenizer = self.tokenizer or self.saved_tokenizer or (named if named and ":" not in named else None)
@@ -222,13 +232,13 @@ Make = Callable[[Target], Sequence[Analysis]]
 def analyses_for(
     series: Series, make: Make, *, root: Path, tokenizer: str | None, tell: Callable[[str], None] = silent
 ) -> Analyses:
-    """Make the analyses of all checkpoints of a series, or a function that makes those of one.
+    """Return the analyses for all checkpoints of a series, or a function that makes the analyses of one checkpoint.
 
-    Models without steps have a tokenizer each, and the same text is other tokens to each of them: analyses are made for
-    each of these, and for all steps of one training together.
+    The steps of one training share a tokenizer, so they share their analyses. Models without steps may each have their
+    own tokenizer, and the same text gives different tokens for each. Their analyses are therefore made per model.
 
     Raises:
-        InputError: a tokenizer of models that have one each.
+        InputError: a tokenizer was named although each model has its own.
     """
     folder = _folder_of(series)
     trained = run_facts(folder).get("config", {}) if folder else {}
@@ -238,7 +248,7 @@ def analyses_for(
         return Target(name=name, root=root, series=series, checkpoint=checkpoint, **known)
 
     last = series.listing.checkpoints[-1]
-    if series.is_alone or last.step is not None:  # the same one whichever steps are chosen
+    if series.is_alone or last.step is not None:  # `last` does not depend on the chosen steps
         return make(target(last, series.name))
     if tokenizer is not None and any(map(series.tokenizer, series.listing.checkpoints)):
         raise InputError("tokenizer: each of these models reads with its own: leave it out")
@@ -246,7 +256,7 @@ def analyses_for(
 
 
 def _folder_of(series: Series) -> Path | None:
-    """Return the folder of the training that the checkpoints come from, if it is on this machine."""
+    """Return the folder of the training that wrote the checkpoints, or None if it is not on this machine."""
     if series.is_alone:
         path = Path(series.name).resolve()
         return path.parent if path.is_dir() else None
@@ -254,7 +264,11 @@ def _folder_of(series: Series) -> Path | None:
 
 
 def root_of(series: Series, root: Path | None, *, is_only: bool) -> Path:
-    """Return the folder of a series' results: the one that was named, of several each below it, or a run's own."""
+    """Return the folder for the results of a series.
+
+    It is `root` if the user named one, with a subfolder for each series if there are several. Otherwise it is the run's
+    own folder, or a folder below `checkpoints/`.
+    """
     if series.is_alone:
         seed = "" if series.untrained is None else f"-untrained-{series.untrained}"
         return root or Path("checkpoints") / f"{name_of(series.name)}{seed}"
@@ -265,14 +279,18 @@ def root_of(series: Series, root: Path | None, *, is_only: bool) -> Path:
 
 
 def name_of(model: str) -> str:
-    """Return the name of the folder or the repository; step-000001000 alone would not name the run."""
+    """Return the model's folder or repository name; for a folder `step-*` the name of its run is prepended."""
     path = Path(model).resolve()
     return f"{path.parent.name}-{path.name}" if path.name.startswith("step-") else path.name
 
 
 def length_limit(config: Mapping[str, Any]) -> int | None:
-    """Return how many tokens a model takes. RoBERTa's positions begin behind the index of the padding token."""
+    """Return the largest number of tokens that a model accepts, or None if unknown.
+
+    RoBERTa-like models number their positions from `pad_token_id + 1`, so they accept fewer tokens than config.json
+    says.
+    """
     named = [config[name] for name in LIMITS if isinstance(config.get(name), int)]
-    limit = min((each for each in named if each > 0), default=None)  # others are refused when the model is made
+    limit = min((each for each in named if each > 0), default=None)  # other values are refused when the model is built
     is_roberta = config.get("model_type") in ("roberta", "xlm-roberta", "camembert")
     return limit - config.get("pad_token_id", 1) - 1 if limit is not None and is_roberta else limit

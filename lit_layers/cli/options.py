@@ -1,13 +1,15 @@
-"""The options of a verb: its function's parameters, from the command line and YAML recipes, checked by their types.
+"""Command line options of a verb, derived from the signature of its function.
 
-A parameter without a default is required, the docstring has its words, and `Annotated[int, COUNT]` its range. A
-dataclass among the parameters stands for its fields: options that several functions share.
+Options are read from the command line and from YAML recipes, and are checked against their types. A parameter without a
+default is required. Its help text comes from the docstring, its range from `Annotated[int, COUNT]`. A parameter whose
+type is a dataclass is replaced by the fields of that dataclass; functions share options this way.
 
-jsonargparse reads, checks and refuses, in its own words except for mistakes that people make: an unknown command, an
-unknown option, an unknown key in a recipe, an option that is missing, a value of another type, a number out of range,
-an empty value, a misspelt class, a class that a recipe may not name, and a recipe that is not there or no YAML.
+jsonargparse parses and validates. Its messages are reworded for common mistakes: unknown commands, options and recipe
+keys, missing options, wrong types, numbers out of range, empty values, misspelt classes, classes that a recipe may not
+name, and recipes that are missing or no valid YAML.
 
-A recipe may name classes of some modules and of the user's code, and recipes of the package.
+A recipe may name classes of the modules in MODULES and of the user's code (`--code`). It may also be one of the recipes
+in this package.
 """
 
 import argparse
@@ -39,8 +41,9 @@ from lit_layers.cli.process import VERBOSE
 from lit_layers.errors import InputError, did_you_mean
 from lit_layers.schema import refuse_outside
 
-trusted_modules: set[str] = set()  # packages of --code
-MODULES = (  # Lightning's demonstrations fetch data, its server starts a process, and torch.hub and torch.load run code
+trusted_modules: set[str] = set()  # named with --code
+# Not all of lightning and torch: demos download data, the server starts a process, torch.hub and torch.load run code.
+MODULES = (
     *("lit_layers", "torch.nn", "torch.optim", "torch.distributed.fsdp", "transformers.models", "timm.models"),
     *(f"lightning.pytorch.{part}" for part in ("accelerators", "callbacks", "loggers", "plugins", "profilers")),
     *("lightning.pytorch.strategies", "lightning.pytorch.cli.ReduceLROnPlateau", "lightning.fabric.plugins"),
@@ -51,7 +54,7 @@ CLASSES = (
 )
 _SECRET = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
 _PACKAGE = Path(__file__).parents[1]
-_PLAIN = (str, int, float, tuple, Path)  # other classes are named by class_path
+_PLAIN = (str, int, float, tuple, Path)  # other classes are given by class_path
 Steps = list[int] | dict[str, int | list[int]] | str
 _HOMES = ("lit_layers.analyses", "lit_layers.data", "lit_layers.series", "lit_layers.training")
 _REWORDED = (
@@ -68,14 +71,14 @@ _REWORDED = (
 
 
 class Names(tuple[str, ...]):
-    """Names: a list in a recipe, with commas between them on a command line."""
+    """A tuple of names: a list in a recipe, comma-separated on the command line."""
 
     def __str__(self) -> str:
         return ",".join(map(str, self))
 
 
 class Numbers(Names):
-    """Whole numbers of at least 0, in the same way."""
+    """A tuple of whole numbers >= 0, written like `Names`."""
 
 
 def _parse_list(kind: type, convert: Callable[[str], Any], value: Any) -> Any:
@@ -87,9 +90,9 @@ def _parse_list(kind: type, convert: Callable[[str], Any], value: Any) -> Any:
 
 
 def _parse_path(value: Any) -> Path:
-    if not str(value).strip():  # which would be the working directory
+    if not str(value).strip():  # Path("") is the working directory
         raise ValueError(f"expected a file or folder, got {str(value)!r}")
-    return Path(value).expanduser()  # a shell leaves the ~ of `--root=~/run`
+    return Path(value).expanduser()  # shells do not expand ~ in `--root=~/run`
 
 
 register_type(Path, str, _parse_path, (ValueError, RuntimeError), isinstance)
@@ -98,12 +101,12 @@ register_type(Numbers, list, functools.partial(_parse_list, Numbers, int))
 
 
 class Recipe:
-    """A command line with its recipes, which a verb can read again, with other defaults.
+    """A command line and the recipes it names; a verb can parse it again with other defaults.
 
-    Words of `fit` before all options are names of recipes.
+    For `fit`, arguments before the first option are recipe names.
 
     Raises:
-        InputError: a package of `--code`, or a recipe, that is not there.
+        InputError: a package of `--code` or a recipe does not exist.
     """
 
     def __init__(self, verb: Callable[..., Any], argv: list[str]) -> None:
@@ -114,23 +117,23 @@ class Recipe:
 
     @functools.cached_property
     def options(self) -> Namespace:
-        """What it says, read once; raises what `read` does."""
+        """Parsed options, cached. Raises what `read` raises."""
         return self.read()
 
     def read(self, **defaults: Any) -> Namespace:
-        """Return what it says.
+        """Parse and return the options, with these defaults.
 
         Raises:
-            InputError: an option that is unknown, missing, out of range or of another kind than its type says.
+            InputError: an option is unknown, missing, out of range or of the wrong type.
         """
         self.parser.set_defaults(**defaults)
         with _input_errors():
             options = self.parser.parse_args(self.argv)
         for action in self.parser._actions:
             name, value = action.dest, options.get(action.dest)
-            if isinstance(value, str) and not value.strip() and name != "separator":  # a variable that is not set
+            if isinstance(value, str) and not value.strip() and name != "separator":  # e.g. an unset shell variable
                 raise InputError(f"{name}: expected a name or a path, got {value!r}")
-            if action.nargs == 0 and not isinstance(options.get(name, False), bool):  # of a recipe
+            if action.nargs == 0 and not isinstance(options.get(name, False), bool):  # from a recipe
                 raise InputError(f"{name}: expected true or false, got {value!r}")
             allowed = getattr(action, "allowed", None)
             if allowed is not None and isinstance(value, int | float | tuple):
@@ -138,25 +141,25 @@ class Recipe:
         return options
 
     def typed(self, name: str) -> list[str]:
-        """Return the values that the command line, and no recipe, gives an option."""
+        """Return the values given to an option on the command line itself, ignoring recipes."""
         words = [(*word.split("=", 1), following)[:2] for word, following in pairwise([*self.argv, ""])]
         return [value for option, value in words if option == f"--{name}"]
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the verb."""
+        """Return the keyword arguments for the verb."""
         return arguments(self.verb, {**vars(self.options), "recipe": self})
 
     def instantiate_all(self) -> Any:
-        """Return the options, with all classes that they name instantiated.
+        """Return the options with all classes that they name instantiated.
 
         Raises:
-            InputError: what a class refuses.
+            InputError: a class refuses its arguments.
         """
         with _input_errors():
             return self.parser.instantiate_classes(self.options)
 
     def instantiate(self, name: str, options: Namespace) -> Any:
-        """Return what an option names by class, instantiated, and nothing else."""
+        """Return the instantiated classes of one option only."""
         only = self.parser.get_defaults()
         only[name] = options[name]
         with _input_errors():
@@ -164,22 +167,22 @@ class Recipe:
 
 
 class RecipeParser(ArgumentParser):
-    """Says what is wrong in one sentence, not after fifty lines of usage."""
+    """An argument parser that reports errors in one sentence, without printing the usage."""
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
         keys = [*self.get_defaults(skip_validation=True).keys(branches=True)]
-        is_verb = self.prog.startswith("lit-layers ")  # else of a class, whose keys are few
+        is_verb = self.prog.startswith("lit-layers ")  # otherwise the parser of a class, which has few keys
         others = f"see `{self.prog} --help`" if is_verb else f"the keys are {', '.join(keys)}"
         raise InputError(one_sentence(message, keys, ex, others=others)) from ex
 
     def _get_values(self, action: Any, arg_strings: list[str]) -> Any:
         if action.nargs in ("*", "?") and not action.option_strings and not arg_strings:
-            return argparse.SUPPRESS  # no word is no value, which would take that of a recipe away
+            return argparse.SUPPRESS  # an empty list would override the value of a recipe
         return super()._get_values(action, arg_strings)
 
 
 def parser_of(verb: Callable[..., Any]) -> RecipeParser:
-    """Return a parser with an option for each parameter of a verb, and `--config` for recipes."""
+    """Return a parser with one option for each parameter of a verb, and `--config` for recipes."""
     doc = docstring_parser.parse(inspect.getdoc(verb) or "")
     parser = RecipeParser(
         prog=verb.__name__ if _is_group(verb) else f"lit-layers {verb.__name__}",
@@ -192,20 +195,20 @@ def parser_of(verb: Callable[..., Any]) -> RecipeParser:
     _add_options(parser, verb)
     words = "a YAML recipe with values for these options; of several, later ones win"
     parser.add_argument("-c", "--config", action=_RecipeFile, help=words)
-    words = "print a line for everything that is done, and tracebacks of failures"  # heeded before a verb reads these
+    words = "print a line for everything that is done, and tracebacks of failures"  # handled earlier, by `take_verbose`
     parser.add_argument(*VERBOSE, action="store_true", default=argparse.SUPPRESS, help=words)
     return parser
 
 
 class _RecipeFile(ActionConfigFile):
-    """A recipe, by its file or its name in the package."""
+    """An argparse action for recipes, given by file path or by their name in the package."""
 
     def __call__(self, parser: Any, options: Any, value: Any, word: str | None = None) -> None:
         super().__call__(parser, options, str(find_recipe(value)), word)
 
 
 def arguments(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a function among options, those of a group as an instance of its dataclass."""
+    """Return keyword arguments for `function` from the options; dataclass parameters are instantiated."""
     kinds = {name: each.annotation for name, each in inspect.signature(function, eval_str=True).parameters.items()}
     return {
         name: kind(**arguments(kind, options)) if _is_group(kind) else options[name] for name, kind in kinds.items()
@@ -213,7 +216,7 @@ def arguments(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[
 
 
 def _add_options(parser: Any, function: Callable[..., Any]) -> None:
-    """Add an option for each parameter of a function, or each field of a dataclass."""
+    """Add an option for each parameter of a function, or for each field of a dataclass."""
     docs = [docstring_parser.parse(part.__doc__ or "") for part in getattr(function, "__mro__", [function])]
     words = {each.arg_name: each.description for part in docs[::-1] for each in part.params}
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
@@ -226,7 +229,7 @@ def _add_options(parser: Any, function: Callable[..., Any]) -> None:
         if _is_group(kind):
             _add_options(parser, kind)
             continue
-        if isinstance(allowed, type):  # whose own options these are
+        if isinstance(allowed, type):  # this class defines the options
             parser.add_class_arguments(allowed, name, instantiate=False, fail_untyped=False, sub_configs=True)
             parser.set_defaults({f"{name}.{option}": value for option, value in default.items()})
             continue
@@ -236,7 +239,7 @@ def _add_options(parser: Any, function: Callable[..., Any]) -> None:
             continue
         options: dict[str, Any] = {"type": kind, **about}
         if not is_required:
-            options["default"] = [] if get_origin(kind) is list else default  # of a dataclass a factory
+            options["default"] = [] if get_origin(kind) is list else default  # the field has a default_factory
         if kind is bool and default is False:
             options = {"action": "store_true", **about}
         is_positional = parameter.kind is not parameter.KEYWORD_ONLY and not _is_group(function)
@@ -258,13 +261,13 @@ def _is_group(kind: Any) -> bool:
 
 @contextlib.contextmanager
 def _input_errors() -> Iterator[None]:
-    """Turn what a recipe, a class that it names or the user's own code raises into a sentence."""
+    """Convert errors raised by a recipe, by a class that it names or by user code to InputError."""
     try:
         yield
     except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"config: {' '.join(str(error).split())}") from error
     except Exception as error:
-        chain: list[BaseException] = [error]  # jsonargparse wraps what a module or a constructor says
+        chain: list[BaseException] = [error]  # jsonargparse wraps the original error
         while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None:
             chain.append(inner)
         if said := next((each for each in chain if isinstance(each, InputError)), None):
@@ -277,10 +280,12 @@ def _input_errors() -> Iterator[None]:
 
 
 def refuse_replacing(folder: Path | None, read: Iterable[str | Path | None], written: Sequence[str]) -> None:
-    """Refuse a folder where a table that is written, by its name without ending, would replace one that is read.
+    """Refuse an output folder if writing to it would overwrite one of the input tables.
+
+    `written` are the names of the output tables without suffix.
 
     Raises:
-        InputError: naming the table.
+        InputError: names the table that would be overwritten.
     """
     for path in map(Path, filter(None, read)):
         if folder and path.is_file() and path.stem in written and path.resolve().parent == folder.resolve():
@@ -290,9 +295,9 @@ def refuse_replacing(folder: Path | None, read: Iterable[str | Path | None], wri
 def one_sentence(
     message: str, keys: Sequence[str] = (), error: BaseException | None = None, *, others: str = "see --help"
 ) -> str:
-    """Return jsonargparse's message on one line, in plainer words for the mistakes that people really make.
+    """Return a message of jsonargparse on one line, reworded for common mistakes.
 
-    If the parser of a class inside has refused something, that is the cause of `error`, and says it best.
+    If the parser of a nested class refused a value, that error is the cause of `error`; it is the more precise message.
     """
     text = " ".join(message.split())
     where = re.match(r'Parser key "([^"]+)"', text)
@@ -300,7 +305,7 @@ def one_sentence(
         error = error.__cause__
     if where and isinstance(error, InputError):
         return f"{where[1]}: {error}"
-    if where and error is not None and "'class_path': " in text:  # of all kinds of value that it could be a class
+    if where and error is not None and "'class_path': " in text:  # the message lists all types; only the class matters
         said = "" if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: "
         text = f"{where[1]}: {said}{' '.join(str(error).split())}"
     for pattern, words in _REWORDED:
@@ -318,13 +323,13 @@ def one_sentence(
 
 
 def trust_code(argv: list[str]) -> list[str]:
-    """Take every `--code PACKAGE` out of a command line: recipes may then name the classes of that package.
+    """Remove each `--code PACKAGE` from a command line, and allow recipes to name classes of that package.
 
-    It is no option of a parser: a recipe could set that. A folder goes behind the installed packages on the import
-    path, so that no file of its replaces one of them.
+    `--code` is no option of the parser, because a recipe could then set it. A folder is appended to the end of
+    `sys.path`, so that its files cannot replace installed packages.
 
     Raises:
-        InputError: a word that is neither an importable package or module nor a folder.
+        InputError: the argument is neither an importable package or module nor a folder.
     """
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     options.add_argument("--code", action="append", default=[])
@@ -339,7 +344,10 @@ def trust_code(argv: list[str]) -> list[str]:
 
 
 def _packages(named: str) -> list[str]:
-    """Return the package that a word names, or the modules of a folder that no installed package takes the place of."""
+    """Return the names of the modules that a `--code` argument makes available.
+
+    For a folder these are its modules, except those that an installed package of the same name would shadow.
+    """
     folder, name = Path(named).resolve(), named.strip()
     if name and folder.is_dir() and not name.isidentifier():
         sys.path.append(str(folder))
@@ -355,7 +363,7 @@ def _packages(named: str) -> list[str]:
 
 
 def _refuse_functions(kind: type, options: Mapping[str, Any]) -> None:
-    """Refuse a function that a recipe names for an option of a class, but for pure ones and those of own code."""
+    """Refuse functions that a recipe passes to a class, except of `lit_layers.functional` and `--code` packages."""
     pure = ("lit_layers.functional.", *(f"{package}." for package in trusted_modules))
     for name, value in options.items():
         for each in value if isinstance(value, list | tuple) else [value]:
@@ -372,7 +380,7 @@ def _is_default(kind: type, name: str, value: Any) -> bool:
 
 
 def _env_variable(name: str, *default: Any) -> Any:
-    """Return what `${oc.env:NAME}` stands for in a recipe, whose options are written down with the run."""
+    """Return the value of `${oc.env:NAME}` in a recipe; secrets are refused, because options are saved with the run."""
     if _SECRET.search(name):
         raise InputError(f"a recipe reads no variable that may hold a secret, got ${{oc.env:{name}}}")
     return oc.env(name, *default)
@@ -380,7 +388,7 @@ def _env_variable(name: str, *default: Any) -> Any:
 
 def _instantiate(class_type: Any, *args: Any, **kwargs: Any) -> Any:
     name = next((each for each in ("api_key", "host", "settings") if kwargs.get(each)), None)
-    if name and class_type.__module__.startswith("lightning."):  # a key that a stranger's address would be sent
+    if name and class_type.__module__.startswith("lightning."):  # else a recipe could send the key to its own server
         raise InputError(f"{name}: a recipe names no address and no key: set a variable of {class_type.__name__}")
     _refuse_functions(class_type, kwargs)
     made = class_type(*args, **kwargs)
@@ -389,21 +397,21 @@ def _instantiate(class_type: Any, *args: Any, **kwargs: Any) -> Any:
     return made
 
 
-add_instantiator(_instantiate, object)  # of every class: to name Analysis would import torch for every `--help`
-# Options whose defaults are no plain values, such as an enumeration of Timer and the device of weight averaging.
+add_instantiator(_instantiate, object)  # `object`, since Analysis would import torch even for `--help`
+# Some defaults are no plain values, e.g. an enum of Timer and the device of weight averaging.
 yaml.SafeDumper.add_multi_representer(object, lambda dumper, it: dumper.represent_str(str(getattr(it, "value", it))))
 OmegaConf.register_resolver("oc.env", _env_variable, replace=True)
-# A class is made only where a field asks for one of its kind, and nothing is made in a field that takes any value.
+# Only fields annotated with a class are instantiated. Fields annotated with Any are left as they are.
 set_parsing_settings(
     import_path_denylist=["*"], import_path_allowlist=[*MODULES], instantiate_subclass_spec_in_any=False
 )
 
 
 def find_recipe(name: str | Path) -> Path:
-    """Return the file that a name stands for: itself where it exists, else the shipped recipe, e.g. quickstart/gpt2.
+    """Return the path of a recipe: an existing file, or a recipe in this package such as quickstart/gpt2.
 
     Raises:
-        InputError: there is neither.
+        InputError: neither exists.
     """
     if os.path.isfile(name):
         return Path(name)
@@ -416,8 +424,8 @@ def find_recipe(name: str | Path) -> Path:
 
 @functools.cache
 def shipped_recipes() -> dict[str, Path]:
-    """Return all recipes of the package, each by a name such as `quickstart/gpt2` or `wandb_configs/default`."""
-    base = _PACKAGE / "shipped"  # of a wheel; a checkout has them beside the package
+    """Return the paths of all recipes in this package by name, such as `quickstart/gpt2` or `wandb_configs/default`."""
+    base = _PACKAGE / "shipped"  # in a wheel; a checkout has these folders next to the package
     base = base if base.is_dir() else _PACKAGE.parent
     files = [file for folder in ("recipes", "wandb_configs") for file in sorted((base / folder).rglob("*.yaml"))]
     return {_recipe_name(file.relative_to(base)): file for file in files}

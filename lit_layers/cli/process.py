@@ -1,6 +1,4 @@
-"""The process of a command: how many threads it computes with, what it shows (tables, and on standard error how far a
-measurement has come), and its end by SIGTERM.
-"""
+"""Process-wide helpers of commands: number of threads, progress bar, printed tables, and SIGTERM handling."""
 
 import contextlib
 import logging
@@ -18,14 +16,18 @@ if TYPE_CHECKING:
     from lit_layers.series import Audit
 
 VERBOSE = ("-v", "--verbose")
-REDRAWN, LINE = 0.1, 60.0  # seconds between two drawings of a bar, in a terminal and in a log file
+REDRAWN, LINE = 0.1, 60.0  # seconds between two updates of a bar: in a terminal, in a log file
 _is_verbose = False
-Show = Callable[[int | None, int | None, str], None]  # done, of how many (None: as before), what comes next
+Show = Callable[[int | None, int | None, str], None]  # finished items, total (None: unchanged), description
 _current: "Stopping | None" = None
 
 
 class Stopping:
-    """Note a SIGTERM, and let the first raise SystemExit, so that folders are left in order, unless `finish_first`."""
+    """A SIGTERM handler that records the signal.
+
+    The first SIGTERM raises SystemExit, so that open files and folders are closed properly, unless `finish_first` is
+    set.
+    """
 
     def __init__(self) -> None:
         self.asked = self.finish_first = False
@@ -37,14 +39,17 @@ class Stopping:
 
 
 def finish_first() -> None:
-    """From here to the end of the command SIGTERM interrupts nothing: what is under way heeds it, or is short."""
+    """Let the rest of the command ignore SIGTERM.
+
+    Call this where the running code handles SIGTERM itself or ends soon.
+    """
     if _current is not None:
         _current.finish_first = True
 
 
 @contextlib.contextmanager
 def stopping() -> Iterator[Stopping]:
-    """Heed SIGTERM within, in the main thread."""
+    """Handle SIGTERM inside this context; works only in the main thread."""
     global _current
     _current = state = Stopping()
     before = signal.signal(signal.SIGTERM, state.hear)
@@ -55,15 +60,16 @@ def stopping() -> Iterator[Stopping]:
 
 
 def reader_is_gone() -> bool:
-    """Return whether standard output is a pipe that is no longer read, as behind `head`."""
+    """Return whether standard output is a pipe whose reader has closed, as in `lit-layers ... | head`."""
     state = select.poll()
     state.register(sys.stdout, 0)
     return bool(state.poll(0))
 
 
 def set_threads(device: object, ranks: int = 1) -> None:
-    """Compute with the cores of the container, shared by the ranks on this machine, unless OMP_NUM_THREADS says how
-    many; print `8 threads, cuda`.
+    """Set the number of CPU threads and print it with the device, e.g. `8 threads, cuda`.
+
+    The ranks of this machine share the cores of the container. OMP_NUM_THREADS takes precedence if it is set.
     """
     import torch
     from joblib import cpu_count
@@ -75,8 +81,9 @@ def set_threads(device: object, ranks: int = 1) -> None:
 
 
 def take_verbose(words: Sequence[str]) -> list[str]:
-    """Return a command line without its -v, which holds from here on, for this command: lines of all that is done, and
-    tracebacks of what failed.
+    """Return the arguments without -v and --verbose, and configure logging accordingly.
+
+    With -v the command logs each step, and logs tracebacks of failures.
     """
     global _is_verbose
     others = [word for word in words if word not in VERBOSE]
@@ -91,7 +98,7 @@ def take_verbose(words: Sequence[str]) -> list[str]:
 
 
 def one_line(text: str) -> str:
-    """Return a text on one line, so that a row of a table and a sentence stay one."""
+    """Join the lines of a text with spaces, so that it fits into a table row or a one-line message."""
     return " ".join(text.splitlines())
 
 
@@ -101,7 +108,7 @@ def note(sentence: str) -> None:
 
 
 def show_audit(result: "Audit") -> None:
-    """Print the verdict, what it does not cover, and a table of what was found."""
+    """Print the verdict of an audit, what it did not check, and a table of its findings."""
     from lit_layers.series.auditing import UNSEEN
 
     steps = listing("step", result.suspect_steps) if result.suspect_steps else "see below"
@@ -118,12 +125,15 @@ def show_audit(result: "Audit") -> None:
 
 @contextlib.contextmanager
 def bar(opening: str, *, hidden: bool = False, initial: int = 0) -> Iterator[Show]:
-    """Yield a function of what is done, of how much (None: as before), and what is next, which draws a bar."""
+    """Draw a progress bar.
+
+    Yields a function that takes the number of finished items, their total (None: unchanged) and a description.
+    """
     from tqdm import tqdm
 
     every = REDRAWN if sys.stderr.isatty() and not _is_verbose else LINE
     looks: Any = {"leave": False, "mininterval": every, "miniters": 0, "smoothing": 0, "dynamic_ncols": True}
-    looks["delay"] = every  # what is done at once draws none
+    looks["delay"] = every  # no bar for short work
     with tqdm(desc=opening, disable=hidden, initial=initial, **looks) as drawn:
 
         def show(now: int | None, of: int | None, then: str) -> None:

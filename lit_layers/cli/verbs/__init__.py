@@ -1,1 +1,1 @@
-"""The commands of `lit-layers`, a file each: a function whose signature and docstring are its options."""
+"""The commands of `lit-layers`: one module each, with a function whose signature and docstring define the options."""

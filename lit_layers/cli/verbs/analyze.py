@@ -23,15 +23,15 @@ OWN_CORPUS = f"<what the run was trained on, else {CORPUS}>"
 
 @dataclass(frozen=True, kw_only=True)
 class AnalysisOptions:
-    """What is measured.
+    """Options that select what is measured.
 
     Args:
-        corpus: the text to measure on; in recipes ${corpus} stands for it
-        tokenizer: the tokenizer to read it with; in recipes ${tokenizer} stands for it. Of several models each reads
-            with its own
-        metrics: what to measure, by names with commas between: coupling,lens,prompt_entropy; in place of --analyses
-        analyses: what to measure, as a list of classes with options (default: those of the run's training, elsewhere
-            Trajectory, Representation, Coupling)
+        corpus: the text to measure on; recipes refer to it as ${corpus}
+        tokenizer: the tokenizer for this text; recipes refer to it as ${tokenizer}. If several models are compared,
+            each uses its own
+        metrics: what to measure: comma-separated names such as coupling,lens,prompt_entropy; use this or --analyses
+        analyses: what to measure, as a list of classes with options (default: the analyses of the training run,
+            otherwise Trajectory, Representation and Coupling)
     """
 
     corpus: str = OWN_CORPUS
@@ -50,17 +50,17 @@ def analyze(
     follow: bool = False,
     patience: Annotated[int | None, COUNT_OR_NONE] = None,
 ) -> int:
-    """Measure every layer of a model, or of each checkpoint of a series. Run it again to continue.
+    """Measure every layer of a model, or of each checkpoint of a series.
 
-    Exit code: 0, 1 if anything failed, 2 wrong input, 130 after Ctrl-C.
+    Run the command again to continue. Exit code: 0; 1 if anything failed; 2 for wrong input; 130 after Ctrl-C.
 
     Args:
-        model: a folder with config.json and weights, or a name on the Hub; for a series a folder of steps,
-            a name on the Hub with --steps, or a manifest
-        series: instead of a model: the class of a series, with its own options
-        follow: measure the checkpoints in a folder, and those that a training writes there meanwhile, until Ctrl-C or
-            until the fit without analyses that writes there has ended
-        patience: with follow: end when nothing came for so many seconds
+        model: a folder with config.json and weights, or a name on the Hub; for a series: a folder of steps, a name on
+            the Hub together with --steps, or a manifest
+        series: use this instead of a model: a class that defines a series, with its own options
+        follow: measure the checkpoints in a folder, and new ones while a training writes them; ends with Ctrl-C, or
+            when the `fit` run without analyses that writes there has ended
+        patience: with --follow: end after this many seconds without a new checkpoint
     """
     command = Command(recipe)
     tokenizer = None if chosen.tokenizer == OWN_TOKENIZER else chosen.tokenizer
@@ -70,7 +70,7 @@ def analyze(
 
 
 def _follow(command: "Command", options: Checkpoints, tokenizer: str | None, patience: int | None) -> int:
-    """Measure a folder of checkpoints again whenever one came."""
+    """Measure the checkpoints of a folder, and measure again whenever a new checkpoint appears."""
     folder, codes = Path(str(command.options.model)), [0]
     if not folder.is_dir() or options.steps is not None or options.plan:
         raise InputError(f"follow: expected a folder, without --steps and --plan, got {folder}")
@@ -85,12 +85,13 @@ def _follow(command: "Command", options: Checkpoints, tokenizer: str | None, pat
 
 
 class Command:
-    """What to measure on which series, by a command line and its recipes.
+    """The analyses and series that a command line and its recipes ask for.
 
-    Which tokenizer `${tokenizer}` stands for is known only when the model is: the analyses are made with it then.
+    The value of `${tokenizer}` is only known once the model is known. The analyses are therefore created later, by
+    `analyses`.
 
     Raises:
-        InputError: options that are unknown or do not fit together.
+        InputError: options are unknown or contradict each other.
     """
 
     def __init__(self, recipe: Recipe | list[str]) -> None:
@@ -102,10 +103,10 @@ class Command:
         self._is_own = options.tokenizer == OWN_TOKENIZER
 
     def series(self, checkpoints: Checkpoints) -> list[Series]:
-        """Return the model, or each series that is meant.
+        """Return the model, or each series, that the options name.
 
         Raises:
-            InputError: none, several, or options that are for the other of a model and a series.
+            InputError: the options name neither or both of a model and a series, or an option does not apply.
         """
         options = self.options
         if (options.model is None) == (options.series is None):
@@ -118,13 +119,14 @@ class Command:
         return [self._recipe.instantiate("series", options)]
 
     def analyses(self, target: Target) -> list[Analysis]:
-        """What to measure: with the target's own tokenizer and corpus where none are named.
+        """Return the analyses for a target, by default with the target's own tokenizer and corpus.
 
-        Where nothing is named, the analyses of the training that it comes from: so numbers that training measured are
-        known, and new ones belong to its curves. Else the usual ones, of texts that fit the model.
+        If the options name no analyses, the analyses of the training run are used. Values that the training has
+        measured are then not measured again, and new values extend its curves. Without a training run the default
+        analyses are used, on texts that fit the model's context length.
 
         Raises:
-            InputError: a target without a tokenizer, where one is needed.
+            InputError: a tokenizer is needed, and the target has none.
         """
         options, trained, names = self.options, target.trained, self._names
         is_open = self._is_own and options.corpus == OWN_CORPUS and not options.analyses and not names
@@ -147,7 +149,10 @@ class Command:
         return _default_analyses(names or DEFAULT, options.corpus, options.tokenizer, target.length_limit)
 
     def _training_analyses(self, owner: str, analyses: Any) -> list[Analysis]:
-        """By the same parser as any others: a run that somebody else made is data like a recipe."""
+        """Return the analyses that a run's run.json lists.
+
+        They pass through the same parser as a recipe, because run.json may come from an untrusted run.
+        """
         try:
             given = self._recipe.parser.parse_object({"analyses": analyses}, self.options)
             return self._recipe.instantiate("analyses", given)
@@ -156,14 +161,14 @@ class Command:
 
 
 def _default_analyses(names: Sequence[str], corpus: str, tokenizer: str, limit: int | None) -> list[Analysis]:
-    """The analyses that are named, on texts of the length that the model reads."""
+    """Return the named analyses, on texts no longer than the model's context."""
     text = EvalText(corpus, tokenizer, num_sequences=16, num_tokens=min(128, limit or 128))
     few = EvalText(corpus, tokenizer, num_sequences=8, num_tokens=min(64, limit or 64))
     return metric_names.made(names, text, few)
 
 
 def _report(outcome: Outcome) -> bool:
-    """Print how much was measured, and where it is, and return whether anything failed."""
+    """Print how many measurements were made and where they are; return whether anything failed."""
     result = outcome.result
     measurements = [measurement for measurement in result.measurements if measurement.error is None]
     print(f"{len(measurements)} measured, {result.num_known} were known, not measured again")

@@ -1,4 +1,4 @@
-"""`lit-layers audit`: whether a checkpoint series is what it says, before its weights are downloaded."""
+"""`lit-layers audit`: check a checkpoint series before its weights are downloaded."""
 
 import json as json_format
 import re
@@ -19,15 +19,17 @@ def audit(
     submodule: str | None = None,
     json: Path | None = None,
 ) -> int:
-    """Check whether a checkpoint series is what it says: by names, sizes and hashes of its files, by its configurations
-    and tokenizers, and by its weights where they are on this machine. Exit code: 0 clean, 1 findings, 2 wrong input.
+    """Check whether the checkpoints of a series are what their names say.
+
+    Compares names, sizes and hashes of files, configurations and tokenizers, and also the weights if they are on this
+    machine. Exit code: 0 if clean; 1 if there are findings; 2 for wrong input.
 
     Args:
-        series: a run's folder (or one of *.ckpt files), ORGANIZATION/NAME on the Hub, or a manifest of published series
-            (*.yaml)
+        series: a run's folder, a folder of *.ckpt files, ORGANIZATION/NAME on the Hub, or a manifest of published
+            series (*.yaml)
         steps: which steps: all, 0,1,2,1000, '{log_spaced: 20}', pythia or '{every: 1000}'
-        grammar: how the branches of steps are named, e.g. part-{step} or 'stage2-ingredient1-step{step}-*'
-        submodule: in a folder of *.ckpt files: which submodule is the network (default: found by its tensors)
+        grammar: pattern of the branch names of steps, e.g. part-{step} or 'stage2-ingredient1-step{step}-*'
+        submodule: name of the submodule to check in *.ckpt files (default: found from the tensor names)
         json: also write the findings to this file
     """
     from lit_layers.series import audit as audit_of
@@ -42,6 +44,6 @@ def audit(
     if json is not None:
         content = [one.to_dict() for one in audits]
         text = json_format.dumps(content[0] if len(content) == 1 else content, indent=2)
-        with refused(f"json: cannot write {json}"):  # in place, as it may be a pipe
+        with refused(f"json: cannot write {json}"):  # written in place: it may be a pipe
             json.write_text(text + "\n", encoding="utf-8")
     return 0 if all(one.is_clean for one in audits) else FINDINGS

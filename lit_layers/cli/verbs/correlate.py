@@ -1,4 +1,4 @@
-"""`lit-layers correlate`: a metric of many models against their score, or metrics against scores over layers."""
+"""`lit-layers correlate`: correlate a metric with a score over models, or metrics with scores over layers."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +19,19 @@ TABLES = (".csv", ".parquet")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Over models.
+    """Options for a correlation over models.
 
     Args:
-        data: in place of models: coupling and leaderboard scores of 28 models, as published
-        metric: the metric: ANALYSIS/METRIC of the measurements, or a column of the file. [tag=value,...] behind it
-            chooses a variant: coupling/coupling[k=12]; k=0.1 is a share of the width
-        layer: at which layer: its number, or last (default: the whole model's value, else the last layer's)
-        score: the score: FILE.csv:COLUMN with a row a model; a scalar of training, e.g. validation/accuracy; another
-            ANALYSIS/METRIC; or a column of the file
-        given: also correlate with these columns held fixed, alone and together; sizes enter as logarithms
-        group: also correlate within groups of equal value of this column, e.g. drop_path_rate
+        data: use this instead of models: published coupling and leaderboard scores of 28 models
+        metric: the metric: ANALYSIS/METRIC of the measurements, or a column of the file. Append [tag=value,...] to
+            choose a variant: coupling/coupling[k=12]; k=0.1 is a share of the width
+        layer: the layer at which the metric is read: its index, or last (default: the value of the whole model,
+            otherwise that of the last layer)
+        score: the score: FILE.csv:COLUMN with one row per model; a scalar of training, e.g. validation/accuracy;
+            another ANALYSIS/METRIC; or a column of the file
+        given: also compute partial correlations that hold these columns fixed, one by one and all together; model sizes
+            enter as logarithms
+        group: also correlate within groups of models that share a value of this column, e.g. drop_path_rate
     """
 
     data: Literal["published"] | None = None
@@ -42,12 +44,12 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions:
-    """Over layers.
+    """Options for a correlation over layers.
 
     Args:
-        metrics: the metrics: NAME or ANALYSIS/NAME, with [tag=value,...] for a variant; several with commas between
+        metrics: the metrics, comma-separated: NAME or ANALYSIS/NAME; append [tag=value,...] to choose a variant
         scores: the scores of layers: mteb, or a file with the columns model, task, layer, score
-        with_layer_0: also take the embedding, not only layers 1 to the last
+        with_layer_0: also include layer 0, the embedding output
     """
 
     metrics: list[str] | str | None = None
@@ -65,15 +67,18 @@ def correlate(
     seed: Annotated[int, SEED] = 0,
     root: Path | None = None,
 ) -> int:
-    """Correlate a metric with a score over models, and show what width alone would explain. Or correlate metrics with
-    task scores over the layers of each model, and show what choosing a layer by them is worth.
+    """Correlate a metric with a score over models, and show how much model width explains by itself.
+
+    With --metrics and --scores: correlate metrics with task scores over the layers of each model, and show how good a
+    layer is that the metrics would choose.
 
     Args:
-        models: run folders, comparisons of models, or folders of such; or one .csv or .parquet file with a row a model
-        step: which checkpoint of training runs (default: the last that has the metric)
-        resamples: how often models or tasks are resampled for intervals
-        seed: seed of the resamples
-        root: folder of the page and pictures (default: correlation, over layers layer_correlation)
+        models: folders of runs, of model comparisons, or folders of these; or one .csv or .parquet file with one row
+            per model
+        step: which checkpoint of training runs (default: the last one with the metric)
+        resamples: number of bootstrap resamples of the models or tasks, for confidence intervals
+        seed: random seed of the resampling
+        root: folder for the page and the pictures (default: correlation; over layers: layer_correlation)
     """
     is_layerwise = by_layer.metrics is not None or by_layer.scores is not None
     root = root or Path("layer_correlation" if is_layerwise else "correlation")
@@ -101,7 +106,7 @@ def _check(models: list[Path], files: list[Path], options: ModelOptions, step: i
 
 
 def _run_models(models: list[Path], options: ModelOptions, step: int | None, resampling: Any, root: Path) -> int:
-    """Write the page, the tables and the pictures, print R² and the warnings, and return 0."""
+    """Correlate over models, write page, tables and pictures, print R² and warnings, and return the exit code."""
     table = _table(models, options, step)
     findings = correlate_models(table, given=options.given or (), group=options.group, **resampling)
     paths = write_models(table, findings, root)
@@ -115,7 +120,6 @@ def _run_models(models: list[Path], options: ModelOptions, step: int | None, res
 
 
 def _table(models: list[Path], options: ModelOptions, step: int | None) -> ModelTable:
-    """Return the table of the models."""
     if options.data is not None:
         return published()
     columns: Any = {"metric": options.metric, "score": options.score}
@@ -126,7 +130,7 @@ def _table(models: list[Path], options: ModelOptions, step: int | None) -> Model
 
 
 def _run_layers(models: list[Path], options: LayerOptions, step: int | None, resampling: Any, root: Path) -> int:
-    """Write the page, the tables and the pictures, print the rank correlation of each metric, and return 0."""
+    """Correlate over layers, write page, tables and pictures, print rank correlations, and return the exit code."""
     metrics = options.metrics if isinstance(options.metrics, list) else split(options.metrics or "")
     tables = read_layers(models, metrics, options.scores or "", step=step, with_layer_0=options.with_layer_0)
     findings = correlate_layers(tables, **resampling)

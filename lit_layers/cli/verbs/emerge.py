@@ -1,4 +1,4 @@
-"""`lit-layers emerge`: when each number of a run emerges, in which order, and how sure that is."""
+"""`lit-layers emerge`: find when each metric of a run emerges, in which order, and with which uncertainty."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -29,17 +29,18 @@ def emerge(
     """Find when each curve over training steps changes, in which order, and whether runs agree.
 
     Args:
-        runs: folders of runs; tables of scores by step (.csv, .parquet, .jsonl); results of lm-eval (.json, or
-            a folder of these)
-        metrics: only these: METRIC,... or ANALYSIS/METRIC,... (default: those that tables of results show)
-        where: only curves with these tags or columns: --where.NAME=VALUE
-        seeds: the runs are seeds of one training: also find times over all of them
-        axis: what training is measured in: optimizer steps or tokens
-        confidence: confidence of the intervals, and of the verdict that a curve emerges
-        settings: which settings to take of analyses that were measured with several, as in report
-        allow_suspect: also take checkpoints that the audit of their series found suspect
-        seed: seed of the random draws
-        root: folder of the page, the tables and the pictures (default: emergence)
+        runs: folders of runs; tables of scores by step (.csv, .parquet, .jsonl); results of lm-eval (.json, or a folder
+            of these)
+        metrics: use only these metrics: METRIC,... or ANALYSIS/METRIC,... (default: those in the result tables of a
+            report)
+        where: use only curves with these tags or columns: --where.NAME=VALUE
+        seeds: the runs are seeds of one training: also find times for the curves over all seeds
+        axis: unit of the time axis: optimizer steps or tokens
+        confidence: confidence level of the intervals, and of the test whether a curve emerges
+        settings: which settings to use if an analysis was measured with several, as in `lit-layers report`
+        allow_suspect: also use checkpoints that the audit of their series found suspect
+        seed: random seed
+        root: folder for the page, the tables and the pictures (default: emergence)
     """
     if not runs:
         raise InputError("missing: runs: expected a run's folder or a table of scores, or several")

@@ -1,4 +1,4 @@
-"""`lit-layers fit`: train from a recipe, save and measure at each step of its schedule, draw the curves."""
+"""`lit-layers fit`: train from a recipe, save and measure checkpoints on a schedule, and write the report."""
 
 import contextlib
 import sys
@@ -52,21 +52,23 @@ SHOWN = {
 
 @dataclass(kw_only=True)
 class RunOptions:
-    """A watched run.
+    """Options of a training run that is measured.
 
     Args:
         root: The run's folder, e.g. checkpoints/my_run.
-        if_exists: What to do where root already holds a run; overwrite is heeded on the command line alone, not in a
-            recipe.
-        resume: Go on exactly where a run was stopped: last, or a step. With last, a new folder starts the run.
-        ckpt_path: Go on from a .ckpt that a Trainer saved, in a new root, with its weights, optimizer and step.
-        optimizer: The optimizer, by class_path and init_args; null: the module's own, AdamW.
-        lr_scheduler: Its learning rates, by class_path and init_args, stepped with it; null: the module's own.
-        resume_every: Steps between two checkpoints to resume from; null: only at the end and on SIGTERM.
+        if_exists: What to do if root already contains a run. Only the command line can ask for overwrite, a recipe
+            cannot.
+        resume: Continue exactly where a run stopped: last, or a step. With last, training starts from the beginning if
+            the folder has no run yet.
+        ckpt_path: Continue from a .ckpt file of a Lightning Trainer, in a new root, with its weights, optimizer and
+            step.
+        optimizer: The optimizer, by class_path and init_args; null uses the module's own, AdamW.
+        lr_scheduler: The learning rate scheduler, by class_path and init_args; null uses the module's own.
+        resume_every: Number of steps between checkpoints for resuming; null saves one only at the end and on SIGTERM.
         steps: Steps to save and measure: pythia (0, 1, 2, 4, ... 512, 1000, 2000, ...), a list, {every: N} or {log: 2,
-            until: N, then_every: N}; single steps may be added to a rule: {every: 500, also: [750]}.
-        corpus: The text, as ${corpus} in recipes.
-        tokenizer: The tokenizer, as ${tokenizer} in recipes.
+            until: N, then_every: N}. A rule may be extended by single steps: {every: 500, also: [750]}.
+        corpus: The text; recipes refer to it as ${corpus}.
+        tokenizer: The tokenizer; recipes refer to it as ${tokenizer}.
         analyses: What to measure at these steps, as a list of classes with options.
         wandb: Send the run to W&B, as --config wandb_configs/default.yaml does.
     """
@@ -86,21 +88,21 @@ class RunOptions:
 
 
 class Run:
-    """A training that is watched: its trainer with all callbacks, and what they have written when it ends.
+    """A measured training run: its trainer with all callbacks, and the files they write.
 
-    `held` is given the lock of the run's folder, before anything is read there. `code` is the exit code, `last_step`
-    that of a training that had ended before, and `show` draws the bar.
+    `stack` receives the lock of the run's folder before any file of the folder is read. `code` is the exit code.
+    `last_step` is the last step of a training that had already finished. `show` updates the progress bar.
     """
 
     code, last_step = 1, 0
     show: Show
 
-    def __init__(self, recipe: Recipe, held: contextlib.ExitStack) -> None:
+    def __init__(self, recipe: Recipe, stack: contextlib.ExitStack) -> None:
         self.options = options = _instantiate(recipe)
         self.root, self.module, self.datamodule = options.root, options.model, options.data
         if is_first_rank():
-            held.enter_context(run_lock.writing(self.root, part="all" if options.analyses else "training"))
-        # The first rank alone hashes the checkpoints: the others read what that one found whole.
+            stack.enter_context(run_lock.writing(self.root, part="all" if options.analyses else "training"))
+        # Only the first rank hashes the checkpoints. The other ranks read those that it found intact.
         self.resume_from = _resume_point(options, verify=is_first_rank())
         goes_on = options.resume is not None and (self.root / RUN_FILE).is_file()
         self.mirror = options.wandb
@@ -116,8 +118,10 @@ class Run:
         self.trainer = self._trainer(dict(options.trainer))
 
     def _trainer(self, given: dict[str, Any]) -> L.Trainer:
-        """Return a trainer whose callbacks come in this order: the folder is ready, scalars are noted, weights are on
-        disk, then they are measured, and the checkpoint to resume from knows all that.
+        """Return the trainer. The order of its callbacks matters.
+
+        First the run's folder is prepared, then scalars are logged, then the weights are saved, then they are measured.
+        The checkpoint for resuming comes last, so that it includes the state of all others.
         """
         options = self.options
         run_log = RunLog(self.root, self.mirror, resume=self.folder.resume)
@@ -130,7 +134,7 @@ class Run:
             known = [form.format(run_log.shown[name]) for name, form in SHOWN.items() if name in run_log.shown]
             self.show(trainer.global_step, max(trainer.max_steps, 0) or None, "  ".join(known))
 
-        # From the first step on SIGTERM is for `ResumeCheckpoint`, which ends the run where a step is whole.
+        # From the first step on `ResumeCheckpoint` handles SIGTERM: it ends the run at a step boundary.
         each_step = LambdaCallback(on_train_start=lambda trainer, pl_module: finish_first(), on_train_batch_end=show)
         first = [each_step, self.folder, run_log, *(theirs if isinstance(theirs, list) else [theirs])]
         ours = [StepSeed(options.seed_everything), self.series, self.emergence]
@@ -139,7 +143,7 @@ class Run:
         given["enable_checkpointing"] = is_asked or given["enable_checkpointing"]
         trainer = _new_trainer(given, self.root)
         if isinstance(self.datamodule, LitStepData):
-            # The model is built when training begins, and the series holds the weights that were trained.
+            # These callbacks need the model before training begins, or save other weights than the trained ones.
             refuse_another_order(trainer, also=(BaseFinetuning, ModelPruning, WeightAveraging))
         if trainer.is_global_zero:
             process.set_threads(trainer.strategy.root_device, trainer.num_devices)
@@ -178,12 +182,13 @@ def fit(
     data: L.LightningDataModule,
     options: RunOptions,
 ) -> int:
-    """Train from a recipe, and save and measure the model at each step of a schedule. `lit-layers fit quickstart/gpt2`
-    takes a recipe of the package, `--config FILE` one of your own. Whatever ends the run, its report is written. Exit
-    code: 0, 2 wrong input, 3 where it diverged, 130 after Ctrl-C, 143 after SIGTERM.
+    """Train from a recipe, and save and measure the model at each step of a schedule.
+
+    `lit-layers fit quickstart/gpt2` uses a recipe of the package, `--config FILE` your own. The report is written
+    however the run ends. Exit code: 0; 2 for wrong input; 3 if training diverged; 130 after Ctrl-C; 143 after SIGTERM.
 
     Args:
-        seed_everything: the seed of all random numbers
+        seed_everything: seed of all random number generators
         model: the module to train, by class_path and init_args; --model.help CLASS shows the options of a class
         data: the data to train on, by class_path and init_args; --data.help CLASS shows the options of a class
     """
@@ -191,12 +196,12 @@ def fit(
         raise InputError(f"trainer: expected the options of a Trainer, got {trainer!r}")
     quieten()
     L.seed_everything(seed_everything, workers=True)
-    with contextlib.ExitStack() as held:
-        if trainer.get("fast_dev_run"):  # which leaves nothing behind
-            root = held.enter_context(tempfile.TemporaryDirectory())
+    with contextlib.ExitStack() as stack:
+        if trainer.get("fast_dev_run"):  # must leave no files
+            root = stack.enter_context(tempfile.TemporaryDirectory())
             overrides = [f"--root={root}", "--wandb=null", "--resume=null"]
             recipe = Recipe(fit, [*recipe.argv, *overrides])
-        run = Run(recipe, held)
+        run = Run(recipe, stack)
         if run.trainer.is_global_zero and not run.folder.resume:
             if_exists = options.if_exists if recipe.typed("if_exists") else "refuse"
             run_folder.refuse_used_folder(run.root, if_exists, is_fit=True)
@@ -204,7 +209,7 @@ def fit(
             point, is_over = _find_start(run)
             if is_over and point is not None:
                 run.last_step = point.step
-                if run.trainer.is_global_zero:  # killed after its last step: the page and the mirror may be missing
+                if run.trainer.is_global_zero:  # it may have been killed before the page was written
                     run.folder.reopen(point.step)
             else:
                 state = None if point is None else point.state
@@ -231,10 +236,10 @@ def _option_errors() -> Iterator[None]:
 
 
 def _find_start(run: Run) -> tuple[ResumePoint | None, bool]:
-    """Return where the training goes on, and whether it has ended there already; say so."""
+    """Return the point to resume from and whether the training had already finished; print a line about it."""
     point, origin = run.resume_from, getattr(run.module, "origin", Origin())
     end = origin.step + run.trainer.max_steps
-    if point is not None and point.step >= end and not is_first_rank():  # no two opinions on whether it has ended
+    if point is not None and point.step >= end and not is_first_rank():  # all ranks must agree on this
         point = _resume_point(run.options)
     has_ended = run.folder.resume and point is not None and point.step >= end
     if run.trainer.is_global_zero and point is not None:
@@ -248,7 +253,7 @@ def _find_start(run: Run) -> tuple[ResumePoint | None, bool]:
 
 @contextlib.contextmanager
 def _closing(run: Run) -> Iterator[None]:
-    """Leave what can be read, whatever ends the training."""
+    """Set the exit code, and write the report and final files, however the training ends."""
     started = time.perf_counter()
     try:
         yield
@@ -259,18 +264,21 @@ def _closing(run: Run) -> Iterator[None]:
         run.code = DIVERGED
         if run.trainer.is_global_zero:
             print(f"lit-layers fit: error: {error}", file=sys.stderr)
-    except SystemExit:  # Lightning turns Ctrl-C into sys.exit(1) after its callbacks have closed
+    except SystemExit:  # Lightning turns Ctrl-C into sys.exit(1) after closing its callbacks
         run.code = INTERRUPTED
     finally:
         if run.folder.started:
             _close(run, time.perf_counter() - started, run.code, run.last_step or axis_step(run.trainer))
         if run.code in (0, TERMINATED, DIVERGED):
-            # Together: torchrun and `srun --kill-on-bad-exit=1` kill the rest when one ends with an error.
+            # torchrun and `srun --kill-on-bad-exit=1` kill the other ranks when one fails, so all wait here.
             run.trainer.strategy.barrier()
 
 
 def _close(run: Run, seconds: float, code: int, last_step: int) -> None:
-    """Write facts, failures, page and mirror. A trouble here hides neither the run's end nor the rest."""
+    """Write the run's facts and report, print failures, and finish the W&B mirror.
+
+    An error in here must hide neither how the training ended nor the remaining steps.
+    """
     finish_first()
     root, mirror = run.root, run.mirror
     try:
@@ -285,7 +293,7 @@ def _close(run: Run, seconds: float, code: int, last_step: int) -> None:
                 print(f"failed: {measurement.analysis} at step {measurement.step}: {measurement.error}")
         is_dry = run.options.trainer.get("fast_dev_run")
         print("\nfast_dev_run: nothing is kept" if is_dry else f"\nreport: {write_report(root)}")
-    except Exception as error:  # the training has ended: nothing in its account may change how
+    except Exception as error:  # a failed report must not change the exit code
         print(f"\nno report: {str(error) or type(error).__name__}")
     if mirror is not None:
         mirror.finish(exit_code=code)

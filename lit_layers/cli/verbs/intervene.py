@@ -1,4 +1,4 @@
-"""`lit-layers intervene`: a model, or each checkpoint of a series, while its blocks run in other orders."""
+"""`lit-layers intervene`: score a model, or each checkpoint of a series, while its blocks run in other orders."""
 
 import dataclasses
 import functools
@@ -32,32 +32,32 @@ COUNTED = Annotated[int | None, COUNT]
 
 @dataclass(frozen=True, kw_only=True)
 class Interventions:
-    """What is changed, and what is measured.
+    """Options that select the orders of blocks and what is measured.
 
     Args:
         tokenizer: name or folder of the tokenizer (default: the model's own)
-        variants: which orders of blocks: all, or names with commas between: baseline, middle_repeat, skip, parallel,
-            reverse, random, looped_parallel, skip_one, switch, or repeat_one, which all leaves out
-        schedule: an order of your own, such as '1 2 (3,4,5) (3,4,5) 6', or several with ; between
+        variants: which orders of blocks: all, or comma-separated names: baseline, middle_repeat, skip, parallel,
+            reverse, random, looped_parallel, skip_one, switch, or repeat_one, which is not included in all
+        schedule: a custom order, such as '1 2 (3,4,5) (3,4,5) 6'; separate several with ;
         middles: how many middle blocks are changed: all possible numbers, or some, such as 1,5,9
         seeds: seeds of the random orders (default: 0 to 9)
-        loops: how often looped_parallel runs the middle (default: 2 to 8)
-        tasks: benchmarks to score: lambada, arc_challenge, hellaswag, winogrande, gsm8k, further ones of lm-eval, or
-            with --folder those of docs/interventions.md (default: these five)
-        folder: a folder of local data, whose tasks.yaml says where the tasks lie, also those of --glue and --finetune
+        loops: how many times looped_parallel runs the middle blocks (default: 2 to 8)
+        tasks: benchmarks to score: lambada, arc_challenge, hellaswag, winogrande, gsm8k, other tasks of lm-eval, or,
+            with --folder, those of docs/interventions.md (default: these five)
+        folder: a folder of local data; its tasks.yaml gives the paths of the tasks, also for --glue and --finetune
             (default: the Hub)
-        limit: score only so many first rows of a task
-        max_new_tokens: most tokens of a generated answer (default: 256)
-        corpus: a text: measure loss, accuracy and divergence on its held-out part, too
-        states: also measure how far the states behind the changed blocks are from those of the full model, on the same
-            text or images
-        num_sequences: how many sequences of that text
-        num_tokens: tokens of each sequence, also of those that are timed (default: 128)
-        images: for an image classifier, in place of texts: digits, cifar10, a local path, ORG/NAME
-        num_images: how many images of its test split
-        image_size: size of the model's input, in px (default: the source's)
+        limit: score only this many rows of each task, from its beginning
+        max_new_tokens: largest number of tokens of a generated answer (default: 256)
+        corpus: a text: also measure loss, accuracy and divergence on its held-out part
+        states: also measure how far the hidden states after the changed blocks are from those of the full model, on the
+            same text or images
+        num_sequences: number of sequences of that text
+        num_tokens: tokens of each sequence, also for --speed (default: 128)
+        images: images to score, instead of texts, for an image classifier: digits, cifar10, a local path, ORG/NAME
+        num_images: number of images of the test split
+        image_size: size of the model's input in pixels (default: that of the image source)
         normalisation: how pixels are normalised
-        speed: also measure the latency of each variant against the full model
+        speed: also measure the latency of each variant and of the full model
         finetune: a recipe: train each changed model on a task, and score it before and after
             (recipes/finetune/arc.yaml)
         glue: a recipe: fine-tune an encoder on GLUE in each variant (recipes/glue/small_steps.yaml)
@@ -86,10 +86,10 @@ class Interventions:
     glue: Path | None = None
 
     def resolved(self, recipe: Recipe) -> "Interventions":
-        """Return them with the tasks that are usual, where nothing says what is measured.
+        """Return these options, with the default tasks if the options name nothing to measure.
 
         Raises:
-            InputError: an option that names what is not there, or does not fit the others.
+            InputError: an option names something that does not exist, or contradicts another option.
         """
         for task in self.tasks or ():
             if task.endswith(".yaml") and not any(task in word.split(",") for word in recipe.typed("tasks")):
@@ -99,7 +99,7 @@ class Interventions:
 
     @property
     def order_options(self) -> dict[str, Any]:
-        """The orders, as analyses take them."""
+        """The orders of blocks, as keyword arguments of analyses."""
         custom = self.schedule.split(";") if isinstance(self.schedule, str) else self.schedule or ()
         return {
             "variants": orders.VARIANTS if self.variants == ALL else tuple(self.variants),
@@ -111,13 +111,13 @@ class Interventions:
 
 
 def intervene(recipe: Recipe, model: str, checkpoints: Checkpoints, options: Interventions) -> int:
-    """Run the blocks of a model skipped, repeated, reversed, shuffled, side by side, and see what breaks.
+    """Run the blocks of a model skipped, repeated, reversed, shuffled or side by side, and measure what breaks.
 
-    Run it again to continue. Exit code: 0, 1 if something failed, 2 wrong input, 130 after Ctrl-C.
+    Run the command again to continue. Exit code: 0; 1 if anything failed; 2 for wrong input; 130 after Ctrl-C.
 
     Args:
-        model: a folder with config.json and weights, or a name on the Hub; for a series a folder of steps,
-            a name on the Hub with --steps, or a manifest
+        model: a folder with config.json and weights, or a name on the Hub; for a series: a folder of steps, a name on
+            the Hub together with --steps, or a manifest
     """
     options = options.resolved(recipe)
     changed = checkpoints.revision, checkpoints.untrained, None if checkpoints.dtype == "float32" else checkpoints.dtype
@@ -133,7 +133,7 @@ def intervene(recipe: Recipe, model: str, checkpoints: Checkpoints, options: Int
 
 
 def _analyses(model: str, options: Interventions, target: Target) -> list[Analysis]:
-    """Return first what tells most, so that a page can be looked at while the rest is under way."""
+    """Return the analyses, the most informative first, so that the page is useful before all have finished."""
     _refuse_another_kind(options, target)
     results, chosen, made = target.root / RESULTS, options.order_options, list[Any]()
     if options.corpus is not None or options.images is not None:
@@ -168,7 +168,10 @@ def _analyses(model: str, options: Interventions, target: Target) -> list[Analys
 
 
 def _refuse_another_kind(options: Interventions, target: Target) -> None:
-    """By what config.json says, as no tokenizer that is asked for would make a reader of a model that sees."""
+    """Refuse options for texts on an image model, and the reverse.
+
+    This reads config.json only. A tokenizer named by the user would not turn an image model into a language model.
+    """
     if "vocab_size" in target.config and options.images is not None:
         raise InputError(f"images: {target.name} is a language model: take --tasks, --corpus, --glue or --speed")
     for name in ("corpus", "tasks", "finetune", "glue"):
@@ -177,7 +180,10 @@ def _refuse_another_kind(options: Interventions, target: Target) -> None:
 
 
 def _speed_options(chosen: dict[str, Any]) -> dict[str, Any]:
-    """Return variants of different cost: any order of all blocks takes what reverse does, one loop count tells all."""
+    """Return the order options reduced to variants of different cost.
+
+    Random orders cost as much as reversed ones, and one number of loops is enough.
+    """
     names = [name for name in chosen["variants"] if name not in ("random", *orders.OF_BLOCKS)]
     published = orders.PUBLISHED_LOOPS
     loops = (published,) if published in chosen["loops"] else chosen["loops"][:1]
@@ -196,8 +202,9 @@ def _images(options: Interventions) -> Any:
 
 
 def _report(outcome: Outcome) -> bool:
-    """Write the table and the page of all variants that the root holds, and print their paths and the scores of the
-    full model; return whether any variant failed.
+    """Write the table and page of all variants in the root folder, and print the scores of the full model.
+
+    Also prints the paths of these files. Returns whether any variant failed.
     """
     complete, found = outcome.complete()
     has_failed = False

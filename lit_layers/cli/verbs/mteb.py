@@ -1,4 +1,4 @@
-"""`lit-layers mteb`: every layer of a model, or of each checkpoint of a series, as an embedding model."""
+"""`lit-layers mteb`: score every layer of a model, or of each checkpoint of a series, as an embedding model."""
 
 import functools
 from pathlib import Path
@@ -35,28 +35,28 @@ def mteb(
     metrics: bool = False,
     seed: Annotated[int, COUNT_OR_NONE] = 42,
 ) -> int:
-    """Score every layer of a model, or of each checkpoint of a series, on tasks of MTEB. Run it again to continue.
+    """Score every layer of a model, or of each checkpoint of a series, on MTEB tasks.
 
-    Exit code: 0, 1 if a task failed, 2 wrong input, 130 after Ctrl-C.
+    Run the command again to continue. Exit code: 0; 1 if a task failed; 2 for wrong input; 130 after Ctrl-C.
 
     Args:
-        model: a folder with config.json and weights, or a name on the Hub; for a series a folder of steps,
-            a name on the Hub with --steps, or a manifest
+        model: a folder with config.json and weights, or a name on the Hub; for a series: a folder of steps, a name on
+            the Hub together with --steps, or a manifest
         tokenizer: name or folder of the tokenizer (default: the model's own)
-        tasks: which tasks: layerwise32, of these only a kind (classification, clustering, pair_classification,
-            reranking, sts), local (all that --folder holds), or names with commas between
-        layers: which layers: all, or numbers such as 0,3,6; 0 is the embedding output
-        folder: a folder of local data in their own layout (docs/mteb.md); it is searched first
-        modules: where to apply the pooling and normalisation of a sentence encoder's modules.json: at the last layer,
-            at all, at none (default: last; none where --pooling is given)
-        pooling: how the states of a text become one vector; mean is over real tokens (default: mean)
-        states: which states: resid, as a block leaves them; normed, each after the final norm; hf, only the last after
-            it
-        max_tokens: most tokens of a text; a longer one is cut, also at the model's own limit
-        metrics: also measure metrics without labels, on the first 1,000 texts of each task
-        seed: seed of mteb's random draws; 42 is mteb's own
+        tasks: which tasks: layerwise32, one kind of these (classification, clustering, pair_classification, reranking,
+            sts), local (all tasks in --folder), or comma-separated names
+        layers: which layers: all, or indices such as 0,3,6; 0 is the embedding output
+        folder: a folder of local data in the tasks' own layout (docs/mteb.md); it is searched before the Hub
+        modules: at which layers the pooling and normalisation of a sentence encoder's modules.json are used: at the
+            last one, at all, at none (default: last; none if --pooling is given)
+        pooling: how the states of a text are pooled into one vector; mean is over real tokens (default: mean)
+        states: which states: resid are the outputs of blocks; normed are all passed through the final norm; in hf only
+            the last one is
+        max_tokens: longer texts are truncated to this many tokens, and to the model's own limit
+        metrics: also measure label-free metrics on the first 1,000 texts of each task
+        seed: seed of mteb's random draws; 42 is the default of mteb
     """
-    version_of("mteb")  # before anything is loaded: it may not be installed
+    version_of("mteb")  # fail early if it is not installed
     if pooling is not None and modules == "all":
         raise InputError(f"pooling: with --modules all it is the model's own, and {pooling} was given: leave one out")
     resolved = resolve(tasks, folder)
@@ -76,7 +76,7 @@ def mteb(
 
 
 def _report(tasks: "list[ScoredTask]", outcome: Outcome) -> bool:
-    """Print what the root holds of these tasks (and steps, if some are named), write all; return whether any failed."""
+    """Print the scores of the requested tasks, write all scores in the root, and return whether any task failed."""
     names = [spec.name for spec in tasks]
     scored, of_call = outcome.complete("mteb/")
     if shown := [each for each in of_call if each.analysis.removeprefix("mteb/") in names]:
@@ -94,7 +94,7 @@ def _report(tasks: "list[ScoredTask]", outcome: Outcome) -> bool:
 
 
 def _show(means: "Averages") -> None:
-    """Print the mean over tasks, in percent, at the best layer from 1 on and at the last one."""
+    """Print the mean over tasks in percent, at the best layer (layer 0 excluded) and at the last layer."""
     values = 100 * means.curve.set_index("layer")["average"].drop(0, errors="ignore")
     title = means.run if means.step is None else f"{means.run}, step {means.step}"
     options = [means.pooling, means.states, *(f"{name} {value}" for name, value in means.options.items())]

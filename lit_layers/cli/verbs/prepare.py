@@ -1,4 +1,4 @@
-"""`lit-layers prepare`: a corpus becomes token shards."""
+"""`lit-layers prepare`: tokenize a corpus into shards."""
 
 from pathlib import Path
 
@@ -17,17 +17,17 @@ def prepare(
 ) -> int:
     """Tokenize a corpus into memory-mapped shards.
 
-    A .txt file is one document, or several divided by lines that say <|endoftext|> (or --separator). A row of a
-    .parquet file and a line of a .jsonl file is one document, its text in --column.
+    A .txt file is one document, or several if lines with <|endoftext|> (or --separator) divide it. In .parquet and
+    .jsonl files each row or line is one document, with its text in --column.
 
     Args:
-        source: openwebtext, wikitext, python (the standard library's source), a Hub data set as
-            ORG/NAME[@REVISION][:CONFIG], or a .txt, .jsonl or .parquet file or a folder of them
+        source: openwebtext, wikitext, python (source code of the standard library), a Hub data set as
+            ORG/NAME[@REVISION][:CONFIG], or a .txt, .jsonl or .parquet file, or a folder of these
         tokenizer: a name on the Hub (gpt2), a local path, or bpe:SIZE to train one
         root: folder to write to
-        max_documents: read at most so many documents (of each split of the source)
+        max_documents: read at most this many documents of each split
         column: the column with the text (default: text)
-        separator: the line that ends a document of a .txt file, "" for a blank one
+        separator: the line that ends a document of a .txt file; "" for an empty line
         validation: share of the documents to hold out (default: 0.01; python: 0.1)
     """
     from lit_layers.data import preparing

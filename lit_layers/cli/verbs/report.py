@@ -1,4 +1,4 @@
-"""`lit-layers report`: a run's curves as one HTML page, its numbers as a table, its points at W&B."""
+"""`lit-layers report`: write the HTML page of runs, export their numbers, and send them to W&B."""
 
 import hashlib
 import inspect
@@ -29,20 +29,21 @@ def report(
     allow_suspect: bool = False,
     settings: Names | None = None,
 ) -> int:
-    """Write the page of a run, of models, or of several runs side by side. What an interrupted run has left is enough.
+    """Write an HTML page of one run, of models, or of several runs side by side. Interrupted runs also work.
 
     Args:
-        runs: a run's folder, with measurements.jsonl or metrics.jsonl; several are drawn side by side on one page
-        seeds: the runs are seeds of one training: draw their mean, with a band over them
-        group: runs with one value of this field of their recipe, such as data.shuffle_tokens, are seeds of one training
-        root: the page, or the folder for report.html (default: RUN/report.html; of several runs.html)
-        export: also write all numbers to this file, as .parquet or .csv
+        runs: a run's folder, with measurements.jsonl or metrics.jsonl; several runs are drawn side by side on one page
+        seeds: the runs are seeds of one training: draw their mean with an interval
+        group: a field of the recipe, such as data.shuffle_tokens: runs with the same value are treated as seeds of one
+            training
+        root: the page, or the folder for report.html (default: RUN/report.html; for several runs: runs.html)
+        export: also write all numbers to this .parquet or .csv file
         pictures: also write every figure of the page as PNG, SVG and PDF to this folder
-        wandb: also send W&B what it does not have yet
-        workspace: also make a W&B workspace with the charts of this run, in ENTITY/PROJECT
+        wandb: also send to W&B the numbers that it does not have yet
+        workspace: also create a W&B workspace with the charts of this run, in ENTITY/PROJECT
         allow_suspect: also draw checkpoints that the audit of their series found suspect
-        settings: where an analysis was measured with several settings (options, data), draw these, by the names that
-            the page gives them, or `last`: those measured last (default: those of the most steps, which training's are)
+        settings: which settings to draw if an analysis was measured with several (options, data): their names as on the
+            page, or `last` for the most recent (default: those with the most steps, usually those of the training)
     """
     chosen = settings or ()
     if len(runs) > 1:
@@ -67,7 +68,7 @@ def report(
     if wandb:
         mirror = _mirror(run.about)
         config = run.about.get("config", {})
-        with run_lock.writing(folder):  # a training that mirrors itself has it: two would double its points
+        with run_lock.writing(folder):  # a second mirror would send points twice
             mirror.open(folder, run_id=_run_id(run), config=config)
             mirror.finish()
         print(mirror.closing_line)
@@ -89,14 +90,14 @@ def _side_by_side(content: side_by_side.SideBySide, out: Path, export: Path | No
 
 
 def _mirror(about: dict[str, Any]) -> Any:
-    """A mirror with the options that the run's own had, where it had one."""
+    """Return a W&B mirror with the options of the run's own mirror, if it had one."""
     options = (about.get("config", {}).get("wandb") or {}).get("init_args")
     parameters = inspect.signature(WandbMirror).parameters
     return WandbMirror(**{name: value for name, value in (options or {}).items() if name in parameters})
 
 
 def _run_id(run: Any) -> str:
-    """The id that the run's own mirror used; for a run without one an id that its first line decides."""
+    """Return the W&B id of the run's own mirror; if it had none, an id derived from the first line of its records."""
     if run.about.get("id"):
         return str(run.about["id"])
     files = (run.root / "measurements.jsonl", run.root / "metrics.jsonl")

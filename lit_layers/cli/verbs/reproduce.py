@@ -1,4 +1,4 @@
-"""`lit-layers reproduce`: a published figure or table again, and its printed numbers beside the measured ones."""
+"""`lit-layers reproduce`: measure a published figure or table again, and compare with the printed numbers."""
 
 import importlib
 import sys
@@ -14,18 +14,20 @@ from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import replace_file
 from lit_layers.papers import PAPERS, PaperRecipe, Row, Step, compare, read_recipe
 
-STEPS = "steps"  # folder of the options of each step
-_STOPPED = 128  # exit codes above: Ctrl-C, SIGTERM
+STEPS = "steps"  # folder for the recipe of each step
+_STOPPED = 128  # exit codes above this: ended by a signal
 
 
 def reproduce(file: Path, *, reduced: bool = False, root: Path | None = None) -> int:
-    """Run the commands of a published figure or table, and print its numbers beside the measured ones. Run it again to
-    continue. Exit code: 0, 1 if something failed, 2 wrong input, 3 where a run diverged, 130 after Ctrl-C.
+    """Run the commands of a published figure or table, and print its numbers next to the measured ones.
+
+    Run the command again to continue. Exit code: 0; 1 if anything failed; 2 for wrong input; 3 if a training diverged;
+    130 after Ctrl-C.
 
     Args:
         file: a recipe, e.g. recipes/papers/coupling/fig1b.yaml; docs/papers.md lists them
-        reduced: measure at sizes for a laptop, at which the printed numbers cannot be expected
-        root: folder of all results (default: checkpoints/papers/PAPER/RECIPE, with -reduced behind it)
+        reduced: measure at reduced sizes that a laptop can handle; the printed numbers cannot be expected then
+        root: folder for all results (default: checkpoints/papers/PAPER/RECIPE; with --reduced: RECIPE-reduced)
     """
     file = find_recipe(file)
     recipe = read_recipe(file)
@@ -52,10 +54,10 @@ def reproduce(file: Path, *, reduced: bool = False, root: Path | None = None) ->
 
 
 def _write_step(number: int, step: Step, root: Path) -> list[str]:
-    """Write the options of a step to a file, and return its command, which a user could also type.
+    """Write the options of a step to a recipe, and return the command that runs it, as a user would type it.
 
     Raises:
-        InputError: options that the command refuses, before the first step runs.
+        InputError: the command refuses the options. All steps are checked before the first one runs.
     """
     path = root / STEPS / f"{number}-{step.verb}.yaml"
     replace_file(path, yaml.safe_dump(step.options, sort_keys=False, allow_unicode=True, width=120))

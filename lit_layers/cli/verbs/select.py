@@ -1,4 +1,4 @@
-"""`lit-layers select`: the layer that is enough for a task, and the model cut there."""
+"""`lit-layers select`: find the earliest sufficient layer for a task, and cut the model there."""
 
 import re
 from dataclasses import dataclass
@@ -31,31 +31,32 @@ from lit_layers.tasks.task_files import SUFFIXES, is_local
 
 @dataclass(frozen=True, kw_only=True)
 class SelectOptions:
-    """How the layer of a task is chosen.
+    """Options that decide how the layer for a task is chosen.
 
     Args:
-        revision: branch, tag or commit of the Hub
-        task: labelled texts: banking77 (docs/tasks.md lists them), or a .jsonl, .csv or .parquet file, or a folder of
-            such files named after the splits
-        text: their column of text, or a format such as 'Subject: {subject}'
-        label: their column of labels
+        revision: branch, tag or commit on the Hub
+        task: labelled texts: a name such as banking77 (docs/tasks.md lists them), a .jsonl, .csv or .parquet file, or a
+            folder of such files named after the splits
+        text: the column with the texts, or a format such as 'Subject: {subject}'
+        label: the column with the labels
         regression: the labels are numbers to predict
-        folder: a folder of local data that holds a task of the catalogue (default: the Hub)
-        images: for a vision model, in place of a task: digits, cifar10, a local path, ORG/NAME
-        tokenizer: the tokenizer that reads the texts (default: the model's own)
+        folder: a folder of local data with a task of the catalogue (default: the Hub)
+        images: labelled images, instead of a task, for a vision model: digits, cifar10, a local path, ORG/NAME
+        tokenizer: the tokenizer for the texts (default: the model's own)
         by: the score of a layer: accuracy (default) or log_loss of its probe; for a regression mean_squared_error
-        rule: which layer is enough (docs/select.md)
-        tolerance: how much the rule lets a layer lose, in units of the score
-        pooling: how a layer's states become one vector (default: as modules.json says, else last; cls for images)
-        max_tokens: most tokens of a text; a longer one is cut
-        num_train: images to fit and choose on (default: all)
-        num_test: images to report on (default: all)
-        max_iterations: most iterations of the logistic probe
-        device: where the model runs. auto: on a GPU if there is one
-        root: folder of pictures and numbers (default: selected/MODEL-TASK, of several models selected/models-TASK)
-        export: write the cut model to this folder, with its probe and its page
-        overwrite: replace an earlier export in the folder of --export
-        rounds: rounds of measuring times
+        rule: when a layer is good enough (docs/select.md)
+        tolerance: how much of the score a layer may lose under this rule, in units of the score
+        pooling: how a layer's states are pooled into one vector (default: as in modules.json, otherwise last; cls for
+            images)
+        max_tokens: longer texts are truncated to this many tokens
+        num_train: number of images for fitting probes and choosing the layer (default: all)
+        num_test: number of images for the test scores (default: all)
+        max_iterations: largest number of iterations of the logistic probe
+        device: device of the model. auto: a GPU if there is one
+        root: folder for pictures and numbers (default: selected/MODEL-TASK; for several models: selected/models-TASK)
+        export: write the cut model to this folder, with its probe and a page
+        overwrite: replace an earlier export in the --export folder
+        rounds: number of rounds of latency measurement
     """
 
     revision: str | None = None
@@ -81,10 +82,10 @@ class SelectOptions:
     rounds: Annotated[int, COUNT] = 20
 
     def probe_task(self) -> "ProbeTask | None":
-        """Return the task of texts; None for images.
+        """Return the task with labelled texts, or None for images.
 
         Raises:
-            InputError: options that are out of range or do not fit together.
+            InputError: options are out of range or contradict each other.
         """
         if (self.task is None) == (self.images is None):
             raise InputError("task: expected --task NAME, or --images SOURCE for a vision model, and not both")
@@ -92,7 +93,10 @@ class SelectOptions:
         return None if self.task is None else TASKS.get(self.task) or self._local_task(self.task)
 
     def _local_task(self, name: str) -> "ProbeTask":
-        """Return the task of one file, of which test and validation are cut off, or of a folder of such."""
+        """Return a task from local files.
+
+        If it is one file, test and validation rows are split off from it. If it is a folder, its files are the splits.
+        """
         if not is_local(name):
             raise unknown_task(name, TASKS, f"name a {', '.join(SUFFIXES)} file")
         path = Path(name).expanduser()
@@ -109,12 +113,13 @@ class SelectOptions:
 
 
 def select(model: str, others: list[str], options: SelectOptions) -> int:
-    """Choose the layer that is enough for a task, on validation rows, and cut the model there. Of several models,
-    compare what each scores at its layer, and how long it takes.
+    """Choose the earliest sufficient layer for a task on validation rows, and cut the model there.
+
+    With several models: compare their scores and latencies, each at its chosen layer.
 
     Args:
         model: a folder with config.json and weights (a checkpoint), or a name on the Hub
-        others: more models, to compare
+        others: more models to compare with
     """
     models, texts = [model, *others], options.probe_task()
     names = [name_of(each) for each in models]
@@ -138,7 +143,7 @@ def select(model: str, others: list[str], options: SelectOptions) -> int:
 
 
 def _select_layer(model: str, name: str, options: SelectOptions, texts: "ProbeTask | None") -> "Selection":
-    """Return the layer chosen for a model."""
+    """Return the chosen layer of a model, with its scores and latencies."""
     with bar("opening the model") as show:
         files = ModelFiles(model, revision=options.revision)
         view, task, tokenizer = _open_model(files, options, texts)
@@ -154,7 +159,7 @@ def _select_layer(model: str, name: str, options: SelectOptions, texts: "ProbeTa
             "progress": show,
         }
         choice = choose(features, task.targets, **about)
-    one = {name: rows[:1] for name, rows in task.batch.items()}  # an image, or the longest of the validation texts
+    one = {name: rows[:1] for name, rows in task.batch.items()}  # one image, or the longest validation text
     seconds = dict(enumerate(layer_latencies(view, one, rounds=options.rounds).tolist()))
     tolerance = None if options.rule in ("knee", "best") else options.tolerance
     found: Any = {"view": view, "task": task, "tokenizer": tokenizer, "choice": choice, "seconds": seconds}
@@ -162,10 +167,10 @@ def _select_layer(model: str, name: str, options: SelectOptions, texts: "ProbeTa
 
 
 def _compare(models: list[str], names: list[str], options: SelectOptions, texts: "ProbeTask | None") -> int:
-    """Chooses the layer of each model, one in memory at a time; one that has none is named and left out.
+    """Choose the layer of each model, with one model in memory at a time; models that fail are reported and left out.
 
     Raises:
-        InputError: none of them has a layer: what is wrong with the first.
+        InputError: all models fail; the error is that of the first one.
     """
     task = Path(str(options.images)).name if texts is None else texts.name
     root = options.root or results_folder("models", task)
@@ -191,7 +196,10 @@ def _compare(models: list[str], names: list[str], options: SelectOptions, texts:
 def _open_model(
     files: "ModelFiles", options: SelectOptions, texts: "ProbeTask | None"
 ) -> "tuple[LayeredModel, TaskFeatures, str | None]":
-    """The model in the precision that it is saved in, as an export is; its task; and its tokenizer, if it reads."""
+    """Return the model, its task, and its tokenizer (None for images).
+
+    The model has the precision of its saved weights, because an export has that precision.
+    """
     model = files.model
     named = str(files.config.get("dtype") or files.config.get("torch_dtype") or "float32").removeprefix("torch.")
     network = load(files.location, revision=files.commit, dtype=getattr(torch, named, torch.float32))
@@ -215,7 +223,7 @@ def _open_model(
 
 
 def _show(task: "TaskFeatures", choice: "Choice") -> None:
-    """Print the layer that is chosen and the scores of test rows."""
+    """Print the chosen layer and the scores on test rows."""
     chosen = choice.validation[choice.layer]
     compared = f"{choice.metric} {chosen.value:.4f} on validation rows, {choice.baseline_name} {choice.baseline:.4f}"
     print(f"{task.name}: layer {choice.layer} of {choice.num_layers} is chosen: {compared}")
@@ -224,6 +232,6 @@ def _show(task: "TaskFeatures", choice: "Choice") -> None:
 
 
 def results_folder(model: str, task: str) -> Path:
-    """Where the results lie unless told otherwise; a task may come with any name."""
+    """Return the default folder of the results; characters of the task's name that are unsafe in paths are replaced."""
     plain = re.sub(r"[^\w.-]+", "_", task)[:100]
     return Path("selected") / f"{model}-{plain}"
