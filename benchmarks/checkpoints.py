@@ -79,7 +79,7 @@ def one_run(options: argparse.Namespace) -> dict[str, float]:
         shape = {"n_layer": size.layers, "n_embd": size.dim, "n_head": size.heads, "n_positions": size.context}
         trainer.fit(LitCausalLM("gpt2", shape, warmup_steps=40), datamodule=RandomText(size))
         saved, resume = saved_steps(root), saved_steps(root / "resume")
-        expected = list(Schedule(DEMO).until(options.steps))
+        expected = list(Schedule(DEMO).steps_to(options.steps))
         if saved != expected or not resume:
             raise SystemExit(f"expected the steps {expected} and one to resume from, found {saved} and {resume}")
         sizes = [sum(file.stat().st_size for file in path.rglob("*")) for path in (root / "resume").iterdir()]

@@ -66,7 +66,7 @@ def main() -> int:
         for way, action in ways.items():
             seconds[way].append(timed(action, "cpu"))
     num_steps = recipe["trainer"]["max_steps"]
-    checkpoints = len([*Schedule(recipe["steps"]).until(num_steps)])
+    checkpoints = len([*Schedule(recipe["steps"]).steps_to(num_steps)])
 
     def shares(way: str) -> list[float]:
         of_step = [each / STEPS for each in seconds["steps"]]

@@ -58,7 +58,7 @@ def refused(attempt: str, remedy: str = "") -> Iterator[None]:
         raise InputError(f"{attempt}: {reason}{remedy}") from error
 
 
-_OF_A_MODEL = (".json", ".jinja", ".txt", ".model")  # what a reader of models looks for beside the weights
+_READ = (".json", ".jinja", ".txt", ".model")  # what a reader of models looks for beside the weights
 
 
 def refuse_odd_files(folder: str | os.PathLike[str]) -> None:
@@ -69,7 +69,7 @@ def refuse_odd_files(folder: str | os.PathLike[str]) -> None:
     """
     for name in sorted(os.listdir(folder)):
         path = os.path.join(folder, name)
-        if name.endswith(_OF_A_MODEL) and os.path.islink(path) and not os.path.exists(path):
+        if name.endswith(_READ) and os.path.islink(path) and not os.path.exists(path):
             raise InputError(f"{path} is a link to nothing: remove it, or copy the file that it stands for")
 
 
@@ -80,7 +80,7 @@ def no_folder(name: str | Path) -> InputError:
     )
 
 
-def given_root(root: str | Path) -> Path:
+def root_folder(root: str | Path) -> Path:
     """Return the folder that a caller names for a run.
 
     Raises:

@@ -43,15 +43,15 @@ ALL, LAST, UNKNOWN = "all", "last", "unknown"  # every settings; those measured 
 
 Settings = str | Collection[str]
 PACKAGES = ["lit_layers", "lightning", "transformers", "timm", "tokenizers", "safetensors", "numpy", "scipy", "mteb"]
-# Tags that place a number in a table of its own (a matrix, a map over tokens or categories, a list over distances or
-# sizes, a path, one of many random orders of which the mean is the number): no curve.
-PLACES = ("row", "column", "token", "other_token", "token_distance", "axis", "category", "head", "train_rows", "seed")
-# Tags that number the lines of one figure. With these, and that of what a line is compared with, a number stands beside
-# those of models and layers.
+# Tags that index a table (a matrix, a map over tokens or categories, a path, a list of sizes or of random orders).
+# A number with one of them is a cell of that table and makes no curve.
+AXES = ("row", "column", "token", "other_token", "token_distance", "axis", "category", "head", "train_rows", "seed")
+# Tags that index the lines of one figure. A number with one of them, or with `reference`, is drawn in its own figure,
+# not among the curves over layers and models.
 ORDINALS = ("distance", "index")
-BESIDE = {*PLACES, *ORDINALS, "reference"}
+NO_CURVE = {*AXES, *ORDINALS, "reference"}
 ByPrompt = NDArray[np.float32]
-_InNoLine = Annotated[ByPrompt | None, GetPydanticSchema(lambda _, of: of(type(None)))]
+_Unwritten = Annotated[ByPrompt | None, GetPydanticSchema(lambda _, of: of(type(None)))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +76,8 @@ class Record:
     high: Real | None = None
     n: Count | None = None
     tags: dict[str, Tag] = field(default_factory=dict)
-    by_prompt: _InNoLine = field(default=None, compare=False, repr=False)
-    states: _InNoLine = field(default=None, compare=False, repr=False)
+    by_prompt: _Unwritten = field(default=None, compare=False, repr=False)
+    states: _Unwritten = field(default=None, compare=False, repr=False)
 
 
 @with_config(schema.OPEN)
@@ -167,7 +167,7 @@ def short(settings: str) -> str:
     return ".".join(part[:8] for part in settings.split("."))
 
 
-def of_one_training(measurements: Iterable[Measurement], known: Lineage | None = None) -> list[Measurement]:
+def drop_abandoned(measurements: Iterable[Measurement], known: Lineage | None = None) -> list[Measurement]:
     """Return the measurements without those of the branches that their training has left.
 
     A training that is resumed at a step leaves the later steps that were measured before. `known` says where, beside
@@ -198,7 +198,7 @@ def latest(measurements: Iterable[Measurement]) -> list[Measurement]:
         InputError: for one run of two trainings.
     """
     last: dict[tuple[Any, ...], Measurement] = {}
-    for measurement in of_one_training(measurements):
+    for measurement in drop_abandoned(measurements):
         keep(last, measurement)
     return list(last.values())
 
@@ -210,12 +210,12 @@ def keep(last: dict[tuple[Any, ...], Measurement], measurement: Measurement) -> 
 
     One that failed before its settings were known, None, stands until anything else is measured in its place.
     """
-    place = (measurement.run, measurement.step, measurement.analysis)
+    entry = (measurement.run, measurement.step, measurement.analysis)
     failed_early = measurement.error is not None and measurement.provenance.get("config_hash") is None
     settings = None if failed_early else settings_of(measurement)
-    last.pop((*place, None), None)
-    last.pop((*place, settings), None)
-    last[*place, settings] = measurement
+    last.pop((*entry, None), None)
+    last.pop((*entry, settings), None)
+    last[*entry, settings] = measurement
     return settings
 
 
@@ -227,14 +227,14 @@ def shown(measurements: Iterable[Measurement], settings: Settings = ()) -> list[
     Raises:
         InputError: for settings that no analysis has, or of which one has several; for one run of two trainings.
     """
-    return divided(measurements, settings)[0]
+    return split_shown(measurements, settings)[0]
 
 
-def divided(
+def split_shown(
     measurements: Iterable[Measurement], settings: Settings = ()
 ) -> tuple[list[Measurement], list[Measurement]]:
     """Return what `shown` does, and the latest measurements of all other settings."""
-    measurements, asked = of_one_training(measurements), [settings] if isinstance(settings, str) else [*settings]
+    measurements, asked = drop_abandoned(measurements), [settings] if isinstance(settings, str) else [*settings]
     if ALL in asked:
         return latest(measurements), []
     curves: dict[tuple[str, str], dict[str, set[int]]] = {}  # by run and analysis: settings as first written, steps

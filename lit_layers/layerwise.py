@@ -57,9 +57,9 @@ class LayerResult:
     def _profiles(self) -> set[str]:
         """The metrics with values at several layers, or at distances of layers."""
         table: Any = self.frame
-        in_tables = table[["other_layer", *table.columns.intersection(records.PLACES)]].notna().any(axis=1)
-        places = table["layer"].fillna(table["distance"]) if "distance" in table else table["layer"]
-        counts = places[~in_tables].groupby(table["metric"]).nunique()
+        in_tables = table[["other_layer", *table.columns.intersection(records.AXES)]].notna().any(axis=1)
+        positions = table["layer"].fillna(table["distance"]) if "distance" in table else table["layer"]
+        counts = positions[~in_tables].groupby(table["metric"]).nunique()
         return {name for name, count in counts.items() if count > 1} & metric_names.metric_names().keys()
 
     def plot(self, metric: str | None = None, **options: Any) -> Chart | Panels:
@@ -74,8 +74,8 @@ class LayerResult:
             InputError: a metric that was not measured.
         """
         measured, usual = {*self.frame["metric"]}, self.metrics
-        if metric not in measured and (of_analysis := {*self.frame["metric"][self.frame["analysis"] == metric]}):
-            metric = next((name for name in usual if name in of_analysis), min(of_analysis, key=rank))
+        if metric not in measured and (own := {*self.frame["metric"][self.frame["analysis"] == metric]}):
+            metric = next((name for name in usual if name in own), min(own, key=rank))
         if metric is not None and not (isinstance(metric, str) and metric in measured):
             listed = ", ".join(sorted(measured, key=rank))
             raise InputError(f"metric: expected one of {listed}, got {metric!r}")
@@ -93,11 +93,11 @@ class LayerResult:
         for analysis in analyses:
             chosen = {**options, "analysis": analysis}
             if metric in self._profiles:
-                of_analysis = [plots.layer_profile(table, metric, **chosen)]
+                own = [plots.layer_profile(table, metric, **chosen)]
             else:
-                of_analysis = self._maps(metric, analysis, chosen) or [plots.models_in_rows(table, metric, **chosen)]
+                own = self._maps(metric, analysis, chosen) or [plots.models_in_rows(table, metric, **chosen)]
             several = len(analyses) > 1
-            charts += [plots.titled(chart, metric, analysis) if several else chart for chart in of_analysis]
+            charts += [plots.titled(chart, metric, analysis) if several else chart for chart in own]
         return charts
 
     def _maps(self, metric: str, analysis: str | None, chosen: Mapping[str, Any]) -> list[Chart]:
@@ -176,9 +176,9 @@ def layers(
     elif view.family.sees_images:
         raise InputError(f"batches: {type(network).__name__} sees images: give a DataLoader of them")
     else:
-        given, few = _of_texts(view, texts, _tokenizer(model, tokenizer), max_tokens)
+        given, few = _text_batches(view, texts, _tokenizer(model, tokenizer), max_tokens)
     analyses = metric_names.made([*selected], given, few)
-    facts: dict[str, Any] = {"run": name or _called(model), "step": None, "weights_hash": weights_hash(network)}
+    facts: dict[str, Any] = {"run": name or _run_name(model), "step": None, "weights_hash": weights_hash(network)}
     measurements = []
     for analysis in analyses:
         analysis.check(view)
@@ -188,7 +188,7 @@ def layers(
     return LayerResult(tuple(measurements))
 
 
-def _of_texts(
+def _text_batches(
     view: LayeredModel, texts: Sequence[str] | None, tokenizer: str, max_tokens: int
 ) -> tuple[Batches, Batches]:
     """The batches of texts, and those for analyses that take derivatives."""
@@ -222,7 +222,7 @@ def _tokenizer(model: Any, named: str | Path | None) -> str:
     return carried
 
 
-def _called(model: Any) -> str:
+def _run_name(model: Any) -> str:
     if isinstance(model, nn.Module):
         network = plain_model(model)
         return Path(getattr(network, "name_or_path", "") or type(network).__name__).name

@@ -62,7 +62,7 @@ class Metric:
     secondary: bool = False
     unlisted: bool = False
     headline: int = 0
-    of_full: bool = False
+    relative: bool = False
     also: str = ""
     function: str = ""
     of_states: bool = False
@@ -73,12 +73,12 @@ class Metric:
         object.__setattr__(self, "excess", self.excess or f"excess_{self.name}")
 
     @property
-    def with_unit(self) -> str:
+    def unit_title(self) -> str:
         unit = f", {self.unit}" if self.title.endswith(")") else f" ({self.unit})"
         return self.title if self.title.endswith(self.unit) else f"{self.title}{unit}"
 
     @property
-    def title_beside(self) -> str:
+    def compared(self) -> str:
         """What it is called where it is drawn beside another metric."""
         return self.as_baseline or self.title
 

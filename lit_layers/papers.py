@@ -36,7 +36,7 @@ _NAME = re.compile(r"<([a-z]\w*)>")
 
 @dataclass(frozen=True, kw_only=True)
 @with_config(schema.STRICT)
-class Place:
+class Target:
     """Where a measured number is: a record of measurements.jsonl, or a cell of a file that a step writes.
 
     Args:
@@ -77,7 +77,7 @@ class Published:
     """
 
     what: str
-    measured: Place
+    measured: Target
     value: float | None = None
     values: dict[str, float] = field(default_factory=dict)
     over: str = ""
@@ -90,12 +90,12 @@ class Published:
         if not self.values:
             yield self
         for key, value in self.values.items():
-            place = self.measured
-            field_name = "row" if place.file else "tags"
-            at = {self.over: key} if self.over in OVER and not place.file else {}
-            place = replace(place, **(at or {field_name: {**getattr(place, field_name), self.over: key}}))
+            target = self.measured
+            field_name = "row" if target.file else "tags"
+            at = {self.over: key} if self.over in OVER and not target.file else {}
+            target = replace(target, **(at or {field_name: {**getattr(target, field_name), self.over: key}}))
             what = f"{self.what}, {key}" if self.over == "run" else f"{self.what}, {self.over} {key}"
-            yield replace(self, what=what, value=value, values={}, over="", measured=place)
+            yield replace(self, what=what, value=value, values={}, over="", measured=target)
 
     @property
     def printed(self) -> str:
@@ -201,7 +201,7 @@ def _filled(value: Any, names: Mapping[str, Any], where: str) -> Any:
 
 # ---------------------------------------------------------------------------------------------- measured beside printed
 
-ASIDE = ("control", "reference", "statistic", "variant")  # tags of numbers beside the one that is meant
+SIDE_TAGS = ("control", "reference", "statistic", "variant")  # tags of numbers beside the one that is meant
 Verdict = Literal[
     "inside", "outside", "too wide", "no interval", "holds", "fails", "undecided", "not measured", "reduced"
 ]
@@ -274,38 +274,38 @@ def _content(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else pd.read_csv(path)
 
 
-def _find(place: Place, root: Path, read: Callable[[Path], Any]) -> tuple[float, float | None, float | None]:
+def _find(target: Target, root: Path, read: Callable[[Path], Any]) -> tuple[float, float | None, float | None]:
     """Return the number of a place and the ends of its interval, None where they are not known.
 
     Raises:
         _MissingError: there is none.
     """
-    path = root / (place.file or Path(place.root, "measurements.jsonl"))
+    path = root / (target.file or Path(target.root, "measurements.jsonl"))
     name = str(path.relative_to(root))
     if not path.is_file():
         raise _MissingError(f"there is no {name}")
-    found, column = read(path), place.column or "value"
+    found, column = read(path), target.column or "value"
     if path.suffix == ".json":
-        for key in place.column.split("."):
+        for key in target.column.split("."):
             found = found.get(key) if isinstance(found, Mapping) else None
         found, column = found if isinstance(found, Mapping) else {"value": found}, "value"
     else:
-        found = _row(found, place, name)
+        found = _row(found, target, name)
     of = "" if column == "value" else f"{column}_"
     ends = [found.get(end) for end in (column, f"{of}low", f"{of}high")]
     value, low, high = (None if pd.isna(end) else float(end) for end in ends)
     if value is None:
-        raise _MissingError("undefined" if path.suffix != ".json" else f"{name} has no {place.column}")
+        raise _MissingError("undefined" if path.suffix != ".json" else f"{name} has no {target.column}")
     return value, low, high
 
 
-def _row(table: Any, place: Place, name: str) -> Mapping[Any, Any]:
+def _row(table: Any, target: Target, name: str) -> Mapping[Any, Any]:
     """Return the one row of a table that a place names; what it leaves out of a record, the record must not have."""
-    wanted: dict[str, Any] = dict(place.row)
-    if not place.file:
-        table = table[(table["analysis"] == place.analysis) & (table["metric"] == place.metric)]
-        wanted = {"layer": place.layer, "other_layer": place.other_layer, **dict.fromkeys(ASIDE), **place.tags}
-        wanted |= {each: at for each in ("run", "step") if (at := getattr(place, each)) is not None}
+    wanted: dict[str, Any] = dict(target.row)
+    if not target.file:
+        table = table[(table["analysis"] == target.analysis) & (table["metric"] == target.metric)]
+        wanted = {"layer": target.layer, "other_layer": target.other_layer, **dict.fromkeys(SIDE_TAGS), **target.tags}
+        wanted |= {each: at for each in ("run", "step") if (at := getattr(target, each)) is not None}
     for column, value in wanted.items():
         cells = table[column] if column in table else [None] * len(table)
         table = table[[bool(pd.isna(cell)) if value is None else same_tag(cell, value) for cell in cells]]

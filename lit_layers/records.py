@@ -41,13 +41,13 @@ from lit_layers.errors import InputError, first_line, refused
 from lit_layers.files.durable import export as export
 from lit_layers.files.durable import replace_file, sync
 from lit_layers.files.durable import write_files as write_files
-from lit_layers.identity import PLACES as PLACES
+from lit_layers.identity import AXES as AXES
 from lit_layers.identity import (
     ByPrompt,
     Lineage,
     Settings,
+    drop_abandoned,
     keep,
-    of_one_training,
     settings_name,
     settings_of,
     sha16,
@@ -63,15 +63,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RESTORE = "restore the file from a copy, or delete that line to go on without it"
-_OF_MEASUREMENTS = {"run": "str", "step": "Int64", "tokens": "Int64", "analysis": "str"}
-_OF_RECORDS = {
+_RUN_COLUMNS = {"run": "str", "step": "Int64", "tokens": "Int64", "analysis": "str"}
+_NUMBERS = {
     "metric": "str",
     **dict.fromkeys(("layer", "other_layer"), "Int64"),
     **dict.fromkeys(("value", "stderr", "low", "high"), "float64"),
     "n": "Int64",
 }
 _TAG_TYPES = {bool: "boolean", int: "Int64", float: "Float64", str: "str"}
-COLUMNS = (*_OF_MEASUREMENTS, *_OF_RECORDS, "settings")
+COLUMNS = (*_RUN_COLUMNS, *_NUMBERS, "settings")
 AUDIT = "audit"  # the column of verdicts, only in tables that hold a suspect checkpoint; also their name in provenance
 FAILED = "failed"  # the metric of a part of a measurement that came to nothing; `Store.is_done` has it tried again
 
@@ -85,7 +85,7 @@ def append(path: str | Path, measurement: Measurement) -> None:
     line = {item.name: getattr(measurement, item.name) for item in fields(Measurement)}
     line["records"] = [  # without what a record leaves open
         {name: value for name, value in vars(record).items() if value is not None and value != {}}
-        for record in without_values(measurement).records
+        for record in drop_values(measurement).records
     ]
     with locked_for_append(Path(path)) as file:
         write_line(file, line)
@@ -130,7 +130,7 @@ class Store:
     ) -> None:
         self.path, self.lineage = Path(path), lineage
         self._last: dict[tuple[Any, ...], Measurement] = {}
-        for measurement in of_one_training(read(path) if measurements is None else measurements, lineage):
+        for measurement in drop_abandoned(read(path) if measurements is None else measurements, lineage):
             keep(self._last, measurement)
         trained = [m for m in self._last.values() if m.step is not None]
         if lineage is None and trained:  # by a training whose run.json was removed, or a series
@@ -153,7 +153,7 @@ class Store:
                 raise InputError(f"root: another training has begun in {self.path.parent}: this is measured for none")
             measurement = replace(measurement, training=mine.training, resumed=[*mine.resumed])
         write_values(self.path.parent, measurement)  # before the line that they belong to
-        measurement = without_values(measurement)
+        measurement = drop_values(measurement)
         append(self.path, measurement)
         keep(self._last, measurement)
         return measurement
@@ -161,8 +161,8 @@ class Store:
     def last(self, run: str, step: int | None, analysis: Any) -> Measurement | None:
         """Return the last measurement of an analysis with these very options and data, or one that failed before."""
         settings = settings_name(analysis.config_hash(), analysis.data_hash())
-        place = run, step, analysis.name
-        return self._last.get((*place, settings)) or self._last.get((*place, None))
+        entry = run, step, analysis.name
+        return self._last.get((*entry, settings)) or self._last.get((*entry, None))
 
     def is_done(self, run: str, step: int | None, analysis: Any, **facts: Any) -> bool:
         """Return whether an analysis need not run: it succeeded, whole, with these options, data and weights.
@@ -208,13 +208,13 @@ def frame(
         InputError: for a file that does not exist or holds a corrupt line; for settings that are not there.
     """
     given = [measurements] if isinstance(measurements, Measurement | str | Path) else [*measurements]
-    places = [each for each in given if not isinstance(each, Measurement)]
-    files = [Path(place) / "measurements.jsonl" if Path(place).is_dir() else Path(place) for place in places]
-    for file, place in zip(files, places, strict=True):
+    paths = [each for each in given if not isinstance(each, Measurement)]
+    files = [Path(path) / "measurements.jsonl" if Path(path).is_dir() else Path(path) for path in paths]
+    for file, path in zip(files, paths, strict=True):
         if not file.is_file():
-            raise InputError(f"expected a file of measurements, or a folder with measurements.jsonl, {place} is none")
-    roots = [] if isinstance(measurements, str | Path) else [str(place) for place in places]
-    runs: Iterable[Any] = map(read, files) if places else [given]
+            raise InputError(f"expected a file of measurements, or a folder with measurements.jsonl, {path} is none")
+    roots = [] if isinstance(measurements, str | Path) else [str(path) for path in paths]
+    runs: Iterable[Any] = map(read, files) if paths else [given]
     pairs: list[tuple[Measurement, Record]] = []
     root_of_pair: list[str] = []
     for run, root in zip(runs, roots or [""], strict=True):
@@ -222,9 +222,9 @@ def frame(
         pairs += of_run
         root_of_pair += [root] * len(of_run)
     table: dict[str, Any] = {"root": pd.array(root_of_pair, dtype="str")} if roots else {}
-    for name, kind in _OF_MEASUREMENTS.items():
+    for name, kind in _RUN_COLUMNS.items():
         table[name] = pd.Series([getattr(m, name) for m, _ in pairs], dtype=kind)
-    for name, kind in _OF_RECORDS.items():
+    for name, kind in _NUMBERS.items():
         table[name] = pd.Series([getattr(record, name) for _, record in pairs], dtype=kind)
     table["settings"] = pd.array([settings_of(m) for m, _ in pairs], dtype="str")
     for name, values in _tag_columns(pairs).items():
@@ -403,7 +403,7 @@ def values_path(root: Path, measurement: Measurement) -> Path:
     return root / "values" / step / f"{name}-{digest}.safetensors"
 
 
-def without_values(measurement: Measurement) -> Measurement:
+def drop_values(measurement: Measurement) -> Measurement:
     """Return a measurement as it is in `measurements.jsonl`."""
     return replace(measurement, records=[replace(each, by_prompt=None, states=None) for each in measurement.records])
 
@@ -413,7 +413,7 @@ def _weights_of(measurement: Measurement) -> dict[str, str]:
 
 
 def _makes_a_curve(record: Record) -> bool:
-    return record.other_layer is None and record.tags.keys().isdisjoint(PLACES) and record.tags.get("split") != "train"
+    return record.other_layer is None and record.tags.keys().isdisjoint(AXES) and record.tags.get("split") != "train"
 
 
 def _is_mean(values: ByPrompt, value: float) -> bool:

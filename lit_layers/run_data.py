@@ -13,7 +13,7 @@ from lit_layers.errors import InputError
 from lit_layers.figures.labels import DASH, count, listing
 from lit_layers.figures.profiles import short_names
 from lit_layers.figures.tables import grouped
-from lit_layers.identity import ALL, LAST, Settings, divided, settings_of, short
+from lit_layers.identity import ALL, LAST, Settings, settings_of, short, split_shown
 from lit_layers.metrics import sentence
 from lit_layers.records import Measurement
 from lit_layers.schema import run_facts
@@ -44,7 +44,7 @@ class RunData:
         """The models of a comparison, and what they are called."""
         return short_names(list(dict.fromkeys(m.run for m in self.measurements))) if self.compares_models else {}
 
-    def place(self, measurement: Measurement) -> str:
+    def label(self, measurement: Measurement) -> str:
         """What a measurement's checkpoint is called: its step, or its model."""
         if self.compares_models:
             return self.models[measurement.run]
@@ -77,7 +77,7 @@ def read_run(root: str | Path, *, settings: Settings = ()) -> RunData:
     about = run_facts(root)
     if ALL in settings:
         raise InputError(f"settings: a curve shows one of them, got {ALL}: name one, or {LAST}")
-    measurements, others = divided(records.read(files[0]), settings)
+    measurements, others = split_shown(records.read(files[0]), settings)
     scalars = records.rows(files[1])
     if measurements and all(m.step is None for m in measurements):
         return RunData(root, about, measurements, scalars, [], others)
@@ -99,7 +99,7 @@ def other_settings(run: RunData) -> list[str]:
         whose = f" of {run.models[name]}" if run.compares_models else ""
         by_settings = grouped(measured, lambda m: short(settings_of(m)))
         others = [
-            settings if run.compares_models else f"{settings} at {listing('step', map(run.place, these), most=8)}"
+            settings if run.compares_models else f"{settings} at {listing('step', map(run.label, these), most=8)}"
             for settings, these in by_settings.items()
         ]
         sentences.append(f"{analysis}{whose}: {chosen.get((name, analysis), 'none')} is shown, not {'; '.join(others)}")
@@ -110,10 +110,10 @@ def suspects(run: RunData) -> dict[str, list[str]]:
     """Return the steps (or models) that an audit found suspect, by its verdict."""
     suspect = [m for m in run.measurements if records.is_suspect(m)]
     by_verdict = grouped(suspect, lambda m: " ".join(m.provenance[records.AUDIT].removeprefix("suspect: ").split()))
-    return {verdict: list(dict.fromkeys(map(run.place, these))) for verdict, these in by_verdict.items()}
+    return {verdict: list(dict.fromkeys(map(run.label, these))) for verdict, these in by_verdict.items()}
 
 
-def headline_facts(run: RunData) -> list[tuple[str, str]]:
+def summary(run: RunData) -> list[tuple[str, str]]:
     """Return what stands at the head of the page, as (name, value)."""
     about, model = run.about, run.about.get("model", {})
     steps = [m.step for m in run.measurements if m.step is not None] + [int(row["step"]) for row in run.scalars]
@@ -179,20 +179,20 @@ def provenance(run: RunData) -> dict[str, Any]:
     measured = [m for m in run.measurements if m.error is None]
     first = "model" if run.compares_models else "step"
     texts = [{name: _text(value) for name, value in m.provenance.items()} for m in measured]
-    rows = [{first: run.place(m), "analysis": m.analysis, **own} for m, own in zip(measured, texts, strict=True)]
+    rows = [{first: run.label(m), "analysis": m.analysis, **own} for m, own in zip(measured, texts, strict=True)]
     table = pd.DataFrame(rows, columns=None if rows else [first, "analysis"]).fillna(DASH)
-    places, analyses = (table.groupby(name, sort=False) for name in (first, "analysis"))
+    by_step, analyses = (table.groupby(name, sort=False) for name in (first, "analysis"))
     names = table.columns[2:]
     shared = [name for name in names if table[name].nunique() == 1]
-    own = [name for name in names if name not in shared and places[name].nunique().max() == 1]
+    own = [name for name in names if name not in shared and by_step[name].nunique().max() == 1]
     others = [name for name in names if name not in shared and name not in own]
-    by_place = places[own].first().reset_index()
+    own_rows = by_step[own].first().reset_index()
     return {
         "shared": {name: measured[0].provenance.get(name) for name in shared},
         "analyses": {
             analysis: {name: ", ".join(these[name].unique()) for name in others} for analysis, these in analyses
         },
-        "checkpoints": {"columns": list(by_place.columns), "rows": by_place.to_numpy().tolist() if own else []},
+        "checkpoints": {"columns": list(own_rows.columns), "rows": own_rows.to_numpy().tolist() if own else []},
         "run": {name: value for name, value in run.about.items() if name != "config"},
         "config": run.about.get("config"),
     }

@@ -57,7 +57,7 @@ class Schedule:
         """Return whether a scheduled step lies after `before` and not after `step`."""
         return any(each in self for each in range(step, before, -1))
 
-    def until(self, last: int, first: int = 0) -> Iterator[int]:
+    def steps_to(self, last: int, first: int = 0) -> Iterator[int]:
         """Yield the steps of a run from `first` to `last`, both included."""
         yield from (step for step in range(first, last) if step == first or step in self)
         yield last

@@ -62,7 +62,7 @@ class NotJson(InputError):
     """What was to be parsed is no JSON at all: damaged, or cut short."""
 
 
-def parse(text: str | bytes, kind: type[T], place: str | Path, remedy: str) -> T:
+def parse(text: str | bytes, kind: type[T], where: str | Path, remedy: str) -> T:
     """Return the content of JSON text as `kind`; `place` and `remedy` begin and end the sentence of a refusal.
 
     Raises:
@@ -72,15 +72,15 @@ def parse(text: str | bytes, kind: type[T], place: str | Path, remedy: str) -> T
     try:
         return _adapter(kind).validate_json(text)
     except ValidationError as error:
-        raise _refusal(error, place, remedy) from None
+        raise _refusal(error, where, remedy) from None
 
 
-def check(content: Any, kind: type[T], place: str | Path, remedy: str) -> T:
+def check(content: Any, kind: type[T], where: str | Path, remedy: str) -> T:
     """The same for what another parser has read, such as YAML."""
     try:
         return _adapter(kind).validate_python(content)
     except ValidationError as error:
-        raise _refusal(error, place, remedy) from None
+        raise _refusal(error, where, remedy) from None
 
 
 def read(path: Path, kind: type[T], remedy: str) -> T:
@@ -127,14 +127,14 @@ def _adapter(kind: type[T]) -> TypeAdapter[T]:
     return TypeAdapter(kind)
 
 
-def _refusal(error: ValidationError, place: str | Path, remedy: str) -> InputError:
+def _refusal(error: ValidationError, where: str | Path, remedy: str) -> InputError:
     first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
         reason = first["msg"].removeprefix("Invalid JSON: ")
-        return NotJson(f"{place}: not valid JSON ({reason}); {remedy}")
+        return NotJson(f"{where}: not valid JSON ({reason}); {remedy}")
     field = ".".join(map(str, first["loc"]))
     got = "" if first["type"] == "missing" else f", got {beginning(first['input'])}"
-    return InputError(f"{place}: {field + ': ' if field else ''}{first['msg']}{got}; {remedy}")
+    return InputError(f"{where}: {field + ': ' if field else ''}{first['msg']}{got}; {remedy}")
 
 
 def beginning(value: Any) -> str:
@@ -184,7 +184,7 @@ WORKERS = Range(0, 256, whole=True)  # processes
 SEED = Range(0, 2**32 - 1, whole=True)
 
 
-def refuse_outside(place: str, ranges: Mapping[str, Range], values: Mapping[str, Any]) -> None:
+def refuse_outside(where: str, ranges: Mapping[str, Range], values: Mapping[str, Any]) -> None:
     """Refuse the first value outside its range; None and what is not there are left to the types.
 
     Raises:
@@ -194,16 +194,16 @@ def refuse_outside(place: str, ranges: Mapping[str, Range], values: Mapping[str,
         value = values.get(name)
         for each in value if isinstance(value, Sequence) and not isinstance(value, str) else (value,):
             if each is not None and (expected := allowed.expected(each)) is not None:
-                raise InputError(f"{place}{name}: expected {expected}, got {value}")
+                raise InputError(f"{where}{name}: expected {expected}, got {value}")
 
 
-def refuse_below_one(place: str = "", **counts: int | None) -> None:
+def refuse_below_one(where: str = "", **counts: int | None) -> None:
     """Refuse the first option that is no count of at least 1; None is left to the types.
 
     Raises:
         InputError: naming it, what is expected and what came.
     """
-    refuse_outside(place, dict.fromkeys(counts, COUNT), counts)
+    refuse_outside(where, dict.fromkeys(counts, COUNT), counts)
 
 
 # `run.json`: what a run says of itself, written by training and read by whatever looks at its folder.

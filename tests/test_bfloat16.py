@@ -16,7 +16,7 @@ from lit_layers.analyses import Interventions, Lens, Trajectory, base, readout_s
 from lit_layers.analyses.statistics import rounding_records
 from lit_layers.cli.main import main
 from lit_layers.functional.block_schedules import parse_schedule
-from lit_layers.identity import divided
+from lit_layers.identity import split_shown
 from lit_layers.measuring.one_model import measure
 from lit_layers.models.copies import BFloat16View
 from lit_layers.models.running_order import running_order
@@ -207,5 +207,5 @@ def test_no_curve_mean_or_median_is_over_two_precisions():
         medians = both.frame[both.frame["analysis"] == "intervene/median_over_tasks"]
         assert medians["value"].tolist() == pytest.approx([0.3])
         assert "Of another precision, and not in it: " in both.notes["intervene/median_over_tasks"]
-    curve, apart = divided([measured[0], of_task("A", 0.8, rounded)])
+    curve, apart = split_shown([measured[0], of_task("A", 0.8, rounded)])
     assert (len(curve), len(apart)) == (1, 1)  # so select, pages and exports see one precision of an analysis

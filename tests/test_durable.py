@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from lit_layers.files import durable
-from lit_layers.files.durable import own_draft_of, replace_file
+from lit_layers.files.durable import draft_path, replace_file
 
 
 def test_two_machines_with_one_process_number_write_a_file_at_once(tmp_path: Path, monkeypatch) -> None:
@@ -28,7 +28,7 @@ def test_two_machines_with_one_process_number_write_a_file_at_once(tmp_path: Pat
 
 def test_a_draft_stands_beside_its_file_is_hidden_and_nobody_elses(tmp_path: Path) -> None:
     for name in ("report.html", ".hidden"):
-        drafts = {own_draft_of(tmp_path / name) for _ in range(100)}
+        drafts = {draft_path(tmp_path / name) for _ in range(100)}
         assert len(drafts) == 100
         assert {draft.parent for draft in drafts} == {tmp_path}
         assert all(draft.name.startswith(f".{name}.") and draft.name.endswith(".draft") for draft in drafts)

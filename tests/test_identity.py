@@ -101,7 +101,7 @@ def test_which_settings_make_a_curve() -> None:
         found = identity.shown(made)
         assert {identity.settings_of(m) for m in found} == {chosen}, lines
         assert len({(m.run, m.step, m.analysis) for m in found}) == len(found), lines
-        rest = identity.divided(made)[1]
+        rest = identity.split_shown(made)[1]
         assert {id(m) for m in [*found, *rest]} == {id(m) for m in identity.latest(made)}, lines
 
 

@@ -26,7 +26,7 @@ BRIER = replace(BRIER, better="lower", group="score")
 def test_the_rows_fit_each_other():
     names = [metric.name for group in metrics.GROUPS for metric in group.metrics]
     assert [name for name, count in Counter(names).items() if count > 1] == []
-    assert not [row.with_unit for row in METRICS.values() if ") (" in row.with_unit]
+    assert not [row.unit_title for row in METRICS.values() if ") (" in row.unit_title]
     headlines = sorted(row.headline for row in METRICS.values() if row.headline)
     assert headlines == [*range(1, len(headlines) + 1)]
     for row in METRICS.values():

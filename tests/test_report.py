@@ -325,7 +325,7 @@ def test_every_metric_of_models_is_a_figure_or_a_row(compared: Path, comparison:
     text, found = shown(comparison), blocks(comparison)
     for metric in {record.metric for m in records.read(compared / "measurements.jsonl") for record in m.records}:
         if not metric.startswith("random_"):
-            assert look_up(metric).with_unit in found or f" {look_up(metric).title} " in text, metric
+            assert look_up(metric).unit_title in found or f" {look_up(metric).title} " in text, metric
     assert num_placed(found) == len(page_figures(comparison)), "each figure has its place"
 
 

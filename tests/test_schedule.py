@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 def test_pythia_has_its_154_published_checkpoints():
     published = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, *range(1000, 144000, 1000)]
-    assert list(Schedule("pythia").until(143000)) == published
+    assert list(Schedule("pythia").steps_to(143000)) == published
     assert len(published) == 154
 
 
@@ -26,13 +26,13 @@ def test_a_rule_has_the_first_and_the_last_step_once_and_those_besides():
         ({"every": 4, "also": [4, 5]}, 10, [0, 4, 5, 8, 10]),
         ({"log": 2, "until": 4, "then_every": 3, "also": [5]}, 9, [0, 1, 2, 4, 5, 6, 9]),
     ):
-        assert list(Schedule(rule).until(last)) == expected, rule
-    assert list(Schedule({"every": 4}).until(10, 3)) == [3, 4, 8, 10]
+        assert list(Schedule(rule).steps_to(last)) == expected, rule
+    assert list(Schedule({"every": 4}).steps_to(10, 3)) == [3, 4, 8, 10]
 
 
 def test_the_gpt2_recipe_has_the_four_steps_at_which_the_paper_on_monotonicity_probes():
     recipe = yaml.safe_load((ROOT / "recipes" / "gpt2" / "124m_openwebtext.yaml").read_text())
-    assert {0, 1_500, 5_000, 165_000} <= {*Schedule(recipe["steps"]).until(recipe["trainer"]["max_steps"])}
+    assert {0, 1_500, 5_000, 165_000} <= {*Schedule(recipe["steps"]).steps_to(recipe["trainer"]["max_steps"])}
 
 
 WRONG = (

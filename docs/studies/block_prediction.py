@@ -21,7 +21,7 @@ from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.theme import COLORS, MUTED, Axis, Training, rounded
 from lit_layers.functional.block_schedules import OF_BLOCKS
 from lit_layers.functional.correlation import UndefinedError
-from lit_layers.records import PLACES, Measurement, Record
+from lit_layers.records import AXES, Measurement, Record
 
 Array = NDArray[np.float64]
 Predictor = tuple[str, str]  # its name, the analysis that gives it
@@ -270,7 +270,7 @@ class _Checkpoint:
             if full := [r.value for r in by_metric.get(metric, ()) if r.tags.get("variant") == "baseline"]:
                 for r in by_metric[metric]:
                     variant = str(r.tags.get("variant"))
-                    if variant in OF_BLOCKS and r.layer is not None and not set(PLACES) & r.tags.keys():
+                    if variant in OF_BLOCKS and r.layer is not None and not set(AXES) & r.tags.keys():
                         self.harms.setdefault((analysis, variant), {})[r.layer] = r.value - full[0]
                 break
         for r in by_metric.get("coupling_pair", ()):

@@ -103,7 +103,7 @@ def pack(roots: Iterable[Path], out: Path) -> None:
 
 
 def _is_kept(record: Record) -> bool:
-    if {*records.PLACES, "reference", "head"} & record.tags.keys() or record.metric == records.FAILED:
+    if {*records.AXES, "reference", "head"} & record.tags.keys() or record.metric == records.FAILED:
         return False
     if record.other_layer is not None:
         neighbours = record.layer is not None and record.other_layer == record.layer + 1

@@ -151,17 +151,17 @@ def measure(
         root, number = root_of(series, options.root, is_only=len(all_series) == 1), len(series.checkpoints)
         if options.plan:
             vars(series)["checkpoints"] = series.checkpoints[:1]
-        with bar("opening the model" if series.is_alone else "auditing the series", hidden=beside_training) as show:
+        with bar("opening the model" if series.is_single else "auditing the series", hidden=beside_training) as show:
             update = silent if options.engine == "ray" else functools.partial(show, None, None)
             analyses = analyses_for(series, make, tell=update, root=root, tokenizer=tokenizer)
             extra: Any = {"progress": show, "beside_training": beside_training}
             result = analyze_series(series, analyses, options, root=root, **extra)
-        if not beside_training and not series.is_alone:
+        if not beside_training and not series.is_single:
             show_audit(result.audit)
         if result.left_out:
             names = ", ".join(suspect.name for suspect in result.left_out)
             print(f"left out as suspect: {names}; --allow_suspect measures them")
-        is_one = series.is_alone or options.plan
+        is_one = series.is_single or options.plan
         outcome = Outcome(root=root, result=result, steps=[one.step for one in series.checkpoints] if is_one else None)
         failed |= report(outcome)
         if options.plan:
@@ -248,7 +248,7 @@ def analyses_for(
         return Target(name=name, root=root, series=series, checkpoint=checkpoint, **known)
 
     last = series.listing.checkpoints[-1]
-    if series.is_alone or last.step is not None:  # `last` does not depend on the chosen steps
+    if series.is_single or last.step is not None:  # `last` does not depend on the chosen steps
         return make(target(last, series.name))
     if tokenizer is not None and any(map(series.tokenizer, series.listing.checkpoints)):
         raise InputError("tokenizer: each of these models reads with its own: leave it out")
@@ -257,7 +257,7 @@ def analyses_for(
 
 def _folder_of(series: Series) -> Path | None:
     """Return the folder of the training that wrote the checkpoints, or None if it is not on this machine."""
-    if series.is_alone:
+    if series.is_single:
         path = Path(series.name).resolve()
         return path.parent if path.is_dir() else None
     return getattr(series, "root", None)
@@ -269,7 +269,7 @@ def root_of(series: Series, root: Path | None, *, is_only: bool) -> Path:
     It is `root` if the user named one, with a subfolder for each series if there are several. Otherwise it is the run's
     own folder, or a folder below `checkpoints/`.
     """
-    if series.is_alone:
+    if series.is_single:
         seed = "" if series.untrained is None else f"-untrained-{series.untrained}"
         return root or Path("checkpoints") / f"{name_of(series.name)}{seed}"
     name = re.sub(r"[^\w.-]+", "-", series.name)

@@ -15,7 +15,7 @@ from lit_layers import records
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import tag_text
 from lit_layers.figures.tables import grouped
-from lit_layers.identity import BESIDE, UNKNOWN, ByPrompt, settings_of, short, variant_of
+from lit_layers.identity import NO_CURVE, UNKNOWN, ByPrompt, settings_of, short, variant_of
 from lit_layers.metrics import look_up
 from lit_layers.records import Measurement, Record
 
@@ -221,7 +221,7 @@ def curves_in(
         settings.setdefault(m.analysis, settings_of(m))
         for record in m.records:
             row = look_up(record.metric)
-            if record.other_layer is not None or BESIDE & record.tags.keys() or record.metric == records.FAILED:
+            if record.other_layer is not None or NO_CURVE & record.tags.keys() or record.metric == records.FAILED:
                 continue
             if not everything and (row.secondary or row.unlisted):
                 continue

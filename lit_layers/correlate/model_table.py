@@ -20,7 +20,7 @@ from lit_layers.errors import InputError, did_you_mean
 from lit_layers.figures.labels import mid_sentence, tag_text
 from lit_layers.figures.profiles import short_names
 from lit_layers.figures.tables import plainest
-from lit_layers.identity import BESIDE, same_tag, variant_of
+from lit_layers.identity import NO_CURVE, same_tag, variant_of
 from lit_layers.metrics import METRICS, is_in, look_up, scalar_row, sentence
 from lit_layers.records import Measurement, Record
 from lit_layers.schema import run_facts
@@ -181,7 +181,7 @@ def candidates(measurements: Iterable[Measurement], query: MetricQuery) -> list[
         for m in measurements
         if query.analysis in (None, m.analysis, m.analysis.partition("/")[0])
         for r in m.records
-        if r.metric == query.name and r.other_layer is None and not r.tags.keys() & BESIDE
+        if r.metric == query.name and r.other_layer is None and not r.tags.keys() & NO_CURVE
     ]
 
 

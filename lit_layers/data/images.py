@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
-from lit_layers.files.hub import asking_the_hub
+from lit_layers.files.hub import hub_errors
 from lit_layers.identity import sha16
 from lit_layers.schema import refuse_below_one
 
@@ -232,7 +232,7 @@ def _data_set(name: str, split: Split) -> Content:
     what, advice = f"source: {name!r} is no local path and cannot be had from the Hub", "check the name and the network"
     if is_local:
         what, advice = f"source: the parquet files of {name} cannot be read", "copy them again"
-    with asking_the_hub(what, advice):
+    with hub_errors(what, advice):
         try:
             where: Any = ("parquet", None, name) if is_local else (path, config or None)
             splits: Any = load_dataset(*where)

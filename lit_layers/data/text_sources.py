@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_layers.errors import InputError
-from lit_layers.files.hub import asking_the_hub
+from lit_layers.files.hub import hub_errors
 from lit_layers.identity import sha16
 from lit_layers.tasks.task_files import json_objects, open_parquet
 
@@ -168,7 +168,7 @@ class HubText(Source):
         from huggingface_hub import HfApi
 
         absent = f"the data set {self.name!r} is no local path and cannot be had from the Hub"
-        with asking_the_hub(absent, f"{_AGAIN}; of one that is a program name the revision @{CONVERTED}"):
+        with hub_errors(absent, f"{_AGAIN}; of one that is a program name the revision @{CONVERTED}"):
             info = HfApi().dataset_info(self.name, revision=self.named_revision or None)
             self.revision = str(info.sha)
             splits = set(self._open(None))
@@ -193,10 +193,10 @@ class HubText(Source):
             yield "".join(lines)
 
     def _rows(self, split: str) -> Iterator[str]:
-        with asking_the_hub(f"the data set {self.name!r} cannot be had from the Hub", _AGAIN):
+        with hub_errors(f"the data set {self.name!r} cannot be had from the Hub", _AGAIN):
             rows = iter(self._open(split))
         for count in itertools.count():
-            with asking_the_hub(f"{self.name} broke off after {count} rows", _AGAIN):
+            with hub_errors(f"{self.name} broke off after {count} rows", _AGAIN):
                 row = next(rows, None)
             if row is None:
                 return

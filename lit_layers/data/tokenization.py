@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from lit_layers import schema
 from lit_layers.errors import InputError, refuse_odd_files
 from lit_layers.files.durable import naming
-from lit_layers.files.hub import asking_the_hub
+from lit_layers.files.hub import hub_errors
 from lit_layers.identity import hash_of
 
 END_OF_TEXT = "<|endoftext|>"
@@ -208,7 +208,7 @@ def _download(spec: str) -> Path:
 
     name, _, revision = spec.partition("@")
     what = f"the tokenizer {spec!r} is no local path and cannot be had from the Hub"
-    with asking_the_hub(what, "check the name and the network, or give a local folder"):
+    with hub_errors(what, "check the name and the network, or give a local folder"):
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=[MAIN, *COMPANIONS]))
 
 

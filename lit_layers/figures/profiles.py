@@ -162,7 +162,7 @@ def layer_profile(
             series.append(level(ends, at, f"{names[key]}, {text}", color=looks[key]["color"], dash=dash, legend=False))
         series.append(Series(x=ends[:1], y=[None], name=text, dash=dash, width=1.6, legend=True))
     series += levels_of(metric, ends)
-    others: list[tuple[str, str, Chosen]] = [(look_up(name).title_beside, name, chosen) for name in baselines]
+    others: list[tuple[str, str, Chosen]] = [(look_up(name).compared, name, chosen) for name in baselines]
     for each in controls:
         others.append((tag_text({"control": each}), metric, {**chosen, "tags": {**tags, "control": each}}))
     for text, name, options in others:

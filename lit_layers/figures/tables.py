@@ -10,15 +10,15 @@ import pandas as pd
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import listing, tag_text
 from lit_layers.functional.block_schedules import PUBLISHED_LOOPS
-from lit_layers.identity import BESIDE
+from lit_layers.identity import NO_CURVE
 from lit_layers.identity import ORDINALS as ORDINALS
 from lit_layers.metrics import GROUPS, look_up
-from lit_layers.records import AUDIT, COLUMNS, PLACES
+from lit_layers.records import AUDIT, AXES, COLUMNS
 
 # Tags of points that maps and sample-size curves show: a relation of word pairs, a number of training rows.
 CATEGORY, TRAIN_ROWS, HEAD = "category", "train_rows", "head"
 # Tags that make no variants of a metric.
-_NOT_VARIANTS = (*BESIDE, "category_id", "group", "task")  # an analysis has one task
+_NOT_VARIANTS = (*NO_CURVE, "category_id", "group", "task")  # an analysis has one task
 _PLAINEST = {
     "statistic": None,
     "control": None,
@@ -190,7 +190,7 @@ def drawable(
 
 def is_in_table(point: Point) -> bool:
     """Return whether a point stands in a table of its own, which curves and profiles do not show."""
-    return not point.tags.keys().isdisjoint(PLACES)
+    return not point.tags.keys().isdisjoint(AXES)
 
 
 def is_pair(point: Point) -> bool:
@@ -223,7 +223,7 @@ def choice_text(tags: Mapping[str, Any]) -> str:
 
 def title_of(metric: str, tags: Mapping[str, Any]) -> str:
     """Return a metric's title with its unit and variant."""
-    return ", ".join(filter(None, [look_up(metric).with_unit, variant_text(tags)]))
+    return ", ".join(filter(None, [look_up(metric).unit_title, variant_text(tags)]))
 
 
 def grouped(points: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
@@ -289,7 +289,7 @@ def _headlines(table: Any, allow_suspect: bool) -> Iterator[tuple[dict[str, Any]
             table = table[(table["metric"] != metric) | ~others]
     for analysis, metric in dict.fromkeys(zip(table["analysis"], table["metric"], strict=True)):
         points = select(table, metric, analysis=analysis, allow_suspect=allow_suspect)
-        points = [point for point in points if not point.tags.keys() & BESIDE]
+        points = [point for point in points if not point.tags.keys() & NO_CURVE]
         points = _few_orders(points, metric)
         whole = [point for point in points if point.layer is None]
         last_layer = max((point.layer for point in points if point.layer is not None), default=None)
@@ -312,7 +312,7 @@ def _few_orders(points: list[Point], metric: str) -> list[Point]:
         return points
     middles = sorted({point.tags["middle"] for point in points if "middle" in point.tags})
     row = look_up(metric)
-    half = None if row.of_full or row.secondary or not middles else middles[(len(middles) - 1) // 2]
+    half = None if row.relative or row.secondary or not middles else middles[(len(middles) - 1) // 2]
     loops = (None, usual_loops(point.tags for point in points))
     return [
         point

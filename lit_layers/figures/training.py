@@ -98,7 +98,7 @@ def emergence_curves(
         dashed(part, tag_text({"reference": name}), MUTED, DASHED[index % len(DASHED)])
     for name, part in compared.items():
         for text, variant in _variants(part):
-            title = ", ".join(filter(None, [look_up(name).title_beside, text]))
+            title = ", ".join(filter(None, [look_up(name).compared, text]))
             dashed(variant, title, colors.get(text, MUTED), "dash")
     series += levels_of(metric, steps, dash="dot", **marks)
     height = 370 if bar is not None and any(each.legend for each in series) else 340
@@ -145,7 +145,7 @@ def training_curves(
         series.append(level(longest, value, name, dash=DASHED[index % len(DASHED)]))
     training = Training(sorted(tokens), tokens)
     row = scalar_row(chosen[0])
-    title, y = "Loss (nats)" if names is None else row.with_unit, Axis(title=row.unit, log=row.log)
+    title, y = "Loss (nats)" if names is None else row.unit_title, Axis(title=row.unit, log=row.log)
     return Chart(title=title, x=Axis(), y=y, series=series, training=training)
 
 

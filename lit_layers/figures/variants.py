@@ -177,7 +177,7 @@ def models_by_middle(frame: pd.DataFrame, metric: str, *, variant: str, **chosen
     if not series:
         raise ValueError(f"metric {metric!r} has no values of the variant {variant!r}")
     axis = layer_axis("block") if number == "layer" else _middle_axis(sorted({x for each in series for x in each.x}))
-    title, axis = f"{look_up(metric).with_unit}, {variant_name(variant)}", _SHARES if is_share else axis
+    title, axis = f"{look_up(metric).unit_title}, {variant_name(variant)}", _SHARES if is_share else axis
     return Chart(title=title, x=axis, y=value_axis(metric), series=series, hover="", height=400)
 
 

@@ -17,7 +17,7 @@ from lit_layers.errors import InputError, refused
 if TYPE_CHECKING:
     import pandas as pd
 
-_OF_THE_SYSTEM = re.compile(r"\(os error (\d+)\)")
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def sync(path: Path) -> None:
@@ -35,7 +35,7 @@ def on_disk(path: Path) -> list[int]:
     return [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]
 
 
-def own_draft_of(path: Path) -> Path:
+def draft_path(path: Path) -> Path:
     """A name beside `path` that no other process takes: two containers on a shared folder may have one number."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.draft")
 
@@ -50,7 +50,7 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except Exception as error:
         if not isinstance(error, OSError):
-            number = _OF_THE_SYSTEM.search(str(error))
+            number = _OS_ERROR.search(str(error))
             if number is None:
                 raise
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
@@ -67,7 +67,7 @@ def write_json(path: Path, content: Any, *, sort_keys: bool = False) -> None:
 
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file, whole or not at all: two processes may do it at once."""
-    draft = own_draft_of(path)
+    draft = draft_path(path)
     try:
         with naming(path):
             draft.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)

@@ -72,7 +72,7 @@ def reason(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def asking_the_hub(what: str, advice: str = "") -> Iterator[None]:
+def hub_errors(what: str, advice: str = "") -> Iterator[None]:
     """Turn the many ways in which the Hub, or what reads its data sets, can fail into one sentence.
 
     Where the network fails or the Hub is busy, huggingface_hub itself asks again several times.
@@ -121,7 +121,7 @@ class Hub:
 
     def commits(self, repo: str) -> dict[str, str]:
         """The commit of every branch, and of every tag that no branch is named like: one request."""
-        with asking_the_hub(f"cannot list the branches of {repo}"):
+        with hub_errors(f"cannot list the branches of {repo}"):
             refs = self.api.list_repo_refs(repo)
         return {ref.name: ref.target_commit for ref in (*refs.tags, *refs.branches)}
 
@@ -129,7 +129,7 @@ class Hub:
         """The files of a commit at its top."""
         from huggingface_hub import RepoFile
 
-        with asking_the_hub(f"cannot list the files of {repo} at {name}"):
+        with hub_errors(f"cannot list the files of {repo} at {name}"):
             rows = list(self.api.list_repo_tree(repo, revision=commit))
         files = [row for row in rows if isinstance(row, RepoFile)]
         return {row.path: ListedFile(row.path, row.size, row.lfs.sha256 if row.lfs else row.blob_id) for row in files}
@@ -141,7 +141,7 @@ class Hub:
             InputError: `what`, and why; from a FileNotFoundError where the repository has no such file.
         """
         try:
-            with asking_the_hub(what):
+            with hub_errors(what):
                 return Path(self.api.hf_hub_download(repo, path, revision=revision))
         except InputError as error:
             if isinstance(error.__cause__, errors.RemoteEntryNotFoundError):

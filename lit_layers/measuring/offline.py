@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lit_layers.analyses.base import Analysis, in_bfloat16
-from lit_layers.errors import InputError, given_root, is_full
+from lit_layers.errors import InputError, is_full, root_folder
 from lit_layers.files import run_lock
 from lit_layers.identity import settings_name, warn_of_other_versions
 from lit_layers.measuring import MeasuringOptions, one_model
@@ -32,8 +32,8 @@ from lit_layers.records import Measurement, UnwrittenStore
 from lit_layers.schema import Device
 from lit_layers.series import Audit, Checkpoint, Series, StepFolders, audit
 from lit_layers.series.auditing import SeriesMeasurements, is_suspect, read_weights
-from lit_layers.series.checkpoint import fetched_ahead
-from lit_layers.series.checkpoint_sources import Memory, at_once
+from lit_layers.series.checkpoint import prefetch
+from lit_layers.series.checkpoint_sources import Memory, ask_all
 
 logger = logging.getLogger(__name__)
 Analyses = Sequence[Analysis] | Callable[[Checkpoint], Sequence[Analysis]]
@@ -114,7 +114,7 @@ def analyze_series(
             analyses of its own, what fits one of them only is among the `failures`. Where another process writes in
             `root`, unless as another shard of as many.
     """
-    options, root = replace(options, **changed), given_root(root)
+    options, root = replace(options, **changed), root_folder(root)
     # On Ray each worker has a device of its own.
     device = device_of("cpu" if options.engine == "ray" else options.device)
     work = _Measuring(series, root, options, device, SeriesMeasurements(root), progress or silent)
@@ -188,7 +188,7 @@ class _Measuring:
         if grows:
             mine = [one for one in self.series if zlib.crc32(one.name.encode()) % count == index]
         self.result.audit = Audit(self.series.name, 0, ())
-        if self.series.is_alone:
+        if self.series.is_single:
             return mine
         self.earlier.refuse_another(self.series.checkpoints, lambda one: ("weight_files", one.source.weights()))
         self.unmeasured = {**self._unlisted(), **self.unmeasured}
@@ -214,7 +214,7 @@ class _Measuring:
                 return {checkpoint.name: str(error)}
             return {}
 
-        return {name: why for each in at_once(unlisted, self.series.checkpoints) for name, why in each.items()}
+        return {name: why for each in ask_all(unlisted, self.series.checkpoints) for name, why in each.items()}
 
     def _judge(self, checkpoints: Sequence[Checkpoint]) -> None:
         """Audit the series, and correct what the numbers of these checkpoints say of it."""
@@ -240,21 +240,21 @@ class _Measuring:
 
     def _unknown(self, checkpoint: Checkpoint) -> Sequence[Analysis]:
         analyses = self.analyses[checkpoint.name]
-        if self.series.is_alone:  # its files are not hashed, as nothing is compared with them
+        if self.series.is_single:  # its files are not hashed, as nothing is compared with them
             return analyses
         facts = {"weight_files": checkpoint.source.weights(), "dtype": self.options.weights_dtype}
         return not_done(self.earlier.store, self.earlier.run_of(checkpoint), checkpoint.step, analyses, **facts)
 
     def visits(self, audited: Sequence[Checkpoint]) -> Iterator[Visit]:
         """Yield the checkpoints of which something is not known; the next one is fetched meanwhile."""
-        due, is_alone = self._due(audited), self.series.is_alone
+        due, is_single = self._due(audited), self.series.is_single
         of_due = [checkpoint for checkpoint, _ in due.values()]
-        for number, (checkpoint, fetched) in enumerate(fetched_ahead(of_due), start=len(audited) - len(due)):
-            if not is_alone:  # of one model the analyses are counted
+        for number, (checkpoint, fetched) in enumerate(prefetch(of_due), start=len(audited) - len(due)):
+            if not is_single:  # of one model the analyses are counted
                 self.tell(number, len(audited), checkpoint.name)
             yield self._visit(checkpoint, fetched, due[checkpoint.name][1])
             self._release()
-        total = len(self.analyses[audited[0].name]) if is_alone else len(audited)
+        total = len(self.analyses[audited[0].name]) if is_single else len(audited)
         self.tell(total, total, "")
 
     def _release(self) -> None:
@@ -272,7 +272,7 @@ class _Measuring:
         )
 
     def starting(self, visit: Visit, analysis: Analysis) -> None:
-        if self.series.is_alone:
+        if self.series.is_single:
             self.tell(visit.analyses.index(analysis), len(visit.analyses), analysis.name)
 
     @contextlib.contextmanager
@@ -317,7 +317,7 @@ class _Measuring:
     def _provenance(self, checkpoint: Checkpoint, weights: str) -> dict[str, Any]:
         """Return where a checkpoint comes from, and the audit's verdict on it."""
         source = checkpoint.provenance() | ({"offloaded": True} if self.options.offload else {})
-        if self.series.is_alone:
+        if self.series.is_single:
             self.earlier.refuse_another([checkpoint], lambda _: ("weights_hash", weights))
             return {**source, "audit": UNAUDITED}
         return {**source, "audit": self.verdicts[checkpoint.name]}
@@ -342,20 +342,20 @@ class _Measuring:
         checkpoint = next(one for one in self.series.checkpoints if one.name == name)
         self.device = device_of(self.options.device)
         chosen = [one for one in self.analyses[name] if one.name in analyses]
-        _, fetched = next(_held := fetched_ahead([checkpoint]))  # a download stops if nothing holds it
+        _, fetched = next(_held := prefetch([checkpoint]))  # a download stops if nothing holds it
         return [*measure_unless_done([self._visit(checkpoint, fetched, chosen)], self.earlier.store)]
 
     def failed(self, visit: Visit, why: InputError) -> None:
         """Note what cannot be measured; refuse what no other checkpoint can be measured with either."""
         is_of_all = isinstance(why, DoesNotFit) and not self.fitting and len({*map(id, self.analyses.values())}) == 1
-        if self.series.is_alone or is_full(why) or is_of_all:
+        if self.series.is_single or is_full(why) or is_of_all:
             raise why from why.__cause__
         self.broken.add((visit.run, visit.step))
         self.result.failures.append(_named(visit.name, why))
 
     def finished(self, audited: Sequence[Checkpoint]) -> SeriesResult:
         """Judge once more by the weights that were downloaded to be measured, and count what was known."""
-        if self.result.audit.level == "listing" and self.result.measurements and not self.series.is_alone:
+        if self.result.audit.level == "listing" and self.result.measurements and not self.series.is_single:
             self._judge(audited)
         whole = [one for one in audited if (self.earlier.run_of(one), one.step) not in self.broken]
         measured = [each for each in self.result.measurements if (each.run, each.step) not in self.broken]

@@ -20,7 +20,7 @@ from lit_layers.errors import InputError
 from lit_layers.figures.maps import layer_surface
 from lit_layers.figures.tables import grouped, plainest, usual_loops
 from lit_layers.figures.vega import pictures_of
-from lit_layers.identity import BESIDE, latest, logged_name, plain_settings
+from lit_layers.identity import NO_CURVE, latest, logged_name, plain_settings
 from lit_layers.metrics import look_up, rank
 from lit_layers.records import Measurement, Record
 
@@ -57,7 +57,7 @@ def curves_of(
             record
             for record in (m.records if scalars == "all" else shown_records(m))
             if record.other_layer is None
-            and record.tags.keys().isdisjoint(records.PLACES)
+            and record.tags.keys().isdisjoint(records.AXES)
             # A curve for each number of loops and of blocks would be hundreds: the table has them.
             and record.tags.get("loops", loops) == loops
         ]
@@ -79,7 +79,7 @@ def shown_records(measurement: Measurement) -> list[Record]:
     def is_shown(record: Record) -> bool:
         row, tags, plain = look_up(record.metric), record.tags, chosen[record.metric]
         is_chosen = all(tags.get(name) == plain.get(name) for name in _VARIANTS)
-        return is_chosen and not (row.secondary or row.unlisted or tags.keys() & BESIDE)
+        return is_chosen and not (row.secondary or row.unlisted or tags.keys() & NO_CURVE)
 
     return [*filter(is_shown, measurement.records)]
 

@@ -30,7 +30,7 @@ def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
         "run.html.jinja",
         title=run.name,
         run=run,
-        facts=run_data.headline_facts(run),
+        facts=run_data.summary(run),
         changes=[] if comparing else change_table(frame).to_dict("records"),
         results=_results(model_table(frame)) if comparing else [],
         runs=runs,

@@ -50,7 +50,7 @@ def sections(
             ]
             if choices:
                 made = block(
-                    title or rows[0].with_unit,
+                    title or rows[0].unit_title,
                     "" if title else rows[0].note,
                     choices,
                     metrics=members,
@@ -91,7 +91,7 @@ def training(run: RunData) -> list[Block]:
         blocks.append(block("Loss (nats)", note, [("", [("", partial(draw, references=references))])]))
     for name in sorted((name for name in recorded if name not in losses), key=rank):
         row, figures = scalar_row(name), [("", partial(draw, names=[name]))]
-        blocks.append(block(row.with_unit, row.note, [("", figures)], metrics=[name] if row.group else []))
+        blocks.append(block(row.unit_title, row.note, [("", figures)], metrics=[name] if row.group else []))
     return blocks
 
 
@@ -105,7 +105,7 @@ def first_surface(frame: pd.DataFrame) -> list[Block]:
         if not (look_up(metric).secondary or look_up(metric).unlisted):
             with contextlib.suppress(ValueError):  # at one step, or of pairs
                 chart = plots.layer_surface(table, metric, analysis=analysis)
-                title = f"{look_up(metric).with_unit}: layers over steps"
+                title = f"{look_up(metric).unit_title}: layers over steps"
                 return [block(title, "", [("", [("", chart)])], metrics=[metric])]
     return []
 
@@ -129,7 +129,7 @@ def shapes(
     """
     table: Any = part
     table = table[table["metric"].isin([metric, look_up(metric).baseline])]  # searched again for each figure
-    unplaced = table[table[table.columns.intersection(records.PLACES)].isna().all(axis=1)]
+    unplaced = table[table[table.columns.intersection(records.AXES)].isna().all(axis=1)]
     rows, levels = tables.rows_of(table, metric), tables.rows_of(table, look_up(metric).baseline or "")
     runs = {run: rows[rows["run"] == run] for run in rows["run"].unique()} if comparing else {"": table}
     points = {run: tables.select(of_run, metric, analysis=analysis) for run, of_run in runs.items()}
@@ -364,7 +364,7 @@ def differences(rows: Any) -> Table | None:
             tag_text(tags),
             "" if pd.isna(row["layer"]) else f"block {row['layer']}",
         ]
-        title = look_up(row["metric"]).with_unit
+        title = look_up(row["metric"]).unit_title
         column = (
             title if row["analysis"].split("/")[0] == READOUT else f"{sentence(row['task'])}: {mid_sentence(title)}"
         )

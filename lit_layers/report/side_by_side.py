@@ -374,7 +374,7 @@ def _blocks(content: SideBySide) -> dict[str, list[Block]]:
             text = choice_text({name: tags.get(name) for name in names}) if len(variants) > 1 else tag_text(dict(tags))
             choices.append((text, parts))
         row = look_up(metric)
-        by_analysis.setdefault(analysis, []).append(block(row.with_unit, row.note, choices))
+        by_analysis.setdefault(analysis, []).append(block(row.unit_title, row.note, choices))
     return by_analysis
 
 

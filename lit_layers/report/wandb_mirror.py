@@ -288,7 +288,7 @@ def workspace_of(root: str | Path, entity: str, project: str) -> Any:
     if not curves:
         raise InputError(f"{root}: nothing was measured at a step there, so a workspace would have no charts")
     for (analysis, metric), lines in curves.items():
-        chart = wr.LinePlot(title=look_up(metric).with_unit, y=[*lines], log_y=look_up(metric).log or None, **look)
+        chart = wr.LinePlot(title=look_up(metric).unit_title, y=[*lines], log_y=look_up(metric).log or None, **look)
         charts.setdefault(sentence(analysis), []).append(chart)
     charts["Layers by steps"] = [
         wr.MediaBrowser(title=name, media_keys=[name], num_columns=1, gallery_axis="step")

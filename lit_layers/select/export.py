@@ -21,7 +21,7 @@ from lit_layers import schema
 from lit_layers.data.batches import EncodedTexts, encode_texts
 from lit_layers.data.tokenization import TextTokenizer, load_tokenizer, save_tokenizer
 from lit_layers.errors import InputError, refused
-from lit_layers.files.durable import naming, own_draft_of, sync
+from lit_layers.files.durable import draft_path, naming, sync
 from lit_layers.functional.geometry import Pooling, pool
 from lit_layers.functional.probes.logistic import LogisticProbes
 from lit_layers.functional.probes.regression import RidgeProbes
@@ -335,7 +335,7 @@ def refuse_taken(folder: Path, overwrite: bool) -> None:
 @contextmanager
 def _draft_of(folder: Path) -> Iterator[Path]:
     """A folder beside the one to be; what is still there of it at the end is removed."""
-    draft = own_draft_of(folder.absolute())
+    draft = draft_path(folder.absolute())
     with refused(f"cannot write beside {folder}"):
         draft.mkdir(parents=True)
     try:

@@ -87,7 +87,7 @@ class Selection:
             blocks=[
                 block(t, c.title, [("", [("", c)])], wide=False) for t, c in zip(titles, picture.charts, strict=True)
             ],
-            scores=Table(["", look_up(choice.metric).with_unit], [Group("", "", cells)]),
+            scores=Table(["", look_up(choice.metric).unit_title], [Group("", "", cells)]),
             notes=self.task.notes,
         )
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lit_layers.series.checkpoint import Checkpoint, Listing, Series
-from lit_layers.series.checkpoint_sources import Fingerprint, Format, at_once, formats
+from lit_layers.series.checkpoint_sources import Fingerprint, Format, ask_all, formats
 
 LINE = 0.5  # neighbours' distance over theirs to a step: healthy from 0.75, mostly 1.4 to 2
 TENSOR_LINE = 0.5  # the same for one tensor, where it is also the least by far
@@ -56,11 +56,11 @@ class Listed:
     hashes: Mapping[str, Mapping[Format, frozenset[str]]]  # by checkpoint; the format that is loaded first
 
     @classmethod
-    def of(cls, series: Series, chosen: Sequence[Checkpoint]) -> "Listed":
+    def read(cls, series: Series, chosen: Sequence[Checkpoint]) -> "Listed":
         """Ask for the list of files of each checkpoint, several at once."""
-        beside = filter(None, (series.listing.last, series.listing.main))
-        compared = {one.name: one for one in (*beside, *chosen)}
-        hashes = at_once(_hashes_of, compared.values())
+        ends = filter(None, (series.listing.last, series.listing.main))
+        compared = {one.name: one for one in (*ends, *chosen)}
+        hashes = ask_all(_hashes_of, compared.values())
         return cls(series, chosen, compared, dict(zip(compared, hashes, strict=True)))
 
     @property
@@ -96,7 +96,7 @@ class Path:
     rounding: float
 
     @classmethod
-    def of(cls, steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], *, vectors: bool = False) -> "Path":
+    def make(cls, steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], *, vectors: bool = False) -> "Path":
         """The path of the steps whose weights were read, as far as they hold the same finite matrices, or vectors."""
         import torch
 
@@ -115,14 +115,14 @@ class Path:
         return {name: np.sqrt(np.diag(products)) for name, products in self.products.items()}
 
     @functools.cached_property
-    def of_tensor(self) -> Mapping[str, np.ndarray]:
+    def distances(self) -> Mapping[str, np.ndarray]:
         """Distances in each matrix."""
         return {name: _distances(products) for name, products in self.products.items()}
 
     @functools.cached_property
     def distance(self) -> np.ndarray:
         """Distances in which each matrix counts alike."""
-        squares = [each**2 / mean for each in self.of_tensor.values() if (mean := (each**2).mean()) > 0]
+        squares = [each**2 / mean for each in self.distances.values() if (mean := (each**2).mean()) > 0]
         return np.sqrt(sum(squares, np.zeros((len(self.steps), len(self.steps)))))
 
     @functools.cached_property
@@ -147,15 +147,15 @@ class Path:
         """Length of the path without the lengths of the weights."""
         return float(np.sqrt(np.maximum(1 - np.diag(self.cosine, 1), 0)).sum())
 
-    def without(self, names: Collection[str]) -> "Path":
+    def drop(self, names: Collection[str]) -> "Path":
         """The path of the other tensors, or of all where there are no others."""
         rest = {name: products for name, products in self.products.items() if name not in names}
         return replace(self, products=rest or self.products)
 
-    def at(self, places: Sequence[int]) -> "Path":
+    def take(self, indices: Sequence[int]) -> "Path":
         """The path through some of its checkpoints, or through all in another order."""
-        products = {name: each[np.ix_(places, places)] for name, each in self.products.items()}
-        return Path([self.steps[place] for place in places], products, self.rounding)
+        products = {name: each[np.ix_(indices, indices)] for name, each in self.products.items()}
+        return Path([self.steps[index] for index in indices], products, self.rounding)
 
 
 def _distances(products: np.ndarray) -> np.ndarray:
@@ -180,10 +180,10 @@ def broken_values(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]
 
 def outsized_tensors(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
     """Steps at which a matrix is far larger than at both neighbours: a bit of an exponent has flipped."""
-    for place, one in enumerate(steps):
-        beside = [prints[steps[near].name].tensors for near in (place - 1, place + 1) if 0 <= near < len(steps)]
+    for index, one in enumerate(steps):
+        nearby = [prints[steps[near].name].tensors for near in (index - 1, index + 1) if 0 <= near < len(steps)]
         for name, facts in prints[one.name].tensors.items():
-            norms = [tensors[name].norm for tensors in beside if name in tensors]
+            norms = [tensors[name].norm for tensors in nearby if name in tensors]
             if facts.is_matrix and norms and min(norms) > 0 and facts.norm > OUTSIZED * max(norms):
                 says = f"{name} has {facts.norm / max(norms):.2g} times its norm beside"
                 yield finding("value out of range", says, [one])
@@ -229,10 +229,10 @@ def copies(listed: Listed, prints: Mapping[str, Fingerprint], read: Sequence[Che
 
 def is_still(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], group: Sequence[Checkpoint]) -> bool:
     """Whether steps follow each other where a training changes next to nothing, in the precision it is stored in."""
-    places = sorted(steps.index(one) for one in group)
-    if places[-1] - places[0] + 1 != len(places):
+    indices = sorted(steps.index(one) for one in group)
+    if indices[-1] - indices[0] + 1 != len(indices):
         return False
-    outside = [(places[0] - 1, places[0]), (places[-1], places[-1] + 1)]
+    outside = [(indices[0] - 1, indices[0]), (indices[-1], indices[-1] + 1)]
     pairs = [(steps[before], steps[after]) for before, after in outside if before >= 0 and after < len(steps)]
     return any(_moved(prints[before.name], prints[after.name]) < HARDLY for before, after in pairs)
 
@@ -258,7 +258,7 @@ def path_findings(path: Path) -> list[Finding]:
     found, straight = ([], path) if exchange is None else ([exchange[0]], exchange[1])
     strays = list(outlying_steps(straight))
     names = {name for each in strays for name in each.names}
-    rest = straight.at([place for place, one in enumerate(straight.steps) if one.name not in names])
+    rest = straight.take([index for index, one in enumerate(straight.steps) if one.name not in names])
     if (found or strays) and (swapped(rest) or any(outlying_steps(rest)) or _comes_back(rest.distance)):
         says = "several steps do not lie on one way, and the weights do not show which: exchanged, of other trainings?"
         return [Finding("out of line", says)]
@@ -270,40 +270,40 @@ def swapped(whole: Path) -> tuple[Finding, Path] | None:
 
     None is accused where two others make it the same path backwards.
     """
-    path = _of_their_own(whole)
+    path = _unborrowed(whole)
     count = len(path.steps)
     best = max(_exchanges(path.distance), key=lambda exchange: exchange.saved, default=None)
     if best is None or best.ratio > (SWAP_AT_END if best.first == 0 or best.second == count - 1 else SWAP):
         return None
     order = best.order.tolist()
-    after = path.at(order)
+    after = path.take(order)
     regular = all(exchange.ratio > SWAP for exchange in _exchanges(after.distance)) and not any(
-        _detour(after.distance, place) < LINE for place in range(1, count - 1)
+        _detour(after.distance, index) < LINE for index in range(1, count - 1)
     )
     regular &= after.turns < path.turns  # weights that are only larger do not stand elsewhere
-    for place, neighbour in ((best.first, 1), (best.second, count - 2)):
-        regular &= not _is_stranger(after.cosine[place], place)
-        if place in (0, count - 1):  # a stranger at an end costs one long way for two
-            regular &= after.distance[place, neighbour] <= 3 * np.sort(np.diag(after.distance, 1))[-2]
+    for index, neighbour in ((best.first, 1), (best.second, count - 2)):
+        regular &= not _is_stranger(after.cosine[index], index)
+        if index in (0, count - 1):  # a stranger at an end costs one long way for two
+            regular &= after.distance[index, neighbour] <= 3 * np.sort(np.diag(after.distance, 1))[-2]
     if not regular:
         return None
     backwards = [each for each in _exchanges(path.distance) if each.order.tolist() == order[::-1]]
     pairs = [(path.steps[each.first], path.steps[each.second]) for each in (best, *backwards)]
     says = f"the weights of {', or of '.join(f'{a.label} and {b.label}' for a, b in pairs)} fit in each other's place"
     if backwards:  # of 4 or 5 steps: the way is as short from its end to its beginning, and nobody is accused
-        return Finding("swapped", f"{says}, and the weights do not show which"), whole.at(order)
-    return finding("swapped", says, pairs[0]), whole.at(order)
+        return Finding("swapped", f"{says}, and the weights do not show which"), whole.take(order)
+    return finding("swapped", says, pairs[0]), whole.take(order)
 
 
-def _of_their_own(path: Path) -> Path:
+def _unborrowed(path: Path) -> Path:
     """The path without what steps may have of another one: it draws them together, whatever lies between."""
-    return path.without({name for names in _borrowed(path, ()).values() for name in names})
+    return path.drop({name for names in _borrowed(path, ()).values() for name in names})
 
 
-def _is_stranger(cosine: np.ndarray, place: int) -> bool:
+def _is_stranger(cosine: np.ndarray, index: int) -> bool:
     """Whether a step is no nearer to its neighbours than to most of the others."""
-    angles = np.delete(1 - cosine, place)
-    return bool(angles[max(place - 1, 0) : place + 1].min() > STRANGER * np.median(angles))
+    angles = np.delete(1 - cosine, index)
+    return bool(angles[max(index - 1, 0) : index + 1].min() > STRANGER * np.median(angles))
 
 
 class _Exchange(NamedTuple):
@@ -331,15 +331,15 @@ def _exchanges(distance: np.ndarray) -> Iterator[_Exchange]:
 def _comes_back(distance: np.ndarray) -> bool:
     """Whether a step is much nearer to a later one than one of those between is to either of them."""
     return any(
-        distance[before, after] < RETURN * max(distance[before, place], distance[place, after])
-        for before, place, after in itertools.combinations(range(len(distance)), 3)
+        distance[before, after] < RETURN * max(distance[before, index], distance[index, after])
+        for before, index, after in itertools.combinations(range(len(distance)), 3)
     )
 
 
-def _detour(distance: np.ndarray, place: int) -> float:
+def _detour(distance: np.ndarray, index: int) -> float:
     """How near the neighbours of a step are to each other, seen from it."""
-    longest = min(distance[place - 1, place], distance[place, place + 1])
-    return float(distance[place - 1, place + 1] / longest) if longest > 0 else np.inf
+    longest = min(distance[index - 1, index], distance[index, index + 1])
+    return float(distance[index - 1, index + 1] / longest) if longest > 0 else np.inf
 
 
 def outlying_steps(path: Path) -> Iterator[Finding]:
@@ -347,34 +347,34 @@ def outlying_steps(path: Path) -> Iterator[Finding]:
     count, whole = len(path.steps), path
     if count < 3:
         return
-    path = _of_their_own(whole)
+    path = _unborrowed(whole)
     inner = range(1, count - 1)
-    detours = {place: _detour(path.distance, place) for place in inner}
-    strange = {place for place in inner if _is_least(detours, place, LINE) or _is_unlike(path.cosine, place)}
+    detours = {index: _detour(path.distance, index) for index in inner}
+    strange = {index for index in inner if _is_least(detours, index, LINE) or _is_unlike(path.cosine, index)}
     if len(strange) <= max(1, count // 4):
-        for place in sorted(strange):
-            before, after = path.steps[place - 1].label, path.steps[place + 1].label
+        for index in sorted(strange):
+            before, after = path.steps[index - 1].label, path.steps[index + 1].label
             says = f"far from {before} and {after}, which are near each other"
-            yield finding("out of line", f"{says}: of another training?", [path.steps[place]])
-    if foreign := _places_of_other_trainings(path):
+            yield finding("out of line", f"{says}: of another training?", [path.steps[index]])
+    if foreign := _foreign_steps(path):
         says = "nothing in common with the steps beside: of another training?"
-        yield finding("out of line", says, [path.steps[place] for place in foreign])
+        yield finding("out of line", says, [path.steps[index] for index in foreign])
     strange |= {*foreign}
     borrowed = _borrowed(whole, strange)
     yield from _returned(path.steps, borrowed)
-    kept = whole.at([place for place in range(count) if place not in strange])
-    yield from _tensors_out_of_line(kept, {*itertools.chain.from_iterable(borrowed.values())})
+    usable = whole.take([index for index in range(count) if index not in strange])
+    yield from _tensors_out_of_line(usable, {*itertools.chain.from_iterable(borrowed.values())})
 
 
 def returned_vectors(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
     """Steps at which biases or norms have an earlier step's values again: they show no way, but none comes back."""
-    yield from _returned(steps, _borrowed(Path.of(steps, prints, vectors=True), ()))
+    yield from _returned(steps, _borrowed(Path.make(steps, prints, vectors=True), ()))
 
 
 def _returned(steps: Sequence[Checkpoint], borrowed: Mapping[tuple[int, ...], Sequence[str]]) -> Iterator[Finding]:
-    for places, names in borrowed.items():
+    for indices, names in borrowed.items():
         says = f"hold the same {', '.join(names[:3])}, which moved between: a part of another step's file?"
-        yield finding("out of line", says, [steps[place] for place in places])
+        yield finding("out of line", says, [steps[index] for index in indices])
 
 
 def _borrowed(path: Path, strange: Collection[int]) -> dict[tuple[int, ...], list[str]]:
@@ -384,16 +384,16 @@ def _borrowed(path: Path, strange: Collection[int]) -> dict[tuple[int, ...], lis
     Strange steps are none of these, nor do they show that a tensor moved; what most steps share was never trained.
     """
     borrowed: dict[tuple[int, ...], list[str]] = {}
-    kept = [place for place in range(len(path.steps)) if place not in strange]
-    for name, distance in path.of_tensor.items():
+    usable = [index for index in range(len(path.steps)) if index not in strange]
+    for name, distance in path.distances.items():
         groups: dict[int, list[int]] = {}  # by the first place
-        for place in kept:
-            first = next((one for one in groups if distance[one, place] <= _SAME * path.norms[name][one]), place)
-            groups.setdefault(first, []).append(place)
+        for index in usable:
+            first = next((one for one in groups if distance[one, index] <= _SAME * path.norms[name][one]), index)
+            groups.setdefault(first, []).append(index)
         for first, same in groups.items():
-            pairs = [(a, [one for one in kept if a < one < b], b) for a, b in itertools.pairwise(same)]
+            pairs = [(a, [one for one in usable if a < one < b], b) for a, b in itertools.pairwise(same)]
             least = path.rounding * path.norms[name][first]
-            if least == 0 or (2 * len(same) > len(kept) and not all(between for _, between, _ in pairs)):
+            if least == 0 or (2 * len(same) > len(usable) and not all(between for _, between, _ in pairs)):
                 continue
             again = {end for a, between, b in pairs if between and distance[a, between].min() > least for end in (a, b)}
             if again:
@@ -401,27 +401,27 @@ def _borrowed(path: Path, strange: Collection[int]) -> dict[tuple[int, ...], lis
     return borrowed
 
 
-def _is_least(values: Mapping[int, float], place: int, limit: float) -> bool:
+def _is_least(values: Mapping[int, float], index: int, limit: float) -> bool:
     """Whether a value is below the limit, and far below those of all other places; alone it has to be lower."""
-    rest = [value for other, value in values.items() if other != place]
-    return values[place] < (min(limit, FAR_LESS * min(rest)) if rest else limit * FAR_LESS)
+    rest = [value for other, value in values.items() if other != index]
+    return values[index] < (min(limit, FAR_LESS * min(rest)) if rest else limit * FAR_LESS)
 
 
-def _is_unlike(cosine: np.ndarray, place: int) -> bool:
-    across = cosine[place - 1, place + 1]
-    return across > ALIKE and max(cosine[place - 1, place], cosine[place, place + 1]) < UNLIKE * across
+def _is_unlike(cosine: np.ndarray, index: int) -> bool:
+    across = cosine[index - 1, index + 1]
+    return across > ALIKE and max(cosine[index - 1, index], cosine[index, index + 1]) < UNLIKE * across
 
 
-def _places_of_other_trainings(path: Path) -> list[int]:
+def _foreign_steps(path: Path) -> list[int]:
     """Return the places of steps that have nothing in common with most others, though nothing moves so fast beside.
 
     Steps of one training are linked by those between. A training may lose all likeness as well, in a long gap or at its
     beginning: two groups are of different trainings only if the rate of change between them, on the scale of -log
-    cosine per step, is far above those within both beside it, the gap is not much longer, and the later weights do not
+    cosine per step, is far above those within both nearby it, the gap is not much longer, and the later weights do not
     hold the earlier ones, as after a spike of the learning rate.
     """
     count, numbers = len(path.steps), [one.step or 0 for one in path.steps]
-    likeness = [path.likeness_in(name) for name in path.of_tensor] or [(path.cosine, path.cosine)]
+    likeness = [path.likeness_in(name) for name in path.distances] or [(path.cosine, path.cosine)]
     cosine, common = np.quantile(likeness, 0.75, axis=0)  # a few matrices may be fixed
     groups = np.linalg.matrix_power(cosine > STRANGERS, count).argmax(1).tolist()  # each by its first place
 
@@ -432,38 +432,38 @@ def _places_of_other_trainings(path: Path) -> list[int]:
         return -math.log(min(max(cosine[a, b], 0.05), 1 - 1e-6)) / width(a, b)
 
     different: set[int] = set()
-    for place in range(1, count - 1):
-        here, there = groups[place : place + 2]
-        beside = [(a, place) for a in range(place) if groups[a] == here][-1:]
-        beside += [(place + 1, b) for b in range(place + 2, count) if groups[b] == there][:1]
-        if here == there or len(beside) < min(2, count - 1 - place) or common[place, place + 1] > STRANGERS:
+    for index in range(1, count - 1):
+        here, there = groups[index : index + 2]
+        nearby = [(a, index) for a in range(index) if groups[a] == here][-1:]
+        nearby += [(index + 1, b) for b in range(index + 2, count) if groups[b] == there][:1]
+        if here == there or len(nearby) < min(2, count - 1 - index) or common[index, index + 1] > STRANGERS:
             continue
-        is_gap = width(place, place + 1) > 2 * max(width(*pair) for pair in beside)
-        if not is_gap and rate(place, place + 1) > FASTER * max(rate(*pair) for pair in beside):
+        is_gap = width(index, index + 1) > 2 * max(width(*pair) for pair in nearby)
+        if not is_gap and rate(index, index + 1) > FASTER * max(rate(*pair) for pair in nearby):
             different |= {here, there}
     sizes = sorted((groups.count(group), group) for group in different)
     if len(sizes) > 1 and sizes[-1][0] > sizes[-2][0]:
         different.remove(sizes[-1][1])
-    return [place for place, group in enumerate(groups) if group in different]
+    return [index for index, group in enumerate(groups) if group in different]
 
 
 def _tensors_out_of_line(path: Path, without: Collection[str]) -> Iterator[Finding]:
     count = len(path.steps)
-    judged = {name: distance for name, distance in path.of_tensor.items() if name not in without}
+    judged = {name: distance for name, distance in path.distances.items() if name not in without}
     off: dict[tuple[int, ...], list[str]] = {}  # by the places, one of which is meant: names of what lies off the way
     for name, distance in judged.items():
-        detours = {place: _detour(distance, place) for place in range(1, count - 1)}
-        for place in detours:
-            least = min(distance[place - 1, place], distance[place, place + 1])
-            is_off = _is_least(detours, place, TENSOR_LINE) or _is_unlike(path.likeness_in(name)[0], place)
-            if least > path.rounding * path.norms[name][place] and is_off:
-                off.setdefault((place,), []).append(name)
+        detours = {index: _detour(distance, index) for index in range(1, count - 1)}
+        for index in detours:
+            least = min(distance[index - 1, index], distance[index, index + 1])
+            is_off = _is_least(detours, index, TENSOR_LINE) or _is_unlike(path.likeness_in(name)[0], index)
+            if least > path.rounding * path.norms[name][index] and is_off:
+                off.setdefault((index,), []).append(name)
     before = off.get((count - 2,), ())  # the way back from these is no jump of the last step
-    for name, places in _jumping(path, {name: judged[name] for name in judged.keys() - {*before}}):
-        off.setdefault(places, []).append(name)
-    for places, names in sorted(off.items()):
-        if len(names) <= max(1, len(path.of_tensor) // 2):
-            steps = [path.steps[place] for place in places]
+    for name, indices in _jumping(path, {name: judged[name] for name in judged.keys() - {*before}}):
+        off.setdefault(indices, []).append(name)
+    for indices, names in sorted(off.items()):
+        if len(names) <= max(1, len(path.distances) // 2):
+            steps = [path.steps[index] for index in indices]
             which, where = ", ".join(names[:3]), " or ".join(one.label for one in steps)
             yield finding("out of line", f"only {which} jumps at {where}: rows in another order?", steps)
 

@@ -104,8 +104,8 @@ def audit(
         InputError: a series that is not there, or cannot be had.
     """
     chosen = [one for one in series.checkpoints if one.name not in without]
-    listed = Listed.of(series, chosen)
-    findings = [each for rule in OF_A_LISTING for each in rule(listed)]
+    listed = Listed.read(series, chosen)
+    findings = [each for rule in LIST_RULES for each in rule(listed)]
     steps = [one for one in chosen if one.step is not None]
     lost = _names(each for each in findings if each.kind == "no weights")
     complete = [one for one in steps if one.name not in lost]
@@ -163,9 +163,9 @@ def _findings_of_values(
     ]
     suspects = _names(each for each in (*findings, *found) if not each.note)
     rest = [one for one in read if one.name not in suspects]
-    of_path = audit_weights.path_findings(audit_weights.Path.of(rest, prints))
-    named = _names(of_path)
-    return [*found, *of_path, *audit_weights.returned_vectors([one for one in rest if one.name not in named], prints)]
+    on_path = audit_weights.path_findings(audit_weights.Path.make(rest, prints))
+    named = _names(on_path)
+    return [*found, *on_path, *audit_weights.returned_vectors([one for one in rest if one.name not in named], prints)]
 
 
 def _names(findings: Iterable[Finding]) -> frozenset[str]:
@@ -234,10 +234,10 @@ def gaps(listed: Listed) -> Iterator[Finding]:
 def _holes(steps: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """What is missing where one distance is a multiple of both its neighbours, which are equal."""
     widths = [after - before for before, after in itertools.pairwise(steps)]
-    for place in range(1, len(widths) - 1):
-        width = widths[place - 1]
-        if width == widths[place + 1] and widths[place] > width and widths[place] % width == 0:
-            yield tuple(range(steps[place] + width, steps[place + 1], width))
+    for index in range(1, len(widths) - 1):
+        width = widths[index - 1]
+        if width == widths[index + 1] and widths[index] > width and widths[index] % width == 0:
+            yield tuple(range(steps[index] + width, steps[index + 1], width))
 
 
 def reported(listed: Listed) -> Iterator[Finding]:
@@ -246,16 +246,16 @@ def reported(listed: Listed) -> Iterator[Finding]:
         yield from (finding("reported", why, [one]) for one in listed.chosen if one.step == step)
 
 
-OF_A_LISTING = (broken, shared_shards, main_differs, gaps, reported)
+LIST_RULES = (broken, shared_shards, main_differs, gaps, reported)
 
 
 # Fields of config.json that change no number: where it was saved, by what, in which precision, how to train on.
-_OF_A_FILE = {
+_NO_EFFECT = {
     *("transformers_version", "dtype", "torch_dtype", "use_cache", "gradient_checkpointing", "architectures"),
     *("name_or_path", "tokenizer_file", "special_tokens_map_file"),
 }
 # Fields of tokenizer_config.json that decide which tokens a text has.
-_OF_A_TEXT = {
+_TOKENIZING = {
     *(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "cls", "add_bos", "add_eos")),
     *("add_prefix_space", "do_lower_case", "model_max_length"),
 }
@@ -281,10 +281,10 @@ def differing(
         (content, [one for one, _ in group]) for content, group in itertools.groupby(contents, lambda pair: pair[1])
     ]
     odd = []
-    for place, (content, group) in enumerate(runs):
-        stays = place in (0, len(runs) - 1) and len(group) > 1
+    for index, (content, group) in enumerate(runs):
+        stays = index in (0, len(runs) - 1) and len(group) > 1
         if content != usual:
-            odd.append((content, group, stays or (first_may_differ and place == 0)))
+            odd.append((content, group, stays or (first_may_differ and index == 0)))
     rivals = dict.fromkeys(content for content, _, note in odd if not note and counts[content] == most)
     for rival in rivals:
         both = [one for one, content in contents if content in (rival, usual)]
@@ -329,7 +329,7 @@ def _config(text: str) -> Content:
     from lit_layers.models.build import fill_defaults  # torch, which an audit of a listing need not wait for
 
     settings = fill_defaults(dict(json.loads(text))).items()
-    kept = ((name, value) for name, value in settings if not name.startswith("_") and name not in _OF_A_FILE)
+    kept = ((name, value) for name, value in settings if not name.startswith("_") and name not in _NO_EFFECT)
     return frozenset((name, json.dumps(value, sort_keys=True, default=str)) for name, value in kept)
 
 
@@ -346,7 +346,7 @@ def _tokenizer(text: str) -> Content:
 def _settings(text: str) -> Content:
     """The settings that decide which tokens a text has: a token with its options is that token, null is not named."""
     settings = json.loads(text)
-    chosen = {name: settings[name] for name in _OF_A_TEXT & settings.keys() if settings[name] is not None}
+    chosen = {name: settings[name] for name in _TOKENIZING & settings.keys() if settings[name] is not None}
     return frozenset(
         (name, value.get("content") if isinstance(value, dict) else value) for name, value in chosen.items()
     )
@@ -405,7 +405,7 @@ class SeriesMeasurements:
         """The root's name; models without steps are a run each, unless one is measured alone and bears no name."""
         if checkpoint.run is not None:
             return checkpoint.run
-        return checkpoint.name if checkpoint.step is None and checkpoint.is_of_a_series else self.run
+        return checkpoint.name if checkpoint.step is None and checkpoint.has_series else self.run
 
     def refuse_another(
         self, checkpoints: Sequence[Checkpoint], weights: Callable[[Checkpoint], tuple[str, Any]]
@@ -425,16 +425,16 @@ class SeriesMeasurements:
         """
         if is_suspect(today) or (whole and "(level: listing)" not in today):
             return today
-        earlier = (m.provenance["audit"] for m in self._of_files(checkpoint) if records.is_suspect(m))
+        earlier = (m.provenance["audit"] for m in self._current(checkpoint) if records.is_suspect(m))
         return next(earlier, today)
 
     def correct_verdicts(self, checkpoint: Checkpoint, verdict: str) -> None:
         """Write again, with this verdict, the measurements of these files that another one would let pass or hide."""
-        for m in self._of_files(checkpoint):
+        for m in self._current(checkpoint):
             if records.is_suspect(m) != is_suspect(verdict):
                 self.store.add(replace(m, provenance={**m.provenance, "audit": verdict}))
 
-    def _of_files(self, checkpoint: Checkpoint) -> list[Measurement]:
+    def _current(self, checkpoint: Checkpoint) -> list[Measurement]:
         """What was measured on the files that the checkpoint has now; training does not say on which."""
         run, files = self.run_of(checkpoint), checkpoint.source.weights()
         of_step = (m for m in self.store if (m.run, m.step) == (run, checkpoint.step))
@@ -451,23 +451,23 @@ class SeriesMeasurements:
         was trained in the root, if one was.
         """
         root = self.store.path.parent
-        home, step, here = _place(root), checkpoints[0].step, checkpoints[0].place()
-        place = str(_model_of(here, step))
-        is_inside = "commit" not in here and step is not None and Path(_place(here["checkpoint"])).is_relative_to(home)
-        trained = home if run_facts(root).get("run") == run and not is_inside else place
+        home, step, here = _real(root), checkpoints[0].step, checkpoints[0].origin()
+        origin = str(_model_of(here, step))
+        is_inside = "commit" not in here and step is not None and Path(_real(here["checkpoint"])).is_relative_to(home)
+        trained = home if run_facts(root).get("run") == run and not is_inside else origin
         of_run = [(m, _model_of(m.provenance, m.step) or trained) for m in self.store if m.run == run]
-        others = {m.step: (m, there) for m, there in of_run if there != place}
-        if place == home or not others:
+        others = {m.step: (m, there) for m, there in of_run if there != origin}
+        if origin == home or not others:
             return
         there = next(iter(others.values()))[1]
         # Step 0 shows nothing: many trainings begin with the same weights.
         common = next((one for one in reversed(checkpoints) if one.step != 0 and one.step in others), None)
-        if common is not None and (common.step is None or os.path.basename(there) == os.path.basename(place)):
+        if common is not None and (common.step is None or os.path.basename(there) == os.path.basename(origin)):
             name, value = weights(common)
             if others[common.step][0].provenance.get(name) == value:
                 return
         what = "take their place" if step is None else "be drawn as one curve with them"
-        raise InputError(f"root: {root} holds measurements of {there}, and {place} would {what}: choose another root")
+        raise InputError(f"root: {root} holds measurements of {there}, and {origin} would {what}: choose another root")
 
 
 def _model_of(source: Mapping[str, Any], step: int | None) -> str | None:
@@ -478,11 +478,11 @@ def _model_of(source: Mapping[str, Any], step: int | None) -> str | None:
     if "commit" in source:
         revision = source.get("revision")
         return checkpoint if step is not None or revision in (None, MAIN) else f"{checkpoint}@{revision}"
-    folder = _place(checkpoint) if step is None else os.path.dirname(_place(checkpoint))
+    folder = _real(checkpoint) if step is None else os.path.dirname(_real(checkpoint))
     return f"{folder}: {source[SUBMODULE]}" if source.get(SUBMODULE) else folder
 
 
-def _place(folder: str | Path) -> str:
+def _real(folder: str | Path) -> str:
     """Where a folder really is, however it is named."""
     return os.path.realpath(folder)
 

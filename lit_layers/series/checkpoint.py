@@ -124,10 +124,10 @@ def _log_spaced(listed: list[int], count: Any) -> list[int]:
     refuse_outside("steps.", {"log_spaced": Range(2, MANY, whole=True)}, {"log_spaced": count})
     if count >= len(listed):
         return listed
-    places = [math.log1p(step) for step in listed]
-    width = (places[-1] - places[0]) / (count - 1)
-    goals = [places[0] + index * width for index in range(count)]
-    return sorted({min(zip(places, listed, strict=True), key=lambda pair: abs(pair[0] - goal))[1] for goal in goals})
+    logs = [math.log1p(step) for step in listed]
+    width = (logs[-1] - logs[0]) / (count - 1)
+    goals = [logs[0] + index * width for index in range(count)]
+    return sorted({min(zip(logs, listed, strict=True), key=lambda pair: abs(pair[0] - goal))[1] for goal in goals})
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Checkpoint:
     source: Source = field(repr=False)
     step: int | None = None
     tokens: int | None = None
-    is_of_a_series: bool = True  # one that stands alone bears the name of the folder of its results
+    has_series: bool = True  # one that stands alone bears the name of the folder of its results
     run: str | None = None  # or this name, wherever its results are
 
     def fetch(self) -> Path:
@@ -169,17 +169,17 @@ class Checkpoint:
             return {}
         return config if isinstance(config, dict) else {}
 
-    def place(self) -> dict[str, Any]:
+    def origin(self) -> dict[str, Any]:
         """Where the weights come from, as provenance says it: series, repository, revision and commit."""
         about = self.source.describe()
         about["checkpoint"] = os.fspath(about["checkpoint"])
-        return ({"series": self.series} if self.is_of_a_series else {}) | about
+        return ({"series": self.series} if self.has_series else {}) | about
 
     def provenance(self) -> dict[str, Any]:
         """Where the weights come from and what they are: its place, and the hash of every weight file."""
-        if not self.is_of_a_series:
-            return self.place()
-        return {**self.place(), "weight_files": self.source.weights()}
+        if not self.has_series:
+            return self.origin()
+        return {**self.origin(), "weight_files": self.source.weights()}
 
     @property
     def label(self) -> str:
@@ -213,7 +213,7 @@ class Series(ABC):
 
     name: str
     steps: Steps = "all"
-    is_alone = False  # one model, which there is nothing to audit against
+    is_single = False  # one model, which there is nothing to audit against
     untrained: int | None = None  # the seed of new weights in place of its own
     memory: Memory | None = None  # what was read of its weights, where it lies in a folder of its own
 
@@ -284,7 +284,7 @@ class _Download(Future[Path]):
         return super().result(timeout)
 
 
-def fetched_ahead(checkpoints: Sequence[Checkpoint]) -> Iterator[tuple[Checkpoint, "Future[Path]"]]:
+def prefetch(checkpoints: Sequence[Checkpoint]) -> Iterator[tuple[Checkpoint, "Future[Path]"]]:
     """Yield each checkpoint and its download; the next download begins when this one is complete."""
     ahead: list[Future[Path]] = []
     for number, checkpoint in enumerate(checkpoints):

@@ -124,10 +124,10 @@ def _facts(tensor: "Tensor") -> tuple[TensorFacts, "Tensor", bytes]:
         num_broken += int((~finite).sum())
         squares += float(piece[finite].double().square().sum())
     facts = TensorFacts(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), squares**0.5, num_broken)
-    return facts, flat[_places(len(flat))].float(), digest.digest()
+    return facts, flat[_sample_ids(len(flat))].float(), digest.digest()
 
 
-def _places(count: int) -> "Tensor":
+def _sample_ids(count: int) -> "Tensor":
     """The same places for every tensor of that many values: multiples of the golden ratio, in no step with any row."""
     import torch
 
@@ -137,7 +137,7 @@ def _places(count: int) -> "Tensor":
     return ((turns - turns.floor()) * count).long().sort().values
 
 
-_keeping = threading.Lock()
+_lock = threading.Lock()
 
 
 class Memory:
@@ -153,13 +153,13 @@ class Memory:
     def hash_of(self, path: Path, compute: Callable[[], str], *, part: str = "") -> str:
         """The hash of a file's content or a part of it, computed where the file is not the one of last time."""
         name, key = f"{path.parent.name}/{path.name} {part}", on_disk(path)
-        kept = self._hashes.get(name)
-        if kept is None or kept[0] != key:
-            kept = (key, compute())
-            with _keeping:
-                self._hashes[name] = kept
+        saved = self._hashes.get(name)
+        if saved is None or saved[0] != key:
+            saved = (key, compute())
+            with _lock:
+                self._hashes[name] = saved
                 self._write("hashes.json", json.dumps(self._hashes).encode())
-        return kept[1]
+        return saved[1]
 
     @functools.cached_property
     def _hashes(self) -> dict[str, Any]:
@@ -173,20 +173,20 @@ class Memory:
         import torch
 
         try:
-            kept = torch.load(self.folder / _file(name), weights_only=True)
-            if kept["key"] != [_VERSION, key]:
+            saved = torch.load(self.folder / _file(name), weights_only=True)
+            if saved["key"] != [_VERSION, key]:
                 return None
-            facts = {each: TensorFacts(*values) for each, values in kept["facts"].items()}
+            facts = {each: TensorFacts(*values) for each, values in saved["facts"].items()}
         except (OSError, RuntimeError, EOFError, LookupError, TypeError, pickle.UnpicklingError):
             return None
-        return Fingerprint(facts, kept["digest"], kept["samples"])
+        return Fingerprint(facts, saved["digest"], saved["samples"])
 
     def put(self, name: str, key: Any, weights: Fingerprint) -> None:
         import torch
 
         facts = {each: astuple(facts) for each, facts in weights.tensors.items()}
-        kept = {"key": [_VERSION, key], "facts": facts, "digest": weights.digest, "samples": dict(weights.samples)}
-        torch.save(kept, content := io.BytesIO())
+        saved = {"key": [_VERSION, key], "facts": facts, "digest": weights.digest, "samples": dict(weights.samples)}
+        torch.save(saved, content := io.BytesIO())
         self._write(_file(name), content.getvalue())
 
     def _write(self, name: str, content: bytes) -> None:
@@ -204,7 +204,7 @@ Result = TypeVar("Result")
 _REQUESTS_AT_ONCE = 8  # the Hub allows some hundred a minute
 
 
-def at_once(ask: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+def ask_all(ask: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """What is asked of each item, several at a time where it takes requests to the Hub; in their order."""
     with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
         return list(pool.map(ask, items))
@@ -320,13 +320,13 @@ class HubSource(Source):
     repo: str
     revision: str
     commit: str
-    why: str | None = None  # it cannot be had
+    reason: str | None = None  # it cannot be had
     _downloaded: list[Path] = field(default_factory=list, compare=False, repr=False)
 
     @functools.cached_property
     def files(self) -> Mapping[str, ListedFile]:
-        if self.why is not None:
-            raise InputError(self.why)
+        if self.reason is not None:
+            raise InputError(self.reason)
         return self.hub.tree(self.repo, self.commit, self.revision)
 
     def read(self, path: str) -> bytes:
@@ -342,7 +342,7 @@ class HubSource(Source):
 
     @property
     def is_here(self) -> bool:
-        return self.why is None and all(
+        return self.reason is None and all(
             self.hub.cached(self.repo, self.commit, path) is not None for path in self.weights()
         )
 

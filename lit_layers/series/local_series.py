@@ -72,17 +72,17 @@ class StepFolders(_LocalSeries):
             raise InputError(f"expected a folder with checkpoints, {self.root} does not exist")
         folders = {path.name: path for path in self.root.iterdir() if path.is_dir() and path.name[0] != "."}
         names = sorted(name for name in folders if name not in _NO_CHECKPOINTS)
-        kept = ordered(names, self._grammar or recognize(names))
-        if not kept:
+        found = ordered(names, self._grammar or recognize(names))
+        if not found:
             advice = "name the grammar if they are called otherwise"
             if (self.root / CONFIG).is_file():
                 advice = "it is one model: leave steps out, or name the folder that its steps lie in"
             raise InputError(f"{self.root} holds no folder that is a step, such as step-000001000; {advice}")
         run = run_facts(self.root)
         schedule = run.get("config", {}).get("steps")
-        until = None if schedule is None else Schedule(schedule).until(kept[-1].step, _beginning(run)[0])
+        until = None if schedule is None else Schedule(schedule).steps_to(found[-1].step, _beginning(run)[0])
         return Listing(
-            tuple(self._checkpoint(step, FolderSource(folders[step.name], self.memory), run) for step in kept),
+            tuple(self._checkpoint(step, FolderSource(folders[step.name], self.memory), run) for step in found),
             expected=None if until is None else tuple(until),  # the run may have been interrupted
         )
 
@@ -118,11 +118,11 @@ class NetworkTensors:
             InputError: one that is missing, too many or of another shape.
         """
         state = states_in(path)
-        given = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+        own = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
         for name, shape in self.shapes.items():
-            if name in given and shape and shape[0] == self.rows:
-                given[name] = given[name][: shape[0]]
-        shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
+            if name in own and shape and shape[0] == self.rows:
+                own[name] = own[name][: shape[0]]
+        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
         names = self.shapes.keys() | (shapes.keys() if prefix else set())  # at the top other submodules stand beside
         wrong = sorted(name for name in names if shapes.get(name) != self.shapes.get(name))
         if wrong:
@@ -130,7 +130,7 @@ class NetworkTensors:
                 f"{path}: its submodule {_quoted(prefix)} does not fit the config.json of {self.folder}: {wrong[0]} is "
                 f"{shapes.get(wrong[0])}, not {self.shapes.get(wrong[0])}"
             )
-        return {name: given[name] for name in self.shapes}
+        return {name: own[name] for name in self.shapes}
 
     def prefix_in(self, path: Path, model: str | None) -> str:
         """Return the prefix of the network's tensors: of the submodule `model`, or of the only one that holds it.

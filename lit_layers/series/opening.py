@@ -18,7 +18,7 @@ from lit_layers.files.hub import Hub
 from lit_layers.schedule import Steps
 from lit_layers.schema import Count, Step
 from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series, StepName, ordered, recognize
-from lit_layers.series.checkpoint_sources import MAIN, FolderSource, HubSource, ModelFiles, Source, at_once, is_hub_name
+from lit_layers.series.checkpoint_sources import MAIN, FolderSource, HubSource, ModelFiles, Source, ask_all, is_hub_name
 from lit_layers.series.local_series import LightningCheckpoints, StepFolders
 
 _INSTALLED, _CHECKOUT = Path(__file__).parent / "manifests", Path(__file__).parents[2] / "checkpoints"
@@ -155,8 +155,8 @@ class HubRevisions(Series):
         """Return the steps of a series whose steps are repositories; the repository itself is no step."""
         named = template.replace("{repo}", self.repo)
         names = [named.replace("{step}", f"{each}").replace("{thousands}", f"{each // 1000}") for each in steps]
-        *sources, main = at_once(functools.partial(_source, hub), [*names, self.repo])
-        _refuse_where_none_is_there(sources)
+        *sources, main = ask_all(functools.partial(_source, hub), [*names, self.repo])
+        _refuse_if_none(sources)
         return [*zip(map(StepName, names, steps), sources, strict=True)], main
 
 
@@ -184,8 +184,8 @@ class Models(Series):
 
     def find(self) -> Listing:
         hub = None if all(map(os.path.isdir, self.models)) else Hub()
-        sources = at_once(functools.partial(_source, hub), self.models)
-        _refuse_where_none_is_there(sources)
+        sources = ask_all(functools.partial(_source, hub), self.models)
+        _refuse_if_none(sources)
         return Listing(tuple(Checkpoint(self.name, *named) for named in zip(self.models, sources, strict=True)))
 
     def tokenizer(self, checkpoint: Checkpoint) -> str | None:
@@ -203,7 +203,7 @@ class OneModel(Series):
         InputError: no such model.
     """
 
-    is_alone = True
+    is_single = True
 
     def __init__(self, model: str | Path, *, revision: str | None = None, untrained: int | None = None) -> None:
         self.model, self.name, self.revision, self.untrained = model, os.fspath(model), revision, untrained
@@ -212,13 +212,13 @@ class OneModel(Series):
         source = ModelFiles(self.model, revision=self.revision, untrained=self.untrained)
         if self.untrained is not None:
             name = f"{self.name.rstrip('/')}@untrained-{self.untrained}"
-            return Listing((Checkpoint(name, name, source, is_of_a_series=False, run=name),))
+            return Listing((Checkpoint(name, name, source, has_series=False, run=name),))
         step = Grammar("step").parse(Path(self.revision or self.name).name)
-        return Listing((Checkpoint(self.name, self.name, source, step and step.step, is_of_a_series=False),))
+        return Listing((Checkpoint(self.name, self.name, source, step and step.step, has_series=False),))
 
 
-def _refuse_where_none_is_there(sources: Sequence[Source]) -> None:
-    reasons = [source.why if isinstance(source, HubSource) else None for source in sources]
+def _refuse_if_none(sources: Sequence[Source]) -> None:
+    reasons = [source.reason if isinstance(source, HubSource) else None for source in sources]
     if reasons and all(reasons):
         raise InputError(reasons[0])
 
@@ -230,10 +230,10 @@ def _source(hub: Hub | None, model: str) -> Source:
     revision = revision or MAIN
     try:
         commits = hub.commits(repo)
-        why = None if revision in commits else f"models: {repo} has no branch {revision}; it has {len(commits)}"
+        reason = None if revision in commits else f"models: {repo} has no branch {revision}; it has {len(commits)}"
     except InputError as error:
-        commits, why = {}, str(error)
-    return HubSource(hub, repo, revision, commits.get(revision, ""), why)
+        commits, reason = {}, str(error)
+    return HubSource(hub, repo, revision, commits.get(revision, ""), reason)
 
 
 def open_series(
@@ -285,18 +285,18 @@ def find_checkpoint(name: str) -> Checkpoint:
         if not (folder / "config.json").is_file():
             raise InputError(f"expected a model in {name}, found no config.json there")
         # Whatever the folder is named, its siblings may be a series.
-        alone = Checkpoint(folder.name, folder.name, FolderSource(Path(name)))
-        return _in_series(StepFolders(folder.parent), folder.name) or alone
+        single = Checkpoint(folder.name, folder.name, FolderSource(Path(name)))
+        return _member(StepFolders(folder.parent), folder.name) or single
     if folder.suffix == ".ckpt" and folder.is_file():
         return LightningCheckpoints(name).checkpoints[0]
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?", name):
         raise InputError(f"expected a folder with a model, a .ckpt or NAME@REVISION of the Hub, {name} is neither")
     repo, _, revision = name.partition("@")
-    step = _in_series(HubRevisions(repo), revision) if revision not in ("", MAIN) else None
+    step = _member(HubRevisions(repo), revision) if revision not in ("", MAIN) else None
     return step or Models([name], name=repo).checkpoints[0]
 
 
-def _in_series(series: Series, name: str) -> Checkpoint | None:
+def _member(series: Series, name: str) -> Checkpoint | None:
     """Return the step of this name; None if there is no such step."""
     try:
         return next((each for each in series.listing.checkpoints if each.name == name), None)

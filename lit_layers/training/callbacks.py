@@ -16,7 +16,7 @@ from torch import nn
 
 from lit_layers import records
 from lit_layers.analyses.base import Analysis
-from lit_layers.errors import InputError, given_root
+from lit_layers.errors import InputError, root_folder
 from lit_layers.files import run_lock
 from lit_layers.measuring.ranks import OneProcess, Ranks, ranks_of
 from lit_layers.models.build import submodule, weights_hash
@@ -50,7 +50,7 @@ class _Scheduled(L.Callback):
     """
 
     def __init__(self, steps: Steps, root: str | Path, model: str | None) -> None:
-        self.schedule, self.root, self.model = Schedule(steps), given_root(root), model
+        self.schedule, self.root, self.model = Schedule(steps), root_folder(root), model
         self.paused_seconds = 0.0  # time that training waited for this callback
         self._last_step, self._first, self._latest = -1, 0, 0
         # Updates of this run, counted only with manual optimization.
@@ -290,7 +290,7 @@ class EmergenceCallback(_Scheduled):
         self._act(trainer, pl_module, due=True)
         self.measurer.finish()
         if self.measurer.analyses:
-            self.measurer.log_summary(self.schedule.until(self.now(trainer), self._first))
+            self.measurer.log_summary(self.schedule.steps_to(self.now(trainer), self._first))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.measurer.finish(whole=False)

@@ -21,7 +21,7 @@ from lit_layers.data.preparing import TokenShards
 from lit_layers.data.tokenization import MAIN, load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import replace_file, sync, write_json
-from lit_layers.identity import Lineage, of_one_training
+from lit_layers.identity import Lineage, drop_abandoned
 from lit_layers.models.build import save, true_vocab_size, weights_hash
 from lit_layers.models.saved import load
 from lit_layers.schema import RUN_FILE, run_facts
@@ -236,7 +236,7 @@ def begin_training(
 def _check_weights(
     root: Path, lineage: Lineage, run: str, step: int, weights: Weights | None, same_training: bool
 ) -> None:
-    measured = [m for m in of_one_training(records.read(root / MEASUREMENTS), lineage) if m.run == run]
+    measured = [m for m in drop_abandoned(records.read(root / MEASUREMENTS), lineage) if m.run == run]
     known = {m.provenance.get("weights_hash") for m in measured if m.step == step} - {None}
     if not known and step in saved_steps(root):
         known = {weights_hash(load(step_folder(root, step)))}

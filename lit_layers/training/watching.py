@@ -16,7 +16,7 @@ from torch import distributed, nn
 
 from lit_layers import records
 from lit_layers.analyses.base import Analysis
-from lit_layers.errors import InputError, first_line, first_sentence, given_root
+from lit_layers.errors import InputError, first_line, first_sentence, root_folder
 from lit_layers.files import run_lock
 from lit_layers.identity import Lineage, plain_settings, warn_of_other_versions
 from lit_layers.measuring import one_model, undisturbed
@@ -90,7 +90,7 @@ class StepMeasurer:
         one_model.refuse_same_names(analyses)
         for analysis in analyses:
             analysis.adopt_batches_()
-        self.root = given_root(root)
+        self.root = root_folder(root)
         self.analyses, self.run = list(analyses), run
         self.training: str | None = None  # id of the training, once it has begun
         self.watchers: list[Watcher] = [LongMeasuring(), *watchers]
@@ -407,7 +407,7 @@ class Watch:
             self._act(due=is_last)
             self.measurer.finish()
             if self.measurer.analyses and not self._closed:
-                self.measurer.log_summary(self.schedule.until(self.now, self._first))
+                self.measurer.log_summary(self.schedule.steps_to(self.now, self._first))
         except BaseException:
             self.give_up()
             raise

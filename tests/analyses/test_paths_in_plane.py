@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lit_layers.analyses import PathsInPlane
-from lit_layers.records import PLACES
+from lit_layers.records import AXES
 from tests.analyses.prompt_states import states_of_each_prompt
 from tests.support.distilled import PATCHES, PREFIX, distilled, states_of_each_image
 from tests.support.listed_batches import Listed
@@ -82,7 +82,7 @@ def test_fewer_tokens_are_spread_evenly_and_the_plane_is_still_that_of_all(model
 
 def test_every_value_of_a_path_stands_in_a_table_of_its_own(model):
     for record in run(model, BATCHES[1]).values():
-        assert record.tags.keys().isdisjoint(PLACES) == (record.metric == "plane_variance")
+        assert record.tags.keys().isdisjoint(AXES) == (record.metric == "plane_variance")
 
 
 def test_a_prompt_without_a_plane_is_left_out_and_counted(model):

@@ -6,7 +6,7 @@ import pytest
 from huggingface_hub.errors import HTTPError
 
 from lit_layers.errors import InputError
-from lit_layers.files.hub import asking_the_hub
+from lit_layers.files.hub import hub_errors
 
 
 class Answer(HTTPError):
@@ -28,12 +28,12 @@ class Answer(HTTPError):
 def test_an_error_of_the_hub_is_named_with_what_to_do(error, advice):
     with (
         pytest.raises(InputError, match=f"^cannot do it .{type(error).__name__}: .*: {advice}"),
-        asking_the_hub("cannot do it"),
+        hub_errors("cannot do it"),
     ):
         raise error
 
 
 def test_what_is_no_matter_of_the_hub_passes():
     for error in (ZeroDivisionError(), InputError("as it was")):
-        with pytest.raises(type(error), match=f"^{error}$"), asking_the_hub("cannot do it"):
+        with pytest.raises(type(error), match=f"^{error}$"), hub_errors("cannot do it"):
             raise error

@@ -385,7 +385,7 @@ def walks(origins: str, numbers: Sequence[int], speed: float = 0.1) -> audit_wei
     for one, origin in zip(steps, origins, strict=True):
         weights = at_first[origin] + speed * (one.step or 0) * drifts[origin]
         prints[one.name] = fingerprint((f"w{place}", matrix) for place, matrix in enumerate(weights))
-    return audit_weights.Path.of(steps, prints)
+    return audit_weights.Path.make(steps, prints)
 
 
 MIXED = {

@@ -12,7 +12,7 @@ from lit_layers.series.auditing import SeriesMeasurements, mislabelled_steps
 
 def checkpoint(step: int, recorded: int | None = None) -> Any:
     source = SimpleNamespace(recorded_step=lambda: recorded, weights=lambda: {"model.safetensors": "a"})
-    return SimpleNamespace(name=f"step-{step}", step=step, source=source, is_of_a_series=True, run=None)
+    return SimpleNamespace(name=f"step-{step}", step=step, source=source, has_series=True, run=None)
 
 
 @pytest.mark.parametrize(

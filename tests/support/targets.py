@@ -6,5 +6,5 @@ from typing import Any
 
 def target(name: str = "model", carried: str | None = None) -> Any:
     """A model or series of that name, which carries this tokenizer and comes from no training."""
-    series = SimpleNamespace(is_alone=False)
+    series = SimpleNamespace(is_single=False)
     return SimpleNamespace(name=name, carried=carried, trained={}, config={}, series=series)

@@ -19,7 +19,7 @@ from sklearn.metrics import average_precision_score, v_measure_score
 
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
-from lit_layers.records import PLACES, Record
+from lit_layers.records import AXES, Record
 from lit_layers.tasks.catalogue import resolve
 from lit_layers.tasks.embeddings import LayerEncoder, TaskEmbeddings
 from lit_layers.tasks.mteb_scores import mteb_analyses
@@ -190,7 +190,7 @@ def test_other_options_never_find_the_results_of_the_first(home, tmp_path):
     for number, each in enumerate(options, 1):
         scores = list(records_of(task("TwitterURLCorpus", *home, tmp_path, layers=(1,), **each), saved_model(home[1])))
         assert len(scores) == 1
-        assert all(r.tags.keys().isdisjoint(PLACES) for r in scores)  # so that pages and correlate see curves
+        assert all(r.tags.keys().isdisjoint(AXES) for r in scores)  # so that pages and correlate see curves
         assert len(list((tmp_path / "mteb").glob("*/*/*"))) == number, f"{each} found results of others"
 
 

@@ -138,7 +138,7 @@ class Command:
             )
         defaults = {"corpus": trained.get("corpus") or CORPUS}
         if self._is_own:
-            named = None if target.series.is_alone else trained.get("tokenizer")
+            named = None if target.series.is_single else trained.get("tokenizer")
             named = named or target.saved_tokenizer
             if named is None and (not options.analyses or OWN_TOKENIZER in str(options.analyses)):
                 raise InputError(f"tokenizer: {target.name} carries none; name one with --tokenizer")

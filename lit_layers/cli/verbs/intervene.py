@@ -215,7 +215,7 @@ def _report(outcome: Outcome) -> bool:
                 has_failed = True
                 print(f"{sentence(each.analysis)}: {variant} failed ({record.tags.get('error')})")
             elif variant == "baseline" and record.metric in headlines() and outcome.steps is not None:
-                score = f"{look_up(record.metric).with_unit} {value(record.value)}"
+                score = f"{look_up(record.metric).unit_title} {value(record.value)}"
                 print(f"{sentence(each.analysis)}: {score}, the full model")
     if complete:
         table = add_task_medians(records.frame(complete)).frame
