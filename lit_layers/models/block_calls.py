@@ -54,7 +54,8 @@ def replaced(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]
         for block, previous in zip(blocks, before, strict=True):
             if previous is None:
                 vars(block).pop("forward", None)
-            else:  # set by another tool, such as accelerate, which moves weights between devices
+            else:
+                # Set by another tool, such as accelerate, which moves weights between devices.
                 block.forward = previous
 
 

@@ -1,4 +1,4 @@
-"""Models: built from a name, cut to their first blocks, saved as plain folders, identified by a hash."""
+"""Build models from a name, initialize them again, save them as plain folders, hash them, pad their vocabulary."""
 
 import copy
 import hashlib
@@ -25,11 +25,11 @@ from lit_layers.models.pixels import PREPROCESSOR, copy_pixel_statistics_, pixel
 from lit_layers.models.proof import is_timm
 from lit_layers.models.structure import family_of
 
-_FILE_FIELDS = ("architectures", "dtype", "torch_dtype", "transformers_version")  # options that change no function
+_FILE_FIELDS = ("architectures", "dtype", "torch_dtype", "transformers_version")  # of a file, not of a function
 
-READABLE = 0o644  # safetensors writes files that nobody else on a shared disk can read
+READABLE = 0o644  # safetensors writes files with mode 600, which colleagues on a shared disk cannot read
 _WRAPPERS = ("DataParallel", "DistributedDataParallel")
-TIMM_OPTIONS = "build_options"  # attribute of a timm model: what it was built with, for its config.json
+TIMM_OPTIONS = "build_options"  # attribute of a timm model: its constructor arguments, for its config.json
 
 
 def causal_lm(
@@ -41,16 +41,22 @@ def causal_lm(
     weights: nn.Module | None = None,
     **overrides: Any,
 ) -> nn.Module:
-    """A new causal language model on the CPU, in training mode, in float32 whatever a config.json says.
+    """Build a causal language model on the CPU, in training mode, always in float32.
 
-    `name` is a model type of transformers ("gpt2", "gpt_neox", "llama") or a folder with a config.json; `overrides`
-    are fields of its config. The weights depend on the config and `seed` alone and the global random state is left
-    alone; with `weights`, a model of the same kind and shape, they are copies of that model's. `pad_vocab_to=64` pads
-    the vocabulary to the next multiple of 64 and changes nothing else. GPT-2 uses the fused form of its activation (the
-    same function, several times faster) by default.
+    The weights depend only on the config and `seed`. The global random state does not change. GPT-2 uses the fused form
+    of its activation by default: the same function, several times faster.
+
+    Args:
+        name: a model type of transformers ("gpt2", "gpt_neox", "llama") or a folder with a config.json.
+        seed: seed of the weights.
+        pad_vocab_to: pad the vocabulary to the next multiple of this number, such as 64. Logits of real tokens do not
+            change.
+        attention_implementation: "sdpa", "eager" or another one of transformers.
+        weights: a model of the same kind and shape whose weights are copied.
+        overrides: fields of the config.
 
     Raises:
-        InputError: an unknown type, an unknown override, or values that do not fit together.
+        InputError: if the type or an override is unknown, or values do not fit together.
     """
     import transformers
 
@@ -83,10 +89,15 @@ def causal_lm(
 
 
 def vit(name: str, *, seed: int = 0, **overrides: Any) -> nn.Module:
-    """A new timm vision transformer on the CPU, in training mode; `overrides` are arguments of its constructor.
+    """Build a timm vision transformer on the CPU, in training mode.
+
+    Args:
+        name: a model name of timm, such as "vit_small_patch16_224".
+        seed: seed of the weights.
+        overrides: arguments of its constructor.
 
     Raises:
-        InputError: an unknown name, a model of another kind, an unknown override or one that does not fit.
+        InputError: if the name or an override is unknown, an override does not fit, or the model is of another kind.
     """
     import timm
     from timm.models.vision_transformer import VisionTransformer
@@ -107,12 +118,18 @@ def vit(name: str, *, seed: int = 0, **overrides: Any) -> nn.Module:
 
 
 def untrained(model: Network, *, seed: int = 0) -> nn.Module:
-    """The same architecture with new weights, which depend on its config and `seed` alone; in the model's precision,
-    on its device (of one without memory the CPU), in evaluation mode. The random state and the model stay as they are.
+    """Return the same architecture with new weights, in evaluation mode.
+
+    The weights depend only on the config and `seed`. They have the dtype and device of `model`, or are on the CPU if
+    that is on the meta device. The global random state and `model` do not change.
+
+    Raises:
+        InputError: if a timm model was not built with `vit`, so that its constructor arguments are unknown.
     """
     model = plain_model(model)
     if hasattr(model, "config"):
-        with seeded(seed):  # as the model it is saved as: the same numbers in training and after it
+        # Weights are drawn without padding rows, so that numbers agree during training and after saving.
+        with seeded(seed):
             fresh = type(model)._from_config(_unpadded_config(model), dtype=torch.float32)
             if is_padded(model):
                 pad_vocabulary_(fresh, model.config.vocab_size)
@@ -131,14 +148,16 @@ def untrained(model: Network, *, seed: int = 0) -> nn.Module:
 
 
 def save(model: Network, folder: str | Path, tokenizer: Any = None) -> None:
-    """Write a folder that `from_pretrained` loads: config.json, model.safetensors, the tokenizer; files of mode 644.
-    What is known of how a model's images are prepared is written as well.
+    """Write a folder that `from_pretrained` loads: config.json, model.safetensors and the tokenizer, in mode 644.
 
-    Padding rows of the vocabulary are left out. `tokenizer` is an object with `save_pretrained` or a folder whose files
-    are copied. Neither the model nor the random state changes. Not atomic: that is the caller's business.
+    An image model also gets its pixel statistics, if they are known. Padding rows of the vocabulary are left out.
+    Neither the model nor the random state changes. The write is not atomic.
+
+    Args:
+        tokenizer: an object with `save_pretrained`, or a folder whose files are copied.
 
     Raises:
-        InputError: a model of neither transformers nor timm, or with adapters of peft.
+        InputError: if the model is of neither transformers nor timm, or has adapters of peft.
     """
     model, folder = plain_model(model), Path(folder)
     if any(type(module).__module__.partition(".")[0] == "peft" for module in model.modules()):
@@ -167,10 +186,10 @@ def save(model: Network, folder: str | Path, tokenizer: Any = None) -> None:
 
 
 def submodule(model: nn.Module, name: str) -> nn.Module:
-    """The network in a module.
+    """Return the submodule at a path.
 
     Raises:
-        InputError: it has none of that name.
+        InputError: if there is no such submodule.
     """
     try:
         return model.get_submodule(name)
@@ -181,9 +200,9 @@ def submodule(model: nn.Module, name: str) -> nn.Module:
 
 
 def plain_model(model: nn.Module) -> nn.Module:
-    """Return the network that torch.compile, DistributedDataParallel, peft or sentence-transformers have wrapped.
+    """Return the network inside wrappers of torch.compile, DistributedDataParallel, peft or sentence-transformers.
 
-    Adapters of peft that are parts of the network stay in it.
+    Adapters of peft that are modules of the network (LoRA) remain in it. Learned prompts are not unwrapped.
     """
     while True:
         if (inner := getattr(model, "_orig_mod", None)) is not None:
@@ -203,9 +222,9 @@ def _is_sentence_encoder(model: nn.Module) -> bool:
 
 
 def weights_hash(model: nn.Module) -> str:
-    """Sixteen hex digits over the model as saved: names, dtypes, shapes and bytes of parameters and persistent buffers.
+    """Return a hash (16 hex digits) of the model as saved: names, dtypes, shapes and bytes of its state dict.
 
-    Padding rows of the vocabulary are left out, so a model has one hash in training and after reloading.
+    Padding rows of the vocabulary are left out, so that the hash is the same in training and after reloading.
     """
     digest = hashlib.blake2b(digest_size=8)
     network = plain_model(model)
@@ -217,9 +236,9 @@ def weights_hash(model: nn.Module) -> str:
 
 
 def architecture_hash(model: nn.Module) -> str:
-    """Sixteen hex digits over the options of a transformers model that no weight shows, such as `rope_theta`.
+    """Return a hash (16 hex digits) of the config of a transformers model, such as `rope_theta`, which no weight shows.
 
-    Where it was opened from, in which precision and by which version plays no part.
+    Source, dtype and library version of the model do not enter the hash.
     """
     network: Network = plain_model(model)
     fields = network.config.to_dict()
@@ -228,7 +247,7 @@ def architecture_hash(model: nn.Module) -> str:
 
 
 def fill_defaults(settings: dict[str, Any]) -> dict[str, Any]:
-    """A config.json of transformers with the values of all fields that it leaves out; any other as it is."""
+    """Return a config.json of transformers with default values for its missing fields; any other one unchanged."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = settings.get("model_type")
@@ -237,7 +256,8 @@ def fill_defaults(settings: dict[str, Any]) -> dict[str, Any]:
     try:
         return CONFIG_MAPPING[kind].from_dict(settings).to_dict()
     except (StrictDataclassError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError):
-        return settings  # configurations compute with what they are given
+        # Config classes compute with their fields, so damaged values may raise anything.
+        return settings
 
 
 def _config(name: str | Path, **options: Any) -> Any:
@@ -255,15 +275,15 @@ def _config(name: str | Path, **options: Any) -> Any:
 
 
 def _drop_tokens(config: Any, vocab_size: int) -> dict[str, None]:
-    """Options that drop the special tokens a default places outside a smaller vocabulary."""
+    """Return overrides that unset special tokens of the default config whose ids are outside a smaller vocabulary."""
     tokens = {field: getattr(config, field, None) for field in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {field: None for field, token in tokens.items() if isinstance(token, int) and token >= vocab_size}
 
 
 def _shell(model: Network) -> Network:
-    """A model of the same class without memory, whose config is the unpadded one: what writes the folder.
+    """Return a model of the same class on the meta device with the unpadded config, for `save_pretrained`.
 
-    Saving from the model itself would write into the config that training goes on with.
+    Saving from the model itself would write into the config that training uses.
     """
     with torch.device("meta"):
         shell = type(model)._from_config(_unpadded_config(model), dtype=model.dtype)
@@ -282,7 +302,7 @@ def _save_timm(model: nn.Module, folder: Path) -> None:
             f"cannot save this {kind} as a Hugging Face folder, as nothing names its architecture: {reason}"
         )
     save_for_hf(model, str(folder), model_args=getattr(model, TIMM_OPTIONS, None), safe_serialization=True)
-    if pixel_statistics(model) is None:  # timm writes those of ImageNet, which nobody has said
+    if pixel_statistics(model) is None:  # timm then writes those of ImageNet, which may be wrong
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         for name in ("mean", "std"):
             config["pretrained_cfg"].pop(name, None)
@@ -297,22 +317,23 @@ def _refuse_unknown(given: Iterable[str], names: Iterable[str], kind: str) -> No
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """New weights inside come from `seed`, on the CPU; the global random state is as before afterwards.
+    """Seed the initialization of weights inside the context, on the CPU, and restore the global random state.
 
-    Within `torch.device("meta")` there are none.
+    Inside `torch.device("meta")`, weights are on the meta device.
     """
     device = "meta" if torch.empty(0).device.type == "meta" else "cpu"
     with torch.random.fork_rng(devices=[]), torch.device(device):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs as well
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the GPUs
         yield
 
 
 @contextmanager
 def quiet(seed: int = 0, *, reports: bool = True) -> Iterator[None]:
-    """As `seeded`, without a bar, which is noise in a training log, and without `reports` of what is in a file."""
+    """Enter `seeded` without progress bars of transformers, and without its load reports if `reports` is False."""
     from transformers.utils import logging
 
-    os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # else a pickle starts a thread that asks the Hub
+    # Otherwise, opening a pickle starts a thread that asks the Hub to convert it.
+    os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
     shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     if not reports:
@@ -326,21 +347,21 @@ def quiet(seed: int = 0, *, reports: bool = True) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-# Padded vocabularies: rows that make a matrix product faster and belong to no token.
+# Padded vocabularies: additional rows of embedding and head that make matrix products faster and have no token.
 
-TRUE_SIZE = "unpadded_vocab_size"  # the field of a padded model's config that holds the number of real tokens
+TRUE_SIZE = "unpadded_vocab_size"  # field of a padded model's config: its number of real tokens
 
 
 def true_vocab_size(model: Network) -> int:
-    """Number of real tokens, without padding rows."""
+    """Return the number of real tokens in the vocabulary, without padding rows."""
     return getattr(model.config, TRUE_SIZE, None) or text_config(model.config).vocab_size
 
 
 def pad_vocabulary_(model: Network, multiple: int) -> None:
-    """Add zero rows to the embedding and the head up to the next multiple; logits of real tokens stay as they are.
+    """Add zero rows to the embedding and the head up to the next multiple; logits of real tokens do not change.
 
-    The model stays a plain transformers model: `config.vocab_size` counts all rows, `config.unpadded_vocab_size` the
-    real tokens.
+    The model remains a plain model of transformers. `config.vocab_size` counts all rows, `config.unpadded_vocab_size`
+    the real tokens.
     """
     size = model.config.vocab_size
     model.resize_token_embeddings(-(-size // multiple) * multiple, mean_resizing=False)
@@ -350,7 +371,11 @@ def pad_vocabulary_(model: Network, multiple: int) -> None:
 
 
 def unpadded_state(model: Network) -> dict[str, Tensor]:
-    """The state dict without padding rows: views of the model's own tensors, nothing is copied."""
+    """Return the state dict without padding rows of the vocabulary, as views of the model's tensors.
+
+    Raises:
+        InputError: if the model is quantized, so that some weights are no tensors.
+    """
     state = model.state_dict(keep_vars=True)
     if packed := [name for name, value in state.items() if not isinstance(value, Tensor)]:
         raise InputError(
@@ -364,18 +389,18 @@ def unpadded_state(model: Network) -> dict[str, Tensor]:
 
 
 def has_tied_head(model: Network) -> bool:
-    """Return whether head and embedding are one tensor: a config may say so of a file that holds both."""
+    """Return whether head and embedding are one tensor; the config may wrongly say so."""
     head = model.get_output_embeddings()
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 def is_padded(model: Network) -> bool:
-    """Whether the model carries padding rows."""
+    """Return whether the vocabulary has padding rows."""
     return hasattr(getattr(model, "config", None), TRUE_SIZE)
 
 
 def _unpadded_config(model: Network) -> Any:
-    """A copy of the config, of the model without padding rows."""
+    """Return a copy of the config for the model without padding rows."""
     config = copy.deepcopy(model.config)
     if is_padded(model):
         config.vocab_size = getattr(config, TRUE_SIZE)
@@ -384,6 +409,6 @@ def _unpadded_config(model: Network) -> Any:
 
 
 def _vocab_weights(model: Network) -> list[nn.Parameter]:
-    """Parameters with a row for each token: embedding, head and its bias."""
+    """Return the parameters with one row per token: embedding, head and its bias."""
     parts = [part for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part is not None]
     return [parameter for part in parts for parameter in part.parameters(recurse=False)]

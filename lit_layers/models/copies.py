@@ -1,4 +1,4 @@
-"""Copies of a model: its first blocks as a model of its own, and a view whose blocks multiply in bfloat16."""
+"""Copies of a model: a model of its first blocks, and a layered view whose blocks compute in bfloat16."""
 
 import copy
 import weakref
@@ -15,31 +15,34 @@ from lit_layers.models.pixels import copy_pixel_statistics_
 from lit_layers.models.structure import family_of, rebuilt_error
 from lit_layers.models.view import LayeredModel
 
-PER_BLOCK = ("layer_types", "attention_layers", "mlp_layer_types")  # fields of a config with an entry for each block
+PER_BLOCK = ("layer_types", "attention_layers", "mlp_layer_types")  # config fields with one entry per block
 
 
 def truncate(model: nn.Module, num_layers: int, *, head: bool = True) -> nn.Module:
-    """A new model of the first `num_layers` blocks, with copies of the weights; the given one stays as it is.
+    """Return a new model of the first `num_layers` blocks with copies of the weights; `model` does not change.
 
-    It has the class, device, dtypes, modes of its parts, ties between weights and attention implementation of `model`,
-    and its config says the smaller depth, so that saving gives a folder of an ordinary model. Its hidden states are
-    those of `model` at layers 0..num_layers, bit by bit. The final norm (and head) are kept as they are: they were made
-    for the last layer, and what they say of an earlier one is the logit lens.
+    The copy has the class, device, dtypes, modes, tied weights and attention implementation of `model`. Its config
+    states the smaller depth, so that it can be saved as an ordinary model. Its hidden states equal those of `model` at
+    layers 0..num_layers bit by bit. The final norm and the head are copied. They were trained for the last layer, so
+    the output of the copy is the logit lens.
 
-    With `head=False` the trunk alone is copied (GPT2Model, LlamaModel, BertModel, ViTModel; of a timm model the one
-    with `num_classes=0`), which computes no scores of words or classes. A BertModel has a pooler, as has a ViTModel;
-    where `model` has none, its weights are zeros, so that the saved folder is whole and loads without random numbers.
+    Args:
+        model: a model of transformers or timm.
+        num_layers: number of blocks, 1..L.
+        head: whether to copy the head. Without it, the result is the trunk, such as GPT2Model, BertModel or ViTModel; a
+            timm model gets `num_classes=0`. A trunk class with a pooler gets one with zero weights if `model` has none,
+            so that loading the saved folder draws no random numbers.
 
     Raises:
-        InputError: fewer than 1 block or more than there are, a model of no known family, one with two rows of blocks
-            (an encoder and a decoder), one whose blocks share weights.
+        InputError: if `num_layers` is out of range, the blocks share weights, or the model is not one sequence of
+            blocks. A model with an encoder and a decoder has two.
     """
     model = plain_model(model)
     source: Network = model if head else trunk_of(model)
     family = family_of(source)
     blocks = family.block_list(source)
     _check_cut(model, blocks, num_layers)
-    # A dropped block is a stand-in in the copy: its weights are never in memory twice.
+    # Used as the memo of deepcopy: an Identity replaces each dropped block, so that its weights are never copied.
     stand_ins: dict[int, Any] = {id(block): nn.Identity() for block in blocks[num_layers:]}
     with torch.no_grad():
         short: Network = copy.deepcopy(source, stand_ins)
@@ -59,14 +62,17 @@ def truncate(model: nn.Module, num_layers: int, *, head: bool = True) -> nn.Modu
 
 
 def _check_rebuild(short: Network) -> None:
-    """Refuse a model of which only a row could say what else in its config goes by the number of blocks."""
+    """Refuse a copy whose states change when it is built again from its config.
+
+    Without a row of `FAMILIES`, it is unknown which other config fields depend on the number of blocks.
+    """
     try:
         distance = rebuilt_error(short)
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(
             f"{type(short).__name__} is not cut: its config says nothing of fewer blocks ({first_sentence(error)})"
         ) from error
-    if not distance < 1e-2:  # rotary tables and 16 bits round
+    if not distance < 1e-2:  # rounding of rotary tables and of 16-bit weights stays below this
         raise InputError(
             f"{type(short).__name__} is not cut: saved and opened again its states would be others (by {distance:.1e} "
             "of their length), as its blocks depend on how many there are"
@@ -84,21 +90,26 @@ def _check_cut(model: Network, blocks: tuple[nn.Module, ...], num_layers: int) -
 
 
 def _set_depth(config: Any, num_layers: int) -> None:
-    """Whatever the family calls it: `num_hidden_layers` is an alias of it in every config of transformers."""
-    for name in PER_BLOCK:  # a property is computed from the depth
+    """Set the number of blocks in a config, and shorten fields with one entry per block."""
+    for name in PER_BLOCK:  # a property needs no change, as the config computes it from the depth
         stored = getattr(type(config), "attribute_map", {}).get(name, name)
         if getattr(config, name, None) is not None and not isinstance(getattr(type(config), stored, None), property):
             setattr(config, name, list(getattr(config, name))[:num_layers])
-    if getattr(config, "attention_types", None) is not None:  # GPT-Neo's own way of writing attention_layers
+    if getattr(config, "attention_types", None) is not None:  # GPT-Neo: [[pattern, repetitions]]
         config.attention_types = [[config.attention_layers, 1]]
+    # Every config of transformers accepts this name; GPT-2 maps it to `n_layer`.
     config.num_hidden_layers = num_layers
-    if getattr(config, "stage_names", None) is not None:  # of which layers it would be a backbone: of the last one
+    # Names of layers for use as a backbone: None selects the last.
+    if getattr(config, "stage_names", None) is not None:
         config.stage_names = list(config.stage_names)[: num_layers + 1]
         config.set_output_features_output_indices(None, None)
 
 
 def _complete_pooler(trunk: Network) -> None:
-    """Plain loading of a BertModel, and of any other trunk that may have a pooler, expects one."""
+    """Add a pooler with zero weights to a trunk without one, if its class has one by default.
+
+    Loading a saved BertModel would otherwise draw random weights for the missing pooler.
+    """
     if getattr(trunk, "pooler", trunk) is None:
         like: Tensor = next(trunk.parameters())
         with torch.device("meta"):
@@ -118,16 +129,16 @@ def _finish_timm(model: Network, num_layers: int, head: bool) -> None:
     model.feature_info = model.feature_info[:num_layers]
 
 
-MATRICES = ("Linear", "Conv1D", "Conv1d", "Conv2d")  # kinds whose weights autocast rounds whenever they are used
+MATRICES = ("Linear", "Conv1D", "Conv1d", "Conv2d")  # module classes whose weights autocast rounds at each use
 
 
 class BFloat16View(LayeredModel):
-    """The layered view of a copy of a model, in whose blocks products of matrices and attention are of bfloat16.
+    """The layered view of a copy of a model whose blocks compute matrix products and attention in bfloat16.
 
-    It is what torch's autocast makes of the blocks, and of them alone: norms, what blocks add to a state, the states
-    that they hand on, embeddings, final norm and head are in float32. Weights of matrices are rounded once, not
-    whenever they are used, and take half of their room besides; all others are those of the model, which nothing is
-    written to. The copy's memory is free when the view is.
+    The blocks run under torch.autocast. Embeddings, norms, residual additions, hidden states, final norm and head
+    remain in float32. The copy rounds weight matrices once instead of at each use, which takes half their memory in
+    addition to the model. It shares all other tensors with the model and does not write to them. Its memory is freed
+    with the view.
     """
 
     def __init__(self, exact: LayeredModel) -> None:
@@ -141,7 +152,7 @@ class BFloat16View(LayeredModel):
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float32  # of the states, whatever the first matrix is in
+        return torch.float32  # dtype of the states; the first parameter of a block may be bfloat16
 
     @property
     def precision(self) -> str:
@@ -149,14 +160,16 @@ class BFloat16View(LayeredModel):
 
 
 def _round_(module: nn.Module) -> None:
-    """The matrix alone: a bias may be added outside of what autocast rounds."""
+    """Round the weight matrix of a module to bfloat16."""
+    # Not the bias: some modules add it outside of the operation that autocast rounds.
     weight = module._parameters.get("weight")
     if weight is not None and any(kind.__name__ in MATRICES for kind in type(module).__mro__):
         module._parameters["weight"] = nn.Parameter(weight.detach().to(torch.bfloat16), False)
 
 
 def _autocast(forward: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    method = weakref.WeakMethod(forward)  # a block that holds itself would outlive the view
+    # Weak, as a block that refers to itself would not be freed with the view.
+    method = weakref.WeakMethod(forward)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         bound: Any = method()

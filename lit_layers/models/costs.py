@@ -1,4 +1,4 @@
-"""What models cost on this machine: memory and time, measured in turns."""
+"""Measure what models cost on this machine: time of calls, latency of layers, peak memory."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +18,18 @@ from lit_layers.models.view import Batch, LayeredModel, evaluating
 def interleaved(
     calls: Mapping[str, Sequence[Callable[[], Any]]], *, num_rounds: int, num_warm_up: int, device: str = "cpu"
 ) -> dict[str, list[list[float]]]:
-    """Seconds of each call of each name, a list of `num_rounds` for each call; rounds before those are not counted.
+    """Time calls in interleaved rounds, so that slow phases of the machine affect all names alike.
 
-    Each round begins with the next name.
+    Each round runs all calls of all names and begins with the next name.
+
+    Args:
+        calls: name -> the calls to time.
+        num_rounds: number of timed rounds.
+        num_warm_up: number of rounds before these, which are not timed.
+        device: device on which the calls compute.
+
+    Returns:
+        Name -> for each of its calls, the seconds of each round.
     """
     names, seconds = list(calls), {name: [[] for _ in calls[name]] for name in calls}
     with torch.inference_mode():
@@ -35,7 +44,7 @@ def interleaved(
 
 
 def call_of(model: nn.Module, batch: Batch) -> Callable[[], Any]:
-    """The model's own call on a batch, on its device, as its class is called: no view, no hooks."""
+    """Return a function that calls the model itself on a batch, on its device and without hooks."""
     view = LayeredModel(model)
     dtype = view.dtype if view.family.sees_images else None
     columns = {key: rows.to(view.device, dtype) for key, rows in batch.items() if key in view.family.inputs}
@@ -43,15 +52,19 @@ def call_of(model: nn.Module, batch: Batch) -> Callable[[], Any]:
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
-    """The most bytes that torch's allocators hold during a call above what they held before, on all devices together;
-    what the call returns is counted."""
+    """Return the peak memory of a call in bytes, summed over devices, above what torch held before.
+
+    What the call returns counts as part of it.
+    """
     from torch.profiler import ProfilerActivity, profile
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of every beginning and end otherwise
+    # Otherwise the profiler logs the start and end of every profile.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    with profile(activities=activities, profile_memory=True, acc_events=True) as watched:  # or torch 2.12 warns
-        kept = call()
-    del kept
+    with profile(activities=activities, profile_memory=True, acc_events=True) as watched:  # the last for torch 2.12
+        result = call()
+    # Freed only after the profile, so that the result counts.
+    del result
     events: Any = watched.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
     changes = sorted(
         (event.start_ns(), index, event.nbytes()) for index, event in enumerate(events) if event.name() == "[memory]"
@@ -77,15 +90,19 @@ def random_inputs(model: nn.Module, num_tokens: int, batch_size: int, seed: int)
     return {"input_ids": torch.randint(true_vocab_size(view.model), (batch_size, num_tokens), generator=generator)}
 
 
-# How long a text or image takes to reach each layer.
+# The time that a text or image takes to reach each layer.
 
 
 def layer_latencies(model: LayeredModel, batch: Batch, *, rounds: int = 20, warm_up: int = 3) -> Tensor:
-    """Seconds from the call to the output of each layer, 0 to L: (layers + 1), sums of the blocks' medians
-    over rounds.
+    """Return the seconds from the start of a call to each layer, 0 to L, (layers + 1).
 
-    The cost of a model cut there, without a head, all from the same passes; layer 0 is reached when the first block is
-    called. On a GPU the device is waited for at every layer.
+    This is the cost of a model without a head that is truncated at the layer. All layers are timed in the same passes.
+    Layer 0 is reached when the first block is called. Each value is the sum of the medians of its blocks over rounds.
+    On a GPU, every layer waits for the device.
+
+    Args:
+        rounds: number of timed passes.
+        warm_up: number of passes before these, which are not timed.
     """
     call, device, times = call_of(trunk_of(model.model), batch), model.device, []
 
@@ -99,5 +116,5 @@ def layer_latencies(model: LayeredModel, batch: Batch, *, rounds: int = 20, warm
             note()
             call()
     passes = torch.tensor(times, dtype=torch.float64).view(warm_up + rounds, model.num_layers + 2)[warm_up:]
-    # Block by block: what interrupts a pass then counts in one block of one pass.
+    # The median per block, not per pass: an interruption then affects one block in one pass.
     return passes.diff(dim=1).median(0).values.cumsum(0)

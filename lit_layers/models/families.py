@@ -98,7 +98,8 @@ def text_config(config: Any) -> Any:
 
 def language_head(model: Network, normed: Tensor) -> Tensor:
     """Return vocabulary scores of normed states; the states themselves if the model has no head."""
-    head = model.get_output_embeddings()  # the same method for all classes; the attribute may be `lm_head`, `embed_out`
+    # The same method for all classes; the attribute may be `lm_head`, `embed_out`.
+    head = model.get_output_embeddings()
     return normed if head is None else head(normed)
 
 

@@ -19,20 +19,27 @@ from lit_layers.errors import InputError, refused
 
 @dataclass(frozen=True)
 class Offload:
-    """How a model is opened whose blocks stay on the disk.
+    """Settings for opening a model with its blocks on the disk.
 
-    Blocks are read from the model's own safetensors files. Only weights that are stored in another form (a pickle,
-    separate experts of one layer) are written to `folder`, until the model is freed.
+    Blocks are read from the model's safetensors files. Only weights that are stored in another form (a pickle, separate
+    experts of one layer) are written to `folder`. They are deleted when the model is freed.
     """
 
     folder: Path
-    device: torch.device  # where blocks are computed
+    device: torch.device  # device on which blocks compute
 
     def open(self, read: Callable[..., tuple[Any, Any]], model: nn.Module) -> tuple:
-        """Return what `from_pretrained` returns for a model like this one, which needs no weights.
+        """Load a model with its blocks on the disk.
+
+        Args:
+            read: `from_pretrained` with all its arguments except those for offloading.
+            model: the same model on the meta device, from which the device map is made.
+
+        Returns:
+            The model and the load report.
 
         Raises:
-            InputError: accelerate is missing, or the folder cannot be written.
+            InputError: if accelerate is missing, or the folder cannot be written.
         """
         if importlib.util.find_spec("accelerate") is None:
             raise InputError("offload: needs the package accelerate: pip install lit_layers[offload]")
@@ -40,7 +47,7 @@ class Offload:
             self.folder.mkdir(parents=True, exist_ok=True)
             folder = tempfile.mkdtemp(prefix="weights-", dir=self.folder)
         try:
-            with warnings.catch_warnings():  # it warns of names of parameters in the map, and places them all the same
+            with warnings.catch_warnings():  # about single parameters in the map, which accelerate places nevertheless
                 warnings.filterwarnings("ignore", message="The following device_map keys do not match any submodules")
                 opened, report = read(device_map=self._device_map(model), offload_folder=folder)
         except BaseException:
@@ -50,9 +57,9 @@ class Offload:
         return opened, report
 
     def _device_map(self, model: nn.Module) -> dict[str, str]:
-        """Put what is in lists (the blocks) on the disk and everything else (embedding, norm, head) on the device."""
+        """Map modules in lists (the blocks) to the disk and all others (embedding, norm, head) to the device."""
         device, device_map = str(self.device), {}
-        if device == "cuda":  # safetensors takes this for the first GPU, torch for the current one
+        if device == "cuda":  # for safetensors this is the first GPU, for torch the current one
             device = f"cuda:{torch.cuda.current_device()}"
 
         def place(module: nn.Module, path: str) -> None:
@@ -84,10 +91,10 @@ def execution_device(model: nn.Module) -> torch.device:
 
 
 def weight(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """Return a weight of the model: `tensor`, or what accelerate has stored if that is on the meta device.
+    """Return a weight of the model: `tensor` itself, or the weight that accelerate stores if `tensor` is on meta.
 
     Raises:
-        InputError: the weight is nowhere.
+        InputError: if accelerate does not store it.
     """
     if not tensor.is_meta:
         return tensor
@@ -100,7 +107,7 @@ def weight(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """Return whether weights of the model are read for each call."""
+    """Return whether weights of the model are read from the disk at each call."""
     return any(getattr(hook, "offload", False) for module in model.modules() for hook in _hooks(module))
 
 
@@ -112,8 +119,9 @@ def _hooks(module: nn.Module) -> Iterator[Any]:
 
 
 def free_memory(device: torch.device, system: Path = Path("/")) -> int | None:
-    """Return the bytes that could be taken on a device now; None if the system does not say."""
+    """Return the free memory of a device in bytes; None if the system does not report it."""
     if device.type == "cuda":
+        # Memory in torch's cache counts as used for the driver, but torch can allocate it again.
         reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reusable
     with contextlib.suppress(OSError):

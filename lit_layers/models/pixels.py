@@ -1,4 +1,4 @@
-"""How images are prepared: pixel statistics, and where timm and transformers keep them."""
+"""Pixel statistics with which images are normalized, as saved by timm and transformers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,13 +9,13 @@ from torch import nn
 from lit_layers.errors import InputError
 
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
-PREPROCESSOR = "preprocessor_config.json"  # where transformers keeps them
-_STATISTICS = "pixel_statistics"  # attribute of a model that has been trained
-_PREPROCESSOR = "preprocessor_settings"  # attribute of a model of transformers: that file
+PREPROCESSOR = "preprocessor_config.json"  # file in which transformers saves them
+_STATISTICS = "pixel_statistics"  # attribute of a model: the statistics of its training
+_PREPROCESSOR = "preprocessor_settings"  # attribute of a model of transformers: the content of PREPROCESSOR
 
 
 def set_pixel_statistics_(model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
-    """Note what images are normalised by; saving writes it as timm's `pretrained_cfg.mean` and `.std`."""
+    """Set the pixel statistics of a timm model; saving writes them as `pretrained_cfg.mean` and `.std`."""
     statistics: Statistics = tuple(map(float, mean)), tuple(map(float, std))
     setattr(model, _STATISTICS, statistics)
     config: Any = model.pretrained_cfg
@@ -23,21 +23,25 @@ def set_pixel_statistics_(model: nn.Module, mean: Sequence[float], std: Sequence
 
 
 def keep_pixel_statistics_(model: nn.Module, settings: Mapping[str, Any]) -> None:
-    """Note what a timm config.json says; nothing where it says nothing, though timm would then fill in a default."""
+    """Set the pixel statistics from a timm config.json, if it has any.
+
+    timm itself would use those of ImageNet as a default.
+    """
     config = settings.get("pretrained_cfg", settings)
     if "mean" in config and "std" in config:
         set_pixel_statistics_(model, config["mean"], config["std"])
 
 
 def keep_preprocessor_(model: nn.Module, settings: Mapping[str, Any]) -> None:
-    """Note what a preprocessor_config.json says; where it gives no mean and deviation, nobody says."""
+    """Set the content of a preprocessor_config.json, and the pixel statistics if it has them."""
     setattr(model, _PREPROCESSOR, dict(settings))
     mean, std = settings.get("image_mean"), settings.get("image_std")
     if not settings.get("do_normalize", True):
         mean, std = 0.0, 1.0
     if mean is None or std is None:
         return
-    # of pixels in 0..255, which are rescaled first: to 0..1 unless it says otherwise
+    # transformers first rescales pixels from 0..255, by default to 0..1, and then normalizes. Here, statistics are for
+    # pixels in 0..1, so they are divided by the rescaled value of 255.
     brightest = 255 * settings.get("rescale_factor", 1 / 255) if settings.get("do_rescale", True) else 255.0
     config: Any = model.config
     statistics = (_channels(value, config.num_channels, brightest) for value in (mean, std))
@@ -45,19 +49,19 @@ def keep_preprocessor_(model: nn.Module, settings: Mapping[str, Any]) -> None:
 
 
 def preprocessor(model: nn.Module) -> dict[str, Any] | None:
-    """What the preprocessor_config.json said beside which a model of transformers lay; None where there was none."""
+    """Return the content of the preprocessor_config.json that a model was loaded with; None if it had none."""
     return getattr(model, _PREPROCESSOR, None)
 
 
 def copy_pixel_statistics_(source: nn.Module, model: nn.Module) -> None:
-    """Note of `model`, made from `source`, what is known of that."""
+    """Copy pixel statistics and preprocessor settings from `source` to `model`, unless `model` has its own."""
     for name in (_STATISTICS, _PREPROCESSOR):
         if hasattr(source, name) and not hasattr(model, name):
             setattr(model, name, getattr(source, name))
 
 
 def pixel_statistics(model: nn.Module) -> Statistics | None:
-    """What a model's images were normalised by in training; None where nobody says."""
+    """Return mean and standard deviation with which a model's images were normalized in training; None if unknown."""
     return getattr(model, _STATISTICS, None)
 
 
@@ -66,16 +70,22 @@ def _channels(value: Any, number: int, brightest: float) -> tuple[float, ...]:
     return tuple(float(number) / brightest for number in values)
 
 
-# Of 0..1: far above the rounding of six printed digits, far below what two sets of photographs differ by.
+# Tolerance for pixels in 0..1: far above the rounding of six digits, far below the difference of two photo data sets.
 _NEGLIGIBLE = 1e-4
 
 
 def refuse_unlike_training(name: str, images: Any, model: Any) -> None:
-    """Refuse `EvalImages` in another normalisation or size than those of the model in a view: its numbers would be
-    wrong without a word.
+    """Refuse `EvalImages` whose normalization or size differs from that of the model.
+
+    The numbers would be wrong without any warning. A model with unknown normalization is accepted.
+
+    Args:
+        name: name of the analysis, for the error sentence.
+        images: the `EvalImages`.
+        model: the `LayeredModel`.
 
     Raises:
-        InputError: naming both; a model whose normalisation is unknown is taken as it is.
+        InputError: if normalization, channels or size differ.
     """
     if not model.family.sees_images:
         return

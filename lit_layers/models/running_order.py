@@ -151,7 +151,8 @@ def _slot_view(value: Any, slot: int, number: int) -> Any:
     if not is_cache(value):
         return value
     if len(value.layers) == slot:
-        layer = value.layers[number - 1]  # the new slot has the same kind, as the block may use a sliding window
+        # The new slot has the kind of the block's own, which may have a sliding window.
+        layer = value.layers[number - 1]
         window = getattr(layer, "sliding_window", None)
         value.layers.append(type(layer)() if window is None else type(layer)(sliding_window=window))
     return _OneSlot(value, slot)

@@ -1,4 +1,4 @@
-"""Saved models: opened whole and checked, or as an encoder with a new head for a task."""
+"""Load saved models and check their weights; load an encoder with a new head for a task."""
 
 import functools
 import json
@@ -23,8 +23,8 @@ from lit_layers.models.offload import Offload, free_memory
 from lit_layers.models.structure import family_of
 
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
-INDEX, PICKLED = "model.safetensors.index.json", "pytorch_model.bin.index.json"  # which file holds which weights
-# What transformers, timm and their readers of files raise for a config or weights that are wrong.
+INDEX, PICKLED = "model.safetensors.index.json", "pytorch_model.bin.index.json"  # weight name -> file
+# Errors of transformers, timm and their file readers for a wrong config or wrong weights.
 _CANNOT_LOAD = (
     *(ArithmeticError, AssertionError, AttributeError, EOFError, ImportError, LookupError, OSError, RuntimeError),
     *(TypeError, ValueError, UnpicklingError, SafetensorError, StrictDataclassError),
@@ -38,16 +38,23 @@ def load(
     dtype: torch.dtype = torch.float32,
     offload: Offload | None = None,
 ) -> nn.Module:
-    """A saved model of transformers or timm, on the CPU, in evaluation mode: a local folder or a repository of the Hub.
+    """Load a saved model of transformers or timm in evaluation mode.
 
-    With `offload` its blocks stay on the disk and the rest is on the device named there. Reads safetensors, or else a
-    pickle with `weights_only=True`; never runs code of the repository.
+    Reads safetensors, or else a pickle with `weights_only=True`. Code of the repository never runs.
+
+    Args:
+        folder_or_repo: a local folder, or a repository of the Hub.
+        revision: branch, tag or commit of the repository.
+        dtype: dtype of the weights.
+        offload: leave the blocks on the disk and load the rest to the device named there. Without it, the model is
+            loaded to the CPU.
 
     Raises:
-        InputError: no such folder, a folder without a model, or weights that do not fill the model.
+        InputError: if the folder or its model does not exist, or the weights do not fill the model.
     """
     name = os.fspath(folder_or_repo)
-    if os.path.isdir(name):  # a whole path is never the name of a repository, even once the folder is gone
+    # An absolute path is never taken for a repository, even if the folder disappears.
+    if os.path.isdir(name):
         name = os.path.abspath(name)
         refuse_odd_files(name)
         read_config(Path(name))
@@ -56,15 +63,16 @@ def load(
     elif isinstance(folder_or_repo, Path) or name.startswith((".", "/", "~")):
         raise InputError(f"expected a folder with a model, {name} does not exist")
     try:
-        with quiet():  # a model is filled with random weights before it is with its own
+        # `quiet` restores the random state: transformers may draw weights before it reads the saved ones.
+        with quiet():
             return _load(name, revision, dtype, offload)
     except InputError:
         raise
     except _CANNOT_LOAD as error:
-        refused = error.__cause__ if isinstance(error, RuntimeError) else error  # timm's own words hide torch's
+        refused = error.__cause__ if isinstance(error, RuntimeError) else error  # timm wraps the error of torch
         if isinstance(refused, UnpicklingError):
             raise would_run_code(name, refused) from refused
-        if "ignore_mismatched_sizes" in str(error):  # an advice of transformers', below a report that is not shown
+        if "ignore_mismatched_sizes" in str(error):  # transformers refers to a report that `quiet` does not show
             raise InputError(
                 f"{name} cannot be loaded: its weights have other shapes than its config.json says"
             ) from error
@@ -89,7 +97,10 @@ def _load(name: str, revision: str | None, dtype: torch.dtype, offload: Offload 
 
 
 def _check_memory(settings: dict[str, Any]) -> None:
-    """Refuse weights that cannot fit; count no more than what every family has."""
+    """Refuse a model whose weights cannot fit into memory.
+
+    The estimate is a lower bound for every family: four square matrices per block, and one embedding.
+    """
 
     def size(*names: str) -> int:
         return next((settings[name] for name in names if isinstance(settings.get(name), int)), 0)
@@ -104,11 +115,11 @@ def _check_memory(settings: dict[str, Any]) -> None:
 
 
 def check_weights(model: str, revision: str | None = None) -> None:
-    """Refuse a model in a folder or on the Hub whose weights are not all in its own files.
+    """Refuse a model in a folder or on the Hub if its weights are not exactly those of its own files.
 
     Raises:
-        InputError: an index that names others or is damaged; an adapter, which transformers would add where the package
-            peft is installed, and not elsewhere.
+        InputError: if an index of weights names other files, leaves out files or is damaged. Also if there is an
+            adapter: transformers would silently add it on machines where peft is installed, and not on others.
     """
     from transformers.utils import cached_file
 
@@ -153,17 +164,17 @@ def _load_transformers(
     return model.eval()
 
 
-# Parts of a model that read its states and change none: transformers leaves them out and says so in its own report.
+# Names of heads and poolers: they read states and change none, so a model may be loaded without them.
 _HEADS = re.compile(
     r"cls|decoder|pooler|score|qa_outputs|seq_relationship|logit_scale|vocab_\w+|.*(head|classifier|projection)s?|.*predictions?"
 )
 
 
 def _check_unused(model: Network, leftovers: Iterable[str], name: str) -> None:
-    """Refuse weights that the class has no place for, unless they are a head that the model does without.
+    """Refuse saved weights that the class does not use, unless they belong to a head that the model does not have.
 
     Raises:
-        InputError: weights of the trunk, or of a head that the model has.
+        InputError: if unused weights belong to the trunk, or to a head that the model has.
     """
     trunk, held = f"{model.base_model_prefix}.", {path for path, _ in model.named_modules() if path}
 
@@ -180,10 +191,10 @@ def _check_unused(model: Network, leftovers: Iterable[str], name: str) -> None:
 
 
 def class_of(settings: dict[str, Any], name: str) -> Any:
-    """The class of transformers that the config.json of a model names.
+    """Return the class of transformers that the config.json of a model names.
 
     Raises:
-        InputError: none is named, or this version has none of that name.
+        InputError: if it names no class, or one that this version of transformers does not have.
     """
     import transformers
 
@@ -200,11 +211,15 @@ def class_of(settings: dict[str, Any], name: str) -> Any:
 
 
 def outline(settings: dict[str, Any], name: str, dtype: torch.dtype | None = None) -> nn.Module:
-    """The model that a config.json describes, without memory for its weights: its shapes are those of the real one.
-    Its weights are in `dtype`, or without one in that of the config.json.
+    """Build the model that a config.json describes on the meta device: shapes without memory for weights.
+
+    Args:
+        settings: the content of the config.json.
+        name: name of the model in error sentences.
+        dtype: dtype of the weights; by default that of the config.json.
 
     Raises:
-        InputError: a config.json that neither transformers nor timm knows.
+        InputError: if neither transformers nor timm knows the model.
     """
     with quiet(reports=False), torch.device("meta"):
         try:
@@ -233,12 +248,17 @@ def outline(settings: dict[str, Any], name: str, dtype: torch.dtype | None = Non
 def initialise(
     settings: dict[str, Any], name: str, *, seed: int, dtype: torch.dtype, preprocessor: dict[str, Any] | None = None
 ) -> nn.Module:
-    """The model that a config.json describes as its library initialises it, on the CPU; no weights are read.
+    """Build the model that a config.json describes with the initial weights of its library, on the CPU.
 
-    `preprocessor` is the content of its preprocessor_config.json, which says how a model of images takes its pixels.
+    Args:
+        settings: the content of the config.json.
+        name: name of the model in error sentences.
+        seed: seed of the weights.
+        dtype: dtype of the weights.
+        preprocessor: the content of the preprocessor_config.json of an image model, with its pixel statistics.
 
     Raises:
-        InputError: a config.json that neither transformers nor timm knows.
+        InputError: if neither transformers nor timm knows the model.
     """
     model: Network = outline(settings, name, dtype)
     if preprocessor is not None and not is_timm(settings) and model.main_input_name == "pixel_values":
@@ -249,12 +269,12 @@ def initialise(
 
 
 def _parse_infinity(part: dict[str, Any]) -> Any:
-    """An infinite number as transformers writes it, {"__float__": "Infinity"}; anything else as it is."""
+    """Convert {"__float__": "Infinity"}, as transformers writes infinity, to a float; return other dicts unchanged."""
     return float(part["__float__"]) if part.keys() == {"__float__"} else part
 
 
 def describe(model: Network) -> dict[str, Any]:
-    """What a config.json would say of a model, its padded vocabulary included: plain values, for `outline`."""
+    """Return the config.json of a model as plain values for `outline`, with its padded vocabulary."""
     if not hasattr(model, "config"):
         config: Any = model.pretrained_cfg
         said = {"architecture": config["architecture"], "model_args": getattr(model, TIMM_OPTIONS, {})}
@@ -263,14 +283,14 @@ def describe(model: Network) -> dict[str, Any]:
     settings = json.loads(model.config.to_json_string(use_diff=False))
     if model.get_output_embeddings() is not None:
         settings["tie_word_embeddings"] = has_tied_head(model)
-    return settings | {"architectures": [type(model).__name__.removeprefix("FSDP")]}  # as sharding calls it
+    return settings | {"architectures": [type(model).__name__.removeprefix("FSDP")]}  # fully_shard adds the prefix
 
 
 def rebuild(settings: dict[str, Any]) -> nn.Module:
-    """The model that `described` described, with new weights, on the CPU in training mode.
+    """Build the model from the result of `describe`, with new weights, on the CPU, in training mode.
 
     Raises:
-        InputError: what describes no model.
+        InputError: if `settings` describes no model.
     """
     source = outline(settings, "the checkpoint")
     model = untrained(source)
@@ -279,6 +299,11 @@ def rebuild(settings: dict[str, Any]) -> nn.Module:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
+    """Return the content of the config.json of a model folder.
+
+    Raises:
+        InputError: if the folder has none.
+    """
     file = folder / "config.json"
     if not file.is_file():
         raise InputError(f"expected a model in {folder}, found no config.json there")
@@ -296,21 +321,25 @@ def _open_timm(name: str, settings: dict[str, Any], revision: str | None) -> Net
     return timm.create_model(source, pretrained=True)
 
 
-# An encoder with a new head for texts or pairs of texts: what is fine-tuned on a task.
+# An encoder with a new head for texts or pairs of texts, to be fine-tuned on a task.
 
-ENCODERS = ("bert", "roberta", "distilbert", "modernbert")  # families
+ENCODERS = ("bert", "roberta", "distilbert", "modernbert")  # model types
 
 
 def sequence_classifier(name: str | Path, num_outputs: int, *, seed: int = 0) -> tuple[Network, Network]:
-    """A model of `AutoModelForSequenceClassification` with a head of `num_outputs`, and its trunk; on the CPU, in
-    float32, in evaluation mode.
+    """Load an encoder with a classification head; return the model and its trunk, in float32, in evaluation mode.
 
-    The trunk's weights are those of the folder or Hub repository, whatever head it is saved with. What that has not got
-    (the head, and BERT's pooler where the model was saved for masked words) is new, from `seed` alone; a head that is
-    there and has as many outputs is taken. The global random state stays as it is.
+    The weights of the trunk are the saved ones. The saved head is used if it has `num_outputs` outputs. Weights that
+    were not saved are initialized from `seed`: the head, and the pooler of a BERT that was saved for masked words. The
+    global random state does not change.
+
+    Args:
+        name: a local folder or a repository of the Hub, saved with any head.
+        num_outputs: number of classes, or 1 for regression.
+        seed: seed of new weights.
 
     Raises:
-        InputError: no such model, another family than BERT, RoBERTa, DistilBERT and ModernBERT, or weights that do not
+        InputError: if the model does not exist, is not a BERT, RoBERTa, DistilBERT or ModernBERT, or its weights do not
             fill the trunk.
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig

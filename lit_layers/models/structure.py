@@ -268,7 +268,8 @@ def rebuilt_error(model: Network) -> float:
         again = type(model)._from_config(model.config, dtype=next(model.parameters()).dtype).to(device).eval()
         again.load_state_dict(model.state_dict(), assign=True)
         was = dict(model.named_buffers())
-        for name, buffer in again.named_buffers():  # `half()` also rounded the rotary tables of `model`: round these
+        # `half()` also rounded the rotary tables of `model`; those of `again` are rounded likewise.
+        for name, buffer in again.named_buffers():
             buffer.data = buffer.to(was[name].dtype if name in was else buffer.dtype)
         probe, states = probe_of(model), []
         for each in (model, again):

@@ -324,7 +324,8 @@ class LayeredModel:
         if limit is not None and ids.shape[1] > limit:
             raise InputError(f"{kind} takes at most {limit} tokens, got {ids.shape[1]}: shorten the texts")
         worst = int(ids.max()) if ids.min() >= 0 else int(ids.min())
-        if not 0 <= worst < vocabulary:  # on a GPU, the embedding's own check is a device assert that ends the process
+        # On a GPU, the embedding's own check is a device assert that ends the process.
+        if not 0 <= worst < vocabulary:
             raise InputError(f"{kind} knows {vocabulary} tokens, got token {worst}: use the tokenizer it was made for")
 
 
@@ -478,7 +479,8 @@ def upcast(model: LayeredModel) -> LayeredModel:
         if module._non_persistent_buffers_set:
             saved = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
             with torch.no_grad():
-                fresh._init_weights(module)  # as from_pretrained does for buffers; it also overwrites the weights
+                # from_pretrained computes buffers by this call, which also overwrites the weights.
+                fresh._init_weights(module)
                 for parameter, value in saved:
                     parameter.copy_(value)
     return LayeredModel(fresh)
