@@ -1,4 +1,4 @@
-"""Figures and tables of a frame of records by their names."""
+"""Public functions that draw figures and tables from a frame of records."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from lit_layers.metrics import look_up, sentence
 
 
 def titled(chart: Chart, metric: str, analysis: str | None) -> Chart:
-    """Return a chart whose title names its analysis, too."""
+    """Return a chart whose title starts with the name of its analysis."""
     name = sentence(analysis or "")
     title = ": ".join(filter(None, [name if name != look_up(metric).title else "", chart.title]))
     return replace(chart, title=title)

@@ -1,4 +1,4 @@
-"""What a run tells: one self-contained HTML page, and a mirror of its numbers at W&B."""
+"""Reports of a run: one self-contained HTML page, and a mirror of its numbers at W&B."""
 
 from pathlib import Path
 
@@ -14,17 +14,18 @@ __all__ = ["WandbMirror", "write_report"]
 def write_report(
     root: str | Path, out: str | Path | None = None, *, allow_suspect: bool = False, settings: Settings = ()
 ) -> Path:
-    """Write a run's page, by default `root/report.html`, whole or not at all, and returns its path. `out`
-    need not end with `.html`, and may be a folder, which then has the page as report.html.
+    """Write the HTML page of a run, by default `root/report.html`, and return its path.
 
-    The page opens anywhere, without a network. Whatever an interrupted run has left is drawn. A folder whose
-    measurements all lack a step compares their models; in a run's folder they are counted, not drawn. Checkpoints that
-    an audit found suspect are left out of all curves and tables, unless `allow_suspect`; the page names them either
-    way. So it does numbers of other settings than its curves have, of which `settings` chooses
-    (`lit_layers.identity`).
+    The page is written atomically and needs no network. A missing `.html` suffix is added to `out`; if `out` is a
+    folder, the page is `report.html` in it.
+
+    Interrupted runs also work. If no measurement in the folder has a step, the page compares the models in it;
+    otherwise measurements without a step are only counted. Checkpoints that an audit found suspect are left out of all
+    curves and tables, unless `allow_suspect`; the page lists them in any case. It also lists values measured with other
+    settings than the drawn ones; `settings` selects among these (see `lit_layers.identity`).
 
     Raises:
-        InputError: where `root` is no run's folder, one of its files is corrupt, or the page cannot be written.
+        InputError: `root` is no run folder, one of its files is corrupt, or the page cannot be written.
     """
     run = run_data.read_run(root, settings=settings)
     page = render(run, allow_suspect=allow_suspect)

@@ -1,4 +1,4 @@
-"""When metrics emerge, in words, figures, tables and a page: half-way points and peaks, and which comes first."""
+"""The emergence page: when metrics emerge and in which order, as sentences, figures and tables."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -36,17 +36,17 @@ from lit_layers.records import Measurement
 from lit_layers.report.logged_numbers import shown_records
 from lit_layers.report.template import Block, block, fill
 
-LEAST_P = 1e-4  # that is written out
-MOST_ROWS = 60  # of a timeline or an order: more cannot be read
+LEAST_P = 1e-4  # smaller p-values are shown as < 1e-4
+MOST_ROWS = 60  # of a timeline or an order matrix; more are unreadable
 
 
 def axis_text(number: float) -> str:
-    """Return a step or a number of tokens as text: whole ones, below 10 with a digit behind the point."""
+    """Return a step or a number of tokens as text, rounded to an integer, or to one decimal place below 10."""
     return f"{number:.1f}".removesuffix(".0") if number < 10 else count(round(number))
 
 
 def time_text(time: Time | None) -> str:
-    """Return `43 (38 to 50)`, `before 50`, `after 38`, `not yet`, or nothing where there is no time."""
+    """Return a time as text: `43 (38 to 50)`, `before 50`, `after 38`, `not yet`, or an empty string for None."""
     if time is None:
         return ""
     if math.isinf(time.high):
@@ -58,7 +58,10 @@ def time_text(time: Time | None) -> str:
 
 
 def sentence(curve: StepCurve, times: EmergenceTimes, *, axis: AxisName = "step") -> str:
-    """Return `Coupling, k = 12: half-way at step 13 (13 to 14), peak at 64`, or that it does not emerge."""
+    """Return a sentence such as `Coupling, k = 12: half-way at step 13 (13 to 14), peak at 64`.
+
+    If the curve does not emerge, the sentence says so.
+    """
     if times.halfway is None or times.peak is None:
         return f"{curve.title}: does not emerge ({p_equation(times.p_value, LEAST_P)})"
     halfway, where = time_text(times.halfway), "step" if axis == "step" else "token"
@@ -74,9 +77,10 @@ def sentence(curve: StepCurve, times: EmergenceTimes, *, axis: AxisName = "step"
 
 
 def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
-    """Return a row a metric, sorted by its half-way point, with intervals; a colour a run, hollow marks at peaks.
+    """Return a chart with one row per metric, sorted by half-way point, and one colour per run.
 
-    Of more than `MOST_ROWS` rows the earliest are shown.
+    Filled marks with intervals are half-way points, hollow marks are peaks. Only the earliest `MOST_ROWS` rows are
+    shown.
     """
     entries = [(number, *pair) for number, run in enumerate(clock.runs) for pair in emerged_in_order(clock, run)]
     by_key = grouped(entries, lambda entry: entry[1].key)
@@ -105,7 +109,7 @@ def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
 
 
 def layer_fronts(clock: Clock, *, axis: AxisName = "step") -> list[tuple[StepCurve, Chart]]:
-    """Return for each metric that emerges at two layers or more when each layer is half-way, a colour a run."""
+    """Return a chart for each metric that emerges at two or more layers: the half-way point of each layer, by run."""
     by_metric = grouped(
         [pair for pair in zip(clock.curves, clock.times, strict=True) if pair[0].layer is not None and pair[1].emerges],
         lambda pair: (pair[0].analysis, pair[0].metric, pair[0].tag_text),
@@ -133,9 +137,9 @@ def layer_fronts(clock: Clock, *, axis: AxisName = "step") -> list[tuple[StepCur
 def monotonicity_charts(
     layers: Sequence[LayerCurve], clock: Clock, *, axis: AxisName = "step"
 ) -> list[tuple[str, Chart]]:
-    """Return for each number with layers its rank correlation with depth over training, a colour a run, and its name.
+    """Return charts of the rank correlation between a metric and depth over training, with their names.
 
-    A number that never has one, being the same at all layers, has no chart.
+    Each chart has one colour per run. A metric that is equal at all layers has no rank correlation and no chart.
     """
     defined = [each for each in layers if each.statistic == MONOTONICITY and np.isfinite(each.curve.values).any()]
     charts = []
@@ -156,16 +160,16 @@ def monotonicity_charts(
 
 
 def _run_lines(clock: Clock, lines: Mapping[str, Series]) -> list[Series]:
-    """Return the lines of runs, each in the colour that its run has in all figures."""
+    """Return the lines of runs; a run has the same colour in all figures."""
     look = {"of": len(clock.runs), "width": 2.0, "texts_only": True}
     runs = [(number, run) for number, run in enumerate(clock.runs) if run in lines]
     return [replace(lines[run], **style_of_run(number, run, **look)) for number, run in runs]
 
 
 def order_matrix(clock: Clock, run: str) -> Chart:
-    """Return P(row is half-way before column) of what emerges in a run, both sides with the earliest first.
+    """Return P(row is half-way before column) for the metrics that emerge in a run, earliest first.
 
-    Of more than `MOST_ROWS` metrics the earliest are shown.
+    Only the earliest `MOST_ROWS` metrics are shown.
     """
     emerged = emerged_in_order(clock, run)[:MOST_ROWS]
     table = [[None if a is b else is_before(a, b)[0] for b in emerged] for a in emerged]
@@ -176,7 +180,7 @@ def order_matrix(clock: Clock, run: str) -> Chart:
 
 
 def _ends(times: Sequence[Any], curves: Sequence[StepCurve]) -> dict[str, Any]:
-    """The places of the ends of intervals, an open one at the last checkpoint of these curves."""
+    """Return the axis positions of interval ends; an open end is drawn at the last checkpoint of `curves`."""
     last = max(float(curve.at[-1]) for curve in curves)
     return {end: rounded(log_step(min(getattr(time, end), last)) for time in times) for end in ("low", "high")}
 
@@ -186,13 +190,12 @@ def _row_title(curve: StepCurve) -> str:
 
 
 def _halfway(times: EmergenceTimes) -> Time:
-    """Return the half-way point of a curve that emerges."""
     assert times.halfway is not None
     return times.halfway
 
 
 def _time_axis(clock: Clock, axis: AxisName, low: float = 0, high: float = math.inf) -> Axis:
-    """Return an axis over log(1 + step), from the last checkpoint below `low` to the first one above `high`."""
+    """Return an axis over log(1 + step) that ends at the nearest checkpoints below `low` and above `high`."""
     at = sorted({int(step) for curve in clock.curves for step in curve.at})
     first, last = max([0, *(step for step in at if step < low)]), min([at[-1], *(step for step in at if step > high)])
     shown, pad = [step for step in at if first <= step <= last], 0.02 * (log_step(last) - log_step(first))
@@ -214,10 +217,10 @@ def write_emergence(
     axis: AxisName = "step",
     layers: Sequence[LayerCurve] = (),
 ) -> list[Path]:
-    """Write emergence.html, tables as .csv, and figures as .png, .svg and .pdf; return their paths.
+    """Write emergence.html, tables as .csv, and figures as .png, .svg and .pdf; return their paths, the page first.
 
-    The page comes first. The tables are times, order, layer_order, layers (of numbers with `layers`) and agreement.
-    Files of these names are replaced.
+    The tables are times, order, layer_order, layers (only if `layers` is given) and agreement. Existing files with
+    these names are replaced.
 
     Raises:
         InputError: the folder cannot be written.
@@ -234,9 +237,9 @@ def write_emergence(
 
 
 def run_summary(run: str, measurements: Sequence[Measurement], root: Path) -> dict[str, Any] | None:
-    """Return what a run's own page says of when its metrics emerge, in sentences and a figure; None without any.
+    """Return the emergence section of a run's own page: sentences and a figure, or None if no curve can be judged.
 
-    It tells one variant of each metric, without diagnostics and other running orders; `lit-layers emerge` tells all.
+    It shows one variant of each metric, without diagnostics and interventions. `lit-layers emerge` shows all of them.
     """
     shown = [replace(m, records=[r for r in shown_records(m) if "variant" not in r.tags]) for m in measurements]
     clock = times_of_run(run, shown, root)
@@ -252,7 +255,7 @@ def run_summary(run: str, measurements: Sequence[Measurement], root: Path) -> di
 
 
 def _sentences(clock: Clock, run: str, axis: AxisName = "step") -> list[str]:
-    """Return what emerges, the earliest first, and then what changes and comes back."""
+    """Return sentences about the metrics that emerge, earliest first, then about those that change and return."""
     back = [pair for pair in of_the_model(clock, run) if pair[1].changes and not pair[1].emerges]
     return [sentence(*pair, axis=axis) for pair in (*emerged_in_order(clock, run), *back)]
 
@@ -264,7 +267,7 @@ def _unchanged(clock: Clock, run: str) -> list[str]:
 def _figures(
     clock: Clock, axis: AxisName, layers: Sequence[LayerCurve]
 ) -> tuple[dict[str, Any], list[tuple[str, Chart]]]:
-    """Return what the page shows, by its parts, and each figure with the name of its files."""
+    """Return the blocks of figures by page section, and all charts with their file names."""
     several, first = len(clock.runs) > 1, list[Block]()
     named = [("timeline", timeline(clock, axis=axis))] if any(times.emerges for times in clock.times) else []
     first += [_block("Timeline", chart, "named") for _, chart in named]
@@ -283,8 +286,8 @@ def _figures(
 
 
 def _page(clock: Clock, axis: AxisName, agreement: pd.DataFrame, content: dict[str, Any]) -> str:
-    """The page of these parts, with what is said in words."""
-    # Without the mean over seeds.
+    """Return the HTML page with these blocks."""
+    # The mean over seeds is not a run.
     runs = list(dict.fromkeys(curve.run for curve in clock.curves if curve.seeds is None)) or clock.runs
     return fill(
         "emergence.html.jinja",
@@ -305,5 +308,8 @@ def _page(clock: Clock, axis: AxisName, agreement: pd.DataFrame, content: dict[s
 
 
 def _block(title: str, chart: Chart, kind: str) -> Block:
-    """On a phone a `named` one has its names above the rows, and a `scrolled` one does not shrink."""
+    """Return a block with one wide figure.
+
+    On narrow screens `kind="named"` puts row names above the rows, and `kind="scrolled"` keeps the figure's full width.
+    """
     return block(title, "", [("", [("", chart)])], wide=True, kind=kind)

@@ -1,7 +1,7 @@
-"""A measurement as loggers show it, curves over steps, pictures and tables, and what writes it to the user's loggers.
+"""Curves, pictures and tables of measurements for experiment trackers, and writers for the user's loggers.
 
-Any logger of Lightning takes curves by `log_metrics`. A run of W&B also gets pictures of layers by steps and a table.
-None of the trackers is imported here before a run of W&B is given: a training that logs to one has done so.
+Any Lightning logger receives curves through `log_metrics`. A W&B run also receives pictures of layers by steps and a
+table. No tracker is imported here unless the user passes one of its runs, in which case it is already imported.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ from lit_layers.records import Measurement, Record
 
 logger = logging.getLogger(__name__)
 AXIS = "trainer/global_step"
-_SECTION = "lit_layers"  # section of everything that is not the curve of a metric
+_SECTION = "lit_layers"  # W&B section of everything except metric curves
 STEP, TOKENS = f"{_SECTION}/step", f"{_SECTION}/tokens"
-TRANSFORMERS_AXIS = "train/global_step"  # in each row that transformers logs to W&B
+TRANSFORMERS_AXIS = "train/global_step"  # transformers adds it to each row that it logs to W&B
 TABLE = "emergence"
-_TABLE_ROWS = 20_000  # 5 s; a longer table leaves out pairs of layers, and W&B itself cuts at 200,000
-Scalars = Literal["plotted", "all"]  # which numbers are curves
-# Tags whose values are variants of one number: figures show one of them first.
+_TABLE_ROWS = 20_000  # takes 5 s; longer tables omit layer pairs, and W&B truncates at 200,000
+Scalars = Literal["plotted", "all"]  # which records become curves
+# Tags that distinguish variants of a metric; one variant is plotted.
 _VARIANTS = ("statistic", "control", "drop_first", "normalization", "split", "of", "domain", "k")
 
 
 def measured_in(root: str | Path) -> tuple[list[Measurement], dict[tuple[str, str], str]]:
-    """Return what loggers show of a run's file, without suspect checkpoints, and the settings that have plain names."""
+    """Return a run's latest measurements, without suspect checkpoints, and the settings that have plain names."""
     measurements = records.read(Path(root) / "measurements.jsonl")
     return [m for m in latest(measurements) if not records.is_suspect(m)], plain_settings(measurements)
 
@@ -45,10 +45,10 @@ def measured_in(root: str | Path) -> tuple[list[Measurement], dict[tuple[str, st
 def curves_of(
     measurements: Iterable[Measurement], plain: dict[tuple[str, str], str], scalars: Scalars = "plotted"
 ) -> dict[str, Record]:
-    """Return the numbers of one step that are curves, by name: none of a pair of layers or of a place of a token.
+    """Return the records of one step that are logged as curves, by name, without layer pairs and single tokens.
 
-    A plotted number is one variant of its metric. Each layer has a curve for one metric of an analysis: the first one
-    in docs/metrics.md.
+    With `scalars="plotted"`, each metric is logged in one variant only. Of each analysis only one metric has a curve
+    per layer: the one listed first in docs/metrics.md.
     """
     curves = dict[str, Record]()
     for m in measurements:
@@ -58,7 +58,7 @@ def curves_of(
             for record in (m.records if scalars == "all" else shown_records(m))
             if record.other_layer is None
             and record.tags.keys().isdisjoint(records.AXES)
-            # A curve for each number of loops and of blocks would be hundreds: the table has them.
+            # One curve per number of loops would give hundreds of curves; the table has all of them.
             and record.tags.get("loops", loops) == loops
         ]
         if scalars == "plotted":
@@ -69,10 +69,7 @@ def curves_of(
 
 
 def shown_records(measurement: Measurement) -> list[Record]:
-    """Return those numbers that a person plots: one variant of each metric, no diagnostics.
-
-    Neither lists of values nor what a number is compared with are among them.
-    """
+    """Return the records worth plotting: one variant per metric, no diagnostics, lists of values or baselines."""
     of_metric = grouped(measurement.records, lambda record: record.metric)
     chosen = {metric: plainest(record.tags for record in each) for metric, each in of_metric.items()}
 
@@ -85,7 +82,7 @@ def shown_records(measurement: Measurement) -> list[Record]:
 
 
 def surfaces_of(measured: Iterable[Measurement], plain: dict[tuple[str, str], str]) -> dict[str, list[Measurement]]:
-    """Return the measurements of each picture of layers by steps, with the numbers of its metric, by its name."""
+    """Return the measurements for each picture of layers by steps, by picture name, reduced to its metric."""
     found = defaultdict[str, list[Measurement]](list)
     for m in measured:
         of_layers = [record for record in shown_records(m) if record.layer is not None and record.other_layer is None]
@@ -96,16 +93,16 @@ def surfaces_of(measured: Iterable[Measurement], plain: dict[tuple[str, str], st
 
 
 def layer_maps(root: str | Path, last_step: float = math.inf) -> dict[str, Any]:
-    """Return a row of W&B with a picture of layers by steps up to the last one, for each metric that has both.
+    """Return a W&B row with one picture of layers by steps, up to `last_step`, for each metric with values per layer.
 
-    W&B puts a slider over the steps below pictures of one name.
+    W&B shows pictures of the same name with a slider over steps.
     """
     import wandb
-    from PIL import Image  # only pictures need it
+    from PIL import Image  # imported here because only pictures need it
 
     charts, (measured, plain) = dict[str, Any](), measured_in(root)
     for name, series in surfaces_of((m for m in measured if (m.step or 0) <= last_step), plain).items():
-        with contextlib.suppress(ValueError):  # only one of the steps has the variant
+        with contextlib.suppress(ValueError):  # the variant exists at one step only
             charts[name] = layer_surface(records.frame(series), series[0].records[0].metric).whole()
     try:
         pictures = pictures_of([*charts.values()], [".png"]) if charts else []
@@ -117,12 +114,12 @@ def layer_maps(root: str | Path, last_step: float = math.inf) -> dict[str, Any]:
 
 
 def are_maps_due(num_steps: int) -> bool:
-    """Return whether layers by steps are drawn while training goes on: after 4, 8, 16, ... measured steps."""
+    """Return whether pictures of layers by steps are logged now: after 4, 8, 16, ... measured steps."""
     return num_steps >= 4 and num_steps.bit_count() == 1
 
 
 def end_of_run(root: str | Path, name: str = TABLE) -> dict[str, Any]:
-    """Return a row of W&B with the table of all numbers under this name, and the pictures; empty without numbers."""
+    """Return a W&B row with the table of all records, called `name`, and the final pictures; empty without records."""
     import wandb
 
     frame = records.frame(measured_in(root)[0], settings="all")
@@ -139,19 +136,21 @@ def end_of_run(root: str | Path, name: str = TABLE) -> dict[str, Any]:
 
 
 class WandbRun:
-    """A guest in a run of W&B: its rows join the user's rows, which keep their numbers.
+    """Writer of measurements to a W&B run of the user, whose own rows keep their numbers.
 
-    W&B numbers the rows of a run, and drops a row whose number is below that of the row before. A row of measurements
-    is therefore added to the row that is open, at most one to each. A row that finds no place waits for the end.
+    W&B numbers the rows of a run, and drops a row whose number is lower than that of the previous row. Measurements are
+    therefore merged into the row that is currently open, at most one step per row. Steps that cannot be merged are
+    written at the end of the run.
 
     Args:
-        run: the run.
-        axis: the name under which the user's logger writes the step into each of its rows; None: it writes none. The
-            measurements of a step then join only the row that the logger writes at that step (`join`). If it writes
-            none, they have a row of their own some steps later: W&B draws all rows over the axis.
+        run: the W&B run.
+        axis: the key under which the user's logger writes the step into each of its rows, or None if it does not. With
+            an axis, measurements of a step are only merged into the row that the logger writes at that step (`join`).
+            If the logger writes no row at that step, they get a row of their own some steps later. Charts are still
+            right, because W&B plots over the axis.
     """
 
-    # By run, the last row that measurements were added to, and their step: two networks may be measured in one run.
+    # By run id: last row with measurements, and their step. Shared, since two networks may log to one run.
     _last_rows: ClassVar[dict[str, tuple[int, int]]] = {}
 
     def __init__(self, run: Any, axis: str | None = None) -> None:
@@ -160,21 +159,21 @@ class WandbRun:
         self._pending = dict[int, dict[str, Any]]()
 
     def begin(self, about: Mapping[str, Any]) -> None:
-        """Take what is measured, the options of each analysis by its name, and where."""
+        """Write the options of each analysis and the run's folder to the run's config."""
         self._run.config.update({_SECTION: dict(about)}, allow_val_change=True)
         if not self._is_shared:
             self._run.define_metric(STEP)
 
     def row(self, step: int, values: Mapping[str, Any]) -> None:
-        """Take the curves of a step of the axis, and its pictures."""
-        if self._is_shared and len(self._pending) > 1:  # one alone may be step 0, before the logger's first row
+        """Queue the curves and pictures of one step."""
+        if self._is_shared and len(self._pending) > 1:  # a single one may be step 0, before the logger's first row
             self.flush()
         self._pending[step] = {**values, self._axis: step}
         if not self._is_shared:
             self.join(step)
 
     def join(self, step: int) -> None:
-        """Add the row of a step to the one that is open, unless that has measurements of another step."""
+        """Merge the values of a step into the open row, unless that row has measurements of another step."""
         if step not in self._pending:
             return
         number, (taken, by) = self._run.step, self._last_rows.get(self._run.id, (-1, -1))
@@ -183,19 +182,19 @@ class WandbRun:
             self._last_rows[self._run.id] = number, step
 
     def end(self, root: Path) -> None:
-        """Take the tables and the pictures of all steps; the run is the user's to close."""
+        """Write pending steps, the table and the final pictures; the run is left open for the user."""
         self.flush()
         self._run.log(end_of_run(root, f"{_SECTION}/{TABLE}"), commit=False)
 
     def flush(self) -> None:
-        """Write the rows that wait behind the user's last row."""
+        """Write all pending steps after the user's last row."""
         if self._pending and not self._is_shared:
             self.join(max(self._pending))
         if not self._pending:
             return
         number = self._run.step
         if not self._is_shared and number - self._run.summary.get("_step", -1) > 1:
-            # The user numbers the rows: one that comes later would be dropped if these took its number.
+            # The user passes row numbers: W&B would drop the user's next row if these rows took its number.
             words = "W&B: %d steps are no points of its curves, as the run has fewer rows; %s/emergence has them"
             logger.warning(words, len(self._pending), _SECTION)
             return
@@ -206,16 +205,13 @@ class WandbRun:
 
     def _log(self, step: int, *, commit: bool) -> None:
         row = self._pending.pop(step)
-        for name in row.keys() - {self._axis}:  # by exact name: globs are the user's
+        for name in row.keys() - {self._axis}:  # exact names: a glob could match the user's keys
             self._run.define_metric(name, step_metric=self._axis)
         self._run.log(row, commit=commit)
 
 
 def writer_of(destination: Any) -> Any:
-    """Return what writes to a destination: a `WandbRun` for a run of W&B or its logger, or a logger of Lightning.
-
-    None for others.
-    """
+    """Return a writer: `WandbRun` for a W&B run or logger, the logger itself for Lightning, otherwise None."""
     is_logger = "WandbLogger" in [kind.__name__ for kind in type(destination).__mro__]
     run = destination.experiment if is_logger else destination
     if any(kind.__module__.startswith("wandb.") and kind.__name__ == "Run" for kind in type(run).__mro__):
@@ -224,6 +220,6 @@ def writer_of(destination: Any) -> Any:
 
 
 def runs_of_trainer(reports_to: Sequence[str]) -> list[Any]:
-    """Return the run of W&B that a Trainer of transformers has begun, where it reports to W&B."""
+    """Return the W&B run that a transformers Trainer has started, in a list; empty if it does not report to W&B."""
     run = sys.modules["wandb"].run if "wandb" in reports_to and "wandb" in sys.modules else None
     return [] if run is None else [WandbRun(run, TRANSFORMERS_AXIS)]

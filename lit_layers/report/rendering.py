@@ -1,4 +1,4 @@
-"""The page of a run, or of models side by side: its facts, tables and figures; and its figures as pictures."""
+"""The page of a run, or of models side by side, with facts, tables and figures; and export of its figures."""
 
 import shlex
 from collections.abc import Iterator
@@ -21,7 +21,10 @@ from lit_layers.report.template import charts_in, fill
 
 
 def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
-    """Return the page of a run, or of models side by side; without its suspect checkpoints unless they are allowed."""
+    """Return the HTML page of a run, or of models side by side.
+
+    Suspect checkpoints are left out unless `allow_suspect`.
+    """
     comparing = run.compares_models
     frame, shown = sections_of(run, allow_suspect=allow_suspect)
     training = sections.training(run)
@@ -54,21 +57,21 @@ def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
 
 
 def _emergence(run: run_data.RunData, *, allow_suspect: bool) -> dict[str, Any] | None:
-    """Return when metrics emerge, in words and figures; None where nothing can tell."""
+    """Return the emergence section of the page, or None if no curve can be judged."""
     drawn = [m for m in run.measurements if allow_suspect or not records.is_suspect(m)]
     try:
         return None if run.compares_models else emergence.run_summary(run.name, drawn, run.root)
-    except Exception as error:  # the rest of the page is as good as before
+    except Exception as error:  # the rest of the page is still useful
         reason = f"When metrics emerge could not be told: {type(error).__name__}: {error}"
         return {"sentences": [], "still": [], "notes": [reason], "blocks": []}
 
 
 def sections_of(run: run_data.RunData, *, allow_suspect: bool = False) -> tuple[pd.DataFrame, list[dict[str, Any]]]:
-    """Return the table of what may be drawn of a run, with means over its tasks, and the sections of figures."""
+    """Return the records to draw, including means over tasks, and the figure sections of the page."""
     comparing = run.compares_models
     drawable = [m for m in run.measurements if comparing or m.step is not None]
     drawable = [m for m in drawable if allow_suspect or not records.is_suspect(m)]
-    # Those that are left are to be drawn: without their verdicts no figure refuses them.
+    # Suspect rows that remain were allowed. Figures refuse rows with a suspect verdict, so drop the column.
     means = add_task_means(records.frame(drawable).drop(columns=records.AUDIT, errors="ignore"))
     medians = add_task_medians(means.frame)
     frame = medians.frame
@@ -81,7 +84,7 @@ def sections_of(run: run_data.RunData, *, allow_suspect: bool = False) -> tuple[
 
 
 def _results(table: Any) -> list[dict[str, Any]]:
-    """The rows of the table of models: a metric each, with the number and interval of each model."""
+    """Return the rows of the model comparison: one metric per row, with the value and interval of each model."""
     key = lambda row: (row["analysis"], row["metric"], row["variant"], row["layer"] == row["layer"])  # noqa: E731
     rows = grouped(table.to_dict("records"), key)
     shown = [{**part[0], "is_last": key[-1], "cells": {row["run"]: row for row in part}} for key, part in rows.items()]
@@ -95,16 +98,16 @@ def _results(table: Any) -> list[dict[str, Any]]:
 def write_pictures(
     root: str | Path, folder: str | Path, *, allow_suspect: bool = False, settings: Settings = ()
 ) -> list[Path]:
-    """Write every figure of a run's page, or of the page of models side by side, as PNG, SVG and PDF.
+    """Write every figure of the page of a run, or of models side by side, as PNG, SVG and PDF; return the paths.
 
-    A picture is named after its section, its title, its choice and what it is over, as on the page; of a figure with a
-    slider it shows the last checkpoint. Returns their paths.
+    File names consist of section, title, choice and caption, as on the page. A figure with a slider shows the last
+    checkpoint.
 
-    The folder is made where there is none; other files in it stay. Checkpoints that an audit found suspect are left
-    out, unless `allow_suspect`; `settings` chooses numbers of other settings, as for the page.
+    The folder is created if needed; other files in it are not touched. Suspect checkpoints are left out unless
+    `allow_suspect`. `settings` selects settings as for the page.
 
     Raises:
-        InputError: where `root` is no run's folder, has nothing to draw, or a picture cannot be written.
+        InputError: `root` is no run folder or has no figures, or a picture cannot be written.
     """
     charts = [*_named_charts(run_data.read_run(root, settings=settings), allow_suspect=allow_suspect)]
     if not charts:
@@ -113,7 +116,7 @@ def write_pictures(
 
 
 def _named_charts(run: run_data.RunData, *, allow_suspect: bool) -> Iterator[tuple[str, Chart]]:
-    """Return what each picture is called after, and its chart, whose title names the section."""
+    """Yield each chart with its file name; its title is prefixed with the section."""
     frame, shown = sections_of(run, allow_suspect=allow_suspect)
     emerges = (_emergence(run, allow_suspect=allow_suspect) or {}).get("blocks", [])
     head = [*sections.training(run), *sections.first_surface(frame)]

@@ -1,4 +1,4 @@
-"""Which figures a page shows: each metric of each analysis in the shapes that its rows allow, of a run or of models."""
+"""The figure sections of a page: which figures each metric of an analysis has, depending on the tags of its records."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +19,8 @@ from lit_layers.metrics import GROUPS, METRICS, is_in, look_up, names, rank, sca
 from lit_layers.report.template import Block, Captioned, Cells, Choice, Group, Table, block
 from lit_layers.run_data import RunData
 
-_TOGETHER = 6  # variants of a metric of the whole model that one figure still shows
-_CHOSEN_FROM = ("monotonicity", "layer", "concept", "residual", "law", "stage")  # groups of metrics that share a block
+_TOGETHER = 6  # largest number of whole-model variants in one figure
+_CHOSEN_FROM = ("monotonicity", "layer", "concept", "residual", "law", "stage")  # metric groups that share a block
 CONTROLS = ("random_labels", "relabelled_vocabulary")
 
 READOUT, TASKS = "interventions", "intervene"
@@ -30,10 +30,10 @@ SPEED, FINETUNE = "intervene/speed", "intervene/finetune"
 def sections(
     frame: pd.DataFrame, *, comparing: bool = False, num_layers: Mapping[str, int] | None = None
 ) -> list[dict[str, Any]]:
-    """Return a section for each analysis of a run, or of models side by side, that has anything to draw.
+    """Return a section for each analysis of a run, or of models side by side, that has figures.
 
-    `num_layers` are those of the models, of which not all need be measured. Secondary metrics are the diagnostics
-    of their section.
+    `num_layers` are the depths of the models; not every layer need be measured. Secondary metrics become the section's
+    diagnostics.
     """
     shown = []
     table: Any = frame
@@ -56,7 +56,7 @@ def sections(
                     metrics=members,
                 )
                 (diagnostics if all(row.secondary for row in rows) else blocks).append(made)
-        if not blocks:  # then they are all that there is
+        if not blocks:  # a section with diagnostics only shows them as its figures
             blocks, diagnostics = diagnostics, []
         if blocks:
             about = {"name": analysis, "title": sentence(analysis), "note": analysis_note(analysis)}
@@ -65,7 +65,10 @@ def sections(
 
 
 def _members(part: Any, *, grouping: bool) -> Iterator[tuple[str, list[str]]]:
-    """Yield the metrics that share a block, with its title: a group that a reader chooses from, or one metric ("")."""
+    """Yield the metrics that share a block, with the block's title.
+
+    A block shows either a group of metrics that the reader chooses from, or a single metric (title "").
+    """
     measured = sorted(part["metric"].unique(), key=rank)
     baselines = {look_up(metric).baseline for metric in measured}
     titles = {group.name: group.title for group in GROUPS if grouping and group.name in _CHOSEN_FROM}
@@ -79,7 +82,7 @@ def _members(part: Any, *, grouping: bool) -> Iterator[tuple[str, list[str]]]:
 
 
 def training(run: RunData) -> list[Block]:
-    """Return the figures of training: the loss, then what else its rows hold."""
+    """Return the figures of training scalars, the loss first."""
     recorded = dict.fromkeys(name for row in run.scalars for name in row if name not in ("step", "tokens"))
     unigram = run.about.get("data", {}).get("unigram_entropy")
     references = {"Unigram entropy": unigram} if unigram is not None else {}
@@ -96,14 +99,14 @@ def training(run: RunData) -> list[Block]:
 
 
 def first_surface(frame: pd.DataFrame) -> list[Block]:
-    """Return the figure of one metric over layers and steps that a page begins with: the lens, or the first."""
+    """Return the opening figure of a page: one metric over layers and steps, the logit lens loss if it was measured."""
     table: Any = frame
     table = table[table["layer"].notna() & table["step"].notna() & ~is_intervention(frame)]
     counts = table.groupby(["analysis", "metric"], sort=False)["layer"].nunique()
     pairs: list[Any] = [*counts[counts > 1].index]
     for analysis, metric in sorted(pairs, key=lambda pair: (pair[1] != "logit_lens_loss", rank(pair[1]))):
         if not (look_up(metric).secondary or look_up(metric).unlisted):
-            with contextlib.suppress(ValueError):  # at one step, or of pairs
+            with contextlib.suppress(ValueError):  # values at one step only, or of layer pairs
                 chart = plots.layer_surface(table, metric, analysis=analysis)
                 title = f"{look_up(metric).unit_title}: layers over steps"
                 return [block(title, "", [("", [("", chart)])], metrics=[metric])]
@@ -122,13 +125,13 @@ def shapes(
     num_layers: Mapping[str, int] | None = None,
     steps: Sequence[int] = (),
 ) -> list[Choice]:
-    """Return the figures of a metric in all the shapes that it has, a choice a variant.
+    """Return all figures of a metric, one choice per variant.
 
-    `steps` are all that the run has. Of models without steps maps have a choice a model; where all values are those of
-    whole models there is no figure.
+    `steps` are all measured steps of the run. For models without steps, maps have one choice per model; a metric with
+    only whole-model values has no figure.
     """
     table: Any = part
-    table = table[table["metric"].isin([metric, look_up(metric).baseline])]  # searched again for each figure
+    table = table[table["metric"].isin([metric, look_up(metric).baseline])]  # smaller: every figure filters it again
     unplaced = table[table[table.columns.intersection(records.AXES)].isna().all(axis=1)]
     rows, levels = tables.rows_of(table, metric), tables.rows_of(table, look_up(metric).baseline or "")
     runs = {run: rows[rows["run"] == run] for run in rows["run"].unique()} if comparing else {"": table}
@@ -154,7 +157,7 @@ def shapes(
             if any(map(_is_on_profile, every)):
                 yield "", partial(plots.layer_profile, table, metric, **look)
             return
-        names = levels["metric"].unique()  # not every variant has a baseline
+        names = levels["metric"].unique()  # some variants have no baseline
         options["baselines"] = look["baselines"] = [
             name for name in names if tables.matching(tables.select(levels, name, analysis=analysis), tags)
         ]
@@ -186,7 +189,7 @@ def shapes(
 
 
 def _maps(part: pd.DataFrame, metric: str, points: list[tables.Point], options: dict[str, Any]) -> Iterator[Captioned]:
-    """Yield the maps of one choice, or the one that leaves no room for others."""
+    """Yield the maps of one choice; some kinds of map exclude the others."""
     has = {tag for point in points for tag in point.tags if point.layer is not None}
     kinds = [
         ("", plots.paths_in_plane, "axis" in has),
@@ -211,13 +214,13 @@ def _is_on_profile(point: tables.Point) -> bool:
 
 
 def choices_of(points: list[tables.Point]) -> list[tuple[dict[str, Any], str]]:
-    """Return what the reader chooses from, as options of a figure and their text: variants, and layers of tables."""
+    """Return the reader's choices as figure options with texts: variants, and layers for per-layer tables."""
     kinds = _variant_choices(points)
     if not points[0].tags.keys() & {"row", "token"} or "axis" in points[0].tags:
         return [({"tags": tags}, text) for tags, text in kinds]
     choices = []
     for tags, text in kinds:
-        # different blocks first: what a block is in its own directions is known beforehand
+        # pairs of different blocks first: a block in its own directions is trivial
         pairs = {(p.layer, p.other_layer) for p in tables.matching(points, tags)}
         for layer, other in sorted(pairs, key=lambda pair: (pair[0] == pair[1], pair[0], pair[1] or 0)):
             texts = [pair_text(layer, other), *([text] if len(kinds) > 1 else [])]
@@ -226,7 +229,7 @@ def choices_of(points: list[tables.Point]) -> list[tuple[dict[str, Any], str]]:
 
 
 def _variant_choices(points: list[tables.Point]) -> list[tuple[Mapping[str, Any], str]]:
-    """The variants that the reader chooses from, the plainest first; a few of the whole model are drawn together."""
+    """Return the variants that the reader can choose, plainest first; a few whole-model variants share one figure."""
     variants = tables.variants_of(points)
     if not any(map(tables.is_on_axes, points)) and points[0].other_layer is None:
         statistics = dict.fromkeys(tags.get("statistic") for tags in variants)
@@ -235,9 +238,9 @@ def _variant_choices(points: list[tables.Point]) -> list[tuple[Mapping[str, Any]
                 return [({}, "")]
             in_order = sorted(statistics, key=lambda statistic: statistic or "")
             return [({"statistic": s}, tables.choice_text({"statistic": s})) for s in in_order]
-    # A median may exist for the whole model alone, where the mean is also per layer: then it is no choice.
+    # Some variants, e.g. a median, may exist only for the whole model: not a choice if others have layers.
     variants = [tags for tags in variants if any(map(tables.is_on_axes, tables.matching(points, tags)))] or variants
-    variants = [tags for tags in variants if tags.get("control") not in CONTROLS] or variants  # drawn beside the others
+    variants = [tags for tags in variants if tags.get("control") not in CONTROLS] or variants  # drawn as dashed lines
     first = tables.plainest(variants)
     if len(variants) < 2:
         return [(first, tables.variant_text(first))]
@@ -250,7 +253,7 @@ def _variant_choices(points: list[tables.Point]) -> list[tuple[Mapping[str, Any]
 
 
 def is_intervention(frame: pd.DataFrame) -> Any:
-    """Return which rows `intervention_sections` shows, a boolean a row."""
+    """Return a boolean per row: whether it belongs to `intervention_sections`."""
     table: Any = frame
     has_variant = table["variant"].notna() if "variant" in table else pd.Series(False, index=table.index)
     own = table["analysis"].str.split("/").str[0].isin([READOUT, TASKS])
@@ -258,14 +261,14 @@ def is_intervention(frame: pd.DataFrame) -> Any:
 
 
 def intervention_sections(frame: pd.DataFrame, notes: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return the sections of other running orders, of a run or of models; `notes` tell of analyses.
+    """Return the sections about interventions on the order of blocks; `notes` are sentences by analysis.
 
-    Of a run a figure has a slider over the checkpoints; several models have a figure each to choose.
+    For a run, figures have a slider over checkpoints. For several models, the reader chooses a model.
     """
     table: Any = frame[is_intervention(frame) & (frame["metric"] != records.FAILED)]
     if table.empty or "variant" not in table:
         return []
-    # single random orders, which no figure shows, are most of the rows
+    # most rows are single random orders, which no figure shows
     table = table[table["seed"].isna()] if "seed" in table else table
     shown = []
     by_kind = tables.grouped(sorted(table["analysis"].unique(), key=lambda name: name not in _MEANS.values()), _kind)
@@ -290,13 +293,13 @@ _MEANS = {TASKS: tables.MEDIAN, tables.GLUE: tables.GLUE_MEAN}
 
 
 def _kind(analysis: str) -> str:
-    """Return the section that an analysis belongs to."""
+    """Return the section of an analysis."""
     if analysis.split("/")[0] == READOUT or analysis == SPEED:
         return analysis
     return next((each for each in (tables.GLUE, FINETUNE) if analysis.startswith(each)), TASKS)
 
 
-# By the title of the block: variants that have such a figure, and what draws it.
+# By block title: the variants with this figure, and its drawing function.
 _KINDS: dict[str, tuple[Sequence[str], Callable[..., Chart]]] = {
     "Middle blocks changed": (OF_MIDDLES, plots.variant_curves),
     "Number of loops": ((LOOPED,), plots.loop_map),
@@ -305,7 +308,7 @@ _KINDS: dict[str, tuple[Sequence[str], Callable[..., Chart]]] = {
 
 
 def _drawings(table: Any, analyses: Sequence[str]) -> dict[str, list[tuple[str, Callable[[], Chart]]]]:
-    """Return the figures of analyses that belong together, by the title of their block, each with its choice."""
+    """Return the figures of related analyses by block title, each with its choice text and drawing function."""
     part, drawings = table[table["analysis"].isin(analyses)], dict[str, list[tuple[str, Callable[[], Chart]]]]()
     models, every = short_names([*part["run"].unique()]), [*_metrics(table, analyses)]
     if len(models) > 1:
@@ -314,7 +317,7 @@ def _drawings(table: Any, analyses: Sequence[str]) -> dict[str, list[tuple[str, 
                 draw = partial(plots.models_by_middle, table, metric, variant=variant, **chosen)
                 named = f"{text}: {tag_text({'variant': variant})}"
                 drawings.setdefault("Models side by side", []).append((named, draw))
-        every = every[:1]  # of each model only the first
+        every = every[:1]  # for several models only the first metric
     for title, (variants, make) in _KINDS.items():
         for text, rows, metric, chosen in every:
             for run in rows[rows["variant"].isin(variants)]["run"].unique():
@@ -325,9 +328,9 @@ def _drawings(table: Any, analyses: Sequence[str]) -> dict[str, list[tuple[str, 
 
 
 def _metrics(table: Any, analyses: Sequence[str]) -> Iterator[tuple[str, Any, str, dict[str, Any]]]:
-    """Yield the metrics of analyses under each of their circumstances (such as `when`), the plainest metric first.
+    """Yield choice text, rows, metric and figure options for each metric of the analyses, plainest first.
 
-    Each has its text, its rows, its name and the options of its figures.
+    A metric measured under several conditions (such as tag `when`) is yielded once per condition.
     """
     for analysis in analyses:
         part = table[(table["analysis"] == analysis) & table["variant"].notna()]
@@ -352,7 +355,7 @@ def _metrics(table: Any, analyses: Sequence[str]) -> Iterator[tuple[str, Any, st
 
 
 def differences(rows: Any) -> Table | None:
-    """Return a row for each order of the blocks: its numbers less the full model's on the same rows, at the end."""
+    """Return a table with one row per order of blocks: its differences from the full model at the last checkpoint."""
     rows = rows[rows["metric"].str.endswith("_difference") & rows["variant"].notna()]
     rows = rows[rows["step"].isna() | (rows["step"] == rows.groupby("run")["step"].transform("max"))]
     cells, several = dict[str, dict[str, tuple[str, str]]](), rows["run"].nunique() > 1

@@ -1,4 +1,4 @@
-"""Comparisons of runs: bands over seeds, a colour a run or group of seeds, and the difference of two."""
+"""Comparison of runs: intervals over seeds, one colour per run or group of seeds, and the difference of two groups."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,11 +32,11 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One number of a run, or of all seeds of a group, over the steps that they have in common, (checkpoints,).
+    """One metric of a run, or of all seeds of a group, over their common steps. All arrays have shape (checkpoints,).
 
-    `low` and `high` are a 95% interval: over seeds by Student's t, of a single run over prompts where it has errors;
-    what of it lies outside the metric's range (an accuracy below 0) is cut off. `error` is the standard error behind it
-    and `df` its degrees of freedom, infinite over prompts. `left_out` says which prompts a difference is without.
+    `low` and `high` are a 95% interval. Over seeds it uses Student's t; for a single run it is over prompts, if the run
+    has standard errors. Interval ends are clipped to the metric's range (e.g. accuracy >= 0). `error` is the standard
+    error and `df` its degrees of freedom, infinite over prompts. `left_out` says which prompts a difference leaves out.
     """
 
     group: str
@@ -52,11 +52,11 @@ class Line:
 
     @classmethod
     def from_curves(cls, group: str, curves: Sequence[StepCurve]) -> "Line":
-        """Return the line of the curves of one number, one a run; steps that one of them lacks are left out."""
+        """Return the line of one metric from one curve per run, at the steps that all curves have."""
         common, rows = at_common_checkpoints(curves)
         first, n, df = curves[0], len(curves), np.inf
         error = np.full(len(common), np.nan)
-        with np.errstate(over="ignore", invalid="ignore"):  # what is near the largest float has no interval
+        with np.errstate(over="ignore", invalid="ignore"):  # values near the float maximum get no interval
             if n > 1:
                 error, df = rows.std(0, ddof=1) / np.sqrt(n), float(n - 1)
             elif first.stderr is not None:
@@ -68,6 +68,7 @@ class Line:
 
     @property
     def interval_over(self) -> str:
+        """What the interval is over: `5 seeds`, `prompts`, or an empty string without an interval."""
         return f"{self.num_runs} seeds" if self.num_runs > 1 else "prompts" if np.isfinite(self.error).any() else ""
 
 
@@ -76,7 +77,10 @@ def _quantile(df: float) -> float:
 
 
 def _interval(values: Array, half: Array, least: float, most: float) -> tuple[Array, Array]:
-    """Its ends, no farther than from `least` to `most`, unless values lie outside: these are of another unit."""
+    """Return the ends of an interval, clipped to [least, most].
+
+    If a value is outside this range, it is in other units than expected, and nothing is clipped.
+    """
     low, high = values - half, values + half
     if ((values < least - _ROUNDING) | (values > most + _ROUNDING)).any():
         return low, high
@@ -84,13 +88,17 @@ def _interval(values: Array, half: Array, least: float, most: float) -> tuple[Ar
 
 
 def difference(one: Line, other: Line) -> Line:
-    """Return `one` less `other` at the steps that both have.
+    """Return `one` minus `other` at their common steps.
 
-    Of two groups of seeds the interval is Welch's, with Welch and Satterthwaite's degrees of freedom at each step (the
-    smallest of them is `df`). Of two single runs that keep the values of the same prompts it is Student's, over the
-    differences of the prompts that have a value in both at a step, and where some have one in a single run alone the
-    difference is theirs, too, and `left_out` says so; of others it takes their errors as independent, and is too wide
-    where their prompts are the same. Of a group and a single run, whose seeds are unknown, there is none.
+    The interval depends on what is compared:
+
+    - Two groups of seeds: Welch's interval with Welch-Satterthwaite degrees of freedom at each step; `df` is the
+      smallest.
+    - Two single runs with values of the same prompts: Student's interval over the differences of prompts that have a
+      value in both runs. Prompts with a value in one run only are left out of the difference too, and `left_out` counts
+      them.
+    - Other single runs: the errors are treated as independent. The interval is too wide if the prompts are the same.
+    - A group and a single run: no interval, because the variance of the single run over seeds is unknown.
     """
     common = np.intersect1d(one.at, other.at)
     (a, b), (of_a, of_b) = ((one, other), (np.isin(one.at, common), np.isin(other.at, common)))
@@ -101,10 +109,10 @@ def difference(one: Line, other: Line) -> Line:
     if (a.num_runs > 1) != (b.num_runs > 1):
         error = np.full(len(common), np.nan)
     elif a.num_runs > 1:
-        # Of their shares: a fourth power of a small error is none.
+        # Computed from error ratios: the fourth power of a small error underflows to 0.
         with np.errstate(invalid="ignore", divide="ignore"):
             df = 1 / ((error_a / error) ** 4 / a.df + (error_b / error) ** 4 / b.df)
-        df = np.where(np.isfinite(df), df, a.df + b.df)  # no spread at all
+        df = np.where(np.isfinite(df), df, a.df + b.df)  # both errors are 0
     elif (diffs := _prompt_differences(a.curve, b.curve, common)) is not None:
         values, error, df, left_out = _paired_means(*diffs, values, error)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -117,7 +125,10 @@ def difference(one: Line, other: Line) -> Line:
 
 
 def _prompt_differences(a: StepCurve, b: StepCurve, common: Array) -> tuple[Array, Array] | None:
-    """The differences of the prompts of two runs at each step, and how many of them have a value in either."""
+    """Return the differences per prompt at each step, and the number of prompts with a value in either run.
+
+    Returns None if the runs have no values of the same prompts.
+    """
     same = a.prompts_of.removeprefix(f"{a.run} ") == b.prompts_of.removeprefix(f"{b.run} ")
     if a.prompts is None or b.prompts is None or not same:
         return None
@@ -126,10 +137,10 @@ def _prompt_differences(a: StepCurve, b: StepCurve, common: Array) -> tuple[Arra
 
 
 def _paired_means(diffs: Array, either: Array, values: Array, error: Array) -> tuple[Array, Array, Array, str]:
-    """The mean difference, its error and degrees of freedom, over the pairs of each step, and what these leave out.
+    """Return mean difference, standard error and degrees of freedom over prompt pairs, and which are omitted.
 
-    A step of fewer than two pairs keeps its `values` and `error`; one of all prompts its `values`, as they are not
-    rounded to the precision of prompts.
+    A step with fewer than two pairs keeps `values` and `error`. A step where all prompts are paired keeps `values`:
+    they are more precise than the rounded values of single prompts.
     """
     diffs = np.where(np.isfinite(diffs), diffs, np.nan)
     n = np.isfinite(diffs).sum(0)
@@ -146,9 +157,9 @@ def _paired_means(diffs: Array, either: Array, values: Array, error: Array) -> t
 
 @dataclass(frozen=True, kw_only=True)
 class SideBySide:
-    """Runs, the groups of seeds that they fall into, and the numbers of each group; `notes` say what is not shown.
+    """Runs, the groups of seeds that they form, and the lines of each group.
 
-    `recipes` has of each run what its recipe says of the fields in which those of these runs differ.
+    `notes` say what is not shown. `recipes` holds, for each run, the recipe fields that differ between the runs.
     """
 
     groups: Mapping[str, Sequence[str]]
@@ -158,7 +169,7 @@ class SideBySide:
 
     @property
     def shared(self) -> dict[Key, Mapping[str, Line]]:
-        """Return the numbers that all groups have."""
+        """The lines of metrics that all groups have."""
         return {key: lines for key, lines in self.lines.items() if len(lines) == len(self.groups)}
 
 
@@ -174,14 +185,14 @@ def read_side_by_side(
 
     Args:
         roots: folders of runs.
-        seeds: all runs are seeds of one.
-        group: runs with one value of this field of their recipe, such as `data.shuffle_tokens`, are seeds of one.
-        settings: of analyses that were measured with several settings, as in `lit_layers.identity`.
-        allow_suspect: also take checkpoints that an audit found suspect.
+        seeds: all runs are seeds of one training.
+        group: runs with the same value of this recipe field, such as `data.shuffle_tokens`, are seeds of one training.
+        settings: which settings to use if an analysis was measured with several, as in `lit_layers.identity`.
+        allow_suspect: also use checkpoints that an audit found suspect.
 
     Raises:
-        InputError: two runs of one name, two seeds with the same numbers or of other settings, a recipe
-            without that field, or as `curves_of`.
+        InputError: two runs have the same name, two seeds have equal values or different settings, a recipe lacks the
+            field, or a run cannot be read (see `curves_of`).
     """
     if seeds and group is not None:
         raise InputError("seeds: expected either seeds or group, got both")
@@ -223,10 +234,10 @@ def read_side_by_side(
 
 
 def _recipe(root: str | Path) -> dict[str, str]:
-    """Return what the recipe of a run says of model, data, trainer and seed: by path, which leaves out `init_args`."""
+    """Return the model, data, trainer and seed fields of a run's recipe by dotted path, without `init_args`."""
     config = run_facts(Path(root)).get("config") or {}
     parts = {part: config[part] for part in ("seed_everything", "model", "data", "trainer") if part in config}
-    # as a record: a row of a table has one kind of number, and 3 would be 3.0
+    # to_dict keeps ints: a DataFrame row has one dtype, and 3 would become 3.0
     flat = pd.json_normalize(parts).to_dict("records")[0] if parts else {}
     return {str(name).replace(".init_args", ""): str(content) for name, content in flat.items()}
 
@@ -243,7 +254,7 @@ def _differing(recipes: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
 
 
 def training_chart(lines: Mapping[str, Line], groups: Sequence[str]) -> Chart:
-    """Return one number over training, a colour a group, with bands."""
+    """Return one metric over training with intervals, one colour per group."""
     first = next(iter(lines.values()))
     series = []
     for number, name in enumerate(groups):
@@ -279,7 +290,7 @@ def _common_steps(lines: Iterable[Line]) -> list[float]:
 
 
 def layer_chart(by_layer: Mapping[int, Mapping[str, Line]], groups: Sequence[str]) -> Chart:
-    """Return one number over the layers, a colour a group, with bands and a slider over the steps that all have."""
+    """Return one metric over the layers with intervals, one colour per group, and a slider over the common steps."""
     steps = _common_steps(line for lines in by_layer.values() for line in lines.values())
     frames, series = spread(steps, FRAMES), []
     for number, name in enumerate(groups):
@@ -302,7 +313,7 @@ def layer_chart(by_layer: Mapping[int, Mapping[str, Line]], groups: Sequence[str
 
 
 def page_of(content: SideBySide) -> str:
-    """Return the page: what the groups are, a table of last values, and the figures of each analysis."""
+    """Return the HTML page: the groups, a table of last values, and the figures of each analysis."""
     shown = [
         {"name": analysis, "title": sentence(analysis), "metrics": blocks}
         for analysis, blocks in _blocks(content).items()
@@ -325,7 +336,7 @@ def page_of(content: SideBySide) -> str:
 
 
 def _first_difference(content: SideBySide) -> dict[str, Any]:
-    """Return up to which step all groups have equal numbers, as a sentence, and the number that differs first."""
+    """Return a sentence on up to which step all groups are equal, and a figure of the metric that differs first."""
     found: list[tuple[float, tuple[int, int], Key]] = []
     order = _order(content)
     for key, lines in content.shared.items():
@@ -344,7 +355,7 @@ def _first_difference(content: SideBySide) -> dict[str, Any]:
 
 
 def write_pictures(content: SideBySide, folder: Path) -> list[Path]:
-    """Write the figures of the page as .png, .svg and .pdf; returns their paths."""
+    """Write the figures of the page as .png, .svg and .pdf; return their paths."""
     sections = _blocks(content).items()
     return vega.write_pictures((pair for name, blocks in sections for pair in charts_in(name, blocks)), folder)
 
@@ -360,7 +371,7 @@ def _blocks(content: SideBySide) -> dict[str, list[Block]]:
         for of_tags in variants.values():
             by_layer = {key[2]: lines for key, lines in of_tags}
             layered = {layer: each for layer, each in by_layer.items() if layer is not None}
-            of_all = [layer for layer, each in layered.items() if len(each) == len(groups)]  # not all are as deep
+            of_all = [layer for layer, each in layered.items() if len(each) == len(groups)]  # depths may differ
             lines = by_layer[None] if None in by_layer else layered[max(of_all or layered)]
             is_last = max(of_all or layered, default=0) == max(layered, default=0)
             at = "" if None in by_layer else ", the last layer" if is_last else ", a layer of all"
@@ -379,16 +390,16 @@ def _blocks(content: SideBySide) -> dict[str, list[Block]]:
 
 
 def _order(content: SideBySide) -> Callable[[str, str], tuple[int, int]]:
-    """Where a metric of an analysis stands: as on the page of one run, analyses as they were measured."""
+    """Return a sort key: analyses in the order of measurement, metrics as on the page of one run."""
     analyses = [*dict.fromkeys(key[0] for key in content.lines)]
     return lambda analysis, metric: (analyses.index(analysis), rank(metric))
 
 
 def last_values(content: SideBySide) -> pd.DataFrame:
-    """Return a row a number: analysis, metric, layer, tags, step, and each group's value and interval there.
+    """Return a table with one row per metric at the last common step, with the value and interval of each group.
 
-    Of numbers of layers the last layer's that all groups have; of two groups also the difference. The step is the last
-    that all groups have.
+    Columns are analysis, metric, layer, tags, step, and value, low and high of each group. Metrics with values per
+    layer are shown at the last common layer. With two groups there is also their difference.
     """
     groups, rows = list(content.groups), list[dict[str, Any]]()
     last: dict[tuple[str, str, str], int | None] = {}

@@ -1,4 +1,4 @@
-"""What all pages are made of, tables and blocks of figures, and their one template, which holds script and look."""
+"""Building blocks of all HTML pages: tables, blocks of figures, and the template with script and style."""
 
 import base64
 import functools
@@ -22,24 +22,24 @@ from lit_layers.metrics import reading
 
 logger = logging.getLogger(__name__)
 _NO_FIGURE = "No figure shows these numbers; --export writes them."
-Figures = list[dict[str, Any]]  # of one page, as its script takes them
-Captioned = tuple[str, Chart | Callable[[], Chart]]  # a caption, and the figure below it or what draws it
-Choice = tuple[str, Iterable[Captioned]]  # what the reader chooses, and its figures
+Figures = list[dict[str, Any]]  # all figures of a page, as its script expects them
+Captioned = tuple[str, Chart | Callable[[], Chart]]  # a caption, and a chart or a function that draws it
+Choice = tuple[str, Iterable[Captioned]]  # text of a choice, and its figures
 
 
 class Block(dict[str, Any]):
-    """The figures of a metric, with what stands above them: `fill` gives each figure its place on the page."""
+    """The figures of a metric with their title and note; `fill` numbers the figures."""
 
 
 class Cells(NamedTuple):
-    """A row of a table: each cell is a text and what stands small beside it; a strong row is one to look at."""
+    """A table row; each cell is a text with an optional small text, and `strong` highlights the row."""
 
     cells: Sequence[tuple[str, str]]
     strong: bool = False
 
 
 class Group(NamedTuple):
-    """The rows of a table below one heading, with a note beside that."""
+    """Table rows under a common heading, with a note next to the heading."""
 
     heading: str
     note: str
@@ -47,7 +47,7 @@ class Group(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table as a page and the terminal show it; all columns but the first hold numbers."""
+    """A table for pages and for the terminal; all columns except the first hold numbers."""
 
     columns: Sequence[str]
     groups: Sequence[Group]
@@ -62,11 +62,11 @@ def block(
     kind: str = "",
     metrics: Sequence[str] = (),
 ) -> Block:
-    """Return the figures of a metric, drawn, with a choice of texts; several figures are wide.
+    """Return a block of drawn figures; the reader selects one of `choices`.
 
-    `metrics` are the metrics that it shows: below the figures stands how they are to be read. All choices have as many
-    places: one that a choice has no figure for is not shown with it. A sentence stands for a choice without any.
-    `kind` is a class of the page.
+    All choices get the same number of figure slots, and unused slots are hidden. A choice without figures shows a
+    sentence instead. A block with several slots is wide, unless `wide` says otherwise. `metrics` adds explanations of
+    these metrics below the figures. `kind` is a CSS class.
     """
     shown = [{"text": text, "figures": [_draw(*each, kind) for each in figures]} for text, figures in choices]
     places = max([1, *(len(choice["figures"]) for choice in shown)])
@@ -79,22 +79,22 @@ def block(
 
 
 def _draw(caption: str, chart: Chart | Callable[[], Chart], kind: str) -> dict[str, Any]:
-    """Return a figure with its caption; in the place of one that cannot be drawn stands why."""
+    """Return a drawn figure with its caption, or with the reason why drawing failed."""
     try:
         return _figure(chart if isinstance(chart, Chart) else chart(), caption, kind=kind)
-    except Exception as error:  # whatever one figure stumbles over, the reader gets the others
+    except Exception as error:  # the other figures are still shown
         logger.debug("a figure could not be drawn", exc_info=True)
         return _figure(caption=caption, problem=f"This figure could not be drawn: {kind_and_words(error)}")
 
 
 def _figure(chart: Chart | None = None, caption: str = "", *, kind: str = "", problem: str = "") -> dict[str, Any]:
-    """Return a figure of a block. Without a chart the problem stands in its place, and without a problem nothing."""
+    """Return one slot of a block: a chart, a problem text, or nothing (hidden)."""
     absent = chart is None and not problem
     return {"caption": caption, "chart": chart, "problem": problem, "absent": absent, "kind": kind}
 
 
 def charts_in(name: str, blocks: Iterable[Block]) -> Iterator[tuple[str, Chart]]:
-    """Yield the charts of a section's blocks, each with a text that tells it from the others."""
+    """Yield the charts of blocks, each with a name that is unique in its section."""
     for block in blocks:
         for choice in block["choices"]:
             for each in choice["figures"]:
@@ -103,7 +103,7 @@ def charts_in(name: str, blocks: Iterable[Block]) -> Iterator[tuple[str, Chart]]
 
 
 def content_of(chart: Chart) -> dict[str, Any]:
-    """Return what the page holds of a chart: its specification and its rows."""
+    """Return what the page's script needs to draw a chart: the Vega-Lite specification and the rows."""
     spec = chart.spec(width="container", height="container", still=False) | {"config": CONFIG}
     del spec["data"]
     frames = {"frames": list(chart.frames)} if len(chart.frames) > 1 else {}
@@ -111,10 +111,10 @@ def content_of(chart: Chart) -> dict[str, Any]:
 
 
 def fill(template: str, **content: Any) -> str:
-    """Return a page as text, with the figures of all blocks in the lists and dictionaries of its content."""
+    """Return the HTML page that a template makes of `content`, including the data of all figures in its blocks."""
     page, figures = files("lit_layers.report").joinpath("page"), Figures()
     content = number_figures(content, figures)
-    specs = json.dumps(figures, separators=(",", ":")).encode()  # alike: compressed they are a tenth
+    specs = json.dumps(figures, separators=(",", ":")).encode()  # the figures are similar, so gzip shrinks them tenfold
     return (
         _environment()
         .get_template(template)
@@ -131,7 +131,7 @@ def fill(template: str, **content: Any) -> str:
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    """One for all pages of a process: to compile their templates takes longer than to fill them."""
+    """Return the Jinja environment, cached because compiling the templates takes longer than rendering them."""
     return jinja2.Environment(
         loader=jinja2.PackageLoader("lit_layers.report", "page"),
         autoescape=True,
@@ -142,9 +142,9 @@ def _environment() -> jinja2.Environment:
 
 
 def number_figures(content: Any, figures: Figures) -> Any:
-    """Return content whose blocks have, for each place of a figure, the numbers of what the choices put there.
+    """Return `content` with every block's figures replaced by slots that refer to figures by index.
 
-    All that the blocks show is added to `figures`.
+    The figures are appended to `figures`.
     """
     if isinstance(content, list):
         return [number_figures(part, figures) for part in content]
@@ -155,7 +155,7 @@ def number_figures(content: Any, figures: Figures) -> Any:
     choices = content["choices"]
     numbers = [[_add_figure(each, figures) for each in choice["figures"]] for choice in choices]
     first, charts = choices[0]["figures"], [each["chart"] for each in choices[0]["figures"]]
-    # in pixels; a slider stands below the plot
+    # in pixels; a slider needs 36 of them below the plot
     heights = [40 if chart is None else chart.height - (36 if len(chart.frames) > 1 else 0) for chart in charts]
     places = [
         {
@@ -177,18 +177,19 @@ def _add_figure(drawn: Mapping[str, Any], figures: Figures) -> int:
     if drawn["chart"] is not None:
         try:
             content = content_of(drawn["chart"])
-        except Exception as error:  # the page's other figures are as good as before
+        except Exception as error:  # the other figures are still shown
             content = {"problem": f"This figure could not be drawn: {type(error).__name__}: {error}"}
     figures.append(content)
     return len(figures) - 1
 
 
 def write_page(page: str, out: Path) -> Path:
-    """Write a page, whole or not at all, and returns its path: `out` with `.html`, by which a browser knows a page,
-    or `report.html` in it where that is a folder.
+    """Write a page atomically, and return its path.
+
+    It is `out` with the suffix `.html`, or `report.html` in `out` if that is a folder.
 
     Raises:
-        InputError: it cannot be written there.
+        InputError: the page cannot be written.
     """
     with refused(f"cannot write {out}", "; --root names another place"):
         path = out / "report.html" if out.is_dir() else out

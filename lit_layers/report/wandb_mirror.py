@@ -1,4 +1,4 @@
-"""A run at W&B: a mirror of its numbers, which the run's files complete where it lacks some, and a workspace."""
+"""Mirror of a run at W&B, which fills gaps from the run's files, and a W&B workspace with its charts."""
 
 import contextlib
 import json
@@ -22,36 +22,37 @@ from lit_layers.records import Measurement
 from lit_layers.report import logged_numbers as shown
 
 logger = logging.getLogger(__name__)
-NOTES = "lit_layers_sent.jsonl"  # in the run's folder of W&B: the rows that were sent, in order
-LAG = 30.0  # seconds: what W&B had received earlier is in its file, also where its process was killed
+NOTES = "lit_layers_sent.jsonl"  # log of sent rows, in the wandb folder of the run
+LAG = 30.0  # seconds; rows sent longer ago are in W&B's file even if its process was killed
 _INIT = 8.0  # seconds to wait for the server
-LIMIT = 300.0  # seconds until W&B has sent all, at the end
-# A line of W&B's settings that may name a server, other than the one that `wandb init` writes down.
+LIMIT = 300.0  # seconds to wait for uploads at the end
+# Matches a line of W&B's settings that may name another server than the one `wandb init` writes.
 _ADDRESS = re.compile(r"^(?!\s*$|\s*[#;\[]|(entity|project|mode) *=|base_url *= *https://api\.wandb\.ai/?$).+", re.M)
-abandoned: "list[WandbMirror]" = []  # W&B's own end may wait for ever for theirs
+abandoned: "list[WandbMirror]" = []  # wandb's exit handler could wait forever for these
 
 
 class WandbMirror:
-    """Show a run's scalars and measurements at W&B. No training fails because of W&B.
+    """A mirror of a run's scalars and measurements at W&B. A failure of W&B never stops training.
 
-    A point is a name at a step. `open` finds out which points W&B has (from what the mirror noted as it sent them, and
-    from the server's count of rows) and sends those that `metrics.jsonl` and `measurements.jsonl` hold beyond them;
-    `log_step` sends what is new. So write to the files first, then call `log_step` once for each step. A row sent
-    shortly before a kill may be sent twice, unchanged. Each name has `trainer/global_step` as its axis, each row the
-    tokens as a second one.
+    A point is a name at a step. `open` finds out which points W&B already has, from the mirror's log of sent rows and
+    from the server's row count. It then sends the missing points of `metrics.jsonl` and `measurements.jsonl`.
+    `log_step` sends new points. So write to the files first, then call `log_step` once per step. A row sent just before
+    a kill may be sent twice, with equal values. All charts have `trainer/global_step` as x-axis; each row also has the
+    number of tokens.
 
-    All numbers are in the table at the end. Numbers of other settings than an analysis was first measured with have
-    names of their own, `coupling@1a2b3c4d/...`. A mirror that raises is given up with one sentence. W&B itself sends
-    the rows, from a process of its own: only the end of the run waits for that.
+    The table at the end has all records. Records measured with other settings than the first ones of an analysis get a
+    separate name, `coupling@1a2b3c4d/...`. After an error the mirror stops and logs one sentence. W&B uploads rows in a
+    process of its own, so only the end of the run waits for uploads.
 
     Args:
-        project: the project at W&B.
-        mode: auto: online where there is an API key and the server answers, else offline, said in one line; online:
-            refuse to start otherwise; offline; disabled. The variable WANDB_MODE decides where mode is auto.
-        entity: the team or user; None: the key's own.
-        group: of the run at W&B, such as the seeds of one training.
-        scalars: plotted: one variant of each metric is a curve, and one metric of each analysis has a curve a layer;
-            all: everything but pairs of layers.
+        project: the W&B project.
+        mode: auto: online if there is an API key and the server answers, otherwise offline with a warning; online: fail
+            at the start if W&B cannot be reached; offline; disabled. With auto, the variable WANDB_MODE takes
+            precedence.
+        entity: the W&B team or user; None uses the default of the API key.
+        group: group of the run at W&B, e.g. to group the seeds of one training.
+        scalars: plotted: one variant of each metric is a curve, and one metric of each analysis has a curve per layer;
+            all: everything except values of layer pairs.
     """
 
     def __init__(
@@ -66,16 +67,17 @@ class WandbMirror:
         self.scalars: shown.Scalars = scalars
         self.mode = mode
         self.target = {"project": project, "entity": entity, "group": group}
-        self.closing_line = ""  # the run's address, or how to upload an offline run, and how to get its workspace
-        self._run: Any = None  # while rows are sent
-        self._sent = defaultdict[str, set[int | None]](set)  # by name, the steps that W&B has
-        self._steps = set[int]()  # that were measured
+        self.closing_line = ""  # address or upload command, and workspace command
+        self._run: Any = None  # None unless rows can be sent
+        self._sent = defaultdict[str, set[int | None]](set)  # steps that W&B has, by name
+        self._steps = set[int]()  # measured steps
 
     def open(self, root: str | Path, *, run_id: str, config: Mapping[str, Any]) -> None:
-        """Start or resume the run, and send what W&B lacks of its files, without suspect checkpoints.
+        """Start or resume the W&B run, and send the points that it lacks, without suspect checkpoints.
 
         Raises:
-            InputError: where settings of the folder would send the key elsewhere, or `mode` is online without a server.
+            InputError: W&B settings in the working directory name another server, or `mode` is online and W&B cannot be
+                reached.
         """
         self.root = Path(root)
         mode = (os.environ.get("WANDB_MODE", "").lower() or "auto") if self.mode == "auto" else self.mode
@@ -90,7 +92,7 @@ class WandbMirror:
     def log_step(
         self, step: int, tokens: int | None, scalars: Mapping[str, float], measurements: Sequence[Measurement]
     ) -> None:
-        """Send the points of one closed step, and pictures of layers by steps where they are due."""
+        """Send the points of one finished step, and pictures of layers by steps if they are due."""
         if self._run is None:
             return
         with self._stop_on_error():
@@ -104,16 +106,19 @@ class WandbMirror:
                 self._send(step, new | ({} if tokens is None else {"tokens": tokens}))
 
     def finish(self, exit_code: int = 0) -> None:
-        """Close the run, with the table of all numbers where it ended well. Returns when all is sent."""
+        """Close the W&B run and wait until all rows are sent.
+
+        If the run ended well, the table of all records is sent first.
+        """
         if self._run is None:
             return
         with self._stop_on_error():
-            # A run that was cut short is gone on with, and sends its table at its end.
+            # An interrupted run may be resumed, and then sends its table at its end.
             is_due = self._num_rows > self._num_before or None not in self._sent[shown.TABLE]
             if exit_code == 0 and is_due and (row := shown.end_of_run(self.root)):
                 self._send(None, row)
             end = ThreadPoolExecutor(1).submit(self._run.finish, exit_code=exit_code)
-            limit = min(LIMIT, 15) if exit_code == 143 else LIMIT  # a cluster kills soon after SIGTERM
+            limit = min(LIMIT, 15) if exit_code == 143 else LIMIT  # clusters kill soon after SIGTERM
             if not wait([end], limit).done:
                 raise TimeoutError(f"not all was sent within {limit:.0f} s")
             end.result()
@@ -130,7 +135,7 @@ class WandbMirror:
             refuse_settings_of_folder()
         root = self.root.resolve()
         (root / "wandb").mkdir(parents=True, exist_ok=True)
-        # Tables and figures are staged before they are logged: inside the run's folder, not in the user's home.
+        # W&B stages tables and figures: use the run's folder, not the user's home.
         os.environ["WANDB_DATA_DIR"] = str(root / "wandb")
         settings = wandb.Settings(console="off", silent=True, reinit="create_new", init_timeout=_INIT)
         options = {"config": config, "id": run_id, "resume": "allow", "name": root.name, "dir": str(root)}
@@ -143,7 +148,7 @@ class WandbMirror:
                 raise InputError(f"wandb.mode online: W&B cannot be reached ({reason}); try auto") from error
             logger.warning("W&B: cannot be reached (%s), so the run is mirrored offline", first_line(error))
             if wandb.run is None:
-                wandb.teardown()  # its service still holds the id of the run that did not start
+                wandb.teardown()  # the service still holds the run id of the failed start
             run = wandb.init(**options, mode="offline")
         run.define_metric(shown.AXIS)
         run.define_metric("*", step_metric=shown.AXIS, step_sync=False)
@@ -155,17 +160,17 @@ class WandbMirror:
         self._run = run
 
     def _read_notes(self) -> None:
-        """Find out which points W&B has, and keep the notes of these."""
+        """Read the log of sent rows, keep those that W&B has, and rewrite the log."""
         file, noted = self.root / "wandb" / NOTES, list[dict[str, Any]]()
         for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-            with contextlib.suppress(ValueError):  # torn
+            with contextlib.suppress(ValueError):  # incomplete last line
                 noted.append(json.loads(line))
         rows = [row for row in noted if "row" in row]
         is_online = self._run.settings.mode != "offline"
         before = self._run.starting_step or 0 if is_online else 0
-        # Of W&B's own step, which never falls: what is sent again has new numbers.
+        # Row numbers of W&B never decrease: rows that are sent again get new numbers.
         self._num_rows = self._num_before = max([before, *(row["row"] + 1 for row in rows)])
-        if is_online:  # a run that was offline, or a crash, has kept the others from the server
+        if is_online:  # later rows never reached the server (offline run or crash)
             rows = [row for row in rows if row["row"] < before]
         elif rows and "is_closed" not in noted[-1]:  # killed
             rows = [row for row in rows if row["at"] <= rows[-1]["at"] - LAG]
@@ -175,7 +180,7 @@ class WandbMirror:
         replace_file(file, "".join(json.dumps(row) + "\n" for row in [*rows, last]))
 
     def _file_rows(self) -> list[tuple[int, int | None, dict[str, float], list[Measurement]]]:
-        """Return all that the run's files hold, step by step."""
+        """Return all points in the run's files, sorted by step."""
         measured, self._plain = shown.measured_in(self.root)
         found: list[Any] = [(m.step, m.tokens, {}, [m]) for m in measured if m.step is not None]
         self._steps |= {step for step, *_ in found}
@@ -186,7 +191,7 @@ class WandbMirror:
     def _send(self, step: int | None, row: dict[str, Any]) -> None:
         axis = {} if step is None else {shown.AXIS: step}
         self._run.log({**row, **axis}, step=self._num_rows, commit=True)
-        # Afterwards: a row that was sent and not noted is sent twice, the other way round it would be lost.
+        # Log after sending: a crash in between sends a row twice. The other order would lose it.
         note = {"row": self._num_rows, "step": step, "names": [*row], "at": time.time()}
         self._note(note)
         self._mark_sent(note)
@@ -202,10 +207,10 @@ class WandbMirror:
 
     @contextlib.contextmanager
     def _stop_on_error(self) -> Iterator[None]:
-        """Send nothing more after an error, whatever it is, and say so: no training ends for it.
+        """Stop the mirror after any error and log a sentence, so that training goes on.
 
         Raises:
-            InputError: where the run has not begun.
+            InputError: the error occurred before the W&B run started.
         """
         try:
             yield
@@ -222,12 +227,12 @@ class WandbMirror:
 
 
 def refuse_settings_of_folder() -> None:
-    """Refuse a `wandb/settings` of the working directory that sends data, and the key with it, to another server.
+    """Refuse a `wandb/settings` file in the working directory that names another server.
 
-    W&B reads it, and a folder that was downloaded with a run may hold one.
+    W&B reads this file and would send data and API key there. A downloaded run folder may contain such a file.
 
     Raises:
-        InputError: naming the setting.
+        InputError: names the setting.
     """
     file = Path("wandb/settings")
     if line := _ADDRESS.search(file.read_text(errors="replace") if file.is_file() else ""):
@@ -238,8 +243,8 @@ def refuse_settings_of_folder() -> None:
 
 
 def _has_credentials(wandb: Any) -> bool:
-    """Return whether wandb would find a key by itself; asking it would prompt in a terminal."""
-    from requests.utils import get_netrc_auth  # which wandb needs, too
+    """Return whether wandb finds an API key; wandb's own check may prompt in a terminal."""
+    from requests.utils import get_netrc_auth  # a dependency of wandb
 
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
@@ -251,10 +256,10 @@ def _has_credentials(wandb: Any) -> bool:
 
 
 def save_workspace(root: str | Path, target: str) -> str:
-    """Make a workspace at ENTITY/PROJECT with the charts that a run has, for all runs there; return its address.
+    """Create a workspace at ENTITY/PROJECT with the charts of a run, for all runs there; return its address.
 
     Raises:
-        InputError: another place, nothing was measured, or W&B cannot be reached or refuses it.
+        InputError: `place` is not ENTITY/PROJECT, nothing was measured, or W&B cannot be reached or refuses it.
     """
     entity, _, project = target.partition("/")
     if not entity or not project or "/" in project:
@@ -263,13 +268,13 @@ def save_workspace(root: str | Path, target: str) -> str:
     made = workspace_of(root, entity, project)
     try:
         made.save()
-    except Exception as error:  # of wandb, requests, its GraphQL client: each has its own
+    except Exception as error:  # wandb, requests and GraphQL errors have no common base
         raise InputError(f"{target}: W&B did not take it ({first_line(error)[:300]})") from error
     return made.url
 
 
 def workspace_of(root: str | Path, entity: str, project: str) -> Any:
-    """Return a workspace of `wandb_workspaces`: all layers of a metric in one chart, and its picture over the steps."""
+    """Return a workspace of `wandb_workspaces` that plots all layers of a metric in one chart, and its pictures."""
     try:
         import wandb_workspaces.reports.v2 as wr
         import wandb_workspaces.workspaces as ws
