@@ -15,7 +15,7 @@ from lit_layers.correlate import correlate, published
 from lit_layers.correlate.model_table import ModelTable, read_file, read_run_models, table_of_models
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import p_equation
-from lit_layers.functional.correlation import partial_correlation, pearson, within_group_correlation
+from lit_layers.functional.correlation import groupwise_correlation, partial_correlation, pearson
 from lit_layers.records import Record, ScalarLog
 from tests.support.written import write
 
@@ -244,7 +244,7 @@ def test_every_row_is_the_coefficient_that_it_names():
     both = rows["Partial r given log width and tied"]
     assert both.value == partial_correlation(m, s, [np.log(width), tied]).value
     assert both.df == 20 - 2 - 2
-    assert found.groups[0].value == within_group_correlation(m, s, list(tied)).value
+    assert found.groups[0].value == groupwise_correlation(m, s, list(tied)).value
     assert [(row.name, row.n) for row in found.groups[1:]] == [(f"tied {n}", 5) for n in (1, 2, 3, 4)]
     assert found.groups[2].value == pearson(m[5:10], s[5:10]).value
     assert all(row.low <= row.value <= row.high for row in found.rows if row.low is not None)

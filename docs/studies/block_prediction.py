@@ -19,7 +19,7 @@ from study_data import DATA, GROUPS, Table, as_markdown, group_of, unpack
 
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.theme import COLORS, MUTED, Axis, Training, rounded
-from lit_layers.functional.block_schedules import OF_BLOCKS
+from lit_layers.functional.block_schedules import BLOCK_NAMES
 from lit_layers.functional.correlation import UndefinedError
 from lit_layers.records import AXES, Measurement, Record
 
@@ -270,7 +270,7 @@ class _Checkpoint:
             if full := [r.value for r in by_metric.get(metric, ()) if r.tags.get("variant") == "baseline"]:
                 for r in by_metric[metric]:
                     variant = str(r.tags.get("variant"))
-                    if variant in OF_BLOCKS and r.layer is not None and not set(AXES) & r.tags.keys():
+                    if variant in BLOCK_NAMES and r.layer is not None and not set(AXES) & r.tags.keys():
                         self.harms.setdefault((analysis, variant), {})[r.layer] = r.value - full[0]
                 break
         for r in by_metric.get("coupling_pair", ()):

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_layers.functional._checks import centered, check_option, not_finite, settled, widened, without
+from lit_layers.functional._checks import centered, check_option, checked, not_finite, widened, zeroed
 
 Undefined = Literal["raise", "nan"]
 _EPS = torch.finfo(torch.float64).eps
@@ -33,7 +33,7 @@ def procrustes_distance(
             `undefined="nan"`).
     """
     x, y, problems = _pairs(x, y)
-    return settled("procrustes_distance", _apart(_turnable(x), _turnable(y)), problems, undefined)
+    return checked("procrustes_distance", _apart(_turnable(x), _turnable(y)), problems, undefined)
 
 
 def procrustes_distance_matrix(
@@ -51,7 +51,7 @@ def procrustes_distance_matrix(
     for place in range(len(states) - 1):
         others = turnable[place + 1 :]
         distances[place, place + 1 :] = _apart(turnable[place].expand_as(others), others)
-    return settled("procrustes_distance_matrix", distances + distances.mT, problems, undefined)
+    return checked("procrustes_distance_matrix", distances + distances.mT, problems, undefined)
 
 
 def subspace_overlap(
@@ -87,7 +87,7 @@ def subspace_overlap(
         basis, fewer = _principal(side, k, of)
         problems[f"{name} has fewer than {k} directions"] = fewer
         bases.append(basis)
-    return settled("subspace_overlap", _overlap(*bases), problems, undefined)
+    return checked("subspace_overlap", _overlap(*bases), problems, undefined)
 
 
 def subspace_overlap_matrix(
@@ -106,7 +106,7 @@ def subspace_overlap_matrix(
     states, problems = _several("subspace_overlap_matrix", states)
     bases, fewer = _principal(states, k, of)
     problems[f"one has fewer than {k} directions"] = fewer | fewer[:, None]
-    return settled("subspace_overlap_matrix", _overlap(bases[:, None], bases), problems, undefined)
+    return checked("subspace_overlap_matrix", _overlap(bases[:, None], bases), problems, undefined)
 
 
 def _turnable(rows: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def _pairs(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     problems: dict[str, Tensor] = {"values are not finite": not_finite(x) | not_finite(y)}
     sides = []
     for name, side in (("x", x), ("y", y)):
-        side = centered(without(side, not_finite(side)), side.new_ones(side.shape[:-1], dtype=torch.bool))
+        side = centered(zeroed(side, not_finite(side)), side.new_ones(side.shape[:-1], dtype=torch.bool))
         problems[f"{name} does not vary"] = (side == 0).flatten(-2).all(-1)
         sides.append(side)
     return sides[0], sides[1], problems

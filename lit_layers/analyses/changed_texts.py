@@ -24,7 +24,7 @@ from lit_layers.analyses.statistics import (
 from lit_layers.data.batches import Batches, EncodedTexts, encode_texts, tokenizer_of
 from lit_layers.data.prompt_texts import Texts, Views, make_views
 from lit_layers.errors import InputError
-from lit_layers.functional.entropy import AtTwo, LidarSums, Normalization, Side, dime, infonce, lidar, spectrum
+from lit_layers.functional.entropy import Alpha2, LidarSums, Normalization, Side, dime, infonce, lidar, spectrum
 from lit_layers.functional.geometry import Pooling
 from lit_layers.models.view import Batch, LayeredModel, States, Trajectory, special_tokens, states_of_layers
 from lit_layers.records import Record
@@ -103,7 +103,7 @@ class Invariance(Analysis):
     temperature: float = 0.1
     delta: float = 1e-4
     alpha: float = 1.0
-    alpha2: AtTwo = "spectrum"
+    alpha2: Alpha2 = "spectrum"
     side: Side = "rows"
     permutations: int = 10
     seed: int = 0
@@ -221,7 +221,7 @@ class Invariance(Analysis):
         entropy |= {"permutations": self.permutations, "seed": self.seed, "side": self.side}
         values["dime"] = dime(**pair, **entropy).item()
         values["lidar_rank"] = lidar(sums, delta=self.delta, output="rank", undefined="nan").item()
-        values[WITHIN] = sums.within_over_delta(self.delta)
+        values[WITHIN] = sums.scatter_over_delta(self.delta)
         return values
 
     def _tags(self, metric: str) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def _scores_of_heads(name: str, seen: Trajectory, batch: Batch, scores: Sequence
             reason = reason or str(error)
             continue
         for prompt, length in enumerate(seen.mask.sum(-1).tolist()):
-            weights = attention.map_of(prompt)[:, :length, :length]  # real tokens come before padding
+            weights = attention.pattern(prompt)[:, :length, :length]  # real tokens come before padding
             for (kind, each), score in itertools.product((("", weights), ("random_", _chance(weights))), scores):
                 given = {"input_ids": batch["input_ids"][prompt]} if score is prefix_matching_score else {}
                 found[kind + score.__name__, layer].append(score(each, undefined="nan", **given).cpu())
@@ -273,7 +273,7 @@ class NgramAgreement(Analysis):
         positions = evenly_spread(1, len(ids) - 1, self.num_tokens) if len(ids) > 1 else []
         compared: dict[Key, list[Distribution | None]] = {}
         for order, table in self._tables.items():
-            after = [table.after(ids[position + 2 - order : position + 1]) for position in positions]
+            after = [table.shares(ids[position + 2 - order : position + 1]) for position in positions]
             compared["ngram_divergence", order] = after
             if order > 1:
                 counted = [each for each in after if each is not None]

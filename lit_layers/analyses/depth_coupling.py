@@ -28,7 +28,7 @@ from lit_layers.functional.coupling import (
     linearized_rollout,
     singular_factors,
 )
-from lit_layers.functional.jacobian.block_jacobians import block_jacobian, token_places
+from lit_layers.functional.jacobian.block_jacobians import block_jacobian, token_positions
 from lit_layers.models.view import Batch, LayeredModel, Trajectory, convert_states, evenly_spread, final_norm
 from lit_layers.records import Record
 
@@ -132,7 +132,7 @@ class _Blocks:
         # one direction more than the largest K: min_gap looks at it
         self.kept = min(max(self.counts[-1] + 1, self.top), model.dim)
         self.tokens = options.tokens(model)
-        self.positions = token_places(self.tokens, trajectory.mask)
+        self.positions = token_positions(self.tokens, trajectory.mask)
 
     def values(self) -> dict[str, Tensor]:
         """Return the values that the records need, a row per block, in float64 on the CPU.
@@ -237,8 +237,8 @@ def _pair_samples(of_prompts: dict[Any, Tensor], position: int, tags: Tags, toke
     distances = (depth[:, None] - depth).abs()
     different = distances > 0
     for metric, values, chosen in (
-        ("coupling", functional.off_diagonal_mean(pairs), different),
-        ("excess_coupling", functional.off_diagonal_mean(excess), different),
+        ("coupling", functional.mean_off_diagonal(pairs), different),
+        ("excess_coupling", functional.mean_off_diagonal(excess), different),
         ("coupling_with_diagonal", pairs.nanmean((1, 2)), different | ~different),
     ):
         yield _complete_means(metric, values, pairs[:, chosen], "pairs", tags, tokens)

@@ -12,7 +12,7 @@ from lit_layers.analyses.statistics import summarize
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional._checks import widened
-from lit_layers.functional.block_schedules import LOOPS, OF_MIDDLES, SEEDS, Schedule, Variant, start_of
+from lit_layers.functional.block_schedules import LOOPS, MIDDLE_NAMES, SEEDS, Schedule, Variant, start_of
 from lit_layers.models.running_order import SharedPrefixes, variants_of
 from lit_layers.models.view import Batch, LayeredModel, Trajectory, drop_first_tokens
 from lit_layers.records import Record
@@ -37,7 +37,7 @@ class OrderStates(Analysis):
 
     Args:
         batches: what is measured on.
-        variants: of `lit_layers.functional.block_schedules.OF_MIDDLES`.
+        variants: of `lit_layers.functional.block_schedules.MIDDLE_NAMES`.
         middles: numbers of middle blocks; None: all that there are.
         seeds: of random orders.
         loops: of looped_parallel.
@@ -46,7 +46,7 @@ class OrderStates(Analysis):
 
     batches: Batches
     name: str = "interventions/states"
-    variants: tuple[str, ...] = OF_MIDDLES
+    variants: tuple[str, ...] = MIDDLE_NAMES
     middles: tuple[int, ...] | None = None
     seeds: tuple[int, ...] = SEEDS
     loops: tuple[int, ...] = LOOPS
@@ -54,8 +54,8 @@ class OrderStates(Analysis):
 
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
-        if other := next((name for name in self.variants if name not in OF_MIDDLES), None):
-            raise InputError(f"{self.name}: variants: expected some of {', '.join(OF_MIDDLES)}, got {other!r}")
+        if other := next((name for name in self.variants if name not in MIDDLE_NAMES), None):
+            raise InputError(f"{self.name}: variants: expected some of {', '.join(MIDDLE_NAMES)}, got {other!r}")
         self._orders(model)
 
     def _orders(self, model: LayeredModel) -> list[tuple[Variant, Schedule, int]]:

@@ -29,12 +29,12 @@ from lit_layers.errors import InputError, kind_and_words
 from lit_layers.functional import state_geometry as geometry
 from lit_layers.functional._checks import widened
 from lit_layers.functional.entropy import (
-    AtTwo,
+    Alpha2,
     Normalization,
     Side,
     dataset_entropy,
-    divided,
     matrix_entropy,
+    normalized,
     participation_ratio,
     spectrum,
 )
@@ -112,7 +112,7 @@ class Representation(Analysis):
     batches: Batches
     name: str = "representation"
     alpha: float = 1.0
-    alpha2: AtTwo = "spectrum"
+    alpha2: Alpha2 = "spectrum"
     center: bool = False
     unit: bool = False
     clamp: bool = False
@@ -158,7 +158,7 @@ class Representation(Analysis):
         values = values.masked_fill(num_rows < 2, math.nan)
         how = {"num_rows": num_rows, "dim": states.shape[-1], "undefined": "nan"}
         return {
-            ("prompt_entropy", each, dropped): divided("prompt_entropy", values, {}, normalization=each, **how)
+            ("prompt_entropy", each, dropped): normalized("prompt_entropy", values, {}, normalization=each, **how)
             for each in self.normalizations
         }
 
@@ -193,9 +193,9 @@ class Representation(Analysis):
             if n == 1 and normalization != "raw":
                 continue  # one prompt, whose entropy is no share of anything
             how: Any = {"dim": dim, "normalization": normalization, "undefined": "nan"}
-            share, spread = divided("dataset_entropy", whole, {}, torch.tensor(n), **how), of_halves
+            share, spread = normalized("dataset_entropy", whole, {}, torch.tensor(n), **how), of_halves
             if of_halves is not None:
-                spread = divided("dataset_entropy", of_halves, {}, torch.tensor(n // 2), **how)
+                spread = normalized("dataset_entropy", of_halves, {}, torch.tensor(n // 2), **how)
             all_tags = {"normalization": normalization} | tags
             yield from records_of_layers("dataset_entropy", share, spread, n, all_tags)
 
@@ -420,7 +420,7 @@ def _set_values(points: Tensor, choices: list[Tensor], fit_range: tuple[int, int
     """Return values of some choices of one layer's points, (choices,) each; the baselines only for the first choice."""
     computed_in, points = points.dtype, points.double()
     sets = [points[rows] for rows in choices]
-    apart, number = geometry.apart_of_different(points, computed_in)
+    apart, number = geometry.merged_distances(points, computed_in)
     shuffled = geometry.shuffled_features(sets[0])
     of_different = [number[each].unique() for each in choices]
     slope = functools.partial(geometry.alpha_req, fit_range=fit_range, undefined="nan")
@@ -429,7 +429,7 @@ def _set_values(points: Tensor, choices: list[Tensor], fit_range: tuple[int, int
         "alpha_req": torch.stack([*map(slope, sets)]),
         "random_alpha_req": slope(shuffled)[None],
         "two_nn_dimension": torch.stack([dimension(apart[rows][:, rows]) for rows in of_different]),
-        "random_two_nn_dimension": dimension(geometry.apart_of_different(shuffled, computed_in)[0])[None],
+        "random_two_nn_dimension": dimension(geometry.merged_distances(shuffled, computed_in)[0])[None],
         "anisotropy": torch.stack([geometry.anisotropy(each, undefined="nan") for each in sets]),
     }
 

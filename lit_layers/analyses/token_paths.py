@@ -17,7 +17,7 @@ from lit_layers.analyses.statistics import (
     summarize_all,
 )
 from lit_layers.data.batches import Batches
-from lit_layers.functional.trajectory import WalkedPath, principal_paths
+from lit_layers.functional.trajectory import PathStats, principal_paths
 from lit_layers.metrics import is_in, look_up
 from lit_layers.models.view import Batch, LayeredModel, States, evenly_spread, states_of_layers
 from lit_layers.models.view import Trajectory as Seen
@@ -54,7 +54,7 @@ class Trajectory(Analysis):
         kept = seen.mask & (position > self.drop_first)
         if self.tokens == "last":
             kept = kept & (position == position[:, -1:])
-        path = WalkedPath(of_layer[kept] for of_layer in states_of_layers(seen, self.states))
+        path = PathStats(of_layer[kept] for of_layer in states_of_layers(seen, self.states))
         return {metric: _summaries_of_prompts(values, kept) for metric, values in _token_values(path).items()}
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
@@ -73,7 +73,7 @@ def _summaries_of_prompts(values: Tensor, kept: Tensor) -> Tensor:
     return torch.stack([mean_of_defined(placed), median_of_defined(placed), missing.double()]).cpu()
 
 
-def _token_values(path: WalkedPath) -> dict[str, Tensor]:
+def _token_values(path: PathStats) -> dict[str, Tensor]:
     """Return the values (rows, paths) per metric; a metric of a whole path has one row."""
     norms, lengths = path.norms, path.lengths
     values = {  # what breaks off leaves the layers before alone

@@ -195,7 +195,7 @@ def _groups(table: ModelTable, x: Column, y: Column, group: str, options: Mappin
     codes, title = labels.factorize()[0], table.title(group)  # -1 for a model of no group
     columns = [column[codes >= 0] for column in (x, y, codes)]
     try:
-        within = correlation.within_group_correlation
+        within = correlation.groupwise_correlation
         rows = [_row(f"Within equal {mid_sentence(title)}", within, *columns, options=options)]
     except UndefinedError as error:
         raise InputError(

@@ -32,7 +32,7 @@ from lit_layers.figures.tables import (
     usual_loops,
 )
 from lit_layers.figures.theme import COLORS, INK, MISSING, Axis, layer_axis, rounded, spread
-from lit_layers.functional.block_schedules import CUSTOM, OF_BLOCKS, OF_MIDDLES
+from lit_layers.functional.block_schedules import BLOCK_NAMES, CUSTOM, MIDDLE_NAMES
 from lit_layers.metrics import is_in, look_up
 
 __all__ = ["loop_map", "models_by_middle", "variant_curves"]
@@ -71,7 +71,7 @@ def variant_curves(frame: pd.DataFrame, metric: str, *, blocks: bool = False, **
         InputError: for suspect checkpoints, unless they are allowed.
         ValueError: where no such variant has values, or in several ways between which `tags` must choose.
     """
-    number, variants = ("layer", OF_BLOCKS) if blocks else ("middle", OF_MIDDLES)
+    number, variants = ("layer", BLOCK_NAMES) if blocks else ("middle", MIDDLE_NAMES)
     points = variant_points(frame, metric, **chosen)
     steps = spread(steps_of(p for p in points if not blocks or p.layer is not None), FRAMES)
     points = framed(points, steps)
@@ -153,7 +153,7 @@ def models_by_middle(frame: pd.DataFrame, metric: str, *, variant: str, **chosen
     Raises: as `variant_curves`.
     """
     rows, series = rows_of(frame, metric, chosen.get("analysis")), list[Series]()
-    number = "layer" if variant in OF_BLOCKS else "middle"
+    number = "layer" if variant in BLOCK_NAMES else "middle"
     points = {
         run: last_points(variant_points(rows[rows["run"] == run], metric, **chosen)) for run in rows["run"].unique()
     }

@@ -21,7 +21,7 @@ def check_option(name: str, value: Any, *allowed: Any) -> None:
         raise ValueError(f"expected {name} to be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
-def settled(metric: str, values: Tensor, problems: Mapping[str, Tensor], undefined: str) -> Tensor:
+def checked(metric: str, values: Tensor, problems: Mapping[str, Tensor], undefined: str) -> Tensor:
     """Return `values` with NaN for each element that has a problem.
 
     `problems` maps a reason to a boolean tensor that broadcasts to `values`.
@@ -32,8 +32,8 @@ def settled(metric: str, values: Tensor, problems: Mapping[str, Tensor], undefin
     for reason, bad in problems.items():
         bad = bad.to(values.device).expand(values.shape)
         if undefined != "nan" and bad.any():
-            place = tuple(bad.nonzero()[0].tolist())
-            where = f" at element {place}" if place else ""
+            index = tuple(bad.nonzero()[0].tolist())
+            where = f" at element {index}" if index else ""
             raise ValueError(f'{metric} is undefined{where}: {reason}; pass undefined="nan" to get NaN there instead')
         values = values.masked_fill(bad, torch.nan)
     return values
@@ -42,10 +42,10 @@ def settled(metric: str, values: Tensor, problems: Mapping[str, Tensor], undefin
 # The real tokens of each prompt as packed rows, and what may be done to rows before they are measured.
 
 Rows = Float[Tensor, "*n rows dim"]
-Kept = Bool[Tensor, "*n rows"]
+Real = Bool[Tensor, "*n rows"]
 
 
-def real_rows(tokens: Float[Tensor, "*n tokens dim"], mask: Tensor | None, drop_first: int = 0) -> tuple[Rows, Kept]:
+def real_rows(tokens: Float[Tensor, "*n tokens dim"], mask: Tensor | None, drop_first: int = 0) -> tuple[Rows, Real]:
     """Return the real tokens of each prompt, packed to the front with zeros after them, and which rows are real.
 
     Packing makes values independent of where padding stands and what it holds. `mask` broadcasts over leading
@@ -70,8 +70,8 @@ def real_rows(tokens: Float[Tensor, "*n tokens dim"], mask: Tensor | None, drop_
     width = int(counts.max()) if counts.numel() else 0
     order = (~keep).to(torch.uint8).argsort(dim=-1, stable=True)[..., :width]
     rows = torch.take_along_dim(tokens, order[..., None].expand(*tokens.shape[:-2], width, 1), -2)
-    kept = (torch.arange(width, device=mask.device) < counts).expand(rows.shape[:-1])
-    return rows.masked_fill(~kept[..., None], 0.0), kept
+    real = (torch.arange(width, device=mask.device) < counts).expand(rows.shape[:-1])
+    return rows.masked_fill(~real[..., None], 0.0), real
 
 
 def not_finite(rows: Rows) -> Bool[Tensor, "*n"]:
@@ -81,20 +81,20 @@ def not_finite(rows: Rows) -> Bool[Tensor, "*n"]:
     return ~rows.isfinite().flatten(-2).all(-1)
 
 
-def without(rows: Rows, elements: Bool[Tensor, "*n"]) -> Rows:
+def zeroed(rows: Rows, elements: Bool[Tensor, "*n"]) -> Rows:
     """Return the rows with zeros in some elements, so that undefined values do not spoil their neighbours."""
     return rows.masked_fill(elements[..., None, None], 0.0) if elements.any() else rows
 
 
-def centered(rows: Rows, kept: Kept) -> Rows:
+def centered(rows: Rows, real: Real) -> Rows:
     """Return each prompt's rows minus their mean; equal rows become exactly 0."""
     shifted = rows - rows[..., :1, :]  # a mean of equal rows is off by rounding, one of zeros is not
-    shifted = shifted.masked_fill(~kept[..., None], 0.0)
-    mean = shifted.sum(-2, keepdim=True) / kept.sum(-1).clamp(min=1)[..., None, None]
-    return (shifted - mean).masked_fill(~kept[..., None], 0.0)
+    shifted = shifted.masked_fill(~real[..., None], 0.0)
+    mean = shifted.sum(-2, keepdim=True) / real.sum(-1).clamp(min=1)[..., None, None]
+    return (shifted - mean).masked_fill(~real[..., None], 0.0)
 
 
-def unit_rows(rows: Rows, kept: Kept, *, after_centering: bool = False) -> tuple[Rows, Bool[Tensor, "*n rows"]]:
+def unit_rows(rows: Rows, real: Real, *, after_centering: bool = False) -> tuple[Rows, Bool[Tensor, "*n rows"]]:
     """Return rows of norm 1, and which real rows have no direction: those stay 0.
 
     A centred row has none either where it is rounding: a row that equals the mean.
@@ -103,8 +103,8 @@ def unit_rows(rows: Rows, kept: Kept, *, after_centering: bool = False) -> tuple
     floor = torch.zeros_like(norms[..., :1])
     if after_centering and norms.shape[-1]:
         floor = max(rows.shape[-2:]) * torch.finfo(rows.dtype).eps * norms.amax(-1, keepdim=True)
-    none = kept & (norms <= floor)
-    return rows / norms.masked_fill(norms <= floor, torch.inf)[..., None], none
+    zero = real & (norms <= floor)
+    return rows / norms.masked_fill(norms <= floor, torch.inf)[..., None], zero
 
 
 # Jacobians, which are square.
@@ -123,7 +123,7 @@ def finite_matrices(jacobians: Tensor, undefined: str) -> tuple[Tensor, Tensor]:
     broken = ~jacobians.isfinite().all(-1).all(-1)
     if undefined != "nan" and broken.any():
         raise ValueError(f"expected finite Jacobians, got a non-finite one at index {broken.nonzero()[0].tolist()}")
-    return without(jacobians, broken), broken
+    return zeroed(jacobians, broken), broken
 
 
 # Features of layers read a few rows at a time: what probes check, and by what they centre and divide.

@@ -48,17 +48,17 @@ def start_of(num_blocks: int, num_middle: int, option: str = "middle") -> int:
 
 def skip(num_blocks: int, start: int) -> Schedule:
     """Return the schedule without the middle."""
-    return _around(num_blocks, start, ())
+    return _spliced(num_blocks, start, ())
 
 
 def middle_repeat(num_blocks: int, start: int) -> Schedule:
     """Return the schedule with block T//2 + 1 in place of each block of the middle."""
-    return _around(num_blocks, start, [num_blocks // 2 + 1] * len(middle(num_blocks, start)))
+    return _spliced(num_blocks, start, [num_blocks // 2 + 1] * len(middle(num_blocks, start)))
 
 
 def reverse(num_blocks: int, start: int) -> Schedule:
     """Return the schedule whose middle runs from its last block to its first."""
-    return _around(num_blocks, start, middle(num_blocks, start)[::-1])
+    return _spliced(num_blocks, start, middle(num_blocks, start)[::-1])
 
 
 def random(num_blocks: int, start: int, *, seed: int) -> Schedule:
@@ -68,7 +68,7 @@ def random(num_blocks: int, start: int, *, seed: int) -> Schedule:
     """
     order = list(middle(num_blocks, start))
     _random.Random(seed).shuffle(order)
-    return _around(num_blocks, start, order)
+    return _spliced(num_blocks, start, order)
 
 
 def parallel(num_blocks: int, start: int) -> Schedule:
@@ -84,7 +84,7 @@ def looped_parallel(num_blocks: int, start: int, *, loops: int = 3) -> Schedule:
     """
     if loops < 1:
         raise ValueError(f"loops: expected at least 1, got {loops}")
-    return _around(num_blocks, start, [tuple(middle(num_blocks, start))] * loops)
+    return _spliced(num_blocks, start, [tuple(middle(num_blocks, start))] * loops)
 
 
 def skip_one(num_blocks: int, block: int) -> Schedule:
@@ -155,10 +155,10 @@ def format_schedule(schedule: Sequence[Step]) -> str:
 
 def kendall_distance(order: Sequence[int]) -> int:
     """Return how many pairs are out of order: 0 for a sorted row, n (n - 1) / 2 for a reversed one."""
-    return sum(before > after for place, after in enumerate(order) for before in order[:place])
+    return sum(before > after for index, after in enumerate(order) for before in order[:index])
 
 
-def _around(num_blocks: int, start: int, steps: Sequence[Step]) -> Schedule:
+def _spliced(num_blocks: int, start: int, steps: Sequence[Step]) -> Schedule:
     changed = middle(num_blocks, start)
     return checked([*range(1, changed.start), *steps, *range(changed.stop, num_blocks + 1)], num_blocks)
 
@@ -176,9 +176,9 @@ _MAKERS: dict[str, Callable[..., Schedule]] = {
     make.__name__: make for make in (middle_repeat, skip, parallel, reverse, random, looped_parallel)
 }
 _BLOCK_MAKERS = {make.__name__: make for make in (skip_one, switch, repeat_one)}
-OF_MIDDLES, OF_BLOCKS = tuple(_MAKERS), tuple(_BLOCK_MAKERS)
-VARIANTS = ("baseline", *OF_MIDDLES, "skip_one", "switch")  # the published ones, measured unless others are named
-NAMES = ("baseline", *OF_MIDDLES, *OF_BLOCKS)
+MIDDLE_NAMES, BLOCK_NAMES = tuple(_MAKERS), tuple(_BLOCK_MAKERS)
+VARIANTS = ("baseline", *MIDDLE_NAMES, "skip_one", "switch")  # the published ones, measured unless others are named
+NAMES = ("baseline", *MIDDLE_NAMES, *BLOCK_NAMES)
 SEEDS, LOOPS = tuple(range(10)), (2, 3, 4, 5, 6, 7, 8)
 PUBLISHED_LOOPS = 3
 CUSTOM = "custom"
@@ -248,10 +248,10 @@ def variants(
         starts = sorted({start_of(num_blocks, number, "middles") for number in middles}, reverse=True)
     chosen = [Variant(name="baseline", schedule=baseline(num_blocks))]
     for name in dict.fromkeys(names):
-        if name in OF_MIDDLES:
+        if name in MIDDLE_NAMES:
             for start in starts:
-                chosen += _of_middle(name, num_blocks, start, seeds, loops)
-        elif name in OF_BLOCKS:
+                chosen += _one_middle(name, num_blocks, start, seeds, loops)
+        elif name in BLOCK_NAMES:
             make, last = _BLOCK_MAKERS[name], num_blocks - (name == "switch")
             chosen += [
                 Variant(name=name, schedule=make(num_blocks, block), block=block) for block in range(1, last + 1)
@@ -260,7 +260,7 @@ def variants(
     return chosen + [Variant(name=CUSTOM, schedule=schedule) for schedule in orders]
 
 
-def _of_middle(name: str, num_blocks: int, start: int, seeds: Sequence[int], loops: Sequence[int]) -> list[Variant]:
+def _one_middle(name: str, num_blocks: int, start: int, seeds: Sequence[int], loops: Sequence[int]) -> list[Variant]:
     options: list[dict[str, int]] = [{}]
     if name == "random":
         options = [{"seed": seed} for seed in dict.fromkeys(seeds)]

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lit_layers.functional._checks import Undefined, settled, widened
+from lit_layers.functional._checks import Undefined, checked, widened
 
 Weights = Float[Tensor, "*n heads tokens tokens"]
 PerHead = Float[Tensor, "*n heads"]
@@ -93,7 +93,7 @@ def prefix_matching_score(
         "a weight is not finite": ~weights.isfinite().flatten(-2).all(-1),
         "no token occurs twice": count == 0,
     }
-    return settled("prefix_matching_score", values, problems, undefined)
+    return checked("prefix_matching_score", values, problems, undefined)
 
 
 def _mean_over_queries(metric: str, values: Tensor, weights: Tensor, undefined: str) -> PerHead:
@@ -102,7 +102,7 @@ def _mean_over_queries(metric: str, values: Tensor, weights: Tensor, undefined: 
         "a weight is not finite": ~weights.isfinite().flatten(-2).all(-1),
         "it takes 2 tokens": torch.tensor(weights.shape[-1] < 2),
     }
-    return settled(metric, values[..., 1:].mean(-1), problems, undefined)
+    return checked(metric, values[..., 1:].mean(-1), problems, undefined)
 
 
 # What the last few tokens alone predict, counted in a corpus, and how far another prediction is from it.
@@ -120,14 +120,14 @@ class NgramTable:
     tokens: NDArray[np.int64]
     counts: NDArray[np.int64]
 
-    def after(self, context: Sequence[int]) -> Distribution | None:
+    def shares(self, context: Sequence[int]) -> Distribution | None:
         """Return the shares of the tokens that follow, or None if the corpus does not have the context."""
         code = _codes(np.asarray([context], dtype=np.int64), self.num_ids)[0]
-        at = int(np.searchsorted(self.contexts, code))
-        if max(context, default=0) >= self.num_ids or at == len(self.contexts) or self.contexts[at] != code:
+        row = int(np.searchsorted(self.contexts, code))
+        if max(context, default=0) >= self.num_ids or row == len(self.contexts) or self.contexts[row] != code:
             return None
-        some = slice(self.starts[at], self.starts[at + 1])
-        return torch.from_numpy(self.tokens[some]), torch.from_numpy(self.counts[some] / self.counts[some].sum())
+        span = slice(self.starts[row], self.starts[row + 1])
+        return torch.from_numpy(self.tokens[span]), torch.from_numpy(self.counts[span] / self.counts[span].sum())
 
 
 def count_ngrams(texts: Iterable[NDArray[np.int64]], order: int) -> NgramTable:

@@ -86,8 +86,8 @@ def spearman(x: Values, y: Values) -> Correlation:
     Raises: as `pearson`.
     """
     x, y = _varying_columns(x, y)
-    of_ranks = pearson(_ranks(x), _ranks(y))
-    return of_ranks._replace(p=max(of_ranks.p, math.exp(math.log(2) - math.lgamma(of_ranks.n + 1))))
+    result = pearson(_ranks(x), _ranks(y))
+    return result._replace(p=max(result.p, math.exp(math.log(2) - math.lgamma(result.n + 1))))
 
 
 def kendall(x: Values, y: Values) -> Correlation:
@@ -152,7 +152,7 @@ def partial_correlation(x: Values, y: Values, given: Sequence[Values]) -> Correl
     return _tested(_cosine(*left), len(x), df)
 
 
-def within_group_correlation(x: Values, y: Values, groups: Sequence[Hashable]) -> Correlation:
+def groupwise_correlation(x: Values, y: Values, groups: Sequence[Hashable]) -> Correlation:
     """Return Pearson's r of both columns centred within their groups, with df = n - groups - 1.
 
     The same as the partial correlation given an indicator of each group. A group of one row adds nothing.
@@ -162,16 +162,16 @@ def within_group_correlation(x: Values, y: Values, groups: Sequence[Hashable]) -
         ValueError: columns of unequal length, or a value that is not finite.
     """
     x, y = _columns(x, y)
-    numbers = list(dict.fromkeys(groups))
-    places = np.array([numbers.index(group) for group in groups])
-    df = len(x) - len(numbers) - 1
+    keys = list(dict.fromkeys(groups))
+    index = np.array([keys.index(group) for group in groups])
+    df = len(x) - len(keys) - 1
     if df < 1:
-        raise UndefinedError(f"{len(x)} rows in {len(numbers)} groups leave nothing to compare within a group")
+        raise UndefinedError(f"{len(x)} rows in {len(keys)} groups leave nothing to compare within a group")
     left = []
     for name, column in (("x", x), ("y", y)):
         centered = _centered(name, column)
-        means = np.bincount(places, centered) / np.bincount(places)
-        left.append(_kept(name, centered - means[places], centered, "is constant within every group"))
+        means = np.bincount(index, centered) / np.bincount(index)
+        left.append(_nonzero(name, centered - means[index], centered, "is constant within every group"))
     return _tested(_cosine(*left), len(x), df)
 
 
@@ -266,8 +266,8 @@ def _tested(value: float, n: int, df: int) -> Correlation:
 
 
 def _ranks(column: NDArray[np.float64]) -> NDArray[np.float64]:
-    _, places, counts = np.unique(column, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[places]
+    _, index, counts = np.unique(column, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[index]
 
 
 def distance_correlations(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -299,10 +299,10 @@ def _basis(columns: Sequence[NDArray[np.float64]], n: int) -> NDArray[np.float64
 
 def _residual(name: str, centered: NDArray[np.float64], basis: NDArray[np.float64]) -> NDArray[np.float64]:
     left = centered - basis @ (basis.T @ centered)
-    return _kept(name, left, centered, "is determined by the covariates")
+    return _nonzero(name, left, centered, "is determined by the covariates")
 
 
-def _kept(name: str, left: NDArray[np.float64], whole: NDArray[np.float64], otherwise: str) -> NDArray[np.float64]:
+def _nonzero(name: str, left: NDArray[np.float64], whole: NDArray[np.float64], otherwise: str) -> NDArray[np.float64]:
     if np.linalg.norm(left) <= _RELATIVE * np.linalg.norm(whole):
         raise UndefinedError(f"a correlation is undefined: {name} {otherwise}")
     return left
@@ -322,7 +322,7 @@ COEFFICIENTS: tuple[Coefficient, ...] = ("distance_correlation", "spearman", "ke
 DIRECTIONS: tuple[Direction, ...] = ("min", "max")
 FEWEST_LAYERS = 4  # distance correlation is 1 for any two
 FEWEST_TASKS = 5  # of fewer, resamples are mostly the same two or three tasks
-_AT_ONCE = 2**20  # pairs of layers: 8 MB a table
+_CHUNK = 2**20  # pairs of layers: 8 MB a table
 
 
 class Estimate(NamedTuple):
@@ -404,12 +404,12 @@ def layer_correlations(metric: Table, scores: Table, *, resamples: int = 2000, s
     if len(metric) >= FEWEST_TASKS:
         options = {"resamples": resamples, "seed": seed}  # of one seed the rows are the same
         curves = [resampled_curves(torch.from_numpy(np.array(t.T)), **options).numpy() for t in (metric, scores)]
-        kept = (np.ptp(curves[0], axis=1) > 0) & (np.ptp(curves[1], axis=1) > 0)
-        drawn = _coefficients(curves[0][kept], curves[1][kept])
-    for number, name in enumerate(COEFFICIENTS):
-        ends = (None, None) if drawn is None else map(float, np.quantile(drawn[:, number], [0.025, 0.975]))
+        valid = (np.ptp(curves[0], axis=1) > 0) & (np.ptp(curves[1], axis=1) > 0)
+        drawn = _coefficients(curves[0][valid], curves[1][valid])
+    for column, name in enumerate(COEFFICIENTS):
+        ends = (None, None) if drawn is None else map(float, np.quantile(drawn[:, column], [0.025, 0.975]))
         correlations.append(
-            LayerCorrelation("of_task_means", name, Estimate(float(whole[number]), *ends), len(metric), ())
+            LayerCorrelation("of_task_means", name, Estimate(float(whole[column]), *ends), len(metric), ())
         )
     return correlations
 
@@ -517,7 +517,7 @@ def _coefficients(x: Table, y: Table) -> NDArray[np.float64]:
     """Return the coefficients (curves, 3) of each pair of rows (curves, layers) that are not constant."""
     if x.shape[-1] < FEWEST_LAYERS:
         raise UndefinedError(f"expected at least {FEWEST_LAYERS} layers, got {x.shape[-1]}")
-    size = max(1, _AT_ONCE // x.shape[-1] ** 2)
+    size = max(1, _CHUNK // x.shape[-1] ** 2)
     parts = [(x[start : start + size], y[start : start + size]) for start in range(0, len(x), size)]
     return np.concatenate([np.stack([distance_correlations(*p), *_rank_correlations(*p)], axis=-1) for p in parts])
 

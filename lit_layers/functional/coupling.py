@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from lit_layers.functional._checks import Undefined, check_option, finite_matrices, settled, wide_matrices
+from lit_layers.functional._checks import Undefined, check_option, checked, finite_matrices, wide_matrices
 from lit_layers.functional.singular import Factors, singular_factors
 
 Sign = Literal["signed", "absolute"]
@@ -91,21 +91,21 @@ def miscoupling_of_factors(
     check_option("sign", sign, "signed", "absolute")
     dim = jacobians.shape[-1]
     counts = _counts(k, dim)
-    norms = torch.stack([vector_norm(values[..., :number], p, dim=-1) for number in counts])
-    norms = settled("miscoupling", norms, {"a Jacobian is zero": norms == 0}, undefined)
+    norms = torch.stack([vector_norm(values[..., :count], p, dim=-1) for count in counts])
+    norms = checked("miscoupling", norms, {"a Jacobian is zero": norms == 0}, undefined)
     rows = [
-        _lengths(compressed, values[..., block, :], counts, sign)
+        _norms(compressed, values[..., block, :], counts, sign)
         for block, compressed in enumerate(compressions(jacobians, factors, count=max(counts)))
     ]
     return torch.stack(rows, -2) / norms[..., None]
 
 
-def _lengths(compressed: Tensor, values: Tensor, counts: Sequence[int], sign: Sign) -> Tensor:
+def _norms(compressed: Tensor, values: Tensor, counts: Sequence[int], sign: Sign) -> Tensor:
     """Return |A - diag(s)|_F of one block at every K, (k, *n, others)."""
     compared = compressed.abs() if sign == "absolute" else compressed
     values = values[..., None, : max(counts)].to(compared.dtype)
     squares = (compared - torch.diag_embed(values)).square()  # (*n, others, K, K)
-    return torch.stack([squares[..., :number, :number].sum((-2, -1)) for number in counts]).sqrt()
+    return torch.stack([squares[..., :count, :count].sum((-2, -1)) for count in counts]).sqrt()
 
 
 def compressions(
@@ -184,7 +184,7 @@ def random_miscoupling_from_norms(
     if sign == "absolute":
         square = square - 2 * math.sqrt(2 / math.pi) * frobenius * values.sum(-1) / dim
     zero = {"a spectrum is zero": values[..., 0] == 0}
-    return settled("random_miscoupling", square.sqrt() / vector_norm(values, p, dim=-1), zero, undefined)
+    return checked("random_miscoupling", square.sqrt() / vector_norm(values, p, dim=-1), zero, undefined)
 
 
 def excess_coupling(
@@ -197,7 +197,7 @@ def excess_coupling(
     return 1 - miscouplings / random[..., None]
 
 
-def off_diagonal_mean(pairs: Float[Tensor, "*n blocks blocks"]) -> Float[Tensor, "*n"]:
+def mean_off_diagonal(pairs: Float[Tensor, "*n blocks blocks"]) -> Float[Tensor, "*n"]:
     """Return the mean over the ordered pairs of different blocks, without NaN pairs."""
     diagonal = torch.eye(pairs.shape[-1], dtype=torch.bool, device=pairs.device)
     return pairs.masked_fill(diagonal, math.nan).nanmean((-2, -1))
@@ -208,7 +208,7 @@ def mean_by_distance(pairs: Float[Tensor, "*n blocks blocks"]) -> Float[Tensor, 
     blocks = pairs.shape[-1]
     depth = torch.arange(blocks, device=pairs.device)
     distance = (depth[:, None] - depth).abs()
-    return torch.stack([pairs[..., distance == apart].nanmean(-1) for apart in range(blocks)], -1)
+    return torch.stack([pairs[..., distance == lag].nanmean(-1) for lag in range(blocks)], -1)
 
 
 def _counts(k: Directions | Sequence[Directions], dim: int) -> list[int]:
@@ -268,18 +268,18 @@ def inverse_norm_line(
         raise ValueError(f"expected at least three blocks to fit a line to, got blocks {fit_from} to {blocks}")
     largest = largest[..., fit_from - 1 :].double()
     inverse = 1 / largest.masked_fill(largest == 0, math.nan)
-    number = torch.arange(fit_from, blocks + 1, dtype=inverse.dtype, device=inverse.device)
-    offset = number - number.mean()
+    depth = torch.arange(fit_from, blocks + 1, dtype=inverse.dtype, device=inverse.device)
+    offset = depth - depth.mean()
     mean = inverse.mean(-1)
     slope = (inverse * offset).sum(-1) / offset.square().sum()
     deviation = inverse - mean[..., None]
     total = deviation.square().sum(-1)
     # rounding alone leaves a deviation of some 1e-16 of the mean
-    constant = total <= len(number) * (1e-15 * mean.abs()) ** 2
+    constant = total <= len(depth) * (1e-15 * mean.abs()) ** 2
     residual = (deviation - slope[..., None] * offset).square().sum(-1)
     problems = {"a Jacobian is zero": mean.isnan(), "1 / s_1 is constant over depth": constant}
-    r_squared = settled("r_squared", 1 - residual / total, problems, undefined)
-    return slope.masked_fill(constant, 0), mean - slope * number.mean(), r_squared
+    r_squared = checked("r_squared", 1 - residual / total, problems, undefined)
+    return slope.masked_fill(constant, 0), mean - slope * depth.mean(), r_squared
 
 
 def linearized_rollout(
@@ -312,7 +312,7 @@ def linearized_rollout(
         cosines.append((carried * state).sum(-1) / norms)
     values = torch.stack(cosines)
     problems = {"a vector is zero or not finite": ~values.isfinite()}
-    return settled("linearized_rollout", values.clamp(-1, 1), problems, undefined)
+    return checked("linearized_rollout", values.clamp(-1, 1), problems, undefined)
 
 
 def cross_token_influence(jacobians: Float[Tensor, "*n dim dim"], *, undefined: Undefined = "raise") -> Influence:
@@ -329,6 +329,6 @@ def cross_token_influence(jacobians: Float[Tensor, "*n dim dim"], *, undefined: 
     zero = values[..., 0] == 0
     total, squares = values.sum(-1), values.square().sum(-1)
     ranks = total**2 / squares, torch.special.entr(values / total[..., None]).sum(-1).exp()
-    ranks = [settled("rank", rank, {"a Jacobian is zero": zero}, undefined) for rank in ranks]
+    ranks = [checked("rank", rank, {"a Jacobian is zero": zero}, undefined) for rank in ranks]
     norms = [norm.masked_fill(broken, math.nan) for norm in (squares.sqrt(), values[..., 0])]
     return Influence(*norms, *ranks)

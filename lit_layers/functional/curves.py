@@ -13,14 +13,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from lit_layers.functional._checks import Undefined, check_option, settled, widened
+from lit_layers.functional._checks import Undefined, check_option, checked, widened
 
 # Which layer is enough: rules that choose one from a curve, where the curve turns, and how sure the choice is.
 
 Rule = Literal["within_tolerance", "fraction_of_last", "plateau", "knee", "best"]
 RULES = ("within_tolerance", "fraction_of_last", "plateau", "knee", "best")
 DRAWN_AT_ONCE = 2**20  # row numbers of resamples: 8 MB
-_KEPT = 2**23  # counts of them, as many as 2,000 resamples of 4,194 rows: 17 MB in int16
+_CACHED = 2**23  # counts of them, as many as 2,000 resamples of 4,194 rows: 17 MB in int16
 ENDS = torch.tensor([(1 - 0.95) / 2, (1 + 0.95) / 2], dtype=torch.float64)  # of a 95% interval
 SLACK = 1e-12  # of the largest score: 0.84 - 0.80 is no more than 0.04, whatever float64 makes of it
 
@@ -66,8 +66,8 @@ def inflection_layer(scores: Sequence[float]) -> int | None:
     bends = values.diff(n=2)
     bends = bends.masked_fill(bends.abs() <= 4 * SLACK * values.abs().max(), 0.0)
     signs = bends.sign().tolist()
-    bent = [place for place, sign in enumerate(signs) if sign]
-    return next((left + 3 for left, right in itertools.pairwise(bent) if signs[left] != signs[right]), None)
+    curved = [index for index, sign in enumerate(signs) if sign]
+    return next((left + 3 for left, right in itertools.pairwise(curved) if signs[left] != signs[right]), None)
 
 
 def resampled_curves(
@@ -120,15 +120,15 @@ def choice_interval(shares: Float[Tensor, " layers"]) -> tuple[int, int]:
 def row_counts(num_rows: int, resamples: int, seed: int) -> Iterator[Float[Tensor, "resamples rows"]]:
     """Yield how often each row is drawn, for some resamples at a time."""
     # all records of an analysis have them
-    if num_rows * resamples <= _KEPT and num_rows <= torch.iinfo(torch.int16).max:
-        parts = _few_counts(num_rows, resamples, seed).split(max(1, DRAWN_AT_ONCE // num_rows))
+    if num_rows * resamples <= _CACHED and num_rows <= torch.iinfo(torch.int16).max:
+        parts = _cached_counts(num_rows, resamples, seed).split(max(1, DRAWN_AT_ONCE // num_rows))
         yield from (part.double() for part in parts)
     else:
         yield from _drawn_counts(num_rows, resamples, seed)
 
 
 @lru_cache(maxsize=4)
-def _few_counts(num_rows: int, resamples: int, seed: int) -> Tensor:
+def _cached_counts(num_rows: int, resamples: int, seed: int) -> Tensor:
     return torch.cat([counts.short() for counts in _drawn_counts(num_rows, resamples, seed)])
 
 
@@ -158,8 +158,8 @@ def chosen_layers(values: Float[Tensor, "*n layers"], rule: str, tolerance: floa
         return _first(values >= (1 - tolerance) * last - slack)
     if rule == "plateau":
         rises = values.diff() > tolerance + slack
-        still = torch.nn.functional.pad(rises.flip(-1).cummax(-1).values.flip(-1), (0, 1))  # some later step rises
-        return _first(~still)
+        later = torch.nn.functional.pad(rises.flip(-1).cummax(-1).values.flip(-1), (0, 1))  # some later step rises
+        return _first(~later)
     start, depth = values[..., :1], torch.linspace(0, 1, values.shape[-1], dtype=values.dtype)
     above = (values - start) - depth * (last - start)
     return _first(above >= above.amax(-1, keepdim=True) - slack)
@@ -232,7 +232,7 @@ def exponential_law(residuals: Float[Tensor, "*n layers"], *, undefined: Undefin
     pearson = (products / (squares * centered.square().sum()).sqrt()).clamp(-1, 1)
     values = 10**slope, slope, logs.mean(-1) - slope * depth.mean(), pearson, pearson.square()
     problems = {"a residual is not a finite number above 0": ~allowed.all(-1)}
-    return ExponentialLaw(*(settled("exponential_law", value, problems, undefined) for value in values))
+    return ExponentialLaw(*(checked("exponential_law", value, problems, undefined) for value in values))
 
 
 Statistic = Literal["mean", "median"]
@@ -339,9 +339,9 @@ def _medians(columns: Tensor, counts: Tensor) -> Tensor:
     """Return the median of each resample's rows, halfway between the middle two of an even number."""
     medians = []
     for column in columns.unbind(1):
-        ordered, places = column.sort()
-        reached = counts[:, places].cumsum(1)
-        middle = [(reached <= place).sum(1) for place in ((len(column) - 1) // 2, len(column) // 2)]
+        ordered, order = column.sort()
+        reached = counts[:, order].cumsum(1)
+        middle = [(reached <= rank).sum(1) for rank in ((len(column) - 1) // 2, len(column) // 2)]
         medians.append((ordered[middle[0]] + ordered[middle[1]]) / 2)
     return torch.stack(medians, dim=1)
 

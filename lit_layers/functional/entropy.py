@@ -22,20 +22,20 @@ from lit_layers.functional._checks import (
     Undefined,
     centered,
     check_option,
+    checked,
     not_finite,
     real_rows,
-    settled,
     unit_rows,
     widened,
-    without,
+    zeroed,
 )
-from lit_layers.functional.singular import LEAST_IN_ENTROPIES, eigenvalues, products, singular_values
+from lit_layers.functional.singular import ENTROPY_MIN_SHARE, eigenvalues, products, singular_values
 
 # Renyi entropies of shares and of positive semi-definite matrices, what they are divided by, where they are undefined.
 
 Normalization = Literal["raw", "logN", "logD", "maxEntropy", "logNlogD"]
 Side = Literal["rows", "smaller"]
-AtTwo = Literal["spectrum", "frobenius"]
+Alpha2 = Literal["spectrum", "frobenius"]
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -65,7 +65,7 @@ def renyi_of_matrices(matrices: Iterable[Tensor], alpha: float, *, frobenius: bo
     return renyi(values / positive(values.sum(-1, keepdim=True)), alpha)
 
 
-def divided(
+def normalized(
     metric: str,
     values: Tensor,
     problems: dict[str, Tensor],
@@ -76,7 +76,7 @@ def divided(
 ) -> Tensor:
     """Return the entropies divided as `normalization` says, and NaN or an error for those with a problem."""
     if normalization == "raw":
-        return settled(metric, values, problems, undefined)
+        return checked(metric, values, problems, undefined)
     log_n = num_rows.clamp(min=1).double().log()
     log_d = torch.full_like(log_n, math.log(max(dim, 1)))
     divisor = {
@@ -86,7 +86,7 @@ def divided(
         "logNlogD": log_n * log_d,
     }[normalization]
     problems = {**problems, f"{normalization} divides by the logarithm of one row or one dimension": divisor == 0}
-    return settled(metric, values / positive(divisor), problems, undefined)
+    return checked(metric, values / positive(divisor), problems, undefined)
 
 
 def positive(values: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def matrix_entropy(
     unit: bool = False,
     clamp: bool = False,
     side: Side = "rows",
-    alpha2: AtTwo = "spectrum",
+    alpha2: Alpha2 = "spectrum",
     drop_first: int = 0,
     normalization: Normalization = "raw",
     undefined: Undefined = "raise",
@@ -152,7 +152,7 @@ def matrix_entropy(
             frobenius = alpha2 == "frobenius"
             gram = gram.clamp(min=0.0) if clamp else gram
             values[chosen] = renyi_of_matrices([gram], alpha, frobenius=frobenius, size=size)[0]
-    return divided("matrix_entropy", values, problems, num_rows, dim, normalization, undefined)
+    return normalized("matrix_entropy", values, problems, num_rows, dim, normalization, undefined)
 
 
 def dataset_entropy(pooled: Float[Tensor, "*n prompts dim"], **options: Any) -> PerSet:
@@ -213,21 +213,21 @@ class Spectrum:
         """Return matrix_entropy of the sets."""
         squares = self.values.square()
         values = renyi(squares / positive(squares.sum(-1, keepdim=True)), alpha)
-        return divided("matrix_entropy", values, self.problems, self.num_rows, self.dim, normalization, undefined)
+        return normalized("matrix_entropy", values, self.problems, self.num_rows, self.dim, normalization, undefined)
 
     def effective_rank(self, *, undefined: Undefined = "raise") -> PerSet:
-        return settled("effective_rank", torch.special.entr(self._shares()).sum(-1).exp(), self.problems, undefined)
+        return checked("effective_rank", torch.special.entr(self._shares()).sum(-1).exp(), self.problems, undefined)
 
     def rankme(self, *, eps: float = 1e-7, undefined: Undefined = "raise") -> PerSet:
-        places = torch.arange(self.values.shape[-1], device=self.values.device)
-        there = places < self.num_rows[..., None].clamp(max=self.dim)
-        shares = (self._shares() + eps).masked_fill(~there, 0.0)
-        return settled("rankme", torch.special.entr(shares).sum(-1).exp(), self.problems, undefined)
+        index = torch.arange(self.values.shape[-1], device=self.values.device)
+        valid = index < self.num_rows[..., None].clamp(max=self.dim)
+        shares = (self._shares() + eps).masked_fill(~valid, 0.0)
+        return checked("rankme", torch.special.entr(shares).sum(-1).exp(), self.problems, undefined)
 
     def participation_ratio(self, *, undefined: Undefined = "raise") -> PerSet:
         squares = self.values.square()
         ratio = squares.sum(-1).square() / positive(squares.square().sum(-1))
-        return settled("participation_ratio", ratio, self.problems, undefined)
+        return checked("participation_ratio", ratio, self.problems, undefined)
 
     def _shares(self) -> Tensor:
         return self.values / positive(self.values.sum(-1, keepdim=True))
@@ -242,7 +242,7 @@ def spectrum(
     """Return the singular values of each set of rows, from one decomposition."""
     rows, num_rows, problems = _prepared(rows, mask, center, unit, drop_first)
     dim = rows.shape[-1]
-    values = singular_values(rows, num_rows - 1 if center else num_rows, least_share=LEAST_IN_ENTROPIES)
+    values = singular_values(rows, num_rows - 1 if center else num_rows, min_share=ENTROPY_MIN_SHARE)
     largest = values[..., :1] if values.shape[-1] else values.new_zeros(*values.shape[:-1], 1)
     values = values / positive(largest)
     floor = num_rows.clamp(min=dim)[..., None] * EPS
@@ -254,15 +254,15 @@ def _prepared(
     rows: Rows, mask: Mask | None, center: bool, unit: bool, drop_first: int
 ) -> tuple[Rows, Tensor, dict[str, Tensor]]:
     """Return the real rows with zeros after them, how many there are, and which sets are undefined, by reason."""
-    rows, kept = real_rows(widened(rows), mask, drop_first)
-    num_rows = kept.sum(-1)
+    rows, real = real_rows(widened(rows), mask, drop_first)
+    num_rows = real.sum(-1)
     broken = not_finite(rows)
-    rows = without(rows, broken)
+    rows = zeroed(rows, broken)
     problems = {"a row is not finite": broken, "there is no row": num_rows == 0}
     if center:
-        rows = centered(rows, kept)
+        rows = centered(rows, real)
     if unit:
-        rows, no_direction = unit_rows(rows, kept, after_centering=center)
+        rows, no_direction = unit_rows(rows, real, after_centering=center)
         problems["a row is zero, or equal to the mean that is subtracted, and has no unit length"] = no_direction.any(
             -1
         )
@@ -312,7 +312,7 @@ def infonce(
         scores = rows @ rows.mT / temperature
         partner = torch.cat([(view_a * view_b).sum(-1)] * 2, dim=-1) / temperature
         scores.diagonal(dim1=-2, dim2=-1).fill_(-math.inf)
-    return settled("infonce", (scores.logsumexp(-1) - partner).mean(-1).clamp(min=0.0), problems, undefined)
+    return checked("infonce", (scores.logsumexp(-1) - partner).mean(-1).clamp(min=0.0), problems, undefined)
 
 
 def dime(
@@ -324,7 +324,7 @@ def dime(
     permutations: int | Int[Tensor, "repeats prompts"] = 10,
     seed: int = 0,
     side: Side = "rows",
-    alpha2: AtTwo = "spectrum",
+    alpha2: Alpha2 = "spectrum",
     normalization: Normalization = "raw",
     undefined: Undefined = "raise",
 ) -> PerSet:
@@ -362,7 +362,7 @@ def dime(
     entropies = renyi_of_matrices(joint, alpha, frobenius=alpha2 == "frobenius", size=size)
     values = entropies[1:].mean(0) - entropies[0]
     num_rows = torch.full_like(values, num_prompts)
-    return divided("dime", values, problems, num_rows, dim, normalization, undefined)
+    return normalized("dime", values, problems, num_rows, dim, normalization, undefined)
 
 
 class LidarSums:
@@ -391,14 +391,14 @@ class LidarSums:
         self.num_views = views.shape[1]
         # A mean of equal views is off by rounding, one of zeros is not. With t the sum of the differences x from the
         # first of n views, the scatter about the mean is that of x - t (1 - n^(-1/2)) / (n - 1) about 0: one row less.
-        apart = views[:, 1:] - views[:, :1]
-        total = apart.sum(1)
+        diffs = views[:, 1:] - views[:, :1]
+        total = diffs.sum(1)
         self.means.append(views[:, 0] + total / self.num_views)
-        apart -= (total * ((1 - self.num_views**-0.5) / (self.num_views - 1)))[:, None]
-        rows = apart.flatten(0, 1)
+        diffs -= (total * ((1 - self.num_views**-0.5) / (self.num_views - 1)))[:, None]
+        rows = diffs.flatten(0, 1)
         self.scatter = rows.mT @ rows + (0.0 if self.scatter is None else self.scatter)
 
-    def within_over_delta(self, delta: float = 1e-4) -> float:
+    def scatter_over_delta(self, delta: float = 1e-4) -> float:
         """Return the mean variance within prompts over delta; below about 10, delta decides along with the states."""
         scatter = self.mean_scatter()
         return (scatter.trace() / (len(scatter) * delta)).item()
@@ -417,7 +417,7 @@ def lidar(
     alpha: float = 1.0,
     output: Output = "entropy",
     eps: float = 1e-7,
-    alpha2: AtTwo = "spectrum",
+    alpha2: Alpha2 = "spectrum",
     normalization: Normalization = "raw",
     undefined: Undefined = "raise",
 ) -> PerSet:
@@ -429,7 +429,7 @@ def lidar(
 
     Without scatter within it is matrix_entropy of the means with `center`, whatever delta. With delta 0 unchanged by
     any invertible linear map of the features; else by rotation, translation and the order of prompts and views, but not
-    by scaling: delta is absolute (`LidarSums.within_over_delta` tells how much it weighs).
+    by scaling: delta is absolute (`LidarSums.scatter_over_delta` tells how much it weighs).
 
     Source: Thilak et al., arXiv 2312.04000 ("rank"); Skean et al., arXiv 2502.02013 ("entropy").
 
@@ -451,7 +451,7 @@ def lidar(
         reason: torch.tensor([reason == other for _, other in results]).reshape(values.shape)
         for reason in sorted({reason for _, reason in results if reason})
     }
-    return settled("lidar", values, problems, undefined)
+    return checked("lidar", values, problems, undefined)
 
 
 def _lidar(
@@ -460,7 +460,7 @@ def _lidar(
     alpha: float,
     output: Output,
     eps: float,
-    alpha2: AtTwo,
+    alpha2: Alpha2,
     normalization: Normalization,
 ) -> tuple[Tensor, str]:
     """Return `lidar` of one set of views, and why it has no value."""
@@ -473,7 +473,7 @@ def _lidar(
     between -= between.mean(0)
     if between.norm() <= max(num_prompts, dim) * EPS * means.norm():
         return means.new_tensor(0.0), "all prompts have the same mean"
-    factor = _factor(scatter, delta, most=num_prompts * (sums.num_views - 1))
+    factor = _factor(scatter, delta, max_rank=num_prompts * (sums.num_views - 1))
     whitened = torch.linalg.solve_triangular(factor, between.div_(math.sqrt(num_prompts)).mT, upper=False)
     values = singular_values(whitened, torch.tensor(num_prompts - 1, device=means.device))
     values = values.masked_fill(values < max(num_prompts, dim) * EPS * values[0], 0.0).square()
@@ -487,16 +487,16 @@ def _lidar(
     else:
         entropy = renyi(shares, alpha)
     # NaN where it is divided by log 1
-    entropy = divided("lidar", entropy, {}, entropy.new_tensor(num_prompts), dim, normalization, "nan")
+    entropy = normalized("lidar", entropy, {}, entropy.new_tensor(num_prompts), dim, normalization, "nan")
     return entropy, f"{normalization} divides by the logarithm of one dimension" if entropy.isnan() else ""
 
 
-def _factor(scatter: Tensor, delta: float, *, most: int) -> Tensor:
+def _factor(scatter: Tensor, delta: float, *, max_rank: int) -> Tensor:
     """Return the lower factor of the scatter within prompts, of rank `most` or less, plus delta on its diagonal."""
     scatter.diagonal().add_(delta)
     factor, failed = torch.linalg.cholesky_ex(scatter)
     pivots = factor.diagonal().square()
-    rounded = delta == 0 and (most < len(scatter) or bool(pivots.amin() <= len(scatter) * EPS * pivots.amax()))
+    rounded = delta == 0 and (max_rank < len(scatter) or bool(pivots.amin() <= len(scatter) * EPS * pivots.amax()))
     if failed or rounded:
         raise ValueError(
             f"the scatter within prompts has no inverse with delta {delta}: expected a larger delta, or more views"
@@ -512,7 +512,7 @@ def _views(view_a: View, view_b: View, *, unit: bool) -> tuple[Tensor, Tensor, d
         raise ValueError(f"expected two views of one shape (*n, prompts, dim) with 2 prompts or more, got {shapes}")
     broken = not_finite(view_a) | not_finite(view_b)
     problems, views = {"a row is not finite": broken}, []
-    for view in (without(view_a, broken), without(view_b, broken)):
+    for view in (zeroed(view_a, broken), zeroed(view_b, broken)):
         if unit:
             view, no_direction = unit_rows(view, view.new_ones(view.shape[:-1], dtype=torch.bool))
             problems[_NO_LENGTH] = problems.get(_NO_LENGTH, broken) | no_direction.any(-1)

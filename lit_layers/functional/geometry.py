@@ -16,12 +16,12 @@ from lit_layers.functional._checks import (
     Undefined,
     centered,
     check_option,
+    checked,
     not_finite,
     real_rows,
-    settled,
     unit_rows,
     widened,
-    without,
+    zeroed,
 )
 
 Tokens = Float[Tensor, "*n tokens dim"]
@@ -61,14 +61,14 @@ def curvature_and_missing(
 ) -> tuple[PerPrompt, Int[Tensor, "*n"]]:
     """Return token_curvature, and how many of each prompt's angles do not exist because a difference is zero."""
     check_option("undefined", undefined, "raise", "nan", "skip")
-    rows, kept = real_rows(widened(tokens), mask, drop_first)
+    rows, real = real_rows(widened(tokens), mask, drop_first)
     broken = not_finite(rows)
-    rows = without(rows, broken)
+    rows = zeroed(rows, broken)
     steps = rows[..., 1:, :] - rows[..., :-1, :]
     lengths = torch.linalg.vector_norm(steps, dim=-1)
     moves = lengths > 0
     steps = steps / lengths.masked_fill(~moves, 1.0)[..., None]
-    in_prompt = kept[..., 2:]  # packed rows: a real third token makes an angle
+    in_prompt = real[..., 2:]  # packed rows: a real third token makes an angle
     exists = in_prompt & moves[..., :-1] & moves[..., 1:]
     num_in_prompt, num_exists = in_prompt.sum(-1), exists.sum(-1)
     values = _angle(steps[..., :-1, :], steps[..., 1:, :]).masked_fill(~exists, 0.0).sum(-1) / num_exists
@@ -78,7 +78,7 @@ def curvature_and_missing(
         problems["no angle exists"] = num_exists == 0
     else:
         problems["neighbouring tokens are equal"] = missing > 0
-    return settled("token_curvature", values, problems, "raise" if undefined == "raise" else "nan"), missing
+    return checked("token_curvature", values, problems, "raise" if undefined == "raise" else "nan"), missing
 
 
 def token_angle(
@@ -96,10 +96,10 @@ def token_angle(
         ValueError: no more than one real token, or a token that is equal to the mean; NaN there with
             `undefined="nan"`.
     """
-    rows, kept = real_rows(widened(tokens), mask, drop_first)
+    rows, real = real_rows(widened(tokens), mask, drop_first)
     broken = not_finite(rows)
-    rows, no_direction = unit_rows(centered(without(rows, broken), kept), kept, after_centering=True)
-    in_prompt = kept[..., 1:]
+    rows, no_direction = unit_rows(centered(zeroed(rows, broken), real), real, after_centering=True)
+    in_prompt = real[..., 1:]
     angles = _angle(rows[..., :-1, :], rows[..., 1:, :]).masked_fill(~in_prompt, 0.0)
     problems = {
         "a token is not finite": broken,
@@ -108,7 +108,7 @@ def token_angle(
             (no_direction[..., 1:] | no_direction[..., :-1]) & in_prompt
         ).any(-1),
     }
-    return settled("token_angle", angles.sum(-1) / in_prompt.sum(-1), problems, undefined)
+    return checked("token_angle", angles.sum(-1) / in_prompt.sum(-1), problems, undefined)
 
 
 def _angle(u: Tensor, w: Tensor) -> Tensor:
@@ -138,8 +138,8 @@ def pool(
             equal to the mean; NaN there with `undefined="nan"`.
     """
     check_option("pooling", pooling, "mean", "last", "cls", "centered_unit_mean")
-    rows, kept = real_rows(widened(tokens), mask)
-    count = kept.sum(-1)
+    rows, real = real_rows(widened(tokens), mask)
+    count = real.sum(-1)
     broken = not_finite(rows)
     problems = {"a token is not finite": broken, "there is no real token": count == 0}
     if not rows.shape[-2]:
@@ -151,10 +151,10 @@ def pool(
         pooled = rows.gather(-2, last).squeeze(-2)
     else:
         if pooling == "centered_unit_mean":
-            rows, no_direction = unit_rows(centered(rows, kept), kept, after_centering=True)
+            rows, no_direction = unit_rows(centered(rows, real), real, after_centering=True)
             problems["a token equals the mean that is subtracted"] = no_direction.any(-1)
         pooled = rows.sum(-2) / count.clamp(min=1)[..., None]
-    return settled("pooled vector", pooled, {reason: bad[..., None] for reason, bad in problems.items()}, undefined)
+    return checked("pooled vector", pooled, {reason: bad[..., None] for reason, bad in problems.items()}, undefined)
 
 
 # How far word pairs of one relation point in one direction. All computed in float64.
@@ -216,23 +216,23 @@ def concept_alignment(
         shapes = f"{tuple(first.shape)} and {tuple(second.shape)}"
         raise ValueError(f"expected first and second of one shape (*layers, pairs, dim), 3 pairs or more, got {shapes}")
     finite = (first.isfinite() & second.isfinite()).flatten(-2).all(-1)
-    first, second = without(first, ~finite), without(second, ~finite)
+    first, second = zeroed(first, ~finite), zeroed(second, ~finite)
     deltas = second - first
     problems = {"a point is not finite": ~finite, "a pair's two words are the same point": ~deltas.any(-1).all(-1)}
     directions = _directions(deltas)
-    by_pair = _with_others(directions)
-    cosines, cancelled = _with_mean_of_others(deltas, directions)
+    by_pair = _pair_cosines(directions)
+    cosines, cancelled = _leave_one_out(deltas, directions)
     orders = _derangements(first.shape[-2], shuffles, seed)
     shuffled = torch.stack([_mean_cosine(_directions(second[..., order, :] - first)) for order in orders]).mean(0)
     shuffled_problems = problems | {"no two words of a shuffled pair differ": shuffled.isnan()}
     lone = problems | {"the deltas of the other pairs cancel": cancelled.any(-1)}
     per_pair = {reason: where[..., None] for reason, where in problems.items()}
     return ConceptAlignment(
-        directions=settled("concept_alignment", directions, {k: v[..., None] for k, v in per_pair.items()}, undefined),
-        mean=settled("concept_alignment", by_pair.mean(-1), problems, undefined),
-        by_pair=settled("concept_alignment", by_pair, per_pair, undefined),
-        leave_one_out=settled("leave_one_out", cosines.mean(-1), lone, undefined),
-        shuffled=settled("shuffled", shuffled, shuffled_problems, undefined),
+        directions=checked("concept_alignment", directions, {k: v[..., None] for k, v in per_pair.items()}, undefined),
+        mean=checked("concept_alignment", by_pair.mean(-1), problems, undefined),
+        by_pair=checked("concept_alignment", by_pair, per_pair, undefined),
+        leave_one_out=checked("leave_one_out", cosines.mean(-1), lone, undefined),
+        shuffled=checked("shuffled", shuffled, shuffled_problems, undefined),
     )
 
 
@@ -242,7 +242,7 @@ def _directions(deltas: Points) -> Points:
     return deltas / norms.where(norms > 0, 1.0)
 
 
-def _with_others(directions: Points) -> Tensor:
+def _pair_cosines(directions: Points) -> Tensor:
     """Return the mean cosine of each pair with the others."""
     total = directions.sum(-2, keepdim=True)
     return ((directions * total).sum(-1) - directions.square().sum(-1)) / (directions.shape[-2] - 1)
@@ -255,7 +255,7 @@ def _mean_cosine(directions: Points) -> PerLayer:
     return mean.masked_fill(count < 2, torch.nan)
 
 
-def _with_mean_of_others(deltas: Points, directions: Points) -> tuple[Tensor, Tensor]:
+def _leave_one_out(deltas: Points, directions: Points) -> tuple[Tensor, Tensor]:
     """Return the cosine of each delta with the mean of the others, and where those cancel up to rounding."""
     others = deltas.sum(-2, keepdim=True) - deltas
     norms = torch.linalg.vector_norm(others, dim=-1)
@@ -278,7 +278,7 @@ def _derangements(size: int, count: int, seed: int) -> Iterator[Tensor]:
 # How alike layers are, and where a model's beginning, middle and ending lie by that.
 
 MAX_ENTRIES = 2**24  # of the layers' Gram matrices held at a time: 128 MB
-LEAST_MIDDLE = 2  # layers: fewer have no similarity among themselves
+MIN_MIDDLE = 2  # layers: fewer have no similarity among themselves
 EQUAL = 1e-9  # relative difference of what two divisions explain, below which they are as good; of means to the largest
 
 
@@ -302,12 +302,12 @@ def cosine_similarity_matrix(
             layer's row and column are NaN.
     """
     check_option("mode", mode, "token", "flattened")
-    rows, kept = real_rows(widened(states), mask)
+    rows, real = real_rows(widened(states), mask)
     broken = not_finite(rows).any(-1)
-    rows = without(rows, broken[:, None].expand(rows.shape[:2]))
-    num_prompts, num_tokens = rows.shape[1], kept[0].sum(-1)
+    rows = zeroed(rows, broken[:, None].expand(rows.shape[:2]))
+    num_prompts, num_tokens = rows.shape[1], real[0].sum(-1)
     if mode == "token":
-        rows, no_direction = unit_rows(rows, kept)
+        rows, no_direction = unit_rows(rows, real)
         zero = no_direction.any(-1).any(-1)
         rows = rows / num_tokens.clamp(min=1).double().sqrt()[:, None, None]
     else:
@@ -321,7 +321,7 @@ def cosine_similarity_matrix(
         "a prompt has no real token": (num_tokens == 0).any(),
         "a state is zero": zero | zero[:, None],
     }
-    return settled("cosine_similarity_matrix", cosines, problems, undefined)
+    return checked("cosine_similarity_matrix", cosines, problems, undefined)
 
 
 def linear_cka(
@@ -350,7 +350,7 @@ def linear_cka(
     squares = torch.stack([x.square().sum(-1), y.square().sum(-1)], -2)
     alignment, flat = _alignment(inner.unflatten(-1, (2, 2)), squares, debiased)
     problems = {"values are not finite": broken, "x does not vary": flat[..., 0], "y does not vary": flat[..., 1]}
-    return settled("linear_cka", alignment[..., 0, 1], problems, undefined)
+    return checked("linear_cka", alignment[..., 0, 1], problems, undefined)
 
 
 def _alignment(inner: Tensor, squares: Tensor, debiased: bool) -> tuple[Tensor, Tensor]:
@@ -406,7 +406,7 @@ def linear_cka_matrix(
         "values are not finite": broken | broken[:, None],
         "a layer does not vary": flat | flat[:, None],
     }
-    return settled("linear_cka_matrix", alignment, problems, undefined)
+    return checked("linear_cka_matrix", alignment, problems, undefined)
 
 
 class LayerStages(NamedTuple):
@@ -435,12 +435,12 @@ def layer_stages(similarity: Float[Tensor, "layers layers"]) -> LayerStages:
         ValueError: fewer than 2 layers, or a similarity that is not finite.
     """
     matrix = widened(similarity)
-    if len(matrix) < LEAST_MIDDLE or not matrix.isfinite().all():
-        raise ValueError(f"expected finite similarities of at least {LEAST_MIDDLE} layers, got {matrix.tolist()}")
+    if len(matrix) < MIN_MIDDLE or not matrix.isfinite().all():
+        raise ValueError(f"expected finite similarities of at least {MIN_MIDDLE} layers, got {matrix.tolist()}")
     matrix = matrix - matrix.diagonal().diag()
     num_layers, size = len(matrix), matrix.abs().max().item()
     best, most = LayerStages(0, num_layers, 0, 0.0), 0.0
-    for length in range(num_layers - 1, LEAST_MIDDLE - 1, -1):
+    for length in range(num_layers - 1, MIN_MIDDLE - 1, -1):
         for start in range(num_layers - length + 1):
             rows = matrix[start : start + length]
             within, total = rows[:, start : start + length].sum().item(), rows.sum().item()

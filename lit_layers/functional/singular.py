@@ -11,19 +11,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_layers.functional._checks import finite_matrices, wide_matrices, without
+from lit_layers.functional._checks import finite_matrices, wide_matrices, zeroed
 
 # An eigenvalue of a Gram matrix is off by about EPS, 2.2e-16, times the largest; so its root, at s of the largest
 # singular value, by EPS / 2s of that; measured by less than 2e-13 where the spectrum falls to 1.7e-4 by and by, by up
 # to 6e-12 where half of 1,000 values lie there and the others at 1.
-_LEAST_SHARE = 3e-8  # of the largest eigenvalue
+_MIN_SHARE = 3e-8  # of the largest eigenvalue
 # An entropy or a rank weighs each singular value s by itself, or by its square: where s is off by EPS / 2s, the entropy
 # of n of them is by less than n EPS / 2s log(1 / s), measured on states of language models by less than 4e-11.
-LEAST_IN_ENTROPIES = 1e-12
-_LEAST_TRACE = 1e-200  # below it squares lose digits at the lower end of float64
+ENTROPY_MIN_SHARE = 1e-12
+_MIN_TRACE = 1e-200  # below it squares lose digits at the lower end of float64
 
 
-def singular_values(rows: Tensor, rank: Tensor | None = None, *, least_share: float = _LEAST_SHARE) -> Tensor:
+def singular_values(rows: Tensor, rank: Tensor | None = None, *, min_share: float = _MIN_SHARE) -> Tensor:
     """Return the singular values of each matrix (*n, rows, dim), the largest first.
 
     They are roots of the eigenvalues of its smaller Gram matrix.
@@ -39,12 +39,12 @@ def singular_values(rows: Tensor, rank: Tensor | None = None, *, least_share: fl
         return wide.new_zeros(wide.shape[:-1])
     gram, size = products(wide), wide.shape[-2]
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-    good = (trace > _LEAST_TRACE) & (trace < math.inf)
-    values = eigenvalues(without(gram, ~good)).flip(-1)
+    good = (trace > _MIN_TRACE) & (trace < math.inf)
+    values = eigenvalues(zeroed(gram, ~good)).flip(-1)
     ranks = torch.full_like(good, size, dtype=torch.long) if rank is None else rank.clamp(max=size)
-    places = torch.arange(size, device=values.device) < ranks[..., None]
-    good = good & (values >= least_share * values[..., :1]).logical_or(~places).all(-1)
-    values = values.clamp(min=0.0).masked_fill(~places, 0.0).sqrt()
+    index = torch.arange(size, device=values.device) < ranks[..., None]
+    good = good & (values >= min_share * values[..., :1]).logical_or(~index).all(-1)
+    values = values.clamp(min=0.0).masked_fill(~index, 0.0).sqrt()
     if not good.all():
         tall = wide[~good].mT.cpu().numpy()  # to which LAPACK needs less than a third of what its transpose needs
         values[~good] = torch.from_numpy(np.linalg.svd(tall, compute_uv=False)).to(values.device)
@@ -120,17 +120,17 @@ def singular_factors(
     # some 2 GB; a CPU gains nothing by more than what stays near it, 1 MB, or one large matrix
     entries = 2**17 if leading and flat.device.type == "cpu" else 2**31 // 60
     size = max(1, entries // dim**2)
-    enough = min(tolerance, TIGHT) if dim <= NARROW else tolerance
+    goal = min(tolerance, TIGHT) if dim <= NARROW else tolerance
     parts = []
     for piece in flat.split(size):
         piece = piece.double()
         if not leading:
-            parts.append(_whole(piece, count))
+            parts.append(_full_svd(piece, count))
             continue
-        factors = _leading(piece, count)
-        failed = ~(factors.bounds[:, -1] + rounding[-1] <= enough)  # also where they are NaN
+        factors = _top_svd(piece, count)
+        failed = ~(factors.bounds[:, -1] + rounding[-1] <= goal)  # also where they are NaN
         if bool(failed.any()):
-            for part, whole in zip(factors, _whole(piece[failed], count), strict=True):
+            for part, whole in zip(factors, _full_svd(piece[failed], count), strict=True):
                 part[failed] = whole
         parts.append(factors)
     joined = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -138,7 +138,7 @@ def singular_factors(
     return found._replace(left=found.left.to(dtype), right=found.right.to(dtype), bounds=found.bounds + rounding)
 
 
-def _leading(matrices: Tensor, count: int) -> Factors:
+def _top_svd(matrices: Tensor, count: int) -> Factors:
     """Return leading triples from the eigenvectors v of J'J, (n, dim, dim) in float64, and u = J v / s.
 
     NaN for a matrix of zeros.
@@ -179,7 +179,7 @@ def _leading_eigenvectors(gram: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values.flip(-1), vectors[..., 1:].flip(-1)
 
 
-def _whole(matrices: Tensor, count: int) -> Factors:
+def _full_svd(matrices: Tensor, count: int) -> Factors:
     left, values, right = torch.linalg.svd(matrices)
     residuals = _residuals(matrices, left, values, right.mT)
     bounds = _bounds(values, residuals, residuals[:, -1], count)

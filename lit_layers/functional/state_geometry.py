@@ -12,21 +12,21 @@ from torch import Tensor
 from lit_layers.functional._checks import (
     Undefined,
     centered,
+    checked,
     not_finite,
     real_rows,
-    settled,
     unit_rows,
     widened,
-    without,
+    zeroed,
 )
 from lit_layers.functional.singular import eigenvalues, products
 
 Points = Float[Tensor, "*n points dim"]
 PerSet = Float[Tensor, "*n"]
 
-LEAST_RANKS = 3  # of a slope
+MIN_RANKS = 3  # of a slope
 _EPS = torch.finfo(torch.float64).eps
-_OF_DISTANCES = 8 * _EPS**0.5  # to which part of the points' norms distances are known, being roots of differences
+_DIST_EPS = 8 * _EPS**0.5  # to which part of the points' norms distances are known, being roots of differences
 
 
 def alpha_req(points: Points, *, fit_range: tuple[int, int] = (11, 100), undefined: Undefined = "raise") -> PerSet:
@@ -46,7 +46,7 @@ def alpha_req(points: Points, *, fit_range: tuple[int, int] = (11, 100), undefin
     first, last = fit_range
     points = widened(points)
     broken = not_finite(points)
-    points = centered(without(points, broken), points.new_ones(points.shape[:-1], dtype=torch.bool))
+    points = centered(zeroed(points, broken), points.new_ones(points.shape[:-1], dtype=torch.bool))
     wide = points.shape[-2] <= points.shape[-1]
     values = eigenvalues(products(points if wide else points.mT)).flip(-1)  # the largest first
     floor = max(points.shape[-2:]) * _EPS * values[..., :1]
@@ -62,9 +62,9 @@ def alpha_req(points: Points, *, fit_range: tuple[int, int] = (11, 100), undefin
     slope = (weights * x_off * (y - y_mean[..., None])).sum(-1) / (weights * x_off.square()).sum(-1)
     problems = {
         "a value is not finite": broken,
-        f"its covariance has fewer than {LEAST_RANKS} ranks in {fit_range}": fitted.sum(-1) < LEAST_RANKS,
+        f"its covariance has fewer than {MIN_RANKS} ranks in {fit_range}": fitted.sum(-1) < MIN_RANKS,
     }
-    return settled("alpha_req", -slope, problems, undefined)
+    return checked("alpha_req", -slope, problems, undefined)
 
 
 def two_nn_dimension(points: Points, *, discarded: float = 0.1, undefined: Undefined = "raise") -> PerSet:
@@ -81,17 +81,17 @@ def two_nn_dimension(points: Points, *, discarded: float = 0.1, undefined: Undef
         ValueError: fewer than 3 different points, all ratios 1, points that are not finite (NaN there with
             `undefined="nan"`).
     """
-    given, points = points.dtype, widened(points)
+    dtype, points = points.dtype, widened(points)
     broken = not_finite(points)
-    sets = without(points, broken).reshape(-1, *points.shape[-2:])
-    values = [two_nn_of_distances(apart_of_different(each, given)[0], discarded) for each in sets]
+    sets = zeroed(points, broken).reshape(-1, *points.shape[-2:])
+    values = [two_nn_of_distances(merged_distances(each, dtype)[0], discarded) for each in sets]
     values = torch.stack(values).reshape(points.shape[:-2])
     reason = "it has fewer than 3 different points, or all have two neighbours at one distance"
     problems = {"a value is not finite": broken, reason: values.isnan()}
-    return settled("two_nn_dimension", values, problems, undefined)
+    return checked("two_nn_dimension", values, problems, undefined)
 
 
-def apart_of_different(
+def merged_distances(
     points: Float[Tensor, "points dim"], computed_in: torch.dtype
 ) -> tuple[Float[Tensor, "different different"], Int[Tensor, " points"]]:
     """Return the distances of points, infinite from a point to itself, and which row each point is in.
@@ -100,26 +100,26 @@ def apart_of_different(
     alike differ by where they lie in memory, and the ratio of two such distances is of no dimension.
     """
     shifted = centered(points, points.new_ones(len(points), dtype=torch.bool))  # nearer to 0 less is lost in squares
-    apart = torch.cdist(shifted, shifted, compute_mode="use_mm_for_euclid_dist")
+    dist = torch.cdist(shifted, shifted, compute_mode="use_mm_for_euclid_dist")
     rounding = 32 * torch.finfo(torch.promote_types(computed_in, torch.float32)).eps  # of a model of many blocks
-    size = torch.maximum(points.norm(dim=-1), shifted.norm(dim=-1)) * max(rounding, _OF_DISTANCES)
-    equal = (apart <= torch.maximum(size, size[:, None])).fill_diagonal_(True)
+    size = torch.maximum(points.norm(dim=-1), shifted.norm(dim=-1)) * max(rounding, _DIST_EPS)
+    equal = (dist <= torch.maximum(size, size[:, None])).fill_diagonal_(True)
     first = equal.byte().argmax(-1)  # the earliest of those that are equal
     while not torch.equal(first, first[first]):
         first = first[first]
-    kept, number = first.unique(return_inverse=True)
-    return apart[kept][:, kept].fill_diagonal_(math.inf), number
+    firsts, group = first.unique(return_inverse=True)
+    return dist[firsts][:, firsts].fill_diagonal_(math.inf), group
 
 
-def two_nn_of_distances(apart: Float[Tensor, "points points"], discarded: float = 0.1) -> Tensor:
+def two_nn_of_distances(dist: Float[Tensor, "points points"], discarded: float = 0.1) -> Tensor:
     """Return `two_nn_dimension` from distances of points that all differ; NaN for fewer than 3 or equal ratios."""
-    if len(apart) < 3:
-        return apart.new_full((), math.nan)
-    nearest = apart.topk(2, largest=False).values
+    if len(dist) < 3:
+        return dist.new_full((), math.nan)
+    nearest = dist.topk(2, largest=False).values
     ratios = (nearest[:, 1] / nearest[:, 0]).log().sort().values
-    kept = min(max(2, round(len(apart) * (1 - discarded))), len(apart) - 1)  # the last share is 1, without a logarithm
-    share = torch.arange(1, kept + 1, device=apart.device, dtype=apart.dtype) / len(apart)
-    x, y = ratios[:kept], -(1 - share).log()
+    num = min(max(2, round(len(dist) * (1 - discarded))), len(dist) - 1)  # the last share is 1, without a logarithm
+    share = torch.arange(1, num + 1, device=dist.device, dtype=dist.dtype) / len(dist)
+    x, y = ratios[:num], -(1 - share).log()
     return ((x * y).sum() / x.square().sum()).where(x.square().sum() > 0, math.nan)
 
 
@@ -136,7 +136,7 @@ def anisotropy(points: Points, *, undefined: Undefined = "raise") -> PerSet:
     """
     rows, problems = _directions(points)
     total, count = rows.sum(-2).square().sum(-1), rows.shape[-2]
-    return settled("anisotropy", (total - count) / max(1, count * (count - 1)), problems, undefined)
+    return checked("anisotropy", (total - count) / max(1, count * (count - 1)), problems, undefined)
 
 
 def uniformity(points: Points, *, undefined: Undefined = "raise") -> PerSet:
@@ -156,19 +156,19 @@ def uniformity(points: Points, *, undefined: Undefined = "raise") -> PerSet:
     same = torch.eye(count, dtype=torch.bool, device=rows.device)
     exponents = (4 * (rows @ rows.mT) - 4).masked_fill(same, -torch.inf)  # d^2 = 2 - 2 cos
     values = exponents.logsumexp((-2, -1)) - math.log(max(1, count * (count - 1)))
-    return settled("uniformity", values, problems, undefined)
+    return checked("uniformity", values, problems, undefined)
 
 
 def _directions(points: Points) -> tuple[Points, dict[str, Tensor]]:
     """Return the points at length 1, and what keeps pairs of them from having an angle."""
     points = widened(points)
     broken = not_finite(points)
-    points = without(points, broken)
-    rows, none = unit_rows(points, points.new_ones(points.shape[:-1], dtype=torch.bool))
+    points = zeroed(points, broken)
+    rows, zero = unit_rows(points, points.new_ones(points.shape[:-1], dtype=torch.bool))
     few = torch.tensor(points.shape[-2] < 2, device=points.device)
     return rows, {
         "a value is not finite": broken,
-        "a point is zero": none.any(-1),
+        "a point is zero": zero.any(-1),
         "it has fewer than 2 points": few,
     }
 
@@ -189,18 +189,18 @@ def massive_activation(
     Raises:
         ValueError: no real token, a median of 0, values that are not finite (NaN there with `undefined="nan"`).
     """
-    rows, kept = real_rows(widened(tokens), mask)
+    rows, real = real_rows(widened(tokens), mask)
     broken = not_finite(rows)
-    sizes = without(rows, broken).abs().masked_fill(~kept[..., None], torch.nan).flatten(-2)
+    sizes = zeroed(rows, broken).abs().masked_fill(~real[..., None], torch.nan).flatten(-2)
     if not sizes.shape[-1]:
         sizes = sizes.new_full((*sizes.shape[:-1], 1), torch.nan)
     lower, upper = sizes.nanquantile(0.5, dim=-1), sizes.masked_fill(sizes.isnan(), -1.0).amax(-1)
     problems = {
         "a value is not finite": broken,
-        "there is no real token": ~kept.any(-1),
+        "there is no real token": ~real.any(-1),
         "its median is 0": lower == 0,
     }
-    return settled("massive_activation", upper / lower, problems, undefined)
+    return checked("massive_activation", upper / lower, problems, undefined)
 
 
 def normal_massive_activation(count: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ def block_influence(
         "a state is zero": ((norms[0] == 0) | (norms[1] == 0))[..., 0],
     }
     # half the squared distance of the directions is exact near 0, where 1 - cos is rounding
-    return settled("block_influence", (sides[0] - sides[1]).square().sum(-1) / 2, problems, undefined)
+    return checked("block_influence", (sides[0] - sides[1]).square().sum(-1) / 2, problems, undefined)
 
 
 def step_ratio(
@@ -252,7 +252,7 @@ def step_ratio(
     before, after = widened(before), widened(after)
     norm, step = (torch.linalg.vector_norm(state, dim=-1) for state in (before, after - before))
     problems = {"a state is not finite": ~(norm.isfinite() & step.isfinite()), "the state before is zero": norm == 0}
-    return settled("step_ratio", step / norm.where(norm > 0, 1.0), problems, undefined)
+    return checked("step_ratio", step / norm.where(norm > 0, 1.0), problems, undefined)
 
 
 def shuffled_features(points: Float[Tensor, "points dim"], seed: int = 0) -> Float[Tensor, "points dim"]:

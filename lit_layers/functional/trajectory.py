@@ -2,7 +2,7 @@
 
 Trajectories are `(layers, *n, dim)`, layer 0 (the input of the first block) first, so `L` blocks make `L + 1` layers.
 There is no mask here: take the real tokens first, `states[:, mask]`. A state that is not finite is undefined like the
-cases each function names. `WalkedPath` gives the same numbers of states that come one layer after the other.
+cases each function names. `PathStats` gives the same numbers of states that come one layer after the other.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_layers.functional._checks import Undefined, settled, widened
+from lit_layers.functional._checks import Undefined, checked, widened
 
 States = Float[Tensor, "layers *n dim"]
 PerToken = Float[Tensor, "*n"]
@@ -34,8 +34,8 @@ def line_shape_score(states: States, *, undefined: Undefined = "raise") -> PerTo
     """
     if len(states) < 2:
         values, problems = states[0, ..., 0].double(), {"it takes a step": torch.tensor(True)}
-        return settled("line_shape_score", values, problems, undefined)
-    return WalkedPath(states).line_shape_score(undefined)
+        return checked("line_shape_score", values, problems, undefined)
+    return PathStats(states).line_shape_score(undefined)
 
 
 def running_line_shape_score(states: States, *, undefined: Undefined = "raise") -> Float[Tensor, "steps *n"]:
@@ -44,7 +44,7 @@ def running_line_shape_score(states: States, *, undefined: Undefined = "raise") 
     In one pass, where L calls of `line_shape_score` would take L^2 / 2 steps. Raises as that does; with
     `undefined="nan"` a step of length zero, or a state that is not finite, leaves the values before it alone.
     """
-    return WalkedPath(states).running_line_shape_score(undefined)
+    return PathStats(states).running_line_shape_score(undefined)
 
 
 def growth_rates(states: States, *, undefined: Undefined = "raise") -> Float[Tensor, "steps *n"]:
@@ -58,7 +58,7 @@ def growth_rates(states: States, *, undefined: Undefined = "raise") -> Float[Ten
         ValueError: a state of norm zero (NaN in the two steps around it with `undefined="nan"`), or one that is not
             finite (NaN from there on).
     """
-    return WalkedPath(states).growth_rates(undefined)
+    return PathStats(states).growth_rates(undefined)
 
 
 def expodistance(states: States, *, undefined: Undefined = "raise") -> PerToken:
@@ -74,7 +74,7 @@ def expodistance(states: States, *, undefined: Undefined = "raise") -> PerToken:
         ValueError: a state of norm zero, a norm that returns to its start, fewer than two steps; NaN there with
             `undefined="nan"`.
     """
-    return WalkedPath(states).expodistance(undefined)
+    return PathStats(states).expodistance(undefined)
 
 
 def equidistance(states: States, *, undefined: Undefined = "raise") -> PerToken:
@@ -88,20 +88,20 @@ def equidistance(states: States, *, undefined: Undefined = "raise") -> PerToken:
     Raises:
         ValueError: all steps have length zero, or no step; NaN there with `undefined="nan"`.
     """
-    return WalkedPath(states).equidistance(undefined)
+    return PathStats(states).equidistance(undefined)
 
 
 def state_norms(states: States) -> Float[Tensor, "layers *n"]:
     """Return |x^l| for every layer l = 0..L."""
-    return WalkedPath(states).norms
+    return PathStats(states).norms
 
 
 def step_norms(states: States) -> Float[Tensor, "steps *n"]:
     """Return |x^l - x^(l-1)| for every block l = 1..L."""
-    return WalkedPath(states).lengths
+    return PathStats(states).lengths
 
 
-class WalkedPath:
+class PathStats:
     """What is left of trajectories whose states are seen one layer after the other: enough for every metric here.
 
     `norms` and `broken` (layers, *n), the latter whether a state so far is not finite; `lengths`, `distances` and
@@ -125,9 +125,9 @@ class WalkedPath:
             before = reached
         self.norms, self.broken = map(torch.stack, zip(*layers, strict=True))
         if steps:
-            self.lengths, self.distances, self.stopped = map(torch.stack, zip(*steps, strict=True))
+            self.lengths, self.resultants, self.stopped = map(torch.stack, zip(*steps, strict=True))
         else:
-            self.lengths = self.distances = self.norms[:0]
+            self.lengths = self.resultants = self.norms[:0]
             self.stopped = self.broken[:0]
 
     def running_line_shape_score(self, undefined: Undefined = "raise") -> Float[Tensor, "steps *n"]:
@@ -142,7 +142,7 @@ class WalkedPath:
         """Return what the function of that name does."""
         zero = self.norms == 0
         problems = {"a state is not finite": self.broken[1:], "a state has norm zero": zero[1:] | zero[:-1]}
-        return settled("growth_rates", (self.norms[1:] / self.norms[:-1]).log(), problems, undefined)
+        return checked("growth_rates", (self.norms[1:] / self.norms[:-1]).log(), problems, undefined)
 
     def expodistance(self, undefined: Undefined = "raise") -> PerToken:
         """Return what the function of that name does."""
@@ -157,7 +157,7 @@ class WalkedPath:
             "the norm returns to its start, so that the mean growth rate is 0": returned,
         }
         mean = (total / max(steps, 1)).masked_fill(returned | zero, 1.0).abs()
-        return settled("expodistance", _deviation((norms[1:] / norms[:-1]).log()) / mean, problems, undefined)
+        return checked("expodistance", _deviation((norms[1:] / norms[:-1]).log()) / mean, problems, undefined)
 
     def equidistance(self, undefined: Undefined = "raise") -> PerToken:
         """Return what the function of that name does."""
@@ -168,16 +168,16 @@ class WalkedPath:
             "all steps have length zero": mean == 0,
         }
         values = _deviation(self.lengths) / mean.masked_fill(mean == 0, 1.0)
-        return settled("equidistance", values, problems, undefined)
+        return checked("equidistance", values, problems, undefined)
 
     def _scores(self, metric: str, which: int | slice, undefined: Undefined) -> Tensor:
-        number = torch.arange(1.0, len(self.distances) + 1).to(self.distances)
-        number = number.reshape(-1, *[1] * (self.distances.ndim - 1))
+        count = torch.arange(1.0, len(self.resultants) + 1).to(self.resultants)
+        count = count.reshape(-1, *[1] * (self.resultants.ndim - 1))
         # steps that cancel leave their rounding
-        distances = self.distances.masked_fill(self.distances <= number * _EPS, 0.0)
-        scores = (number / distances).clamp(min=1.0)
+        resultants = self.resultants.masked_fill(self.resultants <= count * _EPS, 0.0)
+        scores = (count / resultants).clamp(min=1.0)
         problems = {"a state is not finite": self.broken[1:][which], "a step has length zero": self.stopped[which]}
-        return settled(metric, scores[which], problems, undefined)
+        return checked(metric, scores[which], problems, undefined)
 
 
 def _not_finite(states: Tensor, norms: PerToken) -> Tensor:
@@ -196,7 +196,7 @@ def _deviation(values: Tensor) -> PerToken:
 class PrincipalPaths(NamedTuple):
     """Where tokens are in a plane at every layer; see `principal_paths`."""
 
-    places: Float[Tensor, "layers tokens 2"]
+    points: Float[Tensor, "layers tokens 2"]
     explained_variance: Float[Tensor, " 2"]  # share of the last layer's variance along each axis, in [0, 1]
 
 
@@ -225,4 +225,4 @@ def principal_paths(states: Float[Tensor, "layers tokens dim"], *, undefined: Un
     axes = axes[:2]
     axes = axes * axes.gather(1, axes.abs().argmax(1, keepdim=True)).sign()
     found = (states - mean) @ axes.T, sizes[:2].square() / sizes.square().sum()
-    return PrincipalPaths(*(settled("principal_paths", values, problems, undefined) for values in found))
+    return PrincipalPaths(*(checked("principal_paths", values, problems, undefined) for values in found))

@@ -27,7 +27,7 @@ class BlockCall:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if self.alignment is not None:
-            return self.alignment.restored(self.aligned()(self.alignment.moved(hidden)))
+            return self.alignment.restore(self.aligned()(self.alignment.align(hidden)))
         with evaluating(self.module):
             return state_of(self.module(hidden, *self.args, **self.kwargs))
 
@@ -37,7 +37,7 @@ class BlockCall:
 
     def rows(self, some: slice, batch_size: int) -> "BlockCall":
         """Return the call for some prompts of the batch: arguments with one row per prompt keep the selected rows."""
-        alignment = None if self.alignment is None else self.alignment.of_prompts(some)
+        alignment = None if self.alignment is None else self.alignment.select(some)
         args, kwargs = rows_of(self.args, some, batch_size), rows_of(self.kwargs, some, batch_size)
         return replace(self, args=args, kwargs=kwargs, alignment=alignment)
 

@@ -188,7 +188,7 @@ class LayeredModel:
         with torch.inference_mode(False), torch.no_grad():
             inputs, alignment = self._pass(batch, keep)
             whole = block_calls.stacked(states)  # (layers + 1, batch, tokens, dim)
-            mask = block_calls.mask_of(inputs, whole[0]) if alignment is None else alignment.given_mask
+            mask = block_calls.mask_of(inputs, whole[0]) if alignment is None else alignment.input_mask
         return Trajectory(whole, mask, tuple(calls), self.attention, self, inputs, alignment)
 
     def pass_states(self, batch: Batch, visit: Callable[[int, Tensor, Tensor], None]) -> None:
@@ -212,7 +212,7 @@ class LayeredModel:
             if alignment is None:
                 visit(state, block_calls.mask_of(inputs, state), call)
             else:
-                visit(alignment.restored(state), alignment.given_mask, call)
+                visit(alignment.restore(state), alignment.input_mask, call)
 
         def show(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             nonlocal is_first
@@ -302,8 +302,8 @@ class LayeredModel:
                 f"{type(self.model).__name__} has no row in lit_layers/models/families.py, and "
                 "its states or scores are others with padding behind the texts: give texts of one length"
             )
-        elif (alignment := Alignment.of(mask)) is not None:
-            inputs = {name: alignment.moved(column) for name, column in inputs.items()}
+        elif (alignment := Alignment.from_mask(mask)) is not None:
+            inputs = {name: alignment.align(column) for name, column in inputs.items()}
             inputs["attention_mask"] = alignment.mask.to(mask)
         first = self.family.first_position(self.model.config)
         if first and "position_ids" in self.family.inputs:
@@ -346,9 +346,9 @@ class Trajectory:
         """Logits of the model's own call: (batch, tokens, vocabulary), or as `LayeredModel.readout` describes."""
         if self.pools_some:
             return self.pooled(self.hidden[-1])
-        last = self.hidden[-1] if self.alignment is None else self.alignment.moved(self.hidden[-1])
+        last = self.hidden[-1] if self.alignment is None else self.alignment.align(self.hidden[-1])
         logits = self.model.own_logits(self.inputs, last)
-        return logits if self.alignment is None or logits.ndim < 3 else self.alignment.restored(logits)
+        return logits if self.alignment is None or logits.ndim < 3 else self.alignment.restore(logits)
 
     def logits_of(self, index: tuple[Tensor, ...]) -> Tensor:
         """Return `logits[index]`, (n, classes).
@@ -392,7 +392,7 @@ class Trajectory:
 
     def _batch(self) -> dict[str, Tensor]:
         """Return the inputs with each token in its position of the batch."""
-        back = (lambda column: column) if self.alignment is None else self.alignment.restored
+        back = (lambda column: column) if self.alignment is None else self.alignment.restore
         return {name: back(column) for name, column in self.inputs.items()}
 
     @property
@@ -433,7 +433,7 @@ class Trajectory:
             mask=self.mask[some],
             calls=tuple(call.rows(some, size) for call in self.calls),
             inputs=rows_of(self.inputs, some, size),
-            alignment=None if self.alignment is None else self.alignment.of_prompts(some),
+            alignment=None if self.alignment is None else self.alignment.select(some),
         )
 
 

@@ -14,7 +14,7 @@ from lit_layers.figures.labels import BLOCKS, analysis_note, mid_sentence, pair_
 from lit_layers.figures.maps import has_surface
 from lit_layers.figures.profiles import short_names
 from lit_layers.figures.variants import BASELINE, LOOPED
-from lit_layers.functional.block_schedules import OF_BLOCKS, OF_MIDDLES
+from lit_layers.functional.block_schedules import BLOCK_NAMES, MIDDLE_NAMES
 from lit_layers.metrics import GROUPS, METRICS, is_in, look_up, names, rank, scalar_row, sentence
 from lit_layers.report.template import Block, Captioned, Cells, Choice, Group, Table, block
 from lit_layers.run_data import RunData
@@ -301,9 +301,9 @@ def _kind(analysis: str) -> str:
 
 # By block title: the variants with this figure, and its drawing function.
 _KINDS: dict[str, tuple[Sequence[str], Callable[..., Chart]]] = {
-    "Middle blocks changed": (OF_MIDDLES, plots.variant_curves),
+    "Middle blocks changed": (MIDDLE_NAMES, plots.variant_curves),
     "Number of loops": ((LOOPED,), plots.loop_map),
-    "Single blocks": (OF_BLOCKS, partial(plots.variant_curves, blocks=True)),
+    "Single blocks": (BLOCK_NAMES, partial(plots.variant_curves, blocks=True)),
 }
 
 
@@ -313,7 +313,7 @@ def _drawings(table: Any, analyses: Sequence[str]) -> dict[str, list[tuple[str, 
     models, every = short_names([*part["run"].unique()]), [*_metrics(table, analyses)]
     if len(models) > 1:
         for text, rows, metric, chosen in every[:3]:
-            for variant in (each for each in (*OF_MIDDLES, *OF_BLOCKS) if (rows["variant"] == each).any()):
+            for variant in (each for each in (*MIDDLE_NAMES, *BLOCK_NAMES) if (rows["variant"] == each).any()):
                 draw = partial(plots.models_by_middle, table, metric, variant=variant, **chosen)
                 named = f"{text}: {tag_text({'variant': variant})}"
                 drawings.setdefault("Models side by side", []).append((named, draw))

@@ -18,7 +18,7 @@ from lit_layers.analyses.base import Analysis, Dtype
 from lit_layers.data.tokenization import TokenizerMixin
 from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import write_json
-from lit_layers.functional.block_schedules import OF_MIDDLES, SEEDS, Schedule, Variant, format_schedule
+from lit_layers.functional.block_schedules import MIDDLE_NAMES, SEEDS, Schedule, Variant, format_schedule
 from lit_layers.functional.curves import wilson_interval
 from lit_layers.identity import hash_of, sha16
 from lit_layers.models.build import architecture_hash, weights_hash
@@ -144,7 +144,7 @@ class BenchmarkScores(TokenizerMixin, Analysis):
     results: Path
     folder: Path | None = None
     name: str = ""
-    variants: tuple[str, ...] = OF_MIDDLES
+    variants: tuple[str, ...] = MIDDLE_NAMES
     middles: tuple[int, ...] | None = None
     seeds: tuple[int, ...] = SEEDS
     loops: tuple[int, ...] = (3,)

@@ -87,7 +87,7 @@ def test_weights_read_off_a_block_are_those_that_transformers_gives(name):
             expected = model(**batch, output_attentions=True).attentions[layer - 1]
         fused = attention_of(name, None, layer)[-1]
         for attention in (eager, fused):
-            found = torch.stack([attention.map_of(prompt) for prompt in range(len(expected))])
+            found = torch.stack([attention.pattern(prompt) for prompt in range(len(expected))])
             torch.testing.assert_close(found, expected.to(found), rtol=1e-5, atol=1e-6)
 
 

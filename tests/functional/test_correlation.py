@@ -15,13 +15,13 @@ from lit_layers.functional.correlation import (
     distance_correlation,
     distance_null,
     fit_line,
+    groupwise_correlation,
     kendall,
     line_band,
     p_value,
     partial_correlation,
     pearson,
     spearman,
-    within_group_correlation,
 )
 from tests.support.references import dcor, ranks
 
@@ -172,19 +172,19 @@ def test_within_groups_is_the_partial_correlation_given_an_indicator_of_each():
         groups = ["a", "b", "b", "c", "a", "c"] * 3
         x = x + 5 * np.array([ord(group) for group in groups])
         given = [[float(group == name) for group in groups] for name in "abc"]
-        found, expected = within_group_correlation(x, y, groups), partial_correlation(x, y, given)
+        found, expected = groupwise_correlation(x, y, groups), partial_correlation(x, y, given)
         assert found.value == pytest.approx(expected.value, rel=1e-9)
         assert (found.df, found.n) == (18 - 3 - 1, 18)
         assert found.p == pytest.approx(expected.p, rel=1e-8)
         shifted = y + 7 * np.array([ord(group) for group in groups])
-        assert within_group_correlation(x, shifted, groups).value == pytest.approx(found.value, rel=1e-9)
+        assert groupwise_correlation(x, shifted, groups).value == pytest.approx(found.value, rel=1e-9)
 
 
 def test_groups_can_hide_and_make_a_correlation():
     x, y = [0, 1, 2, 10, 11, 12], [2, 1, 0, 12, 11, 10]
     assert pearson(x, y).value > 0.9
-    assert within_group_correlation(x, y, [0, 0, 0, 1, 1, 1]).value == pytest.approx(-1)
-    alone = within_group_correlation([*x, 99], [*y, -99], [0, 0, 0, 1, 1, 1, 2])
+    assert groupwise_correlation(x, y, [0, 0, 0, 1, 1, 1]).value == pytest.approx(-1)
+    alone = groupwise_correlation([*x, 99], [*y, -99], [0, 0, 0, 1, 1, 1, 2])
     assert alone.value == pytest.approx(-1), "a group of one tells nothing"
     assert alone.df == 3
 
@@ -246,6 +246,6 @@ def test_nothing_left_is_refused():
     with pytest.raises(UndefinedError, match="5 rows are too few for 3 covariates"):
         partial_correlation(x, y, [pair(seed, 5)[0] for seed in (7, 8, 9)])
     with pytest.raises(UndefinedError, match="y is constant within every group"):
-        within_group_correlation(x, [1, 1, 2, 2, 2], "aabbb")
+        groupwise_correlation(x, [1, 1, 2, 2, 2], "aabbb")
     with pytest.raises(UndefinedError, match="leave nothing to compare"):
-        within_group_correlation(x, y, "abcde")
+        groupwise_correlation(x, y, "abcde")

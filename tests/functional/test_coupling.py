@@ -16,12 +16,12 @@ from lit_layers.functional.coupling import (
     jacobian_spectrum,
     linearized_rollout,
     mean_by_distance,
+    mean_off_diagonal,
     min_gap,
     miscoupling,
     miscoupling_matrix,
     miscoupling_of_factors,
     num_directions,
-    off_diagonal_mean,
     random_miscoupling,
     singular_factors,
 )
@@ -215,11 +215,11 @@ def test_excess_coupling_is_zero_for_random_and_one_for_shared_bases_whatever_p(
 
 def test_means_over_pairs_leave_out_the_diagonal_and_group_by_distance():
     pairs = torch.tensor([[1.0, 0.2, 0.4], [0.6, 1.0, 0.0], [0.8, math.nan, 1.0]])
-    assert off_diagonal_mean(pairs) == pytest.approx((0.2 + 0.4 + 0.6 + 0.0 + 0.8) / 5)
+    assert mean_off_diagonal(pairs) == pytest.approx((0.2 + 0.4 + 0.6 + 0.0 + 0.8) / 5)
     assert mean_by_distance(pairs).tolist() == pytest.approx([1.0, (0.2 + 0.6 + 0.0) / 3, 0.6])
     whole = normal(2, 4, 4).clamp(-1, 1)
     whole.diagonal(dim1=-2, dim2=-1).fill_(1)
-    coupling = off_diagonal_mean(whole)
+    coupling = mean_off_diagonal(whole)
     torch.testing.assert_close(whole.mean((-2, -1)), coupling + (1 - coupling) / 4)
 
 

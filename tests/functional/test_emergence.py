@@ -10,7 +10,7 @@ from scipy import stats
 from benchmarks.drawn_emergence import covered, drawn, flat_noise
 from lit_layers.functional import emergence_times
 from lit_layers.functional.emergence import drawn_curves
-from lit_layers.functional.emergence.curve_times import _of_differences, bootstrap_counts, drawn_together
+from lit_layers.functional.emergence.curve_times import _robust_noise, bootstrap_counts, coupled_draws
 from lit_layers.functional.emergence.drawn_curves import SHAPES, Pairs, Steps, draw_curves, likeliest, mean_curves
 
 STEPS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 143000])
@@ -189,11 +189,11 @@ def test_evidence_of_each_process_with_each_pair_is_the_density_of_the_joint_nor
     rng = np.random.default_rng(0)
     x, y, noises = np.sort(rng.uniform(0, 10, 7)), rng.normal(size=7), [np.diag(rng.uniform(0.1, 1, 7))] * 2
     noises[1] = 0.5 * noises[0] + 0.2
-    processes, steps = drawn_curves._processes(x, y, noises), Steps.over(x)
-    shapes, last = steps.at(x), len(steps.shape) - 1
+    processes, steps = drawn_curves._processes(x, y, noises), Steps.from_axis(x)
+    shapes, last = steps.values(x), len(steps.shape) - 1
     assert sum(kernel.rough for kernel in processes.kernels) == len(processes.kernels) / 2 == 5 * 4 * 2
     pairs = Pairs(steps, np.array([[0, 0, 0, 1, 60, last // 2, 60, 60], [0, 60, last, 60, 1, last, 61, 0]]))
-    alone = Pairs(steps, pairs.places[:, :3])
+    alone = Pairs(steps, pairs.index[:, :3])
     evidence = processes.evidence(x, y, pairs)
     assert processes.evidence(x, y, alone) == pytest.approx(evidence[:, :3], rel=1e-12)
     with_any = processes.most_evidence(x, y, steps, np.array([1, 60, last // 2]))
@@ -201,7 +201,7 @@ def test_evidence_of_each_process_with_each_pair_is_the_density_of_the_joint_nor
     for number, kernel in enumerate(processes.kernels):
         covariance = covariance_of(kernel, x, x) + noises[number // 40]
         of_pairs.append([])
-        for place, (one, other) in enumerate(pairs.places.T):
+        for place, (one, other) in enumerate(pairs.index.T):
             design = shapes[:, [one, other]]
             joint = stats.multivariate_normal(cov=covariance + scale**2 * design @ design.T)
             two = 2 if one and other else 1  # of two steps either may be the first
@@ -214,19 +214,19 @@ def test_evidence_of_each_process_with_each_pair_is_the_density_of_the_joint_nor
 
 def test_means_over_processes_and_steps_are_those_of_gaussian_regression_written_out(monkeypatch):
     """Few processes and steps, each with weights by its density."""
-    few = {"RARE": 0, "MOST_PAIRS": 10000, "SPLITS": 1, "KEPT": 12, "TRIED": 8, "BATCH": 1000}
-    few |= {"PLACES": 4, "WIDTHS": drawn_curves.WIDTHS[::3]}
+    few = {"RARE": 0, "MOST_PAIRS": 10000, "SPLITS": 1, "MAX_DOUBLES": 12, "TRIED": 8, "BATCH": 1000}
+    few |= {"LOCATIONS": 4, "WIDTHS": drawn_curves.WIDTHS[::3]}
     for name, number in few.items():
         monkeypatch.setattr(drawn_curves, name, number)
     rng = np.random.default_rng(0)
     x, noise, grid = np.arange(6.0), np.diag(rng.uniform(0.05, 0.2, 6) ** 2), np.linspace(0, 5, 11)
     sets = (x > 2) * 1.0 + rng.normal(0, 0.1, (3, 6))
     values = sets - sets.mean(1, keepdims=True)
-    processes, pairs, _ = drawn_curves._weighed(x, values.mean(0), [noise], 0)
-    design, on_grid, scale = pairs.steps.at(x), pairs.steps.at(grid), np.ptp(values.mean(0))
-    densities, means, two = [], [], (pairs.steps.shape[pairs.places] > 0).all(0)
+    processes, pairs, _ = drawn_curves._candidates(x, values.mean(0), [noise], 0)
+    design, on_grid, scale = pairs.steps.values(x), pairs.steps.values(grid), np.ptp(values.mean(0))
+    densities, means, two = [], [], (pairs.steps.shape[pairs.index] > 0).all(0)
     assert 0 < two.sum() < len(two)
-    for kernel, (number, places) in itertools.product(processes.kernels, enumerate(pairs.places.T)):
+    for kernel, (number, places) in itertools.product(processes.kernels, enumerate(pairs.index.T)):
         joint = covariance_of(kernel, x, x) + noise + scale**2 * design[:, places] @ design[:, places].T
         across = covariance_of(kernel, grid, x) + scale**2 * on_grid[:, places] @ design[:, places].T
         prior = pairs.steps.log_prior[places].sum() + np.log(2) * two[number]
@@ -244,15 +244,15 @@ def test_curves_drawn_with_two_steps_are_those_of_gaussian_regression_written_ou
     rng = np.random.default_rng(0)
     x, noise, grid = np.arange(6.0), np.diag(rng.uniform(0.05, 0.2, 6) ** 2), np.linspace(0, 5, 9)
     y = (x > 2) - 0.5 * (x > 3) + rng.normal(0, 0.1, 6)
-    processes, pairs, evidence = drawn_curves._weighed(x, y - y.mean(), [noise], 1)
+    processes, pairs, evidence = drawn_curves._candidates(x, y - y.mean(), [noise], 1)
     process, pair = 70, np.flatnonzero(pairs.are_two)[3]
     certain = np.full(evidence.shape, -np.inf)
     certain[process, pair] = 0
-    monkeypatch.setattr(drawn_curves, "_weighed", lambda *_: (processes, pairs, certain))
-    monkeypatch.setattr(drawn_curves, "_pooled", lambda evidence, _: np.exp(evidence))
+    monkeypatch.setattr(drawn_curves, "_candidates", lambda *_: (processes, pairs, certain))
+    monkeypatch.setattr(drawn_curves, "_weights", lambda evidence, _: np.exp(evidence))
     draws = draw_curves(x, y, [noise], grid, 20000, np.random.default_rng(1))
-    kernel, places, height = processes.kernels[process], pairs.places[:, pair], np.ptp(y)
-    design, on_grid = pairs.steps.at(x)[:, places], pairs.steps.at(grid)[:, places]
+    kernel, places, height = processes.kernels[process], pairs.index[:, pair], np.ptp(y)
+    design, on_grid = pairs.steps.values(x)[:, places], pairs.steps.values(grid)[:, places]
     joint = covariance_of(kernel, x, x) + noise + height**2 * design @ design.T
     across = covariance_of(kernel, grid, x) + height**2 * on_grid @ design.T
     mean = across @ np.linalg.solve(joint, y - y.mean()) + y.mean()
@@ -289,49 +289,49 @@ def test_two_steps_are_found_though_neither_is_likely_alone():
     y = 1 / (1 + np.exp(-(x - 5) / 0.2)) - 1 / (1 + np.exp(-(x - 12) / 0.2))
     noise = np.eye(40) * 0.02**2
     values = y + np.random.default_rng(0).normal(0, 0.02, 40)
-    _, pairs, evidence = drawn_curves._weighed(x, values - values.mean(), [noise], 2)
-    best = pairs.places[:, evidence.max(0).argmax()]
-    assert np.sort(pairs.steps.place[best]) == pytest.approx([5, 12], abs=17 / 39)  # a gap
+    _, pairs, evidence = drawn_curves._candidates(x, values - values.mean(), [noise], 2)
+    best = pairs.index[:, evidence.max(0).argmax()]
+    assert np.sort(pairs.steps.loc[best]) == pytest.approx([5, 12], abs=17 / 39)  # a gap
     # No pair is there twice, in either order.
-    steps = np.stack([pairs.steps.shape, pairs.steps.place, pairs.steps.width])[:, pairs.places]
+    steps = np.stack([pairs.steps.shape, pairs.steps.loc, pairs.steps.width])[:, pairs.index]
     each = {tuple(sorted(map(tuple, pair))) for pair in steps.transpose(2, 1, 0)}
     assert len(each) == evidence.shape[1]
 
 
 def test_half_of_the_draws_are_by_the_evidence_of_one_step_at_most():
     """In closed form: two processes, of which one is e times as likely with two steps, the other e times with one."""
-    steps = Steps.over(np.arange(7.0))
+    steps = Steps.from_axis(np.arange(7.0))
     pairs = Pairs(steps, np.array([[0, 0, 1], [0, 1, 2]]))  # none, one and two steps
     unit = 1 / drawn_curves.TEMPER
     evidence = np.array([[0, 0, unit], [0, unit, 0]]) + 1000  # as far from 0 as evidence lies
-    weight = drawn_curves._pooled(evidence.copy(), pairs)
+    weight = drawn_curves._weights(evidence.copy(), pairs)
     e = np.e
     of_all, of_fewer = np.array([[1, 1, e], [1, e, 1]]) / (4 + 2 * e), np.array([[1, 1, 0], [1, e, 0]]) / (3 + e)
     assert weight == pytest.approx((of_all + of_fewer) / 2, rel=1e-9)  # differences of numbers near 1,000
     # Where two steps are all there is, there is nothing to pool.
     two = Pairs(steps, np.array([[1, 1], [2, 3]]))
-    assert drawn_curves._pooled(evidence[:, 1:], two) == pytest.approx(np.array([[1, e], [e, 1]]) / (2 + 2 * e))
+    assert drawn_curves._weights(evidence[:, 1:], two) == pytest.approx(np.array([[1, e], [e, 1]]) / (2 + 2 * e))
 
 
 def test_steps_share_out_the_axis_and_stay_as_likely_when_they_are_split():
     """Those of 150 checkpoints stand for more than a gap. Of each shape the likeliest are split, and no other."""
     rng = np.random.default_rng(0)
     for x in (np.sort(rng.uniform(0, 10, 7)), np.arange(150.0)):
-        steps = Steps.over(x)
-        pairs = Pairs(steps, np.stack([np.zeros(len(steps.place), dtype=int), np.arange(len(steps.place))]))
-        chosen = np.isin(pairs.places[1], pairs.likeliest(evidence := rng.normal(size=len(steps.place))))
+        steps = Steps.from_axis(x)
+        pairs = Pairs(steps, np.stack([np.zeros(len(steps.loc), dtype=int), np.arange(len(steps.loc))]))
+        chosen = np.isin(pairs.index[1], pairs.likeliest(evidence := rng.normal(size=len(steps.loc))))
         for number in (1, 2, 3):
             mine = steps.shape == number
             assert np.exp(steps.log_prior[mine]).sum() == pytest.approx(1 / 3)
             assert evidence[mine & chosen].min() > evidence[mine & ~chosen].max()
         assert (steps.shape[0], steps.log_prior[0], chosen[0]) == (0, 0, False)
-        parts = steps.among(chosen).split()
-        assert len(parts.place) == 9 * 36
+        parts = steps.select(chosen).split()
+        assert len(parts.loc) == 9 * 36
         assert np.exp(parts.log_prior).sum() == pytest.approx(np.exp(steps.log_prior[chosen]).sum())
         # Their cells fill those of the steps that were split, in place and in the logarithm of the width.
-        for low, high in ((parts.place - parts.cell / 2, parts.place + parts.cell / 2),):
-            assert low.min() == pytest.approx((steps.place - steps.cell / 2)[chosen].min())
-            assert high.max() == pytest.approx((steps.place + steps.cell / 2)[chosen].max())
+        for low, high in ((parts.loc - parts.cell / 2, parts.loc + parts.cell / 2),):
+            assert low.min() == pytest.approx((steps.loc - steps.cell / 2)[chosen].min())
+            assert high.max() == pytest.approx((steps.loc + steps.cell / 2)[chosen].max())
         assert parts.cell @ parts.ratio == pytest.approx(steps.cell[chosen] @ steps.ratio[chosen])
 
 
@@ -368,20 +368,19 @@ def test_times_drawn_together_keep_their_distribution_and_share_what_resampling_
     common = rng.normal(size=draws)
     for moved in (0.0, 0.5, 1.0, 3.0):
         first, second = (
-            drawn_together(rng.normal(size=draws), moved * common + 1e-9 * rng.normal(size=draws), rng)
-            for _ in range(2)
+            coupled_draws(rng.normal(size=draws), moved * common + 1e-9 * rng.normal(size=draws), rng) for _ in range(2)
         )
-        assert np.sort(first) == pytest.approx(np.sort(drawn_together(first, common, rng)))
+        assert np.sort(first) == pytest.approx(np.sort(coupled_draws(first, common, rng)))
         # Two normal numbers of which a share of the variance is common: that is their correlation.
         assert np.corrcoef(first, second)[0, 1] == pytest.approx(min(1, moved**2), abs=0.12)
-    never_moves = drawn_together(np.full(9, 2.0), np.arange(9.0), rng)
+    never_moves = coupled_draws(np.full(9, 2.0), np.arange(9.0), rng)
     assert (never_moves == 2.0).all()
 
 
 def test_without_errors_the_noise_is_that_of_second_differences_but_for_a_few_large_ones():
     noise = np.random.default_rng(0).normal(0, 0.3, 4000)
     noise[::40] += 50
-    assert _of_differences(noise)[5, 5] == pytest.approx(0.09, rel=0.25)
+    assert _robust_noise(noise)[5, 5] == pytest.approx(0.09, rel=0.25)
 
 
 def test_bootstrap_counts_are_those_of_samples_with_replacement():

@@ -155,7 +155,7 @@ def test_lidar_from_parts_is_that_of_the_whole():
     for options in every:
         assert lidar(sums, **options).item() == pytest.approx(lidar(views.float(), **options).item(), rel=1e-10)
     within = (views - views.mean(1, keepdim=True)).square().sum() / 44
-    assert sums.within_over_delta(0.01) == pytest.approx(within.item() / 0.05, rel=1e-5)
+    assert sums.scatter_over_delta(0.01) == pytest.approx(within.item() / 0.05, rel=1e-5)
     assert sums.num_prompts == 11
 
 

@@ -19,7 +19,7 @@ def test_shares_are_those_of_counting_and_no_ngram_crosses_texts():
         contexts = {ngram[:-1] for ngram in counts}
         for context in contexts:
             of_context = {ngram[-1]: count for ngram, count in counts.items() if ngram[:-1] == context}
-            found = table.after(context)
+            found = table.shares(context)
             assert found is not None
             total = sum(of_context.values())
             assert dict(zip(*(part.tolist() for part in found), strict=True)) == {
@@ -30,9 +30,9 @@ def test_shares_are_those_of_counting_and_no_ngram_crosses_texts():
 
 def test_a_context_that_the_corpus_lacks_has_no_distribution():
     table = count_ngrams([np.array([1, 2, 3])], 2)
-    assert table.after([3]) is None
-    assert table.after([8]) is None
-    assert count_ngrams([np.array([1, 2, 3])], 3).after([0, 6]) is None  # no number of a context of other tokens
+    assert table.shares([3]) is None
+    assert table.shares([8]) is None
+    assert count_ngrams([np.array([1, 2, 3])], 3).shares([0, 6]) is None  # no number of a context of other tokens
     with pytest.raises(ValueError, match="expected texts of at least 3 tokens, got none"):
         count_ngrams([np.array([1, 2])], 3)
     with pytest.raises(ValueError, match="expected an order from 1 to 3, got 4"):
@@ -43,7 +43,7 @@ def test_the_divergence_is_0_from_the_ngram_itself_and_else_worked_out_by_hand()
     table = count_ngrams([np.array([0, 1, 0, 2, 0, 1])], 2)  # after 0: 1 twice, 2 once
     itself = torch.tensor([[1e-30, 2 / 3, 1 / 3]]).log()
     even = torch.full((1, 3), 1 / 3).log()
-    both = ngram_divergence(torch.stack([itself, even]), [table.after([0])])
+    both = ngram_divergence(torch.stack([itself, even]), [table.shares([0])])
     expected = 2 / 3 * math.log(2) + 1 / 3 * math.log(1)
     assert both[:, 0].tolist() == pytest.approx([0, expected], abs=1e-7)
     assert ngram_divergence(even, [None]).isnan().all()

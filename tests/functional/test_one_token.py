@@ -303,7 +303,7 @@ def test_single_tokens_are_given_no_cache_under_any_of_its_names():
         from transformers import DynamicCache
 
         call = Call(nn.Identity(), (DynamicCache(), 1), {name: DynamicCache(), "use_cache": False})
-        alone = call.at(torch.tensor([0]), torch.tensor([1]), (1, 3))
+        alone = call.select(torch.tensor([0]), torch.tensor([1]), (1, 3))
         assert (alone.args, alone.kwargs) == ((None, 1), {name: None, "use_cache": False})
 
 

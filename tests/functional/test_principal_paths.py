@@ -26,16 +26,16 @@ def test_places_and_shares_are_those_of_the_last_layer_s_covariance():
         states = random_states(**shape) + 3
         places, shares = by_covariance(states.numpy())
         found = principal_paths(states)
-        np.testing.assert_allclose(found.places.numpy(), places, atol=1e-12)
+        np.testing.assert_allclose(found.points.numpy(), places, atol=1e-12)
         np.testing.assert_allclose(found.explained_variance.numpy(), shares, atol=1e-13)
 
 
 def test_a_cross_of_four_tokens_has_its_arms_as_axes():
     last = torch.tensor([[-2.0, 0, 5], [2, 0, 5], [0, -1, 5], [0, 1, 5]])
     found = principal_paths(torch.stack([torch.zeros(4, 3), last]))
-    assert found.places.dtype == torch.float64
-    torch.testing.assert_close(found.places[1], last[:, :2].double())
-    torch.testing.assert_close(found.places[0], torch.zeros(4, 2, dtype=torch.float64))
+    assert found.points.dtype == torch.float64
+    torch.testing.assert_close(found.points[1], last[:, :2].double())
+    torch.testing.assert_close(found.points[0], torch.zeros(4, 2, dtype=torch.float64))
     torch.testing.assert_close(found.explained_variance, torch.tensor([0.8, 0.2], dtype=torch.float64))
 
 
@@ -43,13 +43,13 @@ def test_translation_changes_nothing_scaling_scales_and_rotation_only_turns_axes
     states = random_states()
     plain = principal_paths(states)
     moved = principal_paths(states + 7)
-    torch.testing.assert_close(moved.places, plain.places, atol=1e-11, rtol=0)
-    torch.testing.assert_close(principal_paths(3 * states).places, 3 * plain.places)
+    torch.testing.assert_close(moved.points, plain.points, atol=1e-11, rtol=0)
+    torch.testing.assert_close(principal_paths(3 * states).points, 3 * plain.points)
     turned = principal_paths(states @ rotation(6))
-    torch.testing.assert_close(turned.places.abs(), plain.places.abs())
+    torch.testing.assert_close(turned.points.abs(), plain.points.abs())
     torch.testing.assert_close(turned.explained_variance, plain.explained_variance)
     order = torch.randperm(9, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(principal_paths(states[:, order]).places, plain.places[:, order])
+    torch.testing.assert_close(principal_paths(states[:, order]).points, plain.points[:, order])
 
 
 def test_tokens_on_a_line_or_at_one_point_have_no_plane():
@@ -60,8 +60,8 @@ def test_tokens_on_a_line_or_at_one_point_have_no_plane():
             with pytest.raises(ValueError, match="lie on a line and have no second axis"):
                 principal_paths(states)
             found = principal_paths(states, undefined="nan")
-            assert found.places.shape == (4, 9, 2)
-            assert found.places.isnan().all()
+            assert found.points.shape == (4, 9, 2)
+            assert found.points.isnan().all()
             assert found.explained_variance.isnan().all()
 
 

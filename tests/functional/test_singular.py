@@ -133,7 +133,7 @@ def test_inexact_eigenvectors_are_seen_in_the_bounds(kind, monkeypatch):
 
         monkeypatch.setattr(singular, "_leading_eigenvectors", turned)
         matrix = example(kind, 40, seed)
-        factors = singular._leading(matrix[None], 6)
+        factors = singular._top_svd(matrix[None], 6)
         left, _, right = exact(matrix, 6)
         turns = distances(factors.left[0], left).square() + distances(factors.right[0], right).square()
         assert bool((turns.cumsum(0) <= 2 * factors.bounds[0].square()).all())
@@ -153,7 +153,7 @@ def test_where_lapack_finds_no_eigenvectors_the_whole_is_decomposed(narrow, monk
     matrices = torch.stack([example("power", 40, seed) for seed in range(2)])
     expected = singular_factors(matrices, 6, tolerance=1e-6)
     monkeypatch.setattr(scipy.linalg if narrow == 0 else np.linalg, "eigh", fails)
-    found, whole = singular_factors(matrices, 6, tolerance=1e-6), singular._whole(matrices, 6)
+    found, whole = singular_factors(matrices, 6, tolerance=1e-6), singular._full_svd(matrices, 6)
     assert torch.equal(found.right, whole.right)
     torch.testing.assert_close(found.values, expected.values)
     assert bool((found.bounds[:, -1] <= 1e-6).all())
@@ -174,7 +174,7 @@ def test_a_turn_is_bounded_by_the_residual_over_the_nearest_other_value():
 
 @pytest.mark.parametrize("kind", ["power", "gaussian", "network"])
 def test_large_matrices_meet_the_tolerance_without_a_whole_decomposition(kind, monkeypatch):
-    monkeypatch.setattr(singular, "_whole", None)
+    monkeypatch.setattr(singular, "_full_svd", None)
     matrix = example(kind, 600).float()
     other = normal(600, 600, seed=9)
     default, fine = singular_factors(matrix, 60), singular_factors(matrix, 60, tolerance=1e-6)
@@ -195,8 +195,8 @@ def test_large_matrices_meet_the_tolerance_without_a_whole_decomposition(kind, m
 
 
 def test_only_the_hard_matrices_of_a_batch_are_decomposed_whole(monkeypatch):
-    calls, whole = [], singular._whole
-    monkeypatch.setattr(singular, "_whole", lambda given, count: calls.append(len(given)) or whole(given, count))
+    calls, whole = [], singular._full_svd
+    monkeypatch.setattr(singular, "_full_svd", lambda given, count: calls.append(len(given)) or whole(given, count))
     tied, nothing = example("tied", 300), torch.zeros(300, 300, dtype=torch.float64)
     matrices = torch.stack([example("power", 300), tied, example("gaussian", 300), nothing]).reshape(2, 2, 300, 300)
     factors = singular_factors(matrices, 20)
@@ -213,7 +213,7 @@ def test_only_the_hard_matrices_of_a_batch_are_decomposed_whole(monkeypatch):
             part = (factors.left[place] * factors.values[place]) @ factors.right[place].mT
             torch.testing.assert_close(part, (single.left * single.values) @ single.right.mT, rtol=0, atol=1e-8)
     monkeypatch.setattr(singular, "_leading_eigenvectors", lambda gram, count: eigenvectors_of_a_batch(gram, count))
-    together = singular._leading(matrices.reshape(4, 300, 300), 20)  # as a GPU takes them
+    together = singular._top_svd(matrices.reshape(4, 300, 300), 20)  # as a GPU takes them
     assert together.bounds[:, -1].isinf().tolist() == [False, True, False, True]
     for index, place in ((0, (0, 0)), (2, (1, 0))):
         assert bool((distances(together.right[index], factors.right[place]) <= 1e-9).all())
@@ -223,7 +223,7 @@ def test_only_the_hard_matrices_of_a_batch_are_decomposed_whole(monkeypatch):
 def test_narrow_matrices_have_the_directions_of_their_whole_decomposition(dim, count, monkeypatch):
     """From the eigenvectors of J'J, a batch in parts, each within its bound and that within a millionth."""
     matrices = torch.stack([example(kind, dim, seed) for seed in range(4) for kind in ("power", "gaussian", "network")])
-    monkeypatch.setattr(singular, "_whole", None)
+    monkeypatch.setattr(singular, "_full_svd", None)
     factors = singular_factors(matrices.float(), count)
     assert factors.left.dtype == factors.right.dtype == torch.float64
     assert float(factors.bounds.max()) <= 1e-6
@@ -238,13 +238,13 @@ def test_narrow_matrices_are_decomposed_whole_where_the_others_bound_is_above_a_
     """Whatever tolerance is given: of values of 1e-5 the eigenvectors of J'J leave the direction open by more."""
     values = torch.cat([torch.linspace(1, 0.5, 9).double(), 1e-5 * torch.linspace(1, 0.1, 91).double()])
     matrix = with_spectrum(values)
-    eigenvectors = singular._leading(matrix[None], 12)
+    eigenvectors = singular._top_svd(matrix[None], 12)
     assert 1e-6 < float(eigenvectors.bounds[0, -1]) < 1
     narrow = singular_factors(matrix, 12, tolerance=1.0)
-    assert torch.equal(narrow.right, singular._whole(matrix[None], 12).right[0])
+    assert torch.equal(narrow.right, singular._full_svd(matrix[None], 12).right[0])
     assert float(narrow.bounds[-1]) < float(eigenvectors.bounds[0, -1])
     monkeypatch.setattr(singular, "NARROW", 99)
-    monkeypatch.setattr(singular, "_whole", None)
+    monkeypatch.setattr(singular, "_full_svd", None)
     assert singular_factors(matrix, 12, tolerance=1.0).bounds[-1] > 1e-6
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lit_layers.functional.trajectory import (
-    WalkedPath,
+    PathStats,
     equidistance,
     expodistance,
     growth_rates,
@@ -202,8 +202,8 @@ def test_a_state_is_finite_however_large_its_entries_and_without_a_single_one_it
             states = torch.ones(3, 2, 5, dtype=dtype)
             states[1, 0] = value if finite else 1.0
             states[1, 0, 3] = value
-            assert WalkedPath(states).broken.tolist() == [[False, False]] + [[not finite, False]] * 2
-            assert WalkedPath(states[1:]).broken.tolist() == [[not finite, False]] * 2
+            assert PathStats(states).broken.tolist() == [[False, False]] + [[not finite, False]] * 2
+            assert PathStats(states[1:]).broken.tolist() == [[not finite, False]] * 2
 
 
 def test_too_few_layers_are_undefined():
@@ -222,7 +222,7 @@ def test_a_path_seen_one_layer_after_the_other_gives_every_metric():
         states = random_states(layers=5, tokens=(1, 4))[:, 0].to(dtype)
         states[2, 1] = states[1, 1]  # a step of length zero
         states[3, 2, 0] = math.nan
-        path = WalkedPath(iter(states))
+        path = PathStats(iter(states))
         points = states.double().numpy()
         lengths = np.linalg.norm(np.diff(points, axis=0), axis=-1)
         rates = np.diff(np.log(np.linalg.norm(points, axis=-1)), axis=0)
@@ -245,4 +245,4 @@ def test_a_path_seen_one_layer_after_the_other_gives_every_metric():
         broken = np.array([[token == 2 and step >= 2 for token in range(4)] for step in range(4)])
         np.testing.assert_allclose(path.growth_rates("nan"), np.where(broken, math.nan, rates), rtol=1e-9)
         with pytest.raises(ValueError, match=r"undefined at element \(1,\): a step has length zero"):
-            WalkedPath(states[:, :2]).line_shape_score()
+            PathStats(states[:, :2]).line_shape_score()

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from lit_layers.functional import block_schedules as schedules
-from lit_layers.functional.block_schedules import LOOPS, OF_MIDDLES, SEEDS, VARIANTS, Variant, variants
+from lit_layers.functional.block_schedules import LOOPS, MIDDLE_NAMES, SEEDS, VARIANTS, Variant, variants
 
 
 def named(found, name):
@@ -37,7 +37,7 @@ def test_every_name_is_there_of_every_middle_seed_and_number_of_loops():
         found = variants(num_blocks)
         middles = [num for num in range(1, num_blocks) if num % 2 == (num_blocks + 1) % 2]
         counts = {"random": len(SEEDS), "looped_parallel": len(LOOPS)}
-        for name in OF_MIDDLES:
+        for name in MIDDLE_NAMES:
             assert [v.middle for v in named(found, name)] == [m for m in middles for _ in range(counts.get(name, 1))]
         assert [v.seed for v in named(found, "random")] == [*SEEDS] * len(middles)
         assert [v.loops for v in named(found, "looped_parallel")] == [*LOOPS] * len(middles)

@@ -16,7 +16,7 @@ from lit_layers.functional.probes.logistic import (
     LogisticProbes,
     best_factor,
     fit_watching_probes,
-    fold_numbers,
+    fold_ids,
     held_out_rows,
 )
 
@@ -38,15 +38,15 @@ def problem(rows=120, dim=8, layers=2, seed=0, apart=1.0, dtype=torch.float64):
 def test_a_fifth_is_held_out_in_whole_groups_and_leaves_each_class_a_row(grouped):
     targets = torch.arange(80) % 3
     targets[7] = 3  # the only row of its class
-    folds = fold_numbers(80, torch.arange(80) // 4 if grouped else None)
+    folds = fold_ids(80, torch.arange(80) // 4 if grouped else None)
     assert folds.bincount().tolist() == [16] * 5
     if grouped:
         assert (folds.view(-1, 4) == folds.view(-1, 4)[:, :1]).all()
     masks = held_out_rows(targets, folds)
     assert torch.equal(torch.stack(masks).sum(0), (targets < 3).long())
     assert [held[folds != number].any().item() for number, held in enumerate(masks)] == [False] * 5
-    assert len(held_out_rows(torch.arange(3000) % 3, fold_numbers(3000))) == 1  # 600 rows are enough
-    assert held_out_rows(torch.arange(5), fold_numbers(5)) == []
+    assert len(held_out_rows(torch.arange(3000) % 3, fold_ids(3000))) == 1  # 600 rows are enough
+    assert held_out_rows(torch.arange(5), fold_ids(5)) == []
 
 
 def test_rows_of_one_text_that_are_nearly_equal_fool_a_choice_row_by_row_alone():

@@ -585,4 +585,4 @@ def test_maps_of_torchs_own_attention_are_those_it_returns_itself(causal):
     _, expected = layer.self_attn(states, states, states, attn_mask=mask, average_attn_weights=False)
     attention = read_attention(seen.block(2), states)
     for prompt in range(len(IDS)):
-        torch.testing.assert_close(attention.map_of(prompt), expected[prompt].detach(), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(attention.pattern(prompt), expected[prompt].detach(), rtol=1e-4, atol=1e-6)

@@ -141,7 +141,7 @@ def _analyses(model: str, options: Interventions, target: Target) -> list[Analys
         made.append(analyses.Interventions(batches=batches, **chosen))
         if options.states:
             middle_only = {name: value for name, value in chosen.items() if name != "custom"}
-            middle_only["variants"] = tuple(name for name in chosen["variants"] if name in orders.OF_MIDDLES)
+            middle_only["variants"] = tuple(name for name in chosen["variants"] if name in orders.MIDDLE_NAMES)
             made.append(analyses.OrderStates(batches=batches, **middle_only))
     chosen["tell"] = target.tell
     for task in options.tasks or ():
@@ -184,7 +184,7 @@ def _speed_options(chosen: dict[str, Any]) -> dict[str, Any]:
 
     Random orders cost as much as reversed ones, and one number of loops is enough.
     """
-    names = [name for name in chosen["variants"] if name not in ("random", *orders.OF_BLOCKS)]
+    names = [name for name in chosen["variants"] if name not in ("random", *orders.BLOCK_NAMES)]
     published = orders.PUBLISHED_LOOPS
     loops = (published,) if published in chosen["loops"] else chosen["loops"][:1]
     return chosen | {"variants": tuple(names) or chosen["variants"], "loops": loops, "seeds": chosen["seeds"][:1]}

@@ -120,7 +120,7 @@ def emergence_times(
             A row with a gap where there is a value is left out.
         counts: How often each draw takes each replicate, (1000, replicates), as `bootstrap_counts` says. Curves of the
             same prompts that are given the same are compared draw by draw: `halfway_draws` stand in an order that goes
-            with the half-way points of the bootstrap samples' curves (`drawn_together`). Give each a seed of its own.
+            with the half-way points of the bootstrap samples' curves (`coupled_draws`). Give each a seed of its own.
         confidence: Of the intervals and the verdict.
         seed: Of the draws; the same input gives the same numbers.
 
@@ -143,7 +143,7 @@ def emergence_times(
     reached, late_half, *_ = _landmarks(drawn[:, ::-1], grid[-1] - grid[::-1], len(grid) - 1 - at[::-1])
     before = bool(curve.x[0] > 0 and (onset - grid[0] < SEEN * (half - onset)).mean() > OFTEN)
     not_yet = bool((reached < SEEN * (late_half - reached)).mean() > OFTEN)
-    onset, half, settled = _anywhere_in_jumps((onset, half, settled), drawn[:, at], curve.x, rng)
+    onset, half, settled = _spread_jumps((onset, half, settled), drawn[:, at], curve.x, rng)
     positions = {"onset": onset, "halfway": half, "peak": peak, "plateau": settled}
     times = {name: curve.time(each, confidence) for name, each in positions.items()}
     if before:
@@ -156,7 +156,7 @@ def emergence_times(
         times |= {name: times[name]._replace(high=np.inf) for name in ("onset", "halfway", "peak")}
     if resampled is not None:
         estimated = mean_curves(curve.x, resampled, curve.noises()[0], grid)
-        half = drawn_together(half, _landmarks(estimated, grid, at)[1], rng)
+        half = coupled_draws(half, _landmarks(estimated, grid, at)[1], rng)
     emerges, counted = bool(np.median(ended) > RETURNED), (len(curve.x), curve.num_gaps)
     return EmergenceTimes(emerges, p_value, *times.values(), *counted, curve.step(half), before, not_yet)  # pyright: ignore
 
@@ -190,23 +190,23 @@ class _Curve:
             raise ValueError("expected finite values, or NaN for a gap, got an infinite one")
         if not 0 < confidence < 1:
             raise ValueError(f"expected a confidence between 0 and 1, got {confidence}")
-        there = np.isfinite(y)
-        if there.sum() < FEWEST_CHECKPOINTS:
-            raise ValueError(f"expected values at {FEWEST_CHECKPOINTS} checkpoints or more, got {there.sum()}")
-        if there.sum() > MOST_CHECKPOINTS:
+        valid = np.isfinite(y)
+        if valid.sum() < FEWEST_CHECKPOINTS:
+            raise ValueError(f"expected values at {FEWEST_CHECKPOINTS} checkpoints or more, got {valid.sum()}")
+        if valid.sum() > MOST_CHECKPOINTS:
             most = f"no more than {MOST_CHECKPOINTS:,} checkpoints (some of them, or means of neighbouring ones)"
-            raise ValueError(f"expected values at {most}, got {there.sum():,}")
-        x, y = x[there], y[there]
-        whole, rows = (None, None) if replicates is None else whole_rows(replicates, there)
+            raise ValueError(f"expected values at {most}, got {valid.sum():,}")
+        x, y = x[valid], y[valid]
+        whole, rows = (None, None) if replicates is None else whole_rows(replicates, valid)
         # By a power of two: exact, moves no time, and no square overflows or vanishes.
         unit = -int(np.frexp(max(np.abs(y).max(), 0 if rows is None else np.abs(rows).max()))[1])
         covariance, y = None, np.ldexp(y, unit)
         if stderr is not None:
-            covariance = np.diag(_errors(stderr, there, unit) ** 2)
+            covariance = np.diag(_errors(stderr, valid, unit) ** 2)
         elif rows is not None:
             rows = np.ldexp(rows, unit)
             covariance = covariance_of_mean(rows, x)
-        return cls(x, y, covariance, rows, whole, int((~there).sum()))
+        return cls(x, y, covariance, rows, whole, int((~valid).sum()))
 
     def step(self, x: Array) -> Array:
         return np.exp2(x) - 1
@@ -216,8 +216,8 @@ class _Curve:
 
     def grid(self) -> Array:
         """Return the checkpoints and as many points in each gap."""
-        between = max(2, GRID // len(self.x))
-        parts = [np.linspace(a, b, between, endpoint=False) for a, b in zip(self.x[:-1], self.x[1:], strict=True)]
+        locate = max(2, GRID // len(self.x))
+        parts = [np.linspace(a, b, locate, endpoint=False) for a, b in zip(self.x[:-1], self.x[1:], strict=True)]
         return np.concatenate([*parts, self.x[-1:]])
 
     def resampled(self, counts: ArrayLike) -> Array:
@@ -231,14 +231,14 @@ class _Curve:
         """Return the covariances that the errors have or may have."""
         if self.covariance is not None:
             return [self.covariance]
-        return [_of_differences(self.y) * factor for factor in (0.25, 0.5, 1.0, 2.0, 4.0)]
+        return [_robust_noise(self.y) * factor for factor in (0.25, 0.5, 1.0, 2.0, 4.0)]
 
     def p_value(self, rng: np.random.Generator) -> float:
         """Return the two-sided p of the hypothesis that the curve is flat."""
         if np.ptp(self.y) == 0:
             return 1.0
         if self.rows is not None:
-            return _p_of_rows(self.rows)
+            return _t_test(self.rows)
         variance = np.ones(len(self.y)) if self.covariance is None else np.diag(self.covariance)
         if not variance.any():  # values without errors that differ
             return 0.0
@@ -246,13 +246,13 @@ class _Curve:
 
     def _rank_among(self, flat: Array, weight: Array) -> float:
         """Return the share of flat curves whose smallest rank among the statistics is no higher."""
-        statistics = _of_changes(np.concatenate([self.y[None], flat]), weight, self.covariance is not None)
+        statistics = _change_statistics(np.concatenate([self.y[None], flat]), weight, self.covariance is not None)
         least = stats.rankdata(-np.round(statistics, 9), method="max", axis=1).min(0)
         return float((least <= least[0]).mean())
 
 
-def _errors(stderr: ArrayLike, there: NDArray[np.bool_], unit: int) -> Array:
-    errors = np.asarray(stderr, dtype=np.float64)[there]
+def _errors(stderr: ArrayLike, valid: NDArray[np.bool_], unit: int) -> Array:
+    errors = np.asarray(stderr, dtype=np.float64)[valid]
     if len(wrong := errors[~(np.isfinite(errors) & (errors >= 0))]):
         raise ValueError(f"expected finite standard errors of 0 or more wherever there is a value, got {wrong[0]:g}")
     if not errors.any():
@@ -262,7 +262,7 @@ def _errors(stderr: ArrayLike, there: NDArray[np.bool_], unit: int) -> Array:
         return np.ldexp(errors, unit).clip(1e-100, 1e100)
 
 
-def _p_of_rows(rows: Array) -> float:
+def _t_test(rows: Array) -> float:
     """Return the p of Student's t over rows, for each split and each checkpoint against the others (union bound)."""
     count, n = rows.shape
     after = np.tri(n, n, -1)[1:]  # row s: 1 after the first s + 1 checkpoints
@@ -280,9 +280,9 @@ def _p_of_rows(rows: Array) -> float:
 
 def _gains(curves: Array, weight: Array) -> Array:
     """Return how much splitting each curve after its first 1, 2, ... values takes from the weighted sum of squares."""
-    of_each = np.stack([weight + 0 * curves, curves * weight])
+    terms = np.stack([weight + 0 * curves, curves * weight])
     # From either end: differences of sums would lose what is light beside what is heavy.
-    (below, sums), (above, rest) = of_each.cumsum(2)[..., :-1], of_each[..., ::-1].cumsum(2)[..., -2::-1]
+    (below, sums), (above, rest) = terms.cumsum(2)[..., :-1], terms[..., ::-1].cumsum(2)[..., -2::-1]
     return (sums / below - rest / above) ** 2 * (below / (below + above)) * above
 
 
@@ -295,11 +295,11 @@ def _flat_noise(checkpoints: int) -> list[Array]:
     rng, shape = np.random.default_rng(0), (FLAT_CURVES, checkpoints)
     shocks = [rng.standard_normal(shape), rng.standard_t(3, shape) / 3**0.5]
     first = np.arange(checkpoints) == 0
-    scaled = [(kept, each * np.where(first, 1, (1 - kept**2) ** 0.5)) for kept in CORRELATIONS for each in shocks]
-    return [signal.lfilter([1.0], [1.0, -kept], each) for kept, each in scaled]
+    scaled = [(rho, each * np.where(first, 1, (1 - rho**2) ** 0.5)) for rho in CORRELATIONS for each in shocks]
+    return [signal.lfilter([1.0], [1.0, -rho], each) for rho, each in scaled]
 
 
-def _of_changes(curves: Array, weight: Array, known: bool) -> Array:
+def _change_statistics(curves: Array, weight: Array, known: bool) -> Array:
     """Return statistics (statistics, curves) that are large if a curve (curves, checkpoints) is not flat.
 
     The gain of the best split counts the less, the more its residuals go together at neighbouring checkpoints (their
@@ -329,7 +329,7 @@ def _independent(correlation: Array) -> Array:
     return (1 - correlation) / (1 + correlation)
 
 
-def _of_differences(y: Array) -> Array:
+def _robust_noise(y: Array) -> Array:
     """Return the covariance of errors that are equal everywhere, from second differences; a few may be large."""
     robust = np.median(np.abs(np.diff(y, 2))) / stats.norm.ppf(0.75) / 6**0.5
     return np.eye(len(y)) * max(robust, 1e-3 * np.ptp(y)) ** 2
@@ -339,18 +339,18 @@ def _levels(confidence: float) -> Array:
     return np.array([0.5, (1 - confidence) / 2, (1 + confidence) / 2])
 
 
-def _anywhere_in_jumps(times: Sequence[Array], values: Array, x: Array, rng: np.random.Generator) -> list[Array]:
+def _spread_jumps(times: Sequence[Array], values: Array, x: Array, rng: np.random.Generator) -> list[Array]:
     """Return the times (draws,) of curves; a time in a jump is moved to a random place between the two checkpoints.
 
     A curve jumps that moves in one gap far more than in the gaps beside it. Its values at checkpoints (draws,
     checkpoints) do not say where in the gap, but drawn steps that are not narrow stay away from the ends.
     """
     moved, row = np.pad(np.abs(np.diff(values)), ((0, 0), (1, 1))), np.arange(len(values))
-    part, found = rng.random(len(values)), []
+    share, found = rng.random(len(values)), []
     for each in times:
         gap = np.clip(np.searchsorted(x, each) - 1, 0, len(x) - 2)
         jumps = np.maximum(moved[row, gap], moved[row, gap + 2]) <= JUMP * moved[row, gap + 1]
-        found.append(np.where(jumps, x[gap] + part * (x[gap + 1] - x[gap]), each))
+        found.append(np.where(jumps, x[gap] + share * (x[gap + 1] - x[gap]), each))
     return found
 
 
@@ -364,27 +364,27 @@ def _landmarks(drawn: Array, grid: Array, checkpoints: NDArray[np.intp]) -> tupl
     risen /= change[:, None]
     peak = risen.argmax(1)
 
-    def passed(level: float, before: NDArray[np.intp]) -> NDArray[np.intp]:
+    def crossing(level: float, before: NDArray[np.intp]) -> NDArray[np.intp]:
         """Return the first grid point after the last one below a level, among those up to `before`."""
         below = (risen < level) & (np.arange(len(grid)) <= before[:, None])
         return np.minimum(last - below[:, ::-1].argmax(1) + 1, last)
 
-    def between(curves: Array, level: float, end: NDArray[np.intp]) -> Array:
+    def locate(curves: Array, level: float, end: NDArray[np.intp]) -> Array:
         """Return where a curve passes a level in the gap before a grid point."""
         end = np.maximum(end, 1)
         low, high = curves[row, end - 1], curves[row, end]
-        part = np.where(high == low, 1.0, (level - low) / np.where(high == low, 1.0, high - low))
-        return grid[end - 1] + np.clip(part, 0, 1) * (grid[end] - grid[end - 1])
+        share = np.where(high == low, 1.0, (level - low) / np.where(high == low, 1.0, high - low))
+        return grid[end - 1] + np.clip(share, 0, 1) * (grid[end] - grid[end - 1])
 
-    half = passed(0.5, peak)
+    half = crossing(0.5, peak)
     off = np.abs(drawn - drawn[:, -1:]) / np.abs(change)[:, None]
     outside = off > EDGE
     settled = np.where(outside.any(1), last - outside[:, ::-1].argmax(1) + 1, 0)
     return (
-        between(risen, EDGE, passed(EDGE, half)),
-        between(risen, 0.5, half),
+        locate(risen, EDGE, crossing(EDGE, half)),
+        locate(risen, 0.5, half),
         grid[peak],
-        np.where(settled == 0, grid[0], between(off, EDGE, settled)),
+        np.where(settled == 0, grid[0], locate(off, EDGE, settled)),
         risen[:, last],
     )
 
@@ -398,7 +398,7 @@ def bootstrap_counts(replicates: int, *, seed: int = 0) -> NDArray[np.int64]:
     return rng.multinomial(replicates, np.full(replicates, 1 / replicates), size=DRAWS)
 
 
-def drawn_together(draws: Array, estimates: Array, rng: np.random.Generator) -> Array:
+def coupled_draws(draws: Array, estimates: Array, rng: np.random.Generator) -> Array:
     """Return the draws (draws,) of a time, reordered like its estimates from bootstrap samples, (draws,).
 
     What resampling moves is common to curves of the same samples, what it does not (how a curve runs between
@@ -413,15 +413,15 @@ def drawn_together(draws: Array, estimates: Array, rng: np.random.Generator) -> 
     return np.sort(draws)[np.argsort(np.argsort(placed))]
 
 
-def freed(rows: Array) -> Array:
+def centered(rows: Array) -> Array:
     """Return the rows minus their own means over checkpoints, which move no time, and minus the mean of all rows."""
     residuals = rows - rows.mean(1, keepdims=True)
     return residuals - residuals.mean(0)
 
 
-def whole_rows(replicates: ArrayLike, there: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], Array]:
+def whole_rows(replicates: ArrayLike, valid: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], Array]:
     """Return which replicates have a value wherever the curve has one, and these values."""
-    rows = np.asarray(replicates, dtype=np.float64)[:, there]
+    rows = np.asarray(replicates, dtype=np.float64)[:, valid]
     whole: Any = np.isfinite(rows).all(1)
     rows = rows[whole]
     if len(rows) < 2:
@@ -437,7 +437,7 @@ def covariance_of_mean(rows: Array, x: Array) -> Array:
     and all is wider by the square of Student's over the normal quantile, since the spread of few rows is a guess.
     """
     count, n = rows.shape
-    residuals = freed(rows)
+    residuals = centered(rows)
     squares = (residuals**2).sum(0)
     variance = (squares + PRIOR_ROWS * squares.mean() / (count - 1)) / (count - 1 + PRIOR_ROWS)
     if not variance.any():

@@ -20,15 +20,15 @@ Array = NDArray[np.floating[Any]]
 TEMPER = 0.9  # power of evidence and prior: none is quite a training curve, and sure of one, intervals are too narrow
 RARE, MOST_PAIRS = 5e-3, 100  # the share of processes, and the number of pairs, that count in means over resamples
 SPLITS = 2  # how often steps are split
-TRIED, LIKELY, KEPT = 36, 10.0, 600  # steps tried with any other; pairs of two that count: so near the best, so many
+TRIED, LIKELY, MAX_DOUBLES = 36, 10.0, 600  # steps tried with any other; pairs that count: so near the best, so many
 BATCH = 2**17  # numbers of an array (1 MB) that are worked on at a time
 # Steps: sigmoids and rises with a corner, on a grid of places and widths, and pairs of them.
-PLACES, WIDTHS = 80, np.geomspace(0.001, 0.07, 5)  # of steps before any is split; widths as shares of the axis
+LOCATIONS, WIDTHS = 80, np.geomspace(0.001, 0.07, 5)  # of steps before any is split; widths as shares of the axis
 SPLIT = 12  # how many of each shape are split: the likeliest
-TIES = 6  # decimals of a log-evidence: what differs by less stands in the order of its numbers
+DECIMALS = 6  # decimals of a log-evidence: what differs by less stands in the order of its numbers
 
 
-def _nothing(u: Array) -> Array:
+def _no_step(u: Array) -> Array:
     return np.zeros_like(u)
 
 
@@ -36,16 +36,16 @@ def _sigmoid(u: Array) -> Array:
     return 1 / (1 + np.exp(-np.clip(u, -50, 50)))
 
 
-def _from_a_corner(u: Array) -> Array:
+def _from_corner(u: Array) -> Array:
     return -np.expm1(-np.maximum(u, 0) / 2)
 
 
-def _into_a_corner(u: Array) -> Array:
+def _to_corner(u: Array) -> Array:
     return np.exp(np.minimum(u, 0) / 2)
 
 
 # Of each rise the middle eight tenths are as wide.
-SHAPES = (_nothing, _sigmoid, _from_a_corner, _into_a_corner)
+SHAPES = (_no_step, _sigmoid, _from_corner, _to_corner)
 
 
 class Steps(NamedTuple):
@@ -55,33 +55,33 @@ class Steps(NamedTuple):
     """
 
     shape: NDArray[np.intp]
-    place: Array
+    loc: Array
     width: Array
     cell: Array
     ratio: Array
     log_prior: Array
 
     @classmethod
-    def over(cls, x: Array) -> "Steps":
-        x, span = np.append(x[: -1 : max(1, round(len(x) / PLACES))], x[-1]), x[-1] - x[0]
-        per = max(1, PLACES // len(x))
+    def from_axis(cls, x: Array) -> "Steps":
+        x, span = np.append(x[: -1 : max(1, round(len(x) / LOCATIONS))], x[-1]), x[-1] - x[0]
+        per = max(1, LOCATIONS // len(x))
         cells = np.repeat(np.diff(x) / per, per)
-        places = x[0] + cells.cumsum() - cells / 2
-        shape, at, wide = (each.ravel() for each in np.indices((len(SHAPES) - 1, len(places), len(WIDTHS))))
-        prior = np.log(cells[at] / span / len(WIDTHS) / (len(SHAPES) - 1))
-        ratio = np.full(len(at), np.log(WIDTHS[1] / WIDTHS[0]))
-        steps = cls(shape + 1, places[at], span * WIDTHS[wide], cells[at], ratio, prior)
+        index = x[0] + cells.cumsum() - cells / 2
+        shape, row, wide = (each.ravel() for each in np.indices((len(SHAPES) - 1, len(index), len(WIDTHS))))
+        prior = np.log(cells[row] / span / len(WIDTHS) / (len(SHAPES) - 1))
+        ratio = np.full(len(row), np.log(WIDTHS[1] / WIDTHS[0]))
+        steps = cls(shape + 1, index[row], span * WIDTHS[wide], cells[row], ratio, prior)
         return _joined(cls(np.zeros(1, dtype=np.intp), x[:1], np.ones(1), *np.zeros((3, 1))), steps)
 
-    def at(self, x: Array) -> Array:
+    def values(self, x: Array) -> Array:
         """Return the steps at some points, (points, steps)."""
-        scaled = (x[:, None] - self.place) / self.width
-        for number, shape in enumerate(SHAPES):
-            mine = self.shape == number
+        scaled = (x[:, None] - self.loc) / self.width
+        for kind, shape in enumerate(SHAPES):
+            mine = self.shape == kind
             scaled[:, mine] = shape(scaled[:, mine])
         return scaled
 
-    def among(self, chosen: NDArray[Any]) -> "Steps":
+    def select(self, chosen: NDArray[Any]) -> "Steps":
         fields: list[Any] = [each[chosen] for each in self]
         return Steps(*fields)
 
@@ -89,8 +89,8 @@ class Steps(NamedTuple):
         """Split each step into nine, by thirds of its cell."""
         parts = []
         for along, across in itertools.product((-1 / 3, 0, 1 / 3), repeat=2):
-            place, width = self.place + along * self.cell, self.width * np.exp(across * self.ratio)
-            parts.append(Steps(self.shape, place, width, self.cell / 3, self.ratio / 3, self.log_prior - np.log(9)))
+            loc, width = self.loc + along * self.cell, self.width * np.exp(across * self.ratio)
+            parts.append(Steps(self.shape, loc, width, self.cell / 3, self.ratio / 3, self.log_prior - np.log(9)))
         return _joined(*parts)
 
 
@@ -104,38 +104,38 @@ class Pairs:
     """Two steps each of some, by their numbers (2, pairs), of which no step may be one or both."""
 
     steps: Steps
-    places: NDArray[np.intp]
+    index: NDArray[np.intp]
 
     @cached_property
     def are_two(self) -> NDArray[np.bool_]:
-        first, second = self.steps.shape[self.places] > 0
+        first, second = self.steps.shape[self.index] > 0
         return first & second
 
     @cached_property
     def log_prior(self) -> Array:
         """Return the log-prior: before any power, none, one and two steps are equally likely, in either order."""
-        return self.steps.log_prior[self.places].sum(0) + np.log(2) * self.are_two
+        return self.steps.log_prior[self.index].sum(0) + np.log(2) * self.are_two
 
-    def among(self, chosen: NDArray[Any]) -> "Pairs":
-        places, used = self.places[:, chosen], np.zeros(len(self.steps.shape), dtype=bool)
-        used[places] = True
-        return Pairs(self.steps.among(used), (used.cumsum() - 1)[places])
+    def select(self, chosen: NDArray[Any]) -> "Pairs":
+        index, used = self.index[:, chosen], np.zeros(len(self.steps.shape), dtype=bool)
+        used[index] = True
+        return Pairs(self.steps.select(used), (used.cumsum() - 1)[index])
 
-    def and_of(self, other: "Pairs") -> "Pairs":
-        places = np.concatenate([self.places, other.places + len(self.steps.shape)], 1)
-        return Pairs(_joined(self.steps, other.steps), places)
+    def concat(self, other: "Pairs") -> "Pairs":
+        index = np.concatenate([self.index, other.index + len(self.steps.shape)], 1)
+        return Pairs(_joined(self.steps, other.steps), index)
 
     def split(self, side: int) -> "Pairs":
         """Split each pair into nine by one of its steps, which then comes second."""
-        parts = self.steps.among(self.places[side]).split()
-        kept = np.tile(self.places[1 - side], 9)
-        return Pairs(_joined(self.steps, parts), np.stack([kept, len(self.steps.shape) + np.arange(len(kept))]))
+        parts = self.steps.select(self.index[side]).split()
+        other = np.tile(self.index[1 - side], 9)
+        return Pairs(_joined(self.steps, parts), np.stack([other, len(self.steps.shape) + np.arange(len(other))]))
 
     def likeliest(self, evidence: Array) -> NDArray[np.intp]:
         """Return which pairs to split: the `SPLIT` likeliest of each shape of the second step."""
-        shape = self.steps.shape[self.places[1]]
-        of_each = [np.flatnonzero(shape == number) for number in range(1, len(SHAPES))]
-        return np.concatenate([mine[likeliest(evidence[mine], SPLIT)] for mine in of_each])
+        shape = self.steps.shape[self.index[1]]
+        stacked = [np.flatnonzero(shape == kind) for kind in range(1, len(SHAPES))]
+        return np.concatenate([mine[likeliest(evidence[mine], SPLIT)] for mine in stacked])
 
 
 def likeliest(evidence: Array, count: int) -> NDArray[np.intp]:
@@ -145,7 +145,7 @@ def likeliest(evidence: Array, count: int) -> NDArray[np.intp]:
 
     Narrow steps between the same two checkpoints are one to the values: which of them is taken hangs on no machine.
     """
-    rounded, count = np.round(evidence, TIES), min(count, len(evidence))
+    rounded, count = np.round(evidence, DECIMALS), min(count, len(evidence))
     near = np.flatnonzero(rounded >= np.partition(rounded, -count)[-count])
     return near[np.argsort(rounded[near], kind="stable")[-count:]]
 
@@ -181,8 +181,8 @@ class _Processes:
     log_size: Array
     step_height: Array
 
-    def among(self, chosen: NDArray[np.intp]) -> "_Processes":
-        kernels = [self.kernels[number] for number in chosen]
+    def select(self, chosen: NDArray[np.intp]) -> "_Processes":
+        kernels = [self.kernels[row] for row in chosen]
         arrays = (self.triangles, self.whitening, self.log_size, self.step_height)
         return _Processes(kernels, *(each[chosen] for each in arrays))
 
@@ -192,45 +192,45 @@ class _Processes:
         size = max(1, BATCH // (n * columns))
         return (slice(start, start + size) for start in range(0, count, size))
 
-    def rest(self, columns: Array, of: slice = slice(None)) -> Array:
+    def whiten(self, columns: Array, rows: slice = slice(None)) -> Array:
         """Return what the processes leave of values or of the shapes of steps (n, any), (processes, n, any)."""
         n = len(columns)
-        return (self.whitening[of].reshape(-1, n) @ columns).reshape(-1, n, columns.shape[1])
+        return (self.whitening[rows].reshape(-1, n) @ columns).reshape(-1, n, columns.shape[1])
 
-    def without_steps(self, rest: Array, of: slice = slice(None)) -> Array:
+    def base_evidence(self, white: Array, rows: slice = slice(None)) -> Array:
         """Return the log-evidence of values whose rest is given, (processes, sets)."""
-        return -0.5 * _products(rest, rest) - self.log_size[of, None]
+        return -0.5 * _products(white, white) - self.log_size[rows, None]
 
     def evidence(self, x: Array, y: Array, pairs: Pairs) -> Array:
         """Return the log-evidence of values (n,) with each pair of steps, (processes, pairs)."""
-        columns, num_pairs = pairs.steps.at(x), pairs.places.shape[1]
+        columns, num_pairs = pairs.steps.values(x), pairs.index.shape[1]
         evidence = np.empty((len(self.kernels), num_pairs))
-        alone = not pairs.steps.shape[pairs.places[0]].any()  # no step is the first of any
-        for of in self.batches(max(columns.shape[1], num_pairs)):
-            rest, ramps = self.rest(y[:, None], of), self.rest(columns, of)
-            toward, least = (rest.transpose(0, 2, 1) @ ramps)[:, 0], self.step_height[of, None] ** -2
-            own = least + _products(ramps, ramps)
-            if alone:
-                toward, own = toward.take(pairs.places[1], 1), own.take(pairs.places[1], 1)
-                gain = toward * toward / own - np.log(own / least)
+        single = not pairs.steps.shape[pairs.index[0]].any()  # no step is the first of any
+        for rows in self.batches(max(columns.shape[1], num_pairs)):
+            white, ramps = self.whiten(y[:, None], rows), self.whiten(columns, rows)
+            dot, prior = (white.transpose(0, 2, 1) @ ramps)[:, 0], self.step_height[rows, None] ** -2
+            diag = prior + _products(ramps, ramps)
+            if single:
+                dot, diag = dot.take(pairs.index[1], 1), diag.take(pairs.index[1], 1)
+                gain = dot * dot / diag - np.log(diag / prior)
             else:
-                together = _products(*(ramps.take(places, 2) for places in pairs.places))
-                both_toward, both_own = ([each.take(places, 1) for places in pairs.places] for each in (toward, own))
-                gain = _gain(both_toward, both_own, together, least)
-            evidence[of] = 0.5 * gain + self.without_steps(rest, of) + pairs.log_prior
+                cross = _products(*(ramps.take(index, 2) for index in pairs.index))
+                dots, diags = ([each.take(index, 1) for index in pairs.index] for each in (dot, diag))
+                gain = _gain(dots, diags, cross, prior)
+            evidence[rows] = 0.5 * gain + self.base_evidence(white, rows) + pairs.log_prior
         return evidence
 
     def most_evidence(self, x: Array, y: Array, steps: Steps, firsts: NDArray[np.intp]) -> Array:
         """Return the evidence of the best process with some steps and any other, (firsts, steps), before priors."""
-        columns = steps.at(x)
+        columns = steps.values(x)
         most = np.full((len(firsts), columns.shape[1]), -np.inf)
-        for number, least in enumerate(self.step_height**-2):
-            of = slice(number, number + 1)
-            rest, ramps = self.rest(y[:, None], of), self.rest(columns, of)[0]
-            toward, own = rest[0, :, 0] @ ramps, least + _products(ramps, ramps)
-            both_toward, both_own = ([each[firsts, None], each] for each in (toward, own))
-            gain = _gain(both_toward, both_own, ramps[:, firsts].T @ ramps, least)
-            np.maximum(most, 0.5 * gain + self.without_steps(rest, of), out=most)
+        for row, prior in enumerate(self.step_height**-2):
+            rows = slice(row, row + 1)
+            white, ramps = self.whiten(y[:, None], rows), self.whiten(columns, rows)[0]
+            dot, diag = white[0, :, 0] @ ramps, prior + _products(ramps, ramps)
+            dots, diags = ([each[firsts, None], each] for each in (dot, diag))
+            gain = _gain(dots, diags, ramps[:, firsts].T @ ramps, prior)
+            np.maximum(most, 0.5 * gain + self.base_evidence(white, rows), out=most)
         return most
 
 
@@ -239,20 +239,20 @@ def _products(first: Array, second: Array) -> Array:
     return np.einsum("...nc,...nc->...c", first, second)
 
 
-def _heights(own: Sequence[Array], together: Array, least: Any) -> tuple[Array, Array]:
+def _schur(diag: Sequence[Array], cross: Array, prior: Any) -> tuple[Array, Array]:
     """Return the slope of the first of two steps' heights on the second, and the precision of the second.
 
     `own` are the precisions of each as if the other one were known. `together` is the product of what processes leave
     of the two, `least` the precision before any value.
     """
-    slope = together / own[0]
-    return slope, np.maximum(own[1] - slope * together, least)
+    slope = cross / diag[0]
+    return slope, np.maximum(diag[1] - slope * cross, prior)
 
 
-def _gain(toward: Sequence[Array], own: Sequence[Array], together: Array, least: Any) -> Array:
+def _gain(dot: Sequence[Array], diag: Sequence[Array], cross: Array, prior: Any) -> Array:
     """Return twice what two steps add to the log-evidence; `toward` are products of the values' rest with theirs."""
-    slope, left = _heights(own, together, least)
-    return (toward[1] - slope * toward[0]) ** 2 / left - np.log(left * (own[0] / least**2)) + toward[0] ** 2 / own[0]
+    slope, schur = _schur(diag, cross, prior)
+    return (dot[1] - slope * dot[0]) ** 2 / schur - np.log(schur * (diag[0] / prior**2)) + dot[0] ** 2 / diag[0]
 
 
 def draw_curves(
@@ -269,23 +269,23 @@ def draw_curves(
         rng: Of the draws.
     """
     level, y = y.mean(), y - y.mean()
-    processes, pairs, evidence = _weighed(x, y, noises, SPLITS)
-    weight = _pooled(evidence, pairs)
+    processes, pairs, evidence = _candidates(x, y, noises, SPLITS)
+    weight = _weights(evidence, pairs)
     counts = rng.multinomial(draws, weight.ravel())
-    whose, chosen = np.divmod(np.repeat(np.arange(counts.size), counts), weight.shape[1])
-    pairs = pairs.among(chosen)  # of each draw
-    used, starts = np.unique(whose, return_index=True)
-    of_process = {number: slice(*ends) for number, ends in zip(used, itertools.pairwise([*starts, draws]), strict=True)}
+    owner, chosen = np.divmod(np.repeat(np.arange(counts.size), counts), weight.shape[1])
+    pairs = pairs.select(chosen)  # of each draw
+    used, starts = np.unique(owner, return_index=True)
+    slices = {row: slice(*ends) for row, ends in zip(used, itertools.pairwise([*starts, draws]), strict=True)}
     curves, chances = np.empty((draws, len(grid))), np.empty((2, draws))
-    for mine in of_process.values():
+    for mine in slices.values():
         count = mine.stop - mine.start
         curves[mine] = rng.standard_normal((len(grid), count)).T
         chances[:, mine] = rng.standard_normal((2, count))
-    heights, rest = _drawn_heights(processes, pairs, whose, of_process, x, y, chances)
-    _correlate_(curves, processes, of_process, x, grid, rest)
-    on_grid = pairs.steps.at(grid).T
-    for places, of_step in zip(pairs.places, heights, strict=True):
-        curves += on_grid[places] * of_step[:, None]
+    heights, white = _drawn_heights(processes, pairs, owner, slices, x, y, chances)
+    _condition_(curves, processes, slices, x, grid, white)
+    on_grid = pairs.steps.values(grid).T
+    for index, height in zip(pairs.index, heights, strict=True):
+        curves += on_grid[index] * height[:, None]
     curves += level
     return curves
 
@@ -293,8 +293,8 @@ def draw_curves(
 def _drawn_heights(
     processes: _Processes,
     pairs: Pairs,
-    whose: NDArray[np.intp],
-    of_process: dict[int, slice],
+    owner: NDArray[np.intp],
+    slices: dict[int, slice],
     x: Array,
     y: Array,
     chances: Array,
@@ -303,40 +303,40 @@ def _drawn_heights(
 
     `whose` is each draw's process; `chances` (2, draws) are for the second step and the first.
     """
-    columns, rest, ramps = pairs.steps.at(x), np.empty((len(x), len(whose))), np.empty((len(x), 2, len(whose)))
-    for number, mine in of_process.items():
-        whitening, places = processes.whitening[number], pairs.places[:, mine]
-        rest[:, mine] = (whitening @ y)[:, None]
-        ramps[..., mine] = (whitening @ columns[:, places.ravel()]).reshape(-1, *places.shape)
+    columns, white, ramps = pairs.steps.values(x), np.empty((len(x), len(owner))), np.empty((len(x), 2, len(owner)))
+    for row, mine in slices.items():
+        whitening, index = processes.whitening[row], pairs.index[:, mine]
+        white[:, mine] = (whitening @ y)[:, None]
+        ramps[..., mine] = (whitening @ columns[:, index.ravel()]).reshape(-1, *index.shape)
     first, second = ramps[:, 0], ramps[:, 1]
-    least = processes.step_height[whose] ** -2
-    own = least + _products(first, first), least + _products(second, second)
-    slope, left = _heights(own, _products(first, second), least)
-    toward = _products(first, rest), _products(second, rest)
-    late = (toward[1] - slope * toward[0]) / left + chances[0] / np.sqrt(left)
-    early = toward[0] / own[0] - slope * late + chances[1] / np.sqrt(own[0])
-    rest -= first * early + second * late
-    return (early, late), rest
+    prior = processes.step_height[owner] ** -2
+    diag = prior + _products(first, first), prior + _products(second, second)
+    slope, schur = _schur(diag, _products(first, second), prior)
+    dot = _products(first, white), _products(second, white)
+    late = (dot[1] - slope * dot[0]) / schur + chances[0] / np.sqrt(schur)
+    early = dot[0] / diag[0] - slope * late + chances[1] / np.sqrt(diag[0])
+    white -= first * early + second * late
+    return (early, late), white
 
 
-def _correlate_(
-    curves: Array, processes: _Processes, of_process: dict[int, slice], x: Array, grid: Array, rest: Array
+def _condition_(
+    curves: Array, processes: _Processes, slices: dict[int, slice], x: Array, grid: Array, white: Array
 ) -> None:
     """Turn independent normal numbers (draws, grid) into the processes given the rest (n, draws) of the values."""
     to_values, to_itself = np.abs(x[:, None] - grid), np.abs(grid[:, None] - grid)
-    of_form: dict[Any, list[int]] = {}  # whose correlations are the same, whatever their height
-    for number in of_process:
-        kernel = processes.kernels[number]
-        of_form.setdefault((kernel.rough, kernel.length), []).append(number)
-    for alike in of_form.values():
+    groups: dict[Any, list[int]] = {}  # whose correlations are the same, whatever their height
+    for row in slices:
+        kernel = processes.kernels[row]
+        groups.setdefault((kernel.rough, kernel.length), []).append(row)
+    for alike in groups.values():
         at_values, at_grid = map(processes.kernels[alike[0]].correlation, (to_values, to_itself))
-        for number in alike:
-            kernel, mine = processes.kernels[number], of_process[number]
+        for row in alike:
+            kernel, mine = processes.kernels[row], slices[row]
             # Solved: of values without errors the inverse is not exact enough for what is left to be a covariance.
-            seen = dtrtrs(processes.triangles[number], kernel.covariance(at_values), lower=1)[0]
-            left = kernel.covariance(at_grid) - seen.T @ seen + 1e-7 * (kernel.level / 10) ** 2 * np.eye(len(grid))
-            curves[mine] = curves[mine] @ np.linalg.cholesky(left).T
-            curves[mine] += rest[:, mine].T @ seen
+            known = dtrtrs(processes.triangles[row], kernel.covariance(at_values), lower=1)[0]
+            cov = kernel.covariance(at_grid) - known.T @ known + 1e-7 * (kernel.level / 10) ** 2 * np.eye(len(grid))
+            curves[mine] = curves[mine] @ np.linalg.cholesky(cov).T
+            curves[mine] += white[:, mine].T @ known
 
 
 def mean_curves(x: Array, values: Array, noise: Array, grid: Array) -> Array:
@@ -346,28 +346,28 @@ def mean_curves(x: Array, values: Array, noise: Array, grid: Array) -> Array:
     """
     level = values.mean(1, keepdims=True)
     values = (values - level).T
-    processes, pairs, evidence = _weighed(x, values.mean(1), [noise], SPLITS - 1)
-    share = _pooled(evidence, pairs)
+    processes, pairs, evidence = _candidates(x, values.mean(1), [noise], SPLITS - 1)
+    share = _weights(evidence, pairs)
     most = likeliest(np.log(np.maximum(share.sum(0), 1e-300)), MOST_PAIRS)
-    pairs = pairs.among(np.sort(most))
-    processes = processes.among(np.flatnonzero(share.sum(1) > RARE))
+    pairs = pairs.select(np.sort(most))
+    processes = processes.select(np.flatnonzero(share.sum(1) > RARE))
     directions, constant, to_heights = _directions(processes, pairs, x)
     (count, _, both), sets = directions.shape, values.shape[1]
-    num_pairs, rest = both // 2, processes.rest(values)
-    along = directions.transpose(0, 2, 1) @ rest  # (processes, both, sets)
+    num_pairs, white = both // 2, processes.whiten(values)
+    along = directions.transpose(0, 2, 1) @ white  # (processes, both, sets)
     evidence = along[:, :num_pairs] ** 2 + along[:, num_pairs:] ** 2
-    evidence += constant[..., None] + processes.without_steps(rest)[:, None]
-    weight = _pooled(evidence, pairs)
+    evidence += constant[..., None] + processes.base_evidence(white)[:, None]
+    weight = _weights(evidence, pairs)
     along *= np.tile(weight, (1, 2, 1))
-    left_over = rest * weight.sum(1)[:, None] - 2 * (directions @ along)
-    of_each = along.reshape(2 * count, num_pairs, sets).transpose(1, 0, 2)
-    heights = (to_heights @ of_each).reshape(both, sets)
-    curves = heights.T @ pairs.steps.at(grid)[:, pairs.places.T.ravel()].T
+    left_over = white * weight.sum(1)[:, None] - 2 * (directions @ along)
+    stacked = along.reshape(2 * count, num_pairs, sets).transpose(1, 0, 2)
+    heights = (to_heights @ stacked).reshape(both, sets)
+    curves = heights.T @ pairs.steps.values(grid)[:, pairs.index.T.ravel()].T
     distance = np.abs(x[:, None] - grid)
-    for of in processes.batches(len(grid)):
-        seen = np.stack([kernel.covariance(kernel.correlation(distance)) for kernel in processes.kernels[of]])
-        seen = processes.whitening[of] @ seen
-        curves += left_over[of].reshape(-1, sets).T @ seen.reshape(-1, len(grid))
+    for rows in processes.batches(len(grid)):
+        known = np.stack([kernel.covariance(kernel.correlation(distance)) for kernel in processes.kernels[rows]])
+        known = processes.whitening[rows] @ known
+        curves += left_over[rows].reshape(-1, sets).T @ known.reshape(-1, len(grid))
     curves += level
     return curves
 
@@ -379,42 +379,42 @@ def _directions(processes: _Processes, pairs: Pairs, x: Array) -> tuple[Array, A
     for a constant (processes, pairs). Of these products, of all processes, a matrix of each pair makes the heights of
     the first step and of the second, (pairs, 2, processes x 2).
     """
-    ramps, least = processes.rest(pairs.steps.at(x)), processes.step_height[:, None] ** -2
-    first, second = (ramps.take(places, 2) for places in pairs.places)
-    own = least + _products(first, first), least + _products(second, second)
-    slope, left = _heights(own, _products(first, second), least)
-    early, late = 1 / np.sqrt(2 * own[0]), 1 / np.sqrt(2 * left)
+    ramps, prior = processes.whiten(pairs.steps.values(x)), processes.step_height[:, None] ** -2
+    first, second = (ramps.take(index, 2) for index in pairs.index)
+    diag = prior + _products(first, first), prior + _products(second, second)
+    slope, schur = _schur(diag, _products(first, second), prior)
+    early, late = 1 / np.sqrt(2 * diag[0]), 1 / np.sqrt(2 * schur)
     second -= slope[:, None] * first
-    constant = pairs.log_prior + np.log(2 * early * late * least)
-    to_heights = np.zeros((pairs.places.shape[1], 2, len(early), 2))
+    constant = pairs.log_prior + np.log(2 * early * late * prior)
+    to_heights = np.zeros((pairs.index.shape[1], 2, len(early), 2))
     to_heights[:, 0, :, 0], to_heights[:, 0, :, 1] = 2 * early.T, -2 * (slope * late).T
     to_heights[:, 1, :, 1] = 2 * late.T
     directions = np.concatenate([first * early[:, None], second * late[:, None]], 2)
     return directions, constant, to_heights.reshape(len(to_heights), 2, -1)
 
 
-def _weighed(x: Array, y: Array, noises: Sequence[Array], splits: int) -> tuple[_Processes, Pairs, Array]:
+def _candidates(x: Array, y: Array, noises: Sequence[Array], splits: int) -> tuple[_Processes, Pairs, Array]:
     """Return processes, pairs of steps (those of two last), and the evidence of each with each, (processes, pairs).
 
     Small errors tell the width of a step to some percent: the likeliest steps are split until they are as close.
     """
-    processes, steps = _processes(x, y, noises), Steps.over(x)
+    processes, steps = _processes(x, y, noises), Steps.from_axis(x)
     pairs = Pairs(steps, np.stack([np.zeros(len(steps.shape), dtype=np.intp), np.arange(len(steps.shape))]))
     evidence = processes.evidence(x, y, pairs)
-    best = _likeliest_of_heights(processes.kernels, evidence.max(1))
-    of_two = _two_steps(processes.among(best), steps, evidence[best].max(0), x, y, splits)
+    best = _best_by_height(processes.kernels, evidence.max(1))
+    doubles = _two_steps(processes.select(best), steps, evidence[best].max(0), x, y, splits)
     for _ in range(splits):
         likely = pairs.likeliest(evidence.max(0))
-        parts = pairs.among(likely).split(1)
-        rest = np.setdiff1d(np.arange(evidence.shape[1]), likely)
-        evidence = np.concatenate([evidence[:, rest], processes.evidence(x, y, parts)], 1)
-        pairs = pairs.among(rest).and_of(parts)
-    return processes, pairs.and_of(of_two), np.concatenate([evidence, processes.evidence(x, y, of_two)], 1)
+        parts = pairs.select(likely).split(1)
+        others = np.setdiff1d(np.arange(evidence.shape[1]), likely)
+        evidence = np.concatenate([evidence[:, others], processes.evidence(x, y, parts)], 1)
+        pairs = pairs.select(others).concat(parts)
+    return processes, pairs.concat(doubles), np.concatenate([evidence, processes.evidence(x, y, doubles)], 1)
 
 
-def _likeliest_of_heights(kernels: Sequence[_Kernel], evidence: Array) -> NDArray[np.intp]:
+def _best_by_height(kernels: Sequence[_Kernel], evidence: Array) -> NDArray[np.intp]:
     """Return the likeliest process for each height."""
-    return np.array([*{kernels[number].height: number for number in np.argsort(evidence)}.values()])
+    return np.array([*{kernels[row].height: row for row in np.argsort(evidence)}.values()])
 
 
 def _two_steps(processes: _Processes, steps: Steps, score: Array, x: Array, y: Array, splits: int) -> Pairs:
@@ -426,27 +426,27 @@ def _two_steps(processes: _Processes, steps: Steps, score: Array, x: Array, y: A
     firsts, evidence = np.zeros(0, dtype=np.intp), np.zeros((0, len(every)))
     for _ in range(2):
         more = likeliest(np.where(tried, -np.inf, score), TRIED)
-        of_more = processes.most_evidence(x, y, steps, more)
-        of_more += steps.log_prior[more, None] + steps.log_prior + np.log(2)
+        found = processes.most_evidence(x, y, steps, more)
+        found += steps.log_prior[more, None] + steps.log_prior + np.log(2)
         again = tried | (np.isin(every, more) & (every <= more[:, None]))
-        of_more[again] = -np.inf
-        tried[more], score = True, of_more.max(0)
-        firsts, evidence = np.append(firsts, more), np.concatenate([evidence, of_more])
+        found[again] = -np.inf
+        tried[more], score = True, found.max(0)
+        firsts, evidence = np.append(firsts, more), np.concatenate([evidence, found])
     likely = np.flatnonzero(evidence > evidence.max() - LIKELY)
     evidence = evidence.ravel()[likely]
-    order = likeliest(evidence, KEPT)
+    order = likeliest(evidence, MAX_DOUBLES)
     first, second = np.divmod(likely[order], len(every))
     pairs, evidence = Pairs(steps, np.stack([firsts[first], second])), evidence[order]
-    pairs = pairs.among(np.arange(len(order)))
+    pairs = pairs.select(np.arange(len(order)))
     for _ in range(2 * splits):  # by the one step, and by the other
         order = likeliest(evidence, len(evidence))
-        parts = pairs.among(order[-SPLIT:]).split(0)
-        pairs = pairs.among(order[:-SPLIT]).and_of(parts)
+        parts = pairs.select(order[-SPLIT:]).split(0)
+        pairs = pairs.select(order[:-SPLIT]).concat(parts)
         evidence = np.append(evidence[order[:-SPLIT]], processes.evidence(x, y, parts).max(0))
     return pairs
 
 
-def _pooled(evidence: Array, pairs: Pairs) -> Array:
+def _weights(evidence: Array, pairs: Pairs) -> Array:
     """Return the shares of processes with pairs, those of two steps last, from their evidence (processes, pairs, ...).
 
     Half by the evidence of all, and half by that of one step at most. Two smooth steps leave next to nothing to the
@@ -454,15 +454,15 @@ def _pooled(evidence: Array, pairs: Pairs) -> Array:
     most wanders where two are flat. Neither is a training curve.
     """
     fewer = int((~pairs.are_two).sum())
-    of_fewer = _shares(evidence[:, :fewer].copy()) if fewer else None
-    shares = _shares(evidence)
-    if of_fewer is not None:
-        shares[:, :fewer] += of_fewer
+    simple = _softmax_(evidence[:, :fewer].copy()) if fewer else None
+    shares = _softmax_(evidence)
+    if simple is not None:
+        shares[:, :fewer] += simple
         shares /= 2
     return shares
 
 
-def _shares(evidence: Array) -> Array:
+def _softmax_(evidence: Array) -> Array:
     """Return the shares of processes with steps (processes, steps, ...) from their evidence, in place."""
     evidence -= evidence.max((0, 1))
     evidence *= TEMPER
@@ -480,16 +480,16 @@ def _processes(x: Array, y: Array, noises: Sequence[Array]) -> _Processes:
     kernels, scales = [], []
     whitening = np.empty((len(noises) * len(lengths), len(forms), n, n))
     every, log_size = np.empty_like(whitening), np.empty(whitening.shape[:2])
-    for number, (noise, length) in enumerate(itertools.product(noises, lengths)):
+    for row, (noise, length) in enumerate(itertools.product(noises, lengths)):
         scale = max(float(np.ptp(y)), float(np.sqrt(np.diag(noise).mean())))
         some = [_Kernel(rough, float(length), height * scale, 10 * scale) for height, rough in forms]
         correlation = {kernel.rough: kernel.correlation(distance) for kernel in some[:2]}
         covariances = np.stack([kernel.covariance(correlation[kernel.rough]) for kernel in some])
         triangles = np.linalg.cholesky(covariances + (noise + 1e-10 * scale**2 * np.eye(n)))
-        every[number] = triangles
-        log_size[number] = np.log(np.diagonal(triangles, axis1=1, axis2=2)).sum(1)
+        every[row] = triangles
+        log_size[row] = np.log(np.diagonal(triangles, axis1=1, axis2=2)).sum(1)
         for form, triangle in enumerate(triangles):
-            whitening[number, form] = dtrtri(triangle.T, lower=0)[0].T
+            whitening[row, form] = dtrtri(triangle.T, lower=0)[0].T
         kernels.extend(some)
         scales.extend([scale] * len(some))
     return _Processes(kernels, every.reshape(-1, n, n), whitening.reshape(-1, n, n), log_size.ravel(), np.array(scales))

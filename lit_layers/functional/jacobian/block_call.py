@@ -29,31 +29,31 @@ class Alignment(NamedTuple):
     Places that are padding hold a copy: of the text's first token before it, of its last one after it.
     """
 
-    places: Tensor  # (batch, tokens): where each token stands in the batch as it was given
-    ranks: Tensor  # (batch, tokens): the number of each given place among the text's real tokens
+    order: Tensor  # (batch, tokens): where each token stands in the batch as it was given
+    inverse: Tensor  # (batch, tokens): the number of each given place among the text's real tokens
     mask: Tensor  # (batch, tokens), of the moved batch
-    given_mask: Tensor  # (batch, tokens), of the batch as it was given
+    input_mask: Tensor  # (batch, tokens), of the batch as it was given
 
     @classmethod
-    def of(cls, mask: Tensor) -> "Alignment | None":
+    def from_mask(cls, mask: Tensor) -> "Alignment | None":
         """Return the layout of a mask (batch, tokens); None if all padding already comes after the texts."""
         real = mask.bool()
-        moved = real.sort(dim=-1, descending=True, stable=True)
-        if bool((moved.values == real).all()):
+        packed = real.sort(dim=-1, descending=True, stable=True)
+        if bool((packed.values == real).all()):
             return None
-        first = moved.indices[:, :1].expand_as(moved.indices)
-        ranks = (real.long().cumsum(-1) - 1).clamp(min=0)
-        return cls(torch.where(moved.values, moved.indices, first), ranks, moved.values, real)
+        first = packed.indices[:, :1].expand_as(packed.indices)
+        inverse = (real.long().cumsum(-1) - 1).clamp(min=0)
+        return cls(torch.where(packed.values, packed.indices, first), inverse, packed.values, real)
 
-    def moved(self, values: Tensor) -> Tensor:
+    def align(self, values: Tensor) -> Tensor:
         """Return the batch (batch, tokens, *n) with its padding behind."""
-        return _along_tokens(values, self.places)
+        return _take_tokens(values, self.order)
 
-    def restored(self, values: Tensor) -> Tensor:
+    def restore(self, values: Tensor) -> Tensor:
         """Return a result of the moved batch (batch, tokens, *n) with each token back in its given position."""
-        return _along_tokens(values, self.ranks)
+        return _take_tokens(values, self.inverse)
 
-    def of_prompts(self, some: slice) -> "Alignment":
+    def select(self, some: slice) -> "Alignment":
         """Return the layout of some prompts of the batch."""
         return Alignment(*(part[some] for part in self))
 
@@ -70,11 +70,11 @@ class Call(NamedTuple):
         output = self.module.forward(hidden, *self.args, **self.kwargs)
         return output[0] if isinstance(output, tuple | list) else output
 
-    def at(self, prompts: Tensor, places: Tensor | None, shape: tuple[int, ...]) -> "Call":
+    def select(self, prompts: Tensor, pos: Tensor | None, shape: tuple[int, ...]) -> "Call":
         """Return the call for single tokens as prompts of their own, or for whole prompts if `places` is None."""
         args = tuple(None if is_cache(value) else value for value in self.args)
         kwargs = {name: None if name in _CACHES or is_cache(value) else value for name, value in self.kwargs.items()}
-        return Call(self.module, _cut(args, prompts, places, shape), _cut(kwargs, prompts, places, shape))
+        return Call(self.module, _select(args, prompts, pos, shape), _select(kwargs, prompts, pos, shape))
 
 
 def is_cache(value: Any) -> bool:
@@ -82,7 +82,7 @@ def is_cache(value: Any) -> bool:
     return any(base.__name__ == "Cache" for base in type(value).__mro__)
 
 
-def as_call(block: Callable[[Tensor], Tensor]) -> Call | None:
+def to_call(block: Callable[[Tensor], Tensor]) -> Call | None:
     """Return the module of a block: itself, or with the arguments that a block of a trajectory carries.
 
     None for a block with hooks of the user in it: what a hook does depends on all tokens of the call.
@@ -125,24 +125,24 @@ def evaluating(module: nn.Module) -> Generator[None, None, None]:
                 part.training = training
 
 
-def _along_tokens(values: Tensor, places: Tensor) -> Tensor:
-    return values[torch.arange(len(places), device=places.device)[:, None], places]
+def _take_tokens(values: Tensor, pos: Tensor) -> Tensor:
+    return values[torch.arange(len(pos), device=pos.device)[:, None], pos]
 
 
-def _cut(value: Any, prompts: Tensor, places: Tensor | None, shape: tuple[int, ...]) -> Any:
+def _select(value: Any, prompts: Tensor, pos: Tensor | None, shape: tuple[int, ...]) -> Any:
     """Return arguments for single tokens: the rows of these in every tensor with a row per prompt or per token."""
     if isinstance(value, tuple | list):
-        return type(value)(_cut(item, prompts, places, shape) for item in value)
+        return type(value)(_select(item, prompts, pos, shape) for item in value)
     if isinstance(value, dict):
-        return {name: item if name in SHARED else _cut(item, prompts, places, shape) for name, item in value.items()}
+        return {name: item if name in SHARED else _select(item, prompts, pos, shape) for name, item in value.items()}
     if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[0] not in (1, shape[0]):
         return value
     rows = prompts if value.shape[0] == shape[0] else torch.zeros_like(prompts)
-    if places is not None and shape[1] > 1:
+    if pos is not None and shape[1] > 1:
         if value.ndim == 4 and value.shape[2] == shape[1]:  # a mask: the row of each token's query
-            return value[rows, :, places][:, :, None]
+            return value[rows, :, pos][:, :, None]
         if value.ndim in (2, 3) and value.shape[1] == shape[1]:  # positions, rotary tables
-            return value[rows, places][:, None]
+            return value[rows, pos][:, None]
     return value[rows] if value.shape[0] == shape[0] else value
 
 
@@ -223,11 +223,11 @@ MODULE = F.multi_head_attention_forward
 _IS_OPEN = "has_torch_function" in MODULE.__code__.co_names
 
 
-def _hides(tensors: Any) -> bool:
+def _false(tensors: Any) -> bool:
     return False
 
 
-_opened = FunctionType(MODULE.__code__, {**vars(F), "has_torch_function": _hides}, argdefs=MODULE.__defaults__)
+_opened = FunctionType(MODULE.__code__, {**vars(F), "has_torch_function": _false}, argdefs=MODULE.__defaults__)
 
 
 @dataclass(frozen=True)
@@ -239,23 +239,23 @@ class Attention:
     value: Tensor
     weights: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # prompts, places -> p, w, each (picked, heads, tokens)
     matmuls: tuple[int, int] | None  # which products make the scores and the output; None: one fused call
-    map_of: Callable[[int], Tensor]  # of a prompt: p of all its tokens, (heads, queries, keys)
+    pattern: Callable[[int], Tensor]  # of a prompt: p of all its tokens, (heads, queries, keys)
 
-    def expansion(self, prompts: Tensor, places: Tensor) -> "Expansion":
-        p, w = self.weights(prompts, places)
+    def expansion(self, prompts: Tensor, pos: Tensor) -> "Expansion":
+        p, w = self.weights(prompts, pos)
         heads = p.shape[1]
         key, value = (expand_heads(states[prompts], heads) for states in (self.key, self.value))  # (picked, heads, ..)
         out = p[:, :, None] @ value  # (picked, heads, 1, head_dim)
-        index = torch.arange(len(places), device=places.device)
+        index = torch.arange(len(pos), device=pos.device)
         # Softmax turns changes ds of the scores into dp_n = p_n (ds_n - sum_m p_m ds_m), so that the output changes by
         # sum_n p_n ds_n (v_n - a): its own value a is subtracted because the weights go on adding up to 1.
         return Expansion(
             out=out,
-            query=self.query[prompts, :, places][:, :, None],
-            key=key[index, :, places][:, :, None],
-            value=value[index, :, places][:, :, None],
-            p=p[index, :, places][:, :, None, None],
-            w=w[index, :, places][:, :, None, None],
+            query=self.query[prompts, :, pos][:, :, None],
+            key=key[index, :, pos][:, :, None],
+            value=value[index, :, pos][:, :, None],
+            p=p[index, :, pos][:, :, None, None],
+            w=w[index, :, pos][:, :, None, None],
             query_map=(w[..., None] * key).mT @ (value - out),
         )
 
@@ -282,17 +282,17 @@ class Expansion(NamedTuple):
 
     def push_query(self, tangents: Tensor) -> Tensor:
         """Return changes of the output (picked, heads x head_dim, num) from those of the query (picked, .., num)."""
-        return (self.query_map.mT @ self._of_heads(tangents, self.query)).flatten(1, 2)
+        return (self.query_map.mT @ self._split_heads(tangents, self.query)).flatten(1, 2)
 
     def push_key(self, tangents: Tensor) -> Tensor:
         slopes = (self.w * (self.value - self.out)).mT  # (picked, heads, head_dim, 1)
-        return (slopes * (self.query @ self._of_heads(tangents, self.key))).flatten(1, 2)
+        return (slopes * (self.query @ self._split_heads(tangents, self.key))).flatten(1, 2)
 
     def push_value(self, tangents: Tensor) -> Tensor:
-        return (self.p * self._of_heads(tangents, self.value)).flatten(1, 2)
+        return (self.p * self._split_heads(tangents, self.value)).flatten(1, 2)
 
     @staticmethod
-    def _of_heads(tangents: Tensor, reference: Tensor) -> Tensor:
+    def _split_heads(tangents: Tensor, reference: Tensor) -> Tensor:
         """Return (picked, .., num) as (picked, heads, head_dim, num)."""
         picked, heads, _, head_dim = reference.shape
         return expand_heads(tangents.reshape(picked, -1, head_dim, tangents.shape[-1]), heads)
@@ -318,7 +318,7 @@ class Done(Exception):
 class _Calls(TorchFunctionMode):
     """Sees each function that a block calls, those that torch's own attention module calls among them."""
 
-    of_module: ClassVar[dict[str, Any]] = {}  # what that is given instead of its own
+    module_kwargs: ClassVar[dict[str, Any]] = {}  # what that is given instead of its own
 
     def __init__(self) -> None:
         super().__init__()
@@ -330,13 +330,13 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is MODULE and _IS_OPEN:
             with self:
-                return _opened(*args, **kwargs | self.of_module)
-        return self.called(func, args, kwargs)
+                return _opened(*args, **kwargs | self.module_kwargs)
+        return self.handle(func, args, kwargs)
 
-    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
 
-    def is_of_heads(self, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    def is_head_product(self, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         """Whether this is a product of heads, which is counted then."""
         is_product = func in MATMULS and args[0].ndim == 4 and args[1].ndim == 4
         self.products += is_product
@@ -352,11 +352,11 @@ class _Recorder(_Calls):
         self.scores: tuple[int, Tensor, Tensor, Tensor] | None = None
         self.softmax: tuple[Tensor, Tensor] | None = None
 
-    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is FUSED:
             self.attention = _fused_attention(**_named(args, kwargs))
             raise Done
-        if self.is_of_heads(func, args):
+        if self.is_head_product(func, args):
             return self._product(func, args)
         if self.scores is None or self.softmax is not None:
             return func(*args, **kwargs)
@@ -368,10 +368,10 @@ class _Recorder(_Calls):
 
     def _product(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if self.softmax is not None and self.scores is not None:
-            number, query, key, _ = self.scores
+            index, query, key, _ = self.scores
             p, w = (part.to(query.dtype) for part in self.softmax)  # some models take the softmax in float32
             self.attention = Attention(
-                query, key, args[1], lambda b, t: (p[b, :, t], w[b, :, t]), (number, self.products), lambda b: p[b]
+                query, key, args[1], lambda b, t: (p[b, :, t], w[b, :, t]), (index, self.products), lambda b: p[b]
             )
             raise Done
         scores = func(*args).detach().requires_grad_()
@@ -414,33 +414,33 @@ def _fused_attention(
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     heads, tokens = query.shape[1], key.shape[2]
 
-    def shares(logits: Tensor, prompts: Tensor, places: Tensor) -> Tensor:
+    def shares(logits: Tensor, prompts: Tensor, pos: Tensor) -> Tensor:
         if is_causal:
-            later = torch.arange(tokens, device=places.device) > places[:, None]
+            later = torch.arange(tokens, device=pos.device) > pos[:, None]
             logits = logits.masked_fill(later[:, None], -math.inf)
         if attn_mask is not None:
-            mask = attn_mask.expand(query.shape[0], heads, query.shape[2], tokens)[prompts, :, places]
+            mask = attn_mask.expand(query.shape[0], heads, query.shape[2], tokens)[prompts, :, pos]
             logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
         return logits.softmax(-1)
 
-    def weights(prompts: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    def weights(prompts: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
         keys = expand_heads(key[prompts], heads)  # (picked, heads, tokens, head_dim)
-        logits = scale * (keys @ query[prompts, :, places][..., None])[..., 0]  # (picked, heads, tokens)
-        p = shares(logits, prompts, places)
+        logits = scale * (keys @ query[prompts, :, pos][..., None])[..., 0]  # (picked, heads, tokens)
+        p = shares(logits, prompts, pos)
         return p, scale * p
 
-    def map_of(prompt: int) -> Tensor:
+    def pattern(prompt: int) -> Tensor:
         logits = scale * (query[prompt] @ expand_heads(key[[prompt]], heads)[0].mT)  # (heads, queries, tokens)
-        places = torch.arange(query.shape[2], device=query.device)
-        return shares(logits.movedim(1, 0), torch.full_like(places, prompt), places).movedim(0, 1)
+        pos = torch.arange(query.shape[2], device=query.device)
+        return shares(logits.movedim(1, 0), torch.full_like(pos, prompt), pos).movedim(0, 1)
 
-    return Attention(query, key, value, weights, None, map_of)
+    return Attention(query, key, value, weights, None, pattern)
 
 
 class Replay(_Calls):
     """Answers the one attention of a block that is called on single tokens."""
 
-    of_module: ClassVar = {"attn_mask": None, "key_padding_mask": None, "is_causal": False}  # the answer knows of masks
+    module_kwargs: ClassVar = {"attn_mask": None, "key_padding_mask": None, "is_causal": False}  # masks are in it
 
     def __init__(self, attention: Attention, answer: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -448,11 +448,11 @@ class Replay(_Calls):
         self.answers = 0
         self.scored: tuple[Tensor, Tensor] | None = None
 
-    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is FUSED:
             call = _named(args, kwargs)
             return self._attend(call["query"], call["key"], call["value"])
-        if self.attention.matmuls and self.is_of_heads(func, args):
+        if self.attention.matmuls and self.is_head_product(func, args):
             if self.products == self.attention.matmuls[0]:
                 self.scored = args[0], args[1].mT
                 return args[0].new_zeros(*args[0].shape[:3], 1)  # its softmax is not looked at
@@ -483,10 +483,10 @@ def sum_heads(values: Tensor, heads: int) -> Tensor:
     return values if values.shape[2] == heads else values.unflatten(2, (heads, -1)).sum(3)
 
 
-def _check_point(alone: Tensor, expected: Tensor) -> None:
+def _check_point(single: Tensor, expected: Tensor) -> None:
     """Refuse a token that does not reach its attention alone with what it had within its prompt."""
-    tolerance = 1e-3 if alone.dtype == torch.float32 else 1e-6
-    if float((alone.detach() - expected).norm()) > tolerance * float(expected.norm()):
+    tolerance = 1e-3 if single.dtype == torch.float32 else 1e-6
+    if float((single.detach() - expected).norm()) > tolerance * float(expected.norm()):
         raise Unsupported("before its attention it does not treat a token alone as within its prompt")
 
 
@@ -502,7 +502,7 @@ def read_attention(call: Callable[[Tensor], Tensor], hidden: Tensor) -> Attentio
     """
     alignment = getattr(call, "alignment", None)
     if alignment is not None:  # a batch with padding before its texts
-        call, hidden = call.aligned(), alignment.moved(hidden)  # pyright: ignore[reportFunctionMemberAccess]
+        call, hidden = call.aligned(), alignment.align(hidden)  # pyright: ignore[reportFunctionMemberAccess]
     with torch.no_grad():
         attention = record_attention(call, hidden)
     if attention.query.shape[0] != len(hidden):

@@ -30,13 +30,13 @@ from lit_layers.functional.jacobian.block_call import (
     Done,
     Replay,
     Unsupported,
-    as_call,
     evaluating,
     expand_heads,
     jacobians_by_reverse_mode,
     pull_back,
     record_attention,
     sum_heads,
+    to_call,
 )
 from lit_layers.functional.jacobian.linear_cut import CutBlock
 
@@ -86,7 +86,7 @@ def block_jacobian(
     if alignment is not None:  # of a trajectory of texts with padding before them
         return block_jacobian(
             block.aligned(),  # pyright: ignore[reportFunctionMemberAccess]
-            alignment.moved(hidden),
+            alignment.align(hidden),
             out_tokens=out_tokens,
             in_tokens=in_tokens,
             mask=alignment.mask,
@@ -97,10 +97,10 @@ def block_jacobian(
     with torch.inference_mode(False), torch.no_grad():
         mask = torch.ones(hidden.shape[:2]).bool() if mask is None else mask.bool()
         mask = mask.to(hidden.device)
-        outs = token_places(out_tokens, mask, "out_tokens")  # (batch, out)
+        outs = token_positions(out_tokens, mask, "out_tokens")  # (batch, out)
         ins = outs[..., None]  # (batch, out, in)
         if in_tokens != "same":
-            ins = token_places(in_tokens, mask, "in_tokens")[:, None].expand(-1, outs.shape[1], -1)
+            ins = token_positions(in_tokens, mask, "in_tokens")[:, None].expand(-1, outs.shape[1], -1)
         with exact_arithmetic(hidden.device):
             jacobians = _compute(block, hidden, outs, ins, route)  # (batch, out, in, dim, dim)
         if residual:
@@ -114,28 +114,28 @@ def block_jacobian(
     return jacobians
 
 
-def token_places(
-    tokens: int | Sequence[int], mask: Bool[Tensor, "batch tokens"], what: str = "tokens"
+def token_positions(
+    tokens: int | Sequence[int], mask: Bool[Tensor, "batch tokens"], name: str = "tokens"
 ) -> Int[Tensor, "batch picked"]:
     """Return the positions of tokens that are counted among each prompt's real tokens, from the end if negative."""
     picked = [tokens] if isinstance(tokens, int) else list(tokens)
     real = mask.sum(1)
-    numbers = torch.tensor(picked, device=mask.device)
-    ranks = torch.where(numbers < 0, numbers + real[:, None], numbers)
-    wrong = ((ranks < 0) | (ranks >= real[:, None])).nonzero()
+    indices = torch.tensor(picked, device=mask.device)
+    index = torch.where(indices < 0, indices + real[:, None], indices)
+    wrong = ((index < 0) | (index >= real[:, None])).nonzero()
     if len(wrong):
         prompt, item = wrong[0].tolist()
         raise ValueError(
-            f"expected {what} among real tokens, got {picked[item]} for prompt {prompt} of {int(real[prompt])} tokens"
+            f"expected {name} among real tokens, got {picked[item]} for prompt {prompt} of {int(real[prompt])} tokens"
         )
     # a stable descending sort of the mask lists the real places first, in order
     order = torch.argsort(mask.to(torch.int8), dim=1, descending=True, stable=True)
-    return torch.gather(order, 1, ranks)
+    return torch.gather(order, 1, index)
 
 
 def _compute(block: Block, hidden: Tensor, outs: Tensor, ins: Tensor, route: Route) -> Tensor:
     """Return d block(X)[out] / d X[in] by the fastest route that holds for this block, (batch, out, in, dim, dim)."""
-    call = None if route == "plain" else as_call(block)
+    call = None if route == "plain" else to_call(block)
     if call is not None and hidden.shape[1] > 1:
         try:
             return _verified_jacobians(call, hidden, outs, ins)
@@ -263,7 +263,7 @@ def _disagreement(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, jacobia
     """
     batch, tokens, dim = hidden.shape
     first = torch.zeros(1, dtype=torch.int64, device=hidden.device)
-    prompt = call.at(first, None, (batch, tokens))
+    prompt = call.select(first, None, (batch, tokens))
     generator = torch.Generator().manual_seed(0)
     errors = []
     with torch.enable_grad(), evaluating(call.module):
@@ -286,12 +286,12 @@ def _disagreement(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, jacobia
 
 def _same_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor) -> Tensor:
     """Return (picked, dim, dim) for pairs (3, picked) of prompt, output position and the same input position."""
-    return _cut(call, attention, hidden, *pairs[:2]).jacobians()
+    return _cut_block(call, attention, hidden, *pairs[:2]).jacobians()
 
 
-def _cut(call: Call, attention: Attention, hidden: Tensor, prompts: Tensor, places: Tensor) -> CutBlock:
-    expansion = attention.expansion(prompts, places)
-    return CutBlock(call.at(prompts, places, hidden.shape[:2]), attention, expansion, hidden[prompts, places])
+def _cut_block(call: Call, attention: Attention, hidden: Tensor, prompts: Tensor, pos: Tensor) -> CutBlock:
+    expansion = attention.expansion(prompts, pos)
+    return CutBlock(call.select(prompts, pos, hidden.shape[:2]), attention, expansion, hidden[prompts, pos])
 
 
 def _cross_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor) -> Tensor:
@@ -300,10 +300,10 @@ def _cross_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor
     shape, dim = hidden.shape[:2], hidden.shape[2]
     # the part after the attention is shared by all input tokens of an output token
     tokens, which = torch.unique(torch.stack([prompts, outs]), dim=1, return_inverse=True)
-    cut = _cut(call, attention, hidden, *tokens)
+    cut = _cut_block(call, attention, hidden, *tokens)
     expansion = cut.expansion
     heads, head_dim = expansion.out.shape[1], expansion.out.shape[3]
-    after = cut.after_attention()
+    after = cut.from_attention()
     after = after.expand(-1, -1, heads * head_dim).unflatten(2, (heads, 1, head_dim))[which]
 
     p, w = (part[which] for part in attention.weights(tokens[0], tokens[1]))
@@ -323,7 +323,7 @@ def _cross_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor
     with torch.enable_grad():
         leaf = hidden[prompts, ins].detach().requires_grad_()
         with contextlib.suppress(Done), Replay(attention, take):
-            call.at(prompts, ins, shape)(leaf[:, None])
+            call.select(prompts, ins, shape)(leaf[:, None])
         cotangents = [sum_heads(part, taken[0].shape[1]).movedim(1, 0) for part in (for_key, for_value)]
         chunk = max(1, min(dim, _ROWS // len(ins)))
         parts = zip(*(rows.split(chunk) for rows in cotangents), strict=True)

@@ -56,21 +56,21 @@ class Link(NamedTuple):
 
     leaf: int
     slopes: Tensor | None  # (picked, width)
-    as_it_is: bool = False  # all slopes are 1
+    identity: bool = False  # all slopes are 1
 
 
 class _Replay(Replay):
     """Answers the attention and makes leaves of it and of every linear map."""
 
     def __init__(self, attention: Attention, expansion: Expansion, states: Tensor) -> None:
-        super().__init__(attention, self._take)
+        super().__init__(attention, self._answer)
         self.expansion, self.states = expansion, states
         self.nodes: list[Linear | None] = []  # None: the attention
         self.ends: tuple[Tensor, Tensor, Tensor] | None = None  # query, key, value
         self.attended: Tensor | None = None
 
-    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = super().called(func, args, kwargs)
+    def handle(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = super().handle(func, args, kwargs)
         if func is F.linear:
             named = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
             return self._linear(output, named["input"], named["weight"], named.get("bias"))
@@ -83,7 +83,7 @@ class _Replay(Replay):
     def _linear(self, output: Tensor, input_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not input_.requires_grad or not output.requires_grad:  # a constant, or made without gradients
             return output
-        if any(self._moves(constant) for constant in (weight, bias)):
+        if any(self._depends(constant) for constant in (weight, bias)):
             raise Unsupported("the weight or bias of a linear map depends on the input")
         if input_.numel() != len(self.expansion.out) * weight.shape[1]:
             raise Unsupported("a linear map does not take its tokens one by one")
@@ -93,7 +93,7 @@ class _Replay(Replay):
         self.nodes.append(Linear(input_, weight, leaf))
         return leaf
 
-    def _moves(self, tensor: Tensor | None) -> bool:
+    def _depends(self, tensor: Tensor | None) -> bool:
         """Whether a tensor depends on the states; most have no history at all."""
         if tensor is None or tensor.grad_fn is None:
             return False
@@ -101,7 +101,7 @@ class _Replay(Replay):
         leaves += [] if self.attended is None else [self.attended]
         return any(gradient is not None for gradient in _gradients(tensor.sum(), leaves))
 
-    def _take(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _answer(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self.expansion.check(query, key, value)
         self.ends = query, key, value
         self.attended = self.expansion.out.detach().reshape(query.shape).clone().requires_grad_()
@@ -153,7 +153,7 @@ class CutBlock:
                 result[:, rows] = cotangents.expand(-1, self.picked, -1).transpose(0, 1)
         return result
 
-    def after_attention(self) -> Tensor:
+    def from_attention(self) -> Tensor:
         """Return d block(x) / d output of its attention, (picked, dim, heads x head_dim)."""
         with torch.enable_grad():
             parts = [self._cotangents(rows, None) for rows in self._chunks()]
@@ -183,32 +183,32 @@ class CutBlock:
 
     def _cotangents(self, rows: slice, joined: dict[int, Tensor] | None) -> Tensor:
         """Return rows (rows, picked, dim) of the Jacobian at the input; without `joined` at the attention's output."""
-        of_leaves: dict[int, Tensor] = {}
-        ends = {link.leaf: link.slopes[:, rows].T for link in self.links[0] if link.slopes is not None}
+        pending: dict[int, Tensor] = {}
+        slopes = {link.leaf: link.slopes[:, rows].T for link in self.links[0] if link.slopes is not None}
         others = [link for link in self.links[0] if link.slopes is None]
         if others:
-            self._push(of_leaves, self.output, others, self._basis(rows))
+            self._push(pending, self.output, others, self._basis(rows))
         # Leaves stand in the order in which they were computed: going back, all that depends on one has been added up
         # when its turn comes.
         for leaf in range(len(self.nodes), 0, -1):
-            node, rest, end = self.nodes[leaf - 1], of_leaves.pop(leaf, None), ends.get(leaf)
+            node, grad, slope = self.nodes[leaf - 1], pending.pop(leaf, None), slopes.get(leaf)
             if node is None:
-                if end is not None:  # the output is a function of it entry by entry
-                    rest = _add(rest, end[..., None] * self._basis(rows))
+                if slope is not None:  # the output is a function of it entry by entry
+                    grad = _add(grad, slope[..., None] * self._basis(rows))
                 if joined is None:
-                    return self.output.new_zeros(len(range(self.dim)[rows]), 1, 1) if rest is None else rest
-                if rest is not None:
-                    self._through_attention(of_leaves, joined, rest)
+                    return self.output.new_zeros(len(range(self.dim)[rows]), 1, 1) if grad is None else grad
+                if grad is not None:
+                    self._push_attention(pending, joined, grad)
                 continue
-            carried = None if rest is None else (rest.flatten(0, 1) @ node.weight).unflatten(0, rest.shape[:2])
-            if end is not None:  # the map ends the block: its weight, scaled
-                carried = _add(carried, _scaled(node.weight[rows][:, None], end[..., None]))
+            carried = None if grad is None else (grad.flatten(0, 1) @ node.weight).unflatten(0, grad.shape[:2])
+            if slope is not None:  # the map ends the block: its weight, scaled
+                carried = _add(carried, _scaled(node.weight[rows][:, None], slope[..., None]))
             if carried is not None:
-                self._push(of_leaves, node.input, self.links[leaf], carried)
-        result = of_leaves.get(0, self._basis(rows) * 0)
-        if 0 in ends:
+                self._push(pending, node.input, self.links[leaf], carried)
+        result = pending.get(0, self._basis(rows) * 0)
+        if 0 in slopes:
             result = result.expand(-1, self.picked, -1).clone()
-            result[:, :, rows].diagonal(dim1=0, dim2=2).add_(ends[0].T)
+            result[:, :, rows].diagonal(dim1=0, dim2=2).add_(slopes[0].T)
         return result
 
     def _basis(self, rows: slice) -> Tensor:
@@ -217,26 +217,26 @@ class CutBlock:
         basis[:, 0, rows].fill_diagonal_(1)
         return basis
 
-    def _through_attention(self, of_leaves: dict[int, Tensor], joined: dict[int, Tensor], cotangents: Tensor) -> None:
+    def _push_attention(self, pending: dict[int, Tensor], joined: dict[int, Tensor], cotangents: Tensor) -> None:
         by_token = cotangents.expand(-1, self.picked, -1).transpose(0, 1)
         for leaf, jacobians in joined.items():
             node = self.nodes[leaf - 1]
             assert node is not None
-            self._push(of_leaves, node.input, self.links[leaf], (by_token @ jacobians).transpose(0, 1))
+            self._push(pending, node.input, self.links[leaf], (by_token @ jacobians).transpose(0, 1))
 
-    def _push(self, of_leaves: dict[int, Tensor], output: Tensor, links: Sequence[Link], cotangents: Tensor) -> None:
+    def _push(self, pending: dict[int, Tensor], output: Tensor, links: Sequence[Link], cotangents: Tensor) -> None:
         """Add to each leaf's cotangents what comes through `output`."""
         others = [link.leaf for link in links if link.slopes is None]
         for link in links:
             if link.slopes is not None:
-                of_leaves[link.leaf] = _add(
-                    of_leaves.get(link.leaf), cotangents if link.as_it_is else cotangents * link.slopes
+                pending[link.leaf] = _add(
+                    pending.get(link.leaf), cotangents if link.identity else cotangents * link.slopes
                 )
         if others:
             full = cotangents.expand(-1, self.picked, -1).reshape(len(cotangents), *output.shape)
             grads = pull_back([output], [self.leaves[leaf] for leaf in others], [full])
             for leaf, grad in zip(others, grads, strict=True):
-                of_leaves[leaf] = _add(of_leaves.get(leaf), grad.reshape(len(grad), self.picked, -1))
+                pending[leaf] = _add(pending.get(leaf), grad.reshape(len(grad), self.picked, -1))
 
 
 def links_of(output: Tensor, leaves: Sequence[Tensor]) -> list[Link]:
@@ -251,19 +251,19 @@ def links_of(output: Tensor, leaves: Sequence[Tensor]) -> list[Link]:
     slopes = _gradients(output, leaves, torch.ones_like(output))
     probes = _gradients(output, leaves, probe)
     links = []
-    for leaf, (slopes_of_leaf, of_probe) in enumerate(zip(slopes, probes, strict=True)):
-        if slopes_of_leaf is None or of_probe is None:
+    for leaf, (leaf_slopes, leaf_probe) in enumerate(zip(slopes, probes, strict=True)):
+        if leaf_slopes is None or leaf_probe is None:
             continue
         diagonal = None
-        if slopes_of_leaf.numel() == output.numel():
-            slopes_of_leaf, of_probe = (
-                slopes_of_leaf.reshape(len(slopes_of_leaf), -1),
-                of_probe.reshape(len(of_probe), -1),
+        if leaf_slopes.numel() == output.numel():
+            leaf_slopes, leaf_probe = (
+                leaf_slopes.reshape(len(leaf_slopes), -1),
+                leaf_probe.reshape(len(leaf_probe), -1),
             )
             # an entry-by-entry map has the same slopes under any cotangent, which only scales them
-            off_diagonal = (of_probe - probe.reshape(of_probe.shape) * slopes_of_leaf).norm()
-            if float(off_diagonal) <= 8 * torch.finfo(slopes_of_leaf.dtype).eps * float(of_probe.norm()):
-                diagonal = slopes_of_leaf
+            off_diagonal = (leaf_probe - probe.reshape(leaf_probe.shape) * leaf_slopes).norm()
+            if float(off_diagonal) <= 8 * torch.finfo(leaf_slopes.dtype).eps * float(leaf_probe.norm()):
+                diagonal = leaf_slopes
         links.append(Link(leaf, diagonal, diagonal is not None and bool((diagonal == 1).all())))
     return links
 

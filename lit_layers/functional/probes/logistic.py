@@ -123,12 +123,12 @@ class PrincipalRows:
         self.mean, self.scale = (part[0] for part in feature_scaling(features[None]))
         dtype = torch.float64 if features.dtype == torch.float64 else torch.float32
         self.inputs = torch.empty_like(features, dtype=dtype)  # the one copy of the features, made some rows at a time
-        gram, since = torch.diag(torch.zeros_like(self.mean)), 0
+        gram, start = torch.diag(torch.zeros_like(self.mean)), 0
         for chunk in widened_chunks(features[None]):
             rows = chunk[0].sub_(self.mean).div_(self.scale)
             gram += rows.T @ rows
-            self.inputs[since : since + len(rows)] = rows
-            since += len(rows)
+            self.inputs[start : start + len(rows)] = rows
+            start += len(rows)
         spread, self.axes = torch.linalg.eigh(gram / len(features))
         self.spread = spread.clamp(min=0)  # (dim,)
         for part in self.inputs.split(4096):
@@ -149,9 +149,9 @@ class PrincipalRows:
         if len(classes) == 2:
             weight, bias = weight[:, 1:] - weight[:, :1], bias[1:] - bias[:1]
         weight, bias = weight.to(self.inputs)[None], bias[None]
-        told = {"converged": torch.tensor([converged], device=bias.device), "c": bias.new_tensor([c])}
+        extra = {"converged": torch.tensor([converged], device=bias.device), "c": bias.new_tensor([c])}
         mean, scale = self.mean[None], self.scale[None]
-        return LogisticProbes(weight, bias.to(weight), mean, scale, classes, num_classes, **told)
+        return LogisticProbes(weight, bias.to(weight), mean, scale, classes, num_classes, **extra)
 
 
 class Softmax:
@@ -178,16 +178,16 @@ class Softmax:
         self.row = torch.arange(len(targets), device=targets.device)
         share = torch.bincount(targets).double() / len(targets)
         self.penalty = penalty * (2 if len(share) == 2 else 1)
-        of_weights = (spread[:, None] * share * (1 - share) + self.penalty).rsqrt()
-        of_biases = (share * (1 - share)).rsqrt()
-        self.unit = torch.cat([of_weights, of_biases[None]])
+        weights = (spread[:, None] * share * (1 - share) + self.penalty).rsqrt()
+        biases = (share * (1 - share)).rsqrt()
+        self.unit = torch.cat([weights, biases[None]])
 
     def evaluate(self, point: Float[Tensor, "inputs classes"]) -> tuple[float, Float[Tensor, "inputs classes"]]:
         """Return objective and gradient."""
-        here = point.to(self.inputs)
-        logits = self.inputs @ here[:-1] + here[-1] if self.offset is None else self.offset + here[-1]
+        params = point.to(self.inputs)
+        logits = self.inputs @ params[:-1] + params[-1] if self.offset is None else self.offset + params[-1]
         if self.offset is not None:
-            logits.addmm_(self.inputs, here[:-1])
+            logits.addmm_(self.inputs, params[:-1])
         right, top = logits[self.row, self.targets], logits.amax(-1, keepdim=True)
         share = logits.sub_(top).exp_()  # in place: with many classes the time goes into memory
         total = share.sum(-1, keepdim=True)
@@ -205,12 +205,12 @@ class Softmax:
         last: tuple[float, Tensor] | None = None
         accepted: tuple[float, Tensor] | None = None
 
-        def at(flat: np.ndarray) -> Tensor:
+        def to_point(flat: np.ndarray) -> Tensor:
             return self.unit * torch.from_numpy(flat).to(self.unit).view_as(self.unit)
 
         def evaluate(flat: np.ndarray) -> tuple[float, np.ndarray]:
             nonlocal last, accepted
-            last = self.evaluate(at(flat))
+            last = self.evaluate(to_point(flat))
             accepted = accepted or last
             return last[0], (self.unit * last[1]).flatten().cpu().numpy()
 
@@ -225,7 +225,7 @@ class Softmax:
         options: Any = {"maxiter": max_iterations, "maxfun": 20 * max_iterations, "ftol": resolved, "gtol": 0}
         found = minimize(evaluate, flat, method="L-BFGS-B", jac=True, callback=stop, options=options)
         assert accepted is not None, "scipy evaluates the start"
-        return Minimum(at(found.x), is_solved is not None and is_solved(accepted[1]), found.nit)
+        return Minimum(to_point(found.x), is_solved is not None and is_solved(accepted[1]), found.nit)
 
 
 class Minimum(NamedTuple):
@@ -393,7 +393,7 @@ def fit_watching_probes(
         ValueError: fewer than 2 classes, labels outside 0..num_classes - 1, features that are not finite.
     """
     device = features.device if device is None else torch.device(device)
-    folds = fold_numbers(features.shape[1], groups).to(device)
+    folds = fold_ids(features.shape[1], groups).to(device)
     fitted: list[list[LogisticProbes]] = [[] for _ in labellings]
     for layer in range(len(features)):
         rows = PrincipalRows(features[layer].detach().to(device), layer)  # serves all labellings
@@ -404,11 +404,11 @@ def fit_watching_probes(
     return [LogisticProbes.stacked(probes).to(features.device) for probes in fitted]
 
 
-def fold_numbers(num_rows: int, groups: Int[Tensor, " n"] | None = None) -> Int[Tensor, " n"]:
+def fold_ids(num_rows: int, groups: Int[Tensor, " n"] | None = None) -> Int[Tensor, " n"]:
     """Return the fold of each row, the same for all rows of a group."""
-    numbers = torch.arange(num_rows) if groups is None else groups.cpu().unique(return_inverse=True)[1]
-    order = torch.randperm(int(numbers.max()) + 1, generator=torch.Generator().manual_seed(0))
-    return order[numbers] % NUM_FOLDS
+    ids = torch.arange(num_rows) if groups is None else groups.cpu().unique(return_inverse=True)[1]
+    order = torch.randperm(int(ids.max()) + 1, generator=torch.Generator().manual_seed(0))
+    return order[ids] % NUM_FOLDS
 
 
 def held_out_rows(targets: Int[Tensor, " n"], folds: Int[Tensor, " n"]) -> list[Tensor]:
@@ -417,8 +417,8 @@ def held_out_rows(targets: Int[Tensor, " n"], folds: Int[Tensor, " n"]) -> list[
     A row stays in if its class would have none. The list is empty if no row can be spared.
     """
     masks = []
-    for number in range(NUM_FOLDS):
-        held = folds == number
+    for fold in range(NUM_FOLDS):
+        held = folds == fold
         held &= torch.bincount(targets[~held], minlength=int(targets.max()) + 1)[targets] > 0
         masks.append(held)
     if masks[0].sum() >= ENOUGH:
@@ -433,7 +433,7 @@ class _Moments(NamedTuple):
     sums: Tensor  # (dim, classes)
     squares: Tensor  # (dim, dim): of the products of two inputs
 
-    def without(self, others: "_Moments") -> "_Moments":
+    def minus(self, others: "_Moments") -> "_Moments":
         return _Moments(*(all_rows - theirs for all_rows, theirs in zip(self, others, strict=True)))
 
 
@@ -451,19 +451,19 @@ class _Discriminant:
     def __init__(self, moments: _Moments) -> None:
         self.counts, num_rows = moments.counts, moments.counts.sum()
         self.log_share, self.mean = (self.counts / num_rows).log(), moments.sums.sum(1) / num_rows
-        self.apart = moments.sums / self.counts - self.mean[:, None]  # d_k (dim, classes)
-        of_classes = moments.sums / self.counts.sqrt()
-        self.within = (moments.squares - of_classes @ of_classes.T) / num_rows
+        self.delta = moments.sums / self.counts - self.mean[:, None]  # d_k (dim, classes)
+        scaled = moments.sums / self.counts.sqrt()
+        self.within = (moments.squares - scaled @ scaled.T) / num_rows
 
     def weight(self, penalty: float) -> Tensor:
         """Return the weights (dim, classes) of d_k that is not shrunk."""
         held = self.within + penalty * torch.eye(len(self.within)).to(self.within)
-        return torch.cholesky_solve(self.apart, torch.linalg.cholesky(held))
+        return torch.cholesky_solve(self.delta, torch.linalg.cholesky(held))
 
     def shrunk(self, weight: Tensor, shrinkage: float) -> tuple[Tensor, Tensor]:
         """Return what is left of the weights as a share (classes,), and q (classes,)."""
         share = self.counts / (self.counts + shrinkage)
-        return share, share.square() * (weight * self.apart).sum(0) / 2
+        return share, share.square() * (weight * self.delta).sum(0) / 2
 
 
 class _Choice(NamedTuple):
@@ -483,7 +483,7 @@ def _fit(rows: PrincipalRows, targets: Tensor, folds: Tensor) -> tuple[Tensor, f
     for mask in held_out_rows(targets, folds):
         fold = inputs[mask]
         out = _Moments(*_class_sums(fold, targets[mask], num_classes), fold.double().T @ fold.double())
-        parts.append(_Discriminant(whole.without(out)))
+        parts.append(_Discriminant(whole.minus(out)))
         held.append((fold, targets[mask]))
     choice = _best_choice(parts, held)
     c = (choice.factor or 1) * num_classes / (choice.penalty * num_rows)
@@ -511,7 +511,7 @@ def _best_choice(parts: Sequence[_Discriminant], held: Sequence[tuple[Tensor, Te
         [part.log_share.expand(len(rows), -1).to(rows) for part, (rows, _) in zip(parts, held, strict=True)]
     )
 
-    def at(penalty: float, shrinkage: float, weights: list[Tensor], scores: list[Tensor]) -> _Choice:
+    def tune(penalty: float, shrinkage: float, weights: list[Tensor], scores: list[Tensor]) -> _Choice:
         shrunk = [part.shrunk(weight, shrinkage) for part, weight in zip(parts, weights, strict=True)]
         whole = torch.cat([each * share.to(each) - q.to(each) for each, (share, q) in zip(scores, shrunk, strict=True)])
         factor = best_factor(prior, whole, truth)
@@ -519,12 +519,12 @@ def _best_choice(parts: Sequence[_Discriminant], held: Sequence[tuple[Tensor, Te
 
     for penalty in PENALTIES:  # from strong to weak: the log-loss is taken to have one valley
         new = [part.weight(penalty) for part in parts]
-        told = [(rows - part.mean.to(rows)) @ w.to(rows) for part, w, (rows, _) in zip(parts, new, held, strict=True)]
-        choice = at(penalty, SHRINKAGES[0], new, told)
+        logits = [(rows - part.mean.to(rows)) @ w.to(rows) for part, w, (rows, _) in zip(parts, new, held, strict=True)]
+        choice = tune(penalty, SHRINKAGES[0], new, logits)
         if choice.loss >= best.loss:
             break
-        best, weights, scores = choice, new, told
-    best = min(best, *(at(best.penalty, shrinkage, weights, scores) for shrinkage in SHRINKAGES[1:]))
+        best, weights, scores = choice, new, logits
+    best = min(best, *(tune(best.penalty, shrinkage, weights, scores) for shrinkage in SHRINKAGES[1:]))
     gain = float(cross_entropy(prior, truth)) - best.loss
     return best if gain > LEAST_GAIN else best._replace(factor=0.0)
 

@@ -92,14 +92,14 @@ def _fit(layer: Tensor, outputs: Tensor, penalty: float | None) -> tuple[Tensor,
     weight = None
     if penalty is None or (penalty and num_rows >= dim):
         gram, cross = mean.new_zeros(dim, dim), mean.new_zeros(dim, targets.shape[1])
-        for rows, y in _pieces(layer, mean, scale, targets):
+        for rows, y in _chunks(layer, mean, scale, targets):
             gram += rows.T @ rows
             cross += rows.T @ y
         values, vectors = torch.linalg.eigh(gram)
         values, cross = values.clamp(min=0), vectors.T @ cross
         if penalty is None:
-            turned = ((rows @ vectors, y) for rows, y in _pieces(layer, mean, scale, targets))
-            penalty = _best_penalty(values, cross, turned, num_rows)
+            rotated = ((rows @ vectors, y) for rows, y in _chunks(layer, mean, scale, targets))
+            penalty = _best_penalty(values, cross, rotated, num_rows)
         values = values + penalty
         if values.min() >= SMALLEST_SHARE * values.max():  # else the result would be rounding
             weight = vectors @ (cross / values[:, None])
@@ -108,12 +108,12 @@ def _fit(layer: Tensor, outputs: Tensor, penalty: float | None) -> tuple[Tensor,
     return weight[None], target_mean[None], mean, scale, mean.new_tensor([penalty])
 
 
-def _best_penalty(values: Tensor, cross: Tensor, pieces: Iterator[tuple[Tensor, Tensor]], num_rows: int) -> float:
+def _best_penalty(values: Tensor, cross: Tensor, chunks: Iterator[tuple[Tensor, Tensor]], num_rows: int) -> float:
     """Return the penalty with the least squared error of left-out rows: that of all rows over 1 - leverage."""
     penalties = values.new_tensor(PENALTIES)
     inverse = 1 / (values[:, None] + penalties)  # (dim, penalties)
     errors = torch.zeros_like(penalties)
-    for rows, y in pieces:
+    for rows, y in chunks:
         outside = 1 - 1 / num_rows - rows.square() @ inverse  # (rows, penalties)
         for column in range(len(penalties)):
             residual = y - rows @ (cross * inverse[:, column, None])
@@ -121,25 +121,25 @@ def _best_penalty(values: Tensor, cross: Tensor, pieces: Iterator[tuple[Tensor, 
     return PENALTIES[int(errors.nan_to_num(torch.inf).argmin())]
 
 
-def _pieces(layer: Tensor, mean: Tensor, scale: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    since = 0
+def _chunks(layer: Tensor, mean: Tensor, scale: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    start = 0
     for chunk in widened_chunks(layer):
-        yield chunk.sub_(mean[:, None]).div_(scale[:, None])[0], targets[since : since + chunk.shape[1]]
-        since += chunk.shape[1]
+        yield chunk.sub_(mean[:, None]).div_(scale[:, None])[0], targets[start : start + chunk.shape[1]]
+        start += chunk.shape[1]
 
 
 def _from_rows(layer: Tensor, mean: Tensor, scale: Tensor, targets: Tensor, penalty: float) -> Tensor:
     """Decompose the R of [X Y], updated piece by piece: its part of X has the singular values of X, unsquared."""
     num_rows, dim = layer.shape[1:]
     triangle = targets.new_zeros(0, dim + targets.shape[1])
-    for rows, y in _pieces(layer, mean, scale, targets):
+    for rows, y in _chunks(layer, mean, scale, targets):
         triangle = torch.linalg.qr(torch.cat([triangle, torch.cat([rows, y], 1)]), mode="r").R
     left, values, right = torch.linalg.svd(triangle[:, :dim], full_matrices=False)
     # Of directions without features: what the decomposition makes of them, and features large against their deviation.
     rounding = max(num_rows, dim) * values.max() + num_rows**0.5 * torch.linalg.vector_norm(mean / scale)
-    kept = values > rounding * torch.finfo(values.dtype).eps
+    nonzero = values > rounding * torch.finfo(values.dtype).eps
     # Least squares is a limit: in the directions left out the weight is 0.
-    factors = torch.where(kept, values / (values.square() + penalty).where(kept, torch.ones_like(values)), 0.0)
+    factors = torch.where(nonzero, values / (values.square() + penalty).where(nonzero, torch.ones_like(values)), 0.0)
     return right.T @ (factors[:, None] * (left.T @ triangle[:, dim:]))
 
 
@@ -207,8 +207,8 @@ def prediction_residual(
             raise ValueError(f"expected {name} that are not all equal: their variance is 0")
     flat = features.detach().reshape(-1, *features.shape[-2:])
     flat = flat.cpu() if flat.device.type == "mps" else flat  # which has no float64
-    of_layers = [
-        _of_layer(layer, targets.to(layer.device), fitted.to(layer.device), normalize, eps, split is not None)
+    results = [
+        _layer_residual(layer, targets.to(layer.device), fitted.to(layer.device), normalize, eps, split is not None)
         for layer in flat
     ]
 
@@ -216,7 +216,7 @@ def prediction_residual(
         stacked = torch.stack(values).unflatten(0, features.shape[:-2]) if features.ndim > 2 else values[0]
         return stacked[..., 0] if single and stacked.ndim > features.ndim - 2 else stacked
 
-    value, adjusted, held_out, rank = zip(*of_layers, strict=True)
+    value, adjusted, held_out, rank = zip(*results, strict=True)
     return PredictionResidual(
         value=shaped(list(value)),
         adjusted=shaped(list(adjusted)),
@@ -226,7 +226,7 @@ def prediction_residual(
     )
 
 
-def _of_layer(
+def _layer_residual(
     features: Tensor, targets: Tensor, fitted: Tensor, normalize: Normalize, eps: float, with_split: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return value, adjusted and held-out value (q,) and the rank of one set of features (m, dim)."""
