@@ -1,1 +1,1 @@
-"""Figures of a frame of records: functions from a table to a `Chart`, which is Vega-Lite, PNG, SVG and PDF."""
+"""Figures of a frame of records: functions that return a `Chart`, which renders as Vega-Lite, PNG, SVG and PDF."""

@@ -1,4 +1,4 @@
-"""What a figure shows, apart from how: series and cells on two axes; and the same as Vega-Lite, PNG, SVG and PDF."""
+"""The `Chart` class: series and heat map cells on two axes, rendered as Vega-Lite, PNG, SVG and PDF."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -33,10 +33,10 @@ _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """A line, or marks: points in order, None where it is undefined and breaks.
+    """A line or a set of marks. Points are in drawing order; None in `y` breaks the line.
 
-    Over training `x` are steps. `frame` tells of each point at which place of the slider it is there; without it, at
-    all. `texts` are what touching a point says beyond its name, value, interval and place.
+    For charts over training, `x` holds steps. `frame` gives the slider index at which each point is shown; without it,
+    a point is shown at all of them. `texts` are added to the tooltip, which shows name, value, interval and position.
     """
 
     x: Sequence[Any]
@@ -48,15 +48,15 @@ class Series:
     texts: Sequence[str] = ()
     frame: Sequence[int] = ()
     color: str = MUTED
-    colors: Sequence[str] = ()  # of each point, where they differ
+    colors: Sequence[str] = ()  # one per point, if they differ
     dash: str = ""
-    width: float = 0.0  # of the line; 0: there is none
+    width: float = 0.0  # line width; 0: no line
     mark: str = ""
     size: float = 5.0
-    labels: Sequence[str] = ()  # to the right of the points
+    labels: Sequence[str] = ()  # drawn to the right of the points
     legend: bool = False
     hover: bool = True
-    texts_only: bool = False  # touching a point says its text alone
+    texts_only: bool = False  # tooltips show only `texts`
 
     @property
     def has_interval(self) -> bool:
@@ -65,22 +65,22 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Cells:
-    """A heat map: `values[frame][row][column]` over the keys (or checkpoints) of the axes, None where not measured."""
+    """A heat map: `values[frame][row][column]` over the keys (or checkpoints) of the axes; None was not measured."""
 
     values: Sequence[Sequence[Sequence[float | None]]]
     rows: Sequence[Any]
     columns: Sequence[Any]
     ends: tuple[float, float]
-    scheme: Any  # Vega's name of a scheme, or colours
+    scheme: Any  # name of a Vega colour scheme, or colours
     log: bool = False
-    scale: Sequence[float] = ()  # of each frame: values are drawn as shares of it
+    scale: Sequence[float] = ()  # one per frame; values are divided by it before colouring
     hover: str = "{y}, {x}"
-    texts: Sequence[str] = ()  # of each row, for hovering
+    texts: Sequence[str] = ()  # one per row, for tooltips
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A colour bar: what its colours number, and labels at some numbers."""
+    """A colour bar: the quantity and the colours, with labels at some values."""
 
     title: str
     stops: Sequence[str]
@@ -88,35 +88,35 @@ class Bar:
 
 
 class Picture:
-    """What is shown in a notebook, and written as a picture."""
+    """Base class of objects that notebooks display and that can be written as picture files."""
 
     def whole(self, *, still: bool = True) -> dict[str, Any]:
-        """Return it as Vega-Lite that stands on its own; `still` without what answers to a mouse."""
+        """Return a self-contained Vega-Lite specification; `still` omits tooltips and sliders."""
         raise NotImplementedError
 
     def write(self, path: str | Path) -> None:
-        """Write it as a picture; the suffix decides: .png, .svg or .pdf.
+        """Write the picture to a file; the suffix selects the format: .png, .svg or .pdf.
 
         Raises:
-            InputError: where it cannot be drawn or written.
-            ValueError: for another suffix.
+            InputError: the picture cannot be drawn or written.
+            ValueError: the suffix is another one.
         """
         picture = self.picture(Path(path).suffix)
         with refused(f"cannot write {path}"):
             Path(path).write_bytes(picture)
 
     def picture(self, suffix: str) -> bytes:
-        """Return it as a picture: .png, .svg or .pdf."""
+        """Return the picture as bytes; `suffix` is .png, .svg or .pdf."""
         return pictures_of([self.whole()], [suffix])[0][0]
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
-        spec = self.whole(still=False)  # where a notebook knows no Vega-Lite 6 it shows the picture
+        spec = self.whole(still=False)  # notebooks without Vega-Lite 6 show the SVG
         return {"application/vnd.vegalite.v6+json": spec, "image/svg+xml": self.picture(".svg").decode()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart(Picture):
-    """A figure; `frames` are the steps of its slider, the last of them shown to begin with."""
+    """A figure. `frames` are the steps of its slider; the last one is shown first."""
 
     title: str
     x: Axis
@@ -126,15 +126,15 @@ class Chart(Picture):
     training: Training | None = None
     bar: Bar | None = None
     frames: Sequence[int] = ()
-    hover: str = "{w}"  # of a point, for hovering
+    hover: str = "{w}"  # tooltip template for the position of a point
     height: int = 340
     square: bool = False
-    horizontal: bool = False  # values go across, keys down
+    horizontal: bool = False  # values on the x-axis, keys on the y-axis
     legend_title: str = ""
     background: str = ""
 
     def spec(self, *, width: Any = 640, height: Any = None, still: bool = True) -> Any:
-        """Return it as Vega-Lite; `still` without what answers to a mouse, at the last place of the slider."""
+        """Return the Vega-Lite specification; `still` omits tooltips and the slider, and shows the last frame."""
         last = max(0, len(self.frames) - 1)
         rows = rows_of(self)
         spec: dict[str, Any] = {
@@ -154,12 +154,14 @@ class Chart(Picture):
         return spec
 
     def whole(self, *, still: bool = True) -> dict[str, Any]:
-        """Return it with its title, its rows and the look of the theme: what stands on its own."""
+        """Return the specification with title, data and theme, so that it can be drawn on its own."""
         spec = self.spec(still=still)
         spec["data"]["values"] = spec["data"]["values"] or rows_of(self)
         at = [f"Step {self.frames[-1]:,}"] if still and len(self.frames) > 1 else []
         title = {"title": {"text": self.title, "subtitle": at, "subtitleColor": MUTED}}
-        wider = max(map(len, (self.x.labels or {}).values()), default=0) if self.horizontal else 0  # font of a reader's
+        wider = (
+            max(map(len, (self.x.labels or {}).values()), default=0) if self.horizontal else 0
+        )  # allow for wider fonts
         room = {"padding": {"left": 5 + wider, "right": 5, "top": 5, "bottom": 5}} if wider else {}
         return {"$schema": _SCHEMA, **title, **room, **spec, "config": CONFIG}
 
@@ -172,12 +174,12 @@ class Chart(Picture):
         across, up = self._axes()
         sides = [encoded(across, "x"), encoded(up, "y")]
         if self.horizontal:
-            sides[0]["axis"].pop("tickCount", None)  # each row has its text
+            sides[0]["axis"].pop("tickCount", None)  # show every row label
             sides[0]["axis"]["labelOverlap"] = False
         return dict(zip("yx" if self.horizontal else "xy", sides, strict=True))
 
     def _lookups(self) -> list[dict[str, Any]]:
-        """Return what rows have in common: their series, and the place of their checkpoint on the axis."""
+        """Return lookup transforms for what many rows share: the look of a series, and the position of a checkpoint."""
         lookups = []
         if self.series:
             table = [{"k": number, **_common(series)} for number, series in enumerate(self.series)]
@@ -200,7 +202,7 @@ class Chart(Picture):
 
     @property
     def _num_unplaced(self) -> int:
-        """Return how many values a log axis has no place for: Vega would draw them at the top, as the largest."""
+        """Number of values <= 0 on a log axis. They are dropped: Vega would draw them at the top, as the largest."""
         return sum(v is not None and v <= 0 for s in self.series for v in s.y) if self.y.log else 0
 
     def _cells(self, *, still: bool) -> list[dict[str, Any]]:
@@ -226,7 +228,10 @@ class Chart(Picture):
         return [rect if still else hoverable(rect, tip)]
 
     def _marks(self, *, still: bool) -> list[dict[str, Any]]:
-        """Return layers from below: divider, intervals, lines, marks, tooltips, labels, notes, the colour bar."""
+        """Return the layers from bottom to top.
+
+        The order is: divider, intervals, lines, marks, tooltips, labels, notes, colour bar.
+        """
         layers: list[dict[str, Any]] = []
         divider = self._axes()[0].divider
         if divider is not None:
@@ -248,7 +253,7 @@ class Chart(Picture):
         return [*layers, *([color_bar(bar.title, bar.labels, bar.stops)] if (bar := self.bar) is not None else [])]
 
     def _intervals(self) -> list[dict[str, Any]]:
-        """Bands and single lines, each only where there is one: Vega warns of a layer that has no point."""
+        """Return bands and error bars, each only if some point has one: Vega warns about layers without points."""
         at = [(s, x) for s in self.series if s.interval for x, end in zip(s.x, s.low, strict=False) if end is not None]
         alone = {s.interval == "bars" or (self.training is not None and x <= 0) for s, x in at}
         value = "x" if self.horizontal else "y"
@@ -299,7 +304,7 @@ class Chart(Picture):
         return layers
 
     def _name_scale(self, what: str, *, points: bool = False) -> dict[str, Any]:
-        """The scale of a colour, dash or mark by the names of the series, with their legend."""
+        """Return the encoding of a colour, dash or mark by series name, with its legend."""
         if points and not (self.legend_of_marks and any(s.legend for s in self.series)):
             return row_field("c")
         looks = {"color": lambda s: s.color, "dash": lambda s: DASHES[s.dash]}
@@ -315,7 +320,7 @@ class Chart(Picture):
 
     @property
     def _marks_in_legend(self) -> bool:
-        """Return whether the legend tells marks, as more names have them than there are colours."""
+        """Whether the legend shows marks: needed if there are more names than colours."""
         return self.legend_of_marks and len({s.name for s in self.series if s.mark}) > len(COLORS)
 
     def _legend(self) -> dict[str, Any] | None:
@@ -324,13 +329,13 @@ class Chart(Picture):
             return None
         pixels = 6.5 * max(map(len, shown)) + 48
         look = {"values": shown, "title": self.legend_title or None, "direction": "horizontal", "symbolOpacity": 1}
-        look |= {"orient": "bottom" if self.bar is not None else "top", "columnPadding": 26}  # for wider fonts
+        look |= {"orient": "bottom" if self.bar is not None else "top", "columnPadding": 26}  # allow for wider fonts
         look |= {} if self._marks_in_legend else {"symbolType": "circle" if self.legend_of_marks else "stroke"}
         look |= {"symbolSize": 70 if self.legend_of_marks else 220}
         return {**look, "columns": {"expr": f"max(1, floor(width / {pixels:.0f}))"}}
 
     def _hover_layer(self) -> dict[str, Any]:
-        """Return a layer that says what lies nearest to the mouse, with a ring around it."""
+        """Return a layer that shows the tooltip of the point nearest to the mouse, with a ring around it."""
         interval = f"'\\n95% interval ' + format(datum.l, {NUMBER}) + ' to ' + format(datum.h, {NUMBER})"
         tip = f"(datum.s ? datum.s + '\\n' : '') + format(datum.y, {NUMBER})"
         tip += f" + (isValid(datum.l) && isValid(datum.h) ? {interval} : '')"
@@ -343,16 +348,16 @@ class Chart(Picture):
         return {**hoverable(target, tip), "params": [{"name": "near", "select": near}]}
 
 
-# A point's own colour; the mark and the size of what stands apart.
+# Per row: the point's own colour, and the mark and size of the untrained model's point.
 _ROW_FIELDS = {"c": "isValid(datum.ci) ? datum.ci : datum.c", "m": "datum.u ? datum.p : datum.m"}
 _ROW_FIELDS |= {"z": "datum.u ? 2.6 * datum.z : datum.z"}
 
 
 def rows_of(chart: Chart) -> list[dict[str, Any]]:
-    """Return its cells and points, a row each.
+    """Return the cells and points of a chart as data rows.
 
-    k is the number of a series, i that of the row, n that of a checkpoint, f the place of the slider; x, y, l(ow),
-    h(igh) and z are values, t(ext), w and q (beside a point) texts, ci a point's own colour.
+    Keys: k is the series index, i the row index, n the checkpoint index, f the frame index. x, y, l(ow), h(igh) and z
+    are values. t(ext) and w are tooltip texts, and q is the label next to a point. ci is the point's own colour.
     """
     rows = list[dict[str, Any]]()
     cells, several = chart.cells, len(chart.frames) > 1
@@ -377,12 +382,12 @@ def rows_of(chart: Chart) -> list[dict[str, Any]]:
 
 
 def _untrained_mark(s: Series) -> str:
-    """Return the mark of the untrained model."""
+    """Return the mark of the untrained model's point."""
     return s.mark if not s.width else "line-ew" if s.dash else "diamond"
 
 
 def _common(s: Series) -> dict[str, Any]:
-    """Return what all points of a series have: name, colour, mark, mark apart, size, interval, line, tooltip."""
+    """Return the fields that all points of a series share: name, colour, marks, size, interval, width, tooltip."""
     interval = s.interval if s.has_interval else ""
     tells = "" if not s.hover else "text" if s.texts_only else "all"
     values = (s.name, s.color, s.mark, _untrained_mark(s), area(s.size), interval, s.width, tells)
@@ -391,7 +396,7 @@ def _common(s: Series) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Panels(Picture):
-    """Charts in one picture, so many beside each other; always still."""
+    """Charts in a grid, drawn as one picture without interaction."""
 
     title: str
     charts: Sequence[Chart]

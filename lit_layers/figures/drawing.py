@@ -1,7 +1,8 @@
-"""Pictures of Vega-Lite, and Vega's script for pages, made by vl-convert: run as a process, never imported.
+"""Rendering with vl-convert: pictures of Vega-Lite specifications, and Vega's script for pages.
 
-vl-convert draws in a thread of its own and keeps Python's lock meanwhile: training in the same process would stand
-still, and in a forked process, which lacks that thread, drawing would never end.
+This file runs as a separate process and is never imported. vl-convert draws in a thread of its own while holding
+Python's GIL. In the same process training would stall, and in a forked process, which lacks that thread, drawing would
+hang.
 """
 
 import base64
@@ -13,17 +14,17 @@ from typing import Any
 
 
 def main() -> None:
-    """Answer the standard input, formats and specifications, by a line: pictures, or why there are none.
+    """Read file suffixes and specifications from standard input, and write the pictures or an error to standard output.
 
-    Without a format the answer is the script.
+    Without suffixes the output is Vega's script.
     """
-    import vl_convert  # the only import of it in the package
+    import vl_convert  # imported nowhere else in the package
 
     formats: dict[str, Any] = {".svg": str.encode, ".png": lambda svg: vl_convert.svg_to_png(svg, scale=2)}
     formats[".pdf"] = vl_convert.svg_to_pdf
     suffixes, specs = json.load(sys.stdin.buffer)
     output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed is no answer
+    os.dup2(2, 1)  # keep other output out of the answer
     drawn: Any = []
     try:
         for spec in specs:

@@ -1,4 +1,4 @@
-"""How analyses, tags and numbers are written in figures and tables."""
+"""Display texts of analyses, tags and numbers in figures and tables."""
 
 import html
 import math
@@ -17,23 +17,23 @@ _NAMES = ("Brier", "Jacobian", "Kendall", "Matthews", "Pearson", "Spearman")
 
 
 def analysis_note(name: str) -> str:
-    """Return what an analysis does, in a sentence; one named `probe/some_task` does what `probe` does."""
+    """Return a sentence that describes an analysis; `probe/some_task` has the sentence of `probe`."""
     return ANALYSES.get(name) or ANALYSES.get(name.split("/")[0], "")
 
 
 def escape(text: object) -> str:
-    """Return text that figures and HTML show as it is, whatever it holds."""
+    """Return text in which figures and HTML show every character literally."""
     return html.escape(str(text), quote=False)
 
 
 def mid_sentence(title: str) -> str:
-    """Return a title as it stands within a sentence: prompt entropy, DiME of halves, Pearson correlation."""
+    """Return a title for use within a sentence: prompt entropy, DiME of halves, Pearson correlation."""
     word = title.partition(" ")[0]
     return title if word.startswith(_NAMES) or not word[1:].islower() else title[0].lower() + title[1:]
 
 
 def tag_text(tags: dict[str, object]) -> str:
-    """Return what a variant of a metric is called: `k = 12, median`; an empty string for no tags."""
+    """Return the display text of tags, e.g. `k = 12, median`; an empty string without tags."""
     parts = []
     for name, value in tags.items():
         text = f"{value:g}" if isinstance(value, float) else str(value)
@@ -50,19 +50,19 @@ def tag_text(tags: dict[str, object]) -> str:
 
 
 def listing(noun: str, names: Iterable[object], most: int = 12) -> str:
-    """Return `steps 1, 2, 3 and 40 more`: so many names, and how many there are beyond them."""
+    """Return a text such as `steps 1, 2, 3 and 40 more`, with at most `most` names."""
     texts = [str(name) for name in names]
     rest = f" and {len(texts) - most} more" if len(texts) > most else ""
     return f"{noun}{'s' if len(texts) > 1 else ''} {', '.join(texts[:most])}{rest}"
 
 
 def pair_text(layer: int | None, other_layer: int | None) -> str:
-    """Return what a layer is called, or a pair: `block 1 in the directions of block 3`."""
+    """Return the display text of a layer, or of a pair of blocks: `block 1 in the directions of block 3`."""
     return f"layer {layer}" if other_layer is None else f"block {layer} in the directions of block {other_layer}"
 
 
 def count(number: float | None) -> str:
-    """Return a count, short: 512, 1,500, 143k, 2.1M, 300B."""
+    """Return a count in short form: 512, 1,500, 143k, 2.1M, 300B."""
     if number is None:
         return ""
     for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -72,7 +72,7 @@ def count(number: float | None) -> str:
 
 
 def value(number: float | None) -> str:
-    """Return a measured number with three to four digits; a dash where there is none."""
+    """Return a number with three to four significant digits, or a dash for None and NaN."""
     if number is None or math.isnan(number):
         return DASH
     if math.isinf(number):
@@ -88,7 +88,10 @@ def value(number: float | None) -> str:
 
 
 def p_text(p: float | None, least: float = 1e-300) -> str:
-    """Return a p-value with two digits: 0.057, 1.4e-10, < 1e-300; nothing for None or NaN. No p is 0."""
+    """Return a p-value with two digits: 0.057, 1.4e-10, < 1e-300.
+
+    None and NaN give an empty string. The text is never 0.
+    """
     if p is None or math.isnan(p):
         return ""
     if p < least:
@@ -97,17 +100,17 @@ def p_text(p: float | None, least: float = 1e-300) -> str:
 
 
 def p_equation(p: float | None, least: float = 1e-300) -> str:
-    """Return the same in a sentence: p = 0.057, p < 1e-300."""
+    """Return a p-value as an equation: p = 0.057, p < 1e-300."""
     text = p_text(p, least)
     return f"p {text}" if text.startswith("<") else f"p = {text}"
 
 
 def number_text(metric: str) -> Callable[[float], str]:
-    """Return what writes the values of a metric."""
+    """Return the function that formats values of a metric."""
     return whole if look_up(metric).whole else value
 
 
 def whole(number: float) -> str:
-    """Return a number that is a whole one, or the mean of some; a dash where there is none."""
+    """Return an integer as text, or a mean of integers with three digits; a dash for NaN."""
     text = f"{number:.0f}" if number % 1 == 0 else f"{number:.3g}"
     return DASH if math.isnan(number) else text.replace("-", MINUS, 1)

@@ -1,4 +1,4 @@
-"""Heat maps: pairs of layers and of tokens, layers over steps, word pairs; with a slider over the checkpoints."""
+"""Heat maps: pairs of layers or tokens, layers over steps, heads and word pairs, with a slider over checkpoints."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,23 +18,23 @@ from lit_layers.metrics import look_up, names, sentence
 __all__ = ["layer_matrix", "layer_surface", "table_map", "tag_map"]
 
 SIMILARITIES = names("similarity")
-_LONGEST = 24  # letters of a category's name beside the map; hovering tells it whole
-_ROW = 13  # pixels
-_Cell = Callable[[Point], tuple[Any, Any]]  # its row and its column
+_LONGEST = 24  # longest category label; tooltips have the full name
+_ROW = 13  # pixels per row
+_Cell = Callable[[Point], tuple[Any, Any]]  # returns row and column of a point
 
 
 # ------------------------------------------------------------------------------------------------ pairs
 
 
 def layer_matrix(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chosen]) -> Chart:
-    """Return a metric of pairs of layers as a heat map, with a slider over the checkpoints.
+    """Return a metric of layer pairs as a heat map with a slider over checkpoints.
 
-    The colours mean the same at every checkpoint. Their range is that of the pairs of different layers: what a layer
-    has with itself may lie outside. Similarities have colours from the least of any checkpoint to 1: they are far from
-    0, and on colours around 0 all layers would look alike.
+    Colours have the same meaning at every checkpoint. Their range comes from pairs of different layers, so values on
+    the diagonal may lie outside. Similarities use a scale from the smallest value of any checkpoint to 1: their values
+    are far from 0, and on a scale centred at 0 all layers would look alike.
 
     Raises:
-        ValueError: where the metric has no values per pair of layers.
+        ValueError: the metric has no values per pair of layers.
     """
     points, tags = tables.drawable(frame, metric, tables.is_pair, "values per pair of layers", **chosen)
     layers = sorted({n for point in points for n in (point.layer, point.other_layer) if n is not None})
@@ -49,15 +49,16 @@ def layer_matrix(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chose
 def table_map(
     frame: pd.DataFrame, metric: str, *, layer: int, other_layer: int | None = None, **chosen: Unpack[tables.Chosen]
 ) -> Chart:
-    """Return a table of one layer, or pair of blocks, as a heat map with a slider over the checkpoints.
+    """Return a table of one layer, or of a pair of blocks, as a heat map with a slider over checkpoints.
 
-    It is a metric of pairs of tokens (tags `token`, down, and `other_token`, across), whose places are in per cent of
-    the prompt, in colours as in `layer_matrix`. Or it is one block's Jacobian in another's leading directions (tags
-    `row` and `column`): blue is positive, brown negative. Then each checkpoint has colours of its own, as Jacobians
-    grow by decades in training: half its largest entry is full colour, as a few entries tower over the others.
+    The table is either a metric of token pairs (tags `token`, down, and `other_token`, across; token positions are in
+    per cent of the prompt), with colours as in `layer_matrix`. Or it is one block's Jacobian in the leading directions
+    of another (tags `row` and `column`): blue is positive, brown negative. Jacobians grow by orders of magnitude in
+    training, so each checkpoint then has its own colour scale. It saturates at half the largest entry, because a few
+    entries are much larger than the others.
 
     Raises:
-        ValueError: where the metric has no such table, or none of these layers.
+        ValueError: the metric has no such table, or not for these layers.
     """
     placed = [p for p in tables.select(frame, metric, **chosen) if p.tags.keys() & {"token", "row"}]
     points = [point for point in placed if (point.layer, point.other_layer) == (layer, other_layer)]
@@ -82,7 +83,7 @@ def table_map(
 
 
 def _pairs(title: str, points: Sequence[Point], cell: _Cell, x: Axis, y: Axis, look: Mapping[str, Any]) -> Chart:
-    """Return a square map whose largest entry off the diagonal of any checkpoint is full colour."""
+    """Return a square map whose colours saturate at the largest off-diagonal entry of any checkpoint."""
     bound = _largest(p for p in points if cell(p)[0] != cell(p)[1])
     look = {"ends": (-bound, bound), "scheme": DIVERGING, **look}
     return slider_map(title, frame_grids(points, cell, y.keys or (), x.keys or ()), x, y, look, square=True)
@@ -91,7 +92,7 @@ def _pairs(title: str, points: Sequence[Point], cell: _Cell, x: Axis, y: Axis, l
 def slider_map(
     title: str, frames: Mapping[int, Any], x: Axis, y: Axis, look: Mapping[str, Any], **options: Any
 ) -> Chart:
-    """Return values by row and column, of each step, over the keys of two axes; `look` are options of the `Cells`."""
+    """Return a heat map over the keys of two axes with one frame per step; `look` are options of `Cells`."""
     cells = Cells(**{"values": [*frames.values()], "rows": y.keys, "columns": x.keys, **look})
     return Chart(title=title, x=x, y=y, cells=cells, frames=[*frames], **{"height": 450, **options})
 
@@ -99,9 +100,9 @@ def slider_map(
 def named_matrix(
     title: str, names: Sequence[str], values: Sequence[Any], ends: tuple[float, float], texts: Sequence[str] = ()
 ) -> Chart:
-    """Return values of pairs as a heat map: names down, which have numbers, and the numbers across.
+    """Return values of pairs as a heat map: numbered names label the rows, and their numbers the columns.
 
-    `texts` are what hovering says of a row, beyond the value; the names by default.
+    `texts` are shown in the tooltip of a row, next to the value; the names by default.
     """
     keys, labels = list(range(len(names))), [f"{n}  {name}" for n, name in enumerate(names, 1)]
     look: dict[str, Any] = {"ends": ends, "scheme": DIVERGING, "hover": "{t}", "texts": texts or names}
@@ -113,7 +114,7 @@ def named_matrix(
 def frame_grids(
     points: Sequence[Point], cell: _Cell, rows: Sequence[Any], columns: Sequence[Any], digits: int = 3
 ) -> dict[int, list[list[Any]]]:
-    """Return the values by row and column at each place of the slider, None where there is none."""
+    """Return the values by row and column for each frame of the slider, None if missing."""
     values = {(point.step, *cell(point)): point.value for point in points}
     return {
         step: [rounded((values.get((step, row, column)) for column in columns), digits) for row in rows]
@@ -122,13 +123,13 @@ def frame_grids(
 
 
 def key_axis(title: str, keys: Sequence[Any], *, unit: str = "", most: int = 9) -> Axis:
-    """Return an axis of cells, with a label at each, or at every second, third, ... where they are many."""
+    """Return an axis of cells with at most about `most` labels, evenly spaced."""
     labeled = keys[:: -(-len(keys) // most) or 1]
     return Axis(title=title, keys=keys, labels={key: f"{key}{unit}" for key in labeled}, grid=False)
 
 
 def _largest(points: Iterable[Point], share: float = 1.0) -> float:
-    """Return the value that is full colour: the largest, or a share of it."""
+    """Return the value at which colours saturate: the largest absolute value, or a share of it."""
     largest = max((abs(point.value) for point in points if math.isfinite(point.value)), default=0.0)
     return rounded([share * largest], 3)[0] or 1.0
 
@@ -137,7 +138,7 @@ def _largest(points: Iterable[Point], share: float = 1.0) -> float:
 
 
 def has_surface(points: Iterable[Point]) -> bool:
-    """Return whether points of one variant are values per layer of at least two steps."""
+    """Return whether points of one variant have values per layer at two or more steps."""
     return len({point.step for point in points if _is_of_layer(point)}) > 1
 
 
@@ -153,14 +154,14 @@ def layer_surface(
     steps: Sequence[int] = (),
     **chosen: Unpack[tables.Chosen],
 ) -> Chart:
-    """Return a metric over steps (log, the untrained model apart) and layers as a heat map.
+    """Return a metric over steps (log scale, with a gap after step 0) and layers as a heat map.
 
-    `steps` are those that were to be measured; grey is what some of them lack. Colours of values that lie decades apart
-    stand for their logarithm. Of a score dots show the best layer from 1 on.
+    `steps` are all steps that were scheduled; missing values are grey. Metrics whose values span orders of magnitude
+    have a log colour scale. For a score, dots mark the best layer at each step (layer 0 excluded).
 
     Raises:
-        InputError: for suspect checkpoints, unless they are allowed.
-        ValueError: where the metric has no values per layer of at least two steps.
+        InputError: for suspect checkpoints, unless `allow_suspect`.
+        ValueError: the metric has no values per layer at two or more steps.
     """
     points = tables.select(frame, metric, **chosen, over_steps=True)
     points, tags = tables.plainest_points([point for point in points if _is_of_layer(point)], chosen.get("tags"))
@@ -184,7 +185,7 @@ def layer_surface(
 
 
 def best_layers(values: Sequence[Sequence[float | None]], metric: str) -> list[int | None]:
-    """Return of values (layers, steps) the best layer from 1 on at each step, None where there is none."""
+    """Return the best layer from 1 on at each step for values (layers, steps); None where there is no value."""
     scores = np.array(values, dtype=float) * (1 if look_up(metric).higher_is_better else -1)
     scores[np.isnan(scores)] = -math.inf
     scores[0] = -math.inf
@@ -192,7 +193,7 @@ def best_layers(values: Sequence[Sequence[float | None]], metric: str) -> list[i
 
 
 def colored(metric: str, values: Sequence[Sequence[float | None]], *, reverse: bool = False) -> dict[str, Any]:
-    """Return the ends and the scheme of the colours of a map; of equal values a little around them."""
+    """Return range, scheme and scale of the colours of a map; equal values get a small range around them."""
     is_log = look_up(metric).log
     every = (value for row in values for value in row if value is not None)
     finite = [value for value in every if math.isfinite(value) and (value > 0 or not is_log)]
@@ -207,14 +208,14 @@ def colored(metric: str, values: Sequence[Sequence[float | None]], *, reverse: b
 
 
 def tag_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chosen]) -> Chart:
-    """Return a metric per layer of categories of word pairs (tag `category`) or heads (tag `head`) as one heat map.
+    """Return a metric per layer and category of word pairs (tag `category`) or head (tag `head`) as one heat map.
 
-    Layers go across, with a slider over the checkpoints. Categories stand by their groups (tag `group`), `category_id`
-    and name; the mean over all of them comes first, where it was recorded. Where values have both signs blue is
-    positive, brown negative, and the largest value of any checkpoint is full colour. What was not measured is blank.
+    Layers go across, with a slider over checkpoints. Categories are sorted by group (tag `group`), `category_id` and
+    name; the mean over all of them comes first, if recorded. If values have both signs, blue is positive and brown
+    negative, and colours saturate at the largest value of any checkpoint. Missing values are blank.
 
     Raises:
-        ValueError: where the metric has no values per layer and category or head.
+        ValueError: the metric has no values per layer and category or head.
     """
     is_layered = lambda point: point.layer is not None and point.other_layer is None  # noqa: E731
     points, tags = tables.drawable(frame, metric, is_layered, "values per layer and category or head", **chosen)
@@ -224,7 +225,7 @@ def tag_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chosen]) -
         raise ValueError(f"metric {metric!r} has no values per layer and category or head")
     layers = key_axis("Block" if by_head else "Layer", sorted({point.layer or 0 for point in points}))
     kinds = {_category(point): str(point.tags.get("group", "")).replace("_", " ") for point in points}
-    keys = sorted(kinds, key=lambda key: (bool(key[2]), kinds[key], key))  # the mean first
+    keys = sorted(kinds, key=lambda key: (bool(key[2]), kinds[key], key))  # the mean has an empty name and comes first
     texts = [name.replace("_", " ") or "Mean" for *_, name in keys]
     texts = [text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1].rstrip()}…" for text in texts]
     frames = frame_grids(points, lambda p: (_category(p), p.layer), keys, layers.keys or ())
@@ -241,7 +242,7 @@ def tag_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chosen]) -
 
 
 def _category(point: Point) -> tuple[str, int, str]:
-    """Return id, number and name of a category or head; all are empty for the mean."""
+    """Return id, sort number and name of a category or head; all are empty for the mean."""
     if tables.HEAD in point.tags:
         return "", point.tags[tables.HEAD] + 1, f"head {point.tags[tables.HEAD]}"
     return str(point.tags.get("category_id", "")), 0, str(point.tags.get(tables.CATEGORY, ""))

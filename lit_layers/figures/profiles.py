@@ -1,4 +1,4 @@
-"""A metric as lines over layers, of a run or of models; over lists of values, distances, and sample sizes."""
+"""A metric as lines over layers, of a run or of models; and over lists of values, distances and sample sizes."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,17 +41,17 @@ from lit_layers.metrics import look_up
 
 __all__ = ["layer_profile", "list_profile", "models_in_rows"]
 
-FRAMES = 30  # places of a slider
-_PROFILES = 16  # lines of one figure that can still be told apart
-# of models that are not equally deep
+FRAMES = 30  # largest number of slider positions
+_PROFILES = 16  # more lines in one figure cannot be distinguished
+# For models of different depth.
 _DEPTHS = Axis(
     title="Depth (100 layer / number of layers)", labels={n: str(n) for n in (0, 25, 50, 75, 100)}, ends=(-3, 103)
 )
-_BARS = 13  # lines of one figure whose error bars can still be told apart
+_BARS = 13  # error bars of more lines cannot be distinguished
 
 
 def series_of(points: Iterable[Point | None], x: Sequence[Any], **look: Any) -> Series:
-    """Return points as a series, with their intervals where they have any; it breaks where there is None."""
+    """Return points as a series with their intervals; None breaks the line."""
     shown = list(points)
     ends = {
         name: rounded(getattr(p, name) if p and math.isfinite(p.low + p.high) else None for p in shown)
@@ -62,13 +62,13 @@ def series_of(points: Iterable[Point | None], x: Sequence[Any], **look: Any) -> 
 
 
 def level(x: Sequence[Any], value: float, name: str, *, color: str = MUTED, dash: str = "dash", **look: Any) -> Series:
-    """Return a value to compare with: a dashed line through all places."""
+    """Return a reference value as a dashed line over all of `x`."""
     look = {"width": 1.6, "legend": True, **look}
     return Series(x=x, y=rounded([value] * len(x)), name=name, color=color, dash=dash, **look)
 
 
 def levels_of(metric: str, x: Sequence[Any], **look: Any) -> list[Series]:
-    """Return the value to compare with that follows from a metric's definition, or nothing."""
+    """Return the reference value that follows from a metric's definition as a line, or nothing."""
     row = look_up(metric)
     return [] if row.level is None else [level(x, row.level, row.level_name, **look)]
 
@@ -76,7 +76,7 @@ def levels_of(metric: str, x: Sequence[Any], **look: Any) -> list[Series]:
 def color_bar(
     title: str, stops: Sequence[str], numbers: Sequence[int], texts: Sequence[str] | None = None
 ) -> Bar | None:
-    """Return a colour bar with labels at the first, the middle and the last number; None for one alone."""
+    """Return a colour bar with labels at the first, middle and last number; None for fewer than two numbers."""
     if len(numbers) < 2:
         return None
     shown = sorted({0, (len(numbers) - (texts is not None)) // 2, len(numbers) - 1})
@@ -90,7 +90,7 @@ def value_axis(metric: str, *, log: bool | None = None, **options: Any) -> Axis:
 
 
 def log_if_wide(chart: Chart) -> Chart:
-    """Return lines on a log axis where values and ends of intervals span more than three decades, all above 0."""
+    """Return the chart with a log axis if all values are positive and span more than three orders of magnitude."""
     values = [end for series in chart.series for part in (series.y, series.low, series.high) for end in part]
     numbers = [value for value in values if value is not None]
     if not numbers or chart.y.whole or min(numbers) <= 0 or max(numbers) <= 1e3 * min(numbers):
@@ -110,20 +110,19 @@ def layer_profile(
     num_layers: Mapping[str, int] | None = None,
     **chosen: Unpack[Chosen],
 ) -> Chart:
-    """Return a metric over the layers (or over the tag `distance`), a line a checkpoint, or a model without steps.
+    """Return a metric over the layers (or over the tag `distance`), with one line per checkpoint or per model.
 
-    Colours run from the first checkpoint to the last; of many checkpoints, some that are spread evenly are drawn. The
-    first and the last have their 95% intervals around them, where they have any. Where models are not
-    equally deep, a layer lies at its depth in per cent, 100 l / L: 0 is the embedding, 100 the last layer, by
-    `num_layers`, or else the last that was measured.
+    Colours run from the first checkpoint to the last. If there are many checkpoints, evenly spaced ones are drawn. The
+    first and the last have 95% intervals, if recorded. Models of different depth are drawn over depth in per cent, 100
+    l / L: 0 is the embedding, 100 the last layer. L comes from `num_layers`, or else is the last measured layer.
 
-    Rows tagged `reference`, the metrics named in `baselines` where they are per layer, and the rows whose tag `control`
-    is named in `controls` are dashed lines: at the last checkpoint, or of each model in its colour, unless they are the
-    same for all. `tags` chooses a variant, as in `emergence_curves`.
+    Dashed lines are rows tagged `reference`, metrics named in `baselines` that have values per layer, and rows whose
+    tag `control` is named in `controls`. They are drawn at the last checkpoint, or for each model in its colour, unless
+    they are equal for all models. `tags` selects a variant, as in `emergence_curves`.
 
     Raises:
-        InputError: for suspect checkpoints or models, unless they are allowed.
-        ValueError: where the metric has no values per layer.
+        InputError: for suspect checkpoints or models, unless `allow_suspect`.
+        ValueError: the metric has no values per layer.
     """
     of_models = bool(rows_of(frame, metric, chosen.get("analysis"))["step"].isna().all())
     parts = _parts(frame, metric, of_models, **chosen)
@@ -141,9 +140,11 @@ def layer_profile(
     series, last = list[Series](), max(looks)
 
     def add(key: Any, part: Sequence[Point], **look: Any) -> None:
-        """Add a line; hovering tells the layer as the model counts it."""
+        """Add a line; its tooltips show the layer index of the model, also on an axis in per cent."""
         by_number = {point.index(number) or 0: point for point in part}
-        at = [*range(min(by_number), max(by_number) + 1)] if of_models else places  # a gap breaks the line of a model
+        at = (
+            [*range(min(by_number), max(by_number) + 1)] if of_models else places
+        )  # a missing layer breaks a model's line
         look["texts"] = [f"layer {n} of {depths[key]:g}" if depths else f"{number} {n}" for n in at]
         shown = [round(100 * n / depths[key], 4) for n in at] if is_share else at
         series.append(series_of(map(by_number.get, at), shown, **look))
@@ -175,7 +176,7 @@ def layer_profile(
         for key, part in layered.items():
             own = {"name": f"{names[key]}, {text}", "color": looks[key]["color"], "width": 1.4}
             add(key, part, **look | (own if of_models else {"name": text, "color": MUTED, "legend": True}))
-        if of_models and layered:  # what dashed lines in the colours of the models mean
+        if of_models and layered:  # legend entry for the dashed lines
             series.append(Series(x=ends[:1], y=[None], name=text, legend=True, dash=dash, width=1.6))
     if len(series) < 2:
         series = [replace(one, legend=False) for one in series]
@@ -193,7 +194,7 @@ def layer_profile(
 
 
 def _parts(frame: pd.DataFrame, metric: str, of_models: bool, **chosen: Unpack[Chosen]) -> dict[Any, list[Point]]:
-    """Return the points of each checkpoint, or of each model, without pairs and places in tables."""
+    """Return the points of each checkpoint or model, without layer pairs and tables."""
     if not of_models:
         return dict(sorted(grouped(plain(select(frame, metric, **chosen, over_steps=True)), lambda p: p.step).items()))
     rows = rows_of(frame, metric, chosen.get("analysis"))
@@ -202,14 +203,14 @@ def _parts(frame: pd.DataFrame, metric: str, of_models: bool, **chosen: Unpack[C
 
 
 def _depths(frame: pd.DataFrame, runs: Iterable[str], num_layers: Mapping[str, int] | None) -> dict[str, float]:
-    """Return the number of layers of each model: what is known, or the last that was measured."""
+    """Return the number of layers of each model: the known one, or the last measured layer if that is larger."""
     table: Any = frame
     measured = table.groupby("run", sort=False)[["layer", "other_layer"]].max().max(axis=1)
     return {run: max(float(measured[run]), (num_layers or {}).get(run, 0)) for run in runs}
 
 
 def _looks(keys: Sequence[Any], of_models: bool) -> dict[Any, dict[str, Any]]:
-    """Return how the line of each model looks, or of some checkpoints that are spread evenly."""
+    """Return the line style of each model, or of evenly spaced checkpoints."""
     look: dict[str, Any] = {"width": 2.0, "size": 5.5, "legend": True, "interval": ""}
     if of_models:
         return {key: {**look, "color": color_of(n), "mark": symbol_of(n)} for n, key in enumerate(keys)}
@@ -227,14 +228,14 @@ _LISTS = {"index": "Number in the list", "token_distance": "Distance from the la
 
 
 def list_profile(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
-    """Return lists of values, one line a layer, with a slider over the checkpoints.
+    """Return lists of values, with one line per layer and a slider over checkpoints.
 
-    A list is over numbers (tag `index`, such as singular values, on a log axis), over the distance between two tokens
-    (tag `token_distance`, at log(1 + distance): 0, the token itself, has a place there), or over the number of training
-    rows (tag `train_rows`, log axis), with 95% intervals where there are not too many lines for them.
+    A list is over an index (tag `index`, e.g. of singular values; log axis for values), over the distance between two
+    tokens (tag `token_distance`, drawn at log(1 + distance), so that distance 0 has a position), or over the number of
+    training rows (tag `train_rows`, log axis). The last kind has 95% intervals if there are few lines.
 
     Raises:
-        ValueError: where the metric has no lists of values per layer.
+        ValueError: the metric has no lists of values per layer.
     """
     is_listed = lambda point: not point.tags.keys().isdisjoint(_LISTS) and point.layer is not None  # noqa: E731
     points, tags = drawable(frame, metric, is_listed, "lists of values per layer", **chosen)
@@ -253,7 +254,7 @@ def list_profile(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> 
         series.append(series_of(part, [at(p.tags[ordinal]) for p in part], **look))
     log = is_index or (look_up(metric).log and not is_rows)
     values = (end for p in points for end in ((p.value, p.low, p.high) if is_rows else (p.value,)))
-    # Labels of distances at 0 and powers of two, far enough apart for a narrow screen.
+    # Distances are labelled at 0 and powers of two, with enough room on a narrow screen.
     powers = [0, *(2**power for power in range(numbers[-1].bit_length()))][:: 2 if numbers[-1] > 64 else 1]
     shown = numbers if is_rows else [n for n in powers if n >= numbers[0]]
     x = Axis(title=_LISTS[ordinal], whole=True)
@@ -269,11 +270,11 @@ def list_profile(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> 
 
 
 def models_in_rows(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
-    """Return a metric of whole models at their last checkpoint, a row a model and its tags, with 95% intervals.
+    """Return a metric of whole models at their last checkpoint, with one row per model and tags, and 95% intervals.
 
     Raises:
-        InputError: for suspect models, unless they are allowed.
-        ValueError: where no model has a value of this metric.
+        InputError: for suspect models, unless `allow_suspect`.
+        ValueError: no model has a value of this metric.
     """
     runs = [*rows_of(frame, metric, chosen.get("analysis")).groupby("run", sort=False)]
     rows = []
@@ -292,7 +293,7 @@ def models_in_rows(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -
 
 
 def short_names(runs: Sequence[str]) -> dict[str, str]:
-    """Return what each model is called in figures: the last part of its path or repository, unless two share it."""
+    """Return the display names of models: the last component of the path or repository, or all of it if shared."""
     last = {run: run.rstrip("/").split("/")[-1] or run for run in runs}
     shared = {name for name in last.values() if list(last.values()).count(name) > 1}
     return {run: run if name in shared else name for run, name in last.items()}
@@ -307,7 +308,7 @@ def symbol_of(index: int) -> str:
 
 
 def style_of_run(index: int, name: str, *, of: int, **more: Any) -> dict[str, Any]:
-    """Return how the series of one of so many runs looks; one alone needs no name."""
+    """Return the style of one of `of` runs; a single run gets no name and no legend."""
     several = {"name": name, "legend": True} if of > 1 else {"name": "", "legend": False}
     return {"color": color_of(index), "mark": symbol_of(index), **several, **more}
 
@@ -316,9 +317,9 @@ def style_of_run(index: int, name: str, *, of: int, **more: Any) -> dict[str, An
 
 
 def depth_curves(title: str, models: Mapping[str, Sequence[float]]) -> Chart:
-    """Return one quantity over the depth percentage, a line a model.
+    """Return a quantity over depth in per cent, with one line per model.
 
-    `models` are their values at layers 0 to L, NaN where there is none.
+    `models` holds the values at layers 0 to L, NaN if missing.
     """
     series = []
     for index, (name, values) in enumerate(models.items()):
@@ -331,7 +332,7 @@ def depth_curves(title: str, models: Mapping[str, Sequence[float]]) -> Chart:
 
 
 def row_chart(title: str, texts: Sequence[str], values: Axis, series: Sequence[Series], *, height: int) -> Chart:
-    """Return rows from the top down with their texts beside them; their values go across."""
+    """Return a chart with labelled rows from top to bottom; values go across."""
     down = Axis(labels=dict(enumerate(texts)), ends=(-0.6, len(texts) - 0.4), reverse=True, grid=False)
     return Chart(title=title, x=down, y=values, series=series, horizontal=True, hover="", height=height)
 
@@ -340,14 +341,14 @@ def row_chart(title: str, texts: Sequence[str], values: Axis, series: Sequence[S
 
 
 def framed(points: Sequence[Point], steps: Sequence[int]) -> list[Point]:
-    """Return the points at places of the slider, one checkpoint after the other."""
+    """Return the points at the steps of a slider, sorted by step."""
     return sorted((p for p in points if p.step in {*steps}), key=lambda point: point.step)
 
 
 def fixed_limits(
     values: Iterable[float], *, log: bool = False, zero: bool = False, pad: float = 0.05
 ) -> tuple[float, float] | None:
-    """Return ends of an axis that are the same at every checkpoint, so that the slider shows what moves."""
+    """Return an axis range that holds at every checkpoint, so that moving the slider does not rescale the axis."""
     finite = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
     finite = [math.log10(value) for value in finite] if log else [*finite, *([0.0] if zero else [])]
     if not finite:
@@ -359,17 +360,17 @@ def fixed_limits(
 
 
 def plain(points: Iterable[Point]) -> list[Point]:
-    """The points that belong to a layer, a distance or the whole model, not to a pair or a place in a table."""
+    """Return the points of a layer, a distance or the whole model, without layer pairs and tables."""
     return [point for point in points if point.other_layer is None and not is_in_table(point)]
 
 
 def ordinal_of(points: Iterable[Point]) -> str:
-    """Return what numbers the places of points on an axis: layers, or distances where there are none."""
+    """Return which ordinal positions the points on the axis: "layer", or "distance" if no point has a layer."""
     return "layer" if any(point.layer is not None for point in points) else "distance"
 
 
 def indexed(points: Iterable[Point], number: str) -> list[Point]:
-    """Return the points that have a place, without those to compare with."""
+    """Return the points that have this ordinal, without reference values."""
     return [point for point in points if point.index(number) is not None and point.reference is None]
 
 

@@ -1,4 +1,4 @@
-"""Points in a plane: paths of tokens, models against each other."""
+"""Points in a plane: paths of tokens, and scatter plots of named points."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,13 +16,13 @@ __all__ = ["Scatter", "paths_in_plane", "scatter_plot"]
 
 
 def paths_in_plane(frame: pd.DataFrame, metric: str = "path", **chosen: Unpack[tables.Chosen]) -> Chart:
-    """Return paths (tags `token` and `axis`, 1 across and 2 up) as lines with a dot a layer, one line a token.
+    """Return token paths (tags `token`, and `axis`: 1 across, 2 up) as lines with one dot per layer.
 
-    Dots are coloured by layer; a slider goes over the checkpoints. Each has axes of its own.
-    `tags` chooses a prompt (`{"prompt": 2}`); without it the first is drawn.
+    Dots are coloured by layer, and a slider selects the checkpoint. Each checkpoint has its own two axes. `tags`
+    selects a prompt (`{"prompt": 2}`); the default is the first one.
 
     Raises:
-        ValueError: where the metric has no paths.
+        ValueError: the metric has no paths.
     """
     points = [point for point in tables.select(frame, metric, **chosen) if {"axis", "token"} <= point.tags.keys()]
     if not points:
@@ -34,7 +34,7 @@ def paths_in_plane(frame: pd.DataFrame, metric: str = "path", **chosen: Unpack[t
     layers = sorted({point.layer for point in points if point.layer is not None})
     steps = spread(tables.steps_of(points), FRAMES)
     keys = [(n, step, token) for n, step in enumerate(steps) for token in tokens]
-    # a gap behind each path, so that one series holds them all
+    # None after each path, so that one series holds all of them
     across, up = (
         rounded((v for _, step, t in keys for v in [*(values.get((step, t, n, axis)) for n in layers), None]), 4)
         for axis in (1, 2)
@@ -61,11 +61,11 @@ def paths_in_plane(frame: pd.DataFrame, metric: str = "path", **chosen: Unpack[t
 
 @dataclass(frozen=True, kw_only=True)
 class Scatter:
-    """What a scatter plot shows.
+    """Content of a scatter plot.
 
-    `groups` colours the points: along a scale where all are numbers, else one colour a group, or all alike where there
-    are more groups than colours. `hover` are the lines that touching a point shows below its name. A `path` joins the
-    points in their order, in place of the least-squares line: points of one model's layers are no independent rows.
+    `groups` colours the points: along a scale if all groups are numbers, otherwise one colour per group. All points are
+    alike if there are more groups than colours. `hover` are tooltip lines below the name. `path` joins the points in
+    order and omits the least-squares line: the layers of one model are not independent observations.
     """
 
     x: Sequence[float]
@@ -80,7 +80,7 @@ class Scatter:
     path: bool = False
 
     def kinds(self) -> list[Any]:
-        """The groups that have a colour of their own, in order."""
+        """Return the groups that have their own colour, in order."""
         kinds = dict.fromkeys(group for group in self.groups or () if group is not None)
         if all(map(_is_number, kinds)):
             return sorted(kinds)
@@ -88,26 +88,29 @@ class Scatter:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the groups are numbers, which lie on a scale of colours."""
+        """Whether the groups are numbers, which are coloured along a scale."""
         kinds = self.kinds()
         return len(kinds) > 1 and all(map(_is_number, kinds))
 
     def colors(self) -> list[str]:
-        """Return the colour of each point."""
         if not (kinds := self.kinds()):
             return [ACCENT] * len(self.x)
         palette = colors_of(DEPTH, len(kinds)) if self.is_scaled else COLORS
         return [MUTED if group is None else palette[kinds.index(group)] for group in self.groups or ()]
 
     def limits(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """The range of each axis, with room for labels."""
+        """Return the range of each axis, with margins for labels."""
         return _padded(self.x), _padded(self.y)
 
     def line(self) -> tuple[list[float], list[float], list[float], list[float]] | None:
-        """The least-squares line over the axis, with the 95% band of the mean: x, y, low, high; None without one."""
+        """Return the least-squares line and the 95% band of its mean as (x, y, low, high), or None if undefined."""
         if self.path:
             return None
-        from lit_layers.functional.correlation import UndefinedError, fit_line, line_band  # torch: pages load this file
+        from lit_layers.functional.correlation import (
+            UndefinedError,
+            fit_line,
+            line_band,
+        )  # imports torch: too slow for pages
 
         try:
             fitted = fit_line(self.x, self.y)
@@ -119,7 +122,7 @@ class Scatter:
 
 
 def scatter_plot(content: Scatter, *, width: int = 660, height: int = 440) -> Chart:
-    """Return the chart; as many names as have room beside their points at this size, others on touch."""
+    """Return the chart; points are labelled with their names where there is room, and all names are in the tooltips."""
     shown = labelled(content, width - 80, height - 110)
     series = []
     if (line := content.line()) is not None:
@@ -165,9 +168,9 @@ def scatter_plot(content: Scatter, *, width: int = 660, height: int = 440) -> Ch
 
 
 def labelled(content: Scatter, width: float, height: float) -> list[bool]:
-    """Return which names have room to the right of their points in a plot of so many pixels, without touching another.
+    """Return which names fit to the right of their points in a plot of this size in pixels, without overlap.
 
-    A name counts as 6.5 pixels a letter and 14 high; of two that would touch, the first has it.
+    A letter counts as 6.5 pixels wide and 14 high. Of two names that overlap, the first one is shown.
     """
     (left, right), (low, high) = content.limits()
     at = [

@@ -1,4 +1,4 @@
-"""What a table of records holds: the points of a metric, its variants, how far each came, and means over tasks."""
+"""Reading a frame of records: points of a metric, their variants, tables of results, and means over tasks."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,10 +15,10 @@ from lit_layers.identity import ORDINALS as ORDINALS
 from lit_layers.metrics import GROUPS, look_up
 from lit_layers.records import AUDIT, AXES, COLUMNS
 
-# Tags of points that maps and sample-size curves show: a relation of word pairs, a number of training rows.
+# Tags of maps and sample-size curves: relation of word pairs, number of training rows, head.
 CATEGORY, TRAIN_ROWS, HEAD = "category", "train_rows", "head"
-# Tags that make no variants of a metric.
-_NOT_VARIANTS = (*NO_CURVE, "category_id", "group", "task")  # an analysis has one task
+# Tags that do not distinguish variants of a metric.
+_NOT_VARIANTS = (*NO_CURVE, "category_id", "group", "task")  # an analysis has only one task
 _PLAINEST = {
     "statistic": None,
     "control": None,
@@ -32,24 +32,24 @@ _ABSENT = {
     "statistic": "mean",
     "control": "true labels",
     "domain": "all tasks",
-}  # what a variant is called for the tag it lacks
+}  # display text of a variant without this tag
 MEAN = "mean_over_tasks"
 MEDIAN = "intervene/median_over_tasks"
 GLUE = "intervene/glue"
 GLUE_MEAN = f"{GLUE}/{MEAN}"
 BASES = tuple(group.name for group in GROUPS if group.over_tasks)
-_DROPPED = ("task", "domain", "score")  # tags that tell the tasks of one mean apart
+_DROPPED = ("task", "domain", "score")  # tags that differ between the tasks of one mean
 _STAND_FOR = {MEDIAN: "normalized_score", GLUE_MEAN: "task_score"}
-_COLUMNS = ["analysis", "metric", "variant"]  # of tables of results, at least
+_COLUMNS = ["analysis", "metric", "variant"]  # columns of an empty table of results
 
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One row of a table of records; `low` and `high` are NaN where there is no interval.
+    """One row of a frame of records; `low` and `high` are NaN without an interval.
 
-    A model without steps is one checkpoint: its `step` is 0, and no figure shows it.
+    For a model without steps, `step` is 0 and no figure shows it.
     """
 
     step: int
@@ -66,12 +66,12 @@ class Point:
         return self.tags.get("reference")
 
     def index(self, ordinal: str) -> int | None:
-        """Its layer, or its number in another order, as `distance`."""
+        """Return the layer, or the index under another ordinal such as `distance`."""
         return self.layer if ordinal == "layer" else self.tags.get(ordinal)
 
 
 class Chosen(TypedDict, total=False):
-    """Which rows a figure shows: of one analysis, of one variant (None: the plainest), clean ones unless allowed."""
+    """Keyword arguments that select rows: an analysis, a variant (None: the plainest), and suspect rows if allowed."""
 
     analysis: str | None
     tags: Mapping[str, Any] | None
@@ -87,13 +87,13 @@ def select(
     allow_suspect: bool = False,
     over_steps: bool = False,
 ) -> list[Point]:
-    """Return the points of one metric; reference rows that fit the tags included.
+    """Return the points of one metric, including reference rows that match the tags.
 
-    Rows without a step are left out where there are others, or where only a way over steps can be shown.
+    Rows without a step are left out if other rows have one, or if `over_steps`.
 
     Raises:
-        InputError: for rows that an audit found suspect, unless they are allowed.
-        ValueError: where there are none, or they are of more than one analysis, run or settings.
+        InputError: for rows that an audit found suspect, unless `allow_suspect`.
+        ValueError: there are no rows, or they belong to more than one analysis, run or settings.
     """
     rows = rows_of(frame, metric, analysis)
     if over_steps or rows["step"].notna().any():
@@ -114,13 +114,13 @@ def select(
 
 
 def rows_of(frame: pd.DataFrame, metric: str, analysis: str | None = None) -> Any:
-    """Return the rows of one metric, of one analysis where that is given."""
+    """Return the rows of one metric, restricted to one analysis if given."""
     rows: Any = frame[frame["metric"] == metric]
     return rows if analysis is None else rows[rows["analysis"] == analysis]
 
 
 def _refuse_suspects(rows: Any) -> None:
-    """The one place that keeps every figure and table from going through checkpoints of doubtful weights."""
+    """Refuse suspect rows. All figures and tables rely on this check."""
     if AUDIT not in rows.columns:
         return
     suspects = rows[rows[AUDIT].str.startswith("suspect", na=False)]
@@ -135,7 +135,7 @@ def _refuse_suspects(rows: Any) -> None:
 
 
 def matching(points: Iterable[Point], tags: Mapping[str, Any]) -> list[Point]:
-    """Return the points with these tags (None: without the tag); reference rows need not have them."""
+    """Return the points with these tags; None means without the tag. Reference rows may lack a tag."""
     named = tags.items()
     return [
         p
@@ -147,15 +147,15 @@ def matching(points: Iterable[Point], tags: Mapping[str, Any]) -> list[Point]:
 def variants(
     frame: pd.DataFrame, metric: str, *, analysis: str | None = None, allow_suspect: bool = False
 ) -> list[dict[str, Any]]:
-    """Return the variants of a metric as tags, in the order they were recorded: `[{"k": 4}, {"k": 12}]`.
+    """Return the variants of a metric as tags, in the order of recording: `[{"k": 4}, {"k": 12}]`.
 
-    A tag that only some variants have is None in the others: the mean is what has no `statistic`.
+    A tag that only some variants have is None in the others; e.g. the mean has no `statistic`.
     """
     return variants_of(select(frame, metric, analysis=analysis, allow_suspect=allow_suspect))
 
 
 def variants_of(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Return the variants among points, as `variants` does; reference rows make none where there are others."""
+    """Return the variants among points, as `variants` does; reference rows count only if there are no others."""
     measured = [point for point in points if point.reference is None] or points
     distinct = {_identity(point.tags): point.tags for point in measured}
     names = dict.fromkeys(name for tags in distinct.values() for name in tags if name not in _NOT_VARIANTS)
@@ -163,9 +163,9 @@ def variants_of(points: Sequence[Point]) -> list[dict[str, Any]]:
 
 
 def plainest_points(points: Sequence[Point], tags: Mapping[str, Any] | None) -> tuple[list[Point], dict[str, Any]]:
-    """Return the points of the plainest variant that has points on axes, and its tags: lines show one variant.
+    """Return the points of the plainest variant with values per layer or distance, and its tags.
 
-    `tags` are those that chose the points so far. Where there is one variant the points stay as they are.
+    `tags` are the ones that selected the points. With a single variant all points are returned.
     """
     drawable = [variant for variant in variants_of(points) if any(map(is_on_axes, matching(points, variant)))]
     if len(variants_of(points)) < 2:
@@ -177,10 +177,11 @@ def plainest_points(points: Sequence[Point], tags: Mapping[str, Any] | None) -> 
 def drawable(
     frame: pd.DataFrame, metric: str, keep: Callable[[Point], bool], missing: str, **chosen: Unpack[Chosen]
 ) -> tuple[list[Point], dict[str, Any]]:
-    """Return the points of a metric's plainest variant that a figure can show, and its tags.
+    """Return the points of a metric's plainest variant for which `keep` is true, and the tags of the variant.
 
     Raises:
-        ValueError: where there is none; `missing` says of what, such as `values per head`. Else as `select`.
+        ValueError: there are no such points; `missing` names them in the message, e.g. `values per head`. Also what
+            `select` raises.
     """
     points = [point for point in select(frame, metric, **chosen) if keep(point)]
     if not points:
@@ -189,12 +190,12 @@ def drawable(
 
 
 def is_in_table(point: Point) -> bool:
-    """Return whether a point stands in a table of its own, which curves and profiles do not show."""
+    """Return whether a point belongs to a table (e.g. of tokens), which curves and profiles do not show."""
     return not point.tags.keys().isdisjoint(AXES)
 
 
 def is_pair(point: Point) -> bool:
-    """Return whether a point belongs to two layers, and to no place in a table of their own."""
+    """Return whether a point belongs to a pair of layers, and to no table."""
     return point.other_layer is not None and not is_in_table(point)
 
 
@@ -204,17 +205,17 @@ def is_on_axes(point: Point) -> bool:
 
 
 def plainest(choices: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the plainest of some variants: a mean over all tokens, raw; else the first recorded."""
+    """Return the plainest of some variants: a mean over all tokens, not normalized; otherwise the first one."""
     return min(choices, key=lambda tags: sum(tags[name] != value for name, value in _PLAINEST.items() if name in tags))
 
 
 def variant_text(tags: Mapping[str, Any]) -> str:
-    """Return what a variant is called on its own: `k = 12`; an empty string for one that only lacks others' tags."""
+    """Return the display text of a variant, e.g. `k = 12`; an empty string if all its tags are None."""
     return tag_text({name: value for name, value in tags.items() if value is not None})
 
 
 def choice_text(tags: Mapping[str, Any]) -> str:
-    """Return what a variant is called beside the others: one that only lacks their tags is told by that, `mean`."""
+    """Return the display text of a variant among others; one whose tags are all None has a text such as `mean`."""
     text = variant_text(tags)
     if "domain" in tags and tags["domain"] is None:
         return ", ".join(filter(None, [text, _ABSENT["domain"]]))
@@ -227,7 +228,7 @@ def title_of(metric: str, tags: Mapping[str, Any]) -> str:
 
 
 def grouped(points: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
-    """Return the points (or what else there is) by key, in the order that keys first come."""
+    """Return the items by key, in order of first appearance."""
     groups: dict[Any, list[Item]] = {}
     for point in points:
         groups.setdefault(key(point), []).append(point)
@@ -239,17 +240,17 @@ def steps_of(points: Iterable[Point]) -> list[int]:
 
 
 def change_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.DataFrame:
-    """Return how far each headline metric came from the first checkpoint to the last.
+    """Return how far each headline metric moved from the first checkpoint to the last.
 
-    A metric of the whole model alone is a row for each variant; one that tells of another metric's curve (tag `of`) is
-    one row. One that is also, or only, per layer is one row in its plainest variant: that of the whole model where
-    there is one, else that of the last layer. Medians, pairs, reference rows, lists of values, categories and sample
-    sizes are left out, and of other running orders of the blocks all but a few. Columns: analysis, metric, variant
-    (text), layer, first_step, first, first_low, first_high, last_step, last, last_low, last_high, and change, which is
-    NaN where there is one checkpoint.
+    A metric with whole-model values only has one row per variant; a metric that describes another metric's curve (tag
+    `of`) has one row. A metric with values per layer has one row in its plainest variant: the value of the whole model
+    if there is one, otherwise that of the last layer. Medians, pairs, reference rows, lists of values, categories and
+    sample sizes are left out, and so are most interventions. Columns: analysis, metric, variant (text), layer,
+    first_step, first, first_low, first_high, last_step, last, last_low, last_high, and change, which is NaN if there is
+    only one checkpoint.
 
     Raises:
-        InputError: for suspect checkpoints, unless they are allowed.
+        InputError: for suspect checkpoints, unless `allow_suspect`.
     """
     table: Any = frame
     table = table[table["step"].notna()]
@@ -260,13 +261,14 @@ def change_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.Data
 
 
 def model_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.DataFrame:
-    """Return the headline metrics of models that have no steps, a row a metric and model, chosen as in `change_table`.
+    """Return the headline metrics of models without steps, with one row per metric and model.
 
-    Metrics that `change_table` leaves to their figures are there, too, where they have values of the whole model alone:
-    they have no profile over the layers. Columns: analysis, metric, variant (text), run, layer, value, low, high.
+    Rows are selected as in `change_table`. Secondary metrics are included if they have whole-model values, because a
+    page of models has no other figure for these. Columns: analysis, metric, variant (text), run, layer, value, low,
+    high.
 
     Raises:
-        InputError: for suspect models, unless they are allowed.
+        InputError: for suspect models, unless `allow_suspect`.
     """
     table: Any = frame
     unlisted = [name for name in table["metric"].unique() if look_up(name).unlisted]
@@ -281,10 +283,10 @@ def model_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.DataF
 
 
 def _headlines(table: Any, allow_suspect: bool) -> Iterator[tuple[dict[str, Any], list[Point]]]:
-    """Return what stands in a table of results: analysis, metric and variant, and its points, one a checkpoint."""
+    """Yield the rows of a table of results: analysis, metric and variant, and the points, one per checkpoint."""
     table = table[table["other_layer"].isna()]
     for name, metric in _STAND_FOR.items():
-        if (table["analysis"] == name).any():  # it stands for its tasks
+        if (table["analysis"] == name).any():  # shown instead of its tasks
             others = table["analysis"].str.startswith(f"{name.rpartition('/')[0]}/") & (table["analysis"] != name)
             table = table[(table["metric"] != metric) | ~others]
     for analysis, metric in dict.fromkeys(zip(table["analysis"], table["metric"], strict=True)):
@@ -303,10 +305,10 @@ def _headlines(table: Any, allow_suspect: bool) -> Iterator[tuple[dict[str, Any]
 
 
 def _few_orders(points: list[Point], metric: str) -> list[Point]:
-    """Return a few points of other running orders of the blocks: those of about half of the middle blocks.
+    """Return points of a few orders of the blocks: the full model, and variants of about half of the middle blocks.
 
-    That is the middle one of the recorded numbers of changed blocks, with three loops or the nearest to it; of
-    accuracies, which loss and normalized scores tell of, the full model alone.
+    These are the median of the recorded numbers of middle blocks, with three loops or the nearest number. For
+    accuracies only the full model is kept, because loss and normalized scores already describe the variants.
     """
     if not any("variant" in point.tags for point in points):
         return points
@@ -324,7 +326,7 @@ def _few_orders(points: list[Point], metric: str) -> list[Point]:
 
 
 def usual_loops(tags: Iterable[Mapping[str, Any]]) -> int | None:
-    """Return the published number of loops, or the nearest to it that any of these tags has."""
+    """Return the published number of loops, or the nearest number among these tags."""
     loops = {int(each["loops"]) for each in tags if "loops" in each}
     return min(loops, key=lambda number: (abs(number - PUBLISHED_LOOPS), number), default=None)
 
@@ -351,13 +353,13 @@ def _points(rows: Any) -> list[Point]:
 
 
 def tags_of(rows: Any) -> list[str]:
-    """Return the tags that any of these rows has."""
+    """Return the tags that at least one of these rows has."""
     tags = [name for name in rows.columns if name not in (*COLUMNS, AUDIT) and not name.startswith("num_")]
     return [name for name in tags if rows[name].notna().any()]
 
 
 def _values(rows: Any, name: str) -> list[Any]:
-    """A column as Python values, None where there is none."""
+    """Return a column as Python values, None if missing."""
     column = rows[name]
     return [None if missing else value for value, missing in zip(column.tolist(), column.isna().tolist(), strict=True)]
 
@@ -371,18 +373,18 @@ def _identity(tags: Mapping[str, Any]) -> tuple:
 
 @dataclass(frozen=True)
 class TaskMeans:
-    """A table with means or medians over tasks, and what each is over and leaves out: of an analysis, a sentence."""
+    """A table with means or medians over tasks; `notes` says for each analysis which tasks are used and left out."""
 
     frame: pd.DataFrame
     notes: dict[str, str]
 
 
 def add_task_means(frame: pd.DataFrame) -> TaskMeans:
-    """Return a table whose analyses `BASE/TASK` of several tasks have become one, `BASE/mean_over_tasks`.
+    """Return the table with analyses `BASE/TASK` of several tasks replaced by one, `BASE/mean_over_tasks`.
 
-    A mean is over the tasks that every checkpoint (or model) has at every layer, with equal weights; the others are in
-    none and are named. `n` counts the tasks. Rows with a tag `domain` are means over the tasks of that domain alone,
-    where there is more than one domain. Other rows stay as they are.
+    A mean is over the tasks that have values at every layer of every checkpoint (or model), with equal weights. The
+    notes name the other tasks. `n` counts the tasks. If there are several domains, rows with a tag `domain` are means
+    over the tasks of one domain. Other rows are not changed.
     """
     table: Any = frame
     _refuse_several_settings(table)
@@ -399,12 +401,12 @@ def add_task_means(frame: pd.DataFrame) -> TaskMeans:
 
 
 def add_task_medians(frame: pd.DataFrame) -> TaskMeans:
-    """Return the table and, of several tasks, the median of `normalized_score` (GLUE: the mean of `task_score`).
+    """Return the table with medians of `normalized_score` over tasks added (for GLUE: means of `task_score`).
 
-    They are of the analyses `intervene/median_over_tasks` and `intervene/glue/mean_over_tasks`: a number for each
-    variant of each checkpoint (or model), over those tasks that have it for every variant that any task has there: a
-    young model beats guessing on few of them. What one of them leaves undefined has none. `n` counts the tasks, and
-    the note names them, step by step where they differ. One task alone makes neither.
+    The new analyses are `intervene/median_over_tasks` and `intervene/glue/mean_over_tasks`, with one value per variant
+    and checkpoint (or model). Only tasks with a value for every variant at that checkpoint enter. Early in training
+    these can be few, because few tasks are above chance. A value that is undefined for one task is left out. `n` counts
+    the tasks, and the note names them, step by step if they differ. A single task has no median.
 
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298 (the median over benchmarks; GLUE: the mean).
     """
@@ -431,10 +433,10 @@ def add_task_medians(frame: pd.DataFrame) -> TaskMeans:
 
 
 def _refuse_several_settings(table: Any) -> None:
-    """Keep a mean over tasks from going through numbers of several settings.
+    """Refuse tables with several settings of an analysis, over which no mean may be taken.
 
     Raises:
-        ValueError: where an analysis of a run has them.
+        ValueError: an analysis of a run has several settings.
     """
     if "settings" in table and not table.empty:
         counts = table.groupby(["run", "analysis"])["settings"].nunique()
@@ -448,7 +450,10 @@ def _joined(table: Any, parts: Sequence[Any]) -> pd.DataFrame:
 
 
 def _aggregate(rows: Any, by: Sequence[str], statistic: str) -> Any:
-    """A row for each group, `n` the number of tasks; the verdict of an audit stays, for figures to refuse."""
+    """Return one row per group with `n`, the number of tasks.
+
+    The audit verdict is kept, so that figures can refuse suspect rows.
+    """
     by = ["run", "step", "tokens", *by, *([AUDIT] if AUDIT in rows else [])]
     table = rows.groupby(by, dropna=False, sort=False)["value"].agg([statistic, "size", "count"]).reset_index()
     table = table.rename(columns={statistic: "value", "size": "n"})
@@ -459,7 +464,7 @@ def _aggregate(rows: Any, by: Sequence[str], statistic: str) -> Any:
 
 
 def _means(rows: Any) -> tuple[list[Any], str]:
-    """The means of one analysis, and what they leave out."""
+    """Return the means over tasks of one analysis, and a note on the tasks left out."""
     tags = [name for name in tags_of(rows) if name not in _DROPPED]
     by = ["metric", "layer", "other_layer", *tags]
     missing: dict[str, str] = {}
@@ -480,7 +485,7 @@ def _means(rows: Any) -> tuple[list[Any], str]:
 
 
 def _complete(part: Any) -> tuple[list[str], dict[str, str]]:
-    """The tasks that every checkpoint has at as many layers as any task, and what the others lack."""
+    """Return the tasks with values at all layers of every checkpoint, and what is missing for the others."""
     sizes: Any = pd.crosstab([part["run"], part["step"].fillna(-1)], part["task"])
     lacks = sizes.lt(sizes.max(axis=1), axis=0)
     keep = [task for task in lacks if not lacks[task].any()]
@@ -505,7 +510,7 @@ def _note(counts: Sequence[int], missing: Mapping[str, str]) -> str:
 
 
 def _medians(rows: Any, statistic: str) -> tuple[Any, str]:
-    """A row for each variant of each checkpoint or model, and over which tasks."""
+    """Return one row per variant of each checkpoint or model, and a note on the tasks."""
     parts: list[Any] = []
     places: dict[str, list[str]] = {}
     for (run, step), part in rows.groupby(["run", "step"], dropna=False, sort=False):
@@ -519,11 +524,11 @@ def _medians(rows: Any, statistic: str) -> tuple[Any, str]:
 
 
 def _checkpoint_medians(rows: Any, statistic: str) -> tuple[Any, str]:
-    """Return a row for each cell of one checkpoint or model, which tasks enter, and what is left out."""
+    """Return one row per variant of one checkpoint or model, and a note on the tasks."""
     precision = rows["dtype"].fillna("float32") if "dtype" in rows else pd.Series("float32", index=rows.index)
     tasks = rows.groupby(precision)["task"].nunique().sort_index(ascending=False)
-    usual = tasks.idxmax()  # of equally many float32, which is first
-    others = [*rows.loc[precision != usual, "task"].unique()]  # no median is over scores of two precisions
+    usual = tasks.idxmax()  # ties: float32, which is sorted first
+    others = [*rows.loc[precision != usual, "task"].unique()]  # scores of different precision are not mixed
     rows = rows[precision == usual]
     by = [*(name for name in tags_of(rows) if name not in ("task", "statistic", "seed")), "layer"]
     sizes = rows.groupby("task", sort=False).size()

@@ -1,4 +1,4 @@
-"""The look of every figure: dark text on white, thin grid, colours that colour-blind readers tell apart, and axes."""
+"""The look of all figures: dark text on white, a thin grid, colours for colour-blind readers, and axes."""
 
 import itertools
 import math
@@ -11,18 +11,18 @@ from lit_layers.figures.labels import count
 INK, MUTED, GRID, EDGE = "#1c2530", "#5b6774", "#e6eaee", "#9aa5b0"
 ACCENT, MISSING = "#1f5fa8", "#d5dae0"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-# Okabe and Ito's colours, the light ones darkened to be read on white.
+# Colours of Okabe and Ito; light ones are darkened to be readable on white.
 COLORS = ["#0b62a4", "#c4510a", "#00805c", "#a83279", "#8a6100", "#3b3f99", "#4d5761"]
-# After viridis and plasma, without their light ends, which vanish on white.
+# Like viridis and plasma, without their light ends, which are invisible on white.
 DEPTH = ["#440154", "#433d84", "#2f6b8e", "#1f958b", "#3fae5a", "#86bc25"]
 TIME = ["#0d0887", "#5b01a5", "#9a179b", "#cb4678", "#e8704a", "#f0921f"]
 DIVERGING = ["#a8480a", "#e3a46f", "#f7f7f5", "#7aaed6", "#0b4f8a"]
 DASHES = {"": [1, 0], "dash": [6, 4], "dot": [2, 3], "dashdot": [7, 3, 2, 3]}
 DASHED = ("dash", "dot", "dashdot")
-SYMBOLS = ("circle", "square", "diamond", "triangle-up")  # of the first models that there are colours for, the next...
+SYMBOLS = ("circle", "square", "diamond", "triangle-up")  # the next one whenever the colours repeat
 
 
-# What Vega has no symbol for, as SVG paths.
+# SVG paths of symbols that Vega lacks.
 MARKS = {"line-ew": "M-1,-.14L1,-.14L1,.14L-1,.14Z"}
 
 _AXIS = {"gridColor": GRID, "domainColor": EDGE, "tickColor": EDGE, "labelColor": INK, "titleColor": MUTED}
@@ -44,7 +44,7 @@ CONFIG: dict[str, Any] = {
 
 
 def colors_of(stops: Sequence[str], count: int) -> list[str]:
-    """Return `count` colours along a scale, the last at its end."""
+    """Return `count` colours along a colour scale, including both ends."""
     colors = []
     for index in range(count):
         position = index / max(count - 1, 1) * (len(stops) - 1)
@@ -55,12 +55,12 @@ def colors_of(stops: Sequence[str], count: int) -> list[str]:
 
 
 def rounded(numbers: Iterable[float | None], digits: int = 5) -> list[float | None]:
-    """Return plain floats of so many digits, None for what cannot be drawn: pages stay small."""
+    """Return plain floats with this many significant digits, None for undrawable values; this keeps pages small."""
     return [float(f"{x:.{digits}g}") if x is not None and math.isfinite(x) else None for x in numbers]
 
 
 def spread(numbers: Sequence[Any], most: int) -> list[Any]:
-    """Return at most so many of the numbers, evenly spread, the first and the last among them."""
+    """Return at most `most` of the numbers, evenly spaced, including the first and the last."""
     if len(numbers) <= most:
         return list(numbers)
     return [numbers[round(index * (len(numbers) - 1) / (most - 1))] for index in range(most)]
@@ -75,17 +75,17 @@ def _rgb(color: str) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """What stands along a side: its title, labels at places (None: where Vega puts them), and its ends."""
+    """Title, tick labels and range of an axis. `labels` maps positions to texts; None lets Vega choose the ticks."""
 
     title: str = ""
     labels: Mapping[Any, str] | None = None
     ends: tuple[float, float] | None = None
     log: bool = False
-    whole: bool = False  # ticks at whole numbers alone
+    whole: bool = False  # ticks only at whole numbers
     reverse: bool = False
     grid: bool = True
-    keys: Sequence[Any] | None = None  # of cells of equal width, in order
-    divider: float | None = None  # where what stands apart ends
+    keys: Sequence[Any] | None = None  # keys of cells of equal width, in order
+    divider: float | None = None  # position of the gap after the untrained model
 
 
 def layer_axis(number: str = "layer") -> Axis:
@@ -95,13 +95,13 @@ def layer_axis(number: str = "layer") -> Axis:
 
 @dataclass(frozen=True)
 class Training:
-    """The checkpoints of a figure, in order, and the tokens of those of which they are known."""
+    """The checkpoints of a figure, in order, and their number of training tokens where known."""
 
     steps: list[int]
     tokens: Mapping[int, int | None] = field(default_factory=dict)
 
     def texts(self) -> list[str]:
-        """Return for each checkpoint the step and, where known, the tokens."""
+        """Return a text for each checkpoint: the step and, if known, the number of tokens."""
         tokens = {step: f" · {count(number)} tokens" for step, number in self.tokens.items() if number is not None}
         return [f"step {step:,}{tokens.get(step, '')}" for step in self.steps]
 
@@ -113,7 +113,7 @@ class Training:
 
     @property
     def edges(self) -> list[float]:
-        """Return the middles between the places, at the ends as far beyond as within: of cells around them."""
+        """Boundaries of the cells around the positions: midpoints between them, and as far outside at both ends."""
         places = self.places
         if len(places) < 2:
             return [places[0] - 0.5, places[0] + 0.5]
@@ -138,9 +138,9 @@ def log_step(value: float) -> float:
 
 
 def log_labels(values: Sequence[int]) -> dict[float, str]:
-    """Return labels of some of these steps at their places, round numbers first, far enough apart for a narrow screen.
+    """Return tick labels for some of these steps, by axis position, far enough apart for a narrow screen.
 
-    Round are powers of two, else numbers of few digits.
+    The first and the last step come first, then powers of two, then numbers with few digits.
     """
     places, chosen = [*map(log_step, values)], list[int]()
     distance = (places[-1] - places[0]) / 6.5 if places else 0.0

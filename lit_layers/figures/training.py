@@ -1,4 +1,4 @@
-"""A metric over training: a line a layer or variant, the stages of the layers, and what training itself logged."""
+"""A metric over training, with one line per layer or variant; and the scalars that training logged."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,8 +25,8 @@ from lit_layers.metrics import METRICS, look_up, scalar_row
 
 __all__ = ["emergence_curves", "training_curves"]
 
-_MARKED = 60  # curves of more points than this are drawn as lines alone
-_BINS = 500  # points of a curve of training: about one a pixel
+_MARKED = 60  # curves with more points are drawn without marks
+_BINS = 500  # points per training curve: about one per pixel
 
 
 def emergence_curves(
@@ -36,21 +36,21 @@ def emergence_curves(
     baselines: Sequence[str] = (),
     **chosen: Unpack[tables.Chosen],
 ) -> Chart:
-    """Return a metric over the steps of training, one line a layer, coloured by depth.
+    """Return a metric over the steps of training, with one line per layer, coloured by depth.
 
-    Values of the whole model are drawn as strong lines with their 95% interval; rows tagged `reference`, and the
-    metrics named in `baselines`, as dashed ones. Step 0, the untrained model, stands apart. Of a metric of the whole
-    model alone all variants are drawn; lines per layer are those of one, which the title names.
+    Whole-model values are strong lines with 95% intervals. Rows tagged `reference` and the metrics named in `baselines`
+    are dashed. Step 0, the untrained model, is separated by a gap. A metric with whole-model values only is drawn in
+    all its variants. Lines per layer show one variant, which the title names.
 
     Args:
-        tags: chooses a variant, e.g. `{"k": 12}`; None as a value means: without that tag. None: the plainest variant.
-        baselines: metrics of the same analysis to compare with, e.g. `random_coupling`; their values per layer are left
-            to `layer_profile`.
-        allow_suspect: draws checkpoints, too, that an audit found suspect, as do all figures.
+        tags: selects a variant, e.g. `{"k": 12}`; None as a value means: without that tag. None: the plainest variant.
+        baselines: metrics of the same analysis to compare with, e.g. `random_coupling`. Only their whole-model values
+            are drawn; `layer_profile` draws their values per layer.
+        allow_suspect: also draw checkpoints that an audit found suspect; all figures have this option.
 
     Raises:
-        InputError: for suspect checkpoints, unless they are allowed.
-        ValueError: where there is no such metric or variant.
+        InputError: for suspect checkpoints, unless `allow_suspect`.
+        ValueError: there is no such metric or variant.
     """
     points = plain(tables.select(frame, metric, **chosen, over_steps=True))
     tags = dict(chosen.get("tags") or {})
@@ -67,11 +67,11 @@ def emergence_curves(
     training = Training(tables.steps_of(every), {p.step: p.tokens for p in every})
     steps, series = training.steps, list[Series]()
     trained = sum(step > 0 for step in steps)
-    marks: dict[str, Any] = {"mark": "" if trained > 1 else "line-ew", "size": 9}  # of dashed lines
+    marks: dict[str, Any] = {"mark": "" if trained > 1 else "line-ew", "size": 9}  # for dashed lines
     dots: dict[str, Any] = {"mark": "" if trained > _MARKED else "circle"}
 
     def line(points: Sequence[tables.Point], name: str, color: str, **look: Any) -> None:
-        """Add a line, with a gap where a checkpoint lacks a point."""
+        """Add a line that breaks where a checkpoint has no point."""
         by_step = {point.step: point for point in points}
         series.append(series_of(map(by_step.get, steps), steps, name=name, color=color, **look))
 
@@ -112,13 +112,13 @@ def training_curves(
     *,
     references: Mapping[str, float] | None = None,
 ) -> Chart:
-    """Return scalars of training over steps; without `names` those called loss, of training and of validation.
+    """Return scalars of training over steps; by default all that are named loss, of training and validation.
 
-    Rows are those of `records.rows`. Long curves are averaged over steps that would share a pixel. `references` are
-    drawn as dashed levels, e.g. `{"Unigram entropy": 5.9}`.
+    `scalars` are rows as returned by `records.rows`. Long curves are averaged over steps that would share a pixel.
+    `references` are drawn as dashed horizontal lines, e.g. `{"Unigram entropy": 5.9}`.
 
     Raises:
-        ValueError: where no row has one of the names.
+        ValueError: no row has any of the names.
     """
     table: Any = pd.DataFrame(list(scalars))
     recorded = [name for name in table.columns if name not in ("step", "tokens")]
@@ -150,7 +150,7 @@ def training_curves(
 
 
 def _binned(points: Any, name: str) -> Any:
-    """Means over bins of log(1 + step), each at the last step of its bin; the untrained model has one of its own."""
+    """Return means over bins of log(1 + step), each at the last step of its bin; step 0 has its own bin."""
     places = np.log1p(points["step"])
     trained = places[places > 0]
     bins = (places - trained.min()) / max(trained.max() - trained.min(), 1e-9) * _BINS
@@ -159,7 +159,10 @@ def _binned(points: Any, name: str) -> Any:
 
 
 def _ordinal(points: Sequence[tables.Point]) -> tuple[str | None, Sequence[tables.Point]]:
-    """Return what numbers the lines (layers, distances, ...), and the points on them; of a list of values its first."""
+    """Return the ordinal with one line per value (layer, distance, ...), and its points.
+
+    Of lists of values only the first entry is used.
+    """
     if lined := [point for point in points if point.layer is not None]:
         first = min((point.tags["index"] for point in lined if "index" in point.tags), default=None)
         return "layer", [point for point in lined if point.tags.get("index") == first]

@@ -1,4 +1,4 @@
-"""What is left of a model whose blocks run otherwise: over the middle, over loops, over single blocks, and models."""
+"""Scores of a model whose blocks run in other orders: over middle blocks, loops, single blocks, and models."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -39,7 +39,7 @@ __all__ = ["loop_map", "models_by_middle", "variant_curves"]
 
 BASELINE, LOOPED = "baseline", "looped_parallel"
 _SHARES = Axis(title="Middle blocks changed, per cent of all (100 M / T)", ends=(0, 100))
-# The same colour and mark in every figure.
+# Colour and mark of a variant, the same in all figures.
 LOOKS = {
     BASELINE: (INK, "line-ew"),
     "middle_repeat": (COLORS[3], "square"),
@@ -53,23 +53,23 @@ LOOKS = {
     "repeat_one": ("#8d6b2f", "wedge"),
     CUSTOM: (COLORS[6], "arrow"),
 }
-# What a variant is; all other tags are circumstances, of which a figure shows one.
+# Tags that define a variant. All other tags are conditions; a figure shows one condition.
 _OWN = ("variant", "middle", "loops", "schedule", "seed", "task")
 
 
 def variant_curves(frame: pd.DataFrame, metric: str, *, blocks: bool = False, **chosen: Unpack[Chosen]) -> Chart:
-    """Return a metric over the number M of middle blocks that are changed, one line a variant, a slider over steps.
+    """Return a metric over the number M of changed middle blocks, with one line per variant and a slider over steps.
 
-    The mean over random orders has its interval shaded. looped_parallel is drawn at three loops, or the nearest number
-    that was measured. Dashed is the full model, dotted what guessing scores.
+    The mean over random orders has its interval as a band. looped_parallel is drawn with three loops, or the nearest
+    measured number. The dashed line is the full model, the dotted line the score of guessing.
 
     Args:
-        tags: chooses the circumstances, such as `{"training": "full"}`.
-        blocks: over single blocks, each skipped, repeated, or switched with the next one.
+        tags: selects the conditions, e.g. `{"training": "full"}`.
+        blocks: draw over single blocks, each skipped, repeated, or switched with the next one.
 
     Raises:
-        InputError: for suspect checkpoints, unless they are allowed.
-        ValueError: where no such variant has values, or in several ways between which `tags` must choose.
+        InputError: for suspect checkpoints, unless `allow_suspect`.
+        ValueError: the variants have no values, or have them under several conditions and `tags` selects none.
     """
     number, variants = ("layer", BLOCK_NAMES) if blocks else ("middle", MIDDLE_NAMES)
     points = variant_points(frame, metric, **chosen)
@@ -109,11 +109,13 @@ def variant_curves(frame: pd.DataFrame, metric: str, *, blocks: bool = False, **
 
 
 def loop_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
-    """Return a metric over the number M of middle blocks (across) and of loops (up), with a slider over the steps.
+    """Return a metric over the number M of middle blocks (across) and of loops (up), with a slider over steps.
 
-    One loop is `parallel`. Dots mark the best number of loops of each M; bright is better; grey was not measured.
+    One loop is `parallel`. Dots mark the best number of loops for each M. Bright is better; grey was not measured.
 
-    Raises: as `variant_curves`.
+    Raises:
+        InputError: as in `variant_curves`.
+        ValueError: as in `variant_curves`.
     """
     points = [p for p in variant_points(frame, metric, **chosen) if "middle" in p.tags]
     steps = {p.step for p in points if p.tags["variant"] == LOOPED and "loops" in p.tags}
@@ -142,22 +144,24 @@ def loop_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Char
 
 
 def models_by_middle(frame: pd.DataFrame, metric: str, *, variant: str, **chosen: Unpack[Chosen]) -> Chart:
-    """Return a metric of one variant over the number M of middle blocks (or over blocks), a line for each model.
+    """Return a metric of one variant over the number M of middle blocks (or over blocks), with one line per model.
 
-    Models that are not equally deep are drawn over the share of their blocks, 100 M / T, where the number T is known of
-    each by single blocks that were also measured. Dashed in a model's colour is the full model. Each model's last
-    checkpoint is drawn.
+    Models of different depth are drawn over the share of changed blocks, 100 M / T. This needs the number of blocks T
+    of each model, which is known if single blocks were also measured. A dashed line in a model's colour is its full
+    model. Each model is shown at its last checkpoint.
 
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298, appendix A.1 (models of 7 B to 70 B).
 
-    Raises: as `variant_curves`.
+    Raises:
+        InputError: as in `variant_curves`.
+        ValueError: as in `variant_curves`.
     """
     rows, series = rows_of(frame, metric, chosen.get("analysis")), list[Series]()
     number = "layer" if variant in BLOCK_NAMES else "middle"
     points = {
         run: last_points(variant_points(rows[rows["run"] == run], metric, **chosen)) for run in rows["run"].unique()
     }
-    # a block is switched with the next one
+    # for `switch` the last layer tag is T - 1, since a block is switched with the next one
     depths = {
         run: max((p.layer + (p.tags["variant"] == "switch") for p in part if p.layer), default=0)
         for run, part in points.items()
@@ -190,11 +194,11 @@ def variant_name(variant: str) -> str:
 
 
 def variant_points(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> list[Point]:
-    """Return the points of a metric with a variant; single random orders and medians over tokens are left out.
+    """Return the points of a metric that have a variant, without single random orders and medians over tokens.
 
     Raises:
-        InputError: for suspect checkpoints, unless they are allowed.
-        ValueError: where there are none, of more than one analysis or run, or under several circumstances.
+        InputError: for suspect checkpoints, unless `allow_suspect`.
+        ValueError: there are no points, or they belong to several analyses, runs or conditions.
     """
     tags, points = chosen.get("tags") or {}, select(frame, metric, **chosen)
     points = [p for p in points if "variant" in p.tags and p.other_layer is None and not is_in_table(p)]
@@ -202,7 +206,7 @@ def variant_points(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -
     if not points:
         raise ValueError(f"metric {metric!r} has no values of variants (tag variant) but single random orders")
     kept = (*_OWN, *tags)
-    others = [p for p in points if p.tags["variant"] != BASELINE]  # the full model may be the same in all of them
+    others = [p for p in points if p.tags["variant"] != BASELINE]  # the full model may be the same under all conditions
     kinds = {tag_text({name: p.tags[name] for name in sorted(p.tags) if name not in kept}): None for p in others}
     if len(kinds) > 1:
         raise ValueError(f"metric {metric!r} was measured in several ways, choose one by tags: {'; '.join(kinds)}")
@@ -210,7 +214,7 @@ def variant_points(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -
 
 
 def last_points(points: Sequence[Point]) -> list[Point]:
-    """Return those of the last checkpoint."""
+    """Return the points of the last checkpoint."""
     last = max(point.step for point in points)
     return [point for point in points if point.step == last]
 
@@ -220,7 +224,7 @@ def full_model(points: Iterable[Point]) -> list[Point]:
 
 
 def _random_level(frame: pd.DataFrame, metric: str, analysis: str | None) -> float | None:
-    """Return what guessing scores on a task, where that is recorded or follows from the metric."""
+    """Return the score of guessing, if recorded or implied by the metric."""
     if not is_in(metric, "above guessing"):
         return look_up(metric).level
     values = set(rows_of(frame, "random_score", analysis)["value"].dropna())
@@ -228,9 +232,9 @@ def _random_level(frame: pd.DataFrame, metric: str, analysis: str | None) -> flo
 
 
 def lines_of(points: Iterable[Point], variants: Sequence[str], number: str) -> dict[str, list[Point]]:
-    """Return the points of these variants that have such a number, by the names of their lines, in order.
+    """Return the points of these variants that have the given ordinal, by line name, in drawing order.
 
-    `looped_parallel` has one number of loops: 3, or the nearest to it that was measured.
+    `looped_parallel` is reduced to one number of loops: three, or the nearest measured number.
     """
     kept = [p for p in points if p.tags["variant"] in variants and p.index(number) is not None]
     loops = usual_loops(p.tags for p in kept)
@@ -246,5 +250,5 @@ def lines_of(points: Iterable[Point], variants: Sequence[str], number: str) -> d
 
 
 def _middle_axis(middles: Sequence[int]) -> Axis:
-    """Return an axis with labels at numbers that were measured: an even number of blocks has odd middles only."""
+    """Return an axis with labels only at measured numbers: if the number of blocks is even, only odd M exist."""
     return Axis(title="Number of middle blocks changed (M)", labels={m: str(m) for m in spread(middles, 12)})

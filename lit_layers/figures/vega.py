@@ -1,4 +1,4 @@
-"""Parts of Vega-Lite: axes, layers and what they say on touch; and a specification as a picture."""
+"""Vega-Lite building blocks: axes, layers and tooltips; and rendering of specifications as pictures."""
 
 import base64
 import functools
@@ -17,8 +17,8 @@ from lit_layers.figures.theme import INK, Axis
 from lit_layers.files.durable import replace_file
 
 SUFFIXES = (".png", ".svg", ".pdf")
-_LONG_NAME = 120  # characters of a file name
-_PATIENCE = 600.0  # seconds; a page's hundred pictures take ten
+_LONG_NAME = 120  # largest number of characters in a file name
+_PATIENCE = 600.0  # seconds; a hundred pictures take about ten
 NUMBER = "'.4~g'"
 DETAIL = [{"field": "k", "type": "nominal"}, {"field": "u", "type": "nominal"}]
 ORDER = {"field": "i", "type": "quantitative"}
@@ -34,7 +34,7 @@ def area(size: float) -> float:
 
 
 def encoded(axis: Axis, side: str) -> dict[str, Any]:
-    """An axis as an encoding of x or y."""
+    """Return the x or y encoding of an axis."""
     scale: dict[str, Any] = {"reverse": True} if axis.reverse else {}
     look: dict[str, Any] = {"title": axis.title or None, "grid": axis.grid}
     if axis.keys is not None:
@@ -49,7 +49,7 @@ def encoded(axis: Axis, side: str) -> dict[str, Any]:
         scale |= {"domain": list(axis.ends), "nice": False}
     whole = {"tickMinStep": 1, "labelExpr": "datum.value == floor(datum.value) ? format(datum.value, ',d') : ''"}
     look |= whole if axis.whole else {"format": ",.6~g"}
-    if side == "x" or axis.labels is None:  # Vega takes the number for places that are given, too
+    if side == "x" or axis.labels is None:  # Vega would thin out explicit ticks to this number
         look |= {"tickCount": {"expr": "ceil(width / 80)"} if side == "x" else 5}
     look |= _labels(axis, side)
     return {"field": side, "type": "quantitative", "scale": scale, "axis": look}
@@ -64,7 +64,7 @@ def _labels(axis: Axis, side: str) -> dict[str, Any]:
 
 
 def phrase(template: str) -> str:
-    """`layer {x}` as an expression of Vega."""
+    """Return a template such as `layer {x}` as a Vega expression."""
     parts = re.split(r"\{(\w+)\}", template)
     return " + ".join(f"datum.{part}" if n % 2 else json.dumps(part) for n, part in enumerate(parts) if part)
 
@@ -74,25 +74,25 @@ def layer(where: str, mark: dict[str, Any], encoding: dict[str, Any]) -> dict[st
 
 
 def hoverable(layer: dict[str, Any], tip: str) -> dict[str, Any]:
-    """A layer that says something where it is touched."""
+    """Return a layer with a tooltip."""
     tooltip = {"field": "tip", "type": "nominal"}
     transform = [*layer["transform"], {"calculate": tip, "as": "tip"}]
     return {**layer, "transform": transform, "encoding": {**layer["encoding"], "tooltip": tooltip}}
 
 
 def digits(ends: tuple[float, float]) -> str:
-    """Return the format of numbers beside a colour bar, with digits enough to tell a sixth of it."""
+    """Return a number format for a colour bar, with enough digits to distinguish a sixth of its range."""
     span, largest = abs(ends[1] - ends[0]), max(map(abs, ends))
     return f".{max(3, math.ceil(math.log10(largest / span)) + 2) if span else 3}~g"
 
 
 def row_field(field: str) -> dict[str, Any]:
-    """A look that each row has itself; without a scale there is no legend of it."""
+    """Return an encoding that reads its value from each row, without scale and legend."""
     return {"field": field, "type": "quantitative" if field in "zo" else "nominal", "scale": None}
 
 
 def rule(side: str, at: float, color: str, width: float) -> dict[str, Any]:
-    """A line across the plot at a place of one axis."""
+    """Return a line across the plot at one position of an axis."""
     across, long = ("y", "height") if side == "x" else ("x", "width")
     other = {across: {"value": 0}, f"{across}2": {"value": {"expr": long}}}
     mark = {"type": "rule", "color": color, "strokeWidth": width, "tooltip": None}
@@ -101,7 +101,7 @@ def rule(side: str, at: float, color: str, width: float) -> dict[str, Any]:
 
 
 def color_bar(title: str, labels: Mapping[int, str], stops: Sequence[str]) -> dict[str, Any]:
-    """Return a layer that is a colour bar above the plot, with labels at some numbers."""
+    """Return a layer that draws a colour bar above the plot, with labels at some values."""
     numbers = list(labels)
     texts = f"{json.dumps(list(labels.values()))}[indexof({json.dumps(numbers)}, datum.value)]"
     legend = {"title": title, "orient": "top", "direction": "horizontal", "gradientLength": 150}
@@ -115,7 +115,10 @@ def color_bar(title: str, labels: Mapping[int, str], stops: Sequence[str]) -> di
 
 
 def sized(part: Any, sizes: Mapping[str, float]) -> Any:
-    """A part of a specification with numbers for the signals `width` and `height`, which charts side by side lack."""
+    """Return part of a specification with numbers instead of the signals `width` and `height`.
+
+    Charts in a grid do not have these signals.
+    """
     if isinstance(part, list):
         return [sized(each, sizes) for each in part]
     if not isinstance(part, dict):
@@ -127,12 +130,12 @@ def sized(part: Any, sizes: Mapping[str, float]) -> Any:
 
 
 def write_pictures(charts: Iterable[tuple[str, Any]], folder: Path) -> list[Path]:
-    """Write charts, each with what its files are called after, as PNG, SVG and PDF into a folder; return their paths.
+    """Write charts as PNG, SVG and PDF into a folder, with file names made from the given texts; return the paths.
 
-    There is no browser, no display and no network. The folder is made where there is none; other files in it stay.
+    This needs no browser, display or network. The folder is created if needed; other files in it are not touched.
 
     Raises:
-        InputError: where the folder cannot be made, or one cannot be drawn or written.
+        InputError: the folder cannot be created, or a chart cannot be drawn or written.
     """
     names: set[str] = set()
     named = {file_name(text, names): chart for text, chart in charts}
@@ -149,11 +152,11 @@ def write_pictures(charts: Iterable[tuple[str, Any]], folder: Path) -> list[Path
 
 
 def pictures_of(specs: Sequence[Any], suffixes: Sequence[str]) -> list[list[bytes]]:
-    """Return each specification of Vega-Lite in each format.
+    """Return each Vega-Lite specification in each format.
 
     Raises:
-        ValueError: for another suffix than .png, .svg and .pdf.
-        InputError: where vl-convert fails.
+        ValueError: a suffix is not .png, .svg or .pdf.
+        InputError: vl-convert fails.
     """
     for suffix in suffixes:
         if suffix not in SUFFIXES:
@@ -163,17 +166,17 @@ def pictures_of(specs: Sequence[Any], suffixes: Sequence[str]) -> list[list[byte
 
 @functools.cache
 def script() -> str:
-    """Return Vega, Vega-Lite and vega-embed as one script that needs no network: two seconds of vl-convert."""
+    """Return Vega, Vega-Lite and vega-embed as one script that needs no network; cached, since it takes two seconds."""
     return _drawing()
 
 
 def _drawing(*suffixes: str, specs: Sequence[Any] = ()) -> Any:
-    """Return what `drawing.py` answers, run as a process that a signal for this one's group does not reach.
+    """Run `drawing.py` as a process and return its answer. Signals to this process group do not reach it.
 
     Raises:
-        InputError: vl-convert cannot draw this, dies, or takes too long.
+        InputError: vl-convert cannot draw a specification, crashes, or takes too long.
     """
-    # Also where an expression quotes it: a control character ends vl-convert's process.
+    # Replace control characters, also escaped ones: they crash vl-convert.
     task = re.sub(r"\\u00[01].", r"\\ufffd", json.dumps([suffixes, specs], ensure_ascii=False)).encode(errors="replace")
     command = isolated_command(Path(__file__).with_name("drawing.py"), ["vl_convert"])
     options: dict[str, Any] = {"capture_output": True, "timeout": _PATIENCE, "start_new_session": True}
@@ -194,9 +197,10 @@ def _drawing(*suffixes: str, specs: Sequence[Any] = ()) -> Any:
 
 
 def file_name(text: str, names: set[str]) -> str:
-    """Return what a picture is called after some text, and notes it in `names`, whose names it does not repeat.
+    """Return a unique file name made from a text, and add it to `names`.
 
-    Analyses and runs come with any name, and may differ in letters that no file name has.
+    Names of analyses and runs may contain characters that are unsafe in file names. These are replaced, so two names
+    can become equal; a number is then appended.
     """
     name, number = re.sub(r"[^a-z\d.-]+", "_", text.lower()).strip("_.")[:_LONG_NAME], 1
     while (unique := name if number == 1 else f"{name}_{number}") in names:
@@ -206,9 +210,9 @@ def file_name(text: str, names: set[str]) -> str:
 
 
 def isolated_command(program: Path, packages: Sequence[str], *arguments: str) -> list[str]:
-    """Return the command line of a Python that imports the standard library and these packages of this process.
+    """Return a Python command line that can import only the standard library and these packages of this process.
 
-    It is isolated (`-I`), so that nothing in the working directory or on PYTHONPATH stands in for a module.
+    Python runs isolated (`-I`), so modules of the working directory and of PYTHONPATH cannot replace others.
     """
     specs = filter(None, map(find_spec, packages))
     places = [*dict.fromkeys(str(Path(spec.origin).parents[1]) for spec in specs if spec.origin)]
