@@ -1,4 +1,4 @@
-"""Checkpoint series: from folders or the Hub, in step order, audited before a curve is drawn through them."""
+"""Checkpoint series from folders or the Hub, in step order, and their audit."""
 
 from lit_layers.series.audit_weights import Finding
 from lit_layers.series.auditing import Audit, audit

@@ -1,8 +1,8 @@
-"""Findings, and audit rules on weights: checkpoints that do not lie on the path of their training, a function each.
+"""Audit rules on weights, one function each: they find checkpoints that are not on the path of their training.
 
-Weights move little by little: two steps are the farther apart the more steps lie between them, whatever the schedule.
-Thresholds were set between healthy trainings of many kinds and the same with one defect; what lies between is not
-reported.
+Training moves weights in small updates, so the distance between two checkpoints grows with the steps between them, for
+every learning rate schedule. Each threshold below was set between the values of healthy trainings and the values of the
+same trainings with one planted defect. The rules report nothing for values between the two.
 """
 
 import functools
@@ -17,27 +17,31 @@ import numpy as np
 from lit_layers.series.checkpoint import Checkpoint, Listing, Series
 from lit_layers.series.checkpoint_sources import Fingerprint, Format, ask_all, formats
 
-LINE = 0.5  # neighbours' distance over theirs to a step: healthy from 0.75, mostly 1.4 to 2
-TENSOR_LINE = 0.5  # the same for one tensor, where it is also the least by far
-FAR_LESS = 0.6  # of the next least
-RETURN = 0.6  # distance of two steps over the larger one to a step between: healthy from 0.67
-SWAP, SWAP_AT_END = 0.9, 0.8  # length of the path with two steps exchanged: healthy from 0.96, at the ends from 0.85
-STRANGER = 0.9  # 1 - cosine to the nearer neighbour over the median one: healthy to 0.84, other trainings' from 0.97
-UNLIKE, ALIKE = 0.3, 0.25  # cosine to both neighbours over theirs with each other, and the least of that
-STRANGERS, FASTER = 0.15, 5.0  # cosine of steps of two trainings, to 0.09; the rate of change over that beside
-JUMP = 5.0  # of one tensor at the last step over that of the median tensor: healthy to 1.6
-FARTHER = 1.2  # the last step from the last but two, over the last but one: of a tensor over the median one
-OUTSIZED = 100.0  # norm of a matrix over those at both neighbours
-SEVERAL = 16  # values of a vector that do not all come back by chance
-HARDLY = 0.1  # share of the values that change between neighbours where copies may be genuine
+# Detour of step i: |w[i+1] - w[i-1]| / min(|w[i] - w[i-1]|, |w[i+1] - w[i]|). Healthy steps have 0.75 or more, mostly
+# 1.4 to 2. A step below the limit is off the path.
+LINE = 0.5
+TENSOR_LINE = 0.5  # the same limit for the detour of one tensor
+FAR_LESS = 0.6  # a detour counts only below this share of the next smallest detour
+RETURN = 0.6  # |w[c] - w[a]| over the larger of |w[b] - w[a]| and |w[c] - w[b]|, a < b < c: healthy from 0.67
+SWAP, SWAP_AT_END = 0.9, 0.8  # edges of the path after over before an exchange: healthy from 0.96, at the ends 0.85
+STRANGER = 0.9  # 1 - cosine to the nearer neighbour, over its median: healthy to 0.84, other trainings from 0.97
+UNLIKE, ALIKE = 0.3, 0.25  # cosine to a neighbour over the cosine of both neighbours; the least cosine of both
+# Cosine below which two steps may be of two trainings, which have at most 0.09; and how much faster weights change
+# between two groups of steps than within each.
+STRANGERS, FASTER = 0.15, 5.0
+JUMP = 5.0  # last move of a tensor over its previous move, relative to the median tensor: healthy to 1.6
+FARTHER = 1.2  # |w[-1] - w[-3]| over |w[-2] - w[-3]| of a tensor, relative to the median tensor
+OUTSIZED = 100.0  # norm of a matrix over the larger norm at both neighbours: a flipped exponent bit exceeds this
+SEVERAL = 16  # fewer equal values may be chance
+HARDLY = 0.1  # share of changed values between neighbours below which equal checkpoints may be genuine
 COARSE = {"bfloat16": 2**-6, "float16": 2**-9}  # relative distances below these are rounding
 _FINE = 1e-5
-_SAME = 1e-7  # relative distance of equal values, by products in float64
+_SAME = 1e-7  # relative distance that counts as equal; products in float64 are exact to less
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, or with `note` only worth knowing; `names` are the checkpoints that it makes suspect."""
+    """One fault of a series, or a remark if `note` is set. `names` are the checkpoints that the fault makes suspect."""
 
     kind: str
     message: str
@@ -48,16 +52,16 @@ class Finding:
 
 @dataclass(frozen=True)
 class Listed:
-    """What a listing shows of a series: the chosen checkpoints, the last step and `main`, and their weight files."""
+    """The file lists of a series: of the chosen checkpoints, of the last step and of `main`."""
 
     series: Series
     chosen: Sequence[Checkpoint]
     compared: Mapping[str, Checkpoint]  # by name: the last step, `main`, the chosen ones
-    hashes: Mapping[str, Mapping[Format, frozenset[str]]]  # by checkpoint; the format that is loaded first
+    hashes: Mapping[str, Mapping[Format, frozenset[str]]]  # by checkpoint; the format that is loaded comes first
 
     @classmethod
     def read(cls, series: Series, chosen: Sequence[Checkpoint]) -> "Listed":
-        """Ask for the list of files of each checkpoint, several at once."""
+        """Request the file list of each checkpoint, several at a time."""
         ends = filter(None, (series.listing.last, series.listing.main))
         compared = {one.name: one for one in (*ends, *chosen)}
         hashes = ask_all(_hashes_of, compared.values())
@@ -68,7 +72,7 @@ class Listed:
         return self.series.listing
 
     def equal(self, one: str, other: str) -> bool | None:
-        """Return whether both hold the same contents, in the first format that both have; None if they share none."""
+        """Return whether both checkpoints hold the same weight files; None if they have no format in common."""
         for kind, contents in self.hashes[one].items():
             if kind in self.hashes[other]:
                 return contents == self.hashes[other][kind]
@@ -81,7 +85,7 @@ def _hashes_of(checkpoint: Checkpoint) -> Mapping[Format, frozenset[str]]:
 
 
 def finding(kind: str, message: str, checkpoints: Iterable[Checkpoint], *, note: bool = False) -> Finding:
-    """A finding about some checkpoints."""
+    """Return a finding that names these checkpoints and their steps."""
     checkpoints = list(checkpoints)
     steps = tuple(one.step for one in checkpoints if one.step is not None)
     return Finding(kind, message, steps, tuple(one.name for one in checkpoints), note)
@@ -89,15 +93,18 @@ def finding(kind: str, message: str, checkpoints: Iterable[Checkpoint], *, note:
 
 @dataclass(frozen=True)
 class Path:
-    """Checkpoints by the inner products of their matrices, from which all distances follow. Rows are checkpoints."""
+    """Checkpoints in step order, with the inner products of their weights. All distances follow from these products.
+
+    |a - b|^2 = <a, a> + <b, b> - 2 <a, b>, so the weights themselves need not stay in memory.
+    """
 
     steps: Sequence[Checkpoint]
-    products: Mapping[str, np.ndarray]  # of each matrix
-    rounding: float
+    products: Mapping[str, np.ndarray]  # (steps, steps) for each matrix
+    rounding: float  # relative distance that the stored precision explains
 
     @classmethod
     def make(cls, steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], *, vectors: bool = False) -> "Path":
-        """The path of the steps whose weights were read, as far as they hold the same finite matrices, or vectors."""
+        """Return the path of these steps, over the matrices (or `vectors`) that every step holds in one shape."""
         import torch
 
         shapes = [{(name, facts.shape) for name, facts in prints[one.name].tensors.items()} for one in steps]
@@ -106,6 +113,7 @@ class Path:
             if facts[name].is_matrix != vectors and facts[name].count >= SEVERAL:
                 samples = torch.stack([prints[one.name].samples[name] for one in steps])
                 values = samples.double().nan_to_num(0.0, 0.0, 0.0).numpy()
+                # The samples estimate the product over all values of the tensor.
                 products[name] = values @ values.T * (facts[name].count / values.shape[1])
         stored = {prints[one.name].precision for one in steps}
         return cls(steps, products, max((COARSE.get(each, _FINE) for each in stored), default=_FINE))
@@ -116,26 +124,26 @@ class Path:
 
     @functools.cached_property
     def distances(self) -> Mapping[str, np.ndarray]:
-        """Distances in each matrix."""
+        """Distances (steps, steps) of each matrix."""
         return {name: _distances(products) for name, products in self.products.items()}
 
     @functools.cached_property
     def distance(self) -> np.ndarray:
-        """Distances in which each matrix counts alike."""
+        """Distances (steps, steps) over all matrices, each scaled to a mean square of 1."""
         squares = [each**2 / mean for each in self.distances.values() if (mean := (each**2).mean()) > 0]
         return np.sqrt(sum(squares, np.zeros((len(self.steps), len(self.steps)))))
 
     @functools.cached_property
     def cosine(self) -> np.ndarray:
-        """Cosines of all matrices as one vector."""
+        """Cosines (steps, steps) of all matrices joined to one vector."""
         inner = sum(self.products.values(), np.zeros((len(self.steps), len(self.steps))))
         lengths = np.sqrt(np.maximum(np.diag(inner), 1e-300))
         return inner / lengths[:, None] / lengths
 
     def likeness_in(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return how alike steps are in one tensor: cosines, and the common part as a share of the shorter one.
+        """Return the cosines of one tensor between steps, and <a, b> / min(|a|, |b|)^2.
 
-        That share stays 1 where weights only grow. Both are 1 where a tensor is 0.
+        The second stays at least 1 if weights only grow. Both are 1 for a tensor of zeros.
         """
         inner, squares = self.products[name], np.diag(self.products[name])
         least, lengths = np.minimum.outer(squares, squares), np.sqrt(np.multiply.outer(squares, squares))
@@ -144,16 +152,16 @@ class Path:
 
     @property
     def turns(self) -> float:
-        """Length of the path without the lengths of the weights."""
+        """Length of the path of the weights' directions."""
         return float(np.sqrt(np.maximum(1 - np.diag(self.cosine, 1), 0)).sum())
 
     def drop(self, names: Collection[str]) -> "Path":
-        """The path of the other tensors, or of all where there are no others."""
+        """Return the path without these tensors, or the whole path if no tensor would be left."""
         rest = {name: products for name, products in self.products.items() if name not in names}
         return replace(self, products=rest or self.products)
 
     def take(self, indices: Sequence[int]) -> "Path":
-        """The path through some of its checkpoints, or through all in another order."""
+        """Return the path through the checkpoints at these indices, in this order."""
         products = {name: each[np.ix_(indices, indices)] for name, each in self.products.items()}
         return Path([self.steps[index] for index in indices], products, self.rounding)
 
@@ -164,7 +172,7 @@ def _distances(products: np.ndarray) -> np.ndarray:
 
 
 def broken_values(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
-    """Steps with values that are no numbers, or with nothing but zeros where weights were before."""
+    """Find steps with NaN or infinite values, or with zeros in a tensor that was not zero before."""
     weighted: set[str] = set()
     for one in steps:
         facts = prints[one.name].tensors
@@ -179,7 +187,7 @@ def broken_values(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]
 
 
 def outsized_tensors(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
-    """Steps at which a matrix is far larger than at both neighbours: a bit of an exponent has flipped."""
+    """Find steps at which a matrix is far larger than at both neighbours, as after a flipped exponent bit."""
     for index, one in enumerate(steps):
         nearby = [prints[steps[near].name].tensors for near in (index - 1, index + 1) if 0 <= near < len(steps)]
         for name, facts in prints[one.name].tensors.items():
@@ -191,10 +199,10 @@ def outsized_tensors(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerpri
 
 
 def copies(listed: Listed, prints: Mapping[str, Fingerprint], read: Sequence[Checkpoint]) -> Iterator[Finding]:
-    """Checkpoints with equal weights, by the hashes of their files or by the values that were read.
+    """Find checkpoints with equal weights, by the hashes of their files or by the values that were read.
 
-    The last step and `main` are right by themselves; of others the hashes do not show which one is. It is a note where
-    the learning rate may still be 0 and where a training hardly moves.
+    The last step and `main` are taken to be right. Among other equal checkpoints nothing shows which one is right.
+    Equal weights are only a note during warm-up, where the learning rate may be 0, and where training hardly moves.
     """
     digests = {one.name: prints[one.name].digest for one in read}
 
@@ -228,7 +236,7 @@ def copies(listed: Listed, prints: Mapping[str, Fingerprint], read: Sequence[Che
 
 
 def is_still(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], group: Sequence[Checkpoint]) -> bool:
-    """Whether steps follow each other where a training changes next to nothing, in the precision it is stored in."""
+    """Return whether the group is consecutive, and a neighbouring step changes almost no stored value."""
     indices = sorted(steps.index(one) for one in group)
     if indices[-1] - indices[0] + 1 != len(indices):
         return False
@@ -238,7 +246,7 @@ def is_still(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], gro
 
 
 def _moved(one: Fingerprint, other: Fingerprint) -> float:
-    """The share of values that differ."""
+    """Return the share of sampled values that differ."""
     pairs = [
         (values, other.samples[name])
         for name, values in one.samples.items()
@@ -249,10 +257,10 @@ def _moved(one: Fingerprint, other: Fingerprint) -> float:
 
 
 def path_findings(path: Path) -> list[Finding]:
-    """What is wrong with the way from step to step.
+    """Find swapped steps and steps off the path.
 
-    An explanation has to be a whole one: without what it names the rest is a way like any other. Otherwise several
-    steps are wrong and none of them is accused.
+    A finding names steps only if the path without them is healthy. Otherwise one finding says that several steps are
+    wrong, and names none.
     """
     exchange = swapped(path)
     found, straight = ([], path) if exchange is None else ([exchange[0]], exchange[1])
@@ -266,9 +274,9 @@ def path_findings(path: Path) -> list[Finding]:
 
 
 def swapped(whole: Path) -> tuple[Finding, Path] | None:
-    """Two steps that make the path shorter when they change places, and regular; and the path once they have.
+    """Find two steps whose exchange makes the path shorter and healthy; return the finding and the exchanged path.
 
-    None is accused where two others make it the same path backwards.
+    The finding names no step if the exchange of two other steps gives the same path backwards.
     """
     path = _unborrowed(whole)
     count = len(path.steps)
@@ -280,28 +288,28 @@ def swapped(whole: Path) -> tuple[Finding, Path] | None:
     regular = all(exchange.ratio > SWAP for exchange in _exchanges(after.distance)) and not any(
         _detour(after.distance, index) < LINE for index in range(1, count - 1)
     )
-    regular &= after.turns < path.turns  # weights that are only larger do not stand elsewhere
+    regular &= after.turns < path.turns  # larger weights in the same direction are no reason for an exchange
     for index, neighbour in ((best.first, 1), (best.second, count - 2)):
         regular &= not _is_stranger(after.cosine[index], index)
-        if index in (0, count - 1):  # a stranger at an end costs one long way for two
+        if index in (0, count - 1):  # a step of another training at an end makes one long edge, not two
             regular &= after.distance[index, neighbour] <= 3 * np.sort(np.diag(after.distance, 1))[-2]
     if not regular:
         return None
     backwards = [each for each in _exchanges(path.distance) if each.order.tolist() == order[::-1]]
     pairs = [(path.steps[each.first], path.steps[each.second]) for each in (best, *backwards)]
     says = f"the weights of {', or of '.join(f'{a.label} and {b.label}' for a, b in pairs)} fit in each other's place"
-    if backwards:  # of 4 or 5 steps: the way is as short from its end to its beginning, and nobody is accused
+    if backwards:  # with 4 or 5 steps the reversed path is equally short, so that two exchanges explain it
         return Finding("swapped", f"{says}, and the weights do not show which"), whole.take(order)
     return finding("swapped", says, pairs[0]), whole.take(order)
 
 
 def _unborrowed(path: Path) -> Path:
-    """The path without what steps may have of another one: it draws them together, whatever lies between."""
+    """Return the path without tensors copied from another step, which shorten the distance between the two steps."""
     return path.drop({name for names in _borrowed(path, ()).values() for name in names})
 
 
 def _is_stranger(cosine: np.ndarray, index: int) -> bool:
-    """Whether a step is no nearer to its neighbours than to most of the others."""
+    """Return whether a step is no nearer to its neighbours than to most other steps."""
     angles = np.delete(1 - cosine, index)
     return bool(angles[max(index - 1, 0) : index + 1].min() > STRANGER * np.median(angles))
 
@@ -309,17 +317,17 @@ def _is_stranger(cosine: np.ndarray, index: int) -> bool:
 class _Exchange(NamedTuple):
     first: int
     second: int
-    order: np.ndarray  # of all places, once these two are exchanged
-    ratio: float  # of the edges concerned, new over old
-    saved: float
+    order: np.ndarray  # the indices of all steps after the exchange
+    ratio: float  # length of the changed edges, new over old
+    saved: float  # length of the changed edges, old less new
 
 
 def _exchanges(distance: np.ndarray) -> Iterator[_Exchange]:
-    """What each exchange of two places does to the length of the path; of three steps and fewer nobody can say it."""
+    """Yield each exchange of two steps and its effect on the length of the path; none for fewer than four steps."""
     count = len(distance)
     for first, second in itertools.combinations(range(count), 2) if count >= 4 else ():
         if (first, second) in ((0, 1), (count - 2, count - 1)):
-            continue  # an average or a quiet last step looks the same
+            continue  # an averaged checkpoint, or a last step that hardly moves, looks the same
         edges = np.unique(np.clip([first - 1, first, second - 1, second], 0, count - 2))
         order = np.arange(count)
         order[[first, second]] = second, first
@@ -329,7 +337,7 @@ def _exchanges(distance: np.ndarray) -> Iterator[_Exchange]:
 
 
 def _comes_back(distance: np.ndarray) -> bool:
-    """Whether a step is much nearer to a later one than one of those between is to either of them."""
+    """Return whether two steps are much nearer to each other than a step between them is to either."""
     return any(
         distance[before, after] < RETURN * max(distance[before, index], distance[index, after])
         for before, index, after in itertools.combinations(range(len(distance)), 3)
@@ -337,13 +345,13 @@ def _comes_back(distance: np.ndarray) -> bool:
 
 
 def _detour(distance: np.ndarray, index: int) -> float:
-    """How near the neighbours of a step are to each other, seen from it."""
+    """Return the distance of a step's neighbours over the smaller distance from the step to one of them."""
     longest = min(distance[index - 1, index], distance[index, index + 1])
     return float(distance[index - 1, index + 1] / longest) if longest > 0 else np.inf
 
 
 def outlying_steps(path: Path) -> Iterator[Finding]:
-    """Steps that lie off the way between their neighbours, as weights of another training do, or a tensor of them."""
+    """Find steps off the path between their neighbours: weights of another training, or single tensors of them."""
     count, whole = len(path.steps), path
     if count < 3:
         return
@@ -367,7 +375,10 @@ def outlying_steps(path: Path) -> Iterator[Finding]:
 
 
 def returned_vectors(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
-    """Steps at which biases or norms have an earlier step's values again: they show no way, but none comes back."""
+    """Find steps at which biases or norms return to the values of an earlier step.
+
+    The path of such vectors is too noisy for the other rules, but healthy ones never return to old values.
+    """
     yield from _returned(steps, _borrowed(Path.make(steps, prints, vectors=True), ()))
 
 
@@ -378,15 +389,14 @@ def _returned(steps: Sequence[Checkpoint], borrowed: Mapping[tuple[int, ...], Se
 
 
 def _borrowed(path: Path, strange: Collection[int]) -> dict[tuple[int, ...], list[str]]:
-    """Names of tensors that have the values of an earlier step again, after others between, by the places that share
-    them.
+    """Return tensors that return to the values of an earlier step: their names by the indices of the equal steps.
 
-    Strange steps are none of these, nor do they show that a tensor moved; what most steps share was never trained.
+    Steps in `strange` are left out. A tensor that most steps share was never trained, and is also left out.
     """
     borrowed: dict[tuple[int, ...], list[str]] = {}
     usable = [index for index in range(len(path.steps)) if index not in strange]
     for name, distance in path.distances.items():
-        groups: dict[int, list[int]] = {}  # by the first place
+        groups: dict[int, list[int]] = {}  # by the index of the first equal step
         for index in usable:
             first = next((one for one in groups if distance[one, index] <= _SAME * path.norms[name][one]), index)
             groups.setdefault(first, []).append(index)
@@ -402,7 +412,7 @@ def _borrowed(path: Path, strange: Collection[int]) -> dict[tuple[int, ...], lis
 
 
 def _is_least(values: Mapping[int, float], index: int, limit: float) -> bool:
-    """Whether a value is below the limit, and far below those of all other places; alone it has to be lower."""
+    """Return whether a value is below the limit and far below every other value; a single value has a lower limit."""
     rest = [value for other, value in values.items() if other != index]
     return values[index] < (min(limit, FAR_LESS * min(rest)) if rest else limit * FAR_LESS)
 
@@ -413,17 +423,20 @@ def _is_unlike(cosine: np.ndarray, index: int) -> bool:
 
 
 def _foreign_steps(path: Path) -> list[int]:
-    """Return the places of steps that have nothing in common with most others, though nothing moves so fast beside.
+    """Return the indices of steps that belong to another training than most steps.
 
-    Steps of one training are linked by those between. A training may lose all likeness as well, in a long gap or at its
-    beginning: two groups are of different trainings only if the rate of change between them, on the scale of -log
-    cosine per step, is far above those within both nearby it, the gap is not much longer, and the later weights do not
-    hold the earlier ones, as after a spike of the learning rate.
+    Steps form a group if a chain of similar steps connects them. One training can also make two groups, at its
+    beginning, over a long gap or after a spike of the learning rate. Two groups are two trainings only if
+
+    - the rate of change between them, -log(cosine) per step, is far above the rate within each group,
+    - the gap between them is not much longer than the gaps within, and
+    - the later weights do not contain the earlier ones.
     """
     count, numbers = len(path.steps), [one.step or 0 for one in path.steps]
     likeness = [path.likeness_in(name) for name in path.distances] or [(path.cosine, path.cosine)]
-    cosine, common = np.quantile(likeness, 0.75, axis=0)  # a few matrices may be fixed
-    groups = np.linalg.matrix_power(cosine > STRANGERS, count).argmax(1).tolist()  # each by its first place
+    cosine, common = np.quantile(likeness, 0.75, axis=0)  # a few matrices may be frozen
+    # The power of the boolean matrix connects all steps of a chain; a group is named by its first index.
+    groups = np.linalg.matrix_power(cosine > STRANGERS, count).argmax(1).tolist()
 
     def width(a: int, b: int) -> int:
         return max(numbers[b] - numbers[a], 1)
@@ -450,7 +463,7 @@ def _foreign_steps(path: Path) -> list[int]:
 def _tensors_out_of_line(path: Path, without: Collection[str]) -> Iterator[Finding]:
     count = len(path.steps)
     judged = {name: distance for name, distance in path.distances.items() if name not in without}
-    off: dict[tuple[int, ...], list[str]] = {}  # by the places, one of which is meant: names of what lies off the way
+    off: dict[tuple[int, ...], list[str]] = {}  # tensors off the path, by the indices of the one or two possible steps
     for name, distance in judged.items():
         detours = {index: _detour(distance, index) for index in range(1, count - 1)}
         for index in detours:
@@ -458,7 +471,7 @@ def _tensors_out_of_line(path: Path, without: Collection[str]) -> Iterator[Findi
             is_off = _is_least(detours, index, TENSOR_LINE) or _is_unlike(path.likeness_in(name)[0], index)
             if least > path.rounding * path.norms[name][index] and is_off:
                 off.setdefault((index,), []).append(name)
-    before = off.get((count - 2,), ())  # the way back from these is no jump of the last step
+    before = off.get((count - 2,), ())  # their return to the path is not a jump of the last step
     for name, indices in _jumping(path, {name: judged[name] for name in judged.keys() - {*before}}):
         off.setdefault(indices, []).append(name)
     for indices, names in sorted(off.items()):
@@ -469,8 +482,10 @@ def _tensors_out_of_line(path: Path, without: Collection[str]) -> Iterator[Findi
 
 
 def _jumping(path: Path, judged: Mapping[str, np.ndarray]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Tensors that move much more than the others between the last two steps, with the step that is off the way: the
-    one that is farther from the step before both than the other tensors have it, or both where neither is.
+    """Yield tensors that move much more than the others between the last two steps, with the step off the path.
+
+    That step is the one farther from the step before both, compared with the other tensors. If the distances do not
+    tell, both steps are returned.
     """
     last = len(path.steps) - 1
     moved = {
@@ -479,7 +494,7 @@ def _jumping(path: Path, judged: Mapping[str, np.ndarray]) -> Iterator[tuple[str
         if last > 1 and distance[-3, -2] > path.rounding * path.norms[name][-2]
     }
     shrunk = [path.norms[name][-1] < 0.5 * path.norms[name][-3] for name in moved]
-    if len(moved) < 4 or sum(shrunk) * 2 > len(moved):  # where the others collapse, one that goes on seems to jump
+    if len(moved) < 4 or sum(shrunk) * 2 > len(moved):  # if most tensors collapse, a healthy one seems to jump
         return
     jump, away = np.median(list(moved.values()), axis=0).tolist()
     for name, (its_jump, its_way) in sorted(moved.items()):

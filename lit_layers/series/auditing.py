@@ -1,6 +1,6 @@
-"""The audit of a series: its rules on names, sizes, hashes, configurations and tokenizers, a function each.
+"""The audit of a series, with one function for each rule on file names, sizes, hashes, configurations and tokenizers.
 
-And what earlier measurements record of its checkpoints.
+`SeriesMeasurements` compares the checkpoints with earlier measurements of them.
 """
 
 import itertools
@@ -34,7 +34,7 @@ from lit_layers.series.checkpoint_sources import (
 from lit_layers.series.local_series import SUBMODULE
 
 Level = Literal["listing", "weights"]
-# What no check of a level sees of any checkpoint.
+# Faults that no check of a level can find.
 UNSEEN: Mapping[Level, str] = {
     "listing": "anything but names, sizes and hashes of files, configurations and tokenizers",
     "weights": "weights scaled by one factor up to 2, averages of earlier and later steps, an update applied twice, "
@@ -45,10 +45,11 @@ UNSEEN: Mapping[Level, str] = {
 
 @dataclass(frozen=True)
 class Audit:
-    """The verdicts on one series. No finding but notes means clean.
+    """The findings on one series. It is clean if all of them are notes.
 
-    `level` is what was looked at, of every checkpoint at least: `listing` are names, sizes and hashes, `weights` also
-    the values of weights; `levels` has that of each checkpoint. `UNSEEN` says what no audit of the level sees.
+    Level `listing` checks names, sizes and hashes of files, level `weights` also checks the values of the weights.
+    `levels` has the level of each checkpoint, `level` the lowest of them. `UNSEEN` lists faults that no check of a
+    level can find.
     """
 
     series: str
@@ -63,18 +64,19 @@ class Audit:
 
     @property
     def suspect_names(self) -> frozenset[str]:
-        """The checkpoints that no curve should be drawn through."""
+        """Names of the checkpoints that no curve should include."""
         return frozenset(name for finding in self.findings if not finding.note for name in finding.names)
 
     @property
     def suspect_steps(self) -> tuple[int, ...]:
-        """The steps that no curve should be drawn through."""
+        """Steps that no curve should include, in order."""
         found = (each for each in self.findings if each.names and not each.note)
         return tuple(sorted({step for each in found for step in each.steps}))
 
     def verdict(self, checkpoint: Checkpoint) -> str:
-        """The verdict on one checkpoint, for its measurements: `suspect: ...`, or `clean` or `note: ...` with the level
-        at which it was looked at: `clean (level: listing)`.
+        """Return the verdict on a checkpoint as its measurements record it.
+
+        That is `suspect: KINDS`, `note: KINDS (level: LEVEL)` or `clean (level: LEVEL)`.
         """
         findings = [finding for finding in self.findings if checkpoint.name in finding.names]
         kinds = dict.fromkeys(finding.kind for finding in findings if not finding.note)
@@ -84,7 +86,7 @@ class Audit:
         return f"{f'note: {notes}' if notes else 'clean'} (level: {self.levels[checkpoint.name]})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return the audit as JSON data."""
         verdict = {"clean": self.is_clean, "suspect_steps": self.suspect_steps, "suspects": sorted(self.suspect_names)}
         return {**asdict(self), "unseen": UNSEEN[self.level], **verdict}
 
@@ -95,13 +97,18 @@ def audit(
     without: Collection[str] = (),
     memory: Memory | None = None,
 ) -> Audit:
-    """What is wrong with the chosen steps of a series, compared with each other, its last step and its main branch.
+    """Compare the chosen steps of a series with each other, with its last step and with its main branch.
 
-    Ask the Hub for lists of files, one a revision. Weights that are on this machine are hashed and read once: the
-    result is kept in `memory`, the series' own folder if it has one. Checkpoints named in `without` are not looked at.
+    The Hub is asked for one file list per revision. Weights on this machine are hashed and read once, and the result
+    is cached in `memory`, or in the series' own folder if it has one.
+
+    Args:
+        series: the series; its `steps` choose the checkpoints.
+        without: names of checkpoints to skip.
+        memory: the cache of hashes and fingerprints; None: the series' own.
 
     Raises:
-        InputError: a series that is not there, or cannot be had.
+        InputError: the series does not exist or cannot be listed.
     """
     chosen = [one for one in series.checkpoints if one.name not in without]
     listed = Listed.read(series, chosen)
@@ -124,7 +131,7 @@ def audit(
 
 
 def _prints(steps: Sequence[Checkpoint], memory: Memory | None) -> tuple[dict[str, Fingerprint], list[Finding]]:
-    """Return what the weights on this machine look like, and a finding for each checkpoint that cannot be read."""
+    """Return fingerprints of the weights on this machine, and a finding for each checkpoint that cannot be read."""
     prints: dict[str, Fingerprint] = {}
     damaged: list[Finding] = []
     for one in steps:
@@ -143,16 +150,16 @@ def _prints(steps: Sequence[Checkpoint], memory: Memory | None) -> tuple[dict[st
 
 
 def read_weights(checkpoint: Checkpoint, memory: Memory) -> None:
-    """Read the weights of a checkpoint that is on this machine now, for the next audit."""
+    """Read the weights of a downloaded checkpoint and cache its fingerprint for the next audit."""
     _prints([checkpoint], memory)
 
 
 def _findings_of_values(
     listed: Listed, steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], findings: Sequence[Finding]
 ) -> list[Finding]:
-    """What equal hashes and the values of the weights show.
+    """Return the findings of the rules on equal hashes and on the values of weights.
 
-    Steps that are suspect for another reason are left out before the path of the rest is judged.
+    Steps that are already suspect are left out of the path of weights.
     """
     odd = _names(each for each in findings if each.kind == "other tensors" and not each.note)
     read = [one for one in steps if one.name in prints and one.name not in odd and prints[one.name].tensors]
@@ -176,7 +183,7 @@ def _names(findings: Iterable[Finding]) -> frozenset[str]:
 
 
 def broken(listed: Listed) -> Iterator[Finding]:
-    """Checkpoints that cannot be loaded."""
+    """Find checkpoints that cannot be loaded."""
     lists = {one.name: one.source.files for one in listed.chosen}
     unconfigured = [one for one in listed.chosen if CONFIG not in lists[one.name]]
     adapters = [one for one in unconfigured if ADAPTER in lists[one.name]]
@@ -191,7 +198,7 @@ def broken(listed: Listed) -> Iterator[Finding]:
 
 
 def shared_shards(listed: Listed) -> Iterator[Finding]:
-    """Single files that two steps share while the rest of them differs."""
+    """Find weight files that two steps share while their other weight files differ."""
     last = listed.listing.last
     shards: dict[tuple[str, ...], list[str]] = {}  # by the checkpoints that share them
     holders: dict[str, dict[str, str]] = {}  # hash -> checkpoint -> file
@@ -209,7 +216,7 @@ def shared_shards(listed: Listed) -> Iterator[Finding]:
 
 
 def main_differs(listed: Listed) -> Iterator[Finding]:
-    """A `main` that is not the last step."""
+    """Find a `main` branch with other weights than the last step."""
     last, main, is_said = listed.listing.last, listed.listing.main, listed.listing.main_is_last
     if last and main and is_said is not False and listed.equal(last.name, main.name) is False:
         what = "although it is said to be the same" if is_said else "which it need not share"
@@ -217,7 +224,7 @@ def main_differs(listed: Listed) -> Iterator[Finding]:
 
 
 def gaps(listed: Listed) -> Iterator[Finding]:
-    """Steps that belong to the series, or to an even spacing, and are missing."""
+    """Find missing steps: those the manifest or run.json expects, or else those of an even spacing."""
     if listed.series.steps != ALL:
         return
     steps = sorted(one.step for one in listed.listing.checkpoints if one.step is not None)
@@ -232,7 +239,7 @@ def gaps(listed: Listed) -> Iterator[Finding]:
 
 
 def _holes(steps: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """What is missing where one distance is a multiple of both its neighbours, which are equal."""
+    """Yield the steps missing from a spacing that is a multiple of the spacing before and after it."""
     widths = [after - before for before, after in itertools.pairwise(steps)]
     for index in range(1, len(widths) - 1):
         width = widths[index - 1]
@@ -241,7 +248,7 @@ def _holes(steps: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def reported(listed: Listed) -> Iterator[Finding]:
-    """Steps that the manifest calls wrong."""
+    """Find steps that the manifest reports as wrong."""
     for step, why in listed.listing.suspect.items():
         yield from (finding("reported", why, [one]) for one in listed.chosen if one.step == step)
 
@@ -249,12 +256,12 @@ def reported(listed: Listed) -> Iterator[Finding]:
 LIST_RULES = (broken, shared_shards, main_differs, gaps, reported)
 
 
-# Fields of config.json that change no number: where it was saved, by what, in which precision, how to train on.
+# Fields of config.json that do not change the model's function: file names, versions, precision, training options.
 _NO_EFFECT = {
     *("transformers_version", "dtype", "torch_dtype", "use_cache", "gradient_checkpointing", "architectures"),
     *("name_or_path", "tokenizer_file", "special_tokens_map_file"),
 }
-# Fields of tokenizer_config.json that decide which tokens a text has.
+# Fields of tokenizer_config.json that decide how a text is split into tokens.
 _TOKENIZING = {
     *(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "cls", "add_bos", "add_eos")),
     *("add_prefix_space", "do_lower_case", "model_max_length"),
@@ -262,17 +269,17 @@ _TOKENIZING = {
 _SIZE = 0.01  # relative: headers differ by some bytes, precisions by a factor of 2
 
 
-Content = frozenset[tuple[str, Any]]  # names and what they are
+Content = frozenset[tuple[str, Any]]  # (name, value) pairs
 
 
 def differing(
     kind: str, contents: Sequence[tuple[Checkpoint, Content]], *, first_may_differ: bool = False
 ) -> Iterator[Finding]:
-    """Checkpoints without the usual content.
+    """Find checkpoints whose content differs from the most frequent one.
 
-    What changes once and stays for two steps or more, to the end or from the beginning, is how a training may go on
-    (a longer context, say): a note. What changes and comes back is an error, and so is a single last step. Where as
-    many steps have another content, as of two, the usual one is not known.
+    A change that lasts to the end, or holds from the beginning, for two steps or more is a note: trainings do that,
+    for example for a longer context. A change that is undone later, or only at the last step, is a fault. If two
+    contents are equally frequent, the checkpoints of both are suspect.
     """
     counts = Counter(content for _, content in contents)
     most = max(counts.values(), default=0)
@@ -306,7 +313,7 @@ def _differences(content: Content, usual: Content) -> str:
 def changes(
     chosen: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], damaged: Collection[str]
 ) -> Iterator[Finding]:
-    """What should stay the same along a training; the sizes of `damaged` files are no measure for others."""
+    """Find steps that differ in what a training should not change; `damaged` ones are left out of the sizes."""
     read = [(one, prints[one.name]) for one in chosen if one.name in prints]
     yield from other_config(chosen)
     yield from other_tokenizer(chosen)
@@ -314,14 +321,14 @@ def changes(
     shapes = [(one, frozenset((name, facts.shape) for name, facts in each.tensors.items())) for one, each in read]
     yield from differing("other tensors", shapes)
     precisions = [(one, frozenset({("precision", each.precision)})) for one, each in read]
-    yield from differing("other precision", precisions, first_may_differ=True)  # of a model that training began with
+    yield from differing("other precision", precisions, first_may_differ=True)  # training may start from another model
     whole = [one for one in chosen if one.name not in damaged]
     if len(read) < len(whole):
         yield from other_size(whole)
 
 
 def other_config(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
-    """Steps whose config.json makes another function of the weights."""
+    """Find steps whose config.json defines another model."""
     yield from _other_content("other config", chosen, CONFIG, _config)
 
 
@@ -334,7 +341,7 @@ def _config(text: str) -> Content:
 
 
 def other_tokenizer(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
-    """Steps whose tokenizer does something else to text; one that is saved anew and does the same is the same."""
+    """Find steps whose tokenizer splits text in another way; the files may differ if the tokens do not."""
     yield from _other_content("other tokenizer", chosen, TOKENIZER, _tokenizer)
     yield from _other_content("other tokenizer", chosen, TOKENIZER_CONFIG, _settings)
 
@@ -344,7 +351,7 @@ def _tokenizer(text: str) -> Content:
 
 
 def _settings(text: str) -> Content:
-    """The settings that decide which tokens a text has: a token with its options is that token, null is not named."""
+    """Return the settings that decide the tokens of a text; options of special tokens and null values are dropped."""
     settings = json.loads(text)
     chosen = {name: settings[name] for name in _TOKENIZING & settings.keys() if settings[name] is not None}
     return frozenset(
@@ -355,7 +362,7 @@ def _settings(text: str) -> Content:
 def _other_content(
     kind: str, chosen: Sequence[Checkpoint], name: str, parsed: Callable[[str], Content]
 ) -> Iterator[Finding]:
-    """Steps whose file says something else; the files are read only where their listed hashes differ."""
+    """Find steps whose file has another content; files are read only if their listed hashes differ."""
     listed = [(one, one.source.files[name].hash) for one in chosen if name in one.source.files]
     read: dict[str, Content | None] = {}
     for one, hash_ in listed if len({hash_ for _, hash_ in listed}) > 1 else ():
@@ -364,7 +371,7 @@ def _other_content(
                 read[hash_] = parsed(one.source.read(name).decode("utf-8", errors="replace"))
             except Exception:  # tokenizers raises bare Exception
                 read[hash_] = None
-    if all(content is None for content in read.values()):  # tokenizers of a library newer than this one's
+    if all(content is None for content in read.values()):  # a newer library wrote them: compare their hashes
         read = {hash_: frozenset({(f"hash of {name}", hash_)}) for hash_ in read}
     pairs = [(one, read[hash_]) for one, hash_ in listed if read]
     yield from (finding("damaged", f"its {name} is damaged", [one]) for one, content in pairs if content is None)
@@ -372,7 +379,7 @@ def _other_content(
 
 
 def other_size(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
-    """Steps whose weight files are longer or shorter together, where these are not read."""
+    """Find steps whose weight files have another total size; used for weights that are not on this machine."""
     loaded = [(one, *next(iter(by_format.items()))) for one in chosen if (by_format := formats(one.source.files))]
     usual = Counter(kind for _, kind, _ in loaded).most_common(1)
     sizes = [(one, sum(file.size for file in files.values())) for one, kind, files in loaded if kind == usual[0][0]]
@@ -383,7 +390,7 @@ def other_size(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
 
 
 def mislabelled_steps(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
-    """Steps that say of themselves that they are another one; where most do, another count is meant."""
+    """Find steps whose own record names another step; a shift that most steps share is another way to count."""
     recorded = [(one, one.step, one.source.recorded_step()) for one in chosen]
     shifts = [(one, said - step) for one, step, said in recorded if said is not None and step is not None]
     usual = Counter(shift for _, shift in shifts).most_common(1)
@@ -395,14 +402,14 @@ def mislabelled_steps(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
 
 
 class SeriesMeasurements:
-    """The measurements of a series' checkpoints in a root, and the verdicts that stand in them."""
+    """The measurements of a series in one run folder, with the verdicts that they record."""
 
     def __init__(self, root: Path) -> None:
         self.run = run_facts(root).get("run") or root.resolve().name  # the folder may have been renamed since
         self.store = Store(root / "measurements.jsonl", lineage=lineage_in(root))
 
     def run_of(self, checkpoint: Checkpoint) -> str:
-        """The root's name; models without steps are a run each, unless one is measured alone and bears no name."""
+        """Return the run that the checkpoint's measurements belong to: the root's, or its own for a model of a set."""
         if checkpoint.run is not None:
             return checkpoint.run
         return checkpoint.name if checkpoint.step is None and checkpoint.has_series else self.run
@@ -410,18 +417,18 @@ class SeriesMeasurements:
     def refuse_another(
         self, checkpoints: Sequence[Checkpoint], weights: Callable[[Checkpoint], tuple[str, Any]]
     ) -> None:
-        """Refuse to make one curve of two series, or to put a model in another's place.
+        """Refuse checkpoints of another model than the root's measurements, which would be mixed with or replaced.
 
         Raises:
-            InputError: where the root holds measurements of another one, as far as they say of which they are.
+            InputError: the root holds measurements of another series or model.
         """
         for run in dict.fromkeys(map(self.run_of, checkpoints)):
             self._refuse_another_model(run, [one for one in checkpoints if self.run_of(one) == run], weights)
 
     def verdict(self, checkpoint: Checkpoint, today: str, *, whole: bool) -> str:
-        """Return today's verdict, or that of an earlier audit that found these files suspect.
+        """Return today's verdict, or that of an earlier audit that found the same files suspect.
 
-        Only an audit of all weights takes a suspicion back.
+        Only an audit of all weights (`whole`) overrides an earlier suspicion.
         """
         if is_suspect(today) or (whole and "(level: listing)" not in today):
             return today
@@ -429,13 +436,13 @@ class SeriesMeasurements:
         return next(earlier, today)
 
     def correct_verdicts(self, checkpoint: Checkpoint, verdict: str) -> None:
-        """Write again, with this verdict, the measurements of these files that another one would let pass or hide."""
+        """Write the measurements of these files again if their verdict changes between suspect and not suspect."""
         for m in self._current(checkpoint):
             if records.is_suspect(m) != is_suspect(verdict):
                 self.store.add(replace(m, provenance={**m.provenance, "audit": verdict}))
 
     def _current(self, checkpoint: Checkpoint) -> list[Measurement]:
-        """What was measured on the files that the checkpoint has now; training does not say on which."""
+        """Return measurements of the checkpoint's current files; those made during training do not record files."""
         run, files = self.run_of(checkpoint), checkpoint.source.weights()
         of_step = (m for m in self.store if (m.run, m.step) == (run, checkpoint.step))
         return [m for m in of_step if m.provenance.get("weight_files") in (None, files)]
@@ -443,12 +450,11 @@ class SeriesMeasurements:
     def _refuse_another_model(
         self, run: str, checkpoints: Sequence[Checkpoint], weights: Callable[[Checkpoint], tuple[str, Any]]
     ) -> None:
-        """Refuse numbers of a second model under the name of one run, where they would replace or go on with the
-        first's.
+        """Refuse numbers of a second model in the run of a first one.
 
-        A model is its repository or folder, that of all its steps; with equal weights it is the same one, also where
-        it was moved, a series under its name. Measurements that do not say where they come from are of the run that
-        was trained in the root, if one was.
+        A model is identified by its repository, or by the folder of its steps. A moved model is recognised by equal
+        weights; a moved series must also have kept its name. Measurements without an origin belong to the training
+        in the root, if there was one.
         """
         root = self.store.path.parent
         home, step, here = _real(root), checkpoints[0].step, checkpoints[0].origin()
@@ -460,7 +466,7 @@ class SeriesMeasurements:
         if origin == home or not others:
             return
         there = next(iter(others.values()))[1]
-        # Step 0 shows nothing: many trainings begin with the same weights.
+        # Step 0 is no evidence: many trainings begin with the same weights.
         common = next((one for one in reversed(checkpoints) if one.step != 0 and one.step in others), None)
         if common is not None and (common.step is None or os.path.basename(there) == os.path.basename(origin)):
             name, value = weights(common)
@@ -471,7 +477,7 @@ class SeriesMeasurements:
 
 
 def _model_of(source: Mapping[str, Any], step: int | None) -> str | None:
-    """The repository, with its revision where that is no step, or the folder of a model; None where nothing is said."""
+    """Return a model's repository (with a revision that is no step) or folder; None if no origin is recorded."""
     checkpoint = source.get("checkpoint")
     if checkpoint is None:
         return None
@@ -483,7 +489,7 @@ def _model_of(source: Mapping[str, Any], step: int | None) -> str | None:
 
 
 def _real(folder: str | Path) -> str:
-    """Where a folder really is, however it is named."""
+    """Return the folder's path without links."""
     return os.path.realpath(folder)
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint that can be loaded, and a series of them in step order: their names, and which steps are chosen."""
+"""Checkpoints, series of checkpoints in step order, names of steps, and the choice of steps."""
 
 import functools
 import json
@@ -18,7 +18,7 @@ from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import MANY, Range, refuse_outside
 from lit_layers.series.checkpoint_sources import Memory, Source
 
-if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and what only lists files needs none of it
+if TYPE_CHECKING:  # torch is imported inside functions: it takes seconds, and listing files does not need it
     import torch
     from torch import nn
 
@@ -27,24 +27,24 @@ if TYPE_CHECKING:  # inside functions, torch: it takes seconds to import, and wh
 
 PATTERNS = {
     "step": r"step[-_]?(?P<step>\d+)",
-    "stages": r"(stage1-)?step(?P<step>\d+)(-tokens(?P<billions>\d+[BT]))?",  # later ones count from 0 again
-    "continued": r"stage\d+-step-(?P<step>\d+)",  # through all stages
+    "stages": r"(stage1-)?step(?P<step>\d+)(-tokens(?P<billions>\d+[BT]))?",  # later stages count from 0 again
+    "continued": r"stage\d+-step-(?P<step>\d+)",  # steps count on through all stages
     "checkpoint": r"(checkpoint|ckpt|iter|global_step)[-_]?(?P<step>\d+)",
 }
 
 
 @dataclass(frozen=True)
 class StepName:
-    """A name that was understood. `billions` of tokens are rounded by whoever named the branch."""
+    """The step that a name stands for, and the billions of tokens it mentions, which its author rounded."""
 
     name: str
     step: int
     billions: int | None = None
 
     def tokens(self, tokens_per_step: int | None, first: int = 0, before: int = 0) -> int | None:
-        """Tokens seen at this step, of which `before` up to the step `first`.
+        """Return the tokens seen up to this step, if the run began at step `first` after `before` tokens.
 
-        From the name, good to a billion, only where a step's tokens are unknown.
+        The name's own count, which is rounded to a billion, is used only if the tokens per step are unknown.
         """
         if tokens_per_step is not None:
             return before + (self.step - first) * tokens_per_step
@@ -52,10 +52,12 @@ class StepName:
 
 
 class Grammar:
-    """How a series names its steps: a key of `PATTERNS`, or a template such as `iter_{step}`, where * is any text.
+    """The rule by which a series names its steps.
+
+    `spelling` is a key of `PATTERNS`, or a template such as `iter_{step}`, in which * matches any text.
 
     Raises:
-        InputError: for anything else.
+        InputError: `spelling` is neither.
     """
 
     def __init__(self, spelling: str) -> None:
@@ -71,7 +73,7 @@ class Grammar:
         self._pattern = re.compile(pattern)
 
     def parse(self, name: str) -> StepName | None:
-        """What a name says, or None where it is no step of this grammar."""
+        """Return the step that a name stands for; None if the name does not match."""
         match = self._pattern.fullmatch(name)
         if match is None:
             return None
@@ -80,12 +82,12 @@ class Grammar:
 
 
 def _number(text: str) -> int:
-    """210B are 210 billions, 15T are 15,000."""
+    """Return 210 for 210B and 15,000 for 15T."""
     return int(text.rstrip("BT")) * (1000 if text.endswith("T") else 1)
 
 
 def recognize(names: Collection[str]) -> Grammar | None:
-    """The known grammar that understands most of the names; None where none understands any."""
+    """Return the known grammar that matches most of the names; None if no grammar matches any."""
     grammars = [Grammar(spelling) for spelling in PATTERNS]
     counts = [sum(grammar.parse(name) is not None for name in names) for grammar in grammars]
     return grammars[counts.index(max(counts))] if any(counts) else None
@@ -95,13 +97,14 @@ ALL = "all"
 
 
 def choose(listed: Sequence[int], steps: Steps, where: str) -> list[int]:
-    """The steps that were asked for, in order.
+    """Return the chosen steps among those listed, in order.
 
-    `all`; a list; `{log_spaced: N}` for the first, the last and those nearest to N on a logarithmic axis; or a schedule
-    of training (`pythia`, `{every: 1000}`, ...), which takes what is there of it, and the last step.
+    `steps` is `all`, a list, `{log_spaced: N}` (the first, the last and the steps nearest to N points evenly spaced in
+    log(1 + step)), or a training schedule (`pythia`, `{every: 1000}`, ...), of which the listed steps and the last
+    step are taken.
 
     Raises:
-        InputError: a step that is not there, an unknown form, nothing left.
+        InputError: a step of a list is not there, or `steps` has another form.
     """
     if steps == ALL:
         return sorted(listed)
@@ -132,9 +135,9 @@ def _log_spaced(listed: list[int], count: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One state of one model. Nothing is read before `fetch` or `load`; `step` is None outside a series of steps.
+    """One state of one model. No file is read before `fetch` or `load`.
 
-    `step` is what the name says.
+    `step` comes from the name; it is None for a model outside a series of steps.
     """
 
     series: str
@@ -142,27 +145,27 @@ class Checkpoint:
     source: Source = field(repr=False)
     step: int | None = None
     tokens: int | None = None
-    has_series: bool = True  # one that stands alone bears the name of the folder of its results
-    run: str | None = None  # or this name, wherever its results are
+    has_series: bool = True  # False: a single model, whose results carry the name of their folder
+    run: str | None = None  # a run name that overrides both
 
     def fetch(self) -> Path:
-        """A local folder with the model, downloaded now if need be: for a second thread, ahead of time."""
+        """Return a local folder with the model, downloaded if necessary. Threads may call it."""
         return self.source.fetch()
 
     def load(self, *, dtype: "torch.dtype | None" = None, offload: "Offload | None" = None) -> "nn.Module":
-        """The model on the CPU in evaluation mode, float32 by default; no code of the checkpoint runs.
+        """Return the model on the CPU in evaluation mode, in float32 by default.
 
-        With `offload` its blocks stay on the disk.
+        No code of the checkpoint runs. With `offload` the blocks stay on the disk until they are used.
 
         Raises:
-            InputError: files that are missing or damaged, or a pickle that is more than tensors.
+            InputError: files are missing or damaged, or a pickle holds more than tensors.
         """
         import torch
 
         return self.source.load(self.fetch(), dtype or torch.float32, offload)
 
     def config(self) -> dict[str, Any]:
-        """What config.json says; nothing where it is damaged, which loading the model refuses."""
+        """Return the content of config.json; empty if it is damaged, which `load` refuses."""
         try:
             config = json.loads(self.source.read("config.json"))
         except (ValueError, LookupError, OSError):
@@ -170,29 +173,34 @@ class Checkpoint:
         return config if isinstance(config, dict) else {}
 
     def origin(self) -> dict[str, Any]:
-        """Where the weights come from, as provenance says it: series, repository, revision and commit."""
+        """Return where the weights come from, for provenance: series, repository, revision and commit."""
         about = self.source.describe()
         about["checkpoint"] = os.fspath(about["checkpoint"])
         return ({"series": self.series} if self.has_series else {}) | about
 
     def provenance(self) -> dict[str, Any]:
-        """Where the weights come from and what they are: its place, and the hash of every weight file."""
+        """Return the origin and, for a checkpoint of a series, the hash of every weight file."""
         if not self.has_series:
             return self.origin()
         return {**self.origin(), "weight_files": self.source.weights()}
 
     @property
     def label(self) -> str:
-        """What a sentence calls it: its step, or its name where it has none."""
+        """Name of the checkpoint in messages: `step N`, or its name if it has no step."""
         return self.name if self.step is None else f"step {self.step}"
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Everything that is there of a series, and what is known about what should be.
+    """The available checkpoints of a series, and what its manifest or run.json says about it.
 
-    `main` is what bears no step; `expected` are the steps that belong there; steps up to `warm_up` may hold the same
-    weights, because the first updates have a learning rate of 0. `suspect` says why steps are wrong that no hash shows.
+    Args:
+        checkpoints: all checkpoints, in step order.
+        main: the branch `main`, which has no step.
+        main_is_last: whether `main` should equal the last step; None: unknown.
+        expected: all steps of the series; None: unknown.
+        warm_up: steps up to this one may have equal weights, because the first learning rate may be 0.
+        suspect: reasons why steps are known to be wrong although their hashes do not show it.
     """
 
     checkpoints: tuple[Checkpoint, ...]
@@ -204,34 +212,34 @@ class Listing:
 
     @property
     def last(self) -> Checkpoint | None:
-        """The last step; None where there are no steps."""
+        """Checkpoint of the last step; None if the checkpoints have no steps."""
         return None if self.checkpoints[-1].step is None else self.checkpoints[-1]
 
 
 class Series(ABC):
-    """Checkpoints in step order. Cheap to construct: what is there is asked for on first use."""
+    """Checkpoints in step order. They are listed on first use, so that construction is cheap."""
 
     name: str
     steps: Steps = "all"
-    is_single = False  # one model, which there is nothing to audit against
-    untrained: int | None = None  # the seed of new weights in place of its own
-    memory: Memory | None = None  # what was read of its weights, where it lies in a folder of its own
+    is_single = False  # one model, which has no other checkpoints to be audited against
+    untrained: int | None = None  # seed of new weights that replace the model's own
+    memory: Memory | None = None  # cached fingerprints of weights, if the series has a folder on this machine
 
     @abstractmethod
     def find(self) -> Listing:
-        """What is there, whatever `steps` says."""
+        """List all available checkpoints, without regard to `steps`."""
 
     @functools.cached_property
     def listing(self) -> Listing:
-        """What is there, asked for once."""
+        """All available checkpoints, listed once."""
         return self.find()
 
     @functools.cached_property
     def checkpoints(self) -> tuple[Checkpoint, ...]:
-        """Those that `steps` chooses.
+        """Checkpoints that `steps` chooses.
 
         Raises:
-            InputError: a step that is not there.
+            InputError: a chosen step does not exist.
         """
         by_step = {one.step: one for one in self.listing.checkpoints if one.step is not None}
         if not by_step:
@@ -239,10 +247,10 @@ class Series(ABC):
         return tuple(by_step[step] for step in choose(list(by_step), self.steps, self.name))
 
     def tokenizer(self, checkpoint: Checkpoint) -> str | None:
-        """The tokenizer of one of its checkpoints as recipes name it; None where it has none.
+        """Return the tokenizer of a checkpoint as recipes name it; None if the checkpoint has none.
 
         Raises:
-            InputError: it cannot be had.
+            InputError: the tokenizer cannot be downloaded.
         """
         return checkpoint.source.tokenizer()
 
@@ -254,7 +262,7 @@ class Series(ABC):
 
 
 def ordered(names: Iterable[str], grammar: Grammar | None) -> list[StepName]:
-    """One name a step, in step order; of names of one step the longest."""
+    """Return the names that are steps, in step order; the longest name of each step."""
     parsed = (grammar.parse(name) for name in sorted(names, key=lambda name: (len(name), name)) if grammar is not None)
     by_step = {name.step: name for name in parsed if name is not None}
     return [by_step[step] for step in sorted(by_step)]
@@ -264,7 +272,7 @@ THREAD = "prefetch"
 
 
 class _Download(Future[Path]):
-    """A download by a daemon thread, which ends with the process: the thread of an executor would be waited for."""
+    """A download in a daemon thread, so that the process can end before it. An executor's thread would be joined."""
 
     def __init__(self, checkpoint: Checkpoint, after: Sequence[Future[Path]]) -> None:
         super().__init__()
@@ -274,18 +282,18 @@ class _Download(Future[Path]):
         wait(after)
         try:
             self.set_result(checkpoint.fetch())
-        except BaseException as error:  # raised where the result is asked for
+        except BaseException as error:  # `result` raises it
             self.set_exception(error)
 
     def result(self, timeout: float | None = None) -> Path:
-        """Wait a second at a time: a Ctrl-C just before a wait begins is only raised when that wait ends."""
+        """Wait in steps of a second: a Ctrl-C just before a wait begins is raised only when that wait ends."""
         while timeout is None and not self.done():
             wait([self], 1)
         return super().result(timeout)
 
 
 def prefetch(checkpoints: Sequence[Checkpoint]) -> Iterator[tuple[Checkpoint, "Future[Path]"]]:
-    """Yield each checkpoint and its download; the next download begins when this one is complete."""
+    """Yield each checkpoint with its download. The download of the next checkpoint starts when this one is complete."""
     ahead: list[Future[Path]] = []
     for number, checkpoint in enumerate(checkpoints):
         for each in checkpoints[number + len(ahead) : number + 2]:

@@ -1,6 +1,4 @@
-"""Where a checkpoint lies, a folder or one commit of a repository of the Hub; which of its files hold its weights; and
-what those look like: hashes, and one pass over the tensors.
-"""
+"""The files of a checkpoint in a folder or on the Hub, and the fingerprint of its weights: hashes and samples."""
 
 import contextlib
 import functools
@@ -38,7 +36,7 @@ STEMS: dict[Format, tuple[str, str]] = {"safetensors": ("model", ".safetensors")
 
 
 def formats(files: Mapping[str, ListedFile]) -> dict[Format, dict[str, ListedFile]]:
-    """The weight files of each format that the checkpoint has, safetensors (what is loaded) first."""
+    """Return the weight files by format; safetensors, the format that is loaded, comes first."""
     by_format: dict[Format, dict[str, ListedFile]] = {}
     for kind, (stem, suffix) in STEMS.items():
         name = re.compile(rf"{stem}(-\d+-of-\d+)?{re.escape(suffix)}")
@@ -47,15 +45,15 @@ def formats(files: Mapping[str, ListedFile]) -> dict[Format, dict[str, ListedFil
     return by_format
 
 
-NUM_SAMPLES = 2048  # values kept of each tensor: 500 tensors x 2048 x 4 B = 4 MB a checkpoint
+NUM_SAMPLES = 2048  # sampled values of each tensor: 500 tensors x 2048 x 4 B = 4 MB per checkpoint
 FOLDER = ".audit"
-_VERSION = 4
-_VALUES = 2**20  # at a time
+_VERSION = 4  # of the cached fingerprints; increase it when their content changes
+_VALUES = 2**20  # values read at a time
 
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """One tensor in numbers: `norm` of its finite values, and how many are not finite."""
+    """Facts on one tensor; `norm` is the Euclidean norm of its finite values, `num_broken` counts the others."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -68,14 +66,17 @@ class TensorFacts:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is large enough for what is said of it to be no chance."""
+        """Whether the tensor is a matrix with enough values for the audit's statistics."""
         return len(self.shape) >= 2 and self.count >= 128
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The tensors of one checkpoint. `digest` is the same for the same values in another file or another precision
-    that holds them; `samples` are the same values of each tensor at every checkpoint, all where there are few.
+    """Facts, digest and samples of one checkpoint's tensors.
+
+    `digest` hashes names, shapes and values in float32, so that it does not depend on file layout or on a precision
+    that holds the values exactly. `samples` has up to `NUM_SAMPLES` values per tensor, from the same positions at
+    every checkpoint.
     """
 
     tensors: Mapping[str, TensorFacts]
@@ -84,9 +85,9 @@ class Fingerprint:
 
     @property
     def precision(self) -> str:
-        """The coarsest precision that holds every sampled value of the matrices, or else the one they are stored in.
+        """Coarsest precision that holds every sampled value of the matrices, or else the stored data type.
 
-        A matrix of 8 bits has at most 256 values; with a scale for each row it is not recognized.
+        A matrix rounded to 8 bits has at most 256 different values. One with a scale per row is not recognised.
         """
         import torch
 
@@ -102,7 +103,7 @@ class Fingerprint:
 
 
 def fingerprint(tensors: Iterator[tuple[str, "Tensor"]]) -> Fingerprint:
-    """Read each tensor once, one at a time."""
+    """Return the fingerprint of these tensors, reading one at a time."""
     facts: dict[str, TensorFacts] = {}
     samples: dict[str, Tensor] = {}
     digests: dict[str, bytes] = {}
@@ -128,7 +129,10 @@ def _facts(tensor: "Tensor") -> tuple[TensorFacts, "Tensor", bytes]:
 
 
 def _sample_ids(count: int) -> "Tensor":
-    """The same places for every tensor of that many values: multiples of the golden ratio, in no step with any row."""
+    """Return up to `NUM_SAMPLES` positions among `count` values, the same at every call.
+
+    Multiples of the golden ratio spread evenly and do not align with the rows of any matrix.
+    """
     import torch
 
     if count <= NUM_SAMPLES:
@@ -141,17 +145,17 @@ _lock = threading.Lock()
 
 
 class Memory:
-    """Fingerprints, and hashes of files, that were made before, in a hidden folder beside the series.
+    """A cache of fingerprints and file hashes, in a hidden folder of the series.
 
-    They count as long as size, times and place of the files on the disk are the same, on the Hub their listed hashes.
-    Where nothing can be written, all is read again.
+    An entry is valid while size, times and inode of the files on disk, or the hashes that the Hub lists, are the same.
+    If the folder cannot be written, everything is read again at the next audit.
     """
 
     def __init__(self, root: Path) -> None:
         self.folder = root / FOLDER
 
     def hash_of(self, path: Path, compute: Callable[[], str], *, part: str = "") -> str:
-        """The hash of a file's content or a part of it, computed where the file is not the one of last time."""
+        """Return the cached hash of a file, or of a named `part` of it; compute it if the file has changed."""
         name, key = f"{path.parent.name}/{path.name} {part}", on_disk(path)
         saved = self._hashes.get(name)
         if saved is None or saved[0] != key:
@@ -169,7 +173,7 @@ class Memory:
             return {}
 
     def get(self, name: str, key: Any) -> Fingerprint | None:
-        """What is kept of a checkpoint, if `key` still says that it is the same."""
+        """Return the cached fingerprint of a checkpoint; None if there is none or `key` differs."""
         import torch
 
         try:
@@ -201,16 +205,16 @@ def _file(name: str) -> str:
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-_REQUESTS_AT_ONCE = 8  # the Hub allows some hundred a minute
+_REQUESTS_AT_ONCE = 8  # the Hub allows some hundred requests per minute
 
 
 def ask_all(ask: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """What is asked of each item, several at a time where it takes requests to the Hub; in their order."""
+    """Return `ask(item)` of each item in order, calling several at a time because `ask` waits for the Hub."""
     with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
         return list(pool.map(ask, items))
 
 
-MAIN = "main"  # the branch of a repository that is no step
+MAIN = "main"  # a branch that is not a step
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
 COMPANIONS = (".json", ".txt", ".model", ".tiktoken", ".jinja")  # config and tokenizer: data, never code
 _dropping = threading.Lock()
@@ -222,30 +226,30 @@ class Source(ABC):
     @property
     @abstractmethod
     def files(self) -> Mapping[str, ListedFile]:
-        """Names, sizes and hashes of the files at the top, without downloading any."""
+        """Names, sizes and hashes of the files at the top level, known without a download."""
 
     @abstractmethod
     def read(self, path: str) -> bytes:
-        """The content of a small file."""
+        """Return the content of a small file."""
 
     @abstractmethod
     def fetch(self) -> Path:
-        """A local folder with config, tokenizer and weights, downloaded now if need be."""
+        """Return a local folder with config, tokenizer and weights, downloaded if necessary."""
 
-    def drop(self) -> None:  # noqa: B027 - what lies on this machine stays
-        """Remove from this machine the weights that `fetch` downloaded; what was there before stays."""
+    def drop(self) -> None:  # noqa: B027 - local folders stay
+        """Delete the weights that `fetch` downloaded; files that existed before stay."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Where the checkpoint comes from, for provenance."""
+        """Return where the checkpoint comes from, for provenance."""
 
     @abstractmethod
     def tokenizer(self) -> str | None:
-        """The tokenizer as recipes name it; None where the checkpoint carries none."""
+        """Return the tokenizer as recipes name it; None if the checkpoint has none."""
 
     def load(self, folder: Path, dtype: "torch.dtype", offload: "Offload | None" = None) -> "nn.Module":
-        """The model in the folder that `fetch` gave, on the CPU in evaluation mode; no code of the checkpoint runs."""
-        from lit_layers.models.saved import load  # torch, which names and steps do not need
+        """Return the model in a fetched folder, on the CPU in evaluation mode; no code of the checkpoint runs."""
+        from lit_layers.models.saved import load  # imports torch
 
         return load(folder, dtype=dtype, offload=offload)
 
@@ -255,32 +259,32 @@ class Source(ABC):
         return True
 
     def identity(self) -> Any:
-        """What changes when the weights are others, without reading them: the listed hashes."""
+        """Return a value that changes with the weights, without reading them: their listed hashes."""
         return self.weights()
 
     def tensors(self) -> Iterator[tuple[str, "Tensor"]]:
-        """The tensors of the weight files, one at a time, mapped: a value is read when it is touched.
+        """Yield the names and tensors of the weight files, memory-mapped: values are read on first access.
 
         Raises:
-            InputError: a file that is damaged, a pickle that is more than tensors.
+            InputError: a file is damaged, or a pickle holds more than tensors.
         """
         folder = self.fetch()
         for path in sorted(self.weights()):
             yield from tensors_in(folder / path)
 
     def recorded_step(self) -> int | None:
-        """The optimizer step that the checkpoint itself says it is of, where it does."""
+        """Return the optimizer step that the checkpoint records in its files; None if it records none."""
         return None
 
     def weights(self) -> dict[str, str]:
-        """The hash of every weight file that is loaded: safetensors, or else the pickle."""
+        """Return the hash of every weight file that would be loaded: safetensors if there are any, else pickles."""
         loaded = next(iter(formats(self.files).values()), {})
         return {path: file.hash for path, file in loaded.items()}
 
 
 @dataclass(frozen=True)
 class FolderSource(Source):
-    """A folder with config.json and weights; `memory` keeps the hashes of its files."""
+    """A folder with config.json and weights; `memory` caches the hashes of its files."""
 
     folder: Path
     memory: Memory | None = field(default=None, compare=False, repr=False)
@@ -320,7 +324,7 @@ class HubSource(Source):
     repo: str
     revision: str
     commit: str
-    reason: str | None = None  # it cannot be had
+    reason: str | None = None  # why the repository cannot be used
     _downloaded: list[Path] = field(default_factory=list, compare=False, repr=False)
 
     @functools.cached_property
@@ -372,7 +376,7 @@ class HubSource(Source):
 
 
 def companions(folder: Path, memory: Memory | None = None, *, weights: bool = False) -> dict[str, ListedFile]:
-    """Config and tokenizer of a folder, and with `weights` these, too; what else lies there is not hashed."""
+    """List config and tokenizer files of a folder, and weight files if `weights` is set; hash only these."""
     names = tuple(stem for stem, _ in STEMS.values())
     listed: dict[str, ListedFile] = {}
     for path in sorted(each for each in folder.iterdir() if each.is_file()):
@@ -384,10 +388,12 @@ def companions(folder: Path, memory: Memory | None = None, *, weights: bool = Fa
 
 
 def tensors_in(path: Path) -> Iterator[tuple[str, "Tensor"]]:
-    """The tensors of one file, mapped anew for each, so that what was read of one leaves memory with it.
+    """Yield the names and tensors of one weight file, memory-mapped.
+
+    A safetensors file is opened again for each tensor, so that pages read for one tensor are freed with it.
 
     Raises:
-        InputError: it is damaged, or a pickle that is more than tensors.
+        InputError: the file is damaged, or a pickle holds more than tensors.
     """
     import torch
     from safetensors import SafetensorError, safe_open
@@ -409,11 +415,12 @@ def tensors_in(path: Path) -> Iterator[tuple[str, "Tensor"]]:
 
 
 class ModelFiles(Source):
-    """One model: a folder with config.json and weights, or a repository of the Hub whose files are downloaded when they
-    are read. With `untrained` its weights are new, of that seed.
+    """The files of one model: a folder, or a repository of the Hub whose files are downloaded on first use.
+
+    With `untrained` the weights are newly initialised with that seed.
 
     Raises:
-        InputError: no such model.
+        InputError: there is no such model.
     """
 
     def __init__(self, model: str | Path, *, revision: str | None = None, untrained: int | None = None) -> None:
@@ -436,13 +443,13 @@ class ModelFiles(Source):
 
     @property
     def files(self) -> Mapping[str, ListedFile]:
-        return {}  # nothing compares them with others
+        return {}  # one model is not audited
 
     def path_of(self, file: str) -> Path:
         """Return the local path of a file of the model, downloaded if the model is the Hub's.
 
         Raises:
-            InputError: it cannot be had; the cause is a FileNotFoundError where the model has no such file.
+            InputError: the file is not available; caused by a FileNotFoundError if the model has no such file.
         """
         if not self.local:
             at = f" at revision {self.revision}" if self.revision else ""
@@ -453,7 +460,7 @@ class ModelFiles(Source):
         return path
 
     def has(self, file: str) -> bool:
-        """Return whether the model has a file, which is downloaded."""
+        """Return whether the model has a file; a file of the Hub is downloaded."""
         try:
             return self.path_of(file).is_file()
         except InputError as error:
@@ -478,7 +485,7 @@ class ModelFiles(Source):
         return self.location if self.revision is None else f"{self.model}@{self.commit}"
 
     def load(self, folder: Path, dtype: "torch.dtype", offload: "Offload | None" = None) -> "nn.Module":
-        from lit_layers.models.pixels import PREPROCESSOR  # torch, which names and steps do not need
+        from lit_layers.models.pixels import PREPROCESSOR  # imports torch
         from lit_layers.models.saved import initialise, load
 
         if self.untrained is None:
@@ -488,6 +495,6 @@ class ModelFiles(Source):
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether a name may be one of the Hub: checkpoints/first is none if checkpoints is a folder here."""
+    """Return whether a name can be a repository of the Hub; `a/b` cannot if there is a local folder `a`."""
     is_spelled_so = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) is not None
     return is_spelled_so and not ("/" in name and Path(name).parent.is_dir())

@@ -29,7 +29,7 @@ _NO_CHECKPOINTS = {"resume", "values", "wandb"}
 
 
 class _LocalSeries(Series):
-    """Checkpoints in a folder, which also keeps what was read of them."""
+    """Checkpoints in a folder, which also holds the cache of their fingerprints."""
 
     def __init__(self, root: str | Path, steps: Steps, tokens_per_step: int | None) -> None:
         self.root, self.steps, self.tokens_per_step = Path(root), steps, tokens_per_step
@@ -37,7 +37,7 @@ class _LocalSeries(Series):
         self.memory: Memory = Memory(self.root)
 
     def _checkpoint(self, name: StepName, source: Source, run: Mapping[str, Any]) -> Checkpoint:
-        """Return a checkpoint whose tokens count on from those of the one that its run began with."""
+        """Return a checkpoint; its token count includes the tokens seen before its run began."""
         first, before = _beginning(run)
         per_step = self.tokens_per_step or run.get("tokens_per_step")
         tokens = None if before is None else name.tokens(per_step, first, before)
@@ -45,15 +45,15 @@ class _LocalSeries(Series):
 
 
 class StepFolders(_LocalSeries):
-    """The folders of a run that are steps: ours (step-000001000) and others, such as checkpoint-500 or iter_0500.
+    """A run folder with one folder per step: step-000001000 as we write it, checkpoint-500, iter_0500 and others.
 
-    Tokens per step and the schedule are read from the run's own run.json where there is one.
+    Tokens per step and the schedule are read from run.json, if the run has one.
 
     Args:
-        root: the folder that holds them.
+        root: the run folder.
         steps: all, a list, {log_spaced: N}, or a schedule as in training.
-        grammar: how folders are named; auto finds out.
-        tokens_per_step: where run.json does not say it.
+        grammar: how the folders are named; auto recognises the known grammars.
+        tokens_per_step: tokens per optimizer step, if there is no run.json.
     """
 
     def __init__(
@@ -88,23 +88,23 @@ class StepFolders(_LocalSeries):
 
 
 def _beginning(run: Mapping[str, Any]) -> tuple[int, int | None]:
-    """The step and tokens that a run began with: not zero where it began with another run's checkpoint."""
+    """Return the step and tokens at which a run began; not zero if it started from another run's checkpoint."""
     beginning = run.get("origin") or {}
     return beginning.get("step", 0), beginning.get("tokens", 0)
 
 
-# What torch.compile, DDP and FSDP put into the names of the tensors of what they wrap.
+# Parts that torch.compile, DDP and FSDP insert into the names of the tensors of a wrapped module.
 _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-_COUNTED = "n_averaged"  # a tensor that torch's AveragedModel has beside those of what it wraps
+_COUNTED = "n_averaged"  # a counter that torch's AveragedModel adds to the tensors of the model
 
 
 class NetworkTensors:
-    """The tensors of the network that a folder's config.json describes; `rows` is its vocabulary."""
+    """Names and shapes of the tensors of the network in a folder's config.json; `rows` is its vocabulary size."""
 
     def __init__(self, folder: Path) -> None:
         import torch
 
-        from lit_layers.models.saved import outline  # torch, which names and steps do not need
+        from lit_layers.models.saved import outline  # imports torch
 
         network = outline(ModelFiles(folder).config, str(folder), torch.float32)
         self.folder, self.kind = folder, type(network).__name__
@@ -112,10 +112,10 @@ class NetworkTensors:
         self.rows: int | None = getattr(getattr(network, "config", None), "vocab_size", None)
 
     def fitted(self, path: Path, prefix: str) -> dict[str, "Tensor"]:
-        """The tensors of a file below a prefix as the network has them, without the padding rows of its vocabulary.
+        """Return the network's tensors from a file, without prefix and without padding rows of the vocabulary.
 
         Raises:
-            InputError: one that is missing, too many or of another shape.
+            InputError: a tensor is missing, unknown or of another shape.
         """
         state = states_in(path)
         own = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
@@ -123,7 +123,7 @@ class NetworkTensors:
             if name in own and shape and shape[0] == self.rows:
                 own[name] = own[name][: shape[0]]
         shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-        names = self.shapes.keys() | (shapes.keys() if prefix else set())  # at the top other submodules stand beside
+        names = self.shapes.keys() | (shapes.keys() if prefix else set())  # at the top level others may have tensors
         wrong = sorted(name for name in names if shapes.get(name) != self.shapes.get(name))
         if wrong:
             raise InputError(
@@ -133,10 +133,10 @@ class NetworkTensors:
         return {name: own[name] for name in self.shapes}
 
     def prefix_in(self, path: Path, model: str | None) -> str:
-        """Return the prefix of the network's tensors: of the submodule `model`, or of the only one that holds it.
+        """Return the prefix of the network's tensors: of the submodule `model`, or of the only one that fits.
 
         Raises:
-            InputError: none, or several that hold different tensors.
+            InputError: no submodule fits, or several fit and hold different tensors.
         """
         state, longest = states_in(path), max(self.shapes, key=len)
         found = [name.removesuffix(longest) for name in state if f".{name}".endswith(f".{longest}")]
@@ -159,7 +159,7 @@ class NetworkTensors:
 
 
 def states_in(path: Path) -> dict[str, "Tensor"]:
-    """The tensors of the networks in a file by their names without what wrappers put there."""
+    """Return the tensors of a Lightning checkpoint, with the parts that wrappers insert removed from their names."""
     state = read_lightning(path)["state_dict"]
     return {_plain(name): tensor for name, tensor in state.items() if name.rpartition(".")[2] != _COUNTED}
 
@@ -173,20 +173,21 @@ def _quoted(prefix: str) -> str:
 
 
 WEIGHTS, SUBMODULE = "model.safetensors", "submodule"
-DESCRIBED = "network"  # entry of a checkpoint of our modules: what config.json would say of the network
+DESCRIBED = "network"  # entry of a checkpoint of our modules that holds the content of config.json
 
 
 class LightningCheckpoints(_LocalSeries):
-    """The `.ckpt` files below a folder, in the order of the optimizer steps that they record: of any Lightning project
-    whose module holds a network of a known family, under whatever name.
+    """The `.ckpt` files of a Lightning project, in the order of the optimizer steps that they record.
+
+    The project's module may hold the network, of a known family, under any name.
 
     Args:
-        root: a folder; those below it are searched, too. Or one file.
-        config: a folder with the model's config.json, such as one of the run's own steps. Without it the first step
-            folder in `root`, or beside it, is taken.
+        root: a folder, which is searched with its subfolders, or one file.
+        config: a folder with the model's config.json. None: `root`, or the first step folder in `root` or in its
+            parent.
         steps: all, a list, {log_spaced: N}, or a schedule as in training.
-        tokens_per_step: where it is known.
-        model: name of the submodule that is the network; None: the only one that holds the tensors of config.json.
+        tokens_per_step: tokens per optimizer step, if known.
+        model: name of the submodule that is the network; None: the only one with the tensors of config.json.
     """
 
     def __init__(
@@ -214,7 +215,7 @@ class LightningCheckpoints(_LocalSeries):
         for path in paths:
             by_step.setdefault(read_lightning(path)["global_step"], path)
         prefix = ""
-        for step in sorted({min(by_step), max(by_step)}):  # a mean of the weights begins as their copy
+        for step in sorted({min(by_step), max(by_step)}):  # an average of the weights equals them at the first step
             prefix = expected.prefix_in(by_step[step], self.model)
         return Listing(
             tuple(
@@ -250,7 +251,7 @@ class LightningSource(FolderSource):
 
     @functools.cached_property
     def files(self) -> Mapping[str, ListedFile]:
-        """Files as a folder would hold them; the hash of the weights leaves the optimizer out, so that copies show."""
+        """The files as a folder would hold them. The weights' hash leaves out the optimizer, to find copies."""
         size = sum(tensor.numel() * tensor.element_size() for tensor in self._state().values())
         digest = self.memory.hash_of(self.path, self._hash, part=self.prefix)
         return {**companions(self.folder), WEIGHTS: ListedFile(WEIGHTS, size, digest)}
@@ -295,7 +296,11 @@ def _written(described: str) -> Scratch:
 
 
 def read_lightning(path: Path) -> dict[str, Any]:
-    """A checkpoint, mapped: of the tensors only what is touched is read."""
+    """Return the content of a Lightning checkpoint, memory-mapped: values are read on first access.
+
+    Raises:
+        InputError: the file is no Lightning checkpoint, cannot be read, or would run code.
+    """
     import torch
 
     try:

@@ -1,4 +1,4 @@
-"""Models and series by their names: of folders, of the Hub and its manifests, one model, several beside each other."""
+"""Open series and models by name: folders, repositories of the Hub, manifests, single models and sets of models."""
 
 import fnmatch
 import functools
@@ -28,11 +28,18 @@ FOLDER = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
 @dataclass(frozen=True)
 @with_config(schema.STRICT)
 class Facts:
-    """What a manifest says of the repositories of these names; None is unknown.
+    """One entry of a manifest: facts on the repositories whose names match. None means unknown.
 
-    A list of grammars has one for each training whose branches a repository holds. `repositories` is the name of the
-    repository of each step, where a step is a repository, with `{repo}` and `{step}` or `{thousands}` of steps.
-    `suspect` says why steps are wrong that no hash shows.
+    Args:
+        names: name patterns of the repositories.
+        grammar: how branches are named; a list has one grammar for each training in the repository.
+        repositories: name of each step's repository, if every step is a repository, with `{repo}` and `{step}` or
+            `{thousands}` of steps.
+        ranges: (first, last, interval) of the expected steps.
+        tokens_per_step: tokens per optimizer step.
+        main_is_last: whether `main` equals the last step.
+        warm_up: steps up to this one may have equal weights.
+        suspect: reasons why steps are known to be wrong although their hashes do not show it.
     """
 
     names: str | list[str]
@@ -45,7 +52,7 @@ class Facts:
     suspect: dict[Step, str] = field(default_factory=dict)
 
     def expected(self) -> tuple[int, ...] | None:
-        """The steps that belong to the series, where they are known."""
+        """Return the steps that belong to the series; None if they are unknown."""
         steps = {step for first, last, by in self.ranges for step in range(first, last + 1, by)}
         return tuple(sorted(steps)) or None
 
@@ -56,25 +63,25 @@ class _Content(TypedDict):
 
 
 def entries_of(manifest: str | Path) -> list[Facts]:
-    """Return what a manifest says, an entry for each kind of repository.
+    """Return the entries of a manifest.
 
     Raises:
-        InputError: a file that is missing, no YAML, or holds unknown fields or wrong values.
+        InputError: the file is missing, is no YAML, or holds unknown fields or wrong values.
     """
     return schema.read_yaml(Path(manifest), _Content, "see checkpoints/pythia.yaml")["repositories"]
 
 
 def repositories_of(manifest: str | Path) -> list[str]:
-    """Return the repositories that a manifest names in full."""
+    """Return the repositories that a manifest names without wildcards."""
     names = (name for entry in entries_of(manifest) for name in _listed(entry.names))
     return list(dict.fromkeys(name for name in names if not re.search(r"[*?\[]", name)))
 
 
 def known_facts(repo: str, manifest: str | Path | None = None) -> Facts:
-    """Return what a manifest says of a repository, or one of those that come with the package; the first entry counts.
+    """Return the first matching entry on a repository in a manifest; None: in the manifests of the package.
 
     Raises:
-        InputError: a manifest that says nothing of it.
+        InputError: the named manifest has no entry on the repository.
     """
     for path in sorted(FOLDER.glob("*.yaml")) if manifest is None else [manifest]:
         for entry in entries_of(path):
@@ -93,18 +100,18 @@ _Step = tuple[StepName, Source]
 
 
 class HubRevisions(Series):
-    """The branches of a repository that are steps: Pythia, OLMo, CRFM and others. Listing them takes one request.
+    """A repository of the Hub whose branches are steps: Pythia, OLMo, CRFM and others.
 
-    Where a manifest says that each step is a repository (MultiBERTs), they are these, with a request each.
+    Listing the branches takes one request. If a manifest says that each step is a repository (MultiBERTs), listing
+    takes one request per step.
 
     Args:
         repo: ORGANIZATION/NAME.
         steps: all, a list, {log_spaced: N}, or a schedule as in training (pythia, {every: 1000}, ...).
-        grammar: how branches are named; auto finds out. Of a training in stages that count from 0 again it is the first
-            one; a template such as `stage2-ingredient1-step{step}-*` is another (OLMo), of which a manifest knows the
-            tokens per step.
-        manifest: a file with tokens per step and suspect steps; one of ours is used where it knows the repository.
-        name: what the series is called, where the branches hold several trainings.
+        grammar: how branches are named. auto recognises the known grammars; for a training in stages that count from 0
+            again it takes the first stage. A template such as `stage2-ingredient1-step{step}-*` takes another stage.
+        manifest: a file with tokens per step and suspect steps; None: the package's own, if one knows the repository.
+        name: name of the series, if the repository holds several trainings.
     """
 
     def __init__(
@@ -144,7 +151,7 @@ class HubRevisions(Series):
         """Return the steps and `main` of a repository whose branches are steps."""
         commits = hub.commits(self.repo)
         sources = {name: HubSource(hub, self.repo, name, commit) for name, commit in commits.items()}
-        main, first = sources.pop(MAIN, None), _listed(known or [])[:1]  # of several trainings the first
+        main, first = sources.pop(MAIN, None), _listed(known or [])[:1]  # the first of several trainings
         names = ordered(sources, self._grammar or (Grammar(*first) if first else recognize(sources)))
         if not names:
             some = f"{len(commits)} branches: {', '.join([*commits][:5])}"
@@ -152,7 +159,7 @@ class HubRevisions(Series):
         return [(one, sources[one.name]) for one in names], main
 
     def _repositories(self, hub: Hub, template: str, steps: Sequence[int]) -> tuple[list[_Step], Source]:
-        """Return the steps of a series whose steps are repositories; the repository itself is no step."""
+        """Return the steps of a series whose steps are repositories, and `main`: the repository itself."""
         named = template.replace("{repo}", self.repo)
         names = [named.replace("{step}", f"{each}").replace("{thousands}", f"{each // 1000}") for each in steps]
         *sources, main = ask_all(functools.partial(_source, hub), [*names, self.repo])
@@ -161,14 +168,18 @@ class HubRevisions(Series):
 
 
 class Models(Series):
-    """A set of models in the order given: folders, or repositories of the Hub, at a branch with `NAME@REVISION`.
+    """A set of models to be compared.
 
-    A repository that cannot be had is in the listing, and asking for its files raises why: the others are
-    measured. `tokenizers` names one, by the model's name as it stands in `models`, for those of them that carry no
-    tokenizer.json.
+    A repository that is not available stays in the listing: reading its files raises the reason, and the other models
+    are measured.
+
+    Args:
+        models: folders, or repositories of the Hub (`NAME`, or `NAME@REVISION` for a branch).
+        name: name of the set.
+        tokenizers: tokenizers by model, named as in `models`, for models without a tokenizer.json.
 
     Raises:
-        InputError: an empty list; on first use, if none of the models can be had, why the first of them cannot.
+        InputError: an empty list; on first use, the reason of the first model if no model is available.
     """
 
     def __init__(
@@ -193,14 +204,18 @@ class Models(Series):
 
 
 class OneModel(Series):
-    """A model alone: a folder, or a repository of the Hub, of which each file is downloaded when it is read.
+    """A single model: a folder, or a repository of the Hub whose files are downloaded on first use.
 
-    A folder or revision that is named after a step, such as step-000001000 or step1000, is that step. With `untrained`
-    it is the model of its config.json with new weights of that seed, as its library initialises them: a run of its own,
-    `NAME@untrained-SEED`, without a step, whose weights are not looked for.
+    A folder or revision named like a step (step-000001000, step1000) has that step.
+
+    Args:
+        model: the folder or repository.
+        revision: branch, tag or commit; None: `main`.
+        untrained: seed of new weights, initialised as the model's library does it. The run is then named
+            `NAME@untrained-SEED` and has no step.
 
     Raises:
-        InputError: no such model.
+        InputError: there is no such model.
     """
 
     is_single = True
@@ -243,10 +258,10 @@ def open_series(
     grammar: str = "auto",
     model: str | None = None,
 ) -> list[Series]:
-    """Return the series of a folder, a repository of the Hub, or a manifest, which has one for each repository.
+    """Return the series of a folder or a repository of the Hub, or one series per repository of a manifest.
 
     Raises:
-        InputError: a name that is none of these, options that do not fit it.
+        InputError: `name` is none of these, or an option does not fit it.
     """
     if isinstance(steps, str) and re.fullmatch(r"\d+(, ?\d+)*", steps):
         steps = [int(each) for each in steps.split(",")]
@@ -265,7 +280,7 @@ def open_series(
 
 
 def _trainings(repo: str, steps: Any, grammar: str, manifest: str | None = None) -> list[Series]:
-    """Return the series of a repository: one for each training that its manifest knows in its branches."""
+    """Return the series of a repository: one for each training that its manifest lists."""
     known = known_facts(repo, manifest).grammar
     if grammar != "auto" or not isinstance(known, list):
         return [HubRevisions(repo, steps, grammar=grammar, manifest=manifest)]
@@ -275,16 +290,16 @@ def _trainings(repo: str, steps: Any, grammar: str, manifest: str | None = None)
 def find_checkpoint(name: str) -> Checkpoint:
     """Return the checkpoint in a folder, in a .ckpt file or at NAME[@REVISION] of the Hub.
 
-    Its step and tokens are known if it belongs to a series of steps.
+    It has a step and tokens if it belongs to a series.
 
     Raises:
-        InputError: a name that is none of these, a revision that is not there.
+        InputError: `name` is none of these, or the revision does not exist.
     """
     folder = Path(os.path.abspath(name))
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise InputError(f"expected a model in {name}, found no config.json there")
-        # Whatever the folder is named, its siblings may be a series.
+        # The folder may be a step of a series in its parent, whatever the naming.
         single = Checkpoint(folder.name, folder.name, FolderSource(Path(name)))
         return _member(StepFolders(folder.parent), folder.name) or single
     if folder.suffix == ".ckpt" and folder.is_file():
@@ -297,8 +312,8 @@ def find_checkpoint(name: str) -> Checkpoint:
 
 
 def _member(series: Series, name: str) -> Checkpoint | None:
-    """Return the step of this name; None if there is no such step."""
+    """Return the series' checkpoint with this name; None if there is none."""
     try:
         return next((each for each in series.listing.checkpoints if each.name == name), None)
-    except InputError:  # no series
+    except InputError:  # not a series
         return None
