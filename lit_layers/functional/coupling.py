@@ -1,4 +1,4 @@
-"""What block Jacobians show: how far two share their leading singular directions, their sizes and ranks."""
+"""Coupling of block Jacobians: shared leading singular directions, and the sizes and ranks of the Jacobians."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -24,18 +24,30 @@ def miscoupling(
     p: float = 2.0,
     sign: Sign = "signed",
 ) -> Float[Tensor, "*n"]:
-    """Return how far `j1` is from diagonal in the leading K singular bases of `j2`. Coupling is 1 minus it.
+    """Return how far `j1` is from diagonal in the leading K singular bases of `j2`.
 
-    `m = |U2' J1 V2 - diag(s1)|_F / |s1|_p` over the first K directions: 0 where both share them, about 1 for unrelated
-    blocks, at most 2 at p = 2 (sqrt(2) for `absolute`, which compares absolute entries and so calls blocks of opposite
-    sign coupled). Not symmetric. Unchanged by common rotations, common transposition and positive scaling of either.
-    Ill-posed where `j2` has ties among its first K + 1 singular values: see `min_gap`. `p = 1` grows with width.
+    `m = |U2' J1 V2 - diag(s1)|_F / |s1|_p`, where U2 and V2 are the first K singular vectors of `j2` and s1 are the
+    first K singular values of `j1`. Coupling is 1 - m.
 
-    `k` counts directions where it is an int and is a share of `dim` where it is a float. In float64 for dim <= 512 or
-    float64 input, else float32.
+    At p = 2 the range is [0, 2]: 0 if both blocks share the K directions, about 1 for unrelated blocks. With
+    `sign="absolute"` the range is [0, sqrt(2)]. That form compares absolute entries, so it calls blocks of opposite
+    sign coupled.
 
-    Source: Aubry et al., "Transformer block coupling and its correlation with generalization in LLMs", eq. 6, signed as
-    printed there and p = 2 where they take the nuclear norm.
+    Not symmetric in its arguments. Unchanged by common rotations, by common transposition and by positive scaling of
+    either matrix. Ill-posed if `j2` has ties among its first K + 1 singular values (see `min_gap`). Values at `p=1`
+    grow with the width of the model.
+
+    Args:
+        j1: Jacobians that are compared, complete: only the bases are cut to K directions.
+        j2: Jacobians that give the bases.
+        k: Number of directions if it is an int, share of `dim` if it is a float.
+        p: Order of the norm of s1 in the denominator.
+        sign: "signed" as in the paper's equation, or "absolute" as in its released code.
+
+    Computed in float64 for dim <= 512 or float64 input, else in float32.
+
+    Source: Aubry et al., "Transformer block coupling and its correlation with generalization in LLMs", eq. 6. The signs
+    follow the printed equation. p = 2 is our choice, the paper takes the nuclear norm (p = 1).
 
     Raises:
         ValueError: `k` outside 1..dim, a non-finite matrix, or a `j1` of zeros.
@@ -53,18 +65,21 @@ def miscoupling_matrix(
     sign: Sign = "signed",
     undefined: Undefined = "raise",
 ) -> Tensor:
-    """Return `miscoupling` of every block (row) in the bases of every other one (column), `(*n, blocks, others)`.
+    """Return `miscoupling` of each block (row) in the bases of each other block (column), `(*n, blocks, others)`.
 
-    A sequence of `k` gives a leading dimension, all from one product. With `undefined="nan"` rows of zero matrices and
-    rows and columns of non-finite ones are NaN.
+    A sequence of `k` adds a leading dimension. All its values come from one matrix product. With `undefined="nan"`,
+    rows of zero matrices are NaN, and so are rows and columns of non-finite matrices.
 
     Raises:
-        ValueError: as `miscoupling`, naming the first undefined block.
+        ValueError: as `miscoupling`; the message names the first undefined block.
     """
     others_given = others is not None
+    # s1 comes from J1 and the bases come from J2. One decomposition serves for both only if the matrices are the same.
     jacobians, others = wide_matrices(jacobians), wide_matrices(others if others is not None else jacobians)
     jacobians, broken = finite_matrices(jacobians, undefined)
     others, others_broken = finite_matrices(others, undefined) if others_given else (jacobians, broken)
+    # U and V must come from one SVD. A pair (u_i, v_i) is unique up to a common sign, which leaves A_ii = u_i' J1 v_i
+    # as it is. Two separate eigenproblems of J J' and J' J would give unrelated signs.
     count = max(_counts(k, jacobians.shape[-1]))
     factors = singular_factors(others, count)
     values = torch.linalg.svdvals(jacobians) if others_given else factors.values
@@ -84,9 +99,16 @@ def miscoupling_of_factors(
     sign: Sign = "signed",
     undefined: Undefined = "raise",
 ) -> Tensor:
-    """Return `miscoupling_matrix` from given decompositions.
+    """Return `miscoupling_matrix` from decompositions that the caller has computed.
 
-    `values` are those of `jacobians`.
+    Args:
+        jacobians: The matrices J1.
+        values: The leading singular values of `jacobians`.
+        factors: The singular factors of the other blocks, J2.
+        k: As in `miscoupling`, always a sequence here.
+        p: As in `miscoupling`.
+        sign: As in `miscoupling`.
+        undefined: "raise", or "nan" for NaN in the rows of zero matrices.
     """
     check_option("sign", sign, "signed", "absolute")
     dim = jacobians.shape[-1]
@@ -101,9 +123,11 @@ def miscoupling_of_factors(
 
 
 def _norms(compressed: Tensor, values: Tensor, counts: Sequence[int], sign: Sign) -> Tensor:
-    """Return |A - diag(s)|_F of one block at every K, (k, *n, others)."""
+    """Return |A - diag(s)|_F of one block for each K, (k, *n, others)."""
+    # The "absolute" form hides the sign of the coupling: J2 = -J1 has A = -diag(s), m = 2 signed, but 0 absolute.
     compared = compressed.abs() if sign == "absolute" else compressed
     values = values[..., None, : max(counts)].to(compared.dtype)
+    # A of a smaller K is the top-left corner of A of the largest K, so one product serves every K.
     squares = (compared - torch.diag_embed(values)).square()  # (*n, others, K, K)
     return torch.stack([squares[..., :count, :count].sum((-2, -1)) for count in counts]).sqrt()
 
@@ -111,7 +135,7 @@ def _norms(compressed: Tensor, values: Tensor, counts: Sequence[int], sign: Sign
 def compressions(
     jacobians: Float[Tensor, "*n blocks dim dim"], factors: Factors, *, count: int
 ) -> Iterator[Float[Tensor, "*n others count count"]]:
-    """Yield, block by block, `A = U' J V` in the leading `count` directions of every other block."""
+    """Yield `A = U' J V` for one block after another, in the leading `count` directions of each other block."""
     left, right = factors.left[..., :count], factors.right[..., :count]
     others = right.shape[-3]
     joined = right.movedim(-3, -2).flatten(-2)  # (*n, dim, others * count): one product serves every pair
@@ -121,11 +145,12 @@ def compressions(
 
 
 def num_directions(k: Directions, dim: int) -> int:
-    """Return the number of directions K that `k` stands for: `k` if it is an int, floor(k dim) if it is a float.
+    """Return the number of directions K that `k` means: `k` itself if it is an int, floor(k dim) if it is a float.
 
     Raises:
-        ValueError: K outside 1..dim, a share outside (0, 1].
+        ValueError: K outside 1..dim, or a share outside (0, 1].
     """
+    # Without the small term, 0.29 * 100 = 28.999999999999996 would be floored to 28 directions.
     count = k if isinstance(k, int) else math.floor(k * dim + 1e-9)
     if not 1 <= count <= dim:
         raise ValueError(f"expected k between 1 and the dimension {dim}, got {k if isinstance(k, int) else k * dim}")
@@ -133,11 +158,12 @@ def num_directions(k: Directions, dim: int) -> int:
 
 
 def min_gap(values: Float[Tensor, "*n count"], *, k: int) -> Float[Tensor, "*n"]:
-    """Return the smallest gap between neighbours among the first k + 1 singular values, over the largest; 0 is a tie.
+    """Return the smallest difference of neighbours among the first k + 1 singular values, divided by the largest value.
 
-    Below 1e-4 the bases, and so `miscoupling`, are not well determined. Values beyond the last given count as 0: pass
-    k + 1 of them, or all.
+    0 means a tie. Below 1e-4 the singular bases are poorly determined, and so is `miscoupling`. Values after the last
+    one in `values` count as 0, so pass k + 1 values or all of them.
     """
+    # The K leading vectors need a gap to the vector after them, so the difference of values K and K + 1 counts also.
     padded = torch.nn.functional.pad(values, (0, 1))
     gaps = (padded[..., :k] - padded[..., 1 : k + 1]).amin(-1)
     largest = values[..., 0]
@@ -151,10 +177,17 @@ def random_miscoupling(
     p: float = 2.0,
     sign: Sign = "signed",
 ) -> Float[Tensor, "*n"]:
-    """Return the miscoupling that unrelated bases would give: the baseline of every value.
+    """Return the miscoupling that unrelated singular bases would give: the baseline of every value.
 
-    For all singular values of J1: the root mean square over independent Haar bases of J2, in closed form (`absolute`:
-    entries taken as normal, within 0.004 for dim >= 48). Above 1 for `signed`; sqrt(2) for K = dim at p = 2.
+    This is the root mean square over independent Haar-distributed bases of J2, in closed form. Above 1 for "signed",
+    and sqrt(2) for K = dim at p = 2. For "absolute" the closed form takes matrix entries as normal, which is within
+    0.004 for dim >= 48.
+
+    Args:
+        spectrum: All singular values of J1.
+        k: As in `miscoupling`.
+        p: As in `miscoupling`.
+        sign: As in `miscoupling`.
 
     Raises:
         ValueError: `k` outside 1..dim, a spectrum of zeros.
@@ -174,11 +207,12 @@ def random_miscoupling_from_norms(
     sign: Sign = "signed",
     undefined: Undefined = "raise",
 ) -> Float[Tensor, "*n"]:
-    """Return `random_miscoupling` from the leading K singular values of J1 and its Frobenius norm, which suffice."""
+    """Return `random_miscoupling` from the leading K singular values of J1 and its Frobenius norm."""
     values, frobenius = values.double(), frobenius.double()
-    # |A - diag(s)|^2 = |s|^2 - 2 sum_i s_i A_ii + |A|^2. In bases that have nothing to do with J1 an entry of
-    # A = U' J1 V has mean 0 and variance (|J1|_F / dim)^2: the middle term goes, the last is K^2 of those. An absolute
-    # entry, taken as normal, has the mean sqrt(2 / pi) |J1|_F / dim, and the middle term stays.
+    # |A - diag(s)|^2 = |s|^2 - 2 sum_i s_i A_ii + |A|^2. In bases that are independent of J1, each entry of
+    # A = U' J1 V has mean 0 and variance (|J1|_F / dim)^2. The middle term therefore vanishes on average, and |A|^2
+    # is K^2 times this variance: E m^2 = (|s|^2 + (K / dim)^2 |J1|_F^2) / |s|_p^2. An absolute entry, taken as
+    # normal, has the mean sqrt(2 / pi) |J1|_F / dim instead of 0, so that the middle term stays.
     share = values.shape[-1] / dim
     square = values.square().sum(-1) + (share * frobenius) ** 2
     if sign == "absolute":
@@ -190,21 +224,26 @@ def random_miscoupling_from_norms(
 def excess_coupling(
     miscouplings: Float[Tensor, "*n blocks others"], random: Float[Tensor, "*n blocks"]
 ) -> Float[Tensor, "*n blocks others"]:
-    """Return `1 - m / m_random` per pair, by the baseline of J1's own spectrum: 0 for random bases, 1 for shared.
+    """Return `1 - m / m_random` for each pair of blocks, with the baseline that belongs to the spectrum of J1.
 
-    Does not depend on p.
+    0 for random bases, 1 for shared bases. Does not depend on p.
     """
+    # |s1|_p divides both m and m_random, so it cancels: values of models of different widths can be compared.
     return 1 - miscouplings / random[..., None]
 
 
 def mean_off_diagonal(pairs: Float[Tensor, "*n blocks blocks"]) -> Float[Tensor, "*n"]:
-    """Return the mean over the ordered pairs of different blocks, without NaN pairs."""
+    """Return the mean over the ordered pairs of different blocks, NaN pairs left out."""
+    # m(J, J) = 0, so a mean with the diagonal would give even uncoupled blocks a coupling of 1 / blocks.
     diagonal = torch.eye(pairs.shape[-1], dtype=torch.bool, device=pairs.device)
     return pairs.masked_fill(diagonal, math.nan).nanmean((-2, -1))
 
 
 def mean_by_distance(pairs: Float[Tensor, "*n blocks blocks"]) -> Float[Tensor, "*n blocks"]:
-    """Return the mean over the pairs that lie 0, 1, .. blocks - 1 blocks apart, in either order, without NaN pairs."""
+    """Return the mean over the pairs of blocks at each distance 0, 1, .. blocks - 1, in either order.
+
+    NaN pairs are left out.
+    """
     blocks = pairs.shape[-1]
     depth = torch.arange(blocks, device=pairs.device)
     distance = (depth[:, None] - depth).abs()
@@ -215,11 +254,11 @@ def _counts(k: Directions | Sequence[Directions], dim: int) -> list[int]:
     return [num_directions(item, dim) for item in (k if isinstance(k, Sequence) else [k])]
 
 
-# What Jacobians show by themselves: sizes and ranks, the norm over depth, how linear the path through them is.
+# Single Jacobians: sizes and ranks, the norm over depth, and how linear the path through the blocks is.
 
 
 class JacobianSpectrum(NamedTuple):
-    """Leading singular values per block, and the straight line through 1 / s_1 over depth."""
+    """Leading singular values of each block, and the straight line through 1 / s_1 over depth."""
 
     values: Tensor
     slope: Tensor
@@ -228,7 +267,7 @@ class JacobianSpectrum(NamedTuple):
 
 
 class Influence(NamedTuple):
-    """Four sizes of a Jacobian: two of its scale, two of its rank."""
+    """Two norms and two ranks of a Jacobian."""
 
     frobenius: Tensor
     spectral: Tensor
@@ -243,15 +282,20 @@ def jacobian_spectrum(
     fit_from: int = 1,
     undefined: Undefined = "raise",
 ) -> JacobianSpectrum:
-    """Return the leading `top` singular values per block (None: all), and the least-squares line of 1 / s_1 over depth.
+    """Return the leading `top` singular values of each block, and the least-squares line of 1 / s_1 over depth.
 
-    The line is fitted over the block numbers `fit_from`..L, counted from 1; `r_squared` is 1 where 1 / s_1 is linear in
-    depth. Rotations leave all of it alone.
+    Unchanged by rotations. `r_squared` is 1 if 1 / s_1 is linear in depth.
 
-    Source: Aubry et al., the linear growth of the inverse top singular value; their code fits from block 10.
+    Args:
+        jacobians: One Jacobian for each block.
+        top: How many singular values to return; None for all.
+        fit_from: First block of the fit, counted from 1. The fit ends at the last block.
+        undefined: "raise", or "nan" for NaN instead of an error.
+
+    Source: Aubry et al., linear growth of the inverse top singular value. Their code fits from block 10.
 
     Raises:
-        ValueError: fewer than three blocks to fit, s_1 = 0, 1 / s_1 constant over depth (the slope is then 0 and
+        ValueError: fewer than three blocks to fit, s_1 = 0, or 1 / s_1 constant over depth (the slope is then 0 and
             r_squared undefined).
     """
     jacobians, broken = finite_matrices(wide_matrices(jacobians), undefined)
@@ -262,7 +306,7 @@ def jacobian_spectrum(
 def inverse_norm_line(
     largest: Float[Tensor, "*n blocks"], fit_from: int = 1, *, undefined: Undefined = "raise"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return slope, intercept and r_squared of 1 / s_1 over the block numbers `fit_from`..L."""
+    """Return slope, intercept and r_squared of 1 / s_1 over the blocks `fit_from`..L, counted from 1."""
     blocks = largest.shape[-1]
     if fit_from < 1 or blocks - fit_from + 1 < 3:
         raise ValueError(f"expected at least three blocks to fit a line to, got blocks {fit_from} to {blocks}")
@@ -274,7 +318,8 @@ def inverse_norm_line(
     slope = (inverse * offset).sum(-1) / offset.square().sum()
     deviation = inverse - mean[..., None]
     total = deviation.square().sum(-1)
-    # rounding alone leaves a deviation of some 1e-16 of the mean
+    # r_squared = 1 - residual / total is 0 / 0 for a constant curve. Rounding leaves it a deviation of about 1e-16 of
+    # the mean, so that comparing `total` with 0 would let noise through.
     constant = total <= len(depth) * (1e-15 * mean.abs()) ** 2
     residual = (deviation - slope[..., None] * offset).square().sum(-1)
     problems = {"a Jacobian is zero": mean.isnan(), "1 / s_1 is constant over depth": constant}
@@ -291,9 +336,19 @@ def linearized_rollout(
 ) -> Float[Tensor, "layers *n"]:
     """Return the cosine, per layer, of a token's state and its input carried through the linearized blocks.
 
-    `y[l] = (I + J[l]) y[l-1]` from `y[0] = x[0]`, with the token's own Jacobians: no cross-token terms and no offsets,
-    so it scores linearity and does not approximate the model. Exactly 1 where every branch is linear and token-wise.
-    `skip_last` leaves out the last block's factor, as published code does. The headline is the last entry. In float64.
+    `y[l] = (I + J[l]) y[l-1]`, starting from `y[0] = x[0]`, with the Jacobians of the token's own output by its own
+    input. There are no cross-token terms and no offsets. The value therefore scores how linear the path is, and does
+    not approximate the model. It is exactly 1 if every residual branch is linear and acts on single tokens.
+
+    The headline number is the last entry. Computed in float64.
+
+    Args:
+        jacobians: Same-token Jacobians of the residual branches.
+        states: The token's states at all layers, the input of the first block first.
+        skip_last: Leave out the factor of the last block, as the published code does.
+        undefined: "raise", or "nan" for NaN instead of an error.
+
+    Source: Aubry et al., "Transformer block coupling and its correlation with generalization in LLMs".
 
     Raises:
         ValueError: a zero or non-finite vector.
@@ -306,6 +361,7 @@ def linearized_rollout(
     cosines = []
     for block in range(blocks):
         if not (skip_last and block == blocks - 1):
+            # J is the Jacobian of the residual branch f, the block is X + f(X): hence the added identity.
             carried = carried + (jacobians[block].double() @ carried[..., None])[..., 0]
         state = states[block + 1]
         norms = vector_norm(carried, dim=-1) * vector_norm(state, dim=-1)
@@ -316,10 +372,11 @@ def linearized_rollout(
 
 
 def cross_token_influence(jacobians: Float[Tensor, "*n dim dim"], *, undefined: Undefined = "raise") -> Influence:
-    """Return size and rank of Jacobians between tokens: Frobenius and spectral norm, participation ratio, entropy rank.
+    """Return sizes and ranks of Jacobians between tokens.
 
-    `1 <= participation_ratio <= entropy_rank <= dim`, both over the singular values themselves: a rank-r partial
-    isometry gives r for both. Rotations change nothing, scaling only the norms.
+    With the singular values s: Frobenius norm |J|_F, spectral norm s_1, participation ratio (sum s)^2 / sum s^2, and
+    entropy rank exp(-sum q log q) with q = s / sum s. `1 <= participation_ratio <= entropy_rank <= dim`. A partial
+    isometry of rank r gives r for both ranks. Rotations change nothing. Scaling changes only the norms.
 
     Raises:
         ValueError: a zero matrix, whose ranks are undefined, or a non-finite one.
@@ -328,6 +385,7 @@ def cross_token_influence(jacobians: Float[Tensor, "*n dim dim"], *, undefined: 
     values = torch.linalg.svdvals(jacobians).double()
     zero = values[..., 0] == 0
     total, squares = values.sum(-1), values.square().sum(-1)
+    # Here the ranks weigh the singular values s. `entropy.participation_ratio` weighs their squares.
     ranks = total**2 / squares, torch.special.entr(values / total[..., None]).sum(-1).exp()
     ranks = [checked("rank", rank, {"a Jacobian is zero": zero}, undefined) for rank in ranks]
     norms = [norm.masked_fill(broken, math.nan) for norm in (squares.sqrt(), values[..., 0])]

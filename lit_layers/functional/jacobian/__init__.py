@@ -1,1 +1,1 @@
-"""Block Jacobians: how they are computed, by reverse mode and by a faster route."""
+"""Block Jacobians, by reverse mode and by a faster route."""

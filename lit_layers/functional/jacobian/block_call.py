@@ -1,4 +1,4 @@
-"""A block in one call, the same call for single tokens, its Jacobians by reverse mode, and its attention."""
+"""A block as one call, the same call for single tokens, its Jacobians by reverse mode, and its attention."""
 
 import contextlib
 import math
@@ -14,29 +14,32 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-# Of tuples, as older releases have them; one of transformers is known by its class.
+# Names of arguments with key-value caches as tuples, from older releases. transformers' Cache is known by its class.
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
-SHARED = ("position_bias",)  # MPT's ALiBi: a row for each head, and as many prompts may come
+# Tensors without a row per prompt. The ALiBi of MPT has a row per head, which could be taken for prompts if there are
+# as many prompts as heads.
+SHARED = ("position_bias",)
 
 
 class Unsupported(Exception):
-    """The block does something that the fast route does not know; the message says what."""
+    """The block does something that the fast route cannot handle; the message says what."""
 
 
 class Alignment(NamedTuple):
-    """How a batch with padding before its texts is moved to have it behind, and what it gives moved back.
+    """Maps a batch with padding before its texts to one with padding after them, and results back.
 
-    Places that are padding hold a copy: of the text's first token before it, of its last one after it.
+    Padding of the aligned batch is a copy of the text's first token. In a restored result, padding before a text has
+    the value of its first token, and padding after it that of its last token.
     """
 
-    order: Tensor  # (batch, tokens): where each token stands in the batch as it was given
-    inverse: Tensor  # (batch, tokens): the number of each given place among the text's real tokens
-    mask: Tensor  # (batch, tokens), of the moved batch
-    input_mask: Tensor  # (batch, tokens), of the batch as it was given
+    order: Tensor  # (batch, tokens): input position of each token of the aligned batch
+    inverse: Tensor  # (batch, tokens): aligned position of each token of the input batch
+    mask: Tensor  # (batch, tokens): real tokens of the aligned batch
+    input_mask: Tensor  # (batch, tokens): real tokens of the input batch
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> "Alignment | None":
-        """Return the layout of a mask (batch, tokens); None if all padding already comes after the texts."""
+        """Return the alignment of a mask (batch, tokens); None if all padding already follows the texts."""
         real = mask.bool()
         packed = real.sort(dim=-1, descending=True, stable=True)
         if bool((packed.values == real).all()):
@@ -46,15 +49,15 @@ class Alignment(NamedTuple):
         return cls(torch.where(packed.values, packed.indices, first), inverse, packed.values, real)
 
     def align(self, values: Tensor) -> Tensor:
-        """Return the batch (batch, tokens, *n) with its padding behind."""
+        """Return the batch (batch, tokens, *n) with its padding after the texts."""
         return _take_tokens(values, self.order)
 
     def restore(self, values: Tensor) -> Tensor:
-        """Return a result of the moved batch (batch, tokens, *n) with each token back in its given position."""
+        """Return a result of the aligned batch (batch, tokens, *n) with each token back at its input position."""
         return _take_tokens(values, self.inverse)
 
     def select(self, some: slice) -> "Alignment":
-        """Return the layout of some prompts of the batch."""
+        """Return the alignment of some prompts of the batch."""
         return Alignment(*(part[some] for part in self))
 
 
@@ -66,32 +69,33 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        # `forward`: hooks and gradient checkpointing are not part of the function
+        # `forward` and not `__call__`: hooks and gradient checkpointing are not part of the function.
         output = self.module.forward(hidden, *self.args, **self.kwargs)
         return output[0] if isinstance(output, tuple | list) else output
 
     def select(self, prompts: Tensor, pos: Tensor | None, shape: tuple[int, ...]) -> "Call":
-        """Return the call for single tokens as prompts of their own, or for whole prompts if `places` is None."""
+        """Return the call for single tokens as prompts of their own, or for whole prompts if `pos` is None."""
         args = tuple(None if is_cache(value) else value for value in self.args)
         kwargs = {name: None if name in _CACHES or is_cache(value) else value for name, value in self.kwargs.items()}
         return Call(self.module, _select(args, prompts, pos, shape), _select(kwargs, prompts, pos, shape))
 
 
 def is_cache(value: Any) -> bool:
-    # By name: timm's blocks need no transformers.
+    # Compares names, so that blocks of timm do not import transformers.
     return any(base.__name__ == "Cache" for base in type(value).__mro__)
 
 
 def to_call(block: Callable[[Tensor], Tensor]) -> Call | None:
-    """Return the module of a block: itself, or with the arguments that a block of a trajectory carries.
+    """Return the module of a block with the arguments of its call, as a `Call`.
 
-    None for a block with hooks of the user in it: what a hook does depends on all tokens of the call.
+    None if the block is no module, or if it has hooks of the user. What a hook does may depend on all tokens of the
+    call, so it would go wrong on single tokens.
     """
     if has_hooks(getattr(block, "module", block)):
         return None
     if isinstance(block, nn.Module):
         return Call(block, (), {})
-    if getattr(getattr(block, "layout", None), "axes", ()):  # its module holds states otherwise than it is called with
+    if getattr(getattr(block, "layout", None), "axes", ()):  # the module lays out its states differently from its input
         return None
     module, args, kwargs = (getattr(block, name, None) for name in ("module", "args", "kwargs"))
     if isinstance(module, nn.Module) and isinstance(args, tuple) and isinstance(kwargs, dict):
@@ -100,19 +104,19 @@ def to_call(block: Callable[[Tensor], Tensor]) -> Call | None:
 
 
 def has_hooks(module: Any) -> bool:
-    """Whether a module or a part of it has a forward hook of the user: sharding and transformers add hooks as well."""
+    """Whether a module or one of its submodules has a forward hook of the user."""
     return isinstance(module, nn.Module) and any(map(is_hooked, module.modules()))
 
 
 def is_hooked(module: Any) -> bool:
-    """Whether a module itself has a forward hook of the user."""
+    """Whether this module itself has a forward hook of the user; torch and transformers add their own."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     return any(not getattr(hook, "__module__", "").startswith(("torch.", "transformers.")) for hook in hooks)
 
 
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Generator[None, None, None]:
-    """Switch dropout and the like off inside, and put every submodule back into its mode afterwards."""
+    """Put all submodules into evaluation mode inside, and restore the mode of each afterwards."""
     modes = [(part, part.training) for part in module.modules()]
     for part, training in modes:
         if training:
@@ -130,7 +134,10 @@ def _take_tokens(values: Tensor, pos: Tensor) -> Tensor:
 
 
 def _select(value: Any, prompts: Tensor, pos: Tensor | None, shape: tuple[int, ...]) -> Any:
-    """Return arguments for single tokens: the rows of these in every tensor with a row per prompt or per token."""
+    """Return the arguments of a call for single tokens.
+
+    Each tensor with a row per prompt or per token keeps the rows of the selected tokens. Other values stay as they are.
+    """
     if isinstance(value, tuple | list):
         return type(value)(_select(item, prompts, pos, shape) for item in value)
     if isinstance(value, dict):
@@ -139,17 +146,19 @@ def _select(value: Any, prompts: Tensor, pos: Tensor | None, shape: tuple[int, .
         return value
     rows = prompts if value.shape[0] == shape[0] else torch.zeros_like(prompts)
     if pos is not None and shape[1] > 1:
-        if value.ndim == 4 and value.shape[2] == shape[1]:  # a mask: the row of each token's query
+        if value.ndim == 4 and value.shape[2] == shape[1]:  # a mask (batch, any, queries, keys)
             return value[rows, :, pos][:, :, None]
         if value.ndim in (2, 3) and value.shape[1] == shape[1]:  # positions, rotary tables
             return value[rows, pos][:, None]
     return value[rows] if value.shape[0] == shape[0] else value
 
 
-# Vector-Jacobian products of many output coordinates at once, and with them Jacobians of any block.
+# Vector-Jacobian products for many output coordinates at once, which give the Jacobian of any block.
 
 
-ROWS = 8192  # a chunk: they keep the backward's buffers in cache; measured best at dim 128 and 768 on CPU
+# Token rows in a chunk. More of them push the buffers of the backward pass out of the cache.
+# Measured best at dim 128 and 768 on CPU.
+ROWS = 8192
 
 
 def jacobians_by_reverse_mode(block: Callable[[Tensor], Tensor], hidden: Tensor, outs: Tensor, ins: Tensor) -> Tensor:
@@ -158,7 +167,7 @@ def jacobians_by_reverse_mode(block: Callable[[Tensor], Tensor], hidden: Tensor,
     chunk = max(1, min(dim, ROWS // (batch * tokens)))
     prompts = torch.arange(batch, device=hidden.device)
     result = hidden.new_empty(batch, outs.shape[1], ins.shape[2], dim, dim)
-    # the fused attention kernels have no rule for vmap, the plain one has
+    # `pull_back` vmaps the backward pass. The fused attention kernels have no vmap rule, the plain kernel has one.
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         leaf = hidden.detach().clone().requires_grad_()
         output = block(leaf)
@@ -177,9 +186,9 @@ def jacobians_by_reverse_mode(block: Callable[[Tensor], Tensor], hidden: Tensor,
 
 
 def basis_rows(output: Tensor, rows: slice) -> Tensor:
-    """Return the chosen unit vectors as cotangents of an output (batch, dim): the same for every prompt."""
+    """Return unit vectors as cotangents of an output (batch, dim), the same for every prompt: (rows, batch, dim)."""
     basis = torch.eye(output.shape[-1], dtype=output.dtype, device=output.device)[rows]
-    return basis[:, None].expand(-1, output.shape[0], -1)  # (rows, batch, dim)
+    return basis[:, None].expand(-1, output.shape[0], -1)
 
 
 def pull_back(outputs: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor]:
@@ -191,34 +200,36 @@ def pull_back(outputs: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: S
             return list(torch.autograd.grad(outputs, leaves, cotangents, is_grads_batched=True, **call))
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:  # an autograd function of the block's own without a rule for vmap
+    except RuntimeError as error:  # a custom autograd function without a vmap rule: one backward pass for each row
         if "vmap" not in str(error) and "functorch" not in str(error):
             raise
         single = [torch.autograd.grad(outputs, leaves, rows, **call) for rows in zip(*cotangents, strict=True)]
         return [torch.stack(grads) for grads in zip(*single, strict=True)]
 
 
-# The attention of a block, expanded around single tokens, and what its heads attend to.
+# The attention of a block, expanded around single tokens, and the attention pattern of its heads.
 #
-# One head at output token t has the scores s_n = c(q k_n) of the tokens n it sees (c scales, caps, adds masks and
-# positions), the weights p = softmax(s) and the output a = sum_n p_n v_n. From dp_n = p_n (ds_n - sum_m p_m ds_m)
-# follows da = sum_n p_n (v_n - a) ds_n + sum_n p_n dv_n. With ds_n = c'(q k_n) (dq k_n + q dk_n) and
-# w_n = p_n c'(q k_n), attention answers, to first order, a change of
+# For one head and output token t, let the scores be s_n = c(q k_n) for the tokens n that t can see. The function c
+# scales, caps, and adds masks and position biases. The weights are p = softmax(s), the output is a = sum_n p_n v_n.
+# From dp_n = p_n (ds_n - sum_m p_m ds_m) follows da = sum_n p_n (v_n - a) ds_n + sum_n p_n dv_n. The output a is
+# subtracted because the weights always sum to 1. With ds_n = c'(q k_n) (dq k_n + q dk_n) and w_n = p_n c'(q k_n),
+# the output is, to first order in a change of
 #
-#     its own query                    a + dq M        M = sum_n w_n k_n (v_n - a)'
-#     key and value of token s         a + w_s (v_s - a) (q dk_s) + p_s dv_s        (s = t among them)
+#     the query of t                   a + dq M        M = sum_n w_n k_n (v_n - a)'
+#     the key and value of token s     a + w_s (v_s - a) (q dk_s) + p_s dv_s
 #
-# so that a token's own Jacobian has all three terms with s = t, and needs of the rest of its prompt M, w_t, p_t and a
-# alone, whatever the length of the prompt.
+# The same-token Jacobian has all three terms, with s = t. From the rest of the prompt it needs only M, w_t, p_t and a,
+# whose sizes do not depend on the length of the prompt. This is why a long prompt costs no more than a short one.
 #
-# Works through the module itself: fused attention or matmul-softmax-matmul, grouped heads, rotary tables, masks,
-# windows, ALiBi, soft-capping. What it cannot do raises `Unsupported`.
+# The module itself is called, so the following work without code per model: fused attention or matmul-softmax-matmul,
+# grouped heads, rotary tables, masks, windows, ALiBi, soft-capping. Anything else raises `Unsupported`.
 
 FUSED = F.scaled_dot_product_attention
 MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
 _SOFTMAXES = (F.softmax, torch.softmax, torch.Tensor.softmax)
-# What torch's own attention module calls, and the same without its look for modes, by which it hides from them what it
-# calls in turn. A release of torch that looks in another way keeps its attention hidden.
+# torch.nn.MultiheadAttention calls this function. It asks `has_torch_function` first and, if a mode is active, passes
+# only itself to the mode, which then never sees the attention inside. `_opened` is a copy of the function in which
+# that question is answered with no. If a release of torch asks differently, the attention stays hidden.
 MODULE = F.multi_head_attention_forward
 _IS_OPEN = "has_torch_function" in MODULE.__code__.co_names
 
@@ -232,14 +243,17 @@ _opened = FunctionType(MODULE.__code__, {**vars(F), "has_torch_function": _false
 
 @dataclass(frozen=True)
 class Attention:
-    """The attention of one block call on whole prompts: (batch, heads, tokens, head_dim) each."""
+    """The attention of one block call on whole prompts.
+
+    Query, key and value are (batch, heads, tokens, head_dim). Keys and values may have fewer heads than queries.
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    weights: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # prompts, places -> p, w, each (picked, heads, tokens)
-    matmuls: tuple[int, int] | None  # which products make the scores and the output; None: one fused call
-    pattern: Callable[[int], Tensor]  # of a prompt: p of all its tokens, (heads, queries, keys)
+    weights: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # prompts, positions -> p, w (picked, heads, tokens)
+    matmuls: tuple[int, int] | None  # indices of the products for scores and output; None if attention is fused
+    pattern: Callable[[int], Tensor]  # prompt index -> p of all its tokens, (heads, queries, keys)
 
     def expansion(self, prompts: Tensor, pos: Tensor) -> "Expansion":
         p, w = self.weights(prompts, pos)
@@ -247,8 +261,8 @@ class Attention:
         key, value = (expand_heads(states[prompts], heads) for states in (self.key, self.value))  # (picked, heads, ..)
         out = p[:, :, None] @ value  # (picked, heads, 1, head_dim)
         index = torch.arange(len(pos), device=pos.device)
-        # Softmax turns changes ds of the scores into dp_n = p_n (ds_n - sum_m p_m ds_m), so that the output changes by
-        # sum_n p_n ds_n (v_n - a): its own value a is subtracted because the weights go on adding up to 1.
+        # M = sum_n w_n k_n (v_n - a)' of the formulas above. `value - out` and not `value`: the weights sum to 1, so a
+        # change of one score also lowers the weights of all other tokens.
         return Expansion(
             out=out,
             query=self.query[prompts, :, pos][:, :, None],
@@ -261,7 +275,10 @@ class Attention:
 
 
 class Expansion(NamedTuple):
-    """First-order expansion at the query token: (picked, heads, 1, head_dim); its own weights (picked, heads, 1, 1)."""
+    """First-order expansion of attention at the query token.
+
+    Tensors are (picked, heads, 1, head_dim); the token's own weights `p` and `w` are (picked, heads, 1, 1).
+    """
 
     out: Tensor
     query: Tensor
@@ -272,7 +289,10 @@ class Expansion(NamedTuple):
     query_map: Tensor  # (picked, heads, head_dim, head_dim)
 
     def check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Refuse a token that does not reach its attention alone with what it had within its prompt."""
+        """Raise `Unsupported` if a token called on its own has another query, key or value than within its prompt.
+
+        The expansion holds only at the point around which it was made.
+        """
         heads = self.query.shape[1]
         if query.numel() != self.query.numel():
             raise Unsupported("its attention takes other shapes for one token")
@@ -281,7 +301,7 @@ class Expansion(NamedTuple):
         _check_point(expand_heads(value, heads), self.value)
 
     def push_query(self, tangents: Tensor) -> Tensor:
-        """Return changes of the output (picked, heads x head_dim, num) from those of the query (picked, .., num)."""
+        """Return changes of the output (picked, heads x head_dim, num) from changes of the query (picked, .., num)."""
         return (self.query_map.mT @ self._split_heads(tangents, self.query)).flatten(1, 2)
 
     def push_key(self, tangents: Tensor) -> Tensor:
@@ -293,13 +313,17 @@ class Expansion(NamedTuple):
 
     @staticmethod
     def _split_heads(tangents: Tensor, reference: Tensor) -> Tensor:
-        """Return (picked, .., num) as (picked, heads, head_dim, num)."""
+        """Return tangents (picked, .., num) as (picked, heads, head_dim, num)."""
         picked, heads, _, head_dim = reference.shape
         return expand_heads(tangents.reshape(picked, -1, head_dim, tangents.shape[-1]), heads)
 
 
 def record_attention(call: Callable[[Tensor], Tensor], hidden: Tensor) -> Attention:
-    """Run the block on whole prompts until it has attended."""
+    """Return the attention of a block, which runs on whole prompts until it has attended.
+
+    Raises:
+        Unsupported: no attention of a known kind over the tokens of `hidden`.
+    """
     recorder = _Recorder()
     with contextlib.suppress(Done), recorder:
         call(hidden)
@@ -312,13 +336,13 @@ def record_attention(call: Callable[[Tensor], Tensor], hidden: Tensor) -> Attent
 
 
 class Done(Exception):
-    """The rest of the block is not needed."""
+    """Stops a block whose remaining computation is not needed."""
 
 
 class _Calls(TorchFunctionMode):
-    """Sees each function that a block calls, those that torch's own attention module calls among them."""
+    """Passes each function that a block calls to `handle`, including calls inside torch's attention module."""
 
-    module_kwargs: ClassVar[dict[str, Any]] = {}  # what that is given instead of its own
+    module_kwargs: ClassVar[dict[str, Any]] = {}  # arguments that replace those of the attention module
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,14 +361,14 @@ class _Calls(TorchFunctionMode):
         raise NotImplementedError
 
     def is_head_product(self, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-        """Whether this is a product of heads, which is counted then."""
+        """Whether this is a matrix product of 4-dimensional tensors, as in attention; counts it if so."""
         is_product = func in MATMULS and args[0].ndim == 4 and args[1].ndim == 4
         self.products += is_product
         return is_product
 
 
 class _Recorder(_Calls):
-    """Watches a block on whole prompts and leaves it once its attention is known."""
+    """Records the attention of a block on whole prompts, and stops the block afterwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,7 +384,8 @@ class _Recorder(_Calls):
             return self._product(func, args)
         if self.scores is None or self.softmax is not None:
             return func(*args, **kwargs)
-        with torch.enable_grad():  # between scores and softmax: scaling, masks, soft-capping, all entry by entry
+        # Scaling, masks and soft-capping lie between scores and softmax. All act entry by entry.
+        with torch.enable_grad():
             output = func(*args, **kwargs)
         if func in _SOFTMAXES and output.shape == self.scores[3].shape:
             return self._weights(output, args[0])
@@ -385,7 +410,7 @@ class _Recorder(_Calls):
         slope = None
         if before.requires_grad:
             with torch.enable_grad():
-                # what is between them acts entry by entry, so that the gradient of the sum is each entry's own slope
+                # c acts entry by entry, so the gradient of the sum of c(scores) is c' at each entry.
                 (slope,) = torch.autograd.grad(before.sum(), scores, allow_unused=True)
         if slope is None:
             raise Unsupported("its softmax does not come from the product before it")
@@ -414,6 +439,7 @@ def _fused_attention(
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     heads, tokens = query.shape[1], key.shape[2]
 
+    # Fused kernels return no weights, so p is computed again from queries, keys and mask, only for the rows needed.
     def shares(logits: Tensor, prompts: Tensor, pos: Tensor) -> Tensor:
         if is_causal:
             later = torch.arange(tokens, device=pos.device) > pos[:, None]
@@ -438,9 +464,10 @@ def _fused_attention(
 
 
 class Replay(_Calls):
-    """Answers the one attention of a block that is called on single tokens."""
+    """Replaces the output of the single attention call of a block that runs on single tokens."""
 
-    module_kwargs: ClassVar = {"attn_mask": None, "key_padding_mask": None, "is_causal": False}  # masks are in it
+    # The recorded weights already include the masks. A mask for the whole prompt would not fit one token.
+    module_kwargs: ClassVar = {"attn_mask": None, "key_padding_mask": None, "is_causal": False}
 
     def __init__(self, attention: Attention, answer: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -455,7 +482,7 @@ class Replay(_Calls):
         if self.attention.matmuls and self.is_head_product(func, args):
             if self.products == self.attention.matmuls[0]:
                 self.scored = args[0], args[1].mT
-                return args[0].new_zeros(*args[0].shape[:3], 1)  # its softmax is not looked at
+                return args[0].new_zeros(*args[0].shape[:3], 1)  # a dummy, whose softmax is not used
             if self.products == self.attention.matmuls[1] and self.scored is not None:
                 return self._attend(*self.scored, args[1])
         return func(*args, **kwargs)
@@ -468,13 +495,13 @@ class Replay(_Calls):
 
 
 def expect_single_tokens(output: Tensor, states: Tensor) -> None:
-    """Refuse a block that makes several tokens of one, for example by a table over all positions."""
+    """Raise `Unsupported` if a block makes several tokens of one, for example by a table over all positions."""
     if output.shape != (len(states), 1, states.shape[-1]):
         raise Unsupported("it does not make one token of one token")
 
 
 def expand_heads(grouped: Tensor, heads: int) -> Tensor:
-    """Return keys or values (picked, key_heads, ..) for every query head."""
+    """Return keys or values (picked, key_heads, ..) repeated for every query head."""
     return grouped if grouped.shape[1] == heads else grouped.repeat_interleave(heads // grouped.shape[1], 1)
 
 
@@ -484,24 +511,26 @@ def sum_heads(values: Tensor, heads: int) -> Tensor:
 
 
 def _check_point(single: Tensor, expected: Tensor) -> None:
-    """Refuse a token that does not reach its attention alone with what it had within its prompt."""
+    """Raise `Unsupported` if a tensor of a single token differs from the same tensor within its prompt."""
     tolerance = 1e-3 if single.dtype == torch.float32 else 1e-6
     if float((single.detach() - expected).norm()) > tolerance * float(expected.norm()):
         raise Unsupported("before its attention it does not treat a token alone as within its prompt")
 
 
-# A block runs until it has attended. The weights follow from its own queries, keys and mask, so that a map costs the
-# query, key and value projections of a block and no attention, MLP or graph.
+# Attention patterns. The block stops after its attention, and the weights follow from its queries, keys and mask. A
+# pattern therefore costs the query, key and value projections of a block, but no MLP and no graph.
 
 
 def read_attention(call: Callable[[Tensor], Tensor], hidden: Tensor) -> Attention:
-    """Return the attention of a block that is given `hidden` (batch, tokens, dim); real tokens come before padding.
+    """Return the attention of a block whose input is `hidden` (batch, tokens, dim).
+
+    Real tokens come before padding in the result.
 
     Raises:
-        Unsupported: a block without attention of a known kind over the tokens it is given.
+        Unsupported: no attention of a known kind over the tokens and prompts of `hidden`.
     """
     alignment = getattr(call, "alignment", None)
-    if alignment is not None:  # a batch with padding before its texts
+    if alignment is not None:  # the batch had padding before its texts
         call, hidden = call.aligned(), alignment.align(hidden)  # pyright: ignore[reportFunctionMemberAccess]
     with torch.no_grad():
         attention = record_attention(call, hidden)

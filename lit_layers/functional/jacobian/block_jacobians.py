@@ -1,15 +1,16 @@
-"""Block Jacobians: how a block's update of one token answers to the input of another.
+"""Block Jacobians: the derivative of a block's update of one token by the input of a token.
 
-Reverse mode through the block on whole prompts gives a row of J for one backward pass, dim passes in all, each over
-every token of the prompt.
+Reverse mode through the block on whole prompts gives one row of J for each backward pass. That is dim passes, each
+over every token of the prompt.
 
-As only attention mixes tokens, another route is faster and exact. It calls the block on the asked tokens alone and
-answers attention's first-order expansion where it attends (`block_call.py` has the formulas), so that the other tokens
-of the prompt cost nothing. It cuts that call at its linear maps and multiplies their weights from the end to the
-beginning, in products of matrices that serve all rows and tokens at once (`linear_cut.CutBlock`).
+Only attention mixes tokens, which allows a faster route that is also exact. The route calls the block on the requested
+tokens only and replaces the attention output by its first-order expansion (formulas in `block_call.py`), so that the
+other tokens of the prompt cost nothing. It then cuts this call at its linear maps and multiplies their weights from
+the last to the first, in matrix products that serve all rows and tokens at once (`linear_cut.CutBlock`).
 
-It knows no block by name, so it may meet one that does something else. It is therefore held against a derivative of the
-block itself before it is believed, and "auto" falls back to reverse mode.
+The route relies on no list of known block classes, so it may meet a block that works differently. Its result is
+therefore compared with a derivative of the block itself before it is used. If the two differ, `route="auto"` falls back
+to reverse mode.
 """
 
 import contextlib
@@ -54,25 +55,33 @@ def block_jacobian(
     residual: bool = True,
     route: Route = "auto",
 ) -> Tensor:
-    """Return the Jacobians of a block's residual branch between tokens: rows are outputs, columns inputs.
+    """Return the Jacobians of a block's residual branch between tokens: rows are outputs, columns are inputs.
 
-    `J = d f(X)[t_out] / d X[t_in]` with `block(X) = X + f(X)`, or `block = f` for `residual=False`. The identity is
-    subtracted where `t_in` is `t_out`, because only there the skip connects the two. Token positions count among a
-    prompt's real tokens (`mask`): 0 is the first, -1 the last. The block must treat prompts independently and be in
-    evaluation mode.
+    `J = d f(X)[t_out] / d X[t_in]` with `block(X) = X + f(X)`, or with `block = f` for `residual=False`. The identity
+    is subtracted only if `t_in` is `t_out`, because only then does the skip connect the two tokens.
 
-    Shapes: `(batch, dim, dim)` when both tokens are single (an int, or "same" for `in_tokens`); `(batch, out, dim,
-    dim)` for several output tokens with "same"; `(batch, out, in, dim, dim)` otherwise.
+    Shapes: `(batch, dim, dim)` if both tokens are single (an int, or "same" for `in_tokens`); `(batch, out, dim, dim)`
+    for several output tokens with "same"; `(batch, out, in, dim, dim)` otherwise.
 
-    Computed in the precision of `hidden` (float32 or float64), without gradients on parameters and without a graph,
-    whatever gradient mode it is called in. A module, or a block of a trajectory (`module`, `args`, `kwargs`), is called
-    on one token, its attention expanded around the prompt: exact, and the cost does not grow with the prompt's length.
-    That route is held against the block's own derivative whenever a module meets a new layout of inputs, or has new
-    weights; where it fails, a warning says so once. Then, and for any other callable, it is reverse mode through the
-    block on whole prompts. `route` forces a way.
+    Computed in the precision of `hidden`, without gradients of parameters and without a graph, in any gradient mode.
+    A module, or a block of a trajectory (an object with `module`, `args` and `kwargs`), is called on one token with its
+    attention expanded around the prompt. This is exact, and the cost does not grow with the length of the prompt. The
+    result is checked against the block's own derivative for each new layout of inputs and for new weights. If the check
+    fails, a warning says so once, and the Jacobian comes from reverse mode on whole prompts. Any other callable always
+    takes reverse mode.
 
-    Source: Aubry et al., "Transformer block coupling and its correlation with generalization in LLMs", eq. 4; there
-    the identity is subtracted for every pair.
+    Args:
+        block: Maps hidden states to hidden states of the same shape. It must treat prompts independently and be in
+            evaluation mode.
+        hidden: The input of the block, in float32 or float64.
+        out_tokens: Positions among the real tokens of each prompt; 0 is the first, -1 the last.
+        in_tokens: Positions as for `out_tokens`, or "same" for the output token itself.
+        mask: True for real tokens; None if there is no padding.
+        residual: Whether `block` includes its skip connection.
+        route: "auto", "cut" to raise an error if the fast route fails, or "plain" for reverse mode.
+
+    Source: Aubry et al., "Transformer block coupling and its correlation with generalization in LLMs", eq. 4. There the
+    identity is subtracted for every pair of tokens.
 
     Raises:
         ValueError: a token position that a prompt does not have, a prompt without real tokens, half precision.
@@ -83,7 +92,7 @@ def block_jacobian(
             "hides the Jacobian, so convert the model with .float()"
         )
     alignment: Alignment | None = getattr(block, "alignment", None)
-    if alignment is not None:  # of a trajectory of texts with padding before them
+    if alignment is not None:  # a trajectory whose texts had padding before them
         return block_jacobian(
             block.aligned(),  # pyright: ignore[reportFunctionMemberAccess]
             alignment.align(hidden),
@@ -93,7 +102,7 @@ def block_jacobian(
             residual=residual,
             route=route,
         )
-    # inference tensors cannot enter a graph, so everything is made outside that mode
+    # Inference tensors cannot enter an autograd graph, so everything is made outside inference mode.
     with torch.inference_mode(False), torch.no_grad():
         mask = torch.ones(hidden.shape[:2]).bool() if mask is None else mask.bool()
         mask = mask.to(hidden.device)
@@ -104,6 +113,7 @@ def block_jacobian(
         with exact_arithmetic(hidden.device):
             jacobians = _compute(block, hidden, outs, ins, route)  # (batch, out, in, dim, dim)
         if residual:
+            # d block(X)[t_out] / d X[t_in] = delta(t_out, t_in) I + J: only equal tokens have an identity to remove.
             skip = (outs[..., None] == ins)[..., None]
             jacobians.diagonal(dim1=-2, dim2=-1).sub_(skip.to(jacobians.dtype))
     if in_tokens == "same":
@@ -117,7 +127,10 @@ def block_jacobian(
 def token_positions(
     tokens: int | Sequence[int], mask: Bool[Tensor, "batch tokens"], name: str = "tokens"
 ) -> Int[Tensor, "batch picked"]:
-    """Return the positions of tokens that are counted among each prompt's real tokens, from the end if negative."""
+    """Return positions in the batch of tokens that are counted among the real tokens of each prompt.
+
+    Negative numbers count from the last real token.
+    """
     picked = [tokens] if isinstance(tokens, int) else list(tokens)
     real = mask.sum(1)
     indices = torch.tensor(picked, device=mask.device)
@@ -128,13 +141,13 @@ def token_positions(
         raise ValueError(
             f"expected {name} among real tokens, got {picked[item]} for prompt {prompt} of {int(real[prompt])} tokens"
         )
-    # a stable descending sort of the mask lists the real places first, in order
+    # A stable descending sort of the mask lists the positions of real tokens first, in order.
     order = torch.argsort(mask.to(torch.int8), dim=1, descending=True, stable=True)
     return torch.gather(order, 1, index)
 
 
 def _compute(block: Block, hidden: Tensor, outs: Tensor, ins: Tensor, route: Route) -> Tensor:
-    """Return d block(X)[out] / d X[in] by the fastest route that holds for this block, (batch, out, in, dim, dim)."""
+    """Return d block(X)[out] / d X[in] by the fastest valid route, (batch, out, in, dim, dim)."""
     call = None if route == "plain" else to_call(block)
     if call is not None and hidden.shape[1] > 1:
         try:
@@ -147,12 +160,16 @@ def _compute(block: Block, hidden: Tensor, outs: Tensor, ins: Tensor, route: Rou
 
 
 def _verified_jacobians(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor) -> Tensor:
-    """Return Jacobians by the fast route, checked against the block itself once for these weights and this layout."""
+    """Return Jacobians by the fast route, checked once against the block's own derivative.
+
+    The check is repeated when the weights or the layout of the inputs change.
+    """
     checks = _verified.setdefault(call.module, {})
     layout = (hidden.shape[1:], hidden.dtype, hidden.device, _layout(call.args), _layout(call.kwargs))
-    # pairs of two tokens take another path; what is right at one place may be wrong at another
+    # Pairs of different tokens take another code path. A route may be right at one position and wrong at another.
     layout = (*layout, bool((outs[..., None] == ins).all()), tuple(outs[0].tolist()))
-    weights = _weights_of(call.module)  # a branch that is zero at first shows nothing
+    # A branch that starts at zero passes any check, so the check is repeated when weights change.
+    weights = _weights_of(call.module)
     checked, reason = checks.get(layout, (None, ""))
     if checked == weights and reason:
         raise Unsupported(reason)
@@ -160,9 +177,10 @@ def _verified_jacobians(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor) -
         jacobians = _jacobians_of_tokens(call, hidden, outs, ins)
         if checked != weights:
             error = _disagreement(call, hidden, outs, ins, jacobians)
-            tolerance = 1e-4 if hidden.dtype == torch.float32 else 1e-6  # parts of some models are float32 always
+            # Some models compute RMSNorm or rotary tables in float32 also in a float64 model: hence 1e-6 and not 1e-12.
+            tolerance = 1e-4 if hidden.dtype == torch.float32 else 1e-6
             if math.isnan(error):
-                return jacobians  # nothing is shown by a model that has diverged
+                return jacobians  # a diverged model, whose derivative proves nothing
             if not error <= tolerance:
                 raise Unsupported(f"it differs from the block's own derivative by {error:.1e}")
     except torch.OutOfMemoryError:
@@ -176,12 +194,15 @@ def _verified_jacobians(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor) -
 
 
 def _weights_of(module: nn.Module) -> tuple[int, ...]:
-    """Return what changes when a weight does: where the weights lie in memory, and how often they were written to."""
+    """Return a value that changes when a weight is written or replaced.
+
+    It holds the memory addresses of all parameters and buffers, and how often they were written in place.
+    """
     tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_inference()]
     return len(tensors), sum(tensor._version for tensor in tensors), hash(tuple(t.data_ptr() for t in tensors))
 
 
-# Per module and layout of inputs: the weights that were checked, and what was wrong with them ("" for nothing).
+# For each module and layout of inputs: the weights that were checked, and the reason they failed ("" if none).
 _verified: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], tuple[tuple[int, ...], str]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -189,7 +210,10 @@ _warned: set[tuple[str, str]] = set()
 
 
 def _layout(value: Any) -> Any:
-    """Return what decides how the arguments of a block are cut: their kinds and shapes, not their values."""
+    """Return the types and shapes of the arguments of a block, without the values of tensors.
+
+    These decide how the arguments are cut to single tokens.
+    """
     if isinstance(value, Tensor):
         return tuple(value.shape[1:]), value.dtype, value.shape[:1] == (1,)
     if isinstance(value, tuple | list):
@@ -212,7 +236,7 @@ def warn_once(block: Any, reason: str) -> None:
 
 @contextlib.contextmanager
 def exact_arithmetic(device: torch.device) -> Generator[None, None, None]:
-    """Switch off autocast and TF32, whatever the training around it uses."""
+    """Switch off autocast and TF32 inside, also if the surrounding training uses them."""
     precision = torch.get_float32_matmul_precision()
     with torch.autocast(device.type, enabled=False):
         try:
@@ -222,18 +246,18 @@ def exact_arithmetic(device: torch.device) -> Generator[None, None, None]:
             torch.set_float32_matmul_precision(precision)
 
 
-# The fast route. A block of a transformer mixes tokens in its attention only: so the block itself is called on single
-# tokens, and where it attends, the answer is attention's first-order expansion around the whole prompt. Value and
-# derivative at that point are exact, hence so is the Jacobian. Parallel and post-norm blocks are nothing special.
+# The fast route. A transformer block mixes tokens only in its attention. So the block itself is called on single
+# tokens, and its attention returns a first-order expansion around the whole prompt. Value and derivative of the
+# expansion are exact at that point, hence the Jacobian is exact. Parallel and post-norm blocks need no special case.
 
-_ROWS = 2048  # cotangents a chunk: measured best at dim 128 and 768 on CPU
+_ROWS = 2048  # cotangents in a chunk: measured best at dim 128 and 768 on CPU
 
 
 def _jacobians_of_tokens(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor) -> Tensor:
-    """Return what `jacobians_by_reverse_mode` does.
+    """Return the Jacobians of `jacobians_by_reverse_mode` by the fast route.
 
     Raises:
-        Unsupported: the block has no attention that is understood, or depends on its place in other ways.
+        Unsupported: the block has no attention of a known kind, or depends on the token's position in another way.
     """
     _, tokens, dim = hidden.shape
     with torch.no_grad(), evaluating(call.module):
@@ -245,7 +269,7 @@ def _jacobians_of_tokens(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor) 
         )
         pairs = torch.stack([prompts.flatten(), outs[prompts, items].flatten(), ins.flatten()])  # (prompt, out, in)
         same = pairs[1] == pairs[2]
-        # per token: cotangents (dim x ..) and the slopes over the prompt (heads x tokens x head_dim)
+        # Memory per picked token: cotangents (dim x ..) and score slopes over the prompt (heads x tokens x head_dim).
         size = max(1, min(_ROWS, 2**24 // max(dim, tokens * attention.query.shape[1] * attention.query.shape[3])))
         for route, chosen in ((_same_token, same), (_cross_token, ~same)):
             for where in chosen.nonzero()[:, 0].split(size):
@@ -255,11 +279,12 @@ def _jacobians_of_tokens(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor) 
 
 
 def _disagreement(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, jacobians: Tensor) -> float:
-    """Return the largest relative error of random row combinations of `jacobians` against the block's own derivative.
+    """Return the largest relative error of `jacobians` against the block's own derivative.
 
-    Of each input token, relative to what the block adds to its skip: a small branch must be right, too, up to what
-    rounding leaves of it beside the skip. NaN where the block's own derivative is not finite. One backward pass through
-    the block on the first prompt for its first and its last output token.
+    Compares random combinations of rows, probe' J, for each input token. Errors are relative to the branch without its
+    skip, because a small branch must also be right. Rounding of the skip is allowed for. The cost is one forward pass
+    on the first prompt and one backward pass for its first and one for its last output token. NaN if the block's own
+    derivative is not finite.
     """
     batch, tokens, dim = hidden.shape
     first = torch.zeros(1, dtype=torch.int64, device=hidden.device)
@@ -275,6 +300,8 @@ def _disagreement(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, jacobia
             exact, probe = exact[0, ins[0, item]].double(), probe.double()  # (in, dim), (dim,)
             if not bool(exact.isfinite().all()):
                 return math.nan
+            # I + J can hide an error of a small J: relative to |probe' (I + J)| it looks harmless. So the error is
+            # compared with the smaller of that and |probe' J|, after subtracting what rounding of I + J explains.
             skip = (outs[0, item] == ins[0, item])[:, None] * probe
             size = torch.minimum(exact.norm(dim=-1), (exact - skip).norm(dim=-1))
             rounding = 16 * torch.finfo(hidden.dtype).eps * exact.norm(dim=-1)
@@ -285,7 +312,7 @@ def _disagreement(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, jacobia
 
 
 def _same_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor) -> Tensor:
-    """Return (picked, dim, dim) for pairs (3, picked) of prompt, output position and the same input position."""
+    """Return (picked, dim, dim) for pairs (3, picked): prompt, output position, equal input position."""
     return _cut_block(call, attention, hidden, *pairs[:2]).jacobians()
 
 
@@ -295,10 +322,14 @@ def _cut_block(call: Call, attention: Attention, hidden: Tensor, prompts: Tensor
 
 
 def _cross_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor) -> Tensor:
-    """Return the Jacobians of pairs of different tokens: the input reaches the output by its key and value only."""
+    """Return the Jacobians of pairs of different tokens, (picked, dim, dim).
+
+    The input token reaches the output token only through its key and its value.
+    """
     prompts, outs, ins = pairs
     shape, dim = hidden.shape[:2], hidden.shape[2]
-    # the part after the attention is shared by all input tokens of an output token
+    # J = [d out_t / d a] [w_s (v_s - a) (q dk_s) + p_s dv_s]: the first factor, from attention output a to the
+    # block output, is the same for all input tokens s of one output token t, so it is computed once for each t.
     tokens, which = torch.unique(torch.stack([prompts, outs]), dim=1, return_inverse=True)
     cut = _cut_block(call, attention, hidden, *tokens)
     expansion = cut.expansion
@@ -310,6 +341,7 @@ def _cross_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor
     index = torch.arange(len(ins), device=ins.device)
     p, w = (part[index, :, ins][:, None, :, None, None] for part in (p, w))  # (picked, 1, heads, 1, 1)
     value = expand_heads(attention.value[prompts], heads)[index, :, ins][:, :, None]
+    # Cotangents of k_s and v_s: the transposes of the two terms above, applied to the rows of `after`.
     aligned = (after * (value - expansion.out[which])[:, None]).sum(-1, keepdim=True)
     for_key = w * aligned * expansion.query[which][:, None]  # (picked, dim, heads, 1, head_dim)
     for_value = p * after
@@ -320,6 +352,7 @@ def _cross_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor
         taken.extend((key, value))
         raise Done
 
+    # What is left is d(k_s, v_s) / d x_s: call the block on token s up to its attention, then pull the cotangents back.
     with torch.enable_grad():
         leaf = hidden[prompts, ins].detach().requires_grad_()
         with contextlib.suppress(Done), Replay(attention, take):

@@ -1,21 +1,21 @@
 """Same-token Jacobians from a call of the block on single tokens that is cut at its linear maps.
 
-The output of every linear map z = W u + b, and of the attention, is made a leaf of the graph. What is left between
-the leaves is cheap (norms, activations, rotations, sums), and the Jacobian of a linear map is its weight. With the
-input x as leaf z_0, node n computes z_n = W_n u_n + b_n from u_n = f_n(z_0, ..., z_(n-1)), so that
+The outputs of all linear maps z = W u + b, and of the attention, become leaves of the graph. The operations between
+the leaves are cheap (norms, activations, rotations, sums), and the Jacobian of a linear map is its weight. Let the
+input x be leaf z_0. Node n computes z_n = W_n u_n + b_n from u_n = f_n(z_0, ..., z_(n-1)), so that
 
     dz_n/dx = W_n sum_(m < n) D_nm dz_m/dx,      D_nm = df_n/dz_m.
 
-Reverse mode carries cotangents G_n = d(output)/dz_n down from the last node: G_m += (G_n W_n) D_nm. D_nm is mostly
-diagonal (an activation, a residual sum), then it is a product entry by entry; else (a norm) autograd applies it.
-A linear map that ends the block has G_n = 1, and its product is its weight. The attention is no linear map: its
-Jacobian J (see `block_call`) and the maps W that make its queries, keys and values are multiplied first, forwards,
-which costs the products of J's few terms alone; then one product G J W joins both sides.
+Reverse mode carries cotangents G_n = d(output)/dz_n from the last node to the first: G_m += (G_n W_n) D_nm. Most D_nm
+are diagonal (an activation, a residual sum), so that multiplying by them costs one product per entry. Autograd applies
+the others (a norm). A linear map that ends the block has G_n = 1, and its product is its weight. Attention is no
+linear map. Its Jacobian J (see `block_call`) and the maps W that make its queries, keys and values are multiplied
+first, forwards, which costs only the products with the few terms of J. One product G J W then joins both sides.
 
-For GPT-2, in operations (a multiplication and an addition are two): 8 dim^3 through the first map of the MLP (dim x
-4 dim x dim; the second ends the block), 2 dim^3 through the output projection, 2 dim^3 to join the attention: 12 dim^3.
-Reverse mode by autograd has 8 dim^3 for either map of the MLP, 2 dim^3 for the output projection and 6 dim^3 for
-queries, keys and values: 24 dim^3.
+Cost for GPT-2 in operations, where a multiplication and an addition are two: 8 dim^3 for the first map of the MLP
+(dim x 4 dim x dim; the second map ends the block), 2 dim^3 for the output projection and 2 dim^3 to join the attention.
+That is 12 dim^3. Reverse mode by autograd takes 8 dim^3 for each map of the MLP, 2 dim^3 for the output projection and
+6 dim^3 for queries, keys and values: 24 dim^3.
 """
 
 import math
@@ -38,7 +38,7 @@ from lit_layers.functional.jacobian.block_call import (
 )
 
 _ADDMMS = (torch.addmm, torch.Tensor.addmm)
-# Entries of the widest intermediate held at a time: on a CPU 8 MB stay near the cache, a GPU wants long products.
+# Most entries of the widest intermediate tensor. On a CPU 8 MB stay near the cache; a GPU is faster with long products.
 _ENTRIES = {"cpu": 2**21}
 _ENTRIES_ELSEWHERE = 2**27
 
@@ -52,15 +52,15 @@ class Linear(NamedTuple):
 
 
 class Link(NamedTuple):
-    """How one tensor depends on one leaf: entry by entry with these slopes, or (None) in some other way."""
+    """How one tensor depends on one leaf: entry by entry with `slopes`, or in another way if they are None."""
 
     leaf: int
     slopes: Tensor | None  # (picked, width)
-    identity: bool = False  # all slopes are 1
+    identity: bool = False  # whether all slopes are 1
 
 
 class _Replay(Replay):
-    """Answers the attention and makes leaves of it and of every linear map."""
+    """Makes the attention output and the output of every linear map a leaf of the graph."""
 
     def __init__(self, attention: Attention, expansion: Expansion, states: Tensor) -> None:
         super().__init__(attention, self._answer)
@@ -77,24 +77,24 @@ class _Replay(Replay):
         if func in _ADDMMS and not kwargs:
             return self._linear(output, args[1], args[2].mT, args[0])
         if func in MATMULS and args[1].ndim == 2:
-            return self._linear(output, args[0], args[1].mT, None).clone()  # Falcon adds to it in place
+            return self._linear(output, args[0], args[1].mT, None).clone()  # Falcon adds to the result in place
         return output
 
     def _linear(self, output: Tensor, input_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if not input_.requires_grad or not output.requires_grad:  # a constant, or made without gradients
+        if not input_.requires_grad or not output.requires_grad:  # a constant, or computed without gradients
             return output
         if any(self._depends(constant) for constant in (weight, bias)):
             raise Unsupported("the weight or bias of a linear map depends on the input")
         if input_.numel() != len(self.expansion.out) * weight.shape[1]:
             raise Unsupported("a linear map does not take its tokens one by one")
         leaf = output.detach().requires_grad_()
-        # the products of many tokens want rows that lie together
+        # Products with many tokens are faster if the rows of the weight are contiguous in memory.
         weight = weight.detach() if len(input_) == 1 else weight.detach().contiguous()
         self.nodes.append(Linear(input_, weight, leaf))
         return leaf
 
     def _depends(self, tensor: Tensor | None) -> bool:
-        """Whether a tensor depends on the states; most have no history at all."""
+        """Whether a tensor depends on the states; most tensors have no history at all."""
         if tensor is None or tensor.grad_fn is None:
             return False
         leaves = [self.states, *(node.output for node in self.nodes if node is not None)]
@@ -110,17 +110,17 @@ class _Replay(Replay):
 
 
 class CutBlock:
-    """A block's call on single tokens (picked, dim), cut, with what each piece depends on.
+    """A block's call on single tokens (picked, dim), cut into pieces between linear maps.
 
-    Between two linear maps of a block stand element-wise functions and norms, whose derivative for one token is cheap.
-    The linear maps themselves are weights that all tokens share: d output / d input is a product of such pieces, and a
+    The pieces between two linear maps are element-wise functions and norms, whose derivative for one token is cheap.
+    The linear maps are weights that all tokens share. So d output / d input is a product of such factors, and a
     cotangent passes a linear map by one product with its weight, without autograd.
 
-    Leaf 0 is the input, leaf 1 + n the output of node n. Cotangents are (rows, picked, width); where they are the same
-    for every token, (rows, 1, width).
+    Leaf 0 is the input, leaf 1 + n is the output of node n. Cotangents are (rows, picked, width), or (rows, 1, width)
+    if they are the same for every token.
 
     Raises:
-        Unsupported: it does not attend, or has a linear map over something else than single tokens.
+        Unsupported: the block does not attend, or has a linear map over something other than single tokens.
     """
 
     def __init__(self, call: Call, attention: Attention, expansion: Expansion, states: Tensor) -> None:
@@ -143,7 +143,7 @@ class CutBlock:
         """Return d block(x) / dx, (picked, dim, dim).
 
         Raises:
-            Unsupported: its attention is fed otherwise than by linear maps.
+            Unsupported: the inputs of its attention do not come from linear maps.
         """
         with torch.enable_grad():
             joined = self._joined()
@@ -154,23 +154,27 @@ class CutBlock:
         return result
 
     def from_attention(self) -> Tensor:
-        """Return d block(x) / d output of its attention, (picked, dim, heads x head_dim)."""
+        """Return d block(x) / d attention output, (picked, dim, heads x head_dim)."""
         with torch.enable_grad():
             parts = [self._cotangents(rows, None) for rows in self._chunks()]
         return torch.cat(parts).expand(-1, self.picked, -1).transpose(0, 1)
 
     def _chunks(self) -> Iterator[slice]:
-        width = max(leaf.numel() for leaf in self.leaves)  # of all picked tokens
+        width = max(leaf.numel() for leaf in self.leaves)  # entries for all picked tokens
         entries = _ENTRIES.get(self.output.device.type, _ENTRIES_ELSEWHERE)
         num = max(1, min(self.dim // 64, round(self.dim * width / entries)))
         size = math.ceil(self.dim / num)
         return (slice(start, min(start + size, self.dim)) for start in range(0, self.dim, size))
 
     def _joined(self) -> dict[int, Tensor]:
-        """Return Jacobians (picked, heads x head_dim, in) of the attention's output, by the linear map behind it."""
+        """Return the Jacobian of the attention output by the input of each linear map that feeds it.
+
+        Keys are leaves, values are (picked, heads x head_dim, in).
+        """
         maps: dict[int, Tensor] = {}
-        # forwards, the tangents are the columns of the weights: no product before the attention itself
-        shared: dict[int, int] = {}  # queries, keys and values are mostly made from one input
+        # Forward mode here: the tangents are the columns of the weights, so no product comes before the attention.
+        # Queries, keys and values mostly come from one input: their Jacobians are added before the product with G.
+        shared: dict[int, int] = {}
         pushes = self.expansion.push_query, self.expansion.push_key, self.expansion.push_value
         for end, push in zip(self.ends, pushes, strict=True):
             for link in links_of(end, self.leaves):
@@ -182,18 +186,21 @@ class CutBlock:
         return maps
 
     def _cotangents(self, rows: slice, joined: dict[int, Tensor] | None) -> Tensor:
-        """Return rows (rows, picked, dim) of the Jacobian at the input; without `joined` at the attention's output."""
+        """Return rows (rows, picked, dim) of the Jacobian by the block's input.
+
+        Without `joined`, stop at the attention and return the rows of the Jacobian by the attention output.
+        """
         pending: dict[int, Tensor] = {}
         slopes = {link.leaf: link.slopes[:, rows].T for link in self.links[0] if link.slopes is not None}
         others = [link for link in self.links[0] if link.slopes is None]
         if others:
             self._push(pending, self.output, others, self._basis(rows))
-        # Leaves stand in the order in which they were computed: going back, all that depends on one has been added up
-        # when its turn comes.
+        # Leaves are in the order of their computation. Going backwards, every tensor that depends on a leaf has added
+        # its cotangent before the leaf itself is visited.
         for leaf in range(len(self.nodes), 0, -1):
             node, grad, slope = self.nodes[leaf - 1], pending.pop(leaf, None), slopes.get(leaf)
             if node is None:
-                if slope is not None:  # the output is a function of it entry by entry
+                if slope is not None:  # the block output depends on the attention output entry by entry
                     grad = _add(grad, slope[..., None] * self._basis(rows))
                 if joined is None:
                     return self.output.new_zeros(len(range(self.dim)[rows]), 1, 1) if grad is None else grad
@@ -201,12 +208,13 @@ class CutBlock:
                     self._push_attention(pending, joined, grad)
                 continue
             carried = None if grad is None else (grad.flatten(0, 1) @ node.weight).unflatten(0, grad.shape[:2])
-            if slope is not None:  # the map ends the block: its weight, scaled
+            # G_n of a map that ends the block is diagonal, so G_n W_n is the scaled weight: no matrix product.
+            if slope is not None:
                 carried = _add(carried, _scaled(node.weight[rows][:, None], slope[..., None]))
             if carried is not None:
                 self._push(pending, node.input, self.links[leaf], carried)
         result = pending.get(0, self._basis(rows) * 0)
-        if 0 in slopes:
+        if 0 in slopes:  # the skip: a diagonal, added without forming the identity matrix
             result = result.expand(-1, self.picked, -1).clone()
             result[:, :, rows].diagonal(dim1=0, dim2=2).add_(slopes[0].T)
         return result
@@ -225,7 +233,7 @@ class CutBlock:
             self._push(pending, node.input, self.links[leaf], (by_token @ jacobians).transpose(0, 1))
 
     def _push(self, pending: dict[int, Tensor], output: Tensor, links: Sequence[Link], cotangents: Tensor) -> None:
-        """Add to each leaf's cotangents what comes through `output`."""
+        """Add the cotangents that pass through `output` to those of each leaf it depends on."""
         others = [link.leaf for link in links if link.slopes is None]
         for link in links:
             if link.slopes is not None:
@@ -242,7 +250,8 @@ class CutBlock:
 def links_of(output: Tensor, leaves: Sequence[Tensor]) -> list[Link]:
     """Return the leaves that a tensor depends on.
 
-    J is diagonal if J'r = r x J'1 for a random r: what lies off the diagonal would have to cancel by chance.
+    J is taken as diagonal if J'r = r o J'1 for a random r (o entry by entry). Off-diagonal entries would have to cancel
+    by chance to pass this test.
     """
     if not output.requires_grad:
         return []
@@ -260,7 +269,7 @@ def links_of(output: Tensor, leaves: Sequence[Tensor]) -> list[Link]:
                 leaf_slopes.reshape(len(leaf_slopes), -1),
                 leaf_probe.reshape(len(leaf_probe), -1),
             )
-            # an entry-by-entry map has the same slopes under any cotangent, which only scales them
+            # Two backward passes decide this. Forming J to look at its off-diagonal entries would take `width` passes.
             off_diagonal = (leaf_probe - probe.reshape(leaf_probe.shape) * leaf_slopes).norm()
             if float(off_diagonal) <= 8 * torch.finfo(leaf_slopes.dtype).eps * float(leaf_probe.norm()):
                 diagonal = leaf_slopes
@@ -269,9 +278,10 @@ def links_of(output: Tensor, leaves: Sequence[Tensor]) -> list[Link]:
 
 
 def _push_forward(linear: Linear, end: Tensor) -> Tensor:
-    """Return d end / d input of a linear map that it depends on, (picked, *end, in).
+    """Return d end / d input of a linear map that `end` depends on, (picked, *end, in).
 
-    The pull-back is a linear function of its cotangent: its own pull-back carries tangents forward.
+    This is forward mode by double backward: the pull-back is linear in its cotangent, so its own pull-back carries
+    tangents forward.
     """
     cotangent = torch.zeros_like(end, requires_grad=True)
     (back,) = torch.autograd.grad(end, linear.output, cotangent, create_graph=True)
@@ -290,5 +300,5 @@ def _add(sum_: Tensor | None, term: Tensor) -> Tensor:
 
 
 def _gradients(output: Tensor, leaves: Sequence[Tensor], cotangent: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    """Return the gradients of one output by each leaf; None if it does not depend on the leaf."""
+    """Return the gradients of one output by each leaf; None if the output does not depend on the leaf."""
     return torch.autograd.grad(output, leaves, cotangent, retain_graph=True, allow_unused=True)
