@@ -302,7 +302,7 @@ def _save_timm(model: nn.Module, folder: Path) -> None:
             f"cannot save this {kind} as a Hugging Face folder, as nothing names its architecture: {reason}"
         )
     save_for_hf(model, str(folder), model_args=getattr(model, TIMM_OPTIONS, None), safe_serialization=True)
-    if pixel_statistics(model) is None:  # timm then writes those of ImageNet, which may be wrong
+    if pixel_statistics(model) is None:  # timm then writes ImageNet's, which may be wrong
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         for name in ("mean", "std"):
             config["pretrained_cfg"].pop(name, None)

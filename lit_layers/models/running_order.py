@@ -39,8 +39,8 @@ def running_order(model: nn.Module, schedule: Sequence[Step]) -> Iterator[nn.Mod
     parallel blocks, which is wrong from the second generated token on.
 
     Raises:
-        InputError: if the model is not a sequence of blocks, has hooks on its blocks, or is already in such a context,
-            in any thread. Calls inside the context raise it for `output_hidden_states` and for a cache that holds more
+        InputError: if the model is not a sequence of blocks, has hooks on its blocks, or is already in such a context
+            (of any thread). Inside, calls raise it for `output_hidden_states`, and for a cache that holds more
             than keys and values or was filled in another order.
         TypeError, ValueError: if the schedule does not fit the model.
     """
@@ -73,7 +73,7 @@ def _refuse_hidden_states(network: Network, args: tuple, kwargs: dict[str, Any])
 
 
 class _Order:
-    """The forwards that replace those of the blocks inside a `running_order` context.
+    """Replacement forwards of the blocks inside a `running_order` context.
 
     Each one records its arguments and returns its input. The last one then runs the schedule on the input of the first.
     A key-value cache has L slots that the model counts. Each execution of a block gets a slot after these.
