@@ -33,7 +33,7 @@ def with_tables(text: str) -> str:
 
 
 def _table(paper: str) -> str:
-    head = ("item", "what it shows", "FILE", "needs a GPU for (float32)")
+    head = ("item", "what it shows", "FILE", "needs a GPU for")
     rows = [head, *(_cells(path, read(path)) for path in recipe_paths(paper))]
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([f"{PAPERS[paper]}.", "", lines[0], "|---|---|---|---|", *lines[1:]])
