@@ -54,7 +54,7 @@ def test_the_pages_tables_are_drawn_from_its_measurements(monkeypatch):
         printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
         tables |= dict(zip(names, map(cells, PRINTED.findall(printed)), strict=True))
     on_page = re.findall(r"<!-- table: ([\w ]+) -->", PAGE.read_text(encoding="utf-8"))
-    assert {"when", "blocks", "forecasts", "mechanism"} <= {*on_page} <= tables.keys()
+    assert {"when", "blocks", "mechanism"} <= {*on_page} <= tables.keys()
     for name in on_page:
         again = study.shown(name, written(name), tables[name])
         assert_same_tables(study.as_markdown(again), written(name))
