@@ -172,8 +172,12 @@ def table(rows: Sequence[Row]) -> str:
     lines = [row.cells() for row in rows]
     columns = list(dict.fromkeys(column for line in lines for column in line))
     columns = [column for column in columns if any(line.get(column) for line in lines)]
-    cells = [columns, ["---"] * len(columns)] + [[line.get(column, "") for column in columns] for line in lines]
-    return "\n".join("| " + " | ".join(row).replace("|  |", "| |") + " |" for row in cells)
+    return _markdown([columns, *([line.get(column, "") for column in columns] for line in lines)])
+
+
+def _markdown(cells: Sequence[Sequence[str]]) -> str:
+    head, *rows = ("| " + " | ".join(row).replace("|  |", "| |") + " |" for row in cells)
+    return "\n".join([head, "|---" * len(cells[0]) + "|", *rows])
 
 
 def section(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -207,9 +211,8 @@ def medians(runs: Sequence[Mapping[str, Any]]) -> str:
         for what, found in wanted.items()
     }
     rows = [[case, *(line.get(what, "") for what in wanted)] for case, line in lines.items()]
-    cells = [["median share", *heads.values()], ["---"] * (1 + len(heads)), *rows]
     commands = ", ".join(f"`{run['command']}`" for run in runs)
-    return f"{commands}:\n\n" + "\n".join("| " + " | ".join(row).replace("|  |", "| |") + " |" for row in cells)
+    return f"{commands}:\n\n{_markdown([['median share', *heads.values()], *rows])}"
 
 
 def with_tables(*texts: str) -> list[str]:

@@ -139,5 +139,5 @@ def shown(name: str, page: str, table: Iterable[Sequence[str]]) -> list[list[str
 
 def as_markdown(table: Iterable[Sequence[str]]) -> str:
     """Return a table, the first row its head, as it stands on the page."""
-    head, *rows = table
-    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))
+    head, *rows = (f"| {' | '.join(row)} |\n" for row in table)
+    return "".join([head, "|---" * (head.count("|") - 1) + "|\n", *rows])
