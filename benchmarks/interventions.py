@@ -128,7 +128,7 @@ def from_scratch(
         for variant in chosen:
             with running_order(model, variant.schedule):
                 logits = model(**batch, use_cache=False).logits
-            values.append(full.compared(logits[rows.index]))
+            values.append(full.scores(logits[rows.index]))
         return Sums.add_up(torch.stack(values, dim=1), rows, num_prompts)
 
     return run

@@ -93,7 +93,7 @@ def measured(options: argparse.Namespace) -> dict[str, float]:
         model = PassesRandomStates(options.layers - 1, options.dim)
         before, began = _peak(), time.perf_counter()
         jobs = probe.jobs(model)
-        assert list(jobs.records([job() for job in jobs.parts])), "no numbers"
+        assert list(jobs.records([job() for job in jobs.calls])), "no numbers"
     return {"before": before, "peak": _peak(), "seconds": time.perf_counter() - began}
 
 

@@ -38,7 +38,7 @@ from lit_layers.functional.entropy import (
 )
 from lit_layers.functional.geometry import pool, token_angle, token_curvature
 
-AT_ONCE = 64  # prompts of LiDAR
+CHUNK = 64  # prompts of LiDAR
 
 
 class Shape(NamedTuple):
@@ -50,7 +50,7 @@ class Shape(NamedTuple):
 
 def _lidar(views: Tensor) -> Tensor:
     sums = LidarSums()
-    for part in views.split(AT_ONCE):
+    for part in views.split(CHUNK):
         sums.update(part)
     return lidar(sums)
 

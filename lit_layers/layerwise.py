@@ -166,7 +166,7 @@ def layers(
         InputError: a name, model, text or tokenizer that is none, options that do not fit the model.
         Exception: what an analysis raises.
     """
-    selected = metric_names.named(metrics)
+    selected = metric_names.find_analyses(metrics)
     network = model if isinstance(model, nn.Module) else load(model)
     view = LayeredModel(network)
     if batches is not None and texts is not None:
@@ -177,7 +177,7 @@ def layers(
         raise InputError(f"batches: {type(network).__name__} sees images: give a DataLoader of them")
     else:
         given, few = _text_batches(view, texts, _tokenizer(model, tokenizer), max_tokens)
-    analyses = metric_names.made([*selected], given, few)
+    analyses = metric_names.make_analyses([*selected], given, few)
     facts: dict[str, Any] = {"run": name or _run_name(model), "step": None, "weights_hash": weights_hash(network)}
     measurements = []
     for analysis in analyses:
@@ -213,9 +213,9 @@ def _encoded(tokenizer: str, texts: Sequence[str], longest: int) -> Batches:
     return GivenBatches([*encoded.split(_BATCH)], tokenizer_hash=encoded.tokenizer_hash)
 
 
-def _tokenizer(model: Any, named: str | Path | None) -> str:
-    if named is not None:
-        return str(named)
+def _tokenizer(model: Any, find_analyses: str | Path | None) -> str:
+    if find_analyses is not None:
+        return str(find_analyses)
     carried = getattr(plain_model(model), "name_or_path", "") if isinstance(model, nn.Module) else str(model)
     if not carried:
         raise InputError(f"tokenizer: a {type(model).__name__} in memory carries none; name one, or give batches")

@@ -163,7 +163,7 @@ def test_a_measurement_in_float32_has_another_hash_and_what_needs_float32_is_ref
     wrong = measure(tiny("gpt2"), Lens(batches=data, dtype="float16"), run="r", step=0)  # pyright: ignore
     assert "expected dtype to be one of ['float32', 'bfloat16'], got 'float16'" in str(wrong.error)
     with pytest.raises(base.InputError, match="trajectory"):
-        base.in_bfloat16(Trajectory(batches=data))
+        base.to_bfloat16(Trajectory(batches=data))
     saved_gpt2(tmp_path / "model")
     command = ["analyze", str(tmp_path / "model"), "--root", str(tmp_path / "out"), "--dtype", "bfloat16"]
     assert main(command) == 2

@@ -14,13 +14,13 @@ from scipy import stats
 from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.clock.curve_sources import curves_of
-from lit_layers.clock.step_curves import LAYER_COLUMNS, MONOTONICITY, StepCurve, curves_in, over_seeds
+from lit_layers.clock.step_curves import LAYER_COLUMNS, MONOTONICITY, StepCurve, curves_in, merge_seeds
 from lit_layers.clock.times_and_order import (
     COLUMNS,
     Clock,
     agreement_sentence,
     agreement_table,
-    emerged_in_order,
+    emerged_curves,
     measure_times,
     order_table,
     probability_before,
@@ -111,13 +111,13 @@ def test_planted_times_come_back_in_their_order_and_what_is_flat_does_not_emerge
         assert row["onset"] < row["halfway_low"] < 2**middle - 1 < row["halfway_high"] < row["peak"]
     flat = table[table.metric == "logit_lens_loss"].iloc[0]
     assert (flat.emerges, pd.isna(flat.halfway)) == (False, True)
-    order = [curve.metric for curve, _ in emerged_in_order(clock, "planted")]
+    order = [curve.metric for curve, _ in emerged_curves(clock, "planted")]
     assert order == ["coupling", "accuracy", "prompt_entropy"]  # of the probes the last layer's
     assert (order_table(clock).p_a_before_b > 0.99).all()
 
 
 def test_the_probability_of_an_order_is_that_of_all_pairs_of_draws(clock):
-    (_, first), (_, second), *_ = emerged_in_order(clock, "planted")
+    (_, first), (_, second), *_ = emerged_curves(clock, "planted")
     ahead = first.halfway_draws[:, None] < second.halfway_draws[None]
     assert probability_before(first, second) == pytest.approx(ahead.mean(), abs=1e-12)
     assert probability_before(first, second) + probability_before(second, first) == pytest.approx(1)
@@ -168,11 +168,11 @@ def test_marks_of_a_run_have_its_colour_hollow_ones_too(clock):
 
 def test_figures_and_sentences_say_the_times(clock):
     chart = timeline(clock)
-    titles = [curve.title for curve, _ in emerged_in_order(clock, "planted")]
+    titles = [curve.title for curve, _ in emerged_curves(clock, "planted")]
     assert list(chart.x.labels.values()) == titles
     assert titles[:2] == ["Coupling", "Probe accuracy, layer 3"]
     half = [10**y - 1 for y in chart.series[0].y]
-    expected = [found.halfway.value for _, found in emerged_in_order(clock, "planted")]
+    expected = [found.halfway.value for _, found in emerged_curves(clock, "planted")]
     assert half == pytest.approx(expected, rel=1e-3)  # five digits of its logarithm
     ((_, front),) = layer_fronts(clock)
     assert front.series[0].x == [1, 2, 3]
@@ -181,7 +181,7 @@ def test_figures_and_sentences_say_the_times(clock):
     assert np.isnan(np.diag(matrix)).all()
     assert (matrix[np.triu_indices(3, 1)] > 0.99).all()
     assert (matrix[np.tril_indices(3, -1)] < 0.01).all()
-    curve, found = emerged_in_order(clock, "planted")[0]
+    curve, found = emerged_curves(clock, "planted")[0]
     halfway = found.halfway
     text = f"half-way at step {axis_text(halfway.value)} ({axis_text(halfway.low)} to {axis_text(halfway.high)})"
     assert sentence(curve, found) == f"Coupling: {text}, peak at {axis_text(found.peak.value)}"
@@ -193,8 +193,8 @@ def test_over_seeds_the_mean_of_common_checkpoints_is_measured_with_their_spread
     for seed in range(4):
         root = write_run(tmp_path / f"s{seed}", seed, shift=0.2 * seed, steps=STEPS[: 12 - seed % 2])
         curves += curves_of(root, metrics=["coupling"])
-    (merged,) = over_seeds(curves, "4 seeds")
-    assert merged.over == "seeds"
+    (merged,) = merge_seeds(curves, "4 seeds")
+    assert merged.error_unit == "seeds"
     assert merged.at.tolist() == STEPS[:11]
     assert merged.seeds == pytest.approx(np.stack([curve.values[:11] for curve in curves]))
     assert merged.values == pytest.approx(merged.seeds.mean(0))
@@ -211,7 +211,7 @@ def test_of_seeds_only_what_all_have_is_measured_together_and_the_rest_counted(t
     path = roots[2] / "measurements.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if "prompt_entropy" not in line))
-    merged = over_seeds([curve for root in roots for curve in curves_of(root)], "3 seeds")
+    merged = merge_seeds([curve for root in roots for curve in curves_of(root)], "3 seeds")
     assert {len(curve.seeds) for curve in merged} == {3}
     assert "prompt_entropy" not in {curve.metric for curve in merged}
     out = tmp_path / "out"
@@ -241,8 +241,10 @@ def test_runs_of_other_settings_are_no_seeds_of_one_and_settings_left_out_are_to
     path.write_text("\n".join(lines) + "\n")
     curves = [curve for root in roots for curve in curves_of(root)]
     assert "s1: other settings are left out: coupling: cccccccc is shown, not eeeeeeee at step 8" in caplog.text
-    assert {8, *over_seeds(curves, "2 seeds")[0].at} == {*STEPS}
-    assert over_seeds([replace(curve, settings=UNKNOWN) if curve.run == "s1" else curve for curve in curves], "2 seeds")
+    assert {8, *merge_seeds(curves, "2 seeds")[0].at} == {*STEPS}
+    assert merge_seeds(
+        [replace(curve, settings=UNKNOWN) if curve.run == "s1" else curve for curve in curves], "2 seeds"
+    )
 
 
 def test_the_agreement_of_two_runs_is_spearmans_over_what_emerges_in_both():
@@ -332,7 +334,7 @@ def test_a_curve_of_which_some_values_have_no_standard_error_is_told(tmp_path, c
     some = (table["model"] == "x1") & (table["step"] == STEPS[3])
     table.assign(stderr=table["stderr"].where(~some)).to_csv(tmp_path / "scores.csv", index=False)
     curves = {(curve.run, curve.analysis, curve.tags["shots"]): curve for curve in curves_of(tmp_path / "scores.csv")}
-    assert [curve.over for curve in curves.values()] == [""] * 4 + ["prompts"] * 4
+    assert [curve.error_unit for curve in curves.values()] == [""] * 4 + ["prompts"] * 4
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.endswith(
         f"of x1 has no standard error at 1 of {len(STEPS)} checkpoints, and 3 other curves have gaps: errors are "
@@ -340,7 +342,7 @@ def test_a_curve_of_which_some_values_have_no_standard_error_is_told(tmp_path, c
     )
     caplog.clear()
     table.drop(columns="stderr").to_csv(tmp_path / "none.csv", index=False)
-    assert {curve.over for curve in curves_of(tmp_path / "none.csv")} == {""}
+    assert {curve.error_unit for curve in curves_of(tmp_path / "none.csv")} == {""}
     assert not caplog.records  # which the column `over` says of all
 
 
@@ -353,7 +355,7 @@ def test_a_table_of_scores_has_a_curve_for_each_combination_of_its_other_columns
     assert [curve.key for curve in csv] == [curve.key for curve in parquet] == [curve.key for curve in lines]
     assert len(parquet) == 8
     curve = next(c for c in parquet if (c.run, c.analysis, c.tags) == ("y1", "hard", {"shots": 5}))  # no family
-    assert (curve.at.tolist(), curve.over, curve.metric) == (STEPS, "prompts", "acc")
+    assert (curve.at.tolist(), curve.error_unit, curve.metric) == (STEPS, "prompts", "acc")
     assert curve.values == pytest.approx(rise(8))
     few = curves_of(tmp_path / "scores.csv", where={"shots": "0", "model": "x1"})
     assert [curve.analysis for curve in sorted(few, key=lambda c: c.key)] == ["easy", "hard"]

@@ -134,7 +134,7 @@ def test_it_goes_on_while_training_does_and_ends_with_it(run, tmp_path, waits):
 
     def measure(steps) -> None:
         looks.append(steps)
-        analyze_series(StepFolders(root, steps), two_groups(), root=root, beside_training=True)
+        analyze_series(StepFolders(root, steps), two_groups(), root=root, during_training=True)
 
     waits += [lambda: None, lambda: shutil.copytree(root / "step-000000004", root / "step-000000006") and None]
     waits += [lambda: None, held.close]
@@ -151,7 +151,7 @@ class Follower(L.Callback):
 
     def on_train_batch_end(self, trainer, pl_module, *_) -> None:
         if trainer.global_step == 3:
-            analyze_series(StepFolders(self.root), two_groups(), root=self.root, beside_training=True)
+            analyze_series(StepFolders(self.root), two_groups(), root=self.root, during_training=True)
 
 
 def test_a_training_that_only_saves_is_measured_meanwhile_and_one_that_measures_is_not(tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from lit_layers.clock.step_curves import MONOTONICITY, LayerCurve, StepCurve, layer_curves, over_the_seeds
+from lit_layers.clock.step_curves import MONOTONICITY, LayerCurve, StepCurve, layer_curves, merge_layer_seeds
 
 STEPS = (0, 1, 4)
 
@@ -35,7 +35,7 @@ def test_rising_falling_and_constant_layers():
     assert found["best_layer"].curve.values == pytest.approx([4, 1, 1])
     assert found["plateau_layer"].curve.values == pytest.approx([4, 1, 1])
     assert found["spearman"].curve.tags == {"pooling": "mean", "of": "accuracy"}
-    assert found["spearman"].curve.over == ""
+    assert found["spearman"].curve.error_unit == ""
     assert np.isnan(found["spearman"].low).all()
 
 
@@ -77,7 +77,7 @@ def test_the_interval_is_of_curves_drawn_with_the_layers_errors():
     # 1,000 draws against 4,000, of values in tenths
     assert (found.low[0], found.high[0]) == (pytest.approx(low, abs=0.11), pytest.approx(high, abs=0.11))
     assert found.curve.stderr == pytest.approx([np.std(drawn)], rel=0.15)
-    assert found.curve.over == "prompts"
+    assert found.curve.error_unit == "prompts"
     exact = by_statistic(layer_curves(curves(table, stderr=0.0)))["spearman"]
     assert (exact.low[0], exact.high[0]) == (1, 1)
 
@@ -86,17 +86,17 @@ def test_over_seeds_it_is_their_mean_with_students_interval():
     rng = np.random.default_rng(1)
     tables = rng.uniform(size=(4, 3, 6))
     found = [each for n, table in enumerate(tables) for each in layer_curves(curves(table, run=f"seed {n}"))]
-    merged = by_statistic(over_the_seeds(found, "4 seeds"))["spearman"]
+    merged = by_statistic(merge_layer_seeds(found, "4 seeds"))["spearman"]
     rho = np.array([[stats.spearmanr(range(6), row).statistic for row in table] for table in tables])
     low, high = stats.t.interval(0.95, 3, rho.mean(0), stats.sem(rho))
     assert merged.curve.values == pytest.approx(rho.mean(0))
     assert (merged.low, merged.high) == (pytest.approx(low.clip(-1)), pytest.approx(high.clip(max=1)))
-    assert (merged.curve.run, merged.curve.over) == ("4 seeds", "seeds")
+    assert (merged.curve.run, merged.curve.error_unit) == ("4 seeds", "seeds")
 
 
 def test_an_interval_over_seeds_ends_where_the_statistic_does():
     runs = [*layer_curves(curves([[1, 2, 3, 4]], run="a")), *layer_curves(curves([[1, 2, 4, 3]], run="b"))]
-    merged = by_statistic(over_the_seeds(runs, "2 seeds"))
+    merged = by_statistic(merge_layer_seeds(runs, "2 seeds"))
     low, high = merged["spearman"].low[0], merged["spearman"].high[0]
     assert (low, high) == (pytest.approx(0.9 - 0.1 * stats.t.ppf(0.975, 1)), 1)
     assert merged["largest_drop"].low[0] == 0

@@ -43,7 +43,7 @@ from study_data import (
 )
 
 from lit_layers import records
-from lit_layers.clock.step_curves import MONOTONICITY, StepCurve, curves_in, layer_curves, over_seeds
+from lit_layers.clock.step_curves import MONOTONICITY, StepCurve, curves_in, layer_curves, merge_seeds
 from lit_layers.clock.times_and_order import Clock, agreement_table, measure_times
 from lit_layers.figures.chart import Panels
 from lit_layers.metrics import look_up
@@ -133,7 +133,7 @@ def when(by_group: Curves) -> Table:
     """Half-way points over seeds."""
     yield ["half-way at step", *(f"{group} ({len(runs)} seeds)" for group, runs in by_group.items())]
     for asked in ASKED:
-        merged = [over_seeds(seeds_of(by_group[group], asked), group) for group in by_group]
+        merged = [merge_seeds(seeds_of(by_group[group], asked), group) for group in by_group]
         times = [measure_times(curves).times[0] if curves else None for curves in merged]
         yield [
             asked.title,
@@ -233,7 +233,7 @@ def with_tables(page: str, tables: Mapping[str, list[list[str]]]) -> str:
 def write_timeline(seeds: Sequence[StepCurve], path: Path) -> None:
     """Draws when each number is half-way and at its peak, over the seeds and in each."""
     together = f"{len({curve.run for curve in seeds})} seeds"
-    timeline(measure_times([*over_seeds(seeds, together), *seeds])).write(path)
+    timeline(measure_times([*merge_seeds(seeds, together), *seeds])).write(path)
 
 
 def write_coupling(by_group: Curves, path: Path = COUPLING) -> None:

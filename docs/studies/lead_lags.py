@@ -13,8 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.stats import false_discovery_control
 from study_data import ASKED, DATA, Table, as_markdown, curves_by_group, loss_of_runs, seeds_of, unpack
 
-from lit_layers.clock.step_curves import StepCurve, over_seeds
-from lit_layers.clock.times_and_order import emerged_in_order, measure_times
+from lit_layers.clock.step_curves import StepCurve, merge_seeds
+from lit_layers.clock.times_and_order import emerged_curves, measure_times
 from lit_layers.figures.labels import MINUS, p_text
 from lit_layers.figures.labels import value as number_text
 
@@ -274,8 +274,8 @@ def lead_lag_rows(seeds: Sequence[StepCurve], loss: str = LOSS, *, seed: int = 0
     `lag` in octaves of 1 + step is positive where a leads. `q_value` is that of Benjamini and Hochberg over the pairs,
     of which those without a p-value count as 1. The same stands once more `given_loss_`.
     """
-    clock = measure_times(over_seeds(seeds, "seeds"))
-    curves = [curve for curve, _ in emerged_in_order(clock, "seeds")]
+    clock = measure_times(merge_seeds(seeds, "seeds"))
+    curves = [curve for curve, _ in emerged_curves(clock, "seeds")]
     given = loss_of_runs(clock.curves, loss)["seeds"]
     rows: list[dict[str, Any]] = []
     for number, second in enumerate(curves):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from study_data import half_way_text
 
-from lit_layers.clock.step_curves import StepCurve, over_seeds
+from lit_layers.clock.step_curves import StepCurve, merge_seeds
 from lit_layers.clock.times_and_order import Clock, agreement_table, measure_times, order_table
 from lit_layers.figures.chart import Panels
 from lit_layers.figures.labels import p_equation
@@ -91,7 +91,7 @@ class Mechanism:
             run: {name: _find(each, metric, tags, last) for name, metric, tags, last in numbers}
             for run, each in runs.items()
         }
-        merged = over_seeds([curve for found in curves.values() for curve in found.values()], TOGETHER)
+        merged = merge_seeds([curve for found in curves.values() for curve in found.values()], TOGETHER)
         clock = measure_times(merged)
         by_key = {curve.key: (curve, times) for curve, times in zip(clock.curves, clock.times, strict=True)}
         first = next(iter(curves.values()))

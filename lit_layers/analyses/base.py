@@ -56,14 +56,14 @@ class Jobs(NamedTuple):
         records: makes the records from their results, in the order of the jobs; by default they are lists of records.
     """
 
-    parts: Sequence[Callable[[], Any]]
+    calls: Sequence[Callable[[], Any]]
     records: Callable[[list[Any]], Iterable[Record]] = itertools.chain.from_iterable
 
 
-def joined(parts: Sequence[Values]) -> Values:
+def joined(updates: Sequence[Values]) -> Values:
     """Join the values of several microbatches along the prompts; a microbatch may lack some keys."""
-    keys = dict.fromkeys(key for part in parts for key in part)
-    return {key: torch.cat([part[key] for part in parts if key in part], dim=-1) for key in keys}
+    keys = dict.fromkeys(key for values in updates for key in values)
+    return {key: torch.cat([values[key] for values in updates if key in values], dim=-1) for key in keys}
 
 
 class Analysis(ABC):
@@ -250,7 +250,7 @@ def stack_layers(layers: Sequence[Mapping[Key, Tensor]]) -> Values:
     return {key: torch.stack([values[key].cpu() for values in layers]) for key in layers[0]}
 
 
-def in_bfloat16(analysis: Analysis) -> Analysis:
+def to_bfloat16(analysis: Analysis) -> Analysis:
     """Return the analysis with its option `dtype` set to bfloat16.
 
     Raises:
@@ -267,7 +267,7 @@ def _choices(kind: Any) -> list[Any]:
     """Return the values that a type's `Literal` allows, None first if the type allows it; empty without a `Literal`."""
     if get_origin(kind) is Literal:
         return list(get_args(kind))
-    choices = list(dict.fromkeys(choice for part in get_args(kind) for choice in _choices(part)))
+    choices = list(dict.fromkeys(choice for arg in get_args(kind) for choice in _choices(arg)))
     return [None, *choices] if choices and type(None) in get_args(kind) else choices
 
 
@@ -278,14 +278,14 @@ def _hash_tokenizers(config: Any) -> Any:
     if not isinstance(config, dict):
         return config
     made = {name: _hash_tokenizers(value) for name, value in config.items()}
-    if isinstance(place := config.get("tokenizer"), str) and os.path.exists(place):
-        made["tokenizer"] = _tokenizer_hash(os.path.abspath(place))
+    if isinstance(path := config.get("tokenizer"), str) and os.path.exists(path):
+        made["tokenizer"] = _tokenizer_hash(os.path.abspath(path))
     return made
 
 
 @functools.cache
-def _tokenizer_hash(place: str) -> str:
-    return tokenizer_hash(load_tokenizer(place).tokenizer)
+def _tokenizer_hash(path: str) -> str:
+    return tokenizer_hash(load_tokenizer(path).tokenizer)
 
 
 def describe(value: Any, *, in_data: bool = False) -> Any:

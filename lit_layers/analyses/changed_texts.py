@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, Jobs, Rows, Values
-from lit_layers.analyses.probes.probe_fits import MOST_SENT, bytes_of_vectors
+from lit_layers.analyses.probes.probe_fits import MAX_SENT, vector_bytes
 from lit_layers.analyses.statistics import (
-    complete,
-    left_out,
-    nothing_defined,
+    all_undefined,
+    comparable,
+    layer_records,
+    missing_tag,
     random_halves,
-    records_of_layers,
     summarize_layers,
 )
 from lit_layers.data.batches import Batches, EncodedTexts, encode_texts, tokenizer_of
@@ -36,10 +36,10 @@ from lit_layers.tasks.text_features import (
     text_features,
 )
 
-AT_ONCE = 64  # prompts: 64 x 16 views x 4,096 x 8 B = 34 MB
-LITTLE = 10.0  # scatter within prompts over delta, below which delta decides along with the states
+CHUNK = 64  # prompts: 64 x 16 views x 4,096 x 8 B = 34 MB
+NEAR_DELTA = 10.0  # scatter within prompts over delta, below which delta decides along with the states
 
-_OfLayer = tuple[int, dict[str, list[float]]]
+_LayerValues = tuple[int, dict[str, list[float]]]
 WITHIN = "lidar_within_over_delta"
 
 
@@ -125,7 +125,7 @@ class Invariance(Analysis):
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
         """Return the views; nothing if their vectors are too large to send between ranks."""
-        is_large = bytes_of_vectors(model, len(self.texts.texts()) * self.num_views) > MOST_SENT
+        is_large = vector_bytes(model, len(self.texts.texts()) * self.num_views) > MAX_SENT
         return {} if is_large else {"views": Rows(batches_by_length(self._encoded_for(model)))}
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
@@ -137,18 +137,18 @@ class Invariance(Analysis):
             features = text_features(model, encoded, pooling=self.pooling, states=self.states, undefined="nan")
         else:
             features = store_features(views)
-        layers, kept = self._kept(features)
-        halves = random_halves(len(kept), self.num_halves)
+        layers, chosen = self._comparable(features)
+        halves = random_halves(len(chosen), self.num_halves)
         device = torch.device("cpu") if model.device.type == "mps" else model.device  # which has no float64
 
-        def layer_values(layer: int) -> _OfLayer:
-            vectors = features.layer(layer).unflatten(0, (self.num_views, -1))[:, kept]
+        def layer_values(layer: int) -> _LayerValues:
+            vectors = features.layer(layer).unflatten(0, (self.num_views, -1))[:, chosen]
             vectors = vectors.to(device)
-            of_sets = [self._values(vectors[:, rows]) for rows in (slice(None), *halves)]
-            return layer, {key: [values[key] for values in of_sets] for key in of_sets[0]}
+            found = [self._values(vectors[:, rows]) for rows in (slice(None), *halves)]
+            return layer, {key: [values[key] for values in found] for key in found[0]}
 
-        def records(of_layers: list[_OfLayer]) -> Iterator[Record]:
-            return self._records(dict(of_layers), len(layers), len(kept), encoded.num_cut)
+        def records(by_layer: list[_LayerValues]) -> Iterator[Record]:
+            return self._records(dict(by_layer), len(layers), len(chosen), encoded.num_cut)
 
         return Jobs([partial(layer_values, layer) for layer in layers.nonzero()[:, 0].tolist()], records)
 
@@ -167,22 +167,22 @@ class Invariance(Analysis):
             self._encoded[limit] = encode_texts(tokenizer_of(self.tokenizer, self.corpus), texts, max_tokens=limit)
         return self._encoded[limit]
 
-    def _kept(self, features: LayerFeatures) -> tuple[Tensor, Tensor]:
+    def _comparable(self, features: LayerFeatures) -> tuple[Tensor, Tensor]:
         """Return which layers are measured, and the prompts (kept,) whose views all have a vector at each of them."""
-        layers, prompts = complete(features.defined().unflatten(1, (self.num_views, -1)).all(1))
+        layers, prompts = comparable(features.defined().unflatten(1, (self.num_views, -1)).all(1))
         if not layers.any():
-            raise nothing_defined(self.name)
+            raise all_undefined(self.name)
         if int(prompts.sum()) < 2:
             raise InputError(f"{self.name}: expected 2 texts or more with a vector at each layer, got {prompts.sum()}")
         return layers, prompts.nonzero().squeeze(-1)
 
     def _records(
-        self, of_layers: dict[int, dict[str, list[float]]], num_layers: int, n: int, num_cut: int
+        self, by_layer: dict[int, dict[str, list[float]]], num_layers: int, n: int, num_cut: int
     ) -> Iterator[Record]:
         """Yield the records, given the values of the measured layers by layer index."""
         views = self.views
         num_texts = len(views.texts[0])
-        missing = left_out("", num_texts - n)
+        missing = missing_tag("", num_texts - n)
         counts = {"num_equal": views.num_equal, "num_unchanged": views.num_unchanged, "num_cut": num_cut}
         tags: dict[str, Any] = {name: count for name, count in counts.items() if count} | missing
         yield Record(metric="changed_fraction", value=views.changed_fraction, n=num_texts, tags=tags)
@@ -192,19 +192,19 @@ class Invariance(Analysis):
             yield Record(metric=metric, value=chance, n=size, tags=self._tags(metric) | missing)
 
         values: dict[str, Tensor] = {}  # (layers + 1, all prompts and halves of them)
-        for key, columns in next(iter(of_layers.values())).items():
+        for key, columns in next(iter(by_layer.values())).items():
             values[key] = torch.full((num_layers, len(columns)), math.nan, dtype=torch.float64)
-            for layer, layer_values in of_layers.items():
+            for layer, layer_values in by_layer.items():
                 values[key][layer] = torch.tensor(layer_values[key], dtype=torch.float64)
         within = values.pop(WITHIN)[:, 0]
-        for layer in of_layers:
+        for layer in by_layer:
             tags = self._tags(WITHIN) | missing
             yield Record(metric=WITHIN, value=within[layer].item(), layer=layer, n=n, tags=tags)
         for metric, columns in values.items():
-            counted = {"num_layers_near_delta": (within < LITTLE).tolist()} if metric.startswith("lidar") else {}
-            of_halves = columns[:, 1:] if has_halves else None
+            counted = {"num_layers_near_delta": (within < NEAR_DELTA).tolist()} if metric.startswith("lidar") else {}
+            halves = columns[:, 1:] if has_halves else None
             tags = self._tags(metric) | missing
-            yield from records_of_layers(metric, columns[:, 0], of_halves, n, tags, counted)
+            yield from layer_records(metric, columns[:, 0], halves, n, tags, counted)
 
     def _values(self, vectors: Tensor) -> dict[str, float]:
         """Return the values of one layer's vectors (views, prompts, dim) by metric. An undefined value is NaN."""
@@ -214,8 +214,8 @@ class Invariance(Analysis):
         if self.form == "cross":
             values["infonce_share"] = 1 - loss / math.log(vectors.shape[1])
         sums = LidarSums()
-        for rows in range(0, vectors.shape[1], AT_ONCE):
-            sums.update(vectors[:, rows : rows + AT_ONCE].transpose(0, 1))
+        for rows in range(0, vectors.shape[1], CHUNK):
+            sums.update(vectors[:, rows : rows + CHUNK].transpose(0, 1))
         entropy: dict[str, Any] = {"alpha": self.alpha, "alpha2": self.alpha2}
         values["lidar"] = lidar(sums, delta=self.delta, undefined="nan", **entropy).item()
         entropy |= {"permutations": self.permutations, "seed": self.seed, "side": self.side}

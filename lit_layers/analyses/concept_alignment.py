@@ -66,23 +66,23 @@ class ConceptAlignment(Analysis):
                 yield from summarize(metric, row, layer=layer) if len(row) > 1 else []
 
     def _category_records(self, states: Tensor, category: Category) -> Iterator[Record]:
-        kept = _two_points(states, category)  # (layers + 1, pairs)
-        patterns, pattern = kept.unique(dim=0, return_inverse=True)
-        for number, stays in enumerate(patterns):
-            layers = (pattern == number).nonzero()[:, 0]
-            if int(stays.sum()) < MIN_PAIRS:
+        distinct = _distinct_pairs(states, category)  # (layers + 1, pairs)
+        patterns, pattern = distinct.unique(dim=0, return_inverse=True)
+        for i, used in enumerate(patterns):
+            layers = (pattern == i).nonzero()[:, 0]
+            if int(used.sum()) < MIN_PAIRS:
                 continue
-            first, second = (states[layers][:, side[stays]] for side in (category.first, category.second))
+            first, second = (states[layers][:, side[used]] for side in (category.first, category.second))
             how: Any = {"shuffles": self.shuffles, "seed": self.seed, "undefined": "nan"}
             alignment = geometry.concept_alignment(first, second, **how)
-            counts = {"num_dropped": category.num_dropped, "num_undefined": int((~stays).sum())}
+            counts = {"num_dropped": category.num_dropped, "num_undefined": int((~used).sum())}
             named = {"category_id": category.id, "group": category.group, **counts}
             tags: TagDict = {"category": category.name, **{name: tag for name, tag in named.items() if tag}}
             for row, layer in enumerate(layers.tolist()):
-                yield from _alignment_records(alignment, row, layer, int(stays.sum()), tags)
+                yield from _alignment_records(alignment, row, layer, int(used.sum()), tags)
 
 
-def _two_points(states: Tensor, category: Category) -> Tensor:
+def _distinct_pairs(states: Tensor, category: Category) -> Tensor:
     """Return which pairs are two different finite points, (*layers, pairs), of states (*layers, words, dim)."""
     first, second = states[..., category.first, :], states[..., category.second, :]
     return (first != second).any(-1) & first.isfinite().all(-1) & second.isfinite().all(-1)

@@ -14,8 +14,8 @@ from lit_layers.analyses.base import Analysis, Key, Rows, Values
 from lit_layers.analyses.statistics import (
     Sample,
     Tags,
-    left_out,
     mean_of_defined,
+    missing_tag,
     summarize,
     summarize_all,
     summarize_layers,
@@ -44,7 +44,7 @@ BEST = {"previous_token_score", "prefix_matching_score"}  # scores that also hav
 Score = Callable[..., Tensor]  # (heads,) from weights (heads, tokens, tokens)
 
 
-def _scores_of_heads(name: str, seen: Trajectory, batch: Batch, scores: Sequence[Score]) -> Values:
+def _head_scores(name: str, seen: Trajectory, batch: Batch, scores: Sequence[Score]) -> Values:
     """Return scores (heads, prompts) by name and block, and those of uniform attention on the same tokens."""
     found, reason = defaultdict[Key, list[Tensor]](list), ""
     for layer in range(1, seen.num_layers + 1):
@@ -55,16 +55,16 @@ def _scores_of_heads(name: str, seen: Trajectory, batch: Batch, scores: Sequence
             continue
         for prompt, length in enumerate(seen.mask.sum(-1).tolist()):
             weights = attention.pattern(prompt)[:, :length, :length]  # real tokens come before padding
-            for (kind, each), score in itertools.product((("", weights), ("random_", _chance(weights))), scores):
-                given = {"input_ids": batch["input_ids"][prompt]} if score is prefix_matching_score else {}
-                found[kind + score.__name__, layer].append(score(each, undefined="nan", **given).cpu())
+            for (kind, each), score in itertools.product((("", weights), ("random_", _uniform(weights))), scores):
+                ids = {"input_ids": batch["input_ids"][prompt]} if score is prefix_matching_score else {}
+                found[kind + score.__name__, layer].append(score(each, undefined="nan", **ids).cpu())
     if not found:
         kind = type(seen.model.model).__name__
         raise InputError(f"{name}: {kind} has no attention weights to read ({reason}): leave this analysis out")
-    return {key: torch.stack(of_prompts, -1) for key, of_prompts in found.items()}
+    return {key: torch.stack(rows, -1) for key, rows in found.items()}
 
 
-def _records_of_heads(
+def _head_records(
     model: LayeredModel, values: Values, scores: Sequence[Score], heads: bool, tags: Tags
 ) -> Iterator[Record]:
     """Yield for each block the mean over heads, the best head and, with `heads`, each head; and the whole model's.
@@ -77,12 +77,12 @@ def _records_of_heads(
     for metric in (score.__name__ for score in scores):
         # (prompts, heads) of each block
         blocks, chance = ([by_key.get((kind + metric, n), nothing) for n in layers] for kind in ("", "random_"))
-        yield from _mean_over_heads(metric, blocks, tags)
+        yield from _head_means(metric, blocks, tags)
         samples: list[Sample] = []
         if metric in BEST:
             best = [each[:, each.nanmean(0).nan_to_num(-1).argmax()] for each in blocks]
             samples += [Sample(f"best_{metric}", each, layer, tags=tags) for layer, each in enumerate(best, 1)]
-            missing = left_out("layers", sum(bool(each.isnan().all()) for each in best))
+            missing = missing_tag("layers", sum(bool(each.isnan().all()) for each in best))
             whole = max(best, key=lambda each: each.nanmean().nan_to_num(-1).item())
             whole = torch.full_like(whole, torch.nan) if missing else whole  # the best of fewer: another number
             samples.append(Sample(f"best_{metric}", whole, tags={**tags, **missing}))
@@ -90,7 +90,7 @@ def _records_of_heads(
             for head, column in enumerate(each.mT):
                 samples.append(Sample(metric, column, layer, tags={"head": head, **tags}))
         yield from summarize_all(samples)
-        yield from _mean_over_heads(f"random_{metric}", chance, tags)
+        yield from _head_means(f"random_{metric}", chance, tags)
 
 
 @dataclass(kw_only=True)
@@ -117,10 +117,10 @@ class AttentionPatterns(Analysis):
     heads: bool = True
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        return _scores_of_heads(self.name, seen, batch, PATTERNS)
+        return _head_scores(self.name, seen, batch, PATTERNS)
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
-        return _records_of_heads(model, batches, PATTERNS, self.heads, {})
+        return _head_records(model, batches, PATTERNS, self.heads, {})
 
 
 @dataclass(kw_only=True)
@@ -165,24 +165,24 @@ class Induction(Analysis):
         return torch.stack(drawn).repeat(1, self.repeats)
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        return _scores_of_heads(self.name, seen, batch, [prefix_matching_score])
+        return _head_scores(self.name, seen, batch, [prefix_matching_score])
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
         tags = {"num_tokens": self._period(model), **self.tags_of("repeats")}
-        return _records_of_heads(model, batches, [prefix_matching_score], self.heads, tags)
+        return _head_records(model, batches, [prefix_matching_score], self.heads, tags)
 
     def _period(self, model: LayeredModel) -> int:
         return min(self.num_tokens, (model.max_tokens or 2**31) // self.repeats)
 
 
-def _chance(weights: Tensor) -> Tensor:
+def _uniform(weights: Tensor) -> Tensor:
     """Return uniform attention (1, tokens, tokens) on the tokens of a prompt; NaN if its weights are not finite."""
     causal = not bool((weights.triu(1) > 0).any())
     chance = uniform_attention(weights.shape[-1], causal=causal).to(weights.device)
     return chance.masked_fill(~weights.isfinite().all(), torch.nan)
 
 
-def _mean_over_heads(metric: str, blocks: Sequence[Tensor], tags: Tags) -> Iterator[Record]:
+def _head_means(metric: str, blocks: Sequence[Tensor], tags: Tags) -> Iterator[Record]:
     """Yield the records of the values (prompts, heads) of each block."""
     means = [each.mean(1) for each in blocks]
     yield from summarize_layers(metric, torch.stack([torch.full_like(means[0], torch.nan), *means]), tags=tags)
@@ -284,11 +284,11 @@ class NgramAgreement(Analysis):
             with torch.no_grad():
                 logits = seen.model.readout(states[None])[0] if positions else states.new_zeros(0, 1)
             log_proba = logits.double().log_softmax(-1)
-            for key, distributions in compared.items():
-                divergences = ngram_divergence(log_proba, distributions)
+            for key, counts in compared.items():
+                divergences = ngram_divergence(log_proba, counts)
                 values[key].append(mean_of_defined(divergences).cpu())
                 values[*key, "missing"].append(divergences.isnan().sum().cpu())
-        return {key: torch.stack(of_layers) for key, of_layers in values.items()}
+        return {key: torch.stack(rows) for key, rows in values.items()}
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
         for (metric, order, *missing), values in batches.items():

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, Rows, Values
-from lit_layers.analyses.statistics import Sample, TagDict, Tags, left_out, summarize_all
+from lit_layers.analyses.statistics import Sample, TagDict, Tags, missing_tag, summarize_all
 from lit_layers.analyses.token_jacobians import (
     check_pairs,
+    direction_counts,
     finite_or_zero,
     gap_records,
-    numbers_of_directions,
     same_token_jacobians,
 )
 from lit_layers.data.batches import Batches
@@ -82,7 +82,7 @@ class Coupling(Analysis):
 
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
-        numbers_of_directions(self.name, self.resolved(model).k, model)
+        direction_counts(self.name, self.resolved(model).k, model)
         is_image, token = model.family.sees_images, self.token
         if (token == "mean_patch" and not is_image) or (token == "cls" and is_image and not model.has_class_token):
             raise InputError(f"{self.name}: {type(model.model).__name__} has no {token}: choose another token")
@@ -99,8 +99,8 @@ class Coupling(Analysis):
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
         num_tokens = len(self.tokens(model))
         samples: list[Sample | Record] = []
-        for position, count in enumerate(numbers_of_directions(self.name, self.k, model)):
-            samples += _pair_samples(batches, position, {"k": count}, num_tokens)
+        for i, count in enumerate(direction_counts(self.name, self.k, model)):
+            samples += _pair_samples(batches, i, {"k": count}, num_tokens)
         samples += _block_samples(batches, self.fit_from, num_tokens)
         yield from summarize_all(samples)
 
@@ -109,8 +109,8 @@ class Coupling(Analysis):
 
         The script for images takes the blocks' own outputs, without the final norm, of the first image of its batch.
         """
-        of_images = {"states": "resid", "token": "last_patch", "num_prompts": 1}
-        return {**self.PRESETS[preset], **(of_images if model.family.sees_images else {})}
+        image_options = {"states": "resid", "token": "last_patch", "num_prompts": 1}
+        return {**self.PRESETS[preset], **(image_options if model.family.sees_images else {})}
 
     def tokens(self, model: LayeredModel) -> list[int]:
         """Return the tokens that every metric of a prompt is averaged over: one, or the patches of "mean_patch"."""
@@ -127,10 +127,10 @@ class _Blocks:
     def __init__(self, options: Coupling, trajectory: Trajectory) -> None:
         model = trajectory.model
         self.model, self.options, self.trajectory = model, options, trajectory
-        self.counts = numbers_of_directions(options.name, options.k, model)
+        self.counts = direction_counts(options.name, options.k, model)
         self.top = min(options.num_singular_values, model.dim)
         # one direction more than the largest K: min_gap looks at it
-        self.kept = min(max(self.counts[-1] + 1, self.top), model.dim)
+        self.num_factors = min(max(self.counts[-1] + 1, self.top), model.dim)
         self.tokens = options.tokens(model)
         self.positions = token_positions(self.tokens, trajectory.mask)
 
@@ -140,27 +140,27 @@ class _Blocks:
         The last dimension is prompts, and within them their tokens.
         """
         rows = defaultdict[str, list[Tensor]](list)
-        jacobians, of_layers = list[Tensor](), list[Factors]()
+        jacobians, all_factors = list[Tensor](), list[Factors]()
         carried = self._token_states(self.trajectory.hidden[0]).double()
         for layer in range(1, self.model.num_layers + 1):
             jacobian = self._jacobian(layer)
             cosines, carried = self._carry(layer, jacobian, carried)
             finite, factors, of_block = self._factors_and_values(jacobian)
             jacobians.append(finite)
-            of_layers.append(factors)
+            all_factors.append(factors)
             _append(rows, {**of_block, "rollout": cosines})
-        bases = Factors(*(torch.stack(part, 1) for part in zip(*of_layers, strict=True)))
+        bases = Factors(*(torch.stack(each, 1) for each in zip(*all_factors, strict=True)))
         undefined = torch.stack(rows["undefined"], 1).bool().to(bases.left.device)  # (prompts, blocks)
-        for number, jacobian in enumerate(jacobians):
-            _append(rows, self._coupling_with_others(number, jacobian, bases, undefined))
-        return {name: torch.stack(of_blocks) for name, of_blocks in rows.items()}
+        for i, jacobian in enumerate(jacobians):
+            _append(rows, self._coupling_row(i, jacobian, bases, undefined))
+        return {name: torch.stack(blocks) for name, blocks in rows.items()}
 
     def _factors_and_values(self, jacobian: Tensor) -> tuple[Tensor, Factors, dict[str, Tensor]]:
         """Return the Jacobian with zeros where it is undefined, its leading factors, and values of this block."""
         options = self.options
         finite, undefined = finite_or_zero(jacobian)  # (prompts,)
         broken = ~jacobian.isfinite().all(-1).all(-1)
-        factors = functional.singular_factors(finite, self.kept)
+        factors = functional.singular_factors(finite, self.num_factors)
         norms = torch.linalg.matrix_norm(finite.to(factors.left.dtype))
         how: dict[str, Any] = {"dim": self.model.dim, "p": options.p, "sign": options.sign, "undefined": "nan"}
         random, gaps = list[Tensor](), list[Tensor]()
@@ -176,14 +176,12 @@ class _Blocks:
         }
         return finite, factors, values
 
-    def _coupling_with_others(
-        self, number: int, jacobian: Tensor, bases: Factors, undefined: Tensor
-    ) -> dict[str, Tensor]:
+    def _coupling_row(self, i: int, jacobian: Tensor, bases: Factors, undefined: Tensor) -> dict[str, Tensor]:
         """Return the coupling of one block, by index from 0, in the bases of all blocks."""
-        no_direction = undefined[:, number]
+        no_direction = undefined[:, i]
         rows = functional.miscoupling_of_factors(
             jacobian.masked_fill(no_direction[:, None, None], 0)[:, None].to(bases.left.dtype),
-            bases.values[:, number, None],
+            bases.values[:, i, None],
             bases,
             k=self.counts,
             p=self.options.p,
@@ -228,10 +226,10 @@ def _append(rows: dict[str, list[Tensor]], values: dict[str, Tensor]) -> None:
         rows[name].append(row.double().cpu())
 
 
-def _pair_samples(of_prompts: dict[Any, Tensor], position: int, tags: Tags, tokens: int) -> Iterator[Sample | Record]:
+def _pair_samples(by_name: dict[Any, Tensor], i: int, tags: Tags, tokens: int) -> Iterator[Sample | Record]:
     """Yield the numbers at one K: means over pairs within each prompt, to be averaged over prompts."""
-    pairs = 1 - of_prompts["miscoupling"][:, position].movedim(-1, 0)  # (prompts, blocks, blocks)
-    random = of_prompts["random"][:, position].T  # (prompts, blocks)
+    pairs = 1 - by_name["miscoupling"][:, i].movedim(-1, 0)  # (prompts, blocks, blocks)
+    random = by_name["random"][:, i].T  # (prompts, blocks)
     excess = functional.excess_coupling(1 - pairs, random)
     depth = torch.arange(pairs.shape[-1])
     distances = (depth[:, None] - depth).abs()
@@ -244,41 +242,41 @@ def _pair_samples(of_prompts: dict[Any, Tensor], position: int, tags: Tags, toke
         yield _complete_means(metric, values, pairs[:, chosen], "pairs", tags, tokens)
     yield _complete_means("random_coupling", (1 - random).nanmean(1), random, "blocks", tags, tokens)
     for distance, values in enumerate(functional.mean_by_distance(pairs).T):
-        at = {**tags, "distance": distance}
-        yield _complete_means("coupling_by_distance", values, pairs[:, distances == distance], "pairs", at, tokens)
+        where = {**tags, "distance": distance}
+        yield _complete_means("coupling_by_distance", values, pairs[:, distances == distance], "pairs", where, tokens)
     for block, row in enumerate(pairs.movedim(0, -1), start=1):
         for other, values in enumerate(row, start=1):
             yield _means("coupling_pair", values, layer=block, other_layer=other, tags=tags, tokens=tokens)
-    gaps = of_prompts["gaps"][:, position]
+    gaps = by_name["gaps"][:, i]
     defined = ~gaps.isnan()
-    counted = {**tags, **left_out("blocks", ~defined)}
+    counted = {**tags, **missing_tag("blocks", ~defined)}
     yield from gap_records(gaps[defined], defined.shape[-1] // tokens, counted)
 
 
-def _block_samples(of_prompts: dict[Any, Tensor], fit_from: int, tokens: int) -> Iterator[Sample]:
-    blocks = len(of_prompts["norms"])
+def _block_samples(by_name: dict[Any, Tensor], fit_from: int, tokens: int) -> Iterator[Sample]:
+    blocks = len(by_name["norms"])
     for block in range(blocks):
-        yield _means("jacobian_norm", of_prompts["norms"][block], layer=block + 1, tokens=tokens)
-        yield _means("linearized_rollout", of_prompts["rollout"][block], layer=block + 1, tokens=tokens)
-        for index, values in enumerate(of_prompts["values"][block], start=1):
+        yield _means("jacobian_norm", by_name["norms"][block], layer=block + 1, tokens=tokens)
+        yield _means("linearized_rollout", by_name["rollout"][block], layer=block + 1, tokens=tokens)
+        for index, values in enumerate(by_name["values"][block], start=1):
             yield _means("singular_value", values, layer=block + 1, tags={"index": index}, tokens=tokens)
-    yield _means("linearized_rollout", of_prompts["rollout"][-1], tokens=tokens)
+    yield _means("linearized_rollout", by_name["rollout"][-1], tokens=tokens)
     if blocks - fit_from + 1 >= 3:
-        slope, _, r_squared = inverse_norm_line(of_prompts["values"][:, 0].T, fit_from, undefined="nan")
+        slope, _, r_squared = inverse_norm_line(by_name["values"][:, 0].T, fit_from, undefined="nan")
         yield _means("spectrum_slope", slope, tokens=tokens)
         yield _means("spectrum_r_squared", r_squared, tokens=tokens)
 
 
-def _complete_means(metric: str, means: Tensor, members: Tensor, what: str, tags: Tags, tokens: int) -> Sample:
+def _complete_means(metric: str, means: Tensor, members: Tensor, kind: str, tags: Tags, tokens: int) -> Sample:
     """Return the means (prompts,) over sets of pairs or blocks (prompts, members), NaN for incomplete sets."""
-    missing = members.isnan()
-    return _means(metric, means.masked_fill(missing.any(1), math.nan), tokens, tags={**tags, **left_out(what, missing)})
+    nans = members.isnan()
+    return _means(metric, means.masked_fill(nans.any(1), math.nan), tokens, tags={**tags, **missing_tag(kind, nans)})
 
 
 def _means(metric: str, values: Tensor, tokens: int, *, tags: Tags | None = None, **place: Any) -> Sample:
     """Return the mean over each prompt's defined tokens, to be averaged over prompts."""
     values = values.unflatten(0, (-1, tokens))
-    counts = left_out("tokens", values.isnan()) if tokens > 1 else {}
+    counts = missing_tag("tokens", values.isnan()) if tokens > 1 else {}
     return Sample(metric, values.nanmean(1), tags={**(tags or {}), **counts}, **place)
 
 
@@ -306,7 +304,7 @@ class CouplingMatrices(Analysis):
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
         check_pairs(self.name, self.pairs, model.num_layers)
-        numbers_of_directions(self.name, [self.k], model)
+        direction_counts(self.name, [self.k], model)
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
         return {"batches": Rows(self.batches, limit=self.num_prompts, at_once=1)}
@@ -321,11 +319,11 @@ class CouplingMatrices(Analysis):
         jacobians = jacobians.to(factors.left.dtype)
         largest = factors.left.gather(-2, factors.left.abs().argmax(-2, keepdim=True)).sign()
         factors = factors._replace(left=factors.left * largest, right=factors.right * largest)
-        place = {block: index for index, block in enumerate(blocks)}
+        index_of = {block: index for index, block in enumerate(blocks)}
         matrices = {}
         for layer, other in self.pairs:
-            first, second = place[layer], place[other]
-            bases = Factors(*(part[[second]] for part in factors))
+            first, second = index_of[layer], index_of[other]
+            bases = Factors(*(each[[second]] for each in factors))
             (matrix,) = compressions(jacobians[[first]], bases, count=count)
             is_undefined = bool(undefined[first] or undefined[second])
             matrix = matrix.movedim(0, -1).double().cpu()

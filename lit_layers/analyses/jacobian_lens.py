@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lit_layers.analyses.base import Analysis, Jobs
 from lit_layers.analyses.base import Rows as RowsRead
 from lit_layers.analyses.readout_scores import FullModel, Rows, check_head, rows_of
-from lit_layers.analyses.statistics import exponential, require_a_value, summarize_ratio
+from lit_layers.analyses.statistics import exponential, require_values, summarize_ratio
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.jacobian.block_call import pull_back
@@ -71,9 +71,9 @@ class JacobianLens(Analysis):
     def check_data(self) -> None:
         """Refuse prompts that are too few or too short to fit on and to compare on."""
         super().check_data()
-        are_long = [is_long(prompt, self.skip_first) for prompt in one_by_one(self.batches)]
-        parts = {"fit on": are_long[: self.num_prompts], "compare on": are_long[self.num_prompts :]}
-        if missing := [part for part, long in parts.items() if not any(long)]:
+        are_long = [is_long(prompt, self.skip_first) for prompt in single_prompts(self.batches)]
+        uses = {"fit on": are_long[: self.num_prompts], "compare on": are_long[self.num_prompts :]}
+        if missing := [use for use, long in uses.items() if not any(long)]:
             raise InputError(
                 f"{self.name}: no prompt to {missing[0]}: give more than {self.num_prompts} (num_prompts) of more than "
                 f"{self.skip_first + 1} tokens (skip_first), got {len(are_long)}"
@@ -87,45 +87,45 @@ class JacobianLens(Analysis):
         """Return a job for each lens."""
         self.check_data()
         jobs = [partial(self._lens_records, model, name) for name in self.lenses]
-        return Jobs(jobs, lambda results: require_a_value(self.name, chain.from_iterable(results)))
+        return Jobs(jobs, lambda results: require_values(self.name, chain.from_iterable(results)))
 
     def _lens_records(self, model: LayeredModel, name: str) -> list[Record]:
         """Fit one lens and compare its readouts with the model's own on the held-out prompts."""
-        prompts, lens, left_out = [*one_by_one(self.batches)], None, None
+        prompts, lens, num_left_out = [*single_prompts(self.batches)], None, None
         if name != "logit":
-            lens, left_out = self.fit(model, name, prompts[: self.num_prompts])
+            lens, num_left_out = self.fit(model, name, prompts[: self.num_prompts])
             lens = lens.to(model.device, torch.promote_types(model.dtype, torch.float32))
 
-        def compared(prompt: Batch) -> Tensor:
+        def prompt_values(prompt: Batch) -> Tensor:
             """Return divergence, log rank and tokens (layers, 3) of a prompt; zeros if it is too short."""
             if not is_long(prompt, self.skip_first):
                 return torch.zeros(model.num_layers, 3, dtype=torch.float64)
             trajectory = model.trajectory(prompt)
             every = rows_of(self.name, trajectory, prompt)
-            chosen = torch.isin(every.place, positions_of(trajectory, self.skip_first))
-            rows = Rows(every.prompt[chosen], every.place[chosen], every.target[chosen], True)
+            chosen = torch.isin(every.position, positions_of(trajectory, self.skip_first))
+            rows = Rows(every.prompt[chosen], every.position[chosen], every.target[chosen], True)
             full, results = FullModel(trajectory.logits_of(rows.index), rows), []
             for layer in range(model.num_layers):
                 hidden = trajectory.hidden[layer][rows.index]
                 with torch.no_grad():
                     logits = model.readout((hidden if lens is None else hidden @ lens[layer].T)[None])[0]
-                results.append(torch.stack([full.compared(logits)[2].sum(), _log_rank(logits, rows)]))
-            return torch.nn.functional.pad(torch.stack(results).cpu().double(), (0, 1), value=len(rows.place))
+                results.append(torch.stack([full.scores(logits)[2].sum(), _log_rank(logits, rows)]))
+            return torch.nn.functional.pad(torch.stack(results).cpu().double(), (0, 1), value=len(rows.position))
 
-        sums = torch.stack([compared(prompt) for prompt in prompts[self.num_prompts :]], -1)
+        sums = torch.stack([prompt_values(prompt) for prompt in prompts[self.num_prompts :]], -1)
         records = list[Record]()
         for layer, (divergence, log_rank, tokens) in enumerate(sums):  # (prompts,) each
             tags: dict[str, Any] = {"lens": name}
-            if name == "jacobian" and left_out is not None:
-                missing = int(left_out[layer])
+            if name == "jacobian" and num_left_out is not None:
+                missing = int(num_left_out[layer])
                 tags |= {"num_fit_prompts": self.num_prompts - missing}
                 tags |= {"num_undefined_fit_prompts": missing} if missing else {}
-            about: dict[str, Any] = {"layer": layer, "tags": tags, "counted": "num_tokens"}
-            records += summarize_ratio("lens_kl", divergence, tokens, **about)
-            records += map(exponential, summarize_ratio("lens_rank", log_rank, tokens, **about))
+            fields: dict[str, Any] = {"layer": layer, "tags": tags, "counted": "num_tokens"}
+            records += summarize_ratio("lens_kl", divergence, tokens, **fields)
+            records += map(exponential, summarize_ratio("lens_rank", log_rank, tokens, **fields))
         return records
 
-    def fit(self, model: LayeredModel, name: str, given: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+    def fit(self, model: LayeredModel, name: str, prompts: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """Return the mean Jacobians (layers, dim, dim) of some prompts in float64, and how many each is without.
 
         Prompts are left out that are too short or whose Jacobian is not finite; NaN if none is left.
@@ -133,7 +133,7 @@ class JacobianLens(Analysis):
         view = LayeredModel(shuffle_weights(model, self.seed)) if name == "shuffled" else model
         whole = torch.zeros(view.num_layers, view.dim, view.dim, dtype=torch.float64)
         counts = torch.zeros(view.num_layers, dtype=torch.long)
-        for prompt in given:
+        for prompt in prompts:
             if not is_long(prompt, self.skip_first):
                 continue
             trajectory = view.trajectory(prompt)
@@ -143,7 +143,7 @@ class JacobianLens(Analysis):
                 if jacobian.isfinite().all():
                     whole[layer] += jacobian
                     counts[layer] += 1
-        return whole.div_(counts[:, None, None]), len(given) - counts
+        return whole.div_(counts[:, None, None]), len(prompts) - counts
 
 
 def _log_rank(logits: Tensor, rows: Rows) -> Tensor:
@@ -154,7 +154,7 @@ def _log_rank(logits: Tensor, rows: Rows) -> Tensor:
     return rank.where(defined, torch.nan).log().sum()
 
 
-def one_by_one(batches: Iterable[Batch]) -> Iterator[Batch]:
+def single_prompts(batches: Iterable[Batch]) -> Iterator[Batch]:
     """Yield prompts, each in a batch of its own."""
     for batch in batches:
         for row in range(len(next(iter(batch.values())))):
@@ -216,12 +216,12 @@ def jacobians_to_last_layer(blocks: Sequence[_Block], hidden: Tensor, positions:
             cotangents = hidden.new_zeros(len(rows), 1, tokens, dim)
             cotangents[torch.arange(len(rows))[:, None], 0, positions, rows[:, None]] = 1
             for layer in reversed(range(len(blocks))):
-                cotangents = _pulled_back(blocks[layer], states[layer], cotangents)
+                cotangents = _block_vjp(blocks[layer], states[layer], cotangents)
                 jacobians[layer, rows] = cotangents[:, 0, positions].mean(1)
     return jacobians
 
 
-def _pulled_back(block: _Block, hidden: Tensor, cotangents: Tensor) -> Tensor:
+def _block_vjp(block: _Block, hidden: Tensor, cotangents: Tensor) -> Tensor:
     """Return the cotangents (rows, 1, tokens, dim) of a block's input, given those of its output."""
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no rule for vmap
         leaf = hidden.detach().clone().requires_grad_()

@@ -57,7 +57,7 @@ def metric_names() -> dict[str, str]:
     } | {name: name for name, row in metrics.METRICS.items() if row.of_states}
 
 
-def named(names: Sequence[str]) -> dict[str, set[str] | None]:
+def find_analyses(names: Sequence[str]) -> dict[str, set[str] | None]:
     """Return the analyses that names of analyses and metrics stand for, with the named metrics; None for all of them.
 
     Raises:
@@ -65,21 +65,21 @@ def named(names: Sequence[str]) -> dict[str, set[str] | None]:
     """
     if isinstance(names, str) or not names:
         raise InputError(f"metrics: expected a list of names such as ['coupling', 'lens'], got {names!r}")
-    of_metrics, metrics_of = metric_names(), dict[str, set[str] | None]()
+    of_metrics, chosen_metrics = metric_names(), dict[str, set[str] | None]()
     for name in names:
         if name in NAMES:
-            metrics_of[name] = None
+            chosen_metrics[name] = None
         elif name in of_metrics:
-            chosen = metrics_of.setdefault(of_metrics[name], set())
+            chosen = chosen_metrics.setdefault(of_metrics[name], set())
             if chosen is not None:
                 chosen.add(name)
         else:
             remedy = did_you_mean(name, [*NAMES, *of_metrics], f"expected one of {', '.join(NAMES)}")
             raise InputError(f"metrics: unknown name {name!r}; {remedy}")
-    return metrics_of
+    return chosen_metrics
 
 
-def made(names: Sequence[str], batches: Batches, few: Batches) -> list[Analysis]:
+def make_analyses(names: Sequence[str], batches: Batches, few: Batches) -> list[Analysis]:
     """Return the analyses that names stand for, with default options; costly ones read the `few` batches.
 
     Raises:
@@ -89,5 +89,5 @@ def made(names: Sequence[str], batches: Batches, few: Batches) -> list[Analysis]
         cast("Any", NAMES[name])(batches=few if issubclass(NAMES[name], COSTLY) else batches)
         if name in NAMES
         else StateMetric(metric=getattr(functional, name), batches=batches)
-        for name in named(names)
+        for name in find_analyses(names)
     ]

@@ -62,9 +62,9 @@ class OrderStates(Analysis):
         """Return each variant, its steps up to the end of the middle, and the layer at which the ending begins."""
         chosen = variants_of(self, model, f"{self.name}: ")
         orders = []
-        for each in chosen:
-            behind = 0 if each.middle is None else start_of(model.num_layers, each.middle)
-            orders.append((each, each.schedule[: len(each.schedule) - behind], model.num_layers - behind))
+        for variant in chosen:
+            num_last = 0 if variant.middle is None else start_of(model.num_layers, variant.middle)
+            orders.append((variant, variant.schedule[: len(variant.schedule) - num_last], model.num_layers - num_last))
         return orders
 
     @torch.no_grad()
@@ -74,9 +74,9 @@ class OrderStates(Analysis):
         values = torch.zeros(2, len(orders), len(mask), dtype=torch.float64)
         shared = SharedPrefixes([order for _, order, _ in orders], seen.num_layers)
         for indices, hidden in shared.states(seen):
-            for index in indices:
-                usual = seen.hidden[orders[index][2]]
-                values[:, index] = _against(widened(hidden), widened(usual), mask).cpu()
+            for i in indices:
+                usual = seen.hidden[orders[i][2]]
+                values[:, i] = _compare(widened(hidden), widened(usual), mask).cpu()
         return {"against": values[..., mask.any(-1).cpu()]}
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
@@ -93,14 +93,14 @@ class OrderStates(Analysis):
             yield from summarize("ending_input_norm_ratio", ratio, tags=tags)
 
 
-def _against(states: Tensor, usual: Tensor, mask: Tensor) -> Tensor:
+def _compare(states: Tensor, usual: Tensor, mask: Tensor) -> Tensor:
     """Return cosine and ratio of norms (2, batch), means over the tokens of the mask (batch, tokens).
 
     One undefined token makes the mean NaN.
     """
     mask = mask.to(states.device)  # where there is no float64, states are on the CPU
-    norms, of_usual = states.norm(dim=-1), usual.norm(dim=-1)
-    cosines = (states * usual).sum(-1) / (norms * of_usual)
-    values = torch.stack([cosines.clamp(-1, 1), norms / of_usual])  # (2, batch, tokens)
+    norms, usual_norms = states.norm(dim=-1), usual.norm(dim=-1)
+    cosines = (states * usual).sum(-1) / (norms * usual_norms)
+    values = torch.stack([cosines.clamp(-1, 1), norms / usual_norms])  # (2, batch, tokens)
     values = values.where(values.isfinite() & (norms > 0), torch.nan)
     return values.where(mask, 0).sum(-1) / mask.sum(-1)

@@ -26,14 +26,14 @@ class Rows(NamedTuple):
     """What is judged: tokens, or whole prompts where the head pools (`place` is 0 then)."""
 
     prompt: Tensor  # (rows,)
-    place: Tensor  # (rows,)
+    position: Tensor  # (rows,)
     target: Tensor  # (rows,) NO_LABEL where there is none
     per_token: bool
 
     @property
     def index(self) -> tuple[Tensor, ...]:
         """Return the index of the rows in logits, or in the states that are read out."""
-        return (self.prompt, self.place) if self.per_token else (self.prompt,)
+        return (self.prompt, self.position) if self.per_token else (self.prompt,)
 
     @property
     def labelled(self) -> Tensor:
@@ -56,7 +56,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def add_up(cls, values: Tensor, rows: Rows, num_prompts: int) -> "Sums":
-        """Add up loss, hit and divergence (3, *n, rows) of a batch, as `FullModel.compared` returns them."""
+        """Add up loss, hit and divergence (3, *n, rows) of a batch, as `FullModel.scores` returns them."""
         prompt = rows.prompt.cpu()
         values = values.double().cpu()
         loss, hits, divergence = values.new_zeros(*values.shape[:-1], num_prompts).index_add_(-1, prompt, values)
@@ -75,16 +75,16 @@ def rows_of(name: str, trajectory: Trajectory, batch: Batch) -> Rows:
     """
     mask, model = trajectory.mask, trajectory.model
     if model.predicts_next_token:
-        prompt, place = (mask[:, :-1] & mask[:, 1:]).nonzero().T
-        return Rows(prompt, place, batch["input_ids"].to(prompt.device)[prompt, place + 1], True)
+        prompt, position = (mask[:, :-1] & mask[:, 1:]).nonzero().T
+        return Rows(prompt, position, batch["input_ids"].to(prompt.device)[prompt, position + 1], True)
     per_token, num_classes = trajectory.logits.ndim == 3, trajectory.logits.shape[-1]
     if num_classes == 1:  # whose log-softmax is 0 whatever it says
         raise InputError(f"{name}: {type(model.model).__name__} gives one number, a regression, and no classes")
     if per_token:
-        prompt, place = mask.nonzero().T
+        prompt, position = mask.nonzero().T
     else:
         prompt = torch.arange(len(mask), device=mask.device)
-        place = torch.zeros_like(prompt)
+        position = torch.zeros_like(prompt)
     target = torch.full_like(prompt, NO_LABEL)
     if "labels" in batch:
         labels = batch["labels"].to(prompt.device)
@@ -92,10 +92,10 @@ def rows_of(name: str, trajectory: Trajectory, batch: Batch) -> Rows:
         if labels.is_floating_point() or labels.shape != expected:
             got = f"{labels.dtype} of shape {tuple(labels.shape)}"
             raise InputError(f"{name}: expected integer labels of shape {tuple(expected)}, got {got}")
-        target = labels[prompt, place] if per_token else labels
+        target = labels[prompt, position] if per_token else labels
         if len(target) and target.max() >= num_classes:
             raise InputError(f"{name}: expected labels of {num_classes} classes, got {int(target.max())}")
-    return Rows(prompt, place, target, per_token)
+    return Rows(prompt, position, target, per_token)
 
 
 def check_head(name: str, model: LayeredModel) -> None:
@@ -120,9 +120,9 @@ class FullModel:
         self.rows, self._share = rows, log_proba.exp()
         self._negative_entropy = torch.linalg.vecdot(self._share, log_proba)
         nothing = torch.zeros_like(self._negative_entropy).masked_fill(self._negative_entropy.isnan(), torch.nan)
-        self.itself = torch.stack([*_judged(rows, log_proba), nothing])  # as `compared` with itself
+        self.own_scores = torch.stack([*_loss_and_hit(rows, log_proba), nothing])  # equals `scores` of its own logits
 
-    def compared(self, logits: Tensor) -> Tensor:
+    def scores(self, logits: Tensor) -> Tensor:
         """Return loss, hit and KL(full model || these logits) of each row, (3, rows).
 
         Loss and hit are 0 without a label, and NaN if the logits are.
@@ -131,23 +131,23 @@ class FullModel:
         """
         log_proba = _log_softmax(logits)
         divergence = self._negative_entropy - torch.linalg.vecdot(self._share, log_proba)
-        return torch.stack([*_judged(self.rows, log_proba), divergence])
+        return torch.stack([*_loss_and_hit(self.rows, log_proba), divergence])
 
 
-def _judged(rows: Rows, log_proba: Tensor) -> tuple[Tensor, Tensor]:
+def _loss_and_hit(rows: Rows, log_proba: Tensor) -> tuple[Tensor, Tensor]:
     """Return loss and hit of each row."""
     labelled = rows.labelled
     target = rows.target.where(labelled, 0)
-    of_target = log_proba.gather(1, target[:, None])[:, 0]
+    scores = log_proba.gather(1, target[:, None])[:, 0]
     # Of equals the first is the answer.
     if log_proba.device.type == "cpu":  # where argmax is the most costly part of this, so only where it can matter
-        hit = labelled & (of_target == log_proba.amax(-1))
+        hit = labelled & (scores == log_proba.amax(-1))
         close = hit.nonzero()[:, 0]
         hit[close] = log_proba[close].argmax(-1) == target[close]
     else:
         hit = labelled & (log_proba.argmax(-1) == target)
-    hits = hit.to(of_target).where(of_target.isfinite() | of_target.isinf(), of_target)
-    return (-of_target).where(labelled, 0.0), hits.where(labelled, 0.0)
+    hits = hit.to(scores).where(scores.isfinite() | scores.isinf(), scores)
+    return (-scores).where(labelled, 0.0), hits.where(labelled, 0.0)
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
@@ -235,20 +235,20 @@ class Lens(ReadoutAnalysis):
 
     def records(self, model: LayeredModel, sums: Sums) -> Iterable[Record]:
         for layer in range(model.num_layers + 1):
-            place: dict[str, Any] = {"layer": layer, "counted": "num_tokens"}
+            fields: dict[str, Any] = {"layer": layer, "counted": "num_tokens"}
             if sums.num_labels.any():
-                loss = summarize_ratio("logit_lens_loss", sums.loss[layer], sums.num_labels, **place)
+                loss = summarize_ratio("logit_lens_loss", sums.loss[layer], sums.num_labels, **fields)
                 yield from loss
-                yield from summarize_ratio("logit_lens_accuracy", sums.hits[layer], sums.num_labels, **place)
+                yield from summarize_ratio("logit_lens_accuracy", sums.hits[layer], sums.num_labels, **fields)
                 if model.predicts_next_token:
                     yield from map(_perplexity, loss)
-            yield from summarize_ratio("kl_to_final", sums.divergence[layer], sums.num_rows, **place)
+            yield from summarize_ratio("kl_to_final", sums.divergence[layer], sums.num_rows, **fields)
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         rows = rows_of(self.name, seen, batch)
-        parts = [torch.zeros(3, seen.num_layers + 1, 0, dtype=torch.float64)]  # a batch may predict nothing
-        parts += [_compare(seen, chunk).double().cpu() for chunk in _chunks(seen, rows)]
-        return Sums.add_up(torch.cat(parts, dim=-1), rows, len(seen.mask))._asdict()
+        values = [torch.zeros(3, seen.num_layers + 1, 0, dtype=torch.float64)]  # a batch may predict nothing
+        values += [_compare(seen, chunk).double().cpu() for chunk in _chunks(seen, rows)]
+        return Sums.add_up(torch.cat(values, dim=-1), rows, len(seen.mask))._asdict()
 
 
 def _chunks(trajectory: Trajectory, rows: Rows) -> Iterator[Rows]:
@@ -265,8 +265,9 @@ def _compare(trajectory: Trajectory, rows: Rows) -> Tensor:
     Only one layer's logits exist at a time.
     """
     full = FullModel(trajectory.logits_of(rows.index), rows)
-    early = [full.compared(trajectory.readout(hidden, rows.index)) for hidden in trajectory.hidden[:-1]]
-    return torch.stack([*early, full.itself], dim=1)  # the last by the model's own logits: its divergence is 0 exactly
+    early = [full.scores(trajectory.readout(hidden, rows.index)) for hidden in trajectory.hidden[:-1]]
+    # The last layer is scored by the model's own logits, so that its divergence is exactly 0.
+    return torch.stack([*early, full.own_scores], dim=1)
 
 
 def _perplexity(loss: Record) -> Record:
@@ -336,41 +337,41 @@ class Interventions(ReadoutAnalysis):
         by_variant: list[Tensor] = [torch.zeros(3, len(rows.prompt), dtype=torch.float64)] * len(chosen)
         if full:  # a batch may predict nothing
             # The full model by its own logits, so that its divergence is 0 exactly.
-            by_variant = [torch.cat([each.itself for each in full], dim=-1)] * len(chosen)
+            by_variant = [torch.cat([each.own_scores for each in full], dim=-1)] * len(chosen)
             orders = SharedPrefixes([variant.schedule for variant in chosen], model.num_layers)
             for indices, state in orders.states(trajectory):
                 if 0 not in indices:
-                    parts = [each.compared(trajectory.readout(state, each.rows.index)) for each in full]
-                    compared = torch.cat(parts, dim=-1)
-                    for index in indices:
-                        by_variant[index] = compared
+                    values = [each.scores(trajectory.readout(state, each.rows.index)) for each in full]
+                    scores = torch.cat(values, dim=-1)
+                    for i in indices:
+                        by_variant[i] = scores
         return Sums.add_up(torch.stack(by_variant, dim=1), rows, len(seen.mask))._asdict()
 
     def records(self, model: LayeredModel, sums: Sums) -> Iterable[Record]:
         chosen = enumerate(self.chosen(model))
         for (name, middle), group in groupby(chosen, key=lambda item: (item[1].name, item[1].middle)):
             members = list(group)
-            for index, variant in members:
-                yield from _variant_records(sums, [index], variant.tags, variant.block)
+            for i, variant in members:
+                yield from _variant_records(sums, [i], variant.tags, variant.block)
                 if name == "random":
                     yield _distance(variant, model.num_layers)
             if name == "random":
                 whole = baseline(model.num_layers)
                 identical = sum(variant.schedule == whole for _, variant in members)
                 tags = {"variant": name, "middle": middle, "num_seeds": len(members), "num_identical": identical}
-                yield from _variant_records(sums, [index for index, _ in members], tags)
+                yield from _variant_records(sums, [i for i, _ in members], tags)
 
 
 def _variant_records(sums: Sums, indices: list[int], tags: Tags, layer: int | None = None) -> Iterator[Record]:
     """Yield the records of one variant, or of the mean of several, which is taken within each prompt."""
     kinds = [("variant_loss", sums.loss, sums.num_labels), ("variant_accuracy", sums.hits, sums.num_labels)]
     for metric, values, counts in (*kinds, ("kl_to_full", sums.divergence, sums.num_rows)):
-        about: Any = {"layer": layer, "tags": tags, "counted": "num_tokens"}
+        fields: Any = {"layer": layer, "tags": tags, "counted": "num_tokens"}
         if counts.any():
-            yield from summarize_ratio(metric, values[indices].mean(0), counts, **about)
+            yield from summarize_ratio(metric, values[indices].mean(0), counts, **fields)
             if metric != "kl_to_full" and tags["variant"] != "baseline" and "seed" not in tags:
-                apart = values[indices].mean(0) - values[0]  # on the same rows: what is hard for both cancels
-                yield from summarize_ratio(f"{metric}_difference", apart, counts, **about)
+                difference = values[indices].mean(0) - values[0]  # on the same rows: what is hard for both cancels
+                yield from summarize_ratio(f"{metric}_difference", difference, counts, **fields)
 
 
 def _distance(variant: Variant, num_blocks: int) -> Record:

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, Key, Values, stack_layers
 from lit_layers.analyses.statistics import (
-    complete,
-    gap,
-    left_out,
+    comparable,
+    half_values,
+    layer_records,
     mean_of_defined,
+    missing_tag,
+    nan_record,
     random_halves,
-    records_of_layers,
     summarize,
     summarize_layers,
-    values_of_halves,
 )
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError, kind_and_words
@@ -67,7 +67,7 @@ def pooled_vectors(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
     return pool(hidden, mask, pooling=pooling, undefined="nan").T
 
 
-def vectors_of_prompts(values: Tensor) -> Tensor:
+def prompt_vectors(values: Tensor) -> Tensor:
     """Return the vectors (layers + 1, prompts, dim) of what `update` gives of all layers."""
     return values.movedim(-1, 1).contiguous()
 
@@ -143,7 +143,7 @@ class Representation(Analysis):
         return {**values, POOLED: pooled_vectors(hidden, mask, self.pooling)}
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
-        pooled, missing = vectors_of_prompts(batches.pop(POOLED)), batches.pop(MISSING_ANGLES, None)
+        pooled, missing = prompt_vectors(batches.pop(POOLED)), batches.pop(MISSING_ANGLES, None)
         for (metric, normalization, dropped), rows in batches.items():
             tags = {"normalization": normalization, "drop_first": dropped}
             tags = {name: tag for name, tag in tags.items() if tag is not None} | self.tags(str(metric))
@@ -181,23 +181,23 @@ class Representation(Analysis):
 
     def dataset_records(self, pooled: Tensor) -> Iterator[Record]:
         """Yield the records of pooled vectors (layers + 1, prompts, dim)."""
-        _, kept = complete(~pooled.isnan().any(-1))
-        pooled, dim = pooled[:, kept], pooled.shape[-1]
+        _, used = comparable(~pooled.isnan().any(-1))
+        pooled, dim = pooled[:, used], pooled.shape[-1]
         n = pooled.shape[1]
         if not n:
             return
         entropies = functools.partial(dataset_entropy, **self._matrix_options())
-        tags, whole = self.tags("dataset_entropy") | left_out("", ~kept), entropies(pooled)
-        of_halves = values_of_halves(entropies, pooled, self.num_halves)
+        tags, whole = self.tags("dataset_entropy") | missing_tag("", ~used), entropies(pooled)
+        halves = half_values(entropies, pooled, self.num_halves)
         for normalization in self.normalizations:
             if n == 1 and normalization != "raw":
                 continue  # one prompt, whose entropy is no share of anything
             how: Any = {"dim": dim, "normalization": normalization, "undefined": "nan"}
-            share, spread = normalized("dataset_entropy", whole, {}, torch.tensor(n), **how), of_halves
-            if of_halves is not None:
-                spread = normalized("dataset_entropy", of_halves, {}, torch.tensor(n // 2), **how)
+            share, spread = normalized("dataset_entropy", whole, {}, torch.tensor(n), **how), halves
+            if halves is not None:
+                spread = normalized("dataset_entropy", halves, {}, torch.tensor(n // 2), **how)
             all_tags = {"normalization": normalization} | tags
-            yield from records_of_layers("dataset_entropy", share, spread, n, all_tags)
+            yield from layer_records("dataset_entropy", share, spread, n, all_tags)
 
     def tags(self, metric: str) -> dict[str, Any]:
         """Return tags for the options that differ from their defaults."""
@@ -314,14 +314,14 @@ def _spread_tokens(mask: Tensor, first: int, count: int) -> Tensor:
     """Return a mask of tokens that are evenly spread over the real ones of each prompt, from the given one on."""
     chosen = torch.zeros_like(mask)
     for prompt, real in enumerate(mask):
-        places = real.nonzero()[:, 0]
-        if len(places) > first:
-            chosen[prompt, places[evenly_spread(first, len(places) - 1, count)]] = True
+        positions = real.nonzero()[:, 0]
+        if len(positions) > first:
+            chosen[prompt, positions[evenly_spread(first, len(positions) - 1, count)]] = True
     return chosen
 
 
-OF_PROMPTS = "massive_activation", "random_massive_activation", "block_influence", "step_ratio"
-OF_SETS = "alpha_req", "random_alpha_req", "two_nn_dimension", "random_two_nn_dimension", "anisotropy"
+PROMPT_METRICS = "massive_activation", "random_massive_activation", "block_influence", "step_ratio"
+SET_METRICS = "alpha_req", "random_alpha_req", "two_nn_dimension", "random_two_nn_dimension", "anisotropy"
 
 
 @dataclass(kw_only=True)
@@ -366,30 +366,30 @@ class StateGeometry(Analysis):
         """Return the kept rows (layers + 1, dim, rows), `num_rows` of each prompt, and values of prompts."""
         mask = seen.mask
         chosen = _spread_tokens(mask, self.drop_first, self.num_tokens)
-        kept = drop_first_tokens(mask, self.drop_first).cpu()
-        moved = torch.full((2, len(mask)), torch.nan, dtype=torch.float64)
-        missing, before = moved[0], None
+        used = drop_first_tokens(mask, self.drop_first).cpu()
+        changes = torch.full((2, len(mask)), torch.nan, dtype=torch.float64)
+        missing, before = changes[0], None
         layers = list[dict[Any, Tensor]]()
         for states in states_of_layers(seen, self.states):
             if before is not None:
                 kinds = (geometry.block_influence, geometry.step_ratio)
                 steps = [each(before, states, undefined="nan").cpu() for each in kinds]
-                of_tokens = torch.stack(steps).masked_fill(~kept, torch.nan)
-                moved, missing = mean_of_defined(of_tokens), (of_tokens.isnan() & kept).sum(-1)[0]
+                by_token = torch.stack(steps).masked_fill(~used, torch.nan)
+                changes, missing = mean_of_defined(by_token), (by_token.isnan() & used).sum(-1)[0]
             size = geometry.massive_activation(states, mask, undefined="nan")
             normal = geometry.normal_massive_activation((mask.sum(-1) * states.shape[-1]).cpu())
-            of_prompts = (size, normal.masked_fill(size.isnan().cpu(), torch.nan), *moved)
-            layers.append(dict(zip(OF_PROMPTS, of_prompts, strict=True)))
+            by_prompt = (size, normal.masked_fill(size.isnan().cpu(), torch.nan), *changes)
+            layers.append(dict(zip(PROMPT_METRICS, by_prompt, strict=True)))
             layers[-1] |= {"num_undefined_tokens": missing.double(), "rows": states[chosen].T}
             before = states
         return {"num_rows": chosen.sum(-1).cpu(), **stack_layers(layers)}
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
         missing = batches["num_undefined_tokens"].nan_to_num()
-        for metric in OF_PROMPTS:
+        for metric in PROMPT_METRICS:
             counts = {} if metric.endswith("massive_activation") else {"num_undefined_tokens": missing}
             yield from summarize_layers(metric, batches[metric], tags=self.tags(metric), counts=counts)
-        yield from self._set_records(vectors_of_prompts(batches["rows"]), batches["num_rows"])
+        yield from self._set_records(prompt_vectors(batches["rows"]), batches["num_rows"])
 
     def _set_records(self, rows: Tensor, num_rows: Tensor) -> Iterator[Record]:
         """Yield the records of rows (layers + 1, rows, dim), given how many belong to each prompt."""
@@ -397,19 +397,19 @@ class StateGeometry(Analysis):
         # (layers + 1, rows)
         broken = (~rows.isfinite().all(-1)).double()
         num_broken = broken.new_zeros(len(rows), len(num_rows)).index_add_(1, owner, broken)
-        _, kept = complete((num_broken == 0) & (num_rows > 0))
-        rows, owner = rows[:, kept[owner]], owner[kept[owner]]
-        prompts = kept.nonzero()[:, 0]
+        _, used = comparable((num_broken == 0) & (num_rows > 0))
+        rows, owner = rows[:, used[owner]], owner[used[owner]]
+        prompts = used.nonzero()[:, 0]
         members = [prompts, *(prompts[half] for half in random_halves(len(prompts), self.num_halves))]
         choices = [torch.isin(owner, each).nonzero()[:, 0] for each in members]
         by_layer = [_set_values(layer, choices, (self.first_rank, self.last_rank)) for layer in rows if len(prompts)]
-        for metric in OF_SETS:
-            found = [of_layer[metric] for of_layer in by_layer] or [rows.new_tensor([torch.nan])] * len(rows)
+        for metric in SET_METRICS:
+            found = [row[metric] for row in by_layer] or [rows.new_tensor([torch.nan])] * len(rows)
             # (layers + 1, 1 + halves)
             values = torch.stack(found)
-            of_halves = values[:, 1:] if values.shape[1] > 1 else None
-            tags = self.tags(metric) | left_out("", ~kept)
-            yield from records_of_layers(metric, values[:, 0], of_halves, int(kept.sum()), tags)
+            halves = values[:, 1:] if values.shape[1] > 1 else None
+            tags = self.tags(metric) | missing_tag("", ~used)
+            yield from layer_records(metric, values[:, 0], halves, int(used.sum()), tags)
 
     def tags(self, metric: str) -> dict[str, Any]:
         of_sets = [] if metric.endswith("massive_activation") else ["drop_first"]
@@ -420,15 +420,15 @@ def _set_values(points: Tensor, choices: list[Tensor], fit_range: tuple[int, int
     """Return values of some choices of one layer's points, (choices,) each; the baselines only for the first choice."""
     computed_in, points = points.dtype, points.double()
     sets = [points[rows] for rows in choices]
-    apart, number = geometry.merged_distances(points, computed_in)
+    distances, point = geometry.merged_distances(points, computed_in)
     shuffled = geometry.shuffled_features(sets[0])
-    of_different = [number[each].unique() for each in choices]
+    unique = [point[each].unique() for each in choices]
     slope = functools.partial(geometry.alpha_req, fit_range=fit_range, undefined="nan")
     dimension = geometry.two_nn_of_distances
     return {
         "alpha_req": torch.stack([*map(slope, sets)]),
         "random_alpha_req": slope(shuffled)[None],
-        "two_nn_dimension": torch.stack([dimension(apart[rows][:, rows]) for rows in of_different]),
+        "two_nn_dimension": torch.stack([dimension(distances[rows][:, rows]) for rows in unique]),
         "random_two_nn_dimension": dimension(geometry.merged_distances(shuffled, computed_in)[0])[None],
         "anisotropy": torch.stack([geometry.anisotropy(each, undefined="nan") for each in sets]),
     }
@@ -466,15 +466,15 @@ class PooledStates(Analysis):
         return stack_layers([{POOLED: pooled_vectors(hidden, seen.mask, self.pooling)} for hidden in layers])
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
-        pooled = vectors_of_prompts(batches[POOLED].double())
-        _, kept = complete(~pooled.isnan().any(-1))
-        tags = self.tags_of("pooling", "states") | left_out("", ~kept)
-        finite = pooled[:, kept]
+        pooled = prompt_vectors(batches[POOLED].double())
+        _, used = comparable(~pooled.isnan().any(-1))
+        tags = self.tags_of("pooling", "states") | missing_tag("", ~used)
+        finite = pooled[:, used]
         dimensions = functools.partial(participation_ratio, center=True, undefined="nan")
-        of_halves = values_of_halves(dimensions, finite, self.num_halves)
-        for record in records_of_layers("pooled_dimension", dimensions(finite), of_halves, finite.shape[1], tags):
-            is_kept = record.metric == "pooled_dimension" and record.layer is not None
-            yield replace(record, states=pooled[record.layer].float().numpy()) if is_kept else record
+        halves = half_values(dimensions, finite, self.num_halves)
+        for record in layer_records("pooled_dimension", dimensions(finite), halves, finite.shape[1], tags):
+            has_states = record.metric == "pooled_dimension" and record.layer is not None
+            yield replace(record, states=pooled[record.layer].float().numpy()) if has_states else record
 
 
 Mode = Literal["token", "flattened"]
@@ -522,34 +522,34 @@ class LayerSimilarity(Analysis):
         hidden, mask = torch.stack([states[left] for states in states_of_layers(seen, self.states)]), mask[left]
         values = {mode: _cosines(hidden, mask, mode) for mode in get_args(Mode)}
         values["finite"] = (hidden.isfinite().all(-1) | ~mask).all(-1)
-        kept = _spread_tokens(mask, 0, self.num_tokens)
-        values |= {"rows": hidden[:, kept].mT, "num_rows": kept.sum(-1)}
+        used = _spread_tokens(mask, 0, self.num_tokens)
+        values |= {"rows": hidden[:, used].mT, "num_rows": used.sum(-1)}
         return {key: value.cpu() for key, value in values.items()}
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
-        _, kept = complete(batches["finite"])  # (prompts,)
-        rows = batches["rows"].mT[:, kept.repeat_interleave(batches["num_rows"])].contiguous()
-        prompts = int(kept.sum())
+        _, used = comparable(batches["finite"])  # (prompts,)
+        rows = batches["rows"].mT[:, used.repeat_interleave(batches["num_rows"])].contiguous()
+        prompts = int(used.sum())
         enough = rows.shape[1] >= 4
-        if not enough and kept.all():
+        if not enough and used.all():
             raise InputError(f"{self.name}: layer_cka needs 4 rows or more, got {rows.shape[1]}: give more texts")
         tags = self.tags_of("states", "drop_first")
         for mode in get_args(Mode):
             values = batches[mode].movedim(-1, 0).contiguous()  # (prompts, layers + 1, layers + 1)
-            tags_of_mode = {"mode": mode, **tags}
-            yield from _cosine_records(values, tags_of_mode)
+            mode_tags = {"mode": mode, **tags}
+            yield from _cosine_records(values, mode_tags)
             whole = values.isfinite().flatten(1).all(1)  # of the same prompts at every layer, unless a layer has none
             means = mean_of_defined(values[whole] if whole.any() else values, dim=0)
-            tags_of_stages = {**tags_of_mode, **left_out("", ~whole)}
-            yield from _stages("layer_cosine", means, int(whole.sum()), tags_of_stages)
-        tags |= left_out("", ~kept)
+            stage_tags = {**mode_tags, **missing_tag("", ~whole)}
+            yield from _stage_records("layer_cosine", means, int(whole.sum()), stage_tags)
+        tags |= missing_tag("", ~used)
         alignment = torch.full((len(rows), len(rows)), math.nan)
         if enough:
             alignment = linear_cka_matrix(rows.to(model.device), debiased=True, undefined="nan").cpu()
-        about: dict[str, Any] = {"metric": "layer_cka", "n": prompts, "tags": {**tags, "num_rows": rows.shape[1]}}
+        fields: dict[str, Any] = {"metric": "layer_cka", "n": prompts, "tags": {**tags, "num_rows": rows.shape[1]}}
         for layer, other in (~alignment.isnan()).nonzero().tolist():
-            yield Record(value=alignment[layer, other].item(), layer=layer, other_layer=other, **about)
-        yield from _stages("layer_cka", alignment, prompts, tags)
+            yield Record(value=alignment[layer, other].item(), layer=layer, other_layer=other, **fields)
+        yield from _stage_records("layer_cka", alignment, prompts, tags)
 
 
 def _cosines(hidden: Tensor, mask: Tensor, mode: Mode) -> Tensor:
@@ -571,11 +571,11 @@ def _cosine_records(values: Tensor, tags: dict[str, Any]) -> Iterator[Record]:
             yield from (replace(record, layer=other, other_layer=layer) for record in records)
 
 
-def _stages(of: str, matrix: Tensor, num_prompts: int, tags: dict[str, Any]) -> Iterator[Record]:
+def _stage_records(of: str, matrix: Tensor, num_prompts: int, tags: dict[str, Any]) -> Iterator[Record]:
     missing = matrix[1:, 1:].diagonal().isnan()
     if missing.any() or not num_prompts:
         for metric in (*SIZES, "block_contrast"):
-            yield gap(metric, tags={"of": of, **tags, **left_out("layers", missing)})
+            yield nan_record(metric, tags={"of": of, **tags, **missing_tag("layers", missing)})
         return
     stages = layer_stages(matrix[1:, 1:])
     for metric in (*SIZES, "block_contrast"):

@@ -44,18 +44,18 @@ def measure_speed(
         def leave() -> None:
             open_orders.pop_all().close()
 
-        for number, variant in enumerate(compared):
+        for i, variant in enumerate(compared):
             enter(variant)
             with torch.inference_mode():
                 one()
                 memory.append(peak_bytes(many))
             leave()
             # Only the calls in the middle count: the others begin and end the order around them.
-            calls[str(number)] = (partial(enter, variant), one, many, leave)
+            calls[str(i)] = (partial(enter, variant), one, many, leave)
         seconds: Any = interleaved(calls, num_rounds=num_rounds, num_warm_up=num_warm_up, device=str(view.device))
     full = np.asarray(seconds["0"][1])
-    for number, variant in enumerate(compared):
-        _, of_one, of_many, _ = seconds[str(number)]
+    for i, variant in enumerate(compared):
+        _, of_one, of_many, _ = seconds[str(i)]
         low, middle, high = np.quantile(of_one, [0.25, 0.5, 0.75]).tolist()
         values = {
             "latency": middle,
@@ -63,7 +63,7 @@ def measure_speed(
             "latency_third_quartile": high,
             "relative_latency": float(np.median(np.asarray(of_one) / full)),
             "throughput": len(next(iter(batch.values()))) / float(np.median(of_many)),
-            "peak_memory": memory[number],
+            "peak_memory": memory[i],
             "weight_bytes": weight_bytes(view.blocks, variant.schedule),
         }
         for metric, value in values.items():
@@ -72,8 +72,8 @@ def measure_speed(
 
 def weight_bytes(blocks: Sequence[nn.Module], schedule: Schedule) -> int:
     """Return the bytes of the parameters of the blocks in the schedule, without embedding and head."""
-    used = {number for step in schedule for number in members(step)}
-    parameters = {id(each): each for number in used for each in blocks[number - 1].parameters()}
+    used = {i for step in schedule for i in members(step)}
+    parameters = {id(each): each for i in used for each in blocks[i - 1].parameters()}
     return sum(each.numel() * each.element_size() for each in parameters.values())
 
 

@@ -46,7 +46,7 @@ class Sample(NamedTuple):
     rows: Tensor | None = None
 
 
-def summarize(metric: str, values: Tensor, *, intervals: bool = True, **place: Any) -> list[Record]:
+def summarize(metric: str, values: Tensor, *, intervals: bool = True, **fields: Any) -> list[Record]:
     """Return the mean over prompts as a record, or the median, which is tagged `statistic="median"` and has no stderr.
 
     `values` (prompts,) holds NaN where a prompt's value is undefined: those are left out, `n` counts the rest and the
@@ -55,7 +55,7 @@ def summarize(metric: str, values: Tensor, *, intervals: bool = True, **place: A
     is defined there is no record of a layer, and of the whole model one whose value is NaN. `place` are the other
     fields of `Sample`. Without `intervals` there is neither `low` nor `high`.
     """
-    sample = Sample(metric, torch.as_tensor(values).detach().cpu().double(), **place)
+    sample = Sample(metric, torch.as_tensor(values).detach().cpu().double(), **fields)
     defined, interval = sample.values[~sample.values.isnan()], NO_INTERVAL
     if intervals and len(defined) > 1 and defined.isfinite().all():
         low, high = bootstrap_interval(defined[:, None], statistic=sample.statistic)
@@ -65,27 +65,27 @@ def summarize(metric: str, values: Tensor, *, intervals: bool = True, **place: A
 
 def summarize_all(samples: Iterable[Sample | Record]) -> Iterator[Record]:
     """Summarize many samples in their order, ten times faster than one by one; records pass unchanged."""
-    everything = [
+    items = [
         each if isinstance(each, Record) else each._replace(values=torch.as_tensor(each.values).detach().cpu().double())
         for each in samples
     ]
-    pending = [each for each in everything if isinstance(each, Sample)]
+    pending = [each for each in items if isinstance(each, Sample)]
     # Rows that are defined for the same prompts are resampled by one product.
     bounds = [NO_INTERVAL] * len(pending)
     by_prompts: dict[tuple[Statistic, tuple[bool, ...]], list[int]] = {}
-    for index, sample in enumerate(pending):
+    for i, sample in enumerate(pending):
         defined = tuple((~sample.values.isnan()).tolist())
         if sum(defined) > 1 and not sample.values.isinf().any():
-            by_prompts.setdefault((sample.statistic, defined), []).append(index)
+            by_prompts.setdefault((sample.statistic, defined), []).append(i)
     for (statistic, defined), alike in by_prompts.items():
         for start in range(0, len(alike), ROWS_AT_ONCE):
             indices = alike[start : start + ROWS_AT_ONCE]
-            values = torch.stack([pending[index].values for index in indices])[:, list(defined)]
+            values = torch.stack([pending[i].values for i in indices])[:, list(defined)]
             ends = bootstrap_interval(values.T, statistic=statistic)
-            for index, low, high in zip(indices, *(end.tolist() for end in ends), strict=True):
-                bounds[index] = low, high
+            for i, low, high in zip(indices, *(end.tolist() for end in ends), strict=True):
+                bounds[i] = low, high
     following = iter(bounds)
-    for each in everything:
+    for each in items:
         yield from [each] if isinstance(each, Record) else _summarized(each, next(following))
 
 
@@ -93,19 +93,19 @@ def _summarized(sample: Sample, interval: Interval) -> list[Record]:
     values, layer, rows = sample.values, sample.layer, sample.rows
     undefined = values.isnan()
     defined = values[~undefined]
-    tags = {**(sample.tags or {}), **left_out("", undefined)}
+    tags = {**(sample.tags or {}), **missing_tag("", undefined)}
     tags |= {"statistic": "median"} if sample.statistic == "median" else {}
     if not (n := len(defined)):
-        return [gap(sample.metric, tags=tags)] if layer is None else []
+        return [nan_record(sample.metric, tags=tags)] if layer is None else []
     value = (defined.mean() if sample.statistic == "mean" else median_of_defined(defined)).item()
     low, high = interval
     is_spread = sample.statistic == "mean" and n > 1 and bool(defined.isfinite().all())
     stderr = defined.std().item() / math.sqrt(n) if is_spread else None
-    place: dict[str, Any] = {"layer": layer, "other_layer": sample.other_layer}
+    fields: dict[str, Any] = {"layer": layer, "other_layer": sample.other_layer}
     if sample.statistic == "mean":
-        everyone = values if rows is None else values.new_full(rows.shape, math.nan).masked_scatter(rows.cpu(), values)
-        place["by_prompt"] = everyone.float().numpy()
-    return [Record(metric=sample.metric, value=value, n=n, tags=tags, stderr=stderr, low=low, high=high, **place)]
+        by_prompt = values if rows is None else values.new_full(rows.shape, math.nan).masked_scatter(rows.cpu(), values)
+        fields["by_prompt"] = by_prompt.float().numpy()
+    return [Record(metric=sample.metric, value=value, n=n, tags=tags, stderr=stderr, low=low, high=high, **fields)]
 
 
 def summarize_layers(
@@ -122,19 +122,19 @@ def summarize_layers(
     samples = []
     for layer, row in zip([*range(len(values)), None], rows, strict=True):
         members = slice(1, None) if layer is None else layer
-        totals = {name: int(number[members].sum()) for name, number in (counts or {}).items()}
+        totals = {name: int(count[members].sum()) for name, count in (counts or {}).items()}
         row_tags = {**(tags or {}), **{name: total for name, total in totals.items() if total}}
-        row_tags |= left_out("layers", inner.isnan().all(-1)) if layer is None else {}
+        row_tags |= missing_tag("layers", inner.isnan().all(-1)) if layer is None else {}
         samples.append(Sample(metric, row, layer, tags=row_tags))
     yield from summarize_all(samples)
 
 
-def gap(metric: str, *, tags: Tags | None = None) -> Record:
+def nan_record(metric: str, *, tags: Tags | None = None) -> Record:
     """Return a NaN record for an undefined value of the whole model."""
     return Record(metric=metric, value=math.nan, n=0, tags=dict(tags or {}))
 
 
-def require_a_value(name: str, records: Iterable[Record]) -> list[Record]:
+def require_values(name: str, records: Iterable[Record]) -> list[Record]:
     """Return the records as a list.
 
     Raises:
@@ -142,11 +142,11 @@ def require_a_value(name: str, records: Iterable[Record]) -> list[Record]:
     """
     records = list(records)
     if all(math.isnan(record.value) for record in records):
-        raise nothing_defined(name)
+        raise all_undefined(name)
     return records
 
 
-def nothing_defined(name: str) -> ValueError:
+def all_undefined(name: str) -> ValueError:
     """Return the error of an analysis that has no defined value."""
     return ValueError(
         f"{name} is undefined for every prompt at every layer: the states, or what is derived of them, are zero, "
@@ -154,13 +154,13 @@ def nothing_defined(name: str) -> ValueError:
     )
 
 
-def left_out(what: str, undefined: Tensor | int) -> dict[str, int]:
+def missing_tag(what: str, undefined: Tensor | int) -> dict[str, int]:
     """Return the tag `num_undefined_<what>` with the number of True in `undefined`; no tag for 0."""
     number = int(undefined.sum()) if isinstance(undefined, Tensor) else undefined
     return {f"num_undefined_{what}" if what else "num_undefined": number} if number else {}
 
 
-def complete(defined: Tensor) -> tuple[Tensor, Tensor]:
+def comparable(defined: Tensor) -> tuple[Tensor, Tensor]:
     """Return which layers and which prompts to compare, so that every layer is measured on the same prompts.
 
     Of `defined` (layers, prompts): the layers (layers,) at which at least half of the prompts have a value, and the
@@ -209,15 +209,15 @@ def summarize_ratio(
     named `counted` is the sum of the counts. Where no prompt is left there is no record of a layer, and of the whole
     model one whose value is NaN.
     """
-    there = counts > 0
-    defined = there & sums.isfinite()
-    undefined = ~defined if empty_is_undefined else there & ~defined
-    sums, kept = sums[defined].double(), counts[defined].double()
-    tags = {**(tags or {}), **({counted: int(kept.sum())} if counted else {}), **left_out("", undefined)}
+    nonempty = counts > 0
+    defined = nonempty & sums.isfinite()
+    undefined = ~defined if empty_is_undefined else nonempty & ~defined
+    sums, used = sums[defined].double(), counts[defined].double()
+    tags = {**(tags or {}), **({counted: int(used.sum())} if counted else {}), **missing_tag("", undefined)}
     if not defined.any():
-        return [gap(metric, tags=tags)] if layer is None else []
-    ratio = sums.sum() / kept.sum()
-    values = ratio + (sums - ratio * kept) / kept.mean()
+        return [nan_record(metric, tags=tags)] if layer is None else []
+    ratio = sums.sum() / used.sum()
+    values = ratio + (sums - ratio * used) / used.mean()
     interval = NO_INTERVAL
     if len(values) > 1 and values.isfinite().all():
         low, high = bootstrap_interval(values[:, None])
@@ -227,7 +227,7 @@ def summarize_ratio(
 
 
 def rounding_records(
-    differences: Tensor, of: str, *, layer: int | None = None, tags: Tags | None = None
+    differences: Tensor, quantity: str, *, layer: int | None = None, tags: Tags | None = None
 ) -> Iterator[Record]:
     """Yield how far numbers in bfloat16 are from those in float32: mean and largest absolute difference over a sample.
 
@@ -236,7 +236,7 @@ def rounding_records(
     """
     finite = differences.isfinite()
     sizes = differences[finite].abs().double()
-    tags = {**variant_of(tags or {}), "dtype": "bfloat16", "of": of, **left_out("", ~finite)}
+    tags = {**variant_of(tags or {}), "dtype": "bfloat16", "of": quantity, **missing_tag("", ~finite)}
     if len(differences):
         ends = (sizes.mean(), sizes.max()) if len(sizes) else (torch.tensor(math.nan),) * 2
         for metric, value in zip(("bf16_difference", "bf16_largest_difference"), ends, strict=True):
@@ -262,7 +262,7 @@ def random_halves(n: int, num_halves: int) -> list[Tensor]:
     return [torch.randperm(n, generator=torch.Generator().manual_seed(seed))[: n // 2] for seed in range(num_halves)]
 
 
-def values_of_halves(values_of: Callable[[Tensor], Tensor], pooled: Tensor, num_halves: int) -> Tensor | None:
+def half_values(values_of: Callable[[Tensor], Tensor], pooled: Tensor, num_halves: int) -> Tensor | None:
     """Return values (layers + 1, halves) of random halves of the prompts; None for too few.
 
     `pooled` is (layers + 1, prompts, dim).
@@ -271,10 +271,10 @@ def values_of_halves(values_of: Callable[[Tensor], Tensor], pooled: Tensor, num_
     return torch.stack(values, -1) if values else None
 
 
-def records_of_layers(
+def layer_records(
     metric: str,
     values: Tensor,
-    of_halves: Tensor | None,
+    halves: Tensor | None,
     n: int,
     tags: Mapping[str, Any],
     counted: Mapping[str, Sequence[bool]] | None = None,
@@ -287,39 +287,39 @@ def records_of_layers(
     `num_undefined_layers`. `counted` says of each layer what tags count.
     """
     undefined = values.isnan()
-    places: list[Any] = [(layer, [layer]) for layer in (~undefined).nonzero()[:, 0].tolist()]
+    rows: list[Any] = [(layer, [layer]) for layer in (~undefined).nonzero()[:, 0].tolist()]
     if undefined[1:].any():
-        yield gap(metric, tags={**tags, **left_out("layers", undefined[1:])})
+        yield nan_record(metric, tags={**tags, **missing_tag("layers", undefined[1:])})
     elif len(values) > 1:
-        places.append((None, [*range(1, len(values))]))
-    for layer, members in places:
+        rows.append((None, [*range(1, len(values))]))
+    for layer, members in rows:
         counts = {name: sum(flags[member] for member in members) for name, flags in (counted or {}).items()}
-        spread = None if of_halves is None else of_halves[members].mean(0)
+        spread = None if halves is None else halves[members].mean(0)
         if spread is not None:
             spread = spread[~spread.isnan()]  # a half may lack what the whole has
         layer_tags = dict(tags) | {name: count for name, count in counts.items() if count}
-        yield from records_with_halves(metric, values[members].mean().item(), spread, n, n // 2, layer, layer_tags)
+        yield from half_records(metric, values[members].mean().item(), spread, n, n // 2, layer, layer_tags)
 
 
-def records_with_halves(
+def half_records(
     metric: str,
     value: float,
-    of_halves: Tensor | None,
+    halves: Tensor | None,
     n: int,
-    n_of_half: int | None = None,
+    half_n: int | None = None,
     layer: int | None = None,
     tags: Tags | None = None,
 ) -> Iterator[Record]:
     """Yield the value of all prompts and the mean over halves' values (halves,), with intervals from their spread."""
-    place: Any = {"layer": layer, "tags": dict(tags or {})}
-    if of_halves is None or len(of_halves) < 2:
-        yield Record(metric=metric, value=value, n=n, **place)
+    fields: Any = {"layer": layer, "tags": dict(tags or {})}
+    if halves is None or len(halves) < 2:
+        yield Record(metric=metric, value=value, n=n, **fields)
         return
-    mean, stderr = of_halves.mean().item(), of_halves.std().item()
-    low, high = (bound - mean for bound in of_halves.quantile(of_halves.new_tensor([0.025, 0.975])).tolist())
-    for name, center, count in ((metric, value, n), (f"{metric}_of_half", mean, n_of_half)):
+    mean, stderr = halves.mean().item(), halves.std().item()
+    low, high = (bound - mean for bound in halves.quantile(halves.new_tensor([0.025, 0.975])).tolist())
+    for name, center, count in ((metric, value, n), (f"{metric}_of_half", mean, half_n)):
         ends = dict(zip(("low", "high"), clip_interval(metric, center, center + low, center + high), strict=True))
-        yield Record(metric=name, value=center, stderr=stderr, n=count, **ends, **place)
+        yield Record(metric=name, value=center, stderr=stderr, n=count, **ends, **fields)
 
 
 def clip_interval(metric: str, value: float, low: float, high: float) -> tuple[float, float]:

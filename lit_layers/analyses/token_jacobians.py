@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, Rows, Values
-from lit_layers.analyses.statistics import TagDict, Tags, left_out, summarize
+from lit_layers.analyses.statistics import TagDict, Tags, missing_tag, summarize
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional import coupling as functional
@@ -62,7 +62,7 @@ def check_pairs(name: str, pairs: Sequence[Sequence[int]], num_layers: int) -> N
         raise InputError(f"{name}: expected pairs of blocks 1..{num_layers}, got {[*map(list, pairs)]}")
 
 
-def numbers_of_directions(name: str, k: Sequence[Directions], model: LayeredModel) -> list[int]:
+def direction_counts(name: str, k: Sequence[Directions], model: LayeredModel) -> list[int]:
     """Return the different numbers of directions that `k` stands for in a model, in ascending order.
 
     Raises:
@@ -121,7 +121,7 @@ class TokenCoupling(Analysis):
 
     def check_options(self, model: LayeredModel) -> None:
         super().check_options(model)
-        numbers_of_directions(self.name, self.k, model)
+        direction_counts(self.name, self.k, model)
         check_pairs(self.name, self._pairs(model), model.num_layers)
 
     def _pairs(self, model: LayeredModel) -> list[Any]:
@@ -141,108 +141,106 @@ class TokenCoupling(Analysis):
         `undefined`.
         """
         model = seen.model
-        places = evenly_spread(0, int(seen.mask.sum()) - 1, self.num_tokens)
-        counts, pairs = numbers_of_directions(self.name, self.k, model), self._pairs(model)
+        positions = evenly_spread(0, int(seen.mask.sum()) - 1, self.num_tokens)
+        counts, pairs = direction_counts(self.name, self.k, model), self._pairs(model)
         nothing = torch.full((len(counts), 3, self.num_tokens, self.num_tokens), math.nan, dtype=torch.float64)
-        values: Values = {"num_tokens": torch.tensor([len(places)])}
+        values: Values = {"num_tokens": torch.tensor([len(positions)])}
         for pair, table in itertools.product(pairs, self.tables):
             values["means", *pair, table] = nothing[..., 0, 0]
             values["map", *pair, table] = nothing[:, 0]
             values["undefined", *pair, table] = torch.tensor(0)
-        if len(places) > 1:
-            values |= self._prompt_values(seen, places, counts, pairs)
+        if len(positions) > 1:
+            values |= self._prompt_values(seen, positions, counts, pairs)
         values = {key: value[..., None] if isinstance(key, tuple) else value for key, value in values.items()}
         return {"gaps": nothing[:, 0, 0, :0], "undefined": torch.zeros(0, dtype=torch.bool), **values}
 
     def _prompt_values(
-        self, seen: Trajectory, places: list[int], counts: list[int], pairs: list[tuple[int, int]]
+        self, seen: Trajectory, positions: list[int], counts: list[int], pairs: list[tuple[int, int]]
     ) -> Values:
         model, context = seen.model, set(self.tables) != {"token"}
         most = min(counts[-1] + 1, model.dim)  # one direction more than K: min_gap looks at it
-        last_use = {layer: index for index, pair in enumerate(pairs) for layer in pair}
+        last_use = {layer: i for i, pair in enumerate(pairs) for layer in pair}
         blocks: dict[int, _Layer] = {}
-        assessed: dict[int, dict[str, Tensor]] = {}
+        gaps: dict[int, dict[str, Tensor]] = {}
         values = Values()
-        for index, (layer, other) in enumerate(pairs):
+        for i, (layer, other) in enumerate(pairs):
             for each in {layer, other} - blocks.keys():
-                blocks[each] = _Layer.read(seen, each, places, most, context=context)
-            if other not in assessed:  # ties of J1 do not matter: it enters as a matrix
-                assessed[other] = blocks[other].assessed(counts)
+                blocks[each] = _Layer.read(seen, each, positions, most, context=context)
+            if other not in gaps:  # ties of J1 do not matter: it enters as a matrix
+                gaps[other] = blocks[other].gaps(counts)
             for table in self.tables:
-                three, num_undefined = self._coupled(blocks[layer], blocks[other], table, counts)
+                three, num_undefined = self._coupling_table(blocks[layer], blocks[other], table, counts)
                 diagonal = torch.eye(three.shape[-1], dtype=torch.bool)
                 values["means", layer, other, table] = three.masked_fill(diagonal, math.nan).nanmean((2, 3, 4))
                 values["undefined", layer, other, table] = torch.tensor(num_undefined)
-                if len(places) == self.num_tokens:
+                if len(positions) == self.num_tokens:
                     values["map", layer, other, table] = three[:, 0].nanmean(1)
             for each in {layer, other}:
-                if last_use[each] == index:
+                if last_use[each] == i:
                     del blocks[each]  # 36 Jacobians of width 768 are 85 MB in float32
         for name in ("gaps", "undefined"):
-            values[name] = torch.cat([of_block[name] for of_block in assessed.values()], -1)
+            values[name] = torch.cat([of_block[name] for of_block in gaps.values()], -1)
         return values
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
         if not (batches["num_tokens"] > 1).any():
             raise InputError(f"{self.name}: coupling of tokens needs prompts of at least two tokens, all have one")
         pairs, num_prompts = self._pairs(model), len(batches["num_tokens"])
-        for position, count in enumerate(numbers_of_directions(self.name, self.k, model)):
+        for i, count in enumerate(direction_counts(self.name, self.k, model)):
             tags: Tags = {"k": count}
             for pair, table in itertools.product(pairs, self.tables):
-                yield from self._table_records(batches, (*pair, table), position, tags)
-            counted = {**tags, **left_out("jacobians", batches["undefined"])}
-            yield from gap_records(batches["gaps"][position], num_prompts, counted)
+                yield from self._table_records(batches, (*pair, table), i, tags)
+            counted = {**tags, **missing_tag("jacobians", batches["undefined"])}
+            yield from gap_records(batches["gaps"][i], num_prompts, counted)
 
-    def _table_records(
-        self, values: Values, where: tuple[int, int, Table], position: int, tags: Tags
-    ) -> Iterator[Record]:
-        layer, other, table = where
+    def _table_records(self, values: Values, key: tuple[int, int, Table], i: int, tags: Tags) -> Iterator[Record]:
+        layer, other, table = key
         metric = f"{table}_coupling"
-        place: dict[str, Any] = {"layer": layer} if layer == other else {"layer": layer, "other_layer": other}
-        counted = {**tags, **left_out("pairs", int(values["undefined", *where].sum()))}
-        columns = values["means", *where][position]
+        fields: dict[str, Any] = {"layer": layer} if layer == other else {"layer": layer, "other_layer": other}
+        counted = {**tags, **missing_tag("pairs", int(values["undefined", *key].sum()))}
+        columns = values["means", *key][i]
         for name, column in zip((metric, f"random_{metric}", f"excess_{metric}"), columns, strict=True):
-            yield from summarize(name, column, **place, tags=counted)
+            yield from summarize(name, column, **fields, tags=counted)
         whole = values["num_tokens"] == self.num_tokens
         if not whole.any():
             return
-        maps = values["map", *where][position][..., whole]  # (tokens, tokens, prompts)
-        percents = [round(100 * index / (len(maps) - 1)) for index in range(len(maps))]
+        maps = values["map", *key][i][..., whole]  # (tokens, tokens, prompts)
+        percents = [round(100 * i / (len(maps) - 1)) for i in range(len(maps))]
         for row, percent in zip(maps, percents, strict=True):
             for entries, other_percent in zip(row, percents, strict=True):
                 at = {**tags, "token": percent, "other_token": other_percent}
-                yield from summarize(f"{metric}_pair", entries, **place, tags=at)
+                yield from summarize(f"{metric}_pair", entries, **fields, tags=at)
 
-    def _coupled(self, first: "_Layer", second: "_Layer", table: Table, counts: list[int]) -> tuple[Tensor, int]:
+    def _coupling_table(self, first: "_Layer", second: "_Layer", table: Table, counts: list[int]) -> tuple[Tensor, int]:
         """Return one table of one prompt: coupling, random and excess coupling (k, 3, fixed, tokens, tokens).
 
         It is in float64 on the CPU, NaN for no or an undefined pair. Also return the number of undefined pairs.
         """
-        tokens = len(first.place)
+        tokens = len(first.index)
         if table == "token":
-            rows = first.place.diagonal()[None]
+            rows = first.index.diagonal()[None]
         else:
-            rows = first.place.T if table == "input_context" else first.place  # (fixed, tokens)
+            rows = first.index.T if table == "input_context" else first.index  # (fixed, tokens)
             rows = rows[(rows >= 0).sum(1) > 1]  # a single Jacobian makes no pair
         miscoupling = torch.full((len(counts), len(rows), tokens, tokens), math.nan, dtype=torch.float64)
         random = torch.full((len(counts), len(rows), tokens), math.nan, dtype=torch.float64)
         options: dict[str, Any] = {"p": self.p, "sign": self.sign, "undefined": "nan"}
         num_undefined = 0
         for fixed, row in enumerate(rows):
-            (there,) = (row >= 0).nonzero(as_tuple=True)
-            chosen = row[there].to(first.jacobians.device)
+            (present,) = (row >= 0).nonzero(as_tuple=True)
+            chosen = row[present].to(first.jacobians.device)
             values = first.factors.values[chosen]
-            bases = Factors(*(part[chosen] for part in second.factors))
+            bases = Factors(*(each[chosen] for each in second.factors))
             # (k, there, there)
             of_row = functional.miscoupling_of_factors(first.jacobians[chosen], values, bases, k=counts, **options)
             undefined = first.undefined[chosen][:, None] | second.undefined[chosen]
             num_undefined += int(undefined.sum() - undefined.diagonal().sum())
-            miscoupling[:, fixed, there[:, None], there] = of_row.masked_fill(undefined, math.nan).double().cpu()
-            for position, count in enumerate(counts):
+            miscoupling[:, fixed, present[:, None], present] = of_row.masked_fill(undefined, math.nan).double().cpu()
+            for i, count in enumerate(counts):
                 chance = functional.random_miscoupling_from_norms(
                     values[:, :count], first.norms[chosen], dim=first.jacobians.shape[-1], **options
                 )
-                random[position, fixed, there] = chance.cpu()
+                random[i, fixed, present] = chance.cpu()
         coupling = 1 - miscoupling
         by_chance = (1 - random)[..., None].expand_as(coupling).masked_fill(coupling.isnan(), math.nan)
         return torch.stack([coupling, by_chance, excess_coupling(miscoupling, random)], 1), num_undefined
@@ -251,33 +249,33 @@ class TokenCoupling(Analysis):
 class _Layer(NamedTuple):
     """The Jacobians of one block between chosen tokens of one prompt, and their leading directions."""
 
-    place: Tensor  # (tokens, tokens): output, input -> number of the Jacobian, -1 where there is none
+    index: Tensor  # (tokens, tokens): output, input -> number of the Jacobian, -1 where there is none
     jacobians: Tensor  # (number, dim, dim)
     factors: Factors
     norms: Tensor  # (number,)
     undefined: Tensor  # (number,)
 
     @classmethod
-    def read(cls, trajectory: Trajectory, layer: int, places: list[int], count: int, *, context: bool) -> "_Layer":
-        tokens = len(places)
+    def read(cls, trajectory: Trajectory, layer: int, positions: list[int], count: int, *, context: bool) -> "_Layer":
+        tokens = len(positions)
         if context:
             block, before = trajectory.block(layer), trajectory.hidden[layer - 1]
-            parts = list[Tensor]()
-            for row, out in enumerate(places):
-                how: Any = {"out_tokens": out, "in_tokens": places[: row + 1], "mask": trajectory.mask}
-                parts.append(block_jacobian(block, before, **how)[0, 0])
+            found = list[Tensor]()
+            for row, out in enumerate(positions):
+                how: Any = {"out_tokens": out, "in_tokens": positions[: row + 1], "mask": trajectory.mask}
+                found.append(block_jacobian(block, before, **how)[0, 0])
             rows, columns = torch.tril_indices(tokens, tokens)
         else:
-            parts = [same_token_jacobians(trajectory, layer, places)]
+            found = [same_token_jacobians(trajectory, layer, positions)]
             rows = columns = torch.arange(tokens)
-        jacobians, undefined = finite_or_zero(torch.cat(parts))
-        place = torch.full((tokens, tokens), -1)
-        place[rows, columns] = torch.arange(len(jacobians))
+        jacobians, undefined = finite_or_zero(torch.cat(found))
+        index = torch.full((tokens, tokens), -1)
+        index[rows, columns] = torch.arange(len(jacobians))
         factors = singular_factors(jacobians, count)
         jacobians = jacobians.to(factors.left.dtype)
-        return cls(place, jacobians, factors, torch.linalg.matrix_norm(jacobians), undefined)
+        return cls(index, jacobians, factors, torch.linalg.matrix_norm(jacobians), undefined)
 
-    def assessed(self, counts: list[int]) -> dict[str, Tensor]:
+    def gaps(self, counts: list[int]) -> dict[str, Tensor]:
         """Return `gaps` (k, number) of the defined Jacobians, and which of all are `undefined`."""
         values = self.factors.values[~self.undefined].cpu()
         gaps = torch.stack([functional.min_gap(values, k=count) for count in counts])
@@ -318,8 +316,8 @@ class CrossTokenInfluence(Analysis):
         distances, values = self._distances(int(seen.mask.sum()) - 1), Values()
         for layer in range(1, seen.num_layers + 1):
             influence = torch.stack(self._influence(seen, layer, distances))  # (values, distances)
-            for group, places in self._groups(distances).items():
-                of_group = influence[:, places]
+            for group, indices in self._groups(distances).items():
+                of_group = influence[:, indices]
                 missing = of_group.isnan().sum(-1).double()
                 values[layer, group] = torch.stack([of_group.nanmean(-1), missing])[..., None]
         return values
@@ -328,7 +326,7 @@ class CrossTokenInfluence(Analysis):
         for (layer, group), (means, missing) in batches.items():
             for name, of_prompts, undefined in zip(Influence._fields, means, missing, strict=True):
                 tags: TagDict = {} if group is None else {"token_distance": group}
-                tags |= left_out("tokens", int(undefined.sum()))
+                tags |= missing_tag("tokens", int(undefined.sum()))
                 yield from summarize(f"influence_{name}", of_prompts, layer=layer, tags=tags)
 
     def _distances(self, most: int) -> list[int]:
@@ -336,28 +334,28 @@ class CrossTokenInfluence(Analysis):
         count = self.num_inputs
         if count is None or count > most:
             return list(range(most + 1))
-        steps = [math.expm1(math.log1p(most) * index / max(count - 1, 1)) for index in range(count)]
+        steps = [math.expm1(math.log1p(most) * i / max(count - 1, 1)) for i in range(count)]
         distances = [-1]
-        for index, step in enumerate(steps):  # neighbours that round to one distance move apart
-            distances.append(min(max(round(step), distances[-1] + 1), most - (count - 1 - index)))
+        for i, step in enumerate(steps):  # neighbours that round to one distance move apart
+            distances.append(min(max(round(step), distances[-1] + 1), most - (count - 1 - i)))
         return distances[1:]
 
     def _groups(self, distances: list[int]) -> dict[int | None, list[int]]:
         """Return the indices of the distances of each group; group None is all s < t."""
         groups: dict[int | None, list[int]] = defaultdict(list)
-        for place, distance in enumerate(distances):
-            groups[GROUPS[bisect.bisect_right(GROUPS, distance) - 1]].append(place)
+        for i, distance in enumerate(distances):
+            groups[GROUPS[bisect.bisect_right(GROUPS, distance) - 1]].append(i)
             if distance > 0:
-                groups[None].append(place)
+                groups[None].append(i)
         return groups
 
     def _influence(self, trajectory: Trajectory, layer: int, distances: list[int]) -> Influence:
         """Return the influence over distances, in float64 on the CPU, a few Jacobians at a time."""
         block, before = trajectory.block(layer), trajectory.hidden[layer - 1]
         size = max(1, _ENTRIES // trajectory.model.dim**2)
-        parts = []
+        found = []
         for start in range(0, len(distances), size):
             how: Any = {"in_tokens": [-1 - distance for distance in distances[start : start + size]]}
             jacobians = block_jacobian(block, before, mask=trajectory.mask, **how)[0, 0]  # (tokens, dim, dim)
-            parts.append(cross_token_influence(jacobians, undefined="nan"))
-        return Influence(*(torch.cat(part).double().cpu() for part in zip(*parts, strict=True)))
+            found.append(cross_token_influence(jacobians, undefined="nan"))
+        return Influence(*(torch.cat(values).double().cpu() for values in zip(*found, strict=True)))

@@ -10,9 +10,9 @@ from torch import Tensor
 from lit_layers.analyses.base import Analysis, Rows, Values
 from lit_layers.analyses.statistics import (
     Sample,
-    left_out,
     mean_of_defined,
     median_of_defined,
+    missing_tag,
     summarize,
     summarize_all,
 )
@@ -51,11 +51,11 @@ class Trajectory(Analysis):
 
     def update(self, seen: Seen, batch: Batch) -> Values:
         position = seen.mask.cumsum(-1)
-        kept = seen.mask & (position > self.drop_first)
+        used = seen.mask & (position > self.drop_first)
         if self.tokens == "last":
-            kept = kept & (position == position[:, -1:])
-        path = PathStats(of_layer[kept] for of_layer in states_of_layers(seen, self.states))
-        return {metric: _summaries_of_prompts(values, kept) for metric, values in _token_values(path).items()}
+            used = used & (position == position[:, -1:])
+        path = PathStats(of_layer[used] for of_layer in states_of_layers(seen, self.states))
+        return {metric: _prompt_summaries(values, used) for metric, values in _token_values(path).items()}
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
         tags = self.tags_of("states")
@@ -64,13 +64,13 @@ class Trajectory(Analysis):
         )
 
 
-def _summaries_of_prompts(values: Tensor, kept: Tensor) -> Tensor:
+def _prompt_summaries(values: Tensor, used: Tensor) -> Tensor:
     """Return mean, median and number of undefined tokens (3, rows, prompts) of values (rows, kept tokens)."""
-    kept = kept.to(values.device)  # where there is no float64, values are on the CPU
-    placed = values.new_full((len(values), *kept.shape), torch.nan)
-    placed[:, kept] = values  # (rows, batch, tokens)
-    missing = (placed.isnan() & kept).sum(-1)
-    return torch.stack([mean_of_defined(placed), median_of_defined(placed), missing.double()]).cpu()
+    used = used.to(values.device)  # where there is no float64, values are on the CPU
+    padded = values.new_full((len(values), *used.shape), torch.nan)
+    padded[:, used] = values  # (rows, batch, tokens)
+    missing = (padded.isnan() & used).sum(-1)
+    return torch.stack([mean_of_defined(padded), median_of_defined(padded), missing.double()]).cpu()
 
 
 def _token_values(path: PathStats) -> dict[str, Tensor]:
@@ -89,15 +89,15 @@ def _token_values(path: PathStats) -> dict[str, Tensor]:
 
 def _samples(metric: str, statistics: Tensor, tags: dict[str, Any]) -> Iterator[Sample]:
     means, medians, missing = statistics  # (rows, prompts) each
-    about, of_path = look_up(metric), is_in(metric, "path")
-    rows: list[Any] = [(-1, None)] if of_path else []  # row and layer
+    about, is_path = look_up(metric), is_in(metric, "path")
+    rows: list[Any] = [(-1, None)] if is_path else []  # row and layer
     if about.first_layer is not None:  # the row of layer 0 is there for states, not for steps
-        places = enumerate(range(len(means)), start=min(1, about.first_layer))
-        rows += [(row, layer) for layer, row in places if layer >= about.first_layer]
+        layers = enumerate(range(len(means)), start=min(1, about.first_layer))
+        rows += [(row, layer) for layer, row in layers if layer >= about.first_layer]
     for row, layer in rows:
-        counts = left_out("tokens", int(missing[row].sum()))
+        counts = missing_tag("tokens", int(missing[row].sum()))
         yield Sample(metric, means[row], layer, tags=tags | counts)
-        if about.median and (layer is None or not of_path):
+        if about.median and (layer is None or not is_path):
             yield Sample(metric, medians[row], layer, tags=tags | counts, statistic="median")
 
 
@@ -130,32 +130,32 @@ class PathsInPlane(Analysis):
     def update(self, seen: Seen, batch: Batch) -> Values:
         """Return the shown tokens of a prompt, their places, and the shares of variance; padded to `num_tokens`."""
         shown = torch.full((self.num_tokens, 1), -1)
-        places = torch.full((seen.num_layers + 1, self.num_tokens, 2, 1), torch.nan, dtype=torch.float64)
+        points = torch.full((seen.num_layers + 1, self.num_tokens, 2, 1), torch.nan, dtype=torch.float64)
         explained = torch.full((2, 1), torch.nan, dtype=torch.float64)
         tokens = range(self.drop_first, int(seen.mask.sum()))
         if len(tokens) >= 3:  # a plane needs them
             layers = states_of_layers(seen, self.states)
-            kept = torch.stack([states[0][seen.mask[0]][self.drop_first :] for states in layers])
-            coordinates, shares = principal_paths(kept, undefined="nan")
+            used = torch.stack([states[0][seen.mask[0]][self.drop_first :] for states in layers])
+            coordinates, shares = principal_paths(used, undefined="nan")
             spread = evenly_spread(0, len(tokens) - 1, self.num_tokens)
-            shown[: len(spread), 0] = torch.tensor([tokens[index] for index in spread])
-            places[:, : len(spread), :, 0], explained[:, 0] = coordinates[:, spread].cpu(), shares.cpu()
-        return {"token": shown, "place": places, "explained": explained}
+            shown[: len(spread), 0] = torch.tensor([tokens[i] for i in spread])
+            points[:, : len(spread), :, 0], explained[:, 0] = coordinates[:, spread].cpu(), shares.cpu()
+        return {"token": shown, "place": points, "explained": explained}
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
-        shown, places, explained = (batches[name].movedim(-1, 0) for name in ("token", "place", "explained"))
+        shown, points, explained = (batches[name].movedim(-1, 0) for name in ("token", "place", "explained"))
         tags = self.tags_of("states")
         yield from summarize("plane_variance", explained.sum(-1), tags=tags)
         for prompt, share in enumerate(explained):
             if not share.isnan().any():
-                yield from _plane_records(shown[prompt], places[prompt], share, {"prompt": prompt + 1, **tags})
+                yield from _plane_records(shown[prompt], points[prompt], share, {"prompt": prompt + 1, **tags})
 
 
-def _plane_records(shown: Tensor, places: Tensor, explained: Tensor, tags: dict[str, Any]) -> Iterator[Record]:
+def _plane_records(shown: Tensor, points: Tensor, explained: Tensor, tags: dict[str, Any]) -> Iterator[Record]:
     """Yield the records of one prompt: `places` (layers + 1, tokens, 2), `explained` (2,)."""
     for axis, share in enumerate(explained.tolist(), start=1):
         yield Record(metric="path_variance", value=share, n=1, tags={**tags, "axis": axis})
-    for layer, of_layer in enumerate(places.tolist()):
-        for token, place in zip(shown[shown >= 0].tolist(), of_layer, strict=False):  # padded behind
-            for axis, value in enumerate(place, start=1):
+    for layer, of_layer in enumerate(points.tolist()):
+        for token, point in zip(shown[shown >= 0].tolist(), of_layer, strict=False):  # padded behind
+            for axis, value in enumerate(point, start=1):
                 yield Record(metric="path", value=value, layer=layer, n=1, tags={**tags, "token": token, "axis": axis})

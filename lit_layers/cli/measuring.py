@@ -134,7 +134,7 @@ def measure(
     report: Callable[[Outcome], bool],
     *,
     tokenizer: str | None = None,
-    beside_training: bool = False,
+    during_training: bool = False,
 ) -> int:
     """Run analyses on each model or series, and return the exit code.
 
@@ -144,19 +144,19 @@ def measure(
     Raises:
         InputError: the model or series does not exist, or options do not apply to it.
     """
-    if not beside_training:
+    if not during_training:
         process.set_threads(options.device)
     failed = False
     for series in all_series:
         root, number = root_of(series, options.root, is_only=len(all_series) == 1), len(series.checkpoints)
         if options.plan:
             vars(series)["checkpoints"] = series.checkpoints[:1]
-        with bar("opening the model" if series.is_single else "auditing the series", hidden=beside_training) as show:
+        with bar("opening the model" if series.is_single else "auditing the series", hidden=during_training) as show:
             update = silent if options.engine == "ray" else functools.partial(show, None, None)
             analyses = analyses_for(series, make, tell=update, root=root, tokenizer=tokenizer)
-            extra: Any = {"progress": show, "beside_training": beside_training}
+            extra: Any = {"progress": show, "during_training": during_training}
             result = analyze_series(series, analyses, options, root=root, **extra)
-        if not beside_training and not series.is_single:
+        if not during_training and not series.is_single:
             show_audit(result.audit)
         if result.left_out:
             names = ", ".join(suspect.name for suspect in result.left_out)

@@ -14,11 +14,11 @@ from lit_layers import run_data
 from lit_layers.clock.step_curves import (
     AxisName,
     StepCurve,
+    add_prompts,
     curve_of_points,
     curves_in,
-    is_asked,
+    is_selected,
     text_of,
-    with_prompts,
 )
 from lit_layers.errors import InputError, first_line
 from lit_layers.figures.labels import listing
@@ -43,7 +43,7 @@ _COLUMNS = {
 
 
 def curves_of(
-    place: str | Path,
+    source: str | Path,
     *,
     metrics: Sequence[str] = (),
     where: Mapping[str, str] | None = None,
@@ -66,35 +66,35 @@ def curves_of(
     Raises:
         InputError: nothing of that kind is there, two values at one step of a curve, suspect checkpoints.
     """
-    place, run = Path(place), None
-    if place.is_dir() and any((place / name).is_file() for name in ("measurements.jsonl", "metrics.jsonl")):
-        run = _of_steps(place, settings, allow_suspect)
+    source, run = Path(source), None
+    if source.is_dir() and any((source / name).is_file() for name in ("measurements.jsonl", "metrics.jsonl")):
+        run = _read_run(source, settings, allow_suspect)
         curves = curves_in(run.name, run.measurements, axis=axis, everything=bool(metrics))
-        curves += _of_scalars(run, axis) if metrics else []
+        curves += _scalar_curves(run, axis) if metrics else []
         asked = {*(where or {}).items()}
         curves = [curve for curve in curves if asked <= {(name, str(tag)) for name, tag in curve.tags.items()}]
     else:
-        curves = _of_table(_table(place), place, axis, where or {})
-    chosen = [curve for curve in curves if is_asked(curve, metrics)]
+        curves = _table_curves(_read_table(source), source, axis, where or {})
+    chosen = [curve for curve in curves if is_selected(curve, metrics)]
     if not curves:
-        raise InputError(f"{place}: no curve over {axis}s{f' of {text_of(where)}' if where else ''}")
-    if lacking := [name for name in metrics if not any(is_asked(curve, [name]) for curve in curves)]:
+        raise InputError(f"{source}: no curve over {axis}s{f' of {text_of(where)}' if where else ''}")
+    if lacking := [name for name in metrics if not any(is_selected(curve, [name]) for curve in curves)]:
         there = listing("metric", sorted({f"{curve.analysis}/{curve.metric}".strip("/") for curve in curves}), most=8)
-        sentence = f"metrics: {place} has no curve of {' and '.join(lacking)} over {axis}s: expected of {there}"
+        sentence = f"metrics: {source} has no curve of {' and '.join(lacking)} over {axis}s: expected of {there}"
         if not chosen:
             raise InputError(sentence)
         logger.warning("%s", sentence)
-    curves = chosen if run is None else with_prompts(chosen, place, run.measurements, axis)
+    curves = chosen if run is None else add_prompts(chosen, source, run.measurements, axis)
     if lacking := [curve for curve in curves if curve.num_without_stderr and curve.prompts is None]:
         first, others = lacking[0], f", and {len(lacking) - 1} other curves have gaps" if len(lacking) > 1 else ""
         logger.warning(
             "%s: %s of %s has no standard error at %d of %d checkpoints%s: errors are guessed from the curve",
-            *(place, first.title, first.run, first.num_without_stderr, len(first.at), others),
+            *(source, first.title, first.run, first.num_without_stderr, len(first.at), others),
         )
     return curves
 
 
-def _of_scalars(run: run_data.RunData, axis: AxisName) -> list[StepCurve]:
+def _scalar_curves(run: run_data.RunData, axis: AxisName) -> list[StepCurve]:
     """Return the curves of all that the training logged, by its names; of long ones the means over bins of log time."""
     points: dict[str, list[tuple[float, float, float]]] = {}
     for row in run.scalars:
@@ -104,12 +104,12 @@ def _of_scalars(run: run_data.RunData, axis: AxisName) -> list[StepCurve]:
     for name, each in points.items():
         count = np.arange(1, len(each) + 1) if len(each) <= _LONG else np.geomspace(1, len(each), _LONG)
         bins = np.split(np.array(each), np.unique(count.astype(int))[:-1])
-        means = [(part[-1, 0], part[:, 1].mean(), np.nan) for part in bins]
+        means = [(each[-1, 0], each[:, 1].mean(), np.nan) for each in bins]
         curves.append(curve_of_points(run.name, "", name, None, {}, means))
     return curves
 
 
-def _of_steps(root: Path, settings: Settings, allow_suspect: bool) -> run_data.RunData:
+def _read_run(root: Path, settings: Settings, allow_suspect: bool) -> run_data.RunData:
     run = run_data.read_run(root, settings=settings)
     if run.compares_models:
         raise InputError(f"{root}: expected a run over training steps, its models have none")
@@ -128,25 +128,25 @@ def _of_steps(root: Path, settings: Settings, allow_suspect: bool) -> run_data.R
 # ------------------------------------------------------------------------------------------------ tables of scores
 
 
-def _table(place: Path) -> Any:
-    if place.is_dir() or place.suffix == ".json":
-        files = [place] if place.is_file() else sorted(place.rglob("*.json"))
-        if rows := [row for path in files for row in _results(path)]:
+def _read_table(path: Path) -> Any:
+    if path.is_dir() or path.suffix == ".json":
+        files = [path] if path.is_file() else sorted(path.rglob("*.json"))
+        if rows := [row for path in files for row in _read_results(path)]:
             return pd.DataFrame(rows)
-        raise InputError(f"{place}: expected a run's folder, or results of lm-eval, got neither")
-    if not place.is_file():
-        is_of_hub = _ON_HUB.fullmatch(str(place)) and not place.parent.is_dir()
-        of_hub = f": measure it first, by lit-layers analyze {place} --steps all" if is_of_hub else ""
-        raise InputError(f"expected a run's folder or a table of scores, {place} is not there{of_hub}")
-    if place.suffix not in _TABLES:
-        raise InputError(f"{place}: expected a table that ends in {', '.join(_TABLES)} or .json, or a run's folder")
+        raise InputError(f"{path}: expected a run's folder, or results of lm-eval, got neither")
+    if not path.is_file():
+        on_hub = _ON_HUB.fullmatch(str(path)) and not path.parent.is_dir()
+        hint = f": measure it first, by lit-layers analyze {path} --steps all" if on_hub else ""
+        raise InputError(f"expected a run's folder or a table of scores, {path} is not there{hint}")
+    if path.suffix not in _TABLES:
+        raise InputError(f"{path}: expected a table that ends in {', '.join(_TABLES)} or .json, or a run's folder")
     try:
-        return _TABLES[place.suffix](place)
+        return _TABLES[path.suffix](path)
     except (ValueError, OSError, NotImplementedError) as error:  # pandas' and pyarrow's are these
-        raise InputError(f"{place} cannot be read as a table: {first_line(error)}") from error
+        raise InputError(f"{path} cannot be read as a table: {first_line(error)}") from error
 
 
-def _results(path: Path) -> list[dict[str, Any]]:
+def _read_results(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a file of results of lm-eval; none for other files."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -164,7 +164,7 @@ def _results(path: Path) -> list[dict[str, Any]]:
     if (step := next(found, None)) is None:
         words = "expected the training step as `step1000` in its revision or in the name of its folder"
         raise InputError(f"{path}: {words}")
-    place = {"run": name, "step": int(step[1])}
+    fields = {"run": name, "step": int(step[1])}
     rows = []
     for task, scores in content["results"].items():
         for key in (key for key, value in scores.items() if isinstance(value, int | float) and "_stderr" not in key):
@@ -172,24 +172,24 @@ def _results(path: Path) -> list[dict[str, Any]]:
             stderr = pd.to_numeric(scores.get(f"{metric}_stderr{comma}{filtered}"), errors="coerce")  # or N/A
             # `acc` for lm-eval's `acc,none`, as its earlier versions wrote it; other filters keep their columns.
             more = {} if filtered in ("", "none") else {"filter": filtered}
-            rows.append({**place, "task": task, "metric": metric, **more, "value": scores[key], "stderr": stderr})
+            rows.append({**fields, "task": task, "metric": metric, **more, "value": scores[key], "stderr": stderr})
     return rows
 
 
-def _of_table(table: Any, place: Path, axis: AxisName, where: Mapping[str, str]) -> list[StepCurve]:
+def _table_curves(table: Any, path: Path, axis: AxisName, where: Mapping[str, str]) -> list[StepCurve]:
     names = {role: next((each for each in among if each in table), "") for role, among in _COLUMNS.items()}
     for column, name in {axis: axis if axis in table else "", "value": names["value"]}.items():
         if not name:
-            raise InputError(f"{place}: expected a column {column}, got {', '.join(map(str, table.columns))}")
+            raise InputError(f"{path}: expected a column {column}, got {', '.join(map(str, table.columns))}")
     for column, value in where.items():
         if column not in table:
             raise InputError(f"where: expected a column of {', '.join(map(str, table.columns))}, got {column}")
         table = table.loc[[same_tag(cell, value) for cell in table[column]]]
     numbers = {axis, "stderr", names["value"], "step", "tokens"}
     for column in [each for each in table.columns if each in {*numbers, "layer"}]:
-        table = table.assign(**{column: _numeric(table[column], f"{place}, {column}")})
+        table = table.assign(**{column: _numeric(table[column], f"{path}, {column}")})
     if "layer" in table and (table["layer"] % 1).any():
-        raise InputError(f"{place}, layer: expected whole numbers")
+        raise InputError(f"{path}, layer: expected whole numbers")
     roles = [name for role, name in names.items() if name and role != "value"]
     others = [name for name in table.columns if name not in {*numbers, *roles, "layer"}]
     table = table.assign(
@@ -207,7 +207,7 @@ def _of_table(table: Any, place: Path, axis: AxisName, where: Mapping[str, str])
         if (twice := rows[axis][rows[axis].duplicated()]).size:
             named = ", ".join(f"{k} {v}" for k, v in of.items())
             raise InputError(
-                f"{place}: two values at {axis} {twice.iloc[0]:g}{named and f' of {named}'}: "
+                f"{path}: two values at {axis} {twice.iloc[0]:g}{named and f' of {named}'}: "
                 "expected one a curve; choose with --where, or give the table a column that tells them apart"
             )
         stderr = rows["stderr"] if "stderr" in rows else [np.nan] * len(rows)
@@ -216,7 +216,7 @@ def _of_table(table: Any, place: Path, axis: AxisName, where: Mapping[str, str])
         run, analysis, metric = (str(of.get(names[role], "")) for role in ("run", "analysis", "metric"))
         curves.append(
             curve_of_points(
-                run or place.stem,
+                run or path.stem,
                 analysis,
                 metric or names["value"],
                 int(of["layer"]) if "layer" in of else None,

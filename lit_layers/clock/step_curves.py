@@ -38,11 +38,11 @@ NORMAL_95 = 3.92  # standard errors that a 95% interval is wide
 class StepCurve:
     """One number over the checkpoints of a run.
 
-    `at` are steps or tokens, increasing, (checkpoints,); `values` and `stderr` (None: not known) belong to them.
-    `over` says what the errors are over: "prompts" (or test rows), "seeds", or "" where they are guessed. Of several
-    seeds `seeds` has the curve of each, (seeds, checkpoints), and `values` their mean. `prompts` are the values of each
-    prompt, (prompts, checkpoints), NaN where there is none; None where a run does not keep them. Curves with the same
-    `prompts_of` are of the same prompts in the same order. `settings` are those it was measured with.
+    `values` and `stderr` belong to the checkpoints in `at`, steps or tokens in ascending order, (checkpoints,) each.
+    `stderr` is None if unknown. A curve over several seeds holds each seed's curve in `seeds`, (seeds, checkpoints),
+    and their mean in `values`. `prompts` are the values of each prompt, (prompts, checkpoints), NaN where undefined;
+    None if the run did not store them. Curves with equal `prompts_of` have the same prompts in the same order.
+    `settings` identifies the options and data that the curve was measured with.
     """
 
     run: str
@@ -60,7 +60,7 @@ class StepCurve:
     num_without_stderr: int = 0
 
     @property
-    def over(self) -> str:
+    def error_unit(self) -> str:
         by_prompts = self.stderr is not None or self.prompts is not None
         return "seeds" if self.seeds is not None else "prompts" if by_prompts else ""
 
@@ -89,7 +89,7 @@ class StepCurve:
         return title if row.group or not self.analysis else f"{self.analysis}: {title}"
 
 
-def over_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
+def merge_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
     """Return the curves that all runs have, over the checkpoints that all of them have, with each run's own curve.
 
     Raises:
@@ -98,15 +98,15 @@ def over_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
     curves = list(curves)
     refuse_odd_seeds(curves)
     runs = len({curve.run for curve in curves})
-    return [curve for curve in means_of_seeds(curves, name) if curve.seeds is not None and len(curve.seeds) == runs]
+    return [curve for curve in seed_means(curves, name) if curve.seeds is not None and len(curve.seeds) == runs]
 
 
-def means_of_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
-    """Return what `over_seeds` does for any curves: single numbers of different runs may be the same everywhere."""
+def seed_means(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
+    """Return what `merge_seeds` does for any curves: single numbers of different runs may be the same everywhere."""
     groups = grouped(curves, lambda curve: curve.key)
     merged = []
     for group in groups.values():
-        common, seeds = at_common_checkpoints(group)
+        common, seeds = common_checkpoints(group)
         if len(group) < 2 or not len(common):
             continue
         own: dict[str, Any] = {"stderr": None, "prompts": None, "prompts_of": "", "num_without_stderr": 0}
@@ -115,7 +115,7 @@ def means_of_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
     return merged
 
 
-def at_common_checkpoints(curves: Sequence[StepCurve]) -> tuple[Array, Array]:
+def common_checkpoints(curves: Sequence[StepCurve]) -> tuple[Array, Array]:
     """Return where all curves have a value, (checkpoints,), and their values there, (curves, checkpoints)."""
     common = sorted(set.intersection(*(set(curve.at[np.isfinite(curve.values)].tolist()) for curve in curves)))
     return np.array(common), np.stack([curve.values[np.isin(curve.at, common)] for curve in curves])
@@ -136,7 +136,7 @@ def refuse_odd_seeds(seeds: Sequence[StepCurve]) -> None:
                 f"seeds: {first} and {run} have the same numbers at every checkpoint: expected runs of different "
                 "model.init_seed or data.seed (seed_everything alone changes neither)"
             )
-    for analysis, named in settings_apart((curve.run, curve) for curve in seeds).items():
+    for analysis, named in differing_settings((curve.run, curve) for curve in seeds).items():
         (one, (first, *_)), (other, (second, *_)), *_ = named.items()
         raise InputError(
             f"seeds: {first} and {second} measured {analysis} with other settings, {short(one)} and {short(other)}: "
@@ -144,23 +144,23 @@ def refuse_odd_seeds(seeds: Sequence[StepCurve]) -> None:
         )
 
 
-def settings_apart(curves: Iterable[tuple[str, StepCurve]]) -> dict[str, dict[str, list[str]]]:
+def differing_settings(curves: Iterable[tuple[str, StepCurve]]) -> dict[str, dict[str, list[str]]]:
     """Return the analyses that measured some number with several settings: the given names, by settings.
 
     Curves whose settings are unknown are of none.
     """
-    apart: dict[str, dict[str, list[str]]] = {}
+    found: dict[str, dict[str, list[str]]] = {}
     known = ((name, curve) for name, curve in curves if not curve.settings.startswith(UNKNOWN))
     for (analysis, *_), pairs in grouped(known, lambda pair: pair[1].key).items():
         if len({curve.settings for _, curve in pairs}) > 1:
-            named = apart.setdefault(analysis, {})
+            named = found.setdefault(analysis, {})
             for name, curve in pairs:
                 names = named.setdefault(curve.settings, [])
                 names += [name] * (name not in names)
-    return apart
+    return found
 
 
-def is_asked(curve: StepCurve, metrics: Sequence[str]) -> bool:
+def is_selected(curve: StepCurve, metrics: Sequence[str]) -> bool:
     return not metrics or curve.metric in metrics or f"{curve.analysis}/{curve.metric}" in metrics
 
 
@@ -168,7 +168,7 @@ def text_of(tags: Tags) -> str:
     return ",".join(f"{name}={value}" for name, value in tags.items())
 
 
-def with_prompts(
+def add_prompts(
     curves: Sequence[StepCurve], root: Path, measurements: Sequence[Measurement], axis: AxisName = "step"
 ) -> list[StepCurve]:
     """Return the curves of a run's measurements with the values of prompts that its folder `root` holds."""
@@ -270,13 +270,13 @@ def prompts_of_curve(at: Array, values: Array, rows: Mapping[int, ByPrompt]) -> 
     None where a checkpoint lacks them, or fewer than two prompts, or than half of those that have a value anywhere,
     have one everywhere.
     """
-    there = np.isfinite(values)
-    lengths = {len(rows[step]) if step in rows else 0 for step in at[there].tolist()}
+    known = np.isfinite(values)
+    lengths = {len(rows[step]) if step in rows else 0 for step in at[known].tolist()}
     if len(lengths) != 1 or (count := lengths.pop()) < 2:
         return None
     nothing = np.full(count, np.nan, dtype=np.float32)
     prompts = np.stack([rows.get(step, nothing) for step in at.tolist()], axis=1)
-    defined = np.isfinite(prompts[:, there])
+    defined = np.isfinite(prompts[:, known])
     return prompts if defined.all(1).sum() >= max(2, defined.any(1).sum() / 2) else None
 
 
@@ -322,11 +322,11 @@ def layer_curves(curves: Sequence[StepCurve], *, seed: int = 0) -> list[LayerCur
     statistics = []
     for (run, analysis, _, _), layers in groups.items():
         if len(layers) >= _FEWEST and (run, analysis, MONOTONICITY) not in measured:
-            statistics += _of_layers(sorted(layers, key=lambda curve: curve.layer or 0), seed)
+            statistics += _layer_statistics(sorted(layers, key=lambda curve: curve.layer or 0), seed)
     return statistics
 
 
-def over_the_seeds(curves: Sequence[LayerCurve], name: str) -> list[LayerCurve]:
+def merge_layer_seeds(curves: Sequence[LayerCurve], name: str) -> list[LayerCurve]:
     """Return the statistics that all seeds have: means, with Student's intervals, at their common checkpoints.
 
     What of an interval lies outside the statistic's range, beyond a rank correlation of 1, is cut off.
@@ -337,7 +337,7 @@ def over_the_seeds(curves: Sequence[LayerCurve], name: str) -> list[LayerCurve]:
     for group in by_key.values():
         if len({each.curve.run for each in group}) < num_seeds:
             continue
-        for curve in means_of_seeds([each.curve for each in group], name):
+        for curve in seed_means([each.curve for each in group], name):
             assert curve.seeds is not None
             n, first = len(curve.seeds), group[0]
             half = stats.t.ppf(_TAILS[1], n - 1) * curve.seeds.std(0, ddof=1) / math.sqrt(n)
@@ -356,7 +356,7 @@ def layer_table(curves: Iterable[LayerCurve]) -> pd.DataFrame:
     rows = [
         (
             *(each.curve.run, each.curve.analysis, each.metric, each.tags, at, each.statistic, value, low, high),
-            *(each.num_layers, undefined, each.curve.over),
+            *(each.num_layers, undefined, each.curve.error_unit),
         )
         for each in curves
         for at, value, low, high, undefined in zip(
@@ -370,34 +370,34 @@ def _is_statistic(metric: str) -> bool:
     return metric in (*STATISTICS, *CHOICES) or look_up(metric).whole
 
 
-def _of_layers(layers: Sequence[StepCurve], seed: int) -> Iterator[LayerCurve]:
+def _layer_statistics(layers: Sequence[StepCurve], seed: int) -> Iterator[LayerCurve]:
     first, at = layers[0], np.unique(np.concatenate([curve.at for curve in layers]))
     values, errors = np.full((2, len(at), len(layers)), np.nan)
-    for place, curve in enumerate(layers):
+    for i, curve in enumerate(layers):
         here = np.searchsorted(at, curve.at)
-        values[here, place] = curve.values
-        errors[here, place] = np.nan if curve.stderr is None else curve.stderr
+        values[here, i] = curve.values
+        errors[here, i] = np.nan if curve.stderr is None else curve.stderr
     layer_numbers, better = [curve.layer or 0 for curve in layers], look_up(first.metric).better
     names = (*STATISTICS, *(CHOICES if better else ()))
     rng = np.random.default_rng(seed)
     results = np.full((3, len(names), len(at)), np.nan)  # value, low, high
     stderr = np.full((len(names), len(at)), np.nan)
     for step in range(len(at)):
-        there = np.isfinite(values[step])
-        if there.sum() < _FEWEST:
+        known = np.isfinite(values[step])
+        if known.sum() < _FEWEST:
             continue
-        has_errors = np.isfinite(errors[step, there]).all()
-        noise = rng.standard_normal((_DRAWS if has_errors else 0, there.sum())) * errors[step, there]
-        scores = values[step, there] + np.concatenate([np.zeros((1, there.sum())), noise])
-        numbers = _statistics(scores, np.array(layer_numbers)[there], better)
+        has_errors = np.isfinite(errors[step, known]).all()
+        noise = rng.standard_normal((_DRAWS if has_errors else 0, known.sum())) * errors[step, known]
+        scores = values[step, known] + np.concatenate([np.zeros((1, known.sum())), noise])
+        numbers = _statistics(scores, np.array(layer_numbers)[known], better)
         results[0, :, step] = numbers[0]
         defined = np.isfinite(numbers[1:]).any(0)  # constant curves have no rank correlation
         if has_errors:
             results[1:, defined, step] = np.nanquantile(numbers[1:, defined], _TAILS, axis=0)
             stderr[defined, step] = np.nanstd(numbers[1:, defined], axis=0)
-    for place, name in enumerate(names):
-        value, low, high = results[:, place]
-        is_known = bool(np.isfinite(stderr[place][np.isfinite(value)]).all() and np.isfinite(value).any())
+    for i, name in enumerate(names):
+        value, low, high = results[:, i]
+        is_known = bool(np.isfinite(stderr[i][np.isfinite(value)]).all() and np.isfinite(value).any())
         curve = StepCurve(
             run=first.run,
             analysis=first.analysis,
@@ -406,7 +406,7 @@ def _of_layers(layers: Sequence[StepCurve], seed: int) -> Iterator[LayerCurve]:
             tags={**first.tags, "of": first.metric},
             at=at,
             values=value,
-            stderr=stderr[place] if is_known else None,
+            stderr=stderr[i] if is_known else None,
         )
         undefined = (~np.isfinite(values)).sum(1)
         ends = {"low": low, "high": high, "num_layers": len(layers), "num_undefined": undefined}
@@ -421,7 +421,7 @@ def _statistics(rows: Array, layers: NDArray[np.int64], better: str | None) -> A
 
     scores = torch.from_numpy(rows)
     higher = better != "lower"
-    spearman, rising, drop = (monotonicities(scores, higher)[place] for place in (1, 0, 2))
+    spearman, rising, drop = (monotonicities(scores, higher)[i] for i in (1, 0, 2))
     columns = [spearman.numpy(), rising.numpy(), drop.numpy()]
     if better is not None:
         least, most = scores.amin(-1, keepdim=True), scores.amax(-1, keepdim=True)

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from lit_layers.clock.step_curves import StepCurve, curves_in, with_prompts
+from lit_layers.clock.step_curves import StepCurve, add_prompts, curves_in
 from lit_layers.errors import InputError
 from lit_layers.figures.tables import grouped
 from lit_layers.functional.emergence.curve_times import (
@@ -51,7 +51,7 @@ class Clock:
     def runs(self) -> list[str]:
         return list(dict.fromkeys(curve.run for curve in self.curves))
 
-    def of_run(self, run: str) -> list[tuple[StepCurve, EmergenceTimes]]:
+    def run_pairs(self, run: str) -> list[tuple[StepCurve, EmergenceTimes]]:
         return [pair for pair in zip(self.curves, self.times, strict=True) if pair[0].run == run]
 
 
@@ -70,9 +70,9 @@ def measure_times(
         InputError: none can be measured.
     """
     counts: dict[str, Any] = {}
-    kept, times, left_out, first = [], [], dict[tuple[str, str], int](), dict[str, str]()
-    for number, curve in enumerate(curves):
-        show(number, len(curves), f"{curve.run}: {curve.title}")
+    timed, times, left_out, first = [], [], dict[tuple[str, str], int](), dict[str, str]()
+    for i, curve in enumerate(curves):
+        show(i, len(curves), f"{curve.run}: {curve.title}")
         try:
             errors: dict[str, Any] = {"seed": seed}
             if curve.prompts is not None:
@@ -89,16 +89,16 @@ def measure_times(
             left_out[curve.run, reason] = left_out.get((curve.run, reason), 0) + 1
             first.setdefault(reason, f"{curve.run}, {curve.title}: {error}")
             continue
-        kept.append(curve)
+        timed.append(curve)
         times.append(measured)
-    if not kept:
+    if not timed:
         reasons = "; ".join(first.values())
         raise InputError(f"no curve has emergence times: {reasons or f'none has {FEWEST_CHECKPOINTS} checkpoints'}")
-    runs, reasons = {curve.run for curve in kept}, dict[str, int]()
-    for (run, reason), number in left_out.items():
+    runs, reasons = {curve.run for curve in timed}, dict[str, int]()
+    for (run, reason), i in left_out.items():
         reason = reason if run in runs else f"all of {run}: {reason}"
-        reasons[reason] = reasons.get(reason, 0) + number
-    return Clock(kept, times, reasons, confidence)
+        reasons[reason] = reasons.get(reason, 0) + i
+    return Clock(timed, times, reasons, confidence)
 
 
 def times_of_run(run: str, measurements: Sequence[Measurement], root: Path) -> Clock | None:
@@ -111,7 +111,7 @@ def times_of_run(run: str, measurements: Sequence[Measurement], root: Path) -> C
     if not curves:
         return None
     try:
-        return measure_times(with_prompts(whole_model(curves), root, measurements))
+        return measure_times(add_prompts(model_curves(curves), root, measurements))
     except InputError:  # all of them undefined
         return None
 
@@ -128,21 +128,21 @@ def times_table(clock: Clock) -> pd.DataFrame:
             time = getattr(times, name)
             row[name] = None if time is None else time.value
             ends |= {f"{name}_{end}": None if time is None else getattr(time, end) for end in ("low", "high")}
-        row |= ends | {"over": curve.over, "num_checkpoints": times.num_checkpoints, "num_gaps": times.num_gaps}
+        row |= ends | {"over": curve.error_unit, "num_checkpoints": times.num_checkpoints, "num_gaps": times.num_gaps}
         rows.append(row)
     table: Any = pd.DataFrame(rows).astype({"tags": "str", "over": "str"})
     table["layer"] = pd.array([curve.layer for curve in clock.curves], dtype="Int64")
     return table[[*COLUMNS, *(name for name in table if name not in COLUMNS)]]
 
 
-def of_the_model(clock: Clock, run: str) -> list[tuple[StepCurve, EmergenceTimes]]:
+def model_pairs(clock: Clock, run: str) -> list[tuple[StepCurve, EmergenceTimes]]:
     """Return the curve that stands for each metric of a run, with its times."""
-    pairs = clock.of_run(run)
-    kept = {curve.key for curve in whole_model([curve for curve, _ in pairs])}
-    return [pair for pair in pairs if pair[0].key in kept]
+    pairs = clock.run_pairs(run)
+    timed = {curve.key for curve in model_curves([curve for curve, _ in pairs])}
+    return [pair for pair in pairs if pair[0].key in timed]
 
 
-def whole_model(curves: Sequence[StepCurve]) -> list[StepCurve]:
+def model_curves(curves: Sequence[StepCurve]) -> list[StepCurve]:
     """Return the curve that stands for each metric of a run: the whole model's, else the last layer's."""
     by_metric = grouped(curves, lambda curve: (curve.analysis, curve.metric, curve.tag_text))
     depth = lambda curve: math.inf if curve.layer is None else curve.layer  # noqa: E731
@@ -170,7 +170,7 @@ def _share_before(first: EmergenceTimes, second: EmergenceTimes, paired: bool) -
     return float(ahead.mean() / len(first.halfway_draws))
 
 
-def is_before(first: Timed, second: Timed) -> tuple[float, bool]:
+def p_before(first: Timed, second: Timed) -> tuple[float, bool]:
     """Return the probability that the first curve is half-way before the second, and whether they were paired."""
     paired = first[0].prompts is not None and first[0].prompts_of == second[0].prompts_of
     return probability_before(first[1], second[1], paired=paired), paired
@@ -186,7 +186,7 @@ def few_seeds_sentence(clock: Clock) -> str:
 
 
 def order_table(clock: Clock) -> pd.DataFrame:
-    """Return P(a is half-way before b) for each two curves of `of_the_model` that emerge in a run, earliest first.
+    """Return P(a is half-way before b) for each two curves of `model_pairs` that emerge in a run, earliest first.
 
     NaN where open ends do not tell.
 
@@ -194,9 +194,9 @@ def order_table(clock: Clock) -> pd.DataFrame:
     """
     sides = [f"{side}_{part}" for side in "ab" for part in ("analysis", "metric", "layer", "tags")]
     rows = [
-        (run, *a[0].key, *b[0].key, *is_before(a, b))
+        (run, *a[0].key, *b[0].key, *p_before(a, b))
         for run in clock.runs
-        for a, b in itertools.combinations(emerged_in_order(clock, run), 2)
+        for a, b in itertools.combinations(emerged_curves(clock, run), 2)
     ]
     return pd.DataFrame(rows, columns=["run", *sides, *BEFORE])
 
@@ -205,18 +205,18 @@ def layer_order_table(clock: Clock) -> pd.DataFrame:
     """Return P(layer a is half-way before layer b) for each two layers at which a number of a run emerges."""
     rows = []
     for run in clock.runs:
-        layered = [pair for pair in clock.of_run(run) if pair[0].layer is not None and pair[1].emerges]
+        layered = [pair for pair in clock.run_pairs(run) if pair[0].layer is not None and pair[1].emerges]
         for same in grouped(layered, lambda pair: (pair[0].analysis, pair[0].metric, pair[0].tag_text)).values():
             for a, b in itertools.combinations(sorted(same, key=lambda pair: pair[0].layer or 0), 2):
                 curve = a[0]
                 what = run, curve.analysis, curve.metric, curve.tag_text, curve.layer, b[0].layer
-                rows.append((*what, *is_before(a, b)))
+                rows.append((*what, *p_before(a, b)))
     return pd.DataFrame(rows, columns=["run", "analysis", "metric", "tags", "layer_a", "layer_b", *BEFORE])
 
 
-def emerged_in_order(clock: Clock, run: str) -> list[tuple[StepCurve, EmergenceTimes]]:
-    """Return the curves of `of_the_model` that emerge in a run, the earliest half-way point first."""
-    emerged = [(curve, times) for curve, times in of_the_model(clock, run) if times.emerges]
+def emerged_curves(clock: Clock, run: str) -> list[tuple[StepCurve, EmergenceTimes]]:
+    """Return the curves of `model_pairs` that emerge in a run, the earliest half-way point first."""
+    emerged = [(curve, times) for curve, times in model_pairs(clock, run) if times.emerges]
     return sorted(emerged, key=lambda pair: pair[1].halfway.value)  # pyright: ignore[reportOptionalMemberAccess]
 
 
@@ -230,11 +230,11 @@ def agreement_table(clock: Clock) -> pd.DataFrame:
     halfway = {
         run: {
             curve.key: times.halfway.value  # pyright: ignore
-            for curve, times in of_the_model(clock, run)
+            for curve, times in model_pairs(clock, run)
             if times.emerges and _is_known(curve, times.halfway)
         }
         for run in clock.runs
-        if all(curve.seeds is None for curve, _ in clock.of_run(run))
+        if all(curve.seeds is None for curve, _ in clock.run_pairs(run))
     }
     rows = []
     for a, b in itertools.combinations(halfway, 2):

@@ -17,13 +17,13 @@ from lit_layers.errors import InputError
 from lit_layers.identity import refuse_other_versions, versions
 
 RETRIES = 3  # of a task that loses its worker
-PASSED_ON = r"HF_(?!.*TOKEN)|LIT_LAYERS_|OMP_NUM_THREADS|TOKENIZERS_"  # variables for workers, without secrets
+FORWARDED = r"HF_(?!.*TOKEN)|LIT_LAYERS_|OMP_NUM_THREADS|TOKENIZERS_"  # variables for workers, without secrets
 
 _Sender = tuple[Sequence[str], Mapping[str, str], int]  # import path, versions of the code, number of threads
 
 
 def on_ray(
-    task: Callable[..., Any], calls: Mapping[str, Sequence[Any]], device: str, tell: Callable[[int, int, str], None]
+    task: Callable[..., Any], calls: Mapping[str, Sequence[Any]], device: str, progress: Callable[[int, int, str], None]
 ) -> Iterator[tuple[str, Any]]:
     """Yield each name with what `task(name, *arguments)` returns or the InputError that it raises, as they end.
 
@@ -33,20 +33,20 @@ def on_ray(
     if not calls:
         return
     with cluster() as ray:
-        carried = ray.put(ray.cloudpickle.dumps(task))
+        pickled = ray.put(ray.cloudpickle.dumps(task))
         sender = [*sys.path], versions(), torch.get_num_threads()
-        remote = ray.remote(max_retries=RETRIES, **_resources(ray, device))(_called_by_worker)
-        pending = {remote.remote(carried, sender, name, *arguments): name for name, arguments in calls.items()}
+        remote = ray.remote(max_retries=RETRIES, **_resources(ray, device))(_worker_call)
+        pending = {remote.remote(pickled, sender, name, *arguments): name for name, arguments in calls.items()}
         try:
             while pending:
-                tell(len(calls) - len(pending), len(calls), "measuring on Ray")
+                progress(len(calls) - len(pending), len(calls), "measuring on Ray")
                 done, _ = ray.wait([*pending], num_returns=1, timeout=1)
                 for each in done:
                     yield pending.pop(each), _reply(ray, each)
         finally:
             for each in pending:
                 ray.cancel(each, force=True)
-    tell(len(calls), len(calls), "")
+    progress(len(calls), len(calls), "")
 
 
 def _reply(ray: Any, task: Any) -> Any:
@@ -61,15 +61,15 @@ def _reply(ray: Any, task: Any) -> Any:
     return reply
 
 
-def _called_by_worker(carried: bytes, where: _Sender, *arguments: Any) -> tuple[Any, Mapping[str, str]]:
+def _worker_call(pickled: bytes, sender: _Sender, *arguments: Any) -> tuple[Any, Mapping[str, str]]:
     """Return the reply, and the versions of the code that made it."""
-    path, code, threads = where
+    path, code, threads = sender
     sys.path += [each for each in path if each not in sys.path]  # after all others: modules of --code
     if versions() != code:  # what was sent is of other classes
         return None, versions()
     torch.set_num_threads(threads)  # as in the process that writes, so that sums are rounded alike
     try:
-        return pickle.loads(carried)(*arguments), code  # from the process that started this one
+        return pickle.loads(pickled)(*arguments), code  # from the process that started this one
     except InputError as error:
         return error, code
 
@@ -87,7 +87,7 @@ def cluster() -> Iterator[Any]:
         raise InputError("engine: ray is not installed: pip install 'lit_layers[ray]'") from error
     if is_ours := not ray.is_initialized():
         _refuse_cluster_of_another_user(ray)
-        passed = {name: value for name, value in os.environ.items() if re.match(PASSED_ON, name)}
+        passed = {name: value for name, value in os.environ.items() if re.match(FORWARDED, name)}
         # Without _client_job the working directory comes first on the import path, and a numpy.py in it would run.
         job = JobConfig(_client_job=True)
         quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
@@ -113,14 +113,14 @@ def _refuse_cluster_of_another_user(ray: Any) -> None:
         raise InputError(f"engine: {file}, {why}: name the cluster in RAY_ADDRESS, or say RAY_ADDRESS=local")
 
 
-def _most(ray: Any, resource: str) -> float:
+def _largest(ray: Any, resource: str) -> float:
     return max((node["Resources"].get(resource, 0) for node in ray.nodes() if node["Alive"]), default=0)
 
 
 def _resources(ray: Any, device: str) -> dict[str, int]:
     """Return what each task asks for: a GPU if the cluster has any, else as many CPUs as this process has threads."""
-    if device == "cuda" and not _most(ray, "GPU"):
+    if device == "cuda" and not _largest(ray, "GPU"):
         raise InputError("device: cuda was asked for and no machine of the Ray cluster has a GPU: use cpu or auto")
-    if device != "cpu" and _most(ray, "GPU"):
+    if device != "cpu" and _largest(ray, "GPU"):
         return {"num_cpus": 1, "num_gpus": 1}
-    return {"num_cpus": min(torch.get_num_threads(), int(_most(ray, "CPU"))) or 1}
+    return {"num_cpus": min(torch.get_num_threads(), int(_largest(ray, "CPU"))) or 1}

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lit_layers.analyses.base import Analysis, in_bfloat16
+from lit_layers.analyses.base import Analysis, to_bfloat16
 from lit_layers.errors import InputError, is_full, root_folder
 from lit_layers.files import run_lock
 from lit_layers.identity import settings_name, warn_of_other_versions
@@ -37,8 +37,8 @@ from lit_layers.series.checkpoint_sources import Memory, ask_all
 
 logger = logging.getLogger(__name__)
 Analyses = Sequence[Analysis] | Callable[[Checkpoint], Sequence[Analysis]]
-Tell = Callable[[int, int, str], None]  # done, of how many, what comes next: checkpoints, or analyses
-ALONE = MeasuringOptions()
+Progress = Callable[[int, int, str], None]  # done, of how many, what comes next: checkpoints, or analyses
+DEFAULTS = MeasuringOptions()
 UNAUDITED = "unaudited"  # one model is compared with nothing
 
 
@@ -76,11 +76,11 @@ class SeriesResult:
 def analyze_series(
     series: Series,
     analyses: Analyses,
-    options: MeasuringOptions = ALONE,
+    options: MeasuringOptions = DEFAULTS,
     *,
     root: str | Path,
-    beside_training: bool = False,
-    progress: Tell | None = None,
+    during_training: bool = False,
+    progress: Progress | None = None,
     **changed: Any,
 ) -> SeriesResult:
     """Measure every checkpoint of a series; each measurement is also a line of `root/measurements.jsonl`.
@@ -96,7 +96,7 @@ def analyze_series(
         options: how; `changed` are some of them by name: `dtype="float64"`.
         root: the folder of the results; its name is the run's (of several models without steps each
             is a run), so that the numbers of a run's own folder join those that training wrote.
-        beside_training: whether a training may go on in root meanwhile, which measures nothing itself.
+        during_training: whether a training may go on in root meanwhile, which measures nothing itself.
         progress: told what is done and what comes next.
 
     Of the options:
@@ -119,23 +119,23 @@ def analyze_series(
     device = device_of("cpu" if options.engine == "ray" else options.device)
     work = _Measuring(series, root, options, device, SeriesMeasurements(root), progress or silent)
     work.choose(analyses)
-    with run_lock.writing(root, shard=options.share, part="measuring" if beside_training else "all"):
-        audited = work.audited(grows=beside_training)
+    with run_lock.writing(root, shard=options.share, part="measuring" if during_training else "all"):
+        audited = work.audited(grows=during_training)
         if options.engine == "ray":
             found = work.on_ray(audited)
         else:
-            hooks: Any = {"starting": work.starting, "failed": work.failed}
+            hooks: Any = {"on_start": work.on_start, "on_error": work.on_error}
             found = measure_unless_done(work.visits(audited), work.earlier.store, **hooks)
         work.result.measurements += found
         return work.finished(audited)
 
 
-def in_dtype(analyses: Sequence[Analysis], options: MeasuringOptions) -> Sequence[Analysis]:
+def to_dtype(analyses: Sequence[Analysis], options: MeasuringOptions) -> Sequence[Analysis]:
     """Return the analyses, with their blocks in bfloat16 if that is asked for."""
-    return [in_bfloat16(each) for each in analyses] if options.dtype == "bfloat16" else analyses
+    return [to_bfloat16(each) for each in analyses] if options.dtype == "bfloat16" else analyses
 
 
-def _named(name: str, error: InputError) -> str:
+def _prefixed(name: str, error: InputError) -> str:
     return str(error) if name in str(error) else f"{name}: {error}"
 
 
@@ -148,7 +148,7 @@ class _Measuring:
     options: MeasuringOptions
     device: torch.device
     earlier: SeriesMeasurements
-    tell: Tell
+    progress: Progress
     analyses: dict[str, Sequence[Analysis]] = field(default_factory=dict)  # by the name of the checkpoint
     verdicts: dict[str, str] = field(default_factory=dict)  # likewise
     unmeasured: dict[str, str] = field(default_factory=dict)  # why a checkpoint cannot be measured
@@ -162,15 +162,15 @@ class _Measuring:
         If each checkpoint has data of its own, in the tokens of its own tokenizer, those without any are left out.
         """
         if not callable(analyses):
-            self._refuse(analyses := in_dtype(analyses, self.options))
+            self._refuse(analyses := to_dtype(analyses, self.options))
             self.analyses.update({one.name: analyses for one in self.series})
             return
         for one in self.series:
             try:
-                self._refuse(made := in_dtype(analyses(one), self.options))
+                self._refuse(made := to_dtype(analyses(one), self.options))
                 self.analyses[one.name] = made
             except InputError as error:
-                self.unmeasured[one.name] = _named(one.name, error)
+                self.unmeasured[one.name] = _prefixed(one.name, error)
         if not self.analyses:
             raise InputError(next(iter(self.unmeasured.values())))
 
@@ -219,9 +219,9 @@ class _Measuring:
     def _judge(self, checkpoints: Sequence[Checkpoint]) -> None:
         """Audit the series, and correct what the numbers of these checkpoints say of it."""
         self.result.audit = audit(self.series, without=self.unmeasured.keys(), memory=self._memory)
-        everything = self.series.listing.checkpoints
+        listed = self.series.listing.checkpoints
         # Only where every step of the series was audited a suspicion can be taken back.
-        whole = self.result.audit.num_checked == len(everything) and all(one.step is not None for one in everything)
+        whole = self.result.audit.num_checked == len(listed) and all(one.step is not None for one in listed)
         for one in checkpoints:
             self.verdicts[one.name] = self.earlier.verdict(one, self.result.audit.verdict(one), whole=whole)
         for one in checkpoints:
@@ -233,12 +233,12 @@ class _Measuring:
 
     def _due(self, checkpoints: Sequence[Checkpoint]) -> dict[str, tuple[Checkpoint, Sequence[Analysis]]]:
         """Return the checkpoints of which weight files with these hashes lack an analysis, without loading any."""
-        due = {one.name: (one, lacking) for one in checkpoints if (lacking := self._unknown(one))}
+        due = {one.name: (one, lacking) for one in checkpoints if (lacking := self._lacking(one))}
         for run in dict.fromkeys(self.earlier.run_of(one) for one, _ in due.values() if one.step is not None):
             warn_of_other_versions(self.earlier.store, run)
         return due
 
-    def _unknown(self, checkpoint: Checkpoint) -> Sequence[Analysis]:
+    def _lacking(self, checkpoint: Checkpoint) -> Sequence[Analysis]:
         analyses = self.analyses[checkpoint.name]
         if self.series.is_single:  # its files are not hashed, as nothing is compared with them
             return analyses
@@ -248,14 +248,14 @@ class _Measuring:
     def visits(self, audited: Sequence[Checkpoint]) -> Iterator[Visit]:
         """Yield the checkpoints of which something is not known; the next one is fetched meanwhile."""
         due, is_single = self._due(audited), self.series.is_single
-        of_due = [checkpoint for checkpoint, _ in due.values()]
-        for number, (checkpoint, fetched) in enumerate(prefetch(of_due), start=len(audited) - len(due)):
+        checkpoints = [checkpoint for checkpoint, _ in due.values()]
+        for i, (checkpoint, fetched) in enumerate(prefetch(checkpoints), start=len(audited) - len(due)):
             if not is_single:  # of one model the analyses are counted
-                self.tell(number, len(audited), checkpoint.name)
+                self.progress(i, len(audited), checkpoint.name)
             yield self._visit(checkpoint, fetched, due[checkpoint.name][1])
             self._release()
         total = len(self.analyses[audited[0].name]) if is_single else len(audited)
-        self.tell(total, total, "")
+        self.progress(total, total, "")
 
     def _release(self) -> None:
         if self.options.offload is not None:
@@ -271,9 +271,9 @@ class _Measuring:
             opened=functools.partial(self._opened, checkpoint, fetched),
         )
 
-    def starting(self, visit: Visit, analysis: Analysis) -> None:
+    def on_start(self, visit: Visit, analysis: Analysis) -> None:
         if self.series.is_single:
-            self.tell(visit.analyses.index(analysis), len(visit.analyses), analysis.name)
+            self.progress(visit.analyses.index(analysis), len(visit.analyses), analysis.name)
 
     @contextlib.contextmanager
     def _opened(self, checkpoint: Checkpoint, fetched: "Future[Path]") -> Iterator[Opened]:
@@ -327,17 +327,17 @@ class _Measuring:
         due = self._due(audited)
         earlier = copy.copy(self.earlier)
         earlier.store = UnwrittenStore(earlier.store.path, [*self.earlier.store])
-        carried = replace(self, earlier=earlier, tell=silent, fitting=set(), result=SeriesResult(self.result.audit))
+        carried = replace(self, earlier=earlier, progress=silent, fitting=set(), result=SeriesResult(self.result.audit))
         calls = {name: ([each.name for each in analyses],) for name, (_, analyses) in due.items()}
-        for name, reply in on_ray(carried.in_worker, calls, self.options.device, self.tell):
+        for name, reply in on_ray(carried.measure_one, calls, self.options.device, self.progress):
             checkpoint, analyses = due[name]
             if isinstance(reply, InputError):
-                self.failed(self._visit(checkpoint, Future(), analyses), reply)
+                self.on_error(self._visit(checkpoint, Future(), analyses), reply)
                 continue
             self.fitting.add(id(self.analyses[name]))
             yield from map(self.earlier.store.add, reply)
 
-    def in_worker(self, name: str, analyses: Sequence[str]) -> list[Measurement]:
+    def measure_one(self, name: str, analyses: Sequence[str]) -> list[Measurement]:
         """Measure one checkpoint in a worker of Ray, which writes nothing."""
         checkpoint = next(one for one in self.series.checkpoints if one.name == name)
         self.device = device_of(self.options.device)
@@ -345,13 +345,13 @@ class _Measuring:
         _, fetched = next(_held := prefetch([checkpoint]))  # a download stops if nothing holds it
         return [*measure_unless_done([self._visit(checkpoint, fetched, chosen)], self.earlier.store)]
 
-    def failed(self, visit: Visit, why: InputError) -> None:
+    def on_error(self, visit: Visit, why: InputError) -> None:
         """Note what cannot be measured; refuse what no other checkpoint can be measured with either."""
-        is_of_all = isinstance(why, DoesNotFit) and not self.fitting and len({*map(id, self.analyses.values())}) == 1
-        if self.series.is_single or is_full(why) or is_of_all:
+        fits_none = isinstance(why, DoesNotFit) and not self.fitting and len({*map(id, self.analyses.values())}) == 1
+        if self.series.is_single or is_full(why) or fits_none:
             raise why from why.__cause__
         self.broken.add((visit.run, visit.step))
-        self.result.failures.append(_named(visit.name, why))
+        self.result.failures.append(_prefixed(visit.name, why))
 
     def finished(self, audited: Sequence[Checkpoint]) -> SeriesResult:
         """Judge once more by the weights that were downloaded to be measured, and count what was known."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lit_layers.analyses.base import Analysis, Jobs, Precision, Rows, Values, joined
-from lit_layers.analyses.statistics import require_a_value
+from lit_layers.analyses.statistics import require_values
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError, kind_and_words
 from lit_layers.identity import versions
@@ -107,8 +107,8 @@ def measure_unless_done(
     store: Store,
     *,
     ranks: OneProcess | Ranks | None = None,
-    starting: Callable[[Visit, Analysis], None] = lambda visit, analysis: None,
-    failed: Callable[[Visit, InputError], None] | None = None,
+    on_start: Callable[[Visit, Analysis], None] = lambda visit, analysis: None,
+    on_error: Callable[[Visit, InputError], None] | None = None,
 ) -> Iterator[Measurement]:
     """Measure what the store lacks, checkpoint by checkpoint, and yield each measurement once the store has it.
 
@@ -123,7 +123,7 @@ def measure_unless_done(
             with visit.opened() as opened:
                 weights = opened.weights_hash
                 due = not_done(store, visit.run, visit.step, visit.analyses, weights_hash=weights)
-                begin = functools.partial(starting, visit)
+                begin = functools.partial(on_start, visit)
                 for outcome in outcomes(opened.model, due, ranks, begin, weights_hash=weights):
                     about = {"run": visit.run, "step": visit.step, "tokens": visit.tokens}
                     measurement = outcome.measurement(**about, provenance=opened.provenance)
@@ -132,9 +132,9 @@ def measure_unless_done(
                     logger.info("%s at step %s: %s", measurement.analysis, visit.step, measurement.error or took)
                     yield store.add(measurement)
         except InputError as error:
-            if failed is None:
+            if on_error is None:
                 raise
-            failed(visit, error)
+            on_error(visit, error)
         finally:
             opened = None  # before the next model is loaded
 
@@ -153,7 +153,7 @@ class Outcome:
     values: dict[str, dict[int, Values]] = field(default_factory=dict)  # by argument and number of the update
 
     @contextlib.contextmanager
-    def attempted(self, view: LayeredModel) -> Iterator[None]:
+    def attempt(self, view: LayeredModel) -> Iterator[None]:
         """Run what is inside, which must leave no trace of itself in the model, and keep why it failed."""
         started = time.perf_counter()
         try:
@@ -178,7 +178,7 @@ def outcomes(
     model: nn.Module | LayeredModel,
     analyses: Sequence[Analysis],
     ranks: OneProcess | Ranks | None = None,
-    starting: Callable[[Analysis], None] = lambda analysis: None,
+    on_start: Callable[[Analysis], None] = lambda analysis: None,
     *,
     weights_hash: str | None = None,
 ) -> Iterator[Outcome]:
@@ -189,22 +189,22 @@ def outcomes(
     """
     ranks = ranks or OneProcess()
     views = _Views(model)
-    due = [_prepared(views.own, analysis, weights_hash) for analysis in analyses]
+    due = [_prepare(views.own, analysis, weights_hash) for analysis in analyses]
     groups = _groups(due, views)
     waiting = {analysis.name: analysis for analysis in analyses}
 
     def begin(outcome: Outcome) -> None:
         if (analysis := waiting.pop(outcome.analysis.name, None)) is not None:
-            starting(analysis)
+            on_start(analysis)
 
-    for number, outcome in enumerate(due):
+    for i, outcome in enumerate(due):
         for group in [group for group in groups if any(reader.outcome is outcome for reader in group.readers)]:
             groups.remove(group)
             for reader in group.readers:
                 begin(reader.outcome)
-            group.walk(views, ranks)
+            group.run(views, ranks)
         begin(outcome)
-        _compute(outcome, views, ranks, number)
+        _compute(outcome, views, ranks, i)
         if ranks.rank == 0:
             yield outcome
     ranks.gather(None, None)  # all leave together: none waits for another in training's own collectives
@@ -228,9 +228,9 @@ class _Views:
         self._made = {"own": self.own}
 
 
-def _prepared(view: LayeredModel, analysis: Analysis, weights_hash: str | None) -> Outcome:
+def _prepare(view: LayeredModel, analysis: Analysis, weights_hash: str | None) -> Outcome:
     outcome = Outcome(analysis)
-    with outcome.attempted(view):
+    with outcome.attempt(view):
         analysis.adopt_batches_()
         outcome.facts = describe_run(view, analysis, weights_hash)
         analysis.check_options(view)
@@ -272,7 +272,7 @@ class _Group:
     precision: Precision
     readers: list[_Reader] = field(default_factory=list)
 
-    def walk(self, views: _Views, ranks: OneProcess | Ranks) -> None:
+    def run(self, views: _Views, ranks: OneProcess | Ranks) -> None:
         limits = [reader.rows.limit for reader in self.readers]
         most = None if None in limits else max(limit for limit in limits if limit is not None)
         first = 0
@@ -290,30 +290,30 @@ class _Group:
     def _show(self, views: _Views, batch: Batch, count: int, due: list[tuple[_Reader, int, int, int]]) -> None:
         """Pass a microbatch and show it to the analyses, to each a copy; pass it again after one changed the model."""
         seen: Trajectory | None = None
-        for position, (reader, number, start, stop) in enumerate(due):
+        for position, (reader, i, start, stop) in enumerate(due):
             outcome, view = reader.outcome, views[self.precision]
             if outcome.error is not None:
                 continue
             if seen is None:
                 left = (other.outcome for other, *_ in due[position:])
-                seen = _passed(view, batch, [*{id(each): each for each in left if each.error is None}.values()])
+                seen = _forward(view, batch, [*{id(each): each for each in left if each.error is None}.values()])
                 if seen is None:
                     return
-            with outcome.attempted(view):
-                part, some = seen, batch
+            with outcome.attempt(view):
+                shown, rows = seen, batch
                 if (start, stop) != (0, count):
-                    part, some = seen.rows(start, stop), _some(batch, slice(start, stop), count)
-                part = replace(part, hidden=part.hidden.clone(), mask=part.mask.clone())  # it may write to them
-                outcome.values.setdefault(reader.argument, {})[number] = outcome.analysis.update(part, some)
+                    shown, rows = seen.rows(start, stop), _slice(batch, slice(start, stop), count)
+                shown = replace(shown, hidden=shown.hidden.clone(), mask=shown.mask.clone())  # it may write to them
+                outcome.values.setdefault(reader.argument, {})[i] = outcome.analysis.update(shown, rows)
             if isinstance(outcome.failure, DisturbedError):
                 seen = None
                 views.renew()
 
 
-def _passed(view: LayeredModel, batch: Batch, sharing: list[Outcome]) -> Trajectory | None:
+def _forward(view: LayeredModel, batch: Batch, sharing: list[Outcome]) -> Trajectory | None:
     """Pass a microbatch for some analyses, which bear the time in equal parts, or the failure."""
     shared, seen = Outcome(sharing[0].analysis), None
-    with shared.attempted(view):
+    with shared.attempt(view):
         seen = view.trajectory(batch)
     for outcome in sharing:
         outcome.seconds += shared.seconds / len(sharing)
@@ -321,41 +321,41 @@ def _passed(view: LayeredModel, batch: Batch, sharing: list[Outcome]) -> Traject
     return seen
 
 
-def _compute(outcome: Outcome, views: _Views, ranks: OneProcess | Ranks, number: int) -> None:
+def _compute(outcome: Outcome, views: _Views, ranks: OneProcess | Ranks, offset: int) -> None:
     """Exchange the values of an analysis, do its jobs and make its records: two collectives, whatever fails."""
-    everyone = ranks.gather(outcome.error, outcome.values)
+    gathered = ranks.gather(outcome.error, outcome.values)
     outcome.values = {}
-    outcome.error = next((error for error, _ in everyone if error), None)
-    analysis, made, done = outcome.analysis, Jobs([]), dict[int, Any]()
+    outcome.error = next((error for error, _ in gathered if error), None)
+    analysis, jobs, done = outcome.analysis, Jobs([]), dict[int, Any]()
     if outcome.error is None:
-        with outcome.attempted(view := views[analysis.PRECISION]):
+        with outcome.attempt(view := views[analysis.PRECISION]):
             values = {
-                name: _in_order(analysis, [of_rank[name] for _, of_rank in everyone if name in of_rank])
+                name: _joined(analysis, [of_rank[name] for _, of_rank in gathered if name in of_rank])
                 for name in outcome.rows
             }
-            everyone.clear()
-            made = analysis.jobs(view, **values)
-            for job, part in enumerate(made.parts):
-                if (job + number) % ranks.size == ranks.rank:
-                    result = part()
+            gathered.clear()
+            jobs = analysis.jobs(view, **values)
+            for job, run_job in enumerate(jobs.calls):
+                if (job + offset) % ranks.size == ranks.rank:
+                    result = run_job()
                     done[job] = [*result] if isinstance(result, Iterator) else result
-    everyone = ranks.gather(outcome.error, ({} if outcome.error else done, outcome.seconds))
-    outcome.error = next((error for error, _ in everyone if error), None)
-    outcome.seconds = max([outcome.seconds, *(found[1] for _, found in everyone if found is not None)])
+    gathered = ranks.gather(outcome.error, ({} if outcome.error else done, outcome.seconds))
+    outcome.error = next((error for error, _ in gathered if error), None)
+    outcome.seconds = max([outcome.seconds, *(found[1] for _, found in gathered if found is not None)])
     if outcome.error is None and ranks.rank == 0:
-        results = {job: result for _, (of_rank, _) in everyone for job, result in of_rank.items()}
-        with outcome.attempted(views.own):
-            outcome.records = collect(analysis, made.records([results[job] for job in sorted(results)]))
+        results = {job: result for _, (of_rank, _) in gathered for job, result in of_rank.items()}
+        with outcome.attempt(views.own):
+            outcome.records = collect(analysis, jobs.records([results[job] for job in sorted(results)]))
     if isinstance(outcome.failure, DisturbedError):
         views.renew()
 
 
-def _in_order(analysis: Analysis, of_ranks: list[dict[int, Values]]) -> Values:
+def _joined(analysis: Analysis, by_rank: list[dict[int, Values]]) -> Values:
     """Join the values of all updates in the order of the data, so that no number depends on the number of ranks."""
-    updates = {number: values for of_rank in of_ranks for number, values in of_rank.items()}
+    updates = {i: values for each in by_rank for i, values in each.items()}
     if not updates:
         raise InputError(f"{analysis.name}: the data holds no prompts")
-    return joined([updates[number] for number in sorted(updates)])
+    return joined([updates[i] for i in sorted(updates)])
 
 
 def _groups(due: Sequence[Outcome], views: _Views) -> list[_Group]:
@@ -363,7 +363,7 @@ def _groups(due: Sequence[Outcome], views: _Views) -> list[_Group]:
     for outcome in due:
         for argument, rows in outcome.rows.items() if outcome.error is None else ():
             try:
-                key = _content(rows.batches), id(views[rows.precision])  # float32 may be the model's own precision
+                key = _key(rows.batches), id(views[rows.precision])  # float32 may be the model's own precision
             except Exception as failure:  # of the data
                 outcome.error, outcome.failure = kind_and_words(failure), failure
                 break
@@ -372,7 +372,7 @@ def _groups(due: Sequence[Outcome], views: _Views) -> list[_Group]:
     return list(groups.values())
 
 
-def _content(batches: Iterable[Batch]) -> tuple:
+def _key(batches: Iterable[Batch]) -> tuple:
     """Return what tells batches apart, by their content: a hash, which of a class of others may be any string."""
     if isinstance(batches, Batches) and type(batches).__module__.startswith("lit_layers."):
         return type(batches).__name__, batches.content_hash(), getattr(batches, "batch_size", None)
@@ -396,7 +396,7 @@ def microbatches(
         size = max(1, most // _row_bytes(model, column)) if needed in batch else count
         for start in range(0, count, size):
             stop = min(start + size, count)
-            yield _some(batch, slice(start, stop), len(column)), stop - start
+            yield _slice(batch, slice(start, stop), len(column)), stop - start
         limit = None if limit is None else limit - count
         if limit == 0:
             return
@@ -411,10 +411,10 @@ def _row_bytes(model: LayeredModel, column: torch.Tensor) -> int:
     return (model.num_layers + 1) * tokens * model.dim * itemsize
 
 
-def _some(batch: Batch, some: slice, count: int) -> Batch:
+def _slice(batch: Batch, chosen: slice, count: int) -> Batch:
     """Return some rows of a batch; what holds none of them, such as one number for all, stays."""
     rows = {name for name, values in batch.items() if isinstance(values, torch.Tensor) and values.shape[:1] == (count,)}
-    return {name: values[some] if name in rows else values for name, values in batch.items()}
+    return {name: values[chosen] if name in rows else values for name, values in batch.items()}
 
 
 def collect(analysis: Analysis, results: Iterable[Record]) -> list[Record]:
@@ -425,7 +425,7 @@ def collect(analysis: Analysis, results: Iterable[Record]) -> list[Record]:
     """
     records = list(results)
     if type(analysis).update is not Analysis.update:
-        return require_a_value(analysis.name, records)
+        return require_values(analysis.name, records)
     if not records:
         raise ValueError(f"{analysis.name} gave no record")
     return records

@@ -9,8 +9,8 @@ from torch import distributed
 
 from lit_layers.errors import InputError, kind_and_words
 
-_PATIENCE = datetime.timedelta(hours=12)
-RENDEZVOUS = datetime.timedelta(seconds=20)  # ranks that begin to watch begin together
+_TIMEOUT = datetime.timedelta(hours=12)
+START_TIMEOUT = datetime.timedelta(seconds=20)  # ranks that begin to watch begin together
 
 Outcome = tuple[str | None, Any]  # why there is nothing, and what there is
 
@@ -29,7 +29,7 @@ class OneProcess:
         return compute()
 
 
-def ranks_of(world_size: int, *, first: datetime.timedelta = _PATIENCE) -> "OneProcess | Ranks":
+def ranks_of(world_size: int, *, timeout: datetime.timedelta = _TIMEOUT) -> "OneProcess | Ranks":
     """Return the processes of a run, each of which calls.
 
     They have a group of their own on the CPU: results are objects, and training's collectives stay undisturbed.
@@ -40,14 +40,14 @@ def ranks_of(world_size: int, *, first: datetime.timedelta = _PATIENCE) -> "OneP
     if world_size == 1:
         return OneProcess()
     try:
-        if first < _PATIENCE:  # a group of its own, which is left: ended, it could end before another rank has joined
-            distributed.new_group(backend="gloo", timeout=first)
+        if timeout < _TIMEOUT:  # a group of its own, which is left: ended, it could end before another rank has joined
+            distributed.new_group(backend="gloo", timeout=timeout)
     except RuntimeError as error:
         raise InputError(
-            f"watch: expected a call in each of the {world_size} processes, but after {first.seconds} s not all have "
+            f"watch: expected a call in each of the {world_size} processes, but after {timeout.seconds} s not all have "
             "called: call it, step() and close() on all ranks, not on the first alone"
         ) from error
-    return Ranks(distributed.new_group(backend="gloo", timeout=_PATIENCE))
+    return Ranks(distributed.new_group(backend="gloo", timeout=_TIMEOUT))
 
 
 class Ranks:
@@ -62,9 +62,9 @@ class Ranks:
             sent = error, pickle.dumps(value)
         except Exception as failure:
             sent = error or kind_and_words(failure), pickle.dumps(None)
-        everyone: list[Any] = [None] * self.size
-        distributed.all_gather_object(everyone, sent, group=self.group)
-        return [(error, pickle.loads(content)) for error, content in everyone]
+        gathered: list[Any] = [None] * self.size
+        distributed.all_gather_object(gathered, sent, group=self.group)
+        return [(error, pickle.loads(content)) for error, content in gathered]
 
     def from_first(self, compute: Callable[[], Any]) -> Any:
         """Return what `compute` gives on rank 0, the only one that calls it, on all ranks.

@@ -38,10 +38,10 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     before, hooks = fingerprints(model), hook_ids(model)
     with (
         evaluating(model),
-        kept_gradients(model),
-        kept_attention(model),
-        kept_random_state(),
-        plain_numbers(execution_device(model)),
+        restore_gradients(model),
+        restore_attention(model),
+        restore_random_state(),
+        default_numerics(execution_device(model)),
     ):
         try:
             yield
@@ -57,18 +57,18 @@ def disturbance(model: nn.Module, before: dict[str, tuple], hooks: dict[str, set
     """Return, as a sentence, what an analysis did to the model that it must not do."""
     after, left = fingerprints(model), remove_new_hooks_(model, hooks)
     if changed := [name for name in before | after if before.get(name) != after.get(name)]:
-        return f"the analysis changed {shown(changed)}: an analysis must not write to the model"
+        return f"the analysis changed {name_list(changed)}: an analysis must not write to the model"
     if left:
-        return f"the analysis left hooks on {shown(left)}: remove every hook that is added"
+        return f"the analysis left hooks on {name_list(left)}: remove every hook that is added"
     return None
 
 
-def shown(names: list[str]) -> str:
+def name_list(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 @contextmanager
-def kept_gradients(model: nn.Module) -> Iterator[None]:
+def restore_gradients(model: nn.Module) -> Iterator[None]:
     """Restore gradients: a backward pass would add to those that training accumulates."""
     before = []
     for module in model.modules():
@@ -87,25 +87,25 @@ def kept_gradients(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def kept_attention(model: Network) -> Iterator[None]:
+def restore_attention(model: Network) -> Iterator[None]:
     """Restore the attention: an analysis may switch a transformers model to eager, or timm's blocks to unfused."""
     implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    fused = [(part, part.fused_attn) for part in model.modules() if hasattr(part, "fused_attn")]
+    fused = [(module, module.fused_attn) for module in model.modules() if hasattr(module, "fused_attn")]
     try:
         yield
     finally:
         if implementation is not None and model.config._attn_implementation != implementation:
             model.set_attn_implementation(implementation)
-        for part, value in fused:
-            part.fused_attn = value
+        for module, value in fused:
+            module.fused_attn = value
 
 
 @contextmanager
-def kept_random_state() -> Iterator[None]:
+def restore_random_state() -> Iterator[None]:
     """Start every global generator from a fixed seed, and let it go on from where it was afterwards."""
     # Asking for the state of a GPU that is not in use would start it.
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    in_numpy, in_python = np.random.get_state(), random.getstate()  # noqa: NPY002
+    numpy_state, python_state = np.random.get_state(), random.getstate()  # noqa: NPY002
     try:
         with torch.random.fork_rng(gpus):
             torch.default_generator.manual_seed(SEED)
@@ -115,12 +115,12 @@ def kept_random_state() -> Iterator[None]:
             random.seed(SEED)
             yield
     finally:
-        np.random.set_state(in_numpy)  # noqa: NPY002
-        random.setstate(in_python)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+        random.setstate(python_state)
 
 
 @contextmanager
-def plain_numbers(device: torch.device) -> Iterator[None]:
+def default_numerics(device: torch.device) -> Iterator[None]:
     """Switch derivatives on, autocast off, and float32 products to full precision, whatever surrounds the analysis."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
@@ -143,21 +143,21 @@ def full_float32_precision() -> Iterator[None]:
     mkldnn: Any = torch.backends.mkldnn
     cuda: Any = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn
-    parts = (mkldnn.conv, mkldnn.rnn, mkldnn.matmul, cuda.matmul, cudnn.conv, cudnn.rnn)
-    before, older = [part.fp32_precision for part in parts], older_precision()
+    backends = (mkldnn.conv, mkldnn.rnn, mkldnn.matmul, cuda.matmul, cudnn.conv, cudnn.rnn)
+    before, older = [backend.fp32_precision for backend in backends], older_precision()
     if older:  # then both interfaces must agree inside as well: asking the older one raises where they do not
         torch.set_float32_matmul_precision("highest")
         cudnn.allow_tf32 = False
-    for part in parts[:2] if older else parts:
-        part.fp32_precision = "ieee"
+    for backend in backends[:2] if older else backends:
+        backend.fp32_precision = "ieee"
     try:
         yield
     finally:
         if older:
             torch.set_float32_matmul_precision(older[0])
             cudnn.allow_tf32 = older[1]
-        for part, precision in zip(parts, before, strict=True):
-            part.fp32_precision = precision
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
 
 
 def older_precision() -> tuple[str, bool] | None:

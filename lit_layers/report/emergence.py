@@ -15,12 +15,12 @@ from lit_layers.clock.times_and_order import (
     Clock,
     agreement_sentence,
     agreement_table,
-    emerged_in_order,
+    emerged_curves,
     few_seeds_sentence,
-    is_before,
     layer_order_table,
-    of_the_model,
+    model_pairs,
     order_table,
+    p_before,
     times_of_run,
     times_table,
 )
@@ -82,7 +82,7 @@ def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
     Filled marks with intervals are half-way points, hollow marks are peaks. Only the earliest `MOST_ROWS` rows are
     shown.
     """
-    entries = [(number, *pair) for number, run in enumerate(clock.runs) for pair in emerged_in_order(clock, run)]
+    entries = [(number, *pair) for number, run in enumerate(clock.runs) for pair in emerged_curves(clock, run)]
     by_key = grouped(entries, lambda entry: entry[1].key)
     mean = lambda key: np.mean([log_step(_halfway(times).value) for *_, times in by_key[key]])  # noqa: E731
     keys, series, several = sorted(by_key, key=mean)[:MOST_ROWS], [], len(clock.runs)
@@ -171,8 +171,8 @@ def order_matrix(clock: Clock, run: str) -> Chart:
 
     Only the earliest `MOST_ROWS` metrics are shown.
     """
-    emerged = emerged_in_order(clock, run)[:MOST_ROWS]
-    table = [[None if a is b else is_before(a, b)[0] for b in emerged] for a in emerged]
+    emerged = emerged_curves(clock, run)[:MOST_ROWS]
+    table = [[None if a is b else p_before(a, b)[0] for b in emerged] for a in emerged]
     names = [_row_title(curve) for curve, _ in emerged]
     title = f"P(row before column){f', {run}' if len(clock.runs) > 1 else ''}"
     texts = [f"that {curve.title} is before" for curve, _ in emerged]
@@ -250,18 +250,18 @@ def run_summary(run: str, measurements: Sequence[Measurement], root: Path) -> di
         "still": _unchanged(clock, run),
         "clock": clock,
         "few_seeds": few_seeds_sentence(clock),
-        "blocks": [_block("Timeline", timeline(clock), "named")] if emerged_in_order(clock, run) else [],
+        "blocks": [_block("Timeline", timeline(clock), "named")] if emerged_curves(clock, run) else [],
     }
 
 
 def _sentences(clock: Clock, run: str, axis: AxisName = "step") -> list[str]:
     """Return sentences about the metrics that emerge, earliest first, then about those that change and return."""
-    back = [pair for pair in of_the_model(clock, run) if pair[1].changes and not pair[1].emerges]
-    return [sentence(*pair, axis=axis) for pair in (*emerged_in_order(clock, run), *back)]
+    back = [pair for pair in model_pairs(clock, run) if pair[1].changes and not pair[1].emerges]
+    return [sentence(*pair, axis=axis) for pair in (*emerged_curves(clock, run), *back)]
 
 
 def _unchanged(clock: Clock, run: str) -> list[str]:
-    return [curve.title for curve, times in of_the_model(clock, run) if not times.changes]
+    return [curve.title for curve, times in model_pairs(clock, run) if not times.changes]
 
 
 def _figures(
@@ -271,7 +271,7 @@ def _figures(
     several, first = len(clock.runs) > 1, list[Block]()
     named = [("timeline", timeline(clock, axis=axis))] if any(times.emerges for times in clock.times) else []
     first += [_block("Timeline", chart, "named") for _, chart in named]
-    orders = {run: order_matrix(clock, run) for run in clock.runs if len(emerged_in_order(clock, run)) > 1}
+    orders = {run: order_matrix(clock, run) for run in clock.runs if len(emerged_curves(clock, run)) > 1}
     named += [(f"order {run}", chart) for run, chart in orders.items()]
     rising = monotonicity_charts(layers, clock, axis=axis)
     named += [(f"monotonicity {name}", chart) for name, chart in rising]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from lit_layers.clock.curve_sources import curves_of
-from lit_layers.clock.step_curves import StepCurve, at_common_checkpoints, refuse_odd_seeds, settings_apart
+from lit_layers.clock.step_curves import StepCurve, common_checkpoints, differing_settings, refuse_odd_seeds
 from lit_layers.errors import InputError
 from lit_layers.figures import vega
 from lit_layers.figures.chart import Chart, Series
@@ -53,7 +53,7 @@ class Line:
     @classmethod
     def from_curves(cls, group: str, curves: Sequence[StepCurve]) -> "Line":
         """Return the line of one metric from one curve per run, at the steps that all curves have."""
-        common, rows = at_common_checkpoints(curves)
+        common, rows = common_checkpoints(curves)
         first, n, df = curves[0], len(curves), np.inf
         error = np.full(len(common), np.nan)
         with np.errstate(over="ignore", invalid="ignore"):  # values near the float maximum get no interval
@@ -227,7 +227,7 @@ def read_side_by_side(
         raise InputError("runs: expected runs that have a metric at common steps, these have none")
     notes = [f"Left out, as not all seeds of a group have it: {listing('curve', partly, most=8)}."] if partly else []
     drawn = ((name, c) for name, runs in groups.items() for run in runs for c in by_run[run] if c.key in lines)
-    for analysis, named in settings_apart(drawn).items():
+    for analysis, named in differing_settings(drawn).items():
         each = "; ".join(f"{short(settings)} in {', '.join(names)}" for settings, names in named.items())
         notes.append(f"{analysis} had other options or other data: {each}.")
     return SideBySide(groups=groups, lines=lines, notes=notes, recipes=_differing(recipes))

@@ -110,9 +110,9 @@ def choose(
         if isinstance(probe, LogisticProbes) and not probe.converged.all():
             raise InputError(f"max_iterations: the probe of layer {layer} has not converged: allow more, or lower c")
         probes.append(probe)
-        rows.append(score_rows(probe, held_out.layer(layer), targets["validation"]).row_shares(metric))
+        rows.append(score_rows(probe, held_out.layer(layer), targets["validation"]).row_values(metric))
     scores = _defined(torch.stack(rows))
-    baseline = float(_defined(_baseline(targets, num_classes).row_shares(metric)[None]).mean())
+    baseline = float(_defined(_baseline(targets, num_classes).row_values(metric)[None]).mean())
     values, higher = scores[1:].mean(1).tolist(), how["higher_is_better"]
     best = max(values) if higher else min(values)
     if (best <= baseline) if higher else (best >= baseline):
@@ -124,7 +124,7 @@ def choose(
     progress(num_layers + 1, num_layers + 1, "")
     test = features("test")
     on_test = {
-        each: _defined(score_rows(probes[each], test.layer(each), targets["test"]).row_shares(metric)[None])[0]
+        each: _defined(score_rows(probes[each], test.layer(each), targets["test"]).row_values(metric)[None])[0]
         for each in {layer, num_layers}
     }
     return Choice(

@@ -26,7 +26,7 @@ from lit_layers.data.images import (
 )
 from lit_layers.data.preparing import prepared
 from lit_layers.errors import InputError
-from lit_layers.measuring.undisturbed import kept_random_state
+from lit_layers.measuring.undisturbed import restore_random_state
 from lit_layers.schema import refuse_outside
 from lit_layers.training.trainer import RANGES, StepSampler, refuse_another_order
 
@@ -368,7 +368,7 @@ class TrainingImages(Dataset):
     def _transformed(self, transform: Callable[..., Any], chosen: Sequence[int], ids: Sequence[int]) -> Tensor:
         images = []
         # Without workers, training uses the same global generators.
-        with kept_random_state():
+        with restore_random_state():
             for index, position in zip(chosen, ids, strict=True):
                 digest = hashlib.blake2b(f"{self.seed}/{position}".encode(), digest_size=8).digest()
                 seed = int.from_bytes(digest, "big")

@@ -23,12 +23,12 @@ from torch.utils.data import DataLoader
 
 from lit_layers import schema
 from lit_layers.analyses.base import Analysis
-from lit_layers.analyses.statistics import left_out
+from lit_layers.analyses.statistics import missing_tag
 from lit_layers.data.tokenization import TokenizerMixin
 from lit_layers.errors import InputError
 from lit_layers.files.durable import write_json
 from lit_layers.functional.block_schedules import LOOPS, SEEDS, VARIANTS, Variant, baseline, format_schedule
-from lit_layers.measuring.undisturbed import kept_random_state
+from lit_layers.measuring.undisturbed import restore_random_state
 from lit_layers.models.build import architecture_hash, save, true_vocab_size, weights_hash
 from lit_layers.models.families import Network
 from lit_layers.models.running_order import running_order, variants_of
@@ -132,7 +132,7 @@ def seed_means(records: Iterable[Record], num_blocks: int) -> Iterator[Record]:
         counts = {
             "num_seeds": len(orders),
             "num_identical": sum(record.tags["schedule"] == unchanged for record in orders),
-            **left_out("", len(orders) - len(values)),
+            **missing_tag("", len(orders) - len(values)),
         }
         value, n = statistics.fmean(values) if values else math.nan, orders[0].n
         error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
@@ -204,7 +204,7 @@ class TrainedVariants(Analysis):
     def fit(self, module: LitModule, data: L.LightningDataModule, model: LayeredModel, *, steps: int) -> None:
         """Train the module on the model's device, without logs or checkpoints, and restore the global random state."""
         options: dict[str, Any] = {"limit_val_batches": 0, "gradient_clip_val": self.recipe.gradient_clip}
-        with kept_random_state():
+        with restore_random_state():
             module.model.train()
             trainer = self.recipe.trainer(self.root, accelerator_of(model), max_steps=steps, **options)
             trainer.fit(module, datamodule=data)

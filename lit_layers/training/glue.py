@@ -18,7 +18,7 @@ from lit_layers.data.tokenization import TextTokenizer, TokenizerMixin, tokenize
 from lit_layers.errors import InputError
 from lit_layers.files.durable import write_json
 from lit_layers.functional.block_schedules import Variant
-from lit_layers.measuring.undisturbed import kept_random_state
+from lit_layers.measuring.undisturbed import restore_random_state
 from lit_layers.models.build import architecture_hash, weights_hash
 from lit_layers.models.families import Network, trunk_of
 from lit_layers.models.running_order import running_order
@@ -271,7 +271,7 @@ class GlueScores(TokenizerMixin, TrainedVariants):
         module = LitGlue(copy.deepcopy(network), data.task, self.recipe, training)
         with running_order(trunk_of(module.model), variant.schedule):
             self.fit(module, data, model, steps=self.recipe.steps(len(data.rows["train"])))
-            with kept_random_state():
+            with restore_random_state():
                 trainer = self.recipe.trainer(self.root, accelerator_of(model), max_steps=1)
                 trainer.validate(module, datamodule=data, verbose=False)
         return module.scores()

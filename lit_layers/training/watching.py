@@ -21,7 +21,7 @@ from lit_layers.files import run_lock
 from lit_layers.identity import Lineage, plain_settings, warn_of_other_versions
 from lit_layers.measuring import one_model, undisturbed
 from lit_layers.measuring.one_model import Opened, Visit, measure_unless_done
-from lit_layers.measuring.ranks import RENDEZVOUS, OneProcess, Ranks, ranks_of
+from lit_layers.measuring.ranks import START_TIMEOUT, OneProcess, Ranks, ranks_of
 from lit_layers.models.build import plain_model, weights_hash
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, Store
@@ -111,7 +111,7 @@ class StepMeasurer:
         """
         view = LayeredModel(model)
         # A check may read a shuffling data loader, which draws random numbers.
-        with undisturbed.kept_random_state():
+        with undisturbed.restore_random_state():
             for analysis in self.analyses:
                 analysis.check(view)
 
@@ -148,7 +148,7 @@ class StepMeasurer:
         """
         refusals: list[str] = []
 
-        def starting(visit: Visit, analysis: Analysis) -> None:
+        def on_start(visit: Visit, analysis: Analysis) -> None:
             for watcher in self.watchers:
                 watcher.measuring(step, analysis.name)
 
@@ -158,7 +158,7 @@ class StepMeasurer:
         fingerprint = self.ranks.from_first(functools.partial(weights_hash, model))  # equal on all ranks
         opened = functools.partial(contextlib.nullcontext, Opened(model, fingerprint, provenance or {}))
         visit = Visit(run=str(self.run), step=step, tokens=tokens, analyses=self.analyses, opened=opened)
-        for measurement in measure_unless_done([visit], self._store, ranks=self.ranks, starting=starting):
+        for measurement in measure_unless_done([visit], self._store, ranks=self.ranks, on_start=on_start):
             self.publish(measurement, loggers)
             kind, _, sentence = (measurement.error or "").partition(": ")
             if kind == InputError.__name__:
@@ -349,7 +349,7 @@ class Watch:
                 "measure saved checkpoints by `lit-layers analyze`"
             )
         several = distributed.is_available() and distributed.is_initialized()
-        self.measurer.ranks = ranks_of(distributed.get_world_size() if several else 1, first=RENDEZVOUS)
+        self.measurer.ranks = ranks_of(distributed.get_world_size() if several else 1, timeout=START_TIMEOUT)
         self.measurer.ranks.from_first(functools.partial(self.measurer.check, self.model))
         self._key, self._lock = (os.getpid(), self.measurer.root.resolve()), contextlib.ExitStack()
         try:

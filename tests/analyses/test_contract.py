@@ -150,7 +150,7 @@ def test_states_that_are_too_large_to_be_sent_are_computed_by_each_process(world
     (analysis,) = (each for each in worlds[0].analyses if type(each).__name__ == kind)
     view = LayeredModel(worlds[0].model)
     expected = records_of(analysis, view)
-    monkeypatch.setattr(SENDS[kind], "MOST_SENT", 0)
+    monkeypatch.setattr(SENDS[kind], "MAX_SENT", 0)
     assert analysis.reads(view) == {}
     are_the_same_to_rounding(analysis, expected, records_of(analysis, view))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lit_layers.analyses import JacobianLens
-from lit_layers.analyses.jacobian_lens import one_by_one, shuffle_weights
+from lit_layers.analyses.jacobian_lens import shuffle_weights, single_prompts
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
 from tests.support.listed_batches import Listed
@@ -40,7 +40,7 @@ def records(view):
 
 def fitted_on(view: LayeredModel, batches: Any, num_prompts: int) -> torch.Tensor:
     """The lens of the first prompts, (layers, dim, dim)."""
-    given = [*itertools.islice(one_by_one(batches), num_prompts)]
+    given = [*itertools.islice(single_prompts(batches), num_prompts)]
     return lens(batches, num_prompts=num_prompts).fit(view, "jacobian", given)[0]
 
 

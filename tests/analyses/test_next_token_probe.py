@@ -254,7 +254,7 @@ def test_a_position_depends_on_the_seed_and_the_index_of_its_text_only():
         drawn.position[i : i + 1].tolist() for i in same
     ]
     assert drawn.position.tolist() != draw_rows(group, min_context=CONTEXT, seed=4).position.tolist()
-    without = draw_rows(group, min_context=CONTEXT, seed=3, left_out={0, 7})
+    without = draw_rows(group, min_context=CONTEXT, seed=3, skip={0, 7})
     assert without.position.tolist() == [int(p) for i, p in enumerate(drawn.position) if i not in (0, 7)]
 
 
@@ -273,7 +273,7 @@ def test_a_training_text_that_is_a_test_text_is_left_out_and_counted(model, spli
     records = run(model, mixed, test)
     coverage = records["coverage", None]
     assert coverage.tags["num_duplicates"] == 5
-    drawn = draw_rows(mixed, min_context=CONTEXT, left_out={40, 41, 42, 43, 44})
+    drawn = draw_rows(mixed, min_context=CONTEXT, skip={40, 41, 42, 43, 44})
     classes = most_frequent(drawn.targets, 6)
     assert coverage.tags["num_train_rows"] == torch.isin(drawn.targets, classes).sum()
     assert coverage.n == sum(len(text) > CONTEXT for text in test)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lit_layers.analyses import PooledStates, StateGeometry
-from lit_layers.analyses.statistics import records_with_halves
+from lit_layers.analyses.statistics import half_records
 from lit_layers.functional import alpha_req, two_nn_dimension
 from lit_layers.models.view import LayeredModel
 from tests.analyses.prompt_states import BATCHES, states_of_each_prompt
@@ -112,12 +112,12 @@ def test_intervals_are_of_halves_and_chance_stands_beside(model):
 
 def test_an_interval_of_halves_ends_where_the_range_of_its_metric_does():
     halves = torch.tensor([0.1, 0.2, 4.0, 0.1], dtype=torch.float64)
-    whole, half = records_with_halves("two_nn_dimension", 0.5, halves, 8)
+    whole, half = half_records("two_nn_dimension", 0.5, halves, 8)
     low, high = np.quantile(halves.numpy(), [0.025, 0.975]) - 1.1
     assert 0.5 + low < 0
     assert (whole.low, half.low) == (0.0, pytest.approx(1.1 + low))
     assert whole.high == pytest.approx(0.5 + high)
-    own, _ = records_with_halves("my_own", 0.5, halves, 8)
+    own, _ = half_records("my_own", 0.5, halves, 8)
     assert own.low == pytest.approx(0.5 + low)
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from lit_layers.analyses.statistics import (
-    complete,
+    comparable,
     mean_of_defined,
     median_of_defined,
-    require_a_value,
+    require_values,
     summarize,
     summarize_layers,
 )
@@ -67,7 +67,7 @@ def test_a_metric_that_is_defined_nowhere_is_a_gap_at_a_layer_and_says_so_of_the
         assert math.isnan(record.value)
         assert (record.n, record.tags["num_undefined"], record.stderr, record.low) == (0, 3, None, None)
     with pytest.raises(ValueError, match="length is undefined for every prompt at every layer"):
-        require_a_value("length", summarize("length", torch.zeros(0)))
+        require_values("length", summarize("length", torch.zeros(0)))
 
 
 def test_a_mean_over_layers_is_of_the_prompts_that_have_all_of_them():
@@ -84,10 +84,10 @@ def test_a_mean_over_layers_is_of_the_prompts_that_have_all_of_them():
 
 def test_what_is_compared_on_the_same_prompts_leaves_out_broken_layers_before_broken_prompts():
     defined = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
-    layers, prompts = complete(defined)
+    layers, prompts = comparable(defined)
     assert layers.tolist() == [True, True, False, False]
     assert prompts.tolist() == [True, True, False, True]
-    layers, prompts = complete(defined[3:])
+    layers, prompts = comparable(defined[3:])
     assert not layers.any()
     assert not prompts.any()
 

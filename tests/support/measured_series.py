@@ -11,7 +11,7 @@ from lit_layers.analyses import Coupling, Trajectory
 from lit_layers.analyses.base import Analysis
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.measuring import MeasuringOptions
-from lit_layers.measuring.offline import analyze_series, in_dtype
+from lit_layers.measuring.offline import analyze_series, to_dtype
 from lit_layers.records import Measurement
 from lit_layers.series import OneModel
 from lit_layers.series.auditing import SeriesMeasurements
@@ -55,7 +55,7 @@ def analyze(
     analyze_series(series, analyses, root=root, **options)
     earlier, (checkpoint,) = SeriesMeasurements(Path(root)), series.checkpoints
     run, step = earlier.run_of(checkpoint), checkpoint.step
-    measured = in_dtype(analyses, MeasuringOptions(**options))
+    measured = to_dtype(analyses, MeasuringOptions(**options))
     return [last for each in measured if (last := earlier.store.last(run, step, each))]
 
 

@@ -44,7 +44,7 @@ def test_what_the_first_rank_fails_with_ends_all_ranks():
 def watch_on_first_rank() -> int:
     """0 where the rank that watches alone is told so in a second."""
     distributed.init_process_group("gloo", timeout=MINUTES)
-    watching.RENDEZVOUS = datetime.timedelta(seconds=1)
+    watching.START_TIMEOUT = datetime.timedelta(seconds=1)
     if distributed.get_rank() == 0:
         began = time.monotonic()
         with pytest.raises(InputError, match="each of the 2 processes, but after 1 s not all have called"):

@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lit_layers.analyses.base import Analysis, Jobs, Rows, Values
 from lit_layers.analyses.probes.probe_fits import Fitting, ProbeAnalysis, probe_jobs
-from lit_layers.analyses.representation import vectors_of_prompts
-from lit_layers.analyses.statistics import TagDict, complete, left_out, nothing_defined, summarize
+from lit_layers.analyses.representation import prompt_vectors
+from lit_layers.analyses.statistics import TagDict, all_undefined, comparable, missing_tag, summarize
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import wilson_interval
@@ -64,17 +64,17 @@ class LabelProbe(ProbeAnalysis):
 
     def jobs(self, model: LayeredModel, train: Values, test: Values) -> Jobs:
         problem = self.problem(model)
-        train, test = ({name: vectors_of_prompts(each) for name, each in split.items()} for split in (train, test))
-        train = {pooling: features[:, problem.kept] for pooling, features in train.items()}
-        parts = [torch.stack([*each.values()]).isfinite().all(-1).all(0) for each in (train, test)]
-        layers, kept = complete(torch.cat(parts, dim=1))  # the same rows under every pooling
-        in_train, in_test = kept.split([len(problem.train), len(problem.test)])
+        train, test = ({name: prompt_vectors(each) for name, each in split.items()} for split in (train, test))
+        train = {pooling: features[:, problem.distinct] for pooling, features in train.items()}
+        finite = [torch.stack([*each.values()]).isfinite().all(-1).all(0) for each in (train, test)]
+        layers, used = comparable(torch.cat(finite, dim=1))  # the same rows under every pooling
+        in_train, in_test = used.split([len(problem.train), len(problem.test)])
         if not in_train.any() or not in_test.any():
-            raise nothing_defined(self.name)
-        problem = problem.left(in_train, in_test)
+            raise all_undefined(self.name)
+        problem = problem.select(in_train, in_test)
         fittings = []
         for pooling in self._poolings():
-            tags: TagDict = {"pooling": pooling, **left_out("", ~kept)}
+            tags: TagDict = {"pooling": pooling, **missing_tag("", ~used)}
             features, held_out = train[pooling][layers][:, in_train], test[pooling][layers][:, in_test]
             scores = partial(label_scores, problem)
             fittings.append(Fitting(features, problem.train, held_out, layers, problem.num_classes, tags, scores))
@@ -94,19 +94,19 @@ class LabelProbe(ProbeAnalysis):
         """Return the labels of both splits as class indices."""
         (train, keys), (test, test_keys) = (self._rows(model, split) for split in ("train", "test"))
         test_keys = set(test_keys)
-        kept = torch.tensor([key not in test_keys for key in keys])
-        num_duplicates = int((~kept).sum())
+        distinct = torch.tensor([key not in test_keys for key in keys])
+        num_duplicates = int((~distinct).sum())
         beside = f" beside {num_duplicates} rows that are test rows too" if num_duplicates else ""
-        classes, train_classes = train[kept].unique(return_inverse=True)
+        classes, train_classes = train[distinct].unique(return_inverse=True)
         if len(classes) < 2:
             raise InputError(f"{self.name}: train holds labels {classes.tolist()}{beside}, and a probe needs two")
-        places = torch.searchsorted(classes, test).clamp(max=len(classes) - 1)
-        if (unseen := test[classes[places] != test]).numel():
+        indices = torch.searchsorted(classes, test).clamp(max=len(classes) - 1)
+        if (unseen := test[classes[indices] != test]).numel():
             count = f"{len(unseen)} of the {len(test)} test rows{beside}"
             raise InputError(f"{self.name}: no training row has the label {unseen[0].item()} of {count}")
-        everyone = torch.ones(len(places), dtype=torch.bool)
+        scored = torch.ones(len(indices), dtype=torch.bool)
         fitted = torch.ones(len(train_classes), dtype=torch.bool)
-        return LabelProblem(kept, train_classes, places, fitted, everyone, len(classes), num_duplicates)
+        return LabelProblem(distinct, train_classes, indices, fitted, scored, len(classes), num_duplicates)
 
     def _rows(self, model: LayeredModel, split: str) -> tuple[Tensor, list[bytes]]:
         """Return the labels (rows,) of a split, and keys that are equal for equal rows."""
@@ -141,13 +141,13 @@ class LabelProbe(ProbeAnalysis):
             "num_classes": problem.num_classes,
             "num_train_rows": len(problem.train),
             "num_duplicates": problem.num_duplicates,
-            **left_out("", ~torch.cat([problem.fitted, problem.scored])),
+            **missing_tag("", ~torch.cat([problem.fitted, problem.scored])),
         }
         yield from label_scores(problem, share.log().expand(len(problem.test), -1), tags)
 
 
 class LabelProblem(NamedTuple):
-    kept: Tensor  # (rows of train,) False for those of test
+    distinct: Tensor  # (rows of train,) False for those of test
     train: Tensor  # (kept rows,) numbers of classes
     test: Tensor  # (test rows,)
     fitted: Tensor  # (kept rows,) False for those left out of the training rows
@@ -155,7 +155,7 @@ class LabelProblem(NamedTuple):
     num_classes: int
     num_duplicates: int
 
-    def left(self, in_train: Tensor, in_test: Tensor) -> "LabelProblem":
+    def select(self, in_train: Tensor, in_test: Tensor) -> "LabelProblem":
         """Return the problem without the rows whose states are undefined."""
         return self._replace(train=self.train[in_train], test=self.test[in_test], fitted=in_train, scored=in_test)
 
@@ -164,11 +164,11 @@ def label_scores(problem: LabelProblem, log_proba: Tensor, tags: TagDict, layer:
     """Yield the scores of log-probabilities (test rows, classes)."""
     truth, predicted = problem.test, log_proba.argmax(-1)
     hits = predicted == truth
-    place: dict[str, Any] = {"layer": layer, "tags": tags, "rows": problem.scored}
-    (accuracy,) = summarize("accuracy", hits, **place)
+    fields: dict[str, Any] = {"layer": layer, "tags": tags, "rows": problem.scored}
+    (accuracy,) = summarize("accuracy", hits, **fields)
     low, high = wilson_interval(int(hits.sum()), len(hits))
     yield replace(accuracy, low=low, high=high)
-    yield from summarize("log_loss", -log_proba.gather(1, truth[:, None])[:, 0], **place)
+    yield from summarize("log_loss", -log_proba.gather(1, truth[:, None])[:, 0], **fields)
     yield Record(metric="macro_f1", value=macro_f1(truth, predicted), layer=layer, n=len(truth), tags=tags)
 
 
@@ -225,13 +225,13 @@ class AttentiveProbe(Analysis):
     def jobs(self, model: LayeredModel, train: Values, test: Values) -> Jobs:
         """Return the probes of all layers, a job each, whose states each rank passes for itself."""
         problem = self._rows.problem(model)
-        layers, kept = complete(torch.cat([train["finite"][:, problem.kept], test["finite"]], dim=1))
-        in_train, in_test = kept.split([len(problem.train), len(problem.test)])
+        layers, used = comparable(torch.cat([train["finite"][:, problem.distinct], test["finite"]], dim=1))
+        in_train, in_test = used.split([len(problem.train), len(problem.test)])
         if len(problem.train[in_train].unique()) < 2 or not in_test.any():
-            raise nothing_defined(self.name)
-        problem = problem.left(in_train, in_test)
-        tags: TagDict = {**left_out("", ~kept)}
-        rows = problem.kept.nonzero()[:, 0][in_train]
+            raise all_undefined(self.name)
+        problem = problem.select(in_train, in_test)
+        tags: TagDict = {**missing_tag("", ~used)}
+        rows = problem.distinct.nonzero()[:, 0][in_train]
         how = {name: getattr(self, name) for name in ("num_heads", "steps", "seed")}
 
         def layer_records(layer: int) -> list[Record]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lit_layers.analyses.base import Jobs
 from lit_layers.analyses.base import Rows as RowsRead
 from lit_layers.analyses.probes.probe_fits import Fitting, ProbeAnalysis, probe_jobs
-from lit_layers.analyses.statistics import TagDict, complete, left_out, nothing_defined, summarize_ratio
+from lit_layers.analyses.statistics import TagDict, all_undefined, comparable, missing_tag, summarize_ratio
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import wilson_interval
@@ -37,7 +37,7 @@ class Rows:
     def targets(self) -> Tensor:
         """The next tokens (n,)."""
         where = zip(self.text.tolist(), self.position.tolist(), strict=True)
-        return torch.tensor([int(self.texts[text][place + 1]) for text, place in where], dtype=torch.long)
+        return torch.tensor([int(self.texts[text][position + 1]) for text, position in where], dtype=torch.long)
 
     def where(self, kept: Tensor) -> "Rows":
         """Return the rows that a mask (n,) or indices select."""
@@ -56,7 +56,7 @@ class Pass(NamedTuple):
 def duplicates(texts: Sequence[Tensor], others: Sequence[Tensor]) -> set[int]:
     """Return the indices of the texts that are also among `others`, token for token."""
     other_texts = {text.numpy().tobytes() for text in others}
-    return {index for index, text in enumerate(texts) if text.numpy().tobytes() in other_texts}
+    return {i for i, text in enumerate(texts) if text.numpy().tobytes() in other_texts}
 
 
 def draw_rows(
@@ -65,7 +65,7 @@ def draw_rows(
     min_context: int,
     per_text: int = 1,
     seed: int = 0,
-    left_out: Collection[int] = (),
+    skip: Collection[int] = (),
 ) -> Rows:
     """Draw up to `per_text` different positions of each text, uniformly.
 
@@ -73,12 +73,12 @@ def draw_rows(
     and the index of the text.
     """
     chosen = []
-    for index, text in enumerate(texts):
+    for i, text in enumerate(texts):
         num_allowed = len(text) - min_context
-        if index in left_out or num_allowed < 1:
+        if i in skip or num_allowed < 1:
             continue
-        drawn = np.random.default_rng([seed, index]).choice(num_allowed, min(per_text, num_allowed), replace=False)
-        chosen += [(index, min_context - 1 + int(place)) for place in np.sort(drawn)]
+        drawn = np.random.default_rng([seed, i]).choice(num_allowed, min(per_text, num_allowed), replace=False)
+        chosen += [(i, min_context - 1 + int(position)) for position in np.sort(drawn)]
     text, position = torch.tensor(chosen, dtype=torch.long).reshape(-1, 2).T
     return Rows(texts, text, position)
 
@@ -118,7 +118,7 @@ def passes(rows: Rows, *, max_tokens: int, together: bool) -> Iterator[Pass]:
             yield Pass(
                 input_ids=torch.stack([rows.texts[texts[members[0]]][:length] for members in chunk]),
                 row=row,
-                context=torch.tensor([index for index, members in enumerate(chunk) for _ in members]),
+                context=torch.tensor([i for i, members in enumerate(chunk) for _ in members]),
                 position=rows.position[row],
             )
 
@@ -169,13 +169,13 @@ class NextTokenProbe(ProbeAnalysis):
     def jobs(self, model: LayeredModel) -> Jobs:
         problem = self._problem
         train, test, head = self._features(model, problem)
-        layers, kept = complete(torch.cat([states.isfinite().all(-1) for states in (train, test)], dim=1))
+        layers, kept = comparable(torch.cat([states.isfinite().all(-1) for states in (train, test)], dim=1))
         in_train, in_test = kept.split([len(problem.train), len(problem.test)])
         if not in_train.any() or not in_test.any():
-            raise nothing_defined(self.name)
-        tags: TagDict = {**left_out("", ~kept)}
+            raise all_undefined(self.name)
+        tags: TagDict = {**missing_tag("", ~kept)}
         if tags:  # drawn and counted anew without the texts of these rows
-            problem = self._drawn({*problem.train.text[~in_train].tolist()}, {*problem.test.text[~in_test].tolist()})
+            problem = self._draw({*problem.train.text[~in_train].tolist()}, {*problem.test.text[~in_test].tolist()})
             train, test, head = self._features(model, problem)
         references = self._coverage(problem, tags)
         for reference, predicted, log_proba in _references(problem, head):
@@ -187,12 +187,12 @@ class NextTokenProbe(ProbeAnalysis):
         def scores(log_proba: Tensor, tags: TagDict, layer: int) -> Iterator[Record]:
             return self._scores(problem, log_proba.argmax(-1), log_proba, tags, layer)
 
-        labels, num_classes, groups = problem.train_classes, len(problem.classes), self._alike(problem.train.text)
+        labels, num_classes, groups = problem.train_classes, len(problem.classes), self._fold_groups(problem.train.text)
         fitting = Fitting(train, labels, test, layers, num_classes, tags, scores, groups)
         seed = self.seed if self.random_labels else None
         return probe_jobs(model, references, [fitting], self, seed)
 
-    def _alike(self, text: Tensor) -> Tensor:
+    def _fold_groups(self, text: Tensor) -> Tensor:
         """Return group ids (n,) of rows to be held out together.
 
         A group is a document, or a text if a document has more rows than a fold should have.
@@ -207,14 +207,14 @@ class NextTokenProbe(ProbeAnalysis):
         max_tokens = max(batch["input_ids"].numel() for batch in self.test)
         how: dict[str, Any] = {"max_tokens": min(max_tokens, MAX_LOGITS // (model.vocab_size or model.dim))}
         how["together"] = model.predicts_next_token
-        return _read(model, problem.train, None, **how)[0], *_read(model, problem.test, problem.classes, **how)
+        return _states(model, problem.train, None, **how)[0], *_states(model, problem.test, problem.classes, **how)
 
     @cached_property
     def _problem(self) -> "_Problem":
         """The rows of both splits and their classes, which depend only on tokens."""
-        return self._drawn(set(), set())
+        return self._draw(set(), set())
 
-    def _drawn(self, broken_train: set[int], broken_test: set[int]) -> "_Problem":
+    def _draw(self, broken_train: set[int], broken_test: set[int]) -> "_Problem":
         """Draw the rows, without the broken texts, which are given by index."""
         train_texts, test_texts = (
             [text for batch in split for text in real_tokens(batch)] for split in (self.train, self.test)
@@ -222,7 +222,7 @@ class NextTokenProbe(ProbeAnalysis):
         doubles = duplicates(train_texts, test_texts)
         how: dict[str, Any] = {"min_context": self.min_context, "per_text": self.positions_per_sequence}
         drawn, test = (
-            draw_rows(texts, seed=self.seed, left_out=without, **how)
+            draw_rows(texts, seed=self.seed, skip=without, **how)
             for texts, without in ((train_texts, doubles | broken_train), (test_texts, broken_test))
         )
         for split, rows in (("train", drawn), ("test", test)):
@@ -265,19 +265,19 @@ class NextTokenProbe(ProbeAnalysis):
         covered = problem.test_classes >= 0
         truth, text = problem.test_classes[covered], problem.test.text
         hit = predicted == problem.test_classes  # never for the uncovered, which are -1
-        place: dict[str, Any] = {"layer": layer, "tags": tags}
-        yield from self._mean("accuracy", hit[covered], text[covered], **place)
-        yield from self._mean("accuracy_all", hit, text, **place)
+        fields: dict[str, Any] = {"layer": layer, "tags": tags}
+        yield from self._mean("accuracy", hit[covered], text[covered], **fields)
+        yield from self._mean("accuracy_all", hit, text, **fields)
         losses = -log_proba[covered].gather(1, truth[:, None])[:, 0]
-        yield from self._mean("log_loss", losses, text[covered], **place)
-        yield Record(metric="macro_f1", value=macro_f1(truth, predicted[covered]), n=len(truth), **place)
+        yield from self._mean("log_loss", losses, text[covered], **fields)
+        yield Record(metric="macro_f1", value=macro_f1(truth, predicted[covered]), n=len(truth), **fields)
 
-    def _mean(self, metric: str, values: Tensor, text: Tensor, **place: Any) -> list[Record]:
+    def _mean(self, metric: str, values: Tensor, text: Tensor, **fields: Any) -> list[Record]:
         """Return the mean over rows; its interval is over texts, and Wilson's for a share with one row a text."""
         _, num_texts = self._problem.num_texts
         counts = torch.bincount(text, minlength=num_texts)
         sums = torch.zeros(num_texts, dtype=torch.float64).index_add_(0, text, values.double())
-        records = summarize_ratio(metric, sums, counts, empty_is_undefined=False, **place)
+        records = summarize_ratio(metric, sums, counts, empty_is_undefined=False, **fields)
         ends: dict[str, float] = {}
         if values.dtype == torch.bool and self.positions_per_sequence == 1:
             ends = dict(zip(("low", "high"), wilson_interval(int(values.sum()), len(values)), strict=True))
@@ -312,7 +312,7 @@ def _references(problem: _Problem, head: _Head | None) -> Iterator[tuple[str, Te
         yield "lm_head_closed", closed.argmax(-1), closed
 
 
-def _read(model: LayeredModel, rows: Rows, classes: Tensor | None, **how: Any) -> tuple[Tensor, _Head | None]:
+def _states(model: LayeredModel, rows: Rows, classes: Tensor | None, **how: Any) -> tuple[Tensor, _Head | None]:
     """Return the states (layers + 1, rows, dim) at the rows' positions, on the CPU.
 
     Given classes and a model that generates, also return what its head makes of the rows.
@@ -329,6 +329,6 @@ def _read(model: LayeredModel, rows: Rows, classes: Tensor | None, **how: Any) -
             order.append(part.row)
     if not heads:
         return states, None
-    place = torch.cat(order).argsort()
-    head = _Head(*(torch.cat(columns)[place] for columns in zip(*heads, strict=True)))
+    inverse = torch.cat(order).argsort()
+    head = _Head(*(torch.cat(columns)[inverse] for columns in zip(*heads, strict=True)))
     return states, head if head.log_loss.isfinite().all() else None  # else it is behind a broken layer

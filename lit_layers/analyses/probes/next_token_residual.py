@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, Jobs, Rows, Values, joined
-from lit_layers.analyses.probes.probe_fits import MOST_SENT, bytes_of_vectors
-from lit_layers.analyses.statistics import TagDict, complete, gap, left_out, nothing_defined, records_with_halves
+from lit_layers.analyses.probes.probe_fits import MAX_SENT, vector_bytes
+from lit_layers.analyses.statistics import TagDict, all_undefined, comparable, half_records, missing_tag, nan_record
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import exponential_law
@@ -67,55 +67,55 @@ class NextTokenResidual(Analysis):
         """Return the texts; nothing if their states are too large to send between ranks."""
         rows = self._rows()
         self._check_rows(model, rows)
-        is_large = bytes_of_vectors(model, len(rows.targets)) > MOST_SENT
+        is_large = vector_bytes(model, len(rows.targets)) > MAX_SENT
         return {} if is_large else {"batches": Rows(self.batches)}
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         """Return the states (layers + 1, dim, rows) that have a next token."""
-        prompt, place = _predicted(seen.mask)
+        prompt, position = _predicted(seen.mask)
         layers = states_of_layers(seen, self.states)
-        return {"states": torch.stack([states[prompt, place].cpu() for states in layers]).mT}
+        return {"states": torch.stack([states[prompt, position].cpu() for states in layers]).mT}
 
     def jobs(self, model: LayeredModel, batches: Values | None = None) -> Jobs:
         rows = self._rows()
         if batches is None:
             batches = joined([self.update(model.trajectory(batch), batch) for batch in self.batches])
         states = batches.pop("states").mT
-        layers, kept, tags = self._complete(states, rows)
+        layers, used, tags = self._comparable(states, rows)
         if tags:
-            states, rows = states[:, kept], rows.where(kept)
+            states, rows = states[:, used], rows.where(used)
             self._check_rows(model, rows)
         size, generator = true_vocab_size(model.model), torch.Generator().manual_seed(self.seed)
         ids = torch.stack([rows.targets, torch.randperm(size, generator=generator)[rows.targets]], dim=1)
         fitted = self._texts_to_fit(rows)[rows.text]
         halves = self._halves(rows, model.dim)
 
-        def fit_layer(layer: int) -> _OfLayer:
+        def fit_layer(layer: int) -> _LayerFit:
             features = states[layer].contiguous().to(model.device)
-            of_halves = torch.zeros(len(halves), 2, dtype=torch.float64)
-            for number, half in enumerate(halves):
+            half_fits = torch.zeros(len(halves), 2, dtype=torch.float64)
+            for i, half in enumerate(halves):
                 fit = self._fit(model, layer, features[half], ids[half, :1])
-                of_halves[number] = torch.stack([fit.value[0], fit.adjusted[0]])
-            return _OfLayer(layer, self._fit(model, layer, features, ids, fitted), of_halves)
+                half_fits[i] = torch.stack([fit.value[0], fit.adjusted[0]])
+            return _LayerFit(layer, self._fit(model, layer, features, ids, fitted), half_fits)
 
-        def records(of_layers: list[_OfLayer]) -> Iterator[Record]:
+        def records(fits: list[_LayerFit]) -> Iterator[Record]:
             curve = torch.full((len(states),), math.nan, dtype=torch.float64)
-            of_halves = torch.zeros(len(halves), len(states), dtype=torch.float64)
-            for each in of_layers:
-                curve[each.layer], of_halves[:, each.layer] = each.whole.value[0], each.halves[:, 0]
+            half_fits = torch.zeros(len(halves), len(states), dtype=torch.float64)
+            for each in fits:
+                curve[each.layer], half_fits[:, each.layer] = each.whole.value[0], each.halves[:, 0]
                 yield from self._layer_records(each, rows, tags)
-            yield from self._law(curve[1:], of_halves[:, 1:], rows, tags)
+            yield from self._law(curve[1:], half_fits[:, 1:], rows, tags)
 
         return Jobs([partial(fit_layer, layer) for layer in layers.nonzero()[:, 0].tolist()], records)
 
-    def _complete(self, states: Tensor, rows: "_Rows") -> tuple[Tensor, Tensor, TagDict]:
+    def _comparable(self, states: Tensor, rows: "_Rows") -> tuple[Tensor, Tensor, TagDict]:
         """Return the measured layers, the rows of texts that are finite at all of them, and tags that count others."""
         broken = (~states.isfinite().all(-1)).double()  # (layers + 1, rows)
         of_texts = broken.new_zeros(len(states), rows.num_texts).index_add_(1, rows.text, broken)
-        layers, kept = complete(of_texts == 0)
+        layers, used = comparable(of_texts == 0)
         if not layers.any():
-            raise nothing_defined(self.name)
-        return layers, kept[rows.text], {**left_out("", ~kept)}
+            raise all_undefined(self.name)
+        return layers, used[rows.text], {**missing_tag("", ~used)}
 
     def _fit(
         self, model: LayeredModel, layer: int, features: Tensor, ids: Tensor, split: Tensor | None = None
@@ -127,7 +127,7 @@ class NextTokenResidual(Analysis):
         held_out = None if fit.held_out is None else fit.held_out.cpu()
         return replace(fit, value=fit.value.cpu(), adjusted=fit.adjusted.cpu(), held_out=held_out, rank=fit.rank.cpu())
 
-    def _layer_records(self, found: "_OfLayer", rows: "_Rows", counts: TagDict) -> Iterator[Record]:
+    def _layer_records(self, found: "_LayerFit", rows: "_Rows", counts: TagDict) -> Iterator[Record]:
         """Yield the records of one layer from its fit of both labellings."""
         layer, whole, halves = found
         num_scored = whole.num_rows - int(self._texts_to_fit(rows)[rows.text].sum())
@@ -147,9 +147,9 @@ class NextTokenResidual(Analysis):
 
     def _law(self, curve: Tensor, halves: Tensor, rows: "_Rows", counts: TagDict) -> Iterator[Record]:
         """Yield the records of the law over layers 1..L, from values (layers,) and those of halves (halves, layers)."""
-        tags, missing, n = self._tags(rows) | counts, left_out("layers", curve.isnan()), rows.num_texts
+        tags, missing, n = self._tags(rows) | counts, missing_tag("layers", curve.isnan()), rows.num_texts
         if missing and len(curve) >= 3:
-            yield from (gap(metric, tags=tags | missing) for metric in ("residual_ratio", "r_squared", "pearson"))
+            yield from (nan_record(each, tags=tags | missing) for each in ("residual_ratio", "r_squared", "pearson"))
         if len(curve) < 3 or not (curve > 0).all():
             return
         law = exponential_law(curve)
@@ -163,7 +163,7 @@ class NextTokenResidual(Analysis):
         self, metric: str, value: Tensor, halves: Tensor, n: int, rows: "_Rows", tags: TagDict, layer: int | None = None
     ) -> Iterator[Record]:
         tags = tags | ({"num_half_texts": rows.num_texts // 2} if len(halves) else {})
-        return records_with_halves(metric, value.item(), halves, n, layer=layer, tags=tags)
+        return half_records(metric, value.item(), halves, n, layer=layer, tags=tags)
 
     def _tags(self, rows: "_Rows") -> TagDict:
         return {"num_texts": rows.num_texts, **self.tags_of("states")}
@@ -173,18 +173,18 @@ class NextTokenResidual(Analysis):
         targets, text, num_texts = [], [], 0
         for batch in self.batches:
             ids = batch["input_ids"]
-            prompt, place = _predicted(batch.get("attention_mask", torch.ones_like(ids)).bool())
-            _, number = prompt.unique(return_inverse=True)  # texts of one token have no row and no number
-            targets.append(ids[prompt, place + 1])
-            text.append(num_texts + number)
-            num_texts += int(number.max()) + 1 if len(number) else 0
+            prompt, position = _predicted(batch.get("attention_mask", torch.ones_like(ids)).bool())
+            _, index = prompt.unique(return_inverse=True)  # texts of one token have no row and no number
+            targets.append(ids[prompt, position + 1])
+            text.append(num_texts + index)
+            num_texts += int(index.max()) + 1 if len(index) else 0
         if not num_texts:
             raise InputError(f"{self.name}: no text has a next token to predict: give texts of two tokens or more")
         return _Rows(torch.cat(targets), torch.cat(text), num_texts)
 
     def _texts_to_fit(self, rows: "_Rows") -> Tensor:
         """Return which texts are fitted, (texts,): those with the lowest draws, by the seed and the text's index."""
-        draws = [np.random.default_rng([self.seed, number]).random() for number in range(rows.num_texts)]
+        draws = [np.random.default_rng([self.seed, i]).random() for i in range(rows.num_texts)]
         count = min(max(round(self.split * rows.num_texts), 1), rows.num_texts - 1)
         fitted = torch.zeros(rows.num_texts, dtype=torch.bool)
         fitted[torch.tensor(draws).argsort()[:count]] = True
@@ -193,8 +193,8 @@ class NextTokenResidual(Analysis):
     def _halves(self, rows: "_Rows", dim: int) -> list[Tensor]:
         """Return masks (rows,) of random halves of the texts; none if a half would have too few rows."""
         subsets = []
-        for number in range(self.num_halves if rows.num_texts >= 4 else 0):
-            order = np.random.default_rng([self.seed, number]).permutation(rows.num_texts)
+        for i in range(self.num_halves if rows.num_texts >= 4 else 0):
+            order = np.random.default_rng([self.seed, i]).permutation(rows.num_texts)
             chosen = torch.zeros(rows.num_texts, dtype=torch.bool)
             chosen[torch.from_numpy(order[: rows.num_texts // 2])] = True
             subsets.append(chosen[rows.text])
@@ -210,7 +210,7 @@ class NextTokenResidual(Analysis):
                 f"{self.name}: {num_rows} positions are fitted exactly by states of width {dim}: give many times "
                 f"{dim + 1} positions"
             )
-        if (size := bytes_of_vectors(model, num_rows)) > MAX_BYTES:
+        if (size := vector_bytes(model, num_rows)) > MAX_BYTES:
             raise InputError(
                 f"{self.name}: the states of {num_rows} positions take {size / 1e9:.1f} GB: give "
                 f"{MAX_BYTES / size:.0%} of the texts"
@@ -224,13 +224,13 @@ class _Rows(NamedTuple):
     text: Tensor  # (rows,) numbers of the texts
     num_texts: int
 
-    def where(self, kept: Tensor) -> "_Rows":
+    def where(self, used: Tensor) -> "_Rows":
         """Return the rows of some texts, given by a mask (rows,), with text indices counted again from 0."""
-        texts, text = self.text[kept].unique(return_inverse=True)
-        return _Rows(self.targets[kept], text, len(texts))
+        texts, text = self.text[used].unique(return_inverse=True)
+        return _Rows(self.targets[used], text, len(texts))
 
 
-class _OfLayer(NamedTuple):
+class _LayerFit(NamedTuple):
     layer: int
     whole: PredictionResidual
     halves: Tensor  # (halves, 2) values and adjusted ones of the halves
@@ -238,8 +238,8 @@ class _OfLayer(NamedTuple):
 
 def _predicted(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return text and position of each real token that a real token follows."""
-    prompt, place = (mask[:, :-1] & mask[:, 1:]).nonzero().T
-    return prompt, place
+    prompt, position = (mask[:, :-1] & mask[:, 1:]).nonzero().T
+    return prompt, position
 
 
 def _own_norm(model: LayeredModel) -> tuple[Normalize, float]:

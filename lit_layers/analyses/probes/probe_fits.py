@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lit_layers.analyses.base import Analysis, Jobs
-from lit_layers.analyses.statistics import TagDict, Tags, gap, summarize
+from lit_layers.analyses.statistics import TagDict, Tags, nan_record, summarize
 from lit_layers.functional import curves
 from lit_layers.functional.probes.logistic import LogisticProbes, fit_logistic_probes, fit_watching_probes, macro_f1
 from lit_layers.functional.probes.regression import RidgeProbes, fit_ridge_probes
@@ -20,10 +20,10 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 from lit_layers.tasks.text_features import permuted
 
-MOST_SENT = 1e9  # bytes of states that processes send to one another: 25,000 rows of all layers of GPT-2 small
+MAX_SENT = 1e9  # bytes of states that processes send to one another: 25,000 rows of all layers of GPT-2 small
 
 
-def bytes_of_vectors(model: LayeredModel, rows: int) -> int:
+def vector_bytes(model: LayeredModel, rows: int) -> int:
     """Return the bytes of vectors of so many rows at all layers, in the model's precision, at least float32."""
     return max(torch.finfo(model.dtype).bits // 8, 4) * rows * model.dim * (model.num_layers + 1)
 
@@ -112,7 +112,7 @@ def probe_jobs(
     references: list[Record],
     fittings: Sequence[Fitting],
     options: ProbeAnalysis,
-    seed_of_control: int | None,
+    control_seed: int | None,
 ) -> Jobs:
     """Return logistic probes of all layers, a job each, of the labels and, given a seed, of permuted labels.
 
@@ -123,9 +123,9 @@ def probe_jobs(
     def layer_records(fitting: Fitting, row: int, layer: int) -> list[Record]:
         found = list[Record]()
         controls, labellings = [dict(fitting.tags)], [fitting.labels]
-        if seed_of_control is not None:
+        if control_seed is not None:
             controls.append({**fitting.tags, "control": "random_labels"})
-            labellings.append(permuted(fitting.labels, seed_of_control))
+            labellings.append(permuted(fitting.labels, control_seed))
         how: dict[str, Any] = {"num_classes": fitting.num_classes, "groups": fitting.groups, "device": device}
         probes = fit_labellings(fitting.features[row], labellings, options, **how)
         for probe, tags in zip(cast("Sequence[LogisticProbes]", probes), controls, strict=True):
@@ -156,7 +156,7 @@ class RowScores:
     hits: Tensor | None = None  # (rows,)
     predicted: Tensor | None = None  # (rows,)
 
-    def row_shares(self, metric: str) -> Tensor:
+    def row_values(self, metric: str) -> Tensor:
         """Return the values per row of a metric that is a mean over rows."""
         return cast("Tensor", self.hits).double() if metric == "accuracy" else self.losses
 
@@ -191,24 +191,24 @@ def score_records(
     training row had; the others count as errors.
     """
     rows = torch.ones(len(targets), dtype=torch.bool) if rows is None else rows
-    place: dict[str, Any] = {"layer": layer, "rows": rows}
+    fields: dict[str, Any] = {"layer": layer, "rows": rows}
     if scores.hits is None or scores.predicted is None:
-        yield from summarize("mean_squared_error", scores.losses, **place, tags=tags, intervals=intervals)
+        yield from summarize("mean_squared_error", scores.losses, **fields, tags=tags, intervals=intervals)
         if (mean := cast("Tensor", baseline).mean()) > 0:
             value = float(1 - scores.losses.mean() / mean)
             yield Record(metric="r_squared", value=value, layer=layer, n=len(targets), tags={**tags})
         return
-    (accuracy,) = summarize("accuracy", scores.hits, **place, tags=tags, intervals=False)
+    (accuracy,) = summarize("accuracy", scores.hits, **fields, tags=tags, intervals=False)
     low, high = curves.wilson_interval(int(scores.hits.sum()), len(targets))
     yield replace(accuracy, low=low, high=high)
     low, high = curves.macro_f1_interval(targets, scores.predicted) if intervals and len(targets) > 1 else (None, None)
     value = macro_f1(targets, scores.predicted)
     yield Record(metric="macro_f1", value=value, layer=layer, n=len(targets), tags={**tags}, low=low, high=high)
-    seen = scores.losses.isfinite()
-    if seen.any():
-        counted = {**tags, **({"num_unseen": unseen} if (unseen := int((~seen).sum())) else {})}
-        place["rows"] = rows.masked_scatter(rows, seen)
-        yield from summarize("log_loss", scores.losses[seen], **place, tags=counted, intervals=intervals)
+    finite = scores.losses.isfinite()
+    if finite.any():
+        counted = {**tags, **({"num_unseen": unseen} if (unseen := int((~finite).sum())) else {})}
+        fields["rows"] = rows.masked_scatter(rows, finite)
+        yield from summarize("log_loss", scores.losses[finite], **fields, tags=counted, intervals=intervals)
 
 
 def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Iterator[Record]:
@@ -222,28 +222,28 @@ def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Ite
     """
     if "num_undefined_layers" in tags:
         names = (*(f"monotonicity_{name}" for name in curves.Monotonicity._fields), *RULES, "inflection_layer")
-        yield from (gap(name, tags={**tags, "of": metric}) for name in names)
+        yield from (nan_record(name, tags={**tags, "of": metric}) for name in names)
         return
-    rows = torch.stack([scores.row_shares(metric) for scores in curve])  # (L, rows)
+    rows = torch.stack([scores.row_values(metric) for scores in curve])  # (L, rows)
     rows = rows[:, rows.isfinite().all(0)]
     if len(rows) < 3 or rows.shape[1] < 2:
         return
     better, values = look_up(metric).higher_is_better, rows.mean(1).tolist()
     rise = curves.monotonicity(values, higher_is_better=better)
     low, high = curves.monotonicity_interval(rows, higher_is_better=better)
-    of: dict[str, Any] = {**tags, "of": metric}
+    all_tags: dict[str, Any] = {**tags, "of": metric}
     for name in rise._fields:
         value = getattr(rise, name)
         if not math.isnan(value):
-            first, last = _widened(getattr(low, name), value, getattr(high, name))
-            yield Record(metric=f"monotonicity_{name}", value=value, low=first, high=last, n=rows.shape[1], tags=of)
+            lo, hi = _widened(getattr(low, name), value, getattr(high, name))
+            yield Record(metric=f"monotonicity_{name}", value=value, low=lo, high=hi, n=rows.shape[1], tags=all_tags)
     for name, rule in RULES.items():
         layer = curves.choose_layer(values, rule=rule, tolerance=PLATEAU, higher_is_better=better)
         shares = curves.choice_distribution(rows, rule=rule, tolerance=PLATEAU, higher_is_better=better)
-        first, last = curves.choice_interval(shares)
-        yield Record(metric=name, value=layer, low=first, high=last, n=rows.shape[1], tags=of)
+        lo, hi = curves.choice_interval(shares)
+        yield Record(metric=name, value=layer, low=lo, high=hi, n=rows.shape[1], tags=all_tags)
     if (inflection := curves.inflection_layer(values)) is not None:
-        yield Record(metric="inflection_layer", value=inflection, n=rows.shape[1], tags=of)
+        yield Record(metric="inflection_layer", value=inflection, n=rows.shape[1], tags=all_tags)
 
 
 def _widened(low: float, value: float, high: float) -> tuple[float | None, float | None]:

@@ -12,17 +12,17 @@ from torch import Tensor
 
 from lit_layers.analyses.base import Jobs, Rows, Values
 from lit_layers.analyses.probes.probe_fits import (
-    MOST_SENT,
+    MAX_SENT,
     ProbeAnalysis,
     RowScores,
-    bytes_of_vectors,
     curve_records,
     fit_layer,
     score_log_proba,
     score_records,
     score_rows,
+    vector_bytes,
 )
-from lit_layers.analyses.statistics import TagDict, Tags, clip_interval, complete, left_out, nothing_defined
+from lit_layers.analyses.statistics import TagDict, Tags, all_undefined, clip_interval, comparable, missing_tag
 from lit_layers.errors import InputError
 from lit_layers.functional.probes.logistic import LogisticProbes
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
@@ -93,9 +93,9 @@ class TaskTexts:
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
         """Return the texts of each part; none if their vectors are too large to send between ranks."""
         texts = self._rows(model).texts
-        if bytes_of_vectors(model, sum(map(len, texts.values()))) > MOST_SENT:
+        if vector_bytes(model, sum(map(len, texts.values()))) > MAX_SENT:
             return {}
-        return {part: Rows(batches_by_length(each)) for part, each in texts.items()}
+        return {split: Rows(batches_by_length(each)) for split, each in texts.items()}
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         return pool_texts(seen, batch, self.pooling, "resid")
@@ -104,26 +104,24 @@ class TaskTexts:
         """Return the parts that are measured on; train includes the validation rows."""
         return self._reader.rows(model, join_validation=True)
 
-    def _features_of(
-        self, model: LayeredModel, rows: TaskRows, parts_read: dict[str, Values]
-    ) -> dict[str, LayerFeatures]:
+    def _features(self, model: LayeredModel, rows: TaskRows, values: dict[str, Values]) -> dict[str, LayerFeatures]:
         """Return the features of all parts, which are made here if no part was read."""
-        if parts_read:
-            return {part: store_features(parts_read.pop(part)) for part in rows.texts}
+        if values:
+            return {split: store_features(values.pop(split)) for split in rows.texts}
         how: Any = {"pooling": self.pooling, "undefined": "nan"}
-        return {part: text_features(model, texts, **how) for part, texts in rows.texts.items()}
+        return {split: text_features(model, texts, **how) for split, texts in rows.texts.items()}
 
-    def _complete(self, features: Mapping[str, LayerFeatures]) -> tuple[Tensor, dict[str, Tensor]]:
+    def _comparable(self, features: Mapping[str, LayerFeatures]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return which layers (layers + 1,) are measured, and which rows of each part have a vector at each of them.
 
         Raises:
             ValueError: no layer is left, or no row of a part.
         """
-        defined = {part: layers.defined() for part, layers in features.items()}
-        layers, kept = complete(torch.cat(list(defined.values()), dim=1))
-        parts = kept.split([rows.shape[1] for rows in defined.values()])
-        if not all(part.any() for part in parts):
-            raise nothing_defined(self.name)
+        defined = {split: layers.defined() for split, layers in features.items()}
+        layers, used = comparable(torch.cat(list(defined.values()), dim=1))
+        parts = used.split([rows.shape[1] for rows in defined.values()])
+        if not all(each.any() for each in parts):
+            raise all_undefined(self.name)
         return layers, dict(zip(defined, parts, strict=True))
 
     @cached_property
@@ -163,28 +161,28 @@ class Probe(TaskTexts, ProbeAnalysis):
     fit_on: Literal["train", "train_and_validation"] = "train_and_validation"
     random_labels: bool = True
 
-    def jobs(self, model: LayeredModel, **parts_read: Values) -> Jobs:
+    def jobs(self, model: LayeredModel, **values: Values) -> Jobs:
         rows = self._rows(model)
-        features = self._features_of(model, rows, parts_read)
-        layers, kept = self._complete(features)
-        rows = rows.where(kept)
+        features = self._features(model, rows, values)
+        layers, used = self._comparable(features)
+        rows = rows.where(used)
         train = rows.targets["train"]
         labellings = {"": train, **({"random_labels": permuted(train, self.seed)} if self.random_labels else {})}
-        missing = left_out("", ~torch.cat([*kept.values()]))
+        missing = missing_tag("", ~torch.cat([*used.values()]))
         references = [*majority_records(rows, missing)]
 
         def layer_results(layer: int) -> list[_LayerScores]:
-            parts = {part: each.layer(layer) for part, each in features.items()}
-            parts = {part: each if kept[part].all() else each[kept[part]] for part, each in parts.items()}
+            parts = {split: each.layer(layer) for split, each in features.items()}
+            parts = {split: each if used[split].all() else each[used[split]] for split, each in parts.items()}
             found = []
             for control, labels in labellings.items():
                 tags = {"task": rows.data.name, **({"control": control} if control else {}), **missing}
-                found.append(self._layer_scores(parts, labels, rows, kept, layer, tags))
+                found.append(self._layer_scores(parts, labels, rows, used, layer, tags))
             return found
 
-        def records(of_layers: list[list[_LayerScores]]) -> Iterator[Record]:
+        def records(results: list[list[_LayerScores]]) -> Iterator[Record]:
             yield from references
-            for control, column in zip(labellings, zip(*of_layers, strict=True), strict=True):
+            for control, column in zip(labellings, zip(*results, strict=True), strict=True):
                 yield from (record for each in column for record in each.records)
                 if not control:
                     tags = {"task": rows.data.name, **missing, "split": "test"}
@@ -197,7 +195,7 @@ class Probe(TaskTexts, ProbeAnalysis):
         parts: Mapping[str, Tensor],
         labels: Tensor,
         rows: TaskRows,
-        kept: Mapping[str, Tensor],
+        used: Mapping[str, Tensor],
         layer: int,
         tags: TagDict,
     ) -> "_LayerScores":
@@ -206,21 +204,21 @@ class Probe(TaskTexts, ProbeAnalysis):
         failed = isinstance(probe, LogisticProbes) and not bool(probe.converged.all())
         flag = {"num_not_converged": 1} if failed else {}
         records, scores = list[Record](), dict[str, RowScores]()
-        for part in ("test",) if "control" in tags else rows.targets:
-            scores[part], targets = score_rows(probe, parts[part], rows.targets[part]), rows.targets[part]
-            how = {"baseline": rows.errors_of_mean(part), "intervals": part != "train", "rows": kept[part]}
-            records += score_records(scores[part], targets, {**tags, "split": part, **flag}, layer=layer, **how)
+        for split in ("test",) if "control" in tags else rows.targets:
+            scores[split], targets = score_rows(probe, parts[split], rows.targets[split]), rows.targets[split]
+            how = {"baseline": rows.errors_of_mean(split), "intervals": split != "train", "rows": used[split]}
+            records += score_records(scores[split], targets, {**tags, "split": split, **flag}, layer=layer, **how)
         if self.estimator == "watch":
             c = float(probe.c if isinstance(probe, LogisticProbes) else 1 / probe.penalty)
             records.append(Record(metric="probe_c", value=c, layer=layer, n=len(labels), tags=tags))
         return _LayerScores(layer, records, scores["test"], failed)
 
-    def _curves(self, rows: TaskRows, of_layers: "list[_LayerScores]", tags: TagDict, gaps: Tensor) -> Iterator[Record]:
+    def _curves(self, rows: TaskRows, results: "list[_LayerScores]", tags: TagDict, gaps: Tensor) -> Iterator[Record]:
         """Yield how the test score rises over layers 1 to L."""
-        unconverged = sum(each.failed for each in of_layers)
-        tags = {**tags, **({"num_not_converged": unconverged} if unconverged else {}), **left_out("layers", gaps)}
+        unconverged = sum(each.failed for each in results)
+        tags = {**tags, **({"num_not_converged": unconverged} if unconverged else {}), **missing_tag("layers", gaps)}
         for metric in ("accuracy", "log_loss") if rows.is_classification else ("mean_squared_error",):
-            yield from curve_records([each.of_test for each in of_layers], tags, metric=metric)
+            yield from curve_records([each.test for each in results], tags, metric=metric)
 
     def _rows(self, model: LayeredModel) -> TaskRows:
         return self._reader.rows(model, join_validation=self.fit_on == "train_and_validation")
@@ -231,7 +229,7 @@ class _LayerScores(NamedTuple):
 
     layer: int
     records: list[Record]
-    of_test: RowScores
+    test: RowScores
     failed: bool  # whether it has not converged
 
 
@@ -284,14 +282,14 @@ class SampleSizeSweep(TaskTexts, ProbeAnalysis):
         if not {*(self.layers or ())} <= {*range(model.num_layers + 1)}:
             raise InputError(f"{self.name}: expected layers from 0 to {model.num_layers}, got {self.layers}")
 
-    def jobs(self, model: LayeredModel, **parts_read: Values) -> Jobs:
+    def jobs(self, model: LayeredModel, **values: Values) -> Jobs:
         rows = self._rows(model)
-        parts = self._features_of(model, rows, parts_read)
-        defined, kept = self._complete(parts)
-        rows, counts = rows.where(kept), left_out("", ~torch.cat([*kept.values()]))
+        parts = self._features(model, rows, values)
+        defined, used = self._comparable(parts)
+        rows, counts = rows.where(used), missing_tag("", ~torch.cat([*used.values()]))
 
         def layer_results(layer: int) -> list[Record]:
-            features, held_out = (parts[part].layer(layer)[kept[part]] for part in ("train", "test"))
+            features, held_out = (parts[split].layer(layer)[used[split]] for split in ("train", "test"))
             return [
                 record
                 for size in sizes(len(features))
@@ -300,7 +298,7 @@ class SampleSizeSweep(TaskTexts, ProbeAnalysis):
 
         layers = range(model.num_layers + 1) if self.layers is None else self.layers
         if not (present := [layer for layer in layers if defined[layer]]):
-            raise nothing_defined(self.name)
+            raise all_undefined(self.name)
         return Jobs([partial(layer_results, layer) for layer in present])
 
     def _size_records(

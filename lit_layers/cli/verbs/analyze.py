@@ -77,7 +77,7 @@ def _follow(command: "Command", options: Checkpoints, tokenizer: str | None, pat
 
     def update(steps: list[int]) -> None:
         everything = command.series(replace(options, steps=steps))
-        about: Any = {"tokenizer": tokenizer, "beside_training": True}
+        about: Any = {"tokenizer": tokenizer, "during_training": True}
         codes.append(measure(everything, options, command.analyses, _report, **about))
 
     follow_folder(folder, update, patience)
@@ -99,7 +99,7 @@ class Command:
         self.options = options = self._recipe.options
         if options.metrics is not None and options.analyses:
             raise InputError("metrics and analyses: expected one of them, got both: leave one out")
-        self._names = None if options.metrics is None else [*metric_names.named(options.metrics.split(","))]
+        self._names = None if options.metrics is None else [*metric_names.find_analyses(options.metrics.split(","))]
         self._is_own = options.tokenizer == OWN_TOKENIZER
 
     def series(self, checkpoints: Checkpoints) -> list[Series]:
@@ -164,7 +164,7 @@ def _default_analyses(names: Sequence[str], corpus: str, tokenizer: str, limit: 
     """Return the named analyses, on texts no longer than the model's context."""
     text = EvalText(corpus, tokenizer, num_sequences=16, num_tokens=min(128, limit or 128))
     few = EvalText(corpus, tokenizer, num_sequences=8, num_tokens=min(64, limit or 64))
-    return metric_names.made(names, text, few)
+    return metric_names.make_analyses(names, text, few)
 
 
 def _report(outcome: Outcome) -> bool:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from lit_layers.cli.options import Names, refuse_replacing
 from lit_layers.cli.process import bar
 from lit_layers.clock.curve_sources import curves_of
-from lit_layers.clock.step_curves import MONOTONICITY, layer_curves, over_seeds, over_the_seeds
+from lit_layers.clock.step_curves import MONOTONICITY, layer_curves, merge_layer_seeds, merge_seeds
 from lit_layers.clock.times_and_order import measure_times
 from lit_layers.errors import InputError
 from lit_layers.report.emergence import write_emergence
@@ -58,10 +58,10 @@ def emerge(
     curves += [each.curve for each in layers if each.statistic == MONOTONICITY]
     together, lacking = f"{len({curve.run for curve in curves})} seeds", 0
     if seeds:
-        merged = over_seeds(curves, together)
+        merged = merge_seeds(curves, together)
         lacking = len({curve.key for curve in curves}) - len(merged)
         curves = merged + curves
-        layers = over_the_seeds(layers, together) + layers
+        layers = merge_layer_seeds(layers, together) + layers
     with bar("finding times") as show:
         times = measure_times(curves, confidence=confidence, seed=seed, show=show)
     if lacking:
