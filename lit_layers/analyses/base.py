@@ -1,4 +1,4 @@
-"""What an analysis is: data in, records out; its options, and the hidden states that it measures."""
+"""The base class of analyses: its options, the rows it reads and the records it makes."""
 
 import dataclasses
 import functools
@@ -24,22 +24,25 @@ from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 
 Dtype = Literal["float32", "bfloat16"]
-NUM_CHECKED = 16  # prompts, texts or rows that are measured in float32, too, where the blocks multiply in bfloat16
-Key = tuple[str | float | None, ...]  # of values: a metric, say, and what else tells them apart
+NUM_CHECKED = 16  # prompts, texts or rows that are also measured in float32 if blocks multiply in bfloat16
+Key = tuple[str | float | None, ...]  # key of values: a metric and what distinguishes its variants
 
 
 Precision = Literal["float32", "own", "bfloat16"]
-Values = dict[Any, Tensor]  # (..., prompts) on the CPU, by any key: prompts are the last dimension
+Values = dict[Any, Tensor]  # tensors (..., prompts) on the CPU, by any key
 
 
 class Rows(NamedTuple):
-    """The rows that an analysis reads. Analyses that read the same batches share one pass.
+    """Rows that an analysis reads.
+
+    Analyses that read the same batches share one forward pass.
 
     Args:
-        batches: what is read, in an order that stays.
-        limit: the first so many rows; None: all.
-        at_once: the most rows that one `update` sees; None: as many as a pass has at a time.
-        precision: what the model runs in: float32 or wider, its own, or with products within blocks in bfloat16.
+        batches: the batches to read, in a fixed order.
+        limit: read only the first `limit` rows; None: all rows.
+        at_once: the most rows that one `update` receives; None: as many as the pass holds at a time.
+        precision: how the model runs: "float32" in float32 or wider, "own" in its own dtype, "bfloat16" with the matrix
+            products inside blocks in bfloat16.
     """
 
     batches: Iterable[Batch]
@@ -49,11 +52,14 @@ class Rows(NamedTuple):
 
 
 class Jobs(NamedTuple):
-    """Independent jobs, such as one per layer, whose results can be sent to another process.
+    """Independent jobs, such as one per layer.
+
+    Ranks share the jobs, so their results must be picklable.
 
     Args:
-        parts: the jobs; the values of one that yields are collected in a list.
-        records: makes the records from their results, in the order of the jobs; by default they are lists of records.
+        calls: functions without arguments, one per job. An iterator that one returns is collected in a list.
+        records: makes the records from the results in the order of the jobs. By default each result is a list of
+            records.
     """
 
     calls: Sequence[Callable[[], Any]]
@@ -61,57 +67,68 @@ class Jobs(NamedTuple):
 
 
 def joined(updates: Sequence[Values]) -> Values:
-    """Join the values of several microbatches along the prompts; a microbatch may lack some keys."""
+    """Concatenate the values of several microbatches along the prompts.
+
+    A microbatch may lack some keys.
+    """
     keys = dict.fromkeys(key for values in updates for key in values)
     return {key: torch.cat([values[key] for values in updates if key in values], dim=-1) for key in keys}
 
 
 class Analysis(ABC):
-    """One way to measure every layer of a model, in two steps.
+    """One way to measure every layer of a model.
 
-    `update` runs once per microbatch, on the rank that has it; `compute` once per checkpoint, on the values of all
-    prompts. Both see the options of the preset in place. Neither knows of ranks, files or other analyses.
+    `update` runs once per microbatch, on the rank that holds it. `compute` runs once per checkpoint, on the values of
+    all prompts. Both see the options of the preset. Neither knows of ranks, files or other analyses.
 
-    Subclasses are dataclasses: their fields are the options of a recipe and, with `name`, all that decides the
-    numbers. Constructors are cheap; data loads on first use. `name` is unique within a run, e.g. `probe/ag_news`.
+    Subclasses are dataclasses. Their fields are the options of a recipe and, together with `name`, determine every
+    number. Constructors are cheap, and data loads on first use. `name` is unique within a run, e.g. `probe/ag_news`.
     """
 
     name: str
-    PRECISION: ClassVar[Precision] = "float32"  # of the model that `compute` and `jobs` see
-    SEES: ClassVar[Literal["text", "images"] | None] = None  # models of these alone
-    NEXT_TOKEN: ClassVar[bool] = False  # models that predict the next token alone
-    LEAST: ClassVar[Mapping[str, float]] = {}  # the lowest value of some options
+    PRECISION: ClassVar[Precision] = "float32"  # precision of the model that `compute` and `jobs` receive
+    SEES: ClassVar[Literal["text", "images"] | None] = None  # the only kind of model that is accepted
+    NEXT_TOKEN: ClassVar[bool] = False  # whether only models that predict the next token are accepted
+    LEAST: ClassVar[Mapping[str, float]] = {}  # smallest allowed value, by option
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # the options that each value of `preset` sets
-    UNMEASURED: ClassVar[Sequence[str]] = ()  # options that decide no number: no part of the config
+    UNMEASURED: ClassVar[Sequence[str]] = ()  # options that change no number and are left out of the config
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
-        """Return the rows to read, by the names of the arguments of `compute`; by default the field `batches`."""
+        """Return the rows to read, keyed by the arguments of `compute`.
+
+        By default these are the batches of the field `batches`, if it exists.
+        """
         batches = getattr(self, "batches", None)
         return {} if batches is None else {"batches": Rows(batches)}
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        """Return the values of one microbatch: tensors whose last dimension is the prompts, or tokens in their order.
+        """Return the values of one microbatch.
+
+        Values are tensors whose last dimension is the prompts, or the tokens in their order.
 
         Args:
-            seen: `hidden` (layers + 1, prompts, tokens, dim), `mask` (prompts, tokens) and the blocks as functions;
-                a copy, to which it may write.
-            batch: the columns of these rows as they were given.
+            seen: the forward pass: `hidden` (layers + 1, prompts, tokens, dim), `mask` (prompts, tokens) and the blocks
+                as functions. It is a copy, so `update` may write to it.
+            batch: the columns of these rows, as the data returned them.
         """
         raise NotImplementedError(f"{self.name} reads rows and has no update")
 
     def compute(self, model: LayeredModel, **values: Values) -> Iterable[Record]:
-        """Yield the records, from the values of all prompts in the order of the data. `jobs` may take its place."""
+        """Yield the records from the values of all prompts, which are in the order of the data.
+
+        A subclass implements this method or `jobs`.
+        """
         raise NotImplementedError(f"{self.name} has neither compute nor jobs")
 
     def jobs(self, model: LayeredModel, **values: Values) -> Jobs:
-        """Divide `compute` into jobs, which ranks share; by default one."""
+        """Return the jobs that ranks share; by default a single one, which runs `compute`."""
         return Jobs([functools.partial(self.compute, model, **values)])
 
     def adopt_batches_(self) -> None:
-        """Turn data loaders, data sets and lists in the fields of type `Batches` into `Batches`.
+        """Convert data loaders, data sets and lists in fields of type `Batches` to `Batches`.
 
         Raises:
-            InputError: something else there.
+            InputError: if a field holds anything else.
         """
         for field in dataclasses.fields(self) if dataclasses.is_dataclass(self) else ():
             if field.type in (Batches, "Batches"):
@@ -121,11 +138,13 @@ class Analysis(ABC):
                     raise InputError(f"{self.name}: {str(error).replace('batches', field.name, 1)}") from error
 
     def check(self, model: LayeredModel) -> None:
-        """Refuse, before the first step, options that do not fit the model and missing data.
+        """Check the options and the data against the model, before the first step.
+
+        The default loads every field that holds data. It refuses images that are preprocessed differently than in
+        training, and texts that are longer than the model reads.
 
         Raises:
-            InputError: one sentence naming the option. The default loads every field that is data, and refuses images
-                that are not as the model saw them in training and texts that are longer than it reads.
+            InputError: if something does not fit; the sentence names the option.
         """
         self.check_options(model)
         needed = "pixel_values" if model.family.sees_images else "input_ids"
@@ -145,11 +164,13 @@ class Analysis(ABC):
         self.check_data()
 
     def check_options(self, model: LayeredModel) -> None:
-        """Refuse options that do not fit, whatever the data; a subclass adds checks that depend on the model.
+        """Check the options against the model without loading data.
+
+        The default runs `check_fields`, compares `SEES` and `NEXT_TOKEN` with the model, and calls `resolved`. A
+        subclass adds checks that depend on the model.
 
         Raises:
-            InputError: one sentence naming the option. The default is `check_fields`, `SEES`, `NEXT_TOKEN` and
-                `resolved`.
+            InputError: if an option does not fit; the sentence names it.
         """
         self.check_fields()
         sees, kind = "images" if model.family.sees_images else "text", type(model.model).__name__
@@ -160,10 +181,10 @@ class Analysis(ABC):
         self.resolved(model)
 
     def resolved(self, model: LayeredModel) -> Self:
-        """Return the analysis with the options of its preset in place; itself without a preset.
+        """Return the analysis with the options of its preset; itself if it has no preset.
 
         Raises:
-            InputError: an option given that the preset sets otherwise.
+            InputError: if an option was set to another value than the preset's.
         """
         fields: Any = self
         preset = getattr(fields, "preset", None)
@@ -178,7 +199,7 @@ class Analysis(ABC):
                     "of them out"
                 )
         resolved = dataclasses.replace(fields, **options)
-        vars(resolved).update({name: value for name, value in vars(self).items() if name not in defaults})  # is loaded
+        vars(resolved).update({name: value for name, value in vars(self).items() if name not in defaults})  # the data
         return resolved
 
     def preset_options(self, preset: str, model: LayeredModel) -> Mapping[str, Any]:
@@ -186,7 +207,7 @@ class Analysis(ABC):
         return self.PRESETS[preset]
 
     def tags_of(self, *options: str) -> dict[str, str | int | float]:
-        """Return as tags those of the named options that differ from their defaults."""
+        """Return the named options that differ from their defaults, as tags."""
         defaults = {field.name: field.default for field in dataclasses.fields(cast("Any", self))}
         tags: dict[str, str | int | float] = {}
         for option in options:
@@ -197,10 +218,10 @@ class Analysis(ABC):
         return tags
 
     def check_fields(self) -> None:
-        """Refuse options outside their `Literal` or below `LEAST`.
+        """Check the options against their `Literal` types and against `LEAST`.
 
         Raises:
-            InputError: naming the option and what it may be.
+            InputError: naming the option and its allowed values.
         """
         for field in dataclasses.fields(self) if dataclasses.is_dataclass(self) else ():
             value, choices = getattr(self, field.name), _choices(field.type)
@@ -209,35 +230,36 @@ class Analysis(ABC):
                 if choices and isinstance(choice, str | None) and choice not in choices:
                     raise InputError(f"{self.name}: expected {field.name} to be one of {choices}, got {choice!r}")
         for option, least in self.LEAST.items():
-            if (value := getattr(self, option)) is not None and not value >= least:  # NaN is refused
+            if (value := getattr(self, option)) is not None and not value >= least:  # NaN fails as well
                 raise InputError(f"{self.name}: expected {option} of at least {least}, got {value}")
 
     def check_data(self) -> None:
-        """Refuse missing or insufficient data, as far as that needs no model; the default loads every field."""
+        """Check the data as far as that is possible without a model; by default, load every field."""
         self.data_hash()
 
     def config(self) -> dict[str, Any]:
-        """Return the class and its options, ready for JSON: equal configs measure the same thing."""
+        """Return the class and its options as JSON data; equal configs measure the same thing."""
         config = describe(self)
         options = {name: value for name, value in config["init_args"].items() if name not in self.UNMEASURED}
         return {**config, "init_args": options}
 
     def config_hash(self) -> str:
-        """Return sixteen hex digits of the config: a change of any option, also of the data's, changes it.
+        """Return sixteen hex digits that identify the config.
 
-        A tokenizer counts by its content, wherever its files are.
+        Any changed option changes the hash, including the options of the data. A tokenizer is hashed by content, so
+        that its path does not matter.
         """
         return hash_of(_hash_tokenizers(self.config()))
 
     def data_hash(self) -> str | None:
-        """Return a hash of the measured data, over every field with a `content_hash()`; None if there is none."""
+        """Return a hash of the data, over every field with a `content_hash()`; None if no field has it."""
         parts = [value.content_hash() for value in vars(self).values() if hasattr(value, "content_hash")]
         return hashlib.sha256("/".join(parts).encode()).hexdigest()[:16] if parts else None
 
     def tokenizer_hash(self) -> str | None:
-        """Return a hash of the data's tokenizer, over every field with a `tokenizer_hash()`; None if there is none.
+        """Return the hash of the data's tokenizer, from every field with a `tokenizer_hash()`; None if there is none.
 
-        Hashes of several tokenizers are joined by commas.
+        The hashes of several tokenizers are joined by commas.
         """
         hashes = [
             value.tokenizer_hash() for value in vars(self).values() if callable(getattr(value, "tokenizer_hash", None))
@@ -246,7 +268,7 @@ class Analysis(ABC):
 
 
 def stack_layers(layers: Sequence[Mapping[Key, Tensor]]) -> Values:
-    """Return the values (layers + 1, ..., prompts) by key from those of each layer."""
+    """Stack each layer's values to tensors (layers + 1, ..., prompts), by key."""
     return {key: torch.stack([values[key].cpu() for values in layers]) for key in layers[0]}
 
 
@@ -254,7 +276,7 @@ def to_bfloat16(analysis: Analysis) -> Analysis:
     """Return the analysis with its option `dtype` set to bfloat16.
 
     Raises:
-        InputError: it has no such option: it runs in float32 or wider.
+        InputError: if the analysis has no such option, because it runs in float32 or wider.
     """
     if not hasattr(analysis, "dtype"):
         raise InputError(
@@ -264,7 +286,7 @@ def to_bfloat16(analysis: Analysis) -> Analysis:
 
 
 def _choices(kind: Any) -> list[Any]:
-    """Return the values that a type's `Literal` allows, None first if the type allows it; empty without a `Literal`."""
+    """Return the values that a type's `Literal` allows, with None first if allowed; empty without a `Literal`."""
     if get_origin(kind) is Literal:
         return list(get_args(kind))
     choices = list(dict.fromkeys(choice for arg in get_args(kind) for choice in _choices(arg)))
@@ -272,7 +294,7 @@ def _choices(kind: Any) -> list[Any]:
 
 
 def _hash_tokenizers(config: Any) -> Any:
-    """Return a config that has hashes in place of the paths of tokenizers."""
+    """Replace the paths of tokenizers in a config by hashes of their content."""
     if isinstance(config, list):
         return [_hash_tokenizers(each) for each in config]
     if not isinstance(config, dict):
@@ -291,7 +313,8 @@ def _tokenizer_hash(path: str) -> str:
 def describe(value: Any, *, in_data: bool = False) -> Any:
     """Return `value` as plain JSON data.
 
-    An object is its class path and public fields, an array outside data is its hash.
+    An object becomes its class path and public fields. An array becomes a hash, except inside data, which `data_hash`
+    covers.
     """
     nested = functools.partial(describe, in_data=in_data or hasattr(value, "content_hash"))
     value = value.item() if isinstance(value, np.generic) else value

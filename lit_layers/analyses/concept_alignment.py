@@ -22,19 +22,21 @@ METRICS = ("concept_alignment", "leave_one_out", "shuffled", "excess")
 class ConceptAlignment(Analysis):
     """Cosines between the differences of word pairs, per layer 0..L and category, and their means over categories.
 
-    Each word is read alone, at its last sub-token. Per layer, tags `category` (with `category_id` and `group` where the
-    file has them): `concept_alignment`, the mean cosine over two pairs; `leave_one_out`, of each difference with the
-    mean of the others; `shuffled`, the mean cosine when the second words change partners within the category; `excess`
-    = concept_alignment - shuffled, the part that belongs to the pairing. `n` counts pairs; the tag `num_dropped` those
-    whose words have the same token ids, `num_undefined` those whose words are one point at this layer (at layer 0,
-    words that end in the same sub-token) or not finite. A category with fewer than 3 pairs left has no value at that
-    layer.
+    Each word is a text of its own, read at its last sub-token. Per layer, with the tag `category` (and `category_id`
+    and `group` if the file has them): `concept_alignment`, the mean cosine over pairs of differences; `leave_one_out`,
+    the mean cosine of each difference with the mean of the others; `shuffled`, the mean cosine after the second words
+    swap partners within the category; `excess` = concept_alignment - shuffled, the part due to the pairing.
 
-    Records without a category are means over categories, with a bootstrap interval over them. That of one category's
-    `concept_alignment` is over its pairs: each pair enters twice, as either side, so it is the interval of
-    mean + 2 (a pair's mean with the others - mean), the linear part of the mean over two pairs.
+    `n` counts word pairs. The tag `num_dropped` counts pairs whose words have the same token ids. `num_undefined`
+    counts pairs whose states are not finite or coincide at this layer (at layer 0, words that end in the same
+    sub-token). A category with fewer than 3 pairs left has no value at that layer.
 
-    The model runs in float32 or wider. Held in memory: layers x words x width (25 x 3,000 x 1,024 x 4 B = 0.3 GB).
+    Records without a category are means over categories, with a bootstrap interval over these. The interval of one
+    category's `concept_alignment` is over its word pairs. Each pair enters twice, as either side, so the interval is
+    that of mean + 2 (a pair's mean with the others - mean), the linear part of the mean over two pairs.
+
+    The model runs in float32 or wider. Memory: layers x words x width (25 x 3,000 x 1,024 x 4 B = 0.3 GB).
+
     Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), figure 3.
     """
 
@@ -83,7 +85,7 @@ class ConceptAlignment(Analysis):
 
 
 def _distinct_pairs(states: Tensor, category: Category) -> Tensor:
-    """Return which pairs are two different finite points, (*layers, pairs), of states (*layers, words, dim)."""
+    """Return which pairs are two different finite points, (*layers, pairs), from states (*layers, words, dim)."""
     first, second = states[..., category.first, :], states[..., category.second, :]
     return (first != second).any(-1) & first.isfinite().all(-1) & second.isfinite().all(-1)
 
@@ -91,7 +93,7 @@ def _distinct_pairs(states: Tensor, category: Category) -> Tensor:
 def _alignment_records(
     alignment: geometry.ConceptAlignment, row: int, layer: int, num_pairs: int, tags: TagDict
 ) -> Iterator[Record]:
-    """Yield the records of one layer and category, without undefined values."""
+    """Yield the defined records of one layer and category."""
     mean = alignment.mean[row]
     if mean.isfinite():
         yield from summarize("concept_alignment", mean + 2 * (alignment.by_pair[row] - mean), layer=layer, tags=tags)

@@ -32,36 +32,38 @@ from lit_layers.functional.jacobian.block_jacobians import block_jacobian, token
 from lit_layers.models.view import Batch, LayeredModel, Trajectory, convert_states, evenly_spread, final_norm
 from lit_layers.records import Record
 
-TOKENS = {"last": -1, "first": 0, "cls": 0, "last_patch": -1}  # "mean_patch" is many
+TOKENS = {"last": -1, "first": 0, "cls": 0, "last_patch": -1}  # "mean_patch" means several tokens
 
 
 @dataclass(kw_only=True)
 class Coupling(Analysis):
-    """Depth-wise coupling of the blocks at one token, with its random baseline, and the spectra behind it.
+    """Depth-wise coupling of the blocks at one token, with its random baseline and the singular values.
 
-    Per K (tag `k`, a count): `coupling` (mean over pairs of different blocks), `coupling_with_diagonal`,
+    For each K (tag `k`, a count): `coupling` (mean over pairs of different blocks), `coupling_with_diagonal`,
     `coupling_by_distance` (tag `distance`), `coupling_pair` (layer = block of J1, other_layer = block that gives the
-    bases), `random_coupling` (what unrelated bases would give), `excess_coupling` (0 random, 1 shared), `min_gap` and
-    `num_tied` (Jacobians whose leading directions are not well determined). Besides, per layer: `singular_value` (tag
-    `index`), `jacobian_norm`, `linearized_rollout`; and `spectrum_slope`, `spectrum_r_squared` of 1 / s_1 over depth.
+    bases), `random_coupling` (expected for unrelated bases), `excess_coupling` (0 random, 1 shared), `min_gap` and
+    `num_tied` (Jacobians whose leading directions are not well determined). Per layer: `singular_value` (tag `index`),
+    `jacobian_norm`, `linearized_rollout`; and `spectrum_slope`, `spectrum_r_squared` of 1 / s_1 over depth.
 
-    `k` counts directions where it is an int and is a share of the width where it is a float. `token` counts real
-    tokens; "mean_patch" is every metric (not the Jacobian) averaged over at most `num_patches` evenly spread patches of
-    an image, over all of them for None. The first `num_prompts` prompts are measured. `states="hf"` puts the final norm
-    into the last block.
-    Preset "released_code" is what the authors' code does: for text k 10, 30, 50, absolute values and "hf" states; for
-    images the same at the last patch of the first image, without the final norm. That script ran its model with
-    drop-path on, which is off in all we measure.
+    An integer in `k` is a number of directions; a float is a share of the width. `token` is a position among the real
+    tokens. With "mean_patch", every metric (not the Jacobian) is averaged over `num_patches` evenly spread patches of
+    an image, or over all patches if that is None. The first `num_prompts` prompts are measured. `states="hf"` includes
+    the final norm in the last block.
 
-    A block whose Jacobian is zero or not finite is in no pair. Means over pairs or blocks are then undefined for that
-    prompt; `num_undefined_pairs` and `num_undefined_blocks` count what is missing in all prompts.
+    Preset "released_code" does what the authors' code does. For text, that is k 10, 30, 50, absolute values and "hf"
+    states. For images, it is the same at the last patch of the first image, without the final norm. The authors' script
+    for images ran its model with drop-path on; here it is always off.
 
-    A pair's value at p = 2 is within 1e-3 of that of exact singular vectors, unless `num_tied` says otherwise.
+    A pair that contains a zero or non-finite Jacobian is undefined, and so are means over pairs or blocks for that
+    prompt. `num_undefined_pairs` and `num_undefined_blocks` count the undefined ones over all prompts.
+
+    At p = 2 a pair's value is within 1e-3 of that of exact singular vectors, unless `num_tied` is above 0.
+
     Source: definitions and departures as in `lit_layers.functional.coupling`.
     """
 
     LEAST: ClassVar = {"p": 1, "num_singular_values": 1, "fit_from": 1}
-    # What published code does where it departs from our defaults.
+    # The options with which the authors' code departs from our defaults.
     PRESETS: ClassVar = {
         "released_code": {"k": (10, 30, 50), "sign": "absolute", "states": "hf", "fit_from": 10, "skip_last": True}
     }
@@ -88,7 +90,7 @@ class Coupling(Analysis):
             raise InputError(f"{self.name}: {type(model.model).__name__} has no {token}: choose another token")
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
-        # Jacobians in float32: 32 MB on a CPU, one prompt of GPT-2 small (12 x 768 x 768); 1 GB on a GPU, 37 of them.
+        # Jacobians in float32: 32 MB on a CPU (one prompt of GPT-2 small, 12 x 768 x 768), 1 GB on a GPU (37 prompts).
         entries = 2**28 if model.device.type == "cuda" else 2**23
         at_once = max(1, entries // (model.num_layers * model.dim**2 * len(self.tokens(model))))
         return {"batches": Rows(self.batches, limit=self.num_prompts, at_once=at_once)}
@@ -107,13 +109,14 @@ class Coupling(Analysis):
     def preset_options(self, preset: str, model: LayeredModel) -> dict[str, Any]:
         """Return the options of a preset.
 
-        The script for images takes the blocks' own outputs, without the final norm, of the first image of its batch.
+        For images, the authors' script measures the first image of its batch on the blocks' own outputs, without the
+        final norm.
         """
         image_options = {"states": "resid", "token": "last_patch", "num_prompts": 1}
         return {**self.PRESETS[preset], **(image_options if model.family.sees_images else {})}
 
     def tokens(self, model: LayeredModel) -> list[int]:
-        """Return the tokens that every metric of a prompt is averaged over: one, or the patches of "mean_patch"."""
+        """Return the positions that each metric of a prompt is averaged over: one token, or several patches."""
         if self.token != "mean_patch":
             return [TOKENS[self.token] if isinstance(self.token, str) else self.token]
         side = next(iter(self.batches))["pixel_values"].shape[-1]
@@ -122,22 +125,22 @@ class Coupling(Analysis):
 
 
 class _Blocks:
-    """The Jacobians of all blocks on one batch, which are held together."""
+    """The Jacobians of all blocks on one batch, held in memory together."""
 
     def __init__(self, options: Coupling, trajectory: Trajectory) -> None:
         model = trajectory.model
         self.model, self.options, self.trajectory = model, options, trajectory
         self.counts = direction_counts(options.name, options.k, model)
         self.top = min(options.num_singular_values, model.dim)
-        # one direction more than the largest K: min_gap looks at it
+        # one direction more than the largest K, which min_gap needs
         self.num_factors = min(max(self.counts[-1] + 1, self.top), model.dim)
         self.tokens = options.tokens(model)
         self.positions = token_positions(self.tokens, trajectory.mask)
 
     def values(self) -> dict[str, Tensor]:
-        """Return the values that the records need, a row per block, in float64 on the CPU.
+        """Return the values that the records need, one row per block, in float64 on the CPU.
 
-        The last dimension is prompts, and within them their tokens.
+        The last dimension is prompts, each with its tokens.
         """
         rows = defaultdict[str, list[Tensor]](list)
         jacobians, all_factors = list[Tensor](), list[Factors]()
@@ -156,7 +159,7 @@ class _Blocks:
         return {name: torch.stack(blocks) for name, blocks in rows.items()}
 
     def _factors_and_values(self, jacobian: Tensor) -> tuple[Tensor, Factors, dict[str, Tensor]]:
-        """Return the Jacobian with zeros where it is undefined, its leading factors, and values of this block."""
+        """Return the Jacobian with zeros where it is undefined, its leading factors, and the values of this block."""
         options = self.options
         finite, undefined = finite_or_zero(jacobian)  # (prompts,)
         broken = ~jacobian.isfinite().all(-1).all(-1)
@@ -177,7 +180,7 @@ class _Blocks:
         return finite, factors, values
 
     def _coupling_row(self, i: int, jacobian: Tensor, bases: Factors, undefined: Tensor) -> dict[str, Tensor]:
-        """Return the coupling of one block, by index from 0, in the bases of all blocks."""
+        """Return the coupling of block `i` (from 0) in the bases of every block."""
         no_direction = undefined[:, i]
         rows = functional.miscoupling_of_factors(
             jacobian.masked_fill(no_direction[:, None, None], 0)[:, None].to(bases.left.dtype),
@@ -188,7 +191,7 @@ class _Blocks:
             sign=self.options.sign,
             undefined="nan",
         )
-        # a block that does nothing has no directions either
+        # a zero Jacobian has no directions
         rows = rows[:, :, 0].masked_fill(no_direction[:, None] | undefined, math.nan)  # (k, prompts, blocks)
         return {"miscoupling": rows.movedim(1, -1)}
 
@@ -197,21 +200,23 @@ class _Blocks:
         return hidden[prompts, self.positions].flatten(0, 1)  # (prompts x tokens, dim)
 
     def _jacobian(self, layer: int) -> Tensor:
-        """Return the block's same-token Jacobian; in the convention "hf" the last block includes the final norm."""
+        """Return the block's same-token Jacobian; with "hf" states, that of the last block includes the final norm."""
         block, before, mask = self.trajectory.block(layer), self.trajectory.hidden[layer - 1], self.trajectory.mask
         jacobian = block_jacobian(block, before, out_tokens=self.tokens, mask=mask).flatten(0, 1)
         norm = final_norm(self.model)
         if self.options.states == "resid" or norm is None or layer < self.model.num_layers:
             return jacobian
-        last = self._token_states(self.trajectory.hidden[layer])[:, None]  # a norm acts on each token
+        last = self._token_states(self.trajectory.hidden[layer])[:, None]  # a norm acts on each token separately
         outer = block_jacobian(norm, last, residual=False)
         # d norm(x + f(x)) / dx - I, by the chain rule
         return outer @ jacobian + outer - torch.eye(self.model.dim).to(outer)
 
     def _carry(self, layer: int, jacobian: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosines of the carried vectors with the states, and the vectors one block on.
+        """Advance the linearized rollout by one block.
 
-        See `linearized_rollout`.
+        Returns:
+            The cosines between the carried vectors and the states after the block, and the vectors carried through it.
+                See `linearized_rollout`.
         """
         is_last = layer == self.model.num_layers
         after = convert_states(self.model, self.options.states, layer, self.trajectory.hidden[layer])
@@ -227,7 +232,7 @@ def _append(rows: dict[str, list[Tensor]], values: dict[str, Tensor]) -> None:
 
 
 def _pair_samples(by_name: dict[Any, Tensor], i: int, tags: Tags, tokens: int) -> Iterator[Sample | Record]:
-    """Yield the numbers at one K: means over pairs within each prompt, to be averaged over prompts."""
+    """Yield the samples at one K: means over pairs of blocks within each prompt."""
     pairs = 1 - by_name["miscoupling"][:, i].movedim(-1, 0)  # (prompts, blocks, blocks)
     random = by_name["random"][:, i].T  # (prompts, blocks)
     excess = functional.excess_coupling(1 - pairs, random)
@@ -268,13 +273,13 @@ def _block_samples(by_name: dict[Any, Tensor], fit_from: int, tokens: int) -> It
 
 
 def _complete_means(metric: str, means: Tensor, members: Tensor, kind: str, tags: Tags, tokens: int) -> Sample:
-    """Return the means (prompts,) over sets of pairs or blocks (prompts, members), NaN for incomplete sets."""
+    """Return the means (prompts,) of sets of pairs or blocks (prompts, members), NaN for sets with a NaN."""
     nans = members.isnan()
     return _means(metric, means.masked_fill(nans.any(1), math.nan), tokens, tags={**tags, **missing_tag(kind, nans)})
 
 
 def _means(metric: str, values: Tensor, tokens: int, *, tags: Tags | None = None, **place: Any) -> Sample:
-    """Return the mean over each prompt's defined tokens, to be averaged over prompts."""
+    """Return the mean over each prompt's defined tokens as a sample over prompts."""
     values = values.unflatten(0, (-1, tokens))
     counts = missing_tag("tokens", values.isnan()) if tokens > 1 else {}
     return Sample(metric, values.nanmean(1), tags={**(tags or {}), **counts}, **place)
@@ -284,15 +289,17 @@ def _means(metric: str, values: Tensor, tokens: int, *, tags: Tags | None = None
 class CouplingMatrices(Analysis):
     """The matrices behind coupling: A = U' J1 V in the K leading directions of J2, at the last token.
 
-    `compression`, one record an entry, with layer (block of J1), other_layer (block that gives the bases U, V) and the
+    `compression` has one record per entry: layer (block of J1), other_layer (block that gives the bases U, V), and the
     tags `row`, `column` (1..K, in the order of J2's singular values), `k` and `prompt` (1..). A diagonal matrix of J1's
-    singular values is full coupling, a matrix of noise none. Of each u its largest entry is made positive, so that the
-    same weights give the same signs. Signs of prompts have nothing to do with each other: matrices are not averaged.
-    A pair with a zero or non-finite Jacobian has no records.
+    singular values means full coupling, a matrix of noise none.
 
-    `k` counts directions where it is an int and is a share of the width where it is a float. K^2 records for each pair
-    and prompt. Source: Aubry et al., "Transformer block coupling and its correlation with generalization in LLMs",
-    eq. 6 and the figures of its section 4.
+    The largest entry of each column of U is made positive, so that equal weights give equal signs. Signs of different
+    prompts are unrelated, so matrices are not averaged. A pair with a zero or non-finite Jacobian has no records.
+
+    An integer `k` is a number of directions; a float is a share of the width. Each pair and prompt has K^2 records.
+
+    Source: Aubry et al., "Transformer block coupling and its correlation with generalization in LLMs", eq. 6 and the
+    figures of its section 4.
     """
 
     batches: Batches

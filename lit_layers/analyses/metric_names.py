@@ -1,4 +1,4 @@
-"""Names of what can be measured of any model: analyses that need nothing but batches, and their metrics."""
+"""Analyses that need only batches, and their metrics, by name."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -21,7 +21,7 @@ from lit_layers.analyses.token_paths import PathsInPlane, Trajectory
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError, did_you_mean
 
-# Each with the groups of `metrics.toml` that its metrics stand in.
+# Each analysis with the groups of `metrics.toml` that list its metrics.
 _ANALYSES: dict[type[Analysis], tuple[str, ...]] = {
     Trajectory: ("trajectory",),
     Representation: ("representation",),
@@ -37,8 +37,8 @@ _ANALYSES: dict[type[Analysis], tuple[str, ...]] = {
     PathsInPlane: ("plane",),
 }
 NAMES: Mapping[str, type[Analysis]] = {analysis.name: analysis for analysis in _ANALYSES}
-COSTLY = (Coupling, TokenCoupling, CrossTokenInfluence)  # take derivatives: few and short texts will do
-# Of those groups what other analyses or other options give.
+COSTLY = (Coupling, TokenCoupling, CrossTokenInfluence)  # compute derivatives: a few short texts suffice
+# Metrics of these groups that only other analyses, or other options, produce.
 _ELSEWHERE = {
     *("rankme", "token_angle", "compression"),
     *("prefix_matching_score", "best_prefix_matching_score", "random_prefix_matching_score", "in_context_score"),
@@ -47,7 +47,7 @@ _ELSEWHERE = {
 
 
 def metric_names() -> dict[str, str]:
-    """Return the metrics that can be asked for by name, with the name of the analysis that measures each."""
+    """Return the metrics that can be requested by name, each with the name of the analysis that measures it."""
     return {
         metric: analysis.name
         for analysis, groups in _ANALYSES.items()
@@ -58,10 +58,10 @@ def metric_names() -> dict[str, str]:
 
 
 def find_analyses(names: Sequence[str]) -> dict[str, set[str] | None]:
-    """Return the analyses that names of analyses and metrics stand for, with the named metrics; None for all of them.
+    """Return the analyses that the names request, each with the requested metrics, or None for all metrics.
 
     Raises:
-        InputError: no name, or one that is neither, with those that are near.
+        InputError: if there is no name, or an unknown one; the sentence suggests similar names.
     """
     if isinstance(names, str) or not names:
         raise InputError(f"metrics: expected a list of names such as ['coupling', 'lens'], got {names!r}")
@@ -80,10 +80,10 @@ def find_analyses(names: Sequence[str]) -> dict[str, set[str] | None]:
 
 
 def make_analyses(names: Sequence[str], batches: Batches, few: Batches) -> list[Analysis]:
-    """Return the analyses that names stand for, with default options; costly ones read the `few` batches.
+    """Return the requested analyses with default options; costly ones read the `few` batches.
 
     Raises:
-        InputError: as `named`.
+        InputError: if there is no name, or an unknown one.
     """
     return [
         cast("Any", NAMES[name])(batches=few if issubclass(NAMES[name], COSTLY) else batches)

@@ -1,4 +1,4 @@
-"""How similar the states of one layer are when the blocks before it run in another order."""
+"""Similarity of the states after middle blocks in another order to those of the full model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,28 +20,29 @@ from lit_layers.records import Record
 
 @dataclass(kw_only=True)
 class OrderStates(Analysis):
-    """How far the states behind middle blocks that run otherwise are from those that the blocks behind are used to.
+    """Cosine and norm ratio between the input of the last blocks after a changed middle and the usual input.
 
-    Of T blocks a variant changes the middle M and leaves the last N as they are (`Interventions`). These are given the
-    state x after the changed middle; in the full model it is y, that of layer T - N. `ending_input_cosine`: the cosine
-    of x and y; `ending_input_norm_ratio`: |x| / |y|. Both of each real token, averaged within each prompt, then over
-    prompts, with intervals; 1 of the full model. Where N = 0 these are the states that the readout is given. A prompt
-    with a token without a value (a zero state, or one that is not finite) is left out and counted in `num_undefined`.
+    Each variant changes the middle M of T blocks and leaves the last N unchanged (see `Interventions`). The last blocks
+    receive the state x after the changed middle; in the full model they receive y, the state at layer T - N.
+    `ending_input_cosine` is the cosine of x and y, and `ending_input_norm_ratio` is |x| / |y|. Both are averaged over
+    each prompt's real tokens, then over prompts, with intervals; both are 1 for the full model. If N = 0, x and y are
+    the states that the readout receives. A prompt is left out and counted in `num_undefined` if a token has a zero or
+    non-finite state.
 
-    Of random orders the mean over seeds, taken within each prompt. Tags are those of `Interventions`. Blocks run as
-    `running_order` composes them, those that orders begin with in common once for each batch. The model runs in
-    float32 or wider, the rest in float64.
+    For random orders, the mean over seeds is taken within each prompt. Tags are those of `Interventions`. Blocks run as
+    in `running_order`, and the steps that orders share at their beginning run once per batch. The model runs in float32
+    or wider, all else in float64.
 
-    Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298, A.4, asks why repeating a middle block
-    harms more than skipping the middle; these numbers are ours.
+    Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298, A.4, asks why repeating a middle block harms
+    more than skipping the middle; these numbers are ours.
 
     Args:
-        batches: what is measured on.
-        variants: of `lit_layers.functional.block_schedules.MIDDLE_NAMES`.
-        middles: numbers of middle blocks; None: all that there are.
-        seeds: of random orders.
-        loops: of looped_parallel.
-        drop_first: how many first tokens are left out, mostly sinks, whose norm is unlike all others.
+        batches: the data to measure on.
+        variants: names in `lit_layers.functional.block_schedules.MIDDLE_NAMES`.
+        middles: numbers of middle blocks; None: all that are possible.
+        seeds: seeds of random orders.
+        loops: numbers of loops of looped_parallel.
+        drop_first: how many first tokens to leave out; they are mostly sinks, whose norm is unlike all others.
     """
 
     batches: Batches
@@ -59,7 +60,7 @@ class OrderStates(Analysis):
         self._orders(model)
 
     def _orders(self, model: LayeredModel) -> list[tuple[Variant, Schedule, int]]:
-        """Return each variant, its steps up to the end of the middle, and the layer at which the ending begins."""
+        """Return each variant, its steps up to the end of the middle, and the layer at which the last blocks begin."""
         chosen = variants_of(self, model, f"{self.name}: ")
         orders = []
         for variant in chosen:
@@ -94,11 +95,11 @@ class OrderStates(Analysis):
 
 
 def _compare(states: Tensor, usual: Tensor, mask: Tensor) -> Tensor:
-    """Return cosine and ratio of norms (2, batch), means over the tokens of the mask (batch, tokens).
+    """Return cosine and ratio of norms (2, batch), averaged over the tokens in the mask (batch, tokens).
 
     One undefined token makes the mean NaN.
     """
-    mask = mask.to(states.device)  # where there is no float64, states are on the CPU
+    mask = mask.to(states.device)  # states are on the CPU if the device has no float64
     norms, usual_norms = states.norm(dim=-1), usual.norm(dim=-1)
     cosines = (states * usual).sum(-1) / (norms * usual_norms)
     values = torch.stack([cosines.clamp(-1, 1), norms / usual_norms])  # (2, batch, tokens)

@@ -1,4 +1,4 @@
-"""How fast a model is while its blocks run in another order, and what memory it takes."""
+"""Latency, throughput and memory of a model whose blocks run in another order."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -21,14 +21,14 @@ from lit_layers.records import Record
 def measure_speed(
     model: nn.Module, compared: Sequence[Variant], batch: Batch, *, num_rounds: int = 20, num_warm_up: int = 3
 ) -> Iterator[Record]:
-    """Yield the records of `Speed` for variants of a model on its device.
+    """Yield the records of `Speed` for variants of a model, on the model's device.
 
-    The first variant is the full model, which runs as it is.
+    The first variant is the full model, which runs unchanged.
 
-    In each round every variant runs the first row of the batch and then the whole batch, and each round begins with
-    another variant, so that whatever else the machine does meets all of them alike. Changing the order is not timed.
-    Memory is what torch's allocators had given out at most during one pass over the batch, by torch's profiler, on a
-    CPU as on a GPU.
+    In each round every variant runs the first row of the batch, then the whole batch. Each round begins with another
+    variant, so that other load on the machine affects all variants alike. Changing the order is not timed. Memory is
+    the peak that torch's allocators held during one pass over the batch, according to torch's profiler, on a CPU as on
+    a GPU.
     """
     view = LayeredModel(model)
     view.refuse_reordered()
@@ -39,7 +39,7 @@ def measure_speed(
         def enter(variant: Variant) -> None:
             if variant.name != "baseline":
                 open_orders.enter_context(running_order(model, variant.schedule))
-                one()  # finds out what blocks return
+                one()  # `running_order` learns in this call what blocks return
 
         def leave() -> None:
             open_orders.pop_all().close()
@@ -50,7 +50,7 @@ def measure_speed(
                 one()
                 memory.append(peak_bytes(many))
             leave()
-            # Only the calls in the middle count: the others begin and end the order around them.
+            # Only the two calls in the middle are timed; the others enter and leave the order.
             calls[str(i)] = (partial(enter, variant), one, many, leave)
         seconds: Any = interleaved(calls, num_rounds=num_rounds, num_warm_up=num_warm_up, device=str(view.device))
     full = np.asarray(seconds["0"][1])
@@ -71,7 +71,7 @@ def measure_speed(
 
 
 def weight_bytes(blocks: Sequence[nn.Module], schedule: Schedule) -> int:
-    """Return the bytes of the parameters of the blocks in the schedule, without embedding and head."""
+    """Return the bytes of the parameters of the scheduled blocks, without embedding and head."""
     used = {i for step in schedule for i in members(step)}
     parameters = {id(each): each for i in used for each in blocks[i - 1].parameters()}
     return sum(each.numel() * each.element_size() for each in parameters.values())
@@ -79,27 +79,27 @@ def weight_bytes(blocks: Sequence[nn.Module], schedule: Schedule) -> int:
 
 @dataclass(kw_only=True)
 class Speed(Analysis):
-    """Seconds, inputs a second and memory of each variant of the order of blocks, against the full model.
-
-    Args:
-        variants: names of variants, of `lit_layers.functional.block_schedules`; the full model is always one.
-        middles: numbers of middle blocks; None: all.
-        seeds: of random orders, whose speed is that of any order.
-        loops: of looped_parallel.
-        custom: further schedules, such as `1 2 (3,4,5) 6`.
-        num_tokens: of each text.
-        batch_size: texts or images of a batch; latency is that of one.
-        num_rounds: over which medians are taken.
-        num_warm_up: rounds before those.
-        seed: of the random tokens or pixels, which cost what real ones do.
-        tell: called with what is timed.
+    """Latency, throughput and memory of each block order, relative to the full model.
 
     Yields `latency` (seconds for one text or image, median), `latency_first_quartile`, `latency_third_quartile`,
-    `relative_latency`, `throughput` (inputs a second in batches), `peak_memory` (bytes of a pass over a batch, weights
-    apart) and `weight_bytes` (of the blocks that run), tagged with the variant.
+    `relative_latency`, `throughput` (inputs per second in batches), `peak_memory` (bytes during a pass over a batch,
+    without the weights) and `weight_bytes` (of the blocks that run), tagged with the variant.
+
+    Args:
+        variants: names of variants in `lit_layers.functional.block_schedules`; the full model is always added.
+        middles: numbers of middle blocks; None: all.
+        seeds: seeds of random orders, which all run equally fast.
+        loops: numbers of loops of looped_parallel.
+        custom: further schedules, such as `1 2 (3,4,5) 6`.
+        num_tokens: tokens per text.
+        batch_size: texts or images per batch; latency is measured on one.
+        num_rounds: rounds over which medians are taken.
+        num_warm_up: rounds before those, which are not counted.
+        seed: seed of the random tokens or pixels, which take as long as real ones.
+        tell: receives a message about what is timed.
 
     Raises:
-        InputError: when run, options that do not fit the model, and what `measure_speed` refuses.
+        InputError: when run, if options do not fit the model, or `measure_speed` refuses it.
     """
 
     PRECISION = "own"

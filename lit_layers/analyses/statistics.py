@@ -1,14 +1,14 @@
-"""From one value per prompt to records, and what happens to values that are undefined.
+"""Records from one value per prompt, with one rule for undefined values.
 
-One rule for all analyses. A value that is undefined (of a prompt, a layer, a pair) is NaN and enters no mean. A mean
-over prompts, tokens or rows is over those that have a value, and a tag that begins with `num_undefined` counts the
-others. A mean over layers, blocks or pairs of them is another quantity without one of them: a prompt has it only if the
-set is complete. What no prompt has is a gap: at a layer there is no record; of the whole model the record says so, with
-NaN for its value, `n` 0 and the counts. An analysis fails only if nothing at all is defined.
+An undefined value of a prompt, layer or pair is NaN and enters no mean. A mean over prompts, tokens or rows is taken
+over the defined values, and a tag that begins with `num_undefined` counts the others. A mean over layers, blocks or
+pairs would change its meaning if one were missing, so a prompt has this mean only if all of them are defined. If no
+prompt has a value, a layer gets no record. The whole model then gets a record with value NaN, `n` 0 and the counts. An
+analysis fails only if nothing at all is defined.
 
-Intervals are bootstrap over prompts. What is one number for a whole set of prompts has its interval from random halves
-of the set, whose spread estimates that of the whole (delete-half jackknife): resampling with replacement would repeat
-rows and lower an entropy.
+Intervals of means come from a bootstrap over prompts. A number that is computed from a whole set of prompts gets its
+interval from the spread over random halves of the set (delete-half jackknife). Resampling with replacement would repeat
+rows, which lowers an entropy.
 """
 
 import math
@@ -28,13 +28,13 @@ Tags = Mapping[str, str | int | float]
 TagDict = dict[str, str | int | float]
 Interval = tuple[float | None, float | None]
 NO_INTERVAL: Interval = (None, None)
-ROWS_AT_ONCE = 500  # x 2,000 resamples x 8 B = 8 MB, and their order
+ROWS_AT_ONCE = 500  # x 2,000 resamples x 8 B = 8 MB, plus their sort order
 
 
 class Sample(NamedTuple):
-    """The values (prompts,) of one quantity, to be summarized; NaN where a prompt's value is undefined.
+    """Values (prompts,) of one quantity to summarize, NaN where undefined.
 
-    Where the values are of some of the data's prompts alone, `rows` says of each of these whether it is one of them.
+    If the values belong to only some prompts of the data, the mask `rows` (all prompts,) is True for these.
     """
 
     metric: str
@@ -47,13 +47,18 @@ class Sample(NamedTuple):
 
 
 def summarize(metric: str, values: Tensor, *, intervals: bool = True, **fields: Any) -> list[Record]:
-    """Return the mean over prompts as a record, or the median, which is tagged `statistic="median"` and has no stderr.
+    """Return the mean over prompts as a record, or the median.
 
-    `values` (prompts,) holds NaN where a prompt's value is undefined: those are left out, `n` counts the rest and the
-    tag `num_undefined` the left out, where there are any. `stderr` is the sample deviation over sqrt(n); `low` and
-    `high` a percentile bootstrap over prompts. One prompt has neither, nor has a mean that is infinite. Where no value
-    is defined there is no record of a layer, and of the whole model one whose value is NaN. `place` are the other
-    fields of `Sample`. Without `intervals` there is neither `low` nor `high`.
+    `values` (prompts,) is NaN where a prompt's value is undefined. `n` counts the defined values, and the tag
+    `num_undefined` counts the others, if any. If no value is defined, the list is empty for a layer and holds a NaN
+    record for the whole model.
+
+    `stderr` is the sample standard deviation over sqrt(n); `low` and `high` are a percentile bootstrap over prompts. A
+    single prompt and an infinite mean have neither. A median has the tag `statistic="median"` and no `stderr`.
+
+    Args:
+        intervals: whether to compute `low` and `high`.
+        fields: the other fields of `Sample`.
     """
     sample = Sample(metric, torch.as_tensor(values).detach().cpu().double(), **fields)
     defined, interval = sample.values[~sample.values.isnan()], NO_INTERVAL
@@ -64,13 +69,16 @@ def summarize(metric: str, values: Tensor, *, intervals: bool = True, **fields: 
 
 
 def summarize_all(samples: Iterable[Sample | Record]) -> Iterator[Record]:
-    """Summarize many samples in their order, ten times faster than one by one; records pass unchanged."""
+    """Summarize many samples in their order; records pass unchanged.
+
+    This is ten times faster than one call of `summarize` per sample.
+    """
     items = [
         each if isinstance(each, Record) else each._replace(values=torch.as_tensor(each.values).detach().cpu().double())
         for each in samples
     ]
     pending = [each for each in items if isinstance(each, Sample)]
-    # Rows that are defined for the same prompts are resampled by one product.
+    # Samples that are defined for the same prompts are resampled by one matrix product.
     bounds = [NO_INTERVAL] * len(pending)
     by_prompts: dict[tuple[Statistic, tuple[bool, ...]], list[int]] = {}
     for i, sample in enumerate(pending):
@@ -111,10 +119,11 @@ def _summarized(sample: Sample, interval: Interval) -> list[Record]:
 def summarize_layers(
     metric: str, values: Tensor, *, tags: Tags | None = None, counts: Mapping[str, Tensor] | None = None
 ) -> Iterator[Record]:
-    """Yield the mean over prompts of each layer's values (layers + 1, prompts), and of their mean over layers 1..L.
+    """Yield the mean over prompts at each layer, and the mean over layers 1..L.
 
-    The latter is the mean over layers within each prompt, then over the prompts that have all of them; the tag
-    `num_undefined_layers` counts layers that no prompt has. `counts` (layers + 1, prompts) are tags, summed.
+    `values` is (layers + 1, prompts). The mean over layers is taken within each prompt, then over the prompts that have
+    a value at every layer. Its tag `num_undefined_layers` counts the layers at which no prompt has a value. `counts`
+    (layers + 1, prompts) are summed over prompts and become tags.
     """
     values = values.detach().cpu().double()
     inner = values[1:]
@@ -135,10 +144,10 @@ def nan_record(metric: str, *, tags: Tags | None = None) -> Record:
 
 
 def require_values(name: str, records: Iterable[Record]) -> list[Record]:
-    """Return the records as a list.
+    """Return the records as a list, if one of them has a value.
 
     Raises:
-        ValueError: none has a value that is defined.
+        ValueError: if every value is NaN.
     """
     records = list(records)
     if all(math.isnan(record.value) for record in records):
@@ -147,7 +156,7 @@ def require_values(name: str, records: Iterable[Record]) -> list[Record]:
 
 
 def all_undefined(name: str) -> ValueError:
-    """Return the error of an analysis that has no defined value."""
+    """Return the error of an analysis without a single defined value."""
     return ValueError(
         f"{name} is undefined for every prompt at every layer: the states, or what is derived of them, are zero, "
         "constant, not finite or of too few tokens"
@@ -163,26 +172,26 @@ def missing_tag(what: str, undefined: Tensor | int) -> dict[str, int]:
 def comparable(defined: Tensor) -> tuple[Tensor, Tensor]:
     """Return which layers and which prompts to compare, so that every layer is measured on the same prompts.
 
-    Of `defined` (layers, prompts): the layers (layers,) at which at least half of the prompts have a value, and the
-    prompts (prompts,) that have one at each of these. The other layers are gaps, the other prompts are left out.
+    `defined` is (layers, prompts). The layers (layers,) are those at which at least half of the prompts are defined.
+    The prompts (prompts,) are those that are defined at all of these layers.
     """
     layers = 2 * defined.sum(-1) >= defined.shape[-1]
     return layers, defined[layers].all(0) & layers.any()
 
 
 def mean_of_defined(values: Tensor, dim: int = -1) -> Tensor:
-    """Return the mean of the values that are not NaN; NaN if all are."""
+    """Return the mean of the values that are not NaN; NaN if all are NaN."""
     defined = ~values.isnan()
     return values.masked_fill(~defined, 0).sum(dim) / defined.sum(dim)
 
 
 def median_of_defined(values: Tensor, dim: int = -1) -> Tensor:
-    """Return the median of the values that are not NaN; NaN if all are.
+    """Return the median of the values that are not NaN; NaN if all are NaN.
 
-    Of an even number it is halfway between the middle two.
+    If their number is even, the median is halfway between the middle two.
     """
     count = (~values.isnan()).sum(dim, keepdim=True)
-    ordered = values.sort(dim).values  # NaN last
+    ordered = values.sort(dim).values  # NaN sorts last
     lower = ordered.gather(dim, (count - 1).clamp(min=0) // 2)
     upper = ordered.gather(dim, (count // 2).clamp(max=values.shape[dim] - 1))
     return torch.where(count > 0, (lower + upper) / 2, torch.nan).squeeze(dim)
@@ -198,16 +207,18 @@ def summarize_ratio(
     counted: str | None = None,
     empty_is_undefined: bool = True,
 ) -> list[Record]:
-    """Return the sum of `sums` over the sum of `counts`, (prompts,) each.
+    """Return the sum of `sums` over the sum of `counts`, (prompts,) each, as a record.
 
-    Every token has equal weight, whichever prompt it is in.
+    Every token has equal weight, whichever prompt it belongs to.
 
-    Tokens of one prompt are not independent, so `stderr` and the bootstrap interval are over prompts: those of the mean
-    of the linearised ratio R + (sum - R count) / mean count. With equal counts that is the mean of the prompts' means,
-    and with one token each the mean of its values. `n` counts prompts. Those that count nothing, or whose sum is not
-    finite, are left out, and `num_undefined` says how many (without `empty_is_undefined`: the latter alone). The tag
-    named `counted` is the sum of the counts. Where no prompt is left there is no record of a layer, and of the whole
-    model one whose value is NaN.
+    Tokens of one prompt are not independent, so `stderr` and the bootstrap interval are over prompts. They are those of
+    the mean of the linearised ratio R + (sum - R count) / mean count. With equal counts that is the mean of the
+    prompts' means, and with one token each the mean of the values.
+
+    `n` counts prompts. A prompt whose count is 0, or whose sum is not finite, is left out and counted in
+    `num_undefined`. With `empty_is_undefined=False`, only prompts whose sum is not finite are counted. The tag named
+    `counted` holds the sum of the counts. If no prompt is left, the list is empty for a layer and holds a NaN record
+    for the whole model.
     """
     nonempty = counts > 0
     defined = nonempty & sums.isfinite()
@@ -229,10 +240,10 @@ def summarize_ratio(
 def rounding_records(
     differences: Tensor, quantity: str, *, layer: int | None = None, tags: Tags | None = None
 ) -> Iterator[Record]:
-    """Yield how far numbers in bfloat16 are from those in float32: mean and largest absolute difference over a sample.
+    """Yield the mean and the largest absolute difference between values in bfloat16 and in float32.
 
-    One of `differences` is of a prompt, a text or a row; those that are not finite are left out and counted. Where none
-    is finite the record is NaN, at a layer, too: that the check came to nothing is its result.
+    `differences` has one entry per prompt, text or row; entries that are not finite are left out and counted. If none
+    is finite, the value is NaN, also at a layer, so that a failed check is visible.
     """
     finite = differences.isfinite()
     sizes = differences[finite].abs().double()
@@ -244,7 +255,10 @@ def rounding_records(
 
 
 def exponential(record: Record) -> Record:
-    """Return exp of a mean and of its interval, without values of prompts, with the standard error to first order."""
+    """Return exp of a mean and of its interval, as a record without values per prompt.
+
+    The standard error is propagated to first order.
+    """
     value = _exp(record.value)
     low, high = (None if end is None else _exp(end) for end in (record.low, record.high))
     stderr = None if record.stderr is None else value * record.stderr
@@ -256,14 +270,14 @@ def _exp(value: float) -> float:
 
 
 def random_halves(n: int, num_halves: int) -> list[Tensor]:
-    """Return row indices of random halves; none for fewer than four prompts."""
+    """Return row indices of random halves of `n` prompts; none for fewer than four prompts."""
     if n < 4:
         return []
     return [torch.randperm(n, generator=torch.Generator().manual_seed(seed))[: n // 2] for seed in range(num_halves)]
 
 
 def half_values(values_of: Callable[[Tensor], Tensor], pooled: Tensor, num_halves: int) -> Tensor | None:
-    """Return values (layers + 1, halves) of random halves of the prompts; None for too few.
+    """Return the values (layers + 1, halves) of random halves of the prompts; None for too few prompts.
 
     `pooled` is (layers + 1, prompts, dim).
     """
@@ -279,12 +293,12 @@ def layer_records(
     tags: Mapping[str, Any],
     counted: Mapping[str, Sequence[bool]] | None = None,
 ) -> Iterator[Record]:
-    """Yield records of each layer and of the mean over 1..L.
+    """Yield a record per layer, and one of the mean over layers 1..L.
 
-    Values are (layers + 1,), and those of halves (layers + 1, halves).
-
-    A layer whose value is NaN has no record, and where one of 1..L has none the mean is NaN and counts these in the tag
-    `num_undefined_layers`. `counted` says of each layer what tags count.
+    `values` is (layers + 1,) and `halves`, the values of random halves of the prompts, (layers + 1, halves). A layer
+    whose value is NaN has no record. If it is one of 1..L, the mean is NaN, and its tag `num_undefined_layers` counts
+    such layers. `counted` maps names of tags to a flag per layer; each record's tag counts the flagged layers among its
+    own.
     """
     undefined = values.isnan()
     rows: list[Any] = [(layer, [layer]) for layer in (~undefined).nonzero()[:, 0].tolist()]
@@ -296,7 +310,7 @@ def layer_records(
         counts = {name: sum(flags[member] for member in members) for name, flags in (counted or {}).items()}
         spread = None if halves is None else halves[members].mean(0)
         if spread is not None:
-            spread = spread[~spread.isnan()]  # a half may lack what the whole has
+            spread = spread[~spread.isnan()]  # a half may be undefined where the whole set is not
         layer_tags = dict(tags) | {name: count for name, count in counts.items() if count}
         yield from half_records(metric, values[members].mean().item(), spread, n, n // 2, layer, layer_tags)
 
@@ -310,7 +324,11 @@ def half_records(
     layer: int | None = None,
     tags: Tags | None = None,
 ) -> Iterator[Record]:
-    """Yield the value of all prompts and the mean over halves' values (halves,), with intervals from their spread."""
+    """Yield the value of all prompts and the mean over the values of halves (halves,), with intervals.
+
+    Both intervals come from the spread over the halves. With fewer than two halves, only the value is yielded, without
+    an interval.
+    """
     fields: Any = {"layer": layer, "tags": dict(tags or {})}
     if halves is None or len(halves) < 2:
         yield Record(metric=metric, value=value, n=n, **fields)
@@ -323,6 +341,6 @@ def half_records(
 
 
 def clip_interval(metric: str, value: float, low: float, high: float) -> tuple[float, float]:
-    """Clip an interval around a value to the metric's range."""
+    """Clip an interval to the metric's range, extended to hold the value."""
     row = look_up(metric)
     return max(low, min(row.low, value)), min(high, max(row.high, value))

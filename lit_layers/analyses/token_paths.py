@@ -1,4 +1,4 @@
-"""How tokens travel through the layers, and their paths as a picture."""
+"""Paths of tokens through the layers: their shape, and their picture in a plane."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,15 +29,17 @@ class Trajectory(Analysis):
     """Shape, growth and steps of the paths that tokens take through the layers.
 
     Over the whole path: `line_shape_score`, `expodistance`, `equidistance`. Per layer: `line_shape_score` of the path
-    so far (from layer 2), `growth_rate` and `step_norm` (of the block that ends there), `state_norm`. Each is averaged
-    over the tokens of a prompt, then over prompts; a median (tag `statistic`) is the median over prompts of the median
-    over tokens. The tag `num_undefined_tokens` counts tokens without a value, of all prompts: those whose state is zero
-    or not finite, and from a step of length zero on for the line shape. A metric of the whole path is NaN where no
-    token has one; the layers up to there keep theirs.
+    so far (from layer 2), `growth_rate` and `step_norm` (of the block that ends there), `state_norm`. Each value is
+    averaged over the tokens of a prompt, then over prompts. A median (tag `statistic`) is the median over prompts of
+    the median over tokens.
 
-    `tokens` "all" are the real ones without the first `drop_first` (mostly a sink, whose path is unlike any other),
-    "last" the last of these alone. The model runs in float32 or wider. `states="hf"` ends each path after the final
-    norm (preset "paper"): one large last step.
+    The tag `num_undefined_tokens` counts tokens without a value, over all prompts. A token is undefined if its state is
+    zero or not finite; its line shape is also undefined from a step of length zero on. A metric of the whole path is
+    NaN if no token has a value; the layers up to that point keep theirs.
+
+    `tokens="all"` measures the real tokens without the first `drop_first`; the first token is mostly a sink, whose path
+    is unlike any other. `tokens="last"` measures only the last of these. The model runs in float32 or wider.
+    `states="hf"` (preset "paper") ends each path after the final norm, which adds one large last step.
     """
 
     PRESETS: ClassVar = {"paper": {"states": "hf"}}
@@ -65,8 +67,8 @@ class Trajectory(Analysis):
 
 
 def _prompt_summaries(values: Tensor, used: Tensor) -> Tensor:
-    """Return mean, median and number of undefined tokens (3, rows, prompts) of values (rows, kept tokens)."""
-    used = used.to(values.device)  # where there is no float64, values are on the CPU
+    """Return mean, median and number of undefined tokens (3, rows, prompts) of values (rows, used tokens)."""
+    used = used.to(values.device)  # values are on the CPU if the device has no float64
     padded = values.new_full((len(values), *used.shape), torch.nan)
     padded[:, used] = values  # (rows, batch, tokens)
     missing = (padded.isnan() & used).sum(-1)
@@ -74,15 +76,15 @@ def _prompt_summaries(values: Tensor, used: Tensor) -> Tensor:
 
 
 def _token_values(path: PathStats) -> dict[str, Tensor]:
-    """Return the values (rows, paths) per metric; a metric of a whole path has one row."""
+    """Return the values (rows, paths) of each metric; a metric of the whole path has one row."""
     norms, lengths = path.norms, path.lengths
-    values = {  # what breaks off leaves the layers before alone
+    values = {  # an undefined step leaves the layers before it defined
         "line_shape_score": path.running_line_shape_score("nan"),
         "equidistance": path.equidistance("nan")[None],
         "growth_rate": path.growth_rates("nan"),
         "state_norm": norms.where(norms.isfinite(), torch.nan),
     }
-    if len(norms) > 2:  # one block has no deviation of growth
+    if len(norms) > 2:  # a single block has no deviation of growth rates
         values["expodistance"] = path.expodistance("nan")[None]
     return values | {"step_norm": lengths.where(lengths.isfinite(), torch.nan)}
 
@@ -91,7 +93,7 @@ def _samples(metric: str, statistics: Tensor, tags: dict[str, Any]) -> Iterator[
     means, medians, missing = statistics  # (rows, prompts) each
     about, is_path = look_up(metric), is_in(metric, "path")
     rows: list[Any] = [(-1, None)] if is_path else []  # row and layer
-    if about.first_layer is not None:  # the row of layer 0 is there for states, not for steps
+    if about.first_layer is not None:  # states have a row for layer 0, steps do not
         layers = enumerate(range(len(means)), start=min(1, about.first_layer))
         rows += [(row, layer) for layer, row in layers if layer >= about.first_layer]
     for row, layer in rows:
@@ -103,18 +105,21 @@ def _samples(metric: str, statistics: Tensor, tags: dict[str, Any]) -> Iterator[
 
 @dataclass(kw_only=True)
 class PathsInPlane(Analysis):
-    """Where tokens are at every layer, in the plane of the last layer's first two principal components.
+    """Positions of tokens at every layer, in the plane of the last layer's first two principal components.
 
-    Per prompt or image: `path`, the coordinate of a token (tag `token`, counted among the real ones) at a layer along
-    an axis (tag `axis`, 1 or 2), and `path_variance`, the share of the last layer's variance along it; both with the
-    tag `prompt`, from 1. `plane_variance` is the share along both axes, averaged over prompts.
+    Per prompt or image: `path`, the coordinate of a token (tag `token`, its position among the real ones) at a layer
+    along an axis (tag `axis`, 1 or 2), and `path_variance`, the share of the last layer's variance along that axis.
+    Both have the tag `prompt`, from 1. `plane_variance` is the share along both axes, averaged over prompts.
 
     Mean and axes are fitted to all real tokens of the prompt but the first `drop_first` (mostly a sink far from all
-    others; of an image the class token); of these at most `num_tokens`, evenly spread, are recorded. Each prompt, and
-    each checkpoint, has axes of its own. Only the first `num_prompts` prompts are measured; one of fewer than 3 tokens,
-    or whose tokens end on a line or nowhere, has no plane and is counted in the tag `num_undefined`. `states="hf"` ends
-    each path after the final norm. The model runs in float32 or wider. Source: definitions as in
-    `lit_layers.functional.trajectory`.
+    others; in an image, the class token). At most `num_tokens` of these, evenly spread, are recorded. Each prompt and
+    each checkpoint has its own axes. Only the first `num_prompts` prompts are measured. A prompt of fewer than 3
+    tokens, or whose final states lie on a line or are not finite, has no plane and is counted in the tag
+    `num_undefined`.
+
+    `states="hf"` ends each path after the final norm. The model runs in float32 or wider.
+
+    Source: definitions as in `lit_layers.functional.trajectory`.
     """
 
     batches: Batches
@@ -128,12 +133,12 @@ class PathsInPlane(Analysis):
         return {"batches": Rows(self.batches, limit=self.num_prompts, at_once=1)}
 
     def update(self, seen: Seen, batch: Batch) -> Values:
-        """Return the shown tokens of a prompt, their places, and the shares of variance; padded to `num_tokens`."""
+        """Return the recorded tokens of a prompt, their coordinates and the shares of variance, each padded."""
         shown = torch.full((self.num_tokens, 1), -1)
         points = torch.full((seen.num_layers + 1, self.num_tokens, 2, 1), torch.nan, dtype=torch.float64)
         explained = torch.full((2, 1), torch.nan, dtype=torch.float64)
         tokens = range(self.drop_first, int(seen.mask.sum()))
-        if len(tokens) >= 3:  # a plane needs them
+        if len(tokens) >= 3:  # fewer tokens span no plane
             layers = states_of_layers(seen, self.states)
             used = torch.stack([states[0][seen.mask[0]][self.drop_first :] for states in layers])
             coordinates, shares = principal_paths(used, undefined="nan")
@@ -152,10 +157,10 @@ class PathsInPlane(Analysis):
 
 
 def _plane_records(shown: Tensor, points: Tensor, explained: Tensor, tags: dict[str, Any]) -> Iterator[Record]:
-    """Yield the records of one prompt: `places` (layers + 1, tokens, 2), `explained` (2,)."""
+    """Yield the records of one prompt, from `points` (layers + 1, tokens, 2) and `explained` (2,)."""
     for axis, share in enumerate(explained.tolist(), start=1):
         yield Record(metric="path_variance", value=share, n=1, tags={**tags, "axis": axis})
     for layer, of_layer in enumerate(points.tolist()):
-        for token, point in zip(shown[shown >= 0].tolist(), of_layer, strict=False):  # padded behind
+        for token, point in zip(shown[shown >= 0].tolist(), of_layer, strict=False):  # padded at the end
             for axis, value in enumerate(point, start=1):
                 yield Record(metric="path", value=value, layer=layer, n=1, tags={**tags, "token": token, "axis": axis})

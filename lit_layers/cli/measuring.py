@@ -139,7 +139,7 @@ def measure(
     """Run analyses on each model or series, and return the exit code.
 
     `make` creates the analyses of a target. `report` prints one result and returns whether anything failed. With
-    `beside_training` this function is called repeatedly while a training writes checkpoints, so it prints less.
+    `during_training` this function is called repeatedly while a training writes checkpoints, so it prints less.
 
     Raises:
         InputError: the model or series does not exist, or options do not apply to it.
