@@ -1,4 +1,4 @@
-"""The modules in a plain Lightning Trainer: any loader, any logger, validation at the end, their own checkpoints."""
+"""The training modules in a plain Lightning Trainer: loaders, loggers, validation at the end, checkpoints."""
 
 import csv
 import json
@@ -50,7 +50,7 @@ def blocks(form) -> DataLoader:
 
 
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
-def test_blocks_of_any_loader_are_trained_on_alike(tmp_path):
+def test_token_blocks_of_any_loader_give_the_same_training(tmp_path):
     hashes = set()
     for form in ("dict", "tensor", "tuple"):
         module = text()
@@ -64,7 +64,7 @@ def test_blocks_of_any_loader_are_trained_on_alike(tmp_path):
     assert len(hashes) == 1
 
 
-def test_pairs_of_images_and_labels_are_trained_on(tmp_path):
+def test_pairs_of_images_and_labels_can_be_trained_on(tmp_path):
     module = images(mixup=0.5)
     loader = DataLoader(TensorDataset(PIXELS, LABELS), batch_size=4)
     trainer(tmp_path).fit(module, loader)
@@ -74,7 +74,7 @@ def test_pairs_of_images_and_labels_are_trained_on(tmp_path):
     assert scores["validation/accuracy"] == pytest.approx(hits.float().mean().item())
 
 
-def test_batches_of_another_kind_are_refused_in_one_sentence(tmp_path):
+def test_unsupported_batches_are_refused_in_one_sentence(tmp_path):
     padded = {"input_ids": BLOCKS.tokens, "attention_mask": BLOCKS.tokens * 0}
     for module, batch, sentence in (
         (text, {"labels": BLOCKS.tokens}, r"data: expected batches with input_ids \(batch, tokens\), got a dict"),
@@ -87,7 +87,7 @@ def test_batches_of_another_kind_are_refused_in_one_sentence(tmp_path):
 
 
 class Noted(L.Callback):
-    """The learning rate of each step, the loss of each batch, and the steps that were validated."""
+    """A callback that records the learning rate of each step, the loss of each batch, and the validated steps."""
 
     def __init__(self):
         self.rates, self.losses, self.validated = [], [], []
@@ -102,7 +102,7 @@ class Noted(L.Callback):
         self.validated.append(trainer.global_step)
 
 
-def test_the_loss_of_each_step_goes_to_the_loggers_and_the_last_step_is_validated(tmp_path):
+def test_the_loss_of_each_step_is_logged_and_the_last_step_is_validated(tmp_path):
     seen, logger = Noted(), CSVLogger(tmp_path, flush_logs_every_n_steps=1)
     run = trainer(
         tmp_path, logger=logger, callbacks=[seen], accumulate_grad_batches=2, log_every_n_steps=1, max_epochs=9
@@ -113,11 +113,11 @@ def test_the_loss_of_each_step_goes_to_the_loggers_and_the_last_step_is_validate
     logged = [float(row[place]) for row in rows[1:] if row[place]]
     of_steps = [sum(pair) for pair in zip(seen.losses[::2], seen.losses[1::2], strict=True)]
     assert logged == pytest.approx(of_steps, rel=1e-6)
-    assert seen.validated == [2, 4, 5]  # two steps an epoch, and the last
+    assert seen.validated == [2, 4, 5]  # after each epoch of two steps, and after the last step
 
 
 def test_the_learning_rate_falls_until_the_last_step_of_a_trainer_that_counts_epochs(tmp_path):
-    shares = [(step - 2) / 7 for step in range(2, 9)]  # 6 batches, 3 steps an epoch
+    shares = [(step - 2) / 7 for step in range(2, 9)]  # an epoch has 6 batches and 3 steps
     cosine = [1e-2 * (0.1 + 0.45 * (1 + math.cos(math.pi * share))) for share in shares]
     for max_steps in (-1, 99):
         ends = {"max_epochs": 3, "max_steps": max_steps}
@@ -126,19 +126,19 @@ def test_the_learning_rate_falls_until_the_last_step_of_a_trainer_that_counts_ep
         assert seen.rates == pytest.approx([0.5e-2, 1e-2, *cosine]), ends
 
 
-def test_a_trainer_without_an_end_is_asked_for_the_step_at_which_the_rate_has_decayed(tmp_path):
+def test_a_trainer_without_an_end_needs_decay_steps(tmp_path):
     endless = {"max_epochs": -1, "max_steps": -1, "max_time": {"seconds": 0}}
     with pytest.raises(InputError, match="model.decay_steps: expected a step, as neither"):
         trainer(tmp_path, **endless).fit(text(), blocks("dict"))
     trainer(tmp_path, **endless).fit(text(decay_steps=9), blocks("dict"))
 
 
-def test_the_loss_of_a_step_of_fewer_micro_batches_is_their_mean(tmp_path):
+def test_the_loss_of_a_step_with_fewer_micro_batches_is_their_mean(tmp_path):
     seen, log = Noted(), RunLog(tmp_path)
     logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
     options = {"max_epochs": 2, "max_steps": -1, "accumulate_grad_batches": 3, "log_every_n_steps": 1}
     trainer(tmp_path, callbacks=[seen, log], logger=logger, **options).fit(text(), blocks("dict"))
-    raw = [3 * loss for loss in seen.losses]  # 4 batches an epoch
+    raw = [3 * loss for loss in seen.losses]  # an epoch has 4 batches
     expected = [sum(raw[0:3]) / 3, raw[3], sum(raw[4:7]) / 3, raw[7]]
     with (tmp_path / "lightning_logs/version_0/metrics.csv").open() as file:
         logged = [float(row["train/loss"]) for row in csv.DictReader(file)]
@@ -149,7 +149,7 @@ def test_the_loss_of_a_step_of_fewer_micro_batches_is_their_mean(tmp_path):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A module with a padded vocabulary, and the checkpoint that a trainer saved of it."""
+    """Return a module with a padded vocabulary, and its checkpoint from a Trainer."""
     folder = tmp_path_factory.mktemp("saved")
     module, run = text(pad_vocab_to=64, weight_decay=0.3), trainer(folder)
     run.fit(module, blocks("dict"))
@@ -157,7 +157,7 @@ def saved(tmp_path_factory):
     return module, folder / "last.ckpt"
 
 
-def test_a_module_opens_the_checkpoint_that_a_trainer_saved(saved, tmp_path):
+def test_a_module_loads_the_checkpoint_that_a_trainer_saved(saved, tmp_path):
     module, file = saved
     again = LitCausalLM.load_from_checkpoint(file, weights_only=True)
     assert again.weight_decay == 0.3
@@ -170,7 +170,7 @@ def test_a_module_opens_the_checkpoint_that_a_trainer_saved(saved, tmp_path):
     trainer(tmp_path).fit(again.train(), blocks("dict"))
 
 
-def test_a_checkpoint_of_a_stranger_runs_nothing_and_is_refused_in_one_sentence(saved, tmp_path):
+def test_an_unsafe_checkpoint_is_refused_in_one_sentence(saved, tmp_path):
     file, content = tmp_path / "last.ckpt", torch.load(saved[1], weights_only=True)
     network = json.loads(content["network"])
     for change, sentence in (
@@ -197,7 +197,7 @@ def saved_images(tmp_path_factory):
     return module, folder / "last.ckpt"
 
 
-def test_an_image_classifier_opens_its_checkpoint_with_the_statistics_of_its_images(saved_images):
+def test_an_image_classifier_loads_its_checkpoint_with_the_statistics_of_its_images(saved_images):
     module, file = saved_images
     again = LitImageClassifier.load_from_checkpoint(file, weights_only=True)
     assert weights_hash(again.model) == weights_hash(module.model)
@@ -205,9 +205,7 @@ def test_an_image_classifier_opens_its_checkpoint_with_the_statistics_of_its_ima
     assert again.validation_metrics.keys() == module.validation_metrics.keys()
 
 
-def test_an_image_classifier_begins_with_the_weights_of_a_file_and_refuses_those_of_another_network(
-    saved_images, tmp_path
-):
+def test_an_image_classifier_starts_from_the_weights_of_the_same_network_only(saved_images, tmp_path):
     module, file = saved_images
     begun = tiny_images.module(init_from=str(file), init_seed=7)
     tiny_images.trainer(tmp_path).validate(begun, datamodule=tiny_images.data(), verbose=False)

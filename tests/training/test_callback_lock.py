@@ -1,4 +1,4 @@
-"""The callbacks in a Lightning project of the user's own: one writer a run, there too."""
+"""The callbacks in a user's own Lightning project: only one process writes to a run."""
 
 import copy
 import gc
@@ -46,7 +46,7 @@ def train(root: Path, *others: L.Callback, if_exists: Any = "refuse", **options)
 
 
 def refused(root: Path, **options) -> int:
-    """What a training in another process comes to."""
+    """Return REFUSED if the training is refused because another process writes to the root."""
     try:
         return train(root, Never(), **options)
     except InputError as error:
@@ -60,7 +60,7 @@ class Never(L.Callback):
 
 
 class Meanwhile(L.Callback):
-    """Does something at the first step."""
+    """A callback that runs an action after each batch."""
 
     def __init__(self, action) -> None:
         self.action = action
@@ -73,7 +73,7 @@ def steps(root: Path) -> list[int | None]:
     return [measurement.step for measurement in records.read(root / "measurements.jsonl")]
 
 
-def test_a_second_training_is_refused_before_it_begins_and_harms_nothing_and_the_next_one_is_not(tmp_path):
+def test_a_second_training_at_the_same_time_is_refused_and_changes_nothing(tmp_path):
     root = tmp_path / "run"
     in_progress = root / ".tmp-step-000000007"
     codes = []
@@ -81,19 +81,19 @@ def test_a_second_training_is_refused_before_it_begins_and_harms_nothing_and_the
     def another() -> None:
         in_progress.mkdir()
         codes.append(run_forked(lambda: refused(root)))
-        in_progress.rmdir()  # where the second had not cleared it away
+        in_progress.rmdir()  # fails if the second training removed it
 
     train(root, Meanwhile(another))
     assert codes == [REFUSED]
     assert steps(root) == [0, 1]
     assert not list(root.glob(".*"))
-    train(root, if_exists="resume")  # the same process again, with the weights that were measured already
+    train(root, if_exists="resume")  # the same process again, with weights that are measured already
     assert steps(root) == [0, 1, 0, 1], "step 0 says that the training went back"
     assert len({m.seconds for m in records.read(root / "measurements.jsonl")}) == 3
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_the_lock_ends_with_a_training_that_fails_and_the_callbacks_can_be_used_again(error, tmp_path):
+def test_a_failed_training_releases_the_lock_and_its_callbacks_can_be_reused(error, tmp_path):
     root = tmp_path / "run"
     callbacks = watch(root, if_exists="overwrite")
 
@@ -114,7 +114,7 @@ class Interrupting(TrainerCallback):
         raise KeyboardInterrupt
 
 
-def test_a_trainer_of_transformers_that_fails_holds_the_folder_and_can_train_again(tmp_path):
+def test_a_failed_transformers_trainer_keeps_the_lock_and_can_train_again(tmp_path):
     root, rows = tmp_path / "run", [{"input_ids": ids, "labels": ids} for ids in RandomBlocks(4).tokens]
     arguments = TrainingArguments(
         str(tmp_path / "hf"), max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no"
@@ -132,8 +132,8 @@ def test_a_trainer_of_transformers_that_fails_holds_the_folder_and_can_train_aga
 
 
 @pytest.mark.soak
-def test_a_trainer_that_begins_anew_while_it_fails_holds_the_folder(tmp_path):
-    """As with `auto_find_batch_size`, which calls the training loop again."""
+def test_a_transformers_trainer_that_restarts_its_loop_keeps_the_lock(tmp_path):
+    """`auto_find_batch_size` calls the training loop again in this way."""
     root = tmp_path / "run"
     watched, state = EmergenceTrainerCallback([One()], [1], root), TrainerState(global_step=0, max_steps=1)
     arguments = SimpleNamespace(report_to=[], load_best_model_at_end=False, auto_find_batch_size=True)
@@ -146,9 +146,9 @@ def test_a_trainer_that_begins_anew_while_it_fails_holds_the_folder(tmp_path):
     assert not run_lock.is_held(root)
 
 
-def test_a_loop_that_failed_and_runs_again_in_the_same_process_holds_the_folder_until_it_ends(tmp_path):
+def test_a_loop_that_runs_again_after_a_failure_holds_the_lock_until_it_ends(tmp_path):
     root = tmp_path / "run"
-    watched = lit_layers.watch(tiny("gpt2"), [One()], steps=[1], root=root)  # and an exception, in a notebook
+    watched = lit_layers.watch(tiny("gpt2"), [One()], steps=[1], root=root)  # then an exception, in a notebook
     watched = lit_layers.watch(tiny("gpt2"), [One()], steps=[1], root=root, if_exists="overwrite")
     gc.collect()
     assert run_lock.is_held(root)
@@ -157,7 +157,7 @@ def test_a_loop_that_failed_and_runs_again_in_the_same_process_holds_the_folder_
     assert not run_lock.is_held(root)
 
 
-def test_two_watches_over_one_run_hold_its_folder_until_the_last_is_closed(tmp_path):
+def test_two_watches_over_one_run_hold_the_lock_until_both_are_closed(tmp_path):
     root, model = tmp_path / "run", tiny("gpt2")
     often = lit_layers.watch(model, [One()], steps={"every": 1}, root=root)
     seldom = lit_layers.watch(model, [One(name="two")], steps={"every": 2}, root=root)
@@ -167,7 +167,7 @@ def test_two_watches_over_one_run_hold_its_folder_until_the_last_is_closed(tmp_p
     assert not run_lock.is_held(root)
 
 
-def test_a_training_that_is_refused_by_another_callback_leaves_no_lock_and_no_folder(tmp_path):
+def test_a_training_refused_by_another_callback_leaves_no_lock_and_no_folder(tmp_path):
     class Refusing(L.Callback):
         def setup(self, trainer, pl_module, stage):
             raise InputError("not like this")
@@ -177,7 +177,7 @@ def test_a_training_that_is_refused_by_another_callback_leaves_no_lock_and_no_fo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_callbacks_travel_to_processes_that_are_spawned(tmp_path):
+def test_callbacks_can_be_pickled_and_copied(tmp_path):
     for callback in watch(tmp_path):
         for travelled in (pickle.loads(pickle.dumps(callback)), copy.deepcopy(callback)):
             assert travelled.root == tmp_path
@@ -185,7 +185,7 @@ def test_callbacks_travel_to_processes_that_are_spawned(tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_two_ranks_hold_a_run_together_and_are_refused_together(tmp_path):
+def test_two_ranks_share_the_lock_and_are_refused_together(tmp_path):
     root = tmp_path / "run"
     ranks = {"devices": 2, "strategy": "ddp"}
     assert run_ranks(lambda: train(root, **ranks)) == [0, 0]

@@ -1,4 +1,4 @@
-"""Saving and measuring during training: at the right steps, once, and without a trace in the weights."""
+"""Saving and measuring during training: at the right steps, once, and without any change of the weights."""
 
 import functools
 import json
@@ -27,7 +27,7 @@ from tests.support.tiny_training import CONTEXT, fit, module
 
 @dataclass(kw_only=True)
 class Noisy(Analysis):
-    """Draws from every generator, runs backward, switches modes."""
+    """An analysis that draws from every generator, runs a backward pass and changes the training mode."""
 
     name: str = "noisy"
 
@@ -41,7 +41,7 @@ class Noisy(Analysis):
 
 @dataclass(kw_only=True)
 class Failing(Analysis):
-    """Gives one number, then fails."""
+    """An analysis that yields one record and then fails."""
 
     name: str = "failing"
 
@@ -65,11 +65,11 @@ def everything() -> list[Analysis]:
 
 
 class Checkpointing(L.Callback):
-    """Gradient checkpointing: blocks run again in the backward pass, whatever was called in between."""
+    """A callback that enables gradient checkpointing: the backward pass runs the blocks again."""
 
     def on_fit_start(self, trainer, pl_module):
         model = pl_module.model
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # its newer name
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # newer name first
 
     def on_train_end(self, trainer, pl_module):
         assert all(block.gradient_checkpointing for block in pl_module.model.transformer.h)
@@ -81,12 +81,12 @@ class Checkpointing(L.Callback):
     ("accumulate", "compiled", "others"),
     [
         (4, False, []),
-        (1, True, []),  # two graphs are captured
+        (1, True, []),  # torch.compile captures two graphs
         (1, False, [Checkpointing()]),
     ],
 )
-def test_training_with_all_analyses_and_without_ends_in_equal_bits(tmp_path, monkeypatch, accumulate, compiled, others):
-    # the graph capture of torch.compile is what hooks and function modes could upset; generated code is not needed
+def test_training_ends_in_equal_bits_with_and_without_analyses(tmp_path, monkeypatch, accumulate, compiled, others):
+    # Hooks and function modes could only disturb the graph capture of torch.compile, so no code is generated.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(modules, "_EAGER_LOSS", ())  # as on a GPU: the loss is in the graph
     watching = [
@@ -106,7 +106,7 @@ def test_training_with_all_analyses_and_without_ends_in_equal_bits(tmp_path, mon
     }
 
 
-def test_training_depends_on_the_random_state_that_the_test_above_compares(tmp_path):
+def test_an_extra_random_draw_changes_the_trained_weights(tmp_path):
     class Draw(L.Callback):
         def on_train_batch_end(self, *_):
             torch.rand(1)
@@ -117,9 +117,9 @@ def test_training_depends_on_the_random_state_that_the_test_above_compares(tmp_p
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The folder of a run of five steps, two of them on the schedule, and the module that was trained."""
+    """Return the folder of a run of five steps, two of them scheduled, and the trained module."""
     root = tmp_path_factory.mktemp("run")
-    (root / ".tmp-step-000000002").mkdir()  # of a save that was killed
+    (root / ".tmp-step-000000002").mkdir()  # left by a killed save
     assert saved_steps(root) == []
     logger = L.pytorch.loggers.CSVLogger(root, name="log", version="")
     callbacks = [SeriesCheckpoint([2, 3], root), EmergenceCallback([Noisy()], [2, 3], root)]
@@ -128,7 +128,7 @@ def run(tmp_path_factory):
     return root, lit
 
 
-def test_every_scheduled_step_is_measured_once_and_counts_optimizer_steps(run):
+def test_every_scheduled_optimizer_step_is_measured_once(run):
     root, _ = run
     measurements = records.read(root / "measurements.jsonl")
     assert [m.step for m in measurements] == [0, 2, 3, 5] == saved_steps(root)
@@ -139,8 +139,11 @@ def test_every_scheduled_step_is_measured_once_and_counts_optimizer_steps(run):
     assert "noisy/noise" in (root / "log" / "metrics.csv").read_text().splitlines()[0]
 
 
-class ByHand(L.LightningModule):
-    """Optimizers that each hold a share of the network, and one of another part; all make their steps in each batch."""
+class Manual(L.LightningModule):
+    """A module with manual optimization: optimizers of parts of the network, and one for other weights.
+
+    Each of them steps several times in a batch.
+    """
 
     def __init__(self, shares: int, steps: int = 1, others: int = 0):
         super().__init__()
@@ -159,7 +162,7 @@ class ByHand(L.LightningModule):
         return [torch.optim.SGD(each, lr=0.01) for each in [*shares, [*self.other.parameters()]]]
 
 
-def by_hand(root, steps, network, batches=20, epochs=1, **options):
+def fit_manual(root, steps, network, batches=20, epochs=1, **options):
     callbacks = [SeriesCheckpoint(steps, root), EmergenceCallback([Noisy()], steps, root)]
     trainer = L.Trainer(
         max_epochs=epochs, limit_train_batches=batches, accelerator="cpu", logger=False, enable_checkpointing=False,
@@ -181,23 +184,23 @@ def by_hand(root, steps, network, batches=20, epochs=1, **options):
     ],
 )
 def test_with_several_optimizers_a_step_is_an_update_of_the_network(network, steps, measured, tmp_path):
-    assert by_hand(tmp_path, steps, ByHand(**network))[1] == measured
+    assert fit_manual(tmp_path, steps, Manual(**network))[1] == measured
 
 
-def test_a_training_says_what_it_will_measure_and_what_it_measured(tmp_path, caplog):
+def test_a_training_logs_what_it_will_measure_and_what_it_measured(tmp_path, caplog):
     with caplog.at_level("INFO"):
-        by_hand(tmp_path / "all", [1, 3], ByHand(2), batches=4)
-        by_hand(tmp_path / "passed", [1, 6, 7, 8], ByHand(2, 3), batches=4)
+        fit_manual(tmp_path / "all", [1, 3], Manual(2), batches=4)
+        fit_manual(tmp_path / "passed", [1, 6, 7, 8], Manual(2, 3), batches=4)
     assert f"measures noisy at the first step, the last and 1, 3, into {tmp_path / 'all'}" in caplog.text
     assert f"measured 4 of 4 scheduled steps: lit-layers report {tmp_path / 'all'} draws them" in caplog.text
     assert "measured 3 of 6 scheduled steps, not 1, 7, 8: lit-layers report" in caplog.text
 
 
-def test_a_training_that_goes_on_counts_on(tmp_path):
-    trainer, _ = by_hand(tmp_path / "one", [3], ByHand(2), batches=5)
+def test_a_resumed_training_continues_the_step_count(tmp_path):
+    trainer, _ = fit_manual(tmp_path / "one", [3], Manual(2), batches=5)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     resumed = {"ckpt_path": tmp_path / "last.ckpt", "weights_only": False}
-    assert by_hand(tmp_path / "two", [7], ByHand(2), batches=5, epochs=2, **resumed)[1] == [7, 10]
+    assert fit_manual(tmp_path / "two", [7], Manual(2), batches=5, epochs=2, **resumed)[1] == [7, 10]
 
 
 def test_a_saved_step_is_the_measured_model_and_loads_anywhere(run):
@@ -213,7 +216,7 @@ def test_a_saved_step_is_the_measured_model_and_loads_anywhere(run):
         torch.testing.assert_close(reloaded(tokens).logits, lit.eval()(tokens), atol=1e-6, rtol=0)
 
 
-def test_a_failing_analysis_is_recorded_and_training_goes_on(tmp_path, caplog):
+def test_a_failing_analysis_is_recorded_and_training_continues(tmp_path, caplog):
     trainer, _ = fit(tmp_path, [EmergenceCallback([Failing(), Noisy()], [1], tmp_path)], steps=2)
     assert trainer.global_step == 2
     failed = [m for m in records.read(tmp_path / "measurements.jsonl") if m.analysis == "failing"]
@@ -221,7 +224,7 @@ def test_a_failing_analysis_is_recorded_and_training_goes_on(tmp_path, caplog):
     assert "failing failed at step 1: RuntimeError: no numbers" in caplog.text
 
 
-def test_a_module_of_the_users_own_is_watched_by_the_name_of_its_network(tmp_path):
+def test_the_network_of_a_user_module_can_be_named(tmp_path):
     class Own(L.LightningModule):
         def __init__(self):
             super().__init__()
@@ -248,7 +251,7 @@ def _network():
     return causal_lm("gpt2", n_layer=1, n_embd=8, n_head=2, n_positions=16, vocab_size=61)
 
 
-def test_what_does_not_fit_is_refused_before_the_first_step(tmp_path):
+def test_wrong_options_and_folders_are_refused_before_the_first_step(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     wide = Coupling(batches=RandomText(), k=[17])
     for made, sentence in (

@@ -5,7 +5,7 @@ import pytest
 from lit_layers.training.run_folder import saved_steps, step_folder, write_folder
 
 
-def test_a_save_that_breaks_off_leaves_no_folder(tmp_path):
+def test_an_interrupted_save_leaves_no_folder(tmp_path):
     def fill(folder):
         (folder / "half").write_text("x")
         raise KeyboardInterrupt
@@ -25,7 +25,7 @@ def test_an_older_folder_of_the_step_is_replaced_as_a_whole(tmp_path):
     assert os.listdir(step_folder(tmp_path, 3)) == ["new"]
 
 
-def test_foreign_folders_are_no_steps(tmp_path):
+def test_other_folders_do_not_count_as_steps(tmp_path):
     for name in ("step-1", "step-abc", ".tmp-step-000000001", "wandb"):
         (tmp_path / name).mkdir()
     assert saved_steps(tmp_path) == []

@@ -1,4 +1,4 @@
-"""What a run tells Lightning of its machines."""
+"""Cluster plugins, the first rank, and the defaults of a Trainer."""
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
@@ -22,18 +22,18 @@ def test_under_slurm_the_job_script_requeues_and_not_lightning(slurm):
     assert [type(each) for each in cluster_plugins([other])] == [LightningEnvironment, SLURMEnvironment]
 
 
-def test_options_of_the_job_that_do_not_fit_are_told(slurm, monkeypatch):
+def test_unusable_options_of_a_slurm_job_are_reported(slurm, monkeypatch):
     monkeypatch.delenv("SLURM_NTASKS_PER_NODE")
     with pytest.raises(InputError, match="SLURM: You set `--ntasks=2`"):
         cluster_plugins(None)
 
 
-def test_an_environment_that_the_user_chose_stays(slurm):
+def test_a_cluster_environment_of_the_user_stays(slurm):
     mine = SLURMEnvironment(auto_requeue=True)
     assert cluster_plugins([mine]) == [mine]
 
 
-def test_elsewhere_nothing_is_added(monkeypatch):
+def test_outside_slurm_no_plugin_is_added(monkeypatch):
     monkeypatch.delenv("SLURM_NTASKS", raising=False)
     assert cluster_plugins(None) is None
 
@@ -41,7 +41,7 @@ def test_elsewhere_nothing_is_added(monkeypatch):
 RANKS = (
     ({}, True),
     ({"RANK": "0", "LOCAL_RANK": "0"}, True),
-    ({"RANK": "4", "LOCAL_RANK": "0"}, False),  # torchrun: the first of another node
+    ({"RANK": "4", "LOCAL_RANK": "0"}, False),  # torchrun: the first rank of another node
     ({"LOCAL_RANK": "1"}, False),  # started by Lightning itself
     ({"NODE_RANK": "1"}, False),
     ({"SLURM_PROCID": "3"}, False),
@@ -50,7 +50,7 @@ RANKS = (
 )
 
 
-def test_the_first_rank_is_known_before_lightning_is_asked(monkeypatch):
+def test_the_first_rank_is_known_from_the_environment(monkeypatch):
     for environment, is_first in RANKS:
         for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"):
             monkeypatch.delenv(name, raising=False)
@@ -59,7 +59,7 @@ def test_the_first_rank_is_known_before_lightning_is_asked(monkeypatch):
         assert is_first_rank() == is_first, environment
 
 
-def test_a_trainer_writes_and_shows_nothing_of_its_own(tmp_path):
+def test_a_trainer_logs_and_shows_nothing_by_default(tmp_path):
     trainer = new_trainer(max_steps=1, accelerator="cpu", default_root_dir=tmp_path)
     own = (ModelCheckpoint, ModelSummary, ProgressBar)
     assert not [each for each in trainer.callbacks if isinstance(each, own)]

@@ -1,4 +1,4 @@
-"""Training on the rows of a task while blocks run in another order, against losses and scores made here."""
+"""Fine-tuning on the rows of a task with blocks in another order, against losses and scores computed here."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def recipe(**options) -> TaskFinetuningRecipe:
     return TaskFinetuningRecipe(**(usual | options))
 
 
-def test_the_loss_is_that_of_the_answers_tokens_alone():
+def test_only_the_tokens_of_answers_have_a_loss():
     model = causal_lm("gpt2", seed=0, n_layer=2, n_embd=16, n_head=2, n_positions=16, vocab_size=20).double().eval()
     data = AnswerData(ROWS, recipe())
     batch = finetuning._collate(data.rows)
@@ -47,7 +47,7 @@ def test_the_loss_is_that_of_the_answers_tokens_alone():
     with torch.no_grad():
         found = LitAnswers(model, recipe(), steps=1).training_step(batch, 0)
         expected = []
-        for asked, answer in ROWS:  # one text alone, without padding
+        for asked, answer in ROWS:  # one text at a time, without padding
             log_proba = model(torch.tensor([asked + answer])).logits[0].log_softmax(-1)
             expected += [-log_proba[len(asked) + place - 1, token] for place, token in enumerate(answer)]
     torch.testing.assert_close(found, torch.stack(expected).mean())
@@ -61,7 +61,7 @@ def test_a_long_row_loses_its_beginning():
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """ARC with eight rows, which are trained on and scored: what is learnt by heart is answered."""
+    """Write ARC with eight rows that are both trained on and scored, so that a model can memorise the answers."""
     folder = tmp_path_factory.mktemp("arc")
     names = ["red", "blue", "green", "old"]
     rows = [
@@ -103,7 +103,7 @@ def trained(root, variant=MIDDLE):
 
 
 def composed(model, ids):
-    """Logits of blocks 1, the mean of 2 and 3, and 5, written out."""
+    """Return the logits of the schedule block 1, mean of blocks 2 and 3, block 5, written out."""
     trunk = model.transformer
     hidden = trunk.wte(ids) + trunk.wpe(torch.arange(len(ids)))
     hidden = trunk.h[0](hidden[None])
@@ -112,13 +112,13 @@ def composed(model, ids):
 
 
 def stepped(parameter, scale, rate=1e-2):
-    """The weights after a first step of AdamW, whose moments are those of this one gradient; only matrices decay."""
+    """Return a parameter after the first step of AdamW: its moments come from one gradient. Only matrices decay."""
     gradient = parameter.grad * scale
     decay = 0.1 if parameter.ndim > 1 else 0.0
     return parameter.detach() * (1 - rate * decay) - rate * gradient / (gradient.abs() + 1e-8)
 
 
-def test_a_step_is_one_of_adamw_on_the_loss_of_the_composed_blocks_and_the_given_model_stays(home, model, tmp_path):
+def test_a_step_is_adamw_on_the_composed_blocks_and_the_original_model_stays(home, model, tmp_path):
     before, modes = weights_hash(model), [part.training for part in model.modules()]
     run(home, model, tmp_path, num_train=2, batch_size=2, weight_decay=0.1, gradient_clip=0.5, seed=3)
     assert (weights_hash(model), modes) == (before, [part.training for part in model.modules()])
@@ -141,7 +141,7 @@ def test_a_step_is_one_of_adamw_on_the_loss_of_the_composed_blocks_and_the_given
         )
 
 
-def test_what_is_finished_is_not_trained_again_and_other_settings_are_refused(home, model, tmp_path, monkeypatch):
+def test_a_finished_variant_is_not_trained_again_and_other_settings_are_refused(home, model, tmp_path, monkeypatch):
     first = run(home, model, tmp_path, num_train=4)
     monkeypatch.setattr(LitAnswers, "training_step", lambda *_: pytest.fail("trained again"))
     assert run(home, model, tmp_path, num_train=4) == first
@@ -156,19 +156,29 @@ def test_what_is_finished_is_not_trained_again_and_other_settings_are_refused(ho
         run(home, model, tmp_path, num_train=4)
 
 
-def test_the_mean_over_seeds_and_how_many_orders_are_the_plain_one():
-    def of(seed, schedule, value, when="after"):
+def test_means_over_seeds_leave_out_nan_and_count_identical_orders():
+    def record(seed, schedule, value, when="after"):
         tags = {"variant": "random", "middle": 2, "seed": seed, "schedule": schedule, "when": when}
         return Record(metric="variant_loss", value=value, tags=tags, n=6)
 
-    records = [of(0, "1 2 3 4", 1.0), of(1, "1 3 2 4", 4.0), of(2, "1 2 3 4", 4.0), of(0, "1 3 2 4", 9.0, "before")]
+    records = [
+        record(0, "1 2 3 4", 1.0),
+        record(1, "1 3 2 4", 4.0),
+        record(2, "1 2 3 4", 4.0),
+        record(0, "1 3 2 4", 9.0, "before"),
+    ]
     records.append(Record(metric="variant_loss", value=7.0, tags={"variant": "skip", "middle": 2, "when": "after"}))
     after, before = seed_means(records, 4)
     assert after.value == 3.0
-    assert after.stderr == pytest.approx(1.0)  # standard deviation of 1, 4, 4 is the root of 3
+    assert after.stderr == pytest.approx(1.0)  # standard deviation sqrt(3) of 1, 4, 4, over sqrt(3)
     assert after.tags == {"variant": "random", "middle": 2, "when": "after", "num_seeds": 3, "num_identical": 2}
     assert (before.value, before.stderr) == (9.0, None)
-    broken = [of(0, "1 2 3 4", math.nan), of(1, "1 3 2 4", 4.0), of(2, "1 2 3 4", 2.0), of(0, "1 2 3 4", math.nan, "x")]
+    broken = [
+        record(0, "1 2 3 4", math.nan),
+        record(1, "1 3 2 4", 4.0),
+        record(2, "1 2 3 4", 2.0),
+        record(0, "1 2 3 4", math.nan, "x"),
+    ]
     after, nothing = seed_means(broken, 4)
     assert (after.value, after.stderr) == (3.0, 1.0)
     assert after.tags["num_undefined"] == 1
@@ -176,7 +186,7 @@ def test_the_mean_over_seeds_and_how_many_orders_are_the_plain_one():
 
 
 @pytest.mark.soak
-def test_rows_learnt_by_heart_are_answered_and_scores_before_are_those_of_the_order(home, tmp_path):
+def test_memorised_rows_are_answered_and_scores_before_training_are_those_of_the_variant(home, tmp_path):
     folder, rows = home
     model = tiny_speaker(blocks=6, seed=3)
     made, view = analysis(folder, tmp_path, num_epochs=40), LayeredModel(model)
@@ -204,7 +214,7 @@ def test_rows_learnt_by_heart_are_answered_and_scores_before_are_those_of_the_or
 
 
 @pytest.mark.soak
-def test_tasks_that_cannot_be_trained_on_are_refused(home, tmp_path):
+def test_tasks_without_usable_training_rows_are_refused(home, tmp_path):
     for split in ("train", "validation"):
         rows = [{"sentence": "The _ is red.", "choices": ["cup", "bag"], "label": 0}]
         pd.DataFrame(rows).to_parquet(tmp_path / f"w_{split}.parquet")

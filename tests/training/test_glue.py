@@ -1,4 +1,4 @@
-"""Tasks of GLUE in another order of blocks: metrics by hand, a step by hand, what is trained, what is kept."""
+"""Fine-tuning on GLUE with blocks in another order: metrics and a step by hand, trained weights, cached results."""
 
 import json
 import math
@@ -34,7 +34,7 @@ QUICK = {"max_steps": 2, "batch_size": 4, "num_tokens": 30}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A BERT of masked words with a tokenizer of pairs, and files of three tasks."""
+    """Save a masked BERT with a tokenizer for pairs, and files of three tasks."""
     folder = write_glue(tmp_path_factory.mktemp("glue"))
     saved_bert_of_pairs(folder / "bert")
     for split, first, count in (("train", 0, 24), ("validation", 30, 10)):
@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def trained(monkeypatch):
-    """The modules that were trained, with the predictions they were judged by."""
+    """Return a list that collects the trained modules, with their validation predictions."""
     modules = []
 
     class Kept(LitGlue):
@@ -73,9 +73,9 @@ def scores(folder, root, recipe=None, **options):
 # Metrics
 
 
-def test_metrics_of_classes_are_those_counted_by_hand():
+def test_metrics_of_classes_equal_counts_by_hand():
     wanted, predicted = [1, 1, 1, 0, 0, 0, 0, 1], [1, 0, 1, 0, 1, 0, 0, 1]
-    hits, false, missed, right = 3, 1, 1, 3  # of class 1: found, wrongly found, missed; of class 0: found
+    hits, false, missed, right = 3, 1, 1, 3  # true positives, false positives, false negatives, true negatives
     both = glue_metrics(GLUE["mrpc"], predicted, wanted)
     assert both["accuracy"] == pytest.approx(6 / 8)
     assert both["f1"] == pytest.approx(2 * hits / (2 * hits + false + missed))
@@ -89,7 +89,7 @@ def test_metrics_of_classes_are_those_counted_by_hand():
     assert set(glue_metrics(GLUE["rte"], predicted, wanted)) == {"accuracy", "task_score"}
 
 
-def test_correlations_are_those_of_values_and_of_their_ranks():
+def test_correlations_are_those_of_values_and_of_ranks():
     wanted, predicted = [0.0, 1.0, 2.0, 5.0, 5.0], [0.1, 3.0, 2.0, 20.0, 9.0]
 
     def pearson(one, other):
@@ -105,8 +105,8 @@ def test_correlations_are_those_of_values_and_of_their_ranks():
     assert all(map(math.isnan, constant.values()))
 
 
-def test_a_model_that_has_diverged_has_no_score_in_place_of_that_of_the_first_class(folder, tmp_path, monkeypatch):
-    """Half of the logits of two rows are no numbers; the others say class 0, which most targets are."""
+def test_a_diverged_model_scores_nan_and_not_as_the_first_class(folder, tmp_path, monkeypatch):
+    """In two rows all logits but that of class 0 are NaN. Class 0 is the most frequent target."""
     for name in ("cola", "mrpc", "stsb"):
         assert all(map(math.isnan, glue_metrics(GLUE[name], [0.0, math.nan, 1.0], [0, 0, 1]).values()))
     outputs = LitGlue.outputs
@@ -123,7 +123,7 @@ def test_a_model_that_has_diverged_has_no_score_in_place_of_that_of_the_first_cl
     for records in first.values():
         assert records
         assert all(math.isnan(record.value) for record in records)
-    again = scores(folder, tmp_path, recipe, custom=[])  # from the files
+    again = scores(folder, tmp_path, recipe, custom=[])  # read from the files
     assert {name: [r.metric for r in records] for name, records in again.items()} == {
         name: [r.metric for r in records] for name, records in first.items()
     }
@@ -153,7 +153,7 @@ def test_pairs_become_one_row_of_two_segments(folder):
     assert tokenizer.tokenizer.padding is None
 
 
-def test_fewer_rows_are_the_beginning_of_more(folder):
+def test_fewer_rows_are_the_first_of_more_rows(folder):
     rows = read_rows(GLUE["mrpc"], "train", folder)
     assert len(rows) == 24
     few, more = rows.take(5, seed=1), rows.take(9, seed=1)
@@ -176,7 +176,7 @@ def test_rows_tasks_splits_and_folders_that_do_not_fit_are_refused(tmp_path):
         read_rows(GLUE["rte"], "train", tmp_path)
 
 
-def test_a_copy_says_what_its_task_is_judged_by(folder, tmp_path):
+def test_a_local_copy_of_a_task_may_change_its_score(folder, tmp_path):
     (tmp_path / "glue").symlink_to(folder / "glue")
     entry = {"files": "glue/mrpc_{split}.parquet", "options": {"score": "f1"}}
     (tmp_path / "tasks.yaml").write_text(yaml.safe_dump({"glue": {"mrpc": entry}}))
@@ -188,7 +188,7 @@ def test_a_copy_says_what_its_task_is_judged_by(folder, tmp_path):
 # Models
 
 
-def test_the_trunk_is_the_saved_one_and_the_head_is_new_by_its_seed(folder):
+def test_the_trunk_is_the_saved_one_and_the_seed_sets_the_new_head(folder):
     state = torch.get_rng_state()
     model, trunk = sequence_classifier(folder / "bert", 2, seed=4)
     again, _ = sequence_classifier(folder / "bert", 2, seed=4)
@@ -205,7 +205,7 @@ def test_the_trunk_is_the_saved_one_and_the_head_is_new_by_its_seed(folder):
     assert not torch.equal(model.classifier.weight, other.classifier.weight)
 
 
-def test_models_that_are_no_encoders_or_not_whole_are_refused(folder, tmp_path):
+def test_models_that_are_not_complete_encoders_are_refused(folder, tmp_path):
     save(tiny("gpt2"), tmp_path / "gpt2")
     with pytest.raises(InputError, match=r"model: expected an encoder \(bert, .*\), .* is of the type gpt2"):
         sequence_classifier(tmp_path / "gpt2", 2)
@@ -223,7 +223,7 @@ def test_models_that_are_no_encoders_or_not_whole_are_refused(folder, tmp_path):
 
 
 def composed(model, batch):
-    """Outputs of block 1 and the mean of blocks 2 and 3, written out."""
+    """Return the outputs of the schedule block 1, mean of blocks 2 and 3, written out."""
     bert = model.bert
     hidden = bert.embeddings(input_ids=batch["input_ids"], token_type_ids=batch["token_type_ids"])
     mask = (1 - batch["attention_mask"][:, None, None].double()) * -1e9  # (batch, 1, 1, tokens)
@@ -234,7 +234,7 @@ def composed(model, batch):
 
 
 @pytest.mark.parametrize(("name", "training"), [("mrpc", "full"), ("stsb", "full"), ("mrpc", "frozen")])
-def test_a_step_is_one_of_adamw_on_the_loss_of_the_composed_blocks(folder, tmp_path, trained, name, training):
+def test_a_step_is_adamw_on_the_loss_of_the_composed_blocks(folder, tmp_path, trained, name, training):
     task, options = GLUE[name], {"learning_rate": 1e-2, "weight_decay": 0.1, "seed": 3}
     network, _ = sequence_classifier(folder / "bert", task.num_classes or 1)
     network = network.double()
@@ -272,7 +272,7 @@ def test_a_step_is_one_of_adamw_on_the_loss_of_the_composed_blocks(folder, tmp_p
     )
 
 
-def test_a_result_is_kept_and_not_made_again(folder, tmp_path, trained):
+def test_a_result_is_cached_and_not_computed_again(folder, tmp_path, trained):
     recipe, lines = {"tasks": ["mrpc"], "training": ["frozen"]}, []
     first = scores(folder, tmp_path, recipe, tell=lines.append)
     assert len(trained) == len(lines) == 2
@@ -301,7 +301,7 @@ def test_records_have_the_tags_of_variant_task_and_training(folder, tmp_path):
     assert mean.value == pytest.approx(sum(record.value for record in of_seeds) / 2)
 
 
-def test_the_same_seed_gives_the_same_weights_whatever_was_drawn_before(folder, tmp_path, trained):
+def test_the_same_seed_gives_the_same_weights_after_other_random_draws(folder, tmp_path, trained):
     for root, seed in (("a", 0), ("b", 0), ("c", 1)):
         torch.rand(len(trained))
         scores(folder, tmp_path / root, {"seed": seed, "max_steps": 1}, custom=[])
@@ -310,7 +310,7 @@ def test_the_same_seed_gives_the_same_weights_whatever_was_drawn_before(folder, 
     assert not torch.equal(one, three)
 
 
-class OfSixtyWords(EncodedRows):
+class SixtyTokens(EncodedRows):
     def batch(self, indices, pad_id):
         batch = super().batch(indices, pad_id)
         return batch | {"input_ids": batch["input_ids"] % 60}
@@ -319,12 +319,12 @@ class OfSixtyWords(EncodedRows):
 @pytest.mark.parametrize(
     "name", ["distilbert", *(pytest.param(name, marks=pytest.mark.soak) for name in ("roberta", "modernbert"))]
 )
-def test_other_encoders_train_and_are_judged_with_the_variant_active(name, tmp_path, folder, trained):
+def test_other_encoders_are_trained_and_scored_with_the_variant_active(name, tmp_path, folder, trained):
     source = tiny(name, num_labels=2, **{"n_layers" if name == "distilbert" else "num_hidden_layers": 4})
     save(source, tmp_path / name)
     model, trunk = sequence_classifier(tmp_path / name, 2)
     rows = read_rows(GLUE["mrpc"], "train", folder)
-    encoded = OfSixtyWords(load_tokenizer(str(folder / "bert")), rows, max_tokens=20)
+    encoded = SixtyTokens(load_tokenizer(str(folder / "bert")), rows, max_tokens=20)
     (analysis,) = analyses(folder, tmp_path)
     data = GlueData(dict.fromkeys(("train", "validation"), rows), load_tokenizer(str(folder / "bert")), analysis.recipe)
     data.encoded = {"train": encoded, "validation": encoded}
@@ -342,7 +342,7 @@ def test_other_encoders_train_and_are_judged_with_the_variant_active(name, tmp_p
         assert same == stays
 
 
-def test_the_learning_rate_goes_up_and_down_on_straight_lines():
+def test_the_learning_rate_rises_and_falls_linearly():
     factor = warmup_linear(warmup_steps=2, steps=6)
     assert [factor(step) for step in range(7)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     assert warmup_linear(warmup_steps=0, steps=2)(1) == 0.5

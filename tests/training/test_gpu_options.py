@@ -1,4 +1,4 @@
-"""What depends on the GPU, without one: precision and clipping."""
+"""Precision and clipping options for GPUs, tested without a GPU."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 class NormOfSteps(L.Callback):
-    """The norm that the module says it clipped, and the one that the optimizer then meets, of each step."""
+    """A callback that records each step's norm before clipping, from the module, and after it, from the gradients."""
 
     def __init__(self) -> None:
         self.told: list[float] = []
@@ -42,21 +42,21 @@ def trained(*plugins: object) -> tuple[NormOfSteps, dict[str, torch.Tensor], tor
     return norms, module.model.state_dict(), trainer.optimizers[0]
 
 
-def test_gradients_are_clipped_without_the_scale_of_16_mixed():
+def test_gradients_are_unscaled_before_clipping_in_16_mixed():
     plain, weights, optimizer = trained()
     assert optimizer.defaults["fused"], "one kernel a step where nothing is scaled"
     scaled, weights_scaled, optimizer = trained(
         MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE))
     )
-    # Products of 16-bit numbers: two digits of the gradient.
+    # Products of 16-bit numbers give two digits of the gradient.
     assert scaled.told == pytest.approx(plain.told, rel=0.02)
     assert scaled.met[-1] == pytest.approx(0.1, rel=0.01)
     moved = torch.cat([(weights_scaled[name] - value).abs().flatten() for name, value in weights.items()])
-    assert moved.mean() < 1e-5  # of steps of 1e-3; where a gradient is next to 0, its sign may be the other
+    assert moved.mean() < 1e-5  # steps are 1e-3; a gradient close to 0 may have the other sign
     assert not optimizer.defaults["fused"]
 
 
-def test_a_loss_that_is_no_number_ends_a_run_but_where_a_scaler_leaves_the_step_out(tmp_path):
+def test_a_nan_loss_ends_a_run_unless_a_loss_scaler_skips_the_step(tmp_path):
     network = torch.nn.Linear(2, 2)
 
     def refuse(precision: str) -> None:
@@ -75,11 +75,9 @@ def test_a_loss_that_is_no_number_ends_a_run_but_where_a_scaler_leaves_the_step_
 
 
 @pytest.mark.parametrize(("computes", "precision"), [(True, "bf16-mixed"), (False, "32-true")])
-def test_bfloat16_is_chosen_where_the_card_computes_in_it_and_not_where_it_emulates_it(
-    monkeypatch, computes, precision
-):
+def test_bfloat16_is_chosen_on_gpus_with_native_support_only(monkeypatch, computes, precision):
     def is_supported(including_emulation: bool = True) -> bool:
-        return computes or including_emulation  # as torch says of a V100 or T4
+        return computes or including_emulation  # torch reports this for a V100 or T4
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)

@@ -1,4 +1,4 @@
-"""Which images a step trains on, and what happens to them: functions of the sample number alone."""
+"""The images of a step and their augmentation depend only on the index of the sample."""
 
 import random
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ AUGMENTED = {"crop_padding": 1, "flip": True, "rand_augment": "rand-m9-mstd0.5-i
 def batches(
     images: LitImageData, count: int, *, step: int = 0, rank: int = 0, world_size: int = 1, accumulate: int = 1
 ):
-    """What a rank would train on, as the Trainer walks the loader."""
+    """Return the batches that a rank trains on, as the Trainer reads them from the loader."""
     images.trainer = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
         accumulate_grad_batches=accumulate,
         global_rank=rank,
@@ -55,14 +55,14 @@ def digits(**options) -> LitImageData:
     return LitImageData("digits", **{"global_batch_size": 8, **AUGMENTED, **options})
 
 
-def test_an_epoch_sees_every_image_once_and_the_next_in_another_order():
+def test_each_epoch_has_every_image_once_in_another_order():
     order = SampleOrder(50, seed=1)
     epochs = [[order.image(number) for number in range(start, start + 50)] for start in (0, 50)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(50))] * 2
     assert epochs[0] != epochs[1]
 
 
-def test_repeated_augmentation_gives_each_image_three_times_in_a_row_and_differently_changed():
+def test_repeated_augmentation_gives_each_image_three_times_in_a_row_with_different_changes():
     order = SampleOrder(50, seed=1, num_repeats=3)
     epoch = [order.image(number) for number in range(50)]
     assert epoch == [image for image in epoch[::3] for _ in range(3)][:50]
@@ -75,13 +75,13 @@ def test_repeated_augmentation_gives_each_image_three_times_in_a_row_and_differe
     assert not torch.equal(second, third)
 
 
-def test_pictures_of_a_batch_stand_in_its_order_as_often_as_they_are_asked_for():
+def test_a_batch_has_the_requested_images_in_order_with_repeats():
     pictures = image_source("digits").train
     chosen = [5, 0, 5, len(pictures) - 1]
     assert torch.equal(pictures.batch(chosen), torch.stack([pictures.pixels[number] for number in chosen]))
 
 
-def test_a_step_trains_on_the_same_changed_images_however_it_is_cut():
+def test_a_step_has_the_same_augmented_images_however_it_is_split():
     world_size = accumulate = 2
     (whole,) = batches(digits(), 1, step=3)
     parts = [
@@ -91,7 +91,7 @@ def test_a_step_trains_on_the_same_changed_images_however_it_is_cut():
     assert_same(joined([parts[rank][micro] for micro in range(accumulate) for rank in range(world_size)]), whole)
 
 
-def test_a_run_that_starts_at_a_step_sees_what_the_run_would_have_seen():
+def test_a_run_that_starts_at_a_step_has_the_images_of_an_uninterrupted_run():
     assert_same(batches(digits(), 1, step=2)[0], batches(digits(), 3)[2])
 
 
@@ -107,7 +107,7 @@ def test_large_images_are_the_same_with_and_without_workers(tmp_path):
     assert_same(batches(LitImageData(str(tmp_path), **options), 1, step=2)[0], alone[2])
 
 
-def test_augmenting_large_images_leaves_no_trace_in_the_generators_of_training(tmp_path):
+def test_augmentation_does_not_change_the_random_generators_of_training(tmp_path):
     write_folders(tmp_path, each=3)
     images = LitImageData(str(tmp_path), image_size=48, normalisation="half", global_batch_size=4, erasing=1.0)
     batches(images, 0)
@@ -123,7 +123,7 @@ def test_augmenting_large_images_leaves_no_trace_in_the_generators_of_training(t
     assert not torch.equal(first["pixel_values"], other["pixel_values"])
 
 
-def test_without_augmentation_the_images_are_the_sources_in_its_normalisation():
+def test_without_augmentation_the_images_are_only_normalised():
     (batch,) = batches(LitImageData("digits", global_batch_size=16), 1)
     pictures, order = image_source("digits").train, SampleOrder(1442, seed=0)
     shares = pictures.pixels.double() / 255
@@ -133,7 +133,7 @@ def test_without_augmentation_the_images_are_the_sources_in_its_normalisation():
     assert batch["labels"].tolist() == pictures.labels[chosen].tolist()
 
 
-def test_small_images_are_crops_of_the_padded_image_from_the_left_or_right():
+def test_small_images_are_crops_of_the_padded_image_and_may_be_flipped():
     images = LitImageData("digits", global_batch_size=60, normalisation="half", crop_padding=1, flip=True)
     (batch,) = batches(images, 1)
     pictures, order = image_source("digits").train, SampleOrder(1442, seed=0)
@@ -143,11 +143,11 @@ def test_small_images_are_crops_of_the_padded_image_from_the_left_or_right():
         windows = [image[:, top : top + 8, left : left + 8] for top in range(3) for left in range(3)]
         windows += [window.flip(2) for window in windows]
         places.append(next(place for place, window in enumerate(windows) if torch.equal(window, crop)))
-    assert len({*places}) > 12  # of 18
+    assert len({*places}) > 12  # out of 18 possible crops
     assert min(places) < 9 <= max(places)
 
 
-def test_the_validation_images_are_dealt_over_the_ranks_and_never_augmented():
+def test_validation_images_are_split_over_ranks_and_never_augmented():
     found = []
     for rank in range(2):
         images = digits(num_validation_images=9, validation_batch_size=2)
@@ -160,7 +160,7 @@ def test_the_validation_images_are_dealt_over_the_ranks_and_never_augmented():
     assert found[0]["labels"].tolist() == test.labels[:9:2].tolist()
     assert found[1]["labels"].tolist() == test.labels[1:9:2].tolist()
     spread = found[0]["pixel_values"].flatten(1).std(1) / test.pixels[:9:2].double().flatten(1).std(1)
-    assert (spread / spread[0] - 1).abs().max() < 1e-5  # the same scale for all: normalised and nothing else
+    assert (spread / spread[0] - 1).abs().max() < 1e-5  # the same scale for all images: they are only normalised
 
 
 def test_options_out_of_range_are_refused():
@@ -174,14 +174,14 @@ def test_options_out_of_range_are_refused():
             batches(digits(**{option: value}), 1)
 
 
-def test_shuffled_labels_are_the_same_labels_of_other_images_and_validation_keeps_its_own():
+def test_shuffled_labels_are_a_permutation_and_validation_labels_stay():
     plain, shuffled, again = (
         LitImageData("digits", global_batch_size=64, shuffle_labels=shuffle) for shuffle in (False, True, True)
     )
     truth, changed = (joined(batches(images, 20)) for images in (plain, shuffled))
     assert torch.equal(truth["pixel_values"], changed["pixel_values"])
     same = (truth["labels"] == changed["labels"]).double().mean()
-    assert same == pytest.approx(0.1, abs=0.05)  # ten classes of equal size: 1,280 draws, an error of .008
+    assert same == pytest.approx(0.1, abs=0.05)  # chance of ten equal classes; 1,280 draws, an error of .008
     assert_same(joined(batches(again, 20)), changed)
     whole = [joined(batches(images, 23))["labels"][:1442] for images in (plain, shuffled)]  # the first epoch
     assert torch.equal(*(labels.bincount() for labels in whole))

@@ -1,4 +1,4 @@
-"""The image classifier: its recipe against formulas, exact resume, and what it logs."""
+"""The image classifier: its recipe against formulas, exact resume, and its logs."""
 
 import copy
 import functools
@@ -35,7 +35,7 @@ def same(one, other) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_neither_biases_nor_norms_nor_class_token_nor_positions_decay():
+def test_biases_norms_class_token_and_positions_do_not_decay():
     model = vit("vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=16, depth=2, num_heads=2, init_values=0.1)
     decayed, kept = ({id(each) for each in group["params"]} for group in parameter_groups(model, 0.05))
     names = {id(each): name for name, each in model.named_parameters()}
@@ -49,7 +49,7 @@ def test_neither_biases_nor_norms_nor_class_token_nor_positions_decay():
 
 
 class Step:
-    """One training step of a module on a fixed batch, and what it was given."""
+    """A module with one fixed batch: its training loss, and the loss expected for given images and targets."""
 
     def __init__(self, tmp_path, **options) -> None:
         _, self.lit = fit(tmp_path, lit=module(drop_path_rate=0.0, **options), steps=1)
@@ -82,14 +82,14 @@ def test_mixup_blends_images_and_targets_with_those_of_the_reversed_batch(tmp_pa
     step = Step(tmp_path, mixup=0.8, label_smoothing=0.1)
     found = step.loss()
     np.random.seed(8)
-    np.random.rand()  # whether to mix: always
+    np.random.rand()  # mix in every batch
     share = np.random.beta(0.8, 0.8)
     images = share * step.images.double() + (1 - share) * step.images.double().flip(0)
     targets = share * step.smoothed(0.1) + (1 - share) * step.smoothed(0.1)[::-1]
     assert found == pytest.approx(step.expected(images, targets), rel=1e-5)
 
 
-def test_cutmix_pastes_a_rectangle_and_weighs_the_targets_by_its_area(tmp_path):
+def test_cutmix_pastes_a_rectangle_and_weights_the_targets_by_its_area(tmp_path):
     step = Step(tmp_path, cutmix=1.0)
     found = step.loss()
     np.random.seed(8)
@@ -126,7 +126,7 @@ def test_validation_measures_the_trained_weights(tmp_path):
 
 
 @pytest.mark.parametrize(("workers", "accumulate"), [(0, 1), pytest.param(2, 2, marks=pytest.mark.soak)])
-def test_a_run_that_was_stopped_and_resumed_ends_in_the_bits_of_one_that_was_not(tmp_path, accumulate, workers):
+def test_a_resumed_run_ends_in_the_bits_of_an_uninterrupted_one(tmp_path, accumulate, workers):
     def run(root, steps, images, resume_from=None):
         log = RunLog(root, resume=resume_from is not None)
         keep = ResumeCheckpoint(root, every=None)
@@ -146,7 +146,7 @@ def test_a_run_that_was_stopped_and_resumed_ends_in_the_bits_of_one_that_was_not
     assert len(whole[1]) == 6
 
 
-def test_a_series_holds_models_that_timm_builds_again_and_measuring_them_changes_no_bit(tmp_path):
+def test_saved_steps_are_timm_models_and_measuring_changes_no_bit(tmp_path):
     images = EvalImages("digits", num_images=12, batch_size=6)
     watched = EmergenceCallback([Trajectory(batches=images), Lens(batches=images)], {"every": 2}, tmp_path / "run")
     _, lit = fit(tmp_path, SeriesCheckpoint({"every": 2}, tmp_path / "run"), watched, lit=module(**MIXED), steps=3)
@@ -165,7 +165,7 @@ def test_a_series_holds_models_that_timm_builds_again_and_measuring_them_changes
     assert last[0].value == pytest.approx(float(loss), rel=1e-5)
 
 
-def test_images_unlike_those_of_training_are_refused_and_the_saved_model_says_which_they_were(tmp_path):
+def test_images_unlike_those_of_training_are_refused_and_the_saved_model_has_their_statistics(tmp_path):
     for images, sentence in (
         (
             EvalImages("digits", num_images=4, normalisation="imagenet"),
@@ -196,7 +196,7 @@ def test_images_unlike_those_of_training_are_refused_and_the_saved_model_says_wh
     assert pixel_statistics(load(tmp_path / "fresh")) is None
 
 
-def test_logits_that_are_no_numbers_have_no_accuracy(tmp_path):
+def test_nan_logits_have_a_nan_accuracy(tmp_path):
     lit = module()
     trainer, _ = fit(tmp_path, lit=lit, steps=1, **VALIDATED)
     with torch.no_grad():
@@ -207,14 +207,14 @@ def test_logits_that_are_no_numbers_have_no_accuracy(tmp_path):
 
 @pytest.mark.soak
 def test_a_compiled_run_saves_the_eager_model(tmp_path, monkeypatch):
-    # Dynamo's own part only: generating and compiling code takes minutes and is not ours to test.
+    # Only Dynamo's part: generating and compiling code takes minutes and is not tested here.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     series = SeriesCheckpoint({"every": 9}, tmp_path / "run")
     _, lit = fit(tmp_path, series, lit=module(compile=True, drop_path_rate=0.0), steps=2)
     assert same(load(step_folder(tmp_path / "run", 2)).state_dict(), lit.model.state_dict())
 
 
-def test_options_that_do_not_fit_are_refused_in_a_sentence(tmp_path):
+def test_wrong_options_are_refused_in_one_sentence(tmp_path):
     def run(options, images):
         fit(tmp_path, lit=module(**options), images=data(**images), steps=1)
 
@@ -228,7 +228,7 @@ def test_options_that_do_not_fit_are_refused_in_a_sentence(tmp_path):
             run(options, images)
 
 
-def test_the_gradient_norm_is_that_before_clipping_and_the_limit_holds(tmp_path):
+def test_the_gradient_norm_is_measured_before_clipping_and_the_limit_holds(tmp_path):
     class Norms(L.Callback):
         @staticmethod
         def norm(model) -> float:

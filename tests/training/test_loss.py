@@ -20,9 +20,9 @@ def _reference(logits: Tensor, targets: Tensor, num_words: int) -> tuple[Tensor,
     return loss.detach(), wide.grad
 
 
-# Row by row, in uneven chunks and in one; without padding and with three padding columns.
+# Chunks of one row, of uneven size, and one chunk; without padding and with three padding columns.
 @pytest.mark.parametrize(("chunk", "num_words"), [(1, 24), (100, 21), (2**17, 21)])
-def test_loss_and_gradient_are_those_of_cross_entropy_in_float64(monkeypatch, chunk, num_words):
+def test_loss_and_gradient_equal_cross_entropy_in_float64(monkeypatch, chunk, num_words):
     monkeypatch.setattr(loss_module, "_CHUNK", chunk)
     leaf, targets = _case()
     expected, gradient = _reference(leaf, targets, num_words)
@@ -33,7 +33,7 @@ def test_loss_and_gradient_are_those_of_cross_entropy_in_float64(monkeypatch, ch
 
 
 @pytest.mark.soak
-def test_the_loss_of_a_compiled_graph_is_cross_entropy_in_float64():
+def test_the_loss_of_a_compiled_graph_equals_cross_entropy_in_float64():
     (leaf, targets), num_words = _case(), 21
     expected, gradient = _reference(leaf, targets, num_words)
     loss = torch.compile(next_token_loss)(leaf, targets, num_words)
@@ -49,7 +49,7 @@ def test_the_gradient_scales_with_the_loss_as_under_gradient_accumulation():
     torch.testing.assert_close(4 * leaf.grad.double(), gradient, rtol=1e-5, atol=1e-9)
 
 
-def test_padding_columns_neither_count_nor_learn():
+def test_padding_columns_have_no_effect_and_no_gradient():
     leaf, targets = _case()
     with torch.no_grad():
         leaf[..., 21:] = 1e4
@@ -79,7 +79,7 @@ def test_huge_logits_do_not_overflow():
     assert torch.isfinite(leaf.grad).all()
 
 
-def test_without_gradients_the_logits_are_left_alone():
+def test_without_gradients_the_logits_do_not_change():
     leaf, targets = _case()
     logits = leaf.detach().clone()
     with torch.no_grad():
@@ -88,7 +88,7 @@ def test_without_gradients_the_logits_are_left_alone():
     torch.testing.assert_close(loss.double(), _reference(leaf, targets, 21)[0], rtol=1e-6, atol=0)
 
 
-def test_logits_that_somebody_saved_are_not_overwritten_in_silence():
+def test_overwriting_logits_that_another_operation_saved_raises():
     leaf, targets = _case()
     loss = next_token_loss(torch.tanh(leaf), targets, 24)  # the derivative of tanh is computed from its result
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

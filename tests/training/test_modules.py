@@ -36,14 +36,15 @@ def test_the_loss_is_the_mean_negative_log_probability_of_the_next_token(trained
 
 
 def test_padding_the_vocabulary_changes_nothing_but_the_shape(tmp_path):
-    """Dropout draws by shape, not by vocabulary; so a padded run and a plain one see the same noise."""
+    """Dropout depends on shapes inside the blocks, not on the vocabulary: both runs have the same noise."""
     _, padded = fit(tmp_path, [], module=module(pad_vocab_to=64), steps=3)
     _, plain = fit(tmp_path, [], module=module(pad_vocab_to=None), steps=3)
     assert padded.model.get_input_embeddings().weight.shape[0] == 64
     assert plain.model.get_input_embeddings().weight.shape[0] == 61
     for (name, first), second in zip(padded.state_dict().items(), plain.state_dict().values(), strict=True):
         if name.endswith("c_attn.bias"):
-            # A shift of all keys changes no softmax: their gradient is rounding, which Adam makes whole steps of.
+            # A shift of all keys does not change the softmax. So the gradient of their biases is only rounding, which
+            # Adam turns into full steps.
             first, second = (torch.cat([each.chunk(3)[0], each.chunk(3)[2]]) for each in (first, second))
         torch.testing.assert_close(
             first[: second.shape[0]], second, atol=1e-6, rtol=1e-5, msg=lambda said, name=name: f"{name}: {said}"
@@ -51,8 +52,8 @@ def test_padding_the_vocabulary_changes_nothing_but_the_shape(tmp_path):
 
 
 @pytest.mark.soak
-def test_training_compiled_trains_the_eager_model_that_is_analysed_and_saved(tmp_path, monkeypatch):
-    # Dynamo's own part only: generating and compiling C++ code takes minutes and is not ours to test.
+def test_compiled_training_trains_the_eager_model(tmp_path, monkeypatch):
+    # Only Dynamo's part: generating and compiling C++ code takes minutes and is not tested here.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     _, compiled = fit(tmp_path, [], module=module(compile=True, **NO_DROPOUT), steps=3)
     _, eager = fit(tmp_path, [], module=module(**NO_DROPOUT), steps=3)
@@ -62,7 +63,7 @@ def test_training_compiled_trains_the_eager_model_that_is_analysed_and_saved(tmp
 
 
 @pytest.mark.soak
-def test_away_from_cpus_the_loss_is_part_of_the_one_compiled_graph(tmp_path, monkeypatch):
+def test_on_other_devices_the_loss_is_part_of_the_compiled_graph(tmp_path, monkeypatch):
     graphs = []
 
     def counting(graph, inputs):
@@ -78,7 +79,7 @@ def test_away_from_cpus_the_loss_is_part_of_the_one_compiled_graph(tmp_path, mon
     assert not counters["graph_break"]
 
 
-def test_activations_are_kept_or_computed_again_for_equal_bits_of_fewer_bytes(tmp_path):
+def test_activation_checkpointing_gives_equal_bits_with_fewer_bytes(tmp_path):
     results = []
     for again in (False, True):
         lit, kept = module(activation_checkpointing=again), []
@@ -96,7 +97,7 @@ def test_activations_are_kept_or_computed_again_for_equal_bits_of_fewer_bytes(tm
     assert bytes_again < 0.5 * bytes_kept
 
 
-def test_validation_loss_and_perplexity_are_of_all_tokens(tmp_path):
+def test_validation_loss_and_perplexity_are_means_over_all_tokens(tmp_path):
     trainer, lit = fit(
         tmp_path, [], steps=5, limit_val_batches=None, val_check_interval=5, check_val_every_n_epoch=None
     )
@@ -108,14 +109,14 @@ def test_validation_loss_and_perplexity_are_of_all_tokens(tmp_path):
     assert trainer.callback_metrics["validation/perplexity"].item() == pytest.approx(math.exp(expected), rel=1e-5)
 
 
-def test_batches_weigh_as_much_as_they_have_tokens_and_one_without_a_number_leaves_the_whole_without_one():
+def test_the_validation_loss_is_weighted_and_nan_if_a_batch_is_nan():
     lit = module()
     for loss, weight, mean in ((1.0, 8, 1.0), (4.0, 4, 2.0), (math.nan, 8, math.nan)):
         lit.validation_loss.update(torch.tensor(loss), weight=weight)
         assert lit.validation_loss.compute().item() == pytest.approx(mean, nan_ok=True, rel=0, abs=0)
 
 
-def test_a_configuration_that_does_not_fit_the_data_or_is_misspelt_is_refused(tmp_path):
+def test_a_config_that_does_not_fit_the_data_or_is_misspelt_is_refused(tmp_path):
     for config, message in (
         ({**CONFIG, "n_positions": 8}, "data.num_tokens: expected at most 8, the context of model.config, got 12"),
         ({**CONFIG, "vocab_size": 50}, "model.config.vocab_size: expected at least the tokenizer's 61"),
@@ -140,10 +141,10 @@ def test_wrong_hyper_parameters_are_refused():
 
 
 IDS = torch.arange(12).reshape(2, 6)
-PROMPTED = torch.where(torch.arange(6) < 4, -100, IDS)  # as collators mark a prompt
+PROMPTED = torch.where(torch.arange(6) < 4, -100, IDS)  # collators mark a prompt in this way
 
 
-def test_a_part_of_a_batch_that_the_loss_would_leave_out_is_refused_by_name():
+def test_batch_tensors_that_the_loss_would_ignore_are_refused_by_name():
     for batch, left_out in (
         ({"input_ids": IDS, "labels": PROMPTED}, "labels"),
         ((IDS, PROMPTED), "labels"),
@@ -157,7 +158,7 @@ def test_a_part_of_a_batch_that_the_loss_would_leave_out_is_refused_by_name():
             LitCausalLM().loss(batch)
 
 
-def test_labels_that_are_the_token_ids_change_no_loss():
+def test_labels_equal_to_the_token_ids_do_not_change_the_loss():
     lit = LitCausalLM("gpt2", {**CONFIG, "vocab_size": 61})
     lit.set_model(causal_lm("gpt2", vocab_size=61, **CONFIG).eval())
     batches = [IDS, [IDS], (IDS, IDS.clone()), {"input_ids": IDS, "labels": IDS.clone(), "text": ["a", "b"]}]
@@ -168,7 +169,7 @@ def test_labels_that_are_the_token_ids_change_no_loss():
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma"])
-def test_a_decoder_that_sees_later_tokens_is_no_model_of_next_tokens(family, tmp_path):
+def test_a_decoder_that_sees_later_tokens_is_refused(family, tmp_path):
     sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     more = {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8} if family == "gemma" else {}
     ends = {"bos_token_id": 1, "eos_token_id": 2, "is_causal": False}

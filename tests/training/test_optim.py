@@ -27,7 +27,7 @@ def test_one_step_is_adamw_by_hand():
     optimizer = adamw(model, lr=0.1, weight_decay=0.5, betas=(0.9, 0.99), eps=1e-8)
     weight.grad = torch.tensor([[0.3, -4.0]], dtype=torch.float64)
     optimizer.step()
-    # After one step both bias-corrected moments equal the gradient and its square: the update is the sign.
+    # After one step the bias-corrected moments are the gradient and its square, so that the update is the sign.
     expected = torch.tensor([[2.0 * (1 - 0.05) - 0.1, -1.0 * (1 - 0.05) + 0.1]], dtype=torch.float64)
     torch.testing.assert_close(weight.detach(), expected, atol=1e-7, rtol=0)
 
@@ -41,7 +41,7 @@ def test_the_schedule_has_its_closed_form():
     assert warmup_cosine(warmup_steps=0, decay_steps=10, min_ratio=0.0)(0) == 1.0
 
 
-def test_another_optimizer_decays_matrices_as_it_says_and_vectors_not_at_all(tmp_path):
+def test_another_optimizer_decays_only_matrices(tmp_path):
     lit = module()
     use_optimizer_(lit, functools.partial(torch.optim.SGD, lr=0.1, weight_decay=0.3), None)
     run, _ = fit(tmp_path, [], steps=1, module=lit)
@@ -50,8 +50,8 @@ def test_another_optimizer_decays_matrices_as_it_says_and_vectors_not_at_all(tmp
     assert {each.ndim for each in free["params"]} == {1}
 
 
-def test_a_schedule_by_a_score_is_stepped_after_each_validation(tmp_path):
-    """A rate that falls tenfold where a validation is no better: never the first, as there is none before."""
+def test_a_schedule_that_reads_a_metric_steps_after_each_validation(tmp_path):
+    """The rate falls tenfold after a validation that is not better. The first one has none to compare with."""
 
     class Scores(L.Callback):
         def on_validation_end(self, trainer, pl_module):
@@ -77,7 +77,7 @@ class Own(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def test_a_module_of_the_users_takes_the_optimizer_of_the_command_line(tmp_path):
+def test_a_user_module_takes_the_optimizer_of_the_command_line(tmp_path):
     seen, own = Noted(), Own()
     schedule = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1)
     use_optimizer_(own, functools.partial(torch.optim.SGD, lr=1.0), schedule)

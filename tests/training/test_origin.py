@@ -1,4 +1,4 @@
-"""A run that begins with a published checkpoint goes on from its step, its tokens and its weights."""
+"""A run that starts from a checkpoint continues its steps, its tokens and its weights."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ PER_STEP = RandomTokens.tokens_per_step
 
 @pytest.fixture(scope="module")
 def earlier(tmp_path_factory) -> Path:
-    """A run of four steps, whose tokens are known."""
+    """Train for four steps with known tokens, and return the root."""
     root = tmp_path_factory.mktemp("runs") / "earlier"
     steps = {"every": 2}
     folder = RunFolder(root, config="", options={"steps": steps}, mirror=None)
@@ -45,8 +45,8 @@ def earlier(tmp_path_factory) -> Path:
     return root
 
 
-def go_on(root: Path, start: str, steps: int, *, resume: bool = False, **options):
-    """Three more steps from a checkpoint, with all that knows of the axis."""
+def train_on(root: Path, start: str, steps: int, *, resume: bool = False, **options):
+    """Train from a checkpoint, with every callback that counts steps and tokens."""
     schedule = {"every": 2}
     lit = LitCausalLM(init_from=start, lr=1e-2, warmup_steps=1, decay_steps=9, **options)
     state = None
@@ -70,12 +70,12 @@ def go_on(root: Path, start: str, steps: int, *, resume: bool = False, **options
 @pytest.fixture(scope="module")
 def later(earlier, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("runs") / "later"
-    go_on(root, str(step_folder(earlier, 2)), 3)
+    train_on(root, str(step_folder(earlier, 2)), 3)
     return root
 
 
-def test_the_axis_begins_at_the_checkpoints_step_and_tokens(later, earlier):
-    assert saved_steps(later) == [2, 4, 5]  # where it began, the schedule of the axis, the end
+def test_steps_and_tokens_count_on_from_the_checkpoint(later, earlier):
+    assert saved_steps(later) == [2, 4, 5]  # its start, a scheduled step, its end
     rows = records.rows(later / "metrics.jsonl")
     assert [row["step"] for row in rows] == [3, 4, 5]
     assert [row["tokens"] for row in rows] == [3 * PER_STEP, 4 * PER_STEP, 5 * PER_STEP]
@@ -89,18 +89,18 @@ def test_the_axis_begins_at_the_checkpoints_step_and_tokens(later, earlier):
     assert measured[0].provenance["init_from"]["weight_files"] == about["origin"]["weight_files"]
 
 
-def test_it_begins_with_the_weights_of_the_checkpoint_and_trains_them(later, earlier):
+def test_training_starts_from_the_weights_of_the_checkpoint(later, earlier):
     given, first, last = (load(step_folder(root, step)) for root, step in ((earlier, 2), (later, 2), (later, 5)))
     for name, tensor in given.state_dict().items():
         assert torch.equal(tensor, first.state_dict()[name]), name
     assert not torch.equal(first.state_dict()["lm_head.weight"], last.state_dict()["lm_head.weight"])
 
 
-def test_the_learning_rate_and_the_data_start_afresh(earlier, tmp_path):
-    """The loss of the first step is that of the checkpoint on the first batch, at the first rate of the warm-up."""
+def test_the_learning_rate_and_the_data_start_fresh(earlier, tmp_path):
+    """The first step has the checkpoint's loss on the first batch, and the first rate of the warm-up."""
     start = step_folder(earlier, 2)
     still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    go_on(tmp_path, str(start), 1, config=still)
+    train_on(tmp_path, str(start), 1, config=still)
     (row,) = records.rows(tmp_path / "metrics.jsonl")
     blocks = RandomTokens().blocks
     first = StepSampler(len(blocks), global_batch_size=RandomTokens.global_batch_size).global_batch(0)
@@ -111,21 +111,21 @@ def test_the_learning_rate_and_the_data_start_afresh(earlier, tmp_path):
     assert row["train/learning_rate"] == pytest.approx(1e-2)
 
 
-def test_a_series_of_such_a_run_knows_its_tokens_and_has_no_gap(later):
+def test_the_series_of_such_a_run_knows_its_tokens_and_lacks_no_step(later):
     series = StepFolders(later)
     assert [(found.step, found.tokens) for found in series] == [(s, s * PER_STEP) for s in (2, 4, 5)]
     assert series.listing.expected == (2, 4, 5)
 
 
-def test_it_resumes_without_the_checkpoint_that_it_began_with(later, earlier, tmp_path):
+def test_a_run_resumes_without_the_checkpoint_that_it_started_from(later, earlier, tmp_path):
     gone = tmp_path / "step-000000002"
     shutil.copytree(step_folder(earlier, 2), gone)
     root = tmp_path / "parts"
-    go_on(root, str(gone), 1)
+    train_on(root, str(gone), 1)
     about = json.loads((root / "run.json").read_text())
     assert about["origin"]["step"] == 2
     shutil.rmtree(gone)
-    go_on(root, str(gone), 3, resume=True)
+    train_on(root, str(gone), 3, resume=True)
     whole, parts = (records.rows(each / "metrics.jsonl") for each in (later, root))
     assert [(row["step"], row["train/loss"]) for row in parts] == [(row["step"], row["train/loss"]) for row in whole]
     first, second = (step_folder(each, 5) / "model.safetensors" for each in (later, root))
@@ -144,7 +144,7 @@ def test_a_published_checkpoint_is_found_with_step_tokens_and_commit(tmp_path, m
             find_origin("EleutherAI/pythia-70m@step7")
 
 
-def test_a_model_of_no_series_begins_the_axis_at_zero(tmp_path):
+def test_a_model_without_a_known_step_starts_at_zero(tmp_path):
     make_step(template(tmp_path / "model"), tmp_path / "elsewhere" / "mine", 0.5)
     _, origin = find_origin(str(tmp_path / "elsewhere" / "mine"))
     assert (origin.step, origin.tokens) == (0, 0)
@@ -156,7 +156,7 @@ def test_unknown_tokens_stay_unknown():
     assert Origin(1000, 500).tokens_at(1002, 10) == 520
 
 
-def test_what_names_no_checkpoint_is_refused(tmp_path):
+def test_a_name_without_a_checkpoint_is_refused(tmp_path):
     (tmp_path / "model.safetensors").touch()
     for name in ("/nowhere/model", "lab tiny", "lab/tiny@", str(tmp_path / "model.safetensors")):
         with pytest.raises(InputError, match="NAME@REVISION"):
@@ -164,7 +164,7 @@ def test_what_names_no_checkpoint_is_refused(tmp_path):
 
 
 def test_options_that_change_the_model_are_refused(earlier, tmp_path):
-    """Also those with which the weights still fit and mean something else."""
+    """Options that the weights fit are also refused if they change the meaning of the weights."""
     for field, value in (("n_embd", 32), ("n_head", 1), ("activation_function", "relu")):
         lit = module(init_from=str(step_folder(earlier, 2)))
         lit.config = {field: value, "n_layer": 2, "resid_pdrop": 0.3}
@@ -172,20 +172,20 @@ def test_options_that_change_the_model_are_refused(earlier, tmp_path):
             fit(tmp_path, [], steps=1, module=lit)
 
 
-def test_weights_that_were_published_in_half_precision_are_trained_in_float32(earlier, tmp_path):
+def test_half_precision_weights_are_trained_in_float32(earlier, tmp_path):
     half, dtype = tmp_path / "half", torch.bfloat16
     load(step_folder(earlier, 2)).to(dtype).save_pretrained(half)
     assert json.loads((half / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
     root = tmp_path / "run"
-    go_on(root, str(half), 1)
+    train_on(root, str(half), 1)
     first = next(iter(records.read(root / "measurements.jsonl"))).provenance
     assert first["dtype"] == "float32"
-    assert first["weights_hash"] == weights_hash(load(half))  # as analyze measures it
+    assert first["weights_hash"] == weights_hash(load(half))  # `analyze` has the same hash
     assert {tensor.dtype for tensor in load(step_folder(root, 1), dtype=torch.float32).parameters()} == {torch.float32}
     assert json.loads((step_folder(root, 1) / "config.json").read_text())["dtype"] == "float32"
 
 
-def test_a_longer_context_than_the_models_is_refused(earlier, tmp_path, monkeypatch):
+def test_a_longer_context_than_that_of_the_model_is_refused(earlier, tmp_path, monkeypatch):
     monkeypatch.setattr(RandomTokens, "num_tokens", CONTEXT + 1)
     with pytest.raises(InputError, match=f"data.num_tokens: expected at most {CONTEXT}"):
         fit(tmp_path, [], steps=1, module=LitCausalLM(init_from=str(step_folder(earlier, 2))))
@@ -203,7 +203,7 @@ def test_text_of_another_tokenizer_is_refused(tmp_path):
         check_tokenizer(tmp_path, other, "lab/tiny")
 
 
-def test_analyzing_the_series_of_such_a_run_measures_nothing_anew(later, tmp_path):
+def test_analyzing_the_series_of_such_a_run_measures_nothing_again(later, tmp_path):
     root = tmp_path / "later"
     shutil.copytree(later, root)
     result = analyze_series(StepFolders(root), [Trajectory(batches=RandomText())], root=root)

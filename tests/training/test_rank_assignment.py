@@ -1,4 +1,4 @@
-"""The ranks of a run meet, and what the first one fails with ends all."""
+"""The ranks of a run meet in time, and an error on the first rank ends all ranks."""
 
 import datetime
 import time
@@ -21,7 +21,7 @@ MINUTES = datetime.timedelta(minutes=5)
 
 
 def fail_on_first_rank() -> int:
-    """0 where each failure of rank 0 came as it should on this rank, and the group goes on."""
+    """Return 0 if this rank gets each failure of rank 0, and the group still works afterwards."""
     distributed.init_process_group("gloo", timeout=MINUTES)
     ranks = Ranks(distributed.new_group(backend="gloo", timeout=MINUTES))
     first = ranks.rank == 0
@@ -37,12 +37,12 @@ def fail_on_first_rank() -> int:
     return 0 if ranks.from_first(lambda: 7) == 7 else 1
 
 
-def test_what_the_first_rank_fails_with_ends_all_ranks():
+def test_an_error_on_the_first_rank_ends_all_ranks():
     assert run_ranks(fail_on_first_rank) == [0, 0]
 
 
 def watch_on_first_rank() -> int:
-    """0 where the rank that watches alone is told so in a second."""
+    """Return 0 if a rank that watches without the others gets an error soon after the timeout of a second."""
     distributed.init_process_group("gloo", timeout=MINUTES)
     watching.START_TIMEOUT = datetime.timedelta(seconds=1)
     if distributed.get_rank() == 0:
@@ -60,9 +60,9 @@ def slow_after_the_first_meeting() -> int:
     return 0 if ranks.from_first(lambda: 7) == 7 else 1
 
 
-def test_a_rank_that_watches_alone_is_told_so_and_does_not_wait():
+def test_a_rank_that_watches_without_the_others_gets_an_error():
     assert run_ranks(watch_on_first_rank) == [0, 0]
 
 
-def test_ranks_that_are_slow_later_are_waited_for():
+def test_after_the_first_call_slow_ranks_do_not_time_out():
     assert run_ranks(slow_after_the_first_meeting) == [0, 0]

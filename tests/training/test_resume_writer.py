@@ -1,4 +1,4 @@
-"""The thread that writes checkpoints to resume from: what it writes, and who waits for it."""
+"""The thread that writes resume checkpoints: their content, and the calls that wait for it."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from tests.support.tiny_training import fit, module
 
 
 class Weights(L.Callback):
-    """The weights after each step, and the optimizer's first moments by number."""
+    """A callback that records the weights after each step, and the optimizer's first moments by parameter index."""
 
     def __init__(self) -> None:
         self.after: dict[int, dict[str, torch.Tensor]] = {}
@@ -30,11 +30,11 @@ class Weights(L.Callback):
         self.moments[trainer.global_step] = {name: each["exp_avg"].clone() for name, each in state.items()}
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_which_holds_its_own_step(tmp_path, monkeypatch):
+def test_training_continues_while_a_checkpoint_with_its_own_step_is_written(tmp_path, monkeypatch):
     trained_on, save = threading.Event(), resuming._save
 
     def slow(path, content):
-        assert trained_on.wait(60)  # training that waited for the writer would wait for ever
+        assert trained_on.wait(60)  # training would wait forever if it waited for the writer
         return save(path, content)
 
     class Release(L.Callback):
@@ -47,7 +47,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_which_holds_its_own_step
     weights = Weights()
     fit(tmp_path, [weights, Release(), ResumeCheckpoint(tmp_path, every=2)], module=module(), steps=4)
     assert saved_steps(tmp_path / "resume") == [2, 4]  # the end of the run waits
-    for step in (2, 4):  # the second is copied into the memory of the first
+    for step in (2, 4):  # the second copy may reuse the memory of the first
         point = resume_point(tmp_path, str(step))
         assert point is not None
         saved = torch.load(point.state, weights_only=True)
@@ -60,24 +60,24 @@ def test_training_goes_on_while_a_checkpoint_is_written_which_holds_its_own_step
         assert all(torch.equal(moments[name]["exp_avg"], each) for name, each in weights.moments[step].items())
 
 
-def test_what_the_writer_could_not_do_ends_the_run_in_one_sentence(tmp_path):
+def test_an_error_of_the_writer_ends_the_run_in_one_sentence(tmp_path):
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     weights = Weights()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # as on a disk that fills up within the state
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # like a disk that fills up in the middle of the state
     try:
         with pytest.raises(InputError, match=r"cannot write .*step-000000002: file too large; what was saved before"):
             fit(tmp_path, [weights, ResumeCheckpoint(tmp_path, every=2)], module=module(), steps=8)
-        with pytest.raises(InputError, match="file too large"):  # in a write that no buffer holds
+        with pytest.raises(InputError, match="file too large"):  # a write larger than the buffer
             write_folder(tmp_path / "large", lambda folder: resuming._save(folder / "state", {"x": torch.zeros(9_000)}))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert max(weights.after) == 4  # at the next checkpoint
+    assert max(weights.after) == 4  # the next checkpoint raises it
     assert not list((tmp_path / "resume").glob("*step-*"))
 
 
-def test_sigterm_ends_the_run_after_the_step_it_came_in_which_is_saved(tmp_path):
-    """The short form of tests/cli/test_resume.py; steps are of two batches, and it comes between those of the third."""
+def test_sigterm_ends_the_run_after_the_current_step_and_saves_it(tmp_path):
+    """A short form of tests/cli/test_resume.py. Steps have two batches; the signal comes between those of step 3."""
 
     class Preempted(L.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):

@@ -1,4 +1,4 @@
-"""A training logs its losses, with and without measurements in the same run: its own rows are equal."""
+"""A training logs the same rows of its own with and without measurements in the same logger run."""
 
 import csv
 
@@ -17,7 +17,7 @@ from tests.support.read_wandb import read_finished
 from tests.support.tiny_models import tiny
 from tests.support.undrawn import leave_undrawn
 
-# W&B leaves temporary folders of its media to the garbage collector.
+# W&B leaves its temporary media folders to the garbage collector.
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning"),
@@ -33,7 +33,7 @@ def measured():
 
 
 def losses_of(root) -> dict[int, float]:
-    """Return the first layer's loss at each measured step, from the run's own file."""
+    """Return the first layer's loss at each measured step, from `measurements.jsonl`."""
     table = lit_layers.records.frame(root / "measurements.jsonl")
     rows = table[(table["metric"] == "logit_lens_loss") & (table["layer"] == 1)]
     return dict(zip(rows["step"], rows["value"], strict=True))
@@ -57,7 +57,7 @@ def loop(
     is_numbered=False,
     is_logged_at_end=True,
 ) -> None:
-    """A loop of the user's own, which logs by `log(run, step)`."""
+    """Run a user's training loop, which logs through `log(run, step)`."""
     run, model = begun(folder, name), tiny("gpt2")
     watched = None
     if is_watched:
@@ -77,27 +77,27 @@ def loop(
     run.finish()
 
 
-def with_step(run, step):
+def log_numbered(run, step):
     run.log({"loss": 1 / step}, step=step)
 
 
-def without_step(run, step):
+def log_plain(run, step):
     run.log({"loss": 1 / step})
 
 
-def in_two_calls(run, step):
+def log_twice(run, step):
     run.log({"lr": step / 10}, commit=False)
     run.log({"loss": 1 / step})
 
 
 def rows_of(run, names) -> list[tuple]:
-    """Return the values of these names, row by row, with W&B's own number of the row."""
+    """Return the values of these names in each row, with W&B's step number of the row."""
     rows = [(row["_step"], {name: row[name] for name in names if name in row}) for row in run.history]
     return [row for row in rows if row[1].keys() - {"trainer/global_step", "train/global_step"}]
 
 
 def is_guest(run, alone) -> bool:
-    """Return whether each added name stands in a section, and all that the user defined is as it was."""
+    """Return whether each added name is in a section, and the user's metric definitions are unchanged."""
     added = {*run.names()} - {*alone.names()}
     kept = {name: run.metrics.get(name) for name in alone.metrics} == alone.metrics
     globs = [{name for name in each.metrics if "*" in name} for each in (run, alone)]
@@ -105,7 +105,7 @@ def is_guest(run, alone) -> bool:
 
 
 def equal_rows(folder, ours=CURVE):
-    """Return the run with measurements, once its own rows are as in the run without them."""
+    """Check that the user's rows are equal with and without measurements, and return the run with them."""
     runs = read_finished(folder)
     alone, both = runs["alone"], runs["both"]
     same = [name for name in alone.names() if "runtime" not in name and "per_second" not in name]
@@ -117,22 +117,22 @@ def equal_rows(folder, ours=CURVE):
 
 @pytest.mark.parametrize(
     ("log", "order"),
-    [(with_step, "log, step"), (with_step, "step, log"), (without_step, "log, step"), (in_two_calls, "log, step")],
+    [(log_numbered, "log, step"), (log_numbered, "step, log"), (log_plain, "log, step"), (log_twice, "log, step")],
 )
-def test_rows_of_a_loop_at_wandb_keep_values_and_numbers(log, order, tmp_path, monkeypatch):
+def test_wandb_rows_of_a_loop_keep_values_and_step_numbers(log, order, tmp_path, monkeypatch):
     leave_undrawn(monkeypatch)
     for name in ("alone", "both"):
-        loop(name, tmp_path, log, ROWS, is_watched=name == "both", order=order, is_numbered=log is with_step)
+        loop(name, tmp_path, log, ROWS, is_watched=name == "both", order=order, is_numbered=log is log_numbered)
     both = equal_rows(tmp_path)
     assert len(both.curve("loss")) == ROWS
     assert dict(both.curve(CURVE)) == losses_of(tmp_path / "root")
     assert len(both.curve(CURVE)) == 1 + -(-ROWS // EVERY)
 
 
-def test_one_row_of_a_step_has_all_analyses_and_is_a_row_of_the_user(tmp_path, monkeypatch):
+def test_all_analyses_of_a_step_share_one_row_of_the_user(tmp_path, monkeypatch):
     leave_undrawn(monkeypatch)
     two = [Trajectory(batches=measured()[0].batches), *measured()]
-    loop("both", tmp_path, with_step, 9, is_watched=True, analyses=two)
+    loop("both", tmp_path, log_numbered, 9, is_watched=True, analyses=two)
     (both,) = read_finished(tmp_path).values()
     rows = [row for row in both.history if CURVE in row]
     assert [row["_step"] for row in rows] == [0, 4, 8, 9]
@@ -141,20 +141,20 @@ def test_one_row_of_a_step_has_all_analyses_and_is_a_row_of_the_user(tmp_path, m
     assert [row["loss"] for row in rows[1:]] == [1 / 4, 1 / 8, 1 / 9]
 
 
-def test_a_run_of_a_loop_has_pictures_table_and_options_of_what_is_measured(tmp_path, monkeypatch):
+def test_the_wandb_run_of_a_loop_has_pictures_a_table_and_the_options(tmp_path, monkeypatch):
     leave_undrawn(monkeypatch)
     coupling = Coupling(batches=measured()[0].batches, k=(2,), num_prompts=1)
-    loop("both", tmp_path, without_step, 25, is_watched=True, analyses=[*measured(), coupling])
+    loop("both", tmp_path, log_plain, 25, is_watched=True, analyses=[*measured(), coupling])
     (run,) = read_finished(tmp_path).values()
     assert run.step_metric(CURVE) == "lit_layers/step"
     assert dict(run.curve("lit_layers/tokens"))[4] == 400
-    assert len(run.media("image-file")["lens/logit_lens_loss/over_layers"]) == 2  # of four steps, and of all
+    assert len(run.media("image-file")["lens/logit_lens_loss/over_layers"]) == 2  # of four steps, and of all steps
     assert len(run.tables["lit_layers/emergence"]["data"]) == len(lit_layers.records.frame(tmp_path / "root"))
     assert run.config["lit_layers"]["analyses"]["coupling"]["init_args"]["k"] == [2]
     assert not [name for name in run.names() if "other_layer" in name or "index" in name or "min_gap" in name]
 
 
-def test_a_run_that_is_finished_gets_nothing_and_ends_no_training(tmp_path, caplog):
+def test_a_finished_wandb_run_gets_nothing_and_ends_no_training(tmp_path, caplog):
     (run := begun(tmp_path, "own")).finish()
     with lit_layers.watch(tiny("gpt2"), measured(), steps=[0], root=tmp_path / "root", loggers=[run]) as watched:
         watched.step()
@@ -162,7 +162,7 @@ def test_a_run_that_is_finished_gets_nothing_and_ends_no_training(tmp_path, capl
     assert [*losses_of(tmp_path / "root")] == [0, 1]
 
 
-def test_two_networks_that_are_measured_in_one_run_share_its_rows(tmp_path, monkeypatch):
+def test_two_networks_measured_in_one_run_share_its_rows(tmp_path, monkeypatch):
     leave_undrawn(monkeypatch)
     run, models = begun(tmp_path, "both"), [tiny("gpt2"), tiny("gpt2", seed=1)]
     watches = []
@@ -185,8 +185,8 @@ def test_two_networks_that_are_measured_in_one_run_share_its_rows(tmp_path, monk
         assert dict(both.curve(f"{name}/logit_lens_loss/layer_01")) == losses_of(tmp_path / name)
 
 
-@pytest.mark.parametrize("log", [with_step, without_step])
-def test_rows_fewer_than_measured_steps_are_still_the_users(log, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("log", [log_numbered, log_plain])
+def test_fewer_user_rows_than_measured_steps_stay_as_they_are(log, tmp_path, monkeypatch, caplog):
     leave_undrawn(monkeypatch)
 
     def seldom(run, step):
@@ -194,11 +194,11 @@ def test_rows_fewer_than_measured_steps_are_still_the_users(log, tmp_path, monke
             log(run, step)
 
     for name in ("alone", "both"):
-        loop(name, tmp_path, seldom, 30, is_watched=name == "both", is_numbered=log is with_step)
-    both = equal_rows(tmp_path) if log is with_step else read_finished(tmp_path)["both"]
+        loop(name, tmp_path, seldom, 30, is_watched=name == "both", is_numbered=log is log_numbered)
+    both = equal_rows(tmp_path) if log is log_numbered else read_finished(tmp_path)["both"]
     points, losses = dict(both.curve(CURVE)), losses_of(tmp_path / "root")
     assert [*losses] == [0, 4, 8, 12, 16, 20, 24, 28, 30]
-    if log is with_step:
+    if log is log_numbered:
         assert points == {step: losses[step] for step in (0, 12, 20, 30)}, "the first after each row, and the last"
         assert "W&B: 5 steps are no points of its curves" in caplog.text
     else:
@@ -207,7 +207,7 @@ def test_rows_fewer_than_measured_steps_are_still_the_users(log, tmp_path, monke
 
 
 class Module(L.LightningModule):
-    """Trains by one optimizer, or by hand: each `accumulate` batches the optimizers step."""
+    """A module with automatic optimization, or with manual steps of all optimizers every `accumulate` batches."""
 
     def __init__(self, optimizers=1, accumulate=None):
         super().__init__()
@@ -230,7 +230,7 @@ class Module(L.LightningModule):
         return [torch.optim.SGD(parameters[at :: self.num_optimizers], lr=0.1) for at in range(self.num_optimizers)]
 
 
-def in_lightning(root, logger, num_batches, *, is_watched, module=None, **options) -> L.Trainer:
+def fit_lightning(root, logger, num_batches, *, is_watched, module=None, **options) -> L.Trainer:
     torch.manual_seed(0)
     watch = [EmergenceCallback(measured(), options.pop("steps", {"every": EVERY}), root)] if is_watched else []
     options = {"max_epochs": 1, "log_every_n_steps": 1, **options}
@@ -240,14 +240,14 @@ def in_lightning(root, logger, num_batches, *, is_watched, module=None, **option
     return trainer
 
 
-def test_rows_of_lightning_at_wandb_keep_values_and_numbers(tmp_path, monkeypatch):
+def test_wandb_rows_of_lightning_keep_values_and_step_numbers(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     from lightning.pytorch.loggers import WandbLogger
 
     leave_undrawn(monkeypatch)
     for name in ("alone", "both"):
         logger = WandbLogger(name, tmp_path, id=name, offline=True, settings=wandb.Settings(console="off"))
-        in_lightning(tmp_path / "root", logger, ROWS, is_watched=name == "both")
+        fit_lightning(tmp_path / "root", logger, ROWS, is_watched=name == "both")
         logger.experiment.finish()
     both = equal_rows(tmp_path)
     assert len(both.curve("loss")) == ROWS
@@ -255,7 +255,7 @@ def test_rows_of_lightning_at_wandb_keep_values_and_numbers(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("every", [1, 7])
-def test_curves_have_the_axis_of_losses_with_manual_optimization_and_accumulation(every, tmp_path, monkeypatch):
+def test_curves_have_the_steps_of_losses_with_manual_optimization_and_accumulation(every, tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
@@ -263,7 +263,7 @@ def test_curves_have_the_axis_of_losses_with_manual_optimization_and_accumulatio
     at_wandb = WandbLogger("both", tmp_path, offline=True, settings=wandb.Settings(console="off"))
     loggers = [at_wandb, CSVLogger(tmp_path / "csv")]
     module = Module(accumulate=4)
-    in_lightning(
+    fit_lightning(
         tmp_path / "root", loggers, 32, is_watched=True, module=module, log_every_n_steps=every, steps=[1, 2, 8]
     )
     at_wandb.experiment.finish()
@@ -271,7 +271,7 @@ def test_curves_have_the_axis_of_losses_with_manual_optimization_and_accumulatio
     assert [x for x, _ in both.curve("loss")] == [x for x in range(32) if (x + 1) % every == 0]
     losses = losses_of(tmp_path / "root")
     assert sorted(losses) == [0, 1, 2, 8]
-    expected = {4 * step: loss for step, loss in losses.items()}  # batches before the weights that are measured
+    expected = {4 * step: loss for step, loss in losses.items()}  # number of batches before the measured weights
     assert both.step_metric(CURVE) == both.step_metric("loss") == "trainer/global_step"
     assert dict(both.curve(CURVE)) == expected
     with open(next(tmp_path.glob("csv/**/metrics.csv"))) as file:
@@ -282,7 +282,7 @@ def test_curves_have_the_axis_of_losses_with_manual_optimization_and_accumulatio
     }  # fmt: skip
 
 
-def in_transformers(folder, num_steps, *, is_watched, **options) -> None:
+def fit_transformers(folder, num_steps, *, is_watched, **options) -> None:
     torch.manual_seed(0)
     rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64).reshape(8, 8) % 30]
     arguments = TrainingArguments(
@@ -294,14 +294,14 @@ def in_transformers(folder, num_steps, *, is_watched, **options) -> None:
 
 
 @pytest.mark.parametrize(("num_rows", "logging_steps"), [(30, 1), (12, 6)])
-def test_rows_of_transformers_at_wandb_keep_values_and_numbers(num_rows, logging_steps, tmp_path, monkeypatch):
+def test_wandb_rows_of_transformers_keep_values_and_step_numbers(num_rows, logging_steps, tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     leave_undrawn(monkeypatch)
     for name in ("alone", "both"):
         quiet = wandb.Settings(console="off", silent=True)
         run = wandb.init(mode="offline", dir=str(tmp_path), id=name, project="p", settings=quiet)
         options = {"report_to": ["wandb"], "logging_steps": logging_steps, "run_name": name}
-        in_transformers(tmp_path, num_rows, is_watched=name == "both", **options)
+        fit_transformers(tmp_path, num_rows, is_watched=name == "both", **options)
         run.finish()
     both = equal_rows(tmp_path) if logging_steps == 1 else read_finished(tmp_path)["both"]
     assert both.curve("train/loss") == read_finished(tmp_path)["alone"].curve("train/loss")
@@ -310,7 +310,7 @@ def test_rows_of_transformers_at_wandb_keep_values_and_numbers(num_rows, logging
     assert dict(both.curve(CURVE)) == losses_of(tmp_path / "root")
 
 
-def test_rows_at_tensorboard_keep_values_and_steps(tmp_path, monkeypatch):
+def test_tensorboard_rows_keep_values_and_steps(tmp_path, monkeypatch):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -318,7 +318,7 @@ def test_rows_at_tensorboard_keep_values_and_steps(tmp_path, monkeypatch):
     shown = {}
     for name in ("alone", "both"):
         folder = tmp_path / name
-        in_lightning(tmp_path / "root", TensorBoardLogger(folder), ROWS, is_watched=name == "both")
+        fit_lightning(tmp_path / "root", TensorBoardLogger(folder), ROWS, is_watched=name == "both")
         (found,) = {file.parent for file in folder.glob("**/events*")}
         events = accumulator.EventAccumulator(str(found), size_guidance={"scalars": 0}).Reload()
         tags = [tag for tag in events.Tags()["scalars"] if "runtime" not in tag and "per_second" not in tag]
@@ -330,7 +330,7 @@ def test_rows_at_tensorboard_keep_values_and_steps(tmp_path, monkeypatch):
     assert dict(both[CURVE]) == pytest.approx(losses_of(tmp_path / "root"), rel=1e-6)
 
 
-def test_a_logger_that_writes_seldom_has_the_curves_while_training_goes_on(tmp_path, monkeypatch):
+def test_a_logger_that_writes_seldom_gets_the_curves_during_training(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     from lightning.pytorch.loggers import WandbLogger
 
@@ -345,7 +345,7 @@ def test_a_logger_that_writes_seldom_has_the_curves_while_training_goes_on(tmp_p
             seen[self.global_step] = [row["trainer/global_step"] for row in rows if CURVE in row]
 
     options = {"log_every_n_steps": 8, "steps": [1, 2, 4]}
-    in_lightning(tmp_path / "root", logger, 8, is_watched=True, module=Looking(), **options)
+    fit_lightning(tmp_path / "root", logger, 8, is_watched=True, module=Looking(), **options)
     logger.experiment.finish()
     assert seen[4][:2] == [0, 1]
     assert [x for x, _ in read_finished(tmp_path)["both"].curve(CURVE)] == [0, 1, 2, 4, 8]

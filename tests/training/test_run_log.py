@@ -1,4 +1,4 @@
-"""Scalars on disk and in the mirror: every step once, in order, with what belongs to it."""
+"""Scalars on disk and in the mirror: every step once, in order, with all its values."""
 
 import json
 import math
@@ -29,7 +29,7 @@ from tests.training.test_callback_lock import One
 
 
 class Heard:
-    """A mirror that keeps what it is told."""
+    """A mirror that records its calls."""
 
     def __init__(self):
         self.steps = []
@@ -46,7 +46,7 @@ def watched(root, mirror=None, **options):
 
 
 @pytest.mark.parametrize("every", [2, 50])
-def test_the_mirror_hears_every_step_once_in_order_with_its_measurements(tmp_path, every):
+def test_the_mirror_gets_every_step_once_in_order_with_its_measurements(tmp_path, every):
     mirror = Heard()
     watched(tmp_path, mirror, steps=5, log_every_n_steps=every)
     told = {}
@@ -55,14 +55,14 @@ def test_the_mirror_hears_every_step_once_in_order_with_its_measurements(tmp_pat
         assert tokens == step * CONTEXT * 8
         told.setdefault(step, []).extend([*scalars, *measured])
     assert sorted(told) == [0, 1, 2, 3, 4, 5]
-    # Step 5 is off the schedule: it is measured when the training has ended, and still told.
+    # Step 5 is not scheduled: it is measured after training has ended, and the mirror still gets it.
     assert [step for step, content in told.items() if step in content] == [0, 1, 5]
     assert all(content.count("train/loss") == 1 for step, content in told.items() if step)
 
 
 def test_the_loss_of_a_step_is_the_mean_over_its_global_batch(tmp_path):
     rows, _, _ = watched(tmp_path, steps=2, module=module(dropout=0.0), accumulate_grad_batches=4)
-    _, same = fit(tmp_path, [], module=module(dropout=0.0, lr=1e-12), steps=1)  # as good as untrained
+    _, same = fit(tmp_path, [], module=module(dropout=0.0, lr=1e-12), steps=1)  # so small that the weights stay
     first = StepSampler(40, global_batch_size=8).global_batch(0)
     with torch.no_grad():
         expected = same.eval().loss({"input_ids": RandomBlocks().tokens[first]}).item()
@@ -70,13 +70,13 @@ def test_the_loss_of_a_step_is_the_mean_over_its_global_batch(tmp_path):
 
 
 class Logging(L.Callback):
-    """Logs the number of the step, and of a validation batch, in every way that Lightning has."""
+    """A callback that logs the step, and the index of a validation batch, in every way that Lightning has."""
 
     def __init__(self):
         self.mean = MeanMetric()
 
     def setup(self, trainer, pl_module, stage):
-        pl_module.mean = self.mean  # Lightning takes metrics of the module alone
+        pl_module.mean = self.mean  # Lightning only accepts metrics of the module
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         step = float(trainer.global_step)
@@ -90,7 +90,7 @@ class Logging(L.Callback):
         pl_module.log("my/batch", self.mean, on_epoch=True)
 
 
-def test_what_is_logged_has_its_own_name_in_the_row_of_its_step(tmp_path):
+def test_logged_values_keep_their_names_in_the_row_of_their_step(tmp_path):
     mirror, accumulate = Heard(), 2
     callbacks = [RunLog(tmp_path, mirror), Logging(), LearningRateMonitor()]
     options = {"log_every_n_steps": 1, "limit_val_batches": 2, "val_check_interval": 2 * accumulate}
@@ -107,7 +107,7 @@ def test_what_is_logged_has_its_own_name_in_the_row_of_its_step(tmp_path):
     assert {"Loss (nats)", "my/loss_step", "my/batch", "accuracy", "lr-AdamW/pg1"} <= {*shown}
 
 
-def test_a_module_that_optimizes_by_itself_and_returns_no_loss_is_logged(tmp_path):
+def test_a_module_with_manual_optimization_and_no_loss_is_logged(tmp_path):
     class Manual(L.LightningModule):
         automatic_optimization = False
 
@@ -140,12 +140,12 @@ def test_rows_hold_tokens_speed_gradient_norm_and_the_learning_rate_that_the_upd
     assert ["train/tokens_per_second" in row for row in rows] == [False, True, False, True]
 
 
-def test_the_clock_of_the_speed_stands_while_a_validation_runs(tmp_path, monkeypatch):
+def test_the_speed_does_not_count_validation_time(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(run_log_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     class Clock(L.Callback):
-        """A second for each step, and a hundred for a batch of validation."""
+        """A callback that advances the clock by 1 s per step and 100 s per validation batch."""
 
         def on_train_batch_end(self, *_):
             now[0] += 1
@@ -157,10 +157,10 @@ def test_the_clock_of_the_speed_stands_while_a_validation_runs(tmp_path, monkeyp
     fit(tmp_path, [Clock(), RunLog(tmp_path)], steps=4, log_every_n_steps=2, **often)
     rows = records.rows(tmp_path / "metrics.jsonl")
     speeds = [row["train/tokens_per_second"] for row in rows if "train/tokens_per_second" in row]
-    assert speeds == [96.0, 96.0]  # tokens of a step
+    assert speeds == [96.0, 96.0]  # tokens per step
 
 
-def test_an_interruption_closes_the_rows_of_all_steps_done(tmp_path):
+def test_an_interruption_writes_the_rows_of_all_finished_steps(tmp_path):
     class Stop(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             if trainer.global_step == 3:
@@ -172,7 +172,7 @@ def test_an_interruption_closes_the_rows_of_all_steps_done(tmp_path):
     assert [row["step"] for row in records.rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
-def test_a_mirror_that_breaks_takes_no_row_with_it(tmp_path):
+def test_a_failing_mirror_loses_no_row(tmp_path):
     class Broken:
         def log_step(self, *_):
             raise RuntimeError("no connection")
@@ -187,7 +187,7 @@ class Refusing:
         raise InputError("wandb.mode: no server")
 
 
-def test_a_mirror_that_refuses_leaves_the_earlier_run_as_it_was(tmp_path):
+def test_a_refusing_mirror_leaves_the_earlier_run_unchanged(tmp_path):
     fit(tmp_path, [RunFolder(tmp_path, config="a: 1", options={}, mirror=None)], steps=1)
     (tmp_path / "measurements.jsonl").write_text("kept\n")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
@@ -197,7 +197,7 @@ def test_a_mirror_that_refuses_leaves_the_earlier_run_as_it_was(tmp_path):
     assert not list(tmp_path.glob(".old-*"))
 
 
-def test_a_new_run_takes_the_place_of_the_old_and_leaves_foreign_files(tmp_path):
+def test_a_new_run_replaces_the_old_one_and_keeps_other_files(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "metrics.jsonl").write_text("old\n")
     (tmp_path / "step-000000007").mkdir()
@@ -205,10 +205,10 @@ def test_a_new_run_takes_the_place_of_the_old_and_leaves_foreign_files(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "notes.txt", "run.json"]
 
 
-def test_what_a_logger_of_the_new_run_has_begun_is_not_taken_for_the_old_run(tmp_path):
+def test_files_of_the_new_runs_logger_are_not_taken_for_the_old_run(tmp_path):
     class Begun(DummyLogger):
         @property
-        def experiment(self):  # which Lightning asks for before any callback
+        def experiment(self):  # Lightning reads it before any callback
             (tmp_path / "wandb" / "live").mkdir(exist_ok=True)
             return super().experiment
 
@@ -218,7 +218,7 @@ def test_what_a_logger_of_the_new_run_has_begun_is_not_taken_for_the_old_run(tmp
     assert [path.name for path in (tmp_path / "wandb").iterdir()] == ["live"]
 
 
-def test_whatever_a_run_left_there_makes_a_folder_used(tmp_path):
+def test_any_file_of_a_run_makes_a_folder_used(tmp_path):
     for name in ("measurements.jsonl", "run.json", "metrics.jsonl"):
         (tmp_path / name).touch()
         with pytest.raises(InputError, match="already holds a run without checkpoints; choose another folder"):
@@ -227,7 +227,7 @@ def test_whatever_a_run_left_there_makes_a_folder_used(tmp_path):
         (tmp_path / name).unlink()
 
 
-def test_a_data_module_of_the_users_own_says_which_prepared_text_it_has(tmp_path, monkeypatch):
+def test_a_user_data_module_describes_its_prepared_text(tmp_path, monkeypatch):
     class OwnText(RandomTokens):
         corpus, tokenizer = "mine", "letters"
 

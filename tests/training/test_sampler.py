@@ -12,7 +12,7 @@ from lit_layers.training.trainer import StepSampler, new_trainer
 from tests.support.tiny_training import RandomBlocks, module
 
 
-def test_a_sample_is_that_of_the_permutation_drawn_for_its_epoch():
+def test_a_sample_follows_the_permutation_of_its_epoch():
     def permutation(epoch):
         return torch.randperm(13, generator=torch.Generator().manual_seed(5 * 1_000_003 + epoch)).tolist()
 
@@ -20,7 +20,7 @@ def test_a_sample_is_that_of_the_permutation_drawn_for_its_epoch():
     assert sampler.global_batch(2) == [permutation(place // 13)[place % 13] for place in range(60, 90)]
 
 
-def test_a_step_is_the_same_from_wherever_the_walk_begins():
+def test_a_step_is_the_same_from_any_first_step():
     def walk(first):
         return itertools.islice(StepSampler(50, global_batch_size=8, seed=1, first_step=lambda: first), 9 - first)
 
@@ -28,7 +28,7 @@ def test_a_step_is_the_same_from_wherever_the_walk_begins():
 
 
 @pytest.mark.parametrize(("world_size", "num_micro_batches"), [(1, 4), (4, 2)])
-def test_ranks_and_micro_batches_only_cut_the_global_batch(world_size, num_micro_batches):
+def test_ranks_and_micro_batches_only_split_the_global_batch(world_size, num_micro_batches):
     split = {"world_size": world_size, "num_micro_batches": num_micro_batches}
     whole = StepSampler(40, global_batch_size=8, seed=7)
     walks = [iter(StepSampler(40, global_batch_size=8, seed=7, rank=r, **split)) for r in range(world_size)]
@@ -37,11 +37,11 @@ def test_ranks_and_micro_batches_only_cut_the_global_batch(world_size, num_micro
         assert [i for piece in pieces for i in piece] == whole.global_batch(step)
 
 
-def test_there_is_no_length_for_lightning_to_stop_at():
+def test_the_sampler_has_no_length_that_could_end_an_epoch():
     assert not hasattr(StepSampler(5, global_batch_size=1), "__len__")
 
 
-def test_a_batch_that_does_not_split_is_refused():
+def test_a_batch_that_cannot_be_split_evenly_is_refused():
     with pytest.raises(ValueError, match="10 does not split over 2 ranks x 2 micro-batches"):
         StepSampler(40, global_batch_size=10, world_size=2, num_micro_batches=2)
 
@@ -62,7 +62,7 @@ class Blocks(LitStepData):
 
 
 class Trained(L.Callback):
-    """Notes which samples each optimizer step was trained on, and validations."""
+    """A callback that records the samples of each optimizer step, and counts validations."""
 
     def __init__(self):
         self.steps, self.num_validations = {}, 0
@@ -86,8 +86,8 @@ def train(folder, **options):
     return len(seen.steps), seen.num_validations
 
 
-# Options of the Trainer -> what they mean with data whose order follows from the step: the steps that are trained, each
-# on its whole batch, and the validations; or a part of a sentence where they are refused.
+# Trainer options -> their effect with data whose order depends on the step: (number of steps, number of validations).
+# Every step has its whole batch. A string is part of the error that refuses the options.
 MEANT = (
     ({}, (4, 1)),
     ({"fast_dev_run": 2}, (2, 1)),
@@ -126,7 +126,7 @@ DECIDED = [*MEANT, *(({"callbacks": (name, arguments)}, meant) for name, argumen
 
 
 @pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.soak) for part in (2, 3))])
-@pytest.mark.filterwarnings("ignore")  # of Lightning, on a few batches
+@pytest.mark.filterwarnings("ignore")  # warnings of Lightning on few batches
 def test_an_option_means_what_lightning_says_or_is_refused(part, tmp_path):
     for options, meant in DECIDED[part::4]:
         if "callbacks" in options:

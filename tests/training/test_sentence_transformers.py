@@ -1,4 +1,4 @@
-"""sentence-transformers' trainer takes the callback as transformers' does: the network in the encoder is measured."""
+"""The trainer of sentence-transformers accepts the callback, which measures the network inside the encoder."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from lit_layers.integrations import EmergenceTrainerCallback
 from lit_layers.models.build import plain_model, weights_hash
 from tests.support.labelled_texts import labelled, saved_bert
 
-# It takes seconds to import, and uses what transformers warns of.
+# sentence-transformers takes seconds to import, and uses functions that transformers warns about.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 TEXTS = [text for text, _ in labelled(24)]
@@ -29,7 +29,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def test_its_training_is_measured_and_left_as_it_is(folder, tmp_path):
+def test_its_training_is_measured_and_does_not_change(folder, tmp_path):
     from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, losses
     from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
 
@@ -53,7 +53,7 @@ def test_its_training_is_measured_and_left_as_it_is(folder, tmp_path):
     first, last = records.read(tmp_path / "run" / "measurements.jsonl")
     assert (first.step, last.step) == (0, 2)
     assert last.provenance["weights_hash"] == weights_hash(plain_model(watched)) != first.provenance["weights_hash"]
-    # Its own vectors are the mean over the last layer's tokens: on how many directions they lie, by an SVD.
+    # The encoder's vectors are means over the last layer's tokens. An SVD gives their effective dimension.
     vectors = watched.encode(TEXTS[:4]).astype(np.float64)
     squares = np.linalg.svd(vectors - vectors.mean(0), compute_uv=False) ** 2
     dimensions = {record.layer: record.value for record in last.records if record.metric == "pooled_dimension"}
@@ -77,12 +77,12 @@ def test_a_module_around_a_known_model_is_refused_with_its_name(folder, tmp_path
         lit_layers.watch(Scorer(), [Trajectory(batches=batches)], steps=[0], root=tmp_path)
 
 
-def test_an_encoder_in_memory_has_the_numbers_of_its_folder(folder):
+def test_an_encoder_in_memory_has_the_values_of_its_folder(folder):
     from sentence_transformers import SentenceTransformer
 
     encoder = SentenceTransformer(str(folder), device="cpu")
     of_both = [lit_layers.layers(each, ["prompt_entropy"], texts=TEXTS[:2]) for each in (encoder, str(folder))]
     columns = ["metric", "layer", "value"]
     first, second = (result.frame[columns].dropna().to_numpy()[:, 2].astype(float) for result in of_both)
-    # Weights of a mapped file lie elsewhere in memory than those that the encoder has: float32.
+    # Both load float32 weights, but their alignment in memory may differ: equal to rounding.
     np.testing.assert_allclose(first, second, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Two ranks with sharded weights on the CPU: what one rank trains, saves and measures, and not a bit more."""
+"""Two CPU ranks with sharded weights train, save and measure the same as one rank."""
 
 import errno
 import functools
@@ -49,7 +49,7 @@ def analyses() -> list[Analysis]:
 
 
 def watching(root: Path, found: Sequence[Analysis]) -> list[L.Callback]:
-    """The callbacks of a watched run."""
+    """Return the callbacks of a watched run."""
     run_log = RunLog(root)
     return [run_log, SeriesCheckpoint(STEPS, root), EmergenceCallback(found, STEPS, root, watchers=[run_log])]
 
@@ -64,9 +64,9 @@ def sharded(root: Path, callbacks: list[L.Callback], *, ranks: int = 2, **option
 
 
 def watched(root: Path) -> dict[str, Any]:
-    """Three steps with a validation after each, and what is looked for in memory afterwards."""
+    """Train three steps with a validation after each, and return facts about the weights in memory."""
     trainer, lit = sharded(root, watching(root, analyses()), steps=3, module=module(dropout=0.0), **VALIDATED)
-    lit.model.state_dict()  # shards the root again, which a validation leaves whole
+    lit.model.state_dict()  # shards the root again, which validation leaves gathered
     return {
         "shards": all(isinstance(parameter, DTensor) for parameter in lit.model.parameters()),
         "numbers_here": sum(parameter.to_local().numel() for parameter in lit.model.parameters()),
@@ -77,7 +77,7 @@ def watched(root: Path) -> dict[str, Any]:
 
 
 def dropping_out(root: Path, found: Sequence[Analysis]) -> None:
-    """Uneven shards (61 words on two ranks), accumulation, and dropout that nothing seeds."""
+    """Train with uneven shards (61 tokens on two ranks), accumulation, and dropout without `StepSeed`."""
     lit = module(dropout=0.2, pad_vocab_to=None)
     callbacks: list[L.Callback] = watching(root, found) if found else [SeriesCheckpoint([0], root)]
     sharded(root, callbacks, steps=4, module=lit, accumulate_grad_batches=2)
@@ -86,7 +86,7 @@ def dropping_out(root: Path, found: Sequence[Analysis]) -> None:
 def part(
     root: Path, steps: int, *, resume: bool = False, every: int | None = None, dropout: float = 0.2, **options: Any
 ) -> None:
-    torch.manual_seed(17 + steps)  # what was drawn before must not matter
+    torch.manual_seed(17 + steps)  # earlier draws must not matter
     if resume:
         point = resume_point(root, "last", verify=os.environ["RANK"] == "0")
         assert point is not None
@@ -98,7 +98,7 @@ def part(
 
 
 def torn(root: Path) -> None:
-    """A newer checkpoint beside the last one, whose state lacks its end."""
+    """Add a newer checkpoint whose state file is truncated."""
     if torch.distributed.get_rank() == 0:
         newer = step_folder(root / "resume", 5)
         shutil.copytree(step_folder(root / "resume", 3), newer)
@@ -108,7 +108,7 @@ def torn(root: Path) -> None:
 
 
 def full_disk(root: Path) -> str:
-    """What a rank is told where the first cannot write."""
+    """Return the error that this rank gets if the first rank cannot write."""
     save = resuming._save
 
     def no_space(path: Path, content: Any) -> str:
@@ -125,20 +125,20 @@ def full_disk(root: Path) -> str:
 
 
 def roomless(root: Path) -> None:
-    """As `watched`, on a machine whose memory is full."""
+    """Train like `watched`, on a machine with almost no free memory."""
     enough, sharding.free_memory = sharding.free_memory, lambda device: 10_000
     sharded(root, watching(root, analyses()), steps=3, module=module(dropout=0.0))
     sharding.free_memory = enough
 
 
 def rotary() -> LitCausalLM:
-    """A model whose blocks need what no checkpoint holds: the frequencies of its positions."""
+    """Return a model whose blocks need rotary frequencies, a buffer that no checkpoint contains."""
     sizes = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     return LitCausalLM("llama", {**sizes, "max_position_embeddings": 12}, lr=1e-2, warmup_steps=2)
 
 
 def other_ways(root: Path) -> dict[str, Any]:
-    """Mixed precision, clipping by value, activations computed again."""
+    """Train with mixed precision, with clipping by value, with activation checkpointing, and with rotary positions."""
     lit, gathered = module(dropout=0.0), set()
 
     class Look(L.Callback):
@@ -156,7 +156,7 @@ def other_ways(root: Path) -> dict[str, Any]:
 
 
 def compiled_run(root: Path) -> int:
-    warnings.simplefilter("ignore")  # of Lightning and torch among themselves
+    warnings.simplefilter("ignore")  # warnings between Lightning and torch
     torch.compile = functools.partial(torch.compile, backend="eager")
     modules._EAGER_LOSS = ()  # as on a GPU: the loss is in the graph
     sharded(root, [RunLog(root)], steps=3, module=module(dropout=0.0, compile=True))
@@ -164,7 +164,7 @@ def compiled_run(root: Path) -> int:
 
 
 def runs(folder: Path) -> int:
-    warnings.simplefilter("ignore")  # of Lightning and torch among themselves
+    warnings.simplefilter("ignore")  # warnings between Lightning and torch
     facts = watched(folder / "watched")
     first = torch.distributed.get_rank() == 0
     begun = LitCausalLM(init_from=str(step_folder(folder / "watched", 3)), lr=1e-2, warmup_steps=2)
@@ -174,7 +174,7 @@ def runs(folder: Path) -> int:
     part(folder / "whole", 6)
     part(folder / "parts", 3)
     if first:
-        shutil.rmtree(step_folder(folder / "parts", 0))  # a run that starts again would write it again
+        shutil.rmtree(step_folder(folder / "parts", 0))  # a run that starts from 0 would write it again
     torn(folder / "parts")
     part(folder / "parts", 6, resume=True)
     facts["refusals"] = ["", ""]
@@ -193,7 +193,7 @@ def runs(folder: Path) -> int:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The sharded runs, by one start of two processes."""
+    """Run all sharded trainings in one start of two processes, and return their folder."""
     folder = tmp_path_factory.mktemp("sharded")
     assert run_ranks(lambda: runs(folder)) == [0, 0]
     return folder
@@ -206,7 +206,7 @@ def facts(folder) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The watched run on one rank, which holds all weights; its folder and its validation loss."""
+    """Train the watched run on one rank with all weights, and return its folder and validation loss."""
     root = tmp_path_factory.mktemp("alone")
     lit = module(dropout=0.0)
     trainer, _ = fit(root, watching(root, analyses()), module=lit, steps=3, log_every_n_steps=1, **VALIDATED)
@@ -221,7 +221,7 @@ def weights(root: Path, step: int) -> bytes:
     return (step_folder(root, step) / "model.safetensors").read_bytes()
 
 
-def test_every_rank_holds_half_of_the_weights_also_after_validation_and_measuring(facts):
+def test_every_rank_holds_half_of_the_weights_even_after_validation_and_measuring(facts):
     assert facts["shards"]
     assert facts["numbers_here"] * 2 == facts["numbers"]
 
@@ -235,7 +235,7 @@ def test_sharded_training_has_the_losses_and_gradient_norms_of_one_rank(folder, 
     assert facts["validation"] == pytest.approx(validation, abs=1e-5)
 
 
-def test_the_saved_folders_are_plain_and_hold_the_whole_model_without_padding(folder, alone):
+def test_saved_folders_are_plain_and_hold_the_whole_model_without_padding(folder, alone):
     root = folder / "watched"
     assert saved_steps(root) == [0, 1, 2, 3]
     config: dict[str, Any] = {**CONFIG, "vocab_size": VOCABULARY}
@@ -252,7 +252,7 @@ def test_the_saved_folders_are_plain_and_hold_the_whole_model_without_padding(fo
         torch.testing.assert_close(tensor, whole.state_dict()[name], atol=1e-5, rtol=0)
 
 
-def test_sharded_measurements_are_those_of_one_rank_and_name_the_saved_weights(folder, alone):
+def test_sharded_measurements_equal_those_of_one_rank_and_have_the_hash_of_the_saved_weights(folder, alone):
     one, two = (records.read(root / "measurements.jsonl") for root in (alone[0], folder / "watched"))
     assert [(m.step, m.analysis) for m in one] == [(m.step, m.analysis) for m in two]
     assert [m.error for m in two] == ["RuntimeError: no numbers", None, None] * 4
@@ -264,20 +264,20 @@ def test_sharded_measurements_are_those_of_one_rank_and_name_the_saved_weights(f
             assert measurement.provenance["weights_hash"] == weights_hash(saved)
 
 
-def test_sharded_training_with_analyses_and_without_ends_in_equal_bits(folder):
+def test_sharded_training_ends_in_equal_bits_with_and_without_analyses(folder):
     assert weights(folder / "bare", 4) == weights(folder / "seen", 4)
     seen = records.read(folder / "seen" / "measurements.jsonl")
     assert [m.error for m in seen] == [None] * 12
 
 
 def saved_state(root: Path, step: int) -> dict[str, Any]:
-    """A checkpoint to resume from."""
+    """Return the state in a resume checkpoint."""
     return torch.load(step_folder(root / "resume", step) / "trainer.ckpt", weights_only=True)
 
 
 def test_a_resumed_sharded_run_ends_in_the_state_of_an_uninterrupted_one(folder):
-    """Also where the newest checkpoint is torn, which only the first rank has looked for."""
-    assert saved_steps(folder / "parts") == [3, 6]  # it did not start again
+    """The newest checkpoint is truncated, and only the first rank checks for that."""
+    assert saved_steps(folder / "parts") == [3, 6]  # it did not start from 0
     assert weights(folder / "whole", 6) == weights(folder / "parts", 6)
     losses = [column(folder / root, "train/loss") for root in ("whole", "parts")]
     assert losses[0] == losses[1]
@@ -288,7 +288,7 @@ def test_a_resumed_sharded_run_ends_in_the_state_of_an_uninterrupted_one(folder)
             assert torch.equal(value, right) if isinstance(value, torch.Tensor) else value == right, part
 
 
-def test_a_resume_checkpoint_of_a_sharded_run_holds_plain_whole_tensors(folder):
+def test_a_resume_checkpoint_of_a_sharded_run_holds_plain_full_tensors(folder):
     files = step_folder(folder / "parts" / "resume", 6).iterdir()
     assert {file.name for file in files} == {"meta.json", "trainer.ckpt"}
     state = saved_state(folder / "parts", 6)
@@ -299,13 +299,13 @@ def test_a_resume_checkpoint_of_a_sharded_run_holds_plain_whole_tensors(folder):
     assert moments == {tuple(tensor.shape) for tensor in saved.values()}
 
 
-def test_one_rank_can_go_on_with_the_weights_and_moments_of_a_sharded_run(folder, tmp_path):
+def test_one_rank_can_resume_with_the_weights_and_moments_of_a_sharded_run(folder, tmp_path):
     path = step_folder(folder / "parts" / "resume", 3) / "trainer.ckpt"
     lit = module(dropout=0.2, decay_steps=6, pad_vocab_to=None)
     trainer, _ = fit(tmp_path, [ResumeCheckpoint(tmp_path, every=None)], module=lit, steps=3, resume_from=path)
     saved = load(step_folder(folder / "parts", 3)).state_dict()
     optimizer = trainer.optimizers[0]
-    entries = saved_state(folder / "parts", 3)["optimizer_states"][0]["state"]  # numbered in the model's order
+    entries = saved_state(folder / "parts", 3)["optimizer_states"][0]["state"]  # in the order of the model
     for number, (key, parameter) in enumerate(lit.model.named_parameters()):
         assert torch.equal(parameter, saved[key]), key
         moments = entries[number]
@@ -313,12 +313,12 @@ def test_one_rank_can_go_on_with_the_weights_and_moments_of_a_sharded_run(folder
             assert torch.equal(optimizer.state[parameter][moment], moments[moment]), key
 
 
-def test_what_one_rank_cannot_write_both_are_told_and_no_half_checkpoint_is_left(folder, facts):
+def test_a_write_error_of_one_rank_reaches_both_and_leaves_no_partial_checkpoint(folder, facts):
     assert all("step-000000003: no space left on device; what was saved" in each for each in facts["refusals"])
     assert not list((folder / "full" / "resume").iterdir())
 
 
-def test_where_the_whole_model_does_not_fit_every_analysis_says_so_and_the_series_is_saved(folder):
+def test_without_room_for_the_whole_model_every_analysis_fails_and_the_series_is_saved(folder):
     roomless, root = folder / "roomless", folder / "watched"
     found = records.read(roomless / "measurements.jsonl")
     assert [(m.step, m.analysis) for m in found] == [
@@ -337,19 +337,19 @@ def test_sharded_mixed_precision_keeps_float32_weights_and_the_losses_of_one_ran
     assert facts["dtypes"] == ["torch.float32"]
     assert facts["gathered"] == ["torch.bfloat16"]
     mixed = column(folder / "mixed", "train/loss")
-    # Weights and the sums between blocks are rounded to 8 bits too: 2^-9 of logits below 1.
+    # Weights and sums between blocks are also rounded to 8 bits: an error of 2^-9 for logits below 1.
     assert mixed == pytest.approx(column(tmp_path, "train/loss"), abs=2e-3)
     assert mixed != column(folder / "watched", "train/loss")
 
 
-def test_a_sharded_run_begins_with_the_weights_of_a_checkpoint_on_all_ranks(folder):
+def test_a_sharded_run_starts_from_the_weights_of_a_checkpoint_on_all_ranks(folder):
     given, first = (load(step_folder(folder / name, 3)).state_dict() for name in ("watched", "begun"))
     assert all(torch.equal(tensor, first[name]) for name, tensor in given.items())
     after = load(step_folder(folder / "begun", 4)).state_dict()
     assert all(not torch.equal(tensor, after[name]) for name, tensor in given.items())
 
 
-def test_positions_clipping_by_value_and_activations_computed_again_have_the_losses_of_one_rank(folder, tmp_path):
+def test_rotary_tables_value_clipping_and_activation_checkpointing_have_the_losses_of_one_rank(folder, tmp_path):
     fit(tmp_path / "rotary", [RunLog(tmp_path / "rotary")], module=rotary(), steps=3, log_every_n_steps=1)
     fit(tmp_path / "by_value", [RunLog(tmp_path / "by_value")], module=module(dropout=0.0), steps=3, **CLIPPED)
     for name in ("rotary", "by_value"):
@@ -358,18 +358,18 @@ def test_positions_clipping_by_value_and_activations_computed_again_have_the_los
     assert column(folder / "again", "train/loss") == column(folder / "watched", "train/loss")
 
 
-def test_gradients_are_reduced_once_a_step_however_batches_accumulate(facts):
+def test_gradients_are_reduced_once_per_step_with_accumulation(facts):
     assert facts["reductions"] == 4 * 3  # steps x (two blocks and the rest), not x 2 micro-batches
 
 
-def test_compiled_sharded_training_has_the_losses_of_the_eager_one(folder, tmp_path):
-    """The capture of the graph is what sharding could upset; generating code for it takes half a minute."""
+def test_compiled_sharded_training_has_the_losses_of_eager_training(folder, tmp_path):
+    """Sharding could only disturb the graph capture, so no code is generated, which takes half a minute."""
     assert run_ranks(lambda: compiled_run(tmp_path)) == [0, 0]
     compiled, eager = (column(root, "train/loss") for root in (tmp_path, folder / "watched"))
     assert compiled == pytest.approx(eager, abs=1e-5)
 
 
-STILL = {"dropout": 0.0, "accumulate_grad_batches": 1}  # each rank draws its own
+STILL = {"dropout": 0.0, "accumulate_grad_batches": 1}  # each rank draws its own dropout
 
 
 def part_on(ranks: int, root: Path, steps: int, **options) -> list[int]:
@@ -381,16 +381,16 @@ def part_on(ranks: int, root: Path, steps: int, **options) -> list[int]:
 
 
 @pytest.mark.parametrize("ranks", [(2, 4), (4, 1)])
-def test_on_another_number_of_ranks_a_sharded_run_goes_on(ranks, tmp_path):
+def test_a_sharded_run_resumes_on_another_number_of_ranks(ranks, tmp_path):
     before, after = ranks
     assert set(part_on(before, tmp_path / "parts", 3) + part_on(after, tmp_path / "whole", 6)) == {0}
     assert set(part_on(after, tmp_path / "parts", 6, resume=True)) == {0}
     losses = [column(tmp_path / root, "train/loss") for root in ("whole", "parts")]
-    assert losses[1] == pytest.approx(losses[0], abs=1e-5)  # sums over other ranks
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)  # gradients are summed in another order
     assert len(losses[1]) == 6
 
 
-def test_a_rank_that_dies_inside_a_save_leaves_the_checkpoint_before_and_the_run_goes_on(tmp_path):
+def test_after_a_rank_dies_in_a_save_the_run_resumes_from_the_checkpoint_before(tmp_path):
     def dies() -> int:
         save, count = resuming._save, [0]
 

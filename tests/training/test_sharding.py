@@ -1,4 +1,4 @@
-"""What sharded training asks of its strategy, its memory and the states that it goes on from."""
+"""Sharded training checks its strategy, the free memory and the states that it resumes from."""
 
 import contextlib
 import re
@@ -29,7 +29,7 @@ def test_a_sharded_run_refuses_the_state_of_an_unsharded_one(tmp_path):
 
 
 def strategy(tensor_parallel_size: int = 1, **options: Any) -> ModelParallelStrategy:
-    """One that believes its processes have started."""
+    """Return a strategy that believes that its processes have started."""
     built = ModelParallelStrategy(**options)
     sizes = {"data_parallel": 2, "tensor_parallel": tensor_parallel_size}
     mesh: Any = {name: SimpleNamespace(size=lambda size=size: size) for name, size in sizes.items()}
@@ -37,7 +37,7 @@ def strategy(tensor_parallel_size: int = 1, **options: Any) -> ModelParallelStra
     return built
 
 
-def test_weights_are_sharded_over_the_data_parallel_ranks_and_other_ways_are_refused():
+def test_weights_are_sharded_over_data_parallel_ranks_and_other_strategies_are_refused():
     mesh: Any = sharding.sharding_mesh(strategy())
     assert mesh.size() == 2
     assert sharding.sharding_mesh(SimpleNamespace()) is None
@@ -48,9 +48,9 @@ def test_weights_are_sharded_over_the_data_parallel_ranks_and_other_ways_are_ref
 
 
 @pytest.mark.parametrize(("kind", "needed"), [("cuda", "10.00"), ("cpu", "20.00")])
-def test_the_sentence_where_there_is_no_room_names_needed_and_free_memory(kind, needed):
-    # Two weights of 0.75e9 float32 numbers are 6 GB, a buffer is 1 GB; one weight is there twice while it is copied.
-    # The two ranks of a CPU take from the same memory.
+def test_the_error_without_room_names_needed_and_free_memory(kind, needed):
+    # Two weights of 0.75e9 float32 values take 6 GB, a buffer takes 1 GB. One weight exists twice while it is copied.
+    # The two CPU ranks share the memory of the machine.
     model = nn.ParameterList(nn.Parameter(torch.empty(750, 1_000_000, device="meta")) for _ in range(2))
     model.register_buffer("table", torch.empty(250, 1_000_000, device="meta"))
     with pytest.raises(sharding.NoRoomError) as raised:
@@ -74,6 +74,6 @@ def test_the_recipe_turns_a_run_into_a_sharded_one(tmp_path):
     assert trainer.precision == precision
 
 
-def test_a_model_that_was_sharded_by_other_means_is_told_what_to_call():
+def test_a_model_sharded_by_other_means_is_refused_with_advice():
     with pytest.raises(InputError, match="shard_ in configure_model"):
         sharding.whole_copy(nn.Linear(2, 2), strategy())

@@ -1,4 +1,4 @@
-"""Loggers of a user's own training: which curves they get, and that none of them ends it."""
+"""The loggers of a user's training get curves, and a failing logger does not end the training."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def measured():
 
 
 def trained(root, loggers, **options) -> None:
-    """A loop that changes the model a little at each of six steps."""
+    """Run a loop that changes the model a little at each of six steps."""
     model = tiny("gpt2")
     with lit_layers.watch(
         model, measured(), steps=[*STEPS], root=root, loggers=loggers, tokens_per_step=100, **options
@@ -42,7 +42,7 @@ class Note:
             self.curves.setdefault(name, {})[step] = value
 
 
-def test_other_loggers_get_the_tokens_and_what_is_plotted_or_all_of_it(tmp_path):
+def test_other_loggers_get_the_tokens_and_the_plotted_or_all_curves(tmp_path):
     plotted, whole = Note(), Note()
     trained(tmp_path / "one", [plotted])
     trained(tmp_path / "two", [whole], scalars="all")
@@ -60,7 +60,7 @@ def test_other_loggers_get_the_tokens_and_what_is_plotted_or_all_of_it(tmp_path)
         trained(tmp_path / "three", [plotted], scalars="few")
 
 
-def test_a_logger_that_raises_or_whose_server_does_not_answer_ends_no_training(tmp_path, caplog):
+def test_a_failing_logger_ends_no_training(tmp_path, caplog):
     asked = []
 
     class Broken:

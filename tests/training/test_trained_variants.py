@@ -1,4 +1,4 @@
-"""Training in other orders as analyses: records, what decides them, what interrupts them, what is refused."""
+"""Analyses that train with blocks in other orders: their records, hashes, interruption and errors."""
 
 import shutil
 import signal
@@ -36,7 +36,7 @@ def home(tmp_path_factory):
 
 
 def write_arc(folder, first=0):
-    """Rows of ARC for training and scoring."""
+    """Write rows of ARC for training and scoring."""
     for split, start in (("train", first), ("test", 20)):
         rows = [
             {"question": text, "choices": ["merry", "calm", "sad"], "label": ["merry", "calm", "sad"].index(mood)}
@@ -66,7 +66,7 @@ def both(home, root, **options):
     yield glue(home, root, **options), load(home / "bert"), LitGlue
 
 
-def test_every_variant_has_its_records_and_model_and_random_state_stay(home, tmp_path):
+def test_every_variant_has_records_and_the_model_and_random_state_stay(home, tmp_path):
     for analysis, model, _ in both(home, tmp_path):
         said, before, drawn = [], weights_hash(model), torch.get_rng_state()
         analysis.tell = said.append
@@ -81,7 +81,7 @@ def test_every_variant_has_its_records_and_model_and_random_state_stay(home, tmp
     assert {(record.tags["task"], record.tags["training"]) for record in found.records} == {("mrpc", "full")}
 
 
-def test_what_decides_the_numbers_is_known_by_config_and_data(home, tmp_path):
+def test_config_and_data_hashes_change_exactly_with_what_decides_the_values(home, tmp_path):
     one = finetuning(home, tmp_path / "a")
     assert one.config_hash() == finetuning(home, tmp_path / "b", tell=print).config_hash()
     assert one.config_hash() != finetuning(home, tmp_path / "a", {"num_epochs": 3}).config_hash()
@@ -112,20 +112,20 @@ WRONG = (
 )
 
 
-def test_recipes_with_wrong_keys_or_values_are_refused_and_those_of_the_package_are_read(tmp_path):
+def test_recipes_with_wrong_keys_or_values_are_refused_and_those_of_the_package_load(tmp_path):
     for kind, content, sentence in WRONG:
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
         with pytest.raises(InputError) as refused:
             read_yaml(tmp_path / "recipe.yaml", kind, "")
         assert sentence in str(refused.value), content
-    (tmp_path / "recipe.yaml").write_text("task: c\nlearning_rate: 5e-5\n")  # to YAML it is text
+    (tmp_path / "recipe.yaml").write_text("task: c\nlearning_rate: 5e-5\n")  # YAML reads 5e-5 as text
     assert read_yaml(tmp_path / "recipe.yaml", TaskFinetuningRecipe, "").learning_rate == 5e-5
     assert read_yaml(Path("recipes/finetune/arc.yaml"), TaskFinetuningRecipe, "").num_epochs == 1
     for name in ("paper", "small_steps"):
         assert read_yaml(Path(f"recipes/glue/{name}.yaml"), GlueRecipe, "").seed == 0
 
 
-def test_ctrl_c_in_training_is_ctrl_c_and_what_is_finished_stays(home, tmp_path, monkeypatch):
+def test_ctrl_c_in_training_raises_keyboard_interrupt_and_finished_variants_stay(home, tmp_path, monkeypatch):
     for analysis, model, module in both(home, tmp_path):
         plain, steps, before = module.training_step, [], weights_hash(model)
 
@@ -147,7 +147,7 @@ def test_ctrl_c_in_training_is_ctrl_c_and_what_is_finished_stays(home, tmp_path,
         assert len(steps) == 4 + 2
 
 
-def test_what_does_not_fit_is_refused_before_training(home, tmp_path):
+def test_wrong_options_are_refused_before_training(home, tmp_path):
     gpt2, bert = LayeredModel(load(home / "gpt2")), LayeredModel(load(home / "bert"))
     cases = [
         (finetuning(home, tmp_path, middles=(1,)), gpt2, "middles: of 3 blocks the middle has 2 blocks, got 1"),

@@ -1,4 +1,4 @@
-"""TRL's trainer takes the callback of transformers' Trainer, and adapters are measured as they act."""
+"""TRL's trainer accepts the callback for transformers, and weights are measured with their adapters merged."""
 
 from pathlib import Path
 
@@ -13,13 +13,13 @@ from lit_layers.data import GivenTexts, TextBatches
 from lit_layers.integrations import EmergenceTrainerCallback
 from tests.support.labelled_texts import labelled, saved_gpt2
 
-# TRL takes seconds to import, and uses what transformers and peft warn of.
+# TRL takes seconds to import, and uses functions that transformers and peft warn about.
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore")]
 
 TEXTS = [text for text, _ in labelled(24)]
 
 
-def test_supervised_fine_tuning_of_adapters_is_measured_and_left_as_it_is(tmp_path):
+def test_supervised_fine_tuning_of_adapters_is_measured_and_does_not_change(tmp_path):
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
@@ -52,7 +52,7 @@ def test_supervised_fine_tuning_of_adapters_is_measured_and_left_as_it_is(tmp_pa
         m.step: next(r.value for r in m.records if r.metric == "logit_lens_loss" and r.layer == 3)
         for m in records.read(tmp_path / "run" / "measurements.jsonl")
     }
-    # The last layer's readout is the model's own: its loss on the text, from its logits.
+    # The readout of the last layer is the model's output: its loss on the text follows from the logits.
     (batch,) = held_out
     with torch.no_grad():
         logits = watched.merge_and_unload()(**batch).logits[0, :-1].double()

@@ -1,4 +1,4 @@
-"""Two processes on the CPU measure what one measures, and train on the same batches."""
+"""Two CPU processes measure the same as one, and train on the same batches."""
 
 import datetime
 import sys
@@ -31,18 +31,18 @@ from tests.training.test_callbacks import Failing
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow]
 PACKAGE = str(Path(lit_layers.__file__).parent)
-_OF_OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
-_OF_TENSORS = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter")
+_OBJECT_CALLS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
+_TENSOR_CALLS = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter")
 
 
 def watch_collectives() -> list[str]:
-    """From here on, collects what the package's own collectives would do wrong with nccl, a sentence each.
+    """Collect from now on the collectives of the package that would fail or be slow with nccl, one sentence each.
 
-    On GPUs the default group is nccl's: it would send an object through the device, and refuses a tensor of the CPU.
-    So objects, and tensors of the CPU, must go by a group that is asked for as gloo.
+    On GPUs the default group uses nccl: it sends objects through the device and refuses CPU tensors. So the package
+    must send objects and CPU tensors through a gloo group.
     """
     wrong: list[str] = []
-    for name in (*_OF_OBJECTS, *_OF_TENSORS):
+    for name in (*_OBJECT_CALLS, *_TENSOR_CALLS):
         setattr(distributed, name, _watched(getattr(distributed, name), wrong))
     return wrong
 
@@ -66,7 +66,7 @@ def _watched(collective: Callable, wrong: list[str]) -> Callable:
 
 @dataclass(kw_only=True)
 class Slow(Analysis):
-    """Takes longer than the ranks wait for each other in training's own collectives."""
+    """An analysis that takes longer than the timeout of training's collectives."""
 
     name: str = "slow"
     slept: bool = field(default=False, init=False)
@@ -79,7 +79,7 @@ class Slow(Analysis):
 
 
 class Impatient(L.Callback):
-    """Lets training's own collectives fail after four seconds."""
+    """A callback that sets the timeout of training's collectives to four seconds."""
 
     def on_train_start(self, trainer, pl_module):
         if trainer.world_size > 1:
@@ -88,9 +88,9 @@ class Impatient(L.Callback):
 
 
 def watched_run(root: Path, ranks: int) -> int:
-    """On some ranks, in a process of its own."""
+    """Train and measure on this rank, one of `ranks`."""
     wrong = watch_collectives()
-    warnings.simplefilter("ignore")  # of Lightning and torch among themselves
+    warnings.simplefilter("ignore")  # warnings between Lightning and torch
     hash_weights = watching.weights_hash
 
     def on_first_rank(model: Any) -> str:
@@ -101,7 +101,7 @@ def watched_run(root: Path, ranks: int) -> int:
     watching.weights_hash = on_first_rank
     text = RandomText()
     run_log = RunLog(root)
-    # the first goes to rank 0: the other could go on to the next step without it
+    # Rank 0 runs the first analysis. The other rank could go on to the next step without it.
     watched = {"num_classes": 5, "min_context": 2, "estimator": "watch"}
     analyses = [
         Slow(),
@@ -146,7 +146,7 @@ def test_two_ranks_record_every_analysis_once_in_order_with_the_same_values(runs
     one, two = (records.read(runs[ranks] / "measurements.jsonl") for ranks in (1, 2))
     assert [(m.step, m.analysis) for m in one] == [(m.step, m.analysis) for m in two]
     assert [m.error for m in two] == [None, "RuntimeError: no numbers", None, None, None, None] * 3
-    # Before the first step the weights are the same bits, and so are the numbers.
+    # Before the first step the weights have the same bits, and so do the records.
     assert [m.records for m in one[:6]] == [m.records for m in two[:6]]
     assert all(m.records for m in one[2:6])
     for first, second in zip(one, two, strict=True):
@@ -155,14 +155,14 @@ def test_two_ranks_record_every_analysis_once_in_order_with_the_same_values(runs
             assert a.value == pytest.approx(b.value, rel=1e-3, abs=1e-4)
 
 
-def test_two_ranks_keep_the_values_of_all_prompts_in_the_order_of_one(runs):
+def test_two_ranks_store_the_values_of_all_prompts_in_the_order_of_one_rank(runs):
     one, two = (
         [records.read_values(runs[ranks], m) for m in records.read(runs[ranks] / "measurements.jsonl")]
         for ranks in (1, 2)
     )
-    assert sum(map(bool, one)) == 4 * 3  # the analyses that have some, at each step
+    assert sum(map(bool, one)) == 4 * 3  # analyses with values of prompts, times steps
     for place, (first, second) in enumerate(zip(one, two, strict=True)):
         assert first.keys() == second.keys()
         for key, values in first.items():
-            tolerance = {} if place < 6 else {"rtol": 0.05, "atol": 0.01}  # training differs by rounding from there on
+            tolerance = {} if place < 6 else {"rtol": 0.05, "atol": 0.01}  # then training differs by rounding
             np.testing.assert_allclose(second[key], values, **tolerance or {"rtol": 0, "atol": 0})

@@ -1,4 +1,4 @@
-"""One tiny run in four trainers: the same measurements, and weights that do not know that they were watched."""
+"""One tiny run in four trainers has the same measurements, and the same weights as without measuring."""
 
 import contextlib
 import re
@@ -29,7 +29,7 @@ from lit_layers.training.run_folder import saved_steps, step_folder
 from tests.support.random_text import RandomText
 from tests.support.tiny_training import CONTEXT, VOCABULARY
 
-STEPS, LAST, SIZE = [0, 2], 3, 4  # the last step always belongs to it
+STEPS, LAST, SIZE = [0, 2], 3, 4  # the last step is always included
 TOKENS = torch.randint(VOCABULARY, (LAST * SIZE, CONTEXT), generator=torch.Generator().manual_seed(3))
 DATA = [{"input_ids": ids, "labels": ids} for ids in TOKENS]
 
@@ -52,7 +52,7 @@ def analyses() -> list:
     return [Trajectory(batches=RandomText()), Lens(batches=RandomText())]
 
 
-def in_a_loop(model, root, watched, **options) -> None:
+def train_loop(model, root, watched, **options) -> None:
     optimizer = optimizer_of(model)
     watching = lit_layers.watch(model, analyses(), steps=STEPS, root=root, save=True, **options) if watched else None
     with watching or contextlib.nullcontext():
@@ -79,7 +79,7 @@ def module_of(model, package=L):
     return Module()
 
 
-def in_lightning(model, root, watched, package=L, **options) -> None:
+def train_lightning(model, root, watched, package=L, **options) -> None:
     both = [
         SeriesCheckpoint(STEPS, root, model="net"),
         EmergenceCallback(analyses(), STEPS, root, model="net", **options),
@@ -92,12 +92,12 @@ def in_lightning(model, root, watched, package=L, **options) -> None:
     trainer.fit(module_of(model, package), loader())
 
 
-def in_old_lightning(model, root, watched) -> None:
-    in_lightning(model, root, watched, pytorch_lightning)
+def train_old_lightning(model, root, watched) -> None:
+    train_lightning(model, root, watched, pytorch_lightning)
 
 
-class InOrder(Trainer):
-    """Batches in their order, and the mean loss that a loop of one's own has."""
+class OrderedTrainer(Trainer):
+    """A transformers Trainer with the batch order and the mean loss of the plain loop."""
 
     def _get_train_sampler(self, *_, **__):
         return torch.utils.data.SequentialSampler(self.train_dataset)
@@ -106,7 +106,7 @@ class InOrder(Trainer):
         return model(**inputs).loss
 
 
-def in_transformers(model, root, watched, if_exists="refuse", **options) -> None:
+def train_transformers(model, root, watched, if_exists="refuse", **options) -> None:
     callback = EmergenceTrainerCallback(analyses(), STEPS, root, save=True, if_exists=if_exists)
     arguments = TrainingArguments(
         str(root.parent / "hf"), num_train_epochs=1, per_device_train_batch_size=SIZE, report_to=[], use_cpu=True,
@@ -114,7 +114,7 @@ def in_transformers(model, root, watched, if_exists="refuse", **options) -> None
     )  # fmt: skip
     optimizer = optimizer_of(model)
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    trainer = InOrder(
+    trainer = OrderedTrainer(
         model,
         arguments,
         train_dataset=DATA,
@@ -124,7 +124,7 @@ def in_transformers(model, root, watched, if_exists="refuse", **options) -> None
     trainer.train()
 
 
-TRAINERS = [in_a_loop, in_lightning, in_old_lightning, in_transformers]
+TRAINERS = [train_loop, train_lightning, train_old_lightning, train_transformers]
 
 
 def trained(train, root, *, dropout: float, watched: bool) -> dict[str, torch.Tensor]:
@@ -134,7 +134,7 @@ def trained(train, root, *, dropout: float, watched: bool) -> dict[str, torch.Te
     return model.state_dict()
 
 
-def test_four_trainers_measure_equal_numbers_at_the_same_steps(tmp_path):
+def test_four_trainers_measure_equal_values_at_the_same_steps(tmp_path):
     found = {}
     for train in TRAINERS:
         root = tmp_path / train.__name__ / "run"
@@ -144,16 +144,16 @@ def test_four_trainers_measure_equal_numbers_at_the_same_steps(tmp_path):
         found[train] = [(m.step, m.analysis, m.provenance["weights_hash"], m.records) for m in measurements]
         assert saved_steps(root) == [0, 2, 3]
         assert weights_hash(AutoModelForCausalLM.from_pretrained(step_folder(root, 2))) == found[train][2][2]
-    assert [(step, name) for step, name, *_ in found[in_a_loop]] == [
+    assert [(step, name) for step, name, *_ in found[train_loop]] == [
         (step, name) for step in (0, 2, 3) for name in ("trajectory", "lens")
     ]
-    assert found[in_a_loop][0][2] == weights_hash(network(0.0)), "step 0 is measured before the first update"
+    assert found[train_loop][0][2] == weights_hash(network(0.0)), "step 0 is measured before the first update"
     for train in TRAINERS[1:]:
-        assert found[train] == found[in_a_loop], train.__name__
+        assert found[train] == found[train_loop], train.__name__
 
 
-@pytest.mark.parametrize("train", [in_a_loop, in_lightning, in_transformers])
-def test_training_with_dropout_ends_in_the_same_bits_watched_or_not(tmp_path, train):
+@pytest.mark.parametrize("train", [train_loop, train_lightning, train_transformers])
+def test_training_with_dropout_ends_in_the_same_bits_with_and_without_watching(tmp_path, train):
     watched = trained(train, tmp_path / "run", dropout=0.3, watched=True)
     alone = trained(train, tmp_path / "other", dropout=0.3, watched=False)
     assert (tmp_path / "run" / "measurements.jsonl").exists()
@@ -162,7 +162,7 @@ def test_training_with_dropout_ends_in_the_same_bits_watched_or_not(tmp_path, tr
         assert torch.equal(weights, watched[name]), name
 
 
-def test_a_loop_that_goes_on_measures_what_is_missing(tmp_path):
+def test_a_resumed_loop_measures_only_missing_steps(tmp_path):
     model = network(0.0)
     first = lit_layers.watch(model, analyses()[:1], steps=[0, 2, 4], root=tmp_path / "run", tokens_per_step=10)
     first.step(2)
@@ -177,7 +177,7 @@ def test_a_loop_that_goes_on_measures_what_is_missing(tmp_path):
     assert [(m.step, m.tokens) for m in measurements] == [(0, 0), (2, 20), (4, 40)]
 
 
-def test_an_exception_in_the_loop_frees_the_folder_and_measures_no_more(tmp_path):
+def test_an_exception_in_the_loop_unlocks_the_folder_and_stops_measuring(tmp_path):
     def broken_loop() -> None:
         with lit_layers.watch(network(0.0), analyses()[:1], steps=[0], root=tmp_path / "run") as watching:
             watching.step()
@@ -189,7 +189,7 @@ def test_an_exception_in_the_loop_frees_the_folder_and_measures_no_more(tmp_path
     assert not list((tmp_path / "run").glob("*.lock"))
 
 
-def test_what_cannot_be_measured_is_refused_before_the_first_step(tmp_path):
+def test_models_and_batches_that_cannot_be_measured_are_refused_before_the_first_step(tmp_path):
     for model, batches, said in (
         (torch.nn.Linear(2, 2), RandomText(), "Linear"),
         (network(0.0), "some text", "lens: batches: expected `Batches`, or a DataLoader.*got a str"),
@@ -224,8 +224,10 @@ def test_a_wrong_option_is_refused_in_one_sentence_before_the_first_step(tmp_pat
         assert not (tmp_path / "run").exists(), said
 
 
-@pytest.mark.parametrize("train", [in_a_loop, in_lightning, pytest.param(in_transformers, marks=pytest.mark.soak)])
-def test_data_with_which_no_step_can_be_measured_end_a_training_before_it_begins(train, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "train", [train_loop, train_lightning, pytest.param(train_transformers, marks=pytest.mark.soak)]
+)
+def test_data_that_fit_no_step_end_a_training_before_it_begins(train, tmp_path, monkeypatch):
     model = network(0.0)
     untrained = weights_hash(model)
     given = [Trajectory(batches=TOKENS), LayerSimilarity(batches=TOKENS[:2], num_tokens=1)]
@@ -241,7 +243,7 @@ def test_data_with_which_no_step_can_be_measured_end_a_training_before_it_begins
     ]
 
 
-def test_a_number_that_no_step_can_have_is_refused_and_nothing_is_measured(tmp_path):
+def test_an_impossible_step_number_is_refused_and_nothing_is_measured(tmp_path):
     with lit_layers.watch(network(0.0), analyses()[:1], steps={"every": 1}, root=tmp_path / "run") as watched:
         watched.step(5)
         for number, said in (
@@ -256,7 +258,7 @@ def test_a_number_that_no_step_can_have_is_refused_and_nothing_is_measured(tmp_p
     assert [m.step for m in records.read(tmp_path / "run" / "measurements.jsonl")] == [0, 5]
 
 
-def test_a_scheduled_step_that_numbers_leave_out_is_measured_at_the_next(tmp_path, caplog):
+def test_a_skipped_scheduled_step_is_measured_at_the_next_number(tmp_path, caplog):
     with (
         caplog.at_level("INFO"),
         lit_layers.watch(network(0.0), analyses()[:1], steps=[3, 7, 8], root=tmp_path / "run") as watched,
@@ -267,7 +269,7 @@ def test_a_scheduled_step_that_numbers_leave_out_is_measured_at_the_next(tmp_pat
     assert f"measured 3 of 5 scheduled steps, not 7, 8: lit-layers report {tmp_path / 'run'} draws them" in caplog.text
 
 
-def test_a_compiled_or_wrapped_network_is_measured_itself(tmp_path):
+def test_a_compiled_network_is_unwrapped_for_measuring(tmp_path):
     model = network(0.0)
     compiled = torch.compile(model, backend="eager")
     with lit_layers.watch(compiled, analyses()[:1], steps=[0], root=tmp_path / "run") as watching:
@@ -275,8 +277,8 @@ def test_a_compiled_or_wrapped_network_is_measured_itself(tmp_path):
 
 
 @pytest.mark.parametrize("stops", [False, True])
-def test_a_best_checkpoint_that_is_loaded_at_the_end_is_not_measured_as_the_last_step(stops, tmp_path):
-    """Of the Trainer of transformers; of a training that stops early the last step is left out, as nobody knew it."""
+def test_a_best_checkpoint_loaded_at_the_end_is_not_measured_as_the_last_step(stops, tmp_path):
+    """If the transformers Trainer stops early, its last step is not measured, as it was not known in advance."""
     hashes = {}
 
     class Noting(TrainerCallback):
@@ -299,16 +301,18 @@ def test_a_best_checkpoint_that_is_loaded_at_the_end_is_not_measured_as_the_last
     assert stops or measured[LAST] == hashes[LAST]
 
 
-def measured_in(root) -> dict[int | None, str]:
-    """The weights of the steps that report, emerge and tables draw."""
+def current_weights(root) -> dict[int | None, str]:
+    """Return the weights hash of each step that report, emerge and tables draw."""
     measurements = records.latest(records.read(root / "measurements.jsonl"))
     assert {m.step for m in measurements} == set(records.frame(root)["step"])
     return {m.step: m.provenance["weights_hash"] for m in measurements}
 
 
-@pytest.mark.parametrize("train", [in_a_loop, in_lightning, pytest.param(in_transformers, marks=pytest.mark.soak)])
-def test_a_second_training_in_a_root_is_refused_or_takes_its_place(train, tmp_path):
-    """As when a script is run again, for each fold, and for each trial of a search."""
+@pytest.mark.parametrize(
+    "train", [train_loop, train_lightning, pytest.param(train_transformers, marks=pytest.mark.soak)]
+)
+def test_a_second_training_in_a_root_is_refused_or_replaces_the_first(train, tmp_path):
+    """A script that runs again, for each fold or each trial of a search, trains in the same root."""
     root = tmp_path / "run"
     train(network(0.0), root, watched=True)
     first = records.read(root / "measurements.jsonl")
@@ -332,7 +336,7 @@ def test_a_second_training_in_a_root_is_refused_or_takes_its_place(train, tmp_pa
     assert training not in {m.training for m in second}
 
 
-def test_one_trainer_of_transformers_that_trains_twice_is_refused_the_second_time(tmp_path):
+def test_a_transformers_trainer_that_trains_twice_is_refused_the_second_time(tmp_path):
     arguments = TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True)
     callback = EmergenceTrainerCallback(analyses()[:1], [0], tmp_path / "run")
     trainer = Trainer(network(0.0), arguments, train_dataset=DATA, callbacks=[callback])
@@ -342,7 +346,7 @@ def test_one_trainer_of_transformers_that_trains_twice_is_refused_the_second_tim
 
 
 def loop(root, weights, steps, *, change: float = 1.0, **options) -> dict[int, dict]:
-    """Adds a number to the weights at each step, and returns the weights of each."""
+    """Add a constant to the weights at each step, and return the weights after each step."""
     model = network(0.0)
     model.load_state_dict(weights)
     kept = {options.get("first_step", 0): weights}
@@ -361,7 +365,7 @@ def hash_of(weights: dict) -> str:
     return weights_hash(model)
 
 
-def test_a_training_that_goes_back_leaves_its_old_branch_and_keeps_the_lines(tmp_path):
+def test_a_training_that_goes_back_abandons_its_old_branch_and_keeps_the_lines(tmp_path):
     root = tmp_path / "run"
     first = loop(root, network(0.0).state_dict(), 10, save=True)
     with pytest.raises(InputError, match="not measured with these weights at step 4"):
@@ -369,7 +373,7 @@ def test_a_training_that_goes_back_leaves_its_old_branch_and_keeps_the_lines(tmp
     with pytest.raises(InputError, match="at step 5: .* .6, 8, 10."):
         loop(root, first[5], 1, first_step=5, if_exists="resume")
     second = loop(root, first[4], 3, first_step=4, if_exists="resume", change=7, save=True)
-    assert measured_in(root) == {
+    assert current_weights(root) == {
         step: hash_of(weights[step]) for weights, steps in ((first, (0, 2, 4)), (second, (6, 7))) for step in steps
     }
     lines = records.read(root / "measurements.jsonl")
@@ -386,7 +390,7 @@ def test_a_training_that_goes_back_leaves_its_old_branch_and_keeps_the_lines(tmp
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty", "ignore:You're resuming from a checkpoint")
-def test_a_trainer_goes_on_from_its_own_checkpoint_between_measured_steps(tmp_path):
+def test_a_lightning_trainer_resumes_from_its_own_checkpoint_between_measured_steps(tmp_path):
     def train(steps: int, root, state=None, **options) -> None:
         watch = EmergenceCallback(analyses()[:1], {"every": 4}, root, model="net", **options)
         each = ModelCheckpoint(tmp_path / "states", "{step}", every_n_train_steps=1, save_top_k=-1)
@@ -396,17 +400,17 @@ def test_a_trainer_goes_on_from_its_own_checkpoint_between_measured_steps(tmp_pa
 
     root, state = tmp_path / "run", tmp_path / "states" / "step=3.ckpt"
     train(5, root)
-    assert measured_in(root).keys() == {0, 4, 5}
+    assert current_weights(root).keys() == {0, 4, 5}
     with pytest.raises(InputError, match="already holds a run"):
         train(4, root, state)
     train(4, root, state, if_exists="resume")
-    assert measured_in(root).keys() == {0, 4}
-    in_a_loop(GPT2LMHeadModel(network(0.0).config), tmp_path / "other", watched=True)
+    assert current_weights(root).keys() == {0, 4}
+    train_loop(GPT2LMHeadModel(network(0.0).config), tmp_path / "other", watched=True)
     with pytest.raises(InputError, match="not measured with these weights at step 3"):
         train(4, tmp_path / "other", state, if_exists="resume")
 
 
-def test_the_trainer_of_transformers_goes_on_from_its_own_checkpoint(tmp_path):
+def test_a_transformers_trainer_resumes_from_its_own_checkpoint(tmp_path):
     def train(steps: int, root, state=None, **options) -> None:
         arguments = TrainingArguments(
             str(tmp_path / "hf"), max_steps=steps, per_device_train_batch_size=SIZE, report_to=[], use_cpu=True,
@@ -420,12 +424,12 @@ def test_the_trainer_of_transformers_goes_on_from_its_own_checkpoint(tmp_path):
     with pytest.raises(InputError, match="already holds a run"):
         train(4, root, state)
     train(4, root, state, if_exists="resume")
-    assert measured_in(root).keys() == {0, 4}
+    assert current_weights(root).keys() == {0, 4}
     assert not [m for m in records.read(root / "measurements.jsonl") if m.error]
 
 
-def test_a_training_that_begins_anew_beside_one_that_failed_is_its_own(tmp_path):
-    """As a cell of a notebook that is run again: the watch of before is alive as long as its name is."""
+def test_a_new_training_next_to_a_failed_one_is_separate(tmp_path):
+    """A notebook cell that runs again leaves the earlier watch alive as long as its variable exists."""
     root = tmp_path / "run"
     failed = lit_layers.watch(network(0.0), analyses()[:1], steps={"every": 1}, root=root)
     failed.step()
@@ -434,10 +438,10 @@ def test_a_training_that_begins_anew_beside_one_that_failed_is_its_own(tmp_path)
     lit_layers.watch(network(0.0), analyses()[:1], steps={"every": 1}, root=root, if_exists="overwrite").close()
     with pytest.raises(InputError, match="this watch is closed"):
         failed.step()
-    assert measured_in(root).keys() == {0}
+    assert current_weights(root).keys() == {0}
 
 
-def test_files_of_the_users_own_are_no_run_and_stay(tmp_path):
+def test_files_of_the_user_are_not_a_run_and_stay(tmp_path):
     root = tmp_path / "run"
     mine = [root / name for name in ("config.yaml", "metrics.jsonl", "wandb/run.txt", "resume/state.pt", "step-500/x")]
     for path in mine:
