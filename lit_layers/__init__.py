@@ -1,4 +1,4 @@
-"""How structure emerges, layer by layer, while a transformer trains."""
+"""Show how structure emerges, layer by layer, while a transformer trains."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # On first use, so that `lit-layers --help` need not wait for torch.
+    # Imports happen on first use, so that `lit-layers --help` does not wait for torch.
     if name not in _HOMES:
         raise AttributeError(f"module 'lit_layers' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

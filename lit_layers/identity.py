@@ -1,18 +1,18 @@
-"""One number, what one analysis found on one checkpoint, and which of that is the same number or makes one curve.
+"""Records, measurements, and the rules that decide which of them form one curve.
 
-A number's identity is (training, step, analysis, config hash, data hash), and the last measurement of it counts. A run
-has one training: of two that bear one name nothing is drawn. A training that went back to an earlier step has left what
-it had measured behind that step, which is in no curve.
+The identity of a number is (training, step, analysis, config hash, data hash). If a number was measured twice, the last
+measurement counts. A run has one training: measurements of two trainings under one name are refused. A training that
+was resumed at an earlier step abandons its later measurements, which are in no curve.
 
-The two hashes are the *settings* of a number: the options of the analysis, and the data it looked at. One settings of
-each run and analysis makes the curve, and numbers of others never enter it. Unless the reader names another it is
+The two hashes are the *settings* of a number: the options of the analysis and its data. A curve has the numbers of one
+settings only. By default these are
 
-- over steps the settings that were measured at the most steps, of equally many those measured first: so a run keeps the
-  curves that its training drew, whatever is tried on some of its checkpoints afterwards;
-- of a model without steps the settings that were measured last.
+- for a run over steps: the settings measured at the most steps, and among equals those measured first, so that later
+  experiments on some checkpoints do not replace the curves of the training;
+- for a model without steps: the settings measured last.
 
-A reader names another by its name, `CONFIG.DATA`, or the beginning of each hash; `last` means of every analysis those
-that were measured last, such as an analysis whose options were changed and that was measured again at all steps.
+A reader can choose other settings by name, `CONFIG.DATA`, or by the beginning of each hash. `last` chooses for every
+analysis the settings measured last, for example after its options were changed and all steps were measured again.
 """
 
 # pyright: strict, reportUnknownVariableType=false
@@ -39,7 +39,7 @@ from lit_layers.errors import InputError
 from lit_layers.schema import Count, Real, Seconds, Tag
 
 logger = logging.getLogger(__name__)
-ALL, LAST, UNKNOWN = "all", "last", "unknown"  # every settings; those measured last; those of lines without hashes
+ALL, LAST, UNKNOWN = "all", "last", "unknown"  # all settings; the settings measured last; settings without a hash
 
 Settings = str | Collection[str]
 PACKAGES = ["lit_layers", "lightning", "transformers", "timm", "tokenizers", "safetensors", "numpy", "scipy", "mteb"]
@@ -56,13 +56,19 @@ _Unwritten = Annotated[ByPrompt | None, GetPydanticSchema(lambda _, of: of(type(
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One number.
+    """One measured number.
 
-    `low` and `high` bound the 95% interval where one is defined; `stderr` and `n` count over prompts or test rows.
-    Tags say which number it is (`k`, `reference`, ...), except those named `num_...`: they count what went into it.
-    `by_prompt` (prompts,) are the values of which `value` is the mean, in the order of the data and NaN where a prompt
-    has none. `states` (prompts, dim) are the vectors that the number is computed from. `records.write_values` writes
-    both to a file of their own.
+    Args:
+        metric: name of the metric.
+        value: the number; NaN if it is undefined.
+        layer, other_layer: the layer, or pair of layers, it belongs to; None: the whole model.
+        stderr, n: standard error and sample size over prompts or test rows.
+        low, high: ends of the 95% interval.
+        tags: values that tell numbers of one metric apart (`k`, `reference`, ...). Tags named `num_...` are counts of
+            what entered the number and do not tell numbers apart.
+        by_prompt: (prompts,), the values whose mean is `value`, in the order of the data; NaN for a prompt without one.
+        states: (prompts, dim), the vectors that the number is computed from. `records.write_values` writes `by_prompt`
+            and `states` to a file of their own.
     """
 
     __pydantic_config__ = schema.STRICT
@@ -82,7 +88,7 @@ class Record:
 
 @with_config(schema.OPEN)
 class _Provenance(TypedDict, total=False):
-    """What is looked up in provenance; whatever else is there is shown."""
+    """The fields of provenance that the package reads; it only shows the others."""
 
     config_hash: str | None
     data_hash: str | None
@@ -92,7 +98,7 @@ class _Provenance(TypedDict, total=False):
 
 
 class Lineage(NamedTuple):
-    """The training of a run: its id, and the steps that it went back to, in the order in which that happened."""
+    """The training of a run: its id, and the earlier steps at which it was resumed, in order of time."""
 
     run: str
     training: str
@@ -101,10 +107,10 @@ class Lineage(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What one analysis found on one checkpoint: one line of `measurements.jsonl`.
+    """The result of one analysis on one checkpoint: one line of `measurements.jsonl`.
 
-    `training` and `resumed` are those of `Lineage` when it was measured. A model that is measured outside a training
-    has the name of its run as its training.
+    `training` and `resumed` are those of the run's `Lineage` at the time. If there was no training, `training` is the
+    name of the run.
     """
 
     __pydantic_config__ = schema.STRICT
@@ -127,12 +133,12 @@ class Measurement:
 
 
 def variant_of(tags: Mapping[str, Tag], without: Collection[str] = ()) -> dict[str, Tag]:
-    """Return the tags that tell which number a record is: counts of what went into it do not."""
+    """Return the tags that tell numbers apart: all tags except counts (`num_...`) and those in `without`."""
     return {name: value for name, value in tags.items() if not name.startswith("num_") and name not in without}
 
 
 def same_tag(value: Any, asked: Any) -> bool:
-    """Return whether a tag is the one asked for; numbers compare as numbers, however they are written."""
+    """Return whether a tag equals the requested value; numbers are compared as numbers, in any spelling."""
     try:
         return math.isclose(float(value), float(asked), rel_tol=1e-9)
     except (TypeError, ValueError):
@@ -140,12 +146,12 @@ def same_tag(value: Any, asked: Any) -> bool:
 
 
 def hash_of(config: Any) -> str:
-    """Return sixteen hex digits of plain JSON data."""
+    """Return a hash of JSON data, as sixteen hex digits."""
     return sha16(json.dumps(config, sort_keys=True))
 
 
 def sha16(*parts: str | bytes | memoryview) -> str:
-    """Return sixteen hex digits over parts that stand one after the other."""
+    """Return the first sixteen hex digits of the sha256 of the joined parts."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part.encode() if isinstance(part, str) else part)
@@ -153,7 +159,7 @@ def sha16(*parts: str | bytes | memoryview) -> str:
 
 
 def settings_name(config_hash: str | None, data_hash: str | None) -> str:
-    """Return what settings are called: `CONFIG.DATA`; an analysis without data has no second part."""
+    """Return the name of settings: `CONFIG.DATA`, or `CONFIG` for an analysis without data."""
     return ".".join([str(config_hash or UNKNOWN), *([str(data_hash)] if data_hash else [])])
 
 
@@ -163,22 +169,22 @@ def settings_of(measurement: Measurement) -> str:
 
 
 def short(settings: str) -> str:
-    """Return eight digits of each hash, which are enough to name settings by."""
+    """Return the name of settings with eight digits of each hash."""
     return ".".join(part[:8] for part in settings.split("."))
 
 
 def drop_abandoned(measurements: Iterable[Measurement], known: Lineage | None = None) -> list[Measurement]:
-    """Return the measurements without those of the branches that their training has left.
+    """Return the measurements without those that their training abandoned.
 
-    A training that is resumed at a step leaves the later steps that were measured before. `known` says where, beside
-    what the measurements say.
+    A training resumed at a step abandons the later steps measured before. `known` adds resumed steps that the
+    measurements do not record yet.
 
     Raises:
-        InputError: for one run of two trainings.
+        InputError: a run has measurements of two trainings.
     """
     measurements = [*measurements]
     trainings: dict[str, str] = {}  # by run
-    ways = {known.training: known.resumed} if known else {}  # by training, all steps at which it was resumed
+    ways = {known.training: known.resumed} if known else {}  # all steps at which each training was resumed
     for m in measurements:
         if m.step is not None and (training := trainings.setdefault(m.run, m.training)) != m.training:
             raise InputError(
@@ -192,10 +198,10 @@ def drop_abandoned(measurements: Iterable[Measurement], known: Lineage | None = 
 
 
 def latest(measurements: Iterable[Measurement]) -> list[Measurement]:
-    """Return the last measurement of each identity, failed ones too, in the order written.
+    """Return the last measurement of each identity, including failed ones, in the order of the file.
 
     Raises:
-        InputError: for one run of two trainings.
+        InputError: a run has measurements of two trainings.
     """
     last: dict[tuple[Any, ...], Measurement] = {}
     for measurement in drop_abandoned(measurements):
@@ -204,11 +210,10 @@ def latest(measurements: Iterable[Measurement]) -> list[Measurement]:
 
 
 def keep(last: dict[tuple[Any, ...], Measurement], measurement: Measurement) -> str | None:
-    """Enters a measurement as the last of its identity: run, step, analysis and settings, which it returns.
+    """Store a measurement in `last` as the last of its identity (run, step, analysis, settings); return its settings.
 
-    A run has one training.
-
-    One that failed before its settings were known, None, stands until anything else is measured in its place.
+    A measurement that failed before its settings were known has settings None. Any later measurement of the same
+    run, step and analysis replaces it.
     """
     entry = (measurement.run, measurement.step, measurement.analysis)
     failed_early = measurement.error is not None and measurement.provenance.get("config_hash") is None
@@ -220,12 +225,13 @@ def keep(last: dict[tuple[Any, ...], Measurement], measurement: Measurement) -> 
 
 
 def shown(measurements: Iterable[Measurement], settings: Settings = ()) -> list[Measurement]:
-    """Return the latest measurements of the settings that make the curves, failed ones too.
+    """Return the last measurements of the settings that form the curves, including failed ones.
 
-    `settings` names others than the default, one or several, for the analyses that have them; `all`: all of them.
+    `settings` names one or several settings to use instead of the default, for analyses that have them; `all` returns
+    the measurements of all settings.
 
     Raises:
-        InputError: for settings that no analysis has, or of which one has several; for one run of two trainings.
+        InputError: no analysis has these settings, one analysis has several of them, or a run has two trainings.
     """
     return split_shown(measurements, settings)[0]
 
@@ -233,11 +239,11 @@ def shown(measurements: Iterable[Measurement], settings: Settings = ()) -> list[
 def split_shown(
     measurements: Iterable[Measurement], settings: Settings = ()
 ) -> tuple[list[Measurement], list[Measurement]]:
-    """Return what `shown` does, and the latest measurements of all other settings."""
+    """Return the result of `shown`, and the last measurements of all other settings."""
     measurements, asked = drop_abandoned(measurements), [settings] if isinstance(settings, str) else [*settings]
     if ALL in asked:
         return latest(measurements), []
-    curves: dict[tuple[str, str], dict[str, set[int]]] = {}  # by run and analysis: settings as first written, steps
+    curves: dict[tuple[str, str], dict[str, set[int]]] = {}  # (run, analysis): settings in order of time, their steps
     written_last: dict[tuple[str, str], str] = {}
     last: dict[tuple[Any, ...], Measurement] = {}
     for m in measurements:
@@ -257,9 +263,9 @@ def split_shown(
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that numbers or training depend on.
+    """Return the versions of Python and of the packages that numbers or training depend on.
 
-    Packages that only bring files or texts are left out: what they brought is known by its hash.
+    Packages that only provide files or texts are left out, because hashes identify these.
     """
     import torch
 
@@ -271,7 +277,7 @@ def versions() -> dict[str, str]:
 
 
 def warn_of_other_versions(measured: Iterable[Measurement], run: str) -> None:
-    """Warn once if a step of a run was measured with other versions than this process has."""
+    """Warn once if a step of the run was measured with other versions of the packages."""
     for m in measured:
         theirs = m.provenance.get("versions", {})
         if m.run == run and m.step is not None and theirs and theirs != versions():
@@ -287,10 +293,10 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, s
 
 
 def refuse_other_versions(theirs: Mapping[str, str], who: str) -> None:
-    """Refuse what another process computes at the same time with other versions than this one has.
+    """Refuse to share work with a process that has other versions of the packages.
 
     Raises:
-        InputError: naming both.
+        InputError: the versions differ.
     """
     if theirs != versions():
         there, here = _differing(theirs, versions())
@@ -298,9 +304,9 @@ def refuse_other_versions(theirs: Mapping[str, str], who: str) -> None:
 
 
 def plain_settings(measurements: Iterable[Measurement]) -> dict[tuple[str, str], str]:
-    """Returns, by run and analysis, the settings that are logged under the analysis' own name: those measured first.
+    """Return, by run and analysis, the settings logged under the plain name of the analysis: those measured first.
 
-    Unlike those that are shown they never change while a file grows: what a logger has got stays one curve.
+    Unlike the settings of `shown`, these never change while a file grows, so that a logged curve stays one curve.
     """
     plain: dict[tuple[str, str], str] = {}
     for m in measurements:
@@ -310,9 +316,9 @@ def plain_settings(measurements: Iterable[Measurement]) -> dict[tuple[str, str],
 
 
 def logged_name(measurement: Measurement, plain: dict[tuple[str, str], str]) -> str:
-    """Return what tells an analysis' curves apart by name: `coupling`, and of others than `plain` `coupling@1a2b3c4d`.
+    """Return the name under which an analysis is logged: `coupling`, or `coupling@1a2b3c4d` for other settings.
 
-    Settings of an analysis that is new in `plain` are entered there.
+    The first settings of an analysis get the plain name and are added to `plain`.
     """
     settings = settings_of(measurement)
     if plain.setdefault((measurement.run, measurement.analysis), settings) == settings:
@@ -321,7 +327,7 @@ def logged_name(measurement: Measurement, plain: dict[tuple[str, str], str]) -> 
 
 
 def _chosen(steps: Mapping[str, set[int]], asked: Sequence[str], written_last: str) -> str:
-    """The settings of one curve; `steps` are those that each was measured at."""
+    """Return the settings of one curve, given the steps at which each settings was measured."""
     named = dict.fromkeys(name for each in asked for name in steps if name == each or _is_named(name, each))
     named = {name: None for name in named if name in asked} or named
     if len(named) > 1:
@@ -330,7 +336,7 @@ def _chosen(steps: Mapping[str, set[int]], asked: Sequence[str], written_last: s
         return next(iter(named))
     if LAST in asked or not any(steps.values()):
         return written_last
-    return max(steps, key=lambda name: len(steps[name]))  # of equally many the first
+    return max(steps, key=lambda name: len(steps[name]))  # the first among equals
 
 
 def _refuse_unknown(asked: Sequence[str], curves: Collection[Mapping[str, set[int]]]) -> None:
@@ -342,6 +348,6 @@ def _refuse_unknown(asked: Sequence[str], curves: Collection[Mapping[str, set[in
 
 
 def _is_named(settings: str, asked: str) -> bool:
-    """Whether each hash begins as it is asked for."""
+    """Return whether each hash of the settings begins with the requested digits."""
     hashes, beginnings = settings.split("."), asked.split(".")
     return len(asked) > 0 and len(beginnings) <= len(hashes) and all(map(str.startswith, hashes, beginnings))

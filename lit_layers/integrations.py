@@ -1,4 +1,4 @@
-"""A callback of the Trainer of transformers, and so of the trainers of TRL."""
+"""A callback for the Trainer of transformers, and for TRL's trainers, which derive from it."""
 
 import inspect
 from collections.abc import Sequence
@@ -13,27 +13,30 @@ from lit_layers.report.logged_numbers import runs_of_trainer
 from lit_layers.schedule import Steps
 from lit_layers.training.watching import MetricsLogger, Watch, watch
 
-STATE = "lit_layers"  # what the Trainer saves beside the states of callbacks: the id of the training
+STATE = "lit_layers"  # key under which the Trainer saves the id of the training
 
 
 class EmergenceTrainerCallback(TrainerCallback):
-    """Measures every layer at the steps of a schedule, and leaves the training as if it had not.
+    """A Trainer callback that measures every layer at the steps of a schedule and does not change the training.
 
         Trainer(model, arguments, train_dataset=data, callbacks=[
             EmergenceTrainerCallback([Lens(batches=text)], steps={"every": 100}, root="checkpoints/mine")])
 
-    Step 0 is measured before the first update, and the last step always, unless training stops early and an earlier
-    step's weights are loaded then (`load_best_model_at_end`); a training that is resumed goes on in the same file,
-    with `if_exists="resume"`. After an exception the callback holds the folder until the process ends or it trains
-    again. The run of W&B that the Trainer reports to is its logger, where no others are
-    given.
+    Step 0 is measured before the first update, and the last step at the end of training. The last step is not measured
+    if the Trainer loads earlier weights at the end (`load_best_model_at_end`). A resumed training continues the same
+    file with `if_exists="resume"`. After an exception the callback holds the folder until the process ends or trains
+    again.
 
     Args:
-        options: all others of `lit_layers.watch`, but `first_step` and `max_steps`, which the Trainer says.
-        model: name of the submodule to measure, as of `EmergenceCallback`; None: the Trainer's model itself.
+        analyses: what to measure.
+        steps: the schedule, e.g. `pythia` or `{"every": 100}`.
+        root: the run folder.
+        model: name of the submodule to measure; None: the Trainer's model.
+        loggers: loggers that receive the numbers; empty: the W&B run that the Trainer reports to.
+        options: other arguments of `lit_layers.watch`, except `first_step` and `max_steps`, which the Trainer sets.
 
     Raises:
-        InputError: as `lit_layers.watch`, as `train` begins.
+        InputError: when `train` begins, for the reasons of `lit_layers.watch`.
     """
 
     def __init__(
@@ -48,7 +51,7 @@ class EmergenceTrainerCallback(TrainerCallback):
     ) -> None:
         self.analyses, self.model, self.loggers = list(analyses), model, list(loggers)
         self._options = {"steps": steps, "root": root, **options}
-        inspect.signature(watch).bind(model, analyses, **self._options)  # an unknown option is refused at once
+        inspect.signature(watch).bind(model, analyses, **self._options)  # refuses an unknown option now, not in `train`
         self._watch: Watch | None = None
 
     def on_train_begin(
@@ -74,6 +77,6 @@ class EmergenceTrainerCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._watch is not None:
-            # The Trainer has the best checkpoint in its model by now, which may be that of an earlier step.
+            # With load_best_model_at_end the model now holds the best weights, which may be those of an earlier step.
             self._watch.close(is_last=not (args.load_best_model_at_end and state.best_model_checkpoint))
             self._watch = None

@@ -1,14 +1,13 @@
-"""Numbers and where they are kept: `measurements.jsonl` for analyses, `metrics.jsonl` for the scalars of training.
+"""The files of numbers: `measurements.jsonl` for analyses, `metrics.jsonl` for the scalars of training.
 
-Both files hold one JSON object a line and only ever grow. A killed process costs at most its last line, and anybody may
-read while somebody writes. A last line without its newline is torn: readers pass over it, the next writer removes it.
-Any other line that does not parse is refused by name and number.
+Both files have one JSON object per line and only grow. Other processes may read while one writes, and a kill costs at
+most the last line. A last line without a newline is torn: readers skip it, and the next writer removes it. Any other
+line that does not parse is refused with its file name and number.
 
-A number's identity is (training, step, analysis, config hash, data hash), and the last line of it counts; which of them
-make a curve is said in `lit_layers.identity`.
+`lit_layers.identity` explains which lines are the same number, and which numbers form a curve.
 
-The values of single prompts behind the means lie in `values/step-000001000/ANALYSIS-DIGEST.safetensors` beside them, a
-file for each step, analysis and settings. These files can be deleted: then curves are compared without them.
+The values of single prompts are in `values/step-000001000/ANALYSIS-DIGEST.safetensors`, one file for each step,
+analysis and settings. These files may be deleted; comparisons of curves then do without them.
 """
 
 # pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -72,18 +71,18 @@ _NUMBERS = {
 }
 _TAG_TYPES = {bool: "boolean", int: "Int64", float: "Float64", str: "str"}
 COLUMNS = (*_RUN_COLUMNS, *_NUMBERS, "settings")
-AUDIT = "audit"  # the column of verdicts, only in tables that hold a suspect checkpoint; also their name in provenance
-FAILED = "failed"  # the metric of a part of a measurement that came to nothing; `Store.is_done` has it tried again
+AUDIT = "audit"  # the field of provenance with the verdict, and its column in tables with a suspect checkpoint
+FAILED = "failed"  # the metric of a record whose computation failed; `Store.is_done` then asks for another attempt
 
 
 def append(path: str | Path, measurement: Measurement) -> None:
-    """Add one line to a file of measurements and return when it is on the disk.
+    """Append a measurement to a file and return when it is on the disk.
 
     Raises:
-        InputError: where the file cannot be written.
+        InputError: the file cannot be written.
     """
     line = {item.name: getattr(measurement, item.name) for item in fields(Measurement)}
-    line["records"] = [  # without what a record leaves open
+    line["records"] = [  # without empty fields
         {name: value for name, value in vars(record).items() if value is not None and value != {}}
         for record in drop_values(measurement).records
     ]
@@ -93,19 +92,19 @@ def append(path: str | Path, measurement: Measurement) -> None:
 
 
 def read(path: str | Path) -> list[Measurement]:
-    """Return the measurements of a file in the order written; none where there is no file yet.
+    """Return the measurements of a file, in order; an empty list if there is no file.
 
     Raises:
-        InputError: for a line that is no measurement.
+        InputError: a line is no measurement.
     """
     return list(lines_of(Path(path), Measurement))
 
 
 def lineage_in(root: str | Path) -> Lineage | None:
-    """Return what run.json says of the training in a folder; None where it says nothing.
+    """Return the lineage of the training in a folder, from run.json; None if it has none.
 
     Raises:
-        InputError: for a run.json that is damaged.
+        InputError: run.json is damaged.
     """
     facts = schema.run_facts(Path(root))
     if "run" not in facts or "id" not in facts:
@@ -115,14 +114,12 @@ def lineage_in(root: str | Path) -> Lineage | None:
 
 
 class Store:
-    """The measurements of one file: the last of each identity, those that were there and those that are added.
-
-    What a training has left as it went back to an earlier step is not among them.
+    """The last measurement of each identity in one file, old and new, without those that a training abandoned.
 
     Args:
         path: the file; it need not exist yet.
-        measurements: what it holds, where that was read already.
-        lineage: the training that measurements of its run are added to; None: the one that is there, or the run itself.
+        measurements: the content of the file, if it was read before.
+        lineage: the training to which new measurements of its run belong; None: the one in the file, if any.
     """
 
     def __init__(
@@ -133,19 +130,19 @@ class Store:
         for measurement in drop_abandoned(read(path) if measurements is None else measurements, lineage):
             keep(self._last, measurement)
         trained = [m for m in self._last.values() if m.step is not None]
-        if lineage is None and trained:  # by a training whose run.json was removed, or a series
+        if lineage is None and trained:  # a series, or a training whose run.json was removed
             last = max(trained, key=lambda m: len(m.resumed))
             self.lineage = Lineage(last.run, last.training, last.resumed)
 
     def __iter__(self) -> Iterator[Measurement]:
-        """In the order of the lines that count."""
+        """Iterate over the measurements in the order of their lines."""
         return iter([*self._last.values()])
 
     def add(self, measurement: Measurement) -> Measurement:
-        """Write a measurement and the values of its prompts, and return it without these when it is on the disk.
+        """Write a measurement and its values of prompts to the disk; return the measurement without these values.
 
         Raises:
-            InputError: where another training has taken the folder over, as while a second process measured the first.
+            InputError: another training has taken over the folder, while this process measured the first one.
         """
         if (mine := self.lineage) is not None and mine.run == measurement.run and measurement.step is not None:
             now = lineage_in(self.path.parent)
@@ -159,16 +156,16 @@ class Store:
         return measurement
 
     def last(self, run: str, step: int | None, analysis: Any) -> Measurement | None:
-        """Return the last measurement of an analysis with these very options and data, or one that failed before."""
+        """Return the last measurement with the options and data of this analysis, or one that failed early."""
         settings = settings_name(analysis.config_hash(), analysis.data_hash())
         entry = run, step, analysis.name
         return self._last.get((*entry, settings)) or self._last.get((*entry, None))
 
     def is_done(self, run: str, step: int | None, analysis: Any, **facts: Any) -> bool:
-        """Return whether an analysis need not run: it succeeded, whole, with these options, data and weights.
+        """Return whether the analysis completed before, with the same options, data and weights.
 
-        `facts` must stand in its provenance: `weights_hash`, or, where no weights are loaded, `weight_files` with
-        `dtype`.
+        `facts` are compared with its provenance: `weights_hash`, or `weight_files` and `dtype` if no weights are
+        loaded.
         """
         last = self.last(run, step, analysis)
         if last is None or last.error is not None or any(record.metric == FAILED for record in last.records):
@@ -177,7 +174,7 @@ class Store:
 
 
 class UnwrittenStore(Store):
-    """The same where another process writes: what is added is kept in memory, and returned with all its values."""
+    """A store for a process that does not write: it keeps new measurements in memory, with their values of prompts."""
 
     def add(self, measurement: Measurement) -> Measurement:
         keep(self._last, measurement)
@@ -185,7 +182,7 @@ class UnwrittenStore(Store):
 
 
 def is_suspect(measurement: Measurement) -> bool:
-    """Whether an audit of its series found that the checkpoint's weights may not be what its name says."""
+    """Return whether an audit found that the checkpoint's weights may not be those of its step."""
     return str(measurement.provenance.get(AUDIT, "")).startswith("suspect")
 
 
@@ -194,18 +191,19 @@ def frame(
     *,
     settings: Settings = (),
 ) -> pd.DataFrame:
-    """Return the tidy table: one row a number, one column a tag.
+    """Return the tidy table of measurements: one row per number, one column per tag.
 
-    Measurements may be given by their file, the folder of a run, or several of these; then a first column `root` says
-    which.
+    Failed measurements give no rows. A tag with the name of another column becomes `tag_<name>`. If a checkpoint is
+    suspect, a last column `audit` has the verdicts. Figures refuse rows of several settings, and suspect rows unless
+    an option allows them.
 
-    The measurements are those that make the curves of a run, of the settings that `lit_layers.identity` says, or of
-    others that `settings` names: `last`, `all`, names; one that failed gives no rows. A tag that is named like one of
-    the other columns becomes `tag_<name>`. Where a checkpoint is suspect, a last column `audit` has the verdicts of
-    all. Figures refuse suspect rows unless they are told otherwise, and rows of several settings.
+    Args:
+        measurements: measurements, a file of them, the folder of a run, or a list of files and folders; a list adds a
+            first column `root`.
+        settings: names of settings to use instead of the default of `lit_layers.identity`; `last`; `all`.
 
     Raises:
-        InputError: for a file that does not exist or holds a corrupt line; for settings that are not there.
+        InputError: a file does not exist or has a corrupt line, or no analysis has these settings.
     """
     given = [measurements] if isinstance(measurements, Measurement | str | Path) else [*measurements]
     paths = [each for each in given if not isinstance(each, Measurement)]
@@ -235,7 +233,7 @@ def frame(
 
 
 def key(analysis: str, record: Record) -> str:
-    """Return the name of a number's curve: `trajectory/line_shape_score/layer_03`, `coupling/coupling/k=12`."""
+    """Return the name of a record's curve: `trajectory/line_shape_score/layer_03`, `coupling/coupling/k=12`."""
     texts = {name: f"{tag:g}" if isinstance(tag, float) else tag for name, tag in variant_of(record.tags).items()}
     tags = [f"{name}={text}" for name, text in sorted(texts.items())]
     layers = [] if record.layer is None else [f"layer_{record.layer:02d}"]
@@ -244,10 +242,11 @@ def key(analysis: str, record: Record) -> str:
 
 
 class ScalarLog:
-    """The scalars of training on disk: one closed row a step.
+    """The scalars of training in `metrics.jsonl`, one row per step.
 
-    `log` gathers the values of a step in an open row; the next step closes it. `close` closes the open row too and
-    returns when all rows are on the disk, so that a checkpoint may store `offset` and `truncate` to it on resume.
+    `log` collects the values of a step in an open row, and the next step closes the row. `close` also closes the open
+    row and returns when all rows are on the disk. A checkpoint can then store `offset`, and a resumed run can
+    `truncate` the file to it.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -257,10 +256,10 @@ class ScalarLog:
         self._ready = False
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Add values to the row of `step`; a value logged twice keeps its last.
+        """Add values to the row of `step`; of two values with one name the last counts.
 
         Raises:
-            ValueError: for a step before one that is in the file already: `truncate` first.
+            ValueError: the file has a later step (`truncate` it first), or a scalar is named `step`.
         """
         self._prepare()
         if "step" in scalars:
@@ -273,8 +272,10 @@ class ScalarLog:
         self._row |= {name: int(value) if isinstance(value, int) else float(value) for name, value in scalars.items()}
 
     def close(self, *, durably: bool = True) -> None:
-        """Close the open row, if any, and return when every row is in the file, `durably` on the disk: a kill takes
-        no row either way, a power cut may take those since the last durable close."""
+        """Close the open row and return when every row is in the file, or with `durably` on the disk.
+
+        A kill loses no row in either case. A power cut may lose the rows since the last durable close.
+        """
         self._write_row()
         if durably and self.path.exists():
             with refused(f"cannot write {self.path}"), open(self.path, "ab") as file:
@@ -282,17 +283,17 @@ class ScalarLog:
 
     @property
     def offset(self) -> int:
-        """Bytes of closed rows."""
+        """Size of the closed rows in bytes."""
         self._prepare()
         return self.path.stat().st_size if self.path.exists() else 0
 
     def truncate(self, offset: int) -> None:
-        """Drop the open row and all rows behind `offset`, an `offset` of this file seen before.
+        """Drop the open row and all rows after `offset`, an earlier value of the property.
 
-        A file that is gone stays gone: it cannot bring back what it held.
+        A file that was deleted is not created again.
 
         Raises:
-            InputError: where the file is shorter, or no row ends there.
+            InputError: the file is shorter than `offset`, or no row ends there.
         """
         self._row, self._step, self._ready = {}, None, False
         if not self.path.exists():
@@ -306,7 +307,7 @@ class ScalarLog:
             os.fsync(file.fileno())
 
     def _prepare(self) -> None:
-        """Repairs a torn last row and finds the step of the last whole one, once."""
+        """Repair a torn last row and find the step of the last complete row, at the first call."""
         if self._ready:
             return
         if self.path.exists():
@@ -329,19 +330,19 @@ class _Row(TypedDict, extra_items=Scalar):
 
 
 def rows(path: str | Path) -> list[dict[str, float]]:
-    """Return the rows of a `metrics.jsonl`, one a step, each `{"step": ..., name: value}`; none without a file.
+    """Return the rows of a `metrics.jsonl`, one per step: `{"step": ..., name: value}`; empty if there is no file.
 
     Raises:
-        InputError: for a line that is no row.
+        InputError: a line is no row.
     """
-    lines = groupby(lines_of(Path(path), _Row), key=lambda part: part["step"])  # several for a checkpoint
+    lines = groupby(lines_of(Path(path), _Row), key=lambda part: part["step"])  # a checkpoint splits a step's row
     return [
         {name: value for part in parts for name, value in cast("dict[str, float]", part).items()} for _, parts in lines
     ]
 
 
 def _tag_columns(pairs: list[tuple[Measurement, Record]]) -> dict[str, pd.Series]:
-    """Booleans, integers, numbers or text as such; a mixture stays Python objects."""
+    """Return a column per tag, typed if all its values have one type, else of Python objects."""
     columns = {}
     for name in dict.fromkeys(name for _, record in pairs for name in record.tags):
         values = [record.tags.get(name) for _, record in pairs]
@@ -352,14 +353,14 @@ def _tag_columns(pairs: list[tuple[Measurement, Record]]) -> dict[str, pd.Series
 
 # ------------------------------------------------------------------------------------------------ values of prompts
 
-_ROUNDING = 1e-5  # relative, of a mean of many numbers in float32
+_ROUNDING = 1e-5  # relative rounding error of a mean of many numbers in float32
 
 
 def write_values(root: Path, measurement: Measurement) -> None:
-    """Write the values of prompts behind a measurement's means, and its states as `layer-L`, whole or not at all.
+    """Write a measurement's values of prompts, and its states as `layer-L`, to a file of its own, atomically.
 
-    Values are written for numbers that make curves, not for matrices and maps, nor for the rows that a probe was fitted
-    to. Where they cannot be written, a warning says so: the numbers themselves matter more.
+    Values are written for numbers that form curves, not for matrices, maps, or scores on a probe's training rows. A
+    failure to write is only a warning, because the numbers themselves matter more.
     """
     tensors = {f"layer-{record.layer}": record.states for record in measurement.records if record.states is not None}
     for record in measurement.records:
@@ -377,9 +378,9 @@ def write_values(root: Path, measurement: Measurement) -> None:
 
 
 def read_values(root: Path, measurement: Measurement) -> dict[str, ByPrompt]:
-    """Return the values (prompts,) behind a measurement's numbers by the names of their curves, as `key` says them.
+    """Return a measurement's values of prompts, (prompts,) each, by the name of the curve (see `key`).
 
-    Nothing is returned where there is no file, or one of other weights. A damaged file is left out with a warning.
+    The result is empty if there is no file, if it belongs to other weights, or, with a warning, if it is damaged.
     """
     path = values_path(root, measurement)
     names = {key(measurement.analysis, record) for record in measurement.records}
@@ -396,7 +397,7 @@ def read_values(root: Path, measurement: Measurement) -> dict[str, ByPrompt]:
 
 
 def values_path(root: Path, measurement: Measurement) -> Path:
-    """Return the file for the values of a measurement: one for each training, run, step, analysis and settings."""
+    """Return the path of a measurement's values; each training, run, step, analysis and settings has its own."""
     digest = sha16(json.dumps([measurement.training, measurement.run, measurement.analysis, settings_of(measurement)]))
     step = "no-step" if measurement.step is None else f"step-{measurement.step:09d}"
     name = re.sub(r"[^\w.-]", "_", measurement.analysis)[:80]
@@ -404,7 +405,7 @@ def values_path(root: Path, measurement: Measurement) -> Path:
 
 
 def drop_values(measurement: Measurement) -> Measurement:
-    """Return a measurement as it is in `measurements.jsonl`."""
+    """Return the measurement without values of prompts and states, as `measurements.jsonl` has it."""
     return replace(measurement, records=[replace(each, by_prompt=None, states=None) for each in measurement.records])
 
 
@@ -417,7 +418,7 @@ def _makes_a_curve(record: Record) -> bool:
 
 
 def _is_mean(values: ByPrompt, value: float) -> bool:
-    """Whether the values are those of a mean over two prompts or more."""
+    """Return whether `value` is the mean of the values, which must be at least two."""
     defined = values[~np.isnan(values)].astype(np.float64)
     if len(defined) < 2 or not np.isfinite(defined).all():
         return False
@@ -429,11 +430,11 @@ def _is_mean(values: ByPrompt, value: float) -> bool:
 
 @contextmanager
 def locked_for_append(path: Path) -> Generator[BinaryIO, None, None]:
-    """Open a file at its end, its last line whole; other writers on this machine wait meanwhile."""
+    """Open a file for appending, repair its last line, and lock out other writers on this machine."""
     with refused(f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
-        # Unbuffered: one line is one write, so that a reader or a kill sees it whole or torn, never interleaved.
+        # Unbuffered: a line is one write, so that a reader or a kill may see it torn but never interleaved.
         with open(path, "a+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             _repair(file)
@@ -444,7 +445,7 @@ def locked_for_append(path: Path) -> Generator[BinaryIO, None, None]:
 
 
 def _repair(file: Any) -> None:
-    """Completes a last line that only lacks its newline, removes one that is torn."""
+    """Add a missing newline to a complete last line; remove a torn last line."""
     size = file.seek(0, os.SEEK_END)
     if size == 0:
         return
@@ -460,18 +461,22 @@ def _repair(file: Any) -> None:
 
 def write_line(file: BinaryIO, line: Mapping[str, Any]) -> None:
     text = json.dumps(_plain(line), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    content = text.encode("utf-8", "replace") + b"\n"  # half a surrogate pair, of a file's name, is no text
+    content = text.encode("utf-8", "replace") + b"\n"  # file names may have lone surrogates, which UTF-8 cannot encode
     written = file.write(content)
-    while written < len(content):  # a signal, or a full disk, which the next write then reports
+    while written < len(content):  # after a signal, or on a full disk: then the next write raises
         written += file.write(content[written:])
 
 
 def lines_of(path: Path, kind: type[T]) -> Iterator[T]:
-    """Yield each whole line as `kind`."""
+    """Yield each complete line, parsed as `kind`.
+
+    Raises:
+        InputError: a line is no `kind`.
+    """
     if not path.exists():
         return
     with open(path, "rb") as file:
-        left = os.fstat(file.fileno()).st_size  # what is there now: a writer may add faster than this reads
+        left = os.fstat(file.fileno()).st_size  # the size now: a writer may append faster than this reads
         for number, line in enumerate(file, start=1):
             left -= len(line)
             if left < 0:
@@ -482,12 +487,12 @@ def lines_of(path: Path, kind: type[T]) -> Iterator[T]:
                 yield schema.parse(line, kind, f"{path}, line {number}", RESTORE)
             except schema.NotJson:
                 if not line.endswith(b"\n"):
-                    return  # torn, or being written
+                    return  # torn, or still being written
                 raise
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON data; floats that JSON lacks become the strings inf, -inf and nan."""
+    """Return `value` as JSON data, with infinite floats and NaN as the strings inf, -inf and nan."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
     if value is None or isinstance(value, str | int):

@@ -1,4 +1,4 @@
-"""Which optimizer steps are saved and measured."""
+"""Schedules: the optimizer steps at which a run is saved and measured."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -7,8 +7,8 @@ from lit_layers.errors import InputError
 from lit_layers.schema import COUNT, COUNT_OR_NONE, MANY, Range, refuse_outside
 
 Steps = str | Sequence[int] | Mapping[str, int | Sequence[int]]
-"""As a recipe writes it: `pythia`, `[0, 1, 2, 1000]`, `{every: 500}` or `{log: 2, until: 512, then_every: 1000}`; a
-rule takes single steps besides: `{every: 500, also: [750]}`."""
+"""A schedule as a recipe writes it: `pythia`, `[0, 1, 2, 1000]`, `{every: 500}` or `{log: 2, until: 512, then_every:
+1000}`. `also` adds single steps to a rule: `{every: 500, also: [750]}`."""
 
 PYTHIA = {"log": 2, "until": 512, "then_every": 1000}
 _KEYS = ({"every"}, {"log"}, {"log", "until"}, {"log", "until", "then_every"})
@@ -18,10 +18,10 @@ _EXPECTED = "expected pythia, a list, {every: N} or {log: BASE, until: N, then_e
 
 
 class Schedule:
-    """A set of optimizer steps: step 0 always belongs to it; the last step of a run is its driver's to add.
+    """A set of optimizer steps. It always contains step 0; the training loop adds the last step of the run.
 
     Raises:
-        InputError: for an unknown form, a negative step, a step that is no whole number.
+        InputError: `steps` has an unknown form, or a step is negative or no whole number.
     """
 
     def __init__(self, steps: Steps) -> None:
@@ -54,11 +54,11 @@ class Schedule:
         return "then_every" in rule and step % rule["then_every"] == 0
 
     def is_due(self, step: int, before: int) -> bool:
-        """Return whether a scheduled step lies after `before` and not after `step`."""
+        """Return whether one of the steps before + 1, ..., step is in the schedule."""
         return any(each in self for each in range(step, before, -1))
 
     def steps_to(self, last: int, first: int = 0) -> Iterator[int]:
-        """Yield the steps of a run from `first` to `last`, both included."""
+        """Yield the scheduled steps of a run that begins at `first` and ends at `last`, including both."""
         yield from (step for step in range(first, last) if step == first or step in self)
         yield last
 

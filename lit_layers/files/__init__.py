@@ -1,1 +1,1 @@
-"""What is read and written safely: whole files, folders with one writer, downloads, and files that others made."""
+"""Files: atomic writing, one writer per folder, downloads from the Hub."""

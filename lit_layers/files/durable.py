@@ -1,4 +1,4 @@
-"""Files that survive a kill or a power cut, tables among them, and temporary folders that go with their process."""
+"""Write files and tables so that a kill or a power cut leaves the old or the new content; temporary folders."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def sync(path: Path) -> None:
-    """Return when a file, or the names in a folder, are on the disk."""
+    """Flush a file, or the entries of a folder, to the disk and return when that is done."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -30,22 +30,19 @@ def sync(path: Path) -> None:
 
 
 def on_disk(path: Path) -> list[int]:
-    """What changes when a file is written or put in another's place, even by a copy that keeps its times."""
+    """Return size, times and inode: they change when a file is written or replaced, even by a copy with old times."""
     facts = path.stat()
     return [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]
 
 
 def draft_path(path: Path) -> Path:
-    """A name beside `path` that no other process takes: two containers on a shared folder may have one number."""
+    """Return a draft's path next to `path`. It is random: containers that share a folder can have equal process ids."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.draft")
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An error of the system inside that names no file, as that of a write, or a draft, names this file or folder.
-
-    What a library in Rust raises for one becomes one.
-    """
+    """Name this path in an OSError raised inside that names no file or a draft; turn Rust's IO errors into OSError."""
     try:
         yield
     except Exception as error:
@@ -61,12 +58,12 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, content: Any, *, sort_keys: bool = False) -> None:
-    """Replace a JSON file as a whole: a reader sees the old content or the new."""
+    """Write a JSON file atomically: readers see the old content or the new."""
     replace_file(path, json.dumps(content, indent=2, default=str, sort_keys=sort_keys) + "\n")
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file, whole or not at all: two processes may do it at once."""
+    """Write a file atomically. Several processes may write the same file at the same time."""
     draft = draft_path(path)
     try:
         with naming(path):
@@ -75,12 +72,12 @@ def replace_file(path: Path, content: str | bytes) -> None:
             draft.replace(path)
             sync(path.parent)
     finally:
-        with contextlib.suppress(OSError):  # on a read-only disk that fails, too
+        with contextlib.suppress(OSError):  # the disk may be read-only
             draft.unlink(missing_ok=True)
 
 
 class Scratch:
-    """A new temporary folder, removed by `remove`, when nothing holds this any more, or when the process ends."""
+    """A temporary folder, removed by `remove`, with the last reference to this object, or when the process ends."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="lit_layers-"))
@@ -91,10 +88,10 @@ class Scratch:
 
 
 def export(frame: "pd.DataFrame", path: str | Path) -> None:
-    """Write a table as Parquet or CSV, whole or not at all.
+    """Write a table as Parquet or CSV, atomically.
 
     Raises:
-        InputError: for another ending than .parquet or .csv, or where the file cannot be written.
+        InputError: the name ends neither in .parquet nor in .csv, or the file cannot be written.
     """
     path = Path(path)
     if path.suffix not in (".parquet", ".csv"):
@@ -102,19 +99,19 @@ def export(frame: "pd.DataFrame", path: str | Path) -> None:
     if path.suffix == ".csv":
         content = frame.to_csv(index=False)
     else:
-        mixed = {name: "str" for name in frame.columns if frame[name].dtype == object}  # Parquet has no mixture
+        mixed = {name: "str" for name in frame.columns if frame[name].dtype == object}  # Parquet has no mixed types
         content = frame.astype(mixed).where(frame.notna(), None).to_parquet(index=False)
     with refused(f"cannot write {path}"):
         replace_file(path, content)
 
 
 def write_files(folder: Path, files: Mapping[str, Any]) -> list[Path]:
-    """Write files into a folder, which is made where there is none, each whole or not at all; returns their paths.
+    """Write files into a folder, each atomically, and return their paths. The folder is made if necessary.
 
-    A table is written as its name ends (`export`), a text as it is, and anything else as JSON.
+    A table is written by `export`, a text as it is, and any other content as JSON.
 
     Raises:
-        InputError: where one cannot be written.
+        InputError: a file cannot be written.
     """
     with refused(f"cannot write to {folder}"):
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: requests, and what a download may not say or run."""
+"""Requests to the Hugging Face Hub, and refusals of downloads that would run code or read other files."""
 
 import contextlib
 import hashlib
@@ -18,27 +18,27 @@ from lit_layers.errors import InputError, refused
 
 
 def named_shards(content: str | bytes) -> dict[str, str]:
-    """The file of every tensor, of the content of a `model.safetensors.index.json`.
+    """Return the file of every tensor, from the content of a `model.safetensors.index.json`.
 
     Raises:
-        ValueError: no such index, or one that names a file outside its folder.
+        ValueError: the content is no such index, or it names a file outside its folder.
     """
     try:
         shards = json.loads(content)["weight_map"]
         names = [PurePosixPath(shard) for shard in shards.values()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError("is damaged") from error
-    for name in names:  # links are followed: in a cache of the Hub every file is one
+    for name in names:  # links are allowed: in the Hub's cache every file is a link
         if name.is_absolute() or ".." in name.parts or "\\" in str(name):
             raise ValueError(f"names {name}, a file outside its folder")
     return shards
 
 
 def refuse_foreign_code(settings: Any, name: str | Path) -> None:
-    """Refuse a config.json that names a repository of the Hub as its attention or experts: transformers would run it.
+    """Refuse a config.json that names a repository as its attention or experts, which transformers would download.
 
     Raises:
-        InputError: naming the field.
+        InputError: such a field exists, or an `attribute_map`.
     """
     for part in settings if isinstance(settings, list) else ():
         refuse_foreign_code(part, name)
@@ -52,33 +52,37 @@ def refuse_foreign_code(settings: Any, name: str | Path) -> None:
 
 
 def would_run_code(where: str, error: pickle.UnpicklingError) -> InputError:
-    """What is said of a pickle that torch refused with `weights_only`."""
+    """Return the error for a pickle that torch refused to load with `weights_only`."""
     held = re.search(r"GLOBAL ([\w.]+)", str(error))
     what = f"hold {held[1]}, and loading them would run code" if held else "are more than plain tensors, or damaged"
     return InputError(f"{where}: its weights {what}; nothing was run: only tensors in safetensors or a pickle are read")
 
 
-# HTTPError is that of the HTTP library the installed huggingface_hub is built on: it covers a refused connection, too.
 ADAPTER = "adapter_config.json"  # of peft
 MERGE_IT = "merge it into its model (merge_and_unload of peft), save that model, and name its folder"
+# HTTPError is the class of the HTTP library under huggingface_hub; it also covers a refused connection.
 HUB_ERRORS = (OSError, ValueError, errors.HTTPError, errors.EntryNotFoundError)
 LOG_IN = "access is refused: ask for it on the repository's page, then log in with `hf auth login` or set HF_TOKEN"
 ASK_AGAIN = "check the name, the revision and the network, or run the same command again later"
 
 
 def reason(error: Exception) -> str:
-    """The kind of an error and the beginning of what it says."""
+    """Return the class of an error and the beginning of its message."""
     return f"{type(error).__name__}: {textwrap.shorten(str(error), 200, placeholder='...')}"
 
 
 @contextlib.contextmanager
 def hub_errors(what: str, advice: str = "") -> Iterator[None]:
-    """Turn the many ways in which the Hub, or what reads its data sets, can fail into one sentence.
+    """Turn errors of the Hub, and of libraries that read its data sets, into one sentence.
 
-    Where the network fails or the Hub is busy, huggingface_hub itself asks again several times.
+    huggingface_hub itself retries if the network fails or the Hub is busy.
+
+    Args:
+        what: beginning of the sentence, such as `cannot list the branches of ORGANIZATION/NAME`.
+        advice: end of the sentence; empty: check the name, the revision and the network.
 
     Raises:
-        InputError: `what` cannot be had, why, and what to do.
+        InputError: the code inside failed; the sentence gives the reason and the advice.
     """
     try:
         yield
@@ -93,7 +97,7 @@ def hub_errors(what: str, advice: str = "") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ListedFile:
-    """A file by its name in the checkpoint. `hash` is a sha256, or git's sha1 where the Hub knows no other."""
+    """A file of a checkpoint. `hash` is a sha256, or git's sha1 for small files of the Hub."""
 
     path: str
     size: int
@@ -110,23 +114,23 @@ class Hub:
     """Requests to the Hugging Face Hub.
 
     Raises:
-        InputError: what cannot be had, why, and what to do.
+        InputError: a request failed; the sentence gives the reason and an advice.
     """
 
     def __init__(self) -> None:
-        from huggingface_hub import HfApi  # 0.2 s, which a series on this machine need not wait for
+        from huggingface_hub import HfApi  # takes 0.2 s, which a local series does not need
 
-        os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # else a pickle starts a thread that asks the Hub
+        os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # a pickle would start a thread that asks the Hub
         self.api = HfApi()
 
     def commits(self, repo: str) -> dict[str, str]:
-        """The commit of every branch, and of every tag that no branch is named like: one request."""
+        """Return the commit of every branch and tag, with one request. A branch hides a tag of the same name."""
         with hub_errors(f"cannot list the branches of {repo}"):
             refs = self.api.list_repo_refs(repo)
         return {ref.name: ref.target_commit for ref in (*refs.tags, *refs.branches)}
 
     def tree(self, repo: str, commit: str, name: str) -> dict[str, ListedFile]:
-        """The files of a commit at its top."""
+        """Return the files at the top level of a commit."""
         from huggingface_hub import RepoFile
 
         with hub_errors(f"cannot list the files of {repo} at {name}"):
@@ -135,10 +139,10 @@ class Hub:
         return {row.path: ListedFile(row.path, row.size, row.lfs.sha256 if row.lfs else row.blob_id) for row in files}
 
     def download(self, repo: str, revision: str | None, path: str, what: str) -> Path:
-        """Return where a file lies now.
+        """Download a file and return its local path.
 
         Raises:
-            InputError: `what`, and why; from a FileNotFoundError where the repository has no such file.
+            InputError: the download failed; caused by a FileNotFoundError if the repository has no such file.
         """
         try:
             with hub_errors(what):
@@ -149,7 +153,7 @@ class Hub:
             raise
 
     def cached(self, repo: str, revision: str | None, path: str) -> str | None:
-        """Where a file lies in the cache, if it does."""
+        """Return the path of a file in the local cache; None if it is not cached."""
         from huggingface_hub import try_to_load_from_cache
 
         place = try_to_load_from_cache(repo, path, revision=revision)

@@ -1,4 +1,4 @@
-"""One writer a run: a lock file in the run's folder, which the system frees when its holder ends."""
+"""One writer per run: a lock file in the run folder, which the system releases when the process ends."""
 
 import contextlib
 import os
@@ -13,18 +13,18 @@ from filelock import FileLock, Timeout
 from lit_layers.errors import InputError
 
 Part = Literal["all", "training", "measuring"]
-_held: list[tuple[Path, int]] = []  # folder, and the process that holds it
+_held: list[tuple[Path, int]] = []  # (folder, id of the process that holds its lock)
 
 
 @contextlib.contextmanager
 def writing(root: str | Path, *, shard: tuple[int, int] = (0, 1), part: Part = "all") -> Iterator[None]:
-    """Hold a run's folder for writing.
+    """Hold the lock of a run folder for writing.
 
-    Shards (i, n) of one n hold it together, each with a lock file of its own. So do a training that measures nothing
-    and the processes that measure its steps meanwhile.
+    Shards (i, n) with the same n may hold it at the same time, each with its own lock file. So may a training that
+    does not measure, together with the processes that measure its checkpoints.
 
     Raises:
-        InputError: if another process writes there, or the folder cannot be written.
+        InputError: another process writes to the folder, or it is not writable.
     """
     if re.search(r"\w{2,}:/", str(root)):
         raise InputError(f"root: expected a folder, got {root}: mount the store, or copy the run (docs/clusters.md)")
@@ -50,12 +50,12 @@ def writing(root: str | Path, *, shard: tuple[int, int] = (0, 1), part: Part = "
 
 
 def is_held(root: str | Path) -> bool:
-    """Return whether this process, and not one that it was forked from, holds a run's folder for writing."""
+    """Return whether this process holds the folder's lock; a lock of the parent before a fork does not count."""
     return (Path(root).resolve(), os.getpid()) in _held
 
 
 def is_training(root: str | Path) -> bool:
-    """Return whether a training that measures nothing itself writes in a folder."""
+    """Return whether a training that does not measure is writing to the folder."""
     path = Path(root) / ".writer-training.lock"
     try:
         with _lock(path) if path.exists() else contextlib.nullcontext():
@@ -66,7 +66,7 @@ def is_training(root: str | Path) -> bool:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    # Another process may look for a moment whether this lock is held: hence the timeout, in seconds.
+    # `is_training` of another process holds the lock for a moment: hence the timeout, in seconds.
     lock = FileLock(path, timeout=0.5, thread_local=False, fallback_to_soft=False)
     try:
         lock.acquire()
@@ -77,7 +77,7 @@ def _lock(path: Path) -> Iterator[None]:
         path.write_text(f"process {os.getpid()} on host {socket.gethostname()}")
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is held: a process that waits for this file takes the next one
+        path.unlink(missing_ok=True)  # before the release: a process that waits then locks a new file
         lock.release()
 
 
