@@ -1,4 +1,4 @@
-"""Every layer of a model measured in one call, for a notebook: a table, pictures, a comparison."""
+"""Measure every layer of a model in one call, for notebooks, with a table, figures and comparisons."""
 
 import functools
 import logging
@@ -26,36 +26,36 @@ from lit_layers.report.sections import shapes
 logger = logging.getLogger(__name__)
 DEFAULT_TEXTS = Path(__file__).parent / "data" / "default_texts.txt"
 _TOKENS, _BATCH = 128, 8
-_FEW_TEXTS, _FEW_TOKENS = 8, 64  # for analyses that take derivatives, of the default texts
-_SHOWN = 6  # panels of a picture
+_FEW_TEXTS, _FEW_TOKENS = 8, 64  # the share of the default texts that analyses with Jacobians read
+_SHOWN = 6  # panels in a figure
 
 
 @dataclass(frozen=True)
 class LayerResult:
-    """What was measured of every layer of one model, or of several that are compared.
+    """Measurements of every layer of one model, or of several models to be compared.
 
-    In a notebook it shows itself: what it is of, and a picture of each metric over the layers.
+    A notebook shows it as a figure of each metric over the layers.
 
     Args:
-        measurements: one for each model and analysis, with the numbers that were asked for; none failed.
+        measurements: one for each model and analysis, with the requested metrics; none failed.
     """
 
     measurements: tuple[Measurement, ...]
 
     @functools.cached_property
     def frame(self) -> pd.DataFrame:
-        """The tidy table of `records.frame`, a row a number: run, metric, layer, value, its error, tags."""
+        """Tidy table, one row per number: run, metric, layer, value, standard error, interval and tags."""
         return records.frame(self.measurements)
 
     @property
     def metrics(self) -> list[str]:
-        """What is drawn over the layers, in the order of pages; what is secondary only where there is nothing else."""
+        """Metrics that can be drawn over the layers, in page order; secondary ones only if there are no others."""
         usual = {name for name in self._profiles if not METRICS[name].secondary}
         return sorted(usual or self._profiles, key=rank)
 
     @property
     def _profiles(self) -> set[str]:
-        """The metrics with values at several layers, or at distances of layers."""
+        """Metrics with values at several layers, or at several distances between layers."""
         table: Any = self.frame
         in_tables = table[["other_layer", *table.columns.intersection(records.AXES)]].notna().any(axis=1)
         positions = table["layer"].fillna(table["distance"]) if "distance" in table else table["layer"]
@@ -63,15 +63,17 @@ class LayerResult:
         return {name for name, count in counts.items() if count > 1} & metric_names.metric_names().keys()
 
     def plot(self, metric: str | None = None, **options: Any) -> Chart | Panels:
-        """A metric over the layers, a line a model; without a name a panel for each of up to six.
+        """Return a figure of a metric over the layers, with a line per model.
 
-        The name of an analysis stands for the first of its metrics. A metric of pairs of layers, heads or tokens is a
-        map of each model, one of whole models a row for each.
-        `options` are those of the figure, e.g. `tags={"k": 12}` or `layer=3`. It shows itself in a notebook, and
-        writes itself: `result.plot("logit_lens_loss").write("lens.pdf")`.
+        A notebook shows the figure; `result.plot("logit_lens_loss").write("lens.pdf")` writes it to a file. A metric of
+        pairs of layers, heads or tokens becomes a map per model, a metric of whole models a row per model.
+
+        Args:
+            metric: a metric, or an analysis for the first of its metrics; None: a panel for each of up to six metrics.
+            options: options of the figure, such as `tags={"k": 12}` or `layer=3`.
 
         Raises:
-            InputError: a metric that was not measured.
+            InputError: the metric was not measured.
         """
         measured, usual = {*self.frame["metric"]}, self.metrics
         if metric not in measured and (own := {*self.frame["metric"][self.frame["analysis"] == metric]}):
@@ -84,7 +86,7 @@ class LayerResult:
         return charts[0] if len(charts) == 1 else Panels(title="", charts=charts, columns=min(3, len(charts)))
 
     def _charts(self, metric: str, options: Mapping[str, Any]) -> list[Chart]:
-        """The profile of all models, or else a map of each, or else their values in a table; of each analysis."""
+        """Return, for each analysis with the metric, a profile of all models, or else maps, or else a row per model."""
         table: Any = self.frame
         analyses = (
             [options["analysis"]] if "analysis" in options else table["analysis"][table["metric"] == metric].unique()
@@ -111,10 +113,10 @@ class LayerResult:
         return charts
 
     def compare(self, other: "LayerResult") -> "LayerResult":
-        """Both together: one table, and one line for each in the pictures; models of one name are numbered.
+        """Return a result with the models of both, which figures draw as one line each. Equal names get a number.
 
         Raises:
-            InputError: nothing was measured of both.
+            InputError: no analysis was run on both.
         """
         if not {m.analysis for m in self.measurements} & {m.analysis for m in other.measurements}:
             raise InputError("compare: expected an analysis that was made of both, there is none")
@@ -148,23 +150,22 @@ def layers(
     max_tokens: int = _TOKENS,
     name: str | None = None,
 ) -> LayerResult:
-    """What every layer of a model is like: `lit_layers.layers("gpt2", ["coupling", "prompt_entropy", "lens"])`.
+    """Measure every layer of a model: `lit_layers.layers("gpt2", ["coupling", "prompt_entropy", "lens"])`.
 
-    Names are those of `lit-layers analyze MODEL --metrics`: analyses, whose metrics are all measured, or single
-    metrics. Nothing is written to disk, the model is left as it was, and whatever fails is raised.
+    Nothing is written to disk, and the model is not changed.
 
     Args:
         model: a folder with config.json and weights, a name on the Hub, or a model in memory.
-        metrics: names.
-        texts: what a text model reads; None: sixteen passages of English novels and speeches that come with the
-            package, which the log says. Each is cut to `max_tokens`, or to what the model takes.
-        batches: instead of texts: what it reads, as a DataLoader, a data set or a list of batches; of images always.
+        metrics: names of metrics, or of analyses for all their metrics, as for `lit-layers analyze MODEL --metrics`.
+        texts: texts for a language model; None: sixteen passages of English novels and speeches from the package.
+        batches: a DataLoader, data set or list of batches to read instead of texts; required for images.
         tokenizer: a folder or a name on the Hub; None: the model's own.
-        name: what the model is called in table and pictures; None: its folder, name or class.
+        max_tokens: length to which each text is cut, or the model's own maximum if that is smaller.
+        name: name of the model in the table and figures; None: its folder, Hub name or class.
 
     Raises:
-        InputError: a name, model, text or tokenizer that is none, options that do not fit the model.
-        Exception: what an analysis raises.
+        InputError: an argument has no valid value, or does not fit the model.
+        Exception: any error of an analysis.
     """
     selected = metric_names.find_analyses(metrics)
     network = model if isinstance(model, nn.Module) else load(model)
@@ -191,7 +192,7 @@ def layers(
 def _text_batches(
     view: LayeredModel, texts: Sequence[str] | None, tokenizer: str, max_tokens: int
 ) -> tuple[Batches, Batches]:
-    """The batches of texts, and those for analyses that take derivatives."""
+    """Return the batches of texts, and the smaller ones for analyses with Jacobians."""
     longest = min(max_tokens, view.max_tokens or max_tokens)
     if texts is not None:
         if isinstance(texts, str) or not len(texts):

@@ -1,7 +1,7 @@
-"""Every metric, a row each in `metrics.toml`: what it is called, which values it can have, and where it is shown.
+"""The metrics, one row each in `metrics.toml`: title, unit, range, direction, and where a metric is shown.
 
-Figures, pages, tables, W&B, `correlate` and `select` read these rows, and the tables of docs/metrics.md are made of
-them: what is said of a metric is said there. A metric that has no row is called by its name and is shown all the same.
+Figures, pages, tables, W&B, `correlate` and `select` read these rows, and docs/metrics.md is generated from them. A
+metric without a row is shown under its own name.
 """
 
 import ast
@@ -19,28 +19,28 @@ INF = math.inf
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric.
+    """The row of one metric.
 
     Attributes:
-        title: in sentence case.
-        meaning: one sentence that helps to read the numbers; which direction is better comes from `better`.
-        low, high: the range of its values, at whatever options.
-        better: which values are better. None: it is no score.
-        baseline: the metric that says what this one would be by chance, or is drawn beside it for another reason.
-        as_baseline: what it is called where it is drawn beside another.
-        excess: the metric from which chance has been taken off.
-        level, level_name: a value to compare with that follows from the definition.
-        log: values lie decades apart.
-        whole: values are numbers of layers.
-        first_layer: the first layer that can have a value; None: only the whole model has one.
-        median: tokens have outliers, so that a median stands beside the mean.
-        secondary: only figures tell of it, not the tables of results.
-        unlisted: no table of results has it, nor does a figure of its own show it.
-        headline: its place among the few that stand for all scores of a variant of the model; 0: none.
-        of_full: what is left of the full model's value is a share of it.
+        title: title in sentence case.
+        meaning: one sentence that helps to read the numbers; `better` adds the direction.
+        low, high: range of the values, for all options.
+        better: which values are better; None: the metric is no score.
+        baseline: metric with the chance level, or another metric to draw for comparison.
+        as_baseline: title of this metric where it is drawn for comparison with another.
+        excess: metric that has the chance level subtracted.
+        level, level_name: a reference value that follows from the definition, and its name.
+        log: draw the values on a logarithmic axis.
+        whole: the values are numbers of layers.
+        first_layer: first layer with a value; None: only the whole model has a value.
+        median: also measure the median, because single tokens are outliers.
+        secondary: show the metric in figures but not in tables of results.
+        unlisted: show the metric neither in tables of results nor in a figure of its own.
+        headline: rank among the few metrics that summarise all scores of a model variant; 0: none.
+        relative: also show the value as a share of the full model's value.
         also: a second group.
-        function: whose docstring defines it: of `lit_layers.functional`, as `entropy.matrix_entropy`.
-        of_states: `StateMetric` measures that function, under its own name; the analysis of its group does not.
+        function: function of `lit_layers.functional` whose docstring defines the metric: `entropy.matrix_entropy`.
+        of_states: `StateMetric` measures the function under this name; the analysis of its group does not.
     """
 
     name: str
@@ -79,12 +79,12 @@ class Metric:
 
     @property
     def compared(self) -> str:
-        """What it is called where it is drawn beside another metric."""
+        """Title of the metric where it is drawn for comparison with another."""
         return self.as_baseline or self.title
 
     @property
     def note(self) -> str:
-        """The meaning, and which direction is better."""
+        """Meaning of the metric and the direction that is better."""
         if self.better is None:
             return self.meaning
         direction = f"{self.better} is better."
@@ -92,7 +92,7 @@ class Metric:
 
     @property
     def range(self) -> str:
-        """The range of its values in words; empty where there is no end to it."""
+        """Range of the values in words; empty if they are unbounded."""
         low, high = (str(end).replace("3.141592653589793", "π") for end in (self.low, self.high))
         if math.isinf(self.low):
             return "" if math.isinf(self.high) else f"at most {high}"
@@ -107,8 +107,8 @@ class Metric:
 class Group:
     """Metrics that belong together.
 
-    `over_tasks`: the group is called like its analysis, which can be measured on the texts of a task, too, as
-    `GROUP/TASK`; there is a mean over tasks then.
+    With `over_tasks` the group's analysis can also run on the texts of tasks, as `GROUP/TASK`, and pages show the mean
+    over tasks.
     """
 
     name: str
@@ -133,13 +133,13 @@ METRICS = {metric.name: metric for group in GROUPS for metric in group.metrics}
 
 
 def look_up(metric: str) -> Metric:
-    """Return a metric's row; one that has none is called by its name, and nothing else is known of it."""
+    """Return a metric's row; a metric without one gets a row with its name only."""
     half = metric.endswith("_of_half")
     return METRICS.get(metric) or Metric(metric, sentence(metric), secondary=half, also="half" if half else "")
 
 
 def scalar_row(name: str) -> Metric:
-    """Return the row of a scalar of training; a user's own scalar has none and keeps its name."""
+    """Return the row of a training scalar; a user's own scalar gets a row with its name only."""
     return METRICS[name] if "/" in name and name in METRICS else Metric(name, name)
 
 
@@ -149,17 +149,17 @@ def is_in(metric: str, *groups: str) -> bool:
 
 
 def names(group: str) -> list[str]:
-    """Return the metrics of a group, in order."""
+    """Return the names of a group's metrics, in order."""
     return [name for name in METRICS if is_in(name, group)]
 
 
 def headlines() -> list[str]:
-    """Return the metrics that stand for all scores of a variant of the model, the first one first."""
+    """Return the metrics that summarise the scores of a model variant, by rank."""
     return sorted((name for name, row in METRICS.items() if row.headline), key=lambda name: METRICS[name].headline)
 
 
 def rank(metric: str) -> int:
-    """Return a metric's place among the rows; those without a row come last."""
+    """Return the index of a metric's row; metrics without a row come last."""
     return list(METRICS).index(metric) if metric in METRICS else len(METRICS)
 
 
@@ -174,14 +174,14 @@ _SOURCE = re.compile(r"^Source: (.*?)(?=\n\s*\n|\Z)", re.M | re.S)
 
 
 class Definition(NamedTuple):
-    """What a function's docstring says of what it computes, in paragraphs, and of where that was published."""
+    """The paragraphs of a function's docstring that define its result, and the paper it names as source."""
 
     paragraphs: list[str]
     source: str
 
 
 class Reading(NamedTuple):
-    """What helps to read a metric: short facts by name, and its definition, where a function has one."""
+    """Facts that help to read a metric, by name, and its definition if a function computes it."""
 
     title: str
     facts: dict[str, str]
@@ -189,7 +189,7 @@ class Reading(NamedTuple):
 
 
 def reading(metric: str) -> Reading | None:
-    """Return how a metric is to be read; None where nothing is known of it."""
+    """Return the facts and definition of a metric; None if it has neither."""
     row = look_up(metric)
     definition = _definition(row.function) if row.function else Definition([], "")
     facts = {
@@ -205,7 +205,7 @@ def reading(metric: str) -> Reading | None:
 
 
 def _compared(row: Metric) -> str:
-    """What the metric would be by chance, or by definition."""
+    """Return the reference value of a metric, or the title of its chance level."""
     if row.level is not None:
         return f"{row.level_name}: {row.level:g}"
     baseline = look_up(row.baseline)
@@ -214,7 +214,7 @@ def _compared(row: Metric) -> str:
 
 @functools.cache
 def _definition(function: str) -> Definition:
-    """Of a function of `lit_layers.functional`, as `entropy.matrix_entropy`; without what only a caller needs."""
+    """Return the definition in the docstring of a function such as `entropy.matrix_entropy`, without Args to Raises."""
     module, _, name = function.rpartition(".")
     source = files("lit_layers").joinpath("functional", *module.split(".")[:-1], f"{module.split('.')[-1]}.py")
     tree = ast.parse(source.read_text(encoding="utf-8"))

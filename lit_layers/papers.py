@@ -1,7 +1,7 @@
-"""Published figures and tables as recipes: the commands that measure them again, and the printed numbers beside.
+"""Recipes that measure published figures and tables again and compare the numbers with the printed ones.
 
-A recipe is data: what is shown, and steps that each name a command of lit-layers and hold what a recipe of that command
-would (docs/papers.md).
+A recipe lists steps. Each names a command of lit-layers and has the content of a recipe of that command (see
+docs/papers.md).
 """
 
 import functools
@@ -29,23 +29,23 @@ PAPERS = {
     "([arXiv 2502.02013](https://arxiv.org/abs/2502.02013))",
     "painters": "Sun et al., Transformer Layers as Painters ([arXiv 2407.09298](https://arxiv.org/abs/2407.09298))",
 }
-VERBS = ("analyze", "correlate", "emerge", "fit", "intervene", "mteb", "report", "select")  # the steps of a recipe
-OVER = ("run", "step", "layer")  # what `values` may be over, besides a tag's name
+VERBS = ("analyze", "correlate", "emerge", "fit", "intervene", "mteb", "report", "select")  # commands of steps
+OVER = ("run", "step", "layer")  # what the keys of `values` can be, besides the values of a tag
 _NAME = re.compile(r"<([a-z]\w*)>")
 
 
 @dataclass(frozen=True, kw_only=True)
 @with_config(schema.STRICT)
 class Target:
-    """Where a measured number is: a record of measurements.jsonl, or a cell of a file that a step writes.
+    """The location of a measured number: a record of measurements.jsonl, or a cell of a file that a step writes.
 
     Args:
-        root: a step's folder, below the recipe's.
-        run, step, analysis, metric, layer, other_layer: of the record; a run or a step that is left out may be any.
-        tags: that the record must have, as far as they tell it from others.
-        file: instead: a .csv or .json below the recipe's folder.
-        row: columns and their values that find the row of a .csv.
-        column: of the .csv, or the keys within a .json, with dots between them.
+        root: a step's folder, relative to the recipe's.
+        run, step, analysis, metric, layer, other_layer: fields of the record; any run or step matches if left out.
+        tags: tags that the record must have.
+        file: a .csv or .json file to read instead of measurements, relative to the recipe's folder.
+        row: values of columns that identify the row of a .csv.
+        column: column of the .csv, or keys of the .json joined by dots.
     """
 
     root: str = ""
@@ -64,16 +64,16 @@ class Target:
 @dataclass(frozen=True, kw_only=True)
 @with_config(schema.STRICT)
 class Published:
-    """A printed number, or several along runs, steps, layers or values of a tag, and where the measured one is.
+    """A printed number, or several over runs, steps, layers or values of a tag, and the location of the measured one.
 
     Args:
-        what: it is, in words.
-        value: what was printed.
-        values: several, by what `over` names.
-        over: run, step, layer, a tag's name, or a column of the file.
-        error: of reading it off a figure.
-        at_least, at_most: instead: a bound that the paper states in words.
-        measured: where it is.
+        what: the quantity in words.
+        value: the printed number.
+        values: printed numbers by the value of `over`.
+        over: run, step, layer, the name of a tag, or a column of the file.
+        error: error of reading the number off a figure.
+        at_least, at_most: a bound that the paper states in words, instead of a number.
+        measured: location of the measured number.
     """
 
     what: str
@@ -86,7 +86,7 @@ class Published:
     at_most: float | None = None
 
     def single(self) -> Iterator["Published"]:
-        """Each number with its own place."""
+        """Yield each number with its own location."""
         if not self.values:
             yield self
         for key, value in self.values.items():
@@ -99,14 +99,14 @@ class Published:
 
     @property
     def printed(self) -> str:
-        """The number as it stands in a table."""
+        """The number as a table shows it."""
         if self.value is not None:
             return _short(self.value) + (f" ± {_short(self.error)}" if self.error else "")
         return f"at most {_short(self.at_most)}" if self.at_least is None else f"at least {_short(self.at_least)}"
 
 
 class Step(NamedTuple):
-    """A command with its options, the recipes that come before these, and the folder that it writes."""
+    """A command: its verb, options, the recipes that these options extend, and the folder that it writes to."""
 
     verb: str
     options: dict[str, Any]
@@ -114,7 +114,7 @@ class Step(NamedTuple):
     folder: Path
 
     def argv(self, file: Path) -> list[str]:
-        """The words of the command, whose options lie in `file`."""
+        """Return the arguments of the command, whose options are in `file`."""
         configs = [word for config in [*self.configs, str(file)] for word in ("--config", config)]
         resumed = ["--resume", "last"] if self.verb == "fit" else []
         return [self.verb, *configs, "--root", str(self.folder), *resumed]
@@ -127,15 +127,15 @@ class PaperRecipe:
 
     Args:
         paper: coupling, monotonicity, layers or painters.
-        item: the figure or table.
-        shows: what.
-        status: what running it as published takes: here, a machine without a GPU; gpu; or cannot, and `why`.
-        why: it cannot be run, or needs what it needs.
-        differs: where the steps depart from the paper.
-        sizes: what `<name>` stands for in the steps: models, steps, numbers of prompts, as published.
-        reduced: the same of a run that a laptop can pay for.
-        steps: in their order: a command, and what its own recipe would say. `<root>` is the folder of this recipe's
-            results, `<here>` that of the recipe.
+        item: name of the figure or table.
+        shows: what the figure or table shows.
+        status: what the published sizes need: `here` (a machine without a GPU), `gpu`, or `cannot` (see `why`).
+        why: reason why it cannot be run, or needs a GPU.
+        differs: departures from the paper.
+        sizes: values of each `<name>` in the steps, as published: models, steps, numbers of prompts.
+        reduced: smaller values of the same names, for a laptop.
+        steps: commands in order, each with the content of its recipe. `<root>` is the folder of the results, `<here>`
+            the folder of this recipe.
         published: the printed numbers.
     """
 
@@ -151,14 +151,14 @@ class PaperRecipe:
     published: list[Published] = field(default_factory=list)
 
     def numbers(self) -> list[Published]:
-        """Every printed number with its own place."""
+        """Return every printed number with its own location."""
         return [one for each in self.published for one in each.single()]
 
     def commands(self, root: Path, here: Path, *, reduced: bool) -> list[Step]:
-        """The steps with their sizes.
+        """Return the steps with their sizes inserted.
 
         Raises:
-            InputError: a name that stands for nothing, no such command, a result outside of `root`.
+            InputError: a name has no value, a command does not exist, or a result folder is outside `root`.
         """
         names = self.sizes | (self.reduced if reduced else {}) | {"root": str(root), "here": str(here)}
         steps = []
@@ -178,13 +178,13 @@ def read_recipe(path: Path) -> PaperRecipe:
     """Return the recipe in a file.
 
     Raises:
-        InputError: no such file, a field that is unknown, missing or wrong, named with its value.
+        InputError: the file does not exist, or a field is unknown, missing or wrong.
     """
     return schema.read_yaml(path, PaperRecipe, "docs/papers.md has the fields of a recipe")
 
 
 def _filled(value: Any, names: Mapping[str, Any], where: str) -> Any:
-    """A value with what its names stand for: a text that is one name alone becomes the value of that kind."""
+    """Replace `<name>` in a value by the value of the name; a text that is only one name takes its type."""
     if isinstance(value, Mapping):
         return {key: _filled(each, names, where) for key, each in value.items()}
     if isinstance(value, list):
@@ -199,21 +199,21 @@ def _filled(value: Any, names: Mapping[str, Any], where: str) -> Any:
     return _NAME.sub(lambda match: str(names[match[1]]), value)
 
 
-# ---------------------------------------------------------------------------------------------- measured beside printed
+# ------------------------------------------------------------------------------------------------ measured and printed
 
-SIDE_TAGS = ("control", "reference", "statistic", "variant")  # tags of numbers beside the one that is meant
+SIDE_TAGS = ("control", "reference", "statistic", "variant")  # tags of controls and variants of a metric
 Verdict = Literal[
     "inside", "outside", "too wide", "no interval", "holds", "fails", "undecided", "not measured", "reduced"
 ]
 
 
 class Row(NamedTuple):
-    """A printed number, the measured one with its 95% interval, and what becomes of them.
+    """A printed number, the measured one with its 95% interval, and a verdict on both.
 
-    `verdict`: whether the printed number lies `inside` the interval, widened by the error of reading it off a figure,
-    or `outside`; `too wide` if it lies inside of an interval that is wider than the number itself; `no interval` where
-    none is known. A bound `holds`, `fails`, or is `undecided` where the interval reaches over it. `not measured`:
-    `note` says why. `reduced`: measured at other sizes than those that were published.
+    The printed number is `inside` or `outside` the interval, widened by the error of reading it off a figure. It is
+    `too wide` if the number is inside but the interval is wider than the number itself, and `no interval` if there is
+    none. A bound `holds`, `fails`, or is `undecided` if the interval contains it. `not measured` has its reason in
+    `note`. `reduced` numbers were measured at smaller sizes than published and are not judged.
     """
 
     what: str
@@ -232,16 +232,16 @@ class Row(NamedTuple):
 
 
 class _MissingError(Exception):
-    """Why there is no number, in words."""
+    """Raised with the reason why there is no number."""
 
 
 def compare(recipe: PaperRecipe, root: Path, *, reduced: bool = False) -> list[Row]:
-    """Return a row for each printed number. A reduced run is not judged, and one row counts the numbers that it lacks.
+    """Return a row for each printed number; for a reduced run one row counts the numbers that were not measured.
 
     Raises:
-        InputError: a damaged file of measurements.
+        InputError: a file of measurements is damaged.
     """
-    read = functools.cache(_content)  # a step's file has many of them
+    read = functools.cache(_content)  # many numbers are in the same file
     rows, num_left_out = [], 0
     for each in recipe.numbers():
         try:
@@ -275,10 +275,10 @@ def _content(path: Path) -> Any:
 
 
 def _find(target: Target, root: Path, read: Callable[[Path], Any]) -> tuple[float, float | None, float | None]:
-    """Return the number of a place and the ends of its interval, None where they are not known.
+    """Return the number at a location and the ends of its interval; None for unknown ends.
 
     Raises:
-        _MissingError: there is none.
+        _MissingError: there is no such number.
     """
     path = root / (target.file or Path(target.root, "measurements.jsonl"))
     name = str(path.relative_to(root))
@@ -300,7 +300,7 @@ def _find(target: Target, root: Path, read: Callable[[Path], Any]) -> tuple[floa
 
 
 def _row(table: Any, target: Target, name: str) -> Mapping[Any, Any]:
-    """Return the one row of a table that a place names; what it leaves out of a record, the record must not have."""
+    """Return the only row that matches a location. Fields it leaves out (except run and step) must be empty there."""
     wanted: dict[str, Any] = dict(target.row)
     if not target.file:
         table = table[(table["analysis"] == target.analysis) & (table["metric"] == target.metric)]

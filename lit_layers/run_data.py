@@ -1,4 +1,4 @@
-"""What a run folder tells about itself: what it is, what failed, what measuring cost, where its numbers come from."""
+"""The content of a run folder for reports: its measurements, failures, costs and provenance."""
 
 import re
 from collections.abc import Mapping
@@ -21,10 +21,15 @@ from lit_layers.schema import run_facts
 
 @dataclass(frozen=True)
 class RunData:
-    """All that a run folder holds for a report.
+    """The content of a run folder for a report.
 
-    `measurements` are those of its curves, of one run; in a folder of models without steps, of all. `others` are those
-    of other settings.
+    Args:
+        root: the folder.
+        about: the content of run.json.
+        measurements: the measurements of the curves of one run, or of all models if these have no steps.
+        scalars: the rows of metrics.jsonl.
+        other_runs: names of other runs in the folder.
+        others: the measurements of other settings.
     """
 
     root: Path
@@ -36,16 +41,16 @@ class RunData:
 
     @property
     def compares_models(self) -> bool:
-        """Whether these are models side by side, not a run over its steps."""
+        """Whether the folder compares models without steps, rather than the steps of a run."""
         return bool(self.measurements) and all(m.step is None for m in self.measurements)
 
     @property
     def models(self) -> dict[str, str]:
-        """The models of a comparison, and what they are called."""
+        """Short names of the compared models, by run."""
         return short_names(list(dict.fromkeys(m.run for m in self.measurements))) if self.compares_models else {}
 
     def label(self, measurement: Measurement) -> str:
-        """What a measurement's checkpoint is called: its step, or its model."""
+        """Return the name of a measurement's checkpoint: its step, or its model."""
         if self.compares_models:
             return self.models[measurement.run]
         return "" if measurement.step is None else f"{measurement.step:,}"
@@ -62,12 +67,12 @@ class RunData:
 
 
 def read_run(root: str | Path, *, settings: Settings = ()) -> RunData:
-    """Return what a run folder holds, however little an interrupted run has left.
+    """Return the content of a run folder, also that of an interrupted run.
 
-    `settings` chooses other numbers than those that `lit_layers.identity` says.
+    `settings` replaces the default settings of `lit_layers.identity`.
 
     Raises:
-        InputError: where the folder is no run's, or one of its files is corrupt; for settings that are not there.
+        InputError: the folder is no run folder, a file is corrupt, or no analysis has these settings.
     """
     root = Path(root)
     files = root / "measurements.jsonl", root / "metrics.jsonl"
@@ -81,7 +86,7 @@ def read_run(root: str | Path, *, settings: Settings = ()) -> RunData:
     scalars = records.rows(files[1])
     if measurements and all(m.step is None for m in measurements):
         return RunData(root, about, measurements, scalars, [], others)
-    # a row without a step beside a curve, such as untrained weights, is never taken for the run
+    # A model without steps, such as untrained weights, is not taken for the run if another one has steps.
     runs = list(dict.fromkeys(m.run for m in sorted(measurements, key=lambda m: m.step is not None)))
     shown = about.get("run") if about.get("run") in runs else (runs[-1] if runs else None)
     mine, others = (
@@ -92,7 +97,7 @@ def read_run(root: str | Path, *, settings: Settings = ()) -> RunData:
 
 
 def other_settings(run: RunData) -> list[str]:
-    """Return for each analysis that was measured with several settings which is shown, and which others there are."""
+    """Return a sentence for each analysis with several settings: the settings shown, and the others."""
     chosen = {(m.run, m.analysis): short(settings_of(m)) for m in run.measurements if m.error is None}
     sentences = []
     for (name, analysis), measured in grouped(run.others, lambda m: (m.run, m.analysis)).items():
@@ -107,14 +112,14 @@ def other_settings(run: RunData) -> list[str]:
 
 
 def suspects(run: RunData) -> dict[str, list[str]]:
-    """Return the steps (or models) that an audit found suspect, by its verdict."""
+    """Return the steps, or models, that an audit found suspect, by verdict."""
     suspect = [m for m in run.measurements if records.is_suspect(m)]
     by_verdict = grouped(suspect, lambda m: " ".join(m.provenance[records.AUDIT].removeprefix("suspect: ").split()))
     return {verdict: list(dict.fromkeys(map(run.label, these))) for verdict, these in by_verdict.items()}
 
 
 def summary(run: RunData) -> list[tuple[str, str]]:
-    """Return what stands at the head of the page, as (name, value)."""
+    """Return the facts at the top of the page, as (name, value)."""
     about, model = run.about, run.about.get("model", {})
     steps = [m.step for m in run.measurements if m.step is not None] + [int(row["step"]) for row in run.scalars]
     last, planned, data = max(steps, default=None), about.get("max_steps"), about.get("data", {})
@@ -140,11 +145,11 @@ def summary(run: RunData) -> list[tuple[str, str]]:
 
 
 def cost(run: RunData) -> list[dict[str, Any]]:
-    """Return for each analysis how often it ran, for how long, and its share of the wall time where that is known."""
+    """Return a row for each analysis: number of runs, seconds, and share of the wall time if that is known."""
     by_analysis = grouped(run.measurements, lambda m: m.analysis)
     seconds = {name: [m.seconds for m in these] for name, these in by_analysis.items()}
     total, wall = sum(map(sum, seconds.values())), run.about.get("seconds")
-    if wall and total > wall:  # other processes measured, too: of a time that is not known
+    if wall and total > wall:  # other processes also measured, so that the share is unknown
         wall = None
     rows: list[tuple[str, int | None, float]] = [
         (sentence(name), len(each), sum(each)) for name, each in seconds.items()
@@ -156,7 +161,7 @@ def cost(run: RunData) -> list[dict[str, Any]]:
 
 
 def duration(seconds: float) -> str:
-    """Return 42 s, 3 min 07 s, 2 h 05 min."""
+    """Return a duration as `42 s`, `3 min 07 s` or `2 h 05 min`."""
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -167,14 +172,15 @@ def duration(seconds: float) -> str:
 # ------------------------------------------------------------------------------------------------ provenance
 
 _LONG_HASH = re.compile(r"\b[0-9a-f]{32,}\b")
-_DIGITS, _FILES = 12, 2  # of a long hash, and of one checkpoint, that a table shows
+_DIGITS, _FILES = 12, 2  # digits of a long hash, and files of a checkpoint, that a table shows
 
 
 def provenance(run: RunData) -> dict[str, Any]:
-    """Return where the numbers come from.
+    """Return the provenance of the numbers in four parts.
 
-    `shared`: what all measurements have in common; `checkpoints`: a row for each step or model, with what differs only
-    between these; `analyses`: all values of the rest by analysis; `run`: what the run's file says.
+    `shared` has the fields that are equal in all measurements, `checkpoints` a row per step or model with the fields
+    that differ only between these, `analyses` all values of the other fields by analysis, `run` the content of
+    run.json, of which `config` is separate.
     """
     measured = [m for m in run.measurements if m.error is None]
     first = "model" if run.compares_models else "step"
@@ -199,14 +205,14 @@ def provenance(run: RunData) -> dict[str, Any]:
 
 
 def shortened(text: str) -> str:
-    """Return text whose long hashes are cut: commits, and the sums of files; of many files only their number."""
+    """Return the text with long hashes shortened, or the number of files if it lists more than two."""
     if len(files := text.split(", ")) > _FILES and all(map(_LONG_HASH.search, files)):
         return f"{len(files)} files"
     return _LONG_HASH.sub(lambda match: match[0][:_DIGITS], text)
 
 
 def flat(content: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return nested data as rows of (dotted name, text)."""
+    """Return nested data as (dotted name, text) pairs."""
     (row,) = pd.json_normalize(content).to_dict("records")
     return [(str(name), _text(value)) for name, value in row.items()]
 

@@ -1,7 +1,7 @@
-"""What a file that is read back must hold, run.json too, and the ranges of options: what is wrong is one sentence.
+"""Checks of files that are read back and of option ranges; each fault becomes one sentence.
 
-A file's kind is checked as it is parsed: a dataclass or a TypedDict of the types below, with one of the two
-configurations. pydantic does both in less time than Python's own parser takes without a check.
+The type of a file is a dataclass or a TypedDict of the types below, with one of the two configurations. pydantic
+parses and checks it in less time than Python's own parser takes to parse it.
 """
 
 import dataclasses
@@ -30,14 +30,16 @@ from typing_extensions import TypedDict
 from lit_layers.errors import InputError, refused
 
 T = TypeVar("T")
-STRICT = ConfigDict(strict=True, extra="forbid")  # a number in quotes is text, and an unknown field is a mistake
-OPEN = ConfigDict(strict=True, extra="allow")  # more fields are welcome: they are shown, or of a later version
+STRICT = ConfigDict(strict=True, extra="forbid")  # numbers in quotes and unknown fields are refused
+OPEN = ConfigDict(
+    strict=True, extra="allow"
+)  # unknown fields are kept, to be shown or for a later version
 _LONG = 80  # characters of a value that a sentence shows
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Says in these words what was expected, where a type would list all that it tried."""
+    """Replace pydantic's message, which would list every alternative of a type, by these words."""
 
     words: str
 
@@ -45,7 +47,7 @@ class Expected:
         return core_schema.custom_error_schema(handler(source), "expected", custom_error_message=self.words)
 
 
-_Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # as a table can hold it
+_Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # fits into a column of a table
 _NonFinite = Annotated[Literal["inf", "-inf", "nan"], AfterValidator(float)]
 _first = Field(union_mode="left_to_right")
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -54,20 +56,20 @@ Real = Annotated[float, GetPydanticSchema(lambda _, of: of(_Real))]
 _Scalar = Annotated[_Integer | float | _NonFinite, _first, Expected("Input should be a number")]
 Scalar = Annotated[float, GetPydanticSchema(lambda _, of: of(_Scalar))]
 Tag = Annotated[str | _Integer | float | bool, _first, Expected("Input should be text or a number")]
-Step = Annotated[int, Field(ge=0, le=10**8)]  # some are counted
+Step = Annotated[int, Field(ge=0, le=10**8)]  # bounded because ranges of steps are enumerated
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class NotJson(InputError):
-    """What was to be parsed is no JSON at all: damaged, or cut short."""
+    """Raised for text that is no JSON at all: damaged or truncated."""
 
 
 def parse(text: str | bytes, kind: type[T], where: str | Path, remedy: str) -> T:
-    """Return the content of JSON text as `kind`; `place` and `remedy` begin and end the sentence of a refusal.
+    """Return the content of JSON text as `kind`. An error sentence begins with `where` and ends with `remedy`.
 
     Raises:
-        NotJson: for what is none.
-        InputError: for a field that is missing, unknown or of another kind.
+        NotJson: the text is no JSON.
+        InputError: a field is missing, unknown or of another type.
     """
     try:
         return _adapter(kind).validate_json(text)
@@ -76,7 +78,7 @@ def parse(text: str | bytes, kind: type[T], where: str | Path, remedy: str) -> T
 
 
 def check(content: Any, kind: type[T], where: str | Path, remedy: str) -> T:
-    """The same for what another parser has read, such as YAML."""
+    """Return data that another parser has read, such as YAML, as `kind`; see `parse`."""
     try:
         return _adapter(kind).validate_python(content)
     except ValidationError as error:
@@ -87,7 +89,7 @@ def read(path: Path, kind: type[T], remedy: str) -> T:
     """Return the content of a JSON file as `kind`.
 
     Raises:
-        InputError: for a file that is none, or cannot be read.
+        InputError: the file is no `kind` or cannot be read.
     """
     with refused(f"cannot read {path}"):
         text = path.read_bytes()
@@ -95,10 +97,10 @@ def read(path: Path, kind: type[T], remedy: str) -> T:
 
 
 def read_yaml(path: Path, kind: type[T], remedy: str) -> T:
-    """Return the content of a YAML file as `kind`, whose keys are text, as those of JSON.
+    """Return the content of a YAML file as `kind`; its keys become text, as in JSON.
 
     Raises:
-        InputError: for a file that is none, or cannot be read.
+        InputError: the file is no `kind` or cannot be read.
     """
     import yaml
 
@@ -106,16 +108,14 @@ def read_yaml(path: Path, kind: type[T], remedy: str) -> T:
         text = path.read_bytes()
     try:
         content = json.dumps(yaml.safe_load(text))
-    except (yaml.YAMLError, ValueError, TypeError) as error:  # bytes, dates
+    except (yaml.YAMLError, ValueError, TypeError) as error:  # JSON has neither bytes nor dates
         raise InputError(f"{path}: not valid YAML ({' '.join(str(error).split())}); {remedy}") from error
     return parse(content, kind, path, remedy)
 
 
 @functools.cache
 def some_of(kind: type, *, without: tuple[str, ...] = ()) -> Any:
-    """The type of a mapping of some of a dataclass's fields, of which `without` leaves some out; a list is a tuple,
-    too.
-    """
+    """Return the type of a mapping with some of the dataclass's fields, except those in `without`."""
     hints = get_type_hints(kind, include_extras=True)
     names = [each.name for each in dataclasses.fields(kind) if each.init and each.name not in without]
     typed: Any = {name: NotRequired[hints[name]] for name in names}
@@ -138,19 +138,19 @@ def _refusal(error: ValidationError, where: str | Path, remedy: str) -> InputErr
 
 
 def beginning(value: Any) -> str:
-    """Return as much of a wrong value as a sentence shows."""
+    """Return the beginning of a wrong value, for a sentence."""
     text = repr(value)
     return text if len(text) <= _LONG else f"{text[:_LONG]}..."
 
 
-# Ranges of options: one table for each class that has them.
+# Ranges of options. Each class with ranged options has one table of them.
 
-MANY = 10**9  # steps, sequences, tokens: more is a slip of the pen, and some loop would count them all
+MANY = 10**9  # steps, sequences, tokens: more is a typing mistake, and a loop might enumerate them
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, both of them in it unless `above` or `below` leaves them out."""
+    """The numbers from `low` to `high`. `above` excludes `low`, `below` excludes `high`."""
 
     low: float
     high: float
@@ -159,10 +159,10 @@ class Range:
     below: bool = False
 
     def expected(self, value: Any) -> str | None:
-        """What is expected in place of `value`; None where it is in the range."""
+        """Return the expected range in words if `value` is outside; None if it is inside."""
         if isinstance(value, bool) or not isinstance(value, numbers.Integral if self.whole else numbers.Real):
             return "a whole number" if self.whole else "a number"
-        size: Any = value  # a whole number too large for a float compares, too
+        size: Any = value  # Python compares integers too large for a float exactly
         if not (size > self.low if self.above else size >= self.low):
             return f"{'more than' if self.above else 'at least'} {self.low:,}"
         if not (size < self.high if self.below else size <= self.high):
@@ -179,16 +179,16 @@ SHARE = Range(0, 1)
 SHARE_BELOW_1 = Range(0, 1, below=True)
 LEARNING_RATE = Range(0, 1, above=True, below=True)
 WEIGHT_DECAY = Range(0, 100)
-BATCH = Range(1, 2**24, whole=True)  # its numbers are listed before they are cut into micro-batches
+BATCH = Range(1, 2**24, whole=True)  # the indices of a batch are listed before they are split into micro-batches
 WORKERS = Range(0, 256, whole=True)  # processes
 SEED = Range(0, 2**32 - 1, whole=True)
 
 
 def refuse_outside(where: str, ranges: Mapping[str, Range], values: Mapping[str, Any]) -> None:
-    """Refuse the first value outside its range; None and what is not there are left to the types.
+    """Refuse the first value outside its range; None and missing values are left to the type checks.
 
     Raises:
-        InputError: naming it, what is expected and what came.
+        InputError: a value, or an item of a list, is outside its range.
     """
     for name, allowed in ranges.items():
         value = values.get(name)
@@ -198,24 +198,24 @@ def refuse_outside(where: str, ranges: Mapping[str, Range], values: Mapping[str,
 
 
 def refuse_below_one(where: str = "", **counts: int | None) -> None:
-    """Refuse the first option that is no count of at least 1; None is left to the types.
+    """Refuse the first option that is no whole number of at least 1; None is left to the type checks.
 
     Raises:
-        InputError: naming it, what is expected and what came.
+        InputError: there is such an option.
     """
     refuse_outside(where, dict.fromkeys(counts, COUNT), counts)
 
 
-# `run.json`: what a run says of itself, written by training and read by whatever looks at its folder.
+# `run.json` describes a run. Training writes it, and every command that opens the folder reads it.
 
 RUN_FILE = "run.json"
 
 
 def run_facts(root: Path, *, needed: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return what a run says of itself in its folder; nothing where there is no run.json.
+    """Return the content of run.json; empty if there is none.
 
     Raises:
-        InputError: a run.json that is damaged, or lacks what is needed.
+        InputError: run.json is damaged, or lacks a `needed` field.
     """
     path = root / RUN_FILE
     if not path.is_file():
