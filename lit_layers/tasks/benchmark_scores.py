@@ -96,9 +96,9 @@ def normalized_error(values: Sequence[float], full: Sequence[float], random_scor
     To first order, with guessing as a constant: that of the mean of (x - b' y) / (b_full - b_random) over the rows,
     where x is the variant's score of a row and y the full model's.
     """
-    of_variant, relative = np.asarray(values, dtype=np.float64), np.asarray(full, dtype=np.float64)
-    span = relative.mean() - random_score
-    rows = (of_variant - (of_variant.mean() - random_score) / span * relative) / span
+    of_variant, base = np.asarray(values, dtype=np.float64), np.asarray(full, dtype=np.float64)
+    span = base.mean() - random_score
+    rows = (of_variant - (of_variant.mean() - random_score) / span * base) / span
     return _error(rows)
 
 
@@ -317,9 +317,9 @@ def _variant_records(
         yield Record(metric=metric, value=value, layer=variant.block, stderr=error, n=n, tags=tags, **ends)
     if lead:
         values = [statistics.fmean(row) for row in zip(*(each.values[SCORE] for each in scores), strict=True)]
-        relative = full.values[SCORE]
-        left = normalized_score(statistics.fmean(values), full.random_score, statistics.fmean(relative))
-        error = normalized_error(values, relative, full.random_score)
+        base = full.values[SCORE]
+        left = normalized_score(statistics.fmean(values), full.random_score, statistics.fmean(base))
+        error = normalized_error(values, base, full.random_score)
         n = len(values)
         ends = interval(NORMALIZED, left, error, n)
         yield Record(metric=NORMALIZED, value=left, layer=variant.block, stderr=error, n=n, tags=tags, **ends)
