@@ -47,7 +47,7 @@ def main() -> int:
         settled = [np.concatenate([each[kind] for kind in KINDS if kind != "drift"]) for each in rounds]
         for column, end in (-2, "an onset"), (-1, "a plateau"):
             shares = [float(each[:, column].mean()) for each in settled]
-            rows.append(Row(f"{words}, all shapes but drift: given {end}", shares))
+            rows.append(Row(f"{words}: given {end} (drifts excluded)", shares))
         for kind in KINDS if errors == "stderr" else ():
             shapes += coverage(f"{words}, {kind}", [each[kind] for each in rounds])
     return finish("emergence", rows + shapes, options)
@@ -115,7 +115,7 @@ def coverage(words: str, rounds: list[np.ndarray]) -> Iterator[Row]:
     """Of what intervals hold in each round, (curves, times and more)."""
     means = np.array([each[:, : len(TIMES)].mean(0) for each in rounds])
     for name, shares in zip(TIMES, means.T.tolist(), strict=True):
-        yield Row(f"{words}: 95% interval of {name} holds", shares, 0.93)
+        yield Row(f"{words}: interval of {name} holds", shares, 0.93)
 
 
 def false_alarms(round_: int, errors: str, curves: int) -> float:
