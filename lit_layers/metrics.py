@@ -33,6 +33,7 @@ class Metric:
         log: draw the values on a logarithmic axis.
         whole: the values are numbers of layers.
         first_layer: first layer with a value; None: only the whole model has a value.
+        median: also measure the median, because single tokens are outliers.
         secondary: show the metric in figures but not in tables of results.
         unlisted: show the metric neither in tables of results nor in a figure of its own.
         headline: rank among the few metrics that summarise all scores of a model variant; 0: none.
@@ -57,6 +58,7 @@ class Metric:
     log: bool = False
     whole: bool = False
     first_layer: int | None = 0
+    median: bool = False
     secondary: bool = False
     unlisted: bool = False
     headline: int = 0
