@@ -1,8 +1,8 @@
 """When a curve over training steps emerges: verdict, onset, half-way point, peak and plateau.
 
-All in float64. Times lie on a continuous axis of steps: between two checkpoints a curve is not known, and an interval
-says that, too. How often the intervals hold, and how often a flat curve is said to emerge, is measured in
-docs/emergence_accuracy.md.
+All in float64. Times lie on a continuous axis of steps. The curve is not known between two checkpoints, and the
+intervals include this uncertainty. docs/emergence_accuracy.md measures how often the intervals hold, and how often a
+flat curve is reported to emerge.
 """
 
 import functools
@@ -19,16 +19,22 @@ from lit_layers.functional.emergence.drawn_curves import draw_curves, mean_curve
 
 Array = NDArray[np.floating[Any]]
 
-FEWEST_CHECKPOINTS, MOST_CHECKPOINTS = 6, 1000  # a thousand take a minute and 5 GB, ten thousand would hours and 500
-EDGE = 0.1  # of the whole change: where a curve has left its first level, and where it has reached its last one
-GRID = 300  # points at least on which a drawn curve is followed, more with more checkpoints
-RETURNED = 0.25  # of the whole change: a curve that ends so near to its first level has come back
-SEEN, OFTEN = 0.6, 0.1  # a level is seen that lasts for so much of the way to it, but in so many of the drawn curves
-JUMP = 0.15  # of what a curve does in a gap: what it does at most in the gaps beside that where it jumps
-FLAT_CURVES = 999  # with each kind of noise
-CORRELATIONS = (0.0, 0.3, 0.7, 0.9)  # lag-1 ones of these kinds: AR(1)
-CLIPPED = 3.0  # errors: no single value weighs more in the test of known errors
-PRIOR_ROWS = 4  # by so many more the variance at one checkpoint is that of all: of few replicates it is rough
+# Memory grows with the square of the checkpoints: 1,000 take a minute and 5 GB, 10,000 would take hours and 500 GB.
+FEWEST_CHECKPOINTS, MOST_CHECKPOINTS = 6, 1000
+EDGE = 0.1  # share of the whole change at which a curve has left its first level, or has reached its last level
+GRID = 300  # least number of points at which a drawn curve is evaluated
+RETURNED = 0.25  # share of the whole change: a curve that ends this near to its first level has come back
+# A drawn curve shows its last level if it stays there for SEEN of the time that the second half of the rise took.
+# The level counts as not reached if more than OFTEN of the drawn curves do not show it.
+SEEN, OFTEN = 0.6, 0.1
+# A drawn curve jumps between two checkpoints if it moves at most JUMP of that in each neighbouring interval.
+JUMP = 0.15
+FLAT_CURVES = 999  # for each kind of noise
+CORRELATIONS = (0.0, 0.3, 0.7, 0.9)  # lag-1 correlations of the kinds of noise
+CLIPPED = 3.0  # standard errors: no single value weighs more in the test with known errors
+# Few replicates give rough variances. The variance of each checkpoint is averaged with that of all checkpoints, which
+# counts as this many replicates.
+PRIOR_ROWS = 4
 DRAWS = 1000
 
 
@@ -42,11 +48,12 @@ class Time(NamedTuple):
 
 @dataclass(frozen=True)
 class EmergenceTimes:
-    """When a curve changes; see `emergence_times`. `onset`, `halfway`, `peak` and `plateau` are None where it is flat.
+    """When a curve changes; see `emergence_times`.
 
-    It `changes` but does not emerge if it comes back. `before` and `not_yet`: it moves at its first, at its last one.
-    `num_checkpoints` is on how many checkpoints this rests, `num_gaps` how many had no value. `halfway_draws` (draws,)
-    are the half-way points of the drawn curves, on the axis of steps; empty where the curve does not emerge.
+    `onset`, `halfway`, `peak` and `plateau` are None if the curve is flat. A curve that comes back `changes` but does
+    not emerge. `before` is True if the curve already moves at its first checkpoint, `not_yet` if it still moves at its
+    last. `num_checkpoints` counts the checkpoints with a value, `num_gaps` those without. `halfway_draws` (draws,) are
+    the half-way points of the drawn curves on the axis of steps, empty if the curve does not change.
     """
 
     emerges: bool
@@ -83,50 +90,57 @@ def emergence_times(
 ) -> EmergenceTimes:
     """Return when a curve over steps changes, or that it does not.
 
-    The verdict is a test of "the curve is flat" at level 1 - `confidence`. With replicates: Student's t of each split
-    and of each checkpoint against the others, over replicates, by the union bound; where coarse values of all rows
-    happen to agree, there is no t, unless they agree everywhere (p is 0). Otherwise the curve is ranked among 999 flat
-    curves with noise of each of eight kinds, AR(1) of correlation 0, .3, .7 and .9 over checkpoints with normal or t3
-    shocks, and the largest p counts (0.001 at least). The statistics are those of `_of_changes`. A curve that wanders
-    by more than its errors say is not flat, either, and its intervals are wide.
+    **Verdict.** It tests the hypothesis "the curve is flat" at level 1 - `confidence`. With replicates: Student's t
+    over replicates, for each split into earlier and later checkpoints and for each checkpoint against the others,
+    combined by the union bound. Contrasts without spread over replicates have no t and are left out. If none has a t, p
+    is 0. Otherwise the curve is ranked among 999 flat curves with each of eight kinds of noise: AR(1) with correlation
+    0, .3, .7 or .9 over checkpoints, and with normal or t3 shocks. The largest p counts (0.001 at least). The
+    statistics are those of `_change_statistics`. A curve that wanders more than its errors explain is also not flat.
+    Its intervals are then wide.
 
-    The times are those of curves drawn from a Gaussian process given the values (Matern 3/2 and 5/2 over a grid of
-    lengths and heights, alone and with one or two steps, each a sigmoid or a rise with a corner, of unknown place,
-    height and width). Half of the curves are drawn by the evidence of all of these, half by that of one step at most,
-    each to the power 0.9. With f the drawn curve, f_0 its first value, and C the largest
-    difference of a checkpoint from it:
+    **Times.** They are those of curves drawn from Gaussian processes given the values: Matern 3/2 and 5/2 over a grid
+    of lengths and heights, with no, one or two steps. A step is a sigmoid or a rise with a corner, of unknown location,
+    height and width. Half of the curves are drawn by the evidence of all these models, half by the evidence of models
+    with at most one step. Both use the evidence to the power 0.9. With f a drawn curve, f_0 its first value, and C the
+    largest difference of f from f_0 at a checkpoint:
 
-    - peak: where (f - f_0) / C is largest; on a plateau anywhere on it, which the interval shows.
+    - peak: where (f - f_0) / C is largest. On a plateau that may be anywhere, which the interval shows.
     - halfway: where (f - f_0) / C last passes 1/2 before the peak.
     - onset: where it last passes 0.1 before `halfway`.
     - plateau: from where on f stays within 0.1 |C| of its last value.
 
-    Values are medians over draws, intervals their quantiles. Where a draw jumps in a gap between two checkpoints, with
-    at most 0.15 of that in the gaps beside it, its times in this gap are moved to a random place in the gap.
+    Values are medians over draws, intervals are quantiles of the draws. A draw may jump between two checkpoints, moving
+    at most 0.15 of that in the neighbouring intervals. Its times between these checkpoints are then moved to a random
+    position between them.
 
-    A curve that ends within a quarter of C of f_0 changes, but does not emerge. `not_yet`: in more than a tenth of the
-    draws, f has not stayed within 0.1 of its last level for 0.6 of the time that it took from half-way to there. Then
-    the plateau is infinite, and if f is farthest at its end, so is the peak, and onset and half-way point have no upper
-    end: C is not seen yet. `before`: the same at the first checkpoint, unless that is step 0. Then the onset is 0, and
-    the intervals of onset, half-way point and plateau begin at 0.
+    A curve that ends within a quarter of C of f_0 changes, but does not emerge.
+
+    `not_yet`: in more than a tenth of the draws, f has not stayed within 0.1 |C| of its last value for 0.6 of the time
+    that it took from half-way to there. The plateau is then infinite. If f also ends beyond 0.9 C in more than a tenth
+    of the draws, C is not known yet: the peak is infinite, and the intervals of onset and half-way point have no upper
+    end.
+
+    `before`: the same at the first checkpoint, unless that is step 0. Then the onset is 0, and the intervals of onset,
+    half-way point and plateau begin at 0.
 
     Args:
         steps: Increasing numbers, 0 or more: optimizer steps or tokens, (checkpoints,).
-        values: The curve, (checkpoints,); NaN is a gap.
-        stderr: Standard error of each value, (checkpoints,). What the interval is over is what these are over. One of 0
-            beside others (an accuracy of 0 or 1) says that it was too small to see: it counts as the smallest of them.
-        replicates: Copies of the curve of which `values` is the mean, a row for each prompt, test row or seed,
-            (replicates, checkpoints), instead of `stderr`: the noise may then be alike at neighbouring checkpoints.
-            A row with a gap where there is a value is left out.
-        counts: How often each draw takes each replicate, (1000, replicates), as `bootstrap_counts` says. Curves of the
-            same prompts that are given the same are compared draw by draw: `halfway_draws` stand in an order that goes
-            with the half-way points of the bootstrap samples' curves (`coupled_draws`). Give each a seed of its own.
-        confidence: Of the intervals and the verdict.
-        seed: Of the draws; the same input gives the same numbers.
+        values: The curve, (checkpoints,); NaN for a missing value.
+        stderr: Standard error of each value, (checkpoints,). The intervals are over whatever these errors are over. An
+            error of 0 next to positive ones (an accuracy of 0 or 1) means that it was too small to observe. It counts
+            as the smallest positive error.
+        replicates: Copies of the curve whose mean is `values`, one row per prompt, test row or seed,
+            (replicates, checkpoints). Used instead of `stderr`: the errors may then be correlated between checkpoints.
+            A row with NaN where the curve has a value is left out.
+        counts: How often each draw contains each replicate, (1000, replicates), from `bootstrap_counts`. Curves of the
+            same prompts with the same counts can be compared draw by draw: `halfway_draws` then follow the half-way
+            points of the bootstrap samples (`coupled_draws`). Give each curve a seed of its own.
+        confidence: Level of the intervals and of the verdict.
+        seed: Seed of the draws; the same input gives the same numbers.
 
     Raises:
         ValueError: fewer than 6 values or more than 1,000, an infinite one, steps that do not increase or are negative,
-            standard errors that are negative or not finite where there is a value, fewer than 2 whole replicates, a
+            standard errors that are negative or not finite where there is a value, fewer than 2 complete replicates, a
             confidence outside (0, 1).
     """
     curve = _Curve.checked(steps, values, stderr, replicates, confidence)
@@ -139,7 +153,7 @@ def emergence_times(
     at = np.searchsorted(grid, curve.x)
     drawn = draw_curves(curve.x, curve.y, curve.noises(), grid, DRAWS, rng)
     onset, half, peak, settled, ended = _landmarks(drawn, grid, at)
-    # The same backwards from the last checkpoint: where the curve reaches its last level, and half-way to there.
+    # The same functions on the reversed axis: the onset of the reversed curve is where it reaches its last level.
     reached, late_half, *_ = _landmarks(drawn[:, ::-1], grid[-1] - grid[::-1], len(grid) - 1 - at[::-1])
     before = bool(curve.x[0] > 0 and (onset - grid[0] < SEEN * (half - onset)).mean() > OFTEN)
     not_yet = bool((reached < SEEN * (late_half - reached)).mean() > OFTEN)
@@ -151,7 +165,7 @@ def emergence_times(
         times |= {name: times[name]._replace(low=0.0) for name in ("onset", "halfway", "plateau")}
     if not_yet:
         times["plateau"] = times["plateau"]._replace(value=np.inf, high=np.inf)
-    if not_yet and (ended > 1 - EDGE).mean() > OFTEN:  # its largest change is not seen yet
+    if not_yet and (ended > 1 - EDGE).mean() > OFTEN:  # the largest change may lie ahead
         times["peak"] = times["peak"]._replace(value=np.inf)
         times |= {name: times[name]._replace(high=np.inf) for name in ("onset", "halfway", "peak")}
     if resampled is not None:
@@ -163,13 +177,16 @@ def emergence_times(
 
 @dataclass(frozen=True)
 class _Curve:
-    """Checked values on the axis on which they are smooth, and the covariance of their errors (None: not known)."""
+    """Checked values on the axis log2(1 + step), and the covariance of their errors (None if unknown).
+
+    `y`, `covariance` and `rows` are scaled by one power of 2.
+    """
 
     x: Array
     y: Array
     covariance: Array | None
     rows: Array | None
-    whole: NDArray[np.bool_] | None  # which of the replicates these are
+    whole: NDArray[np.bool_] | None  # which replicates are in `rows`
     num_gaps: int
 
     @classmethod
@@ -182,6 +199,8 @@ class _Curve:
         confidence: float,
     ) -> "_Curve":
         at, y = np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
+        # Training moves on a logarithmic axis of steps, where curves are about equally smooth everywhere. log2(1 +
+        # step) keeps step 0 on the axis.
         x = np.log2(1 + at.clip(0))
         if len(wrong := np.flatnonzero(~((at >= 0) & (np.diff(x, prepend=-1) > 0)))):
             got = " after ".join(f"{step:g}" for step in at[max(0, wrong[0] - 1) : wrong[0] + 1][::-1])
@@ -198,7 +217,7 @@ class _Curve:
             raise ValueError(f"expected values at {most}, got {valid.sum():,}")
         x, y = x[valid], y[valid]
         whole, rows = (None, None) if replicates is None else whole_rows(replicates, valid)
-        # By a power of two: exact, moves no time, and no square overflows or vanishes.
+        # Scaling by a power of two is exact and moves no time. Afterwards no square overflows or underflows.
         unit = -int(np.frexp(max(np.abs(y).max(), 0 if rows is None else np.abs(rows).max()))[1])
         covariance, y = None, np.ldexp(y, unit)
         if stderr is not None:
@@ -215,37 +234,44 @@ class _Curve:
         return Time(*self.step(np.quantile(positions, _levels(confidence))).tolist())
 
     def grid(self) -> Array:
-        """Return the checkpoints and as many points in each gap."""
+        """Return the checkpoints and equally many points between each two of them."""
         locate = max(2, GRID // len(self.x))
         parts = [np.linspace(a, b, locate, endpoint=False) for a, b in zip(self.x[:-1], self.x[1:], strict=True)]
         return np.concatenate([*parts, self.x[-1:]])
 
     def resampled(self, counts: ArrayLike) -> Array:
-        """Return the means of the replicates that each draw takes, (draws, checkpoints)."""
+        """Return the mean curve of each draw's replicates, (draws, checkpoints)."""
         assert self.rows is not None
         taken = np.asarray(counts, dtype=np.float64)[:, self.whole]
-        total = taken.sum(1, keepdims=True)  # 0: of few whole replicates among many a draw may have none
+        total = taken.sum(1, keepdims=True)  # 0 if a draw has only incomplete replicates
         return np.where(total > 0, taken @ self.rows / np.maximum(total, 1), self.rows.mean(0))
 
     def noises(self) -> list[Array]:
-        """Return the covariances that the errors have or may have."""
+        """Return the covariances that the errors have, or those they may have if unknown."""
         if self.covariance is not None:
             return [self.covariance]
+        # Second differences overestimate the noise of a rough curve and underestimate correlated noise. A range of
+        # factors lets the evidence decide.
         return [_robust_noise(self.y) * factor for factor in (0.25, 0.5, 1.0, 2.0, 4.0)]
 
     def p_value(self, rng: np.random.Generator) -> float:
-        """Return the two-sided p of the hypothesis that the curve is flat."""
+        """Return the two-sided p-value of the hypothesis that the curve is flat."""
         if np.ptp(self.y) == 0:
             return 1.0
         if self.rows is not None:
             return _t_test(self.rows)
         variance = np.ones(len(self.y)) if self.covariance is None else np.diag(self.covariance)
-        if not variance.any():  # values without errors that differ
+        if not variance.any():  # different values without errors
             return 0.0
+        # The kind of noise is unknown, so the curve must stand out among flat curves of every kind.
         return max(self._rank_among(noise * np.sqrt(variance), 1 / variance) for noise in _flat_noise(len(self.y)))
 
     def _rank_among(self, flat: Array, weight: Array) -> float:
-        """Return the share of flat curves whose smallest rank among the statistics is no higher."""
+        """Return the share of flat curves that stand out at least as much as this one.
+
+        The test statistic is the smallest rank over all statistics, ranked in the same way for every curve. This makes
+        the p-value valid although several statistics are tried.
+        """
         statistics = _change_statistics(np.concatenate([self.y[None], flat]), weight, self.covariance is not None)
         least = stats.rankdata(-np.round(statistics, 9), method="max", axis=1).min(0)
         return float((least <= least[0]).mean())
@@ -263,14 +289,16 @@ def _errors(stderr: ArrayLike, valid: NDArray[np.bool_], unit: int) -> Array:
 
 
 def _t_test(rows: Array) -> float:
-    """Return the p of Student's t over rows, for each split and each checkpoint against the others (union bound)."""
+    """Return the p-value of Student's t over rows, for each split and each checkpoint against the others."""
     count, n = rows.shape
     after = np.tri(n, n, -1)[1:]  # row s: 1 after the first s + 1 checkpoints
     contrasts = np.concatenate([after, np.eye(n)])
     inside = contrasts.sum(1, keepdims=True)
+    # Each contrast is a difference of two means over checkpoints, so a level common to a row cancels.
     weights = contrasts / inside - (1 - contrasts) / (n - inside)
     each = rows @ weights.T
     error = each.std(0, ddof=1) / np.sqrt(count)
+    # Coarse values may agree in all rows for one contrast. Its t would be infinite without being evidence.
     differ = error > 1e-12 * np.abs(rows).max()
     if not differ.any():
         return 0.0
@@ -279,21 +307,27 @@ def _t_test(rows: Array) -> float:
 
 
 def _gains(curves: Array, weight: Array) -> Array:
-    """Return how much splitting each curve after its first 1, 2, ... values takes from the weighted sum of squares."""
+    """Return how much each split reduces the weighted sum of squares of each curve.
+
+    Split i is after the first i + 1 values. With one mean on either side, the reduction is
+    (mean_1 - mean_2)^2 w_1 w_2 / (w_1 + w_2), where w are the sums of weights of the two sides.
+    """
     terms = np.stack([weight + 0 * curves, curves * weight])
-    # From either end: differences of sums would lose what is light beside what is heavy.
+    # Sums are accumulated from either end. A difference total - below would lose the digits of a light side.
     (below, sums), (above, rest) = terms.cumsum(2)[..., :-1], terms[..., ::-1].cumsum(2)[..., -2::-1]
     return (sums / below - rest / above) ** 2 * (below / (below + above)) * above
 
 
 @functools.lru_cache(maxsize=4)
 def _flat_noise(checkpoints: int) -> list[Array]:
-    """Return noise of unit variance, (curves, checkpoints) of each kind.
+    """Return noise of unit variance, (curves, checkpoints) for each kind.
 
-    It is AR(1) of several correlations, with normal shocks and with Student's of 3 degrees of freedom.
+    The kinds are AR(1) with each of `CORRELATIONS`, with normal shocks and with Student's t shocks of 3 degrees of
+    freedom.
     """
     rng, shape = np.random.default_rng(0), (FLAT_CURVES, checkpoints)
-    shocks = [rng.standard_normal(shape), rng.standard_t(3, shape) / 3**0.5]
+    shocks = [rng.standard_normal(shape), rng.standard_t(3, shape) / 3**0.5]  # t3 has variance 3
+    # z_t = rho z_(t-1) + (1 - rho^2)^1/2 e_t keeps variance 1 if the first value is e_0 itself.
     first = np.arange(checkpoints) == 0
     scaled = [(rho, each * np.where(first, 1, (1 - rho**2) ** 0.5)) for rho in CORRELATIONS for each in shocks]
     return [signal.lfilter([1.0], [1.0, -rho], each) for rho, each in scaled]
@@ -302,10 +336,11 @@ def _flat_noise(checkpoints: int) -> list[Array]:
 def _change_statistics(curves: Array, weight: Array, known: bool) -> Array:
     """Return statistics (statistics, curves) that are large if a curve (curves, checkpoints) is not flat.
 
-    The gain of the best split counts the less, the more its residuals go together at neighbouring checkpoints (their
-    lag-1 correlation r): as if there were (1 - r) / (1 + r) of the checkpoints. With known errors the sum of squares
-    stands beside it, each value clipped. Without, what noise there is has to be told from the curve: by the residuals,
-    and by differences of neighbouring values, of which those at lag 2 are (1 + r) times as large in AR(1) noise.
+    The gain of the best split is multiplied by (1 - r) / (1 + r), with r the lag-1 correlation of its residuals.
+    Residuals that are alike at neighbouring checkpoints count as fewer independent ones.
+
+    With known errors, the second statistic is the sum of squares, each value clipped. Without, the noise must be
+    estimated from the curve: by the residuals of the split, and by differences of neighbouring values.
     """
     gain = _gains(curves, weight)
     after = np.arange(curves.shape[1]) > gain.argmax(1)[:, None]
@@ -314,23 +349,30 @@ def _change_statistics(curves: Array, weight: Array, known: bool) -> Array:
         mean = (side * weight * curves).sum(1) / (side * weight).sum(1)
         residuals += side * (curves - mean[:, None]) * np.sqrt(weight)
     rest = (residuals**2).sum(1)
-    rest = np.maximum(rest, 1e-12 * (gain + rest))
+    rest = np.maximum(rest, 1e-12 * (gain + rest))  # a perfect split leaves rounding, which gain / rest must not use
     independent = _independent((residuals[:, 1:] * residuals[:, :-1]).sum(1) / rest)
     if known:
         scaled = (curves - np.average(curves, axis=1, weights=weight)[:, None]) * np.sqrt(weight)
         return np.stack([gain * independent, np.minimum(scaled**2, CLIPPED**2).sum(1)])
+    # In AR(1) noise the mean squared difference at lag 2 is (1 + r) times that at lag 1: a second estimate of r, which
+    # a split in the wrong position does not spoil.
     near, far = (np.square(curves[:, lag:] - curves[:, :-lag]).mean(1) for lag in (1, 2))
     return np.stack([gain / rest * independent, gain / near, gain / rest * _independent(far / near - 1)])
 
 
 def _independent(correlation: Array) -> Array:
-    """Return how many independent values are worth one of an AR(1) series with this lag-1 correlation."""
+    """Return how many independent values are worth one value of an AR(1) series with this lag-1 correlation.
+
+    The variance of a mean of n such values is about (1 + r) / (1 - r) / n.
+    """
     correlation = correlation.clip(-0.5, 0.95)
     return (1 - correlation) / (1 + correlation)
 
 
 def _robust_noise(y: Array) -> Array:
-    """Return the covariance of errors that are equal everywhere, from second differences; a few may be large."""
+    """Return the covariance of independent errors of one size, estimated from second differences."""
+    # A second difference of independent errors has the variance (1 + 4 + 1) s^2. The median ignores a few large ones,
+    # such as those at a jump of the curve. Its normal value is 0.6745 standard deviations.
     robust = np.median(np.abs(np.diff(y, 2))) / stats.norm.ppf(0.75) / 6**0.5
     return np.eye(len(y)) * max(robust, 1e-3 * np.ptp(y)) ** 2
 
@@ -340,10 +382,11 @@ def _levels(confidence: float) -> Array:
 
 
 def _spread_jumps(times: Sequence[Array], values: Array, x: Array, rng: np.random.Generator) -> list[Array]:
-    """Return the times (draws,) of curves; a time in a jump is moved to a random place between the two checkpoints.
+    """Return the times (draws,) of curves, moved to a random position between two checkpoints if the curve jumps there.
 
-    A curve jumps that moves in one gap far more than in the gaps beside it. Its values at checkpoints (draws,
-    checkpoints) do not say where in the gap, but drawn steps that are not narrow stay away from the ends.
+    A curve jumps if it moves far more between two checkpoints than in the neighbouring intervals. Its values at
+    checkpoints (draws, checkpoints) do not say where between them. Drawn steps that are not narrow would stay away from
+    the ends.
     """
     moved, row = np.pad(np.abs(np.diff(values)), ((0, 0), (1, 1))), np.arange(len(values))
     share, found = rng.random(len(values)), []
@@ -355,22 +398,23 @@ def _spread_jumps(times: Sequence[Array], values: Array, x: Array, rng: np.rando
 
 
 def _landmarks(drawn: Array, grid: Array, checkpoints: NDArray[np.intp]) -> tuple[Array, ...]:
-    """Return onset, halfway, peak and plateau of each curve on the axis of the grid, and its end, each (draws,)."""
+    """Return onset, halfway, peak and plateau of each curve on the axis of `grid`, and its end value, each (draws,)."""
     row, last = np.arange(len(drawn)), len(grid) - 1
     risen = drawn - drawn[:, :1]
-    at_checkpoints = risen[:, checkpoints]  # between them a draw overshoots, the farther the wider the gap
+    # C is taken at checkpoints only. Between them a drawn curve overshoots, more so in a wide interval.
+    at_checkpoints = risen[:, checkpoints]
     change = at_checkpoints[row, np.abs(at_checkpoints).argmax(1)]
     change = np.where(change == 0, 1e-300, change)
     risen /= change[:, None]
     peak = risen.argmax(1)
 
     def crossing(level: float, before: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Return the first grid point after the last one below a level, among those up to `before`."""
+        """Return the grid point after the last one below a level, among those up to `before`."""
         below = (risen < level) & (np.arange(len(grid)) <= before[:, None])
         return np.minimum(last - below[:, ::-1].argmax(1) + 1, last)
 
     def locate(curves: Array, level: float, end: NDArray[np.intp]) -> Array:
-        """Return where a curve passes a level in the gap before a grid point."""
+        """Return where a curve passes a level, by linear interpolation before the grid point `end`."""
         end = np.maximum(end, 1)
         low, high = curves[row, end - 1], curves[row, end]
         share = np.where(high == low, 1.0, (level - low) / np.where(high == low, 1.0, high - low))
@@ -389,7 +433,7 @@ def _landmarks(drawn: Array, grid: Array, checkpoints: NDArray[np.intp]) -> tupl
     )
 
 
-# Copies of a curve: the errors of their mean, and resamples of them.
+# Replicates of a curve: the errors of their mean, and bootstrap samples of them.
 
 
 def bootstrap_counts(replicates: int, *, seed: int = 0) -> NDArray[np.int64]:
@@ -399,13 +443,14 @@ def bootstrap_counts(replicates: int, *, seed: int = 0) -> NDArray[np.int64]:
 
 
 def coupled_draws(draws: Array, estimates: Array, rng: np.random.Generator) -> Array:
-    """Return the draws (draws,) of a time, reordered like its estimates from bootstrap samples, (draws,).
+    """Return the draws (draws,) of a time, in an order that follows its estimates from bootstrap samples (draws,).
 
-    What resampling moves is common to curves of the same samples, what it does not (how a curve runs between
-    checkpoints, say) is a curve's own. So with w the share of the draws' variance that the estimates have, at most 1,
-    the draws are placed by the ranks of w^1/2 z + (1 - w)^1/2 e: z are the normal scores of the estimates, e a normal
-    number for each. Their distribution stays as it was.
+    Resampling moves all curves of the same prompts together. Other uncertainty, such as the course of a curve between
+    checkpoints, belongs to each curve on its own. With w the share of the variance of the draws that the estimates
+    have, at most 1, the draws get the ranks of w^1/2 z + (1 - w)^1/2 e. Here z are the normal scores of the estimates
+    and e are independent normal numbers. The distribution of the draws stays the same.
     """
+    # Widths from quantiles 0.16 and 0.84, which are one standard deviation for normal draws and ignore far ones.
     width, moved = (np.subtract(*np.quantile(each, [0.84, 0.16])) for each in (draws, estimates))
     share = min(1.0, (moved / width) ** 2) if width > 0 else 1.0
     scores = stats.norm.ppf((stats.rankdata(estimates) - 0.5) / len(estimates))
@@ -414,13 +459,16 @@ def coupled_draws(draws: Array, estimates: Array, rng: np.random.Generator) -> A
 
 
 def centered(rows: Array) -> Array:
-    """Return the rows minus their own means over checkpoints, which move no time, and minus the mean of all rows."""
+    """Return the rows minus their own means over checkpoints, and minus the mean of all rows.
+
+    A shift of a whole row moves no time, so it must not count as an error of the curve's shape.
+    """
     residuals = rows - rows.mean(1, keepdims=True)
     return residuals - residuals.mean(0)
 
 
 def whole_rows(replicates: ArrayLike, valid: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], Array]:
-    """Return which replicates have a value wherever the curve has one, and these values."""
+    """Return which replicates have a value at every checkpoint where the curve has one, and their values."""
     rows = np.asarray(replicates, dtype=np.float64)[:, valid]
     whole: Any = np.isfinite(rows).all(1)
     rows = rows[whole]
@@ -430,11 +478,12 @@ def whole_rows(replicates: ArrayLike, valid: NDArray[np.bool_]) -> tuple[NDArray
 
 
 def covariance_of_mean(rows: Array, x: Array) -> Array:
-    """Return the covariance of the mean of rows, each without its own mean over checkpoints, which moves no time.
+    """Return the covariance of the mean of rows, each row without its own mean over checkpoints.
 
-    Few rows tell little of how errors go together at n checkpoints: their correlations count as (rows - 1) against n
-    of a smooth one (`_smooth_correlation`), as with an inverse Wishart prior; variances are drawn towards their mean,
-    and all is wider by the square of Student's over the normal quantile, since the spread of few rows is a guess.
+    A few rows say little about the correlations of errors at n checkpoints. Their correlations are therefore averaged
+    with a smooth one (`_smooth_correlation`) with weights rows - 1 and n, as under an inverse Wishart prior. Variances
+    are drawn towards their mean. The result is multiplied by the squared ratio of the t and normal quantiles, because
+    the spread of few rows is itself uncertain.
     """
     count, n = rows.shape
     residuals = centered(rows)
@@ -451,14 +500,20 @@ def covariance_of_mean(rows: Array, x: Array) -> Array:
 
 
 def _smooth_correlation(residuals: Array, x: Array) -> Array:
-    """Return the likeliest correlation of checkpoints that falls with their distance to a share: Matern 1/2 or 3/2."""
+    """Return the most likely smooth correlation of the errors at checkpoints.
+
+    Candidates are a share of Matern 1/2 or 3/2 over the distance of checkpoints, plus independent errors.
+    """
     count, n = residuals.shape
-    if count > n:  # of many rows the products alone count
+    # The likelihood depends on the rows only by R'R. The R of a QR decomposition has the same product and fewer rows.
+    if count > n:
         residuals = np.asarray(np.linalg.qr(residuals, mode="r"))
     span, distance = x[-1] - x[0], np.abs(x[:, None] - x)
-    level, free = np.full((n, n), 100.0), np.eye(n) - 1 / n  # residuals have no level
+    # Residuals have mean 0 over checkpoints. A constant level of variance 100 in the model makes the likelihood ignore
+    # their level, and `free` removes the level from the correlation that is returned.
+    level, free = np.full((n, n), 100.0), np.eye(n) - 1 / n
     best, most = np.eye(n), -np.inf
-    columns = np.asfortranarray(residuals.T)  # as LAPACK copies it; scipy's own checks cost more than it solves
+    columns = np.asfortranarray(residuals.T)  # LAPACK's order; scipy's checks cost more than solving
     for length in np.geomspace(span / n, span, 6):
         rough = np.exp(-distance / length)
         for shape in (rough, rough * (1 + distance / length)):
@@ -466,6 +521,7 @@ def _smooth_correlation(residuals: Array, x: Array) -> Array:
                 kernel = share * shape + (1 - share) * np.eye(n)
                 factor = np.linalg.cholesky(kernel + level)
                 spread = (dtrtrs(factor, columns, lower=1)[0] ** 2).sum()
+                # The scale of the residuals is at its maximum: spread / ((n - 1) (count - 1)).
                 likely = -(count - 1) * ((n - 1) / 2 * np.log(spread) + np.log(np.diag(factor)).sum())
                 if likely > most:
                     best, most = free @ kernel @ free, likely

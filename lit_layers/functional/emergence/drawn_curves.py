@@ -1,9 +1,20 @@
-"""Curves drawn given noisy values of one: Gaussian processes of many lengths and heights, alone and with steps.
+"""Curves drawn given noisy values of one curve: Gaussian processes of many lengths and heights, with and without steps.
 
-A process alone is smooth everywhere alike; what emerges in training is flat, turns within a few checkpoints or at one
-point, and is flat again. One or two steps beside it cover that, and a rise that falls again: each is a sigmoid, or a
-rise that begins or ends in a corner. With one alone, the second change is left to the process, which then wanders
-wherever the curve is flat, too.
+A Gaussian process is equally smooth everywhere. A metric that emerges in training is flat, turns within a few
+checkpoints or at one point, and is flat again. One step added to the process models that, two steps model a rise that
+falls again. Each step is a sigmoid, or a rise that begins or ends in a corner. With one step only, the process would
+have to follow the second change, and would then also wander wherever the curve is flat.
+
+**The model.** y = g + sum_j h_j s_j + noise, with g a Gaussian process, s_j the shape of step j at the checkpoints and
+h_j its height, normal with precision `prior`. Let L L' be the covariance of g + noise, r = L^-1 y and d_j = L^-1 s_j
+the whitened values and shapes. Given y, the heights are normal with precision matrix D + `prior` I, D_ij = d_i'd_j, and
+with right-hand side d_j'r. In the code `diag` and `cross` are the entries of this matrix and `dot` is its right-hand
+side. The log-evidence is -|r|^2 / 2 - log det L plus half the gain of the steps:
+
+    one step     dot^2 / diag - log(diag / prior)
+    two steps    dot_1^2 / diag_1 + (dot_2 - slope dot_1)^2 / schur - log(diag_1 schur / prior^2)
+
+with slope = cross / diag_1 and the Schur complement schur = diag_2 - slope cross.
 """
 
 import itertools
@@ -17,15 +28,18 @@ from numpy.typing import NDArray
 from scipy.linalg.lapack import dtrtri, dtrtrs
 
 Array = NDArray[np.floating[Any]]
-TEMPER = 0.9  # power of evidence and prior: none is quite a training curve, and sure of one, intervals are too narrow
-RARE, MOST_PAIRS = 5e-3, 100  # the share of processes, and the number of pairs, that count in means over resamples
+# Evidence and prior are raised to this power. No model is exactly a training curve, and full evidence soon leaves only
+# one model, whose intervals are then too narrow.
+TEMPER = 0.9
+# Means over bootstrap samples use processes with at least this share of the weight, and at most this many pairs.
+RARE, MOST_PAIRS = 5e-3, 100
 SPLITS = 2  # how often steps are split
-TRIED, LIKELY, MAX_DOUBLES = 36, 10.0, 600  # steps tried with any other; pairs that count: so near the best, so many
-BATCH = 2**17  # numbers of an array (1 MB) that are worked on at a time
-# Steps: sigmoids and rises with a corner, on a grid of places and widths, and pairs of them.
-LOCATIONS, WIDTHS = 80, np.geomspace(0.001, 0.07, 5)  # of steps before any is split; widths as shares of the axis
-SPLIT = 12  # how many of each shape are split: the likeliest
-DECIMALS = 6  # decimals of a log-evidence: what differs by less stands in the order of its numbers
+# Number of steps tried with each other step; largest log-evidence below the best pair; most pairs of two steps.
+TRIED, LIKELY, MAX_DOUBLES = 36, 10.0, 600
+BATCH = 2**17  # entries of an array (1 MB) in one batch
+LOCATIONS, WIDTHS = 80, np.geomspace(0.001, 0.07, 5)  # of steps before any split; widths as shares of the axis
+SPLIT = 12  # how many of the likeliest steps of each shape are split
+DECIMALS = 6  # decimals of a log-evidence: smaller differences are rounding and keep the original order
 
 
 def _no_step(u: Array) -> Array:
@@ -44,14 +58,15 @@ def _to_corner(u: Array) -> Array:
     return np.exp(np.minimum(u, 0) / 2)
 
 
-# Of each rise the middle eight tenths are as wide.
+# All shapes take 2 log 9 from a tenth to nine tenths of their height, so that `width` means the same for each.
 SHAPES = (_no_step, _sigmoid, _from_corner, _to_corner)
 
 
 class Steps(NamedTuple):
-    """Steps by shape, place and width, the first one without a shape: no step.
+    """Steps by shape, location and width. The first one has shape 0: no step.
 
-    Each stands for a cell, `cell` wide in place and `ratio` in the logarithm of the width, as likely as that is large.
+    Each step represents a cell of the grid, `cell` wide in location and `ratio` wide in the logarithm of the width. Its
+    prior probability is proportional to the size of its cell.
     """
 
     shape: NDArray[np.intp]
@@ -63,18 +78,20 @@ class Steps(NamedTuple):
 
     @classmethod
     def from_axis(cls, x: Array) -> "Steps":
+        # A grid between checkpoints: more cells where checkpoints are dense, since steps there can be told from each
+        # other.
         x, span = np.append(x[: -1 : max(1, round(len(x) / LOCATIONS))], x[-1]), x[-1] - x[0]
         per = max(1, LOCATIONS // len(x))
         cells = np.repeat(np.diff(x) / per, per)
-        index = x[0] + cells.cumsum() - cells / 2
-        shape, row, wide = (each.ravel() for each in np.indices((len(SHAPES) - 1, len(index), len(WIDTHS))))
+        locs = x[0] + cells.cumsum() - cells / 2
+        shape, row, wide = (each.ravel() for each in np.indices((len(SHAPES) - 1, len(locs), len(WIDTHS))))
         prior = np.log(cells[row] / span / len(WIDTHS) / (len(SHAPES) - 1))
         ratio = np.full(len(row), np.log(WIDTHS[1] / WIDTHS[0]))
-        steps = cls(shape + 1, index[row], span * WIDTHS[wide], cells[row], ratio, prior)
+        steps = cls(shape + 1, locs[row], span * WIDTHS[wide], cells[row], ratio, prior)
         return _joined(cls(np.zeros(1, dtype=np.intp), x[:1], np.ones(1), *np.zeros((3, 1))), steps)
 
     def values(self, x: Array) -> Array:
-        """Return the steps at some points, (points, steps)."""
+        """Return the values of all steps, of height 1, at some points, (points, steps)."""
         scaled = (x[:, None] - self.loc) / self.width
         for kind, shape in enumerate(SHAPES):
             mine = self.shape == kind
@@ -86,7 +103,7 @@ class Steps(NamedTuple):
         return Steps(*fields)
 
     def split(self) -> "Steps":
-        """Split each step into nine, by thirds of its cell."""
+        """Split each step into nine, at the thirds of its cell in location and in width."""
         parts = []
         for along, across in itertools.product((-1 / 3, 0, 1 / 3), repeat=2):
             loc, width = self.loc + along * self.cell, self.width * np.exp(across * self.ratio)
@@ -101,7 +118,10 @@ def _joined(*steps: Steps) -> Steps:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Two steps each of some, by their numbers (2, pairs), of which no step may be one or both."""
+    """Pairs of steps by their indices (2, pairs) into `steps`.
+
+    Either step may be "no step", so that pairs also hold models with no or one step.
+    """
 
     steps: Steps
     index: NDArray[np.intp]
@@ -113,7 +133,10 @@ class Pairs:
 
     @cached_property
     def log_prior(self) -> Array:
-        """Return the log-prior: before any power, none, one and two steps are equally likely, in either order."""
+        """Log-prior of each pair: models with no, one and two steps are equally likely before tempering.
+
+        Two different steps can be in either order, which counts twice.
+        """
         return self.steps.log_prior[self.index].sum(0) + np.log(2) * self.are_two
 
     def select(self, chosen: NDArray[Any]) -> "Pairs":
@@ -126,13 +149,13 @@ class Pairs:
         return Pairs(_joined(self.steps, other.steps), index)
 
     def split(self, side: int) -> "Pairs":
-        """Split each pair into nine by one of its steps, which then comes second."""
+        """Split each pair into nine by its step `side`; the new step comes second in its pair."""
         parts = self.steps.select(self.index[side]).split()
         other = np.tile(self.index[1 - side], 9)
         return Pairs(_joined(self.steps, parts), np.stack([other, len(self.steps.shape) + np.arange(len(other))]))
 
     def likeliest(self, evidence: Array) -> NDArray[np.intp]:
-        """Return which pairs to split: the `SPLIT` likeliest of each shape of the second step."""
+        """Return which pairs to split: the `SPLIT` likeliest for each shape of the second step."""
         shape = self.steps.shape[self.index[1]]
         stacked = [np.flatnonzero(shape == kind) for kind in range(1, len(SHAPES))]
         return np.concatenate([mine[likeliest(evidence[mine], SPLIT)] for mine in stacked])
@@ -141,9 +164,8 @@ class Pairs:
 def likeliest(evidence: Array, count: int) -> NDArray[np.intp]:
     """Return the indices of the `count` largest evidences, the best last.
 
-    Evidences that differ by rounding keep their order.
-
-    Narrow steps between the same two checkpoints are one to the values: which of them is taken hangs on no machine.
+    Evidences that differ by rounding keep their order. Narrow steps between the same two checkpoints have the same
+    values at all checkpoints, so their order would otherwise depend on the machine.
     """
     rounded, count = np.round(evidence, DECIMALS), min(count, len(evidence))
     near = np.flatnonzero(rounded >= np.partition(rounded, -count)[-count])
@@ -152,7 +174,7 @@ def likeliest(evidence: Array, count: int) -> NDArray[np.intp]:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """Matern, of one length and height, on a level of no known place."""
+    """A Matern kernel of one length and height, plus a constant level of large variance."""
 
     rough: bool
     length: float
@@ -160,19 +182,21 @@ class _Kernel:
     level: float
 
     def correlation(self, distance: Array) -> Array:
+        # Matern 3/2 (rough) has paths with one derivative, Matern 5/2 has paths with two.
         d = distance / self.length * (3**0.5 if self.rough else 5**0.5)
         return (1 + d if self.rough else 1 + d + d * d / 3) * np.exp(-d)
 
     def covariance(self, correlation: Array) -> Array:
-        return self.height**2 * correlation + self.level**2
+        return self.height**2 * correlation + self.level**2  # the level may lie anywhere: a constant covariance
 
 
 @dataclass(frozen=True)
 class _Processes:
-    """Gaussian processes, each on the values at n checkpoints.
+    """Gaussian processes at n checkpoints, errors of the values included.
 
-    `triangles` (processes, n, n) are the lower ones of the covariances of the values, `whitening` their inverses and
-    `log_size` (processes,) the logarithms of their determinants, `step_height` (processes,) that of steps beside them.
+    `triangles` (processes, n, n) are the Cholesky factors L of the covariances of the values, `whitening` their
+    inverses, `log_size` (processes,) the logarithms of their determinants. `step_height` (processes,) is the prior
+    standard deviation of the height of steps.
     """
 
     kernels: Sequence[_Kernel]
@@ -187,25 +211,26 @@ class _Processes:
         return _Processes(kernels, *(each[chosen] for each in arrays))
 
     def batches(self, columns: int) -> Iterator[slice]:
-        """Yield slices of processes, so that what they leave of so many columns stays in the cache."""
+        """Yield slices of processes that are small enough for `columns` whitened columns to stay in the cache."""
         count, n, _ = self.whitening.shape
         size = max(1, BATCH // (n * columns))
         return (slice(start, start + size) for start in range(0, count, size))
 
     def whiten(self, columns: Array, rows: slice = slice(None)) -> Array:
-        """Return what the processes leave of values or of the shapes of steps (n, any), (processes, n, any)."""
+        """Return L^-1 times values or shapes of steps (n, any), for each process: (processes, n, any)."""
         n = len(columns)
         return (self.whitening[rows].reshape(-1, n) @ columns).reshape(-1, n, columns.shape[1])
 
     def base_evidence(self, white: Array, rows: slice = slice(None)) -> Array:
-        """Return the log-evidence of values whose rest is given, (processes, sets)."""
+        """Return the log-evidence of whitened values without steps, (processes, sets)."""
+        # The density of the values without its factor (2 pi)^(-n / 2), which is the same for every model.
         return -0.5 * _products(white, white) - self.log_size[rows, None]
 
     def evidence(self, x: Array, y: Array, pairs: Pairs) -> Array:
         """Return the log-evidence of values (n,) with each pair of steps, (processes, pairs)."""
         columns, num_pairs = pairs.steps.values(x), pairs.index.shape[1]
         evidence = np.empty((len(self.kernels), num_pairs))
-        single = not pairs.steps.shape[pairs.index[0]].any()  # no step is the first of any
+        single = not pairs.steps.shape[pairs.index[0]].any()  # the first step of each pair is "no step"
         for rows in self.batches(max(columns.shape[1], num_pairs)):
             white, ramps = self.whiten(y[:, None], rows), self.whiten(columns, rows)
             dot, prior = (white.transpose(0, 2, 1) @ ramps)[:, 0], self.step_height[rows, None] ** -2
@@ -221,7 +246,10 @@ class _Processes:
         return evidence
 
     def most_evidence(self, x: Array, y: Array, steps: Steps, firsts: NDArray[np.intp]) -> Array:
-        """Return the evidence of the best process with some steps and any other, (firsts, steps), before priors."""
+        """Return the log-evidence of the best process with each of some steps and any other step, (firsts, steps).
+
+        Priors are not included.
+        """
         columns = steps.values(x)
         most = np.full((len(firsts), columns.shape[1]), -np.inf)
         for row, prior in enumerate(self.step_height**-2):
@@ -229,28 +257,29 @@ class _Processes:
             white, ramps = self.whiten(y[:, None], rows), self.whiten(columns, rows)[0]
             dot, diag = white[0, :, 0] @ ramps, prior + _products(ramps, ramps)
             dots, diags = ([each[firsts, None], each] for each in (dot, diag))
+            # All products of two steps are one matrix product here. `evidence` would take them pair by pair.
             gain = _gain(dots, diags, ramps[:, firsts].T @ ramps, prior)
             np.maximum(most, 0.5 * gain + self.base_evidence(white, rows), out=most)
         return most
 
 
 def _products(first: Array, second: Array) -> Array:
-    """Return the products of each column (..., n, columns) with that of the other, (..., columns)."""
+    """Return the product of each column (..., n, columns) with the same column of the other array, (..., columns)."""
     return np.einsum("...nc,...nc->...c", first, second)
 
 
 def _schur(diag: Sequence[Array], cross: Array, prior: Any) -> tuple[Array, Array]:
-    """Return the slope of the first of two steps' heights on the second, and the precision of the second.
+    """Eliminate the first of two step heights from the precision matrix; return the slope and the Schur complement.
 
-    `own` are the precisions of each as if the other one were known. `together` is the product of what processes leave
-    of the two, `least` the precision before any value.
+    `diag` are the diagonal entries, `cross` the off-diagonal entry, `prior` the precision of a height before any value.
     """
     slope = cross / diag[0]
+    # Never below `prior` in exact arithmetic. Two nearly equal steps cancel to rounding, which could be negative.
     return slope, np.maximum(diag[1] - slope * cross, prior)
 
 
 def _gain(dot: Sequence[Array], diag: Sequence[Array], cross: Array, prior: Any) -> Array:
-    """Return twice what two steps add to the log-evidence; `toward` are products of the values' rest with theirs."""
+    """Return twice the log-evidence that two steps add; `dot` are the products of their shapes with the values."""
     slope, schur = _schur(diag, cross, prior)
     return (dot[1] - slope * dot[0]) ** 2 / schur - np.log(schur * (diag[0] / prior**2)) + dot[0] ** 2 / diag[0]
 
@@ -258,24 +287,25 @@ def _gain(dot: Sequence[Array], diag: Sequence[Array], cross: Array, prior: Any)
 def draw_curves(
     x: Array, y: Array, noises: Sequence[Array], grid: Array, draws: int, rng: np.random.Generator
 ) -> Array:
-    """Draw curves on the grid, (draws, grid), from all processes in proportion to their likelihood given the values.
+    """Draw curves on the grid, (draws, grid), from all models in proportion to their tempered evidence.
 
     Args:
-        x: Where the values lie, increasing, (points,).
+        x: Positions of the values, increasing, (points,).
         y: The values, (points,).
-        noises: Covariances of their errors, (points, points), as likely one as the other; one where it is known.
-        grid: Where the curves are wanted, increasing, (grid,).
-        draws: How many curves.
-        rng: Of the draws.
+        noises: Covariances of the errors of the values, (points, points), equally likely; a single one if it is known.
+        grid: Positions at which curves are drawn, increasing, (grid,).
+        draws: Number of curves.
+        rng: Generator of all random numbers.
     """
     level, y = y.mean(), y - y.mean()
     processes, pairs, evidence = _candidates(x, y, noises, SPLITS)
     weight = _weights(evidence, pairs)
     counts = rng.multinomial(draws, weight.ravel())
     owner, chosen = np.divmod(np.repeat(np.arange(counts.size), counts), weight.shape[1])
-    pairs = pairs.select(chosen)  # of each draw
+    pairs = pairs.select(chosen)  # now one pair for each draw
     used, starts = np.unique(owner, return_index=True)
     slices = {row: slice(*ends) for row, ends in zip(used, itertools.pairwise([*starts, draws]), strict=True)}
+    # All random numbers come first, process by process. The products below then take all draws together.
     curves, chances = np.empty((draws, len(grid))), np.empty((2, draws))
     for mine in slices.values():
         count = mine.stop - mine.start
@@ -299,9 +329,9 @@ def _drawn_heights(
     y: Array,
     chances: Array,
 ) -> tuple[tuple[Array, Array], Array]:
-    """Return the heights of both steps of each draw, by two normal numbers, and the values minus them (n, draws).
+    """Return drawn heights of both steps of each draw, and the whitened values minus the steps, (n, draws).
 
-    `whose` is each draw's process; `chances` (2, draws) are for the second step and the first.
+    `owner` is the process of each draw. `chances` (2, draws) are normal numbers for the second and the first step.
     """
     columns, white, ramps = pairs.steps.values(x), np.empty((len(x), len(owner))), np.empty((len(x), 2, len(owner)))
     for row, mine in slices.items():
@@ -313,6 +343,7 @@ def _drawn_heights(
     diag = prior + _products(first, first), prior + _products(second, second)
     slope, schur = _schur(diag, _products(first, second), prior)
     dot = _products(first, white), _products(second, white)
+    # The second height from its marginal, then the first height given the second: both are normal.
     late = (dot[1] - slope * dot[0]) / schur + chances[0] / np.sqrt(schur)
     early = dot[0] / diag[0] - slope * late + chances[1] / np.sqrt(diag[0])
     white -= first * early + second * late
@@ -322,9 +353,13 @@ def _drawn_heights(
 def _condition_(
     curves: Array, processes: _Processes, slices: dict[int, slice], x: Array, grid: Array, white: Array
 ) -> None:
-    """Turn independent normal numbers (draws, grid) into the processes given the rest (n, draws) of the values."""
+    """Turn independent normal numbers (draws, grid), in place, into draws of the processes given the values.
+
+    `white` (n, draws) are the whitened values minus the steps. With K_g the covariance of values and grid and
+    W = L^-1 K_g, the mean on the grid is W' white and the covariance is K_gg - W'W.
+    """
     to_values, to_itself = np.abs(x[:, None] - grid), np.abs(grid[:, None] - grid)
-    groups: dict[Any, list[int]] = {}  # whose correlations are the same, whatever their height
+    groups: dict[Any, list[int]] = {}  # processes that differ only in height share their correlations
     for row in slices:
         kernel = processes.kernels[row]
         groups.setdefault((kernel.rough, kernel.length), []).append(row)
@@ -332,7 +367,8 @@ def _condition_(
         at_values, at_grid = map(processes.kernels[alike[0]].correlation, (to_values, to_itself))
         for row in alike:
             kernel, mine = processes.kernels[row], slices[row]
-            # Solved: of values without errors the inverse is not exact enough for what is left to be a covariance.
+            # Solve with L instead of multiplying by its stored inverse. For values without errors the inverse is too
+            # inexact, and K_gg - W'W would not be positive definite.
             known = dtrtrs(processes.triangles[row], kernel.covariance(at_values), lower=1)[0]
             cov = kernel.covariance(at_grid) - known.T @ known + 1e-7 * (kernel.level / 10) ** 2 * np.eye(len(grid))
             curves[mine] = curves[mine] @ np.linalg.cholesky(cov).T
@@ -340,9 +376,10 @@ def _condition_(
 
 
 def mean_curves(x: Array, values: Array, noise: Array, grid: Array) -> Array:
-    """Return the mean of the curves that `draw_curves` draws from, for each of several sets of values, (sets, grid).
+    """Return the mean of the curves that `draw_curves` draws from, for several sets of values, (sets, grid).
 
-    The sets (sets, points) are a bootstrap's: processes and steps that the mean of all makes unlikely are left out.
+    The sets (sets, points) are bootstrap samples. Processes and steps that are unlikely for the mean of all sets are
+    left out, because means only serve to order draws.
     """
     level = values.mean(1, keepdims=True)
     values = (values - level).T
@@ -373,11 +410,12 @@ def mean_curves(x: Array, values: Array, noise: Array, grid: Array) -> Array:
 
 
 def _directions(processes: _Processes, pairs: Pairs, x: Array) -> tuple[Array, Array, Array]:
-    """Return for each pair the rest of the first step and what it leaves of the second's: (processes, n, 2 x pairs).
+    """Return what `mean_curves` needs of the steps for every set of values at once.
 
-    So long that the squares of products with the rest of values add up to what the steps add to the log-evidence, but
-    for a constant (processes, pairs). Of these products, of all processes, a matrix of each pair makes the heights of
-    the first step and of the second, (pairs, 2, processes x 2).
+    - Directions (processes, n, 2 x pairs): the whitened first step, then the whitened second step with the first one
+      eliminated. They are scaled so that the squares of their products with whitened values add up to half the gain.
+    - The constant part of the log-evidence, (processes, pairs).
+    - A matrix for each pair, (pairs, 2, processes x 2), that turns these products of all processes into step heights.
     """
     ramps, prior = processes.whiten(pairs.steps.values(x)), processes.step_height[:, None] ** -2
     first, second = (ramps.take(index, 2) for index in pairs.index)
@@ -394,9 +432,10 @@ def _directions(processes: _Processes, pairs: Pairs, x: Array) -> tuple[Array, A
 
 
 def _candidates(x: Array, y: Array, noises: Sequence[Array], splits: int) -> tuple[_Processes, Pairs, Array]:
-    """Return processes, pairs of steps (those of two last), and the evidence of each with each, (processes, pairs).
+    """Return processes, pairs of steps (those of two steps last) and their evidence, (processes, pairs).
 
-    Small errors tell the width of a step to some percent: the likeliest steps are split until they are as close.
+    Values with small errors determine the width of a step to a few percent, finer than the grid. The likeliest steps
+    are split until their widths are as close.
     """
     processes, steps = _processes(x, y, noises), Steps.from_axis(x)
     pairs = Pairs(steps, np.stack([np.zeros(len(steps.shape), dtype=np.intp), np.arange(len(steps.shape))]))
@@ -418,9 +457,10 @@ def _best_by_height(kernels: Sequence[_Kernel], evidence: Array) -> NDArray[np.i
 
 
 def _two_steps(processes: _Processes, steps: Steps, score: Array, x: Array, y: Array, splits: int) -> Pairs:
-    """Return the likeliest pairs of steps: each likely step with any other, then each that did best with one of these.
+    """Return the likeliest pairs of two steps.
 
-    `score` is the evidence of each alone.
+    Each likely step is tried with every other. Then each step that did best with one of these is tried in the same way.
+    `score` is the evidence of each single step.
     """
     every, tried = np.arange(len(steps.shape)), steps.shape == 0
     firsts, evidence = np.zeros(0, dtype=np.intp), np.zeros((0, len(every)))
@@ -438,7 +478,7 @@ def _two_steps(processes: _Processes, steps: Steps, score: Array, x: Array, y: A
     first, second = np.divmod(likely[order], len(every))
     pairs, evidence = Pairs(steps, np.stack([firsts[first], second])), evidence[order]
     pairs = pairs.select(np.arange(len(order)))
-    for _ in range(2 * splits):  # by the one step, and by the other
+    for _ in range(2 * splits):  # `split` puts the new step second, so the two steps are split in turn
         order = likeliest(evidence, len(evidence))
         parts = pairs.select(order[-SPLIT:]).split(0)
         pairs = pairs.select(order[:-SPLIT]).concat(parts)
@@ -447,11 +487,12 @@ def _two_steps(processes: _Processes, steps: Steps, score: Array, x: Array, y: A
 
 
 def _weights(evidence: Array, pairs: Pairs) -> Array:
-    """Return the shares of processes with pairs, those of two steps last, from their evidence (processes, pairs, ...).
+    """Return the weights of all models, pairs of two steps last, from their evidence (processes, pairs, ...).
 
-    Half by the evidence of all, and half by that of one step at most. Two smooth steps leave next to nothing to the
-    process, which then knows the peak between them better than anyone knows their shape; a process with one step at
-    most wanders where two are flat. Neither is a training curve.
+    Half by the evidence of all models, half by that of models with at most one step. Two smooth steps explain almost
+    everything, so that the process has almost no variance. Such a model is too sure of the peak between its steps,
+    whose true shape is unknown. A process with at most one step wanders where a curve with two steps is flat. Neither
+    is exactly a training curve, so both count.
     """
     fewer = int((~pairs.are_two).sum())
     simple = _softmax_(evidence[:, :fewer].copy()) if fewer else None
@@ -463,8 +504,8 @@ def _weights(evidence: Array, pairs: Pairs) -> Array:
 
 
 def _softmax_(evidence: Array) -> Array:
-    """Return the shares of processes with steps (processes, steps, ...) from their evidence, in place."""
-    evidence -= evidence.max((0, 1))
+    """Return the softmax of the tempered evidence over processes and pairs, (processes, pairs, ...), in place."""
+    evidence -= evidence.max((0, 1))  # exp of a log-evidence of 1,000 would overflow
     evidence *= TEMPER
     np.exp(evidence, out=evidence)
     evidence /= evidence.sum((0, 1))
@@ -484,6 +525,7 @@ def _processes(x: Array, y: Array, noises: Sequence[Array]) -> _Processes:
         scale = max(float(np.ptp(y)), float(np.sqrt(np.diag(noise).mean())))
         some = [_Kernel(rough, float(length), height * scale, 10 * scale) for height, rough in forms]
         correlation = {kernel.rough: kernel.correlation(distance) for kernel in some[:2]}
+        # The small diagonal keeps covariances without errors positive definite in rounding.
         covariances = np.stack([kernel.covariance(correlation[kernel.rough]) for kernel in some])
         triangles = np.linalg.cholesky(covariances + (noise + 1e-10 * scale**2 * np.eye(n)))
         every[row] = triangles
