@@ -6,7 +6,7 @@ from tests.support.tiny_models import tiny, tiny_batch
 
 
 def _masks(model, ids) -> list:
-    """Returns the mask that each block hands to the attention kernel in a compiled forward pass."""
+    """Return the mask that each block passes to the attention kernel in a compiled forward pass."""
     found = []
 
     def look(graph, _):
@@ -37,14 +37,14 @@ def test_a_compiled_model_builds_a_mask_only_outside():
     assert None not in _masks(model, ids)
 
 
-def test_the_model_heeds_padding_again_afterwards_even_if_a_step_failed():
+def test_attention_is_restored_even_after_an_error():
     model = tiny("gpt2")
     with pytest.raises(KeyError), causal_by_flag(model):
         raise KeyError
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_other_attention_is_left_as_it_is():
+def test_other_attention_implementations_do_not_change():
     model = tiny("gpt2", attention="eager")
     with causal_by_flag(model):
         assert model.config._attn_implementation == "eager"

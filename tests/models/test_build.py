@@ -1,4 +1,4 @@
-"""Models are what they are asked to be, and come back from disk as they went."""
+"""Models are built as asked, and a saved model loads with the same weights and outputs."""
 
 import random
 import shutil
@@ -38,7 +38,7 @@ def global_state():
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_weights_depend_on_the_seed_alone_and_leave_the_global_generators_alone(name):
+def test_weights_depend_only_on_the_seed_and_global_generators_do_not_change(name):
     torch.manual_seed(5)
     before = global_state()
     first = causal_lm(name, seed=1, **KINDS[name])
@@ -50,7 +50,7 @@ def test_weights_depend_on_the_seed_alone_and_leave_the_global_generators_alone(
     assert first.config._attn_implementation == "sdpa"
 
 
-def test_gpt2_uses_the_fused_form_of_its_activation_and_it_is_the_same_function():
+def test_gpt2_uses_the_fused_activation_which_is_the_same_function():
     fused, spelt_out = causal_lm("gpt2", **GPT2), causal_lm("gpt2", activation_function="gelu_new", **GPT2)
     assert (fused.config.activation_function, spelt_out.config.activation_function) == ("gelu_pytorch_tanh", "gelu_new")
     batch = tiny_batch("gpt2")
@@ -75,7 +75,7 @@ def test_special_tokens_outside_a_smaller_vocabulary_are_dropped():
         ({"name": "gpt2", "attention_implementation": "fast", **GPT2}, "cannot build gpt2 .*fast"),
     ],
 )
-def test_models_that_cannot_be_are_refused_in_a_sentence(arguments, message):
+def test_impossible_models_are_refused_in_one_sentence(arguments, message):
     with pytest.raises(InputError, match=message) as refusal:
         causal_lm(**arguments)
     assert "\n" not in str(refusal.value)
@@ -126,7 +126,7 @@ def test_a_saved_folder_is_plain_transformers_and_gives_the_same_logits(name, pa
 
 
 @pytest.mark.soak
-def test_a_model_can_be_saved_under_a_compiled_wrapper_and_in_bfloat16(tmp_path):
+def test_a_compiled_model_and_one_in_bfloat16_can_be_saved(tmp_path):
     model = causal_lm("gpt2", **GPT2).to(torch.bfloat16)
     save(torch.compile(model), tmp_path)
     again = load(tmp_path, dtype=torch.bfloat16)
@@ -145,7 +145,7 @@ def test_every_file_of_a_saved_folder_can_be_read_by_others(tmp_path):
     assert set(modes.values()) == {0o644}
 
 
-def test_a_tokenizer_object_is_saved_beside_the_model(tmp_path):
+def test_a_tokenizer_object_is_saved_with_the_model(tmp_path):
     from tokenizers import Tokenizer, models
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -166,7 +166,7 @@ def test_a_vit_comes_back_with_its_options(tmp_path):
     assert weights_hash(load(tmp_path / "twice")) == weights_hash(model)
 
 
-def test_vits_that_cannot_be_are_refused_in_a_sentence(tmp_path):
+def test_impossible_vits_are_refused_in_one_sentence(tmp_path):
     for name, options, message in (
         ("deit_tinny_patch16_224", {}, "no model named 'deit_tinny_patch16_224' in timm; did you mean deit_tiny"),
         ("deit_tiny_patch16_224", {"layers": 2}, "'layers' is no option of a vision transformer"),
@@ -184,12 +184,12 @@ def test_a_model_with_adapters_is_not_saved_as_if_it_were_whole(tmp_path):
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"])
     injected = causal_lm("llama", seed=3, **PLAIN)
-    injected.add_adapter(lora)  # of transformers: the same class, with other modules
+    injected.add_adapter(lora)  # method of transformers: keeps the class and adds modules
     for model in (peft.get_peft_model(causal_lm("llama", seed=3, **PLAIN), lora), injected):
         with pytest.raises(InputError, match=r"cannot save a model with adapters of peft .*, or merge them first"):
             save(model, tmp_path)
     save(peft.get_peft_model(causal_lm("llama", seed=3, **PLAIN), lora).merge_and_unload(), tmp_path)
-    assert weights_hash(load(tmp_path)) == weights_hash(causal_lm("llama", seed=3, **PLAIN))  # its adapters add zeros
+    assert weights_hash(load(tmp_path)) == weights_hash(causal_lm("llama", seed=3, **PLAIN))  # new adapters add zeros
 
 
 def test_weights_that_do_not_fill_the_model_are_refused(tmp_path):
@@ -206,7 +206,7 @@ class Trap:
         return print, ("the pickle ran",)
 
 
-def test_a_pickle_is_read_without_running_what_it_says(tmp_path, capsys):
+def test_a_pickle_is_read_without_running_its_code(tmp_path, capsys):
     save(causal_lm("gpt2", **GPT2), tmp_path)
     expected, weights = weights_hash(load(tmp_path)), load_file(tmp_path / "model.safetensors")
     torch.save(weights, tmp_path / "pytorch_model.bin")
@@ -251,8 +251,8 @@ def test_the_hash_sees_every_parameter_buffer_and_name():
     assert all(len(value) == 16 and int(value, 16) >= 0 for value in hashes)
 
 
-def test_a_configuration_that_cannot_be_completed_is_left_as_it_is():
-    """Configurations compute with their fields: no attention head divides by zero."""
+def test_a_config_with_invalid_values_is_returned_unchanged():
+    """Config classes compute with their fields, such as a division by the number of heads."""
     from lit_layers.models.build import fill_defaults
 
     broken = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 0}
@@ -262,7 +262,7 @@ def test_a_configuration_that_cannot_be_completed_is_left_as_it_is():
 
 @pytest.mark.parametrize("task", [None, "CAUSAL_LM", "FEATURE_EXTRACTION"])
 @pytest.mark.filterwarnings("ignore:The PEFT config", "ignore:.*is_gradient_checkpointing")
-def test_adapters_are_measured_as_they_act_whatever_their_task(task):
+def test_adapters_affect_the_measured_states_for_every_task(task):
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type=task, init_lora_weights=False)
     adapted = peft.get_peft_model(causal_lm("llama", seed=3, **PLAIN), lora).eval()
@@ -276,7 +276,7 @@ def test_adapters_are_measured_as_they_act_whatever_their_task(task):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_packed_weights_of_a_quantised_model_are_refused_in_a_sentence():
+def test_packed_weights_of_a_quantised_model_are_refused_in_one_sentence():
     model = causal_lm("llama", seed=3, **PLAIN)
     quantised = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
     with pytest.raises(InputError, match="has weights that are no tensors"):

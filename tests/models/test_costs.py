@@ -1,4 +1,4 @@
-"""Calls are timed in turns, and are the models' own."""
+"""Calls are timed in interleaved rounds, and are those of the model itself."""
 
 import torch
 
@@ -6,7 +6,7 @@ from lit_layers.models.costs import call_of, interleaved
 from tests.support.tiny_models import tiny, tiny_batch
 
 
-def test_models_take_turns_and_each_round_begins_with_another():
+def test_models_are_timed_in_turn_and_each_round_begins_with_the_next():
     calls = []
     named = {name: [lambda name=name, part=part: calls.append(name + part) for part in "12"] for name in "abc"}
     seconds = interleaved(named, num_rounds=3, num_warm_up=2)
@@ -15,7 +15,7 @@ def test_models_take_turns_and_each_round_begins_with_another():
     assert "".join(calls) == "".join(order)
 
 
-def test_a_call_is_the_models_own_and_gives_what_it_gives():
+def test_a_call_returns_the_output_of_the_model_itself():
     for name in ("gpt2", "bert_trunk", "vit"):
         model, batch = tiny(name), tiny_batch(name, padding="right")
         expected = model(batch["pixel_values"]) if name == "vit" else model(**batch)[0]

@@ -1,4 +1,4 @@
-"""What a layered view promises, held by every family: one model each, built once."""
+"""The contract of a layered view, checked on one tiny model of every family."""
 
 import copy
 import json
@@ -27,17 +27,17 @@ from tests.support.rounding import assert_rounded
 from tests.support.tiny_configs import tiny_model
 from tests.support.tiny_models import EVERY, HEADS, IMAGE, LAYERS, PICTURES, RECURRENT, sees_images, tiny, tiny_batch
 
-# Architectures that no row and no list of tiny models names: model type -> class of transformers.
+# Architectures without a row in FAMILIES and without a tiny model: model type -> class of transformers.
 ARCHITECTURES = {
     "opt": "OPTForCausalLM",
-    "gptj": "GPTJForCausalLM",  # attention and feed-forward side by side
+    "gptj": "GPTJForCausalLM",  # parallel attention and feed-forward
     "bloom": "BloomForCausalLM",  # ALiBi
     "phi3": "Phi3ForCausalLM",
-    "stablelm": "StableLmForSequenceClassification",  # reads the last token that is no padding
+    "stablelm": "StableLmForSequenceClassification",  # reads the last token that is not padding
     "cohere": "CohereForCausalLM",
-    "cohere2": "Cohere2ForCausalLM",  # side by side, sliding windows
+    "cohere2": "Cohere2ForCausalLM",  # parallel, sliding windows
     "gemma3_text": "Gemma3ForCausalLM",
-    "olmo3": "Olmo3ForCausalLM",  # norms behind attention and feed-forward
+    "olmo3": "Olmo3ForCausalLM",  # norms after attention and feed-forward
     "smollm3": "SmolLM3ForCausalLM",
     "apertus": "ApertusForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",  # latent attention
@@ -48,7 +48,7 @@ ARCHITECTURES = {
     "gpt_oss": "GptOssForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM",  # linear attention beside attention, here and below
+    "qwen3_next": "Qwen3NextForCausalLM",  # linear and full attention, here and below
     "falcon_h1": "FalconH1ForCausalLM",
     "jamba": "JambaForCausalLM",
     "zamba2": "Zamba2ForCausalLM",
@@ -58,19 +58,19 @@ UNCUT = {
     "zamba2": "the blocks of this Zamba2ForCausalLM share weights, and it is not cut",
     "minicpm3": "MiniCPM3ForCausalLM is not cut: .* its blocks depend on how many there are",
 }
-# Experts' products have no float64.
+# The matrix products of experts do not support float64.
 ONLY_FLOAT32 = {"olmoe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_moe", "qwen3_next", "jamba"}
 STATES_WITHOUT_EMBEDDING = {*RECURRENT, "falcon_mamba"}
 EAGER_ONLY = {"gemma2", "gpt_neo", "mpt", *RECURRENT}
-# Norms, rotary tables and softmaxes that are float32 in any model.
+# Families whose norms, rotary tables or softmaxes compute in float32 in every dtype.
 IN_FLOAT32 = ("llama", "mistral", "qwen", "olmo", "gemma", "granite", "gpt_neox", "phi", "falcon", "mpt")
 IN_FLOAT32 += ("modernbert", "mamba")
-# GPT-Neo multiplies queries with keys in float32, and MKL's product depends on how they lie in memory: the model by
-# itself makes a cache of them, a prompt cut from a batch lies behind others.
+# GPT-Neo multiplies queries and keys in float32, and MKL's result depends on their memory layout. The layout differs
+# between the model's own call, which copies keys into a cache, and a prompt selected from a batch.
 PRODUCTS_IN_FLOAT32 = {"gpt_neo": 5e-6}
 ORDERS = [variant.schedule for variant in variants(LAYERS, seeds=(0, 1), loops=(3,), custom=["(2,3) 1", "3 (1,2,1) 3"])]
 ORDERS += [(1, 3), (1, (3, 2)), (1, (2, 3), 1), (1, (2, 2, 3)), ((1, 2, 3), (1, 2, 3)), (3,), (1, 2, 3, 3), (1, 2)]
-ORDERS += [(1, (3,)), ()]  # the same as one before, and none
+ORDERS += [(1, (3,)), ()]  # equal to an earlier one, and empty
 
 
 def built(name: str, dtype: torch.dtype = torch.float32, attention: str | None = None) -> Any:
@@ -89,7 +89,7 @@ def paddings(name: str) -> tuple[str | None, ...]:
 
 
 def batch_of(name: str, padding: str | None) -> dict[str, Tensor]:
-    """Return as many prompts as there are heads, for each of which ALiBi has a row, too; three if they are padded."""
+    """Return a batch of three prompts, or of HEADS prompts if unpadded, as ALiBi has one row per head."""
     return tiny_batch(name, batch=3 if padding else HEADS, padding=padding)
 
 
@@ -104,7 +104,7 @@ def close(found: Tensor, expected: Tensor, atol: float, what: str, rtol: float =
 
 
 def check_family(name: str) -> None:
-    """Build a model of this family once, and assert what a view of it promises."""
+    """Check the contract of a view on a model of this family."""
     for attention in attentions(name):
         is_first = attention == attentions(name)[0]
         view = LayeredModel(built(name, torch.float64, attention))
@@ -133,7 +133,7 @@ def depth_of(view: LayeredModel) -> int:
 
 
 def check_own_numbers(name: str, view: LayeredModel) -> None:
-    """Hold states and logits against those that the model itself gives out."""
+    """Compare states and logits with those of the model itself."""
     batch = tiny_batch(name)
     trajectory = view.trajectory(batch)
     atol = tolerance_of(name) if name in ARCHITECTURES else PRODUCTS_IN_FLOAT32.get(name, 1e-12)
@@ -161,7 +161,7 @@ def check_own_numbers(name: str, view: LayeredModel) -> None:
 
 
 def own_numbers(name: str, model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return a model's own logits and states; a masked autoencoder is told to mask nothing, in a copy."""
+    """Return a model's own logits and states; a masked autoencoder runs as a copy that masks nothing."""
     if not sees_images(name):
         output = model(**batch, output_hidden_states=True, use_cache=False)
         logits = output.logits if hasattr(output, "logits") else output.last_hidden_state
@@ -184,7 +184,7 @@ def own_numbers(name: str, model: Any, batch: dict[str, Tensor]) -> tuple[Tensor
 
 
 def check_blocks(view: LayeredModel, trajectory: Trajectory, where: str, atol: float) -> None:
-    """Blocks connect the layers, and the readout ends in the logits."""
+    """Check that blocks lead from layer to layer, and that the readout of the last layer gives the logits."""
     assert trajectory.hidden.isfinite().all(), where
     for layer, (before, after) in enumerate(pairwise(trajectory.hidden), start=1):
         with torch.no_grad():
@@ -201,7 +201,7 @@ def ending(trajectory: Trajectory, hidden: Tensor) -> Tensor:
 
 
 def check_prompts(view: LayeredModel, batch: dict, trajectory: Trajectory, where: str, atol: float) -> None:
-    """A prompt is what it is alone, whatever padding and junk is beside it, and keeps its arguments when it is cut."""
+    """Check that each prompt has the states that it has alone, and that a selected prompt keeps its arguments."""
     seen: list[Tensor] = []
     view.pass_states(batch, lambda layer, hidden, mask: seen.append(hidden))
     assert torch.equal(torch.stack(seen), trajectory.hidden), where
@@ -216,7 +216,7 @@ def check_prompts(view: LayeredModel, batch: dict, trajectory: Trajectory, where
         if "input_ids" not in batch:
             continue
         alone = view.trajectory({"input_ids": batch["input_ids"][index : index + 1, mask]})
-        least = max(atol, 1e-5)  # some softmaxes are in float32 always
+        least = max(atol, 1e-5)  # some softmaxes always compute in float32
         close(trajectory.hidden[:, index, mask], alone.hidden[:, 0], least, f"{where}: prompt {index} alone", least)
         logits = trajectory.logits[index]
         logits = logits[mask] if logits.ndim == 2 else logits
@@ -224,7 +224,7 @@ def check_prompts(view: LayeredModel, batch: dict, trajectory: Trajectory, where
 
 
 def check_logits_when_asked(view: LayeredModel, trajectory: Trajectory, where: str) -> None:
-    """Logits of some rows are those rows of all, and the head runs on these rows only."""
+    """Check that selected logits equal those rows of all logits, and that the head runs only on these rows."""
     rows: list[int] = []
     index = tuple(trajectory.mask.nonzero()[::3].T) if trajectory.logits.ndim == 3 else (torch.tensor([2, 0]),)
     generates = view.predicts_next_token
@@ -241,7 +241,7 @@ def check_logits_when_asked(view: LayeredModel, trajectory: Trajectory, where: s
 
 
 def check_running_orders(view: LayeredModel, trajectory: Trajectory, where: str) -> None:
-    """The model that runs its blocks in another order ends as they do one after the other."""
+    """Check that a model in another order gives the logits of its blocks composed in that order."""
     least = 2e-4 if view.dtype == torch.float32 else 1e-6
     for schedule in ((1, 3), (2, 1, 3, 3), (1, (2, 3))):
         expected = replay(view, trajectory, schedule)
@@ -252,7 +252,7 @@ def check_running_orders(view: LayeredModel, trajectory: Trajectory, where: str)
 
 
 def check_shared_prefixes(view: LayeredModel, trajectory: Trajectory, where: str) -> None:
-    """Schedules with a common beginning end as each of them does by itself."""
+    """Check that schedules with a common beginning give the same logits as each one alone."""
     least = 1e-9 if view.dtype == torch.float64 else 2e-4
     found = set()
     for indices, state in SharedPrefixes(ORDERS, view.num_layers).states(trajectory):
@@ -264,7 +264,7 @@ def check_shared_prefixes(view: LayeredModel, trajectory: Trajectory, where: str
 
 
 def check_jacobians(name: str, view: LayeredModel, attention: str | None) -> None:
-    """Every route gives d (block(x) - x)[last token] / d x of all tokens, as plain autograd on one prompt has it."""
+    """Check d (block(x) - x)[last token] / d x of all tokens by every route against plain autograd on one prompt."""
     exact = view.trajectory(tiny_batch(name, batch=2, tokens=6, padding=None if sees_images(name) else "left"))
     block, hidden, fewest = exact.block(2), exact.hidden[1], int(exact.mask.sum(1).min())
     asked: dict[str, Any] = {"mask": exact.mask, "out_tokens": -1, "in_tokens": range(-fewest, 0)}
@@ -294,7 +294,7 @@ def derivative_of_the_branch(trajectory: Trajectory, layer: int, prompt: int) ->
 
 
 def check_precisions(name: str) -> None:
-    """float32 and bfloat16 give nearly the same states; a widened model has the weights of the model."""
+    """Check that float32 and bfloat16 give nearly the same states, and that `upcast` keeps the weights."""
     if name in ARCHITECTURES:
         return
     whole = LayeredModel(tiny(name))
@@ -314,7 +314,7 @@ def check_precisions(name: str) -> None:
 
 
 def check_cut(name: str) -> None:
-    """The first blocks are a model with the same states, which is saved and opened like any other."""
+    """Check that a truncated model has the same states and can be saved and loaded."""
     model = built(name)
     view = LayeredModel(model)
     if name in UNCUT:
@@ -338,18 +338,18 @@ def check_cut(name: str) -> None:
 
 
 def check_saved(name: str, cut: Any, batch: dict[str, Tensor]) -> None:
-    """A saved cut says its depth wherever a config does, and opens whole or block by block."""
+    """Check that a saved truncated model states its depth in all config fields and loads whole or offloaded."""
     with tempfile.TemporaryDirectory() as folder:
         with quiet():
             save(cut, folder)
         settings = json.loads((Path(folder) / "config.json").read_text())
         assert {settings.get(field, 2) for field in ("num_hidden_layers", "n_layer", "n_layers", "num_layers")} == {2}
         assert {len(settings.get(field) or "..") for field in ("layer_types", "attention_layers")} == {2}, name
-        if "attention_types" in settings:  # GPT-Neo's: kinds of attention, and how often they come in turn
+        if "attention_types" in settings:  # GPT-Neo: kinds of attention, and how often each pattern repeats
             kinds = [kind for kinds, times in settings["attention_types"] for kind in kinds * times]
             assert kinds == ["global", "local"]
         assert settings["architectures"] == [type(cut).__name__]
-        again = load(Path(folder))  # refuses weights that are missing, such as a pooler's
+        again = load(Path(folder))  # refuses missing weights, such as those of a pooler
         offloaded = load(Path(folder), offload=Offload(Path(folder) / "scratch", torch.device("cpu")))
         views = [LayeredModel(each) for each in (cut, again, offloaded)]
         assert type(again) is type(cut)
@@ -362,7 +362,7 @@ def check_saved(name: str, cut: Any, batch: dict[str, Tensor]) -> None:
 
 
 def check_untrained(name: str) -> None:
-    """A model of transformers is built anew from its config, with other weights."""
+    """Check that `untrained` builds a model of transformers from its config, with other weights."""
     if name in ARCHITECTURES or name.startswith("vit"):
         return
     model = tiny(name)
@@ -379,9 +379,9 @@ def check_untrained(name: str) -> None:
     assert LayeredModel(fresh).trajectory(tiny_batch(name)).hidden.isfinite().all(), name
 
 
-# Of each kind one: rows of transformers and of timm, causal and not, with a head that pools, by structure, with ALiBi.
+# One of each kind: rows of transformers and timm, causal and not, with a head that pools, found by structure, ALiBi.
 QUICK = ("gpt2", "bert_classifier", "vit_average", "bloom")
-# Built like another that CI runs.
+# Similar to another model that CI runs.
 NIGHTLY = ("llama_trunk", "qwen2", "olmo", "gemma", "phi", "falcon", "bert_tagger", "roberta_tagger", "roberta_trunk")
 NIGHTLY += ("distilbert_classifier", "distilbert_tagger", "modernbert_trunk", "mamba_trunk", "picture_vit_trunk")
 NIGHTLY += ("smollm3", "apertus", "cohere", "mixtral", "deepseek_v3", "qwen3_moe", "falcon_mamba")
@@ -392,7 +392,7 @@ MARKS |= {name: [pytest.mark.nightly] for name in NIGHTLY}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in MARKS.items()])
-def test_a_family_keeps_what_a_view_promises(name):
+def test_a_family_fulfils_the_contract_of_a_view(name):
     check_family(name)
 
 

@@ -1,4 +1,4 @@
-"""A user's hooks on blocks (steering, ablation) count in states, Jacobians, replay and readouts alike."""
+"""A user's hooks on blocks (steering, ablation) take effect in states, Jacobians, replay and readouts."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def model(family="llama", **options):
     torch.manual_seed(0)
     if family == "gpt2":
         return GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=16, n_layer=2, n_head=2, **options)).eval()
-    if family == "gemma":  # has no row: it is taken apart by its structure
+    if family == "gemma":  # has no row in FAMILIES: its blocks are found by structure
         return GemmaForCausalLM(GemmaConfig(**SIZES, **options)).eval()
     return LlamaForCausalLM(LlamaConfig(**SIZES, **options)).eval()
 
@@ -33,7 +33,7 @@ def steer(module, args, kwargs):
     return (args[0] + 0.5, *args[1:]), kwargs
 
 
-def scale_third_token(module, args, output):  # not the same for each token
+def scale_third_token(module, args, output):  # affects one token only
     factor = torch.ones(first(output).shape[1])
     factor[2] = 0.25
     return first(output) * factor[:, None]
@@ -65,13 +65,13 @@ def test_hooks_of_blocks_act_once_in_states_replay_readout_and_jacobians(family,
             trajectory.block(layer)(trajectory.hidden[layer - 1]), trajectory.hidden[layer], atol=1e-5
         )
 
-    def by_last(state):
+    def changed(state):
         whole = torch.cat(
             [trajectory.hidden[number - 1][:1, :2], state[None, None], trajectory.hidden[number - 1][:1, 3:]], 1
         )
         return trajectory.rows(0, 1).block(number)(whole)[0, 2]
 
-    expected = torch.autograd.functional.jacobian(by_last, trajectory.hidden[number - 1][0, 2].clone()) - torch.eye(16)
+    expected = torch.autograd.functional.jacobian(changed, trajectory.hidden[number - 1][0, 2].clone()) - torch.eye(16)
     found = block_jacobian(trajectory.block(number), trajectory.hidden[number - 1], out_tokens=2)[0]
     assert torch.allclose(found, expected, atol=1e-4)
     assert len(network.model.layers[number - 1]._forward_hooks) == 1, "the user's own are back"
@@ -88,6 +88,6 @@ def test_a_decoder_that_sees_later_tokens_does_not_predict_the_next_one(family):
     assert not LayeredModel(model(family, is_causal=False)).predicts_next_token
 
 
-def test_rows_that_only_fill_the_vocabulary_up_leave_a_decoder_one_of_next_tokens():
+def test_a_decoder_with_padding_rows_predicts_the_next_token():
     padded = causal_lm("gpt2", vocab_size=61, n_layer=1, n_embd=32, n_head=2, n_positions=16, pad_vocab_to=64)
     assert LayeredModel(padded).predicts_next_token

@@ -1,4 +1,4 @@
-"""How long it takes to reach a layer: what is counted, in which order, and that nothing is left behind."""
+"""The latency of each layer: what is counted, in which order, and that no hook remains."""
 
 import pytest
 import torch
@@ -23,8 +23,8 @@ def test_every_layer_is_reached_after_the_one_before(name):
     assert (found.diff() > 0).all()
 
 
-def test_the_seconds_are_medians_of_steps_from_the_call_to_the_first_block_and_from_block_to_block(monkeypatch):
-    # Two rounds behind one of warm-up, a call and four layers each; what the clock shows at each is made up.
+def test_seconds_are_sums_of_median_times_between_layers(monkeypatch):
+    # One round of warm-up and two timed rounds, each with a call and four layers. The times of the clock are invented.
     steps = [[0, 9, 9, 9, 9], [5, 1, 2, 4, 8], [7, 2, 2, 5, 99], [7, 3, 1, 6, 8]]
     ticks = iter(torch.tensor(steps).flatten().cumsum(0).tolist())
     monkeypatch.setattr(block_calls.time, "perf_counter", lambda: float(next(ticks)))
@@ -33,7 +33,7 @@ def test_the_seconds_are_medians_of_steps_from_the_call_to_the_first_block_and_f
     assert next(ticks, None) is None
 
 
-def test_the_model_is_as_before_also_when_a_block_fails():
+def test_no_hook_and_no_mode_remains_even_if_a_block_fails():
     model = tiny("gpt2").train()
     layer_latencies(LayeredModel(model), tiny_batch("gpt2"), rounds=1)
     assert num_hooks(model) == 0

@@ -1,4 +1,4 @@
-"""Models whose blocks accelerate reads from the disk: measured as in memory, and left as they were."""
+"""Models whose blocks accelerate reads from the disk: measured as in memory, and restored."""
 
 import gc
 import importlib.util
@@ -37,7 +37,7 @@ def on_meta(model: nn.Module) -> list[bool]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.soak)])
-def test_every_number_is_that_of_the_model_in_memory(tmp_path, name):
+def test_every_number_equals_that_of_the_model_in_memory(tmp_path, name):
     saved(tmp_path / "model", name)
     whole, offloaded = (load(tmp_path / "model", offload=each) for each in (None, Offload(tmp_path / "scratch", CPU)))
     views = LayeredModel(whole), LayeredModel(offloaded)
@@ -52,8 +52,8 @@ def test_every_number_is_that_of_the_model_in_memory(tmp_path, name):
 
 
 @pytest.mark.soak
-def test_a_model_that_transformers_has_placed_is_measured(tmp_path):
-    """Also with its embedding and head on the disk, and blocks in both places."""
+def test_a_model_with_a_device_map_of_transformers_is_measured(tmp_path):
+    """Embedding and head are on the disk, one block is in memory and two are on the disk."""
     model = saved(tmp_path / "model", "llama")
     placed = {"model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk", "model.rotary_emb": "cpu"}
     placed |= {"model.embed_tokens": "disk", "model.norm": "disk", "lm_head": "disk"}
@@ -68,7 +68,7 @@ def test_a_model_that_transformers_has_placed_is_measured(tmp_path):
         assert other.provenance == one.provenance
 
 
-def test_an_offloaded_model_is_left_as_it_was_and_what_is_written_to_it_is_seen(tmp_path):
+def test_an_offloaded_model_is_restored_and_writes_to_it_are_detected(tmp_path):
     saved(tmp_path / "model", "gpt2")
     model = load(tmp_path / "model", offload=Offload(tmp_path / "scratch", CPU)).train()
     model.transformer.h[0].eval()
@@ -88,7 +88,7 @@ def test_an_offloaded_model_is_left_as_it_was_and_what_is_written_to_it_is_seen(
         block.ln_1.weight = nn.Parameter(torch.zeros(block.ln_1.weight.shape))
 
 
-def test_an_offloaded_model_reads_its_blocks_for_more_texts_at_once(tmp_path, monkeypatch):
+def test_an_offloaded_model_runs_larger_microbatches(tmp_path, monkeypatch):
     saved(tmp_path / "model", "gpt2")
     views = [LayeredModel(load(tmp_path / "model", offload=each)) for each in (None, Offload(tmp_path / "s", CPU))]
     batch = tiny_batch("gpt2", batch=8, tokens=8)
@@ -99,7 +99,7 @@ def test_an_offloaded_model_reads_its_blocks_for_more_texts_at_once(tmp_path, mo
     assert [len([*microbatches(view, [batch])]) for view in views] == [4, 1]
 
 
-def test_weights_in_another_form_lie_in_the_folder_until_the_model_is_freed(tmp_path):
+def test_weights_in_another_format_stay_in_the_folder_until_the_model_is_freed(tmp_path):
     model, scratch = saved(tmp_path / "model", "gpt2"), tmp_path / "scratch"
     for file in (tmp_path / "model").glob("*.safetensors*"):
         file.unlink()
@@ -112,7 +112,7 @@ def test_weights_in_another_form_lie_in_the_folder_until_the_model_is_freed(tmp_
     assert [*scratch.iterdir()] == []
 
 
-def test_without_accelerate_it_says_what_to_install(tmp_path, monkeypatch):
+def test_missing_accelerate_is_reported_with_the_command_that_installs_it(tmp_path, monkeypatch):
     saved(tmp_path / "model", "gpt2")
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "accelerate" else found(name))

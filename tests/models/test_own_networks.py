@@ -1,7 +1,7 @@
-"""Networks of nobody's library: measured as those of transformers are, or refused with what does not hold.
+"""The user's own networks: measured as those of transformers, or refused with the failed check.
 
-The truth of a GPT-2 written by hand is the same function in the words of transformers, which has a row; that of others
-are their own states, caught by hooks of the test.
+A handwritten GPT-2 is compared with the GPT-2 of transformers with the same weights. Other networks are compared with
+their own states, which hooks of the test record.
 """
 
 from types import SimpleNamespace
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Called with token ids it scores the token behind the last one alone, and called with targets every token."""
+    """Scores only the token after the last one, or every token if targets are passed (as nanoGPT)."""
 
     def __init__(
         self, vocab_size: int, block_size: int, width: int, heads: int, depth: int, dropout: float = 0.1
@@ -69,8 +69,8 @@ class GPT(nn.Module):
         return scores, F.cross_entropy(scores.view(-1, scores.shape[-1]), targets.view(-1))
 
 
-def like(model: nn.Module) -> GPT:
-    """The same function as a GPT2LMHeadModel."""
+def handwritten(model: nn.Module) -> GPT:
+    """Return the same function as a GPT2LMHeadModel."""
     config, theirs = model.config, model.state_dict()
     own = GPT(config.vocab_size, config.n_positions, config.n_embd, config.n_head, config.n_layer)
     names = {"norm_1": "ln_1", "norm_2": "ln_2", "queries_keys_values": "attn.c_attn", "out": "attn.c_proj"}
@@ -87,14 +87,14 @@ def like(model: nn.Module) -> GPT:
 
 
 def pair(**options) -> tuple[nn.Module, GPT]:
-    """A GPT-2 of transformers without special tokens, which a network by hand cannot say, and the same by hand."""
+    """Return a GPT-2 of transformers without special tokens, and a handwritten network with the same weights."""
     model = tiny("gpt2", vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None, **options)
-    return model, like(model)
+    return model, handwritten(model)
 
 
-def test_a_gpt2_by_hand_has_the_numbers_of_that_of_transformers():
+def test_a_handwritten_gpt2_has_the_numbers_of_the_one_in_transformers():
     model, own = (each.double() for each in pair())
-    batches = prompts()  # with padding, which a network without a mask never sees
+    batches = prompts()  # with padding, which is after the texts
     for analysis in (
         Trajectory(batches=batches),
         Lens(batches=batches),
@@ -121,7 +121,7 @@ def test_a_list_of_parts_inside_each_block_is_not_the_list_of_blocks():
     assert [*LayeredModel(own).blocks] == [*own.blocks]
 
 
-def test_what_a_network_makes_at_its_first_call_can_be_trained_with_afterwards():
+def test_tensors_created_in_the_first_call_can_be_used_in_training():
     own, made = GPT(WORDS, PLACES, WIDTH, 2, 2), []
 
     def scale(module, args, output):
@@ -135,7 +135,7 @@ def test_what_a_network_makes_at_its_first_call_can_be_trained_with_afterwards()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_is_no_token_of_a_network_without_a_mask(side):
+def test_padding_changes_nothing_in_a_network_without_a_mask(side):
     _, own = pair()
     view, ids = LayeredModel(own), torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
     mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1] if side == "left" else [1, 1, 0, 0]])
@@ -156,7 +156,7 @@ def _causal(length: int) -> torch.Tensor:
 
 
 class Encoder(nn.Module):
-    """torch's own encoder, with a table of positions that is no embedding; `head` says what it returns."""
+    """The encoder of torch with a position parameter instead of an embedding; `head` says what it returns."""
 
     def __init__(self, head: str = "words", causal: bool = False) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Encoder(nn.Module):
 
 
 class Masked(nn.Module):
-    """A network that is told which tokens are real, and has to be."""
+    """A network that requires a mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Masked(nn.Module):
 
 
 class Pictures(nn.Module):
-    """A ViT whose head begins with zeros."""
+    """A ViT whose head is initialized with zeros."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_states_and_scores_are_those_of_the_networks_own_call(name):
+def test_states_and_scores_equal_those_of_the_networks_own_call(name):
     make, predicts, ndim = NETWORKS[name]
     torch.manual_seed(0)
     network = make().eval()
@@ -238,7 +238,7 @@ def test_states_and_scores_are_those_of_the_networks_own_call(name):
     if logits is None:
         logits = output[0] if isinstance(output, tuple) else dict(getattr(output, "__dict__", output))["logits"]
     caught = [states[0], *states[1::2]]
-    for layer, state in enumerate(caught):  # the view's pass may take the kernels of another order
+    for layer, state in enumerate(caught):  # the view's pass may use other kernels
         torch.testing.assert_close(seen.hidden[layer], state, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(seen.logits, logits, rtol=1e-4, atol=1e-5)
     assert (view.num_layers, view.origin, logits.ndim) == (3, "structure", ndim)
@@ -250,7 +250,7 @@ def test_states_and_scores_are_those_of_the_networks_own_call(name):
 
 
 class Embedded(Pictures):
-    """Its sizes are said by the module that makes patches, as in DINO."""
+    """The image and patch size are attributes of the patch embedding, as in DINO."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ class Embedded(Pictures):
 
 
 class Returning(Encoder):
-    """Next to its scores it returns what else scripts return, before them or behind."""
+    """Returns other values before or after its scores, as scripts do."""
 
     def __init__(self, returned: str) -> None:
         super().__init__(causal=True)
@@ -273,7 +273,7 @@ class Returning(Encoder):
         losses = nn.functional.cross_entropy(scores.mT, tokens, reduction="none")
         if targets is not None:
             targets[:] = -100
-        tokens[:, 0] = 0  # what it was given is not ours any more
+        tokens[:, 0] = 0  # the network may write to its input
         last = scores[:, -1] if targets is None else scores
         return {
             "states first": (x, scores),
@@ -285,7 +285,7 @@ class Returning(Encoder):
 
 
 @pytest.mark.parametrize("returned", ["states first", "losses first", "named", "last of two axes", "states and last"])
-def test_scores_are_found_beside_other_things_and_what_it_is_given_stays(returned):
+def test_scores_are_found_among_other_outputs_and_inputs_do_not_change(returned):
     torch.manual_seed(0)
     network, kept = Returning(returned).eval(), IDS.clone()
     view = LayeredModel(network)
@@ -309,7 +309,7 @@ class CausalUnlessMasked(Encoder):
         return self.out(x)
 
 
-def test_a_mask_that_it_can_do_without_is_given_with_padding_alone():
+def test_an_optional_mask_is_passed_only_with_padding():
     torch.manual_seed(0)
     view = LayeredModel(network := CausalUnlessMasked().eval())
     with torch.no_grad():
@@ -322,19 +322,19 @@ def test_a_mask_that_it_can_do_without_is_given_with_padding_alone():
 
 
 @pytest.mark.parametrize("pooled", [lambda x: x.mean(1), lambda x: x[:, -1]], ids=["mean", "last"])
-def test_padding_is_refused_where_the_head_would_count_it(pooled):
+def test_padding_is_refused_if_the_head_would_count_it(pooled):
     torch.manual_seed(0)
-    view = LayeredModel(network := OfNumbers(pooled, causal=True).eval())
+    view = LayeredModel(network := Reshaped(pooled, causal=True).eval())
     mask = torch.ones_like(IDS)
     mask[0, -2:] = 0
     with pytest.raises(InputError, match="give texts of one length"):
         view.trajectory({"input_ids": IDS, "attention_mask": mask})
     with torch.no_grad():
         torch.testing.assert_close(view.trajectory({"input_ids": IDS}).logits, network(IDS))
-    assert view.vocab_size is None  # as many classes as words, of a whole text
+    assert view.vocab_size is None  # the scores are classes of a text, although there are as many as words
 
 
-def test_a_norm_and_dropout_in_one_sequential_with_blocks_are_none():
+def test_a_norm_and_dropout_in_one_sequential_with_blocks_are_not_blocks():
     torch.manual_seed(0)
     network = Encoder(causal=False)
     network.encoder = nn.Sequential(nn.Dropout(0.1), *_blocks(), nn.LayerNorm(WIDTH))
@@ -352,7 +352,7 @@ def test_a_norm_and_dropout_in_one_sequential_with_blocks_are_none():
 
 
 class Turning(nn.Module):
-    """A block whose matrix is a parameter of its own: it has no module in it."""
+    """A block without submodules: its matrix is a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -362,7 +362,7 @@ class Turning(nn.Module):
         return x + torch.tanh(x @ self.weight)
 
 
-def test_blocks_may_hold_their_matrices_without_a_module():
+def test_blocks_may_hold_their_matrices_as_parameters():
     torch.manual_seed(0)
     network = Encoder()
     network.encoder = nn.Sequential(Turning(), Turning(), nn.LayerNorm(WIDTH))
@@ -370,7 +370,7 @@ def test_blocks_may_hold_their_matrices_without_a_module():
     assert LayeredModel(network.eval()).num_layers == 2
 
 
-def test_a_text_that_is_too_long_is_refused_in_a_sentence_where_nothing_said_so():
+def test_a_text_beyond_an_unstated_limit_is_refused_in_one_sentence():
     torch.manual_seed(0)
     view = LayeredModel(Encoder().eval())
     with pytest.raises(InputError, match=r"Encoder cannot be called with input_ids of shape \(3, 20\) \(RuntimeError"):
@@ -423,8 +423,8 @@ class OneHot(nn.Module):
         return self.out(nn.functional.one_hot(tokens, WORDS).float())
 
 
-class OfNumbers(Encoder):
-    """What it returns, `made` of its own scores."""
+class Reshaped(Encoder):
+    """Returns `made(scores)`."""
 
     def __init__(self, made, **options) -> None:
         super().__init__(**options)
@@ -435,7 +435,7 @@ class OfNumbers(Encoder):
 
 
 class TokensFirst(nn.Module):
-    """Takes (tokens, batch), as torch's tutorial does: what it is given as texts are its tokens."""
+    """Takes (tokens, batch), as the tutorial of torch does, so that it takes texts for tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -450,12 +450,12 @@ class TokensFirst(nn.Module):
 
 class Drawing(Encoder):
     def forward(self, tokens):
-        x = nn.functional.dropout(self.embed(tokens), 0.2)  # also in evaluation: it is not told the mode
+        x = nn.functional.dropout(self.embed(tokens), 0.2)  # the function drops values also in evaluation mode
         return self.out(self.encoder(x, mask=_causal(tokens.shape[1])))
 
 
 class GivenTheFirst(nn.Module):
-    """Each block is given layer 0, too."""
+    """Passes layer 0 to each block as an additional argument."""
 
     class Block(nn.TransformerEncoderLayer):
         def forward(self, x, first):
@@ -482,9 +482,9 @@ REFUSED = {
     "skips": (lambda: LearnsASkip(1.0), "module 2 of network.encoder.layers takes something else than module 1"),
     "recurrent": (Recurrent, "no list of its modules runs in its own call"),
     "last alone": (LastAlone, r"for ids of shape \(2, 6\) it returns \(2, 2, 40\), expected \(2, 6, scores\) or"),
-    "number each": (lambda: OfNumbers(lambda x: x.mean(-1)), "what it returns is one number for each token"),
-    "several heads": (lambda: OfNumbers(lambda x: x[:, :, None]), r"it returns \(2, 6, 1, 40\), expected"),
-    "two scores": (lambda: OfNumbers(lambda x: (x, -x)), r"which of what it returns are its scores \(\(2, 6, 40\), "),
+    "number each": (lambda: Reshaped(lambda x: x.mean(-1)), "what it returns is one number for each token"),
+    "several heads": (lambda: Reshaped(lambda x: x[:, :, None]), r"it returns \(2, 6, 1, 40\), expected"),
+    "two scores": (lambda: Reshaped(lambda x: (x, -x)), r"which of what it returns are its scores \(\(2, 6, 40\), "),
     "tokens first": (TokensFirst, "passed alone, one of its batch has another state behind block 0"),
     "drawing": (Drawing, "states depend on what else is in a batch, or on chance"),
     "given the first": (GivenTheFirst, "block 1 is called with layer 0 besides its state"),
@@ -497,14 +497,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_row_of_blocks_is_refused_with_what_does_not_hold(name):
+def test_a_network_that_is_no_sequence_of_blocks_is_refused_with_the_failed_check(name):
     make, sentence = REFUSED[name]
     torch.manual_seed(0)
     with pytest.raises(InputError, match=f"^no layered view of {type(network := make()).__name__}: .*{sentence}"):
         LayeredModel(network)
 
 
-def test_models_of_a_library_in_a_network_are_named_and_its_layers_are_none():
+def test_library_models_inside_a_network_are_named_but_single_layers_are_not():
     from timm.layers.patch_embed import PatchEmbed
     from timm.models.vision_transformer import Block, VisionTransformer
 
@@ -523,7 +523,7 @@ def test_models_of_a_library_in_a_network_are_named_and_its_layers_are_none():
         LayeredModel(network)
 
 
-def test_it_is_neither_saved_nor_cut_nor_built_anew(tmp_path):
+def test_own_networks_are_not_saved_truncated_or_rebuilt(tmp_path):
     _, own = pair()
     for refused in (
         lambda: save(own, tmp_path / "m"),
@@ -534,7 +534,7 @@ def test_it_is_neither_saved_nor_cut_nor_built_anew(tmp_path):
             refused()
 
 
-def test_a_network_that_changes_its_vocabulary_is_looked_at_again():
+def test_a_network_that_changes_its_vocabulary_is_inspected_again():
     torch.manual_seed(0)
     network = Encoder(causal=True).eval()
     assert LayeredModel(network).vocab_size == WORDS
@@ -542,7 +542,7 @@ def test_a_network_that_changes_its_vocabulary_is_looked_at_again():
     assert LayeredModel(network).vocab_size == 50
 
 
-def test_no_training_ends_where_a_network_stops_being_a_row_of_blocks(tmp_path):
+def test_training_continues_when_a_network_is_no_longer_a_sequence_of_blocks(tmp_path):
     torch.manual_seed(0)
     network = LearnsASkip()
     with lit_layers.watch(network, [Trajectory(batches=[IDS])], steps={"every": 1}, root=tmp_path / "run") as watched:
@@ -556,13 +556,13 @@ def test_no_training_ends_where_a_network_stops_being_a_row_of_blocks(tmp_path):
     assert "no layered view of LearnsASkip: module 2 of" in errors[2]
 
 
-def test_saving_its_steps_is_refused_before_the_first_one(tmp_path):
+def test_saving_steps_is_refused_before_the_first_step(tmp_path):
     with pytest.raises(InputError, match="cannot save this GPT as a Hugging Face folder"):
         lit_layers.watch(pair()[1], [Lens(batches=[IDS])], steps=[1], root=tmp_path / "run", save=True)
 
 
 @pytest.mark.parametrize("name", ["encoder", "decoder", "masked"])
-def test_jacobians_of_torchs_own_attention_are_those_of_reverse_mode(name):
+def test_jacobians_of_torch_attention_equal_reverse_mode(name):
     torch.manual_seed(0)
     view = LayeredModel(NETWORKS[name][0]().double().eval())
     seen = view.trajectory({"input_ids": IDS})
@@ -575,7 +575,7 @@ def test_jacobians_of_torchs_own_attention_are_those_of_reverse_mode(name):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_maps_of_torchs_own_attention_are_those_it_returns_itself(causal):
+def test_attention_maps_of_torch_equal_those_that_it_returns(causal):
     torch.manual_seed(0)
     network = Encoder(causal=causal).eval()
     view = LayeredModel(network)

@@ -1,4 +1,4 @@
-"""A saved model of images of transformers, from its folder to numbers."""
+"""A saved image model of transformers, from its folder to measured numbers."""
 
 import json
 import math
@@ -52,7 +52,7 @@ def folder(tmp_path) -> Path:
 
 
 @pytest.mark.soak
-def test_a_folder_is_analysed_with_a_recipe_of_images_whole_and_offloaded_with_the_same_numbers(folder, tmp_path):
+def test_an_image_model_gives_the_same_numbers_whole_and_offloaded(folder, tmp_path):
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     roots = tmp_path / "whole", tmp_path / "offloaded"
     for root, how in zip(roots, ([], ["--offload", str(tmp_path / "scratch")]), strict=True):
@@ -64,7 +64,7 @@ def test_a_folder_is_analysed_with_a_recipe_of_images_whole_and_offloaded_with_t
     assert_same_numbers(offloaded, whole)
 
 
-def test_numbers_are_those_of_the_states_that_transformers_gives_out(folder, tmp_path):
+def test_numbers_equal_those_of_the_hidden_states_of_transformers(folder, tmp_path):
     (found,) = analyze(folder, [Trajectory(batches=digits(num_images=3))], root=tmp_path / "run", device="cpu")
     (batch,) = digits(num_images=3)
     with torch.no_grad():
@@ -84,14 +84,14 @@ def test_images_of_another_normalisation_or_size_are_refused(folder, tmp_path):
             analysis(batches=digits(normalisation="imagenet")).check(model)
     saved(tmp_path / "vit", "picture_vit")
     strict = LayeredModel(load(tmp_path / "vit"))
-    Trajectory(batches=digits(normalisation="imagenet")).check(strict)  # nobody says
+    Trajectory(batches=digits(normalisation="imagenet")).check(strict)  # the statistics are unknown
     with pytest.raises(InputError, match="expected an image_size of 16, which the model takes, got images of 8 px"):
         Trajectory(batches=digits(image_size=8)).check(strict)
 
 
 @pytest.mark.parametrize("name", ["picture_vit_trunk", "picture_mae_trunk", "picture_clip"])
-def test_labels_are_probed_at_the_class_token_and_at_the_mean_of_the_patches_alone(name):
-    """The class token of layer 0 is one vector for all images, so that its probe knows the class shares alone."""
+def test_labels_are_probed_at_the_class_token_and_at_the_mean_patch(name):
+    """At layer 0 the class token is equal in all images, so that its probe learns only the class frequencies."""
     found = records_of(probe(pooling=("cls", "mean")), LayeredModel(tiny(name)))
     values = {(r.metric, r.layer, r.tags.get("pooling")): r.value for r in found if "reference" not in r.tags}
     (majority,) = [r.value for r in found if r.metric == "log_loss" and "reference" in r.tags]

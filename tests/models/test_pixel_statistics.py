@@ -1,4 +1,4 @@
-"""What a preprocessor_config.json says of the pixels that a model of transformers was trained on."""
+"""Pixel statistics of image models, from a preprocessor_config.json or a timm config.json."""
 
 import json
 
@@ -23,7 +23,7 @@ def folder(tmp_path):
     return tmp_path / "whole"
 
 
-def test_they_are_known_of_a_loaded_a_cut_a_saved_an_untrained_and_an_initialised_model(folder, tmp_path):
+def test_loaded_truncated_saved_and_untrained_models_have_pixel_statistics(folder, tmp_path):
     model = load(folder)
     assert pixel_statistics(model) == KNOWN
     cut = truncate(model, 2, head=False)
@@ -35,7 +35,7 @@ def test_they_are_known_of_a_loaded_a_cut_a_saved_an_untrained_and_an_initialise
         assert pixel_statistics(other) == KNOWN
 
 
-def test_where_no_file_says_them_nobody_does(tmp_path):
+def test_pixel_statistics_are_unknown_without_a_file(tmp_path):
     saved(tmp_path, "picture_vit")
     assert pixel_statistics(load(tmp_path)) is None
     save(load(tmp_path), tmp_path / "again")
@@ -53,8 +53,8 @@ def test_where_no_file_says_them_nobody_does(tmp_path):
         {"do_rescale": False, "image_mean": [127.5] * 3, "image_std": [63.75] * 3},
     ],
 )
-def test_they_are_shares_of_full_brightness_however_the_file_scales(settings):
-    """By hand: a pixel of 255 comes to (1 - 0.5) / 0.25 = 2, one of 0 to -2."""
+def test_pixel_statistics_are_for_pixels_in_0_to_1_for_every_scaling(settings):
+    """By hand: a pixel of 255 becomes (1 - 0.5) / 0.25 = 2, one of 0 becomes -2."""
     model = tiny("picture_vit")
     keep_preprocessor_(model, settings)
     mean, std = pixel_statistics(model)
@@ -62,13 +62,13 @@ def test_they_are_shares_of_full_brightness_however_the_file_scales(settings):
     assert std == pytest.approx([0.25] * 3)
 
 
-def test_pixels_that_are_scaled_and_no_more_have_mean_0_and_deviation_1():
+def test_pixels_without_normalization_have_mean_0_and_deviation_1():
     model = tiny("picture_vit")
     keep_preprocessor_(model, {"do_normalize": False, "image_mean": [0.5] * 3, "image_std": [0.5] * 3})
     assert pixel_statistics(model) == ((0.0,) * 3, (1.0,) * 3)
 
 
-def test_they_are_those_that_transformers_own_preparation_uses():
+def test_pixel_statistics_agree_with_the_image_processor_of_transformers():
     from transformers import ViTImageProcessor
 
     own = ViTImageProcessor(image_mean=[0.1, 0.2, 0.3], image_std=[0.4, 0.5, 0.6], size={"height": 16, "width": 16})
@@ -80,7 +80,7 @@ def test_they_are_those_that_transformers_own_preparation_uses():
     torch.testing.assert_close((picture / 255 - mean) / std, expected, rtol=0, atol=1e-5)
 
 
-def test_a_description_and_a_folder_of_a_model_of_timm_say_them_where_they_are_known(tmp_path):
+def test_timm_models_describe_and_save_known_pixel_statistics(tmp_path):
     model = vit("vit_tiny_patch16_224", img_size=16, patch_size=4, depth=1, embed_dim=8, num_heads=2)
     save(model, tmp_path / "unknown")
     assert pixel_statistics(load(tmp_path / "unknown")) is None

@@ -1,4 +1,4 @@
-"""A model in another order against the blocks composed by hand; cached generation against recomputation."""
+"""A model in another order compared with blocks composed by hand, and cached generation with recomputation."""
 
 import dataclasses
 import threading
@@ -45,15 +45,15 @@ def call(model, batch):
 @pytest.mark.parametrize(
     "name", ["gpt2", *(pytest.param(n, marks=pytest.mark.soak) for n in ("gemma2", "mistral", "falcon", "mpt"))]
 )
-def test_cached_generation_is_recomputation_token_for_token(name):
+def test_cached_generation_equals_recomputation_token_for_token(name):
     model = deep(name)
     ids = tiny_batch(name, *PROMPTS)["input_ids"]
     steps = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    model.generation_config.eos_token_id = None  # no token ends a text
+    model.generation_config.eos_token_id = None  # generation never stops early
     for variant in ("baseline", "reverse", "looped_parallel", "custom"):
         with torch.no_grad(), running_order(model, VARIANTS[variant]):
             expected, logits = ids, []
-            for _ in range(6):  # recomputed whole, without a cache
+            for _ in range(6):  # without a cache
                 logits.append(model(input_ids=expected, use_cache=False).logits[:, -1])
                 expected = torch.cat([expected, logits[-1].argmax(-1, keepdim=True)], 1)
             found = model.generate(
@@ -75,7 +75,7 @@ def test_beams_reorder_the_slots_of_each_execution():
 
 
 @pytest.mark.parametrize("name", ["gpt2", "falcon", "vit"])
-def test_the_model_is_as_it_was_also_after_an_exception(name):
+def test_the_model_is_unchanged_after_the_context_even_after_an_error(name):
     model = deep(name)
     batch = tiny_batch(name, *PROMPTS)
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -100,7 +100,7 @@ def test_the_model_is_as_it_was_also_after_an_exception(name):
     assert [module.__dict__.keys() for module in model.modules()] == [each.keys() for each in attributes]
 
 
-def test_an_exception_inside_a_block_leaves_no_half_of_a_pass():
+def test_the_next_pass_works_after_an_error_inside_a_block():
     model = deep("gpt2")
     batch = tiny_batch("gpt2", *PROMPTS)
     with torch.no_grad(), running_order(model, VARIANTS["reverse"]):
@@ -121,7 +121,7 @@ def test_gradients_flow_through_every_execution():
     assert used == {1: True, 2: True, 3: True, 4: False, 5: False}
 
 
-def test_another_tools_forward_is_called_and_stays():
+def test_a_forward_of_another_tool_is_called_and_restored():
     model, calls = deep("gpt2"), []
     block = model.transformer.h[0]
     own = block.forward
@@ -134,10 +134,10 @@ def test_another_tools_forward_is_called_and_stays():
     with torch.no_grad(), running_order(model, (1, 1, 2)):
         call(model, tiny_batch("gpt2", *PROMPTS))
     assert block.forward is moving
-    assert len(calls) == 2  # twice in the schedule
+    assert len(calls) == 2  # block 1 is in the schedule twice
 
 
-def test_a_view_and_another_order_are_refused_meanwhile_also_of_another_thread():
+def test_a_view_and_a_second_order_are_refused_inside_the_context_in_any_thread():
     model, sentences = deep("gpt2"), []
     batch = tiny_batch("gpt2", *PROMPTS)
     view = LayeredModel(model)
@@ -178,7 +178,7 @@ def test_a_cache_that_cannot_have_a_slot_for_each_execution_is_refused():
     assert "LlamaForCausalLM cannot use a StaticCache" in str(refused.value)
 
 
-def test_what_is_no_schedule_is_refused_before_anything_changes():
+def test_an_invalid_schedule_is_refused_before_anything_changes():
     model = deep("gpt2")
     with pytest.raises(ValueError, match=r"block: expected 1\.\.5, got 9"), running_order(model, (1, 9)):
         pass
@@ -192,7 +192,7 @@ def test_a_cache_of_another_order_is_refused():
         plain = model(input_ids=ids, use_cache=True)[CACHE]
         with running_order(model, VARIANTS["reverse"]):
             filled = model(input_ids=ids, use_cache=True)[CACHE]
-            model(input_ids=ids[:, :1], **{CACHE: filled})  # its own goes on
+            model(input_ids=ids[:, :1], **{CACHE: filled})  # the order that filled the cache may continue
         with running_order(model, VARIANTS["skip"]):
             for cache in (plain, filled):
                 with pytest.raises(InputError, match="a key-value cache that was filled in another order"):

@@ -1,4 +1,4 @@
-"""Folders whose files say something that the model class does not take up, and folders that are gone."""
+"""Saved models: unused weights, heads, ties, and folders that do not exist."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ def configure(folder: Path, **fields) -> None:
     ],
     ids=["biases", "blocks", "scales", "positions", "part of a block", "bias of the head"],
 )
-def test_weights_that_the_class_has_no_place_for_are_refused_by_name(tmp_path, fields, tensors, named):
+def test_weights_that_the_class_does_not_use_are_refused_by_name(tmp_path, fields, tensors, named):
     llama(attention_bias="attention_bias" in fields).save_pretrained(tmp_path)
     configure(tmp_path, **fields)
     add(tmp_path, **tensors)
@@ -54,7 +54,7 @@ def test_weights_that_the_class_has_no_place_for_are_refused_by_name(tmp_path, f
         load(tmp_path)
 
 
-def test_a_trunk_saved_alone_has_no_weights_left_over_either(tmp_path):
+def test_a_saved_trunk_has_no_unused_weights(tmp_path):
     llama(LlamaModel).save_pretrained(tmp_path)
     load(tmp_path)
     add(tmp_path, **{"embed_positions.weight": torch.ones(8, 16)})
@@ -66,27 +66,27 @@ def test_a_head_on_top_of_the_trunk_is_left_out(tmp_path):
     model = BertForPreTraining(BertConfig(num_hidden_layers=2, max_position_embeddings=32, **SIZES)).eval()
     model.save_pretrained(tmp_path / "bert")
     ids = torch.arange(1, 13).reshape(2, 6)
-    for architecture in ("BertModel", "BertForMaskedLM"):  # without both heads; without one and the pooler
+    for architecture in ("BertModel", "BertForMaskedLM"):  # drops both heads; drops one head and the pooler
         configure(tmp_path / "bert", architectures=[architecture])
         opened = load(tmp_path / "bert")
         states = opened(ids, output_hidden_states=True).hidden_states
         assert torch.equal(states[-1], BertModel.from_pretrained(tmp_path / "bert").eval()(ids).last_hidden_state)
     sequence_classifier(tmp_path / "bert", 3)
     llama().save_pretrained(tmp_path / "llama")
-    add(tmp_path / "llama", **{"v_head.summary.weight": torch.ones(1, 16)})  # of a reward, which trl saves beside it
+    add(tmp_path / "llama", **{"v_head.summary.weight": torch.ones(1, 16)})  # value head that trl saves with the model
     load(tmp_path / "llama")
     configure(tmp_path / "llama", architectures=["LlamaModel"])
     load(tmp_path / "llama")
 
 
-def test_an_encoder_to_fine_tune_has_no_weights_left_over(tmp_path):
+def test_an_encoder_for_fine_tuning_has_no_unused_weights(tmp_path):
     BertForPreTraining(BertConfig(num_hidden_layers=3, **SIZES)).save_pretrained(tmp_path)
     configure(tmp_path, num_hidden_layers=2)
     with pytest.raises(InputError, match=r"encoder\.layer\.2"):
         sequence_classifier(tmp_path, 3)
 
 
-def test_weights_of_another_model_beside_the_index_are_refused(tmp_path):
+def test_weights_of_another_model_in_the_folder_are_refused(tmp_path):
     llama().save_pretrained(tmp_path, max_shard_size="10KB")
     load(tmp_path)
     llama().save_pretrained(tmp_path / "whole")
@@ -97,14 +97,14 @@ def test_weights_of_another_model_beside_the_index_are_refused(tmp_path):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("differ", [True, False])
-def test_ties_are_those_in_memory_whatever_the_config_says(tmp_path, tied, differ):
+def test_ties_are_those_of_the_weights_in_memory_not_of_the_config(tmp_path, tied, differ):
     model = llama(tie_word_embeddings=False)
     if not differ:
         model.lm_head.weight.data.copy_(model.model.embed_tokens.weight.data)
     model.save_pretrained(tmp_path)
     configure(tmp_path, tie_word_embeddings=tied)
     whole = load(tmp_path)
-    again = rebuild(describe(whole))  # as a resumed training is
+    again = rebuild(describe(whole))  # as when training resumes
     again.load_state_dict(whole.state_dict())
     started = causal_lm(str(tmp_path), weights=whole)
     offloaded = load(tmp_path, offload=Offload(tmp_path / "offloaded", torch.device("cpu")))
@@ -115,7 +115,7 @@ def test_ties_are_those_in_memory_whatever_the_config_says(tmp_path, tied, diffe
     assert len({weights_hash(each) for each in (whole, again, started, offloaded)}) == 1
 
 
-def test_a_folder_that_is_gone_is_never_taken_for_a_name_on_the_hub(tmp_path, monkeypatch):
+def test_a_missing_folder_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     llama().save_pretrained("out/checkpoint-2")
     Path("out/checkpoint-2/tokenizer.json").write_text("{}")
@@ -131,7 +131,7 @@ def test_a_folder_that_is_gone_is_never_taken_for_a_name_on_the_hub(tmp_path, mo
 
 
 @pytest.mark.parametrize("name", ["model.pt", "epoch=3-step=1200.ckpt", "run/model.safetensors", "notes.md"])
-def test_a_file_in_the_place_of_a_folder_is_refused_with_what_to_name_instead(tmp_path, monkeypatch, name):
+def test_a_file_instead_of_a_folder_is_refused_with_advice(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     for place in ("run/config.json", name):

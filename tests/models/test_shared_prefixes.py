@@ -1,4 +1,4 @@
-"""Schedules that share their beginnings against each of them composed block by block, and how often a block runs."""
+"""`SharedPrefixes` compared with each schedule composed block by block, and how often a block runs."""
 
 import inspect
 import sys
@@ -14,7 +14,7 @@ from tests.support.tiny_models import LAYERS, tiny, tiny_batch
 
 
 def num_block_runs(shared: SharedPrefixes) -> int:
-    """Return how often a block runs for one batch, beside the trajectory itself."""
+    """Return the number of block runs for one batch, without those of the trajectory."""
     beginnings = {order[:end] for order in shared.indices for end in range(1, len(order) + 1)}
     passed = {tuple(range(1, end + 1)) for end in range(1, shared.num_blocks + 1)}
     return sum(len(members(beginning[-1])) for beginning in beginnings - passed)
@@ -30,7 +30,7 @@ def walked(schedules, trajectory):
 
 
 def runs_of(model, schedules, trajectory):
-    """What the blocks really did: (number, state) of every call."""
+    """Return (block number, input state) of every block call."""
     calls, handles = [], []
     for number, block in enumerate(model.blocks, 1):
 
@@ -54,7 +54,7 @@ def passed(deep):
     return deep.trajectory(tiny_batch("gpt2", batch=1, tokens=4))
 
 
-def test_by_hand_the_runs_are_these(deep, passed):
+def test_block_runs_are_those_counted_by_hand(deep, passed):
     def runs(*schedules):
         calls = runs_of(deep, schedules, passed)
         assert num_block_runs(SharedPrefixes(schedules, 7)) == len(calls)
@@ -68,7 +68,7 @@ def test_by_hand_the_runs_are_these(deep, passed):
     assert walked([], passed) == {}
 
 
-def test_a_schedule_longer_than_the_stack_of_calls_runs(passed):
+def test_a_schedule_longer_than_the_recursion_limit_runs(passed):
     long, limit = (1, 2) * 120, sys.getrecursionlimit()
     sys.setrecursionlimit(len(inspect.stack(0)) + 200)
     try:
@@ -89,7 +89,7 @@ ORDERS = [variant.schedule for variant in variants(LAYERS, seeds=(0, 1), loops=(
 
 
 @pytest.mark.parametrize(("name", "batch_size"), [("roberta", 1), ("llama", 5)])  # 5: as many texts as tokens
-def test_the_model_itself_in_each_order_gives_these_logits(name, batch_size):
+def test_logits_equal_those_of_the_model_in_each_order(name, batch_size):
     network = tiny(name, torch.float64)
     model, batch = LayeredModel(network), tiny_batch(name, batch=batch_size, tokens=5, padding="right")
     found = walked(ORDERS, model.trajectory(batch))

@@ -1,4 +1,4 @@
-"""What single families do that others do not: positions, padding, pictures, heads, and what is refused."""
+"""Properties of single families: positions, padding, images, heads and refusals."""
 
 import copy
 
@@ -23,7 +23,7 @@ def test_padding_before_a_state_space_with_biases_does_not_reach_the_text(name):
         alone = model.trajectory({"input_ids": batch["input_ids"][2:, mask]})
         torch.testing.assert_close(trajectory.hidden[:, 2, mask], alone.hidden[:, 0], rtol=0, atol=1e-9)
     batch, mask = tiny_batch(name, padding="left"), tiny_batch(name, padding="left")["attention_mask"][2].bool()
-    with torch.no_grad():  # by itself the model lets it in
+    with torch.no_grad():  # the model itself lets padding change the text
         given = model.model(**batch).logits
         alone = model.trajectory({"input_ids": batch["input_ids"][2:, mask]}).logits
     assert (given[2, mask] - alone[0]).abs().max() > 1e-3
@@ -35,7 +35,7 @@ def test_a_text_of_any_length_fits_a_state_space():
     assert model.trajectory(tiny_batch("mamba_lm", batch=1, tokens=100)).hidden.isfinite().all()
 
 
-def test_a_state_space_in_half_precision_keeps_its_stream_in_float32_as_transformers_does():
+def test_states_of_a_state_space_in_half_precision_are_float32_as_in_transformers():
     model, batch = LayeredModel(tiny("mamba_lm", torch.bfloat16)), tiny_batch("mamba_lm")
     trajectory = model.trajectory(batch)
     assert (model.dtype, trajectory.hidden.dtype) == (torch.bfloat16, torch.float32)
@@ -43,7 +43,7 @@ def test_a_state_space_in_half_precision_keeps_its_stream_in_float32_as_transfor
         assert torch.equal(model.readout(trajectory.hidden[-1]), model.model(**batch).logits)
 
 
-def test_a_state_space_has_no_attention_to_expand_and_says_that_it_takes_longer(monkeypatch):
+def test_jacobians_of_a_state_space_warn_that_they_are_slower(monkeypatch):
     monkeypatch.setattr(block_jacobians, "_warned", set())
     for name in RECURRENT[::2]:
         trajectory = LayeredModel(tiny(name)).trajectory(tiny_batch(name, batch=1, tokens=3))
@@ -56,9 +56,9 @@ def test_a_state_space_has_no_attention_to_expand_and_says_that_it_takes_longer(
 
 
 @pytest.mark.parametrize("name", ["roberta", "roberta_classifier"])
-def test_positions_of_roberta_begin_behind_those_of_padding_even_where_a_token_looks_like_it(name):
+def test_roberta_positions_start_after_padding_even_if_a_token_has_the_padding_id(name):
     model = LayeredModel(tiny(name, torch.float64))
-    assert model.max_tokens == 64 - 1  # position 0 belongs to padding, whose token is 0
+    assert model.max_tokens == 64 - 1  # position 0 belongs to padding, whose id is 0
     batch = tiny_batch(name, padding="left")
     batch["input_ids"][2, -2] = 0
     trajectory, mask = model.trajectory(batch), batch["attention_mask"][2].bool()
@@ -70,7 +70,7 @@ def test_positions_of_roberta_begin_behind_those_of_padding_even_where_a_token_l
     assert model.trajectory({"input_ids": long[:, 1:]}).hidden.isfinite().all()
 
 
-def test_padding_on_both_sides_and_between_and_columns_of_the_callers_own_are_moved_together():
+def test_padding_anywhere_and_the_callers_own_columns_are_moved_together():
     model = LayeredModel(tiny("bert", torch.float64))
     ids = torch.arange(3, 18).reshape(1, 15).repeat(2, 1)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0]])
@@ -88,7 +88,7 @@ def test_padding_on_both_sides_and_between_and_columns_of_the_callers_own_are_mo
 
 
 @pytest.mark.parametrize("name", ["picture_mae", "picture_mae_trunk"])
-def test_a_masked_autoencoder_is_shown_every_patch_in_its_place_and_is_as_before_afterwards(name):
+def test_a_masked_autoencoder_sees_every_patch_in_order_and_is_restored(name):
     model = tiny(name, torch.float64).train()
     view, batch = LayeredModel(model), tiny_batch(name)
     kept, state = copy.deepcopy(model.config.to_dict()), torch.get_rng_state()
@@ -99,7 +99,7 @@ def test_a_masked_autoencoder_is_shown_every_patch_in_its_place_and_is_as_before
     assert torch.equal(first.hidden, again.hidden)
     seen = model.base_model(batch["pixel_values"].double()).last_hidden_state
     assert (first.hidden.shape[2], seen.shape[1]) == (1 + 16, 1 + 4), "in training three of four patches are masked"
-    # a change of the last patch changes layer 0 in the last place alone
+    # A change of the last patch changes layer 0 only at the last position.
     batch["pixel_values"][:, :, -4:, -4:] += 1
     moved = (view.trajectory(batch).hidden[0] - first.hidden[0]).abs().amax((0, 2)) > 0
     assert moved.tolist() == [False] * 16 + [True]
@@ -108,7 +108,7 @@ def test_a_masked_autoencoder_is_shown_every_patch_in_its_place_and_is_as_before
     assert model.config.mask_ratio == 0.75, "also when a call fails"
 
 
-# Of a view: side of the images, tokens before the patches, classes, and whether there is more than the trunk.
+# For each model: side of the images, number of prefix tokens, number of classes, and whether it has a head.
 FACTS = {
     "vit": (16, 1, 7, True),
     "vit_average": (16, 0, 7, True),
@@ -126,7 +126,7 @@ FACTS = {
 }
 
 
-def test_a_view_says_what_a_model_of_images_is():
+def test_a_view_reports_the_properties_of_an_image_model():
     for name, (image_size, prefix, num_classes, has_head) in FACTS.items():
         model = LayeredModel(tiny(name))
         facts = (model.image_size, model.num_prefix_tokens, model.num_classes)
@@ -139,11 +139,11 @@ def test_a_view_says_what_a_model_of_images_is():
             assert model.num_patches() == model.num_patches(IMAGE) == trajectory.hidden.shape[2] - prefix == 16, name
             call = model.model(batch["pixel_values"]) if name.startswith("vit") else None
             logits = call if call is not None else getattr(model.model(**batch), "logits", None)
-            if logits is not None and "mae" not in name:  # which masks patches by itself
+            if logits is not None and "mae" not in name:  # MAE itself masks patches
                 torch.testing.assert_close(trajectory.logits, logits, rtol=0, atol=1e-5, msg=name)
 
 
-def test_the_vision_model_is_the_trunk_also_where_transformers_does_not_call_it_the_base(monkeypatch):
+def test_the_vision_model_is_the_trunk_even_if_it_is_not_the_base_model(monkeypatch):
     model, batch = tiny("picture_clip_projected"), tiny_batch("picture_clip_projected")
     monkeypatch.setattr(type(model), "base_model_prefix", "clip")  # as in transformers 5.17
     assert model.base_model is model
@@ -160,7 +160,7 @@ def test_dinov2_takes_images_of_any_size():
         assert trajectory.hidden.shape[2] == model.num_prefix_tokens + model.num_patches(24)
 
 
-def test_a_model_of_images_and_texts_is_refused_with_the_class_of_its_images():
+def test_clip_is_refused_with_the_class_of_its_vision_model():
     from transformers import CLIPConfig, CLIPModel
 
     with torch.device("meta"):
@@ -169,14 +169,14 @@ def test_a_model_of_images_and_texts_is_refused_with_the_class_of_its_images():
         LayeredModel(model)
 
 
-def test_a_class_is_found_in_whatever_capitals_a_config_has_it():
+def test_a_class_is_found_regardless_of_case():
     from transformers import MptForCausalLM
 
     assert class_named("MPTForCausalLM") is class_named("MptForCausalLM") is MptForCausalLM
     assert class_named("SecretForCausalLM") is None
 
 
-def test_a_model_of_the_same_name_from_elsewhere_is_not_taken_for_the_known_one():
+def test_a_class_of_the_same_name_from_another_package_has_no_row():
     class VisionTransformer(nn.Module):
         pass
 

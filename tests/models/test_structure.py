@@ -1,4 +1,4 @@
-"""Models without a row: taken apart by their structure, and admitted only with a proof."""
+"""Models without a row in FAMILIES: their blocks are found by structure and accepted only if all checks pass."""
 
 import copy
 from typing import Any
@@ -23,18 +23,18 @@ from tests.support.tiny_models import tiny
 
 
 def texts(*, padding: str | None = None) -> dict[str, torch.Tensor]:
-    """Three texts of 10 tokens; with padding of 10, 8 and 6."""
+    """Return three texts of 10 tokens, or of 10, 8 and 6 tokens with padding."""
     ids = torch.randint(3, 100, (3, 10), generator=torch.Generator().manual_seed(1))
     mask = torch.tensor([[place < 10 - 2 * row * bool(padding) for place in range(10)] for row in range(3)]).long()
     return {"input_ids": ids, "attention_mask": mask.flip(-1) if padding == "left" else mask}
 
 
-def test_more_tokens_than_the_text_has_are_refused():
+def test_blocks_with_more_tokens_than_the_text_are_refused():
     with pytest.raises(InputError, match=r"the states of longformer.encoder.layer are \(3, 24, 32\) for an input of"):
         LayeredModel(tiny_model("LongformerForMaskedLM", "longformer", attention_window=[24] * LAYERS))
 
 
-def test_a_model_that_takes_no_more_than_ids_and_a_mask_is_asked_for_no_cache_and_no_early_scores():
+def test_a_forward_with_only_ids_and_mask_gets_no_cache_option_and_computes_no_scores():
     class Plain(GemmaForCausalLM):
         def forward(self, input_ids, attention_mask=None, return_dict=True):
             return super().forward(input_ids, attention_mask, use_cache=False)
@@ -43,7 +43,7 @@ def test_a_model_that_takes_no_more_than_ids_and_a_mask_is_asked_for_no_cache_an
     assert model.config.use_cache
     batch = {**texts(), "input_ids": texts()["input_ids"] % 40 + 3}
     view, scored = LayeredModel(model), []
-    view.trajectory(batch)  # which proves its structure
+    view.trajectory(batch)  # also runs the checks
     model.lm_head.register_forward_hook(lambda *_: scored.append(1))
     trajectory = view.trajectory(batch)
     assert not scored, "a pass computes no scores that nobody reads"
@@ -57,14 +57,14 @@ def test_models_of_images_of_any_size_are_refused():
 
 
 @pytest.mark.soak
-def test_models_of_several_rows_of_blocks_are_refused():
+def test_models_with_several_sequences_of_blocks_are_refused():
     with pytest.raises(InputError, match="an encoder and a decoder are two rows of blocks: its states pass several"):
         LayeredModel(tiny_model("BartForConditionalGeneration", "bart"))
     with pytest.raises(InputError, match=r"several rows of blocks: funnel\.encoder\.blocks\.0, funnel\.dec"):
         LayeredModel(tiny_model("FunnelForMaskedLM", "funnel"))
 
 
-def test_images_pass_the_blocks_that_their_structure_shows():
+def test_blocks_of_an_image_model_are_found_by_structure():
     model = tiny_model("DeiTForImageClassification", "deit")
     view, pixels = LayeredModel(model), torch.randn(2, 3, 16, 16)
     trajectory = view.trajectory({"pixel_values": pixels})
@@ -76,7 +76,7 @@ def test_images_pass_the_blocks_that_their_structure_shows():
 
 
 @pytest.mark.soak
-def test_how_long_a_text_may_be_is_seen_where_positions_are_looked_up():
+def test_the_longest_text_is_found_from_position_lookups():
     kinds = {"opt": "OPTForCausalLM", "xlm-roberta": "XLMRobertaForMaskedLM", "bloom": "BloomForCausalLM"}
     limits = {name: LayeredModel(tiny_model(kind, name)).max_tokens for name, kind in kinds.items()}
     assert limits == {"opt": 64, "xlm-roberta": 63, "bloom": None}
@@ -102,7 +102,7 @@ class ToyBlock(nn.Module):
         super().__init__()
         self.fault, self.inner, self.calls = config.fault, nn.Linear(8, 8), 0
         self.register_buffer("count", torch.zeros(()))
-        self.board: dict[str, torch.Tensor] = {}  # on which the model and its blocks leave things
+        self.board: dict[str, torch.Tensor] = {}  # shared by the model and its blocks
 
     def forward(
         self, hidden_states: torch.Tensor, earlier: dict[str, torch.Tensor], scale: torch.Tensor
@@ -113,17 +113,17 @@ class ToyBlock(nn.Module):
             hidden = hidden + earlier.get("mean", 0)
             earlier["mean"] = hidden_states.mean(-1, keepdim=True)
         if self.fault == "forgets":
-            hidden = hidden * self.calls  # what it is called with says nothing of that
+            hidden = hidden * self.calls  # the number of calls is no argument
         if self.fault == "counts":
             self.count += 1
-        if self.fault == "remembers":  # what block 1 was given, in all that follow
+        if self.fault == "remembers":  # every later block adds the first input of block 1
             self.board.setdefault("given", hidden_states)
             hidden = hidden + self.board["given"].mean(-1, keepdim=True)
-        if self.fault == "tells" and self.is_first:  # what block 1 was given last, in all that follow
+        if self.fault == "tells" and self.is_first:  # every later block adds the last input of block 1
             self.board["told"] = hidden_states.mean(-1, keepdim=True).mean()
         elif self.fault == "tells":
             hidden = hidden + self.board["told"]
-        if self.fault == "hands" and self.is_first:  # the same, in an argument
+        if self.fault == "hands" and self.is_first:  # the same, by an argument
             earlier["told"] = hidden_states.mean()
         elif self.fault == "hands":
             hidden = hidden + earlier.get("told", 0)
@@ -135,7 +135,7 @@ class ToyBlock(nn.Module):
 
 
 class ToyLM(PreTrainedModel):
-    """Linear blocks; `fault` says in which way it is no row of blocks."""
+    """Simple blocks; `fault` says why they are no sequence of blocks."""
 
     config_class = ToyConfig
     base_model_prefix = "model"
@@ -177,7 +177,7 @@ def toy(fault: str = "") -> ToyLM:
     return model
 
 
-def test_a_sound_model_of_nobody_is_admitted():
+def test_an_unknown_class_that_passes_all_checks_is_accepted():
     view = LayeredModel(toy())
     assert repr(view).startswith("LayeredModel(ToyLM, num_layers=3, dim=8, origin='structure', proof=blocks: layers; ")
     assert "replay: 0.0" in repr(view) or "e-0" in repr(view)
@@ -202,13 +202,13 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_whatever_is_no_row_of_blocks_is_refused_with_what_does_not_hold(fault):
+def test_a_model_that_is_no_sequence_of_blocks_is_refused_with_the_failed_check(fault):
     with pytest.raises(InputError, match=rf"^no layered view of ToyLM: .*{FAULTS[fault]}"):
         LayeredModel(toy(fault))
 
 
 @pytest.mark.parametrize("fault", ["", "counts", "skips"])
-def test_the_same_is_shown_of_weights_that_are_read_from_the_disk(fault, tmp_path):
+def test_offloaded_weights_are_checked_in_the_same_way(fault, tmp_path):
     offloaded = pytest.importorskip("accelerate").disk_offload(toy(fault), tmp_path, execution_device="cpu")
     assert all(parameter.is_meta for parameter in offloaded.parameters())
     if not fault:
@@ -218,7 +218,7 @@ def test_the_same_is_shown_of_weights_that_are_read_from_the_disk(fault, tmp_pat
         LayeredModel(offloaded)
 
 
-def test_a_head_that_begins_with_zeros_is_shown_again_once_it_has_weights():
+def test_a_head_of_zeros_is_checked_again_once_it_has_weights():
     infer_family.__globals__["_FOUND"].pop(ToyLM, None)
     model = toy("ignores")
     head = model.head.weight.detach().clone()
@@ -231,7 +231,7 @@ def test_a_head_that_begins_with_zeros_is_shown_again_once_it_has_weights():
         LayeredModel(model)
 
 
-def test_states_that_are_not_finite_show_nothing_and_are_no_verdict_on_the_class():
+def test_states_that_are_not_finite_do_not_decide_about_the_class():
     model = toy()
     broken = copy.deepcopy(model)
     nn.init.constant_(broken.embed.weight, float("nan"))
@@ -242,7 +242,7 @@ def test_states_that_are_not_finite_show_nothing_and_are_no_verdict_on_the_class
     assert LayeredModel(broken).num_layers == 3, "shown by other weights of the same config"
 
 
-def test_a_proof_is_made_once_for_a_class_and_config_and_leaves_no_trace():
+def test_checks_run_once_for_unchanged_weights_and_leave_no_trace():
     model = toy().train()
     infer_family.__globals__["_FOUND"].pop(ToyLM, None)
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -255,10 +255,10 @@ def test_a_proof_is_made_once_for_a_class_and_config_and_leaves_no_trace():
     assert model.layers[0].calls == passes > 0
 
 
-def test_states_that_padding_changes_are_measured_without_padding_whatever_another_of_the_config_shows():
+def test_padding_that_changes_states_is_refused_even_if_another_model_of_the_config_takes_it():
     class Counting(ToyLM):
         def forward(self, input_ids, attention_mask=None, **options):
-            if attention_mask is not None:  # as one that counts all places as tokens
+            if attention_mask is not None:  # counts all positions as tokens
                 input_ids = (input_ids + (self.gate * attention_mask.sum(-1, keepdim=True)).long()) % 40
             return super().forward(input_ids, None, **options)
 
@@ -273,7 +273,7 @@ def test_states_that_padding_changes_are_measured_without_padding_whatever_anoth
         view.trajectory({**texts(padding="left"), "input_ids": ids})
 
 
-def test_a_head_that_asks_where_a_token_stands_is_given_whole_texts():
+def test_a_head_that_uses_positions_gets_whole_texts():
     class Placed(ToyLM):
         def forward(self, input_ids, attention_mask=None, **options):
             logits = super().forward(input_ids).logits
@@ -291,7 +291,7 @@ def test_a_head_that_asks_where_a_token_stands_is_given_whole_texts():
     torch.testing.assert_close(trajectory.logits_of(index), trajectory.logits[index])
 
 
-def test_the_proof_stands_in_the_provenance_of_what_is_measured():
+def test_the_results_of_the_checks_are_in_the_provenance():
     view = LayeredModel(tiny_model("OPTForCausalLM", "opt"))
     found = measure(view, TrajectoryAnalysis(batches=Listed(texts())), run="opt", step=0)
     assert found.error is None
@@ -302,15 +302,15 @@ def test_the_proof_stands_in_the_provenance_of_what_is_measured():
 
 
 def phi3(length: int):
-    """A Phi 3.5, whose rotary frequencies are other ones for texts of more tokens than this."""
+    """Return a Phi 3.5 with other rotary frequencies for texts of more than `length` tokens."""
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": length}
     rope |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
     options = {"rope_parameters": rope, "original_max_position_embeddings": length, "max_position_embeddings": 131072}
     return tiny_model("Phi3ForCausalLM", "phi3", **options)
 
 
-def test_a_call_that_writes_into_a_buffer_what_stands_there_is_admitted():
-    """The rotary frequencies of Phi 3.5 are written anew at each call: others for texts beyond 4,096 tokens alone."""
+def test_a_call_that_writes_equal_values_into_a_buffer_is_accepted():
+    """Phi 3.5 writes its rotary frequencies at each call. They differ only for texts of more than 4,096 tokens."""
     view = LayeredModel(phi3(4096))
     assert view.origin == "structure"
     batch = {"input_ids": torch.arange(18).reshape(2, 9) + 3}
@@ -320,8 +320,8 @@ def test_a_call_that_writes_into_a_buffer_what_stands_there_is_admitted():
     torch.testing.assert_close(view.trajectory(batch).logits, expected)
 
 
-def test_another_buffer_of_equal_values_in_its_place_is_no_write():
-    """As Phi 3.5 registers one at each call in transformers 5.17: the one that it keeps beside it."""
+def test_replacing_a_buffer_by_equal_values_is_accepted():
+    """In transformers 5.17, Phi 3.5 registers its stored buffer of original frequencies again at each call."""
 
     def model() -> nn.Module:
         made = nn.Linear(2, 2)
@@ -337,14 +337,14 @@ def test_another_buffer_of_equal_values_in_its_place_is_no_write():
         lambda model: model.frequencies.fill_(1),
         lambda model: model.register_buffer("more", model.original),
         lambda model: delattr(model, "frequencies"),
-        lambda model: setattr(model, "weight", nn.Parameter(torch.ones(2, 2))),  # written to as often as the one before
+        lambda model: setattr(model, "weight", nn.Parameter(torch.ones(2, 2))),  # same version counter as before
     ):
         with pytest.raises(Unproven, match="writes to its weights or buffers"), untouched(refused := model()):
             write(refused)
 
 
 def test_texts_beyond_the_length_where_frequencies_change_are_refused():
-    """A batch is long by its longest text."""
+    """The longest text of a batch decides for all of its texts."""
     view = LayeredModel(phi3(16))
     assert view.max_tokens == 16
     with pytest.raises(InputError, match="takes at most 16 tokens, got 20"):
@@ -352,8 +352,8 @@ def test_texts_beyond_the_length_where_frequencies_change_are_refused():
 
 
 @pytest.mark.soak
-def test_blocks_that_take_the_keys_of_earlier_ones_are_refused():
-    """Gemma 4 as released: its last blocks attend to keys of earlier ones, in a container that all are given."""
+def test_blocks_that_use_keys_of_earlier_blocks_are_refused():
+    """In Gemma 4, the last blocks attend to keys of earlier blocks, which are in a dict that all blocks get."""
     kinds = ["sliding_attention", "full_attention"] * 3
     options = {"num_hidden_layers": 6, "layer_types": kinds, "num_kv_shared_layers": 2, "sliding_window": 8}
     model = tiny_model("Gemma4ForCausalLM", "gemma4_text", **options)
@@ -361,7 +361,7 @@ def test_blocks_that_take_the_keys_of_earlier_ones_are_refused():
         LayeredModel(model)
 
 
-def test_what_a_weight_of_zero_hides_at_first_is_found_when_it_has_another_value():
+def test_a_path_hidden_by_a_zero_weight_is_found_once_the_weight_changes():
     model = toy("gated")
     with torch.no_grad():
         model.gate.zero_()
@@ -375,7 +375,7 @@ def test_what_a_weight_of_zero_hides_at_first_is_found_when_it_has_another_value
     assert LayeredModel(model).origin == "structure"
 
 
-def test_a_model_that_diverges_is_taken_apart_as_it_was_before():
+def test_a_diverged_model_keeps_its_family():
     model = toy()
     assert LayeredModel(model).num_layers == 3
     with torch.no_grad():
@@ -384,14 +384,14 @@ def test_a_model_that_diverges_is_taken_apart_as_it_was_before():
 
 
 @pytest.mark.parametrize("kind", ["without a row", "llama"])
-def test_a_model_that_accelerate_calls_under_autocast_is_looked_at_in_the_precision_of_its_weights(kind):
+def test_a_model_under_autocast_of_accelerate_is_measured_in_the_dtype_of_its_weights(kind):
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
     model: Any = tiny(kind) if kind == "llama" else tiny_model("OPTForCausalLM", "opt")
     batch = {"input_ids": torch.arange(18).reshape(2, 9) + 3}
     expected = LayeredModel(model).trajectory(batch)
-    AcceleratorState._reset_state(reset_partial_state=True)  # that of a Trainer of another file's test
+    AcceleratorState._reset_state(reset_partial_state=True)  # may be set by a Trainer of another test file
     try:
         prepared: Any = Accelerator(mixed_precision="bf16", cpu=True).prepare_model(copy.deepcopy(model))
     finally:
@@ -405,7 +405,7 @@ def test_a_model_that_accelerate_calls_under_autocast_is_looked_at_in_the_precis
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_16_bits_would_hide_is_found_as_the_proof_computes_in_float32(dtype):
+def test_checks_in_float32_find_what_16_bits_would_hide(dtype):
     model = toy("gated").to(dtype)
     before = copy.deepcopy(model.state_dict())
     with torch.no_grad():
@@ -420,7 +420,7 @@ def test_what_16_bits_would_hide_is_found_as_the_proof_computes_in_float32(dtype
 
 
 @pytest.mark.soak
-def test_padding_is_no_token_of_a_class_of_transformers_that_takes_no_mask():
+def test_padding_reaches_no_text_in_a_class_without_a_mask_or_is_refused():
     from transformers import FNetConfig, FNetForMaskedLM, xLSTMConfig, xLSTMForCausalLM
 
     ids = torch.randint(3, 40, (2, 9), generator=torch.Generator().manual_seed(2))
@@ -433,14 +433,14 @@ def test_padding_is_no_token_of_a_class_of_transformers_that_takes_no_mask():
     assert torch.equal(seen.mask, mask.bool())
     torch.testing.assert_close(seen.hidden[:, 1, 3:], alone.hidden[:, 0])
     sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-    mixing = LayeredModel(FNetForMaskedLM(FNetConfig(**sizes)).eval())  # every place is mixed with every other one
+    mixing = LayeredModel(FNetForMaskedLM(FNetConfig(**sizes)).eval())  # mixes all positions
     with pytest.raises(InputError, match="its states or scores are others with padding behind the texts: give texts"):
         mixing.trajectory(batch)
 
 
 @pytest.mark.parametrize("padding", [None, "left", "right"])
-def test_a_number_for_each_token_is_no_prediction_of_a_whole_text(padding):
-    """ELECTRA's discriminator says of each token whether it was replaced: (batch, tokens), as many as there are."""
+def test_one_number_per_token_is_not_a_prediction_of_the_text(padding):
+    """The discriminator of ELECTRA returns one number per token, (batch, tokens)."""
     view = LayeredModel(tiny_model("ElectraForPreTraining", "electra", torch.float64))
     batch = texts(padding=padding)
     logits = view.trajectory(batch).logits  # (batch, tokens, 1)
@@ -455,7 +455,7 @@ def test_a_number_for_each_token_is_no_prediction_of_a_whole_text(padding):
 @pytest.mark.parametrize(
     ("kind", "model_type"), [("CLIPTextModelWithProjection", "clip"), ("AltCLIPTextModel", "altclip")]
 )
-def test_states_behind_a_projection_are_no_scores_of_classes(kind, model_type):
+def test_projected_states_are_not_class_scores(kind, model_type):
     view = LayeredModel(tiny_model(kind, model_type))
     with pytest.raises(InputError, match=f"lens: {kind} has no head to read its layers with"):
         records_of(Lens(batches=Listed({"input_ids": texts()["input_ids"]})), view)
@@ -469,6 +469,6 @@ def test_states_behind_a_projection_are_no_scores_of_classes(kind, model_type):
         ("CanineModel", "canine", "its config says no vocab_size"),
     ],
 )
-def test_what_a_call_does_not_return_is_said(kind, model_type, reason):
+def test_a_missing_output_or_config_field_is_named(kind, model_type, reason):
     with pytest.raises(InputError, match=f"^no layered view of {kind}: .*{reason}"):
         LayeredModel(tiny_model(kind, model_type))

@@ -1,4 +1,4 @@
-"""Vision transformers of timm by their names: measured as timm's own pass, or refused in a sentence."""
+"""Vision transformers of timm by name: measured as in timm's own forward pass, or refused in one sentence."""
 
 import pytest
 import timm
@@ -12,7 +12,7 @@ SMALL = {"depth": 2, "embed_dim": 48, "num_heads": 2, "num_classes": 5}
 
 
 def check(name: str, **options) -> None:
-    """States, blocks and readout lead to timm's logits."""
+    """Check that states, blocks and readout give the logits of timm."""
     torch.manual_seed(0)
     model = timm.create_model(name, **options).eval()
     side = options.get("img_size", model.default_cfg.get("input_size", (3, 224, 224))[-1])

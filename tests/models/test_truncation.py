@@ -1,4 +1,4 @@
-"""The first blocks of a model are a model of their own, with the same hidden states."""
+"""`truncate`: a model of the first blocks with the same hidden states."""
 
 import copy
 
@@ -22,12 +22,12 @@ def hidden(model, batch):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_a_trunk_ends_with_the_final_norm_of_what_the_kept_block_leaves(name):
-    """Against transformers' own account of its hidden states, without our view."""
+def test_a_truncated_trunk_ends_with_the_final_norm_of_its_last_block(name):
+    """Compared with `output_hidden_states` of transformers, without `LayeredModel`."""
     model, batch = tiny(name), tiny_batch(name)
     own = model(**batch, use_cache=False, output_hidden_states=True).hidden_states
     norm = model.base_model.norm if name == "llama" else model.base_model.ln_f
-    for num_layers in (1, 2):  # the last entry of `own` is behind the norm
+    for num_layers in (1, 2):  # the last entry of `own` is after the norm
         trunk = truncate(model, num_layers, head=False)
         assert torch.equal(trunk(**batch, use_cache=False).last_hidden_state, norm(own[num_layers]))
         whole = truncate(model, num_layers)(**batch, use_cache=False)
@@ -90,7 +90,7 @@ def test_a_vit_keeps_what_it_was_built_with_except_its_depth(head, tmp_path):
     assert_rounded(hidden(truncate(load(tmp_path), 1), batch), hidden(model, batch)[:2])
 
 
-def test_the_pooler_that_a_bert_lacks_is_zeros_and_one_it_has_is_kept():
+def test_a_missing_pooler_becomes_zeros_and_an_existing_one_is_copied():
     assert tiny("bert").bert.pooler is None
     pooler = truncate(tiny("bert"), 1, head=False).pooler
     assert all(not parameter.any() for parameter in pooler.parameters())
@@ -99,14 +99,14 @@ def test_the_pooler_that_a_bert_lacks_is_zeros_and_one_it_has_is_kept():
     assert all(torch.equal(kept[name], tensor) for name, tensor in model.bert.pooler.state_dict().items())
 
 
-def test_the_global_random_state_is_left_alone():
+def test_the_global_random_state_does_not_change():
     before = torch.get_rng_state()
     truncate(tiny("bert"), 1, head=False)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("num_layers", [-1, 0, 4])
-def test_a_depth_that_is_not_there_is_refused(num_layers):
+def test_a_depth_out_of_range_is_refused(num_layers):
     message = rf"num_layers: GPT2LMHeadModel can be cut to 1\.\.3 blocks, got {num_layers}"
     with pytest.raises(InputError, match=message):
         truncate(tiny("gpt2"), num_layers)

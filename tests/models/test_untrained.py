@@ -1,4 +1,4 @@
-"""The same architecture with new weights."""
+"""`untrained`: the same architecture with new weights."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ SMALL = {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions
 VIT = {"depth": 3, "embed_dim": 32, "num_heads": 4, "img_size": 16, "patch_size": 4, "num_classes": 5}
 
 
-def test_the_weights_are_those_that_a_build_with_that_seed_has_and_the_random_state_stays():
+def test_the_weights_equal_a_build_with_that_seed_and_the_random_state_does_not_change():
     model = causal_lm("gpt2", seed=1, **SMALL)
     torch.manual_seed(7)
     state = torch.get_rng_state()
@@ -33,7 +33,7 @@ def test_embeddings_are_tied_as_in_the_model(tied):
     assert same is tied
 
 
-def test_precision_and_padding_are_the_models():
+def test_dtype_and_padding_rows_are_those_of_the_model():
     model = causal_lm("gpt2", pad_vocab_to=64, **SMALL).to(torch.bfloat16)
     fresh = untrained(model)
     assert {parameter.dtype for parameter in fresh.parameters()} == {torch.bfloat16}
@@ -41,7 +41,7 @@ def test_precision_and_padding_are_the_models():
     assert fresh.get_input_embeddings().weight.shape[0] == 64
 
 
-def test_a_vision_transformer_that_was_loaded_or_cut_is_built_anew(tmp_path):
+def test_a_loaded_or_truncated_vision_transformer_gets_new_weights(tmp_path):
     model = vit("deit_tiny_patch16_224", seed=1, **VIT)
     save(model, tmp_path)
     for given, blocks, classes in ((load(tmp_path), 3, 5), (truncate(model, 2, head=False), 2, 0)):

@@ -1,4 +1,4 @@
-"""What a layered view promises beyond the identity of test_families."""
+"""Properties of a layered view that test_families does not check for every family."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_a_trajectory_taken_in_inference_mode_can_be_differentiated(model):
     assert point.grad.isfinite().all()
 
 
-def test_dropout_is_off_whatever_the_mode_and_the_mode_stays():
+def test_dropout_is_off_in_every_mode_and_the_mode_does_not_change():
     network = tiny("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
     model, batch = LayeredModel(network), tiny_batch("gpt2")
     expected = model.trajectory(batch).hidden
@@ -59,7 +59,7 @@ def test_dropout_is_off_whatever_the_mode_and_the_mode_stays():
     assert [part.training for part in network.modules()] == modes
 
 
-def test_gradient_checkpointing_is_not_for_looking():
+def test_a_view_runs_without_gradient_checkpointing():
     network, batch = tiny("gpt2"), tiny_batch("gpt2")
     expected = LayeredModel(network).trajectory(batch).hidden
     for block in network.train().transformer.h:
@@ -76,7 +76,7 @@ def test_a_model_that_skips_a_block_is_refused(model, monkeypatch):
         model.trajectory(tiny_batch("gpt2"))
 
 
-def test_no_hook_is_left_behind_not_even_by_a_failing_forward(model):
+def test_no_hook_remains_even_after_a_failing_forward(model):
     model.trajectory(tiny_batch("gpt2"))
     with pytest.raises(RuntimeError):
         model.trajectory({"input_ids": torch.zeros(1, 4, dtype=torch.long), "position_ids": torch.zeros(3, 3).long()})
@@ -93,7 +93,7 @@ def test_readout_takes_any_leading_dimensions(model):
     torch.testing.assert_close(lens[2, 1], one)
 
 
-def test_layers_that_are_not_there_are_refused(model):
+def test_layers_out_of_range_are_refused(model):
     trajectory = model.trajectory(tiny_batch("gpt2"))
     for layer in (0, 4, -1):
         with pytest.raises(IndexError, match=r"blocks are numbered 1\.\.3"):
@@ -129,7 +129,7 @@ def test_columns_that_are_no_input_are_left_out(model):
     assert torch.equal(model.trajectory({**batch, "labels": batch["input_ids"], "document": 3}).logits, expected)
 
 
-def test_what_a_models_own_forward_adds_behind_its_head_is_in_its_logits():
+def test_logits_include_what_the_models_forward_does_after_its_head():
     network = tiny("gpt2", torch.float64)
 
     class Halved(type(network)):
@@ -147,7 +147,7 @@ def test_what_a_models_own_forward_adds_behind_its_head_is_in_its_logits():
     assert trajectory.logits is trajectory.logits, "they are computed once"
 
 
-def test_each_convention_norms_the_layers_that_it_says():
+def test_each_convention_normalizes_its_layers():
     view = LayeredModel(tiny("gpt2", torch.float64))
     hidden, norm = view.trajectory(tiny_batch("gpt2")).hidden, view.model.transformer.ln_f
     normed = [torch.nn.functional.layer_norm(state, (32,), norm.weight, norm.bias, norm.eps) for state in hidden]
@@ -158,12 +158,12 @@ def test_each_convention_norms_the_layers_that_it_says():
         torch.testing.assert_close(convert_states(view, "hf", layer, hidden[layer]), expected)
 
 
-def test_without_a_final_norm_all_conventions_are_one():
+def test_without_a_final_norm_all_conventions_are_equal():
     view = LayeredModel(tiny("bert"))
     hidden = view.trajectory(tiny_batch("bert")).hidden[1]
     assert all(convert_states(view, states, 3, hidden) is hidden for states in ("resid", "hf", "normed"))
 
 
 @pytest.mark.soak  # the first use of torch.compile in a process takes three seconds
-def test_a_compiled_model_is_looked_at_through_its_eager_one(model):
+def test_a_compiled_model_is_measured_through_its_eager_module(model):
     assert LayeredModel(torch.compile(model.model)).model is model.model
