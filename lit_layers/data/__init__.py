@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from lit_layers.tasks.catalogue import TASKS, find_task
     from lit_layers.tasks.probe_task import ProbeTask, TaskData, TaskSplit
 
-# Imported on first use: what reads names, files and tokens needs no torch, which takes seconds to import.
+# Modules are imported on first use. Code that only reads names, files and tokens then does without torch, whose
+# import takes seconds.
 _HOMES = ["preparing", "batches", "images", "word_pairs", "prompt_texts"]
 _TASKS = ["probe_task", "catalogue"]
 __all__ = [

@@ -1,4 +1,4 @@
-"""Fixed batches that an analysis measures on: windows of a corpus, texts as token ids, and what other projects have."""
+"""Fixed batches that analyses measure on: corpus windows, tokenized texts, and batches that users bring."""
 
 import functools
 import logging
@@ -24,64 +24,64 @@ logger = logging.getLogger(__name__)
 
 
 class Batches(ABC):
-    """The same batches in the same order at every checkpoint.
+    """A fixed set of batches: the same batches in the same order at every checkpoint.
 
-    A text batch is `{"input_ids": (batch, tokens), "attention_mask": (batch, tokens)}` of int64, an image batch
-    `{"pixel_values": (batch, channels, height, width)}`; labels, where there are any, stand under `"labels"`.
-    Constructors are cheap; data loads on the first walk.
+    A text batch is `{"input_ids": (batch, tokens), "attention_mask": (batch, tokens)}` of int64. An image batch is
+    `{"pixel_values": (batch, channels, height, width)}`. Labels, if the data has any, are under `"labels"`.
+    Constructors are cheap: the data is loaded on the first iteration.
     """
 
     @abstractmethod
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Walk the batches from the first, on the CPU."""
+        """Iterate over the batches from the first one, on the CPU."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of batches."""
+        """Return the number of batches."""
 
     @abstractmethod
     def content_hash(self) -> str:
-        """Hash of the values of every batch: two objects of equal hash give equal numbers."""
+        """Return a hash of the values of all batches. Objects with equal hashes give equal measurements."""
 
     def tokenizer_hash(self) -> str | None:
-        """Hash of the tokenizer that made the token ids; None where there is none, or nobody knows it."""
+        """Return the hash of the tokenizer that made the token ids, or None if there is none or it is unknown."""
         return None
 
     def origins(self) -> Tensor | None:
-        """For each text the number of the document it is from; None where it is unknown."""
+        """Return the document id of each text, (texts,), or None if it is unknown."""
         return None
 
 
-BATCH_TOKENS = 8192  # of a batch of texts whose features are kept: 8,192 x 768 x 4 B = 25 MB for a state
-_CHUNK = 1000  # texts: the tokenizer's own account of a token takes 140 bytes, ours 4
+BATCH_TOKENS = 8192  # tokens a batch when features are extracted: 8,192 x 768 x 4 B = 25 MB for one hidden state
+_CHUNK = 1000  # texts a tokenizer call: its encodings take 140 bytes a token, our ids take 4
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedTexts:
-    """Token ids of texts, in their order, each without padding."""
+    """Token ids of texts without padding, in the order of the texts."""
 
     ids: Sequence[np.ndarray]  # (tokens,) each
-    pad_id: int  # stands in padded places, where no model looks
+    pad_id: int  # id at padded positions, which the attention mask hides
     tokenizer_hash: str
-    num_cut: int  # texts that lost their end to the limit
+    num_cut: int  # number of truncated texts
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def content_hash(self) -> str:
-        """Sixteen hex digits over the token ids."""
+        """Return a hash of the token ids, as 16 hex digits."""
         return sha16(*(len(ids).to_bytes(4, "little") + np.asarray(ids, dtype="<i4").tobytes() for ids in self.ids))
 
     def split(self, batch_size: int) -> Iterator[dict[str, Tensor]]:
-        """Yield so many texts a batch, the last may have fewer, in their order."""
+        """Yield padded batches of `batch_size` texts in order; the last batch may be smaller."""
         for start in range(0, len(self.ids), batch_size):
             yield padded(self.ids[start : start + batch_size], self.pad_id)
 
     def batches(self, max_tokens: int) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
-        """The longest texts first, so that texts of a batch are of about one length; with the numbers of its rows.
+        """Yield batches of texts with similar lengths, longest first, each with the indices of its texts.
 
-        A batch has at most `max_tokens` places, padding (on the right) included, and at least one text. Which texts
-        come together depends on the texts alone.
+        A batch has at most `max_tokens` positions, including the padding on the right, and at least one text. The
+        batches depend only on the texts and `max_tokens`.
         """
         order = sorted(range(len(self.ids)), key=lambda row: (-len(self.ids[row]), row))
         start = 0
@@ -93,7 +93,7 @@ class EncodedTexts:
 
 
 def padded(texts: Sequence[Sequence[int] | np.ndarray], pad_id: int) -> dict[str, Tensor]:
-    """Return a batch of texts, filled up to the longest on the right."""
+    """Return a batch of texts, padded on the right to the longest."""
     longest = max(map(len, texts))
     ids = torch.full((len(texts), longest), pad_id)
     mask = torch.zeros_like(ids)
@@ -103,10 +103,13 @@ def padded(texts: Sequence[Sequence[int] | np.ndarray], pad_id: int) -> dict[str
 
 
 def tokenizer_of(tokenizer: str, corpus: str | None) -> str:
-    """Where a tokenizer is found: as it is named, or, of `bpe:SIZE`, where the tokens of its corpus are kept.
+    """Return the path or Hub name of a tokenizer.
+
+    `bpe:SIZE` gives the path of the tokenizer that was trained on the corpus, which is prepared first if necessary. Any
+    other tokenizer is returned unchanged.
 
     Raises:
-        InputError: `bpe:SIZE` without the corpus that it is trained on.
+        InputError: `bpe:SIZE` without a corpus to train it on.
     """
     if bpe_size(tokenizer) is None:
         return tokenizer
@@ -116,13 +119,13 @@ def tokenizer_of(tokenizer: str, corpus: str | None) -> str:
 
 
 def encode_texts(tokenizer: str | TextTokenizer, texts: Sequence[str], *, max_tokens: int) -> EncodedTexts:
-    """The first `max_tokens` tokens of each text, the special tokens included that the tokenizer adds to any text.
+    """Tokenize texts, with the tokenizer's special tokens, and truncate each to `max_tokens` tokens.
 
-    A text that is cut keeps those: a [SEP] stays its last token.
+    Truncation keeps the special tokens: a final [SEP] remains the last token.
 
     Raises:
-        InputError: no such tokenizer, a limit that leaves no room beside special tokens, or a text of which it makes
-            no token.
+        InputError: The tokenizer does not exist, `max_tokens` leaves no room next to the special tokens, or a text
+            gives no token.
     """
     for row, text in enumerate(texts):
         if not text.isascii() and re.search("[\ud800-\udfff]", text):
@@ -149,23 +152,26 @@ def encode_texts(tokenizer: str | TextTokenizer, texts: Sequence[str], *, max_to
 
 @dataclass
 class EvalText(Batches):
-    """Non-overlapping windows of a prepared corpus, drawn without replacement; no window crosses a document's end.
+    """Non-overlapping windows of a prepared corpus, drawn without replacement.
+
+    A window lies within one document.
 
     Args:
         corpus: `python`, `openwebtext`, `wikitext`, a text file or folder, or a folder made by `lit-layers prepare`.
         tokenizer: A local path, a name on the Hub, or `bpe:SIZE`.
         split: `validation` or `train`.
-        documents: The share of the split's documents, in their order, to draw from: sets with shares that do not
-            overlap, such as (0, 0.7) and (0.7, 1), have no document in common.
+        documents: The range of the split's documents to draw from, as fractions of their number. Sets with ranges that
+            do not overlap, such as (0, 0.7) and (0.7, 1), have no document in common.
         num_sequences: Number of windows. A larger set begins with the windows of a smaller one.
-        min_sequences: Of a corpus that has fewer than `num_sequences`, all are taken if they are at least so many, and
-            the log says how many; None: fewer are refused. The number depends on the corpus and tokenizer alone.
-        num_tokens: Tokens a window.
-        batch_size: Windows a batch; the last batch may be smaller.
+        min_sequences: Smallest number of windows to accept. A corpus with fewer than `num_sequences` windows then gives
+            all it has, and a warning reports how many. None: a corpus with fewer windows raises. The number depends
+            only on the corpus and the tokenizer.
+        num_tokens: Tokens per window.
+        batch_size: Windows per batch; the last batch may be smaller.
         seed: Decides which windows are drawn, and their order.
 
     Raises:
-        InputError: for options out of range, and on the first walk for a corpus with too few windows.
+        InputError: An option is out of range. On the first iteration: the corpus has too few windows.
     """
 
     corpus: str
@@ -181,13 +187,13 @@ class EvalText(Batches):
 
     def __post_init__(self) -> None:
         first, last = self.documents
-        self.documents = (first, last)  # a recipe brings a list
+        self.documents = (first, last)  # recipes pass a list
         if not 0 <= first < last <= 1:
             raise InputError(f"documents: expected a share such as (0.0, 0.5), got {self.documents}")
         refuse_below_one(num_sequences=self.num_sequences, num_tokens=self.num_tokens, batch_size=self.batch_size)
 
     def windows(self) -> Tensor:
-        """All token ids, int64; loads or prepares the corpus on the first call."""
+        """Return all token ids, int64. The first call loads or prepares the corpus."""
         return self._loaded[0]  # (sequences, num_tokens)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
@@ -195,16 +201,16 @@ class EvalText(Batches):
             yield {"input_ids": ids.clone(), "attention_mask": torch.ones_like(ids)}  # (batch, num_tokens)
 
     def __len__(self) -> int:
-        number = self.num_sequences if self.min_sequences is None else len(self.windows())
-        return -(-number // self.batch_size)
+        num_windows = self.num_sequences if self.min_sequences is None else len(self.windows())
+        return -(-num_windows // self.batch_size)
 
     def content_hash(self) -> str:
-        """Sixteen hex digits over the token ids and how they are cut into batches."""
+        """Return a hash of the token ids and the batch size, as 16 hex digits."""
         ids = self.windows().numpy().astype("<i8")
         return sha16(f"{ids.shape} {self.batch_size}", ids.tobytes())
 
     def tokenizer_hash(self) -> str | None:
-        """As the shards say that the windows are cut from; loads or prepares the corpus on the first call."""
+        """Return the tokenizer hash of the corpus. The first call loads or prepares the corpus."""
         return self._loaded[1]
 
     def origins(self) -> Tensor:
@@ -218,14 +224,14 @@ class EvalText(Batches):
         self._check(total)
         before = np.cumsum(counts) - counts
         windows = np.array(draw_indices(total, min(total, self.num_sequences), self.seed))
-        document = np.searchsorted(before, windows, side="right") - 1
-        begin = starts[document] + (windows - before[document]) * self.num_tokens
+        documents = np.searchsorted(before, windows, side="right") - 1
+        begin = starts[documents] + (windows - before[documents]) * self.num_tokens
         tokens = shards.tokens(self.split)
         chosen = np.stack([tokens[i : i + self.num_tokens].astype(np.int64) for i in begin])
-        return torch.from_numpy(chosen), shards.tokenizer_hash, torch.from_numpy(document)
+        return torch.from_numpy(chosen), shards.tokenizer_hash, torch.from_numpy(documents)
 
     def _check(self, total: int) -> None:
-        """Refuse a corpus that holds too few windows, and say where it holds fewer than were asked for."""
+        """Raise if the corpus has too few windows; warn if it has fewer than `num_sequences`."""
         name = "num_sequences" if self.min_sequences is None else "min_sequences"
         there = f"{self.corpus!r} has {total} windows of {self.num_tokens} tokens in {self.documents} of {self.split}"
         if total < (least := getattr(self, name)):
@@ -234,7 +240,7 @@ class EvalText(Batches):
             logger.warning("%s: all are taken, num_sequences asks for %d", there, self.num_sequences)
 
     def _count(self, shards: TokenShards) -> tuple[np.ndarray, np.ndarray]:
-        """Where each document of the share starts and how many windows it holds, the end of text left out."""
+        """Return the start of each document in the range and its number of windows, without the end-of-text token."""
         starts = shards.document_starts(self.split)
         ends = np.append(starts[1:], shards.num_tokens(self.split))
         first, last = (int(share * len(starts)) for share in self.documents)
@@ -244,15 +250,15 @@ class EvalText(Batches):
 
 
 def draw_indices(total: int, num: int, seed: int | str) -> list[int]:
-    """`num` different numbers below `total`; more of them begin with the same."""
+    """Draw `num` different indices below `total`. A larger draw begins with the indices of a smaller one."""
     generator, drawn = random.Random(seed), {}
     while len(drawn) < num:
         drawn[generator.randrange(total)] = None
     return list(drawn)
 
 
-MAX_ROWS = 10_000  # texts or images; all are kept in memory and measured at every step
-_BATCH_ROWS = 16  # of a data set in a batch
+MAX_ROWS = 10_000  # texts or images: all stay in memory and are measured at every step
+_BATCH_ROWS = 16  # batch size for a data set
 _NAMES = ("input_ids", "attention_mask", "token_type_ids", "pixel_values")
 _EXPECTED = (
     "expected `Batches`, or a DataLoader, a data set or a list of batches: dicts with input_ids or pixel_values, "
@@ -261,23 +267,24 @@ _EXPECTED = (
 
 
 class GivenBatches(Batches):
-    """The batches of a DataLoader, a data set or a list, read once, so that they are the same at every checkpoint.
+    """The batches of a DataLoader, a data set or a list, read once so that every checkpoint sees the same ones.
 
-    A batch is a dict with `input_ids` or `pixel_values`, a tensor of token ids `(batch, tokens)` or of images `(batch,
-    channels, height, width)`, or a pair of one of those and labels. Of a data set each row is one of these without its
-    first dimension. Token ids without an attention mask are taken as unpadded.
+    A batch is a dict with `input_ids` or `pixel_values`, a tensor of token ids `(batch, tokens)`, or a tensor of images
+    `(batch, channels, height, width)`. It may also be a pair of such a dict or tensor and labels. A row of a data set
+    has the same form without the batch dimension. Token ids without an attention mask count as unpadded.
 
     Raises:
-        InputError: for anything else; on the first walk for batches that are none of these, none at all, or too many.
+        InputError: The data has another type. On the first iteration: a batch has another form, there is no batch, or
+            there are more than 10,000 rows.
     """
 
-    def __init__(self, given: Any, *, tokenizer_hash: str | None = None) -> None:
-        is_rows = isinstance(given, Dataset) or callable(getattr(given, "with_format", None))  # of torch, of datasets
-        if not (is_rows or isinstance(given, DataLoader | Tensor | list | tuple)):
-            raise InputError(f"batches: {_EXPECTED}; got a {type(given).__name__}")
-        if isinstance(getattr(given, "sampler", None), DistributedSampler):
+    def __init__(self, data: Any, *, tokenizer_hash: str | None = None) -> None:
+        is_rows = isinstance(data, Dataset) or callable(getattr(data, "with_format", None))  # torch or `datasets`
+        if not (is_rows or isinstance(data, DataLoader | Tensor | list | tuple)):
+            raise InputError(f"batches: {_EXPECTED}; got a {type(data).__name__}")
+        if isinstance(getattr(data, "sampler", None), DistributedSampler):
             raise InputError("batches: every process would measure other data: leave the DistributedSampler out")
-        self._given: Any = given
+        self._data: Any = data
         self._tokenizer_hash = tokenizer_hash
         self._is_rows = is_rows
         self._read: list[dict[str, Tensor]] | None = None
@@ -289,7 +296,7 @@ class GivenBatches(Batches):
         return len(self._all)
 
     def content_hash(self) -> str:
-        """Sixteen hex digits over the names, shapes and values of every batch."""
+        """Return a hash of the names, dtypes, shapes and values of all batches, as 16 hex digits."""
         parts: list[str | memoryview] = []
         for name, values in (item for batch in self._all for item in sorted(batch.items())):
             parts += [f"{name} {values.dtype} {tuple(values.shape)}", np.ascontiguousarray(values.numpy()).data]
@@ -303,42 +310,42 @@ class GivenBatches(Batches):
         if self._read is None:
             batches: list[dict[str, Tensor]] = []
             num_rows = 0
-            for number, given in enumerate(self._walk()):
-                batches.append(_to_batch(given, number))
+            for index, batch in enumerate(self._walk()):
+                batches.append(_to_batch(batch, index))
                 num_rows += len(next(iter(batches[-1].values())))
                 refuse_many(num_rows)
             if not batches:
                 raise InputError("batches: expected at least one batch, got none")
-            self._read, self._given = batches, None
+            self._read, self._data = batches, None
         return self._read
 
     def _walk(self) -> Iterator[Any]:
-        if isinstance(self._given, Tensor):
-            yield self._given
+        if isinstance(self._data, Tensor):
+            yield self._data
         elif self._is_rows:
-            count = len(self._given)
-            refuse_many(count)  # before any is made
+            count = len(self._data)
+            refuse_many(count)  # before the first row is read
             for start in range(0, count, _BATCH_ROWS):
-                yield _collate([self._given[row] for row in range(start, min(start + _BATCH_ROWS, count))])
+                yield _collate([self._data[row] for row in range(start, min(start + _BATCH_ROWS, count))])
         else:
-            yield from self._given
+            yield from self._data
 
 
 def refuse_many(count: int) -> None:
-    """Refuse more texts or images than anybody means to measure at every step."""
+    """Raise InputError for more texts or images than can sensibly be measured at every step."""
     if count > MAX_ROWS:
         raise InputError(
             f"batches: expected at most {MAX_ROWS} texts or images, got more: give Subset(data, range(64))"
         )
 
 
-def to_batches(given: Any) -> Batches:
-    """Batches as they are, and others as `GivenBatches`."""
-    return given if isinstance(given, Batches) else GivenBatches(given)
+def to_batches(data: Any) -> Batches:
+    """Return `Batches` unchanged, and wrap any other data in `GivenBatches`."""
+    return data if isinstance(data, Batches) else GivenBatches(data)
 
 
 def _collate(rows: Sequence[Any]) -> Any:
-    """Rows of a data set as a batch: texts filled up to the longest, everything else as torch does it."""
+    """Collate rows of a data set: pad token ids to the longest, and leave the rest to torch's `default_collate`."""
     first = rows[0]
     if isinstance(first, Mapping) and "input_ids" in first:
         return padded([_unpadded(row) for row in rows], 0)
@@ -346,47 +353,47 @@ def _collate(rows: Sequence[Any]) -> Any:
 
 
 def _unpadded(row: Mapping[str, Any]) -> np.ndarray:
-    """The token ids of a row without its padding."""
+    """Return the token ids of a row without padding."""
     ids, mask = np.asarray(row["input_ids"]), row.get("attention_mask")
     return ids if mask is None else ids[np.asarray(mask, dtype=bool)]
 
 
-def _to_batch(given: Any, number: int) -> dict[str, Tensor]:
+def _to_batch(batch: Any, index: int) -> dict[str, Tensor]:
     labels = None
-    if isinstance(given, list | tuple) and len(given) > 0 and isinstance(given[0], Tensor | Mapping):
-        labels = given[1] if len(given) > 1 else None
-        given = given[0]
-    if isinstance(given, Tensor):
-        given = {"pixel_values" if given.is_floating_point() else "input_ids": given}
-    given = given if isinstance(given, Mapping) else {}
-    values = {name: torch.as_tensor(given[name]).detach().cpu() for name in _NAMES if given.get(name) is not None}
+    if isinstance(batch, list | tuple) and len(batch) > 0 and isinstance(batch[0], Tensor | Mapping):
+        labels = batch[1] if len(batch) > 1 else None
+        batch = batch[0]
+    if isinstance(batch, Tensor):
+        batch = {"pixel_values" if batch.is_floating_point() else "input_ids": batch}
+    batch = batch if isinstance(batch, Mapping) else {}
+    values = {name: torch.as_tensor(batch[name]).detach().cpu() for name in _NAMES if batch.get(name) is not None}
     inputs = next((name for name in ("input_ids", "pixel_values") if name in values), None)
     dimensions = {"input_ids": 2, "pixel_values": 4}
     if inputs is None:
-        raise InputError(f"batches: {_EXPECTED}; batch {number} has {', '.join(map(str, given)) or 'neither'}")
+        raise InputError(f"batches: {_EXPECTED}; batch {index} has {', '.join(map(str, batch)) or 'neither'}")
     if values[inputs].ndim != dimensions[inputs] or not values[inputs].numel():
-        got = f"{tuple(values[inputs].shape)} in batch {number}"
+        got = f"{tuple(values[inputs].shape)} in batch {index}"
         raise InputError(f"batches: expected {inputs} of {dimensions[inputs]} dimensions, got {got}")
     if inputs == "input_ids":
         values["input_ids"] = values["input_ids"].long()
         mask = values.setdefault("attention_mask", torch.ones_like(values["input_ids"]))
         if not mask.any(dim=-1).all():
-            raise InputError(f"batches: a row of batch {number} has no 1 in its attention_mask")
-    labels = given.get("labels") if labels is None else labels
-    one_each = labels is not None and isinstance(labels, Tensor) and labels.shape == (len(values[inputs]),)
-    if labels is not None and one_each and not labels.is_floating_point():
-        values["labels"] = labels.detach().cpu().long()  # of texts or images; those of each token are the text itself
+            raise InputError(f"batches: a row of batch {index} has no 1 in its attention_mask")
+    labels = batch.get("labels") if labels is None else labels
+    one_per_row = labels is not None and isinstance(labels, Tensor) and labels.shape == (len(values[inputs]),)
+    if labels is not None and one_per_row and not labels.is_floating_point():
+        values["labels"] = labels.detach().cpu().long()  # one label per row; labels per token only repeat the text
     return values
 
 
 class TokenBlocks(Dataset[dict[str, Tensor]]):
-    """The blocks of a split, one after the other: `{"input_ids": (num_tokens + 1,)}` of int64.
+    """Consecutive token blocks of a split, for training: `{"input_ids": (num_tokens + 1,)}` of int64.
 
-    The last token of a block is the first of the next: a model reads `input_ids[:-1]` and predicts `input_ids[1:]`, so
-    that every token of the split but the first is predicted once (and the few that fill no block, never). Documents
-    follow each other within a block, divided by the end of text.
+    The last token of a block is the first of the next. A model reads `input_ids[:-1]` and predicts `input_ids[1:]`, so
+    every token of the split except the first is predicted once. Tokens at the end that do not fill a block are dropped.
+    Documents follow each other within a block, separated by the end-of-text token.
 
-    Every data-loader worker maps the file for itself.
+    Each data-loader worker memory-maps the file itself.
     """
 
     def __init__(self, shards: TokenShards, split: str = "train", *, num_tokens: int = 1024):
@@ -410,16 +417,16 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
         return {"input_ids": torch.from_numpy(ids)}
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_tokens": None}  # a pickled memmap would carry its content
+        return {**self.__dict__, "_tokens": None}  # pickling a memmap would copy the whole file
 
 
-MAX_TOKENS = 100_000_000  # 0.2 GB of uint16 read once; the entropy of more differs in the fourth digit
+MAX_TOKENS = 100_000_000  # 0.2 GB of uint16, read once; more tokens change the entropy only in the fourth digit
 
 
 def unigram_entropy(shards: TokenShards, split: str = "train") -> float:
     """Return the entropy of the token frequencies, in nats: the loss of a model that ignores all context.
 
-    Over the first `MAX_TOKENS` tokens of the split.
+    Only the first `MAX_TOKENS` tokens of the split are counted.
     """
     tokens = shards.tokens(split)[:MAX_TOKENS]
     frequencies = np.bincount(tokens, minlength=shards.vocab_size) / len(tokens)

@@ -1,4 +1,4 @@
-"""Labelled image sets by name, and a fixed set of images to measure on, as the model wants to see them."""
+"""Labelled image sets by name, and fixed batches of images in the model's size and normalisation."""
 
 import functools
 import io
@@ -22,10 +22,10 @@ from lit_layers.schema import refuse_below_one
 
 HUB_NAMES = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}
 IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "img", "jpg", "png"), ("label", "labels", "fine_label", "cls")
-SMALL = 64  # px; images up to this size are kept decoded (CIFAR-10: 50,000 x 3 x 32 x 32 B = 0.15 GB)
+SMALL = 64  # px; images up to this size stay decoded in memory (CIFAR-10: 50,000 x 3 x 32 x 32 B = 0.15 GB)
 _HELD_OUT = ("val", "valid", "validation", "test")
-_BROKEN = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what Pillow says of a file it cannot read
-# Kinds of pixels that Pillow converts to RGB with nothing cut off.
+_BROKEN = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # raised by Pillow for unreadable files
+# Pillow modes that convert to RGB without clipping.
 _EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV")
 
 
@@ -43,22 +43,22 @@ class SmallPictures:
         return Image.fromarray(self.pixels[index].permute(1, 2, 0).numpy())
 
     def batch(self, chosen: Sequence[int], *, pinned: bool = False) -> Tensor:
-        """Some images: (chosen, 3, height, width), `pinned` where a GPU takes them from without waiting.
+        """Return the chosen images, (chosen, 3, height, width), in pinned memory if a GPU will copy them.
 
-        An index in brackets would go through them byte by byte, at half the speed or less.
+        Indexing with brackets copies byte by byte and takes at least twice as long as `index_select`.
         """
         images = torch.empty(len(chosen), *self.pixels.shape[1:], dtype=self.pixels.dtype, pin_memory=pinned)
         return torch.index_select(self.pixels, 0, torch.tensor(chosen, dtype=torch.long), out=images)
 
     def content_hash(self) -> str:
-        """Over every pixel."""
+        """Return a hash of all pixels and labels."""
         labels = self.labels.numpy().astype("<i8").tobytes()
         return sha16(f"{tuple(self.pixels.shape)}", self.pixels.contiguous().numpy().data, labels)
 
 
 @dataclass(eq=False)
 class EncodedPictures:
-    """Labelled image files, or encoded rows (of a parquet file, a data set of the Hub), decoded when asked for."""
+    """Labelled images that are decoded on access: files, or rows of a parquet file or a Hub data set."""
 
     rows: Callable[[int], bytes | Path]
     labels: Tensor  # (images,) int64
@@ -69,12 +69,16 @@ class EncodedPictures:
         return len(self.labels)
 
     def picture(self, index: int) -> Image.Image:
-        """Return one image in RGB; one that cannot be decoded is refused by its file or row."""
+        """Return one image in RGB.
+
+        Raises:
+            InputError: The image cannot be decoded; the message names its file or row.
+        """
         row = self.rows(index)
         return decoded(row, str(row) if isinstance(row, Path) else f"row {index} of {self.name}")
 
     def content_hash(self) -> str:
-        """Over the name of the data, its fingerprint and the labels: reading 150 GB would take hours."""
+        """Return a hash of the name, the fingerprint and the labels: reading 150 GB of pixels would take hours."""
         return sha16(f"{self.name} {self.fingerprint} ", self.labels.numpy().astype("<i8").tobytes())
 
 
@@ -82,9 +86,9 @@ Pictures = SmallPictures | EncodedPictures
 
 
 def decoded(source: Path | bytes | None, name: str) -> Image.Image:
-    """Return an image in RGB, turned upright as its EXIF data ask for, from a file or its bytes.
+    """Decode a file or its bytes to an RGB image, turned upright according to its EXIF data.
 
-    Transparency is dropped, as timm and torchvision do.
+    Transparency is dropped, as in timm and torchvision.
     """
     try:
         with Image.open(io.BytesIO(source or b"") if not isinstance(source, Path) else source) as opened:
@@ -98,7 +102,7 @@ def decoded(source: Path | bytes | None, name: str) -> Image.Image:
 
 
 def _decoded_if_small(pictures: EncodedPictures) -> Pictures:
-    """Images as one tensor, or as they are where the first is large."""
+    """Decode all images to one tensor if the first is small, else return them unchanged."""
     width, height = pictures.picture(0).size
     if max(width, height) > SMALL:
         return pictures
@@ -113,11 +117,11 @@ def _decoded_if_small(pictures: EncodedPictures) -> Pictures:
 
 
 Split = Literal["train", "test"]
-Content = tuple[Pictures, tuple[str, ...] | None]  # of a split, with the names of its classes
+Content = tuple[Pictures, tuple[str, ...] | None]  # the images of a split and the class names
 
 
 class ImageSource:
-    """A labelled image set with a train and a test split; a split is read once, when it is asked for."""
+    """A labelled image set with a train and a test split; each split is read once, on first use."""
 
     def __init__(self, name: str, read: Callable[[Split], Content]) -> None:
         self.name = name
@@ -140,11 +144,11 @@ class ImageSource:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes; their numbers where the data has none."""
+        """Class names, or class indices as text if the data has no names."""
         return self._content("train")[1] or tuple(map(str, range(self.num_classes)))
 
     def check(self) -> None:
-        """Read both splits, which must have the same classes."""
+        """Read both splits and raise InputError if their classes differ."""
         names = self.classes
         for split in (self.train, self.test):
             if odd := sorted(set(split.labels.unique().tolist()) ^ set(range(len(names)))):
@@ -159,14 +163,15 @@ class ImageSource:
         return pictures, names
 
 
-@functools.lru_cache(maxsize=3)  # training, analyses and probes look at the same data
+@functools.lru_cache(maxsize=3)  # training, analyses and probes share the data
 def image_source(name: str) -> ImageSource:
-    """The image set of a name: `digits`, `cifar10`, `cifar100`, a local path, or `ORG/NAME[:CONFIG]` of the Hub.
+    """Return the image set `digits`, `cifar10`, `cifar100`, a local path, or `ORG/NAME[:CONFIG]` of the Hub.
 
-    A path is a folder of parquet files, or a folder `train/CLASS/*.jpg` and `val/CLASS/*.jpg`. Nothing is read yet.
+    A path is a folder of parquet files, or a folder with `train/CLASS/*.jpg` and `val/CLASS/*.jpg`. Nothing is
+    read yet.
 
     Raises:
-        InputError: a name that is none of these, or a folder that holds no images in a known form.
+        InputError: The name is none of these, or the folder holds no images in a known layout.
     """
     if name == "digits":
         return ImageSource(name, _digits)
@@ -184,23 +189,23 @@ def image_source(name: str) -> ImageSource:
 
 
 def _digits(split: Split) -> Content:
-    """Handwritten digits of 8 x 8 px that come with scikit-learn; of each class, every fifth is for testing."""
+    """Return scikit-learn's handwritten digits, 8 x 8 px; every fifth image of a class is in the test split."""
     from sklearn.datasets import load_digits
 
     digits: Any = load_digits()
     labels = np.asarray(digits.target)
-    turn = np.empty(len(labels), dtype=int)
+    nth = np.empty(len(labels), dtype=int)
     for digit in range(10):
         members = np.flatnonzero(labels == digit)
-        turn[members] = np.arange(len(members))
-    chosen = (turn % 5 == 4) == (split == "test")
-    grey = torch.from_numpy(np.rint(digits.images[chosen] * (255 / 16)).astype(np.uint8))  # given as 0..16
+        nth[members] = np.arange(len(members))
+    chosen = (nth % 5 == 4) == (split == "test")
+    grey = torch.from_numpy(np.rint(digits.images[chosen] * (255 / 16)).astype(np.uint8))  # stored as 0..16
     pictures = SmallPictures(grey[:, None].repeat(1, 3, 1, 1), torch.from_numpy(labels[chosen].astype(np.int64)))
     return pictures, tuple(map(str, range(10)))
 
 
 def _folders(root: Path, split: Split) -> Content:
-    """train/CLASS/*.jpg, and beside train one of val, valid, validation, test."""
+    """Read train/CLASS/*.jpg or the same layout in val, valid, validation or test."""
     from torchvision.datasets import ImageFolder
 
     held_out = next((name for name in _HELD_OUT if (root / name).is_dir()), None)
@@ -224,7 +229,7 @@ def _listing(root: Path, files: Sequence[Path]) -> str:
 
 
 def _data_set(name: str, split: Split) -> Content:
-    """Read parquet files of a folder or a data set of the Hub; held out is validation, or test where there is none."""
+    """Read parquet files of a folder or a Hub data set; the split `test` is its validation split if it has one."""
     from datasets import Image as EncodedImage
     from datasets import exceptions, load_dataset
 
@@ -242,30 +247,30 @@ def _data_set(name: str, split: Split) -> Content:
     chosen = next((each for each in order if each in splits), None)
     if chosen is None:
         raise InputError(f"{name}: expected a split {' or '.join(order)}, it has {', '.join(splits)}")
-    rows, place = splits[chosen], f"the {chosen} split of {name}"
-    image, label = _columns(rows.column_names, place)
+    rows, origin = splits[chosen], f"the {chosen} split of {name}"
+    image, label = _columns(rows.column_names, origin)
     names, labels = getattr(rows.features[label], "names", None), rows[label][:]
     if odd := [each for each in labels if not isinstance(each, int)]:
-        raise InputError(f"source: {place} has the label {odd[0]!r}: expected a whole number")
+        raise InputError(f"source: {origin} has the label {odd[0]!r}: expected a whole number")
     images = rows.cast_column(image, EncodedImage(decode=False)).data.column(image)
 
     def encoded(index: int) -> bytes | Path:
         value = images[index].as_py()
         return value["bytes"] if value["bytes"] is not None else Path(value["path"])
 
-    # the fingerprint of local rows holds when their files were written
+    # The fingerprint by `datasets` contains the modification times of local files, so copies would differ.
     fingerprint = _listing(Path(name), sorted(Path(name).rglob("*.parquet"))) if is_local else rows._fingerprint
-    pictures = EncodedPictures(encoded, torch.tensor(labels), place, fingerprint)
+    pictures = EncodedPictures(encoded, torch.tensor(labels), origin, fingerprint)
     return _decoded_if_small(pictures), None if names is None else tuple(names)
 
 
-def _columns(names: Sequence[str], place: str) -> tuple[str, str]:
-    """The columns of images and of labels."""
+def _columns(names: Sequence[str], origin: str) -> tuple[str, str]:
+    """Return the names of the image column and the label column."""
     columns = []
     for kind, usual in (("images", IMAGE_COLUMNS), ("labels", LABEL_COLUMNS)):
         column = next((name for name in usual if name in names), None)
         if column is None:
-            raise InputError(f"source: expected {' or '.join(usual)} ({kind}) in {place}, it has {', '.join(names)}")
+            raise InputError(f"source: expected {' or '.join(usual)} ({kind}) in {origin}, it has {', '.join(names)}")
         columns.append(column)
     return columns[0], columns[1]
 
@@ -276,29 +281,29 @@ STATISTICS = {
     "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }
 USUAL_SIZE = 224
-CROP = 0.875  # share of the shorter side that a large image keeps: 224 of 256
+CROP = 0.875  # share of the shorter side inside the centre crop of a large image: 224 of 256
 
 
 @dataclass
 class EvalImages(Batches):
-    """Images of a labelled set, drawn without replacement, in the model's normalisation, without any augmentation.
+    """Images of a labelled set, drawn without replacement, normalised, without augmentation.
 
-    `{"pixel_values": (batch, 3, image_size, image_size), "labels": (batch,)}`, float32 and int64. Images of up to 64 px
-    are resized as a whole, larger ones to `image_size` / 0.875 by their shorter side and then cropped in the centre.
+    A batch is `{"pixel_values": (batch, 3, image_size, image_size), "labels": (batch,)}`, float32 and int64. Images of
+    up to 64 px are resized as a whole. For larger images the shorter side is resized to `image_size` / 0.875, and the
+    centre is cropped.
 
     Args:
-        source: As for `LitImageData`: `digits`, `cifar10`, `cifar100`, a local path, or `ORG/NAME` of the Hub.
+        source: As in `LitImageData`: `digits`, `cifar10`, `cifar100`, a local path, or `ORG/NAME` of the Hub.
         split: `test` or `train`.
         num_images: Number of images. A larger set begins with the images of a smaller one.
-        image_size: Of the model's input, in px; None: the source's, or 224 where its images are large.
-        batch_size: Images a batch; the last batch may be smaller.
+        image_size: Side of the model's input in px. None: the size of the source's images, or 224 if they are large.
+        batch_size: Images per batch; the last batch may be smaller.
         seed: Decides which images are drawn, and their order.
-        normalisation: `imagenet` or `half` (0.5, 0.5): fixed means and deviations of the channels; `source`: those of
-            the source's training images, where they are small.
+        normalisation: `imagenet` or `half` (mean and deviation 0.5) for fixed means and deviations of the channels.
+            `source` for those of the source's training images, which must be small.
 
     Raises:
-        InputError: for options out of range, and on the first walk for a source that cannot be read or has too few
-            images.
+        InputError: An option is out of range. On the first iteration: the source cannot be read or has too few images.
     """
 
     source: str
@@ -314,11 +319,11 @@ class EvalImages(Batches):
         refuse_below_one(num_images=self.num_images, image_size=self.image_size, batch_size=self.batch_size)
 
     def images(self) -> tuple[Tensor, Tensor]:
-        """All images and their labels; reads the source on the first call."""
+        """Return all images and their labels. The first call reads the source."""
         return self._loaded  # (num_images, 3, image_size, image_size), (num_images,)
 
     def mean_and_std(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """What each channel is normalised by, as shares of full brightness."""
+        """Return the mean and standard deviation that normalise each channel, as fractions of full brightness."""
         return statistics(image_source(self.source), self.normalisation)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
@@ -330,7 +335,7 @@ class EvalImages(Batches):
         return -(-self.num_images // self.batch_size)
 
     def content_hash(self) -> str:
-        """Sixteen hex digits over pixels, labels and how they are cut into batches."""
+        """Return a hash of the pixels, the labels and the batch size, as 16 hex digits."""
         pixels, labels = self.images()
         values = pixels.numpy().astype("<f4").tobytes(), labels.numpy().astype("<i8").tobytes()
         return sha16(f"{tuple(pixels.shape)} {self.batch_size}", *values)
@@ -350,7 +355,7 @@ class EvalImages(Batches):
 
 
 class Normalise:
-    """uint8 (or float 0..255) pixels of (images, 3, height, width) to float32, by channel."""
+    """A transform of pixels in 0..255, (images, 3, height, width), to float32 normalised by channel."""
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         self.mean, self.std = mean, std
@@ -364,7 +369,7 @@ class Normalise:
 
 
 def statistics(source: ImageSource, normalisation: Normalisation) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel, as shares of full brightness."""
+    """Return the mean and standard deviation of each channel, as fractions of full brightness."""
     if normalisation in STATISTICS:
         return STATISTICS[normalisation]
     pictures = source.train
@@ -381,7 +386,7 @@ def statistics(source: ImageSource, normalisation: Normalisation) -> tuple[tuple
 
 
 def image_size(source: ImageSource, chosen: int | None) -> int:
-    """Return the size of the model's input: by default that of small images, and 224 for large ones."""
+    """Return the side of the model's input: `chosen`, else the size of small images or 224 for large ones."""
     if chosen is not None:
         return chosen
     pictures = source.train
@@ -394,14 +399,14 @@ def image_size(source: ImageSource, chosen: int | None) -> int:
 
 
 def eval_pixels(pictures: Pictures, chosen: list[int], size: int) -> Tensor:
-    """Images as a model is tested on them, in 0..255: (images, 3, size, size)."""
+    """Return the chosen images, resized and cropped for evaluation, in 0..255: (images, 3, size, size)."""
     if isinstance(pictures, SmallPictures):
         return resized(pictures.batch(chosen), size)
     return torch.stack([_centre_crop(pictures.picture(index), size) for index in chosen])
 
 
 def resized(pixels: Tensor, size: int) -> Tensor:
-    """The same images in another size (bicubic); as they are where it is theirs."""
+    """Resize images (bicubic), or return them unchanged if they have this size."""
     if pixels.shape[2:] == (size, size):
         return pixels
     large = F.interpolate(pixels.float(), (size, size), mode="bicubic", antialias=True, align_corners=False)

@@ -1,12 +1,13 @@
-"""Corpus to token shards, streamed; the result depends on the corpus and the options only, not on the threads.
+"""Conversion of a corpus to token shards, streamed; the result depends only on the corpus and the options.
 
 train.bin  val.bin      token ids, uint16 where the vocabulary allows it, else uint32; little-endian, nothing else
-train.idx  val.idx      int64: where in the .bin file each document starts; a document ends with the end of text
-tokenizer/              as `AutoTokenizer` opens it
+train.idx  val.idx      int64: index in the .bin file at which each document starts; a document ends with end of text
+tokenizer/              a folder that `AutoTokenizer` opens
 meta.json               the header
 
-A preparation under way is a hidden folder beside the one asked for, which gets that name once it is whole. Its note of
-progress says how far its files are good: a run that was cut reads the corpus again and writes what they lack.
+A preparation writes to a hidden folder next to `out`, which is renamed to `out` once it is complete. The file
+progress.json records how many documents were processed and the file sizes at that point. An interrupted run reads the
+corpus again and continues after the last recorded document.
 """
 
 import contextlib
@@ -41,20 +42,20 @@ HEADER, TOKENIZER = "meta.json", "tokenizer"
 STEMS = {"train": "train", "validation": "val"}
 STARTS = np.dtype("<i8")
 _AGAIN = "remove the folder and run `lit-layers prepare` again"
-CHUNK_BYTES = 2**22  # of text, the work of one call of the tokenizer
-SAVE_SECONDS = 10.0  # of work, at most, that an interruption loses
+CHUNK_BYTES = 2**22  # bytes of text per call of the tokenizer
+SAVE_SECONDS = 10.0  # between two saves of the progress, so an interruption loses about this much work
 PROGRESS = "progress.json"
-BPE_BYTES = 10**8  # of text a tokenizer is trained on
+BPE_BYTES = 10**8  # text that a BPE tokenizer is trained on (counted in characters)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The narrowest unsigned type that holds every id."""
+    """Return the narrowest unsigned type that holds every token id."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 @dataclass(frozen=True)
 class TokenShards:
-    """A folder of prepared tokens. Files are mapped when asked for, so an object is small and can be sent anywhere."""
+    """A folder of prepared tokens. Files are memory-mapped on access, so objects are small and cheap to pickle."""
 
     folder: Path
     header: dict[str, Any]
@@ -64,7 +65,7 @@ class TokenShards:
         """Open a prepared folder and check its sizes.
 
         Raises:
-            InputError: for a folder that is missing, of another version, or damaged.
+            InputError: The folder is missing, has another version, or is damaged.
         """
         folder = Path(folder)
         shards = cls(folder, _read_header(folder))
@@ -75,11 +76,11 @@ class TokenShards:
         return shards
 
     def tokens(self, split: str) -> np.ndarray:
-        """All token ids of a split, memory-mapped."""
+        """Return all token ids of a split, memory-mapped."""
         return np.memmap(self._path(split, ".bin"), dtype=np.dtype(self.header["dtype"]), mode="r")
 
     def document_starts(self, split: str) -> np.ndarray:
-        """Index of each document's first token."""
+        """Return the index of each document's first token, memory-mapped."""
         return np.memmap(self._path(split, ".idx"), dtype=STARTS, mode="r")
 
     def num_tokens(self, split: str) -> int:
@@ -106,7 +107,7 @@ class TokenShards:
 
     @property
     def checksum(self) -> str:
-        """SHA-256 over the checksums of all files: equal folders have equal ones."""
+        """SHA-256 over the names and checksums of all files: equal folders have equal checksums."""
         return self.header["checksum"]
 
     def _path(self, split: str, suffix: str) -> Path:
@@ -116,7 +117,7 @@ class TokenShards:
 
 
 def finish(draft: Path, folder: Path, header: dict[str, Any]) -> None:
-    """Write the header of the files in a folder, which then gets its name."""
+    """Write the header for the files in `draft`, flush them to disk, and rename `draft` to `folder`."""
     paths = [path for path in sorted(draft.rglob("*")) if path.is_file() and path.name != HEADER]
     files = {path.relative_to(draft).as_posix(): _file_entry(path) for path in paths}
     listing = "\n".join(f"{name} {entry['sha256']}" for name, entry in sorted(files.items()))
@@ -144,12 +145,12 @@ def _file_entry(path: Path) -> dict[str, Any]:
 
 
 def prepared(corpus: str, tokenizer: str, *, cache: str | Path | None = None) -> TokenShards:
-    """The shards of a corpus: a folder made by `prepare`, or those in the cache, made now where they are missing.
+    """Open the shards of a corpus, from a folder made by `prepare` or from the cache; prepare them if missing.
 
     The cache is `$LIT_LAYERS_CACHE`, by default `~/.cache/lit_layers`.
 
     Raises:
-        InputError: where `corpus` is a prepared folder and another tokenizer made it; else as `prepare`.
+        InputError: `corpus` is a folder that was prepared with another tokenizer, or `prepare` raises.
     """
     if (Path(corpus) / HEADER).exists():
         shards = TokenShards.open(corpus)
@@ -172,21 +173,23 @@ def prepare(
     max_documents: int | None = None,
     progress: bool = False,
 ) -> TokenShards:
-    """Write the token shards of a corpus to the folder `out`, go on where a run was cut, or open those that are there.
+    """Write the token shards of a corpus to the folder `out`, or open it if it already holds them.
+
+    An interrupted preparation is continued.
 
     Args:
         source: `python`, `openwebtext`, `wikitext`, a text file or folder of them, or a Hub data set
             `ORG/NAME[@REVISION][:CONFIG]`.
         tokenizer: A local path, a name on the Hub, or `bpe:SIZE` to train one on the training documents.
         out: A new or empty folder, or one that was prepared with the same options.
-        column: The column of the text in parquet, JSON-lines and Hub data; `text` by default.
+        column: The text column in parquet, JSON-lines and Hub data; `text` by default.
         separator: The line that ends a document in a `.txt` file; `<|endoftext|>` by default, "" for a blank line.
-        validation: Share of the documents to hold out, where the source brings no validation split.
-        max_documents: Read at most so many documents, of each split where the source brings its own.
-        progress: Whether to count the documents on a terminal.
+        validation: Share of the documents to hold out if the source has no validation split.
+        max_documents: Largest number of documents to read, for each split if the source has its own splits.
+        progress: Whether to show a progress bar on a terminal.
 
     Raises:
-        InputError: for options that do not fit, damaged text, an empty split, a folder that cannot be written.
+        InputError: Options that do not fit, damaged text, an empty split, or a folder that cannot be written.
     """
     refuse_below_one(max_documents=max_documents)
     folder = Path(os.path.abspath(out))
@@ -232,45 +235,45 @@ def _write_tokens(
     progress: bool,
     key: str,
 ) -> dict[str, Any]:
-    """Write the tokens of all documents and where they start; return the counts and hashes of the text.
+    """Write the tokens and start indices of all documents; return the counts and hashes of the text.
 
-    `key` tells corpus, options and tokenizer from others.
+    `key` identifies corpus, options and tokenizer. Saved progress with another key is discarded.
     """
     encoder, end = copy.deepcopy(tokenizer.tokenizer), tokenizer.end_of_text_id
     encoder.encode_special_tokens = True  # "<|endoftext|>" in a document is text
-    noted, names = draft / PROGRESS, [f"{stem}.{kind}" for stem in STEMS.values() for kind in ("bin", "idx")]
-    state: dict[str, Any] = json.loads(noted.read_text()) if noted.is_file() else {"key": ""}
+    state_file, names = draft / PROGRESS, [f"{stem}.{kind}" for stem in STEMS.values() for kind in ("bin", "idx")]
+    state: dict[str, Any] = json.loads(state_file.read_text()) if state_file.is_file() else {"key": ""}
     if state["key"] != key:
         state = {"key": key, "read": 0, "chains": dict.fromkeys(STEMS, ""), "sizes": dict.fromkeys(names, 0)}
         state["splits"] = {split: {"tokens": 0, "documents": 0, "bytes": 0} for split in STEMS}
         state["left_out"] = {"empty": 0, "duplicate": 0}
     splits, left_out, chains = state["splits"], state["left_out"], state["chains"]
-    waiting: list[tuple[str, str]] = []  # splits and texts
+    pending: list[tuple[str, str]] = []  # splits and texts
 
     def write() -> None:
-        encodings = encoder.encode_batch_fast([text for _, text in waiting], add_special_tokens=False)
-        for (split, _), encoding in zip(waiting, encodings, strict=True):
-            of, (ids, starts) = splits[split], files[split]
-            starts.write(np.array(of["tokens"], dtype=STARTS).tobytes())
+        encodings = encoder.encode_batch_fast([text for _, text in pending], add_special_tokens=False)
+        for (split, _), encoding in zip(pending, encodings, strict=True):
+            counts, (ids, starts) = splits[split], files[split]
+            starts.write(np.array(counts["tokens"], dtype=STARTS).tobytes())
             ids.write(np.array([*encoding.ids, end], dtype=dtype).tobytes())
-            of["tokens"] += len(encoding.ids) + 1
-            of["documents"] += 1
-        waiting.clear()
+            counts["tokens"] += len(encoding.ids) + 1
+            counts["documents"] += 1
+        pending.clear()
 
-    def note(read: int) -> None:
+    def save_state(read: int) -> None:
         for name, file in zip(names, opened, strict=True):
             file.flush()
             sync(draft / name)
             state["sizes"][name] = file.tell()
-        write_json(noted, state | {"read": read})
+        write_json(state_file, state | {"read": read})
 
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context((draft / name).open("ab")) for name in names]
         for name, file in zip(names, opened, strict=True):
-            file.truncate(state["sizes"][name])  # of what was written behind the last note
+            file.truncate(state["sizes"][name])  # drops what was written after the last save
         files = dict(zip(splits, zip(opened[::2], opened[1::2], strict=True), strict=True))
         stack.enter_context(tokenization.tokenizer_threads(every_core=True))
-        size, closed = 0, time.monotonic()
+        size, last_save = 0, time.monotonic()
         documents = tqdm(_assign_splits(source, limit), disable=None if progress else True, unit=" documents")
         for read, (text, split, value) in enumerate(documents, start=1):
             if read <= state["read"]:
@@ -278,24 +281,24 @@ def _write_tokens(
             if split in left_out:
                 left_out[split] += 1
                 continue
-            waiting.append((split, text))
+            pending.append((split, text))
             length = len(text.encode("utf-8"))
             size, splits[split]["bytes"] = size + length, splits[split]["bytes"] + length
             chains[split] = hashlib.sha256(f"{chains[split]}/{value}".encode()).hexdigest()
             if size >= CHUNK_BYTES:
                 write()
-                if time.monotonic() - closed >= SAVE_SECONDS:
-                    note(read)
-                    closed = time.monotonic()
+                if time.monotonic() - last_save >= SAVE_SECONDS:
+                    save_state(read)
+                    last_save = time.monotonic()
                 size = 0
         write()
-    noted.unlink(missing_ok=True)
-    for split, of in splits.items():
-        of["corpus_hash"] = chains[split][:16]
-        if not of["documents"]:
+    state_file.unlink(missing_ok=True)
+    for split, counts in splits.items():
+        counts["corpus_hash"] = chains[split][:16]
+        if not counts["documents"]:
             about = source.describe()
             what = f"the {split} split of {about.get('path') or about.get('name') or 'python'} is empty"
-            why = f"{sum(of['documents'] for of in splits.values())} documents in all"
+            why = f"{sum(counts['documents'] for counts in splits.values())} documents in all"
             remedy = 'give more (a .txt file is one unless a separator line, "" for a blank one, divides it)'
             raise InputError(f"{what} ({why}): {remedy}, or another validation share")
     corpus_hash = sha16("/".join(chains[split] for split in ("train", "validation")))
@@ -303,22 +306,22 @@ def _write_tokens(
 
 
 def _assign_splits(source: Source, limit: int | None) -> Iterator[tuple[str, str, int]]:
-    """Texts with their split or why they are left out, and their hashes; those of validation first."""
-    most, held_out = limit or sys.maxsize, set[int]()
-    for part in source.splits:  # None: one stream
-        for text in islice(source.read(part), most):
+    """Yield each text with its split, or the reason to omit it, and its hash; validation comes first."""
+    max_texts, held_out = limit or sys.maxsize, set[int]()
+    for split in source.splits:  # None means one stream
+        for text in islice(source.read(split), max_texts):
             value = digest(text)
             if not text.strip():
                 yield text, "empty", value
-            elif part == "train" and value in held_out:
+            elif split == "train" and value in held_out:
                 yield text, "duplicate", value
             else:
-                held_out |= {value} if part == "validation" else set()
-                yield text, part or ("validation" if is_held_out(value, source.validation or 0) else "train"), value
+                held_out |= {value} if split == "validation" else set()
+                yield text, split or ("validation" if is_held_out(value, source.validation or 0) else "train"), value
 
 
 def _training_texts(source: Source, limit: int | None, size: int) -> Iterator[str]:
-    """The first `size` characters, or some more, of the training documents."""
+    """Yield training documents until they hold at least `size` characters."""
     total = 0
     for text, split, _ in _assign_splits(source, limit):
         if total >= size:
@@ -360,20 +363,23 @@ def _expect_settings(folder: Path, before: dict[str, Any], asked: dict[str, Any]
 
 @contextlib.contextmanager
 def _draft_of(folder: Path) -> Iterator[Path]:
-    """A hidden folder, kept if a run is cut. One process prepares; others wait. A failing disk is a sentence."""
+    """Yield the hidden draft folder, which remains if a run is interrupted after saving progress.
+
+    A lock lets one process prepare while others wait. Disk errors become InputError.
+    """
     draft = folder.with_name(f".{folder.name}.draft")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")):
-            noted = draft / PROGRESS
+            state_file = draft / PROGRESS
             draft.mkdir(exist_ok=True)
             try:
                 yield draft
             except InputError:
-                noted.unlink(missing_ok=True)
+                state_file.unlink(missing_ok=True)
                 raise
             finally:
-                if not noted.is_file():
+                if not state_file.is_file():
                     shutil.rmtree(draft, ignore_errors=True)
     except OSError as error:
         raise InputError(f"cannot prepare {folder} ({error}): choose another folder, or run again to go on") from error

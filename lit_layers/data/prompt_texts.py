@@ -1,4 +1,4 @@
-"""Texts that an analysis measures on, their batches and perturbed copies; the prompts of the six usual benchmarks."""
+"""Texts that analyses measure on, their batches and perturbed copies, and the prompts of six common benchmarks."""
 
 import functools
 import json
@@ -31,30 +31,30 @@ from lit_layers.tasks.probe_task import ProbeTask, TaskSplit, draw
 
 
 class Texts(ABC):
-    """The same texts in the same order at every checkpoint. Constructors are cheap; data loads on first use."""
+    """A fixed list of texts, the same at every checkpoint. Constructors are cheap; the data is loaded on first use."""
 
     @abstractmethod
     def texts(self) -> Sequence[str]:
-        """The texts, none of them empty.
+        """Return the texts; each contains a word.
 
         Raises:
-            InputError: data that is not there, or a text without a word.
+            InputError: The data is missing, or a text is blank.
         """
 
     def labels(self) -> Tensor | None:
-        """The class of each text, (texts,) of int64; None where there are none."""
+        """Return the class of each text, (texts,) int64, or None if the texts have no classes."""
         return None
 
     def content_hash(self) -> str:
-        """Sixteen hex digits over the texts."""
+        """Return a hash of the texts, as 16 hex digits."""
         return sha16(json.dumps(list(self.texts())))
 
 
 class GivenTexts(Texts):
-    """Texts at hand. The config of an analysis holds their hash and not them.
+    """A list of texts in memory. The config of an analysis contains only their hash.
 
     Raises:
-        InputError: no text, or one without a word.
+        InputError: The list is empty, or a text is blank.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -72,10 +72,10 @@ class TaskTexts(Texts):
     """Texts of a downstream task, drawn without replacement.
 
     Args:
-        task: A name of the catalogue, or a `ProbeTask`.
-        folder: Local data, where the task's files lie; None: the Hub.
-        part: `train`, `validation` or `test`.
-        num_texts: Number of texts; of a part with fewer, all. None: all.
+        task: A name in the catalogue, or a `ProbeTask`.
+        folder: A folder of local data with the task's files. None: the Hub.
+        part: The split: `train`, `validation` or `test`.
+        num_texts: Number of texts; a split with fewer gives all it has. None: all.
         seed: Decides which texts are drawn.
     """
 
@@ -108,13 +108,14 @@ class TaskTexts(Texts):
 
 @dataclass
 class CorpusTexts(Texts):
-    """Windows of a prepared corpus, as `EvalText` draws them, turned back into text; the next one in place of one
-    without a word, such as the blank lines and indents of source code.
+    """Windows of a prepared corpus, drawn as in `EvalText` and decoded to text.
+
+    A blank window, such as indentation in source code, is replaced by the next window drawn.
 
     Args:
-        corpus, tokenizer, split, documents, seed: As of `EvalText`.
+        corpus, tokenizer, split, documents, seed: As in `EvalText`.
         num_texts: Number of windows.
-        num_tokens: Tokens a window, of this tokenizer.
+        num_tokens: Tokens per window, counted by this tokenizer.
     """
 
     corpus: str
@@ -128,7 +129,7 @@ class CorpusTexts(Texts):
 
     def __post_init__(self) -> None:
         refuse_below_one(num_texts=self.num_texts)
-        self._windows()  # refuses what is out of range
+        self._windows()  # raises for options out of range
 
     def texts(self) -> Sequence[str]:
         return self._texts
@@ -136,31 +137,31 @@ class CorpusTexts(Texts):
     @functools.cached_property
     def _texts(self) -> list[str]:
         tokenizer = load_tokenizer(tokenizer_of(self.tokenizer, self.corpus)).tokenizer
-        number, drawn, texts = self.num_texts, 0, list[str]()
+        num, drawn, texts = self.num_texts, 0, list[str]()
         while len(texts) < self.num_texts:
-            windows = self._windows(number).windows()  # begin with those of a smaller number
+            windows = self._windows(num).windows()  # a larger draw begins with the windows of a smaller one
             if len(windows) == drawn:
                 there = f"the {self.split} split of {self.corpus} has {len(texts)} windows with words"
                 raise InputError(f"texts: {there}, expected {self.num_texts}: ask for fewer")
             texts = [text for text in tokenizer.decode_batch(windows.tolist()) if text.strip()]
-            drawn, number = len(windows), number + self.num_texts - len(texts)
+            drawn, num = len(windows), num + self.num_texts - len(texts)
         return texts
 
-    def _windows(self, number: int = 0) -> EvalText:
+    def _windows(self, num: int = 0) -> EvalText:
         return EvalText(
             self.corpus,
             self.tokenizer,
             split=self.split,
             documents=self.documents,
-            num_sequences=number or self.num_texts,
-            min_sequences=self.num_texts if number > self.num_texts else None,
+            num_sequences=num or self.num_texts,
+            min_sequences=self.num_texts if num > self.num_texts else None,
             num_tokens=self.num_tokens,
             seed=self.seed,
         )
 
 
 class _EncodedBatches(Batches):
-    """Batches of encoded texts, in their order."""
+    """Base of batches made from encoded texts, in their order."""
 
     batch_size: int
     _encoded: functools.cached_property[EncodedTexts]
@@ -172,20 +173,20 @@ class _EncodedBatches(Batches):
         return sha16(f"{self._encoded.content_hash()} {self.batch_size}")
 
     def tokenizer_hash(self) -> str | None:
-        """Load the texts on the first call."""
+        """Return the hash of the tokenizer. The first call loads the texts."""
         return self._encoded.tokenizer_hash
 
 
 @dataclass
 class TextBatches(_EncodedBatches):
-    """Texts of differing lengths as padded batches, in their order.
+    """Texts of different lengths as padded batches, in their order.
 
     Args:
         texts: The texts.
         tokenizer: A local path, a name on the Hub, or `bpe:SIZE`.
-        corpus: Which the tokenizer bpe:SIZE is trained on.
-        max_tokens: A longer text loses its end. The model's own limit is for the user to keep.
-        batch_size: Texts a batch; the last batch may be smaller.
+        corpus: The corpus that the tokenizer `bpe:SIZE` is trained on.
+        max_tokens: Longer texts are truncated. The user must keep this within the model's limit.
+        batch_size: Texts per batch; the last batch may be smaller.
     """
 
     texts: Texts
@@ -208,15 +209,17 @@ class TextBatches(_EncodedBatches):
 
 @dataclass
 class LabelledTexts(TextBatches):
-    """`TextBatches` of texts that have classes, such as `TaskTexts`, each batch with their `labels`, (batch,) of int64.
+    """`TextBatches` with the classes of the texts in each batch as `labels`, (batch,) int64.
+
+    `TaskTexts` of a classification task have classes.
 
     Raises:
-        InputError: on the first walk for texts without classes.
+        InputError: On the first iteration: the texts have no classes.
     """
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         labels = self._classes.split(self.batch_size)
-        yield from ({**batch, "labels": part} for batch, part in zip(super().__iter__(), labels, strict=True))
+        yield from ({**batch, "labels": chunk} for batch, chunk in zip(super().__iter__(), labels, strict=True))
 
     def content_hash(self) -> str:
         return sha16(f"{super().content_hash()} {self._classes.tolist()}")
@@ -229,10 +232,10 @@ class LabelledTexts(TextBatches):
 
 
 def checked(texts: list[str]) -> list[str]:
-    """The texts.
+    """Return the texts after checking them.
 
     Raises:
-        InputError: there is none, or one without a word.
+        InputError: The list is empty, or a text is blank.
     """
     if not texts:
         raise InputError("texts: expected at least one text, got none")
@@ -247,24 +250,26 @@ BENCHMARKS = tuple(tasks_of("prompts").values())
 
 @dataclass
 class BenchmarkPrompts(_EncodedBatches):
-    """Prompts from ARC (Challenge), GSM8K, HellaSwag, MMLU, TruthfulQA and Winogrande: 200 of each, in turn.
+    """Prompts from ARC (Challenge), GSM8K, HellaSwag, MMLU, TruthfulQA and Winogrande, interleaved, 200 of each.
 
-    Prompt i comes from benchmark i mod 6, so that the first prompts are of all six as well, and a larger set begins
-    with the prompts of a smaller one. Which rows are drawn depends on `seed` and the benchmark alone: every model is
-    measured on the same texts, in its own tokens, with the special tokens that its tokenizer adds to any text.
-    Source of the protocol (1,200 prompts of these test sets; which rows and columns is not published): Aubry, Meng,
-    Sugolov, Papyan, arXiv 2407.07810.
+    Prompt i comes from benchmark i mod 6, so any number of prompts covers the benchmarks evenly. A larger set begins
+    with the prompts of a smaller one. The rows drawn depend only on `seed` and the benchmark, so every model is
+    measured on the same texts. They are tokenized by the model's tokenizer, with its special tokens.
+
+    Source: Aubry, Meng, Sugolov, Papyan, arXiv 2407.07810, with 1,200 prompts from these test sets. The paper does not
+    say which rows and columns it used.
 
     Args:
         tokenizer: A local path, or a name on the Hub.
-        folder: Local data, whose `tasks.yaml` says where the prompts lie; None for the data sets of the Hub.
-        num_prompts: Number of prompts, over all benchmarks.
-        max_tokens: A longer prompt loses its end.
-        batch_size: Prompts a batch, in their order; 1 needs no padding.
+        folder: A folder of local data, whose `tasks.yaml` names the files of the prompts. None: the Hub.
+        num_prompts: Number of prompts over all benchmarks.
+        max_tokens: Longer prompts are truncated.
+        batch_size: Prompts per batch, in their order; 1 needs no padding.
         seed: Decides which rows are drawn, and their order.
 
     Raises:
-        InputError: for options out of range, and on the first walk for a missing file or column, or too few rows.
+        InputError: An option is out of range. On the first iteration: a file or column is missing, or a benchmark has
+            too few rows.
     """
 
     tokenizer: str
@@ -279,12 +284,12 @@ class BenchmarkPrompts(_EncodedBatches):
         refuse_below_one(num_prompts=self.num_prompts, max_tokens=self.max_tokens, batch_size=self.batch_size)
 
     def texts(self) -> list[str]:
-        """The prompts as text, in their order."""
+        """Return the prompts as text, in their order."""
         shares = [
-            _drawn(benchmark, self.folder, -(-(self.num_prompts - place) // len(BENCHMARKS)), self.seed)
-            for place, benchmark in enumerate(BENCHMARKS[: self.num_prompts])
+            _draw_prompts(benchmark, self.folder, -(-(self.num_prompts - offset) // len(BENCHMARKS)), self.seed)
+            for offset, benchmark in enumerate(BENCHMARKS[: self.num_prompts])
         ]
-        return [shares[number % len(shares)][number // len(shares)] for number in range(self.num_prompts)]
+        return [shares[index % len(shares)][index // len(shares)] for index in range(self.num_prompts)]
 
     def __len__(self) -> int:
         return -(-self.num_prompts // self.batch_size)
@@ -294,17 +299,17 @@ class BenchmarkPrompts(_EncodedBatches):
         return encode_texts(self.tokenizer, self.texts(), max_tokens=self.max_tokens)
 
 
-def _drawn(benchmark: ScoredTask, folder: str | None, number: int, seed: int) -> list[str]:
-    """`number` different rows of a benchmark; more of them begin with the same."""
-    texts, place = _texts(benchmark.name, folder)
-    if len(texts) < number:
-        raise InputError(f"num_prompts: {place} has {len(texts)} prompts, {number} are needed: ask for fewer")
-    return [texts[row] for row in draw_indices(len(texts), number, f"{seed}/{benchmark.name}")]
+def _draw_prompts(benchmark: ScoredTask, folder: str | None, num: int, seed: int) -> list[str]:
+    """Draw `num` different prompts of a benchmark. A larger draw begins with the prompts of a smaller one."""
+    texts, origin = _read_prompts(benchmark.name, folder)
+    if len(texts) < num:
+        raise InputError(f"num_prompts: {origin} has {len(texts)} prompts, {num} are needed: ask for fewer")
+    return [texts[row] for row in draw_indices(len(texts), num, f"{seed}/{benchmark.name}")]
 
 
-@functools.lru_cache(maxsize=2 * len(BENCHMARKS))  # every model of a suite is measured on the same texts
-def _texts(name: str, folder: str | None) -> tuple[tuple[str, ...], str]:
-    """The prompts of a benchmark, those left out that hold nothing but space; and where they are from."""
+@functools.lru_cache(maxsize=2 * len(BENCHMARKS))  # shared by all models of a suite
+def _read_prompts(name: str, folder: str | None) -> tuple[tuple[str, ...], str]:
+    """Return the prompts of a benchmark that are not blank, and their origin for error messages."""
     benchmark = find("prompts", name).localized(folder)
     (column,) = benchmark.text
     rows = benchmark.read([benchmark.split], {column: "text"})
@@ -315,21 +320,21 @@ def _texts(name: str, folder: str | None) -> tuple[tuple[str, ...], str]:
 
 
 MIN_CHARACTERS = 4
-MAX_EQUAL = 0.05  # share of texts with two equal views, above which views are refused
+MAX_EQUAL = 0.05  # largest share of texts that may have two equal views
 
 _LETTERS = string.ascii_letters + string.digits
 _ROWS = ("1234567890-", "qwertyuiop[", "asdfghjkl;'", "zxcvbnm,./")
 
 
 def _neighbours() -> dict[str, str]:
-    """Keys that touch, on a US keyboard whose rows are shifted by half a key each."""
+    """Map each key of a US keyboard to its neighbours; each row is shifted by half a key against the one above."""
     neighbours: dict[str, str] = {}
-    for number, row in enumerate(_ROWS):
-        for place, key in enumerate(row):
-            beside = [row[place - 1 : place], row[place + 1 : place + 2]]
-            above = _ROWS[number - 1][place : place + 2] if number else ""
-            below = _ROWS[number + 1][max(place - 1, 0) : place + 1] if number + 1 < len(_ROWS) else ""
-            keys = "".join(beside) + above + below
+    for y, row in enumerate(_ROWS):
+        for x, key in enumerate(row):
+            sides = [row[x - 1 : x], row[x + 1 : x + 2]]
+            above = _ROWS[y - 1][x : x + 2] if y else ""
+            below = _ROWS[y + 1][max(x - 1, 0) : x + 1] if y + 1 < len(_ROWS) else ""
+            keys = "".join(sides) + above + below
             neighbours[key] = keys
             neighbours[key.upper()] = keys.upper() if key.isalpha() else keys
     return neighbours
@@ -340,41 +345,41 @@ _NEIGHBOURS = _neighbours()
 
 @dataclass(frozen=True, eq=False)
 class Views:
-    """The views of texts, and how far they are from them."""
+    """Perturbed copies of texts, with statistics of how much they differ from the originals."""
 
     texts: list[list[str]]  # texts[v][i]: view v of text i
     num_equal: int  # texts with two equal views
-    num_unchanged: int  # texts none of whose words has four characters: their views are the text
-    changed_fraction: float  # of the words of all texts, how many a view changes, on average
+    num_unchanged: int  # texts without a word of four characters: their views equal the text
+    changed_fraction: float  # average fraction of words that a view changes
 
 
 def make_views(
     texts: Sequence[str], num_views: int = 2, *, seed: int = 0, share: float = 0.3, max_words: int = 10
 ) -> Views:
-    """Return `num_views` copies of each text with typing errors, which readers still understand.
+    """Return `num_views` copies of each text with typing errors that leave it readable.
 
-    A view is made in three steps: `split` puts a space into words, `random character` puts a letter or digit in the
-    place of characters, `keyboard` the character of a key beside. Each step takes ceil(share x words) of the words of a
-    text, at least one and at most `max_words`, among those of 4 or more characters; the last two change ceil(share x
-    length) characters of each. Each view depends on the seed, its number and its text's place.
+    A view is made in three steps. `split` inserts a space into words, `random character` replaces characters by a
+    random letter or digit, and `keyboard` replaces characters by a neighbouring key. Each step changes ceil(share x
+    words) words of a text, at least one and at most `max_words`, all of 4 or more characters. The last two steps change
+    ceil(share x length) characters of each word. A view depends on the seed, the view's index and the text's index.
 
-    White space between words stays as it is. A text whose words all have fewer than 4 characters has no word to change:
-    its views are the text itself, and it counts among those with equal views.
+    White space between words is preserved. If all words of a text have fewer than 4 characters, its views equal the
+    text, and it counts as a text with equal views.
 
-    Source: the defaults of Skean et al., arXiv 2502.02013, appendix D.
+    Source: The defaults of Skean et al., arXiv 2502.02013, appendix D.
 
     Raises:
-        InputError: more than 5% of the texts have two equal views.
+        InputError: More than 5% of the texts have two equal views.
     """
     views = [
-        [make_view(text, (seed, number, row), share=share, max_words=max_words) for row, text in rows]
-        for number, rows in ((number, enumerate(texts)) for number in range(num_views))
+        [make_view(text, (seed, view, row), share=share, max_words=max_words) for row, text in rows]
+        for view, rows in ((view, enumerate(texts)) for view in range(num_views))
     ]
     num_equal = sum(len({view[row] for view in views}) < num_views for row in range(len(texts)))
     if num_equal > MAX_EQUAL * len(texts):
         what = f"{num_equal} of {len(texts)} texts have two equal views, expected at most {MAX_EQUAL:.0%}"
         raise InputError(f"views: {what}: give texts with words of {MIN_CHARACTERS} or more characters")
-    changed = [  # how many words of each text its views lack
+    changed = [  # number of words of each text that are missing in its views
         (Counter(text.split()) - Counter(view[row].split())).total() for view in views for row, text in enumerate(texts)
     ]
     num_words = num_views * sum(len(text.split()) for text in texts)
@@ -387,30 +392,30 @@ def make_views(
 
 
 def make_view(text: str, random_state: tuple[int, int, int], *, share: float = 0.3, max_words: int = 10) -> str:
-    """One view of a text; `random_state` is (seed, number of the view, place of the text) and decides all of it."""
+    """Return one view of a text; `random_state` is (seed, index of the view, index of the text)."""
     draw = random.Random("/".join(map(str, random_state)))
     for step in ("split", "random character", "keyboard"):
-        pieces = re.split(r"(\s+)", text)  # words at even places, white space between them
-        places = [place for place, piece in enumerate(pieces) if piece and not piece.isspace()]
-        long = [place for place in places if _is_long(pieces[place])]
-        count = min(max(1, math.ceil(share * len(places))), max_words, len(long))
-        for place in sorted(draw.sample(long, count)):
-            word = pieces[place]
+        pieces = re.split(r"(\s+)", text)  # words at even indices, white space at odd ones
+        words = [index for index, piece in enumerate(pieces) if piece and not piece.isspace()]
+        long_words = [index for index in words if _is_long(pieces[index])]
+        count = min(max(1, math.ceil(share * len(words))), max_words, len(long_words))
+        for index in sorted(draw.sample(long_words, count)):
+            word = pieces[index]
             if step == "split":
                 middle = draw.randrange(1, len(word))
-                pieces[place] = f"{word[:middle]} {word[middle:]}"
+                pieces[index] = f"{word[:middle]} {word[middle:]}"
             else:
-                pieces[place] = _perturbed(word, draw, share, _LETTERS if step != "keyboard" else None)
+                pieces[index] = _perturbed(word, draw, share, _LETTERS if step != "keyboard" else None)
         text = "".join(pieces)
     return text
 
 
 def _perturbed(word: str, draw: random.Random, share: float, letters: str | None) -> str:
-    """A word with other characters in a share of its places: of `letters`, or keys beside theirs."""
+    """Replace a share of the characters of a word by random `letters`, or by neighbouring keys if None."""
     characters = list(word)
-    for place in sorted(draw.sample(range(len(word)), math.ceil(share * len(word))), reverse=True):
-        choices = _NEIGHBOURS.get(word[place], "") if letters is None else letters.replace(word[place], "")
-        characters[place] = draw.choice(choices) if choices else word[place]  # no key has it
+    for index in sorted(draw.sample(range(len(word)), math.ceil(share * len(word))), reverse=True):
+        choices = _NEIGHBOURS.get(word[index], "") if letters is None else letters.replace(word[index], "")
+        characters[index] = draw.choice(choices) if choices else word[index]  # not on the keyboard
     return "".join(characters)
 
 

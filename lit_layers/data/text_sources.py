@@ -1,4 +1,4 @@
-"""Where text comes from: documents in a fixed order."""
+"""Text corpora as streams of documents in a fixed order: the standard library, local files, the Hub."""
 
 import hashlib
 import itertools
@@ -19,7 +19,7 @@ from lit_layers.files.hub import hub_errors
 from lit_layers.identity import sha16
 from lit_layers.tasks.task_files import json_objects, open_parquet
 
-SPLITS = ("validation", "train")  # validation first: a training document that repeats one of it can then be dropped
+SPLITS = ("validation", "train")  # validation first: training documents that repeat it can then be dropped
 CONVERTED = "refs/convert/parquet"
 ALIASES = {
     "openwebtext": f"Skylion007/openwebtext@{CONVERTED}:plain_text",
@@ -28,40 +28,43 @@ ALIASES = {
 
 
 class Source(ABC):
-    """A corpus that can be read in order.
+    """A corpus that can be read in a fixed order.
 
-    `splits` is `("validation", "train")` where the source says which document belongs where, and `(None,)` where it
-    is one stream, of which the share `validation` is held out by a hash of each document's text. Equal documents then
-    fall into one split, on every machine.
+    `splits` is `("validation", "train")` if the source has its own splits. It is `(None,)` if the source is one stream:
+    then a hash of each document's text decides whether it is held out, and `validation` is the share held out. Equal
+    documents fall into the same split on every machine.
     """
 
     splits: tuple[str | None, ...] = (None,)
     validation: float | None = None
-    revision: str | None = None  # the commit of a source that has one, fixed for the whole preparation
+    revision: str | None = None  # the commit on the Hub, fixed for the whole preparation
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """All that decides which documents come, as JSON: read without opening the documents or the network."""
+        """Return all settings that decide which documents are read, as JSON.
+
+        The documents are not opened and the network is not used.
+        """
 
     @abstractmethod
     def read(self, split: str | None) -> Iterator[str]:
-        """The texts of a split."""
+        """Yield the texts of a split."""
 
     def pin(self) -> None:  # noqa: B027 - most sources have nothing to fix
-        """Fix a source that may change to what it is now."""
+        """Fix the revision of a source that may change."""
 
 
 def open_source(
     spec: str, *, column: str | None = None, separator: str | None = None, validation: float | None = None
 ) -> Source:
-    """The source named by `spec`: `python`, `openwebtext`, `wikitext`, a path, or `ORG/NAME[@REVISION][:CONFIG]`.
+    """Return the corpus named `python`, `openwebtext`, `wikitext`, a path, or `ORG/NAME[@REVISION][:CONFIG]`.
 
     Raises:
-        InputError: for a path that does not exist.
+        InputError: `spec` is none of these, or `validation` is not between 0 and 1.
     """
     if validation is not None and not 0 < validation < 1:
         raise InputError(f"validation must lie between 0 and 1 (a share of the documents), not {validation}")
-    if spec != "python" and spec and Path(spec).exists():  # of '' the working directory does
+    if spec != "python" and spec and Path(spec).exists():  # Path('') is the working directory, which exists
         return LocalText(Path(spec), column=column, separator=separator, validation=validation)
     if spec == "python":
         return PythonSources(validation=validation or 0.1)
@@ -73,24 +76,27 @@ def open_source(
 
 
 def digest(text: str) -> int:
-    """64-bit content hash of a document."""
+    """Return a 64-bit hash of a document's text."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
 
 
 def is_held_out(value: int, share: float) -> bool:
-    """Whether a 64-bit hash falls into the first `share` of the range."""
+    """Return whether a 64-bit hash falls into the first `share` of its range."""
     return value < share * 2**64
 
 
-# Installed packages, tests, tables, and parts that distributions often leave out.
+# Installed packages, tests, data tables, and packages that distributions often omit.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "encodings"}
-LEFT_OUT |= {"turtledemo", "pydoc_data"}  # the topics of the latter are read one by one
-GENERATED = "_sysconfigdata"  # written when Python was built: another file on every machine
+LEFT_OUT |= {"turtledemo", "pydoc_data"}  # each topic in pydoc_data is read as its own document
+GENERATED = "_sysconfigdata"  # written when Python was built, so it differs between machines
 TOPICS = Path("pydoc_data/topics.py")
 
 
 class PythonSources(Source):
-    """Documents are files, and single topics of `pydoc_data.topics`; the split goes by a hash of the path."""
+    """The standard library of Python: source files and the topics of `pydoc_data.topics`.
+
+    A hash of the path decides the split of a document.
+    """
 
     splits = SPLITS
 
@@ -100,12 +106,12 @@ class PythonSources(Source):
 
     @cached_property
     def files(self) -> list[Path]:
-        """Paths below the root, sorted."""
+        """Sorted paths relative to the root."""
         files = []
         for folder, subfolders, names in os.walk(self.root):
             subfolders[:] = [name for name in subfolders if name not in LEFT_OUT and not name.startswith("config-")]
-            kept = [name for name in names if name.endswith(".py") and not name.startswith(GENERATED)]
-            files += [(Path(folder) / name).relative_to(self.root) for name in kept]
+            chosen = [name for name in names if name.endswith(".py") and not name.startswith(GENERATED)]
+            files += [(Path(folder) / name).relative_to(self.root) for name in chosen]
         files.sort()
         return files
 
@@ -123,7 +129,7 @@ class PythonSources(Source):
         return (text for _, text in self.documents(split))
 
     def documents(self, split: str | None) -> Iterator[tuple[str, str]]:
-        """Yield the path of each document, which decides its split, and its text."""
+        """Yield the path and the text of each document of a split."""
         path = self.root / TOPICS
         texts = runpy.run_path(str(path))["topics"] if path.is_file() else {}
         topics = {f"{TOPICS.with_suffix('')}/{name}": texts[name] for name in sorted(texts)}
@@ -131,26 +137,26 @@ class PythonSources(Source):
         for name in names:
             if (split == "validation") == is_held_out(digest(name), self.validation or 0):
                 if name not in topics:
-                    with tokenize.open(self.root / name) as file:  # minds the encoding a file declares
+                    with tokenize.open(self.root / name) as file:  # honours the encoding declared in the file
                         topics[name] = file.read()
                 yield name, topics.pop(name)
 
 
 _AGAIN = "check the name and the network, then run again"
-TITLE = re.compile(r" = [^=].* = \n")  # the first line of an article; " = = Section = = \n" is none
-LINE_ROWS = ("Salesforce/wikitext",)  # a row is a line there, and a document many rows
+TITLE = re.compile(r" = [^=].* = \n")  # first line of an article; " = = Section = = \n" is a section
+LINE_ROWS = ("Salesforce/wikitext",)  # data sets whose rows are single lines of a document
 
 
 class HubText(Source):
-    """A data set as `ORG/NAME[@REVISION][:CONFIG]`. Its own validation split is used where it has one.
+    """A data set of the Hub, `ORG/NAME[@REVISION][:CONFIG]`, with its own validation split if it has one.
 
-    Of one that is a program, which `datasets` runs no more, the Hub has a conversion to parquet: the revision
-    refs/convert/parquet, where a configuration is a folder.
+    `datasets` cannot load data sets that need a loading script. The Hub has a parquet copy of many of them at the
+    revision refs/convert/parquet, where each configuration is a folder.
     """
 
     def __init__(self, name: str, *, column: str = "text", validation: float | None = None):
-        place, _, self.config = name.partition(":")
-        self.name, _, self.named_revision = place.partition("@")
+        repo, _, self.config = name.partition(":")
+        self.name, _, self.named_revision = repo.partition("@")
         self.column, self.share = column, validation
 
     def describe(self) -> dict[str, Any]:
@@ -164,7 +170,7 @@ class HubText(Source):
         }
 
     def pin(self) -> None:
-        """Open the data set at the named revision, or at the newest commit."""
+        """Fix the revision to the named one or the newest commit, and find out which splits there are."""
         from huggingface_hub import HfApi
 
         absent = f"the data set {self.name!r} is no local path and cannot be had from the Hub"
@@ -203,7 +209,7 @@ class HubText(Source):
             yield _text_of(row, self.column, self.name)
 
     def _open(self, split: str | None) -> Any:
-        import datasets  # seconds, which a corpus on this machine need not wait for
+        import datasets  # takes seconds, and local corpora do not need it
 
         options: Any = {"data_dir" if self.named_revision == CONVERTED else "name": self.config or None}
         return datasets.load_dataset(self.name, split=split, revision=self.revision, streaming=True, **options)
@@ -211,14 +217,14 @@ class HubText(Source):
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 SEPARATOR = "<|endoftext|>"
-LONGEST = 2**20  # bytes of a .txt document; a longer one is cut at a line end
+LONGEST = 2**20  # bytes of a .txt document; a longer one is split at a line end
 SPLIT_NAME = re.compile(
     r"(?:(?P<train>train(?:ing)?)|(?P<test>test)|(?P<validation>valid(?:ation)?|val|dev))(?![a-z])", re.IGNORECASE
 )
 
 
 class LocalText(Source):
-    """The text files at or below a path, in the order of their names, which may say that they are splits."""
+    """The text files at or below a path, sorted by name; file or folder names such as `train` define splits."""
 
     def __init__(
         self, path: Path, *, column: str | None = None, separator: str | None = None, validation: float | None = None
@@ -228,13 +234,13 @@ class LocalText(Source):
         files = [file for file in shown if file.is_file() and file.suffix in SUFFIXES]
         if not files:
             raise InputError(f"{path} is or holds no {', '.join(SUFFIXES)} file: name another source")
-        parts = [_split_of(file.relative_to(path)) for file in files]
-        has_splits = path.is_dir() and None not in parts and {"train", "validation"} <= set(parts)
+        splits = [_split_of(file.relative_to(path)) for file in files]
+        has_splits = path.is_dir() and None not in splits and {"train", "validation"} <= set(splits)
         if has_splits and validation is not None:
-            first = files[parts.index("validation")]
+            first = files[splits.index("validation")]
             raise InputError(f"{path} brings its own validation split ({first.name}): leave validation out")
         self.path, self.column, self.separator = path, column or "text", SEPARATOR if separator is None else separator
-        self.files = list(zip(files, parts if has_splits else [None] * len(files), strict=True))
+        self.files = list(zip(files, splits if has_splits else [None] * len(files), strict=True))
         self.splits = SPLITS if has_splits else (None,)
         self.validation = None if has_splits else validation or 0.01
 
@@ -254,7 +260,7 @@ class LocalText(Source):
 
     def read(self, split: str | None) -> Iterator[str]:
         readers = {".txt": self._read_txt, ".jsonl": self._read_jsonl, ".parquet": self._read_parquet}
-        for file in (file for file, part in self.files if part == split):
+        for file in (file for file, each in self.files if each == split):
             yield from readers[file.suffix](file)
 
     def _read_txt(self, file: Path) -> Iterator[str]:
@@ -272,7 +278,9 @@ class LocalText(Source):
 
     def _read_jsonl(self, file: Path) -> Iterator[str]:
         for row in json_objects(file):
-            yield _text_of(row, self.column, str(file)).encode("utf-8", "replace").decode()  # halves of characters
+            yield (
+                _text_of(row, self.column, str(file)).encode("utf-8", "replace").decode()
+            )  # JSON can hold half a surrogate pair
 
     def _read_parquet(self, file: Path) -> Iterator[str]:
         with open_parquet(file, {self.column: "column"}) as table:
@@ -280,11 +288,11 @@ class LocalText(Source):
                 yield from (_text_of(row, self.column, str(file)) for row in batch.to_pylist())
 
 
-def _text_of(row: Mapping[str, Any], column: str, place: str) -> str:
+def _text_of(row: Mapping[str, Any], column: str, origin: str) -> str:
     if column not in row:
-        raise InputError(f"column: {place} has no column {column!r}: it has {', '.join(row)}")
+        raise InputError(f"column: {origin} has no column {column!r}: it has {', '.join(row)}")
     if not isinstance(row[column], str | None):
-        raise InputError(f"column {column!r} of {place} holds {type(row[column]).__name__}, not text: name another")
+        raise InputError(f"column {column!r} of {origin} holds {type(row[column]).__name__}, not text: name another")
     return row[column] or ""
 
 
@@ -292,9 +300,9 @@ def _decoded(lines: list[bytes], file: Path, start: int) -> str:
     try:
         return b"".join(lines).decode("utf-8" if start else "utf-8-sig").strip("\r\n")
     except UnicodeDecodeError as error:
-        place = f"byte {start + error.start} is {error.object[error.start]:#x}"
-        raise InputError(f"{file} is not UTF-8 ({place}): convert it first") from error
+        where = f"byte {start + error.start} is {error.object[error.start]:#x}"
+        raise InputError(f"{file} is not UTF-8 ({where}): convert it first") from error
 
 
 def _split_of(path: Path) -> str | None:
-    return next((named.lastgroup for part in path.parts if (named := SPLIT_NAME.match(part))), None)
+    return next((match.lastgroup for part in path.parts if (match := SPLIT_NAME.match(part))), None)

@@ -1,4 +1,4 @@
-"""Tokenizers: found, trained on a corpus, saved beside a checkpoint."""
+"""Tokenizers: loading, training on a corpus, saving next to a checkpoint, and hashing."""
 
 import contextlib
 import json
@@ -20,18 +20,18 @@ from lit_layers.files.hub import hub_errors
 from lit_layers.identity import hash_of
 
 END_OF_TEXT = "<|endoftext|>"
-ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "[SEP]")  # tried in this order where a tokenizer does not name its own
+ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "[SEP]")  # tried in this order if the tokenizer names no end token
 MAIN, CONFIG = "tokenizer.json", "tokenizer_config.json"
 COMPANIONS = (CONFIG, "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja")
 BYTES, MOST_TOKENS = 256, 2_000_000
-LONG_WORD = 1000  # characters; the time that a merge takes grows with the square of a word's length
+LONG_WORD = 1000  # characters; BPE training takes time quadratic in the length of a word
 _PARALLEL = "TOKENIZERS_PARALLELISM"
-_PID = os.getpid()  # a fork of it lacks the threads of `tokenizers`, and would wait for them for ever
+_PID = os.getpid()  # forked children lack the threads of `tokenizers` and would wait for them forever
 
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer, the token that ends a document, and the files that belong to it."""
+    """A tokenizer with the token that ends a document and its accompanying files."""
 
     tokenizer: Tokenizer
     end_of_text: str
@@ -39,18 +39,18 @@ class TextTokenizer:
 
     @property
     def end_of_text_id(self) -> int:
-        number = self.tokenizer.token_to_id(self.end_of_text)
-        assert number is not None, "checked when the tokenizer was loaded"
-        return number
+        index = self.tokenizer.token_to_id(self.end_of_text)
+        assert index is not None, "checked when the tokenizer was loaded"
+        return index
 
     @property
     def vocab_size(self) -> int:
-        """Largest id plus one, added tokens included: the rows an embedding needs."""
+        """Largest token id plus one, including added tokens: the rows that an embedding needs."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def bpe_size(spec: str) -> int | None:
-    """The size asked for by `bpe:SIZE`; None for any other tokenizer."""
+    """Return the size in `bpe:SIZE`, or None for any other tokenizer."""
     if not spec.startswith("bpe:"):
         return None
     if not re.fullmatch(r"bpe:[0-9]{1,9}", spec) or not BYTES < int(spec[4:]) <= MOST_TOKENS:
@@ -59,7 +59,13 @@ def bpe_size(spec: str) -> int | None:
 
 
 def train_bpe(texts: Iterable[str], size: int) -> TextTokenizer:
-    """A byte-level BPE of exactly `size` tokens, `<|endoftext|>` being number 0. The same texts give the same one."""
+    """Train a byte-level BPE of exactly `size` tokens; `<|endoftext|>` has id 0.
+
+    Training is deterministic.
+
+    Raises:
+        InputError: The texts have too few pairs for `size` tokens.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -79,7 +85,7 @@ def train_bpe(texts: Iterable[str], size: int) -> TextTokenizer:
 
 
 def _split_long_words(texts: Iterable[str]) -> Iterator[str]:
-    """Cut what stands without a space for longer than any word: a line of megabytes would take days."""
+    """Split texts that contain a very long word: training on a word of megabytes would take days."""
     for text in texts:
         if len(text) < LONG_WORD or max(map(len, text.split()), default=0) < LONG_WORD:
             yield text
@@ -88,15 +94,15 @@ def _split_long_words(texts: Iterable[str]) -> Iterator[str]:
 
 
 def load_tokenizer(spec: str) -> TextTokenizer:
-    """The tokenizer at a path (a folder with `tokenizer.json`, or that file), or at NAME[@REVISION] of the Hub.
+    """Load the tokenizer at a path (`tokenizer.json`, or a folder with it), or NAME[@REVISION] from the Hub.
 
     Raises:
-        InputError: where there is none, or it has no token to end a document with.
+        InputError: There is no such tokenizer, or it has no token that ends a document.
     """
     path = Path(spec)
     if path.is_file():
         return _load(path, {})
-    if not spec or not path.exists():  # of '' the working directory does
+    if not spec or not path.exists():  # Path('') is the working directory, which exists
         if path.suffix == ".json" or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(@[\w./-]+)?", spec):
             raise InputError(f"no tokenizer {spec!r}: expected an existing path, a name on the Hub, or bpe:SIZE")
         path = _download(spec)
@@ -107,7 +113,7 @@ def load_tokenizer(spec: str) -> TextTokenizer:
 
 
 class TokenizerMixin:
-    """An analysis of texts that it reads with the tokenizer it names."""
+    """Mixin for analyses that read texts with the tokenizer in their option `tokenizer`."""
 
     tokenizer: str
 
@@ -120,7 +126,7 @@ class TokenizerMixin:
 
 
 def save_tokenizer(text_tokenizer: TextTokenizer, folder: Path) -> None:
-    """Write a folder that `AutoTokenizer` opens."""
+    """Write the tokenizer to a folder that `AutoTokenizer` can open."""
     folder.mkdir(parents=True, exist_ok=True)
     with naming(folder / MAIN):
         text_tokenizer.tokenizer.save(str(folder / MAIN))
@@ -134,11 +140,14 @@ def save_tokenizer(text_tokenizer: TextTokenizer, folder: Path) -> None:
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """Sixteen hex digits over all that decides the ids of a text: equal for copies saved in other ways."""
+    """Return a hash of everything that decides the ids of a text, as 16 hex digits.
+
+    Copies of a tokenizer that were saved in different ways have equal hashes.
+    """
     return _content_hash(tokenizer.to_str())
 
 
-@lru_cache(maxsize=4)  # of 50,000 tokens it takes six times as long as their text, and each analysis asks
+@lru_cache(maxsize=4)  # hashing takes six times as long as `to_str`, and each analysis needs it
 def _content_hash(text: str) -> str:
     parts = json.loads(text)
     model = {
@@ -148,15 +157,15 @@ def _content_hash(text: str) -> str:
     }
     model["merges"] = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges", [])]
     added = [[token["id"], token["content"], token["special"]] for token in parts["added_tokens"]]
-    deciding = [model, added, _drop_offsets(parts["normalizer"]), _drop_offsets(parts["pre_tokenizer"])]
-    return hash_of(deciding)
+    content = [model, added, _drop_offsets(parts["normalizer"]), _drop_offsets(parts["pre_tokenizer"])]
+    return hash_of(content)
 
 
 @contextlib.contextmanager
 def tokenizer_threads(*, every_core: bool = False) -> Iterator[None]:
-    """Keep `tokenizers` to the calling thread, or have it keep every core busy, where this is no fork.
+    """Restrict `tokenizers` to the calling thread, or with `every_core` let it use all cores outside of forks.
 
-    After its own threads, forked data loaders would warn; what has been said by then is not warned of.
+    Once `tokenizers` has started threads, it warns in every forked data loader, unless the environment variable is set.
     """
     before = os.environ.get(_PARALLEL, "false" if every_core else None)
     os.environ[_PARALLEL] = "true" if every_core and os.getpid() == _PID else "false"
@@ -172,26 +181,26 @@ def _load(main: Path, companions: dict[str, Path]) -> TextTokenizer:
         tokenizer = Tokenizer.from_file(str(main))
     except Exception as error:  # the library raises bare Exception
         raise InputError(f"{main} is no fast tokenizer of the `tokenizers` library ({error})") from error
-    asked = _read_json(companions[CONFIG]) if CONFIG in companions else {}
-    named = asked.get("eos_token")
-    named = named.get("content") if isinstance(named, dict) else named
+    config = _read_json(companions[CONFIG]) if CONFIG in companions else {}
+    end_token = config.get("eos_token")
+    end_token = end_token.get("content") if isinstance(end_token, dict) else end_token
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokens = (token for token in (named, *ENDS) if isinstance(token, str))
+    tokens = (token for token in (end_token, *ENDS) if isinstance(token, str))
     end = next((token for token in tokens if tokenizer.token_to_id(token) is not None), None)
     if end is None:
         raise InputError(f"the tokenizer {main} has no token to end a document: name one as eos_token in {CONFIG}")
     loaded = TextTokenizer(tokenizer, end, companions)
-    if asked.get("add_eos_token") is True and named == loaded.end_of_text:
+    if config.get("add_eos_token") is True and end_token == loaded.end_of_text:
         _add_end(loaded)
     return loaded
 
 
 def _add_end(loaded: TextTokenizer) -> None:
-    """Let the tokenizer end each text that it reads with special tokens with the end token, if it does not yet.
+    """Make the tokenizer append the end token when it adds special tokens, unless it already does.
 
-    transformers 4 followed add_eos_token of tokenizer_config.json, and encoders that pool the last token were trained
-    with it; transformers 5 reads tokenizer.json alone.
+    transformers 4 obeyed add_eos_token in tokenizer_config.json, and encoders that pool the last token were trained
+    that way. transformers 5 only reads tokenizer.json.
     """
     tokenizer, end = loaded.tokenizer, loaded.end_of_text
     if tokenizer.encode("a").ids[-1:] != [loaded.end_of_text_id]:
@@ -203,7 +212,7 @@ def _add_end(loaded: TextTokenizer) -> None:
 
 
 def _download(spec: str) -> Path:
-    """The folder of a Hub repository's tokenizer files, from the local cache where there is no network."""
+    """Download the tokenizer files of a Hub repository, or find them in the local cache if there is no network."""
     from huggingface_hub import snapshot_download
 
     name, _, revision = spec.partition("@")
@@ -216,8 +225,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return schema.read(path, dict[str, Any], "mend it or copy it again")
 
 
-def _drop_offsets(part: Any) -> Any:
-    """`part` without the options that only say where in the text a token stands."""
-    if isinstance(part, dict):
-        return {key: _drop_offsets(value) for key, value in part.items() if key != "trim_offsets"}
-    return [_drop_offsets(value) for value in part] if isinstance(part, list) else part
+def _drop_offsets(node: Any) -> Any:
+    """Remove options that affect only the offsets of tokens in the text, not their ids."""
+    if isinstance(node, dict):
+        return {key: _drop_offsets(value) for key, value in node.items() if key != "trim_offsets"}
+    return [_drop_offsets(value) for value in node] if isinstance(node, list) else node

@@ -1,4 +1,4 @@
-"""Word pairs of relations such as singular and plural, as each model's tokenizer reads the single words."""
+"""Word pairs of relations such as singular and plural, tokenized word by word."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -16,14 +16,14 @@ from lit_layers.errors import InputError
 from lit_layers.identity import sha16
 from lit_layers.schema import refuse_below_one
 
-KNOWN_COLUMNS = (("word", "answers"), ("word1", "word2"))  # of BATS, and of the counterfactual pairs of Park et al.
+KNOWN_COLUMNS = (("word", "answers"), ("word1", "word2"))  # BATS; counterfactual pairs of Park et al.
 LABELS = ["category", "category_id", "group"]
-MIN_PAIRS = 3  # for a mean over pairs of pairs that says anything
+MIN_PAIRS = 3  # fewest pairs for a meaningful mean over pairs of pairs
 
 
 @dataclass(frozen=True, eq=False)
 class Category:
-    """The pairs of one relation; `first` and `second` are rows of `WordPairs.words()`."""
+    """The pairs of one relation; `first` and `second` are indices into `WordPairs.words()`."""
 
     name: str
     pairs: tuple[tuple[str, str], ...]
@@ -35,34 +35,34 @@ class Category:
 
 
 class Word(NamedTuple):
-    """A word alone as a model sees it."""
+    """The token ids of one word."""
 
     ids: tuple[int, ...]
-    position: int  # of its last sub-token, special tokens counted
+    position: int  # index in `ids` of the word's last sub-token, before any final special token
 
 
 @dataclass
 class WordPairs(Batches):
     """Word pairs by category: BATS 3.0, or any parquet, CSV or TSV file of pairs.
 
-    Each word stands alone, behind a space, with the special tokens that the tokenizer adds to any text (BOS, for one);
-    its place is its last sub-token. Of several answers (a list, or separated by "/") the first is taken. The order
+    Each word is tokenized separately with a leading space and the tokenizer's special tokens, such as BOS. Its position
+    is its last sub-token. If a row has several answers (a list, or separated by "/"), the first is used. The order
     inside a pair is that of the file. Pairs whose words have the same token ids are dropped and counted.
 
-    Walked as batches it gives every different word once, words of one length together, so that nothing is padded and a
-    word has the same states in all its pairs; `"positions"` (batch,) holds the places.
+    The batches contain every different word once. Words in a batch have the same number of tokens, so nothing is
+    padded, and a word has the same hidden states in all its pairs. `"positions"` (batch,) holds the positions.
 
     Args:
-        source: Path of the file. BATS has the columns `word` and `answers`; others have `word1` and
-            `word2`. A column `category` divides it, else it is one.
+        source: Path of the file. BATS has the columns `word` and `answers`; other files have `word1` and `word2`. A
+            column `category` defines the categories; without it all pairs are one category.
         tokenizer: A local path, a name on the Hub, or `bpe:SIZE`.
-        corpus: Which the tokenizer `bpe:SIZE` is trained on.
-        categories: Ids (`I01`), names or groups of those to take, each a category of its own; None for all.
-        batch_size: Words a batch.
+        corpus: The corpus that the tokenizer `bpe:SIZE` is trained on.
+        categories: Ids (`I01`), names or groups of the categories to use. None: all.
+        batch_size: Words per batch.
 
     Raises:
-        InputError: for options out of range, and on the first walk for a missing file or column, an unknown category,
-            an empty word, or a category with fewer than 3 pairs.
+        InputError: An option is out of range. On the first iteration: a file or column is missing, a category is
+            unknown, a word is empty, or a category has fewer than 3 pairs.
     """
 
     source: str
@@ -74,14 +74,14 @@ class WordPairs(Batches):
 
     def __post_init__(self) -> None:
         refuse_below_one(batch_size=self.batch_size)
-        self.categories = None if self.categories is None else tuple(self.categories)  # a recipe brings a list
+        self.categories = None if self.categories is None else tuple(self.categories)  # recipes pass a list
 
     def words(self) -> list[Word]:
-        """Every different word, in the order of the batches."""
+        """Return every different word, in the order of the batches."""
         return self._loaded[0]
 
     def category_pairs(self) -> tuple[Category, ...]:
-        """The categories, in the order of the file."""
+        """Return the pairs of each category, in the order of the file."""
         return self._loaded[1]
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
@@ -94,14 +94,14 @@ class WordPairs(Batches):
         return sum(1 for _ in self._chunks())
 
     def content_hash(self) -> str:
-        """Sixteen hex digits over the token ids of every pair of every category and how they are cut into batches."""
+        """Return a hash of the words, the categories with their pairs, and the batch size, as 16 hex digits."""
         pairs = [
             (c.name, c.id, c.group, c.num_dropped, c.first.tolist(), c.second.tolist()) for c in self.category_pairs()
         ]
         return sha16(f"{self.batch_size} {[tuple(word) for word in self.words()]} {pairs}")
 
     def tokenizer_hash(self) -> str | None:
-        """Load the words on the first call."""
+        """Return the hash of the tokenizer. The first call loads the words."""
         return self._loaded[2]
 
     def _chunks(self) -> Iterator[list[Word]]:
@@ -118,21 +118,23 @@ class WordPairs(Batches):
         table, tokenizer = self._pairs, load_tokenizer(tokenizer_of(self.tokenizer, self.corpus))
         spelled = list(dict.fromkeys(table[["first", "second"]].to_numpy().ravel()))
         encoded = dict(zip(spelled, _encode(spelled, tokenizer), strict=True))
-        words = sorted(dict.fromkeys(encoded.values()), key=lambda word: len(word.ids))  # otherwise as in the file
-        place = {word: number for number, word in enumerate(words)}
-        by_category = table.groupby(LABELS, sort=False, dropna=False)
-        categories = tuple(self._category(rows, encoded, place) for _, rows in by_category)
+        words = sorted(
+            dict.fromkeys(encoded.values()), key=lambda word: len(word.ids)
+        )  # stable: file order
+        index = {word: row for row, word in enumerate(words)}
+        groups = table.groupby(LABELS, sort=False, dropna=False)
+        categories = tuple(self._category(rows, encoded, index) for _, rows in groups)
         return words, categories, tokenizer_hash(tokenizer.tokenizer)
 
-    def _category(self, rows: Any, encoded: dict[str, Word], place: dict[Word, int]) -> Category:
+    def _category(self, rows: Any, encoded: dict[str, Word], index: dict[Word, int]) -> Category:
         name, id, group = rows[LABELS].iloc[0]
         pairs = zip(rows["first"], rows["second"], strict=True)
-        kept = [pair for pair in pairs if encoded[pair[0]].ids != encoded[pair[1]].ids]
-        if len(kept) < MIN_PAIRS:
-            there = f"category {name!r} has {len(kept)} pairs of different token ids"
+        distinct = [pair for pair in pairs if encoded[pair[0]].ids != encoded[pair[1]].ids]
+        if len(distinct) < MIN_PAIRS:
+            there = f"category {name!r} has {len(distinct)} pairs of different token ids"
             raise InputError(f"{self.source}: {there}, expected {MIN_PAIRS}: leave it out of categories")
-        first, second = (torch.tensor([place[encoded[pair[side]]] for pair in kept]) for side in (0, 1))
-        return Category(name, tuple(kept), first, second, len(rows) - len(kept), id, group)
+        first, second = (torch.tensor([index[encoded[pair[side]]] for pair in distinct]) for side in (0, 1))
+        return Category(name, tuple(distinct), first, second, len(rows) - len(distinct), id, group)
 
     def _selected(self, table: Any) -> Any:
         if self.categories is None:
@@ -145,20 +147,20 @@ class WordPairs(Batches):
 
 
 def _encode(words: Sequence[str], tokenizer: TextTokenizer) -> list[Word]:
-    """Each word behind a space, which is not given where the tokenizer puts one in front of any text itself."""
+    """Tokenize each word with a leading space, unless the tokenizer adds one to every text itself."""
     with tokenizer_threads():
         bare = tokenizer.tokenizer.encode("a", add_special_tokens=False).tokens
         space = "" if bare and bare[0].startswith(("\u2581", "\u0120")) else " "
         encodings = tokenizer.tokenizer.encode_batch([space + word for word in words])
     result = []
     for encoding in encodings:
-        places = [place for place, special in enumerate(encoding.special_tokens_mask) if not special]
-        result.append(Word(tuple(encoding.ids), places[-1]))
+        positions = [index for index, special in enumerate(encoding.special_tokens_mask) if not special]
+        result.append(Word(tuple(encoding.ids), positions[-1]))
     return result
 
 
 def _read(path: Path) -> Any:
-    """A row a pair: the words `first` and `second`, and the labels, None where the file has no such column."""
+    """Return one row per pair: the words `first` and `second`, and the labels, None without such a column."""
     import pandas as pd
 
     table = _table(path)
@@ -168,20 +170,20 @@ def _read(path: Path) -> Any:
         raise InputError(f"{path}: expected the columns {expected}, it has {', '.join(names)}")
     first, second = found
     pairs = [(_word(one), _word(other)) for one, other in zip(table[first], table[second], strict=True)]
-    for number, pair in enumerate(pairs):
+    for row, pair in enumerate(pairs):
         if not all(pair):
-            raise InputError(f"{path}, row {number}: expected two words in {first!r} and {second!r}, got {pair}")
+            raise InputError(f"{path}, row {row}: expected two words in {first!r} and {second!r}, got {pair}")
     labels = {name: list(map(str, table[name])) if name in names else None for name in LABELS}
     labels["category"] = [name or path.stem for name in labels["category"] or [""] * len(pairs)]
     return pd.DataFrame(pairs, columns=["first", "second"], dtype=object).assign(**labels)
 
 
 def _word(value: Any) -> str:
-    """The word, or the first of a list of answers; empty where there is none."""
+    """Return the word, or the first of several answers, or an empty string if there is none."""
     if not isinstance(value, str):
         try:
             value = next(iter(value), "")
-        except TypeError:  # a number, or nothing at all
+        except TypeError:  # a number or a missing value
             return ""
     return str(value).split("/")[0].strip()
 

@@ -1,1 +1,1 @@
-"""Tasks: one catalogue, local copies, how rows are read and split, and scores of layers and running orders on them."""
+"""Tasks: the catalogue, local copies, reading and splitting rows, and scores of layers and running orders."""

@@ -1,7 +1,7 @@
-"""A benchmark task as an analysis: its score while the model's blocks run in other orders.
+"""Benchmark scores as an analysis, for the model and for variants whose blocks run in another order.
 
-Scores are means over rows with their errors; they are kept in one JSON file for each task and schedule, so that an
-interrupted run goes on where it was.
+Scores are means over rows with standard errors. Each task and schedule has one JSON file of results, so an interrupted
+run continues with the missing schedules.
 """
 
 import functools
@@ -39,20 +39,25 @@ from lit_layers.tasks.lm_eval_scorer import (
 from lit_layers.tasks.task_files import read_result, version_of
 
 NORMALIZED = "normalized_score"
-_SELECTION = ("name", "variants", "middles", "seeds", "loops", "custom")  # which results are asked for
-_FAILURES = (InputError, FloatingPointError, RuntimeError)  # of one variant; the last is also torch's lack of memory
+_SELECTION = ("name", "variants", "middles", "seeds", "loops", "custom")  # options that only select variants
+_FAILURES = (InputError, FloatingPointError, RuntimeError)  # of one variant; RuntimeError: out of memory
 
 
 def mean_and_error(metric: str, runs: Sequence[Sequence[float]]) -> tuple[float, float | None]:
-    """A metric over the rows (runs, rows), averaged over runs, and its standard error over the rows; None of a single
-    row.
+    """Return a metric averaged over runs, and its standard error over rows.
 
-    The perplexity of a run is exp of its mean negative log-likelihood; its error is linearised in each row.
+    Args:
+        metric: Name of the metric. A perplexity is exp of the mean negative log-likelihood of a run, and its error is
+            linearised in each row. Any other metric is the mean of its values.
+        runs: Values of the metric, (runs, rows); for the perplexity log-likelihoods in nats.
+
+    Returns:
+        The mean, and the standard error, which is None for a single row or an infinite perplexity.
     """
     rows = np.asarray(runs, dtype=np.float64)
     if metric != PERPLEXITY:
         return float(rows.mean()), _error(rows.mean(0))
-    with np.errstate(over="ignore", invalid="ignore"):  # a broken model's may be infinite
+    with np.errstate(over="ignore", invalid="ignore"):  # a broken model's perplexity may be infinite
         perplexities = np.exp(-rows.mean(1))
         moves = (perplexities[:, None] * (rows - rows.mean(1, keepdims=True))).mean(0)
     return float(perplexities.mean()), _error(moves) if np.isfinite(perplexities).all() else None
@@ -63,10 +68,13 @@ def _error(rows: np.ndarray) -> float | None:
 
 
 def interval(metric: str, value: float, error: float | None, n: int) -> dict[str, Any]:
-    """Return `low` and `high` of the 95% interval of a mean with this error over n rows.
+    """Return the 95% interval of a mean over n rows as `low` and `high`.
 
-    A perplexity's is symmetric on the log scale. A share's is Wilson's, which is no point at 0 or 1 either; a mean over
-    several orders, whose error is smaller than that of one, counts as the more rows.
+    The result is empty if there is no error or the mean is NaN.
+
+    The interval of a perplexity is symmetric on the log scale. Scores and accuracies have a Wilson interval, which has
+    positive width also at 0 and 1. Other metrics use 1.96 standard errors. A mean over several orders has a smaller
+    error than one order, so the Wilson interval uses the number of rows that would give this error.
     """
     if error is None or math.isnan(value):
         return {}
@@ -81,9 +89,9 @@ def interval(metric: str, value: float, error: float | None, n: int) -> dict[str
 
 
 def normalized_score(score: float, random_score: float, full_score: float) -> float:
-    """(b - b_random) / (b_full - b_random): 0 is guessing, 1 the full model; it may leave [0, 1].
+    """Return (b - b_random) / (b_full - b_random): 0 for guessing, 1 for the full model; it may leave [0, 1].
 
-    Unchanged by adding a number to all three scores, or by multiplying all three by one.
+    Invariant to adding a constant to all three scores and to multiplying all three by a constant.
 
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298, section 2.
     """
@@ -91,48 +99,54 @@ def normalized_score(score: float, random_score: float, full_score: float) -> fl
 
 
 def normalized_error(values: Sequence[float], full: Sequence[float], random_score: float) -> float | None:
-    """The standard error of the normalised score of one set of rows, on which both models were scored; None for a row.
+    """Return the standard error of the normalised score over rows that both models were scored on; None for one row.
 
-    To first order, with guessing as a constant: that of the mean of (x - b' y) / (b_full - b_random) over the rows,
-    where x is the variant's score of a row and y the full model's.
+    To first order, with the random score as a constant, this is the standard error of the mean of
+    (x - b' y) / (b_full - b_random) over rows. x is the variant's score of a row, y is the full model's, and b' is the
+    normalised score.
     """
-    of_variant, base = np.asarray(values, dtype=np.float64), np.asarray(full, dtype=np.float64)
-    span = base.mean() - random_score
-    rows = (of_variant - (of_variant.mean() - random_score) / span * base) / span
+    scores, full_scores = np.asarray(values, dtype=np.float64), np.asarray(full, dtype=np.float64)
+    span = full_scores.mean() - random_score
+    rows = (scores - (scores.mean() - random_score) / span * full_scores) / span
     return _error(rows)
 
 
 @dataclass(kw_only=True)
 class BenchmarkScores(TokenizerMixin, Analysis):
-    """The score of one task for the full model and for each variant of its running order.
+    """Score of one benchmark task for the full model and for each variant of its block order.
 
-    `task_score` is the accuracy (gsm8k: the exact match behind `####`), `task_score_norm` the accuracy by
-    log-likelihood per character where the task has it, `task_perplexity` lambada's, `task_score_flexible` gsm8k's match
-    of the last number; each with its standard error over the rows. `random_score` is what guessing scores,
-    `normalized_score` the share of the full model's lead over guessing that is left. Where there is no lead, or one
-    within its standard error, no variant has a normalised score and `random_score` is tagged `undefined`. Of the seeds
-    of a random order there is one record each and one of their mean; its standard error is over the rows, too.
+    Each score has a standard error over rows:
 
-    Every variant's result is a file below `results`; variants that have theirs are not scored again, and variants of
-    equal schedules are scored once. A variant that fails (not enough memory, scores that are not numbers) gives one
-    record `failed` with the reason as tag `error`, and the others go on; where the full model fails, the whole analysis
-    does. Failures leave no file.
+    - `task_score`: the accuracy; for gsm8k the exact match after `####`.
+    - `task_score_norm`: the accuracy by log-likelihood per character, if the task has it.
+    - `task_score_flexible`: for gsm8k, the match of the last number.
+    - `task_perplexity`: the perplexity of lambada.
+    - `random_score`: the score of guessing.
+    - `normalized_score`: the fraction of the full model's lead over guessing that remains. It is omitted for all
+      variants if the full model has no lead larger than its standard error. Then `random_score` has the tag
+      `undefined`.
+
+    Each seed of a random order has its own record, and there is one record for the mean over seeds.
+
+    The result of every variant is saved in a file below `results` and not computed again. Variants with equal schedules
+    are scored once. A variant that fails (out of memory, scores that are NaN) gives one record `failed` with the reason
+    in the tag `error`, leaves no file, and the other variants continue. If the full model fails, the analysis fails.
 
     Args:
-        task: any name that lm-eval knows, or a task file as it has them (yaml); with `folder` a name of `LOCAL_TASKS`.
-        tokenizer: a local path or a name of the Hub.
-        results: the folder of the results.
-        folder: of local data, whose `tasks.yaml` says where the task lies; None: what lm-eval reads.
-        variants: which of `lit_layers.functional.block_schedules.NAMES`; the full model is always scored.
-        middles: numbers of middle blocks; None: all.
-        seeds: of random orders.
-        loops: of looped_parallel.
-        custom: further schedules, written as `1 2 (3,4,5) 6`.
-        limit: only the first rows; None: all.
-        batch_size: inputs at once.
-        max_new_tokens: of generated texts; None: lm-eval's 256.
-        dtype: bfloat16: of products within blocks.
-        tell: is told what goes on, in one line.
+        task: Name of an lm-eval task, or path of an lm-eval task file (yaml). With `folder`, a name in `LOCAL_TASKS`.
+        tokenizer: A local path or a name on the Hub.
+        results: The folder of the results.
+        folder: A folder of local data, whose `tasks.yaml` names the files of the task. None: lm-eval loads the data.
+        variants: Names from `lit_layers.functional.block_schedules.NAMES`. The full model is always scored.
+        middles: Numbers of middle blocks that the variants change. None: all.
+        seeds: Seeds of the random orders.
+        loops: Numbers of loops of looped_parallel.
+        custom: Additional schedules, written as `1 2 (3,4,5) 6`.
+        limit: Number of rows to score, from the first. None: all.
+        batch_size: Inputs per batch.
+        max_new_tokens: Most tokens to generate for a text. None: the task's own limit, or lm-eval's 256.
+        dtype: `bfloat16` runs matrix products and attention within blocks in bfloat16.
+        tell: Callback that receives one line of progress at a time.
     """
 
     PRECISION, NEXT_TOKEN = "own", True
@@ -160,12 +174,12 @@ class BenchmarkScores(TokenizerMixin, Analysis):
 
     @property
     def task_name(self) -> str:
-        """What records are tagged with; of a file its name without the ending."""
+        """Tag `task` of the records: the name of the task, or of its file without suffix."""
         return Path(self.task).stem if self.task.endswith(".yaml") else self.task
 
     @property
     def code_file(self) -> str | None:
-        """A task file of lm-eval, which may call Python beside it and whose templates are code."""
+        """Path of the lm-eval task file, which can run code: its templates, and Python files next to it."""
         return self.task if self.task.endswith(".yaml") else None
 
     def check(self, model: LayeredModel) -> None:
@@ -179,7 +193,7 @@ class BenchmarkScores(TokenizerMixin, Analysis):
         self.data_hash()
 
     def config(self) -> dict[str, Any]:
-        """Of all that decides the numbers; the scorer's version, too."""
+        """Return all options that decide the numbers, with the version of lm-eval and a hash of the task file."""
         config = super().config()
         if self.code_file is not None:
             config["init_args"]["task_file"] = task_file_hash(Path(self.task))
@@ -187,7 +201,7 @@ class BenchmarkScores(TokenizerMixin, Analysis):
         return config
 
     def data_hash(self) -> str | None:
-        """Of the rows scored; None where lm-eval fetches them (each result has theirs)."""
+        """Return a hash of the local rows; None if lm-eval loads them (each result then has their hash)."""
         return None if self._local is None else self._local.data_hash()
 
     def compute(self, model: LayeredModel) -> Iterator[Record]:
@@ -200,9 +214,9 @@ class BenchmarkScores(TokenizerMixin, Analysis):
     def _scored(
         self, model: LayeredModel, variants: Sequence[Variant]
     ) -> tuple[dict[Schedule, TaskScores], dict[Schedule, str]]:
-        """The scores of each order, from its file or made now, and why others have none."""
+        """Return the scores of each schedule, read from its file or computed, and the reasons of failures."""
         folder = self._folder(model)
-        # named by a hash, as a schedule may be longer than a file's name
+        # file names are hashes, because a schedule may be longer than a file name can be
         files = {each.schedule: folder / f"{sha16(format_schedule(each.schedule))}.json" for each in variants}
         scored = dict[Schedule, TaskScores]()
         for schedule, file in files.items():
@@ -212,11 +226,11 @@ class BenchmarkScores(TokenizerMixin, Analysis):
         failed: dict[Schedule, str] = {}
         scorer = self._scorer(model)
         model = BFloat16View(upcast(model)) if missing and self.dtype == "bfloat16" else model
-        for number, variant in enumerate(variants, 1):
+        for index, variant in enumerate(variants, 1):
             schedule = variant.schedule
             if schedule in scored or schedule in failed:
                 continue
-            self._say(f"{variant} ({number} of {len(variants)})")
+            self._say(f"{variant} ({index} of {len(variants)})")
             try:
                 with running_order(model.model, schedule), evaluating(model.model):
                     scores = scorer.score(model.model)
@@ -271,7 +285,7 @@ class BenchmarkScores(TokenizerMixin, Analysis):
         )
 
     def _folder(self, model: LayeredModel) -> Path:
-        """Over all that decides a result beside the schedule."""
+        """Return the folder of results, named by a hash of all options that decide them except the schedule."""
         options = {name: value for name, value in self.config()["init_args"].items() if name not in _SELECTION}
         options |= {"tokenizer": self.tokenizer_hash(), "data": self.data_hash(), "max_tokens": model.max_tokens}
         options |= {"dtype": self.dtype if self.dtype == "bfloat16" else model.precision, "attention": model.attention}
@@ -279,7 +293,7 @@ class BenchmarkScores(TokenizerMixin, Analysis):
         return self.results / weights_hash(model.model) / self.task_name / hash_of(options)
 
     def _facts(self, variant: Variant) -> dict[str, Any]:
-        """Return what a file says beside its scores, for readers."""
+        """Return facts for human readers that are written next to the scores."""
         facts = {"variant": str(variant), "schedule": format_schedule(variant.schedule)}
         facts["scorer"] = f"lm-eval {version_of('lm_eval')}"
         if self._local is not None and self._local.copy is not None:
@@ -298,10 +312,10 @@ class BenchmarkScores(TokenizerMixin, Analysis):
 def _variant_records(
     variant: Variant, tags: dict[str, str | int | float], scores: Sequence[TaskScores], full: TaskScores, lead: bool
 ) -> Iterator[Record]:
-    """The records of one variant, or of the mean over several seeds: a row counts with its mean over them.
+    """Yield the records of one variant, or of the mean over several seeds.
 
-    The difference from the full model is over the same rows. Records of a normalised score are there only where the
-    full model has a lead over guessing.
+    Scores are first averaged over seeds in each row. The difference from the full model is paired over rows. Normalised
+    scores are omitted unless the full model beats guessing (`lead`).
     """
     if variant.name != "baseline" and "seed" not in tags:
         rows = np.mean([each.values[SCORE] for each in scores], 0) - np.asarray(full.values[SCORE])
@@ -317,9 +331,9 @@ def _variant_records(
         yield Record(metric=metric, value=value, layer=variant.block, stderr=error, n=n, tags=tags, **ends)
     if lead:
         values = [statistics.fmean(row) for row in zip(*(each.values[SCORE] for each in scores), strict=True)]
-        base = full.values[SCORE]
-        left = normalized_score(statistics.fmean(values), full.random_score, statistics.fmean(base))
-        error = normalized_error(values, base, full.random_score)
+        full_values = full.values[SCORE]
+        normalized = normalized_score(statistics.fmean(values), full.random_score, statistics.fmean(full_values))
+        error = normalized_error(values, full_values, full.random_score)
         n = len(values)
-        ends = interval(NORMALIZED, left, error, n)
-        yield Record(metric=NORMALIZED, value=left, layer=variant.block, stderr=error, n=n, tags=tags, **ends)
+        ends = interval(NORMALIZED, normalized, error, n)
+        yield Record(metric=NORMALIZED, value=normalized, layer=variant.block, stderr=error, n=n, tags=tags, **ends)

@@ -1,6 +1,6 @@
-"""The one catalogue of tasks, of whatever asks for labelled text, prompts, scores or embeddings.
+"""The catalogue of all tasks: linear probes, prompts, benchmarks, GLUE and MTEB; rows and metrics of GLUE.
 
-Its rows are in `catalogue.yaml`, by use and name. The rows and metrics of GLUE are here as well.
+The entries are in `catalogue.yaml`, by use and name.
 """
 
 import json
@@ -27,19 +27,20 @@ SUITE, LOCAL = "layerwise32", "local"
 
 @dataclass(frozen=True)
 class ScoredTask(Task):
-    """A task of whatever asks for prompts, scores or embeddings; a linear probe's is a `ProbeTask`.
+    """A task for prompts, benchmark scores, GLUE or MTEB. Tasks of linear probes are `ProbeTask`.
 
     Args:
-        source: ORG/NAME[:CONFIG] of the Hub; of a benchmark its task file within lm-eval; mteb knows its own.
-        domain: of MTEB.
-        score: what MTEB judges it by; of GLUE it may be several.
-        subset: the one of MTEB's that is scored.
-        use: what asks for it: prompts to measure on, benchmark scores, fine-tuning on GLUE, MTEB.
-        text: columns of its texts; of a benchmark all that a local copy needs.
-        split: that is measured or scored.
-        num_classes: of GLUE; None: a number is predicted.
-        examples: worked ones that a benchmark's prompts begin with.
-        settings: of lm-eval that are others for a local copy.
+        source: ORG/NAME[:CONFIG] on the Hub. For a benchmark, its task file within lm-eval. Empty for MTEB, because
+            mteb knows its data sets.
+        domain: Domain within MTEB.
+        score: Name of the main score in MTEB; for GLUE one or several metrics.
+        subset: The MTEB subset to score.
+        use: What the task is for: prompts to measure on, benchmark scores, fine-tuning on GLUE, or MTEB.
+        text: The text columns. For a benchmark, all columns that a local copy needs.
+        split: The split to measure or score.
+        num_classes: Number of classes in GLUE. None: regression.
+        examples: Number of worked examples at the start of a benchmark's prompts.
+        settings: lm-eval settings that differ for a local copy.
     """
 
     source: str = field(default="", kw_only=True)
@@ -60,34 +61,34 @@ class ScoredTask(Task):
 
     @property
     def has_files(self) -> bool:
-        """Return whether all files of its local copy are there."""
+        """True if there is a local copy and all its files exist."""
         copy = self.copy
         return copy is not None and all(path.is_file() for split in self.splits for path in copy.paths(split))
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Return the splits that are read; only some tasks need rows of `train`."""
+        """The splits to read: the scored one, and `train` if the task needs training rows."""
         return ("train", self.split) if self.examples or self.domain == "classification" else (self.split,)
 
     def data_hash(self) -> str | None:
-        """Return a hash of the files of a local copy and of what is read of them; None for data of the Hub.
+        """Return a hash of the files and options of the local copy; None for data on the Hub.
 
         Raises:
-            InputError: a file is missing.
+            InputError: A file is missing.
         """
         return None if self.copy is None else self.copy.content_hash(self.splits)
 
 
 def tasks_of(use: Use) -> dict[str, ScoredTask]:
-    """The tasks of a use by name, in the catalogue's order; those of probes are `TASKS`."""
+    """Return the tasks of a use by name, in the order of the catalogue. Tasks of probes are in `TASKS`."""
     return {row.name: row for row in CATALOGUE if isinstance(row, ScoredTask) and row.use == use}
 
 
 def find(use: Use, name: str, instead: str = "") -> ScoredTask:
-    """The task of a name.
+    """Return the task with this use and name.
 
     Raises:
-        InputError: there is none; the sentence ends in what may be given `instead`.
+        InputError: There is no such task. The message ends with the alternative in `instead`.
     """
     tasks = tasks_of(use)
     if name not in tasks:
@@ -96,10 +97,10 @@ def find(use: Use, name: str, instead: str = "") -> ScoredTask:
 
 
 def find_task(task: str | ProbeTask) -> ProbeTask:
-    """The task of linear probes of a name; a task itself is checked and returned.
+    """Return the probe task with this name, or check and return a `ProbeTask`.
 
     Raises:
-        InputError: the catalogue has no task of that name, or `ProbeTask.check` refuses.
+        InputError: The catalogue has no probe task of that name, or `ProbeTask.check` raises.
     """
     if isinstance(task, ProbeTask):
         task.check()
@@ -110,14 +111,14 @@ def find_task(task: str | ProbeTask) -> ProbeTask:
 
 
 def resolve(names: Sequence[str], folder: Path | None = None) -> list[ScoredTask]:
-    """The tasks of MTEB that names stand for, each once: `layerwise32`, a domain of it, `local`, or single tasks.
+    """Return the MTEB tasks that the names select, each once.
 
     Args:
-        names: of tasks or groups.
-        folder: of local data, which tasks are read from that have all their files there; `local` is all of these.
+        names: Names of tasks or groups. The groups are `layerwise32`, its domains, and `local`.
+        folder: A folder of local data. Tasks with all their files in it are read from there, and `local` selects them.
 
     Raises:
-        InputError: a name that is none, or nothing left.
+        InputError: A name is unknown, or `local` selects no task.
     """
     tasks = tasks_of("mteb")
     groups: dict[str, list[str]] = {SUITE: [*tasks]}
@@ -138,7 +139,7 @@ def resolve(names: Sequence[str], folder: Path | None = None) -> list[ScoredTask
 
 
 def unknown_task(name: str, tasks: Iterable[str], instead: str = "") -> InputError:
-    """What is said of a name that none of the tasks has: the nearest ones, or the first."""
+    """Return the error for an unknown task name, which suggests the nearest names or the first ones."""
     names = list(tasks)
     remedy = did_you_mean(name, names, f"expected one such as {', '.join(names[:12])}")
     return InputError(f"task: there is no {name!r}; {remedy}{'; or ' if instead else ''}{instead}")
@@ -167,35 +168,37 @@ _CORRELATIONS = ("pearson", "spearman")
 
 @dataclass(frozen=True, eq=False)
 class GlueRows:
-    """Rows of one split."""
+    """The rows of one GLUE split."""
 
     task: ScoredTask
-    texts: tuple[tuple[str, ...], ...]  # one or two a row
-    targets: tuple[float, ...]  # numbers of classes, or values
+    texts: tuple[tuple[str, ...], ...]  # one or two per row
+    targets: tuple[float, ...]  # class indices, or values
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def take(self, number: int | None, *, seed: int) -> "GlueRows":
-        """So many rows, drawn without replacement (fewer are the beginning of more); None, or more than there are:
-        all, in their order."""
+        """Draw `number` rows without replacement; a larger draw begins with the rows of a smaller one.
+
+        If `number` is None or there are not more rows, all rows are returned in their order.
+        """
         if number is None or number >= len(self):
             return self
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))[:number].tolist()
         return GlueRows(self.task, tuple(self.texts[row] for row in order), tuple(self.targets[row] for row in order))
 
     def content_hash(self) -> str:
-        """Return sixteen hex digits over the texts, the targets, and how answers are scored."""
+        """Return a hash of the texts, the targets and the scoring, as 16 hex digits."""
         content = [self.task.name, self.texts, self.targets, self.task.scores, self.task.num_classes]
         return sha16(json.dumps(content))
 
 
 def read_rows(task: ScoredTask, split: str, folder: str | Path | None) -> GlueRows:
-    """The rows of a split: of the files that the folder's `tasks.yaml` names, or with None of the Hub.
+    """Read the rows of a GLUE split from the files named in the folder's `tasks.yaml`, or from the Hub if None.
 
     Raises:
-        InputError: a split, file or column is missing, the Hub does not answer, a folder that has no files of the task,
-            a row without text, or a target that is none.
+        InputError: A split, file or column is missing, the Hub does not answer, the folder has no files of the task, or
+            a target is invalid.
     """
     task = task.localized(folder)
     read = task.read([split], dict.fromkeys(task.text, "text") | {"label": "label"})
@@ -216,12 +219,10 @@ def _is_target(task: ScoredTask, target: Any) -> bool:
 def glue_metrics(
     task: ScoredTask, predictions: Sequence[float] | np.ndarray, targets: Sequence[float] | np.ndarray
 ) -> dict[str, float]:
-    """The task's metrics by name, -1..1 (correlations) or 0..1, and `task_score`, their mean.
+    """Return the task's metrics by name, in [-1, 1] for correlations or [0, 1], and their mean as `task_score`.
 
-    Of a classifier that gives one class alone the Matthews correlation is 0 by its definition; correlations with
-    predictions that do not vary are undefined and are not a number, and so is their mean. Nor are any metrics where a
-    prediction is none.
-
+    The Matthews correlation of constant predictions is 0 by definition. Pearson and Spearman correlations with constant
+    predictions or targets are undefined, so they and the mean are NaN. All metrics are NaN if a prediction is NaN.
     """
     predicted, true = np.asarray(predictions), np.asarray(targets)
     values: dict[str, float] = {}
@@ -238,5 +239,5 @@ def _metric(name: str, targets: np.ndarray, predictions: np.ndarray) -> Any:
 
     if name in _CORRELATIONS:
         return getattr(stats, f"{name}r")(targets, predictions)[0]
-    of_classes = {"accuracy": metrics.accuracy_score, "f1": metrics.f1_score, "matthews": metrics.matthews_corrcoef}
-    return of_classes[name](targets, predictions)  # f1 is that of class 1
+    functions = {"accuracy": metrics.accuracy_score, "f1": metrics.f1_score, "matthews": metrics.matthews_corrcoef}
+    return functions[name](targets, predictions)  # F1 of class 1

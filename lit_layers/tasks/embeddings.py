@@ -1,7 +1,7 @@
-"""Embeddings of texts at every layer, and what a sentence encoder says of its own: its pooling, prompts and similarity.
+"""Text embeddings at every layer, and the settings of sentence encoders: pooling, prompts and similarity.
 
-One forward pass gives all layers, and no text is passed twice. An encoder's files are data.
-mteb is optional and takes seconds to import: functions do, where they need it.
+One forward pass gives the embeddings of all layers, and no text is passed twice. No code of an encoder is run.
+mteb is optional and takes seconds to import, so only the functions that need it import it.
 """
 
 import warnings
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 MODULES = "modules.json"
 _ADVICE = "with --modules none pooled states are taken as they are"
 _REMEDY = f"download or save the model again; {_ADVICE}"
-# By the mode of a file, and by the switches of older files; without any it is the mean.
+# Pooling by the `pooling_mode` of a config file, and by the boolean switches of older files. The default is the mean.
 _POOLINGS: Mapping[str, TextPooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 _SWITCHES: Mapping[str, TextPooling] = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
     "pooling_mode_lasttoken": "last",
 }
-_UNLIMITED = 10**9  # how a tokenizer says that it has no limit: int(1e30)
+_UNLIMITED = 10**9  # tokenizers without a limit store int(1e30) as their limit
 
 
 @with_config(schema.OPEN)
@@ -44,16 +44,17 @@ class _Module(TypedDict):
 
 @dataclass(frozen=True)
 class SentenceEncoder:
-    """What modules.json and the files beside it say.
+    """The settings of a sentence encoder, as in modules.json and the files next to it.
 
     Args:
-        pooling: of the states after the last block and the final norm.
-        normalizes: whether a vector has length 1.
-        similarity: what vectors are compared by.
-        max_tokens: of a text, the tokenizer's special ones included; None: as many as the model takes.
-        lowercases: texts before they are read.
-        prompts: what stands before a text, by the name of a task, of a kind of tasks, or query and document.
-        default_prompt: the name of the one before a text for which there is no other.
+        pooling: Pooling of the hidden states after the last block and the final norm.
+        normalizes: Whether embeddings are divided by their length.
+        similarity: Similarity that embeddings are compared by.
+        max_tokens: Most tokens of a text, including special tokens. None: the model's limit.
+        lowercases: Whether texts are lowercased before tokenization.
+        prompts: Pairs of a name and the prompt put before a text. A name is a task, a type of task, `query` or
+            `document`.
+        default_prompt: Name of the prompt for texts that no other prompt applies to.
     """
 
     pooling: TextPooling
@@ -70,31 +71,31 @@ class SentenceEncoder:
 
     @property
     def prompt_map(self) -> dict[str, str]:
-        """The prompts by name: of questions and documents there always is one, if an empty one."""
+        """The prompts by name; `query` and `document` are always present, if only as empty prompts."""
         return {"query": "", "document": "", **dict(self.prompts)}
 
     def text(self, text: str, prompt_name: str | None) -> str:
-        """What the model reads of a text with the prompt of a name; None: with the default one."""
+        """Return the text as the model reads it, after the prompt with this name; None: after the default prompt."""
         whole = self.prompt_map.get(prompt_name or self.default_prompt or "", "") + text
         return whole.lower() if self.lowercases else whole
 
     def facts(self, follows: bool) -> dict[str, Any]:
-        """What a result says of a layer at which pooling, normalisation and similarity hold, or do not."""
+        """Return the facts for a layer's result file; `follows` says whether the layer uses the encoder's settings."""
         pooled = {"pooling": self.pooling} if follows else {}
         how = {"normalized": follows and self.normalizes, "similarity": self.similarity if follows else "cosine"}
         return pooled | how | {"prompts": dict(self.prompts)}
 
 
 def sentence_encoder(read: Callable[[str], bytes]) -> SentenceEncoder | None:
-    """What a model says of itself as an encoder of sentences; None where it has no modules.json.
+    """Return the sentence-encoder settings of a model, or None if it has no modules.json.
 
     Args:
-        read: the content of a file of the model; one that is not there is a FileNotFoundError, a KeyError, or an
-            InputError because of one.
+        read: Returns the content of a file of the model. For a missing file it raises FileNotFoundError, KeyError, or
+            an InputError caused by one of them.
 
     Raises:
-        InputError: a module that is not Transformer, Pooling or Normalize, a way of pooling that is not by the mean,
-            the first or the last token, files that are damaged.
+        InputError: A module is not Transformer, Pooling or Normalize, the pooling is not by mean, first or last token,
+            or a file is damaged.
     """
     modules = _read(read, MODULES, list[_Module])
     if modules is None:
@@ -110,7 +111,7 @@ def sentence_encoder(read: Callable[[str], bytes]) -> SentenceEncoder | None:
     if similarity not in ("cosine", "dot"):
         raise _mismatch("similarity_fn_name", "cosine or dot", similarity)
     transformer = _read(read, "sentence_bert_config.json") or {}
-    if (limit := transformer.get("max_seq_length")) is None:  # the tokenizer's counts
+    if (limit := transformer.get("max_seq_length")) is None:  # then the tokenizer's limit applies
         limit = (_read(read, "tokenizer_config.json") or {}).get("model_max_length")
     return SentenceEncoder(
         pooling=_pooling(read, f"{modules[1]['path']}/config.json"),
@@ -123,21 +124,21 @@ def sentence_encoder(read: Callable[[str], bytes]) -> SentenceEncoder | None:
     )
 
 
-def _pooling(read: Callable[[str], bytes], place: str) -> TextPooling:
-    """The one way of pooling that its file names."""
-    if (config := _read(read, place)) is None:
-        raise InputError(f"{MODULES} names {place}, which is not there: {_REMEDY}")
+def _pooling(read: Callable[[str], bytes], path: str) -> TextPooling:
+    """Return the pooling named in the config file of the Pooling module."""
+    if (config := _read(read, path)) is None:
+        raise InputError(f"{MODULES} names {path}, which is not there: {_REMEDY}")
     switched = [name for name, on in config.items() if name.startswith("pooling_mode_") and on]
     modes = config.get("pooling_mode", switched or "mean")
     modes = [modes] if isinstance(modes, str) else modes
     known: dict[str, TextPooling] = {**_POOLINGS, **_SWITCHES}
     if len(modes) != 1 or modes[0] not in known:
-        raise _mismatch(place, f"pooling by one of {', '.join(_POOLINGS)}", " and ".join(modes) or "nothing")
+        raise _mismatch(path, f"pooling by one of {', '.join(_POOLINGS)}", " and ".join(modes) or "nothing")
     return known[modes[0]]
 
 
 def _read(read: Callable[[str], bytes], path: str, kind: Any = dict[str, Any]) -> Any:
-    """The content of a file; None where there is none, or HF_HUB_OFFLINE keeps it away."""
+    """Return the content of a file, or None if it is missing or HF_HUB_OFFLINE prevents its download."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     try:
@@ -146,35 +147,35 @@ def _read(read: Callable[[str], bytes], path: str, kind: Any = dict[str, Any]) -
         return None
     except InputError as error:
         cause: BaseException | None = error
-        if type(error.__cause__) is FileNotFoundError:  # what the Hub's client raises without a network is one, too
+        if type(error.__cause__) is FileNotFoundError:  # exact type: without a network the Hub client raises a subclass
             return None
         while cause is not None and not isinstance(cause, OfflineModeIsEnabled):
             cause = cause.__cause__
         if cause is None:
             raise
-        if path == MODULES:  # a snapshot of a model that has none does not say so, and most models have none
+        if path == MODULES:  # offline a missing file cannot be told from one that is not cached; most models have none
             warnings.warn(f"{path} is not in the cache, and the Hub is not asked: taken as not there", stacklevel=4)
         return None
 
 
-def _mismatch(place: str, expected: Any, got: Any) -> InputError:
-    return InputError(f"{place}: expected {expected}, got {got}: {_ADVICE}")
+def _mismatch(where: str, expected: Any, got: Any) -> InputError:
+    return InputError(f"{where}: expected {expected}, got {got}: {_ADVICE}")
 
 
-CHUNK = 8192  # texts in a file: 8,192 x 25 layers x 1,024 x 4 B = 0.8 GB
-_MIN_NORM = 1e-12  # a vector that is shorter is divided by this, as torch.nn.functional.normalize does
+CHUNK = 8192  # texts per file of features: 8,192 x 25 layers x 1,024 x 4 B = 0.8 GB
+_MIN_NORM = 1e-12  # lower bound of the divisor, as in torch.nn.functional.normalize
 
 
 class NotFiniteError(InputError):
-    """A layer at which a text has no embedding."""
+    """Raised for a layer at which the embedding of a text is not finite."""
 
 
 @dataclass(eq=False)
 class TaskEmbeddings:
-    """The embeddings of a task's texts: made when they are asked for, by whichever layer comes first.
+    """The embeddings of a task's texts at all layers, computed on the first request for a text and then cached.
 
-    `last` is the pooling of the last layer, where that is another. `num_cut` and `num_empty` count the texts that lost
-    their end to the limit of tokens or have no token of their own: the end of a text stands for each of the latter.
+    `last_pooling` is the pooling of the last layer if it differs. `num_cut` counts truncated texts. `num_empty` counts
+    blank texts that give no token; the end-of-text token is embedded in place of each.
     """
 
     view: LayeredModel
@@ -186,28 +187,28 @@ class TaskEmbeddings:
     last_pooling: TextPooling | None = None
     num_cut: int = 0
     num_empty: int = 0
-    _rows: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)  # text: its chunk, its row there
+    _rows: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)  # text: (chunk, row in it)
     _chunks: list[LayerFeatures] = field(default_factory=list, repr=False)
 
     @property
     def num_texts(self) -> int:
-        """Distinct texts asked for so far."""
+        """Number of distinct texts embedded so far."""
         return len(self._rows)
 
     def embed(self, texts: Sequence[str], layer: int) -> np.ndarray:
-        """The embeddings (texts, dim) of one layer, float32, in the order of the texts.
+        """Return the embeddings (texts, dim) at one layer in float32, in the order of the texts.
 
         Raises:
-            NotFiniteError: a text whose embedding there is not finite.
+            NotFiniteError: The embedding of a text at this layer is not finite.
         """
         missing = list(dict.fromkeys(text for text in texts if text not in self._rows))
         for start in range(0, len(missing), CHUNK):
             self._add(missing[start : start + CHUNK])
-        places = np.array([self._rows[text] for text in texts], dtype=np.int64).reshape(-1, 2)
+        rows = np.array([self._rows[text] for text in texts], dtype=np.int64).reshape(-1, 2)
         vectors = np.empty((len(texts), self.view.dim), dtype=np.float32)
-        for chunk in np.unique(places[:, 0]).tolist():
-            here = places[:, 0] == chunk
-            vectors[here] = self._chunks[chunk].layer(layer, places[here, 1])
+        for chunk in np.unique(rows[:, 0]).tolist():
+            here = rows[:, 0] == chunk
+            vectors[here] = self._chunks[chunk].layer(layer, rows[here, 1])
         finite = np.isfinite(vectors).all(1)
         if not finite.all():
             raise NotFiniteError(f"the features of text {finite.argmin()} at layer {layer} are not finite")
@@ -226,11 +227,13 @@ class TaskEmbeddings:
 
 
 class LayerEncoder:
-    """What mteb's `EncoderProtocol` asks for: the embeddings of one layer, in float32.
+    """The embeddings of one layer in float32, with the interface of mteb's `EncoderProtocol`.
 
     Args:
-        encoder: what the model says of itself: its prompts stand before every text. None: the text goes in as it is.
-        follows: whether vectors are normalised and compared as the encoder says; else they come out as they are pooled
+        embeddings: The embeddings of the task's texts.
+        layer: The layer, 0 to L.
+        encoder: The sentence-encoder settings, whose prompts are put before texts. None: no prompts.
+        follows: Whether to use the encoder's normalisation and similarity. If not, pooled vectors are not normalised
             and are compared by their cosine.
     """
 
@@ -242,7 +245,7 @@ class LayerEncoder:
         self._uses_dot = self.followed is not None and self.followed.similarity == "dot"
 
     def encode(self, inputs: Any, *, task_metadata: Any = None, prompt_type: Any = None, **_: Any) -> np.ndarray:
-        """The embeddings (texts, dim) of the texts that mteb hands over in batches."""
+        """Return the embeddings (texts, dim) of the batches of texts that mteb passes."""
         from mteb.models.abs_encoder import get_prompt_name
 
         texts = [text for batch in inputs for text in batch["text"]]
@@ -255,13 +258,13 @@ class LayerEncoder:
         return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), _MIN_NORM)
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
-        """Cosines (first, second), or what the encoder compares by."""
+        """Return the similarity of all pairs, (first, second): the encoder's, or the cosine."""
         from mteb.similarity_functions import cos_sim, dot_score
 
         return (dot_score if self._uses_dot else cos_sim)(embeddings1, embeddings2)
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Any:
-        """Cosines (pairs,), or what the encoder compares by."""
+        """Return the similarity of corresponding rows, (pairs,): the encoder's, or the cosine."""
         from mteb.similarity_functions import pairwise_cos_sim, pairwise_dot_score
 
         return (pairwise_dot_score if self._uses_dot else pairwise_cos_sim)(embeddings1, embeddings2)

@@ -1,6 +1,6 @@
-"""Scores of a task by lm-eval, of the Hub's data or of a local copy.
+"""Scores of a task by lm-eval, on data from the Hub or a local copy.
 
-lm-eval is optional and takes seconds to import: functions do, where they need it.
+lm-eval is optional and takes seconds to import, so only the functions that need it import it.
 """
 
 import functools
@@ -26,17 +26,17 @@ from lit_layers.tasks.catalogue import LOCAL_TASKS, ScoredTask, find, unknown_ta
 from lit_layers.tasks.task_files import quiet, version_of
 
 SCORE, NORMED, FLEXIBLE, PERPLEXITY = "task_score", "task_score_norm", "task_score_flexible", "task_perplexity"
-EXAMPLES = "train"  # the split that worked examples are drawn from
-SHOT_SEED = 1234  # lm-eval's own
-NAMES = {"lambada": "lambada_openai"}  # there: any other name is lm-eval's own
+EXAMPLES = "train"  # split that the worked examples are drawn from
+SHOT_SEED = 1234  # the seed that lm-eval uses
+NAMES = {"lambada": "lambada_openai"}  # our names that differ from those of lm-eval
 _STRICT, _FLEXIBLE = "strict-match", "flexible-extract"
 
 
 def refuse_unknown(task: str, folder: Path | None = None) -> None:
-    """Refuse, without a model, what is no task of lm-eval, no task file and no task of a folder of local data.
+    """Check that a task exists: in lm-eval, as a task file, or in a folder of local data. Needs no model.
 
     Raises:
-        InputError: it, or where lm-eval is not installed.
+        InputError: The task does not exist, or lm-eval is not installed.
     """
     version_of("lm_eval")
     if folder is not None and not task.endswith(".yaml"):
@@ -44,7 +44,7 @@ def refuse_unknown(task: str, folder: Path | None = None) -> None:
     elif task.endswith(".yaml"):
         if not Path(task).is_file():
             raise InputError(f"task: expected a task file of lm-eval, {task} does not exist")
-    elif task not in LOCAL_TASKS:  # to read the names of lm-eval's thousands of task files takes ten seconds
+    elif task not in LOCAL_TASKS:  # reading the names of lm-eval's thousands of task files takes ten seconds
         with quiet():
             names = _manager(defaults=True).all_tasks
         if task not in names:
@@ -52,10 +52,10 @@ def refuse_unknown(task: str, folder: Path | None = None) -> None:
 
 
 def task_file_hash(path: Path) -> str:
-    """Sixteen hex digits over a task file and the files that it includes.
+    """Return a hash of a task file and of the files that it includes or whose functions it calls, as 16 hex digits.
 
     Raises:
-        InputError: one of them cannot be read.
+        InputError: A file cannot be read.
     """
     with refused(f"task: cannot read {path}"):
         text = path.read_text(encoding="utf-8")
@@ -66,10 +66,12 @@ def task_file_hash(path: Path) -> str:
 
 
 def local_task(name: str, folder: Path, *, training: bool = False) -> ScoredTask:
-    """Return a task of the catalogue that is read from a folder of local data, with `training` also its training rows.
+    """Return a benchmark task of the catalogue that reads from a folder of local data.
+
+    With `training`, its training rows are also required.
 
     Raises:
-        InputError: there is no such task, files or columns are missing, or a row is none of the task.
+        InputError: The task does not exist, files or columns are missing, or a row is invalid.
     """
     task = find("benchmark", name, "give a task file of lm-eval (yaml)")
     task = replace(task, examples=max(task.examples, int(training))).localized(folder)
@@ -80,47 +82,47 @@ def local_task(name: str, folder: Path, *, training: bool = False) -> ScoredTask
 
 
 def _local_rows(task: ScoredTask) -> dict[str, dict[str, list[Any]]]:
-    """Return the columns of the scored split, and of the training split if the task needs rows of it."""
+    """Read the columns of the scored split, and of the training split if the task needs it."""
     rows = {}
     for split in task.splits:
         read = task.read([split], dict.fromkeys(task.text, "columns"))
         choices, labels = read.values.get("choices", []), read.values.get("label", [])
-        for number, (each, label) in enumerate(zip(choices, labels, strict=False)):
+        for index, (each, label) in enumerate(zip(choices, labels, strict=False)):
             if label not in range(len(each)):
                 why = f"{len(each)} choices and the label {label}"
-                raise InputError(f"task {task.name}: row {number} of {read.origin} has {why}")
+                raise InputError(f"task {task.name}: row {index} of {read.origin} has {why}")
         rows[split] = read.values
     return rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskScores:
-    """What a model made of the rows of a task, in their order.
+    """The results of a model on the rows of a task, in their order.
 
-    `values` holds one number a row for each metric; of `task_perplexity` it is the log-likelihood in nats.
+    `values` holds one number per row for each metric. For `task_perplexity` it is the log-likelihood in nats.
     """
 
     values: dict[str, list[float]]
-    log_likelihoods: list[list[float]]  # of each row's choices; none where texts were written
-    texts: list[str]  # written by the model
-    random_score: float  # what guessing scores on these rows
+    log_likelihoods: list[list[float]]  # one per choice of each row; empty for generation tasks
+    texts: list[str]  # generated by the model
+    random_score: float  # expected score of guessing on these rows
     rows_hash: str
 
 
 @dataclass(eq=False)
 class LmEvalScorer:
-    """One task of lm-eval, loaded on the first score and scored as often as wanted.
+    """One lm-eval task, loaded once and scored for any number of models.
 
-    Its own definitions throughout: prompts, metrics, number of examples and their seed, no chat template, greedy
-    generation. Log-probabilities are in float32.
+    Prompts, metrics, the number of examples and their seed are those of lm-eval, without a chat template and with
+    greedy generation. Log-probabilities are in float32.
 
     Args:
-        task: a name of lm-eval, the path of a task file as lm-eval has them, or one of `local_task`.
-        tokenizer: a folder, or NAME[@REVISION] of the Hub.
-        limit: only the first rows; None: all.
-        batch_size: inputs at once.
-        max_new_tokens: None: the task's own, or 256.
-        max_length: tokens that the model takes; None: what its config says, or 2,048.
+        task: Name of an lm-eval task, path of an lm-eval task file, or the result of `local_task`.
+        tokenizer: A folder, or NAME[@REVISION] on the Hub.
+        limit: Number of rows to score, from the first. None: all.
+        batch_size: Inputs per batch.
+        max_new_tokens: Most tokens to generate. None: the task's own limit, or 256.
+        max_length: Most tokens that the model takes. None: the limit in its config, or 2,048.
     """
 
     task: str | ScoredTask
@@ -137,12 +139,12 @@ class LmEvalScorer:
         return NAMES.get(self.task, self.task) if isinstance(self.task, str) else self.task.name
 
     def score(self, model: Network) -> TaskScores:
-        """Return what the model makes of every row.
+        """Score the model on every row.
 
         Raises:
-            InputError: lm-eval is not installed, does not know the task, or cannot have its data; an input that the
-                model does not take.
-            FloatingPointError: a log-likelihood that is not a number.
+            InputError: lm-eval is not installed, does not know the task, or cannot load its data, or an input does not
+                fit the model.
+            FloatingPointError: A log-likelihood is NaN.
         """
         with quiet():
             loaded = self._load()
@@ -152,17 +154,17 @@ class LmEvalScorer:
                 lm=self._wrap(model),
                 task_dict=loaded,
                 limit=self.limit,
-                bootstrap_iters=0,  # errors are taken from the rows; it would start a process for each core
+                bootstrap_iters=0,  # errors come from the rows; a bootstrap would start one process per core
                 log_samples=True,
             )
         (samples,), (task,) = results["samples"].values(), loaded["tasks"].values()
         return _scores(samples, task)
 
     def requests(self) -> list[Any]:
-        """What is asked of a model for one score, as lm-eval has it, in any order: its `arguments` are texts.
+        """Return lm-eval's requests to a model for one score, in any order; their `arguments` are texts.
 
         Raises:
-            InputError: as for `score`, whatever the model.
+            InputError: lm-eval is not installed, does not know the task, or cannot load its data.
         """
         with quiet():
             (task,) = self._load()["tasks"].values()
@@ -170,11 +172,11 @@ class LmEvalScorer:
         return list(task.instances)
 
     def training_texts(self) -> list[tuple[str, str]]:
-        """What is asked, without examples, and the right answer of each training row, in their order.
+        """Return the question without examples and the right answer of each training row, in their order.
 
         Raises:
-            InputError: as for `score`, whatever the model; a task without training rows, or whose answers do not stand
-                after what is asked.
+            InputError: lm-eval is not installed or cannot load the task, the task has no training rows, or its answers
+                do not follow the question.
         """
         with quiet():
             (task,) = self._load()["tasks"].values()
@@ -182,16 +184,16 @@ class LmEvalScorer:
                 raise InputError(f"task: {self.name} has no training rows: name another, such as arc_challenge")
             rows, delimiter = [], task.get_config("target_delimiter")
             for doc in task.training_docs():
-                asked, answer = task.doc_to_text(doc), task.doc_to_target(doc)
-                if task.get_config("output_type") == "multiple_choice" and not isinstance(asked, int):
+                question, answer = task.doc_to_text(doc), task.doc_to_target(doc)
+                if task.get_config("output_type") == "multiple_choice" and not isinstance(question, int):
                     answer = task.doc_to_choice(doc)[int(answer)]
-                if not isinstance(asked, str) or not isinstance(answer, str):
+                if not isinstance(question, str) or not isinstance(answer, str):
                     raise InputError(f"task: answers of {self.name} do not stand behind what is asked: name another")
-                rows.append((asked, f"{delimiter}{answer}"))
+                rows.append((question, f"{delimiter}{answer}"))
         return rows
 
     def _load(self) -> Any:
-        """Return lm-eval's dictionary of the one task, which draws the same examples each time."""
+        """Return lm-eval's task dictionary, with the seed reset so that every score has the same examples."""
         for task in self._loaded["tasks"].values():
             task.set_fewshot_seed(seed=SHOT_SEED)
         return self._loaded
@@ -220,7 +222,7 @@ class LmEvalScorer:
         return loaded
 
     def _wrap(self, model: Network) -> Any:
-        """The model as lm-eval takes it; the same for every order of its blocks."""
+        """Return the lm-eval wrapper of a model; all orders of its blocks share one wrapper."""
         if self._wrapped is None or self._wrapped[0] is not model:
             name, revision = _tokenizer_of(self.tokenizer)
             wrapped = _lm_eval_class()(
@@ -232,19 +234,19 @@ class LmEvalScorer:
                 softmax_dtype="float32",
                 trust_remote_code=False,
             )
-            if wrapped.tokenizer.eos_token is None:  # a folder that names no tokens: the end this package finds in it
+            if wrapped.tokenizer.eos_token is None:  # none configured: use the one that `load_tokenizer` finds
                 wrapped.tokenizer.eos_token = wrapped.tokenizer.pad_token = load_tokenizer(self.tokenizer).end_of_text
             self._wrapped = model, wrapped
         return self._wrapped[1]
 
 
 def _load_local(task: ScoredTask) -> Any:
-    """Return lm-eval's task of a local copy: a task file that includes lm-eval's own, and the rows beside it."""
+    """Load a local copy as an lm-eval task: rows in parquet files, and a task file that includes lm-eval's."""
     import lm_eval
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with tempfile.TemporaryDirectory() as name:  # what is read stays readable after its file is gone
+    with tempfile.TemporaryDirectory() as name:  # memory-mapped data stays readable after the files are deleted
         folder, files = Path(name), dict[str, str]()
         for split, columns in _local_rows(task).items():
             files[split] = str(folder / f"{split}.parquet")
@@ -265,8 +267,11 @@ def _load_local(task: ScoredTask) -> Any:
 
 @functools.cache
 def _cache_templates() -> None:
-    """lm-eval compiles the templates of a prompt for each row anew, which takes nine tenths of the time of its texts:
-    those of 10,000 rows, for each order of a model's blocks."""
+    """Make lm-eval cache compiled prompt templates.
+
+    lm-eval compiles the templates again for each row, which takes nine tenths of the time to build the prompts. This
+    would repeat for each order of a model's blocks.
+    """
     from lm_eval.utils import env
 
     vars(env)["from_string"] = functools.lru_cache(maxsize=1000)(env.from_string)
@@ -274,7 +279,7 @@ def _cache_templates() -> None:
 
 @functools.cache
 def _manager(defaults: bool) -> Any:
-    """With `defaults` it reads thousands of task files for their names: many seconds, once."""
+    """Return lm-eval's task manager; with `defaults` it reads thousands of task files, which takes many seconds."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_defaults=defaults)
@@ -322,10 +327,10 @@ def _sorted_rows(samples: Iterable[dict[str, Any]], name: str) -> list[dict[str,
 
 @functools.cache
 def _lm_eval_class() -> Any:
-    """Return lm-eval's wrapper of transformers' models, made so that a model is scored quickly and often.
+    """Return a faster subclass of lm-eval's wrapper of transformers models.
 
-    Texts become tokens once, logits are computed where a continuation stands, and padding rows of the vocabulary take
-    no part.
+    It tokenizes each text once, computes logits only at the positions of continuations, and ignores padding rows of the
+    vocabulary.
     """
     from lm_eval.models.huggingface import HFLM
 
@@ -336,7 +341,7 @@ def _lm_eval_class() -> Any:
             super().__init__(**options)
             self._encoded: dict[tuple[str, bool | None], list[int]] = {}
             self._takes_keep = "logits_to_keep" in inspect.signature(self.model.forward).parameters
-            self._keep = 0  # the last positions whose logits are needed
+            self._keep = 0  # number of last positions whose logits are needed
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
             key = (string, add_special_tokens)

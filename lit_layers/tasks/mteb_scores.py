@@ -1,4 +1,4 @@
-"""Tasks of MTEB as analyses: the official score of every layer of a model, and means over tasks at each layer."""
+"""MTEB tasks as analyses: the official score at every layer of a model, and means over tasks at each layer."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -30,34 +30,35 @@ from lit_layers.tasks.text_features import TextPooling
 
 RESULTS = "mteb"
 NUM_METRIC_TEXTS = 1000
-CURVE = ["run", "step", "pooling", "states"]  # what one curve belongs to, with what of these columns a table has
+CURVE = ["run", "step", "pooling", "states"]  # columns that identify a curve over layers, together with OPTIONS
 OPTIONS = ("dtype", "max_tokens", "mteb_seed", "modules")
 MAX_TOKENS, SEED = 2048, 42
-_COUNTS = ("num_texts", "num_cut", "num_empty")  # of the texts of a task
+_COUNTS = ("num_texts", "num_cut", "num_empty")  # counts of texts of a task
 
 
 @dataclass(kw_only=True)
 class MtebTask(TokenizerMixin, Analysis):
-    """The main score of mteb for each layer, 0 to L: one forward pass per text gives all layers.
+    """The main score of an MTEB task at each layer, 0 to L. One forward pass per text serves all layers.
 
-    Every layer's full result is a file below `results`, written as it is made; layers that have theirs are not scored
-    again. A layer whose score is not defined (equal
-    vectors have no rank correlation, states that are not finite no cosine) gives no record, and the others say how many
-    there are of it (`num_undefined`). The model runs in float32 or wider, or with `dtype` in bfloat16.
+    The full result of each layer is saved in a file below `results` and not computed again. The score of a layer can be
+    undefined: equal vectors have no rank correlation, and non-finite hidden states have no cosine. Such layers give no
+    record, and the records of the other layers report their number as `num_undefined`.
 
     Args:
-        task: what is scored.
-        tokenizer: a local path or a name of the Hub.
-        results: the folder of the layers' results.
-        layers: which are scored; None: all.
+        task: The task to score.
+        tokenizer: A local path or a name on the Hub.
+        results: The folder of the layers' results.
+        layers: The layers to score. None: all.
         pooling: "mean", "last" or "cls".
-        encoder: what the model says of itself: its prompts and its longest text hold at every layer.
-        modules: where its pooling, normalisation and similarity hold, too: at the last layer, which is then taken after
-            the final norm, or at all.
-        states: the convention, "resid", "hf" or "normed".
-        max_tokens: a longer text loses its end; also at the model's own limit.
-        seed: mteb's.
-        dtype: bfloat16: of products within blocks.
+        encoder: The model's sentence-encoder settings. Its prompts and its limit of tokens apply at every layer.
+        modules: Where the encoder's pooling, normalisation and similarity also apply: "last" for the last layer, which
+            is then read after the final norm, or "all" for all layers.
+        states: The convention of hidden states, "resid", "hf" or "normed".
+        max_tokens: Longer texts are truncated. The model's own limit also applies.
+        seed: The seed of mteb's random draws.
+        dtype: `float32` runs the model in float32 or wider. `bfloat16` runs matrix products and attention within blocks
+            in bfloat16.
+        tell: Callback that receives one line of progress at a time.
     """
 
     SEES, LEAST = "text", {"max_tokens": 1, "seed": 0}
@@ -91,10 +92,10 @@ class MtebTask(TokenizerMixin, Analysis):
                 raise InputError(f"layers: this model has layers 0 to {model.num_layers}, got {layer}")
         encode_texts(
             self.loaded_tokenizer, (), max_tokens=self.max_tokens
-        )  # refuses a limit below what stands around a text
+        )  # raises for a limit below the number of special tokens
 
     def config(self) -> dict[str, Any]:
-        """Of all that decides the numbers; mteb's own version, too."""
+        """Return all options that decide the numbers, with the version of mteb."""
         config = super().config()
         task = {name: getattr(self.task, name) for name in ("name", "domain", "score", "subset")}
         config["init_args"] |= {"task": task, "mteb": version_of("mteb")}
@@ -107,23 +108,23 @@ class MtebTask(TokenizerMixin, Analysis):
         layers = list(range(model.num_layers + 1)) if self.layers is None else sorted(set(self.layers))
         limit = min(self.max_tokens, model.max_tokens or self.max_tokens)
         folder = self.results / weights_hash(model.model) / self.task.name / self._key(model, limit)
-        there = {layer: read_result(_file(folder, layer)) for layer in range(model.num_layers + 1)}
-        results = {layer: result for layer, result in there.items() if result}
+        saved = {layer: read_result(_file(folder, layer)) for layer in range(model.num_layers + 1)}
+        results = {layer: result for layer, result in saved.items() if result}
         if missing := [layer for layer in layers if layer not in results]:
             self._say("reading the data")
-            prepared = MtebScorer(open_task(self.task, seed=self.seed), self.task)
+            scorer = MtebScorer(open_task(self.task, seed=self.seed), self.task)
             how: dict[str, Any] = {"tokenizer": self.loaded_tokenizer, "max_tokens": limit, "states": self.states}
             how |= {"pooling": self.pooling, "last_pooling": None if self.encoder is None else self.encoder.pooling}
             view = BFloat16View(upcast(model)) if self.dtype == "bfloat16" else model
             embeddings = TaskEmbeddings(view, **how)
-            for place, layer in enumerate(missing):
-                self._say(f"layer {layer} of {model.num_layers}" if place else "embedding, and its first layer")
+            for index, layer in enumerate(missing):
+                self._say(f"layer {layer} of {model.num_layers}" if index else "embedding, and its first layer")
                 follows = self._follows(layer, model)
                 try:
-                    scores = prepared.evaluate(LayerEncoder(embeddings, layer, self.encoder, follows=follows))
+                    scores = scorer.evaluate(LayerEncoder(embeddings, layer, self.encoder, follows=follows))
                 except NotFiniteError as error:
                     scores = {"main_score": None, "undefined": str(error)}
-                facts = {"layer": layer, "num_layers": model.num_layers, "n": prepared.num_rows()}
+                facts = {"layer": layer, "num_layers": model.num_layers, "n": scorer.num_rows()}
                 facts |= {name: getattr(embeddings, name) for name in _COUNTS}
                 results[layer] = self._header(follows) | facts | scores
                 with refused(f"root: cannot write {folder}"):
@@ -141,27 +142,27 @@ class MtebTask(TokenizerMixin, Analysis):
                 yield Record(metric="main_score", value=result["main_score"], layer=layer, n=result["n"], tags=tags)
 
     def _option_tags(self) -> dict[str, Any]:
-        """The options that are not the usual ones: means are over tasks that have the same of them."""
-        # a tag `seed` would mark one of several draws, which pages, exports and correlate leave out
+        """Return tags for options that differ from their defaults. Means combine only tasks with equal tags."""
+        # not `seed`: that tag marks one of several random draws, which pages, exports and `correlate` ignore
         seed = {} if self.seed == SEED else {"mteb_seed": self.seed}
         where = "the last layer" if self.modules == "last" else "every layer"
         encoder = {} if self.encoder is None else {"modules": f"{self.encoder} at {where}"}
         return self.tags_of("dtype", "max_tokens") | seed | encoder
 
     def _follows(self, layer: int, model: LayeredModel) -> bool:
-        """Whether a layer's vectors are made as the encoder says."""
+        """Return whether a layer uses the encoder's pooling, normalisation and similarity."""
         return self.encoder is not None and (self.modules == "all" or layer == model.num_layers)
 
     def _header(self, follows: bool) -> dict[str, Any]:
-        """What a layer's result says of itself."""
-        of_task = {"task": self.task.name} | {name: getattr(self.task, name) for name in ("domain", "score", "subset")}
+        """Return the facts at the head of a layer's result file."""
+        facts = {"task": self.task.name} | {name: getattr(self.task, name) for name in ("domain", "score", "subset")}
         encoder = {} if self.encoder is None else self.encoder.facts(follows)
-        return of_task | {"pooling": self.pooling, "states": self.states} | encoder | describe(self.task)
+        return facts | {"pooling": self.pooling, "states": self.states} | encoder | describe(self.task)
 
     def _key(self, model: LayeredModel, limit: int) -> str:
-        """Over all that decides a layer's score beside the weights; which layers are asked for does not."""
+        """Return a hash of everything except the weights that decides a layer's score."""
         options = {name: each for name, each in self.config()["init_args"].items() if name not in ("layers", "name")}
-        # the path of a tokenizer decides nothing, the tokenizer does
+        # hash the tokenizer's content, not its path
         dtype = self.dtype if self.dtype == "bfloat16" else model.precision
         options |= {"tokenizer": self.tokenizer_hash(), "max_tokens": limit, "dtype": dtype}
         options |= {"data": self.data_hash(), "attention": model.attention}
@@ -185,15 +186,16 @@ def mteb_analyses(
     model_limit: int | None = None,
     **options: Any,
 ) -> list[Analysis]:
-    """An analysis for each task, to be measured by `offline.analyze_series`.
+    """Return an analysis for each task, to be measured by `offline.analyze_series`.
 
     Args:
-        tasks: of `resolve`.
-        root: the folder of the measurements; results of single layers lie below it, in `mteb`.
-        metrics: whether the first 1,000 texts of each task are measured without labels, too: `representation/TASK` and
-            `invariance/TASK`. Pair classification has no column of texts of its own.
-        model_limit: tokens that the model takes at most, for these metrics; None: `max_tokens`.
-        options: further ones of `MtebTask`: layers, pooling, states, max_tokens, seed, encoder, modules, tell.
+        tasks: The tasks, as returned by `resolve`.
+        tokenizer: A local path or a name on the Hub.
+        root: The folder of the measurements. Results of layers are saved in its subfolder `mteb`.
+        metrics: Whether to add label-free metrics on the first 1,000 texts of each task, `representation/TASK` and
+            `invariance/TASK`. Pair classification is skipped, because it has no column of single texts.
+        model_limit: Most tokens that the model takes, for the label-free metrics. None: `max_tokens`.
+        options: Further options of `MtebTask`: layers, pooling, states, max_tokens, seed, encoder, modules, tell.
     """
     analyses: list[Analysis] = []
     for task in tasks:
@@ -205,7 +207,10 @@ def mteb_analyses(
 
 
 def _text_analyses(scored: MtebTask, max_tokens: int) -> list[Analysis]:
-    """Return none for a task whose data cannot be had: that is said when the task itself is scored."""
+    """Return the label-free analyses of a task.
+
+    The list is empty if the data cannot be loaded. Scoring the task reports that error.
+    """
     task = scored.task
     how: dict[str, Any] = {"states": scored.states, "pooling": scored.pooling}
     try:
@@ -214,14 +219,14 @@ def _text_analyses(scored: MtebTask, max_tokens: int) -> list[Analysis]:
         return []
     if texts is None:
         return []
-    given = GivenTexts([text for text in texts[:NUM_METRIC_TEXTS] if text.strip()])
-    batches = TextBatches(given, scored.tokenizer, max_tokens=max_tokens)
+    given_texts = GivenTexts([text for text in texts[:NUM_METRIC_TEXTS] if text.strip()])
+    batches = TextBatches(given_texts, scored.tokenizer, max_tokens=max_tokens)
     representation = Representation(batches=batches, name=f"representation/{task.name}", **how)
     about: Any = {"tokenizer": scored.tokenizer, "name": f"invariance/{task.name}", "max_tokens": max_tokens}
-    invariance = Invariance(texts=given, **about, **how)
+    invariance = Invariance(texts=given_texts, **about, **how)
     try:
         invariance.views  # noqa: B018
-    except InputError as error:  # the texts of one task must not keep the others from being measured
+    except InputError as error:  # one unsuitable task must not stop the other tasks
         warnings.warn(f"{invariance.name} is not measured: {error}", stacklevel=3)
         return [representation]
     return [representation, invariance]
@@ -229,43 +234,45 @@ def _text_analyses(scored: MtebTask, max_tokens: int) -> list[Analysis]:
 
 @dataclass(frozen=True, eq=False)
 class Averages:
-    """Means of one checkpoint and one way of measuring.
+    """Mean scores over tasks at one checkpoint, for one set of options.
 
-    `curve` has a row for each layer: `average`, the unweighted mean over tasks, and a column for each domain; NaN where
-    a task has no score at that layer. `missing` names the tasks that were asked for and have no score of some layer
-    from 1 on: they are in no mean. `best_per_task` chooses the layer on the very scores that it averages. `options` are
-    those of the measurements that are not the usual ones.
+    `curve` has a row for each layer: `average` is the unweighted mean over tasks, and each domain has a column. A mean
+    is NaN if a task has no score at that layer. `missing` names the expected tasks that lack a score at some layer from
+    1 on. They are excluded from all means. `options` are the options that differ from their defaults.
     """
 
     run: str
     step: int | None
     pooling: str
     states: str
-    scores: pd.DataFrame  # a row for each task of the means: domain, score and a column for each layer
+    scores: pd.DataFrame  # a row per averaged task: domain, score and a column per layer
     curve: pd.DataFrame  # layer, average, classification, ...
     missing: tuple[str, ...]
     options: dict[str, Any] = field(default_factory=dict)
 
     def best_per_task(self) -> float:
-        """The mean over tasks of each task's own best layer from 1 on: an oracle."""
+        """Return the mean over tasks of the score at each task's best layer from 1 on.
+
+        This is an oracle: it chooses the layer on the scores that it averages.
+        """
         scores: Any = self.scores
         return float(scores[[name for name in _layers(scores) if name > 0]].max(axis=1).mean())
 
 
 def averages(frame: pd.DataFrame, *, expected: Sequence[str] = ()) -> list[Averages]:
-    """The means of every checkpoint in a table of `lit_layers.records.frame`, in step order.
+    """Return the mean scores of every checkpoint, sorted by run and step.
 
-    Tasks that were measured with other options (`OPTIONS`, as far as the table has them) make means of their own.
+    Tasks that were measured with different options (`OPTIONS`) have separate means.
 
     Args:
-        frame: may hold other analyses, too.
-        expected: names of the tasks that belong into the means, so that those that have no number are named.
+        frame: A table from `lit_layers.records.frame`, which may also hold other analyses.
+        expected: Names of the tasks that the means should include. Those without a score are reported as missing.
 
     Raises:
-        InputError: a table without a score of mteb.
+        InputError: The table has no MTEB score.
     """
     table: Any = score_table(frame)
-    of_checkpoints = []
+    results = []
     names = [name for name in OPTIONS if name in table]
     for (run, step, pooling, states, *options), rows in table.groupby([*CURVE, *names], dropna=False, sort=False):
         layers = [layer for layer in _layers(rows) if rows[layer].notna().any()]
@@ -275,21 +282,21 @@ def averages(frame: pd.DataFrame, *, expected: Sequence[str] = ()) -> list[Avera
         scores = complete[["task", "domain", "score", "n", *layers]].reset_index(drop=True)
         curve = pd.DataFrame({"layer": layers, "average": _mean(scores, layers)})
         for domain in DOMAINS:
-            if (of := scores[scores["domain"] == domain]).size:
-                curve[domain] = _mean(of, layers)
+            if (domain_scores := scores[scores["domain"] == domain]).size:
+                curve[domain] = _mean(domain_scores, layers)
         number = None if pd.isna(step) else int(step)
-        given = zip(names, options, strict=True)
-        unusual = {name: value if isinstance(value, str) else int(value) for name, value in given if not pd.isna(value)}
-        place = str(run), number, str(pooling), str(states)
-        of_checkpoints.append(Averages(*place, scores, curve, tuple(missing), unusual))
-    return sorted(of_checkpoints, key=lambda each: (each.run, -1 if each.step is None else each.step))
+        pairs = zip(names, options, strict=True)
+        tags = {name: value if isinstance(value, str) else int(value) for name, value in pairs if not pd.isna(value)}
+        key = str(run), number, str(pooling), str(states)
+        results.append(Averages(*key, scores, curve, tuple(missing), tags))
+    return sorted(results, key=lambda each: (each.run, -1 if each.step is None else each.step))
 
 
 def score_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """The wide table: a row for each checkpoint and task, a column for each layer, named by its number.
+    """Return a wide table with a row per checkpoint and task and a column per layer, named by the layer index.
 
     Raises:
-        InputError: a table without a score of mteb.
+        InputError: The table has no MTEB score.
     """
     rows: Any = frame[frame["analysis"].str.startswith("mteb/") & (frame["metric"] == "main_score")]
     if not len(rows):
@@ -308,5 +315,5 @@ def _layers(table: Any) -> list[int]:
 
 
 def _mean(scores: Any, layers: list[int]) -> np.ndarray:
-    """Over the tasks, NaN where one of them has no score."""
+    """Return the mean over tasks at each layer, NaN if a task has no score there."""
     return scores[layers].to_numpy(dtype=float).mean(axis=0) if len(scores) else np.full(len(layers), np.nan)

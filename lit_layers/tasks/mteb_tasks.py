@@ -1,6 +1,6 @@
-"""Tasks of mteb with their data, of a local copy or the Hub, and their evaluation by mteb.
+"""MTEB tasks with data from a local copy or the Hub, and their evaluation by mteb.
 
-mteb is optional, and like `datasets` takes seconds to import: functions do, where they need it.
+mteb is optional. Like `datasets` it takes seconds to import, so only the functions that need it import it.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ _COLUMNS = {
 
 
 def data_hash(spec: ScoredTask) -> str | None:
-    """Return a hash over the local data, or over the revision of the Hub; None where files are missing."""
+    """Return a hash of the local files, or of the data set's revision on the Hub; None if files are missing."""
     if spec.copy is not None:
         return spec.data_hash() if spec.has_files else None
     return sha16(repr(sorted(_official(spec.name).metadata.dataset.items())))
 
 
 def describe(spec: ScoredTask) -> dict[str, Any]:
-    """Return where the data come from and how they differ from the official ones, for the results."""
+    """Return the origin of the data and how they differ from the official data, for the result files."""
     source: dict[str, Any] = {"source": "hub"}
     if spec.copy is not None:
         source = {"source": "folder", "difference": spec.copy.difference}
@@ -48,10 +48,10 @@ def describe(spec: ScoredTask) -> dict[str, Any]:
 
 
 def open_task(spec: ScoredTask, *, seed: int) -> Any:
-    """Return the task of mteb with its data.
+    """Return the mteb task with its data loaded.
 
     Raises:
-        InputError: data that are not there.
+        InputError: The data cannot be loaded.
     """
     if spec.copy is not None:
         return _open_copy(spec, seed)
@@ -77,7 +77,7 @@ def _official(name: str) -> Any:
 
 
 def _open_copy(spec: ScoredTask, seed: int) -> Any:
-    """The task of mteb with its data, as mteb's own reading would leave it."""
+    """Return the mteb task with data from the local copy, in the form in which mteb itself loads it."""
     from datasets import Dataset, DatasetDict
 
     task = type(_official(spec.name))(seed=seed)
@@ -88,29 +88,30 @@ def _open_copy(spec: ScoredTask, seed: int) -> Any:
         task.dataset = {"default": {"test": _candidates(splits["test"])}}
     else:
         task.dataset = DatasetDict({split: Dataset.from_dict(columns) for split, columns in splits.items()})
-        if spec.domain != "pair_classification":  # whose columns have their final names
+        if spec.domain != "pair_classification":  # its columns already have their final names
             task.dataset_transform()
     task.data_loaded = True
     return task
 
 
 def _candidates(columns: dict[str, list[Any]]) -> dict[str, Any]:
-    """Questions with their candidates as mteb holds them; without those that have no right or no wrong answer.
+    """Convert rows of queries and candidates to mteb's reranking format.
 
-    Right answers stand first, as in mteb's own reranking sets: that decides ties.
+    Queries without a relevant or without an irrelevant candidate are dropped. Relevant candidates come first, as in
+    mteb's own data sets, because the order decides ties.
     """
     from datasets import Dataset
 
     corpus: list[dict[str, str]] = []
     queries: list[dict[str, str]] = []
     relevant_docs: dict[str, dict[str, int]] = {}
-    for number, rows in pd.DataFrame(columns).groupby("query_id", sort=False):
+    for query_id, rows in pd.DataFrame(columns).groupby("query_id", sort=False):
         relevant = (rows["relevant"] > 0).astype(int).sort_values(ascending=False, kind="stable")
         if relevant.nunique() < 2:
             continue
-        name = f"query{number}"
+        name = f"query{query_id}"
         queries.append({"id": name, "text": rows["query"].iloc[0]})
-        relevant_docs[name] = {f"{name}-{place:05}": value for place, value in enumerate(relevant.tolist())}
+        relevant_docs[name] = {f"{name}-{index:05}": value for index, value in enumerate(relevant.tolist())}
         texts = zip(relevant_docs[name], rows["candidate"][relevant.index], strict=True)
         corpus += [{"id": doc, "title": "", "text": text} for doc, text in texts]
     return {
@@ -122,21 +123,21 @@ def _candidates(columns: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 class MtebScorer:
-    """A task of mteb that is scored once for each layer, each time as if it were new.
+    """An mteb task that scores every layer with the same random draws.
 
-    mteb draws at random while it evaluates, and one evaluation would change the next: here every layer meets the same
-    draws, whichever layers were scored before.
+    mteb draws at random during an evaluation, so one evaluation would change the next. Here the score of a layer does
+    not depend on the layers scored before it.
     """
 
     def __init__(self, task: Any, spec: ScoredTask) -> None:
         self.task, self.spec = task, spec
         if spec.domain == "classification":
             task._undersample_data = _cache_draws(task._undersample_data)
-            scores = task._calculate_scores  # each of its seven metrics reads the labels one by one
+            scores = task._calculate_scores  # seven metrics would each read the labels one by one
             task._calculate_scores = lambda truth, predicted: scores(np.asarray(truth[:]), predicted)
 
     def evaluate(self, encoder: LayerEncoder) -> dict[str, Any]:
-        """Return mteb's scores of the split, and the main one as `main_score`; NaN is None."""
+        """Return mteb's scores on the test split, with the main score as `main_score`; NaN becomes None."""
         task, start = cloned(self.task), time.perf_counter()
         task.rng_state, task.np_rng = random.Random(task.seed), np.random.default_rng(task.seed)
         with _seeded(task.seed), quiet():
@@ -157,51 +158,56 @@ class MtebScorer:
         }
 
     def num_rows(self) -> int:
-        """How many texts, pairs or questions are scored."""
-        part = self._test_rows()
+        """Return the number of scored texts, pairs or queries."""
+        rows = self._test_rows()
         if self.spec.domain == "reranking":
-            return len(part["queries"])
-        first = part[0] if len(part) else {}
+            return len(rows["queries"])
+        first = rows[0] if len(rows) else {}
         if isinstance(first.get("sentences"), list):
-            return sum(map(len, part["sentences"]))
-        is_one_row = len(part) == 1 and isinstance(first.get("labels"), list)  # of all pairs, as in mteb's older sets
-        return len(first["labels"]) if is_one_row else len(part)
+            return sum(map(len, rows["sentences"]))
+        is_one_row = len(rows) == 1 and isinstance(
+            first.get("labels"), list
+        )  # older mteb data sets store all pairs in one row
+        return len(first["labels"]) if is_one_row else len(rows)
 
     def texts(self) -> list[str] | None:
-        """Return the texts of the test split: of pairs with a similarity the first text, of questions these; None for
-        pairs that are alike or not, which have no column of texts of their own."""
+        """Return the texts of the test split: the first of each STS pair, or the queries of a reranking task.
+
+        Pair classification has no column of single texts and gives None.
+        """
         columns = {"reranking": "text", "sts": "sentence1", "classification": "text", "clustering": "sentences"}
         if (column := columns.get(self.spec.domain)) is None:
             return None
-        part = self._test_rows()
-        rows = (part["queries"] if self.spec.domain == "reranking" else part)[column]
-        return [text for row in rows for text in ([row] if isinstance(row, str) else row)]
+        rows = self._test_rows()
+        values = (rows["queries"] if self.spec.domain == "reranking" else rows)[column]
+        return [text for row in values for text in ([row] if isinstance(row, str) else row)]
 
     def _test_rows(self) -> Any:
         data = self.task.dataset
-        return data.get(self.spec.subset, data)[SPLIT]  # one subset alone has no level of its own
+        return data.get(self.spec.subset, data)[SPLIT]  # data with a single subset has no subset level
 
 
 def _cache_draws(undersample: Any) -> Any:
-    """mteb's choice of training rows, which is the same for every layer, made once for each experiment.
+    """Wrap mteb's draw of training rows so that it runs once per experiment and not once per layer.
 
-    It reads the labels one by one, which takes more time than all else of a small layer's evaluation.
+    The draw is the same for every layer. It reads the labels one by one, which takes longer than the rest of the
+    evaluation of a small model.
     """
     choices: dict[int, tuple[Any, list[int], list[int]]] = {}
 
-    def remembered(dataset: Any, experiment: int, idxs: list[int] | None = None) -> tuple[Any, list[int], list[int]]:
+    def cached(dataset: Any, experiment: int, idxs: list[int] | None = None) -> tuple[Any, list[int], list[int]]:
         if experiment not in choices:
             chosen, order, rows = undersample(dataset, experiment, idxs)
             choices[experiment] = (chosen, list(order), rows)
         chosen, order, rows = choices[experiment]
-        return chosen, list(order), list(rows)  # the next call shuffles the order in place
+        return chosen, list(order), list(rows)  # copies: the next call shuffles the order in place
 
-    return remembered
+    return cached
 
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """The global generators start from the seed inside and go on from where they were afterwards."""
+    """Seed the global random generators within the context, and restore their states afterwards."""
     in_numpy, in_python = np.random.get_state(), random.getstate()  # noqa: NPY002
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
         np.random.seed(seed)  # noqa: NPY002

@@ -1,4 +1,4 @@
-"""Downstream tasks of linear probes: labelled texts, in a train, a validation and a test part."""
+"""Downstream tasks of linear probes: labelled texts, split into train, validation and test rows."""
 
 import hashlib
 import json
@@ -17,23 +17,23 @@ from lit_layers.identity import sha16
 from lit_layers.schema import Range, refuse_outside
 from lit_layers.tasks.task_files import Columns, Task, is_local, is_one_file
 
-FEW_VALUES = 20  # a regression with no more different values is split value by value
+FEW_VALUES = 20  # a regression with at most this many distinct values is split stratified by value
 _RANGES = {
     **dict.fromkeys(("test_share", "validation_share"), Range(0, 1, above=True, below=True)),
     **dict.fromkeys(("num_train", "num_test", "balance"), Range(1, math.inf)),
     "seed": Range(0, math.inf),
 }
-_FIELD = re.compile(r"\{(?P<column>[^{}.\[\]!:]+)(?P<entries>(\[\w+\])*)\}")  # of a format: a column, or its entry
+_FIELD = re.compile(r"\{(?P<column>[^{}.\[\]!:]+)(?P<entries>(\[\w+\])*)\}")  # in a format: a column, or an entry of it
 
 
 @dataclass(frozen=True, eq=False)
 class TaskSplit:
-    """Texts with what is to be told from them."""
+    """Texts with the targets to predict from them."""
 
     texts: tuple[str, ...]
-    targets: Tensor  # (rows,) int64 numbers of classes, or float64 values
+    targets: Tensor  # (rows,) int64 class indices, or float64 values
     rows: tuple[int, ...]
-    """Where each text stands in its source, counted from 0; over several files in their order."""
+    """Row index of each text in its source, from 0, counted through all files in their order."""
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -45,7 +45,10 @@ class TaskSplit:
 
 @dataclass(frozen=True, eq=False)
 class TaskData:
-    """The parts of a task. No text is in two of them; texts are compared without case, white space and form (NFKC)."""
+    """The train, validation and test rows of a task.
+
+    No text is in two of them. Texts are compared after NFKC normalisation, without case and white space.
+    """
 
     name: str
     kind: Literal["classification", "regression"]
@@ -53,56 +56,58 @@ class TaskData:
     validation: TaskSplit
     test: TaskSplit
     classes: tuple[str, ...] | None
-    """Names of the classes, by number; None for a regression."""
+    """Names of the classes, by class index; None for a regression."""
     num_duplicates: int = 0
-    """Rows of train, and of a validation split that came with the task, left out because test has their text."""
+    """Rows dropped from train, and from a validation split of the source, because test has their text."""
     num_validation_duplicates: int = 0
-    """Rows of train left out because the validation split that came with the task has their text."""
+    """Rows dropped from train because the validation split of the source has their text."""
     num_empty: int = 0
-    """Rows without text that were left out of all parts."""
+    """Blank rows that were dropped."""
     num_conflicting: int = 0
-    """Rows of train and validation, all kept, whose text also stands there with another target."""
+    """Rows of train and validation whose text also occurs there with another target; they are not dropped."""
     num_unseen_test_rows: int = 0
-    """Test rows of a class that train lacks: no probe can get them right."""
+    """Test rows of a class that is missing in train: no probe can predict them."""
 
     def train_and_validation(self) -> TaskSplit:
         return self.train + self.validation
 
     def content_hash(self) -> str:
-        """Sixteen hex digits over the kind, the classes, and the texts and targets of each part."""
+        """Return a hash of the kind, the classes, and all texts and targets, as 16 hex digits."""
         parts = ([part.texts, part.targets.tolist()] for part in (self.train, self.validation, self.test))
         return sha16(*map(json.dumps, ([self.kind, self.classes], *parts)))
 
 
 @dataclass(frozen=True)
 class ProbeTask(Task):
-    """A labelled set of texts and how it is split; read when it is loaded.
+    """A labelled set of texts and the rules for splitting it. Nothing is read before `load`.
 
-    Equal texts never stand in two parts: what test has is left out of train and validation, and the parts cut here
-    keep equal texts together. Which rows are cut off or drawn depends on `seed` and the texts, not on the order of the
-    rows. Source of the protocol: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), section 3; the
-    validation part is ours, so that no choice is made on test rows.
+    Equal texts are never in two of train, validation and test. Texts of test are dropped from train and validation, and
+    rows held out here keep equal texts together. The rows held out or drawn depend on `seed` and the texts, not on the
+    order of the rows.
+
+    Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), section 3. The validation rows are our
+    addition, so that no choice is made on test rows.
 
     Args:
-        name: Stands in every measurement of the task.
-        source: A data set of the Hub, ORG/NAME or ORG/NAME:CONFIG; or a local parquet, csv or jsonl file; or a folder
-            with such files named after the splits; or a path with {split} in it, such as data/sst2_{split}.parquet.
+        name: Name of the task, recorded in every measurement.
+        source: A data set on the Hub, ORG/NAME or ORG/NAME:CONFIG; a local parquet, csv or jsonl file; a folder with
+            such files named after the splits; or a path that contains {split}, such as data/sst2_{split}.parquet.
         kind: "classification", or "regression" on numbers.
         text: A column, or a format over columns: "question: {question} answer: A. {choices[0]}".
-        label: A column of integers or strings, of numbers for a regression.
-        train: A split, or several that are joined.
-        test: A split, or None to cut `test_share` off train, stratified.
-        test_share: Share of train for test, where test is None.
-        num_train: Random rows of train, validation part included; None for all.
-        num_test: Random rows of test; None for all.
-        where: Columns and the value, or list of values, of the rows to use.
-        validation: A split of its own, or None to cut `validation_share` off train, stratified.
-        validation_share: Share of the training rows for validation, where validation is None.
-        classes: Names of all classes, in the order of their numbers; without it those that occur, by name.
-        label_offset: Added to the values of a regression: 1 where stars are stored from 0.
-        balance: Random rows of each class (or value) of train; None for all.
-        seed: Decides which rows are cut off and drawn.
-        description: A line for readers.
+        label: A column of integers or strings; for a regression a column of numbers.
+        train: A split of the source, or several to concatenate.
+        test: A split of the source. None: hold out `test_share` of train, stratified.
+        test_share: Share of train to hold out for test if `test` is None.
+        num_train: Number of random rows of train, including those later held out for validation. None: all.
+        num_test: Number of random rows of test. None: all.
+        where: Columns and the value, or list of values, that rows must have to be used.
+        validation: A split of the source. None: hold out `validation_share` of train, stratified.
+        validation_share: Share of the training rows to hold out for validation if `validation` is None.
+        classes: Names of all classes, by class index. None: the classes that occur, sorted by name.
+        label_offset: Added to the values of a regression: 1 if stars are stored from 0.
+        balance: Number of random rows per class (or value) of train. None: all.
+        seed: Decides which rows are held out and drawn.
+        description: One line for readers.
     """
 
     _: KW_ONLY
@@ -124,29 +129,32 @@ class ProbeTask(Task):
     description: str = ""
 
     def check(self) -> None:
-        """Refuse options that contradict each other or are out of range; reads nothing.
+        """Check the options without reading data.
 
         Raises:
-            InputError: says which option.
+            InputError: An option is out of range or contradicts another. The message names it.
         """
         refuse_outside(f"task {self.name}: ", _RANGES, vars(self))
         if "{" in self.text and re.search("[{}]", _FIELD.sub("", self.text)):
             raise self.refusal("text", f"expected {{column}} or {{column[0]}} in {self.text!r}")
 
     def text_columns(self) -> list[str]:
-        """The columns that a text is made of: itself, or those in the braces of a format."""
+        """Return the columns that a text is made of: the column `text`, or those in the braces of the format."""
         return [field["column"] for field in _FIELD.finditer(self.text)] or [self.text]
 
     def load(self, folder: str | None = None) -> TaskData:
         """Read and split the task.
 
-        With `folder`, a data set of the Hub is read from its copy there, where the folder's `tasks.yaml` says. Rows
-        without text are left out and counted.
+        Blank rows are dropped and counted.
+
+        Args:
+            folder: A folder of local data, whose `tasks.yaml` names the files of a local copy. None: the Hub. Tasks
+                whose source is a local file ignore it.
 
         Raises:
-            InputError: an option is wrong (`check`); a file, split, column, text or label is missing; the Hub does not
-                answer; a label is none of `classes`; train has one class only; there are fewer rows than asked for; or
-                nothing is left for a part.
+            InputError: An option is invalid (see `check`). A file, split, column, text or label is missing. The Hub
+                does not answer. A label is not in `classes`. Train has only one class. There are fewer rows than
+                requested, or none remain for train, validation or test.
         """
         self.check()
         task = self if is_local(self.source) else self.localized(folder)
@@ -158,10 +166,10 @@ class Row(NamedTuple):
     """A labelled text."""
 
     text: str
-    key: str  # equal where texts are equal
-    label: Any  # as read; then the number of its class, or a value
+    key: str  # normalised text: equal keys mean equal texts
+    label: Any  # raw label; later the class index, or the value of a regression
     source_row: int
-    origin: str  # its source
+    origin: str  # file or split, for error messages
 
     @property
     def location(self) -> str:
@@ -196,7 +204,12 @@ def _load(task: ProbeTask) -> TaskData:
 
 
 def _read(task: ProbeTask) -> tuple[dict[str, Rows], tuple[str, ...] | None, int]:
-    """The splits that the source has, by part, the names of the classes, and how many rows had no text."""
+    """Read the splits of the source.
+
+    Returns:
+        Rows by `train`, `validation` and `test`, as far as the source has these; the class names, None for a
+        regression; and the number of blank rows.
+    """
     others = {part: [split] for part in ("validation", "test") if (split := getattr(task, part)) is not None}
     source = task.copy.files if task.copy else task.source
     if others and isinstance(source, str) and is_one_file(source):
@@ -212,7 +225,7 @@ def _read(task: ProbeTask) -> tuple[dict[str, Rows], tuple[str, ...] | None, int
 
 
 def _drop_duplicates(task: ProbeTask, parts: dict[str, Rows]) -> tuple[int, int]:
-    """Take the texts of test from the others, and those of validation from train; how many rows that were."""
+    """Drop texts of test from the other splits, and texts of validation from train; return both counts."""
     counts = []
     for first, others in (("test", ("train", "validation")), ("validation", ("train",))):
         before, keys = sum(map(len, parts.values())), {row.key for row in parts.get(first, ())}
@@ -225,38 +238,38 @@ def _drop_duplicates(task: ProbeTask, parts: dict[str, Rows]) -> tuple[int, int]
 
 
 def _draw_parts(task: ProbeTask, parts: dict[str, Rows]) -> None:
-    """Draw and cut off the parts."""
+    """Balance train, and draw or hold out the rows of train, validation and test, in place."""
     if task.balance is not None:
         parts["train"] = _balanced(task, parts["train"], task.balance)
     if "test" not in parts:
         parts["train"], parts["test"] = _cut(task, parts["train"], "test")
-    for part, number in (("train", task.num_train), ("test", task.num_test)):
-        if number is None:
+    for part, num in (("train", task.num_train), ("test", task.num_test)):
+        if num is None:
             continue
-        if len(parts[part]) < number:
-            raise task.refusal(f"num_{part}", f"{part} has {len(parts[part])} rows, {number} were asked for")
-        parts[part] = _drawn(task, parts[part], number, f"num_{part}")
+        if len(parts[part]) < num:
+            raise task.refusal(f"num_{part}", f"{part} has {len(parts[part])} rows, {num} were asked for")
+        parts[part] = _drawn(task, parts[part], num, f"num_{part}")
     if "validation" not in parts:
         parts["train"], parts["validation"] = _cut(task, parts["train"], "validation")
 
 
-def _drawn(task: ProbeTask, rows: Rows, number: int, purpose: str) -> Rows:
-    return [rows[index] for index in draw([row.key for row in rows], number, seed=task.seed, purpose=purpose)]
+def _drawn(task: ProbeTask, rows: Rows, num: int, purpose: str) -> Rows:
+    return [rows[index] for index in draw([row.key for row in rows], num, seed=task.seed, purpose=purpose)]
 
 
-def _balanced(task: ProbeTask, rows: Rows, number: int) -> Rows:
-    """Return so many random rows of each class."""
+def _balanced(task: ProbeTask, rows: Rows, num: int) -> Rows:
+    """Return `num` random rows of each class, in the order of the source."""
     by_label: dict[Any, Rows] = {}
     for row in rows:
         by_label.setdefault(row.label, []).append(row)
-    if (fewest := min(map(len, by_label.values()))) < number:
+    if (fewest := min(map(len, by_label.values()))) < num:
         raise task.refusal("balance", f"{rows[0].origin} has a label of {fewest} rows: ask for as many at most")
-    chosen = [row for those in by_label.values() for row in _drawn(task, those, number, "balance")]
+    chosen = [row for members in by_label.values() for row in _drawn(task, members, num, "balance")]
     return sorted(chosen, key=lambda row: row.source_row)
 
 
 def _cut(task: ProbeTask, rows: Rows, part: Literal["test", "validation"]) -> tuple[Rows, Rows]:
-    """What is left, and what is held out for a part."""
+    """Return the remaining rows, and the rows held out for test or validation."""
     share = task.test_share if part == "test" else task.validation_share
     by_label = task.kind == "classification" or len({row.label for row in rows}) <= FEW_VALUES
     strata = [row.label if by_label else None for row in rows]
@@ -274,13 +287,16 @@ def _to_split(rows: Rows, kind: str) -> TaskSplit:
 
 
 def _rows(task: ProbeTask, splits: Sequence[str]) -> tuple[Rows, tuple[str, ...] | None, int]:
-    """The rows of some splits that `where` keeps, with raw labels, the names of classes, and how many had no text."""
+    """Return the rows of source splits that match `where`, the class names, and the number of blank rows.
+
+    Labels are still raw.
+    """
     columns = dict.fromkeys(task.text_columns(), "text") | {task.label: "label"}
     columns |= {column: "where" for column in task.where if column not in columns}
     read = task.read(splits, columns)
-    texts = {number: _text(task, read, number) for number in _matching_rows(task, read)}
+    texts = {index: _text(task, read, index) for index in _matching_rows(task, read)}
     num_empty = sum(not text for text in texts.values())
-    texts = {number: text for number, text in texts.items() if text}
+    texts = {index: text for index, text in texts.items() if text}
     labels = read.values[task.label]
     if (row := next((n for n in texts if _is_missing(labels[n])), None)) is not None:
         raise task.refusal("label", f"row {row} of {read.origin} has no value in column {task.label!r}")
@@ -291,31 +307,31 @@ def _rows(task: ProbeTask, splits: Sequence[str]) -> tuple[Rows, tuple[str, ...]
 def _to_classes(
     task: ProbeTask, parts: Mapping[str, Rows], names: tuple[str, ...] | None
 ) -> tuple[dict[str, Rows], tuple[str, ...]]:
-    """The parts with numbers of classes for labels, and the classes' names; `names` are those that the Hub gives."""
+    """Replace labels by class indices and return the class names; `names` are the class names on the Hub."""
     parts = {part: [row._replace(label=_class_label(task, row)) for row in rows] for part, rows in parts.items()}
     names, labels = task.classes or names, {row.label for rows in parts.values() for row in rows}
     if names is None:
         if len({type(label) for label in labels}) > 1:
             raise task.refusal("label", f"column {task.label!r} mixes numbers and names: use one")
         order = sorted(labels)
-        number_of = {label: number for number, label in enumerate(order)}
+        index_of = {label: index for index, label in enumerate(order)}
         names = tuple(map(str, order))
     else:
-        number_of = dict(enumerate(range(len(names)))) | {name: number for number, name in enumerate(names)}
+        index_of = dict(enumerate(range(len(names)))) | {name: index for index, name in enumerate(names)}
         for row in (row for rows in parts.values() for row in rows):
-            if row.label not in number_of:
+            if row.label not in index_of:
                 expected = f"one of {', '.join(names)} or a number from 0 to {len(names) - 1}"
                 raise task.refusal("classes", f"{row.location} has the label {row.label!r}, expected {expected}")
-        if task.classes is None:  # the Hub names classes that may occur nowhere in the rows chosen
-            used = sorted({number_of[label] for label in labels})
-            places = {number: place for place, number in enumerate(used)}
-            number_of = {label: places[number] for label, number in number_of.items() if number in places}
-            names = tuple(names[number] for number in used)
-    return {part: [row._replace(label=number_of[row.label]) for row in rows] for part, rows in parts.items()}, names
+        if task.classes is None:  # drop classes named on the Hub that do not occur in the selected rows
+            used = sorted({index_of[label] for label in labels})
+            new = {index: new_index for new_index, index in enumerate(used)}
+            index_of = {label: new[index] for label, index in index_of.items() if index in new}
+            names = tuple(names[index] for index in used)
+    return {part: [row._replace(label=index_of[row.label]) for row in rows] for part, rows in parts.items()}, names
 
 
 def _to_values(task: ProbeTask, parts: Mapping[str, Rows]) -> dict[str, Rows]:
-    """The parts with numbers for labels."""
+    """Replace labels by numbers and add `label_offset`."""
     for row in (row for rows in parts.values() for row in rows):
         if isinstance(row.label, bool) or not isinstance(row.label, int | float) or not math.isfinite(row.label):
             raise task.refusal("label", f"{row.location} has {row.label!r}, a regression needs finite numbers")
@@ -325,26 +341,26 @@ def _to_values(task: ProbeTask, parts: Mapping[str, Rows]) -> dict[str, Rows]:
 
 
 def _matching_rows(task: ProbeTask, read: Columns) -> Iterator[int]:
-    """Numbers of the rows that `where` keeps."""
+    """Yield the indices of the rows that match `where`."""
     num_rows = len(read.values[task.label])
-    kept = range(num_rows)
+    rows = range(num_rows)
     for column, condition in task.where.items():
         values, allowed = read.values[column], condition if isinstance(condition, list | tuple) else [condition]
         for value in allowed:
             if value not in values:
                 held = ", ".join(sorted({repr(each) for each in values})[:5])
                 raise task.refusal("where", f"{read.origin} has no {value!r} in column {column!r}: it holds {held}")
-        kept = [number for number in kept if values[number] in allowed]
-    if not kept:
+        rows = [row for row in rows if values[row] in allowed]
+    if not rows:
         raise task.refusal("where" if num_rows else "source", f"no row of {read.origin} is left")
-    return iter(kept)
+    return iter(rows)
 
 
-def _text(task: ProbeTask, read: Columns, number: int) -> str:
-    """The text of a row; empty if there is nothing but space."""
+def _text(task: ProbeTask, read: Columns, row: int) -> str:
+    """Return the text of a row, empty if it is blank."""
 
     def filled(field: re.Match[str]) -> str:
-        value = read.values[field["column"]][number]
+        value = read.values[field["column"]][row]
         for entry in re.findall(r"\w+", field["entries"]):
             value = value[int(entry) if entry.isdigit() else entry]
         if value is None:
@@ -353,11 +369,11 @@ def _text(task: ProbeTask, read: Columns, number: int) -> str:
 
     try:
         given = read.values.get(task.text)
-        text = _FIELD.sub(filled, task.text) if given is None else given[number] or ""
+        text = _FIELD.sub(filled, task.text) if given is None else given[row] or ""
         if not isinstance(text, str):
             raise TypeError(f"expected text, found {type(text).__name__}")
     except (LookupError, TypeError) as error:
-        raise task.refusal("text", f"row {number} of {read.origin} does not fit {task.text!r} ({error})") from error
+        raise task.refusal("text", f"row {row} of {read.origin} does not fit {task.text!r} ({error})") from error
     return text.encode("utf-8", "replace").decode() if text.strip() else ""  # JSON can hold half a surrogate pair
 
 
@@ -374,35 +390,36 @@ def _is_missing(value: Any) -> bool:
     return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
 
 
-# How rows are drawn and cut off: by the seed and the texts, not by the order of the rows.
+# Rows are drawn and held out by the seed and the texts, not by the order of the rows.
 
 
 def normalised(text: str) -> str:
-    """What equal texts share: compatibility forms (NFKC), case and white space are of no account."""
+    """Return a text after NFKC normalisation, without case and with single spaces, to find equal texts."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def draw(keys: Sequence[str], number: int, *, seed: int, purpose: str) -> list[int]:
-    """Indices of `number` rows, in rising order.
+def draw(keys: Sequence[str], num: int, *, seed: int, purpose: str) -> list[int]:
+    """Draw the indices of `num` rows, in ascending order.
 
-    Each row has a random place of its own, which (seed, purpose, key) decides, so the rows drawn do not depend on the
-    order of the rows, and fewer of them are a part of more. Equal keys are told apart by their count so far.
+    Rows are sorted by a hash of (seed, purpose, key), and the first are taken. So the draw does not depend on the order
+    of the rows, and a larger draw includes a smaller one. Repeated keys are numbered before hashing.
     """
     seen: Counter[str] = Counter()
-    places = []
+    sort_keys = []
     for key in keys:
-        places.append(_sort_key(seed, purpose, f"{seen[key]}/{key}"))
+        sort_keys.append(_sort_key(seed, purpose, f"{seen[key]}/{key}"))
         seen[key] += 1
-    return sorted(sorted(range(len(keys)), key=places.__getitem__)[:number])
+    return sorted(sorted(range(len(keys)), key=sort_keys.__getitem__)[:num])
 
 
 def hold_out(keys: Sequence[str], strata: Sequence[Hashable], share: float, *, seed: int, purpose: str) -> list[bool]:
-    """Which rows to hold out: `share` of each stratum, with equal keys on one side.
+    """Return which rows to hold out: `share` of each stratum, without separating rows of equal key.
 
-    Rows of one key are one unit. Units stand in an order that (seed, purpose, keys) decides; the first that fit into
-    what is left of the strata's shares are held out. Shares are rounded so that the total is the rounded share of all
-    rows, and each stratum keeps a row on the other side. Where units are larger than what is left, those that bring the
-    counts of the strata closer to the shares are also held out. Returns False throughout if there is only one unit.
+    All rows with one key form a unit. Units are sorted by a hash of (seed, purpose, key). In this order, each unit is
+    held out if it fits into the remaining quotas of its strata. Quotas are rounded so that their sum is the rounded
+    share of all rows, and one row of each stratum is never held out. In a second pass, units that exceed the remaining
+    quotas are also held out if this brings the counts closer to the quotas. If no unit qualifies, the one that brings
+    them closest is held out, unless it is the only unit.
     """
     by_key: dict[str, list[int]] = {}
     for row, key in enumerate(keys):
@@ -413,7 +430,7 @@ def hold_out(keys: Sequence[str], strata: Sequence[Hashable], share: float, *, s
     quotas, taken, held = _quotas(sizes, share), Counter[Hashable](), set[int]()
 
     def gain(count: Counter[Hashable]) -> int:
-        """How much the sum of squared differences from the shares falls with a unit."""
+        """Decrease of the sum of squared differences from the quotas if a unit is held out."""
         return sum(rows * (2 * (quotas[stratum] - taken[stratum]) - rows) for stratum, rows in count.items())
 
     def fits(count: Counter[Hashable]) -> bool:
@@ -423,13 +440,13 @@ def hold_out(keys: Sequence[str], strata: Sequence[Hashable], share: float, *, s
         return all(taken[stratum] + rows < sizes[stratum] for stratum, rows in count.items()) and gain(count) > 0
 
     for rule in (fits, helps):
-        for number, count in enumerate(counts):
-            if number not in held and rule(count):
-                held.add(number)
+        for index, count in enumerate(counts):
+            if index not in held and rule(count):
+                held.add(index)
                 taken.update(count)
-    if not held and len(units) > 1:  # every unit is far too large
-        held.add(max(range(len(units)), key=lambda number: gain(counts[number])))
-    chosen = {row for number in held for row in units[number]}
+    if not held and len(units) > 1:  # every unit is far larger than its quota
+        held.add(max(range(len(units)), key=lambda index: gain(counts[index])))
+    chosen = {row for index in held for row in units[index]}
     return [row in chosen for row in range(len(keys))]
 
 
@@ -438,7 +455,7 @@ def _sort_key(seed: int, purpose: str, key: str) -> bytes:
 
 
 def _quotas(sizes: Counter[Hashable], share: float) -> dict[Hashable, int]:
-    """Rows of each stratum, by largest remainders."""
+    """Return the number of rows to hold out of each stratum, rounded by largest remainders."""
     exact = {stratum: share * rows for stratum, rows in sizes.items()}
     quotas = {stratum: math.floor(rows) for stratum, rows in exact.items()}
     missing = max(1, round(share * sizes.total())) - sum(quotas.values())

@@ -1,10 +1,10 @@
-"""What a task of the catalogue is, and the columns of its data set: of files, of a local copy, or of the Hub.
+"""Tasks of the catalogue, and reading the columns of their data from files, a local copy, or the Hub.
 
-A local copy is what the `tasks.yaml` in a folder says of a task.
+A local copy is described by an entry of the `tasks.yaml` in a folder of local data.
 
-Files are read by pyarrow and not by `datasets`, which takes the csv cells 000 and NA for a number and for nothing, and
-on 10,000 rows 0.8 s of CPU time with a copy in its cache, or 2 s without one, where pyarrow takes 0.1 s. Both are
-imported by the functions that need them: that takes 2 and 0.6 s.
+Files are read by pyarrow and not by `datasets`. `datasets` parses the csv cells 000 and NA as a number and a missing
+value. On 10,000 rows it takes 0.8 s of CPU time (2 s without a cached copy), and pyarrow takes 0.1 s. Both take seconds
+to import, so only the functions that need them import them.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ Use = Literal["probe", "prompts", "benchmark", "glue", "mteb"]
 SUFFIXES = (".parquet", ".csv", ".jsonl")
 PATTERN = "{split}"
 MAPPING = "tasks.yaml"
-_NAME = re.compile(r"(?!\.)[\w.-]{1,99}")  # results and embeddings lie in folders of these names
+_NAME = re.compile(r"(?!\.)[\w.-]{1,99}")  # results are saved in folders with these names
 
 
 def version_of(package: str) -> str:
-    """Return the version of a package that scores tasks.
+    """Return the installed version of a package that scores tasks.
 
     Raises:
-        InputError: it is not installed.
+        InputError: The package is not installed.
     """
     try:
         return version(package)
@@ -49,7 +49,7 @@ def version_of(package: str) -> str:
 
 
 def read_result(path: Path) -> dict[str, Any] | None:
-    """Return a result that was written as JSON; None where there is none, or a damaged one."""
+    """Read a result from a JSON file, or return None if it is missing or damaged."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         return json.loads(path.read_text(encoding="utf-8"))
     return None
@@ -57,7 +57,7 @@ def read_result(path: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Show neither bars nor warnings of a library that draws and prints on both streams."""
+    """Hide progress bars, warnings and all other output on stdout and stderr within the context."""
     hidden = io.StringIO()
     with contextlib.redirect_stdout(hidden), contextlib.redirect_stderr(hidden), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -65,23 +65,25 @@ def quiet() -> Iterator[None]:
 
 
 class Columns(NamedTuple):
-    values: dict[str, list[Any]]  # every column as long as the others
-    class_names: dict[str, tuple[str, ...]]  # of the integer columns whose classes the Hub names
-    origin: str  # for messages
+    """Columns read from a data set."""
+
+    values: dict[str, list[Any]]  # columns of equal length
+    class_names: dict[str, tuple[str, ...]]  # class names on the Hub, by integer column
+    origin: str  # file or split, for error messages
 
 
 def is_local(source: str) -> bool:
-    """Whether a source names files of this machine, there or not; all else is a data set of the Hub."""
+    """Return whether a source names local files, which need not exist; any other source is a Hub data set."""
     return PATTERN in source or source.endswith(SUFFIXES) or source.startswith((".", "/", "~")) or Path(source).exists()
 
 
 def is_one_file(source: str) -> bool:
-    """Whether every split would be read from the same file."""
+    """Return whether every split would be read from the same file."""
     return source.endswith(SUFFIXES) and PATTERN not in source
 
 
 def _joined(parts: Sequence[Columns]) -> Columns:
-    """Return the columns of several splits or files, one after the other."""
+    """Concatenate the columns of several splits or files."""
     values = {column: [value for part in parts for value in part.values[column]] for column in parts[0].values}
     return Columns(values, parts[0].class_names, " and ".join(part.origin for part in parts))
 
@@ -95,11 +97,11 @@ def _read_hub(source: str, split: str, columns: Mapping[str, str]) -> Columns:
     except (*HUB_ERRORS, RuntimeError) as error:
         what = f"source: the split {split!r} of {source!r} is no local file and cannot be had from the Hub"
         raise InputError(f"{what} ({reason(error)}): check the names and the network") from error
-    place = f"the {split} split of {source}"
-    _check_columns(place, columns, rows.column_names)
+    origin = f"the {split} split of {source}"
+    _check_columns(origin, columns, rows.column_names)
     names = {column: tuple(getattr(rows.features[column], "names", None) or ()) for column in columns}
     values = {column: rows[column][:] for column in columns}
-    return Columns(values, {column: classes for column, classes in names.items() if classes}, place)
+    return Columns(values, {column: classes for column, classes in names.items() if classes}, origin)
 
 
 def _read_path(path: Path, split: str, columns: Mapping[str, str]) -> Columns:
@@ -124,7 +126,7 @@ def _find_file(path: Path, split: str) -> Path:
 
 @contextlib.contextmanager
 def open_parquet(path: Path, columns: Mapping[str, str]) -> Iterator[Any]:
-    """A parquet file that has these columns."""
+    """Open a parquet file and check that it has these columns."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -146,7 +148,7 @@ def _read_csv(path: Path, columns: Mapping[str, str]) -> dict[str, list[Any]]:
     import pyarrow as pa
     import pyarrow.csv as pc
 
-    # Cells of texts and labels are taken as they are written: "000" is no number, and the label "01" is not "1".
+    # Read texts and labels as strings: the text "000" is not a number, and the label "01" is not "1".
     written = {column: pa.string() for column, use in columns.items() if use in ("text", "label")}
     try:
         table = pc.read_csv(
@@ -162,7 +164,7 @@ def _read_csv(path: Path, columns: Mapping[str, str]) -> dict[str, list[Any]]:
 
 
 def _parse_labels(cells: list[str | None]) -> list[Any]:
-    """Written labels as the integers or floats that they all are; as they are where one is a name, such as "01"."""
+    """Convert labels to integers or floats if all are numbers; one name, such as "01", leaves all as strings."""
     filled = {cell for cell in cells if cell}
     for kind in (int, float):
         with contextlib.suppress(ValueError):
@@ -180,36 +182,41 @@ def _read_jsonl(path: Path, columns: Mapping[str, str]) -> dict[str, list[Any]]:
 
 
 def json_objects(path: Path) -> Iterator[dict[str, Any]]:
-    """The object of each line that is not blank."""
+    """Yield the JSON object in each line that is not blank.
+
+    Raises:
+        InputError: A line is not a JSON object.
+    """
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
+        for line_number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                row = dict(**json.loads(line))  # which takes halves of characters, too
-            except (ValueError, TypeError) as error:  # also of bytes that are not UTF-8
-                raise InputError(f"{path}, line {number}: expected a JSON object ({error})") from error
+                row = dict(**json.loads(line))  # also accepts half a surrogate pair
+            except (ValueError, TypeError) as error:  # also raised for bytes that are not UTF-8
+                raise InputError(f"{path}, line {line_number}: expected a JSON object ({error})") from error
             yield row
 
 
-def _check_columns(place: str, columns: Mapping[str, str], names: list[str]) -> None:
+def _check_columns(origin: str, columns: Mapping[str, str], names: list[str]) -> None:
     if missing := [column for column in columns if names.count(column) != 1]:
         many = "several columns" if missing[0] in names else "no column"
         held = ", ".join(names) or "none at all"
-        raise InputError(f"{columns[missing[0]]}: {place} has {many} {missing[0]!r}: it has {held}")
+        raise InputError(f"{columns[missing[0]]}: {origin} has {many} {missing[0]!r}: it has {held}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskFiles:
-    """Where a folder of local data has a task: one entry of its `tasks.yaml`.
+    """The local copy of a task: one entry of the `tasks.yaml` in a folder of local data.
 
     Args:
-        files: a path within the folder, with {split} in it where there are several splits; or the path, or paths, of
-            each split.
-        columns: names of the data set's columns, and what they are called here.
-        where: columns and the value of the rows to read.
-        options: of the task that are others in this copy.
-        difference: from the official data, for the results.
+        folder: The folder of local data.
+        files: A path within the folder, which contains {split} if there are several splits; or the path, or list of
+            paths, of each split.
+        columns: Maps column names of the official data set to those in the files.
+        where: Columns and the value that rows must have to be read.
+        options: Options of the task that differ for this copy.
+        difference: Difference from the official data, in words, for the result files.
     """
 
     folder: Path
@@ -220,10 +227,10 @@ class TaskFiles:
     difference: str = ""
 
     def paths(self, split: str) -> list[Path]:
-        """Return the files of a split, there or not.
+        """Return the files of a split, which need not exist.
 
         Raises:
-            InputError: none are listed.
+            InputError: No files are listed for this split.
         """
         names = self.files if isinstance(self.files, str) else self.files.get(split)
         if names is None:
@@ -232,27 +239,31 @@ class TaskFiles:
         return [self.folder / name.replace(PATTERN, split) for name in ([names] if isinstance(names, str) else names)]
 
     def content_hash(self, splits: Sequence[str]) -> str:
-        """Return a hash of the files of some splits and of what is read of them.
+        """Return a hash of the files of some splits and of the other settings of this copy.
 
         Raises:
-            InputError: a file is missing.
+            InputError: A file is missing.
         """
         with refused(f"cannot read data of {self.folder}"):
             digests = [_digest(path, *on_disk(path)) for split in splits for path in self.paths(split)]
         return hash_of([dict(self.columns), dict(self.where), dict(self.options), digests])
 
     def read(self, splits: Sequence[str], columns: Mapping[str, str]) -> Columns:
-        """Columns of some splits by the data set's own names; `columns` says which option each is named by.
+        """Read columns of some splits.
+
+        Args:
+            splits: The splits, which are concatenated.
+            columns: Maps the official name of each column to the option that names it, for error messages.
 
         Raises:
-            InputError: a file or column is missing, or a file is damaged.
+            InputError: A file or column is missing, or a file is damaged.
         """
-        here = {self.columns.get(name, name): use for name, use in columns.items()}
-        here |= dict.fromkeys(self.where.keys() - here.keys(), "where")
-        read = _joined([_read_path(path, split, here) for split in splits for path in self.paths(split)])
+        uses = {self.columns.get(name, name): use for name, use in columns.items()}
+        uses |= dict.fromkeys(self.where.keys() - uses.keys(), "where")
+        read = _joined([_read_path(path, split, uses) for split in splits for path in self.paths(split)])
         values = read.values
-        for name, kept in self.where.items():
-            rows = [row for row, value in enumerate(values[name]) if value == kept]
+        for name, wanted in self.where.items():
+            rows = [row for row, value in enumerate(values[name]) if value == wanted]
             values = {each: [column[row] for row in rows] for each, column in values.items()}
         return read._replace(values={name: values[self.columns.get(name, name)] for name in columns})
 
@@ -265,11 +276,11 @@ def _digest(path: Path, *_: int) -> str:
 
 @dataclass(frozen=True)
 class Task:
-    """A data set and what is asked of it: a row of the catalogue, or one of the user's own.
+    """A data set and what it is used for: an entry of the catalogue, or a task of the user.
 
     Args:
-        name: unique within its use.
-        source: ORG/NAME[:CONFIG] of the Hub, or files.
+        name: Name of the task, unique within its use.
+        source: ORG/NAME[:CONFIG] on the Hub, or files.
     """
 
     name: str
@@ -278,38 +289,42 @@ class Task:
     copy: TaskFiles | None = field(default=None, init=False, repr=False, compare=False)
 
     def refusal(self, option: str, sentence: str) -> InputError:
-        """What is said of an option of this task."""
+        """Return an error about an option of this task."""
         return InputError(f"task {self.name}: {option}: {sentence}")
 
     def localized(self, folder: str | Path | None) -> Self:
-        """The task as a folder of local data has it, whose `tasks.yaml` says where; with None that of the Hub.
+        """Return this task, reading from its local copy in `folder`; with None return it unchanged.
 
         Raises:
-            InputError: the folder does not say, or says something else.
+            InputError: The folder's `tasks.yaml` is missing or invalid, or has no such task.
         """
         return self if folder is None else self.use_copy(local_copy(self.use, self.name, folder))
 
     def use_copy(self, copy: TaskFiles) -> Self:
-        """The task with the options that are others in a copy, which it is read from.
+        """Return this task, reading from a local copy and with the options of that copy.
 
         Raises:
-            InputError: an option that it does not have, or a value of another kind.
+            InputError: The task does not have an option of the copy, or a value has another type.
         """
         task = replace(self, **self.checked_options(copy.options, f"{copy.folder / MAPPING}: options"))
         object.__setattr__(task, "copy", copy)
         return task
 
-    def checked_options(self, options: Mapping[str, Any], place: str) -> dict[str, Any]:
-        """Options that are those of this kind of task; what it is called and where it is from are none."""
+    def checked_options(self, options: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Check options against the fields of this type of task, except name, source and use, and return them."""
         kind = type(self)
         allowed = schema.some_of(kind, without=("name", "source", "use"))
-        return schema.check(options, allowed, f"task {self.name}: {place}", f"see the options of {kind.__name__}")
+        return schema.check(options, allowed, f"task {self.name}: {where}", f"see the options of {kind.__name__}")
 
     def read(self, splits: Sequence[str], columns: Mapping[str, str]) -> Columns:
-        """The columns of some splits, one after the other; `columns` says for each which option it is named by.
+        """Read columns of some splits from the local copy, local files or the Hub.
+
+        Args:
+            splits: The splits, which are concatenated.
+            columns: Maps the name of each column to the option that names it, for error messages.
 
         Raises:
-            InputError: a split, file or column is missing, a file is damaged, or the Hub does not answer.
+            InputError: A split, file or column is missing, a file is damaged, or the Hub does not answer.
         """
         try:
             if self.copy is not None:
@@ -336,10 +351,10 @@ _Content = dict[Use, dict[str, Annotated[str | _Entry, schema.Expected(_ENTRY)]]
 
 
 def local_copies(use: Use, folder: str | Path) -> dict[str, TaskFiles]:
-    """The tasks of a use that a folder of local data has, by name.
+    """Return the local copies of tasks of a use in a folder of local data, by name.
 
     Raises:
-        InputError: no such folder, no `tasks.yaml` in it, or one that says something else.
+        InputError: The folder or its `tasks.yaml` does not exist, or `tasks.yaml` is invalid.
     """
     folder = Path(folder).expanduser()
     if not folder.is_dir():
@@ -351,10 +366,10 @@ def local_copies(use: Use, folder: str | Path) -> dict[str, TaskFiles]:
 
 
 def local_copy(use: Use, name: str, folder: str | Path) -> TaskFiles:
-    """Where a folder of local data has a task.
+    """Return the local copy of a task in a folder of local data.
 
     Raises:
-        InputError: it does not say, or what `local_copies` refuses.
+        InputError: The folder has no such task, or `local_copies` raises.
     """
     copies = local_copies(use, folder)
     if name not in copies:
@@ -365,7 +380,7 @@ def local_copy(use: Use, name: str, folder: str | Path) -> TaskFiles:
 
 @functools.lru_cache(maxsize=8)
 def _entries(path: Path, *_: int) -> dict[str, dict[str, TaskFiles]]:
-    """By use and name."""
+    """Return all local copies in a `tasks.yaml`, by use and name."""
     content = schema.read_yaml(path, _Content, "write it as docs/tasks.md shows") or {}
     copies: dict[str, dict[str, TaskFiles]] = {}
     for use, entries in content.items():

@@ -1,4 +1,4 @@
-"""Downstream tasks as a model reads them: their texts as token ids, and one vector per text and layer, held on disk."""
+"""Tokenized downstream tasks, and features of their texts: one vector per text and layer, stored on disk."""
 
 import hashlib
 import os
@@ -24,7 +24,7 @@ Part = Literal["train", "validation", "test"]
 
 @dataclass(frozen=True, eq=False)
 class TaskRows:
-    """The parts that are asked for, by name, and what is said of the whole."""
+    """The tokenized texts and targets of a task, by `train`, `validation` and `test`."""
 
     data: TaskData
     texts: Mapping[str, EncodedTexts]
@@ -39,17 +39,17 @@ class TaskRows:
         return len(self.data.classes or ())
 
     def errors_of_mean(self, part: str) -> Tensor | None:
-        """Return the squared errors (rows,) of predicting the training mean; None for a classification."""
+        """Return the squared errors (rows,) of predicting the training mean, or None for a classification."""
         if self.is_classification:
             return None
         return (self.targets[part] - self.targets["train"].mean()).square()
 
-    def where(self, kept: Mapping[str, Tensor]) -> "TaskRows":
-        """Return the rows with only the targets that masks (rows,) by part select; the texts stay."""
-        return replace(self, targets={part: targets[kept[part]] for part, targets in self.targets.items()})
+    def where(self, masks: Mapping[str, Tensor]) -> "TaskRows":
+        """Return these rows with only the targets selected by `masks` (rows,); the texts are unchanged."""
+        return replace(self, targets={part: targets[masks[part]] for part, targets in self.targets.items()})
 
     def counts(self) -> dict[str, int]:
-        """Return as tags the counts above 0 of rows that were left out, cut or missing."""
+        """Return tags with the counts, if above 0, of rows that were dropped, truncated, conflicting or unseen."""
         data = self.data
         names = ("num_duplicates", "num_empty", "num_conflicting", "num_unseen_test_rows")
         counts = {name: getattr(data, name) for name in names}
@@ -58,7 +58,7 @@ class TaskRows:
 
 
 class TaskReader:
-    """Reads a task once, and its texts once for each limit of tokens."""
+    """A reader of a task that loads it once and tokenizes its texts once for each limit of tokens."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class TaskReader:
         return self._data
 
     def content_hash(self) -> str:
-        """Return a hash of the task and of the token ids of its texts: another tokenizer makes other numbers."""
+        """Return a hash of the task and of the token ids of its texts, as 16 hex digits."""
         data = self.data()
         parts = (data.train_and_validation().texts, data.test.texts)
         ids = [self._encoded(texts, self._max_tokens).content_hash() for texts in parts]
@@ -92,12 +92,12 @@ class TaskReader:
         return self._encoded(self.data().test.texts, self._max_tokens).tokenizer_hash
 
     def rows(self, model: LayeredModel, *, join_validation: bool) -> TaskRows:
-        """Return the parts for a model, cut at its own limit of tokens if that is lower.
+        """Return the rows for a model, truncated at its own limit of tokens if that is lower.
 
-        With `join_validation`, train holds the validation rows too.
+        With `join_validation`, train also contains the validation rows.
 
         Raises:
-            InputError: a model of images, or a task or tokenizer that is not there.
+            InputError: The model reads images, or the task or tokenizer cannot be loaded.
         """
         if model.family.sees_images:
             raise InputError(f"{self._name}: expected a model of text, got {type(model.model).__name__}")
@@ -115,7 +115,7 @@ class TaskReader:
 
 
 def permuted(targets: Tensor, seed: int) -> Tensor:
-    """Return the same targets in another order, for the control."""
+    """Return the targets in random order, for a control probe."""
     return targets[torch.randperm(len(targets), generator=torch.Generator().manual_seed(seed))]
 
 
@@ -124,19 +124,22 @@ _FILE = "features.npy"
 
 
 class LayerFeatures:
-    """Features of all layers in a file (layers + 1, rows, dim), read a layer at a time; it goes with the object."""
+    """Features of all layers, read from a temporary file one layer at a time.
+
+    The file (layers + 1, rows, dim) is deleted with the object.
+    """
 
     def __init__(self, scratch: Scratch) -> None:
         self._values, self._scratch = np.load(scratch.folder / _FILE, mmap_mode="r"), scratch
-        self.num_layers = len(self._values) - 1  # L: there are L + 1 layers
+        self.num_layers = len(self._values) - 1  # L; the file has L + 1 layers
         self.num_rows, self.dim = self._values.shape[1:]
 
     def layer(self, layer: int, rows: np.ndarray | slice = slice(None)) -> Tensor:
-        """Return the features (rows, dim) of one layer, 0 to L, in the order of the texts; or only of some rows."""
+        """Return the features (rows, dim) at one layer, 0 to L, in the order of the texts, of all or some rows."""
         return torch.from_numpy(np.array(self._values[layer, rows]))
 
     def defined(self) -> Tensor:
-        """Return which texts have a vector at which layer, (layers + 1, rows)."""
+        """Return a mask (layers + 1, rows) of the texts with a finite vector at each layer."""
         return torch.stack([self.layer(layer).isfinite().all(-1) for layer in range(self.num_layers + 1)])
 
 
@@ -150,18 +153,24 @@ def text_features(
     undefined: Literal["raise", "nan"] = "raise",
     last_pooling: Pooling | None = None,
 ) -> LayerFeatures:
-    """Return the features of all layers: the "last" real token of each text, the "mean" of them, or the first ("cls").
+    """Return one vector per text at every layer, pooled over the text's real tokens.
 
-    "centered_unit_mean" is that of `pool`, with NaN for a text where it is undefined; with `undefined="nan"` so have
-    texts whose states are not finite, at that layer: `LayerFeatures.defined` says which texts have a vector. `states`
-    are in one of the conventions of `lit_layers.models.view`, before they are pooled. `last` is the pooling of the
-    last layer, where that is another.
+    There is one forward pass per text, without the head. Hidden states are pooled on the device, and only the vectors
+    are stored.
 
-    One forward pass per text, without the head; each state is pooled on the device as it passes and only the vector is
-    kept.
+    Args:
+        model: The model.
+        texts: The texts.
+        pooling: The "last" real token, the "mean" over real tokens, the first token ("cls"), or "centered_unit_mean" as
+            in `pool`, which is NaN for a text where it is undefined.
+        states: A convention of hidden states of `lit_layers.models.view`, applied before pooling.
+        max_tokens: Most tokens per batch.
+        undefined: With "nan", a text with non-finite hidden states at a layer has a NaN vector there.
+            `LayerFeatures.defined` shows which texts have a vector.
+        last_pooling: The pooling of the last layer. None: `pooling`.
 
     Raises:
-        InputError: a text longer than the model takes; with `undefined="raise"` states that are not finite.
+        InputError: A text is longer than the model allows, or with `undefined="raise"` hidden states are not finite.
     """
     scratch, shape = Scratch(), (model.num_layers + 1, len(texts), model.dim)
     with (
@@ -170,51 +179,54 @@ def text_features(
     ):
         for rows, batch in texts.batches(max_tokens):
 
-            def keep(layer: int, hidden: Tensor, mask: Tensor, rows: list[int] = rows) -> None:
-                way = pooling if last_pooling is None or layer < model.num_layers else last_pooling
-                vectors, finite = _vectors(model, way, states, layer, hidden, mask)
+            def store(layer: int, hidden: Tensor, mask: Tensor, rows: list[int] = rows) -> None:
+                how = pooling if last_pooling is None or layer < model.num_layers else last_pooling
+                vectors, finite = _vectors(model, how, states, layer, hidden, mask)
                 if undefined == "raise" and not finite.all():
                     row = rows[int(finite.int().argmin())]
                     raise InputError(f"the features of text {row} at layer {layer} are not finite")
                 features[layer, rows] = vectors.numpy()
 
-            model.pass_states(batch, keep)
+            model.pass_states(batch, store)
     return LayerFeatures(scratch)
 
 
 def batches_by_length(texts: EncodedTexts) -> list[Batch]:
-    """Return texts in batches of like lengths, with their numbers as the column `row`."""
+    """Return batches of texts with similar lengths; the column `row` holds the indices of the texts."""
     return [{**batch, "row": torch.tensor(rows)} for rows, batch in texts.batches(BATCH_TOKENS)]
 
 
-def pool_texts(seen: Trajectory, batch: Batch, pooling: Pooling, states: States) -> dict[str, Tensor]:
-    """Return the numbers of texts, `row`, and their vectors (layers + 1, dim, texts) as those of `text_features`."""
+def pool_texts(trajectory: Trajectory, batch: Batch, pooling: Pooling, states: States) -> dict[str, Tensor]:
+    """Return the indices of a batch's texts, `row`, and their features, `vectors` (layers + 1, dim, texts)."""
     layers = [
-        _vectors(seen.model, pooling, states, layer, hidden, seen.mask)[0] for layer, hidden in enumerate(seen.hidden)
+        _vectors(trajectory.model, pooling, states, layer, hidden, trajectory.mask)[0]
+        for layer, hidden in enumerate(trajectory.hidden)
     ]
     return {"row": batch["row"], "vectors": torch.stack(layers).mT}
 
 
 def store_features(values: dict[Any, Tensor]) -> LayerFeatures:
-    """Write the features of all texts, of which `values` is emptied, into a folder of their own.
+    """Write the features of all texts to a temporary file and remove them from `values`.
+
+    `values` has the keys of `pool_texts`, concatenated over batches.
 
     Raises:
-        InputError, OSError: the disk does not take them.
+        InputError, OSError: The features cannot be written, for example because the disk is full.
     """
     scratch, order, vectors = Scratch(), values.pop("row"), values.pop("vectors").mT.numpy()
     with _new_array(scratch, vectors.shape, vectors.dtype) as features:
-        for layer, of_layer in enumerate(vectors):
-            features[layer, order] = of_layer
+        for layer, layer_vectors in enumerate(vectors):
+            features[layer, order] = layer_vectors
     return LayerFeatures(scratch)
 
 
 @contextmanager
 def _new_array(scratch: Scratch, shape: tuple[int, ...], dtype: Any) -> Iterator[np.ndarray]:
-    """Yield an array that lies in a file; a disk that is too small is refused before anything is written."""
+    """Yield a new memory-mapped array; a lack of disk space raises before anything is written."""
     file = scratch.folder / _FILE
     with naming(file):
         values = np.lib.format.open_memmap(file, "w+", dtype, shape)
-        if hasattr(os, "posix_fallocate"):  # elsewhere a full disk ends the process
+        if hasattr(os, "posix_fallocate"):  # without it, a full disk kills the process with SIGBUS
             with file.open("r+b") as opened:
                 os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
         yield values
@@ -228,23 +240,23 @@ def _feature_dtype(model: LayeredModel) -> Literal["float64", "float32"]:
 def _vectors(
     model: LayeredModel, pooling: Pooling, states: States, layer: int, hidden: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return vectors (batch, dim) at a layer on the CPU, NaN if undefined, and which rows have finite states."""
+    """Return pooled vectors (batch, dim) on the CPU, NaN if undefined, and a mask of rows with finite states."""
     hidden = convert_states(model, states, layer, hidden)
     pooled = _pooled(hidden, mask, pooling)
-    # what "centered_unit_mean" leaves undefined is NaN, of finite states
+    # "centered_unit_mean" can be NaN for finite states, so finiteness is checked on the plain mean
     finite = (_pooled(hidden, mask, "mean") if pooling == "centered_unit_mean" else pooled).isfinite().all(-1)
     pooled = pooled if finite.all() else pooled.masked_fill(~finite[:, None], torch.nan)
     return pooled.cpu().to(getattr(torch, _feature_dtype(model))), finite
 
 
 def _pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
-    """Return pooled states (batch, dim). A token is taken as it is, a mean is computed in float64."""
-    if pooling == "mean":  # without `pool`'s copy of the real tokens, which costs a third of a small model's pass
-        kept = mask[..., None]
-        return hidden.masked_fill(~kept, 0.0).sum(1, dtype=torch.float64) / kept.sum(1)
+    """Return pooled states (batch, dim); a mean is computed in float64."""
+    if pooling == "mean":  # `pool` copies the real tokens, which takes a third of a small model's pass
+        real = mask[..., None]
+        return hidden.masked_fill(~real, 0.0).sum(1, dtype=torch.float64) / real.sum(1)
     if pooling not in ("last", "cls"):
         return pool(hidden, mask, pooling=pooling, undefined="nan")
-    places = torch.arange(mask.shape[1], device=mask.device)
-    real = torch.where(mask, places, -1 if pooling == "last" else mask.shape[1])
+    positions = torch.arange(mask.shape[1], device=mask.device)
+    real = torch.where(mask, positions, -1 if pooling == "last" else mask.shape[1])
     chosen = real.amax(1) if pooling == "last" else real.amin(1)
     return hidden[torch.arange(len(hidden), device=hidden.device), chosen]
