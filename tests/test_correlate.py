@@ -273,8 +273,8 @@ def test_models_without_a_column_that_is_asked_for_are_named(tmp_path):
     assert row.n == 18
     first, sixth = table_of(**columns).frame["model"][[0, 5]]
     assert found.warnings == [
-        f"Training tokens: left out where it is held fixed, since they have none above 0: {first}, {sixth}.",
-        f"family: left out where it is held fixed, since they have none: {first}.",
+        f"Training tokens: left out where it is held fixed, because they have none above 0: {first}, {sixth}.",
+        f"family: left out where it is held fixed, because they have none: {first}.",
     ]
 
 

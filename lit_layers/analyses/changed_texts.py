@@ -30,7 +30,7 @@ from lit_layers.models.view import Batch, LayeredModel, States, Trajectory, spec
 from lit_layers.records import Record
 from lit_layers.tasks.text_features import (
     LayerFeatures,
-    batches_by_length,
+    length_batches,
     pool_texts,
     store_features,
     text_features,
@@ -125,8 +125,8 @@ class Invariance(Analysis):
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
         """Return the views; nothing if their vectors are too large to send between ranks."""
-        is_large = vector_bytes(model, len(self.texts.texts()) * self.num_views) > MAX_SENT
-        return {} if is_large else {"views": Rows(batches_by_length(self._encoded_for(model)))}
+        is_large = bytes_of_vectors(model, len(self.texts.texts()) * self.num_views) > MOST_SENT
+        return {} if is_large else {"views": Rows(length_batches(self._encoded_for(model)))}
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         return pool_texts(seen, batch, self.pooling, self.states)

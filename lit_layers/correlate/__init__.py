@@ -1,4 +1,4 @@
-"""A metric against a score: of models, with what width alone would say, or of the layers of each model."""
+"""Correlation of a metric with a score, over models or over the layers of each model."""
 
 from lit_layers.correlate.findings import correlate as correlate
 from lit_layers.correlate.findings import correlate_layers as correlate_layers

@@ -1,4 +1,4 @@
-"""What the tables say: how a metric and a score go together, over models or over layers, and what explains it."""
+"""Correlations of a metric with a score, over models or over layers, and other variables that explain them."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,14 +17,14 @@ from lit_layers.functional import correlation
 from lit_layers.functional.correlation import Correlation, UndefinedError
 
 Column = NDArray[np.float64]
-CONFOUNDED = 0.5  # R² of the metric with a size or its baseline, from which on a warning is due
+CONFOUNDED = 0.5  # R² of the metric with a size or its baseline above which a warning is given
 FEW = 10
-_FEWEST_DRAWN = 5  # models: of fewer, resamples are mostly the same two or three points
+_FEWEST_DRAWN = 5  # fewest models for an interval; resamples of fewer mostly repeat two or three points
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One coefficient; None for what it does not have."""
+    """One coefficient; its fields are None if they do not apply."""
 
     name: str
     value: float
@@ -38,7 +38,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Covariate:
-    """How much of the metric and of the score another column explains alone, and whether they rise with it."""
+    """The R² and r of another column with the metric, and with the score."""
 
     name: str
     r2_metric: float
@@ -50,7 +50,7 @@ class Covariate:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """All that is said of a table. `given` names the covariates that the joint partial correlation holds fixed."""
+    """The results for a table of models. `given` names the covariates of the joint partial correlation."""
 
     metric: str
     score: str
@@ -73,13 +73,18 @@ def correlate(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Findings:
-    """Return what the models of a table say of its metric and score.
+    """Correlate the metric of a table with its score over models.
 
-    Partial correlations are given each of the sizes and the baseline that is known, and given all of `given` together.
-    Intervals are percentile bootstrap over models.
+    Args:
+        table: The models.
+        given: Columns to hold fixed in partial correlations, one by one and all together. The known sizes and the
+            baseline are always held fixed one by one.
+        group: Column for correlations within groups of equal value. None: the group of the table, if it has one.
+        resamples: Number of bootstrap resamples of the models, for percentile intervals.
+        seed: Seed of the resamples and shuffles.
 
     Raises:
-        InputError: for a column that there is not or that is no number, or a constant metric or score.
+        InputError: A column does not exist or is not numeric, or the metric or score is constant.
     """
     columns = [str(column) for column in table.frame.columns if column != "model"]
     for option, names in (("given", given), ("group", [group] if group else [])):
@@ -102,10 +107,10 @@ def correlate(
             corrected = _coefficients(baseless[defined], y[defined], options)
     found = []
     for name in covariates:
-        of_x, of_y = (_r(table, name, column) for column in (x, y))
-        if of_x is not None and of_y is not None:
-            title, shares = table.covariate_title(name), (of_x.value**2, of_y.value**2)
-            found.append(Covariate(title, *shares, of_x.n, of_x.value, of_y.value))
+        rx, ry = (_r(table, name, column) for column in (x, y))
+        if rx is not None and ry is not None:
+            title, shares = table.covariate_title(name), (rx.value**2, ry.value**2)
+            found.append(Covariate(title, *shares, rx.n, rx.value, ry.value))
     return Findings(
         metric=table.metric,
         score=table.score,
@@ -124,7 +129,10 @@ def correlate(
 def _row(
     name: str, statistic: Callable[..., Correlation], *columns: Any, options: Mapping[str, int], **facts: Any
 ) -> Row:
-    """A coefficient with its interval, every one from the same resamples of models; `facts` replace its own."""
+    """Return a coefficient with its bootstrap interval; `facts` replace its own `p`, `df` and `note`.
+
+    All coefficients use the same resamples of the models.
+    """
     whole, n = statistic(*columns), len(columns[0])
     low, high, note = None, None, facts.pop("note", "")
     if n >= _FEWEST_DRAWN:
@@ -156,7 +164,7 @@ def _coefficients(x: Column, y: Column, options: Mapping[str, int]) -> list[Row]
 
 
 def _covariates(table: ModelTable, given: Sequence[str]) -> list[str]:
-    """The columns to hold fixed one by one: baseline, sizes, and what was asked for; those that differ."""
+    """Return the columns to hold fixed one by one: baseline, sizes and `given`, if they vary between models."""
     there = set(table.frame.columns) - {table.metric, table.score}
     names = dict.fromkeys(n for n in (table.baseline, *SIZES, "k", *given) if n in there)
     differ = [name for name in names if len(set(table.values(name)[~np.isnan(table.values(name))])) > 1]
@@ -190,9 +198,9 @@ def _partials(
 
 
 def _groups(table: ModelTable, x: Column, y: Column, group: str, options: Mapping[str, int]) -> list[Row]:
-    """The correlation within groups, pooled, and that of each group of 3 or more."""
+    """Return the pooled correlation within groups, and the correlation in each group of 3 or more models."""
     labels = table.frame[group]
-    codes, title = labels.factorize()[0], table.title(group)  # -1 for a model of no group
+    codes, title = labels.factorize()[0], table.title(group)  # -1 for a model without a group
     columns = [column[codes >= 0] for column in (x, y, codes)]
     try:
         within = correlation.groupwise_correlation
@@ -211,7 +219,7 @@ def _groups(table: ModelTable, x: Column, y: Column, group: str, options: Mappin
 
 
 def _r(table: ModelTable, name: str, column: Column) -> Correlation | None:
-    """Return how a column goes with another one, over the models that have both; None where undefined."""
+    """Return the Pearson correlation with a covariate over the models that have it, or None if undefined."""
     covariate = table.values(name)
     defined = ~np.isnan(covariate)
     with suppress(UndefinedError):
@@ -222,7 +230,7 @@ def _r(table: ModelTable, name: str, column: Column) -> Correlation | None:
 def _warnings(table: ModelTable, x: Column, corrected: Sequence[Row], rows: Sequence[Row]) -> list[str]:
     warnings, title = [], table.title(table.metric)
     names = [name for name in (table.baseline, "width", "k") if name in table.frame.columns]
-    shares = {name: along.value**2 for name in names if name and (along := _r(table, name, x)) is not None}
+    shares = {name: r.value**2 for name in names if name and (r := _r(table, name, x)) is not None}
     for name, r2 in ((name, r2) for name, r2 in shares.items() if r2 > CONFOUNDED):
         partial = next((row for row in rows if row.name == _given(table, [name])), None)
         beyond = f"; beyond it r = {value(partial.value)} ({p_equation(partial.p)})" if partial else ""
@@ -246,10 +254,10 @@ def _warnings(table: ModelTable, x: Column, corrected: Sequence[Row], rows: Sequ
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A way of choosing the layer of each task without labels, and what it is worth.
+    """A rule that chooses a layer for each task without labels, and the scores at the layers it chooses.
 
-    `rule` is "min" or "max" of `metric`, or what is chosen among all metrics (no `metric`). `is_chosen`: this direction
-    is the better one on the other models.
+    `rule` is "min" or "max" of `metric`. If `metric` is None, it is the direction and the metric that are best on the
+    other models. `is_chosen` is true if this rule is the best one on the other models.
     """
 
     metric: str | None
@@ -260,7 +268,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricFindings:
-    """The coefficients of one metric, the tasks they rest on, and which tasks are left out, with the reason."""
+    """The coefficients of one metric, the tasks that they use, and the tasks left out with the reason."""
 
     metric: str
     correlations: list[correlation.LayerCorrelation]
@@ -271,7 +279,7 @@ class MetricFindings:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFindings:
-    """All that is said of one model."""
+    """The results for one model."""
 
     model: str
     step: int | None
@@ -283,7 +291,7 @@ class ModelFindings:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFindings:
-    """All that is said of the tables; `basis` tells on what directions and metrics were chosen."""
+    """The results for all models; `basis` is a sentence about how directions and metrics were chosen."""
 
     models: list[ModelFindings]
     basis: str
@@ -292,10 +300,10 @@ class LayerFindings:
 
 
 def correlate_layers(tables: LayerTables, *, resamples: int = 2000, seed: int = 0) -> LayerFindings:
-    """Return how each metric follows the scores over the layers of each model, and what choosing by it is worth.
+    """Correlate each metric with the scores over the layers of each model, and evaluate choosing layers by it.
 
-    With several models the chosen direction (and the metric, where one is picked among all) is that which scores higher
-    on the other models. With one model nothing is chosen.
+    With several models, the chosen direction scores higher on the other models, and so does the metric chosen among
+    all. With one model, nothing is chosen.
     """
     options, first = {"resamples": resamples, "seed": seed}, tables.first_layer
     models = []
@@ -314,7 +322,7 @@ def correlate_layers(tables: LayerTables, *, resamples: int = 2000, seed: int = 
             )
         )
     basis = "Directions and metrics are chosen by the mean score of the other models (leave one model out)."
-    basis = basis if len(models) > 1 else "Neither direction is chosen: that takes the scores of other models."
+    basis = basis if len(models) > 1 else "No direction is chosen, because this needs the scores of other models."
     return LayerFindings(models=models, basis=basis, first_layer=first, left_out=dict(tables.left_out))
 
 
@@ -326,14 +334,14 @@ def _correlated(model: ModelTables, key: str, first: int, options: Mapping[str, 
     except UndefinedError as error:
         correlations, note = [], str(error)
     for row in correlations[0].undefined if correlations else ():
-        left_out[tasks[row]] = "constant over the layers, in no mean of coefficients within tasks"
+        left_out[tasks[row]] = "constant over the layers, not in the means of coefficients within tasks"
     return MetricFindings(metric=key, correlations=correlations, tasks=tasks, left_out=left_out, note=note)
 
 
 def _choices(
     model: ModelTables, others: Sequence[ModelTables], keys: Sequence[str], first: int, options: Mapping[str, Any]
 ) -> list[Choice]:
-    """Return both directions of a metric, or the rule that the other models pick among several."""
+    """Return both directions of one metric, or among several metrics the rule that is best on the other models."""
     shared = _shared(model, keys, first)
     if shared is None:
         return []
@@ -354,7 +362,7 @@ def _choices(
 
 
 def _shared(model: ModelTables, keys: Sequence[str], first: int) -> tuple[dict[str, Column], Column] | None:
-    """Each metric's table and the scores' of the tasks that all these metrics have; None where there are none."""
+    """Return the values of each metric and the scores, for the tasks that all metrics have; None without any."""
     if any(key not in model.metrics for key in keys):
         return None
     tasks = [task for task in model.scores.index if all(task in model.metrics[key].index for key in keys)]

@@ -1,4 +1,4 @@
-"""Metrics and scores over layers: what the user asks for of run folders or files, and the tables by model and task."""
+"""Tables of metrics and scores over layers by model and task, read from run folders or files."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,12 +15,12 @@ from lit_layers.correlate.model_table import (
     candidates,
     find_model,
     nearest,
+    numeric,
     plainest_variant,
     read_run_models,
     read_table,
     refuse_unlike,
     resolve_k,
-    to_numbers,
 )
 from lit_layers.errors import InputError
 from lit_layers.figures.labels import listing, tag_text
@@ -30,14 +30,15 @@ from lit_layers.identity import variant_of
 from lit_layers.metrics import look_up
 
 Values = NDArray[np.float64]
-_IGNORED_TAGS = ("task", "domain", "score", "states")  # tags that make no variant of a curve
+_IGNORED = ("task", "domain", "score", "states")  # tags that do not define a variant of a curve
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTables:
-    """One model, or one checkpoint of a series: tables with a row a task and a column a layer, 0 to L.
+    """Scores and metrics of one model or checkpoint: tables with a row per task and a column per layer, 0 to L.
 
-    `metrics` has, for each metric, the tasks that have it; `left_out` says why the others do not. Layer 0 may be NaN.
+    Each table in `metrics` contains the tasks that have the metric. `left_out` gives the reasons for the other tasks.
+    Layer 0 may be NaN.
     """
 
     name: str
@@ -53,7 +54,10 @@ class ModelTables:
     def tables(
         self, metric: str, first_layer: int, tasks: Sequence[str] | None = None
     ) -> tuple[list[str], Values, Values]:
-        """The tasks that have a metric (or some of them), and their tables (tasks, layers) of the metric and scores."""
+        """Return tasks, and their values (tasks, layers) of a metric and of the scores.
+
+        The default is all tasks that have the metric.
+        """
         tasks = [*map(str, self.metrics[metric].index)] if tasks is None else [*tasks]
         values = [table.loc[tasks, first_layer:].to_numpy() for table in (self.metrics[metric], self.scores)]
         return tasks, np.ascontiguousarray(values[0]), np.ascontiguousarray(values[1])
@@ -61,17 +65,17 @@ class ModelTables:
 
 @dataclass(kw_only=True)
 class LayerTables:
-    """The models, what the metrics are called, and which models are left out, with the reason."""
+    """The tables of all models, titles of the metrics, and the models left out with the reason."""
 
     models: list[ModelTables] = field(default_factory=list)
     titles: dict[str, str] = field(default_factory=dict)
     score_title: str = "Score"
     first_layer: int = 1
     left_out: dict[str, str] = field(default_factory=dict)
-    common: list[str] = field(default_factory=list)  # metrics measured on texts common to all tasks
+    common: list[str] = field(default_factory=list)  # metrics measured on the same texts for all tasks
     states: str | None = None
     source: str = ""
-    variants: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = field(default_factory=dict)  # of each, by the model
+    variants: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = field(default_factory=dict)  # option, metric; model
 
 
 def read_layers(
@@ -82,45 +86,51 @@ def read_layers(
     step: int | None = None,
     with_layer_0: bool = False,
 ) -> LayerTables:
-    """Return metrics and scores over the layers of each model: of a series the last checkpoint that has both.
+    """Read metrics and scores over the layers of each model.
 
-    `scores` is `mteb`, the `main_score` of the measurements `mteb/TASK`, or a file with the columns model, task, layer
-    and score. A metric is `NAME` or `ANALYSIS/NAME`, with `[tag=value,...]` where it has variants: of the measurements
-    on each task's own texts (`ANALYSIS/TASK`) or else of those on texts common to all.
+    Args:
+        folders: Run folders, or folders that contain run folders.
+        metrics: Metrics as `NAME` or `ANALYSIS/NAME`, with `[tag=value,...]` to choose a variant. Measurements on the
+            texts of each task (`ANALYSIS/TASK`) take precedence over measurements on texts common to all tasks.
+        scores: `mteb` for the `main_score` of the measurements `mteb/TASK`; another metric; or a file with the columns
+            model, task, layer and score.
+        step: The checkpoint of a series. None: the last one that has both metrics and scores.
+        with_layer_0: Whether layer 0 takes part in correlations and choices.
 
     Raises:
-        InputError: for a metric that no model has, one of several variants, or one of other states than the scores.
+        InputError: No model has a metric, a metric has several variants, or it was measured on hidden states of another
+            convention than the scores.
     """
     if not folders:
         raise InputError("models: expected run folders")
     models = read_run_models(folders)
-    of_metrics = [_source(MetricQuery.parse(text), models, "metrics") for text in metrics]
+    sources = [_source(MetricQuery.parse(text), models, "metrics") for text in metrics]
     if Path(scores).suffix in (".csv", ".parquet"):
         table = _file_values(Path(scores))
-        of_score = _Source(MetricQuery(text="score", name="score"), "scores", [*table["model"].unique()], table)
+        scored = _Source(MetricQuery(text="score", name="score"), "scores", [*table["model"].unique()], table)
     else:
         score = MetricQuery.parse(scores, "scores")
         score = score if score.analysis else replace(score, name="main_score", analysis=score.name)
-        of_score = _source(score, models, "scores")
+        scored = _source(score, models, "scores")
     tables = LayerTables(first_layer=0 if with_layer_0 else 1, source=", ".join(map(str, [*folders, scores])))
-    names, depths = of_metrics[0].models, dict[str, int]()
+    names, depths = sources[0].models, dict[str, int]()
     for model in models:
         measured = (each.provenance.get("depth") for each in model.measurements)
         depths[model.name] = max((depth for depth in measured if type(depth) is int), default=0)
-    for name in [*names, *(name for name in of_score.models if len(find_model(name, names)) != 1)]:
+    for name in [*names, *(name for name in scored.models if len(find_model(name, names)) != 1)]:
         try:
-            tables.models.append(_model_tables(tables, name, of_score, of_metrics, step, depths.get(name, 0)))
+            tables.models.append(_model_tables(tables, name, scored, sources, step, depths.get(name, 0)))
         except _LeftOutError as reason:
             tables.left_out[name] = str(reason)
     if not tables.models:
-        raise InputError(_no_models(tables, models, [of_score, *of_metrics]))
+        raise InputError(_no_models(tables, models, [scored, *sources]))
     short = short_names([model.name for model in tables.models])
     tables.models = [replace(model, name=short[model.name]) for model in tables.models]
     return tables
 
 
 class _LeftOutError(Exception):
-    """Why a model is left out."""
+    """The reason why a model is left out."""
 
 
 def _model_tables(
@@ -131,53 +141,51 @@ def _model_tables(
     step: int | None,
     num_layers: int,
 ) -> ModelTables:
-    """The tables of one model; what is common to all models is set in `tables`."""
-    places, first = find_model(name, scores.models), tables.first_layer
-    if len(places) != 1:
+    """Return the tables of one model, and set titles, states and variants, common to all models, in `tables`."""
+    matches, first = find_model(name, scores.models), tables.first_layer
+    if len(matches) != 1:
         raise _LeftOutError("no scores")
-    scored = scores.models[places[0]]
-    step = _choose_step(
-        [scores.steps(scored), set().union(*(one.steps(name) for one in metrics))], scores.query.text, step
-    )
-    of_scores = scores.curves(scored, step)
-    if of_scores is None:
+    scored = scores.models[matches[0]]
+    step = _step([scores.steps(scored), set().union(*(one.steps(name) for one in metrics))], scores.query.text, step)
+    score_curves = scores.curves(scored, step)
+    if score_curves is None:
         raise _LeftOutError(f"no {scores.query.text}")
-    depth = max(layer for curve in of_scores.by_task.values() for layer in curve)
-    if depth < num_layers:  # what is compared with its last layer would be compared with another
+    depth = max(layer for curve in score_curves.by_task.values() for layer in curve)
+    if depth < num_layers:  # comparisons with the last layer would use another layer
         raise _LeftOutError(f"scores up to layer {depth} of {num_layers}")
     if depth + 1 - first < FEWEST_LAYERS:
         raise _LeftOutError(f"{depth} layers, expected at least {FEWEST_LAYERS - (1 - first)}")
-    if None not in (tables.states, of_scores.states) and of_scores.states != tables.states:
-        raise InputError(f"scores: models were scored on states {tables.states} and {of_scores.states}: take one")
-    table = pd.DataFrame(of_scores.by_task, index=range(depth + 1), dtype="float64").T
-    gaps = {str(task): why for task, row in table.iterrows() if (why := _missing_layers(row, first, "score"))}
-    tables_of, left_out, curves = {}, {}, {scores: of_scores}
+    if None not in (tables.states, score_curves.states) and score_curves.states != tables.states:
+        raise InputError(f"scores: models were scored on states {tables.states} and {score_curves.states}: take one")
+    table = pd.DataFrame(score_curves.by_task, index=range(depth + 1), dtype="float64").T
+    unscored = {str(task): why for task, row in table.iterrows() if (why := _missing(row, first, "score"))}
+    found, left_out, curves = {}, {}, {scores: score_curves}
     for one in metrics:
-        text, curve = one.query.text, one.curves(name, step, scored=of_scores)
-        values, missing = _metric_table(text, curve, table, gaps, first)
+        text, curve = one.query.text, one.curves(name, step, scored=score_curves)
+        values, missing = _metric_table(text, curve, table, unscored, first)
         left_out |= {text: missing} if missing else {}
         if curve is not None and len(values):
-            tables_of[text], curves[one] = values, curve
+            found[text], curves[one] = values, curve
             tables.titles.setdefault(text, _title(one.query, curve))
             tables.common += [text] if "" in curve.by_task and text not in tables.common else []
-    if not tables_of:
+    if not found:
         reasons = "; ".join(f"{key}: {next(iter(why.values()))}" for key, why in left_out.items())
         raise _LeftOutError(f"no metric beside its scores{f' ({reasons})' if reasons else ''}")
     for one, curve in curves.items():
         variants = tables.variants.setdefault((one.option, one.query.text), {})
         variants[name] = curve.variant
         refuse_unlike(variants, one.query.text, one.option)
-    tables.states = of_scores.states or tables.states
-    tables.score_title = tables.score_title if scores.query.name == "score" else _title(scores.query, of_scores)
-    return ModelTables(name=name, step=step, scores=table.drop(index=[*gaps]), metrics=tables_of, left_out=left_out)
+    tables.states = score_curves.states or tables.states
+    tables.score_title = tables.score_title if scores.query.name == "score" else _title(scores.query, score_curves)
+    return ModelTables(name=name, step=step, scores=table.drop(index=[*unscored]), metrics=found, left_out=left_out)
 
 
-def _choose_step(sides: Sequence[set[int | None]], score: str, step: int | None) -> int | None:
-    """The last checkpoint that has both scores and metrics, or the one asked for."""
+def _step(sides: Sequence[set[int | None]], score: str, step: int | None) -> int | None:
+    """Return the last step that has both scores and metrics, or check the requested `step`."""
     for what, steps in zip((score, "metric asked for"), sides, strict=True):
         if not steps:
             raise _LeftOutError(f"no {what}")
-    stepped: list[Any] = [{at for at in steps if at is not None} for steps in sides if steps != {None}]
+    stepped: list[Any] = [{each for each in steps if each is not None} for steps in sides if steps != {None}]
     both: Any = set.intersection(*stepped) if stepped else {None}
     if step not in (None, *both):
         raise _LeftOutError(f"no scores and metrics at step {step}")
@@ -187,26 +195,26 @@ def _choose_step(sides: Sequence[set[int | None]], score: str, step: int | None)
 
 
 def _metric_table(
-    text: str, curves: "_Curves | None", scores: pd.DataFrame, gaps: Mapping[str, str], first: int
+    text: str, curves: "_Curves | None", scores: pd.DataFrame, unscored: Mapping[str, str], first: int
 ) -> tuple[pd.DataFrame, dict[str, str]]:
-    """The metric of each task that has it and scores, and why the other tasks have none."""
+    """Return the metric for the tasks that have it and scores, and the reasons why other tasks lack it."""
     by_task = {} if curves is None else curves.by_task
-    of_task = {task: by_task.get(task, by_task.get("", {})) for task in scores.index}
-    table = pd.DataFrame(of_task, index=scores.columns, dtype="float64").T
+    per_task = {task: by_task.get(task, by_task.get("", {})) for task in scores.index}
+    table = pd.DataFrame(per_task, index=scores.columns, dtype="float64").T
     depth: Any = scores.columns[-1]
-    missing = dict(gaps)
-    for task in scores.index.drop([*gaps]):
-        if not of_task[task]:
+    missing = dict(unscored)
+    for task in scores.index.drop([*unscored]):
+        if not per_task[task]:
             missing[task] = f"no {text}"
-        elif max(of_task[task]) > depth:
-            missing[task] = f"{text} has layers up to {max(of_task[task])}, the score up to {depth}"
-        elif why := _missing_layers(table.loc[task], first, text):
+        elif max(per_task[task]) > depth:
+            missing[task] = f"{text} has layers up to {max(per_task[task])}, the score up to {depth}"
+        elif why := _missing(table.loc[task], first, text):
             missing[task] = why
     return table.drop(index=[*missing]), {task: missing[task] for task in scores.index if task in missing}
 
 
-def _missing_layers(values: Any, first: int, what: str) -> str:
-    """Which layers have no value, as a reason; an empty string for none."""
+def _missing(values: Any, first: int, what: str) -> str:
+    """Return a reason that lists the layers without a value, or an empty string."""
     missing = values.index[~np.isfinite(values.to_numpy()) & (values.index >= first)]
     return f"no {what} at {listing('layer', missing, most=5)}" if len(missing) else ""
 
@@ -216,7 +224,7 @@ def _title(query: MetricQuery, curves: "_Curves") -> str:
 
 
 def _no_models(tables: LayerTables, models: Sequence[RunModel], sources: Sequence["_Source"]) -> str:
-    """Return why no model is left."""
+    """Return an error message that says why no model is left."""
     pairs = (pair for model in models for pair in model.pairs())
     there = dict.fromkeys(f"{analysis.partition('/')[0]}/{name}" for analysis, name in pairs)
     for source in sources:
@@ -230,20 +238,20 @@ def _no_models(tables: LayerTables, models: Sequence[RunModel], sources: Sequenc
 
 
 class _Curves(NamedTuple):
-    """What one checkpoint has of one metric: values by layer for each task, or for all tasks alike ("")."""
+    """The values of one metric at one checkpoint, by task and layer; the task "" is for texts common to all."""
 
     by_task: dict[str, dict[int, float]]
     states: str | None
     variant: Mapping[str, Any]
 
 
-# Of a number at a layer: an empty `task` where it is of texts common to all, no `states` where a table does not tell.
+# One row per value at a layer. `task` is "" for texts common to all tasks. `states` is None if a file does not say.
 _COLUMNS = ["model", "step", "analysis", "task", "layer", "value", "states", "variant"]
 
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """What all models have of one metric, or of the scores."""
+    """All values of one metric, or of the scores, for all models."""
 
     query: MetricQuery
     option: str
@@ -251,19 +259,22 @@ class _Source:
     values: Any  # a table of `_COLUMNS`, of objects
 
     def steps(self, model: str) -> set[int | None]:
-        """The checkpoints that have some of it; {None} where there are no steps, none where the model has none."""
+        """Return the steps with values of a model: {None} for a model without steps, an empty set without values."""
         return {*self.values["step"][self.values["model"] == model]}
 
     def curves(self, model: str, step: int | None, scored: _Curves | None = None) -> _Curves | None:
-        """The curves of one checkpoint; `scored` are its scores (None: these are the scores)."""
+        """Return the curves of one checkpoint, or None if it has none.
+
+        `scored` are the scores that the curves are compared with. It is None when the scores themselves are read.
+        """
         text, what = self.query.text, f"{self.query.text} of {model}"
         rows = self.values[self.values["model"] == model]
         rows = rows[(rows["step"] == step) | rows["step"].isna()]
         if len(analyses := rows["analysis"].unique()) > 1:
             listed = ", ".join(f"{analysis}/{self.query.name}" for analysis in analyses)
             raise InputError(f"{self.option}: {text} is in more than one analysis: {listed}")
-        of_tasks = rows[(rows["task"] != "") if scored is None else rows["task"].isin([*filter(None, scored.by_task)])]
-        rows = of_tasks if scored is None or len(of_tasks) else rows[rows["task"] == ""]
+        task_rows = rows[(rows["task"] != "") if scored is None else rows["task"].isin([*filter(None, scored.by_task)])]
+        rows = task_rows if scored is None or len(task_rows) else rows[rows["task"] == ""]
         if rows.empty:
             return None
         states = scored.states if scored else None
@@ -276,7 +287,7 @@ class _Source:
         rows = rows[[each == states for each in rows["states"]]]
         variant = plainest_variant(rows["variant"], what, self.option)
         plain = rows[[each == variant for each in rows["variant"]]].groupby("task", sort=False)
-        by_task = {str(task): dict(zip(part["layer"], part["value"], strict=True)) for task, part in plain}
+        by_task = {str(task): dict(zip(group["layer"], group["value"], strict=True)) for task, group in plain}
         return _Curves(by_task, states, variant)
 
 
@@ -287,7 +298,10 @@ def _source(query: MetricQuery, models: Sequence[RunModel], option: str) -> _Sou
 
 
 def _run_values(model: RunModel, query: MetricQuery) -> Iterable[tuple[Any, ...]]:
-    """Return those of a run folder; records leave unsaid the usual convention of the states, and no normalization."""
+    """Yield the values of a metric in a run folder.
+
+    Records omit the tags of the default convention of hidden states and of raw normalization.
+    """
     for m in model.measurements:
         analysis, _, task = m.analysis.partition("/")
         task = "" if m.analysis == query.analysis else task
@@ -295,19 +309,19 @@ def _run_values(model: RunModel, query: MetricQuery) -> Iterable[tuple[Any, ...]
             states = "hf" if str(record.tags.get("preset")).startswith("released_code") else "resid"
             tags = {"states": states, "normalization": "raw", **record.tags}
             if record.layer is not None and resolve_k(query, model).fits(tags):
-                place = (model.name, m.step, analysis, task, record.layer, record.value, str(tags["states"]))
-                yield (*place, variant_of(record.tags, _IGNORED_TAGS))
+                key = (model.name, m.step, analysis, task, record.layer, record.value, str(tags["states"]))
+                yield (*key, variant_of(record.tags, _IGNORED))
 
 
 def _file_values(path: Path) -> Any:
-    """Return the scores of a file with the columns model, task, layer and score, and step if there are several."""
+    """Read the scores in a file with the columns model, task, layer and score, and optionally step."""
     rows: Any = read_table(path, "scores")
     for column in ("task", "layer", "score"):
         if column not in rows:
             there = ", ".join(map(str, rows.columns))
             raise InputError(f"scores: {path} has no column {column!r}; it has: {there}")
     expected = f"scores: expected numbers in {path}, got"
-    values, layers = (to_numbers(rows[column], rows["model"], expected) for column in ("score", "layer"))
+    values, layers = (numeric(rows[column], rows["model"], expected) for column in ("score", "layer"))
     if (wrong := layers.lt(0) | layers.mod(1).gt(0)).any():
         raise InputError(f"scores: expected layers in {path}, whole numbers from 0, got {layers[wrong].iloc[0]:g}")
     rows = rows.assign(value=values, layer=layers, analysis="").dropna(subset="layer").astype({"layer": int})

@@ -1,4 +1,4 @@
-"""Models as run folders and files describe them, and the table of them: a row a model, with metric, score and more."""
+"""Models read from run folders and files, and their table with one row per model: metric, score and more."""
 
 import io
 import math
@@ -25,8 +25,8 @@ from lit_layers.metrics import METRICS, is_in, look_up, scalar_row, sentence
 from lit_layers.records import Measurement, Record
 from lit_layers.schema import run_facts
 
-NAMES = ("model", "run", "name")  # of the column that names the models
-# What a model's size is called: the name here, then what configurations of the known families call it.
+NAMES = ("model", "run", "name")  # accepted names of the column that names the models
+# Sizes of a model: our name, then the names in run facts and in configurations of the known families.
 SIZES = {
     "width": ("width", "hidden_size", "n_embd", "embed_dim", "d_model"),
     "depth": ("depth", "num_hidden_layers", "n_layer", "num_layers"),
@@ -38,7 +38,7 @@ _FORM = re.compile(r"\s*([^\[\],]+?)\s*(?:\[([^\[\]]*)\])?\s*")
 
 @dataclass(frozen=True, kw_only=True)
 class MetricQuery:
-    """A metric by its name, with its analysis and tags where they are given."""
+    """A metric requested by the user: its name, and optionally its analysis and tags."""
 
     text: str
     name: str
@@ -47,10 +47,10 @@ class MetricQuery:
 
     @classmethod
     def parse(cls, text: str, option: str = "metrics") -> "MetricQuery":
-        """Read `NAME`, `ANALYSIS/NAME` or either with `[tag=value,...]`.
+        """Parse `NAME` or `ANALYSIS/NAME`, either with `[tag=value,...]`.
 
         Raises:
-            InputError: for a text of another form.
+            InputError: The text has another form.
         """
         form = _FORM.fullmatch(text)
         parts = [part.partition("=") for part in (form[2] or "").split(",") if part.strip()] if form else []
@@ -61,12 +61,12 @@ class MetricQuery:
         return cls(text=text.strip(), name=name, analysis=analysis or None, tags=tags)
 
     def fits(self, tags: Mapping[str, Any]) -> bool:
-        """Return whether a record with these tags is meant; numbers are written in any way: `k=0.10`."""
+        """Return whether a record with these tags matches. Numbers are compared by value: `k=0.10` matches 0.1."""
         return all(name in tags and same_tag(tags[name], value) for name, value in self.tags.items())
 
 
 def split(text: str) -> list[str]:
-    """Return the parts between the commas that stand outside brackets."""
+    """Split a text at the commas outside brackets."""
     parts = (part.strip() for part in re.split(r",(?![^\[\]]*\])", text))
     return [part for part in parts if part]
 
@@ -80,14 +80,14 @@ class RunModel:
 
     name: str
     folder: Path
-    measurements: list[Measurement]  # those of its curves, without failed and suspect ones
+    measurements: list[Measurement]  # without failed and suspect ones
     num_suspect: int
     scalars: list[dict[str, float]]
     about: dict[str, Any]
     has_steps: bool
 
-    def checkpoint(self, step: int | None, analysis: str | None = None) -> list[Measurement]:
-        """The measurements at a step; without one at the last step that has this analysis."""
+    def select(self, step: int | None, analysis: str | None = None) -> list[Measurement]:
+        """Return the measurements at a step; the default is the last step that has this analysis."""
         if not self.has_steps:
             return self.measurements
         steps = [m.step for m in self.measurements if m.step is not None and analysis in (None, m.analysis)]
@@ -95,14 +95,14 @@ class RunModel:
         return [m for m in self.measurements if m.step == chosen and chosen is not None]
 
     def pairs(self) -> dict[tuple[str, str], None]:
-        """Each analysis with its metrics."""
+        """Return all pairs of analysis and metric, as the keys of a dict that keeps their order."""
         return dict.fromkeys((m.analysis, r.metric) for m in self.measurements for r in m.records)
 
     def sizes(self) -> dict[str, float]:
-        """Width, depth and parameters, each where it is known.
+        """Return the known sizes of the model, by the names in `SIZES`.
 
-        From what the run or its measurements say of the model, else from its configuration; the depth else from the
-        last layer that was measured.
+        They come from the facts of the run or its measurements, or else from the model's configuration. The depth may
+        also come from the last layer measured.
         """
         described = [self.about.get("model", {}), *(m.provenance for m in self.measurements), self.settings()]
         sizes = {}
@@ -114,7 +114,7 @@ class RunModel:
         return {**sizes, "depth": last} if "depth" not in sizes and last else sizes
 
     def settings(self) -> dict[str, Any]:
-        """The scalar options of a run's model, data and schedule, by their last name where only one has it."""
+        """Return the scalar options of a run's model and data and its seed, by their last name component if unique."""
         config = self.about.get("config", {})
         rows = pd.json_normalize({part: config[part] for part in ("model", "data") if part in config}).to_dict(
             "records"
@@ -127,16 +127,16 @@ class RunModel:
         return {name if several[end] > 1 else end: found[name] for name, end in last.items()}
 
     def scalar(self, name: str, step: int | None) -> float | None:
-        """Return the last value of a scalar of training up to a step; None without any, and where it is NaN."""
+        """Return the last value of a training scalar up to a step, or None if there is no value or it is NaN."""
         values = [row[name] for row in self.scalars if name in row and (step is None or row["step"] <= step)]
         return values[-1] if values and values[-1] == values[-1] else None
 
 
 def read_run_models(folders: Sequence[Path]) -> list[RunModel]:
-    """Return the models of run folders, comparisons and folders that hold such, in this order.
+    """Return the models in run folders, comparisons and folders that contain them, in this order.
 
     Raises:
-        InputError: for a folder that holds no measurements, or two models of one name in one folder.
+        InputError: A folder holds no measurements, or a model occurs more than once.
     """
     models = [model for folder in folders for root in _roots(folder) for model in _models(root)]
     names = [model.name for model in models]
@@ -149,7 +149,7 @@ def read_run_models(folders: Sequence[Path]) -> list[RunModel]:
 def _roots(folder: Path) -> list[Path]:
     if (folder / "measurements.jsonl").is_file():
         return [folder]
-    # A run that has not measured anything is to be named, not passed over.
+    # Include runs without measurements, so that they are named as left out and not ignored.
     inner = sorted({path.parent for name in ("measurements.jsonl", "run.json") for path in folder.glob(f"*/{name}")})
     if not inner:
         what = "it and the folders in it have none" if folder.is_dir() else "no such folder"
@@ -164,17 +164,17 @@ def _models(root: Path) -> Iterable[RunModel]:
         whole = [m for m in measurements if m.run == name and m.error is None]
         sound = [m for m in whole if not records.is_suspect(m)]
         num_suspect = len({m.step for m in whole if records.is_suspect(m)})
-        of_run = (scalars, about) if about.get("run") in (None, name) else ([], {})
-        yield RunModel(name, root, sound, num_suspect, *of_run, not whole or any(m.step is not None for m in whole))
+        facts = (scalars, about) if about.get("run") in (None, name) else ([], {})
+        yield RunModel(name, root, sound, num_suspect, *facts, not whole or any(m.step is not None for m in whole))
 
 
 # ------------------------------------------------------------------------------------------------ which number
 
 
 def candidates(measurements: Iterable[Measurement], query: MetricQuery) -> list[tuple[str, Record]]:
-    """The records of a metric that may be meant, whatever their tags, with the analysis that each is of.
+    """Return the records of a metric with any tags, each with its analysis.
 
-    An analysis `probe` is that of each of its tasks, too: `probe/banking77`.
+    A query for the analysis `probe` also matches its tasks, such as `probe/banking77`.
     """
     return [
         (m.analysis, r)
@@ -186,10 +186,10 @@ def candidates(measurements: Iterable[Measurement], query: MetricQuery) -> list[
 
 
 def resolve_k(query: MetricQuery, model: RunModel) -> MetricQuery:
-    """The same with `k` as a count, where it is given as a share of the model's width.
+    """Convert the tag `k` of a query from a fraction of the model's width to a count, if it is a fraction.
 
     Raises:
-        InputError: where the width is not known.
+        InputError: The width is unknown.
     """
     k = pd.to_numeric(query.tags.get("k", 1), errors="coerce")
     if not 0 < k < 1:
@@ -197,18 +197,18 @@ def resolve_k(query: MetricQuery, model: RunModel) -> MetricQuery:
     width = model.sizes().get("width")
     if width is None:
         raise InputError(f"tags: k as a share needs the width of {model.name}, which is not known: give k as a count")
-    return replace(query, tags={**query.tags, "k": int(k * width + 1e-9)})  # as functional.coupling counts
+    return replace(query, tags={**query.tags, "k": int(k * width + 1e-9)})  # same rounding as in functional.coupling
 
 
 def plainest_variant(variants: Iterable[Mapping[str, Any]], what: str, option: str) -> Mapping[str, Any]:
-    """Return the plainest of some variants, by their tags.
+    """Return the variant with the plainest tags.
 
     Raises:
-        InputError: where several are as plain.
+        InputError: Several variants are equally plain.
     """
     distinct = list({str(tags): tags for tags in variants}.values())
     best = plainest(distinct)
-    plain = [tags for tags in distinct if plainest([tags, best]) is tags]  # as plain as the plainest
+    plain = [tags for tags in distinct if plainest([tags, best]) is tags]  # ties with the plainest
     if len(plain) > 1:
         listed = "; ".join(map(_written, plain))
         raise InputError(f"{option}: {what} has {len(plain)} variants ({listed}): choose one by its tags")
@@ -216,10 +216,15 @@ def plainest_variant(variants: Iterable[Mapping[str, Any]], what: str, option: s
 
 
 def refuse_unlike(variants: Mapping[str, Mapping[str, Any]], what: str, option: str) -> None:
-    """Refuse variants, by the model, that differ in more than the number `k` of directions, which goes with the width.
+    """Check that all models have the same variant, except for the number of directions `k`, which follows the width.
+
+    Args:
+        variants: The tags of the variant of each model.
+        what: Name of the metric, for the message.
+        option: Name of the option, for the message.
 
     Raises:
-        InputError: the tags that differ, with a model of each.
+        InputError: Tags differ. The message names them with one model each.
     """
     alike: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for model, tags in variants.items():
@@ -234,7 +239,7 @@ def _written(tags: Mapping[str, Any]) -> str:
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """Return `; did you mean ...?`, or what there is."""
+    """Return `; did you mean ...?`, or a list of the names that exist, or an empty string."""
     names = list(names)
     there = f"there is: {', '.join(names[:12])}{' ...' if len(names) > 12 else ''}"
     return f"; {did_you_mean(word, names, there)}" if names else ""
@@ -244,14 +249,14 @@ def nearest(word: str, names: Iterable[str]) -> str:
 
 
 def read_table(path: Path, option: str) -> pd.DataFrame:
-    """Return the rows of a .csv or .parquet file, whose models stand in the column `model`, as text.
+    """Read a .csv or .parquet file, with the names of the models as text in the column `model`.
 
     Raises:
-        InputError: for a file that cannot be read, or has no column that names the models.
+        InputError: The file cannot be read, or no column names the models, or a name is missing.
     """
     try:
         frame: Any = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, comment="#")
-    except (ValueError, OSError) as error:  # pandas' and pyarrow's errors of contents are ValueErrors
+    except (ValueError, OSError) as error:  # pandas and pyarrow raise ValueErrors for bad contents
         raise InputError(f"{option}: cannot read {path}: {' '.join(str(error).split())}") from error
     name = next((name for name in NAMES if name in frame.columns), None)
     if name is None:
@@ -262,11 +267,11 @@ def read_table(path: Path, option: str) -> pd.DataFrame:
     return frame.rename(columns={name: "model"}).astype({"model": str})
 
 
-def to_numbers(column: Any, names: Any, expected: str) -> Any:
-    """Return a column as float64, NaN where it has no value.
+def numeric(column: Any, names: Any, expected: str) -> Any:
+    """Return a column as float64, with NaN for missing values.
 
     Raises:
-        InputError: for a value that is no number: `expected`, what it is, and of which of the `names`.
+        InputError: A value is not a number. The message is `expected`, the value, and its name in `names`.
     """
     values: Any = pd.to_numeric(column, errors="coerce")
     if (wrong := column.notna() & values.isna()).any():
@@ -275,24 +280,24 @@ def to_numbers(column: Any, names: Any, expected: str) -> Any:
 
 
 def find_model(name: str, others: Sequence[str]) -> list[int]:
-    """The places of a model among others: by its whole name, else by the last part of it."""
+    """Return the indices of a model in `others`, by its full name or else by the last part of its path."""
     short = name.rstrip("/").split("/")[-1]
-    whole = [place for place, other in enumerate(others) if other == name]
-    return whole or [place for place, other in enumerate(others) if other.rstrip("/").split("/")[-1] == short]
+    whole = [index for index, other in enumerate(others) if other == name]
+    return whole or [index for index, other in enumerate(others) if other.rstrip("/").split("/")[-1] == short]
 
 
 # ------------------------------------------------------------------------------------------------ the table
 
 FEWEST = 3
-LOGS = (*SIZES, "k")  # sizes differ by factors
+LOGS = (*SIZES, "k")  # columns used as logarithms, because sizes differ by factors
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTable:
-    """Models to correlate over: `frame` has a row a model, with the columns `model`, `metric` and `score` and all else.
+    """Models to correlate over: `frame` has a row per model with its name, metric, score and other columns.
 
-    `baseline` is the column of what the metric would be by chance (or by width alone), `corrected` the metric with that
-    taken off; None where there is none. `left_out` says of each model that lacks a value which one.
+    `baseline` is the column with the value of the metric by chance (or from the width). `corrected` is the column with
+    the metric minus this value. Either may be None. `left_out` gives the reason for each model that lacks a value.
     """
 
     frame: pd.DataFrame
@@ -307,32 +312,32 @@ class ModelTable:
     notes: list[str] = field(default_factory=list)
 
     def title(self, column: str) -> str:
-        """Return what a column is called in figures and tables: columns of the user's own are called as there."""
+        """Return the title of a column in figures and tables; columns of the user keep their names."""
         known = {name: sentence(name) for name in (*SIZES, "model", "step", "layer")} | {"tokens": "Training tokens"}
         return self.titles.get(column) or known.get(column, column)
 
     def covariate_title(self, column: str) -> str:
-        """Return what a column is called where it is held fixed: sizes are as their logarithms."""
+        """Return the title of a column that is held fixed; sizes are used as logarithms."""
         return f"Log {mid_sentence(self.title(column))}" if column in LOGS else self.title(column)
 
     def values(self, column: str) -> NDArray[np.float64]:
-        """A column as numbers, sizes as their logarithms; NaN where there is none.
+        """Return a column as numbers, with sizes as logarithms and NaN for missing values.
 
         Raises:
-            InputError: for a column of text.
+            InputError: The column holds text.
         """
         expected = f"given: expected a column of numbers, {column!r} has"
-        values = to_numbers(self.frame[column], self.frame["model"], expected).to_numpy()
+        values = numeric(self.frame[column], self.frame["model"], expected).to_numpy()
         with np.errstate(divide="ignore", invalid="ignore"):
             values = np.log(values) if column in LOGS else values
         return np.where(np.isfinite(values), values, math.nan)
 
     def missing_notes(self, given: Sequence[str], group: str | None) -> list[str]:
-        """Say of each column that is held fixed which models lack it, and so are left out of its coefficient."""
+        """Return a note for each column held fixed that some models lack; its coefficient leaves them out."""
         lack = {name: np.isnan(self.values(name)) for name in given}
         lack |= {group: self.frame[group].isna().to_numpy()} if group else {}
         return [
-            f"{self.title(name)}: left out where it is held fixed, since they have none"
+            f"{self.title(name)}: left out where it is held fixed, because they have none"
             f"{' above 0' if name in LOGS else ''}: {', '.join(self.frame['model'][missing])}."
             for name, missing in lack.items()
             if missing.any()
@@ -340,10 +345,10 @@ class ModelTable:
 
 
 def published() -> ModelTable:
-    """Return the 28 language models of the coupling paper's figure, with what width alone predicts of them.
+    """Return the 28 language models in the figure of the coupling paper, with the coupling predicted from width.
 
-    `width_alone` is 1 - 1/sqrt(K), K = int(0.1 width): the coupling at p = 1 of blocks that share nothing, for a flat
-    spectrum.
+    The column `width_alone` is 1 - 1/sqrt(K) with K = int(0.1 width). This is the coupling at p = 1 of blocks that
+    share no directions, for a flat spectrum.
     """
     folder = files("lit_layers.correlate")
     frame: Any = pd.read_csv(io.StringIO(folder.joinpath("published.csv").read_text(encoding="utf-8")), comment="#")
@@ -352,19 +357,19 @@ def published() -> ModelTable:
 
 
 def read_file(path: Path, *, metric: str, score: str) -> ModelTable:
-    """Return the models of a .csv or .parquet file, a row each.
+    """Read a table of models from a .csv or .parquet file with one row per model.
 
-    The baseline and the corrected metric are the columns `random_<metric>` and `excess_<metric>`, or what the metric's
-    row in `lit_layers.metrics` names instead, if they are there.
+    The baseline and the corrected metric are the columns `random_<metric>` and `excess_<metric>`, or those named by the
+    metric's entry in `lit_layers.metrics`, if the file has them.
 
     Raises:
-        InputError: for a file that cannot be read, a column that it lacks or that is no number, a model named twice.
+        InputError: The file cannot be read, a column is missing or not numeric, or a model occurs twice.
     """
     frame = read_table(path, "models")
     for option, column in (("metric", metric), ("score", score)):
         _refuse_missing(column, frame.columns.drop("model"), option, path)
     titles = {column: look_up(column).title for column in frame.columns if is_in(column, "coupling", "token_coupling")}
-    return _make_table(frame, metric, score, where=path, source=path.name, titles=titles)
+    return _table(frame, metric, score, where=path, source=path.name, titles=titles)
 
 
 def table_of_models(
@@ -376,19 +381,26 @@ def table_of_models(
     step: int | None = None,
     source: str = "",
 ) -> ModelTable:
-    """Return the models of run folders: of a training run the last checkpoint that has the metric.
+    """Make a table of models from run folders.
 
-    `score` is `FILE:COLUMN` of a table keyed by model, a scalar of the runs' own training (the last one up to `step`),
-    or another metric, `ANALYSIS/METRIC`. All columns of such a file are known of the models,
-    and so are their sizes and the options of their recipes in which they differ.
+    Its columns also include the sizes of the models, recipe options in which they differ, and the columns of the score
+    file.
+
+    Args:
+        models: The models, as returned by `read_run_models`.
+        metric: The metric, `ANALYSIS/METRIC` or `METRIC`, optionally with `[tag=value,...]`.
+        score: `FILE:COLUMN` of a table with one row per model; a scalar logged in training; or another metric.
+        layer: The layer of the metric. None: a value for the whole model, or else the last layer.
+        step: The checkpoint of training runs. None: the last one that has the metric.
+        source: Name of the source, for the page.
 
     Raises:
-        InputError: for a metric or score that no model has, or of which several variants are left.
+        InputError: No model has the metric or score, or several variants of it remain.
     """
     query = _resolve(models, metric)
     rows, left_out, variants = [], {}, {}
     for model in models:
-        at = model.checkpoint(step, query.analysis)
+        at = model.select(step, query.analysis)
         record = _record(model, at, query, layer)
         rows.append({"model": model.name, **model.sizes()})
         if record is None:
@@ -400,7 +412,7 @@ def table_of_models(
     column, title = _add_scores(rows, models, score, query)
     settings = [model.settings() for model in models]
     for name in dict.fromkeys(name for each in settings for name in each):
-        if len({str(each.get(name)) for each in settings}) > 1:  # those in which the models differ
+        if len({str(each.get(name)) for each in settings}) > 1:  # options in which the models differ
             for row, each in zip(rows, settings, strict=True):
                 row |= {name: each[name]} if name in each and name not in row else {}
     frame, name, definition = pd.DataFrame(rows), query.name, look_up(query.name)
@@ -410,11 +422,11 @@ def table_of_models(
     titles = {each: METRICS[each].title for each in (definition.baseline, definition.excess) if each in METRICS}
     titles |= {column: title, name: ", ".join(filter(None, [definition.title, tag_text(dict(query.tags))]))}
     facts: Any = {"left_out": left_out, "titles": titles, "source": source}
-    return _make_table(frame, name, column, where="these models", **facts)
+    return _table(frame, name, column, where="these models", **facts)
 
 
 def _resolve(models: Sequence[RunModel], text: str) -> MetricQuery:
-    """Which analysis and metric `ANALYSIS/METRIC` is, or a metric's name alone where one analysis has it."""
+    """Find the analysis and metric of `ANALYSIS/METRIC`, or of `METRIC` if only one analysis has it."""
     query = MetricQuery.parse(text, "metric")
     text = query.text.partition("[")[0]
     pairs = {"/".join(pair): pair for model in models for pair in model.pairs()}
@@ -430,10 +442,13 @@ def _resolve(models: Sequence[RunModel], text: str) -> MetricQuery:
 def _record(
     model: RunModel, measurements: Sequence[Measurement], query: MetricQuery, layer: int | str | None = None
 ) -> Record | None:
-    """The one record that is meant: of the whole model, else of the last layer, or of the layer asked for."""
-    of_model = resolve_k(query, model)
+    """Return the record of the requested layer; the default is the whole model, or else the last layer.
+
+    The result is None if there is no record.
+    """
+    resolved = resolve_k(query, model)
     records = [r for analysis, r in candidates(measurements, query) if analysis == query.analysis]
-    records = [r for r in records if of_model.fits(r.tags)]
+    records = [r for r in records if resolved.fits(r.tags)]
     at = None
     if layer is not None or all(r.layer is not None for r in records):
         at = max((r.layer for r in records if r.layer is not None), default=-1) if layer in (None, "last") else layer
@@ -448,18 +463,18 @@ def _record(
 def _measured(
     model: RunModel, measurements: Sequence[Measurement], query: MetricQuery, layer: int | str | None, record: Record
 ) -> dict[str, Any]:
-    """A metric at one checkpoint, its tags, and what is known of its baseline."""
+    """Return a metric at one checkpoint, its tags, step and interval, and its baseline and corrected value."""
     name, tags, first = query.name, variant_of(record.tags), measurements[0]
     facts = {f"{name}_low": record.low, f"{name}_high": record.high, "layer": record.layer}
     facts |= {"step": first.step, "tokens": first.tokens}
     for other in (look_up(name).baseline, look_up(name).excess):
-        beside = _record(model, measurements, replace(query, name=other, tags=tags), layer)
-        facts[other] = beside and beside.value
+        related = _record(model, measurements, replace(query, name=other, tags=tags), layer)
+        facts[other] = related and related.value
     return {name: record.value, **tags, **{each: value for each, value in facts.items() if value is not None}}
 
 
 def _tags(models: Sequence[RunModel], query: MetricQuery) -> dict[str, dict[Any, None]]:
-    """The tags of a metric, and the values that each has somewhere."""
+    """Return the tags of a metric with all their values in any model."""
     tags: dict[str, dict[Any, None]] = {}
     for analysis, record in (pair for model in models for pair in candidates(model.measurements, query)):
         for tag, value in variant_of(record.tags).items() if analysis == query.analysis else ():
@@ -480,13 +495,13 @@ def _reason(model: RunModel, query: MetricQuery, step: int | None, layer: int | 
 def _add_scores(
     rows: list[dict[str, Any]], models: Sequence[RunModel], score: str, query: MetricQuery
 ) -> tuple[str, str]:
-    """Put the score into each model's row and returns its column, and what that is called.
+    """Add the score to each model's row, and return the name and title of its column.
 
-    Of a run it is that of the step whose metric stands in the row.
+    The score of a training run is taken at the step of its metric.
     """
     path, colon, column = score.rpartition(":")
     if colon and Path(path).suffix in (".csv", ".parquet"):
-        _join_file(rows, Path(path), column)
+        _join(rows, Path(path), column)
         return column, column
     scalars = {name for model in models for scalars in model.scalars for name in scalars}
     if score in scalars:
@@ -502,7 +517,7 @@ def _add_scores(
         other = _resolve(models, score)
         tags = {tag: value for tag, value in query.tags.items() if tag in _tags(models, other)}
         other, title = replace(other, tags=tags), look_up(other.name).title
-        at = [model.checkpoint(row.get("step"), other.analysis) for row, model in zip(rows, models, strict=True)]
+        at = [model.select(row.get("step"), other.analysis) for row, model in zip(rows, models, strict=True)]
         records = [_record(*each, other) for each in zip(models, at, strict=True)]
         variants = {m.name: variant_of(r.tags) for m, r in zip(models, records, strict=True) if r is not None}
         refuse_unlike(variants, other.text, "score")
@@ -512,19 +527,19 @@ def _add_scores(
     return score, title
 
 
-def _join_file(rows: list[dict[str, Any]], path: Path, column: str) -> None:
-    """Add the columns of a file to the models' rows, by the model's whole name or its last part."""
+def _join(rows: list[dict[str, Any]], path: Path, column: str) -> None:
+    """Add the columns of a file to the models' rows, matched by `find_model`."""
     table: Any = read_table(path, "score")
     _refuse_missing(column, table.columns.drop("model"), "score", path)
     if column in rows[0] or column in ("model", "metric"):
         raise InputError(f"score: column {column!r} of {path} is called like what is measured; rename it")
     names = table.pop("model").tolist()
     for row in rows:
-        places = find_model(row["model"], names)
-        if len(places) > 1:
-            raise InputError(f"score: {path} has {len(places)} rows for {row['model']}, expected one")
-        for place in places:
-            row |= {name: cell for name, cell in table.iloc[place].dropna().items() if name not in row}
+        matches = find_model(row["model"], names)
+        if len(matches) > 1:
+            raise InputError(f"score: {path} has {len(matches)} rows for {row['model']}, expected one")
+        for index in matches:
+            row |= {name: cell for name, cell in table.iloc[index].dropna().items() if name not in row}
 
 
 def _refuse_missing(column: str, columns: Any, option: str, where: object) -> None:
@@ -532,7 +547,7 @@ def _refuse_missing(column: str, columns: Any, option: str, where: object) -> No
         raise InputError(f"{option}: {where} has no column {column!r}{nearest(column, map(str, columns))}")
 
 
-def _make_table(
+def _table(
     frame: Any,
     metric: str,
     score: str,
@@ -541,14 +556,14 @@ def _make_table(
     left_out: Mapping[str, str] | None = None,
     **facts: Any,
 ) -> ModelTable:
-    """The table of the models that have both values, with short names, and why the others are left out."""
+    """Return the table of the models that have metric and score, with short names; `left_out` has the others."""
     if (twice := frame["model"].duplicated()).any():
         raise InputError(f"{where} has more than one row for {frame['model'][twice].iloc[0]}")
     missing = dict(left_out or {})
     for column, option in ((metric, "metric"), (score, "score")):
         values = frame.get(column, pd.Series(math.nan, frame.index))
         expected = f"{option}: expected numbers in column {column!r} of {where}, got"
-        frame[column] = to_numbers(values, frame["model"], expected)
+        frame[column] = numeric(values, frame["model"], expected)
         for name in frame["model"][~np.isfinite(frame[column])]:
             missing.setdefault(name, f"no {column}")
     complete = frame[~frame["model"].isin(missing)].reset_index(drop=True)
@@ -558,6 +573,6 @@ def _make_table(
         raise InputError(f"expected at least {FEWEST} models with a metric and a score, got {len(complete)}{reasons}")
     complete["model"] = complete["model"].map(short_names(list(complete["model"])))
     complete = complete.dropna(axis=1, how="all")
-    beside = {"baseline": look_up(metric).baseline, "corrected": look_up(metric).excess}
-    beside = {role: column if column in complete.columns else None for role, column in beside.items()}
-    return ModelTable(frame=complete, metric=metric, score=score, left_out=missing, **beside, **facts)
+    related = {"baseline": look_up(metric).baseline, "corrected": look_up(metric).excess}
+    related = {role: column if column in complete.columns else None for role, column in related.items()}
+    return ModelTable(frame=complete, metric=metric, score=score, left_out=missing, **related, **facts)

@@ -1,4 +1,4 @@
-"""Output of a correlation over models or over layers: its page, its figures and its numbers."""
+"""Output of a correlation over models or over layers: page, figures and numbers."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -38,15 +38,15 @@ def _write(
     frames: Mapping[str, pd.DataFrame],
     charts: Iterable[tuple[str, Chart]],
 ) -> list[Path]:
-    """Write the page NAME.html, NAME.json, a .csv a table, a .png, .svg and .pdf a chart; return their paths."""
+    """Write NAME.html, NAME.json, a .csv per table, and a .png, .svg and .pdf per chart; return their paths."""
     numbers = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     tables = {f"{each}.csv": frame for each, frame in frames.items()}
     files = records.write_files(folder, {f"{name}.html": page, f"{name}.json": numbers, **tables})
-    return [files[0], *write_pictures(charts, folder), *files[1:]]  # pictures, which may fail, after the numbers
+    return [files[0], *write_pictures(charts, folder), *files[1:]]  # last, because drawing pictures may fail
 
 
 def number_cell(row: Row | Estimate) -> tuple[str, str]:
-    """Return a number and its interval, as a cell."""
+    """Return a table cell with a number and its interval."""
     return value(row.value), "" if row.low is None or row.high is None else f"{value(row.low)} to {value(row.high)}"
 
 
@@ -54,12 +54,15 @@ def number_cell(row: Row | Estimate) -> tuple[str, str]:
 
 
 def write_models(table: ModelTable, findings: Findings, folder: Path) -> list[Path]:
-    """Write correlation.html, .json and .csv (a row a coefficient), models.csv and the pictures.
+    """Write correlation.html, .json and .csv (one row per coefficient), models.csv and the pictures.
 
-    Return their paths, the page first. Files of these names are replaced.
+    Existing files with these names are replaced.
+
+    Returns:
+        The paths, the page first.
 
     Raises:
-        InputError: where the folder cannot be written.
+        InputError: The folder cannot be written.
     """
     parts = {table.metric: findings.rows + findings.groups, table.corrected: findings.corrected}
     rows = pd.DataFrame([{"of": of, **vars(row)} for of, rows in parts.items() for row in rows])
@@ -84,7 +87,7 @@ def write_models(table: ModelTable, findings: Findings, folder: Path) -> list[Pa
 
 
 def coefficient_table(table: ModelTable, findings: Findings) -> Table:
-    """Return all coefficients: whole, of the corrected metric, with something held fixed, and within groups."""
+    """Return the table of coefficients: plain, of the corrected metric, partial, and within groups."""
     partial = [row for row in findings.rows if row.name.startswith("Partial")]
     parts = {
         table.title(table.metric): [row for row in findings.rows if row not in partial],
@@ -98,7 +101,7 @@ def coefficient_table(table: ModelTable, findings: Findings) -> Table:
 
 
 def covariate_table(findings: Findings) -> Table | None:
-    """Return what other columns explain of the metric and the score; None where none is known."""
+    """Return a table of how much other columns explain metric and score, or None without such columns."""
     if not findings.covariates:
         return None
     cells = []
@@ -109,7 +112,7 @@ def covariate_table(findings: Findings) -> Table | None:
 
 
 def _scatter(table: ModelTable, findings: Findings) -> Scatter:
-    """Return the plot of the models."""
+    """Return the scatter plot of score against metric, with one point per model."""
     frame, group, hover = table.frame, findings.group, list[list[str]]()
     x, y = table.values(table.metric), table.values(table.score)
     r = correlation.pearson(x, y)
@@ -134,17 +137,20 @@ def _scatter(table: ModelTable, findings: Findings) -> Scatter:
 
 
 def write_layers(tables: LayerTables, findings: LayerFindings, folder: Path) -> list[Path]:
-    """Write layers.html, layers.json, correlations.csv, selection.csv, curves.csv and the pictures into a folder.
+    """Write layers.html, layers.json, correlations.csv, selection.csv, curves.csv and the pictures to a folder.
 
-    Return their paths, the page first. Files of these names are replaced.
+    Existing files with these names are replaced.
+
+    Returns:
+        The paths, the page first.
 
     Raises:
-        InputError: where the folder cannot be written.
+        InputError: The folder cannot be written.
     """
     depth, blocks = depth_charts(tables), []
     charts = [(f"depth {key}", chart) for key, chart in zip(("score", *tables.titles), depth, strict=True)]
     for model, result in zip(tables.models, findings.models, strict=True):
-        note = "A point a layer, joined in their order; metric and score are averaged over the same tasks."
+        note = "One point per layer, joined in order. Metric and score are averaged over the same tasks."
         drawn = {one.metric: scatter_plot(_path(tables, one, model, result)) for one in result.metrics}
         charts += [(f"scatter {model.name} {key}", chart) for key, chart in drawn.items()]
         choices = [(f"{tables.titles[key]}: {chart.title}", [("", chart)]) for key, chart in drawn.items()]
@@ -166,18 +172,18 @@ def write_layers(tables: LayerTables, findings: LayerFindings, folder: Path) -> 
 
 
 def depth_charts(tables: LayerTables) -> list[Chart]:
-    """Return the scores, then each metric, averaged over the tasks that a model has of it, over depth."""
+    """Return a chart over depth for the scores and for each metric, averaged over tasks, one curve per model."""
     curves = {f"{tables.score_title}, mean over tasks": {model.name: model.scores for model in tables.models}}
     for key, title in tables.titles.items():
         curves[title] = {m.name: m.metrics[key] for m in tables.models if key in m.metrics}
     return [
-        depth_curves(title, {name: table.to_numpy().mean(0).tolist() for name, table in of_models.items()})
-        for title, of_models in curves.items()
+        depth_curves(title, {name: table.to_numpy().mean(0).tolist() for name, table in by_model.items()})
+        for title, by_model in curves.items()
     ]
 
 
 def _path(tables: LayerTables, one: Any, model: ModelTables, findings: ModelFindings) -> Scatter:
-    """Return a metric against the scores, a point a layer, both averaged over the same tasks."""
+    """Return the scatter plot of scores against a metric, one point per layer, averaged over the same tasks."""
     _, metric, scores = model.tables(one.metric, tables.first_layer)
     layers = range(tables.first_layer, model.num_layers + 1)
     means = {c.coefficient: c.estimate.value for c in one.correlations if c.form == "of_task_means"}
@@ -199,12 +205,12 @@ def _path(tables: LayerTables, one: Any, model: ModelTables, findings: ModelFind
 
 
 def heading(model: ModelFindings) -> str:
-    """Return what a model is called above its rows."""
+    """Return the heading above the rows of a model."""
     return f"{model.model}{f', step {model.step:,}' if model.step is not None else ''}, {model.num_layers} layers"
 
 
 def correlation_table(tables: LayerTables, findings: LayerFindings) -> Table:
-    """Return a row a metric and form of each model, beside the null."""
+    """Return a table with one row per metric and form of coefficient for each model, and the null distribution."""
     groups = []
     for model in findings.models:
         null, rows = model.null, []
@@ -214,10 +220,10 @@ def correlation_table(tables: LayerTables, findings: LayerFindings) -> Table:
         )
         for one in model.metrics:
             title = tables.titles[one.metric]
-            for form, part in grouped(one.correlations, lambda c: c.form).items():
-                by_name = {c.coefficient: number_cell(c.estimate) for c in part}
+            for form, group in grouped(one.correlations, lambda c: c.form).items():
+                by_name = {c.coefficient: number_cell(c.estimate) for c in group}
                 cells = [by_name[name] for name in COEFFICIENTS]
-                rows.append(Cells([(title, FORM_TITLES[form]), *cells, (str(part[0].num_tasks), "")]))
+                rows.append(Cells([(title, FORM_TITLES[form]), *cells, (str(group[0].num_tasks), "")]))
             if one.note:
                 rows.append(Cells([(title, one.note), *[("", "")] * 4]))
         groups.append(Group(heading(model), note, rows))
@@ -237,14 +243,14 @@ ESTIMATES = {
 
 
 def choice_table(tables: LayerTables, findings: LayerFindings) -> Table:
-    """Return a row a way of choosing of each model; strong are those chosen on other models."""
+    """Return a table with one row per rule for each model; rules chosen on other models are bold."""
     groups = []
     for model in findings.models:
         rows = []
         for choice in model.choices:
             direction, _, key = choice.rule.partition(" ")
             way = f"{tables.titles[choice.metric or key]}: {'smallest' if direction == 'min' else 'largest'} value"
-            name = (way, "" if choice.metric else "of all metrics, picked on other models")
+            name = (way, "" if choice.metric else "best of all metrics on other models")
             numbers = [number_cell(getattr(choice.result, each)) for each in ESTIMATES]
             rows.append(Cells([name, *numbers, (str(choice.result.num_tasks), "")], choice.is_chosen))
         groups.append(Group(heading(model), "", rows))
@@ -252,7 +258,7 @@ def choice_table(tables: LayerTables, findings: LayerFindings) -> Table:
 
 
 def missing_tasks(tables: LayerTables, findings: LayerFindings) -> list[tuple[str, str, str, str]]:
-    """Return the tasks that are left out: model, metric, tasks and reason, one line a reason."""
+    """Return the tasks left out, as (model, metric, tasks, reason), with one entry per reason."""
     return [
         (model.model, tables.titles[one.metric], ", ".join(tasks), why)
         for model in findings.models
@@ -262,18 +268,18 @@ def missing_tasks(tables: LayerTables, findings: LayerFindings) -> list[tuple[st
 
 
 def _frames(tables: LayerTables, findings: LayerFindings) -> dict[str, pd.DataFrame]:
-    """Return a row a coefficient, a row a way of choosing, and a row a model, task and layer."""
+    """Return tables with one row per coefficient, per rule, and per model, task and layer."""
     correlations, choices, curves = [], [], []
     for model, result in zip(tables.models, findings.models, strict=True):
-        place = {"model": model.name, "step": model.step}
+        key = {"model": model.name, "step": model.step}
         null = {"null_noise": result.null.noise, "null_walk": result.null.walk}
         for one in result.metrics:
             for c in one.correlations:
-                row = place | {"metric": one.metric, "form": c.form, "coefficient": c.coefficient}
+                row = key | {"metric": one.metric, "form": c.form, "coefficient": c.coefficient}
                 row |= {**c.estimate._asdict(), "num_tasks": c.num_tasks}
                 correlations.append(row | (null if c.coefficient == "distance_correlation" else {}))
         for choice in result.choices:
-            row = place | {"metric": choice.metric, "rule": choice.rule, "is_chosen": choice.is_chosen}
+            row = key | {"metric": choice.metric, "rule": choice.rule, "is_chosen": choice.is_chosen}
             facts = vars(choice.result)
             row |= {name: facts[name] for name in ("num_tasks", "best_layer", "best_share", "middle_layer")}
             for name, estimate in facts.items():
@@ -282,8 +288,8 @@ def _frames(tables: LayerTables, findings: LayerFindings) -> dict[str, pd.DataFr
             choices.append(row)
         scores = model.scores.stack()
         values = {"score": scores} | {key: table.stack().reindex(scores.index) for key, table in model.metrics.items()}
-        curves.append(pd.DataFrame(values).reset_index(names=["task", "layer"]).assign(**place))
-    tables_of = {"correlations": pd.DataFrame(correlations), "selection": pd.DataFrame(choices)}
+        curves.append(pd.DataFrame(values).reset_index(names=["task", "layer"]).assign(**key))
+    frames = {"correlations": pd.DataFrame(correlations), "selection": pd.DataFrame(choices)}
     curve_table = pd.concat(curves, ignore_index=True)
     first = ["model", "step", "task", "layer"]
-    return {**tables_of, "curves": curve_table[[*first, *(name for name in curve_table if name not in first)]]}
+    return {**frames, "curves": curve_table[[*first, *(name for name in curve_table if name not in first)]]}

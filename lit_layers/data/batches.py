@@ -201,8 +201,8 @@ class EvalText(Batches):
             yield {"input_ids": ids.clone(), "attention_mask": torch.ones_like(ids)}  # (batch, num_tokens)
 
     def __len__(self) -> int:
-        num_windows = self.num_sequences if self.min_sequences is None else len(self.windows())
-        return -(-num_windows // self.batch_size)
+        count = self.num_sequences if self.min_sequences is None else len(self.windows())
+        return -(-count // self.batch_size)
 
     def content_hash(self) -> str:
         """Return a hash of the token ids and the batch size, as 16 hex digits."""
@@ -257,7 +257,7 @@ def draw_indices(total: int, num: int, seed: int | str) -> list[int]:
     return list(drawn)
 
 
-MAX_ROWS = 10_000  # texts or images: all stay in memory and are measured at every step
+MAX = 10_000  # most texts or images: all stay in memory and are measured at every step
 _BATCH_ROWS = 16  # batch size for a data set
 _NAMES = ("input_ids", "attention_mask", "token_type_ids", "pixel_values")
 _EXPECTED = (
@@ -333,10 +333,8 @@ class GivenBatches(Batches):
 
 def refuse_many(count: int) -> None:
     """Raise InputError for more texts or images than can sensibly be measured at every step."""
-    if count > MAX_ROWS:
-        raise InputError(
-            f"batches: expected at most {MAX_ROWS} texts or images, got more: give Subset(data, range(64))"
-        )
+    if count > MAX:
+        raise InputError(f"batches: expected at most {MAX} texts or images, got more: give Subset(data, range(64))")
 
 
 def to_batches(data: Any) -> Batches:

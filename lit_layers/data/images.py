@@ -375,14 +375,14 @@ def statistics(source: ImageSource, normalisation: Normalisation) -> tuple[tuple
     pictures = source.train
     if not isinstance(pictures, SmallPictures):
         raise InputError(f"normalisation: the images of {source.name} are large: take imagenet or half")
-    means, deviations = [], []
+    means, stds = [], []
     levels = torch.arange(256, dtype=torch.float64) / 255
     for channel in range(3):
         counts = pictures.pixels[:, channel].flatten().bincount(minlength=256).double()
         mean = (counts * levels).sum() / counts.sum()
         means.append(float(mean))
-        deviations.append(float(((counts * (levels - mean) ** 2).sum() / counts.sum()).sqrt()))
-    return tuple(means), tuple(deviations)
+        stds.append(float(((counts * (levels - mean) ** 2).sum() / counts.sum()).sqrt()))
+    return tuple(means), tuple(stds)
 
 
 def image_size(source: ImageSource, chosen: int | None) -> int:
@@ -402,7 +402,7 @@ def eval_pixels(pictures: Pictures, chosen: list[int], size: int) -> Tensor:
     """Return the chosen images, resized and cropped for evaluation, in 0..255: (images, 3, size, size)."""
     if isinstance(pictures, SmallPictures):
         return resized(pictures.batch(chosen), size)
-    return torch.stack([_centre_crop(pictures.picture(index), size) for index in chosen])
+    return torch.stack([_crop(pictures.picture(index), size) for index in chosen])
 
 
 def resized(pixels: Tensor, size: int) -> Tensor:
@@ -413,7 +413,7 @@ def resized(pixels: Tensor, size: int) -> Tensor:
     return large.clamp(0, 255)
 
 
-def _centre_crop(image: Image.Image, size: int) -> Tensor:
+def _crop(image: Image.Image, size: int) -> Tensor:
     shorter = round(size / CROP)
     scale = shorter / min(image.size)
     image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)

@@ -119,7 +119,7 @@ class TokenShards:
 def finish(draft: Path, folder: Path, header: dict[str, Any]) -> None:
     """Write the header for the files in `draft`, flush them to disk, and rename `draft` to `folder`."""
     paths = [path for path in sorted(draft.rglob("*")) if path.is_file() and path.name != HEADER]
-    files = {path.relative_to(draft).as_posix(): _file_entry(path) for path in paths}
+    files = {path.relative_to(draft).as_posix(): _entry(path) for path in paths}
     listing = "\n".join(f"{name} {entry['sha256']}" for name, entry in sorted(files.items()))
     header = {**header, "files": files, "checksum": hashlib.sha256(listing.encode()).hexdigest()}
     write_json(draft / HEADER, header, sort_keys=True)
@@ -139,7 +139,7 @@ def _read_header(folder: Path) -> dict[str, Any]:
     return header
 
 
-def _file_entry(path: Path) -> dict[str, Any]:
+def _entry(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
@@ -211,7 +211,7 @@ def prepare(
         tokenization.save_tokenizer(loaded, draft / TOKENIZER)
         dtype, hash_ = token_dtype(loaded.vocab_size), tokenization.tokenizer_hash(loaded.tokenizer)
         key = hash_of([settings, corpus.revision, hash_])
-        counts = _write_tokens(draft, dtype, corpus, loaded, max_documents, progress, key)
+        counts = _write(draft, dtype, corpus, loaded, max_documents, progress, key)
         header = {
             "format": FORMAT,
             "version": VERSION,
@@ -226,7 +226,7 @@ def prepare(
     return TokenShards.open(folder)
 
 
-def _write_tokens(
+def _write(
     draft: Path,
     dtype: np.dtype,
     source: Source,
@@ -241,8 +241,8 @@ def _write_tokens(
     """
     encoder, end = copy.deepcopy(tokenizer.tokenizer), tokenizer.end_of_text_id
     encoder.encode_special_tokens = True  # "<|endoftext|>" in a document is text
-    state_file, names = draft / PROGRESS, [f"{stem}.{kind}" for stem in STEMS.values() for kind in ("bin", "idx")]
-    state: dict[str, Any] = json.loads(state_file.read_text()) if state_file.is_file() else {"key": ""}
+    saved, names = draft / PROGRESS, [f"{stem}.{kind}" for stem in STEMS.values() for kind in ("bin", "idx")]
+    state: dict[str, Any] = json.loads(saved.read_text()) if saved.is_file() else {"key": ""}
     if state["key"] != key:
         state = {"key": key, "read": 0, "chains": dict.fromkeys(STEMS, ""), "sizes": dict.fromkeys(names, 0)}
         state["splits"] = {split: {"tokens": 0, "documents": 0, "bytes": 0} for split in STEMS}
@@ -260,12 +260,12 @@ def _write_tokens(
             counts["documents"] += 1
         pending.clear()
 
-    def save_state(read: int) -> None:
+    def save(read: int) -> None:
         for name, file in zip(names, opened, strict=True):
             file.flush()
             sync(draft / name)
             state["sizes"][name] = file.tell()
-        write_json(state_file, state | {"read": read})
+        write_json(saved, state | {"read": read})
 
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context((draft / name).open("ab")) for name in names]
@@ -273,8 +273,8 @@ def _write_tokens(
             file.truncate(state["sizes"][name])  # drops what was written after the last save
         files = dict(zip(splits, zip(opened[::2], opened[1::2], strict=True), strict=True))
         stack.enter_context(tokenization.tokenizer_threads(every_core=True))
-        size, last_save = 0, time.monotonic()
-        documents = tqdm(_assign_splits(source, limit), disable=None if progress else True, unit=" documents")
+        size, last = 0, time.monotonic()
+        documents = tqdm(_assign(source, limit), disable=None if progress else True, unit=" documents")
         for read, (text, split, value) in enumerate(documents, start=1):
             if read <= state["read"]:
                 continue
@@ -287,12 +287,12 @@ def _write_tokens(
             chains[split] = hashlib.sha256(f"{chains[split]}/{value}".encode()).hexdigest()
             if size >= CHUNK_BYTES:
                 write()
-                if time.monotonic() - last_save >= SAVE_SECONDS:
-                    save_state(read)
-                    last_save = time.monotonic()
+                if time.monotonic() - last >= SAVE_SECONDS:
+                    save(read)
+                    last = time.monotonic()
                 size = 0
         write()
-    state_file.unlink(missing_ok=True)
+    saved.unlink(missing_ok=True)
     for split, counts in splits.items():
         counts["corpus_hash"] = chains[split][:16]
         if not counts["documents"]:
@@ -305,11 +305,11 @@ def _write_tokens(
     return {"splits": splits, "left_out": left_out, "corpus_hash": corpus_hash}
 
 
-def _assign_splits(source: Source, limit: int | None) -> Iterator[tuple[str, str, int]]:
+def _assign(source: Source, limit: int | None) -> Iterator[tuple[str, str, int]]:
     """Yield each text with its split, or the reason to omit it, and its hash; validation comes first."""
-    max_texts, held_out = limit or sys.maxsize, set[int]()
+    most, held_out = limit or sys.maxsize, set[int]()
     for split in source.splits:  # None means one stream
-        for text in islice(source.read(split), max_texts):
+        for text in islice(source.read(split), most):
             value = digest(text)
             if not text.strip():
                 yield text, "empty", value
@@ -323,7 +323,7 @@ def _assign_splits(source: Source, limit: int | None) -> Iterator[tuple[str, str
 def _training_texts(source: Source, limit: int | None, size: int) -> Iterator[str]:
     """Yield training documents until they hold at least `size` characters."""
     total = 0
-    for text, split, _ in _assign_splits(source, limit):
+    for text, split, _ in _assign(source, limit):
         if total >= size:
             return
         if split == "train":
@@ -371,15 +371,15 @@ def _draft_of(folder: Path) -> Iterator[Path]:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")):
-            state_file = draft / PROGRESS
+            saved = draft / PROGRESS
             draft.mkdir(exist_ok=True)
             try:
                 yield draft
             except InputError:
-                state_file.unlink(missing_ok=True)
+                saved.unlink(missing_ok=True)
                 raise
             finally:
-                if not state_file.is_file():
+                if not saved.is_file():
                     shutil.rmtree(draft, ignore_errors=True)
     except OSError as error:
         raise InputError(f"cannot prepare {folder} ({error}): choose another folder, or run again to go on") from error

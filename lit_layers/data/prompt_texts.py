@@ -328,16 +328,16 @@ _ROWS = ("1234567890-", "qwertyuiop[", "asdfghjkl;'", "zxcvbnm,./")
 
 def _neighbours() -> dict[str, str]:
     """Map each key of a US keyboard to its neighbours; each row is shifted by half a key against the one above."""
-    neighbours: dict[str, str] = {}
+    near: dict[str, str] = {}
     for y, row in enumerate(_ROWS):
         for x, key in enumerate(row):
             sides = [row[x - 1 : x], row[x + 1 : x + 2]]
             above = _ROWS[y - 1][x : x + 2] if y else ""
             below = _ROWS[y + 1][max(x - 1, 0) : x + 1] if y + 1 < len(_ROWS) else ""
             keys = "".join(sides) + above + below
-            neighbours[key] = keys
-            neighbours[key.upper()] = keys.upper() if key.isalpha() else keys
-    return neighbours
+            near[key] = keys
+            near[key.upper()] = keys.upper() if key.isalpha() else keys
+    return near
 
 
 _NEIGHBOURS = _neighbours()
@@ -412,11 +412,11 @@ def make_view(text: str, random_state: tuple[int, int, int], *, share: float = 0
 
 def _perturbed(word: str, draw: random.Random, share: float, letters: str | None) -> str:
     """Replace a share of the characters of a word by random `letters`, or by neighbouring keys if None."""
-    characters = list(word)
+    chars = list(word)
     for index in sorted(draw.sample(range(len(word)), math.ceil(share * len(word))), reverse=True):
         choices = _NEIGHBOURS.get(word[index], "") if letters is None else letters.replace(word[index], "")
-        characters[index] = draw.choice(choices) if choices else word[index]  # not on the keyboard
-    return "".join(characters)
+        chars[index] = draw.choice(choices) if choices else word[index]  # not on the keyboard
+    return "".join(chars)
 
 
 def _is_long(word: str) -> bool:

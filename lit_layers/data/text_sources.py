@@ -278,9 +278,8 @@ class LocalText(Source):
 
     def _read_jsonl(self, file: Path) -> Iterator[str]:
         for row in json_objects(file):
-            yield (
-                _text_of(row, self.column, str(file)).encode("utf-8", "replace").decode()
-            )  # JSON can hold half a surrogate pair
+            # JSON can hold half a surrogate pair
+            yield _text_of(row, self.column, str(file)).encode("utf-8", "replace").decode()
 
     def _read_parquet(self, file: Path) -> Iterator[str]:
         with open_parquet(file, {self.column: "column"}) as table:

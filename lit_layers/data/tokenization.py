@@ -118,24 +118,24 @@ class TokenizerMixin:
     tokenizer: str
 
     @cached_property
-    def loaded_tokenizer(self) -> TextTokenizer:
+    def text_tokenizer(self) -> TextTokenizer:
         return load_tokenizer(self.tokenizer)
 
     def tokenizer_hash(self) -> str | None:
-        return tokenizer_hash(self.loaded_tokenizer.tokenizer)
+        return tokenizer_hash(self.text_tokenizer.tokenizer)
 
 
-def save_tokenizer(text_tokenizer: TextTokenizer, folder: Path) -> None:
+def save_tokenizer(loaded: TextTokenizer, folder: Path) -> None:
     """Write the tokenizer to a folder that `AutoTokenizer` can open."""
     folder.mkdir(parents=True, exist_ok=True)
     with naming(folder / MAIN):
-        text_tokenizer.tokenizer.save(str(folder / MAIN))
-    for name, path in text_tokenizer.companions.items():
+        loaded.tokenizer.save(str(folder / MAIN))
+    for name, path in loaded.companions.items():
         shutil.copyfile(path, folder / name)
-    config = _read_json(folder / CONFIG) if CONFIG in text_tokenizer.companions else {}
+    config = _read_json(folder / CONFIG) if CONFIG in loaded.companions else {}
     if "tokenizer_class" not in config:
-        config |= {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": text_tokenizer.end_of_text}
-    config.setdefault("eos_token", text_tokenizer.end_of_text)
+        config |= {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": loaded.end_of_text}
+    config.setdefault("eos_token", loaded.end_of_text)
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -182,16 +182,16 @@ def _load(main: Path, companions: dict[str, Path]) -> TextTokenizer:
     except Exception as error:  # the library raises bare Exception
         raise InputError(f"{main} is no fast tokenizer of the `tokenizers` library ({error})") from error
     config = _read_json(companions[CONFIG]) if CONFIG in companions else {}
-    end_token = config.get("eos_token")
-    end_token = end_token.get("content") if isinstance(end_token, dict) else end_token
+    eos = config.get("eos_token")
+    eos = eos.get("content") if isinstance(eos, dict) else eos
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokens = (token for token in (end_token, *ENDS) if isinstance(token, str))
+    tokens = (token for token in (eos, *ENDS) if isinstance(token, str))
     end = next((token for token in tokens if tokenizer.token_to_id(token) is not None), None)
     if end is None:
         raise InputError(f"the tokenizer {main} has no token to end a document: name one as eos_token in {CONFIG}")
     loaded = TextTokenizer(tokenizer, end, companions)
-    if config.get("add_eos_token") is True and end_token == loaded.end_of_text:
+    if config.get("add_eos_token") is True and eos == loaded.end_of_text:
         _add_end(loaded)
     return loaded
 

@@ -118,9 +118,7 @@ class WordPairs(Batches):
         table, tokenizer = self._pairs, load_tokenizer(tokenizer_of(self.tokenizer, self.corpus))
         spelled = list(dict.fromkeys(table[["first", "second"]].to_numpy().ravel()))
         encoded = dict(zip(spelled, _encode(spelled, tokenizer), strict=True))
-        words = sorted(
-            dict.fromkeys(encoded.values()), key=lambda word: len(word.ids)
-        )  # stable: file order
+        words = sorted(dict.fromkeys(encoded.values()), key=lambda word: len(word.ids))  # stable: file order
         index = {word: row for row, word in enumerate(words)}
         groups = table.groupby(LABELS, sort=False, dropna=False)
         categories = tuple(self._category(rows, encoded, index) for _, rows in groups)

@@ -1,3 +1,3 @@
-"""The layer that is enough for a task: exported as a model of its own, with its probe, and put to work."""
+"""Selection of the smallest sufficient layer for a task, and its export as a standalone model with a probe."""
 
 from lit_layers.select.export import load_classifier as load_classifier

@@ -1,4 +1,4 @@
-"""Which layer is enough: features of labelled rows, probes fitted on train, a layer chosen on validation."""
+"""Choice of the first sufficient layer: probes are fitted on train rows, and validation rows decide."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.tasks.probe_task import ProbeTask, hold_out
 from lit_layers.tasks.text_features import LayerFeatures, TaskReader, TextPooling, store_features, text_features
 
-# What a probe can be judged by, as a mean over rows; the first one where none is named.
+# Metrics that can judge a probe, each a mean over rows. The first one is the default.
 METRICS: dict[str, tuple[str, ...]] = {
     "classification": ("accuracy", "log_loss"),
     "regression": ("mean_squared_error",),
@@ -49,23 +49,23 @@ class Score:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """A layer, and what it was chosen by."""
+    """A chosen layer, with the scores and the rule that it was chosen by."""
 
     layer: int
     num_layers: int
     metric: str
     rule: Rule
     tolerance: float
-    validation: Mapping[int, Score]  # layers 0 to L, on the validation rows
-    baseline: float  # of what knows no text, on the validation rows
-    shares: Mapping[int, float]  # of bootstrap resamples of the validation rows that choose each layer 1 to L
-    test: Mapping[int, Score]  # of the chosen layer and the last
-    difference: Score  # on test, of the chosen layer to the last: paired over rows
-    probe: Fitted  # of the chosen layer, fitted on train
+    validation: Mapping[int, Score]  # scores of layers 0 to L on the validation rows
+    baseline: float  # score on the validation rows of a prediction that ignores the text
+    shares: Mapping[int, float]  # fraction of bootstrap resamples of validation rows that choose each layer 1 to L
+    test: Mapping[int, Score]  # test scores of the chosen layer and the last layer
+    difference: Score  # chosen layer minus last layer on test, paired over rows
+    probe: Fitted  # probe of the chosen layer, fitted on train
 
     @property
     def baseline_name(self) -> str:
-        """Return what knows no text at all."""
+        """Name of the baseline, a prediction that ignores the text."""
         return BASELINES[self.metric]
 
 
@@ -80,28 +80,40 @@ def choose(
     options: ProbeOptions | None = None,
     progress: Progress = lambda done, total, what: None,
 ) -> Choice:
-    """Return the first layer that a rule takes, judged by its probe's score on validation rows.
+    """Return the first layer that a rule accepts, judged by the probe's score on validation rows.
 
-    A probe is fitted on the training rows of each layer, 0 to L; the rule sees layers 1 to L. `features` is asked for
-    "test" only when the layer has been chosen, and test is scored only for that layer and the last. `num_classes` is
-    None for a regression. `by` is the metric, of `BY`.
+    A probe is fitted on the training rows at each layer, 0 to L. The rule chooses among layers 1 to L.
+
+    Args:
+        features: Returns the features of "train", "validation" or "test". It is called for "test" only after the layer
+            has been chosen.
+        targets: Classes or values of the rows of each.
+        num_classes: Number of classes. None: regression.
+        rule: The rule that chooses a layer from the scores.
+        tolerance: The tolerance of the rule.
+        by: The metric, one of `METRICS`. None: the first one.
+        options: Options of the probes.
+        progress: Callback that receives the number of finished probes, their total, and what runs now.
+
+    Returns:
+        The choice, with test scores only of the chosen layer and the last layer.
 
     Raises:
-        InputError: a rule or metric that does not fit, too few rows or classes, a probe that has not converged, or no
-            layer that is better than knowing no text at all.
+        InputError: The rule or metric does not fit, there are too few rows or classes, a probe has not converged, or no
+            layer beats the baseline.
     """
     options = options or ProbeOptions()
-    usual = METRICS["regression" if num_classes is None else "classification"]
-    metric = by or usual[0]
-    if metric not in usual:
-        raise InputError(f"by: expected {' or '.join(usual)} of this task's probes, got {metric}")
+    metrics = METRICS["regression" if num_classes is None else "classification"]
+    metric = by or metrics[0]
+    if metric not in metrics:
+        raise InputError(f"by: expected {' or '.join(metrics)} of this task's probes, got {metric}")
     for part, labels in targets.items():
         if len(labels) < 2:
             raise InputError(f"{part}: expected at least 2 rows, got {len(labels)}: give more")
     if num_classes is not None and len(targets["train"].unique()) < 2:
         raise InputError("train: all rows have one class, and a probe needs two: give other rows")
     how: Any = {"rule": rule, "tolerance": tolerance, "higher_is_better": look_up(metric).higher_is_better}
-    _apply_rule([1.0], how)  # refuses before anything is fitted
+    _apply_rule([1.0], how)  # raises for a bad rule before any probe is fitted
     train, held_out = features("train"), features("validation")
     num_layers, probes, rows = train.num_layers, list[Fitted](), list[Tensor]()
     for layer in range(num_layers + 1):
@@ -143,7 +155,7 @@ def choose(
 
 
 def _defined(rows: Tensor) -> Tensor:
-    """Return those of the rows (layers, rows) whose class some training row had: others have no log-loss."""
+    """Drop rows of (layers, rows) whose class no training row has, because their log-loss is undefined."""
     return rows[:, rows.isfinite().all(0)]
 
 
@@ -156,7 +168,7 @@ def _apply_rule(values: list[float], how: Any) -> int:
 
 
 def _baseline(targets: Mapping[Part, Tensor], num_classes: int | None) -> RowScores:
-    """Return what the training labels alone say of the validation rows."""
+    """Return scores on the validation rows of a prediction that only uses the training labels."""
     train, held_out = targets["train"], targets["validation"]
     if num_classes is None:
         return RowScores((held_out - train.mean()).square())
@@ -172,20 +184,20 @@ def _score(values: Tensor, metric: str | None) -> Score:
 
 
 IMAGE_BATCH = 64
-ROWS_TO_CHECK = 8  # an export with
+ROWS_TO_CHECK = 8  # rows that an export is checked with
 PARTS: tuple[Part, ...] = ("train", "validation", "test")
 NOTES = {
-    "num_duplicates": "Rows of train and validation left out, as test has their text: {}.",
-    "num_empty": "Rows without text, left out: {}.",
-    "num_conflicting": "Rows of train and validation whose text stands there with another label, too (kept): {}.",
-    "num_unseen_test_rows": "Test rows of a class that train lacks (kept, all of them errors): {}.",
-    "num_cut": "Texts that lost their end to the limit of tokens: {}.",
+    "num_duplicates": "Train and validation rows dropped because test has their text: {}.",
+    "num_empty": "Blank rows dropped: {}.",
+    "num_conflicting": "Train and validation rows whose text also has another label (not dropped): {}.",
+    "num_unseen_test_rows": "Test rows of a class that train lacks (all count as errors): {}.",
+    "num_cut": "Texts truncated to the limit of tokens: {}.",
 }
 
 
 @dataclass(frozen=True, eq=False)
 class TaskFeatures:
-    """What `choose` needs of a task, and what an export needs to be checked."""
+    """The input of `choose` for one task, with a batch for checking an export."""
 
     name: str
     kind: str
@@ -193,8 +205,8 @@ class TaskFeatures:
     targets: Mapping[Part, Tensor]
     features: Callable[[Part], LayerFeatures]
     pooling: TextPooling
-    batch: Batch  # a few validation rows as the model takes them
-    max_tokens: int | None  # a longer text lost its end; None for images
+    batch: Batch  # model input of a few validation rows
+    max_tokens: int | None  # longer texts are truncated; None for images
     notes: tuple[str, ...] = ()
 
     @property
@@ -211,10 +223,12 @@ def text_task(
     pooling: TextPooling = "last",
     max_tokens: int = 512,
 ) -> TaskFeatures:
-    """A task of texts, one of the catalogue or another; each text is passed once, when its part is asked for.
+    """Return the features of a text task, from the catalogue or the user.
+
+    The texts of train, validation and test are passed through the model when their features are requested.
 
     Raises:
-        InputError: a model of images, a task, tokenizer or file that is not there.
+        InputError: The model reads images, or the task, the tokenizer or a file does not exist.
     """
     rows = TaskReader("task", task, tokenizer, folder=folder, max_tokens=max_tokens).rows(model, join_validation=False)
     limit = min(max_tokens, model.max_tokens or max_tokens)
@@ -243,10 +257,10 @@ def image_task(
     validation_share: float = 0.2,
     seed: int = 0,
 ) -> TaskFeatures:
-    """A labelled image set (`digits`, `cifar10`, a path, ...), normalised as the model saw images in training.
+    """Return the features of a labelled image set (`digits`, `cifar10`, a path, ...), normalised as in training.
 
     Raises:
-        InputError: a model of texts, or one without a class token for the pooling "cls"; a source that is not there.
+        InputError: The model reads text, it has no class token for the pooling "cls", or the source does not exist.
     """
     if not model.family.sees_images:
         raise InputError(f"images: expected a vision model, got {type(model.model).__name__}: name a --task of texts")
@@ -261,27 +275,27 @@ def image_task(
     train = _image_keys(images.train, _drawn(len(images.train), num_train, seed, "train"), size)
     test = _image_keys(images.test, _drawn(len(images.test), num_test, seed, "test"), size)
     in_test = {*test.values()}
-    alone = {number: key for number, key in train.items() if key not in in_test}
-    if not alone:
+    unique = {index: key for index, key in train.items() if key not in in_test}
+    if not unique:
         raise InputError(f"images: every training image of {source} is a test image, too: give other images")
-    strata = images.train.labels[[*alone]].tolist()
-    held_out = hold_out([*alone.values()], strata, validation_share, seed=seed, purpose="validation")
+    strata = images.train.labels[[*unique]].tolist()
+    held_out = hold_out([*unique.values()], strata, validation_share, seed=seed, purpose="validation")
     chosen: dict[Part, list[int]] = {"train": [], "validation": [], "test": [*test]}
-    for number, is_held_out in zip(alone, held_out, strict=True):
-        chosen["validation" if is_held_out else "train"].append(number)
-    notes = [] if trained else [f"Nobody says how the model's images were normalised: by {source}'s own pixels here."]
-    if len(alone) < len(train):
-        notes.append(f"Training images left out, as test has them: {len(train) - len(alone)}.")
+    for index, is_held_out in zip(unique, held_out, strict=True):
+        chosen["validation" if is_held_out else "train"].append(index)
+    notes = [] if trained else [f"Normalisation in training is unknown: pixel statistics of {source} are used."]
+    if len(unique) < len(train):
+        notes.append(f"Training images dropped because test has them: {len(train) - len(unique)}.")
 
-    def pixels(part: Part, numbers: list[int]) -> Tensor:
-        return normalise(eval_pixels(pictures[part], numbers, size))
+    def pixels(part: Part, indices: list[int]) -> Tensor:
+        return normalise(eval_pixels(pictures[part], indices, size))
 
     return TaskFeatures(
         name=Path(source).name,
         kind="classification",
         classes=images.classes,
-        targets={part: pictures[part].labels[numbers] for part, numbers in chosen.items()},
-        features=lambda part: _image_features(model, chosen[part], pooling, lambda numbers: pixels(part, numbers)),
+        targets={part: pictures[part].labels[indices] for part, indices in chosen.items()},
+        features=lambda part: _image_features(model, chosen[part], pooling, lambda indices: pixels(part, indices)),
         pooling=pooling,
         batch={"pixel_values": pixels("validation", chosen["validation"][:ROWS_TO_CHECK])},
         max_tokens=None,
@@ -290,34 +304,34 @@ def image_task(
 
 
 def _image_features(
-    model: LayeredModel, numbers: list[int], pooling: TextPooling, pixels: Callable[[list[int]], Tensor]
+    model: LayeredModel, indices: list[int], pooling: TextPooling, pixels: Callable[[list[int]], Tensor]
 ) -> LayerFeatures:
     first = model.num_prefix_tokens if pooling == "mean" else 0
     layers: list[list[Tensor]] = [[] for _ in range(model.num_layers + 1)]
 
-    def keep(layer: int, hidden: Tensor, mask: Tensor) -> None:
+    def store(layer: int, hidden: Tensor, mask: Tensor) -> None:
         vectors = pool(hidden[:, first:], mask[:, first:], pooling=pooling, undefined="nan")
         if not vectors.isfinite().all():
             raise InputError(f"the features of an image at layer {layer} are not finite")
         layers[layer].append(vectors.to(model.dtype).cpu())
 
-    for part in torch.tensor(numbers).split(IMAGE_BATCH):
-        model.pass_states({"pixel_values": pixels(part.tolist())}, keep)
-    vectors = torch.stack([torch.cat(parts) for parts in layers]).mT
-    return store_features({"row": torch.arange(len(numbers)), "vectors": vectors})
+    for chunk in torch.tensor(indices).split(IMAGE_BATCH):
+        model.pass_states({"pixel_values": pixels(chunk.tolist())}, store)
+    vectors = torch.stack([torch.cat(chunks) for chunks in layers]).mT
+    return store_features({"row": torch.arange(len(indices)), "vectors": vectors})
 
 
-def _image_keys(pictures: Pictures, numbers: list[int], size: int) -> dict[int, str]:
-    """Return a key for each image by its number, equal for equal images."""
+def _image_keys(pictures: Pictures, indices: list[int], size: int) -> dict[int, str]:
+    """Return a hash of each image by its index; equal images have equal hashes."""
     keys = {}
-    for part in torch.tensor(numbers).split(IMAGE_BATCH):
-        for number, image in zip(part.tolist(), eval_pixels(pictures, part.tolist(), size), strict=True):
-            keys[number] = hashlib.blake2b(image.numpy().tobytes(), digest_size=16).hexdigest()
+    for chunk in torch.tensor(indices).split(IMAGE_BATCH):
+        for index, image in zip(chunk.tolist(), eval_pixels(pictures, chunk.tolist(), size), strict=True):
+            keys[index] = hashlib.blake2b(image.numpy().tobytes(), digest_size=16).hexdigest()
     return keys
 
 
-def _drawn(total: int, number: int | None, seed: int, split: str) -> list[int]:
-    if number is not None and not 2 <= number <= total:
-        raise InputError(f"num_{split}: expected 2 to {total} images, got {number}")
+def _drawn(total: int, num: int | None, seed: int, split: str) -> list[int]:
+    if num is not None and not 2 <= num <= total:
+        raise InputError(f"num_{split}: expected 2 to {total} images, got {num}")
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
-    return order[:number].tolist()
+    return order[:num].tolist()

@@ -1,4 +1,4 @@
-"""A layer that is enough, as a folder: the model up to it, its probe, tokenizer and page; and how it is put to work."""
+"""Export of a model cut after a layer, with probe, tokenizer and page, and loading it as a classifier."""
 
 import json
 import re
@@ -39,46 +39,46 @@ NAMES = ("weight", "bias", "mean", "scale", "seen")
 
 @dataclass(frozen=True, kw_only=True)
 class HeadFacts:
-    """What a head belongs to, and which vector it reads."""
+    """Facts about a probe: its task, its layer and the vector that it reads."""
 
     kind: Kind
     task: str
     layer: int
     pooling: Pooling
-    max_tokens: int | None  # a longer text loses its end; None for images
-    classes: tuple[str, ...] | None  # names, by number; None for a regression
+    max_tokens: int | None  # longer texts are truncated; None for images
+    classes: tuple[str, ...] | None  # class names, by class index; None for a regression
 
 
 @dataclass(frozen=True, eq=False)
 class ProbeHead:
     """A linear probe of one layer.
 
-    Two classes have one output, the logit of the second against the first. `seen` are the classes that had a training
-    row, by number; the others have probability 0.
+    For two classes there is one output, the logit of the second class against the first. `seen` are the indices of the
+    classes that have training rows. The other classes have probability 0.
     """
 
     facts: HeadFacts
-    weight: Tensor  # (dim, outputs), of the features minus `mean`, over `scale`
+    weight: Tensor  # (dim, outputs), applied to (features - mean) / scale
     bias: Tensor  # (outputs,)
     mean: Tensor  # (dim,), float64
     scale: Tensor  # (dim,), float64
-    seen: Tensor  # (classes seen,); empty for a regression
+    seen: Tensor  # (seen classes,); empty for a regression
 
     @classmethod
     def from_probes(cls, probes: LogisticProbes | RidgeProbes, facts: HeadFacts, row: int = 0) -> Self:
-        """The probe in a row of `probes`, on the CPU."""
+        """Return the probe in one row of `probes`, on the CPU."""
         weight, bias, mean, scale = (getattr(probes, name)[row].detach().cpu().clone() for name in NAMES[:4])
         seen = probes.classes.cpu().clone() if isinstance(probes, LogisticProbes) else torch.empty(0, dtype=torch.int64)
         return cls(facts, weight, bias, mean, scale, seen)
 
     def outputs(self, features: Tensor) -> Tensor:
-        """Logits, or the values of a regression: (n, dim) -> (n, outputs). In the precision of the weights."""
+        """Return logits, or the values of a regression, (n, dim) -> (n, outputs), in the dtype of the weights."""
         device = features.device
         rows = (features.double() - self.mean.to(device)) / self.scale.to(device)
         return rows.to(self.weight.dtype) @ self.weight.to(device) + self.bias.to(device)
 
     def log_proba(self, features: Tensor) -> Tensor:
-        """Natural logarithms of the classes' probabilities: (n, dim) -> (n, classes); -inf for one never seen."""
+        """Return log-probabilities of the classes, (n, dim) -> (n, classes); -inf for classes without training rows."""
         logits = self.outputs(features)
         if len(self.seen) == 2:
             logits = torch.cat([torch.zeros_like(logits), logits], dim=-1)
@@ -95,10 +95,10 @@ class ProbeHead:
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
-        """Return what `save` wrote.
+        """Read a probe that `save` wrote.
 
         Raises:
-            InputError: a file is missing or damaged.
+            InputError: A file is missing or damaged.
         """
         folder = Path(folder)
         for name in (FACTS, TENSORS):
@@ -122,10 +122,10 @@ NO_LIMIT = 2**30  # tokens
 
 @dataclass(frozen=True, eq=False)
 class LayerClassifier:
-    """A model cut after a layer, with the probe of that layer; see `load_classifier`.
+    """A model cut after a layer, with the probe of that layer, as returned by `load_classifier`.
 
-    Inputs are a list of texts, or pixel values (n, channels, height, width), normalised as the model's own. A text
-    becomes the tokens that its tokenizer makes of it, the special ones included, the first `max_tokens` of them.
+    Inputs are a list of texts, or pixel values (n, channels, height, width), normalised as the model expects. Texts are
+    tokenized with special tokens and truncated to `max_tokens` tokens.
     """
 
     model: LayeredModel
@@ -141,32 +141,32 @@ class LayerClassifier:
         """Return the name of the most probable class of each input, or the value of a regression.
 
         Raises:
-            InputError: inputs of another kind, or a text that is no token.
+            InputError: The inputs have another type, or a text gives no token.
         """
         if (names := self.facts.classes) is not None:
-            return [names[number] for number in self.probabilities(inputs).argmax(-1).tolist()]
+            return [names[index] for index in self.probabilities(inputs).argmax(-1).tolist()]
         return self.head.outputs(self.features(inputs))[:, 0].tolist()
 
     def probabilities(self, inputs: Inputs) -> Tensor:
-        """Probability of each class, in the order of `facts.classes`: (n, classes), on the CPU.
+        """Return the probability of each class in the order of `facts.classes`, (n, classes), on the CPU.
 
         Raises:
-            InputError: a regression; inputs of another kind, or a text that is no token.
+            InputError: The task is a regression, the inputs have another type, or a text gives no token.
         """
         if self.facts.classes is None:
             raise InputError(f"{self.facts.task} is a regression and has no probabilities: use predict")
         return self.head.log_proba(self.features(inputs)).exp()
 
     def features(self, inputs: Inputs) -> Tensor:
-        """Return what the probe reads: the pooled state of each input behind the last block kept, (n, dim), on the CPU.
+        """Return the input of the probe: the pooled state after the last block, (n, dim), on the CPU.
 
         Raises:
-            InputError: inputs of another kind, or a text that is no token.
+            InputError: The inputs have another type, or a text gives no token.
         """
-        # Batches go by length, so that little is padded; back to the order of the inputs at the end.
+        # Batches are sorted by length to reduce padding; the last line restores the order of the inputs.
         order, rows = [], []
-        for places, batch in self._batches(inputs):
-            order += places
+        for indices, batch in self._batches(inputs):
+            order += indices
             rows.append(self._pooled(batch))
         if not rows:
             return torch.empty(0, self.model.dim, dtype=self.model.dtype)
@@ -177,19 +177,19 @@ class LayerClassifier:
         first = self.model.num_prefix_tokens if averages_patches else 0
         pooled: list[Tensor] = []
 
-        def look(layer: int, hidden: Tensor, mask: Tensor) -> None:
+        def collect(layer: int, hidden: Tensor, mask: Tensor) -> None:
             if layer == self.model.num_layers:
                 pooled.append(pool(hidden[:, first:], mask[:, first:], pooling=self.facts.pooling))
 
-        self.model.pass_states(batch, look)
+        self.model.pass_states(batch, collect)
         return pooled[0].to(self.model.dtype).cpu()
 
     def _batches(self, inputs: Inputs) -> Iterator[tuple[list[int], Batch]]:
-        """Batches with the places of their rows among the inputs."""
+        """Yield batches with the indices of their rows in the inputs."""
         if self.tokenizer is None:
             pixels = self._checked_pixels(inputs)
-            for part in torch.arange(len(pixels)).split(self.batch_size):
-                yield part.tolist(), {"pixel_values": pixels[part]}
+            for rows in torch.arange(len(pixels)).split(self.batch_size):
+                yield rows.tolist(), {"pixel_values": pixels[rows]}
             return
         texts = self._encoded(self.tokenizer, inputs)
         yield from texts.batches(self.batch_size * max(map(len, texts.ids), default=1))
@@ -210,12 +210,12 @@ class LayerClassifier:
 
 
 def load_classifier(folder: str | Path, *, device: str = "cpu", batch_size: int = 16) -> LayerClassifier:
-    """The classifier (or regression) that `export` wrote to a folder; it computes in float32 or wider.
+    """Load a classifier or regression that `export` wrote; it computes in float32 or wider.
 
-    No code of the folder is run.
+    No code in the folder is run.
 
     Raises:
-        InputError: no export there, or a damaged one.
+        InputError: The folder holds no export, or a damaged one.
     """
     head = ProbeHead.load(folder)
     model = upcast(LayeredModel(trunk_of(load(Path(folder))).to(device)))
@@ -233,14 +233,14 @@ ON_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """What is known of an exported model beside the model itself."""
+    """Facts about an exported model for its page."""
 
     source: str  # name of the model on the Hub, or a folder
     choice: Choice
-    tolerance: float | None  # None of a rule that has none
+    tolerance: float | None  # None for a rule without tolerance
     revision: str | None = None
     commit: str | None = None
-    weights_hash: str | None = None  # of the source model, found by the export
+    weights_hash: str | None = None  # of the source model; set by `export`
     picture: str | Path | None = None  # of the validation curve
     notes: Sequence[str] = ()  # sentences for the reader
 
@@ -248,10 +248,15 @@ class Card:
 def render(
     card: Card, facts: HeadFacts, *, package: str, picture: str | None, final_norm: bool = True, of_images: bool = False
 ) -> str:
-    """Return the README.md of an export, in Markdown with the header that model pages of the Hub begin with.
+    """Return the README.md of an export: Markdown with the YAML header of model pages on the Hub.
 
-    `package` is the one that opens the model, `picture` the name of a file beside it; `final_norm` says whether the
-    model has a norm behind its last block, `of_images` whether it takes images.
+    Args:
+        card: Facts about the model.
+        facts: Facts about the probe.
+        package: The package that loads the model, transformers or timm.
+        picture: Name of the picture file next to the README. None: no picture.
+        final_norm: Whether the model has a norm after its last block.
+        of_images: Whether the model reads images.
     """
     header: dict[str, Any] = {"library_name": package, "tags": ["lit_layers", "truncated", facts.kind]}
     if ON_HUB.fullmatch(card.source) and not Path(card.source).exists():
@@ -264,8 +269,8 @@ def render(
     return page.render(header=yaml.safe_dump(header, sort_keys=False, allow_unicode=True), **about)
 
 
-# Equal weights at other addresses: MKL's products differ in their last bits on many CPUs, and blocks add that up.
-ROUNDING = 256  # units in the last place of the largest state
+# On many CPUs, MKL's products of equal weights at other addresses differ in the last bits. Blocks accumulate this.
+ROUNDING = 256  # tolerated difference, in units in the last place of the largest state
 
 PAGE = "README.md"
 
@@ -281,19 +286,28 @@ def export(
     batches: Iterable[Batch],
     overwrite: bool = False,
 ) -> Path:
-    """Write a folder with the blocks of `model` up to `layer` and its probe; returns its path.
+    """Write a folder with the blocks of `model` up to `layer` and the probe, and return its path.
 
-    `AutoModel.from_pretrained` (of a timm model `timm.create_model("local-dir:...")`) opens it, `load_classifier` opens
-    all of it. It holds config.json, the weights in safetensors, the tokenizer, probe.safetensors, probe.json and
-    README.md, in the precision that the model is in.
+    The folder holds config.json, the weights in safetensors, the tokenizer, probe.safetensors, probe.json and
+    README.md. The weights have the dtype of `model`. `AutoModel.from_pretrained` or
+    `timm.create_model("local-dir:...")` loads the model, and `load_classifier` loads the model with its probe.
 
-    The folder appears as a whole or not at all. Before it does, it is read again, and the hidden states of `batches` at
-    every layer are compared with those of `model` up to rounding, and the weights bit by bit. With `overwrite` an
-    earlier export gives way; a folder that is none is never removed.
+    The folder is created completely or not at all. A draft is first loaded again and compared with `model`: the hidden
+    states of `batches` at every layer up to rounding, and the weights exactly.
+
+    Args:
+        model: The source model.
+        layer: The last block to export, 1 to L.
+        head: The probe of this layer.
+        folder: The folder to create.
+        tokenizer: The tokenizer, or where to load it from. None for image models.
+        card: Facts for the page.
+        batches: Batches to check the export with.
+        overwrite: Whether to replace an earlier export. Other folders are never replaced.
 
     Raises:
-        InputError: a layer that is none of 1..L, a folder that is there, a model that cannot be cut.
-        RuntimeError: the folder gives other hidden states than the model; nothing is left behind.
+        InputError: The layer is not in 1..L, the folder already exists, or the model cannot be cut.
+        RuntimeError: The exported model gives different hidden states or weights. The draft is removed.
     """
     folder, view = Path(folder), LayeredModel(model)
     if not 1 <= layer <= view.num_layers:
@@ -319,10 +333,10 @@ def export(
 
 
 def refuse_taken(folder: Path, overwrite: bool) -> None:
-    """Refuse a folder that is there, unless it is an earlier export and may be overwritten.
+    """Check that a folder can be written: it does not exist, or it is an earlier export to overwrite.
 
     Raises:
-        InputError: saying which of both.
+        InputError: The folder exists and may not be overwritten, or it is not an export.
     """
     if not folder.exists() and not folder.is_symlink():
         return
@@ -334,8 +348,8 @@ def refuse_taken(folder: Path, overwrite: bool) -> None:
 
 @contextmanager
 def _draft_of(folder: Path) -> Iterator[Path]:
-    """A folder beside the one to be; what is still there of it at the end is removed."""
-    draft = draft_path(folder.absolute())
+    """Yield a draft folder next to `folder`; it is removed at the end unless it was renamed."""
+    draft = own_draft_of(folder.absolute())
     with refused(f"cannot write beside {folder}"):
         draft.mkdir(parents=True)
     try:
@@ -361,19 +375,19 @@ def _verify(draft: Path, view: LayeredModel, layer: int, batches: Iterable[Batch
     reloaded: Network = load(draft, dtype=view.dtype).to(view.device)
     if not view.family.sees_images:
         reloaded.set_attn_implementation(view.attention)
-    again = LayeredModel(reloaded)
+    copy = LayeredModel(reloaded)
     for batch in batches:
-        expected, got = view.trajectory(batch).hidden[: layer + 1], again.trajectory(batch).hidden
-        for number, (one, other) in enumerate(zip(expected, got, strict=True)):
+        expected, got = view.trajectory(batch).hidden[: layer + 1], copy.trajectory(batch).hidden
+        for index, (one, other) in enumerate(zip(expected, got, strict=True)):
             largest = (one.double() - other.double()).abs().max().item()
             if not largest <= min(ROUNDING * torch.finfo(one.dtype).eps, 0.05) * one.abs().max().item():
-                raise RuntimeError(f"the exported model differs at layer {number}, by up to {largest:.3g}")
-    if weights_hash(again.model) != fingerprint:
+                raise RuntimeError(f"the exported model differs at layer {index}, by up to {largest:.3g}")
+    if weights_hash(copy.model) != fingerprint:
         raise RuntimeError("the exported weights differ from those of the model itself")
 
 
 def _publish(folder: Path, draft: Path) -> None:
-    """The draft, which is on the disk, becomes the folder."""
+    """Flush the draft to disk and rename it to `folder`, which it replaces."""
     for file in draft.iterdir():
         sync(file)
     sync(draft)

@@ -1,4 +1,4 @@
-"""A layer that was chosen, written down: numbers, a picture, the model cut there with its page; and models compared."""
+"""Output of a layer choice: numbers, picture, page and exported model; and comparisons of several models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,23 +25,23 @@ _PICK = "#c2410c"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Selection:
-    """The layer that is enough for a task: of which model, by what it was chosen, and how long each layer takes."""
+    """The layer chosen for a model and a task, with the time to reach each layer."""
 
-    name: str  # of the model, in the picture
+    name: str  # name of the model in the picture
     files: ModelFiles
     revision: str | None
     view: LayeredModel
     task: TaskFeatures
     tokenizer: str | None
     choice: Choice
-    tolerance: float | None  # None of a rule that has none
-    seconds: Mapping[int, float]  # from the beginning to each layer
+    tolerance: float | None  # None for a rule without tolerance
+    seconds: Mapping[int, float]  # time from the input to each layer
 
     def write(self, folder: Path) -> list[Path]:
-        """Write layers.png, .svg, .pdf, select.html and select.json, and return their paths, in that order.
+        """Write layers.png, .svg, .pdf, select.html and select.json, and return their paths in this order.
 
         Raises:
-            InputError: a folder that cannot be made.
+            InputError: The folder cannot be created.
         """
         task, choice = self.task, self.choice
         content = {
@@ -63,11 +63,11 @@ class Selection:
             "notes": list(task.notes),
         }
         files = {"select.html": self.page(), "select.json": content}
-        numbers = write_files(folder, files)  # before the pictures, which may fail
+        numbers = write_files(folder, files)  # first, because drawing pictures may fail
         return [*write_pictures([("layers", self.picture())], folder), *numbers]
 
     def page(self) -> str:
-        """Return the page of the choice: validation scores over layers and over time, and the scores of test rows."""
+        """Return the HTML page: validation scores over layers and over time, and test scores."""
         choice, picture = self.choice, self.picture()
         titles = ("Validation score over layers", "Validation score over time")
         rows = [*((f"Layer {layer}", score, layer == choice.layer) for layer, score in sorted(choice.test.items()))]
@@ -92,7 +92,7 @@ class Selection:
         )
 
     def picture(self) -> Panels:
-        """Return the validation score of each layer, over depth and over the time that it takes to get there."""
+        """Return charts of the validation score of each layer over depth and over the time to reach the layer."""
         choice, ids = self.choice, self.task.batch.get("input_ids")
         by_time = {layer: 1e3 * seconds for layer, seconds in self.seconds.items()}
         timed = "an image" if ids is None else f"a text of {ids.shape[1]} tokens"
@@ -106,16 +106,16 @@ class Selection:
         where = f"layer {choice.layer} of {choice.num_layers} is chosen ({rule.replace('_', ' ')})"
         return Panels(title=f"{self.name} on {self.task.name}: {where}", charts=charts, columns=2, width=400)
 
-    def _scores(self, places: Mapping[int, float], title: str, x: Axis) -> Chart:
+    def _scores(self, xs: Mapping[int, float], title: str, x: Axis) -> Chart:
         choice, layers = self.choice, sorted(self.choice.validation)
-        scores, at = [choice.validation[layer] for layer in layers], [places[layer] for layer in layers]
+        scores, at = [choice.validation[layer] for layer in layers], [xs[layer] for layer in layers]
         ends: Any = {
             end: rounded(getattr(score, name) for score in scores)
             for end, name in {"y": "value", "low": "low", "high": "high"}.items()
         }
         what = f"validation {look_up(choice.metric).title.lower()}"
         texts = [f"layer {layer}" for layer in layers]
-        chosen = {"x": [places[choice.layer]], "y": rounded([choice.validation[choice.layer].value])}
+        chosen = {"x": [xs[choice.layer]], "y": rounded([choice.validation[choice.layer].value])}
         series = [
             Series(x=at, **ends, name=what, texts=texts, color=ACCENT, width=1.5, mark="circle"),
             level([min(at), max(at)], choice.baseline, choice.baseline_name),
@@ -124,7 +124,7 @@ class Selection:
         return Chart(title=title, x=x, y=Axis(title=what), series=series, height=380)
 
     def export(self, folder: Path, picture: Path, *, overwrite: bool) -> None:
-        """Write the model cut at the layer, with its probe and its page, which shows the picture of the choice."""
+        """Write the model cut after the chosen layer, with its probe and a page that shows `picture`."""
         task, choice = self.task, self.choice
         about: Any = {"task": task.name, **{name: getattr(task, name) for name in ("pooling", "max_tokens", "classes")}}
         about |= {"kind": "regression" if task.classes is None else "classification", "layer": choice.layer}
@@ -137,12 +137,12 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """A model with the layer chosen for it; without the model itself."""
+    """The layer chosen for one of several models, without the weights."""
 
     name: str
     choice: Choice
-    seconds: Mapping[int, float]  # to each layer
-    tokens: int | None  # of the text that was timed; None for an image
+    seconds: Mapping[int, float]  # time from the input to each layer
+    tokens: int | None  # length of the timed text; None for an image
 
     @classmethod
     def from_selection(cls, selection: Selection) -> "Candidate":
@@ -151,12 +151,11 @@ class Candidate:
         return cls(name=selection.name, choice=selection.choice, seconds=selection.seconds, tokens=tokens)
 
     def milliseconds(self, layer: int) -> float:
-        """Return the milliseconds to get to a layer."""
         return 1e3 * self.seconds[layer]
 
 
 def comparison_table(models: Sequence[Candidate], left_out: Mapping[str, str]) -> pd.DataFrame:
-    """A row a model: its layer, scores with their 95% intervals, milliseconds; and why another has none."""
+    """Return one row per model: layer, scores with 95% intervals and milliseconds, or why it is left out."""
     rows = list[dict[str, Any]]()
     for model in models:
         choice = model.choice
@@ -173,14 +172,14 @@ def comparison_table(models: Sequence[Candidate], left_out: Mapping[str, str]) -
 
 
 def write_comparison(models: Sequence[Candidate], left_out: Mapping[str, str], task: str, folder: Path) -> list[Path]:
-    """Write models.png, .svg, .pdf and .csv, and returns their paths, in that order."""
-    # Before the pictures, which may fail.
+    """Write models.png, .svg, .pdf and .csv, and return their paths in this order."""
+    # First, because drawing pictures may fail.
     numbers = write_files(folder, {"models.csv": comparison_table(models, left_out)})
     return [*write_pictures([("models", chosen_layers(models, task))], folder), *numbers]
 
 
 def chosen_layers(models: Sequence[Candidate], task: str) -> Chart:
-    """Return test scores over milliseconds: of each model the chosen layer, filled, and its last layer, hollow."""
+    """Return a chart of test scores over milliseconds, with each model's chosen layer filled and its last hollow."""
     series = []
     for index, model in enumerate(models):
         choice, last = model.choice, model.choice.num_layers

@@ -105,9 +105,9 @@ def normalized_error(values: Sequence[float], full: Sequence[float], random_scor
     (x - b' y) / (b_full - b_random) over rows. x is the variant's score of a row, y is the full model's, and b' is the
     normalised score.
     """
-    scores, full_scores = np.asarray(values, dtype=np.float64), np.asarray(full, dtype=np.float64)
-    span = full_scores.mean() - random_score
-    rows = (scores - (scores.mean() - random_score) / span * full_scores) / span
+    scores, base = np.asarray(values, dtype=np.float64), np.asarray(full, dtype=np.float64)
+    span = base.mean() - random_score
+    rows = (scores - (scores.mean() - random_score) / span * base) / span
     return _error(rows)
 
 
@@ -185,7 +185,7 @@ class BenchmarkScores(TokenizerMixin, Analysis):
     def check(self, model: LayeredModel) -> None:
         self.check_options(model)
         variants_of(self, model)
-        num_tokens, vocab_size = self.loaded_tokenizer.vocab_size, model.vocab_size or 0
+        num_tokens, vocab_size = self.text_tokenizer.vocab_size, model.vocab_size or 0
         if num_tokens > vocab_size:
             raise InputError(f"tokenizer: it has {num_tokens} tokens and the model {vocab_size}: give the model's own")
         if self.folder is None:
@@ -331,9 +331,9 @@ def _variant_records(
         yield Record(metric=metric, value=value, layer=variant.block, stderr=error, n=n, tags=tags, **ends)
     if lead:
         values = [statistics.fmean(row) for row in zip(*(each.values[SCORE] for each in scores), strict=True)]
-        full_values = full.values[SCORE]
-        normalized = normalized_score(statistics.fmean(values), full.random_score, statistics.fmean(full_values))
-        error = normalized_error(values, full_values, full.random_score)
+        base = full.values[SCORE]
+        score = normalized_score(statistics.fmean(values), full.random_score, statistics.fmean(base))
+        error = normalized_error(values, base, full.random_score)
         n = len(values)
-        ends = interval(NORMALIZED, normalized, error, n)
-        yield Record(metric=NORMALIZED, value=normalized, layer=variant.block, stderr=error, n=n, tags=tags, **ends)
+        ends = interval(NORMALIZED, score, error, n)
+        yield Record(metric=NORMALIZED, value=score, layer=variant.block, stderr=error, n=n, tags=tags, **ends)

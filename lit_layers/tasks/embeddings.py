@@ -242,7 +242,7 @@ class LayerEncoder:
     ) -> None:
         self.embeddings, self.layer = embeddings, layer
         self.encoder, self.followed = encoder, encoder if follows else None
-        self._uses_dot = self.followed is not None and self.followed.similarity == "dot"
+        self._dot = self.followed is not None and self.followed.similarity == "dot"
 
     def encode(self, inputs: Any, *, task_metadata: Any = None, prompt_type: Any = None, **_: Any) -> np.ndarray:
         """Return the embeddings (texts, dim) of the batches of texts that mteb passes."""
@@ -261,13 +261,13 @@ class LayerEncoder:
         """Return the similarity of all pairs, (first, second): the encoder's, or the cosine."""
         from mteb.similarity_functions import cos_sim, dot_score
 
-        return (dot_score if self._uses_dot else cos_sim)(embeddings1, embeddings2)
+        return (dot_score if self._dot else cos_sim)(embeddings1, embeddings2)
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Any:
         """Return the similarity of corresponding rows, (pairs,): the encoder's, or the cosine."""
         from mteb.similarity_functions import pairwise_cos_sim, pairwise_dot_score
 
-        return (pairwise_dot_score if self._uses_dot else pairwise_cos_sim)(embeddings1, embeddings2)
+        return (pairwise_dot_score if self._dot else pairwise_cos_sim)(embeddings1, embeddings2)
 
     @property
     def mteb_model_meta(self) -> "ModelMeta":

@@ -90,9 +90,7 @@ class MtebTask(TokenizerMixin, Analysis):
         for layer in self.layers or ():
             if not 0 <= layer <= model.num_layers:
                 raise InputError(f"layers: this model has layers 0 to {model.num_layers}, got {layer}")
-        encode_texts(
-            self.loaded_tokenizer, (), max_tokens=self.max_tokens
-        )  # raises for a limit below the number of special tokens
+        encode_texts(self.text_tokenizer, (), max_tokens=self.max_tokens)  # raises if the special tokens do not fit
 
     def config(self) -> dict[str, Any]:
         """Return all options that decide the numbers, with the version of mteb."""
@@ -113,7 +111,7 @@ class MtebTask(TokenizerMixin, Analysis):
         if missing := [layer for layer in layers if layer not in results]:
             self._say("reading the data")
             scorer = MtebScorer(open_task(self.task, seed=self.seed), self.task)
-            how: dict[str, Any] = {"tokenizer": self.loaded_tokenizer, "max_tokens": limit, "states": self.states}
+            how: dict[str, Any] = {"tokenizer": self.text_tokenizer, "max_tokens": limit, "states": self.states}
             how |= {"pooling": self.pooling, "last_pooling": None if self.encoder is None else self.encoder.pooling}
             view = BFloat16View(upcast(model)) if self.dtype == "bfloat16" else model
             embeddings = TaskEmbeddings(view, **how)
@@ -219,11 +217,11 @@ def _text_analyses(scored: MtebTask, max_tokens: int) -> list[Analysis]:
         return []
     if texts is None:
         return []
-    given_texts = GivenTexts([text for text in texts[:NUM_METRIC_TEXTS] if text.strip()])
-    batches = TextBatches(given_texts, scored.tokenizer, max_tokens=max_tokens)
+    sample = GivenTexts([text for text in texts[:NUM_METRIC_TEXTS] if text.strip()])
+    batches = TextBatches(sample, scored.tokenizer, max_tokens=max_tokens)
     representation = Representation(batches=batches, name=f"representation/{task.name}", **how)
     about: Any = {"tokenizer": scored.tokenizer, "name": f"invariance/{task.name}", "max_tokens": max_tokens}
-    invariance = Invariance(texts=given_texts, **about, **how)
+    invariance = Invariance(texts=sample, **about, **how)
     try:
         invariance.views  # noqa: B018
     except InputError as error:  # one unsuitable task must not stop the other tasks
@@ -282,8 +280,8 @@ def averages(frame: pd.DataFrame, *, expected: Sequence[str] = ()) -> list[Avera
         scores = complete[["task", "domain", "score", "n", *layers]].reset_index(drop=True)
         curve = pd.DataFrame({"layer": layers, "average": _mean(scores, layers)})
         for domain in DOMAINS:
-            if (domain_scores := scores[scores["domain"] == domain]).size:
-                curve[domain] = _mean(domain_scores, layers)
+            if (subset := scores[scores["domain"] == domain]).size:
+                curve[domain] = _mean(subset, layers)
         number = None if pd.isna(step) else int(step)
         pairs = zip(names, options, strict=True)
         tags = {name: value if isinstance(value, str) else int(value) for name, value in pairs if not pd.isna(value)}

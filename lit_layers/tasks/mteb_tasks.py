@@ -159,15 +159,13 @@ class MtebScorer:
 
     def num_rows(self) -> int:
         """Return the number of scored texts, pairs or queries."""
-        rows = self._test_rows()
+        rows = self._rows()
         if self.spec.domain == "reranking":
             return len(rows["queries"])
         first = rows[0] if len(rows) else {}
         if isinstance(first.get("sentences"), list):
             return sum(map(len, rows["sentences"]))
-        is_one_row = len(rows) == 1 and isinstance(
-            first.get("labels"), list
-        )  # older mteb data sets store all pairs in one row
+        is_one_row = len(rows) == 1 and isinstance(first.get("labels"), list)  # older data sets: one row of all pairs
         return len(first["labels"]) if is_one_row else len(rows)
 
     def texts(self) -> list[str] | None:
@@ -178,11 +176,11 @@ class MtebScorer:
         columns = {"reranking": "text", "sts": "sentence1", "classification": "text", "clustering": "sentences"}
         if (column := columns.get(self.spec.domain)) is None:
             return None
-        rows = self._test_rows()
+        rows = self._rows()
         values = (rows["queries"] if self.spec.domain == "reranking" else rows)[column]
         return [text for row in values for text in ([row] if isinstance(row, str) else row)]
 
-    def _test_rows(self) -> Any:
+    def _rows(self) -> Any:
         data = self.task.dataset
         return data.get(self.spec.subset, data)[SPLIT]  # data with a single subset has no subset level
 

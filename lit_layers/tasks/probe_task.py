@@ -168,12 +168,12 @@ class Row(NamedTuple):
     text: str
     key: str  # normalised text: equal keys mean equal texts
     label: Any  # raw label; later the class index, or the value of a regression
-    source_row: int
+    position: int
     origin: str  # file or split, for error messages
 
     @property
     def location(self) -> str:
-        return f"row {self.source_row} of {self.origin}"
+        return f"row {self.position} of {self.origin}"
 
 
 Rows = list[Row]
@@ -181,7 +181,7 @@ Rows = list[Row]
 
 def _load(task: ProbeTask) -> TaskData:
     parts, classes, num_empty = _read(task)
-    num_duplicates, num_validation_duplicates = _drop_duplicates(task, parts)
+    num_duplicates, num_validation_duplicates = _dedupe(task, parts)
     _draw_parts(task, parts)
     train, validation, test = (parts[part] for part in ("train", "validation", "test"))
     if len(seen := {row.label for row in train}) < 2:
@@ -224,7 +224,7 @@ def _read(task: ProbeTask) -> tuple[dict[str, Rows], tuple[str, ...] | None, int
     return parts, classes, num_empty
 
 
-def _drop_duplicates(task: ProbeTask, parts: dict[str, Rows]) -> tuple[int, int]:
+def _dedupe(task: ProbeTask, parts: dict[str, Rows]) -> tuple[int, int]:
     """Drop texts of test from the other splits, and texts of validation from train; return both counts."""
     counts = []
     for first, others in (("test", ("train", "validation")), ("validation", ("train",))):
@@ -265,7 +265,7 @@ def _balanced(task: ProbeTask, rows: Rows, num: int) -> Rows:
     if (fewest := min(map(len, by_label.values()))) < num:
         raise task.refusal("balance", f"{rows[0].origin} has a label of {fewest} rows: ask for as many at most")
     chosen = [row for members in by_label.values() for row in _drawn(task, members, num, "balance")]
-    return sorted(chosen, key=lambda row: row.source_row)
+    return sorted(chosen, key=lambda row: row.position)
 
 
 def _cut(task: ProbeTask, rows: Rows, part: Literal["test", "validation"]) -> tuple[Rows, Rows]:
@@ -283,7 +283,7 @@ def _cut(task: ProbeTask, rows: Rows, part: Literal["test", "validation"]) -> tu
 def _to_split(rows: Rows, kind: str) -> TaskSplit:
     dtype = torch.int64 if kind == "classification" else torch.float64
     targets = torch.tensor([row.label for row in rows], dtype=dtype)
-    return TaskSplit(tuple(row.text for row in rows), targets, tuple(row.source_row for row in rows))
+    return TaskSplit(tuple(row.text for row in rows), targets, tuple(row.position for row in rows))
 
 
 def _rows(task: ProbeTask, splits: Sequence[str]) -> tuple[Rows, tuple[str, ...] | None, int]:
@@ -294,7 +294,7 @@ def _rows(task: ProbeTask, splits: Sequence[str]) -> tuple[Rows, tuple[str, ...]
     columns = dict.fromkeys(task.text_columns(), "text") | {task.label: "label"}
     columns |= {column: "where" for column in task.where if column not in columns}
     read = task.read(splits, columns)
-    texts = {index: _text(task, read, index) for index in _matching_rows(task, read)}
+    texts = {index: _text(task, read, index) for index in _matching(task, read)}
     num_empty = sum(not text for text in texts.values())
     texts = {index: text for index, text in texts.items() if text}
     labels = read.values[task.label]
@@ -340,7 +340,7 @@ def _to_values(task: ProbeTask, parts: Mapping[str, Rows]) -> dict[str, Rows]:
     }
 
 
-def _matching_rows(task: ProbeTask, read: Columns) -> Iterator[int]:
+def _matching(task: ProbeTask, read: Columns) -> Iterator[int]:
     """Yield the indices of the rows that match `where`."""
     num_rows = len(read.values[task.label])
     rows = range(num_rows)

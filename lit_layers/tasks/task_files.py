@@ -188,13 +188,13 @@ def json_objects(path: Path) -> Iterator[dict[str, Any]]:
         InputError: A line is not a JSON object.
     """
     with path.open("rb") as lines:
-        for line_number, line in enumerate(lines, 1):
+        for lineno, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
                 row = dict(**json.loads(line))  # also accepts half a surrogate pair
             except (ValueError, TypeError) as error:  # also raised for bytes that are not UTF-8
-                raise InputError(f"{path}, line {line_number}: expected a JSON object ({error})") from error
+                raise InputError(f"{path}, line {lineno}: expected a JSON object ({error})") from error
             yield row
 
 

@@ -173,10 +173,7 @@ def text_features(
         InputError: A text is longer than the model allows, or with `undefined="raise"` hidden states are not finite.
     """
     scratch, shape = Scratch(), (model.num_layers + 1, len(texts), model.dim)
-    with (
-        _new_array(scratch, shape, _feature_dtype(model)) as features,
-        torch.autocast(model.device.type, enabled=False),
-    ):
+    with _new_array(scratch, shape, _dtype(model)) as features, torch.autocast(model.device.type, enabled=False):
         for rows, batch in texts.batches(max_tokens):
 
             def store(layer: int, hidden: Tensor, mask: Tensor, rows: list[int] = rows) -> None:
@@ -191,16 +188,15 @@ def text_features(
     return LayerFeatures(scratch)
 
 
-def batches_by_length(texts: EncodedTexts) -> list[Batch]:
+def length_batches(texts: EncodedTexts) -> list[Batch]:
     """Return batches of texts with similar lengths; the column `row` holds the indices of the texts."""
     return [{**batch, "row": torch.tensor(rows)} for rows, batch in texts.batches(BATCH_TOKENS)]
 
 
-def pool_texts(trajectory: Trajectory, batch: Batch, pooling: Pooling, states: States) -> dict[str, Tensor]:
+def pool_texts(traj: Trajectory, batch: Batch, pooling: Pooling, states: States) -> dict[str, Tensor]:
     """Return the indices of a batch's texts, `row`, and their features, `vectors` (layers + 1, dim, texts)."""
     layers = [
-        _vectors(trajectory.model, pooling, states, layer, hidden, trajectory.mask)[0]
-        for layer, hidden in enumerate(trajectory.hidden)
+        _vectors(traj.model, pooling, states, layer, hidden, traj.mask)[0] for layer, hidden in enumerate(traj.hidden)
     ]
     return {"row": batch["row"], "vectors": torch.stack(layers).mT}
 
@@ -215,8 +211,8 @@ def store_features(values: dict[Any, Tensor]) -> LayerFeatures:
     """
     scratch, order, vectors = Scratch(), values.pop("row"), values.pop("vectors").mT.numpy()
     with _new_array(scratch, vectors.shape, vectors.dtype) as features:
-        for layer, layer_vectors in enumerate(vectors):
-            features[layer, order] = layer_vectors
+        for layer, each in enumerate(vectors):
+            features[layer, order] = each
     return LayerFeatures(scratch)
 
 
@@ -233,7 +229,7 @@ def _new_array(scratch: Scratch, shape: tuple[int, ...], dtype: Any) -> Iterator
         values.flush()
 
 
-def _feature_dtype(model: LayeredModel) -> Literal["float64", "float32"]:
+def _dtype(model: LayeredModel) -> Literal["float64", "float32"]:
     return "float64" if model.dtype == torch.float64 else "float32"
 
 
@@ -246,7 +242,7 @@ def _vectors(
     # "centered_unit_mean" can be NaN for finite states, so finiteness is checked on the plain mean
     finite = (_pooled(hidden, mask, "mean") if pooling == "centered_unit_mean" else pooled).isfinite().all(-1)
     pooled = pooled if finite.all() else pooled.masked_fill(~finite[:, None], torch.nan)
-    return pooled.cpu().to(getattr(torch, _feature_dtype(model))), finite
+    return pooled.cpu().to(getattr(torch, _dtype(model))), finite
 
 
 def _pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:

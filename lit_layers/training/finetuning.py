@@ -349,7 +349,7 @@ class TaskFinetuning(TokenizerMixin, TrainedVariants):
             kind = type(model.model).__name__
             raise InputError(f"model: expected a causal language model, which predicts the next token, got {kind}")
         tokens = {"vocabulary": true_vocab_size(model.model), "tokenizer": self.tokenizer}
-        check_texts(model, self.recipe.num_tokens, self.loaded_tokenizer.vocab_size, **tokens)
+        check_texts(model, self.recipe.num_tokens, self.text_tokenizer.vocab_size, **tokens)
         version_of("lm_eval")
         if self.folder is None:
             refuse_unknown(self.recipe.task)
@@ -437,7 +437,7 @@ class TaskFinetuning(TokenizerMixin, TrainedVariants):
 
         The answer is tokenized together with the prompt, unless that changes the tokens of the prompt.
         """
-        encode, end = self.loaded_tokenizer.tokenizer.encode, self.loaded_tokenizer.end_of_text_id
+        encode, end = self.text_tokenizer.tokenizer.encode, self.text_tokenizer.end_of_text_id
         whole, before = encode(prompt + answer).ids, encode(prompt).ids
         if whole[: len(before)] != before:
             return before, [*encode(answer, add_special_tokens=False).ids, end]

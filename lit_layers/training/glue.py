@@ -222,7 +222,7 @@ class GlueScores(TokenizerMixin, TrainedVariants):
             raise InputError(f"glue: expected an encoder ({', '.join(ENCODERS)}), got {type(model.model).__name__}")
         vocabulary = model.model.config.vocab_size
         tokens = {"vocabulary": vocabulary, "tokenizer": "the tokenizer"}
-        check_texts(model, self.recipe.num_tokens, self.loaded_tokenizer.vocab_size, **tokens)
+        check_texts(model, self.recipe.num_tokens, self.text_tokenizer.vocab_size, **tokens)
         self.data_hash()
 
     def data_hash(self) -> str | None:
@@ -236,7 +236,7 @@ class GlueScores(TokenizerMixin, TrainedVariants):
         recipe, task = self.recipe, find("glue", self.task)
         counts = {"train": recipe.num_train, "validation": recipe.num_validation}
         rows = {split: read_rows(task, split, self.folder).take(counts[split], seed=recipe.seed) for split in SPLITS}
-        return GlueData(rows, self.loaded_tokenizer, recipe)
+        return GlueData(rows, self.text_tokenizer, recipe)
 
     def train_all(self, model: LayeredModel) -> Iterator[list[Record]]:
         data, recipe = self.data(), self.recipe

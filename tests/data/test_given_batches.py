@@ -75,6 +75,6 @@ def test_anything_else_and_a_whole_training_set_is_refused_in_a_sentence(monkeyp
     for given, said in cases:
         with pytest.raises(InputError, match=said):
             list(GivenBatches(given))
-    monkeypatch.setattr(batches, "MAX_ROWS", 19)
+    monkeypatch.setattr(batches, "MAX", 19)
     with pytest.raises(InputError, match=r"at most 19 texts or images, got more.*Subset"):
         list(GivenBatches(TensorDataset(IDS)))

@@ -205,7 +205,7 @@ def test_a_corpus_is_prepared_once_and_then_found(texts, tmp_path, monkeypatch):
     first = prepared(str(path), "bpe:300")
     assert first.folder.is_relative_to(os.environ["LIT_LAYERS_CACHE"])
     with monkeypatch.context() as again:
-        again.setattr(preparing, "_write_tokens", lambda *args: pytest.fail("prepared again"))
+        again.setattr(preparing, "_write", lambda *args: pytest.fail("prepared again"))
         assert prepared(str(path), "bpe:300") == prepare(str(path), "bpe:300", first.folder) == first
     assert prepared(str(path), "bpe:299").folder != first.folder
     write_jsonl(path, texts * 4)

@@ -40,7 +40,7 @@ def test_a_page_leaves_out_what_is_not_known():
     for part in ("revision", "None", "Notes", "![", "probabilities", ", tolerance", "base_model"):
         assert part not in page
     assert "with a regression for stars" in page
-    assert "its licence holds for them: look there." in page
+    assert "its licence applies to them." in page
 
 
 def test_a_page_speaks_of_images_and_a_final_norm_where_there_are_some():
@@ -52,7 +52,7 @@ def test_a_page_speaks_of_images_and_a_final_norm_where_there_are_some():
     for part, expected in (
         ("pixel_values", [True, False]),
         ("averaged over the patches", [True, False]),
-        ("has been through the final norm", [True, False]),
+        ("has passed the final norm", [True, False]),
         ("AutoTokenizer", [False, True]),
         ("timm", [False, False]),
     ):

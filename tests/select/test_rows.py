@@ -73,8 +73,8 @@ def test_a_text_is_cut_where_the_model_ends_and_what_is_odd_about_texts_is_said(
     found = text_task(view, songs(tmp_path / "songs", test=test), tokenizer=str(tmp_path / "model"))
     assert found.max_tokens == 8
     assert found.notes == (
-        "Rows of train and validation left out, as test has their text: 1.",
-        "Texts that lost their end to the limit of tokens: 60.",
+        "Train and validation rows dropped because test has their text: 1.",
+        "Texts truncated to the limit of tokens: 60.",
     )
     assert sum(len(found.targets[part]) for part in PARTS) == 60
     assert found.batch["input_ids"].shape[1] == 8
@@ -163,8 +163,8 @@ def test_no_image_is_in_two_parts_and_test_comes_from_the_test_split(tmp_path):
     shapes = write_arrays(tmp_path / "shapes", (images[:40], labels[:40]), (images[40:], labels[40:]))
     task = image_task(LayeredModel(tiny("vit", img_size=8)), shapes, validation_share=0.4)
     assert task.notes == (
-        f"Nobody says how the model's images were normalised: by {shapes}'s own pixels here.",
-        "Training images left out, as test has them: 2.",
+        f"Normalisation in training is unknown: pixel statistics of {shapes} are used.",
+        "Training images dropped because test has them: 2.",
     )
     rows = {part: found_in(task, part)[1] for part in PARTS}  # at layer 0 the class token is the same in all
     kinds = {part: {tuple(row.tolist()) for row in each.round(decimals=3)} for part, each in rows.items()}

@@ -33,7 +33,7 @@ from lit_layers.tasks.text_features import (
     TaskReader,
     TaskRows,
     TextPooling,
-    batches_by_length,
+    length_batches,
     permuted,
     pool_texts,
     store_features,
@@ -95,7 +95,7 @@ class TaskTexts:
         texts = self._rows(model).texts
         if vector_bytes(model, sum(map(len, texts.values()))) > MAX_SENT:
             return {}
-        return {split: Rows(batches_by_length(each)) for split, each in texts.items()}
+        return {part: Rows(length_batches(each)) for part, each in texts.items()}
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         return pool_texts(seen, batch, self.pooling, "resid")
