@@ -322,7 +322,7 @@ def correlate_layers(tables: LayerTables, *, resamples: int = 2000, seed: int = 
             )
         )
     basis = "Directions and metrics are chosen by the mean score of the other models (leave one model out)."
-    basis = basis if len(models) > 1 else "No direction is chosen, because this needs the scores of other models."
+    basis = basis if len(models) > 1 else "No direction is chosen, because that takes the scores of other models."
     return LayerFindings(models=models, basis=basis, first_layer=first, left_out=dict(tables.left_out))
 
 

@@ -1,4 +1,4 @@
-"""Corpora, token shards, image sets, and the batches analyses measure on."""
+"""Corpora, token shards, image sets, and the fixed batches that analyses measure on."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -52,8 +52,8 @@ class Batches(ABC):
         return None
 
 
-BATCH_TOKENS = 8192  # tokens a batch when features are extracted: 8,192 x 768 x 4 B = 25 MB for one hidden state
-_CHUNK = 1000  # texts a tokenizer call: its encodings take 140 bytes a token, our ids take 4
+BATCH_TOKENS = 8192  # tokens per batch when features are extracted: 8,192 x 768 x 4 B = 25 MB for one hidden state
+_CHUNK = 1000  # texts per tokenizer call: its encodings take 140 bytes per token, our ids take 4
 
 
 @dataclass(frozen=True, eq=False)

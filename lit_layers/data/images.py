@@ -205,7 +205,7 @@ def _digits(split: Split) -> Content:
 
 
 def _folders(root: Path, split: Split) -> Content:
-    """Read train/CLASS/*.jpg or the same layout in val, valid, validation or test."""
+    """Read the split from train/CLASS/*.jpg, or from val, valid, validation or test in the same layout."""
     from torchvision.datasets import ImageFolder
 
     held_out = next((name for name in _HELD_OUT if (root / name).is_dir()), None)

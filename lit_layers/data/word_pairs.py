@@ -46,8 +46,8 @@ class WordPairs(Batches):
     """Word pairs by category: BATS 3.0, or any parquet, CSV or TSV file of pairs.
 
     Each word is tokenized separately with a leading space and the tokenizer's special tokens, such as BOS. Its position
-    is its last sub-token. If a row has several answers (a list, or separated by "/"), the first is used. The order
-    inside a pair is that of the file. Pairs whose words have the same token ids are dropped and counted.
+    is that of its last sub-token. If a row has several answers (a list, or separated by "/"), the first is used. The
+    order inside a pair is that of the file. Pairs whose words have the same token ids are dropped and counted.
 
     The batches contain every different word once. Words in a batch have the same number of tokens, so nothing is
     padded, and a word has the same hidden states in all its pairs. `"positions"` (batch,) holds the positions.

@@ -349,7 +349,7 @@ def refuse_taken(folder: Path, overwrite: bool) -> None:
 @contextmanager
 def _draft_of(folder: Path) -> Iterator[Path]:
     """Yield a draft folder next to `folder`; it is removed at the end unless it was renamed."""
-    draft = own_draft_of(folder.absolute())
+    draft = draft_path(folder.absolute())
     with refused(f"cannot write beside {folder}"):
         draft.mkdir(parents=True)
     try:

@@ -115,7 +115,7 @@ def normalized_error(values: Sequence[float], full: Sequence[float], random_scor
 class BenchmarkScores(TokenizerMixin, Analysis):
     """Score of one benchmark task for the full model and for each variant of its block order.
 
-    Each score has a standard error over rows:
+    The records, each with a standard error over rows except `random_score`:
 
     - `task_score`: the accuracy; for gsm8k the exact match after `####`.
     - `task_score_norm`: the accuracy by log-likelihood per character, if the task has it.

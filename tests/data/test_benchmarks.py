@@ -106,7 +106,7 @@ def test_without_a_folder_the_data_sets_of_the_hub_are_asked_for(monkeypatch, to
         return datasets.Dataset.from_dict({column: [f"{repo} {row}" for row in range(3)]})
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    prompt_texts._texts.cache_clear()
+    prompt_texts._read_prompts.cache_clear()
     texts = BenchmarkPrompts(tokenizer, num_prompts=12).texts()
     assert [text.split()[0] for text in texts[:6]] == [repo for repo, _, _ in asked[:6]]
     assert asked[:6] == [
