@@ -125,7 +125,7 @@ class Invariance(Analysis):
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
         """Return the views; nothing if their vectors are too large to send between ranks."""
-        is_large = bytes_of_vectors(model, len(self.texts.texts()) * self.num_views) > MOST_SENT
+        is_large = vector_bytes(model, len(self.texts.texts()) * self.num_views) > MAX_SENT
         return {} if is_large else {"views": Rows(length_batches(self._encoded_for(model)))}
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:

@@ -95,7 +95,7 @@ class TaskTexts:
         texts = self._rows(model).texts
         if vector_bytes(model, sum(map(len, texts.values()))) > MAX_SENT:
             return {}
-        return {part: Rows(length_batches(each)) for part, each in texts.items()}
+        return {split: Rows(length_batches(each)) for split, each in texts.items()}
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         return pool_texts(seen, batch, self.pooling, "resid")
