@@ -33,7 +33,7 @@ class LitImageClassifier(LitModule):
         architecture: a name of timm (`vit_tiny_patch16_224`, `deit_small_patch16_224`, ...); the weights are new.
         config: arguments of timm's VisionTransformer (embed_dim, depth, num_heads, ...); unknown ones are refused.
         init_from: a folder with a model, or a .ckpt that a Trainer saved, of this architecture. It gives the weights,
-            and this run counts on from its step. The optimizer starts fresh.
+            and this run continues from its step. The optimizer starts fresh.
         patch_size: patch size in px, a divisor of the image size; None: the architecture's.
         drop_path_rate: stochastic depth rate of the last block; it grows linearly from 0 at the first block.
         init_seed: seed of the initial weights, independent of every other seed.

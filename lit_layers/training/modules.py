@@ -295,7 +295,7 @@ class LitCausalLM(LitModule):
         architecture: a transformers model type (`gpt2`, `gpt_neox`, `llama`, ...), or a local folder with a
             config.json; the weights are new.
         init_from: a folder with a model, a .ckpt that a Trainer saved, or NAME@REVISION of the Hub
-            (`EleutherAI/pythia-70m@step1000`). It replaces `architecture` and gives the weights. This run counts on
+            (`EleutherAI/pythia-70m@step1000`). It replaces `architecture` and gives the weights. This run continues
             from its step and tokens. The optimizer starts fresh.
         config: overrides of the model's configuration, by its own field names; unknown ones are refused.
         init_seed: seed of the initial weights, independent of every other seed.

@@ -197,7 +197,7 @@ def refuse_used_folder(root: Path, if_exists: IfExists, *, is_fit: bool = False)
         is_fit: whether `lit-layers fit` asks: its files count too, and the error names its options.
 
     Raises:
-        InputError: if `root` holds a run and `if_exists` is "refuse".
+        InputError: if `root` holds a run and `if_exists` is "refuse", or `if_exists` is unknown.
     """
     if if_exists not in get_args(IfExists):
         raise InputError(f"if_exists: expected one of {', '.join(get_args(IfExists))}, got {if_exists!r}")

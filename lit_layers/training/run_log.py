@@ -35,9 +35,9 @@ class _Step:
 class RunLog(L.Callback, Logger):
     """A callback and logger that writes `root/metrics.jsonl`: loss and learning rate of every step.
 
-    Rows also hold the gradient norm and the speed, if known. As one of the Trainer's loggers, it adds the values that
-    modules and callbacks log to the row of the current step, under their own names. Losses stay on the device and are
-    copied together every `log_every_n_steps`, so that no step waits for the device. A row is written, and mirrored with
+    Rows also hold the gradient norm and the speed, if known. As a logger of the Trainer, it adds the values that
+    modules and callbacks log to the row of the current step. Losses stay on the device and are copied
+    together every `log_every_n_steps`, so that no step waits for the device. A row is written, and mirrored with
     the measurements of its step, after the next step begins. Later callbacks may log from `on_train_start` on.
     """
 
