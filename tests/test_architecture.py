@@ -43,7 +43,7 @@ def test_nothing_inside_imports_the_package_root():
 
 
 @pytest.mark.slow
-def test_the_front_door_imports_nothing_heavy_and_the_report_needs_neither_torch_nor_what_draws():
+def test_importing_the_package_loads_nothing_heavy_and_reports_need_neither_torch_nor_a_renderer():
     code = """
 import sys
 import lit_layers, lit_layers.cli.main, lit_layers.errors
@@ -56,7 +56,7 @@ assert not {'torch', 'lightning'} & sys.modules.keys()
 
 
 @pytest.mark.soak
-def test_analyses_load_no_lightning_and_no_command_what_evaluates():
+def test_analyses_do_not_import_lightning_and_commands_do_not_import_evaluators():
     code = """
 import importlib, pkgutil, sys
 import lit_layers.analyses, lit_layers.measuring.one_model
@@ -141,7 +141,7 @@ def test_no_two_files_have_one_name():
     assert {name for name in names if names.count(name) > 1} == set()
 
 
-def test_libraries_are_imported_in_their_rooms_only():
+def test_each_library_is_imported_only_in_its_rooms():
     misplaced = {
         (name, library)
         for name, found in all_imports().items()
@@ -151,14 +151,14 @@ def test_libraries_are_imported_in_their_rooms_only():
     assert not misplaced
 
 
-def test_functional_is_tensors_in_tensors_out():
+def test_functional_takes_and_returns_tensors():
     """Nor does any file that it imports, at once or later, import a library of models, data or tables."""
     graph = all_imports()
     seen = reached(graph, *(name for name in graph if name.startswith("lit_layers.functional")))
     assert not {name.partition(".")[0] for name in seen} & {*ONLY_IN, "pandas", "vl_convert"}
 
 
-def test_pictures_are_drawn_in_a_process_of_their_own():
+def test_pictures_are_drawn_in_a_separate_process():
     """vl-convert keeps Python's lock while its thread draws, and a forked process lacks that thread."""
     for there, users in (("vl_convert", {"lit_layers.figures.drawing"}), ("lit_layers.figures.drawing", set())):
         assert {name for name, found in all_imports().items() if there in found} == users

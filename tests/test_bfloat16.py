@@ -59,7 +59,7 @@ SOME = ("gpt2", "bert_classifier", "vit")
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("names", [SOME, pytest.param(EVERY, marks=pytest.mark.nightly)], ids=["some", "every"])
-def test_blocks_compute_what_autocast_makes_of_them_and_the_rest_is_float32(names):
+def test_blocks_compute_as_under_autocast_and_the_rest_in_float32(names):
     for name in names:
         model = tiny(name)
         batch = tiny_batch(name, padding=None if "pixel" in name else "right")
@@ -78,7 +78,7 @@ def test_blocks_compute_what_autocast_makes_of_them_and_the_rest_is_float32(name
         assert torch.equal(rounded.logits, reference.logits), name
 
 
-def test_the_copy_is_gone_with_its_view_and_holds_its_matrices_alone():
+def test_the_copy_is_freed_with_its_view_and_copies_only_matrices():
     model = tiny("gpt2")
     gc.disable()
     try:
@@ -104,7 +104,7 @@ def prompt_losses(model, order=(1, 2, 3)) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", [Lens, Interventions])
-def test_the_stated_difference_is_that_of_the_losses_from_float64(kind):
+def test_the_reported_difference_is_that_of_losses_in_float64(kind):
     options = {"variants": ("skip_one",)} if kind is Interventions else {}
     found = list(records_of(kind(batches=Listed(*BATCHES), dtype="bfloat16", **options), LayeredModel(tiny("gpt2"))))
     assert {r.tags["dtype"] for r in found} == {"bfloat16"}
@@ -138,7 +138,7 @@ def test_scores_of_a_task_are_those_under_autocast(tmp_path):
 
 
 @pytest.mark.soak
-def test_embeddings_of_each_precision_are_kept_apart(tmp_path):
+def test_embeddings_of_each_precision_have_their_own_cache(tmp_path):
     data, model = write_tiny_data(tmp_path / "data"), tmp_path / "model"
     view = saved_model(model)
     plain = list(records_of(task("STSBenchmark", data, model, tmp_path / "a"), view))
@@ -149,7 +149,7 @@ def test_embeddings_of_each_precision_are_kept_apart(tmp_path):
     assert list(records_of(task("STSBenchmark", data, model, tmp_path / "a"), view)) == plain
 
 
-def test_training_beside_it_ends_in_the_same_bits():
+def test_training_with_bfloat16_analyses_ends_in_the_same_bits():
     lens = Lens(batches=Listed(*BATCHES), dtype="bfloat16")
     alone, beside = train(None, steps=2), train(lambda model: list(records_of(lens, model)), steps=2)
     assert beside["bits"] == alone["bits"]
@@ -157,7 +157,7 @@ def test_training_beside_it_ends_in_the_same_bits():
     assert {measurement.error for measurement in beside["measurements"]} == {None}
 
 
-def test_a_measurement_in_float32_has_another_hash_and_what_needs_float32_is_refused_by_name(tmp_path, capsys):
+def test_float32_has_another_hash_and_analyses_that_need_float32_are_refused_by_name(tmp_path, capsys):
     data = Listed(*BATCHES)
     assert Lens(batches=data).config_hash() != Lens(batches=data, dtype="bfloat16").config_hash()
     wrong = measure(tiny("gpt2"), Lens(batches=data, dtype="float16"), run="r", step=0)  # pyright: ignore
@@ -181,7 +181,7 @@ def of_task(name: str, value: float, dtype: dict[str, str], **variant) -> Measur
     return Measurement(**place, records=made, provenance={"config_hash": f"{name}{dtype}"})
 
 
-def test_a_difference_that_is_defined_for_no_text_says_how_many_there_were():
+def test_an_undefined_difference_reports_the_number_of_texts():
     found = [*rounding_records(torch.tensor([torch.nan, torch.inf]), "loss", layer=3)]
     assert [(r.metric, r.layer, r.n, r.tags["num_undefined"]) for r in found] == [(name, 3, 0, 2) for name in BOTH]
     assert all(math.isnan(r.value) for r in found)

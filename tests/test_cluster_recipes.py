@@ -58,7 +58,7 @@ def noted(script: Path, programs: Path, code: int = 0) -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:] for line in notes.read_text().splitlines()}
 
 
-def test_a_job_script_starts_one_command_of_ours_with_what_slurm_gave_it(programs):
+def test_a_job_script_starts_one_command_with_the_values_of_slurm(programs):
     for script in JOBS:
         words = noted(script, programs)
         if "srun" in words:
@@ -72,7 +72,7 @@ def test_a_job_script_starts_one_command_of_ours_with_what_slurm_gave_it(program
             Recipe(analyze, ours[1:]).read()
 
 
-def test_a_job_whose_command_ends_with_143_puts_itself_back_into_the_queue_and_no_other(programs):
+def test_only_a_job_whose_command_ends_with_143_requeues_itself(programs):
     for name in ("fit", "sweep"):
         script = ROOT / "recipes" / "slurm" / f"{name}.sh"
         assert noted(script, programs, code=143)["scontrol"] == ["requeue", "7"]

@@ -100,14 +100,14 @@ def test_models_are_joined_with_a_file_by_their_whole_name_or_its_last_part(mode
     assert (table.baseline, table.corrected) == ("random_coupling", "excess_coupling")
 
 
-def test_a_metric_per_layer_is_that_of_the_last_layer_or_of_the_one_asked_for(models):
+def test_a_layerwise_metric_is_taken_at_the_last_or_the_requested_layer(models):
     for asked, value in (({}, 0.9), ({"layer": 0}, 2.9), ({"layer": "last"}, 0.9)):
         assert of(read_runs(**models | {"metric": "loss", **asked}), "loss")["b"] == pytest.approx(value)
     other = read_runs(**models | {"score": "lens/loss"})
     assert of(other, "lens/loss") == pytest.approx({"a": 1.0, "b": 0.9, "c": 0.8, "d": 0.7}), "a score, too"
 
 
-def test_the_value_of_the_whole_model_comes_before_those_of_layers_pairs_and_references(tmp_path):
+def test_the_value_of_the_whole_model_is_preferred_to_layers_pairs_and_references(tmp_path):
     places = [{"layer": 1, "other_layer": 2}, {"layer": 3}]
     places += [{"tags": tags} for tags in ({"reference": "majority"}, {"distance": 1}, {"statistic": "median"})]
     found = [Record(metric="m", value=5.0 + number, **place) for number, place in enumerate(places)]
@@ -119,7 +119,7 @@ def test_the_value_of_the_whole_model_comes_before_those_of_layers_pairs_and_ref
         correlate(read_runs([tmp_path], metric="m", score="x/s", layer=3))
 
 
-def test_models_measured_in_unlike_ways_are_not_compared(tmp_path):
+def test_models_measured_with_different_options_are_not_compared(tmp_path):
     def found(number: int, **tags) -> list[Record]:
         return [Record(metric="coupling", value=0.1 * number, tags=tags), Record(metric="loss", value=3.0 - number)]
 
@@ -135,7 +135,7 @@ def test_models_measured_in_unlike_ways_are_not_compared(tmp_path):
         read_runs([tmp_path], metric=names[0], score=names[1])
 
 
-def test_of_a_training_run_the_last_checkpoint_counts_or_the_step_asked_for(tmp_path):
+def test_the_last_checkpoint_of_a_run_counts_or_the_requested_step(tmp_path):
     root, names = grid(tmp_path / "grid"), {"metric": "coupling", "score": "validation/accuracy"}
     table = read_runs([root], **names)
     assert of(table, "step") == {f"cell{n}": 10 for n in range(6)}
@@ -149,7 +149,7 @@ def test_of_a_training_run_the_last_checkpoint_counts_or_the_step_asked_for(tmp_
         read_runs([root], **names, step=7)
 
 
-def test_models_that_lack_a_value_are_left_out_and_told(models):
+def test_models_without_a_value_are_left_out_and_reported(models):
     (root,) = models["folders"]
     comparison(root, "abcde")
     add(root, "org/s", None, "coupling", *couplings(0.9, 3), audit="suspect: identical weights")
@@ -164,7 +164,7 @@ def test_models_that_lack_a_value_are_left_out_and_told(models):
     assert correlate(table, resamples=100).left_out == table.left_out
 
 
-def test_a_run_that_has_measured_nothing_is_named(tmp_path):
+def test_a_run_without_measurements_is_reported_by_name(tmp_path):
     root = grid(tmp_path / "grid", 4)
     (root / "cell2" / "measurements.jsonl").unlink()
     (root / "scores.csv").write_text("run,accuracy\n" + "".join(f"cell{n},{n * n}\n" for n in range(4)))
@@ -174,7 +174,7 @@ def test_a_run_that_has_measured_nothing_is_named(tmp_path):
     assert of(table, "accuracy") == {"cell0": 0, "cell1": 1, "cell3": 9}
 
 
-def test_folders_of_equal_run_names_are_told_apart_by_their_paths(tmp_path):
+def test_folders_with_equal_run_names_are_named_by_their_paths(tmp_path):
     for name in ("one", "two"):
         grid(tmp_path / name, 2)
     table = read_runs([tmp_path / "one", tmp_path / "two"], metric="coupling", score="validation/accuracy")
@@ -196,7 +196,7 @@ def test_wrong_input_is_one_sentence(models):
             read_runs(**models | options)
 
 
-def test_a_file_of_all_columns_is_a_table_of_models_and_another_is_refused(tmp_path):
+def test_a_file_with_all_columns_is_a_table_of_models_and_others_are_refused(tmp_path):
     frame = pd.DataFrame({"name": list("abcd"), "m": [1, 2, 3, 5.0], "random_m": [0.1] * 4, "acc": [1, 3, 2, None]})
     frame.to_parquet(tmp_path / "t.parquet")
     table = read_file(tmp_path / "t.parquet", metric="m", score="acc")
@@ -232,7 +232,7 @@ def some(n: int = 20, seed: int = 0) -> dict[str, np.ndarray]:
     return {"m": m, "s": m + rng.standard_normal(n), "width": width}
 
 
-def test_every_row_is_the_coefficient_that_it_names():
+def test_every_row_has_the_coefficient_it_names():
     columns = some() | {"tied": np.repeat([1, 2, 3, 4], 5)}
     table = table_of(**columns)
     found = correlate(table, given=["width", "tied"], group="tied", resamples=200)
@@ -254,7 +254,7 @@ def test_every_row_is_the_coefficient_that_it_names():
     assert found.covariates[0].r2_score == pytest.approx(pearson(s, np.log(width)).value ** 2)
 
 
-def test_a_covariate_that_some_models_lack_is_held_fixed_for_the_others():
+def test_a_covariate_is_controlled_for_the_models_that_have_it():
     columns = some()
     columns["depth"] = np.where(np.arange(20) < 15, np.arange(20) % 4 + 2.0, math.nan)
     (row,) = [row for row in correlate(table_of(**columns), resamples=100).rows if "depth" in row.name]
@@ -263,7 +263,7 @@ def test_a_covariate_that_some_models_lack_is_held_fixed_for_the_others():
     assert row.value == expected.value
 
 
-def test_models_without_a_column_that_is_asked_for_are_named(tmp_path):
+def test_models_without_a_requested_column_are_named(tmp_path):
     columns = some()
     columns["tokens"] = np.arange(20) * 1e6  # none before the first step, whose logarithm there is not
     columns["tokens"][5] = math.nan
@@ -285,7 +285,7 @@ def test_a_score_does_not_explain_itself():
     assert [each.name for each in found.covariates] == ["Log width"]
 
 
-def test_a_metric_that_follows_the_width_is_warned_of_and_one_that_does_not_is_not():
+def test_only_a_metric_that_depends_on_the_width_gets_a_warning():
     columns = some()
     assert correlate(table_of(**columns), resamples=100).warnings == []
     columns["m"] = np.log(columns["width"]) + 0.1 * columns["m"]
@@ -296,7 +296,7 @@ def test_a_metric_that_follows_the_width_is_warned_of_and_one_that_does_not_is_n
     assert "Only 5 models" in correlate(table_of(**few), resamples=100).warnings[-1]
 
 
-def test_k_as_a_share_is_counted_from_the_width_of_each_model_and_the_corrected_metric_stands_beside_it(models):
+def test_k_as_a_share_uses_the_width_of_each_model_and_the_corrected_metric_is_shown(models):
     table = read_runs(**models | {"metric": "coupling[k=0.1]"})
     assert of(table, "k") == {"a": 3, "b": 4, "c": 5, "d": 6}
     assert of(table, "coupling") == pytest.approx({"a": 0.0, "b": 0.3, "c": 0.4, "d": 0.5})

@@ -60,7 +60,7 @@ def test_a_metric_is_written_with_its_analysis_and_tags():
 # ------------------------------------------------------------------------------------------------ what is read
 
 
-def test_each_task_s_metric_is_paired_with_its_scores(tmp_path):
+def test_the_metric_on_each_task_is_paired_with_its_scores(tmp_path):
     root, metric, scores = one_model(tmp_path)
     found = read(root)
     (model,) = found.models
@@ -71,7 +71,7 @@ def test_each_task_s_metric_is_paired_with_its_scores(tmp_path):
     assert (model.name, model.step, model.num_layers, found.states) == ("model", None, 8, "normed")
 
 
-def test_layer_0_is_apart_unless_asked_for(tmp_path):
+def test_layer_0_is_left_out_unless_requested(tmp_path):
     metric, scores = tables(6)
     metric[:, 0] = np.nan
     root = add(tmp_path, "m", None, scores=scores, metric=metric)
@@ -80,7 +80,7 @@ def test_layer_0_is_apart_unless_asked_for(tmp_path):
         read(root, with_layer_0=True)
 
 
-def test_a_metric_of_a_common_corpus_pairs_with_every_task_and_a_tasks_own_texts_come_first(tmp_path):
+def test_a_metric_of_one_corpus_pairs_with_every_task_and_the_tasks_own_texts_are_preferred(tmp_path):
     root, metric, _ = one_model(tmp_path)
     common = np.arange(9.0) ** 2
     write(root, "invariance", per_layer("lidar", common), run="org/model")
@@ -92,7 +92,7 @@ def test_a_metric_of_a_common_corpus_pairs_with_every_task_and_a_tasks_own_texts
     assert np.array_equal(found.models[0].tables("representation/prompt_entropy", 0)[1], metric)
 
 
-def test_the_last_step_that_has_both_and_is_not_suspect_counts_or_the_one_asked_for(tmp_path):
+def test_the_last_step_with_both_that_is_not_suspect_counts_or_the_requested_one(tmp_path):
     for step, verdict in ((0, "clean"), (10, "clean"), (15, "suspect: equal to the final step"), (20, "clean")):
         metric, scores = tables(6, seed=step)
         provenance = {"audit": verdict}
@@ -127,7 +127,7 @@ def test_metric_and_score_of_two_conventions_are_refused(tmp_path):
             read(root)
 
 
-def test_of_several_conventions_the_scores_own_is_taken(tmp_path):
+def test_the_convention_of_the_scores_is_taken_among_several(tmp_path):
     root, metric, _ = one_model(tmp_path)
     add(root, "org/model", None, metric=metric + 5, metric_states=None, analysis="representation_resid")
     found = read(root, metrics=["representation/prompt_entropy"])
@@ -137,7 +137,7 @@ def test_of_several_conventions_the_scores_own_is_taken(tmp_path):
         read(root)
 
 
-def test_several_variants_are_refused_and_the_plainest_is_none(tmp_path):
+def test_several_variants_are_refused_and_none_is_the_default(tmp_path):
     metric, scores = tables(6)
     add(tmp_path, "r", None, scores=scores)
     for task in TASKS:
@@ -150,7 +150,7 @@ def test_several_variants_are_refused_and_the_plainest_is_none(tmp_path):
 
 
 @pytest.mark.parametrize("of_metric", [True, False])
-def test_models_measured_in_unlike_ways_are_not_compared(tmp_path, of_metric):
+def test_models_measured_with_different_options_are_not_compared(tmp_path, of_metric):
     name, analysis = ("prompt_entropy", "representation") if of_metric else ("main_score", "mteb")
     for run, tags in (("a", {}), ("b", {"dtype": "bfloat16"})):
         metric, scores = tables(6)
@@ -162,7 +162,7 @@ def test_models_measured_in_unlike_ways_are_not_compared(tmp_path, of_metric):
         read_layers([tmp_path / "a", tmp_path / "b"], metrics=["prompt_entropy"], scores="mteb")
 
 
-def test_what_there_is_not_is_refused(tmp_path):
+def test_unknown_metrics_tasks_and_layers_are_refused(tmp_path):
     root, *_ = one_model(tmp_path)
     for options, message in (
         ({"metrics": ["promt_entropy"]}, "no model has 'promt_entropy' per layer; did you mean .*prompt_entropy"),
@@ -173,7 +173,7 @@ def test_what_there_is_not_is_refused(tmp_path):
             read(root, **options)
 
 
-def test_a_metric_that_leaves_its_normalization_unsaid_is_raw(tmp_path):
+def test_a_metric_without_a_normalization_is_raw(tmp_path):
     metric, scores = tables(6)
     add(tmp_path, "m", None, scores=scores)
     for task, row in zip(TASKS, metric, strict=True):
@@ -220,7 +220,7 @@ def test_scores_of_a_file_meet_metrics_of_runs_and_wrong_layers_are_named(tmp_pa
 # ------------------------------------------------------------------------------------------------ what is said
 
 
-def test_with_one_model_both_directions_are_told_and_none_is_chosen(tmp_path):
+def test_with_one_model_both_directions_are_reported_and_none_is_chosen(tmp_path):
     root, metric, scores = one_model(tmp_path)
     found = correlate_layers(read(root), resamples=100)
     (model,) = found.models
@@ -281,7 +281,7 @@ def test_the_command_writes_numbers_page_and_pictures(tmp_path, capsys, monkeypa
     assert len(pd.read_csv(out / "curves.csv")) == sum((5 + n + 1) * len(TASKS) for n in range(3))
 
 
-def test_the_page_tells_which_tasks_are_left_out(tmp_path, monkeypatch):
+def test_the_page_lists_the_tasks_that_are_left_out(tmp_path, monkeypatch):
     leave_undrawn(monkeypatch)
     metric, scores = tables(8)
     metric[1, 3] = np.nan

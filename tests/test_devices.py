@@ -112,7 +112,7 @@ def shared_on_device(device) -> tuple[dict[str, Measurement], dict]:
 
 
 @pytest.mark.soak
-def test_no_share_of_a_rank_holds_a_tensor_of_the_device():
+def test_results_of_a_rank_hold_no_tensor_of_the_device():
     joined, violations = apart(shared_on_device)
     assert violations == {}
     model = made("gpt2")

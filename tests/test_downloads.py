@@ -16,7 +16,7 @@ class Forbidden(OSError):
     response = SimpleNamespace(status_code=403)
 
 
-def test_text_images_and_tokenizers_that_cannot_be_had_are_one_sentence(monkeypatch):
+def test_unavailable_text_images_and_tokenizers_are_refused_in_one_sentence(monkeypatch):
     for error, advice in (
         (Forbidden("gated"), r"\(Forbidden: gated\): access is refused: .* `hf auth login`"),
         (RuntimeError("a script"), r"\(RuntimeError: a script\): check the name and the network"),

@@ -7,7 +7,7 @@ from lit_layers.files import durable
 from lit_layers.files.durable import draft_path, replace_file
 
 
-def test_two_machines_with_one_process_number_write_a_file_at_once(tmp_path: Path, monkeypatch) -> None:
+def test_two_machines_with_equal_process_ids_can_write_a_file_at_the_same_time(tmp_path: Path, monkeypatch) -> None:
     """As two containers on a shared folder do: the second begins and ends while the first is at its file."""
     file, sync, begun = tmp_path / "report.html", durable.sync, []
 
@@ -26,7 +26,7 @@ def test_two_machines_with_one_process_number_write_a_file_at_once(tmp_path: Pat
     assert [*tmp_path.iterdir()] == [file]
 
 
-def test_a_draft_stands_beside_its_file_is_hidden_and_nobody_elses(tmp_path: Path) -> None:
+def test_a_draft_is_hidden_next_to_its_file_and_has_its_own_name(tmp_path: Path) -> None:
     for name in ("report.html", ".hidden"):
         drafts = {draft_path(tmp_path / name) for _ in range(100)}
         assert len(drafts) == 100

@@ -98,7 +98,7 @@ def clock(run):
     return measure_times(curves_of(run))
 
 
-def test_planted_times_come_back_in_their_order_and_what_is_flat_does_not_emerge(clock):
+def test_planted_times_are_found_in_order_and_flat_curves_do_not_emerge(clock):
     table = times_table(clock)
     assert tuple(table.columns[: len(COLUMNS)]) == COLUMNS
     assert len(table) == 6  # neither the reference nor the pair of layers
@@ -157,7 +157,7 @@ def times_at(low: float, half: float, high: float) -> EmergenceTimes:
     return EmergenceTimes(True, 0.01, *[Time(half, low, high)] * 4, 12, 0, np.arange(10.0))
 
 
-def test_marks_of_a_run_have_its_colour_hollow_ones_too(clock):
+def test_filled_and_hollow_marks_have_the_colour_of_their_run(clock):
     other = [replace(curve, run="other") for curve in clock.curves]
     both = timeline(Clock(clock.curves + other, clock.times * 2))
     assert (len(both.series), len({(each.name, each.color) for each in both.series})) == (4, 2), "colours are by name"
@@ -166,7 +166,7 @@ def test_marks_of_a_run_have_its_colour_hollow_ones_too(clock):
     assert all(a < b for a, b in zip(first, second, strict=True)), "in a row the runs stand in their order"
 
 
-def test_figures_and_sentences_say_the_times(clock):
+def test_figures_and_sentences_give_the_times(clock):
     chart = timeline(clock)
     titles = [curve.title for curve, _ in emerged_curves(clock, "planted")]
     assert list(chart.x.labels.values()) == titles
@@ -188,7 +188,7 @@ def test_figures_and_sentences_say_the_times(clock):
     assert [axis_text(number) for number in (0.2, 9.96, 1444, 25_000)] == ["0.2", "10", "1,444", "25k"]
 
 
-def test_over_seeds_the_mean_of_common_checkpoints_is_measured_with_their_spread(tmp_path):
+def test_the_mean_over_seeds_uses_common_checkpoints_and_their_spread(tmp_path):
     curves = []
     for seed in range(4):
         root = write_run(tmp_path / f"s{seed}", seed, shift=0.2 * seed, steps=STEPS[: 12 - seed % 2])
@@ -206,7 +206,7 @@ def test_over_seeds_the_mean_of_common_checkpoints_is_measured_with_their_spread
     assert width(found.halfway) > 1.5 * width(alone.halfway)
 
 
-def test_of_seeds_only_what_all_have_is_measured_together_and_the_rest_counted(tmp_path, capsys):
+def test_only_curves_that_all_seeds_have_are_averaged_and_the_rest_is_counted(tmp_path, capsys):
     roots = [write_run(tmp_path / f"s{seed}", seed) for seed in range(3)]
     path = roots[2] / "measurements.jsonl"
     lines = path.read_text().splitlines(keepends=True)
@@ -228,7 +228,7 @@ def test_of_seeds_only_what_all_have_is_measured_together_and_the_rest_counted(t
         assert text in page, text
 
 
-def test_runs_of_other_settings_are_no_seeds_of_one_and_settings_left_out_are_told(tmp_path, capsys, caplog):
+def test_runs_of_other_settings_are_not_seeds_and_omitted_settings_are_reported(tmp_path, capsys, caplog):
     roots = [write_run(tmp_path / f"s{seed}", seed) for seed in range(2)]
     path = roots[1] / "measurements.jsonl"
     path.write_text(path.read_text().replace("c" * 16, "d" * 16))
@@ -271,7 +271,7 @@ def test_the_agreement_of_two_runs_is_spearmans_over_what_emerges_in_both():
     assert agreement_sentence(pairs[:1]) == ""
 
 
-def test_a_value_with_a_comma_is_asked_for_as_it_is_and_the_page_says_how_many_values_are_missing(tmp_path):
+def test_a_value_with_a_comma_can_be_requested_and_the_page_counts_missing_values(tmp_path):
     table = pd.DataFrame(
         {"step": STEPS * 2, "task": ["a"] * 12 + ["b"] * 12, "value": [*rise(5), *rise(7)], "shots": 0}
     )
@@ -284,7 +284,7 @@ def test_a_value_with_a_comma_is_asked_for_as_it_is_and_the_page_says_how_many_v
     assert "Missing values: 2, in 1 of 2 curves" in (tmp_path / "out" / "emergence.html").read_text()
 
 
-def test_a_run_without_a_curve_is_named_among_what_is_left_out():
+def test_a_run_without_a_curve_is_listed_as_left_out():
     lengths = {("long", "a"): 8, ("long", "b"): 2, ("short", "a"): 2, ("short", "b"): 3}
     curves = [
         curve_of(metric, run=run, at=np.arange(float(steps)), values=np.arange(float(steps)))
@@ -294,7 +294,7 @@ def test_a_run_without_a_curve_is_named_among_what_is_left_out():
     assert measure_times(curves).left_out == {why: 1, f"all of short: {why}": 2}
 
 
-def test_long_names_of_rows_are_whole_and_keep_their_number():
+def test_long_names_of_rows_are_not_cut_and_keep_their_number():
     tags = [{"of": of, "drop_first": 1, "normalization": "maxEntropy"} for of in ("accuracy", "token_curvature")]
     curves = [curve_of("monotonicity_spearman", tags=each) for each in (*tags, {"of": "accuracy"})]
     clock = Clock(curves, [times_at(2.0, 3.0, 4.0)] * 3)
@@ -329,7 +329,7 @@ def scores(**columns) -> pd.DataFrame:
     return pd.DataFrame(rows).assign(**columns)
 
 
-def test_a_curve_of_which_some_values_have_no_standard_error_is_told(tmp_path, caplog):
+def test_a_curve_with_missing_standard_errors_is_reported(tmp_path, caplog):
     table = scores()
     some = (table["model"] == "x1") & (table["step"] == STEPS[3])
     table.assign(stderr=table["stderr"].where(~some)).to_csv(tmp_path / "scores.csv", index=False)
@@ -403,7 +403,7 @@ def test_the_command_writes_tables_figures_and_a_page(run, tmp_path, capsys):
     assert (times[times.run == "planted"].metric == MONOTONICITY).sum() == 1
 
 
-def test_a_metric_that_a_run_lacks_is_told_beside_those_that_it_has(run, caplog):
+def test_a_missing_metric_is_reported_with_the_available_ones(run, caplog):
     has, *_ = {curve.metric for curve in curves_of(run)}
     asked = curves_of(run, metrics=[has, "los"])
     assert {curve.metric for curve in asked} == {has}
@@ -411,7 +411,7 @@ def test_a_metric_that_a_run_lacks_is_told_beside_those_that_it_has(run, caplog)
     assert line.startswith(f"metrics: {run} has no curve of los over steps: expected of ")
 
 
-def test_what_the_training_logged_is_a_curve_by_its_own_name(run):
+def test_a_logged_scalar_is_a_curve_under_its_own_name(run):
     rows = [{"step": step, "tokens": 8 * step, "my/loss": step**0.5} for step in range(1, 1001)]
     rows[9] |= {"score": 0.25}
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -424,7 +424,7 @@ def test_what_the_training_logged_is_a_curve_by_its_own_name(run):
     assert not {curve.metric for curve in curves_of(run)} & {"my/loss", "score"}
 
 
-def test_tags_choose_curves_of_a_run_and_over_tokens_times_are_tokens(run):
+def test_tags_choose_curves_of_a_run_and_times_can_be_tokens(run):
     (curve,) = curves_of(run, where={"normalization": "raw"})
     assert curve.metric == "prompt_entropy"  # not those that have no such tag
     by_step, by_tokens = (measure_times(curves_of(run, metrics=["coupling"], axis=axis)) for axis in ("step", "tokens"))
@@ -432,7 +432,7 @@ def test_tags_choose_curves_of_a_run_and_over_tokens_times_are_tokens(run):
     assert ratio == pytest.approx(2048, rel=0.25)  # smooth over another axis: the same gap, another place in it
 
 
-def test_what_cannot_be_measured_is_refused_in_a_sentence(run, tmp_path, capsys):
+def test_unmeasurable_input_is_refused_in_one_sentence(run, tmp_path, capsys):
     few = write_run(tmp_path / "few", steps=STEPS[:5])
     suspect = write_run(tmp_path / "suspect", audit={8: "suspect: equal to\nthe final step"})
     good = pd.DataFrame({"step": STEPS, "value": rise(4)})
@@ -479,7 +479,7 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(run, tmp_path, capsys)
     assert curves_of(suspect, allow_suspect=True)
 
 
-def test_gaps_in_the_columns_of_a_table_are_no_values_of_them(tmp_path):
+def test_empty_cells_of_a_table_are_not_values(tmp_path):
     rows = pd.DataFrame({"step": STEPS, "value": rise(4), "shots": 0, "metric": "acc", "run": None})
     gap = pd.DataFrame([{"step": 0, "value": 1, "shots": None, "metric": None, "run": None}])
     pd.concat([gap, rows]).to_csv(tmp_path / "gaps.csv", index=False)
@@ -488,7 +488,7 @@ def test_gaps_in_the_columns_of_a_table_are_no_values_of_them(tmp_path):
     assert [(c.run, c.metric) for c in curves_of(tmp_path / "gaps.csv")] == [("gaps", "value"), ("gaps", "acc")]
 
 
-def test_two_values_at_one_place_of_a_runs_curve_are_refused(run):
+def test_two_values_at_one_step_of_a_curve_are_refused(run):
     (first, *rest) = records.read(run / "measurements.jsonl")
     alike = [replace(first.records[0], tags=tags) for tags in ({"a": 1, "b": 2}, {"a": "1,b=2"})]  # of one name
     for axis, measurements in (
@@ -500,7 +500,7 @@ def test_two_values_at_one_place_of_a_runs_curve_are_refused(run):
             curves_in("run", measurements, axis=axis)
 
 
-def test_names_and_layers_of_a_strangers_run_are_drawn_and_escaped(tmp_path):
+def test_names_and_layers_of_an_untrusted_run_are_drawn_escaped(tmp_path):
     root, script = tmp_path / "run", "<script>alert(1)</script>"
     for step, value in zip(STEPS[:6], rise(3), strict=False):
         parts = [
@@ -516,7 +516,7 @@ def test_names_and_layers_of_a_strangers_run_are_drawn_and_escaped(tmp_path):
     assert times.layer.tolist() == [pd.NA, 2**62 + 1]
 
 
-def test_the_runs_own_page_begins_with_when_it_emerges_but_for_suspect_checkpoints(run, tmp_path, monkeypatch):
+def test_the_page_of_a_run_begins_with_emergence_times_without_suspect_checkpoints(run, tmp_path, monkeypatch):
     def sections_of(root, **options) -> list[str]:
         page = write_report(root, tmp_path / "page.html", **options).read_text()
         return re.findall(r'<section id="(.*?)"', page)

@@ -77,7 +77,7 @@ def run(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("runs") / "run")
 
 
-def test_the_record_is_that_of_one_process_with_the_values_of_prompts(run, tmp_path, ray):
+def test_the_records_equal_those_of_one_process_with_their_values_of_prompts(run, tmp_path, ray):
     alone = analyze_series(StepFolders(run), two_groups(), root=tmp_path / "alone" / "run")
     carried = analyze_series(StepFolders(run), two_groups(), root=tmp_path / "carried" / "run", engine="ray")
     assert sorted_lines(tmp_path / "carried" / "run") == sorted_lines(tmp_path / "alone" / "run")
@@ -95,7 +95,7 @@ def test_the_record_is_that_of_one_process_with_the_values_of_prompts(run, tmp_p
     assert len(ray.sent) == 4, "one model is one task"
 
 
-def test_what_is_done_is_not_measured_again(run, tmp_path, ray):
+def test_completed_measurements_are_not_repeated(run, tmp_path, ray):
     root = tmp_path / "run"
     analyze_series(StepFolders(run), two_groups()[:2], root=root)
     again = analyze_series(StepFolders(run), two_groups(), root=root, engine="ray")
@@ -126,7 +126,7 @@ def test_a_worker_with_other_versions_is_refused_before_a_number_is_written(run,
     assert not (tmp_path / "out" / "measurements.jsonl").exists()
 
 
-def test_what_no_cluster_can_do_is_refused(run, tmp_path, ray, monkeypatch):
+def test_options_that_a_cluster_cannot_serve_are_refused(run, tmp_path, ray, monkeypatch):
     def refuses(match, **options):
         with pytest.raises(InputError, match=match):
             analyze_series(StepFolders(run), two_groups(), root=tmp_path / "out", engine="ray", **options)
@@ -138,7 +138,7 @@ def test_what_no_cluster_can_do_is_refused(run, tmp_path, ray, monkeypatch):
 
 
 @pytest.mark.soak
-def test_a_series_of_the_hub_is_fetched_by_the_workers_and_judged_by_what_they_read(tmp_path, monkeypatch, ray):
+def test_workers_fetch_a_series_of_the_hub_and_their_fingerprints_are_audited(tmp_path, monkeypatch, ray):
     make_series(template(tmp_path / "model"), tmp_path / "hub" / "lab" / "tiny", (0, 1, 2, 4))
     results = {}
     for how in ("process", "ray"):

@@ -50,7 +50,7 @@ def age(folder: Path) -> None:
         os.utime(path, (10**9, 10**9))
 
 
-def test_whole_checkpoints_are_measured_as_they_come_and_half_written_ones_wait(run, tmp_path, waits):
+def test_complete_checkpoints_are_measured_as_they_appear_and_incomplete_ones_later(run, tmp_path, waits):
     """As the HF Trainer writes them: a folder first, then file after file."""
     place, looks = tmp_path / "trainer", []
     half = place / "checkpoint-2"
@@ -74,7 +74,7 @@ WRONG = {
 
 
 @pytest.mark.usefixtures("waits")
-def test_what_cannot_be_measured_is_tried_again_and_ends_nothing(run, caplog):
+def test_a_failed_checkpoint_is_retried_and_does_not_end_the_command(run, caplog):
     """Also where a trainer removed a checkpoint while it was hashed."""
     for says, wrong in WRONG.items():
         calls = []
@@ -90,7 +90,7 @@ def test_what_cannot_be_measured_is_tried_again_and_ends_nothing(run, caplog):
 
 
 @pytest.mark.usefixtures("waits")
-def test_what_can_never_be_measured_does_not_keep_it_for_ever_and_is_its_end(run, caplog):
+def test_a_checkpoint_that_always_fails_ends_the_wait(run, caplog):
     def measure(_) -> None:
         raise InputError("it fits no analysis")
 
@@ -99,7 +99,7 @@ def test_what_can_never_be_measured_does_not_keep_it_for_ever_and_is_its_end(run
     assert caplog.text.count("it fits no analysis") == 1
 
 
-def test_a_checkpoint_that_is_removed_while_it_is_measured_ends_the_wait_as_nothing_new_does(run, tmp_path, waits):
+def test_a_checkpoint_removed_during_its_measurement_counts_as_no_new_one(run, tmp_path, waits):
     shutil.copytree(run, tmp_path / "run")
     last, calls = max((tmp_path / "run").glob("step-*")), []
     shutil.move(last, tmp_path / "later")
@@ -115,7 +115,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_measured_ends_the_wait_as_noth
     assert calls == [2, 3]
 
 
-def test_without_patience_it_waits_for_ever(run, waits):
+def test_without_patience_it_waits_without_end(run, waits):
     waits += [lambda: None] * 5
 
     def interrupt() -> None:
@@ -126,7 +126,7 @@ def test_without_patience_it_waits_for_ever(run, waits):
         follow(run, lambda _: None)
 
 
-def test_it_goes_on_while_training_does_and_ends_with_it(run, tmp_path, waits):
+def test_it_follows_a_training_until_that_ends(run, tmp_path, waits):
     root = tmp_path / "run"
     shutil.copytree(run, root)
     held, looks = contextlib.ExitStack(), []
@@ -154,7 +154,7 @@ class Follower(L.Callback):
             analyze_series(StepFolders(self.root), two_groups(), root=self.root, during_training=True)
 
 
-def test_a_training_that_only_saves_is_measured_meanwhile_and_one_that_measures_is_not(tmp_path):
+def test_only_a_training_that_does_not_measure_is_measured_at_the_same_time(tmp_path):
     root = tmp_path / "run"
     fit(root, [SeriesCheckpoint(EVERY_SECOND, root), Follower(root)], steps=4)
     assert {each.step for each in records.read(root / "measurements.jsonl")} == {0, 2}
@@ -175,7 +175,7 @@ def hf_folder(tmp_path: Path, steps: tuple[int, ...]) -> tuple[Path, list[str]]:
 
 
 @pytest.mark.usefixtures("waits")
-def test_the_command_writes_the_numbers_that_it_writes_without_follow(tmp_path, capsys):
+def test_follow_writes_the_same_numbers_as_a_later_analyze(tmp_path, capsys):
     place, words = hf_folder(tmp_path, (2, 4))
     assert main([*words, "--follow", "--patience=0", "--root", str(tmp_path / "followed" / "run")]) == 0
     assert "2 measured, 0 were known" in capsys.readouterr().out
@@ -204,7 +204,7 @@ def test_two_followers_share_a_folder_whose_checkpoints_come_and_go(tmp_path, ca
     assert len(records.read(place / "measurements.jsonl")) == 4
 
 
-def test_mistakes_are_one_sentence(tmp_path, capsys):
+def test_mistakes_are_refused_in_one_sentence(tmp_path, capsys):
     for words, sentence in (
         (["{}/nowhere"], "follow: expected a folder, without --steps and --plan, got"),
         (["{}", "--steps", "all"], "follow: expected a folder, without --steps and --plan"),

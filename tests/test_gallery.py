@@ -40,7 +40,7 @@ def test_a_line_of_the_page_draws_its_picture():
         assert chart.series or chart.cells is not None, name
 
 
-def test_nothing_is_drawn_through_suspect_checkpoints_or_models_unless_it_is_allowed():
+def test_suspect_checkpoints_and_models_are_drawn_only_if_allowed():
     tables: dict[str, Any] = {key: each for key, each in gallery.tables().items() if isinstance(each, pd.DataFrame)}
     suspect = {key: table.assign(audit="suspect: no weights") for key, table in tables.items()}
     for name, line in gallery.lines().items():

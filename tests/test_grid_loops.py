@@ -14,7 +14,7 @@ def loop(tmp_path) -> Loop:
     return Loop(DIGITS, tmp_path)
 
 
-def test_each_run_is_started_once_with_the_options_that_its_folder_is_named_by(tmp_path):
+def test_each_run_is_started_once_with_the_options_in_its_folder_name(tmp_path):
     numbers = {"digits_grid": 4, "vit_grid": 64, "four_papers": 10, "four_papers_images": 10}
     for script in LOOPS:
         loop = Loop(script, tmp_path / script.stem)
@@ -32,7 +32,7 @@ def test_each_run_is_started_once_with_the_options_that_its_folder_is_named_by(t
         assert loop.commands() == [], script
 
 
-def test_shards_have_each_run_once_and_a_run_that_fails_stops_no_other_and_is_tried_again(loop):
+def test_shards_start_each_run_once_and_a_failed_run_stops_no_other_and_is_retried(loop):
     shards = [f"{number}/4" for number in range(4)]
     assert [loop.run(SHARD=shard, BROKEN="weight_decay=0.5") for shard in shards].count(1) == 2
     shared = [name_of(command) for command in loop.commands()]
@@ -46,7 +46,7 @@ def test_shards_have_each_run_once_and_a_run_that_fails_stops_no_other_and_is_tr
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.soak)]
 )
-def test_a_signal_lets_the_run_save_and_the_next_call_goes_on_with_it(number, code, loop):
+def test_a_signal_lets_the_run_save_and_the_next_call_resumes_it(number, code, loop):
     second = "drop_path_rate=0.0,weight_decay=0.5"
     assert loop.stop(number, second) == code
     assert (loop.runs / second / "saved").exists()

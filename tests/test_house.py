@@ -46,7 +46,7 @@ def test_no_folder_of_the_package_is_crowded() -> None:
     assert files <= FILES_IN_A_FOLDER, folder
 
 
-def test_code_is_what_is_neither_blank_nor_a_comment_nor_a_docstring() -> None:
+def test_code_lines_exclude_blank_lines_comments_and_docstrings() -> None:
     found = code_lines.code(SOURCE)
     assert [*found] == [4, 8, 9, 10, 12, 13, 14, 15, 18, 20]
     assert (found[9], found[13]) == ("number: int,", "")

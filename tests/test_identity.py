@@ -60,7 +60,7 @@ def figures(page: Path) -> list[dict[str, Any]]:
     return figure_data(page.read_text())
 
 
-def test_numbers_of_other_settings_enter_no_table_unasked(run: Path) -> None:
+def test_tables_have_other_settings_only_on_request(run: Path) -> None:
     file, before = run / "measurements.jsonl", rows(records.frame(run / "measurements.jsonl"))
     add(run, *(other(step) for step in (0, 1)))
     assert rows(records.frame(file)) == before
@@ -94,7 +94,7 @@ CHOSEN = (
 )
 
 
-def test_which_settings_make_a_curve() -> None:
+def test_the_documented_rule_chooses_the_settings_of_a_curve() -> None:
     for lines, chosen in CHOSEN:
         made = [other(step, settings=name.strip("!"), error="no" if "!" in name else None) for step, name in lines]
         made = [replace(m, provenance={n: v for n, v in m.provenance.items() if v}) for m in made]
@@ -105,14 +105,14 @@ def test_which_settings_make_a_curve() -> None:
         assert {id(m) for m in [*found, *rest]} == {id(m) for m in identity.latest(made)}, lines
 
 
-def test_a_failure_that_knew_no_settings_stands_until_its_place_is_measured() -> None:
+def test_an_early_failure_counts_until_any_settings_are_measured() -> None:
     early = other(1, records=[], error="no such layer", provenance={})
     assert identity.latest([other(0), early]) == [other(0), early]
     assert identity.shown([other(0), early]) == [other(0), early], "it is told of in any settings"
     assert identity.latest([early, other(1)]) == [other(1)]
 
 
-def test_a_page_keeps_its_curves_and_says_which_other_settings_there_are(run: Path, tmp_path: Path, capsys) -> None:
+def test_a_page_keeps_its_curves_and_lists_other_settings(run: Path, tmp_path: Path, capsys) -> None:
     before = figures(write_report(run))
     add(run, *(other(step) for step in (0, 1)))
     assert main(["report", str(run), "--export", str(tmp_path / "all.csv")]) == 0
@@ -131,7 +131,7 @@ def test_a_page_keeps_its_curves_and_says_which_other_settings_there_are(run: Pa
         assert sentence in capsys.readouterr().err
 
 
-def test_models_side_by_side_are_told_apart_from_their_other_settings(tmp_path: Path, monkeypatch) -> None:
+def test_models_compared_on_a_page_list_their_other_settings(tmp_path: Path, monkeypatch) -> None:
     leave_undrawn(monkeypatch)
     root = make_models(tmp_path / "models", models={"a/one": 2, "b/two": 2}, analyses=("trajectory", "representation"))
     before = (root / "measurements.jsonl").read_bytes()
@@ -141,7 +141,7 @@ def test_models_side_by_side_are_told_apart_from_their_other_settings(tmp_path: 
     assert "is shown, not" not in write_report(root).read_text()
 
 
-def test_what_has_a_name_only_in_loggers_has_another_one_and_a_study_reads_the_settings_of_curves(run: Path) -> None:
+def test_other_settings_have_their_own_logged_names_and_studies_read_the_settings_of_curves(run: Path) -> None:
     add(run, *(other(step) for step in (0, 1)))
     measured = records.read(run / "measurements.jsonl")
     plain = identity.plain_settings(measured)
@@ -157,7 +157,7 @@ def test_what_has_a_name_only_in_loggers_has_another_one_and_a_study_reads_the_s
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_loggers_and_wandb_get_other_settings_under_names_of_their_own(tmp_path: Path) -> None:
+def test_loggers_and_wandb_receive_other_settings_under_separate_names(tmp_path: Path) -> None:
     """A run that goes on with another k from its step 2 on, under the same name."""
     logged: dict[str, list[int]] = {}
 
@@ -192,7 +192,7 @@ def test_loggers_and_wandb_get_other_settings_under_names_of_their_own(tmp_path:
 # ------------------------------------------------------------------------------------------------ figures that fail
 
 
-def test_a_variant_of_one_step_has_no_surface_and_a_figure_that_cannot_be_drawn_is_a_sentence_in_its_place(
+def test_one_step_gives_no_surface_and_a_figure_that_fails_is_replaced_by_a_sentence(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after an option was changed for one step alone, which gave a variant that no other step has."""
@@ -226,7 +226,7 @@ def test_a_variant_of_one_step_has_no_surface_and_a_figure_that_cannot_be_drawn_
 
 @pytest.mark.soak
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
-def test_a_browser_shows_the_sentence_in_place_of_the_figure(
+def test_a_browser_shows_the_sentence_instead_of_the_figure(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = plots.layer_matrix
@@ -262,9 +262,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def test_a_second_model_under_one_root_is_refused_whichever_command_names_it(
-    models: Path, tmp_path: Path, capsys
-) -> None:
+def test_every_command_refuses_a_second_model_in_one_root(models: Path, tmp_path: Path, capsys) -> None:
     text, root = tmp_path / "text.jsonl", tmp_path / "root"
     text.write_text("\n".join(json.dumps({"text": each}) for each, _ in labelled(1500)))
     options = {"corpus": str(text), "tokenizer": "${tokenizer}", "num_sequences": 2, "num_tokens": 8}

@@ -39,7 +39,7 @@ def test_rising_falling_and_constant_layers():
     assert np.isnan(found["spearman"].low).all()
 
 
-def test_the_rank_correlation_is_scipys_ties_and_all_and_the_embedding_is_left_out():
+def test_the_rank_correlation_equals_scipy_with_ties_and_without_the_embedding():
     rng = np.random.default_rng(0)
     table = rng.integers(0, 4, (3, 9)).astype(float)
     layers = [0, 3, 1, 2, 5, 4, 7, 6, 8]
@@ -49,7 +49,7 @@ def test_the_rank_correlation_is_scipys_ties_and_all_and_the_embedding_is_left_o
     assert found.curve.values == pytest.approx(expected)
 
 
-def test_of_losses_lower_is_better_and_of_what_is_no_score_nothing_is_best():
+def test_the_best_layer_has_the_lowest_loss_and_metrics_that_are_no_score_have_none():
     table = [[0.9, 0.5, 0.3, 0.31]]
     loss = by_statistic(layer_curves(curves(table, metric="log_loss")))
     expected = {"spearman": 0.8, "best_layer": 3, "plateau_layer": 3, "largest_drop": 0.01}
@@ -59,7 +59,7 @@ def test_of_losses_lower_is_better_and_of_what_is_no_score_nothing_is_best():
     assert {"best_layer", "plateau_layer"}.isdisjoint(entropy)
 
 
-def test_gaps_are_counted_and_too_few_layers_have_no_value():
+def test_nan_layers_are_counted_and_too_few_layers_give_no_value():
     nan = np.nan
     found = by_statistic(layer_curves(curves([[0.1, nan, 0.2, 0.15, 0.4], [0.1, nan, nan, nan, 0.4]])))
     assert found["spearman"].num_undefined.tolist() == [1, 3]
@@ -68,7 +68,7 @@ def test_gaps_are_counted_and_too_few_layers_have_no_value():
     assert layer_curves(curves([[0.1, 0.2]])) == []
 
 
-def test_the_interval_is_of_curves_drawn_with_the_layers_errors():
+def test_the_interval_comes_from_curves_sampled_with_the_errors_of_the_layers():
     table, error = np.array([[0.1, 0.16, 0.2, 0.24, 0.33]]), 0.04
     found = by_statistic(layer_curves(curves(table, stderr=error)))["spearman"]
     rng = np.random.default_rng(9)
@@ -82,7 +82,7 @@ def test_the_interval_is_of_curves_drawn_with_the_layers_errors():
     assert (exact.low[0], exact.high[0]) == (1, 1)
 
 
-def test_over_seeds_it_is_their_mean_with_students_interval():
+def test_several_seeds_give_their_mean_with_students_interval():
     rng = np.random.default_rng(1)
     tables = rng.uniform(size=(4, 3, 6))
     found = [each for n, table in enumerate(tables) for each in layer_curves(curves(table, run=f"seed {n}"))]
@@ -94,7 +94,7 @@ def test_over_seeds_it_is_their_mean_with_students_interval():
     assert (merged.curve.run, merged.curve.error_unit) == ("4 seeds", "seeds")
 
 
-def test_an_interval_over_seeds_ends_where_the_statistic_does():
+def test_an_interval_over_seeds_stays_in_the_range_of_the_statistic():
     runs = [*layer_curves(curves([[1, 2, 3, 4]], run="a")), *layer_curves(curves([[1, 2, 4, 3]], run="b"))]
     merged = by_statistic(merge_layer_seeds(runs, "2 seeds"))
     low, high = merged["spearman"].low[0], merged["spearman"].high[0]
@@ -102,7 +102,7 @@ def test_an_interval_over_seeds_ends_where_the_statistic_does():
     assert merged["largest_drop"].low[0] == 0
 
 
-def test_what_an_analysis_measured_itself_is_not_measured_again():
+def test_a_statistic_that_the_analysis_measured_is_not_computed_again():
     (own, *others) = curves([[0.1, 0.2, 0.3, 0.4]])
     assert layer_curves([replace(own, metric=MONOTONICITY, layer=None), *others]) == []
     assert layer_curves(curves([[1, 2, 3]], metric="best_layer")) == []

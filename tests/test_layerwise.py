@@ -50,7 +50,7 @@ def result(model, batches) -> layerwise.LayerResult:
     return lit_layers.layers(model, ["prompt_entropy", "lens"], batches=batches, name="tiny")
 
 
-def test_the_table_has_what_the_analyses_measure_and_of_a_metric_nothing_else(result, model, batches):
+def test_the_table_has_the_metrics_of_analyses_or_only_the_named_metric(result, model, batches):
     lens = measure(model, Lens(batches=batches), run="tiny", step=None)
     assert set(result.frame["metric"]) == {"prompt_entropy"} | {record.metric for record in lens.records}
     table = result.frame.query("metric == 'logit_lens_loss' and layer == 2")
@@ -58,7 +58,7 @@ def test_the_table_has_what_the_analyses_measure_and_of_a_metric_nothing_else(re
     assert records.frame(lens).equals(records.frame([lens]))
 
 
-def test_it_shows_itself_with_a_picture_and_an_analysis_is_drawn_by_the_first_of_its_metrics(result):
+def test_a_notebook_shows_a_picture_and_an_analysis_is_drawn_by_its_first_metric(result):
     assert repr(result).startswith("LayerResult(tiny: representation, lens; 3 blocks, ")
     assert repr(result) in result._repr_svg_()
     single = result.plot("prompt_entropy")._repr_mimebundle_()
@@ -95,7 +95,7 @@ def test_a_metric_of_whole_models_has_a_row_for_each_with_its_interval(model, ba
     assert marks.low == pytest.approx(measured["low"].tolist(), rel=1e-3)
 
 
-def test_two_models_stand_side_by_side(result, model, batches):
+def test_two_models_can_be_compared(result, model, batches):
     deeper = causal_lm("gpt2", n_layer=4, n_embd=64, n_head=2, n_positions=16, vocab_size=VOCABULARY)
     other = lit_layers.layers(deeper, ["prompt_entropy"], batches=batches, name="tiny")
     both = result.compare(other)
@@ -110,7 +110,7 @@ def test_two_models_stand_side_by_side(result, model, batches):
     assert [chart.title.split(":")[0] for chart in charts] == ["tiny", "tiny (2)"]
 
 
-def test_a_mistake_is_a_sentence(model, batches):
+def test_a_mistake_is_refused_in_one_sentence(model, batches):
     for options, said in (
         ({"metrics": ["coupling", "prompt_entropi"]}, "unknown name 'prompt_entropi'; did you mean prompt_entropy"),
         ({"metrics": "lens"}, "expected a list of names"),
@@ -130,14 +130,14 @@ def test_a_mistake_is_a_sentence(model, batches):
         measure(model, "lens", run="r", step=None)
 
 
-def test_what_fails_in_an_analysis_is_raised(model, batches, monkeypatch):
+def test_an_error_of_an_analysis_is_raised(model, batches, monkeypatch):
     monkeypatch.setattr(Trajectory, "update", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         lit_layers.layers(model, ["trajectory"], batches=batches)
     assert measure(model, Trajectory(batches=batches), run="r", step=None).error.startswith("ZeroDivisionError")
 
 
-def test_texts_are_cut_to_what_the_model_takes_and_the_defaults_are_told(tmp_path, bpe_folder, caplog):
+def test_texts_are_cut_to_the_models_length_and_default_texts_are_logged(tmp_path, bpe_folder, caplog):
     network = causal_lm("gpt2", n_layer=2, n_embd=64, n_head=2, n_positions=16, vocab_size=2048)
     save(network, tmp_path / "small", bpe_folder)
     with caplog.at_level(logging.WARNING):
@@ -154,7 +154,7 @@ def test_texts_are_cut_to_what_the_model_takes_and_the_defaults_are_told(tmp_pat
     assert set(given.frame["run"]) == {"small"}
 
 
-def test_a_model_of_images_is_given_images():
+def test_a_vision_model_reads_images():
     model = vit("vit_tiny_patch16_224", img_size=32, embed_dim=48, depth=3, num_heads=2, num_classes=3)
     with pytest.raises(InputError, match="sees images: give a DataLoader"):
         lit_layers.layers(model, ["trajectory"])
@@ -163,7 +163,7 @@ def test_a_model_of_images_is_given_images():
 
 
 @pytest.mark.soak
-def test_every_metric_that_can_be_named_is_given_by_its_analysis():
+def test_every_metric_name_is_measured_by_its_analysis():
     model = causal_lm("gpt2", n_layer=3, n_embd=24, n_head=2, n_positions=16, vocab_size=VOCABULARY)
     ids = torch.randint(VOCABULARY, (8, 16), generator=torch.Generator().manual_seed(2))
     of_metrics = metric_names.metric_names()
@@ -176,7 +176,7 @@ def test_every_metric_that_can_be_named_is_given_by_its_analysis():
         assert {metric for metric, of in of_metrics.items() if of == name} <= given, (name, measurement.error)
 
 
-def test_a_row_of_a_function_of_states_is_enough_to_measure_it_by_its_name(model, batches, monkeypatch):
+def test_a_row_with_a_function_of_states_is_enough_to_measure_it(model, batches, monkeypatch):
     monkeypatch.setitem(METRICS, "anisotropy", replace(METRICS["anisotropy"], of_states=True))
     result = lit_layers.layers(model, ["anisotropy"], batches=batches)
     (measurement,), given = result.measurements, GivenBatches(batches)

@@ -106,7 +106,7 @@ def heights(path: str) -> list[float]:
     return [float(point.split(",")[1]) for point in re.findall(r"[ML]([-\d.,]+)", path)]
 
 
-def test_what_is_0_or_below_has_a_gap_on_a_log_axis_and_is_told_where_vega_would_draw_it_as_the_largest():
+def test_values_up_to_0_are_left_out_of_log_axes_and_reported_where_vega_would_draw_them_as_the_largest():
     low, half, below = [0.5, 8.0, -1.0, 9.0, 90.0], [2.0, 12.0, 11.0, 11.0, 120.0], [2.0, 12.0, -0.5, 11.0, 120.0]
     zero, plain, *intervals = svgs(
         [

@@ -63,7 +63,7 @@ def titles(root) -> list[str]:
     return [block["title"] for block in (*section["metrics"], *section["diagnostics"])]
 
 
-def test_a_metric_without_a_row_has_a_block_beside_those_of_its_analysis(tmp_path):
+def test_a_metric_without_a_row_has_its_own_block_in_its_analysis(tmp_path):
     with_brier(tmp_path)
     listed = ["Probe accuracy (share)", "Probe log-loss (nats)"]
     groups = ["How a probe's score rises over the layers", "Layers that a probe's scores single out"]

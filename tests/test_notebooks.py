@@ -30,7 +30,7 @@ def words(notebook) -> list[str]:
     [pytest.param(path, marks=pytest.mark.realmodel) if path.stem in PACKAGES else path for path in NOTEBOOKS],
     ids=lambda path: path.stem,
 )
-def test_a_notebook_gives_what_it_shows(path: Path, tmp_path):
+def test_running_a_notebook_gives_the_outputs_it_shows(path: Path, tmp_path):
     missing = [name for name in PACKAGES.get(path.stem, ()) if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed: make real")

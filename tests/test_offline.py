@@ -30,7 +30,7 @@ def three(name: str = "llama", *, seed: int = 0, **options) -> list:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_both_ways_write_the_same_measurements(model, tmp_path, dtype):
+def test_training_and_analyze_write_the_same_measurements(model, tmp_path, dtype):
     whole = analyze(model, three(), root=tmp_path / "whole" / "run", dtype=dtype)
     offloaded = analyze(model, three(), root=tmp_path / "offloaded" / "run", offload=tmp_path / "scratch", dtype=dtype)
     for one, other in zip(whole, offloaded, strict=True):
@@ -48,14 +48,14 @@ def test_both_ways_write_the_same_measurements(model, tmp_path, dtype):
     assert [*(tmp_path / "scratch").iterdir()] == []
 
 
-def test_what_is_measured_with_blocks_in_bfloat16_comes_back(model, tmp_path):
+def test_measurements_with_bfloat16_blocks_are_read_back(model, tmp_path):
     (found,) = analyze(model, [Lens(batches=three()[0].batches)], root=tmp_path / "run", dtype="bfloat16")
     assert found.provenance["dtype"] == "float32"
     assert "bf16_difference" in {record.metric for record in found.records}
     assert records.read(tmp_path / "run" / "measurements.jsonl") == [found]
 
 
-def test_a_root_without_a_name_is_no_working_directory(model, tmp_path, monkeypatch):
+def test_an_empty_root_does_not_mean_the_working_directory(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="^root: expected a folder, got ''$"):
         analyze(model, three(), root="")
@@ -63,7 +63,7 @@ def test_a_root_without_a_name_is_no_working_directory(model, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("offloads", [False, True])
-def test_what_cannot_be_measured_is_refused_in_one_sentence(model, tmp_path, offloads):
+def test_an_unmeasurable_model_is_refused_in_one_sentence(model, tmp_path, offloads):
     def refusal(analyses, folder=model, **options) -> str:
         with pytest.raises(InputError) as raised:
             analyze(folder, analyses, root=tmp_path / "run", offload=tmp_path / "x" if offloads else None, **options)
@@ -87,7 +87,7 @@ def test_what_cannot_be_measured_is_refused_in_one_sentence(model, tmp_path, off
         assert "vit is a model of timm, which is only read whole" in refusal(images, tmp_path / "vit")
 
 
-def test_a_model_brings_its_tokenizer_where_it_was_saved_with_one_and_its_name_the_step(model, tmp_path):
+def test_a_saved_tokenizer_is_used_and_the_folder_name_gives_the_step(model, tmp_path):
     saved(tmp_path, "gpt2")
     for expected in (None, str(tmp_path)):
         series = OneModel(tmp_path)

@@ -54,7 +54,7 @@ def test_a_trained_series_gives_the_numbers_that_training_wrote(run, tmp_path):
     assert {m.provenance["audit"] for m in found} == {"clean (level: weights)"}
 
 
-def test_in_the_runs_own_folder_nothing_is_measured_twice_though_it_was_renamed(tmp_path):
+def test_a_renamed_run_folder_is_not_measured_twice(tmp_path):
     root, steps = tmp_path / "before", {"every": 2}
     about = RunFolder(root, config="", options={"steps": steps}, mirror=None)
     fit(root, [about, SeriesCheckpoint(steps, root), EmergenceCallback(analyses(), steps, root)], steps=4)
@@ -64,7 +64,7 @@ def test_in_the_runs_own_folder_nothing_is_measured_twice_though_it_was_renamed(
     assert {m.run for m in lines(moved)} == {"before"}
 
 
-def test_again_it_loads_nothing_and_another_option_or_precision_is_measured(run, tmp_path, monkeypatch):
+def test_a_second_call_loads_nothing_and_other_options_or_precisions_are_measured(run, tmp_path, monkeypatch):
     root = tmp_path / "out"
     assert len(analyze_series(StepFolders(run), analyses(), root=root).measurements) == 6
     with monkeypatch.context() as patch:
@@ -78,7 +78,7 @@ def test_again_it_loads_nothing_and_another_option_or_precision_is_measured(run,
     assert analyze_series(StepFolders(run), analyses()[:1], root=root, dtype="float64").num_known == 3
 
 
-def test_one_warning_names_both_versions_of_a_series_that_goes_on_with_another(run, tmp_path, monkeypatch, caplog):
+def test_one_warning_names_both_versions_of_a_series_continued_with_another_version(run, tmp_path, monkeypatch, caplog):
     analyze_series(StepFolders(run, steps=[0]), few(), root=tmp_path / "out")
     analyze_series(StepFolders(run, steps=[2]), few(), root=tmp_path / "out")
     assert not caplog.records
@@ -90,7 +90,7 @@ def test_one_warning_names_both_versions_of_a_series_that_goes_on_with_another(r
     assert len(lines(tmp_path / "out")) == 3
 
 
-def test_a_suspect_is_left_out_and_its_verdict_stands_in_the_measurement_if_insisted_on(run, tmp_path):
+def test_a_suspect_is_left_out_or_measured_on_request_with_its_verdict(run, tmp_path):
     series = tmp_path / "series"
     shutil.copytree(run, series)
     shutil.copy(series / "step-000000004" / "model.safetensors", series / "step-000000002")
@@ -120,7 +120,7 @@ def test_a_damaged_checkpoint_is_named_and_the_others_are_measured(run, tmp_path
         assert "step-000000002 cannot be loaded" in sentence, name
 
 
-def test_old_data_does_not_stand_for_new_and_stays_known(run, tmp_path, monkeypatch):
+def test_changed_data_is_measured_again_and_old_measurements_stay(run, tmp_path, monkeypatch):
     root = tmp_path / "out"
     for content, num_known in (("old", 0), ("new", 0), ("old", 3)):
         monkeypatch.setattr(Listed, "content_hash", lambda self, content=content: content)
@@ -128,7 +128,7 @@ def test_old_data_does_not_stand_for_new_and_stays_known(run, tmp_path, monkeypa
     assert len(lines(root)) == 6
 
 
-def test_a_later_suspicion_reaches_what_was_measured_and_only_an_audit_of_all_takes_it_back(tmp_path):
+def test_a_later_suspicion_marks_old_measurements_and_only_an_audit_of_all_clears_it(tmp_path):
     series, root = tmp_path / "series", tmp_path / "out"
     make_series(template(tmp_path / "model"), series, (0, 2, 4, 8), values={2: 2.5 / 64, 4: 2.5 / 64})
     analyze_series(StepFolders(series, [0, 2]), few(), root=root)
@@ -150,7 +150,7 @@ def test_a_later_suspicion_reaches_what_was_measured_and_only_an_audit_of_all_ta
     assert {m.step for m in records.latest(lines(root)) if m.provenance["audit"].startswith("clean")} == {0, 2, 8}
 
 
-def test_what_training_measured_without_a_verdict_is_marked_once_it_is_suspect(run, tmp_path):
+def test_measurements_of_training_are_marked_when_their_checkpoint_becomes_suspect(run, tmp_path):
     root = tmp_path / "run"
     shutil.copytree(run, root)
     shutil.copytree(root / "step-000000002", root / "step-000000003")
@@ -166,7 +166,7 @@ def test_what_training_measured_without_a_verdict_is_marked_once_it_is_suspect(r
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_two_processes_at_once_measure_everything_once_in_the_table_of_one(run, tmp_path):
+def test_two_processes_at_the_same_time_measure_everything_once_as_one_process(run, tmp_path):
     context = multiprocessing.get_context("fork")
     start = context.Barrier(2)
 
@@ -189,7 +189,7 @@ def test_two_processes_at_once_measure_everything_once_in_the_table_of_one(run, 
     ]
 
 
-def test_two_series_do_not_become_one_curve_and_models_without_steps_are_runs_of_their_own(run, tmp_path):
+def test_two_series_do_not_become_one_curve_and_each_model_without_steps_is_a_run(run, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(run, other)
     analyze_series(StepFolders(run, [0, 2]), few(), root=tmp_path / "out")

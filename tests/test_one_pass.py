@@ -96,7 +96,7 @@ def several(batch) -> list[Analysis]:
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
-def test_each_text_goes_through_each_block_once(padding):
+def test_each_text_passes_each_block_once(padding):
     model, batch = tiny("gpt2", torch.float64), texts(padding)
     counts = passed(model)
     found = together(
@@ -109,7 +109,7 @@ def test_each_text_goes_through_each_block_once(padding):
         assert set(count.values()) == {1}
 
 
-def test_what_an_analysis_finds_does_not_depend_on_what_runs_beside_it():
+def test_results_do_not_depend_on_analyses_in_the_same_pass():
     """Also where each has the texts in objects of its own; test_contract has all analyses, of the same objects."""
     model, batch = tiny("gpt2", torch.float64), texts("left")
     analyses = several(batch)
@@ -125,7 +125,7 @@ def test_what_an_analysis_finds_does_not_depend_on_what_runs_beside_it():
             assert (one.layer, one.n, one.low is None) == (other.layer, other.n, other.low is None)
 
 
-def test_all_mechanism_takes_one_pass_and_the_attention_of_its_weights():
+def test_the_mechanism_analyses_take_one_pass_and_the_weights_of_attention():
     model, data, calls = tiny("gpt2"), cut(texts(), 4, 4), Counter()
     for block in model.transformer.h:
         note_calls(block.attn, lambda _: calls.update(["attention"]))
@@ -156,7 +156,7 @@ def test_images_and_a_probe_that_announces_its_batches_share():
     assert sum(rows) == 11
 
 
-def test_the_head_reads_what_somebody_judges_and_no_more():
+def test_the_head_reads_only_positions_that_an_analysis_scores():
     model, batch, rows = tiny("gpt2"), texts(), []
     model.lm_head.register_forward_hook(lambda module, args, output: rows.append(args[0].shape[:-1].numel()))
     lens = Lens(batches=cut(batch, 4, 4))
@@ -166,7 +166,7 @@ def test_the_head_reads_what_somebody_judges_and_no_more():
     assert sum(rows) == 8 * 15 * (LAYERS + 1), "no text's last token is judged"
 
 
-def test_large_batches_are_measured_in_pieces(monkeypatch):
+def test_large_batches_are_split(monkeypatch):
     model, batch = tiny("gpt2", torch.float64), texts("right")
     analyses = [Trajectory(batches=cut(batch, 8)), Lens(batches=cut(batch, 8)), Coupling(batches=cut(batch, 8), k=(2,))]
     expected = together(model, analyses)
@@ -233,7 +233,7 @@ def draw(seen, batch):
     torch.rand(7)
 
 
-def test_one_that_fails_writes_draws_or_changes_blocks_hurts_no_other():
+def test_a_failing_or_writing_analysis_does_not_affect_the_others():
     model, batch = tiny("gpt2"), texts()
     before, plain = weights_hash(model), cut(batch, 4, 4)
     analyses = [
@@ -252,7 +252,7 @@ def test_one_that_fails_writes_draws_or_changes_blocks_hurts_no_other():
     assert weights_hash(model) == before
 
 
-def test_a_model_in_half_precision_that_one_spoils_is_whole_for_the_others():
+def test_a_half_precision_model_changed_by_one_analysis_is_restored_for_the_others():
     model, batch = tiny("gpt2").half(), texts()
     plain = cut(batch, 4, 4)
     spoiling = Doing(batches=plain, name="spoil", action=spoil)
@@ -266,7 +266,7 @@ def test_a_model_in_half_precision_that_one_spoils_is_whole_for_the_others():
         }
 
 
-def test_what_a_batch_holds_beside_its_texts_is_no_affair_of_the_pass():
+def test_extra_fields_of_a_batch_do_not_matter_to_the_pass():
     model, batch = tiny("gpt2", torch.float64), texts()
     named = Listed({**batch, "names": list("abcdefgh"), "scale": torch.tensor(2.0)})
     analyses = [Trajectory(batches=cut(batch, 3, 5)), Representation(batches=named), Lens(batches=cut(batch, 2, 6))]
@@ -274,7 +274,7 @@ def test_what_a_batch_holds_beside_its_texts_is_no_affair_of_the_pass():
     assert [each.error for each in found.values()] == [None] * 3
 
 
-def test_the_seconds_of_a_shared_pass_are_shared_out_and_sum_to_what_it_took(monkeypatch):
+def test_the_seconds_of_a_shared_pass_are_divided_and_sum_to_its_duration(monkeypatch):
     model, batch, now = tiny("gpt2"), texts(), [0.0]
 
     def takes_a_tenth(*_: object) -> None:
@@ -294,7 +294,7 @@ def test_the_seconds_of_a_shared_pass_are_shared_out_and_sum_to_what_it_took(mon
     assert min(seconds) > 0.199 / 3, "each bears its share of two passes of 0.1 s"
 
 
-def test_each_is_said_to_start_before_it_ends_as_it_was_given_and_all_come_in_their_order():
+def test_each_analysis_reports_its_start_before_its_end_and_all_are_in_order():
     model, batch, heard = tiny("gpt2"), texts(), []
     analyses = [*several(batch), Representation(name="released", batches=cut(batch, 8), preset="released_code")]
     for number, outcome in enumerate(outcomes(model, analyses, None, heard.append, weights_hash="x")):

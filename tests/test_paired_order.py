@@ -40,7 +40,7 @@ def curve(rows: np.ndarray, metric: str, *, prompts_of: str = "d", layer: int | 
     return StepCurve(**where, values=values, stderr=stderr, prompts=rows, prompts_of=prompts_of)
 
 
-def test_prompts_that_have_a_value_nowhere_do_not_take_those_of_the_rest():
+def test_prompts_without_any_value_do_not_exclude_other_prompts():
     at, values = np.arange(3.0), np.arange(3) + 1.5
     rows = {step: np.array([*(step + np.arange(4)), *[np.nan] * 6], dtype=np.float32) for step in (0, 1, 2)}
     prompts = prompts_of_curve(at, values, rows)
@@ -50,7 +50,7 @@ def test_prompts_that_have_a_value_nowhere_do_not_take_those_of_the_rest():
     assert prompts_of_curve(at, values, rows) is None
 
 
-def test_the_order_says_which_pairs_are_of_the_same_prompts():
+def test_the_order_reports_which_pairs_have_the_same_prompts():
     rows = two_curves(0, shift=0.5, shared=0.9)
     same = [curve(rows[0], "first"), curve(rows[1], "second")]
     other = curve(rows[1], "third", prompts_of="e")
@@ -95,7 +95,7 @@ def paired_of(folder) -> set[frozenset[str]]:
 
 
 @pytest.mark.soak
-def test_emerge_pairs_what_a_run_keeps_and_a_run_without_is_as_before(run, tmp_path, capsys, monkeypatch):
+def test_emerge_pairs_stored_values_of_prompts_and_does_without_them_otherwise(run, tmp_path, capsys, monkeypatch):
     leave_undrawn(monkeypatch)
     assert main(["emerge", str(run), "--root", str(tmp_path / "out"), "--metrics", "shown,unkept"]) == 0
     assert paired_of(tmp_path / "out") == {frozenset(("a/shown", "b/shown"))}
@@ -114,7 +114,7 @@ def test_emerge_pairs_what_a_run_keeps_and_a_run_without_is_as_before(run, tmp_p
     assert capsys.readouterr().err == ""
 
 
-def test_a_damaged_file_is_told_once_and_costs_its_own_analysis_alone(run, tmp_path, caplog):
+def test_a_damaged_file_is_reported_once_and_affects_only_its_analysis(run, tmp_path, caplog):
     (m, *_) = [each for each in Store(run / "measurements.jsonl") if each.analysis == "c" and each.step]
     values_path(run, m).write_bytes(b"PAR1 of somebody else PAR1")
     with caplog.at_level(logging.WARNING):
@@ -124,7 +124,7 @@ def test_a_damaged_file_is_told_once_and_costs_its_own_analysis_alone(run, tmp_p
     assert str(run) in caplog.records[0].getMessage()
 
 
-def test_of_prompts_that_agree_on_the_order_pairs_are_certain_where_the_intervals_of_each_overlap():
+def test_prompts_that_agree_on_the_order_make_it_certain_where_intervals_overlap():
     """Each prompt rises at a step of its own, and of both metrics in the same order; dealt anew, they say no more."""
     rng = np.random.default_rng(5)
     middles, deal = rng.normal(6, 2, PROMPTS)[:, None], rng.permutation(PROMPTS)

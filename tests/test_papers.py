@@ -36,7 +36,7 @@ def classes(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from classes(part)
 
 
-def test_a_recipe_names_commands_options_and_classes_that_there_are():
+def test_a_recipe_names_existing_commands_options_and_classes():
     for name, file in RECIPES.items():
         for verb, options, configs, _ in steps_of(file):
             assert all((ROOT / config).is_file() for config in configs), (name, configs)
@@ -89,7 +89,7 @@ def test_a_published_number_is_inside_the_interval_or_outside(tmp_path):
     assert verdicts(recipe_of(at_layer, tmp_path=tmp_path), tmp_path) == ["no interval"]
 
 
-def test_a_number_inside_of_an_interval_wider_than_itself_is_not_called_inside(tmp_path):
+def test_a_number_inside_an_interval_wider_than_itself_is_not_inside(tmp_path):
     measured(tmp_path, Record(metric="coupling", value=1.0, low=-5.0, high=7.0))
     values = {2.0: "too wide", 6.9: "too wide", 7.1: "outside", -5.1: "outside", 0.0: "inside"}
     recipe = recipe_of(*({"what": "c", "value": v, "measured": PLACE} for v in values), tmp_path=tmp_path)
@@ -137,7 +137,7 @@ def test_several_values_are_looked_up_one_by_one_and_what_is_missing_is_named(tm
     assert notes == ["no rows of run/measurements.jsonl fit"] * 3
 
 
-def test_a_number_that_is_not_named_enough_is_not_guessed(tmp_path):
+def test_an_ambiguous_number_is_not_guessed(tmp_path):
     measured(tmp_path, *(Record(metric="coupling", value=0.1 * k, tags={"k": k}) for k in (8, 16)))
     control = Record(metric="coupling", value=9, tags={"k": 8, "control": "random_labels"})
     measured(tmp_path, Record(metric="coupling", value=0.8, tags={"k": 8}), control, run="b")
@@ -239,7 +239,7 @@ def test_the_steps_run_with_their_sizes_and_the_numbers_stand_side_by_side(tmp_p
     assert "not measured: there is no c/correlation.csv" in capsys.readouterr().out
 
 
-def test_a_run_that_diverges_ends_nothing_and_a_signal_all(tmp_path, monkeypatch):
+def test_a_diverging_run_does_not_stop_the_others_and_a_signal_does(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     quickstart = Path(__file__).parents[1] / "recipes" / "quickstart" / "gpt2.yaml"
     steps = [{"fit": {"root": "<root>/run", "config": [str(quickstart)]}}, {"report": {"runs": ["<root>/run"]}}]
@@ -255,7 +255,7 @@ def test_a_run_that_diverges_ends_nothing_and_a_signal_all(tmp_path, monkeypatch
         assert Path("out/comparison.csv").exists() == (code == 3)
 
 
-def test_sizes_keep_their_kind_and_stand_within_texts(tmp_path):
+def test_sizes_keep_their_type_and_can_be_inside_texts(tmp_path):
     step = {"metric": "<metric>", "models": "<models>", "seed": "<seed>", "score": "<here>/<metric>.csv:x"}
     recipe = {**FIELDS, "sizes": {"metric": "a/b", "models": ["x", "y"], "seed": 3}, "steps": [{"correlate": step}]}
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))

@@ -46,7 +46,7 @@ def lines(series: Series, frame: int = 0) -> list[list[tuple[float, float]]]:
     return found[:-1]
 
 
-def test_every_path_goes_through_the_layers_in_order_with_a_frame_a_checkpoint(frame) -> None:
+def test_every_path_visits_the_layers_in_order_with_a_frame_per_checkpoint(frame) -> None:
     fig = plots.paths_in_plane(frame, tags={"prompt": 2})
     assert (fig.title, fig.frames) == ("Paths of tokens through the layers, prompt 2", [0, 1, 8])
     (series,) = fig.series
@@ -70,7 +70,7 @@ def test_one_checkpoint_has_no_slider() -> None:
     assert lines(fig.series[0])[0][0] == (place(4, 1, 1, 0, 1), place(4, 1, 1, 0, 2)), "the first prompt"
 
 
-def test_what_holds_no_paths_is_refused_and_paths_are_no_curves_and_no_headlines(frame) -> None:
+def test_runs_without_paths_are_refused_and_paths_are_neither_curves_nor_headlines(frame) -> None:
     with pytest.raises(ValueError, match="metric 'plane_variance' has no paths of tokens in a plane"):
         plots.paths_in_plane(frame, "plane_variance")
     with pytest.raises(ValueError, match="no rows of metric 'path' with prompt 9"):

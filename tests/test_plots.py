@@ -72,7 +72,7 @@ def lines_of(svg: str) -> list[str]:
     return re.findall(r'mark-line[^>]*><path[^>]* d="([^"]*)"', svg)
 
 
-def test_step_0_stands_apart_and_every_other_step_is_at_the_log_of_one_more(shown) -> None:
+def test_step_0_has_its_own_position_and_step_n_is_at_log_n_plus_1(shown) -> None:
     fig = shown["steps"].chart
     points = drawn(fig, "layer 2")
     apart = min(points)
@@ -84,7 +84,7 @@ def test_step_0_stands_apart_and_every_other_step_is_at_the_log_of_one_more(show
     assert len(lines_of(shown["steps"].svg)) == 6, "the line of training does not reach to the untrained model"
 
 
-def test_ticks_are_steps_that_were_measured_at_their_places() -> None:
+def test_ticks_are_measured_steps_at_their_positions() -> None:
     steps = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 2000, 143_000)
     fig = plots.emergence_curves(table(*layered(steps)), "m")
     labels = {text: place for place, text in axis(fig).labels.items()}
@@ -97,7 +97,7 @@ def test_ticks_are_steps_that_were_measured_at_their_places() -> None:
         assert step == 0 or place == pytest.approx(math.log10(1 + step), abs=1e-5)
 
 
-def test_layers_have_one_line_each_coloured_by_depth_and_tokens_stand_beside_the_step_where_they_are_known() -> None:
+def test_layers_are_lines_coloured_by_depth_and_hover_shows_known_tokens() -> None:
     fig = plots.emergence_curves(table(*layered((0, 1, 10), layers=5)), "m")
     assert names(fig) == [f"layer {n}" for n in range(5)]
     assert len({series.color for series in fig.series}) == 5
@@ -130,7 +130,7 @@ def test_references_and_baselines_are_dashed_and_named() -> None:
     assert colors["k = 12"] == colors["Random bases, k = 12"] != colors["k = 4"]
 
 
-def test_lines_per_layer_are_of_one_variant_the_plainest_or_the_one_that_tags_choose_and_the_title_says_which() -> None:
+def test_lines_per_layer_show_one_variant_and_the_title_names_it() -> None:
     frame = of_analysis("representation", (0, 1))
     for draw in (plots.emergence_curves, plots.layer_profile):
         fig = draw(frame, "prompt_entropy")
@@ -141,13 +141,13 @@ def test_lines_per_layer_are_of_one_variant_the_plainest_or_the_one_that_tags_ch
     assert last[1][3] - last[0][3] == pytest.approx(0.3 * math.log(2) / math.log(513), abs=1e-4)
 
 
-def test_counts_that_differ_from_step_to_step_make_no_variants() -> None:
+def test_counts_that_change_with_the_step_are_not_variants() -> None:
     rows = [(s, [Record(metric="m", value=1.0, layer=0, tags={"num_undefined": s})]) for s in (1, 2)]
     assert plots.variants(table(*rows), "m") == [{}]
     assert list(drawn(plots.emergence_curves(table(*rows), "m"), "layer 0").values()) == [1.0, 1.0]
 
 
-def test_what_a_figure_cannot_show_is_refused_with_what_there_is() -> None:
+def test_a_figure_refuses_missing_data_and_lists_what_is_available() -> None:
     one, cells = table(*layered((1,))), {(0, 0): 9.0, (0, 100): 1.0}
     two = pd.concat([one, table(*layered((1,)), analysis="b")])
     of_tokens = table((1, matrix(1, "m", "token", "other_token", cells, layer=2)))
@@ -184,7 +184,7 @@ def test_values_that_cannot_be_drawn_are_gaps(shown) -> None:
     assert path.count("M") == 2, "the line breaks there"
 
 
-def test_a_single_checkpoint_is_a_figure_too() -> None:
+def test_a_single_checkpoint_can_be_drawn() -> None:
     for step in (0, 7):
         one = table(*layered((step,)))
         fig = plots.emergence_curves(one, "m")
@@ -193,7 +193,7 @@ def test_a_single_checkpoint_is_a_figure_too() -> None:
         assert list(plots.layer_profile(one, "m").series[0].y) == [step + n / 10 for n in range(3)]
 
 
-def test_a_profile_has_a_line_a_checkpoint_and_thins_many_but_keeps_both_ends() -> None:
+def test_a_profile_has_a_line_per_checkpoint_and_thins_all_but_first_and_last() -> None:
     fig = plots.layer_profile(table(*layered((0, 1, 8))), "m")
     assert [list(series.x) for series in fig.series] == [[0, 1, 2]] * 3
     assert list(fig.series[1].y) == [1.0, 1.1, 1.2]
@@ -209,7 +209,7 @@ def test_a_profile_over_distance_is_over_blocks() -> None:
     assert fig.x.title == "Distance between the blocks"
 
 
-def test_a_matrix_has_the_layer_down_and_the_other_layer_across_at_each_place_of_the_slider() -> None:
+def test_a_matrix_has_the_layer_down_and_the_other_layer_across_at_each_slider_position() -> None:
     def pairs(step: int) -> list[Record]:
         return pairs_of({(1, 1): 9.0, (1, 2): step, (2, 1): -2.0 * step, (2, 2): 9.0})
 
@@ -230,7 +230,7 @@ def matrix(step: int, metric: str, row: str, column: str, cells: dict[tuple[int,
     ]
 
 
-def test_a_compression_has_its_rows_down_and_one_frame_a_step_of_the_chosen_pair_alone() -> None:
+def test_a_compression_has_its_rows_down_and_a_frame_per_step_of_the_chosen_pair() -> None:
     cells = {(1, 1): 4.0, (1, 2): 1.0, (2, 1): -2.0, (2, 2): 3.0}
     rows = [
         (s, matrix(s, "compression", "row", "column", cells, layer=1, other_layer=3)
@@ -252,7 +252,7 @@ def test_a_compression_has_its_rows_down_and_one_frame_a_step_of_the_chosen_pair
         plots.table_map(table(*rows), "compression", layer=1, other_layer=2)
 
 
-def test_a_map_over_tokens_has_the_token_down_and_gaps_where_pairs_are_missing() -> None:
+def test_a_map_over_tokens_has_the_token_down_and_empty_cells_for_missing_pairs() -> None:
     cells = {(0, 0): 9.0, (0, 100): 1.0, (100, 0): -2.0, (50, 100): 3.0}
     rows = [(s, matrix(s, "token_coupling_pair", "token", "other_token", cells, layer=2)) for s in (1, 2)]
     fig = plots.table_map(table(*rows), "token_coupling_pair", layer=2)
@@ -343,7 +343,7 @@ def test_lines_that_span_three_decades_above_0_are_on_a_log_axis(shown) -> None:
             assert (figure.y.log, shown_as == "log") == (is_log, is_log), (low, largest)
 
 
-def test_touching_a_line_of_a_layer_tells_its_interval() -> None:
+def test_hovering_over_the_line_of_a_layer_shows_its_interval() -> None:
     found = layers_of(1, 2, value=2.0, low=1.5, high=2.5)
     fig = plots.emergence_curves(table((0, found), (8, found)), "m")
     assert (line(fig, "layer 2").low[-1], line(fig, "layer 2").high[-1]) == (1.5, 2.5)
@@ -386,7 +386,7 @@ def audited(verdicts: dict[int | str, str], metric: str = "m") -> pd.DataFrame:
     return records.frame(made("a", rows, provenance={"audit": verdicts[at]}, **where) for at, where in places.items())
 
 
-def test_nothing_is_told_of_a_suspect_checkpoint_or_model_unless_it_is_allowed() -> None:
+def test_suspect_checkpoints_and_models_are_left_out_unless_allowed() -> None:
     """The figures of the gallery are asked by tests/test_gallery.py."""
     clean = {0: "clean", 1: "note: identical weights", 4: "clean"}
     frame = audited({**clean, 2: "suspect: equal to the final step", 1000: "suspect: no weights"})
@@ -451,7 +451,7 @@ def test_models_of_one_depth_are_drawn_over_their_layers() -> None:
     assert not any(series.legend for series in alone.series)
 
 
-def test_what_models_are_compared_with_is_grey_where_it_is_the_same_for_all() -> None:
+def test_a_reference_that_all_models_share_is_grey() -> None:
     fig = plots.layer_profile(models(a=2, b=4), "m", baselines=["random_m"])
     lines = {series.name: series for series in fig.series}
     same = lines["majority class"]
@@ -464,7 +464,7 @@ def test_what_models_are_compared_with_is_grey_where_it_is_the_same_for_all() ->
     assert list(lines["a, Random m"].x) == [50, 100]
 
 
-def test_charts_beside_each_other_keep_their_own_legends_and_lean_on_no_signal_that_only_one_alone_has() -> None:
+def test_charts_in_one_row_keep_their_own_legends_and_signals() -> None:
     of_pairs = table((1, pairs_of({(1, 2): 1.0, (2, 1): 0.5})))
     charts = [plots.layer_matrix(of_pairs, "coupling_pair")]
     charts += [plots.layer_profile(models(a=2, b=4), "m"), plots.emergence_curves(table(*layered((0, 1))), "m")]
@@ -510,7 +510,7 @@ def test_one_model_without_steps_has_its_matrix_without_a_slider() -> None:
     assert "params" not in fig.spec(still=False)
 
 
-def test_a_legend_shows_the_colours_of_the_lines_and_its_entries_stand_apart_in_a_wider_font(shown) -> None:
+def test_a_legend_shows_the_line_colours_and_its_entries_do_not_overlap_in_a_wider_font(shown) -> None:
     for name in ("legend of coupling", "legend of models"):
         symbols = re.findall(r'role-legend-symbol[^>]*><path[^>]*stroke="([^"]*)"', shown[name].svg)
         named = dict.fromkeys((line.name, line.color) for line in shown[name].chart.series if line.legend)
@@ -520,12 +520,12 @@ def test_a_legend_shows_the_colours_of_the_lines_and_its_entries_stand_apart_in_
     assert second > width * 7 / 6
 
 
-def test_a_row_of_intervals_has_its_text_beside_it_which_a_reader_s_wider_font_does_not_cut(shown) -> None:
+def test_the_text_of_a_row_of_intervals_is_not_cut_in_a_wider_font(shown) -> None:
     (left,) = re.findall(r"^<svg.*?translate\((\d+),", shown["long row"].svg)
     assert float(left) > 178 + 7  # as wide as the text is in DejaVu Sans of 11 pixels, and what is between
 
 
-def test_an_axis_has_room_beyond_its_values_but_ends_at_zero_where_it_begins_there():
+def test_an_axis_extends_beyond_its_values_except_at_zero():
     assert fixed_limits([0.0, 10.0]) == (-0.5, 10.5)
     assert fixed_limits([2.0, 10.0], zero=True) == (0.0, 10.5)
     assert fixed_limits([-10.0, 10.0], zero=True) == (-11.0, 11.0)

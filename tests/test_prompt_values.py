@@ -32,7 +32,7 @@ def measured(step: int = 0, *, prompts: int = 40, curves: int = 3, seed: int = 0
 
 
 @pytest.mark.parametrize("make", [Trajectory, Representation, lambda **given: Coupling(**given, k=[2])])
-def test_the_value_of_a_prompt_is_what_the_analysis_finds_on_it_alone(make):
+def test_the_value_of_a_prompt_equals_the_analysis_of_only_that_prompt(make):
     model, batches = tiny("gpt2", torch.float64), [*RandomText(num_batches=2)]
     found = measure(model, make(batches=Listed(*batches)), run="r", step=0)
     rows = [{name: part[row : row + 1] for name, part in batch.items()} for batch in batches for row in range(4)]
@@ -45,7 +45,7 @@ def test_the_value_of_a_prompt_is_what_the_analysis_finds_on_it_alone(make):
         np.testing.assert_allclose(record.by_prompt, truth, rtol=2e-5, atol=1e-6)
 
 
-def test_values_of_a_ratio_have_its_mean_and_error_and_stand_at_their_prompts():
+def test_values_of_a_ratio_have_its_mean_and_error_in_the_order_of_prompts():
     ids = torch.randint(61, (5, 12), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[1, 4:] = 0
@@ -61,7 +61,7 @@ def test_values_of_a_ratio_have_its_mean_and_error_and_stand_at_their_prompts():
         assert of_prompts.std(ddof=1) / 2 == pytest.approx(record.stderr, rel=1e-4)
 
 
-def test_a_watched_run_keeps_them_beside_its_lines(tmp_path):
+def test_a_watched_run_stores_values_of_prompts(tmp_path):
     analyses = [Trajectory(batches=RandomText()), Lens(batches=RandomText())]
     watch = EmergenceCallback(analyses, [0, 2, 4], tmp_path, run="r")
     fit(tmp_path, [watch], steps=4)
@@ -100,7 +100,7 @@ def test_a_step_that_is_measured_again_replaces_its_file_and_a_stale_one_is_igno
     assert read_values(tmp_path, line) == {}
 
 
-def test_what_makes_no_curve_or_is_no_mean_is_not_kept_and_vectors_of_prompts_are_no_values(tmp_path):
+def test_only_means_that_form_curves_are_stored_and_vectors_are_not_values(tmp_path):
     m = measured(curves=2)
     one, two = m.records
     others = [replace(one, metric="pair", other_layer=2), replace(one, tags={"row": 1}), replace(one, value=9.0)]
@@ -113,7 +113,7 @@ def test_what_makes_no_curve_or_is_no_mean_is_not_kept_and_vectors_of_prompts_ar
     assert read_values(tmp_path, m).keys() == {"a/m/k=2/layer_00", "a/m/k=2/layer_01"}
 
 
-def test_a_disk_that_takes_nothing_costs_the_values_alone_and_a_line_cannot_bring_them_with_it(tmp_path, caplog):
+def test_a_full_disk_loses_only_the_values_of_prompts_and_lines_never_contain_them(tmp_path, caplog):
     (tmp_path / "values").write_text("a file in the way")
     store = Store(tmp_path / "measurements.jsonl")
     store.add(measured(0))
@@ -126,7 +126,7 @@ def test_a_disk_that_takes_nothing_costs_the_values_alone_and_a_line_cannot_brin
         records.read(store.path)
 
 
-def test_a_damaged_file_is_told_and_replaced(tmp_path, caplog):
+def test_a_damaged_file_is_reported_and_replaced(tmp_path, caplog):
     m = measured()
     write_values(tmp_path, m)
     path = values_path(tmp_path, m)

@@ -31,7 +31,7 @@ def imported_in_pages() -> set[tuple[str, str]]:
     return {(module, name) for module, name in names if module.partition(".")[0] == "lit_layers"}
 
 
-def test_the_names_that_pages_import_are_there():
+def test_the_names_that_pages_import_exist():
     names = imported_in_pages()
     assert len(names) > 30
     for module, name in names:
@@ -39,7 +39,7 @@ def test_the_names_that_pages_import_are_there():
         assert defined is not None or importlib.import_module(f"{module}.{name}"), (module, name)  # or a file of it
 
 
-def test_the_class_paths_of_pages_and_recipes_are_there():
+def test_the_class_paths_of_pages_and_recipes_exist():
     paths = set(re.findall(r"class_path: *(lit_layers[\w.]+)", PAGES + RECIPES))
     assert len(paths) > 15
     for path in paths:
@@ -55,7 +55,7 @@ def test_every_public_metric_is_exported_by_name():
     assert len({name for _, name in names}) == len(names), "two files define a name: an export can be of one alone"
 
 
-def test_a_name_that_is_no_metric_is_refused_as_python_does():
+def test_an_unknown_name_raises_what_python_raises():
     for name in ("no_such_metric", "record_attention", "math"):
         assert not hasattr(functional, name), name
 

@@ -48,7 +48,7 @@ def run(tmp_path_factory) -> Path:
     return trained(tmp_path_factory.mktemp("runs") / "run", steps=11, every=1)
 
 
-def test_all_of_twelve_tasks_come_back_though_a_machine_is_killed(run, tmp_path, monkeypatch):
+def test_all_twelve_tasks_complete_although_a_machine_is_killed(run, tmp_path, monkeypatch):
     analyze_series(StepFolders(run), two_groups(), root=tmp_path / "alone" / "run")
     killed, root = [], tmp_path / "carried" / "run"
     with cluster(2) as made:
@@ -71,7 +71,7 @@ def test_all_of_twelve_tasks_come_back_though_a_machine_is_killed(run, tmp_path,
     assert sorted_lines(root) == sorted_lines(tmp_path / "alone" / "run")
 
 
-def test_an_address_where_no_cluster_answers_is_a_sentence(run, tmp_path, monkeypatch):
+def test_an_address_without_a_cluster_is_refused_in_one_sentence(run, tmp_path, monkeypatch):
     def no_answer(**_: object) -> None:
         raise ConnectionError("Failed to connect\nto Ray cluster")
 

@@ -45,7 +45,7 @@ def text(corpus: str, **options: object) -> EvalText:
     return EvalText(corpus, "bpe:280", num_tokens=20, **options)
 
 
-def test_all_windows_are_taken_where_they_are_enough_and_that_is_said(small, caplog):
+def test_all_windows_are_used_if_they_are_few_and_this_is_reported(small, caplog):
     whole = text(small, num_sequences=1)
     total = next(n for n in range(2, 500) if not exists(text(small, num_sequences=n))) - 1
     caplog.clear()
@@ -68,7 +68,7 @@ def exists(batches: EvalText) -> bool:
         return False
 
 
-def test_a_smaller_set_stands_in_the_tags_and_gives_equal_numbers_wherever_it_is_measured(small, tmp_path):
+def test_a_smaller_set_is_tagged_and_gives_equal_numbers_in_training_and_analyze(small, tmp_path):
     folder = tmp_path / "model"
     saved_gpt2(folder, n_layer=1, vocab_size=280)
     parts = {"train": {"documents": (0.0, 0.75)}, "test": {"documents": (0.75, 1.0)}}

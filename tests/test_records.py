@@ -28,7 +28,7 @@ def make(step: int | None = 0, *values: float, analysis: str = "a", error: str |
     )
 
 
-def test_what_is_appended_is_read_back_equal_also_what_json_cannot_hold(tmp_path: Path) -> None:
+def test_appended_measurements_are_read_back_equal_including_nan_and_infinity(tmp_path: Path) -> None:
     ends = {"stderr": 1e-300, "low": -math.inf, "high": math.inf}
     tags = {"k": 12, "p": 0.5, "task": "a/b \u2028 <é>"}
     full = Record(metric="m", value=0.1 + 0.2, layer=1, other_layer=2, n=3, tags=tags, **ends)
@@ -68,7 +68,7 @@ def verdict(text: str, *values: float, step: int = 3, **tags) -> Measurement:
     return replace(judged, provenance=judged.provenance | {"audit": text})
 
 
-def test_a_table_has_the_verdicts_of_the_audit_only_where_a_checkpoint_is_suspect() -> None:
+def test_a_table_has_audit_verdicts_only_if_a_checkpoint_is_suspect() -> None:
     clean = [verdict("clean", 0.1, step=0), verdict("note: identical weights", 0.2, step=1), make(2, 0.3)]
     assert list(records.frame(clean).columns) == list(records.COLUMNS)
     assert not any(map(records.is_suspect, clean))
@@ -96,7 +96,7 @@ def test_a_torn_line_longer_than_a_block_is_removed_whole(tmp_path: Path) -> Non
 TORN = ('{"run": "r", "ste', "\0\0", "[" * 5000, '{"run": "\\ud800"}', '{"step": ' + "9" * 5000)
 
 
-def test_a_corrupt_line_in_the_middle_is_refused_by_its_number_and_what_is_no_json_is_torn_at_the_end(tmp_path):
+def test_a_corrupt_line_is_refused_by_number_and_a_last_line_that_is_no_json_is_torn(tmp_path):
     file = tmp_path / "m.jsonl"
     for damage in (*TORN, "[1]", '{"run": "r"}'):
         file.unlink(missing_ok=True)
@@ -112,7 +112,7 @@ def test_a_corrupt_line_in_the_middle_is_refused_by_its_number_and_what_is_no_js
             records.read(file)
 
 
-def test_a_file_that_does_not_exist_holds_nothing_but_makes_no_table(tmp_path: Path) -> None:
+def test_a_missing_file_reads_as_empty_but_gives_no_table(tmp_path: Path) -> None:
     assert records.read(tmp_path / "none.jsonl") == []
     assert records.rows(tmp_path / "none.jsonl") == []
     with pytest.raises(InputError, match="expected a file of measurements"):
@@ -212,7 +212,7 @@ def asked(config: str = "c", data: str | None = None) -> SimpleNamespace:
     return SimpleNamespace(name="a", config_hash=lambda: config, data_hash=lambda: data)
 
 
-def test_done_is_what_the_last_line_of_the_key_says_with_these_options_and_weights() -> None:
+def test_the_last_line_with_these_options_and_weights_decides_whether_an_analysis_is_done() -> None:
     one, failed = make(1, 0.1), make(1, error="no")
     in_part = replace(one, records=[Record(metric="x", value=1.0), Record(metric="failed", value=1.0)])
     for is_done, lines, step, analysis, weights in (
@@ -231,7 +231,7 @@ def test_done_is_what_the_last_line_of_the_key_says_with_these_options_and_weigh
         assert store.is_done("r", step, analysis, weights_hash=weights) == is_done, (lines, step, weights)
 
 
-def test_more_may_be_asked_of_what_is_done(tmp_path: Path) -> None:
+def test_new_metrics_can_be_requested_of_a_completed_analysis(tmp_path: Path) -> None:
     store, one = records.Store(tmp_path / "m.jsonl"), make(1, 0.1)
     store.add(one)
     assert not store.is_done("r", 1, asked(), weight_files={"a": "1"})
@@ -242,7 +242,7 @@ def test_more_may_be_asked_of_what_is_done(tmp_path: Path) -> None:
         assert len([*again]) == 1, "the last of each identity"
 
 
-def test_a_step_is_one_row_whatever_is_logged_in_parts(tmp_path: Path) -> None:
+def test_a_step_logged_in_parts_is_one_row(tmp_path: Path) -> None:
     log = ScalarLog(tmp_path / "metrics.jsonl")
     log.log(1, {"tokens": 8, "loss": 2.0, "skipped": True})
     log.log(1, {"lr": np.float32(0.5), "loss": 1.5})
@@ -339,7 +339,7 @@ def test_a_measurement_of_another_shape_is_refused_by_line_field_and_value(tmp_p
             records.read(file)
 
 
-def test_scalars_of_another_kind_are_refused_and_whole_numbers_stay_whole(tmp_path: Path) -> None:
+def test_scalars_that_are_no_numbers_are_refused_and_integers_stay_integers(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1, "tokens": 9007199254740993, "loss": "nan", "low": "-inf", "count": 3}\n')
     (row,) = records.rows(file)

@@ -63,7 +63,7 @@ def test_the_page_is_one_file_that_asks_the_network_for_nothing(page: Path) -> N
     assert all(target.startswith("#") for target in re.findall(r'href="([^"]*)"', markup))
 
 
-def test_the_page_tells_run_results_failures_cost_and_provenance(full: Path, page: Path) -> None:
+def test_the_page_shows_run_results_failures_cost_and_provenance(full: Path, page: Path) -> None:
     text = shown(page)
     assert re.search(r"Steps [\d,]+ Tokens", text), "a run that has ended has no steps to go"
     for expected in (
@@ -83,7 +83,7 @@ def test_the_page_tells_run_results_failures_cost_and_provenance(full: Path, pag
     assert f"All analyses {everything:.0f} s {everything / 187.5:.1%}" in text
 
 
-def test_every_figure_has_its_place_and_a_map_a_frame_for_each_measured_step(page: Path) -> None:
+def test_every_figure_is_on_the_page_and_a_map_has_a_frame_per_measured_step(page: Path) -> None:
     drawn, found = page_figures(page), blocks(page)
     titles = {"Line shape score", "Prompt entropy (nats)", "Probe accuracy (share)", "Coupling of pairs"}
     assert titles | {"Singular values", "Loss (nats)", "Learning rate", "Logit-lens loss (nats)"} <= found.keys()
@@ -133,7 +133,7 @@ def test_diagnostics_come_last_in_their_section_and_are_folded(page: Path, tmp_p
     assert '<details class="diagnostics">' not in text, "a section of diagnostics alone folds nothing"
 
 
-def test_results_say_of_which_steps_they_are_and_of_one_checkpoint_have_one_column(tmp_path: Path, page: Path) -> None:
+def test_results_name_their_steps_and_one_checkpoint_has_one_column(tmp_path: Path, page: Path) -> None:
     assert "Metric First Last Change" in shown(page)
     values = {0: {"expodistance": 2.0}, 4: {"line_shape_score": 1.5, "expodistance": 3}, 9: {"line_shape_score": 1.25}}
     for step, of_step in values.items():
@@ -145,7 +145,7 @@ def test_results_say_of_which_steps_they_are_and_of_one_checkpoint_have_one_colu
     assert "where it has one. Metric Value Trajectory step 9" in shown(write_report(tmp_path / "one"))
 
 
-def test_a_variant_without_the_level_to_compare_with_is_drawn_as_the_others_are(tmp_path: Path) -> None:
+def test_a_variant_without_a_reference_level_is_drawn_like_the_others(tmp_path: Path) -> None:
     """As `ngram_divergence` of unigrams, which look at no token that another one could stand for."""
     found = [
         Record(metric=f"{of}ngram_divergence", value=1.0 + n + layer, layer=layer, tags={"order": n})
@@ -183,7 +183,7 @@ def test_tables_over_tokens_and_directions_have_a_choice_of_layers_and_a_frame_a
     assert distances.spec["encoding"]["x"]["axis"]["title"] == "Distance from the last token"
 
 
-def test_whatever_a_run_has_left_is_enough_for_a_page(tmp_path: Path) -> None:
+def test_any_part_of_a_run_is_enough_for_a_page(tmp_path: Path) -> None:
     failing = tuple((step, "lens", "no") for step in (0, 1, 8))
     for number, (change, expected) in enumerate(
         (
@@ -221,14 +221,16 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_series(root, steps=(0, 512, 1000, 2000, 3000, 143000), suspect=(1000, 2000))
 
 
-def test_numbers_that_are_draws_alone_leave_a_sentence_in_the_place_of_their_figure(tmp_path: Path) -> None:
+def test_a_metric_with_only_random_draws_has_a_sentence_instead_of_a_figure(tmp_path: Path) -> None:
     draws = [Record(metric="accuracy", value=0.5, layer=n, tags={"seed": seed}) for n in (0, 1) for seed in (0, 1)]
     for step in (0, 1):
         write(tmp_path, "drawn", draws, step=step)
     assert "No figure shows these numbers" in write_report(tmp_path).read_text()
 
 
-def test_provenance_of_a_series_is_one_table_by_step_with_whole_hashes_on_touch(series: Path, tmp_path: Path) -> None:
+def test_the_provenance_of_a_series_is_one_table_by_step_with_full_hashes_on_hover(
+    series: Path, tmp_path: Path
+) -> None:
     found = run_data.provenance(run_data.read_run(series))
     assert found["shared"]["checkpoint"] == found["shared"]["series"] == "EleutherAI/pythia-70m"
     assert found["analyses"] == {name: {"config_hash": f"{len(name):016x}"} for name in ("trajectory", "lens")}
@@ -243,7 +245,7 @@ def test_provenance_of_a_series_is_one_table_by_step_with_whole_hashes_on_touch(
     assert f'<td title="{commit}">{commit[:12]}</td>' in rows[1][2]
 
 
-def test_what_differs_from_step_to_step_stands_in_the_table_and_what_differs_by_analysis_does_not(tmp_path):
+def test_provenance_that_differs_by_step_is_in_the_table_and_by_analysis_is_not(tmp_path):
     root = make_run(tmp_path / "run", steps=(0, 1, 8), analyses=("lens", "trajectory"), scalars=False)
     lines = []
     for m in records.read(root / "measurements.jsonl"):
@@ -259,7 +261,7 @@ def test_what_differs_from_step_to_step_stands_in_the_table_and_what_differs_by_
     assert re.fullmatch("torch 2.15.0.*torch 2.16.0", lens["versions"])
 
 
-def test_suspect_checkpoints_are_left_out_unless_that_is_asked_for_and_page_and_command_say_so(
+def test_suspect_checkpoints_are_left_out_by_default_and_page_and_command_report_it(
     series: Path, tmp_path: Path, capsys
 ) -> None:
     def drawn(page: Path) -> set[int]:
@@ -384,14 +386,14 @@ def test_a_suspect_model_and_a_failed_measurement_are_named(tmp_path: Path, caps
     assert lines == {"pythia-70m", "pythia-160m"}
 
 
-def test_a_model_of_one_block_among_others_leaves_no_place_without_a_figure(tmp_path: Path) -> None:
+def test_a_model_of_one_block_among_others_leaves_no_figure_empty(tmp_path: Path) -> None:
     page = write_report(make_models(tmp_path / "run", models={"a/one": 1, "a/two": 2}, analyses=("coupling",)))
     choices, places = blocks(page)["Coupling of pairs"]
     assert (len(choices), [len(place) for place in places]) == (4, [4])
     assert num_placed(blocks(page)) == len(page_figures(page))
 
 
-def test_what_is_no_run_or_corrupt_or_unwritable_is_refused_and_the_old_page_stays(tmp_path, monkeypatch):
+def test_invalid_or_unwritable_runs_are_refused_and_the_old_page_stays(tmp_path, monkeypatch):
     """The command's sentences stand in tests/cli/test_refusals.py."""
     root = make_run(tmp_path / "run", steps=(0,), analyses=("lens",))
     old = write_report(root).read_bytes()
@@ -506,7 +508,7 @@ def test_layers_are_whole_numbers_in_the_results_and_secondary_scores_are_left_t
     assert "Residual ratio per block 0.800 0.790 to 0.820" in results
 
 
-def test_metrics_of_someones_own_and_those_of_no_split_keep_figures_beside_those_of_a_probe(tmp_path: Path) -> None:
+def test_a_users_own_metrics_keep_their_figures_next_to_those_of_a_probe(tmp_path: Path) -> None:
     found = layer_results("probe/topics", step=8)
     own = [Record(metric="calibration", value=0.1, layer=n, tags={"task": "topics", "split": "test"}) for n in (0, 1)]
     own += [Record(metric="probe_c", value=0.5, layer=layer, tags={"task": "topics"}) for layer in (0, 1)]
@@ -525,7 +527,7 @@ def test_models_side_by_side_have_their_headlines_profiles_and_maps(layerwise_mo
     assert [len(figure.columns) for figure in page_figures(page) if figure.is_map] == [4, 5] * 3
 
 
-def test_pictures_leave_suspect_checkpoints_out_and_a_run_without_any_of_this_is_refused(tmp_path: Path, capsys):
+def test_pictures_leave_out_suspect_checkpoints_and_a_run_without_numbers_is_refused(tmp_path: Path, capsys):
     bare = make_run(tmp_path / "bare", steps=(0,), analyses=("lens",), scalars=False, failing=((0, "lens", "no"),))
     for step, audit in ((0, "clean"), (8, "suspect: equal to the final step"), (64, "clean")):
         found = layer_results("probe/stars", step=step)
@@ -631,7 +633,7 @@ def test_a_browser_draws_every_choice_of_probes_categories_and_models(kind, requ
     assert ('data-category="true"' in dom) == (kind != "compared")
 
 
-def test_where_nothing_can_be_drawn_the_report_says_so_in_a_sentence(tmp_path, monkeypatch):
+def test_a_report_without_a_renderer_says_so_in_one_sentence(tmp_path, monkeypatch):
     """A training writes its page at its end: what vl-convert does to itself is no reason to fail."""
     real = subprocess.run
 
@@ -664,7 +666,7 @@ def test_a_picture_that_cannot_be_drawn_or_takes_too_long_is_one_sentence(monkey
         drawn({"mark": "point"})
 
 
-def test_a_forked_process_draws():
+def test_a_forked_process_can_draw():
     def draws() -> int:
         return int(">forked<" not in drawn({"mark": "point", "title": "forked"}))
 
@@ -672,7 +674,7 @@ def test_a_forked_process_draws():
 
 
 @in_a_browser
-def test_a_browser_that_cannot_open_what_is_compressed_says_so(full: Path, tmp_path: Path) -> None:
+def test_a_browser_without_decompression_says_so(full: Path, tmp_path: Path) -> None:
     page = write_report(full, tmp_path / "page.html")
     page.write_text(
         page.read_text().replace("<script>", "<script>delete window.DecompressionStream;</script><script>", 1)
@@ -681,7 +683,7 @@ def test_a_browser_that_cannot_open_what_is_compressed_says_so(full: Path, tmp_p
     assert '<p id="script-error" class="alert">The figures of this page need a browser of 2023 or later.</p>' in dom
 
 
-def test_captions_are_those_of_the_choice_and_a_place_without_a_figure_is_not_shown():
+def test_captions_follow_the_choice_and_empty_figures_are_hidden():
     def undrawn() -> Any:
         raise ZeroDivisionError
 

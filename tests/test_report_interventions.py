@@ -107,7 +107,7 @@ def test_other_metrics_of_such_an_analysis_keep_their_figures_and_many_variants_
     assert len(found["Mine"]["My number"]) == 9
 
 
-def test_the_pictures_of_a_run_hold_those_of_its_variants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pictures_of_a_run_include_those_of_its_variants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave_undrawn(monkeypatch)
     root = variant_results.write(tmp_path / "run", steps=(8,), blocks=4, analyses=("finetune",))
     names = {
@@ -118,7 +118,7 @@ def test_the_pictures_of_a_run_hold_those_of_its_variants(tmp_path: Path, monkey
     assert {path.stem for path in write_pictures(root, tmp_path / "out")} == names
 
 
-def test_wandb_gets_a_curve_a_variant_but_no_single_order_nor_every_number_of_loops() -> None:
+def test_wandb_gets_a_curve_per_variant_but_no_single_orders_and_one_number_of_loops() -> None:
     own = variant_results.interventions(8, blocks=6, seeds=4)
     points = {name: record.value for name, record in curves_of([made("interventions", own, step=8)], {}, "all").items()}
     assert not [name for name in points if "seed=" in name or "schedule=" in name]

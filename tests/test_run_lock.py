@@ -44,7 +44,7 @@ def is_refused(root: Path, **how: Any) -> bool:
         return f"root: {root} is being written by process " in str(error)
 
 
-def test_a_second_process_is_refused_by_the_host_and_process_of_the_first_until_that_is_killed(tmp_path):
+def test_a_second_process_is_refused_with_host_and_id_of_the_first_until_that_is_killed(tmp_path):
     root = tmp_path / "run"
     with another_writer(root) as pid:
         with pytest.raises(InputError) as refused, writing(root):
@@ -60,7 +60,7 @@ def test_a_second_process_is_refused_by_the_host_and_process_of_the_first_until_
     assert list(root.iterdir()) == []
 
 
-def test_the_same_process_is_refused_as_well_and_a_child_holds_nothing_and_frees_nothing(tmp_path):
+def test_the_same_process_is_also_refused_and_a_child_neither_holds_nor_frees_the_lock(tmp_path):
     with writing(tmp_path):
         assert is_refused(tmp_path)
         assert is_refused(tmp_path), "a refusal takes nothing from the holder"
@@ -74,14 +74,14 @@ def test_the_same_process_is_refused_as_well_and_a_child_holds_nothing_and_frees
     assert not is_refused(tmp_path)
 
 
-def test_shards_of_one_number_write_together_and_no_other_beside_them(tmp_path):
+def test_shards_of_one_count_write_together_and_others_are_refused(tmp_path):
     with another_writer(tmp_path, shard=(0, 2)), writing(tmp_path, shard=(1, 2)):
         assert all(is_refused(tmp_path, shard=other) for other in ((0, 1), (0, 2), (1, 2), (0, 3)))
     assert not is_refused(tmp_path)
 
 
 @pytest.mark.soak
-def test_a_training_is_seen_while_it_lives_and_shares_of_one_number_measure_beside_it_each_once(tmp_path):
+def test_a_living_training_is_detected_and_shards_of_one_count_measure_next_to_it(tmp_path):
     assert not is_training(tmp_path)
     with another_writer(tmp_path, part="training"):
         assert is_training(tmp_path)
@@ -105,7 +105,7 @@ def test_a_command_that_ends_before_it_writes_leaves_no_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_folder_to_write_in_is_said_in_a_sentence(tmp_path, monkeypatch):
+def test_an_unwritable_folder_is_refused_with_its_reason(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for root in ("s3://bucket/run", Path("gs://bucket/run")):
         with pytest.raises(InputError, match="mount the store, or copy the run"), writing(root):

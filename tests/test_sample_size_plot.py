@@ -104,7 +104,7 @@ def test_the_tables_of_results_have_headlines_of_test_rows_and_none_for_categori
     assert (accuracy["layer"], accuracy["first"], accuracy["last"]) == pytest.approx((LAYERS, 0.7, 0.764))
 
 
-def test_what_has_no_such_rows_and_a_picture_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+def test_runs_without_these_rows_and_unwritable_pictures_are_refused(tmp_path: Path) -> None:
     frame = of("probe/topics", 0, 64)
     chart = plots.layer_profile(frame, "accuracy")
     with pytest.raises(ValueError, match=r"expected a picture that ends in \.png, \.svg, \.pdf, got '\.gif'"):
@@ -136,7 +136,7 @@ def pieces(picture: str, mark: str, color: str) -> int:
     return sum(re.findall(r' d="([^"]*)"', path)[0].count("M") for path in paths)
 
 
-def test_a_line_and_its_band_break_at_a_layer_that_only_others_have():
+def test_a_line_and_its_band_break_at_a_layer_without_a_value():
     of_models = probed([], {"lab/large": [GAP]}, small=2, large=4, other=4)
     charts = [
         plots.layer_profile(probed([0, 64], {64: [GAP]}), "accuracy", controls=["random_labels"]),

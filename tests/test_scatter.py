@@ -35,7 +35,7 @@ def test_equal_values_of_x_have_no_line_and_are_drawn_all_the_same() -> None:
     assert (points.mark, points.width, points.y) == ("circle", 0, [1, 2, 3])
 
 
-def test_numbers_lie_on_a_scale_in_their_order_and_words_have_a_colour_each() -> None:
+def test_numbers_have_a_colour_scale_and_words_a_colour_each() -> None:
     numbers = content(4, groups=[3, 1, 2, 1])
     assert numbers.kinds() == [1, 2, 3]
     assert numbers.colors()[1] == numbers.colors()[3] == "#440154"

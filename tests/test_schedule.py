@@ -15,7 +15,7 @@ def test_pythia_has_its_154_published_checkpoints():
     assert len(published) == 154
 
 
-def test_a_rule_has_the_first_and_the_last_step_once_and_those_besides():
+def test_a_rule_has_the_first_the_last_and_the_additional_steps_once():
     for rule, last, expected in (
         ([5, 3, 3, 90], 12, [0, 3, 5, 12]),
         ({"every": 4}, 10, [0, 4, 8, 10]),

@@ -36,7 +36,7 @@ def started(end: str) -> "tuple[subprocess.Popen[str], Path]":
     return process, Path(process.stdout.readline().strip())
 
 
-def test_a_folder_goes_when_nothing_holds_it_and_when_its_process_ends(place):
+def test_a_temporary_folder_is_removed_with_its_last_reference_or_its_process(place):
     kept, other = Scratch(), Scratch()
     kept.remove()
     folder = other.folder

@@ -32,7 +32,7 @@ STEPS, LAYERS = (0, 1, 10, 100), (1, 2, 3)
 RNG = np.random.default_rng(3)
 
 
-def test_sections_stand_in_the_order_of_the_page_of_one_run_and_every_choice_has_a_name(tmp_path):
+def test_sections_have_the_order_of_a_single_runs_page_and_every_choice_has_a_name(tmp_path):
     for seed in (1, 2):
         make_run(tmp_path / f"{seed}", run=f"{seed}", seed=seed, steps=(0, 1))
     measured = dict.fromkeys(each.analysis for each in records.read(tmp_path / "1" / "measurements.jsonl"))
@@ -78,7 +78,7 @@ def curve(values, at=STEPS, stderr=None, metric="without_a_range") -> StepCurve:
     return StepCurve(run="a", analysis="coupling", metric=metric, layer=None, tags={}, **numbers)
 
 
-def test_a_band_over_seeds_is_students_and_of_one_run_that_over_prompts():
+def test_a_band_is_students_over_seeds_or_that_over_prompts_of_one_run():
     rows = RNG.normal(size=(4, 4))
     line = Line.from_curves("a", [curve(row) for row in rows])
     low, high = stats.t.interval(0.95, 3, rows.mean(0), stats.sem(rows))
@@ -88,7 +88,7 @@ def test_a_band_over_seeds_is_students_and_of_one_run_that_over_prompts():
     assert (alone.interval_over, Line.from_curves("a", [curve(rows[0])]).interval_over) == ("prompts", "")
 
 
-def test_a_band_ends_where_the_range_of_its_metric_does():
+def test_a_band_stays_in_the_range_of_its_metric():
     rows = np.array([[0.0, 0.5, 0.99, 1 + 1e-9], [0.1, 0.5, 0.7, 1.0], [0.0, 0.6, 0.99, 1.0]])
     low, high = stats.t.interval(0.95, 2, rows.mean(0), stats.sem(rows))
     assert low[0] < 0
@@ -109,7 +109,7 @@ def test_a_band_ends_where_the_range_of_its_metric_does():
     assert (percent.low, percent.high) == (pytest.approx(100 * low), pytest.approx(100 * high))
 
 
-def test_a_mean_is_never_over_fewer_seeds_than_it_says():
+def test_a_mean_is_never_over_fewer_seeds_than_reported():
     line = Line.from_curves("a", [curve([1, 2, 3, 4]), curve([1, np.nan, 3, 4]), curve([4, 5, 6], at=(0, 10, 100))])
     assert (line.at.tolist(), line.num_runs) == ([0, 10, 100], 3)
     assert line.values == pytest.approx([2, 11 / 3, 14 / 3])
@@ -160,7 +160,7 @@ def test_the_difference_of_two_runs_on_the_same_prompts_is_that_of_their_pairs()
         assert apart.high - apart.low == pytest.approx(2 * stats.norm.ppf(0.975) * np.sqrt(2) * errors["stderr"])
 
 
-def test_runs_of_one_recipe_value_are_seeds_of_one(seeds):
+def test_runs_with_equal_recipe_values_are_seeds_of_one_group(seeds):
     roots, values = seeds
     content = read_side_by_side(roots, group="data.shuffle_tokens")
     groups = [*content.groups]
@@ -184,7 +184,7 @@ def test_runs_of_one_recipe_value_are_seeds_of_one(seeds):
     assert at_last == pytest.approx(values[0, :, -1].mean() * np.array(LAYERS), rel=1e-4)
 
 
-def test_what_not_all_seeds_have_is_left_out_and_named(seeds, tmp_path):
+def test_curves_that_some_seeds_lack_are_left_out_and_named(seeds, tmp_path):
     bare = write_run(tmp_path / "bare", [0.5] * 4) / "measurements.jsonl"
     bare.write_text("".join(f"{line}\n" for line in bare.read_text().splitlines() if '"coupling"' in line))
     content = read_side_by_side([*seeds[0][:2], bare.parent], seeds=True)
@@ -193,7 +193,7 @@ def test_what_not_all_seeds_have_is_left_out_and_named(seeds, tmp_path):
     assert note.startswith("Left out, as not all seeds of a group have it: curves Probe accuracy, layer 1")
 
 
-def test_runs_of_other_layers_and_steps_stand_at_their_own(tmp_path):
+def test_runs_with_other_layers_and_steps_are_drawn_at_their_own(tmp_path):
     few, deep = write_run(tmp_path / "few", [1.0, 2, 3, 4]), tmp_path / "deep"
     for step in STEPS:
         parts = [Record(metric="accuracy", value=10.0 * layer, layer=layer) for layer in (1, 3, 5, 6)]
@@ -246,7 +246,7 @@ def test_the_command_writes_the_page_the_table_and_the_pictures(seeds, tmp_path,
     assert "data.shuffle_tokens" not in (tmp_path / page).read_text(), "they differ in nothing"
 
 
-def test_fields_that_differ_do_so_beyond_their_first_letters_and_whatever_kinds_of_numbers_stand_beside_them(tmp_path):
+def test_fields_that_differ_are_found_beyond_their_beginning_and_for_any_kind_of_number(tmp_path):
     trainers = {"a": {"max_steps": 3}, "b": {"max_steps": 3, "gradient_clip_val": 0.5}}
     roots = [write_run(tmp_path / name, [1.0, 2, 3, 4]) for name in trainers]
 
@@ -310,7 +310,7 @@ def test_wrong_input_is_one_sentence(seeds, tmp_path, capsys):
         assert sentence in " ".join(capsys.readouterr().err.split()), command
 
 
-def test_a_comparison_begins_with_what_differs_first(tmp_path):
+def test_a_comparison_begins_with_the_first_difference(tmp_path):
     for name, seeds in {"a": (1, 1, 1), "b": (1, 1, 2), "c": (1, 1, 1)}.items():
         for step, seed in zip((0, 4, 8), seeds, strict=True):
             for analysis in ("trajectory", "lens"):

@@ -49,7 +49,7 @@ def all_tasks(frame: pd.DataFrame) -> pd.DataFrame:
     return frame[frame["domain"].isna()].sort_values(["step", "layer"])
 
 
-def test_means_are_over_tasks_with_equal_weights_and_of_each_domain(tmp_path):
+def test_means_weight_tasks_equally_overall_and_in_each_domain(tmp_path):
     scores = series(tmp_path)
     metric = values(1, 4, len(TASKS), seed=3)[0]
     add(tmp_path, "series", 512, metric=metric)  # at fewer steps
@@ -68,7 +68,7 @@ def test_means_are_over_tasks_with_equal_weights_and_of_each_domain(tmp_path):
     assert np.allclose(own["value"], metric.mean(0))
 
 
-def test_a_task_that_a_step_or_a_layer_lacks_is_in_no_mean_and_is_named(tmp_path):
+def test_a_task_missing_at_a_step_or_layer_is_in_no_mean_and_is_named(tmp_path):
     scores = series(tmp_path, absent=((8, "BIOSSES"), (512, "STS12")))
     found = plots.add_task_means(table(tmp_path))
     kept = [n for n, task in enumerate(TASKS) if task not in ("BIOSSES", "STS12")]
@@ -84,7 +84,7 @@ def test_a_task_that_a_step_or_a_layer_lacks_is_in_no_mean_and_is_named(tmp_path
     assert np.allclose(whole[whole["step"] == 2]["value"], np.delete(scores[0], 2, axis=0).mean(0))
 
 
-def test_models_side_by_side_have_means_over_tasks_that_all_have(tmp_path):
+def test_compared_models_have_means_over_their_common_tasks(tmp_path):
     scores = values(2, 4, len(TASKS))
     add(tmp_path, "a", None, scores=scores[0])
     add(tmp_path, "b", None, scores=scores[1][:4], tasks=TASKS[:4])
@@ -95,14 +95,14 @@ def test_models_side_by_side_have_means_over_tasks_that_all_have(tmp_path):
     assert "SICK-R, TwentyNewsgroupsClustering (not of model b)" in found.notes["mteb/mean_over_tasks"]
 
 
-def test_one_task_alone_and_other_analyses_stay_as_they_are(tmp_path):
+def test_a_single_task_and_other_analyses_are_not_changed(tmp_path):
     add(tmp_path, "r", 1, scores=values(1, 4, 1)[0], tasks=TASKS[:1])
     add(tmp_path, "r", 1, metric=values(1, 4, 2)[0], tasks=TASKS[:2], name="accuracy", analysis="probe")
     frame = table(tmp_path)
     assert plots.add_task_means(frame).frame is frame
 
 
-def test_the_verdict_of_an_audit_stays_with_the_means(tmp_path):
+def test_means_carry_the_verdict_of_the_audit(tmp_path):
     scores = values(1, 4, len(TASKS))[0]
     for step, verdict in ((1, "clean"), (2, "suspect: equal to the final step"), (3, "clean")):
         add(tmp_path, "r", step, scores=scores, provenance={"audit": verdict})
@@ -115,7 +115,7 @@ def test_the_verdict_of_an_audit_stays_with_the_means(tmp_path):
 # ------------------------------------------------------------------------------------------------ surfaces
 
 
-def test_a_cell_is_a_layer_of_a_step_at_its_logarithm_with_step_0_apart(tmp_path):
+def test_a_cell_is_a_layer_and_step_at_its_logarithm_with_step_0_separate(tmp_path):
     scores = series(tmp_path)
     fig = plots.layer_surface(means(tmp_path), "main_score")
     assert np.allclose(fig.cells.values, [scores.mean(1).T], rtol=1e-3)
@@ -128,7 +128,7 @@ def test_a_cell_is_a_layer_of_a_step_at_its_logarithm_with_step_0_apart(tmp_path
     assert axis(fig).ends == pytest.approx(ends, abs=1e-3), "whole cells at the ends"
 
 
-def test_what_was_not_measured_is_blank_and_not_bridged(tmp_path):
+def test_missing_measurements_are_blank_and_not_interpolated(tmp_path):
     found = values(1, 3, 1)[0][0]
     rows = [Record(metric="lidar", value=v, layer=n) for n, v in enumerate(found)]
     for step, own in {1: rows, 4: [], 16: rows[:2] + rows[3:]}.items():
@@ -138,7 +138,7 @@ def test_what_was_not_measured_is_blank_and_not_bridged(tmp_path):
     assert blank == [[False] * 4, [True] * 4, [False, False, True, False]]
 
 
-def test_the_best_layer_is_from_1_on(tmp_path):
+def test_the_best_layer_is_never_the_embedding(tmp_path):
     frames = np.array([[0.9, 0.1, 0.3, 0.3], [0.2, 0.1, 0.5, 0.6], [0.2, math.nan, math.nan, math.nan]])
     for step, row in zip((1, 2, 4), frames, strict=True):
         add(tmp_path, "r", step, scores=row[None], tasks=TASKS[:1])

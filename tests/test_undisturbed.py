@@ -152,7 +152,7 @@ def alone() -> dict:
 
 
 @pytest.mark.parametrize("action", GENTLE, ids=lambda action: action.__name__)
-def test_training_beside_an_analysis_ends_in_the_same_bits(action, alone):
+def test_training_with_an_analysis_ends_in_the_same_bits(action, alone):
     beside = train(action)
     assert beside["bits"] == alone["bits"]
     assert all(map(torch.equal, beside["moments"], alone["moments"]))
@@ -177,7 +177,7 @@ def test_gradients_come_back_as_the_same_tensors():
         assert parameter.grad is None or torch.equal(parameter.grad, values[name])
 
 
-def test_numbers_do_not_depend_on_where_training_stands():
+def test_numbers_do_not_depend_on_the_random_state_of_training():
     model, found = tiny("gpt2", resid_pdrop=0.5), []
     analysis = Doing(action=lambda view: found.append((torch.rand(1).item(), np.random.rand(), random.random())))
     records = [measure(model, analysis, run="", step=0).records]
@@ -189,7 +189,7 @@ def test_numbers_do_not_depend_on_where_training_stands():
     assert found[0] == found[1]
 
 
-def test_inside_derivatives_are_on_and_reduced_precision_is_off():
+def test_analyses_run_with_gradients_on_and_reduced_precision_off():
     model = tiny("gpt2").train()
     torch.set_default_dtype(torch.float64)
     try:
@@ -239,7 +239,7 @@ SWITCHES = (
 
 
 @pytest.mark.parametrize("switch_on", SWITCHES)
-def test_tf32_is_off_inside_however_it_was_switched_on_and_back_afterwards(switch_on):
+def test_analyses_run_without_tf32_and_its_setting_is_restored(switch_on):
     with full_float32_precision():  # brings back what this test sets
         switch_on()
         before = precision()
@@ -300,7 +300,7 @@ def test_an_interrupt_passes_and_everything_is_restored():
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_a_measurement_says_what_was_measured_on_what():
+def test_a_measurement_records_its_model_options_and_data():
     model = tiny("gpt2", attention="eager")
     analysis = Doing(name="norms")
     given = {"revision": "step5", "device": "the one in the corner"}
@@ -371,7 +371,7 @@ def test_text_names_the_tokenizer_of_the_shards_that_it_is_cut_from(tmp_path):
     assert len(found) == 2
 
 
-def test_numbers_of_numpy_are_options_like_those_of_python_and_other_arrays_and_sets_other_options():
+def test_numpy_scalars_hash_like_python_numbers_and_other_arrays_and_sets_differ():
     plain = Representation(batches=OneBatch(), alpha=0.5, num_halves=2).config()
     assert plain["init_args"].items() >= {"alpha": 0.5, "num_halves": 2}.items()
     for half in (np.float16(0.5), np.float64(0.5)):
@@ -395,7 +395,7 @@ class Along:
     directions: Any
 
 
-def test_vits_are_left_as_they_were_and_what_gives_no_record_or_is_no_known_family_is_an_error():
+def test_vits_are_not_changed_and_an_analysis_without_records_or_family_is_an_error():
     model = tiny("vit").train()
 
     @dataclass(kw_only=True)
@@ -417,7 +417,7 @@ def test_vits_are_left_as_they_were_and_what_gives_no_record_or_is_no_known_fami
         measure(torch.nn.Linear(2, 2), Doing(), run="", step=0)
 
 
-def test_the_package_itself_has_what_an_analysis_needs():
+def test_the_package_exports_everything_an_analysis_needs():
     assert {lit_layers.Analysis, lit_layers.Record, lit_layers.LayeredModel} == {Analysis, Record, LayeredModel}
     assert lit_layers.measure is measure
     assert all(getattr(lit_layers, name) is not None for name in lit_layers.__all__)

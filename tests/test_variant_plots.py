@@ -49,7 +49,7 @@ LOOPS = {2: [3.0, 2.5, 4.0], 4: [3.5, 2.2, 4.0], 6: [4.0, 2.9, 3.7]}
 # ------------------------------------------------------------------------------------------------ over the middle
 
 
-def test_each_variant_is_a_line_over_the_middle_blocks_and_single_orders_are_none():
+def test_each_variant_is_a_line_over_the_middle_blocks_without_single_orders():
     rows = of_variants("variant_loss", {"skip": [2.5, 3, 4], "random": [2, 2.4, 3]}, loops=LOOPS)
     rows += [record("variant_loss", 9.0, "random", middle=3, seed=s, schedule=f"1 {s}") for s in range(5)]
     fig = plots.variant_curves(table(("interventions", None, rows)), "variant_loss")
@@ -187,7 +187,7 @@ def medians_of(found) -> dict[tuple[int, int], float]:
     return {(int(s), int(m)): v for s, m, v in zip(own["step"], own["middle"], own["value"], strict=True)}
 
 
-def test_where_a_task_is_undefined_there_is_no_median():
+def test_an_undefined_task_gives_no_median():
     early = scores(1, {"a": [math.nan, 0.4, 0.3], "b": [0.8, 0.7, 0.1]})
     late = scores(8, {"a": [0.9, 0.5, 0.2], "b": [0.8, 0.7, 0.1]})
     found = plots.add_task_medians(table(*early, *late))
@@ -198,7 +198,7 @@ def test_where_a_task_is_undefined_there_is_no_median():
     assert note.endswith("step 8: Median over tasks a, b.")
 
 
-def test_each_checkpoint_has_the_median_of_the_tasks_that_it_has():
+def test_each_checkpoint_has_the_median_of_its_own_tasks():
     young = scores(1, {"a": [0.9, 0.4, 0.3]})
     grown = scores(8, {"a": [0.9, 0.5, 0.2], "b": [0.8, 0.7, 0.1], "c": [0.1, 0.2, 0.6]})
     found = plots.add_task_medians(table(*young, *grown))
@@ -250,7 +250,7 @@ def test_models_of_other_depth_are_drawn_over_the_share_of_their_blocks():
 # ------------------------------------------------------------------------------------------------ similarity, pictures
 
 
-def test_similarities_are_coloured_from_the_least_of_any_checkpoint_to_1():
+def test_similarities_are_coloured_from_the_smallest_of_all_checkpoints_to_1():
     measured = []
     for step, apart in ((1, 0.3), (8, 0.8)):
         cells = {(0, 0): 1.0, (0, 1): apart, (1, 0): apart, (1, 1): 1.0}

@@ -52,7 +52,7 @@ def agent(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_sweeps_name_options_that_fit_has(agent, capsys, monkeypatch):
+def test_the_sweeps_name_existing_options_of_fit(agent, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     printed = {}
     for name in ("vit_grid", "gpt2_seeds"):
@@ -73,7 +73,7 @@ def test_the_sweeps_name_options_that_fit_has(agent, capsys, monkeypatch):
 @pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_page")
-def test_two_ranks_under_an_agent_are_one_wandb_run_and_that_is_the_agents(corpus, agent, tmp_path, monkeypatch):  # noqa: F811
+def test_two_ranks_under_an_agent_write_only_the_agents_run(corpus, agent, tmp_path, monkeypatch):  # noqa: F811
     leave_undrawn(monkeypatch)
     mirror = {"class_path": "lit_layers.report.WandbMirror", "init_args": {"mode": "offline", "project": "mine"}}
     recipe = tmp_path / "recipe.yaml"

@@ -70,7 +70,7 @@ def log_losses(root: Path, losses: dict[int, float]) -> None:
 
 
 @pytest.mark.slow
-def test_opening_sends_every_point_of_the_files_once_on_the_axis_of_steps(root: Path) -> None:
+def test_opening_sends_every_point_of_the_files_once_over_steps(root: Path) -> None:
     run = mirror_all(root, WandbMirror(project="here", mode="offline", scalars="all"))
     assert (run.state, run.project, run.name, run.config) == ("finished", "here", "run", {"lr": 1e-3})
     expected = {}
@@ -89,7 +89,7 @@ def test_opening_sends_every_point_of_the_files_once_on_the_axis_of_steps(root: 
 
 
 @pytest.mark.slow
-def test_layers_have_a_picture_a_row_in_the_long_table_and_curves_of_the_first_metric_of_each_analysis(root) -> None:
+def test_layers_have_a_picture_rows_in_the_long_table_and_curves_of_each_analysis_first_metric(root) -> None:
     run = mirror_all(root)
     pictures, names = run.media("image-file"), {*run.names()}
     assert {"lens/logit_lens_loss/over_layers", "trajectory/state_norm/over_layers"} <= pictures.keys()
@@ -117,7 +117,7 @@ def test_a_tag_may_be_a_number_in_one_row_of_the_table_and_a_word_in_another(roo
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_pictures_come_while_training_goes_on_after_4_and_8_measured_steps(tmp_path: Path) -> None:
+def test_pictures_are_sent_during_training_after_4_and_8_measured_steps(tmp_path: Path) -> None:
     mirror = opened(tmp_path)
     for step in range(9):
         found = measurement("r", step, "lens", layers=2)
@@ -130,7 +130,7 @@ def test_pictures_come_while_training_goes_on_after_4_and_8_measured_steps(tmp_p
 
 
 @pytest.mark.slow
-def test_opening_again_adds_only_what_the_files_gained_also_at_earlier_steps(root: Path) -> None:
+def test_opening_again_sends_only_new_lines_also_at_earlier_steps(root: Path) -> None:
     before = len(mirror_all(root).history)
     late = measurement("quickstart", 2, "trajectory", layers=2, seed=5)
     records.append(root / "measurements.jsonl", replace(late, analysis="later"))
@@ -147,7 +147,7 @@ def test_opening_again_adds_only_what_the_files_gained_also_at_earlier_steps(roo
 
 
 @pytest.mark.parametrize("number", ["1", "10"])
-def test_a_run_begun_twice_in_one_second_is_read_and_named_whole(root: Path, number: str) -> None:
+def test_a_run_started_twice_in_one_second_is_read_completely(root: Path, number: str) -> None:
     """W&B numbers the later folders of a second; one whose process was killed at once has no file yet."""
     expected = len(mirror_all(root).history)
     (folder,) = folders(root)
@@ -164,7 +164,7 @@ def test_a_run_begun_twice_in_one_second_is_read_and_named_whole(root: Path, num
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_a_step_logged_in_parts_or_twice_or_late_is_still_there_once(tmp_path: Path) -> None:
+def test_a_step_logged_in_parts_twice_or_late_is_sent_once(tmp_path: Path) -> None:
     mirror = opened(tmp_path)
     mirror.log_step(3, 30, {"train/loss": 1.0}, [])
     mirror.log_step(3, 30, {}, [measurement("r", 3, "lens", layers=2)])
@@ -178,7 +178,7 @@ def test_a_step_logged_in_parts_or_twice_or_late_is_still_there_once(tmp_path: P
 
 
 @pytest.mark.slow
-def test_rows_are_sent_in_the_order_of_steps_also_where_a_step_has_no_scalars(tmp_path: Path) -> None:
+def test_rows_are_sent_in_step_order_even_without_scalars(tmp_path: Path) -> None:
     for step in (15, 0, 30):
         records.append(tmp_path / "measurements.jsonl", measurement("r", step, "lens", layers=2))
     log_losses(tmp_path, dict.fromkeys((10, 15, 20), 1.0))
@@ -214,7 +214,7 @@ class FakeRun:
         pytest.param("online", 3, marks=pytest.mark.soak),
     ],
 )
-def test_online_only_what_the_server_lacks_is_sent(tmp_path, monkeypatch, kind, server_rows):
+def test_online_only_missing_rows_are_sent(tmp_path, monkeypatch, kind, server_rows):
     log_losses(tmp_path, {step: 1 / step for step in range(1, 6)})
     mirror_all(tmp_path)  # offline and never synced
     if kind == "online":
@@ -243,7 +243,7 @@ def test_rows_shortly_before_a_kill_are_sent_again_under_new_numbers(tmp_path: P
     assert len(mirror_all(tmp_path).history) == 2
 
 
-def test_a_second_process_leaves_a_run_that_is_being_trained_alone(root: Path, capsys) -> None:
+def test_a_second_process_does_not_touch_a_run_that_is_training(root: Path, capsys) -> None:
     with run_lock.writing(root):
         assert main(["report", str(root), "--wandb"]) == 2
     assert "is being written by process" in capsys.readouterr().err
@@ -272,7 +272,7 @@ def said_by_us(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_an_unreachable_server_means_offline_under_the_same_id_within_seconds(tmp_path: Path) -> None:
+def test_an_unreachable_server_switches_to_offline_with_the_same_id_within_seconds(tmp_path: Path) -> None:
     said = tmp_path / "said"
 
     def unreachable() -> int:
@@ -306,7 +306,7 @@ def test_online_without_a_server_is_refused_in_one_sentence(tmp_path: Path, monk
         WandbMirror(mode="online").open(tmp_path, run_id=RUN_ID, config={})
 
 
-def test_without_wandb_installed_one_line_says_what_is_missing_and_the_rest_does_nothing(root, monkeypatch, caplog):
+def test_without_wandb_one_line_says_so_and_the_mirror_does_nothing(root, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "wandb", None)
     mirror = opened(root, WandbMirror())
     mirror.log_step(1, 8, {"train/loss": 1.0}, [])
@@ -328,7 +328,7 @@ def test_a_disabled_mirror_does_nothing_and_says_nothing(root: Path, caplog, mon
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_a_dead_service_stops_the_mirror_in_one_line_and_the_next_one_catches_up(tmp_path, caplog, monkeypatch):
+def test_a_dead_service_stops_the_mirror_with_one_line_and_the_next_mirror_catches_up(tmp_path, caplog, monkeypatch):
     def lost(*_: object, **__: object) -> None:
         raise ConnectionResetError("Connection lost")
 
@@ -363,7 +363,7 @@ def test_every_curve_and_picture_of_the_charts_is_one_that_the_mirror_logs(root)
     assert layered == [f"lens/logit_lens_loss/layer_{n:02d}" for n in range(3)], "a chart has all layers of a metric"
 
 
-def test_a_place_that_is_none_is_refused_and_a_run_without_steps_has_no_charts(root, tmp_path, capsys):
+def test_an_invalid_workspace_is_refused_and_a_run_without_steps_has_no_charts(root, tmp_path, capsys):
     for place in ("project", "a/b/c", "/p", "e/"):
         with pytest.raises(InputError, match="expected ENTITY/PROJECT at W&B"):
             save_workspace(root, place)
