@@ -206,6 +206,6 @@ def test_no_curve_mean_or_median_is_over_two_precisions():
         both = plots.add_task_medians(records.frame([*of_others, *variants]))
         medians = both.frame[both.frame["analysis"] == "intervene/median_over_tasks"]
         assert medians["value"].tolist() == pytest.approx([0.3])
-        assert "Of another precision, and not in it: " in both.notes["intervene/median_over_tasks"]
+        assert "Not included, because of another precision: " in both.notes["intervene/median_over_tasks"]
     curve, apart = split_shown([measured[0], of_task("A", 0.8, rounded)])
     assert (len(curve), len(apart)) == (1, 1)  # so select, pages and exports see one precision of an analysis

@@ -221,7 +221,7 @@ def test_only_curves_that_all_seeds_have_are_averaged_and_the_rest_is_counted(tm
     page = html.unescape((out / "emergence.html").read_text())
     for text in (
         "Over 3 seeds the verdict rests on Student's t (df = 2)",
-        "With 90% intervals",
+        "Intervals are 90%",
         "of 6 flat curves some 0.6 would",
         "<h1>3 runs</h1>",  # their mean is none
     ):
@@ -541,5 +541,5 @@ def test_the_page_of_a_run_begins_with_emergence_times_without_suspect_checkpoin
     assert "emergence" in sections_of(suspect, allow_suspect=True)
     monkeypatch.setattr("lit_layers.report.emergence.times_of_run", lambda *_: 1 / 0)
     assert sections_of(run) == ids
-    told = "When metrics emerge could not be told: ZeroDivisionError: division by zero"
+    told = "The times at which metrics emerge could not be computed: ZeroDivisionError: division by zero"
     assert told in (tmp_path / "page.html").read_text()

@@ -118,7 +118,7 @@ def test_values_up_to_0_are_left_out_of_log_axes_and_reported_where_vega_would_d
     lines = re.findall(r'mark-line[^>]*><path[^>]* d="([^"]*)"', zero)
     assert "".join(lines).count("M") == 2, "two parts"
     assert len(re.findall(r'fill="#0b62a4"', zero)) == 4
-    assert ("Not on a log axis: 1 of 0 or below" in zero, "Not on a log axis" in plain) == (True, False)
+    assert ("Not shown on the log axis: 1 of 0 or below" in zero, "Not shown on the log axis" in plain) == (True, False)
     for number, (band, bars) in enumerate((intervals[:2], intervals[2:])):
         (area,) = re.findall(r'mark-area[^>]*><path[^>]* d="(M[^"]*Z)"', band)
         assert number or heights(area)[2] == max(heights(area)), "at the lowest number that is drawn"

@@ -101,7 +101,7 @@ def test_emerge_pairs_stored_values_of_prompts_and_does_without_them_otherwise(r
     assert paired_of(tmp_path / "out") == {frozenset(("a/shown", "b/shown"))}
     layers = pd.read_csv(tmp_path / "out" / "layer_order.csv")
     assert layers["paired"].tolist() == [True] * 3
-    assert "Both curves of 1 of 15 pairs are drawn by the same" in (tmp_path / "out" / "emergence.html").read_text()
+    assert "In 1 of 15 pairs both curves are resampled" in (tmp_path / "out" / "emergence.html").read_text()
     for curve in curves_of(run, metrics=["shown", "unkept"]):
         assert (curve.prompts is not None) == (curve.metric == "shown")
         if curve.prompts is not None:

@@ -142,7 +142,7 @@ def test_results_name_their_steps_and_one_checkpoint_has_one_column(tmp_path: Pa
             write(tmp_path / name, "trajectory", found, step=step)
     text = shown(write_report(tmp_path / "run"))
     assert "Trajectory step 0 → 9 Expodistance step 0 → 4 2.000 3.000 +1.000 Line shape score step 4 → 9 1.500" in text
-    assert "where it has one. Metric Value Trajectory step 9" in shown(write_report(tmp_path / "one"))
+    assert "if it has one. Metric Value Trajectory step 9" in shown(write_report(tmp_path / "one"))
 
 
 def test_a_variant_without_a_reference_level_is_drawn_like_the_others(tmp_path: Path) -> None:
@@ -503,7 +503,7 @@ def test_the_page_draws_the_controls_of_a_probe_as_dashed_lines_and_no_choice(la
 def test_layers_are_whole_numbers_in_the_results_and_secondary_scores_are_left_to_the_figures(layerwise_page):
     text = shown(layerwise_page)
     assert "Plateau layer test rows, of accuracy 3 2 to 4 3 2 to 4 0" in text
-    results = text[text.index("Results Each") : text.index("Probe: topics What")]
+    results = text[text.index("Results Each") : text.index("Probe: topics How")]
     assert not [name for name in ("macro F1", "Largest drop", "Held-out", "noun - form") if name in results]
     assert "Residual ratio per block 0.800 0.790 to 0.820" in results
 

@@ -190,7 +190,7 @@ def test_curves_that_some_seeds_lack_are_left_out_and_named(seeds, tmp_path):
     content = read_side_by_side([*seeds[0][:2], bare.parent], seeds=True)
     assert {key[0] for key in content.lines} == {"coupling"}
     (note,) = content.notes
-    assert note.startswith("Left out, as not all seeds of a group have it: curves Probe accuracy, layer 1")
+    assert note.startswith("Left out, not measured in all seeds of a group: curves Probe accuracy, layer 1")
 
 
 def test_runs_with_other_layers_and_steps_are_drawn_at_their_own(tmp_path):
@@ -206,7 +206,7 @@ def test_runs_with_other_layers_and_steps_are_drawn_at_their_own(tmp_path):
     assert (row["layer"], row["few"], row["deep"]) == (3, 12, 30)  # the last that both have
     apart = read_side_by_side([few, write_run(tmp_path / "apart", [1.0, 2], steps=(5, 50))])
     for runs, captions in (
-        (content, ["Over training, a layer of all", "Over layers", "Difference, few less deep"]),
+        (content, ["Over training, the last common layer", "Over layers", "Difference, few less deep"]),
         (apart, ["Over training, the last layer"]),  # nothing in common
     ):
         (choice,) = _blocks(runs)["probe"][0]["choices"]
@@ -271,7 +271,7 @@ def test_runs_whose_analyses_had_other_options_or_data_are_named(tmp_path, capsy
     named = "aaaaaaaa.bbbbbbbb in first, second; dddddddd.bbbbbbbb in third."
     assert main(["report", *map(str, roots), "--root", str(tmp_path / "runs.html")]) == 0
     for said in (capsys.readouterr().err, (tmp_path / "runs.html").read_text()):
-        assert f"coupling had other options or other data: {named}" in " ".join(said.split())
+        assert f"coupling was measured with different options or data: {named}" in " ".join(said.split())
     assert read_side_by_side([*roots[:2], roots[3]]).notes == []
 
 

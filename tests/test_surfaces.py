@@ -64,7 +64,7 @@ def test_means_weight_tasks_equally_overall_and_in_each_domain(tmp_path):
     assert np.allclose(sts["value"], scores[:, rows].mean(1).ravel())
     assert set(sts["n"]) == {3}
     assert set(frame["tokens"]) == {1000 * step for step in STEPS}
-    assert found.notes["mteb/mean_over_tasks"] == "Mean over 6 tasks, those measured everywhere."
+    assert found.notes["mteb/mean_over_tasks"] == "Mean over 6 tasks measured everywhere."
     assert np.allclose(own["value"], metric.mean(0))
 
 
@@ -75,7 +75,7 @@ def test_a_task_missing_at_a_step_or_layer_is_in_no_mean_and_is_named(tmp_path):
     means = all_tasks(found.frame)["value"]
     assert np.allclose(means, scores[:, kept].mean(1).ravel()), "also at the steps that have it"
     assert found.notes["mteb/mean_over_tasks"] == (
-        "Mean over 4 tasks, those measured everywhere. In no mean: BIOSSES (not at step 8); STS12 (not at step 512)."
+        "Mean over 4 tasks measured everywhere. Not included: BIOSSES (not at step 8); STS12 (not at step 512)."
     )
     scores[0, 2, 3] = math.nan
     for step in (1, 2):

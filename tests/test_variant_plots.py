@@ -176,7 +176,7 @@ def test_the_median_is_over_the_tasks_that_have_every_variant():
     assert list(skipped["value"]) == pytest.approx([statistics.median(v[n] for v in values.values()) for n in range(3)])
     assert set(own["n"]) == {4}
     assert own["seed"].isna().all()
-    assert found.notes[MEDIAN] == ("Median over tasks a, b, c, d. In it are not, as they lack some variants: e.")
+    assert found.notes[MEDIAN] == ("Median over tasks a, b, c, d. Not included, because some variants are missing: e.")
     fig = plots.variant_curves(found.frame, "normalized_score", analysis=MEDIAN)
     assert list(line(fig, "Skip").y) == pytest.approx([0.925, 0.525, 0.15])
 

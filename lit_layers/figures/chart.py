@@ -246,7 +246,7 @@ class Chart(Picture):
         if any(s.labels for s in self.series):
             layers.append(LABELS)
         if self._num_unplaced:
-            text = f"Not on a log axis: {self._num_unplaced} of 0 or below"
+            text = f"Not shown on the log axis: {self._num_unplaced} of 0 or below"
             mark = {"type": "text", "text": text, "align": "left", "color": MUTED, "fontSize": 11, "tooltip": None}
             places = {"x": {"value": 2}, "y": {"value": {"expr": "height - 4"}}}
             layers.append({"data": {"values": [{}]}, "mark": mark, "encoding": places})

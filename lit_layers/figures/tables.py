@@ -502,8 +502,8 @@ def _absent(places: Any) -> str:
 def _note(counts: Sequence[int], missing: Mapping[str, str]) -> str:
     most, least = max(counts, default=0), min(counts, default=0)
     lacking = "; ".join(f"{', '.join(tasks)} ({why})" for why, tasks in grouped(missing, missing.get).items())
-    text = f"Mean over {most if most == least else f'{least} to {most}'} tasks, those measured everywhere."
-    return f"{text} In no mean: {lacking}." if lacking else text
+    text = f"Mean over {most if most == least else f'{least} to {most}'} tasks measured everywhere."
+    return f"{text} Not included: {lacking}." if lacking else text
 
 
 # ------------------------------------------------------------------------------------------------ medians of variants
@@ -534,13 +534,13 @@ def _checkpoint_medians(rows: Any, statistic: str) -> tuple[Any, str]:
     sizes = rows.groupby("task", sort=False).size()
     num_cells = len(_aggregate(rows, by, statistic))
     keep, gone = ([*sizes.index[is_in]] for is_in in (sizes == num_cells, sizes != num_cells))
-    lacking = f" In it are not, as they lack some variants: {', '.join(gone)}." if gone else ""
-    lacking += f" Of another precision, and not in it: {', '.join(others)}." if others else ""
+    lacking = f" Not included, because some variants are missing: {', '.join(gone)}." if gone else ""
+    lacking += f" Not included, because of another precision: {', '.join(others)}." if others else ""
     if len(keep) < 2:
         return rows.iloc[:0], f"No {statistic} over tasks: fewer than two have every variant.{lacking}"
     table = _aggregate(rows[rows["task"].isin(keep)], by, statistic)
     defined = table["value"].notna() & (table["count"] == table["n"])
     note = f"{statistic.capitalize()} over {listing('task', keep, most=20)}.{lacking}"
     if not defined.all():
-        note += f" {(~defined).sum()} of {len(table)} numbers are left out, as a task's score is undefined there."
+        note += f" {(~defined).sum()} of {len(table)} numbers are left out, because a task's score is undefined."
     return table[defined].drop(columns="count"), note

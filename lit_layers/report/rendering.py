@@ -62,7 +62,7 @@ def _emergence(run: run_data.RunData, *, allow_suspect: bool) -> dict[str, Any] 
     try:
         return None if run.compares_models else emergence.run_summary(run.name, drawn, run.root)
     except Exception as error:  # the rest of the page is still useful
-        reason = f"When metrics emerge could not be told: {type(error).__name__}: {error}"
+        reason = f"The times at which metrics emerge could not be computed: {type(error).__name__}: {error}"
         return {"sentences": [], "still": [], "notes": [reason], "blocks": []}
 
 

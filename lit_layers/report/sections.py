@@ -90,7 +90,7 @@ def training(run: RunData) -> list[Block]:
     blocks = []
     losses = [name for name in recorded if name in METRICS and name.endswith("/loss")]
     if losses:
-        note = "Dashed: what a model knows that only counts tokens." if references else ""
+        note = "Dashed: the loss of a model that only knows token frequencies." if references else ""
         blocks.append(block("Loss (nats)", note, [("", [("", partial(draw, references=references))])]))
     for name in sorted((name for name in recorded if name not in losses), key=rank):
         row, figures = scalar_row(name), [("", partial(draw, names=[name]))]

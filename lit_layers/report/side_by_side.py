@@ -225,11 +225,11 @@ def read_side_by_side(
                 lines.setdefault(key, {})[name] = line
     if not lines:
         raise InputError("runs: expected runs that have a metric at common steps, these have none")
-    notes = [f"Left out, as not all seeds of a group have it: {listing('curve', partly, most=8)}."] if partly else []
+    notes = [f"Left out, not measured in all seeds of a group: {listing('curve', partly, most=8)}."] if partly else []
     drawn = ((name, c) for name, runs in groups.items() for run in runs for c in by_run[run] if c.key in lines)
     for analysis, named in differing_settings(drawn).items():
         each = "; ".join(f"{short(settings)} in {', '.join(names)}" for settings, names in named.items())
-        notes.append(f"{analysis} had other options or other data: {each}.")
+        notes.append(f"{analysis} was measured with different options or data: {each}.")
     return SideBySide(groups=groups, lines=lines, notes=notes, recipes=_differing(recipes))
 
 
@@ -374,7 +374,7 @@ def _blocks(content: SideBySide) -> dict[str, list[Block]]:
             of_all = [layer for layer, each in layered.items() if len(each) == len(groups)]  # depths may differ
             lines = by_layer[None] if None in by_layer else layered[max(of_all or layered)]
             is_last = max(of_all or layered, default=0) == max(layered, default=0)
-            at = "" if None in by_layer else ", the last layer" if is_last else ", a layer of all"
+            at = "" if None in by_layer else ", the last layer" if is_last else ", the last common layer"
             parts: list[Captioned] = [(f"Over training{at}", partial(training_chart, lines, groups))]
             if len(layered) > 1 and _common_steps(line for each in layered.values() for line in each.values()):
                 parts.append(("Over layers", partial(layer_chart, layered, groups)))

@@ -111,7 +111,7 @@ def test_a_task_without_data_fails_alone(home, tmp_path, capsys):
     assert run(home, tmp_path, tasks="BIOSSES,STSBenchmark") == 1
     said = capsys.readouterr()
     assert "failed: mteb/BIOSSES: InputError: BIOSSES: its data set mteb/biosses-sts cannot be had" in said.err
-    assert "in no mean, as it lacks scores: BIOSSES" in said.out
+    assert "not in the mean, because scores are missing: BIOSSES" in said.out
     errors = {each.analysis: each.error for each in records.read(tmp_path / "measurements.jsonl")}
     assert errors["mteb/STSBenchmark"] is None
     assert len(errors) == 2
@@ -175,7 +175,7 @@ def test_the_files_hold_what_earlier_commands_scored_but_not_of_a_task_that_fail
     shutil.copytree(home / "data", tmp_path / "data")
     shutil.rmtree(tmp_path / "data" / "reranking")
     assert run(home, tmp_path, "--folder", tmp_path / "data", "--max_tokens", "5", tasks=",".join(names)) == 1
-    assert "in no mean, as it lacks scores: AskUbuntuDupQuestions" in capsys.readouterr().out
+    assert "not in the mean, because scores are missing: AskUbuntuDupQuestions" in capsys.readouterr().out
     assert pd.read_csv(scores)["task"].tolist() == ["STSBenchmark"]
 
 

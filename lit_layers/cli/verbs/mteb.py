@@ -103,4 +103,4 @@ def _show(means: "Averages") -> None:
         scores = f"{values[best]:.2f}% at layer {best}, {values[last]:.2f}% at layer {last}"
         print(f"{title} ({', '.join(options)}), mean of {len(means.scores)}: {scores}")
     if means.missing:
-        print(f"in no mean, as it lacks scores: {', '.join(means.missing)}")
+        print(f"not in the mean, because scores are missing: {', '.join(means.missing)}")

@@ -8,7 +8,7 @@
   window.addEventListener("error", (event) => tell("A figure could not be drawn: " + event.message));
   window.addEventListener("unhandledrejection", (event) => tell("A figure could not be drawn: " + event.reason.message));
 
-  // The figures: base64 of gzip of JSON.
+  // The figures are JSON, compressed with gzip and encoded as base64.
   if (!window.DecompressionStream) return tell("The figures of this page need a browser of 2023 or later.");
   const packed = Uint8Array.from(atob(document.getElementById("report-data").textContent), (c) => c.charCodeAt(0));
   const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
@@ -23,7 +23,7 @@
     downloadFileName: "figure",
   };
 
-  // Colours on a dark page: as light as they were dark, of the same hue.
+  // Colours on a dark page: invert the lightness, keep the hue.
   const TEXTS = new Set(["s", "t", "w", "q", "title", "text", "subtitle", "domain", "values", "calculate", "labelExpr"]);
   function darkened(color) {
     if (color === "white") return "#161d26";
@@ -50,7 +50,7 @@
     return Object.fromEntries(Object.entries(part).map(([name, each]) => [name, dark(each, name)]));
   }
 
-  // A legend's columns by the width of the page: Vega knows the plot's only after it has given the legend its height.
+  // Compute the columns of a legend from the page's width: Vega lays out the legend before it knows the plot's width.
   const inColumns = (part, width) => {
     if (Array.isArray(part)) return part.map((each) => inColumns(each, width));
     if (part === null || typeof part !== "object") return part;
@@ -59,7 +59,7 @@
     return Object.fromEntries(Object.entries(part).map(([name, each]) => [name, inColumns(each, width)]));
   };
 
-  // On a phone the names of a timeline's rows stand above these: beside them they would leave no room for the rows.
+  // On narrow screens, put row names above their rows. Next to them they would leave no room for the plot.
   function named(spec, node) {
     node.dataset.height = node.dataset.height || node.clientHeight;
     const narrow = node.clientWidth < 560;
@@ -70,12 +70,12 @@
     spec.encoding = { ...spec.encoding, y: { ...spec.encoding.y, axis } };
   }
 
-  // A figure as Vega-Lite wants it.
+  // Return the Vega-Lite specification of a figure at its current size.
   function complete(number, node) {
     const figure = figures[number];
     const shape = inColumns(figure.spec, node.clientWidth);
     const spec = { ...shape, data: { values: figure.rows.map((row) => ({ ...row })) } };
-    for (const param of spec.params || []) delete param.bind; // the page has a slider of its own
+    for (const param of spec.params || []) delete param.bind; // the page draws its own slider
     if (figure.square) {
       Object.assign(spec, { width: Math.min(node.clientWidth, node.clientHeight + 50), height: node.clientHeight });
     }
@@ -100,7 +100,7 @@
     node.textContent = sentence;
   }
 
-  // What a choice has no figure for is hidden with it; the captions are those of the choice.
+  // Hide the slots for which the choice has no figure, and show the captions of the choice.
   function place(node, absent) {
     const figure = node.closest("figure");
     const caption = figure.querySelector("figcaption");
@@ -108,7 +108,7 @@
     if (caption) caption.textContent = JSON.parse(caption.dataset.captions)[chosen(node)];
   }
 
-  // A slider over the checkpoints below a figure that has several; at the last one to begin with.
+  // Add a slider below a figure with several checkpoints; it starts at the last one.
   function slide(node, frames, view) {
     const old = node.parentNode.querySelector(".slider");
     if (!frames) return old && old.remove();
@@ -144,7 +144,7 @@
     try {
       clear(node);
       const result = await vegaEmbed(node, complete(number, node), options);
-      if (number !== numberOf(node)) return result.finalize(); // another was chosen meanwhile
+      if (number !== numberOf(node)) return result.finalize(); // the reader has chosen another figure meanwhile
       node.view = result.view;
       slide(node, frames, node.view);
       node.dataset.state = "drawn";
@@ -153,7 +153,7 @@
     }
   }
 
-  // What is in sight first, the rest while the browser is idle; what is folded has no width until it is opened.
+  // Draw visible figures first, the others while the browser is idle. Folded figures have no width until opened.
   const isFolded = (node) => node.closest("details:not([open])") !== null;
   const waiting = new Set(plots);
   const take = (node) => {
@@ -164,7 +164,7 @@
     { rootMargin: "300px" },
   );
   plots.forEach((node) => watch.observe(node));
-  const later = (work) => // a busy or hidden page is never idle: not later than after a while
+  const later = (work) => // the timeout is needed because a busy or hidden page is never idle
     window.requestIdleCallback ? requestIdleCallback(work, { timeout: 300 }) : setTimeout(work, 30);
   const next = () => {
     const node = [...waiting].find((each) => !isFolded(each));
@@ -175,7 +175,7 @@
   later(next);
   document.querySelectorAll(".diagnostics").forEach((part) =>
     part.addEventListener("toggle", () => {
-      window.dispatchEvent(new Event("resize")); // the window may have changed while it was folded
+      window.dispatchEvent(new Event("resize")); // the window size may have changed meanwhile
       later(next);
     }),
   );
