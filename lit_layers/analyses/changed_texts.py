@@ -1,4 +1,4 @@
-"""How invariant each layer is to rewording a text, and how its states change as texts become less natural."""
+"""Invariance of each layer to misprints in a text, and entropy of prompts made less natural."""
 
 import hashlib
 import math
@@ -37,7 +37,7 @@ from lit_layers.tasks.text_features import (
 )
 
 CHUNK = 64  # prompts: 64 x 16 views x 4,096 x 8 B = 34 MB
-NEAR_DELTA = 10.0  # scatter within prompts over delta, below which delta decides along with the states
+NEAR_DELTA = 10.0  # scatter within prompts over delta; below this, delta influences LiDAR
 
 _LayerValues = tuple[int, dict[str, list[float]]]
 WITHIN = "lidar_within_over_delta"
@@ -47,34 +47,33 @@ WITHIN = "lidar_within_over_delta"
 class Invariance(Analysis):
     """InfoNCE, LiDAR and DiME of views of texts at every layer 0..L, and their means over layers 1..L (no layer).
 
-    `num_views` misprinted copies of each text are made (`data.make_views`), each is passed once, and one pooled
-    vector is kept of each. `infonce` (lower is more invariant) and `dime` compare the first two views, `lidar` and
-    `lidar_rank` take all. `infonce_chance` is what equal states give; for form "cross" `infonce_share` is 1 - loss /
-    log N. `lidar_within_over_delta` is the mean variance within prompts over `delta`: the tag `num_layers_near_delta`
-    counts the layers where it is below 10 and LiDAR says little. `changed_fraction` is the share of words that a view
-    changes.
+    Each text gets `num_views` misprinted copies (`data.make_views`). Each copy passes the model once and gives one
+    pooled vector. `infonce` (lower is more invariant) and `dime` compare the first two views; `lidar` and `lidar_rank`
+    use all. `infonce_chance` is the loss of equal states. For form "cross", `infonce_share` is 1 - loss / log N.
+    `lidar_within_over_delta` is the mean variance within prompts over `delta`; the tag `num_layers_near_delta` counts
+    the layers where it is below 10 and LiDAR says little. `changed_fraction` is the share of words that a view changes.
 
-    Each is one number for the whole set, with an interval from `num_halves` random halves of the prompts; `..._of_half`
-    is their mean. It depends on the number of prompts: compare at equal `n`.
+    Each value is one number for the whole set of prompts, with an interval from `num_halves` random halves;
+    `..._of_half` is their mean. Values depend on the number of prompts, so compare them at equal `n`.
 
-    A layer where a metric is undefined (layer 0 under pooling "cls", where all prompts have one vector; one at which
-    fewer than half of the prompts have a vector) has no record of it; the mean over layers 1..L is then NaN and counts
-    such layers in the tag `num_undefined_layers`. Prompts without a vector at one of the other layers are left out of
-    all, and counted in `num_undefined`. The model runs in float32 or wider.
+    A layer where a metric is undefined has no record of it. That is layer 0 under pooling "cls", where all prompts have
+    the same vector, or a layer at which fewer than half of the prompts have a vector. The mean over layers 1..L is then
+    NaN and counts such layers in the tag `num_undefined_layers`. Prompts without a vector at another layer are left out
+    everywhere and counted in `num_undefined`. The model runs in float32 or wider.
 
-    Preset "released_code" is the code of Skean et al. (arXiv 2502.02013) of 2024-09.
+    Preset "released_code" computes what the code of Skean et al. (arXiv 2502.02013) computed in 2024-09.
 
     Args:
-        texts: where the texts come from.
-        tokenizer: a local path, a name of the Hub, or bpe:SIZE.
-        corpus: which the tokenizer bpe:SIZE is trained on.
-        num_views: of each text.
-        max_tokens: a longer view loses its end; also at the model's own limit.
-        unit, temperature, form: of `infonce`; `unit` also of `dime`.
-        delta: of `lidar`.
-        alpha, alpha2: of the entropies of `lidar` and `dime`.
-        permutations, side: of `dime`.
-        seed: of views and permutations.
+        texts: source of the texts.
+        tokenizer: a local path, a name on the Hub, or bpe:SIZE.
+        corpus: the text on which the tokenizer bpe:SIZE is trained.
+        num_views: views per text.
+        max_tokens: longer views are cut at their end, and at the model's own limit.
+        unit, temperature, form: options of `infonce`; `unit` also of `dime`.
+        delta: option of `lidar`.
+        alpha, alpha2: options of the entropies in `lidar` and `dime`.
+        permutations, side: options of `dime`.
+        seed: seed of views and permutations.
     """
 
     SEES = "text"
@@ -139,7 +138,7 @@ class Invariance(Analysis):
             features = store_features(views)
         layers, chosen = self._comparable(features)
         halves = random_halves(len(chosen), self.num_halves)
-        device = torch.device("cpu") if model.device.type == "mps" else model.device  # which has no float64
+        device = torch.device("cpu") if model.device.type == "mps" else model.device  # MPS has no float64
 
         def layer_values(layer: int) -> _LayerValues:
             vectors = features.layer(layer).unflatten(0, (self.num_views, -1))[:, chosen]
@@ -158,7 +157,7 @@ class Invariance(Analysis):
         return make_views(self.texts.texts(), self.num_views, seed=self.seed)
 
     def _encoded_for(self, model: LayeredModel) -> EncodedTexts:
-        """Return token ids, view after view, cut at the model's own limit if that is lower."""
+        """Return the token ids of all views, one view after the other, cut at the model's own limit if that is lower."""
         return self._encode(min(self.max_tokens, model.max_tokens or self.max_tokens))
 
     def _encode(self, limit: int) -> EncodedTexts:
@@ -168,7 +167,7 @@ class Invariance(Analysis):
         return self._encoded[limit]
 
     def _comparable(self, features: LayerFeatures) -> tuple[Tensor, Tensor]:
-        """Return which layers are measured, and the prompts (kept,) whose views all have a vector at each of them."""
+        """Return which layers are measured, and the indices of the prompts whose views are all defined at these."""
         layers, prompts = comparable(features.defined().unflatten(1, (self.num_views, -1)).all(1))
         if not layers.any():
             raise all_undefined(self.name)
@@ -179,7 +178,7 @@ class Invariance(Analysis):
     def _records(
         self, by_layer: dict[int, dict[str, list[float]]], num_layers: int, n: int, num_cut: int
     ) -> Iterator[Record]:
-        """Yield the records, given the values of the measured layers by layer index."""
+        """Yield the records from the values of the measured layers, by layer index."""
         views = self.views
         num_texts = len(views.texts[0])
         missing = missing_tag("", num_texts - n)
@@ -191,7 +190,7 @@ class Invariance(Analysis):
             chance = math.log(size if self.form == "cross" else 2 * size - 1)
             yield Record(metric=metric, value=chance, n=size, tags=self._tags(metric) | missing)
 
-        values: dict[str, Tensor] = {}  # (layers + 1, all prompts and halves of them)
+        values: dict[str, Tensor] = {}  # (layers + 1, 1 + halves): all prompts, then random halves
         for key, columns in next(iter(by_layer.values())).items():
             values[key] = torch.full((num_layers, len(columns)), math.nan, dtype=torch.float64)
             for layer, layer_values in by_layer.items():
@@ -207,7 +206,7 @@ class Invariance(Analysis):
             yield from layer_records(metric, columns[:, 0], halves, n, tags, counted)
 
     def _values(self, vectors: Tensor) -> dict[str, float]:
-        """Return the values of one layer's vectors (views, prompts, dim) by metric. An undefined value is NaN."""
+        """Return the values of one layer's vectors (views, prompts, dim), by metric; NaN if undefined."""
         pair: dict[str, Any] = {"view_a": vectors[0], "view_b": vectors[1], "unit": self.unit, "undefined": "nan"}
         loss = infonce(**pair, temperature=self.temperature, form=self.form).item()
         values = {"infonce": loss}
@@ -225,7 +224,7 @@ class Invariance(Analysis):
         return values
 
     def _tags(self, metric: str) -> dict[str, Any]:
-        """Return tags for the options that differ from their defaults."""
+        """Return tags for the options that differ from their defaults and affect the metric."""
         kind, is_chance = metric.split("_")[0], "chance" in metric
         options = {"infonce": ["temperature"], "lidar": ["delta", "num_views"], "dime": ["permutations"]}.get(kind, [])
         options += ["alpha"] if metric in ("lidar", "dime") else []
@@ -235,7 +234,7 @@ class Invariance(Analysis):
             options += of_kind.get(kind, [])
         tags: dict[str, Any] = {}
         for option, value in self.tags_of("preset", *options).items():
-            tags[option.removeprefix("num_")] = value  # what begins with num_ is a count, not a variant
+            tags[option.removeprefix("num_")] = value  # tags that begin with num_ are counts, not variants
         return tags
 
 
@@ -248,22 +247,24 @@ NORMALIZATIONS: tuple[Normalization, ...] = ("raw", "maxEntropy")
 class PromptStudies(Analysis):
     """`prompt_entropy` of changed prompts at every layer, and its mean over layers 1..L (no layer), by tag `study`.
 
-    "repetition": each token becomes, with probability `p`, one token that is drawn once from the prompt. "randomness":
-    it becomes any token of the vocabulary but the special ones. "length": the first tokens of the prompt alone, as many
-    as the tag `length` says; a prompt with fewer is left out. At p = 0 nothing is changed: the control. The tokens
-    changed at one p are among those changed at a higher one.
+    - "repetition": each token is replaced, with probability `p`, by one token drawn once from the prompt.
+    - "randomness": each token is replaced, with probability `p`, by a random token of the vocabulary, excluding special
+      tokens.
+    - "length": only the first tokens of the prompt, as many as the tag `length` says; shorter prompts are left out.
 
-    Values and tags `normalization` and `drop_first` are as in `Representation`. What prompt i becomes depends on (seed,
-    study, i) alone. The model runs in float32 or wider.
+    At p = 0 nothing changes, which is the control. The tokens changed at one p are also changed at every higher p.
+
+    Values and the tags `normalization` and `drop_first` are as in `Representation`. The changes to prompt i depend only
+    on the seed, the study and i. The model runs in float32 or wider.
 
     Source: Skean et al., arXiv 2502.02013, section 5 and appendix F.
 
     Args:
         batches: texts as token ids.
         p: probabilities.
-        lengths: numbers of tokens; None: 8, 16, 32, ... as far as prompts go.
+        lengths: numbers of tokens; None: 8, 16, 32, ... up to the longest prompt.
         studies: some of the three.
-        special_tokens: not to be drawn, beside those that the model's config names.
+        special_tokens: further tokens to exclude, in addition to those named in the model's config.
     """
 
     SEES = "text"
@@ -278,7 +279,7 @@ class PromptStudies(Analysis):
     seed: int = 0
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
-        """Return the changed prompts of each study and level, under their names with a space between."""
+        """Return the changed prompts, keyed by study and level with a space between."""
         changed: dict[tuple[Study, float], list[Batch]] = {}
         first = 0
         for batch in self.batches:
@@ -289,7 +290,7 @@ class PromptStudies(Analysis):
         return {f"{study} {level}": Rows(prompts) for (study, level), prompts in changed.items()}
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        """Return entropies (layers + 1, prompts) by normalization and first tokens left out."""
+        """Return entropies (layers + 1, prompts) by normalization and number of dropped first tokens."""
         entropies: dict[tuple[Normalization, int], list[Tensor]] = {}
         for states in states_of_layers(seen, self.states):
             for dropped in self.drop_first:
@@ -309,7 +310,7 @@ class PromptStudies(Analysis):
             of_study: dict[str, Any] = {"length": int(level)} if study == "length" else {"p": float(level)}
             for (normalization, dropped), values in entropies.items():
                 tags = {"study": study, **of_study, "normalization": normalization, "drop_first": dropped}
-                # Undefined for all prompts of one token, and of two without the first.
+                # Prompts of one token are undefined, and prompts of two tokens without the first.
                 if not values.isnan().all():
                     yield from summarize_layers("prompt_entropy", values, tags=tags | self.tags_of("states"))
 

@@ -1,4 +1,4 @@
-"""How a model uses context: what heads attend to and continue, what context gains, how near layers are to n-grams."""
+"""How a model uses context: attention patterns, induction, the gain from context, and agreement with n-grams."""
 
 import functools
 import itertools
@@ -38,14 +38,14 @@ from lit_layers.models.view import Batch, LayeredModel, Trajectory, evenly_sprea
 from lit_layers.records import Record
 
 PATTERNS = attention_entropy, sink_mass, previous_token_score
-BEST = {"previous_token_score", "prefix_matching_score"}  # scores that also have a record of the best head
+BEST = {"previous_token_score", "prefix_matching_score"}  # scores that also have a record for the best head
 
 
 Score = Callable[..., Tensor]  # (heads,) from weights (heads, tokens, tokens)
 
 
 def _head_scores(name: str, seen: Trajectory, batch: Batch, scores: Sequence[Score]) -> Values:
-    """Return scores (heads, prompts) by name and block, and those of uniform attention on the same tokens."""
+    """Return scores (heads, prompts) by name and block, and the scores of uniform attention on the same tokens."""
     found, reason = defaultdict[Key, list[Tensor]](list), ""
     for layer in range(1, seen.num_layers + 1):
         try:
@@ -67,9 +67,9 @@ def _head_scores(name: str, seen: Trajectory, batch: Batch, scores: Sequence[Sco
 def _head_records(
     model: LayeredModel, values: Values, scores: Sequence[Score], heads: bool, tags: Tags
 ) -> Iterator[Record]:
-    """Yield for each block the mean over heads, the best head and, with `heads`, each head; and the whole model's.
+    """Yield per block the mean over heads, the best head and, with `heads`, each head; then those of the whole model.
 
-    The best head is the one whose mean over prompts is the highest, of a block and (without a layer) of the model.
+    The best head has the highest mean over prompts, within a block or (without a layer) within the model.
     """
     by_key = {key: of_block.T.contiguous() for key, of_block in values.items()}
     nothing = torch.full((len(next(iter(by_key.values()))), 1), torch.nan, dtype=torch.float64)
@@ -84,7 +84,7 @@ def _head_records(
             samples += [Sample(f"best_{metric}", each, layer, tags=tags) for layer, each in enumerate(best, 1)]
             missing = missing_tag("layers", sum(bool(each.isnan().all()) for each in best))
             whole = max(best, key=lambda each: each.nanmean().nan_to_num(-1).item())
-            whole = torch.full_like(whole, torch.nan) if missing else whole  # the best of fewer: another number
+            whole = torch.full_like(whole, torch.nan) if missing else whole  # fewer layers: another quantity
             samples.append(Sample(f"best_{metric}", whole, tags={**tags, **missing}))
         for layer, each in enumerate(blocks if heads else (), start=1):
             for head, column in enumerate(each.mT):
@@ -97,19 +97,20 @@ def _head_records(
 class AttentionPatterns(Analysis):
     """What each head attends to: `attention_entropy`, `sink_mass` and `previous_token_score`.
 
-    Of each prompt, the mean over the queries of its real tokens after the first, then over prompts, with intervals. At
-    layer l the records are of block l: the mean over its heads, each head (tag `head`, from 0; not with `heads:
-    false`), and as `best_previous_token_score` the head that scores highest. Means over blocks, and the best head of
-    all, have no layer. `random_...` are the scores of uniform attention on the same tokens.
+    Each score is the mean over a prompt's real tokens after the first, as queries, then over prompts, with intervals.
+    Records at layer l belong to block l: the mean over its heads, each head (tag `head`, from 0; unless `heads:
+    false`), and `best_previous_token_score`, the head that scores highest. Means over blocks and the best head of the
+    model have no layer. `random_...` are the scores of uniform attention on the same tokens.
 
-    The weights follow from the queries, keys and masks of the block itself, which runs as far as its attention on the
-    states of the shared pass: at most 0.4 of a pass. A block without attention is a gap; a model without any (Mamba) is
-    refused. The model runs in float32 or wider.
-    Source: as the functions of `lit_layers.functional.context` say.
+    The weights are computed from the block's own queries, keys and masks. The block runs up to its attention on the
+    states of the shared pass, which costs at most 0.4 of a pass. A block without attention has no records, and a model
+    without any (Mamba) is refused. The model runs in float32 or wider.
+
+    Source: as in the functions of `lit_layers.functional.context`.
 
     Args:
-        batches: what is measured on.
-        heads: whether each head has numbers of its own.
+        batches: the data to measure on.
+        heads: whether each head has its own records.
     """
 
     batches: Batches
@@ -127,20 +128,21 @@ class AttentionPatterns(Analysis):
 class Induction(Analysis):
     """Which heads continue a repeated sequence: `prefix_matching_score` of each head.
 
-    Measured on `num_prompts` sequences of `num_tokens` different random tokens of the model's vocabulary, each repeated
-    `repeats` times. If a model takes fewer tokens, the sequences are shorter (tag `num_tokens`). Records, intervals,
-    `best_...` and `random_...` as in `AttentionPatterns`. An untrained model is a further baseline: step 0 of a run.
+    Each of `num_prompts` sequences holds `num_tokens` different random tokens of the model's vocabulary, repeated
+    `repeats` times. The sequences are shorter (tag `num_tokens`) if the model reads fewer tokens. Records, intervals,
+    `best_...` and `random_...` are as in `AttentionPatterns`. An untrained model is a further baseline: step 0 of a
+    run.
 
     Source: Olsson et al. 2022, In-context learning and induction heads, appendix "head activation evaluators": 25
-    random tokens four times in a row. Not theirs: no token that begins a sequence comes first, and the tokens with a
-    meaning of their own are left out of the vocabulary, not the most and least frequent ones.
+    random tokens four times in a row. Departures: there is no beginning-of-sequence token, and special tokens are
+    excluded from the vocabulary instead of the most and least frequent ones.
 
     Args:
-        num_prompts: sequences.
-        num_tokens: different tokens of a sequence.
+        num_prompts: number of sequences.
+        num_tokens: different tokens per sequence.
         repeats: how often they are repeated.
-        heads: whether each head has numbers of its own.
-        seed: of the tokens.
+        heads: whether each head has its own records.
+        seed: seed of the random tokens.
     """
 
     SEES: ClassVar = "text"
@@ -176,29 +178,30 @@ class Induction(Analysis):
 
 
 def _uniform(weights: Tensor) -> Tensor:
-    """Return uniform attention (1, tokens, tokens) on the tokens of a prompt; NaN if its weights are not finite."""
+    """Return uniform attention (1, tokens, tokens) on a prompt's tokens; NaN if its weights are not finite."""
     causal = not bool((weights.triu(1) > 0).any())
     chance = uniform_attention(weights.shape[-1], causal=causal).to(weights.device)
     return chance.masked_fill(~weights.isfinite().all(), torch.nan)
 
 
 def _head_means(metric: str, blocks: Sequence[Tensor], tags: Tags) -> Iterator[Record]:
-    """Yield the records of the values (prompts, heads) of each block."""
+    """Yield the records of the mean over heads, from the values (prompts, heads) of each block."""
     means = [each.mean(1) for each in blocks]
     yield from summarize_layers(metric, torch.stack([torch.full_like(means[0], torch.nan), *means]), tags=tags)
 
 
 @dataclass(kw_only=True)
 class InContext(Analysis):
-    """What a model gains by context: `in_context_score`, its loss at token `late` minus its loss at token `early`.
+    """How much context helps: `in_context_score`, the loss at token `late` minus the loss at token `early`.
 
-    In nats, the mean over texts, with an interval. 0 is a model that makes nothing of context, as before training;
-    negative values say that context helps. Texts that end before `late` are counted in `num_undefined`. The readout of
-    two tokens of each text is all that it adds to the shared pass.
+    In nats, the mean over texts, with an interval. It is 0 for a model that makes no use of context, as before
+    training, and negative if context helps. Texts that end before `late` are counted in `num_undefined`. Beyond the
+    shared pass, it only costs the readout of two tokens per text.
+
     Source: Olsson et al. 2022, in-context learning score, at tokens 50 and 500.
 
     Args:
-        batches: what is measured on.
+        batches: the data to measure on.
         early, late: the tokens whose losses are compared, counted from 1.
     """
 
@@ -237,17 +240,19 @@ class NgramAgreement(Analysis):
 
     The readout is the model's own norm and head.
 
-    Of `num_tokens` tokens of each prompt, evenly spread from the second on, then the mean over prompts, with intervals;
-    means over layers 1..L have no layer. `random_ngram_divergence`, for orders above 1, has at each token the n-gram of
-    another token of the prompt: below it, the prediction knows the tokens before it. The tag `num_undefined_tokens`
-    counts tokens whose context the corpus does not have; counts are not smoothed. The model runs in float32 or wider.
-    Source: as `lit_layers.functional.ngram_divergence` says.
+    It is averaged over `num_tokens` tokens of each prompt, evenly spread from the second on, then over prompts, with
+    intervals. Means over layers 1..L have no layer. `random_ngram_divergence`, for orders above 1, compares each token
+    with the n-gram of another token of the prompt. A divergence below it shows that the prediction uses the preceding
+    tokens. The tag `num_undefined_tokens` counts tokens whose context does not occur in the corpus, as counts are not
+    smoothed. The model runs in float32 or wider.
+
+    Source: as in `lit_layers.functional.ngram_divergence`.
 
     Args:
-        batches: what is measured on.
-        corpus: where n-grams are counted: windows of the training text, as many as are affordable.
-        orders: of the n-grams, 1 to 3.
-        num_tokens: of each prompt: each is read once a layer, 13 x 8 x 2 x 768 x 50,257 FLOP in GPT-2 small.
+        batches: the data to measure on.
+        corpus: the data in which n-grams are counted: windows of the training text, as many as affordable.
+        orders: orders of the n-grams, 1 to 3.
+        num_tokens: tokens per prompt; each is read out once per layer, 13 x 8 x 2 x 768 x 50,257 FLOP in GPT-2 small.
     """
 
     SEES: ClassVar = "text"
@@ -269,7 +274,7 @@ class NgramAgreement(Analysis):
         return {key: torch.stack([prompt[key] for prompt in prompts], 1) for key in prompts[0]}
 
     def _prompt_values(self, seen: Trajectory, row: int, ids: list[int]) -> dict[Key, Tensor]:
-        """Return the mean over tokens of each metric and order, (layers + 1,), and how many tokens are left out."""
+        """Return the mean over tokens (layers + 1,) by metric and order, and the number of undefined tokens."""
         positions = evenly_spread(1, len(ids) - 1, self.num_tokens) if len(ids) > 1 else []
         compared: dict[Key, list[Distribution | None]] = {}
         for order, table in self._tables.items():
@@ -277,7 +282,7 @@ class NgramAgreement(Analysis):
             compared["ngram_divergence", order] = after
             if order > 1:
                 counted = [each for each in after if each is not None]
-                others = iter(counted[1:] + counted[:1] if len(counted) > 1 else [None])  # one has no other
+                others = iter(counted[1:] + counted[:1] if len(counted) > 1 else [None])  # a single token has no other
                 compared["random_ngram_divergence", order] = [each and next(others) for each in after]
         values = defaultdict[Key, list[Tensor]](list)
         for states in seen.hidden[:, row, seen.mask[row].nonzero()[positions, 0]]:

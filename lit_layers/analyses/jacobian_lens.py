@@ -1,4 +1,4 @@
-"""The Jacobian lens: carries the states of earlier layers to the last one by the mean Jacobian between them."""
+"""The Jacobian lens: maps the states of earlier layers to the last one by the mean Jacobian between them."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,37 +22,38 @@ from lit_layers.functional.jacobian.block_jacobians import exact_arithmetic
 from lit_layers.models.view import Batch, LayeredModel, Trajectory, real_tokens
 from lit_layers.records import Record
 
-_Block = Callable[[Tensor], Tensor]  # (1, tokens, dim) to the same
+_Block = Callable[[Tensor], Tensor]  # (1, tokens, dim) -> (1, tokens, dim)
 
 
 @dataclass(kw_only=True)
 class JacobianLens(Analysis):
     """The Jacobian lens and its controls: how near each layer's readout is to the model's own output.
 
-    A lens carries the states of layer l to the last layer, whose norm and head then read them. The tag `lens` names it:
-    `jacobian` uses the mean Jacobian J_l = E[d h_L / d h_l], fitted anew at each checkpoint. `logit` uses the states as
-    they are. `shuffled` is the null of `jacobian`: the Jacobian lens of the same model with the entries of each weight
-    matrix of its blocks in another order.
+    A lens maps the states of layer l to the last layer, whose norm and head then read them. The tag `lens` names it.
+    `jacobian` uses the mean Jacobian J_l = E[d h_L / d h_l], fitted at each checkpoint. `logit` uses the states
+    unchanged. `shuffled` is the null of `jacobian`: the Jacobian lens of the same model after the entries of each
+    weight matrix in its blocks are shuffled.
 
     Per layer 0 to L - 1, over tokens of held-out prompts from position `skip_first` on: `lens_kl` is KL(model, lens) in
-    nats, 0 for the model's own output. `lens_rank` is the geometric mean of the rank of the true next token, 1 the
-    first. `stderr` and the interval are over prompts. `num_undefined` and `num_undefined_fit_prompts` count prompts
+    nats, 0 for the model's own output. `lens_rank` is the geometric mean of the rank of the true next token, where 1 is
+    the first. `stderr` and the interval are over prompts. `num_undefined` and `num_undefined_fit_prompts` count prompts
     that are too short or not finite.
 
-    The first `num_prompts` prompts fit the Jacobians, the rest is held out. The model runs in float32 or wider.
+    The first `num_prompts` prompts fit the Jacobians; the others are held out. The model runs in float32 or wider.
 
-    Cost: `dim` backward passes through all blocks for each of the `num_prompts`. 8 prompts x 128 tokens of a model of
-    width 1,024 with 302 M parameters in its blocks (Pythia 410M) take 2 x 302e6 x 128 x 8 x 1,024 = 6.3e14 FLOP.
+    Cost: `dim` backward passes through all blocks for each of the `num_prompts`. For 8 prompts x 128 tokens and a model
+    of width 1,024 with 302 M parameters in its blocks (Pythia 410M), that is 2 x 302e6 x 128 x 8 x 1,024 = 6.3e14 FLOP.
 
     Source: Gurnee et al., Verbalizable Representations Form a Global Workspace in Language Models, Transformer Circuits
     Thread 2026.
 
     Args:
         batches: prompts of equal length, or padded.
-        num_prompts: prompts that the Jacobians are fitted on.
-        skip_first: positions of each prompt that are left out, as the first tokens' states are unlike all others.
-        lenses: which to measure.
-        seed: of the order of the shuffled weights.
+        num_prompts: prompts on which the Jacobians are fitted.
+        skip_first: positions to leave out at the start of each prompt, as the states of the first tokens are unlike all
+            others.
+        lenses: which lenses to measure.
+        seed: seed of the shuffled weights.
     """
 
     SEES = "text"
@@ -69,7 +70,7 @@ class JacobianLens(Analysis):
         check_head(self.name, model)
 
     def check_data(self) -> None:
-        """Refuse prompts that are too few or too short to fit on and to compare on."""
+        """Check that there are enough long prompts, both to fit on and to compare on."""
         super().check_data()
         are_long = [is_long(prompt, self.skip_first) for prompt in single_prompts(self.batches)]
         uses = {"fit on": are_long[: self.num_prompts], "compare on": are_long[self.num_prompts :]}
@@ -80,11 +81,11 @@ class JacobianLens(Analysis):
             )
 
     def reads(self, model: LayeredModel) -> dict[str, RowsRead]:
-        """Return nothing: a lens is fitted on the first prompts before the others are read with it."""
+        """Return nothing: a lens must be fitted on the first prompts before it reads the others."""
         return {}
 
     def jobs(self, model: LayeredModel) -> Jobs:
-        """Return a job for each lens."""
+        """Return one job per lens."""
         self.check_data()
         jobs = [partial(self._lens_records, model, name) for name in self.lenses]
         return Jobs(jobs, lambda results: require_values(self.name, chain.from_iterable(results)))
@@ -97,7 +98,7 @@ class JacobianLens(Analysis):
             lens = lens.to(model.device, torch.promote_types(model.dtype, torch.float32))
 
         def prompt_values(prompt: Batch) -> Tensor:
-            """Return divergence, log rank and tokens (layers, 3) of a prompt; zeros if it is too short."""
+            """Return divergence, log rank and number of tokens (layers, 3) of a prompt; zeros if it is too short."""
             if not is_long(prompt, self.skip_first):
                 return torch.zeros(model.num_layers, 3, dtype=torch.float64)
             trajectory = model.trajectory(prompt)
@@ -126,9 +127,9 @@ class JacobianLens(Analysis):
         return records
 
     def fit(self, model: LayeredModel, name: str, prompts: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        """Return the mean Jacobians (layers, dim, dim) of some prompts in float64, and how many each is without.
+        """Return the mean Jacobians (layers, dim, dim) of prompts in float64, and how many prompts each leaves out.
 
-        Prompts are left out that are too short or whose Jacobian is not finite; NaN if none is left.
+        Prompts are left out if they are too short or their Jacobian is not finite. The mean is NaN if none is left.
         """
         view = LayeredModel(shuffle_weights(model, self.seed)) if name == "shuffled" else model
         whole = torch.zeros(view.num_layers, view.dim, view.dim, dtype=torch.float64)
@@ -139,7 +140,7 @@ class JacobianLens(Analysis):
             trajectory = view.trajectory(prompt)
             blocks = [trajectory.block(layer) for layer in range(1, view.num_layers + 1)]
             found = jacobians_to_last_layer(blocks, trajectory.hidden[0], positions_of(trajectory, self.skip_first))
-            for layer, jacobian in enumerate(found.cpu()):  # a copy of all in float64 would be 0.2 GB
+            for layer, jacobian in enumerate(found.cpu()):  # one layer at a time: all of them in float64 take 0.2 GB
                 if jacobian.isfinite().all():
                     whole[layer] += jacobian
                     counts[layer] += 1
@@ -147,32 +148,35 @@ class JacobianLens(Analysis):
 
 
 def _log_rank(logits: Tensor, rows: Rows) -> Tensor:
-    """Return the sum over tokens of log rank of the true token, 1 the first. Equal logits count half, NaN is NaN."""
-    signs = (logits - logits.gather(1, rows.target[:, None])).sign_().sum(-1)  # how many more are above than below
+    """Return the sum over tokens of the log rank of the true token, where 1 is the first.
+
+    A tie counts half. The rank is NaN if the logits are not finite.
+    """
+    signs = (logits - logits.gather(1, rows.target[:, None])).sign_().sum(-1)  # larger minus smaller logits
     rank = (logits.shape[1] + 1 + signs) / 2
     defined = logits.amax(-1).isfinite() & logits.amin(-1).isfinite()
     return rank.where(defined, torch.nan).log().sum()
 
 
 def single_prompts(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield prompts, each in a batch of its own."""
+    """Yield each prompt as a batch of its own."""
     for batch in batches:
         for row in range(len(next(iter(batch.values())))):
             yield {name: column[row : row + 1] for name, column in batch.items()}
 
 
 def is_long(prompt: Batch, skip_first: int) -> bool:
-    """Whether a batch of one prompt has a position from the given one on that another token follows."""
+    """Return whether a prompt has a position from `skip_first` on that is followed by another token."""
     return len(real_tokens(prompt)[0]) > skip_first + 1
 
 
 def positions_of(trajectory: Trajectory, skip_first: int) -> Tensor:
-    """Return the positions of a prompt's real tokens from the given one on, but the last, which no token follows."""
+    """Return the positions of a prompt's real tokens from `skip_first` on, without the last, which no token follows."""
     return trajectory.mask[0].nonzero()[:, 0][skip_first:-1]
 
 
 def shuffle_weights(view: LayeredModel, seed: int) -> torch.nn.Module:
-    """Return a copy of a model with the entries of each weight matrix of its blocks in another order."""
+    """Return a copy of a model in which the entries of each weight matrix of its blocks are shuffled."""
     model = copy.deepcopy(view.model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -188,20 +192,20 @@ def shuffle_weights(view: LayeredModel, seed: int) -> torch.nn.Module:
 
 
 def jacobians_to_last_layer(blocks: Sequence[_Block], hidden: Tensor, positions: Tensor) -> Tensor:
-    """Return how the last layer's states move with those of layers 0..L-1 of one prompt, (layers, dim, dim).
+    """Return the Jacobians of the last layer with respect to layers 0..L-1 of one prompt, (layers, dim, dim).
 
-    `J[l] @ h` carries h to the last layer: J[l] = 1/|V| sum over t in V and t' in V of d h_L[t'] / d h_l[t], where V
-    are the `positions`. Effects on all of them are summed for each position that is moved, and averaged over these. In
-    a causal model the terms with t' < t are 0. Exact, by reverse mode, in the states' own dtype. A linear model
-    h_L = A h_l at each token gives A; blocks that add nothing give the identity.
+    `J[l] @ h` maps h to the last layer: J[l] = 1/|V| sum over t in V and t' in V of d h_L[t'] / d h_l[t], where V are
+    the `positions`. The effects on all positions t' are summed, and averaged over the changed positions t. In a causal
+    model the terms with t' < t are 0. Exact, by reverse mode, in the states' own dtype. A linear model h_L = A h_l at
+    each token gives A; blocks that add nothing give the identity.
 
     Source: Gurnee et al., Verbalizable Representations Form a Global Workspace in Language Models, Transformer Circuits
     Thread 2026, and its reference implementation, which leaves out layer 0, the embedding.
 
     Args:
-        blocks: 1..L, each from states (1, tokens, dim) to states, differentiable.
-        hidden: (1, tokens, dim), the input of the first block.
-        positions: different ones, at least one.
+        blocks: blocks 1..L, each a differentiable function from states (1, tokens, dim) to states.
+        hidden: input of the first block, (1, tokens, dim).
+        positions: distinct positions, at least one.
     """
     tokens, dim = hidden.shape[1:]
     with torch.inference_mode(False), torch.no_grad(), exact_arithmetic(hidden.device):
@@ -209,10 +213,10 @@ def jacobians_to_last_layer(blocks: Sequence[_Block], hidden: Tensor, positions:
         for block in blocks[:-1]:
             states.append(block(states[-1]))
         jacobians = hidden.new_empty(len(blocks), dim, dim)
-        # Rows of J at a time: on a CPU 8,192 cotangents stay near the cache, a GPU wants long products.
+        # Rows of J per pass: on a CPU, 8,192 cotangents stay near the cache; a GPU needs long products.
         rows_at_once = max(1, (2**13 if hidden.device.type == "cpu" else 2**14) // tokens)
         for rows in torch.arange(dim, device=hidden.device).split(rows_at_once):
-            # One unit vector at all positions of the last layer, (rows, 1, tokens, dim), carried down block by block.
+            # One unit vector at all positions of the last layer, (rows, 1, tokens, dim), pulled back block by block.
             cotangents = hidden.new_zeros(len(rows), 1, tokens, dim)
             cotangents[torch.arange(len(rows))[:, None], 0, positions, rows[:, None]] = 1
             for layer in reversed(range(len(blocks))):
@@ -222,8 +226,8 @@ def jacobians_to_last_layer(blocks: Sequence[_Block], hidden: Tensor, positions:
 
 
 def _block_vjp(block: _Block, hidden: Tensor, cotangents: Tensor) -> Tensor:
-    """Return the cotangents (rows, 1, tokens, dim) of a block's input, given those of its output."""
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no rule for vmap
+    """Return the cotangents (rows, 1, tokens, dim) of a block's input from those of its output."""
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # fused kernels do not support vmap
         leaf = hidden.detach().clone().requires_grad_()
         output = block(leaf)
         if not output.requires_grad:  # a block that detaches its input

@@ -1,4 +1,4 @@
-"""What readouts predict: of every layer (logit lens), and of a model whose blocks run in another order."""
+"""Predictions from every layer's readout (logit lens), and from a model whose blocks run in another order."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,11 +23,11 @@ NO_LABEL = -100
 
 
 class Rows(NamedTuple):
-    """What is judged: tokens, or whole prompts where the head pools (`place` is 0 then)."""
+    """The tokens that are scored, or whole prompts if the head pools (then `position` is 0)."""
 
     prompt: Tensor  # (rows,)
     position: Tensor  # (rows,)
-    target: Tensor  # (rows,) NO_LABEL where there is none
+    target: Tensor  # (rows,) NO_LABEL without a label
     per_token: bool
 
     @property
@@ -40,13 +40,13 @@ class Rows(NamedTuple):
         return self.target != NO_LABEL
 
     def chunks(self, size: int) -> "Iterator[Rows]":
-        """Yield the rows in order, at most `size` at a time; nothing if there are none."""
+        """Yield the rows in order, at most `size` at a time; nothing without rows."""
         for start in range(0, len(self.prompt), size):
             yield Rows(*(column[start : start + size] for column in self[:3]), per_token=self.per_token)
 
 
 class Sums(NamedTuple):
-    """Over each prompt's rows, in float64 on the CPU."""
+    """Sums over each prompt's rows, in float64 on the CPU."""
 
     loss: Tensor  # (*n, prompts)
     hits: Tensor  # (*n, prompts)
@@ -56,7 +56,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def add_up(cls, values: Tensor, rows: Rows, num_prompts: int) -> "Sums":
-        """Add up loss, hit and divergence (3, *n, rows) of a batch, as `FullModel.scores` returns them."""
+        """Sum loss, hit and divergence (3, *n, rows) over each prompt, as returned by `FullModel.scores`."""
         prompt = rows.prompt.cpu()
         values = values.double().cpu()
         loss, hits, divergence = values.new_zeros(*values.shape[:-1], num_prompts).index_add_(-1, prompt, values)
@@ -65,20 +65,20 @@ class Sums(NamedTuple):
 
 
 def rows_of(name: str, trajectory: Trajectory, batch: Batch) -> Rows:
-    """Return the rows that are scored.
+    """Return the rows to score.
 
-    For a model that generates they are the real tokens that a real token follows, which is the target. For others they
-    are all real tokens, or prompts if the head pools, with the batch's `labels`.
+    For a model that predicts the next token, these are the real tokens followed by a real token, which is the target.
+    For other models, they are all real tokens, or the prompts if the head pools, with the batch's `labels` as targets.
 
     Raises:
-        InputError: labels that do not fit, or a head with one output, of the analysis `name`.
+        InputError: naming the analysis `name`, if labels do not fit or the head has a single output.
     """
     mask, model = trajectory.mask, trajectory.model
     if model.predicts_next_token:
         prompt, position = (mask[:, :-1] & mask[:, 1:]).nonzero().T
         return Rows(prompt, position, batch["input_ids"].to(prompt.device)[prompt, position + 1], True)
     per_token, num_classes = trajectory.logits.ndim == 3, trajectory.logits.shape[-1]
-    if num_classes == 1:  # whose log-softmax is 0 whatever it says
+    if num_classes == 1:  # its log-softmax is always 0
         raise InputError(f"{name}: {type(model.model).__name__} gives one number, a regression, and no classes")
     if per_token:
         prompt, position = mask.nonzero().T
@@ -99,35 +99,34 @@ def rows_of(name: str, trajectory: Trajectory, batch: Batch) -> Rows:
 
 
 def check_head(name: str, model: LayeredModel) -> None:
-    """Refuse a model without a head.
+    """Check that the model has a head.
 
     Raises:
         InputError: naming the analysis and the model.
     """
-    scores_texts = model.has_head and "logits" in model.family.results  # what CLIP's text model projects is a state
+    scores_texts = model.has_head and "logits" in model.family.results  # CLIP's text model projects to a state
     if model.num_classes == 0 if model.family.sees_images else not scores_texts:
         raise InputError(f"{name}: {type(model.model).__name__} has no head to read its layers with")
 
 
-MAX_LOGITS = 2**23  # held at a time: 32 MB in float32, 166 tokens of GPT-2's vocabulary
+MAX_LOGITS = 2**23  # entries in memory at a time: 32 MB in float32, 166 tokens of GPT-2's vocabulary
 
 
 class FullModel:
-    """What the full model makes of some rows, to compare other readouts of these rows with."""
+    """The full model's predictions on some rows, with which other readouts of these rows are compared."""
 
     def __init__(self, logits: Tensor, rows: Rows) -> None:
         log_proba = _log_softmax(logits)  # (rows, classes)
         self.rows, self._share = rows, log_proba.exp()
         self._negative_entropy = torch.linalg.vecdot(self._share, log_proba)
         nothing = torch.zeros_like(self._negative_entropy).masked_fill(self._negative_entropy.isnan(), torch.nan)
-        self.own_scores = torch.stack([*_loss_and_hit(rows, log_proba), nothing])  # equals `scores` of its own logits
+        self.own_scores = torch.stack([*_loss_and_hit(rows, log_proba), nothing])  # `scores` of its own logits
 
     def scores(self, logits: Tensor) -> Tensor:
         """Return loss, hit and KL(full model || these logits) of each row, (3, rows).
 
-        Loss and hit are 0 without a label, and NaN if the logits are.
-
-        log-softmax in float32 or wider. Of equal logits the divergence is 0 exactly.
+        Loss and hit are 0 without a label, and NaN if the logits are. The log-softmax is in float32 or wider. The
+        divergence of equal logits is exactly 0.
         """
         log_proba = _log_softmax(logits)
         divergence = self._negative_entropy - torch.linalg.vecdot(self._share, log_proba)
@@ -135,12 +134,11 @@ class FullModel:
 
 
 def _loss_and_hit(rows: Rows, log_proba: Tensor) -> tuple[Tensor, Tensor]:
-    """Return loss and hit of each row."""
     labelled = rows.labelled
     target = rows.target.where(labelled, 0)
     scores = log_proba.gather(1, target[:, None])[:, 0]
-    # Of equals the first is the answer.
-    if log_proba.device.type == "cpu":  # where argmax is the most costly part of this, so only where it can matter
+    # Among equal logits, the first one is the prediction.
+    if log_proba.device.type == "cpu":  # argmax is slow on a CPU: only where the target attains the maximum
         hit = labelled & (scores == log_proba.amax(-1))
         close = hit.nonzero()[:, 0]
         hit[close] = log_proba[close].argmax(-1) == target[close]
@@ -156,13 +154,15 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 @dataclass(kw_only=True)
 class ReadoutAnalysis(Analysis):
-    """What several readouts of the same tokens predict.
+    """Scores of several readouts of the same tokens.
 
-    The model runs in its own precision: what a rounding costs is little beside what a block in another place does.
+    The model runs in its own precision, as rounding changes little compared with a block at another position.
 
     Args:
-        dtype: bfloat16: of products within blocks (`BFloat16View`). All records then have the tag `dtype`, and the
-            first prompts, measured in float32 also, give `bf16_difference` and `bf16_largest_difference`.
+        batches: the data to measure on.
+        dtype: "bfloat16" computes the matrix products inside blocks in bfloat16 (`BFloat16View`). All records then have
+            the tag `dtype`. The first prompts are also measured in float32 and give `bf16_difference` and
+            `bf16_largest_difference`.
     """
 
     PRECISION = "own"
@@ -176,7 +176,7 @@ class ReadoutAnalysis(Analysis):
 
     @abstractmethod
     def records(self, model: LayeredModel, sums: Sums) -> Iterable[Record]:
-        """Yield the records of all prompts."""
+        """Yield the records from the sums of all prompts."""
 
     @abstractmethod
     def readouts(self, model: LayeredModel) -> Sequence[tuple[int | None, Tags]]:
@@ -208,24 +208,26 @@ class ReadoutAnalysis(Analysis):
 class Lens(ReadoutAnalysis):
     """The logit lens: final norm and head applied to every layer, 0 to L.
 
-    Of a model that generates, per layer over all predicted tokens (every real one but a text's first):
-    `logit_lens_loss` (nats per token), `logit_lens_accuracy` (top-1), `logit_lens_perplexity` = exp(loss) and
-    `kl_to_final` = KL(last layer, layer) in nats. At layer L these are the model's own loss and perplexity, and 0.
-    Uniform logits have a perplexity of the vocabulary's size.
+    For a model that predicts the next token, per layer over all predicted tokens (every real token but the first of a
+    text): `logit_lens_loss` (nats per token), `logit_lens_accuracy` (top-1), `logit_lens_perplexity` = exp(loss), and
+    `kl_to_final` = KL(last layer, layer) in nats. At layer L these are the model's own loss, accuracy and perplexity,
+    and 0. Uniform logits have a perplexity of the vocabulary's size.
 
-    Of other models (classifiers, encoders, ViTs) the readout is their own pooler, norm and head: `kl_to_final` over
-    prompts, or over real tokens where the head acts on tokens, and loss and accuracy against the batch's `labels` where
-    it has them (-100 for none).
+    For other models (classifiers, encoders, ViTs) the readout is their own pooler, norm and head. `kl_to_final` is over
+    prompts, or over real tokens if the head acts on tokens. Loss and accuracy are against the batch's `labels`, if it
+    has them (-100 for no label).
 
-    Values weigh every token alike; `stderr`, the interval and `n` are over prompts, and the tag `num_tokens` counts
-    tokens (or, of a pooling head, prompts). A prompt with nothing to predict, or with a value that is not finite, is
-    left out of that metric and layer and counted in `num_undefined`; where the last layer is not finite, no layer has a
-    divergence. log-softmax in float32 or wider. Sources: nostalgebraist, interpreting GPT: the logit lens; Skean et
-    al., Layer by Layer, arXiv 2502.02013.
+    Every token has equal weight. `stderr`, the interval and `n` are over prompts, and the tag `num_tokens` counts
+    tokens (prompts for a pooling head). A prompt is left out of a metric and layer if it has nothing to predict or a
+    value that is not finite; `num_undefined` counts these. If the last layer is not finite, no layer has a divergence.
+    The log-softmax is in float32 or wider.
+
+    Source: nostalgebraist, interpreting GPT: the logit lens; Skean et al., Layer by Layer, arXiv 2502.02013.
 
     Args:
-        batches: what is measured on.
-        dtype: bfloat16: of products within blocks, with the first prompts' loss in float32 beside it.
+        batches: the data to measure on.
+        dtype: "bfloat16" computes the matrix products inside blocks in bfloat16, and also reports the loss of the first
+            prompts in float32.
     """
 
     name: str = "lens"
@@ -252,7 +254,7 @@ class Lens(ReadoutAnalysis):
 
 
 def _chunks(trajectory: Trajectory, rows: Rows) -> Iterator[Rows]:
-    """Yield rows, as many at a time as logits are held."""
+    """Yield the rows, as many at a time as `MAX_LOGITS` allows."""
     model = trajectory.model
     num_classes = model.vocab_size if model.predicts_next_token else trajectory.logits.shape[-1]
     return rows.chunks(max(1, MAX_LOGITS // (num_classes or 1)))
@@ -262,7 +264,7 @@ def _chunks(trajectory: Trajectory, rows: Rows) -> Iterator[Rows]:
 def _compare(trajectory: Trajectory, rows: Rows) -> Tensor:
     """Return loss, hit and divergence of rows at every layer, (3, layers + 1, rows).
 
-    Only one layer's logits exist at a time.
+    Only the logits of one layer are in memory at a time.
     """
     full = FullModel(trajectory.logits_of(rows.index), rows)
     early = [full.scores(trajectory.readout(hidden, rows.index)) for hidden in trajectory.hidden[:-1]]
@@ -281,33 +283,35 @@ def _perplexity(loss: Record) -> Record:
 class Interventions(ReadoutAnalysis):
     """Layers as painters: loss, accuracy and divergence of a model whose blocks run in other orders.
 
-    Of a model that generates, per variant over all predicted tokens (every real one but a text's first):
-    `variant_loss` (nats per token), `variant_accuracy` (top-1) and `kl_to_full` = KL(full model || variant) in nats. Of
-    other models (classifiers, encoders, ViTs) `kl_to_full` over prompts, or over real tokens where the head acts on
-    tokens, and loss and accuracy against the batch's `labels` where it has them (-100 for none).
+    For a model that predicts the next token, per variant over all predicted tokens (every real token but the first of a
+    text): `variant_loss` (nats per token), `variant_accuracy` (top-1) and `kl_to_full` = KL(full model || variant) in
+    nats. For other models (classifiers, encoders, ViTs) `kl_to_full` is over prompts, or over real tokens if the head
+    acts on tokens. Loss and accuracy are against the batch's `labels`, if it has them (-100 for no label).
 
-    The tag `variant` names the order, `middle` counts the blocks in question, `loops` those of looped_parallel; of
-    skip_one, switch and repeat_one the record's layer is the block. Random orders have records for each `seed`, with
-    the `schedule` and its `kendall_distance` (pairs of blocks that stand the other way round), and one of the mean
-    over seeds, taken within each prompt; there `num_identical` counts orders that left everything in place. The full
-    model is `baseline`, at a divergence of 0.
+    The tag `variant` names the order, `middle` counts the middle blocks, and `loops` counts the loops of
+    looped_parallel. For skip_one, switch and repeat_one, the record's layer is the block. Random orders have records
+    for each `seed`, with the `schedule` and its `kendall_distance` (pairs of blocks in reversed order). One more record
+    is the mean over seeds, taken within each prompt; its `num_identical` counts orders that changed nothing. The full
+    model is `baseline`, with a divergence of 0.
 
-    Values weigh every token alike; `stderr`, the interval and `n` are over prompts, and `num_tokens` counts tokens (or,
-    of a pooling head, prompts). A prompt with nothing to predict, or with a value that is not finite, is left out and
-    counted in `num_undefined`; if that is every prompt, the value is NaN, or that of a block is left out. log-softmax
-    in float32 or wider; the model runs in its own precision.
+    Every token has equal weight. `stderr`, the interval and `n` are over prompts, and `num_tokens` counts tokens
+    (prompts for a pooling head). A prompt with nothing to predict, or with a value that is not finite, is left out and
+    counted in `num_undefined`. If no prompt is left, the value is NaN; for a single block there is no record. The
+    log-softmax is in float32 or wider; the model runs in its own precision.
 
-    What several orders begin with in common is run once for each batch.
+    The steps that orders share at their beginning run once per batch.
+
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298.
 
     Args:
-        batches: what is measured on.
-        variants: which orders; repeat_one only where it is named.
-        middles: numbers of middle blocks; None: all that there are.
-        seeds: of random orders.
-        loops: of looped_parallel.
+        batches: the data to measure on.
+        variants: names of orders; repeat_one is not among the default ones.
+        middles: numbers of middle blocks; None: all that are possible.
+        seeds: seeds of random orders.
+        loops: numbers of loops of looped_parallel.
         custom: further orders, written as `1 2 (3,4,5) 6`.
-        dtype: bfloat16: of products within blocks, with the first prompts' loss in float32 beside it.
+        dtype: "bfloat16" computes the matrix products inside blocks in bfloat16, and also reports the loss of the first
+            prompts in float32.
     """
 
     name: str = "interventions"
@@ -325,18 +329,18 @@ class Interventions(ReadoutAnalysis):
         return [(variant.block, variant.tags) for variant in self.chosen(model)]
 
     def chosen(self, model: LayeredModel) -> list[Variant]:
-        """Return the variants of this model, the full one first."""
+        """Return the variants of this model, the full model first."""
         return variants_of(self, model, f"{self.name}: ")
 
     @torch.no_grad()
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         model, trajectory, rows = seen.model, seen, rows_of(self.name, seen, batch)
         full = [FullModel(trajectory.logits_of(chunk.index), chunk) for chunk in _chunks(trajectory, rows)]
-        trajectory = replace(trajectory)  # without logits: they are large, and `full` has what is needed of them
+        trajectory = replace(trajectory)  # a copy that drops the logits: they are large, and `full` suffices
         chosen = self.chosen(model)
         by_variant: list[Tensor] = [torch.zeros(3, len(rows.prompt), dtype=torch.float64)] * len(chosen)
         if full:  # a batch may predict nothing
-            # The full model by its own logits, so that its divergence is 0 exactly.
+            # The full model is scored by its own logits, so that its divergence is exactly 0.
             by_variant = [torch.cat([each.own_scores for each in full], dim=-1)] * len(chosen)
             orders = SharedPrefixes([variant.schedule for variant in chosen], model.num_layers)
             for indices, state in orders.states(trajectory):
@@ -363,14 +367,14 @@ class Interventions(ReadoutAnalysis):
 
 
 def _variant_records(sums: Sums, indices: list[int], tags: Tags, layer: int | None = None) -> Iterator[Record]:
-    """Yield the records of one variant, or of the mean of several, which is taken within each prompt."""
+    """Yield the records of one variant, or of the mean over several, taken within each prompt."""
     kinds = [("variant_loss", sums.loss, sums.num_labels), ("variant_accuracy", sums.hits, sums.num_labels)]
     for metric, values, counts in (*kinds, ("kl_to_full", sums.divergence, sums.num_rows)):
         fields: Any = {"layer": layer, "tags": tags, "counted": "num_tokens"}
         if counts.any():
             yield from summarize_ratio(metric, values[indices].mean(0), counts, **fields)
             if metric != "kl_to_full" and tags["variant"] != "baseline" and "seed" not in tags:
-                difference = values[indices].mean(0) - values[0]  # on the same rows: what is hard for both cancels
+                difference = values[indices].mean(0) - values[0]  # what is hard for both cancels
                 yield from summarize_ratio(f"{metric}_difference", difference, counts, **fields)
 
 

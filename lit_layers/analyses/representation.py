@@ -1,4 +1,4 @@
-"""How the states of each layer lie in their space, by any metric, and how similar those of two layers are."""
+"""Geometry of the states at each layer, by any metric, and similarity between layers."""
 
 import functools
 import hashlib
@@ -58,17 +58,17 @@ from lit_layers.models.view import (
 )
 from lit_layers.records import Record
 
-# What the code of Skean et al., arXiv 2502.02013, sets otherwise.
+# The options in which the code of Skean et al., arXiv 2502.02013, differs from our defaults.
 _RELEASED = {"center": True, "unit": True, "clamp": True, "states": "hf", "side": "smaller", "alpha2": "frobenius"}
 
 
 def pooled_vectors(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
-    """Return one vector per prompt (dim, prompts), NaN where it is undefined."""
+    """Return one vector per prompt, (dim, prompts), NaN if undefined."""
     return pool(hidden, mask, pooling=pooling, undefined="nan").T
 
 
 def prompt_vectors(values: Tensor) -> Tensor:
-    """Return the vectors (layers + 1, prompts, dim) of what `update` gives of all layers."""
+    """Return the pooled vectors (layers + 1, prompts, dim) from the values of `update`."""
     return values.movedim(-1, 1).contiguous()
 
 
@@ -80,30 +80,31 @@ MISSING_ANGLES: Key = ("num_missing_angles", None, None)
 class Representation(Analysis):
     """Entropies, ranks and curvature of the states at every layer, and their means over layers 1..L (no layer).
 
-    Of each prompt's tokens, then averaged over prompts: `prompt_entropy` (tag `normalization`), `effective_rank`,
-    `participation_ratio` and, on demand, `rankme`, each with all tokens and without the first (tag `drop_first`: one
-    sink token of huge norm sends the entropy to 0); `token_curvature`, over the angles that exist (the tag
-    `num_missing_angles` counts the others). A prompt enters the mean over layers if it has a value at each of them. One
-    token has no entropy: such a prompt is left out of `prompt_entropy` in every normalization alike, and counted.
+    Computed on each prompt's tokens, then averaged over prompts: `prompt_entropy` (tag `normalization`),
+    `effective_rank`, `participation_ratio` and, optionally, `rankme`. Each is measured with all tokens and without the
+    first (tag `drop_first`), as one sink token of huge norm makes the entropy 0. `token_curvature` is over the defined
+    angles; the tag `num_missing_angles` counts the others. A prompt enters the mean over layers if it has a value at
+    each of them. The entropy of one token is undefined: such a prompt is left out of `prompt_entropy` in every
+    normalization, and counted.
 
-    Of one mean-pooled vector per prompt: `dataset_entropy`, and `dataset_entropy_of_half`, the mean over `num_halves`
-    random halves of the prompts. The spread of the halves estimates that of the whole (delete-half jackknife) and gives
-    both their intervals: resampling with replacement would repeat rows and lower the value.
+    Computed on one pooled vector per prompt: `dataset_entropy`, and `dataset_entropy_of_half`, the mean over
+    `num_halves` random halves of the prompts. The spread over halves gives both intervals (delete-half jackknife), as
+    resampling with replacement would repeat rows and lower the value.
 
-    A result of other than the default options says so in tags. The model runs in float32 or wider.
+    Options that differ from their defaults are tags. The model runs in float32 or wider.
 
-    Preset "released_code" gives the two entropies, and `token_angle` in place of the curvature, as the code of Skean et
-    al. did (arXiv 2502.02013, release of 2024-09): states "hf", centred unit tokens, negative Gram entries clamped.
-    It has no ranks.
+    Preset "released_code" computes the two entropies as the code of Skean et al. (arXiv 2502.02013, release of
+    2024-09): states "hf", centred unit tokens, negative Gram entries clamped. It measures `token_angle` instead of the
+    curvature, and no ranks.
 
     Args:
-        batches: what is measured on.
-        alpha, alpha2, clamp, side: of the entropies, as in `matrix_entropy`.
-        center, unit: of the tokens, before entropies and ranks.
-        pooling: of the vectors of `dataset_entropy`.
-        normalizations: of the entropies.
-        drop_first: how many first tokens are left out of entropies and ranks; each number gives its own.
-        rankme: whether that is measured, too.
+        batches: the data to measure on.
+        alpha, alpha2, clamp, side: options of the entropies, as in `matrix_entropy`.
+        center, unit: whether to centre tokens, and scale them to unit norm, before entropies and ranks.
+        pooling: how a prompt's tokens become the vector of `dataset_entropy`.
+        normalizations: normalizations of the entropies.
+        drop_first: numbers of first tokens to leave out of entropies and ranks; each gives its own records.
+        rankme: whether to measure `rankme`.
     """
 
     LEAST: ClassVar = {"alpha": 1e-6}
@@ -129,9 +130,9 @@ class Representation(Analysis):
         return stack_layers([self._layer_values(hidden, seen.mask) for hidden in states_of_layers(seen, self.states)])
 
     def _layer_values(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
-        """Return the values (batch,) by (metric, normalization, drop_first), and the pooled vectors."""
+        """Return the values (batch,) by metric, normalization and drop_first, and the pooled vectors."""
         values: dict[Key, Tensor] = {}
-        needs_entries = self.clamp or (self.alpha == 2 and self.alpha2 == "frobenius")  # not only singular values
+        needs_entries = self.clamp or (self.alpha == 2 and self.alpha2 == "frobenius")  # singular values do not suffice
         for dropped in self.drop_first if needs_entries else ():
             values |= self._entropies(hidden, mask, dropped)
         if self.preset:
@@ -165,7 +166,7 @@ class Representation(Analysis):
     def _ranks(self, states: Tensor, mask: Tensor, normalizations: tuple[Normalization, ...]) -> dict[Key, Tensor]:
         values: dict[Key, Tensor] = {}
         for dropped in self.drop_first:
-            # one decomposition for all that follows
+            # one decomposition serves all metrics below
             sets = spectrum(states, mask, center=self.center, unit=self.unit, drop_first=dropped)
             single = mask.sum(-1) - dropped < 2
             for each in normalizations:
@@ -191,7 +192,7 @@ class Representation(Analysis):
         halves = half_values(entropies, pooled, self.num_halves)
         for normalization in self.normalizations:
             if n == 1 and normalization != "raw":
-                continue  # one prompt, whose entropy is no share of anything
+                continue  # the entropy of a single prompt cannot be normalized
             how: Any = {"dim": dim, "normalization": normalization, "undefined": "nan"}
             share, spread = normalized("dataset_entropy", whole, {}, torch.tensor(n), **how), halves
             if halves is not None:
@@ -200,7 +201,7 @@ class Representation(Analysis):
             yield from layer_records("dataset_entropy", share, spread, n, all_tags)
 
     def tags(self, metric: str) -> dict[str, Any]:
-        """Return tags for the options that differ from their defaults."""
+        """Return tags for the options that differ from their defaults and affect the metric."""
         options = ["alpha", "alpha2", "clamp", "side"] if "entropy" in metric else []
         if self.preset:
             return self.tags_of(*options[:1], "preset")
@@ -215,24 +216,24 @@ class Representation(Analysis):
 class StateMetric(Analysis):
     """A function of the hidden states at every layer, and its mean over layers 1..L (no layer).
 
-    The function takes the states of one layer in float64, `(points, dim) -> ()`. NaN says that it is undefined. Its
-    name is that of the metric; a row of that name in `lit_layers.metrics` gives it a title.
+    The function takes the states of one layer in float64, `(points, dim) -> ()`, and returns NaN if undefined. Its name
+    is the name of the metric; a row of that name in `lit_layers.metrics` gives it a title.
 
     The points are the real tokens of a prompt without the first `drop_first`. Values are averaged over prompts, with
-    intervals by bootstrap over them.
+    bootstrap intervals over them.
 
     Args:
-        metric: the function; a recipe names it by its import path, `package.module.function`: one of
-            `lit_layers.functional`, or of your own code (`--code`).
-        batches: what is measured on.
-        name: of the analysis; that of the function by default.
-        options: keyword arguments of the function; they are tags of the numbers. One that takes `undefined`, as those
-            of `lit_layers.functional` do, is given "nan" for it.
-        drop_first: how many first tokens are left out.
-        states: of which convention.
+        metric: the function, in a recipe its import path `package.module.function`, from `lit_layers.functional` or
+            your own code (`--code`).
+        batches: the data to measure on.
+        name: name of the analysis; by default that of the function.
+        options: keyword arguments of the function; they become tags. A function with the argument `undefined`, such as
+            those of `lit_layers.functional`, receives "nan" for it.
+        drop_first: how many first tokens to leave out.
+        states: the convention for states.
     """
 
-    metric: Callable[..., Any]  # not -> Tensor: a recipe could then name annotated functions alone
+    metric: Callable[..., Any]  # with `-> Tensor`, a recipe could only name annotated functions
     batches: Batches
     name: str = ""
     options: dict[str, bool | int | float | str] = field(default_factory=dict)
@@ -247,7 +248,7 @@ class StateMetric(Analysis):
         return getattr(self.metric, "__name__", "")
 
     def config(self) -> dict[str, Any]:
-        """Return the options, with the source of a foreign function: another source is another metric."""
+        """Return the options, with a hash of the source if the function is not ours: another source is another metric."""
         whole = super().config()
         module = getattr(self.metric, "__module__", None) or ""
         whole["init_args"]["metric"] = f"{module}.{self.metric_name}"
@@ -262,7 +263,7 @@ class StateMetric(Analysis):
         generator, shape = torch.Generator().manual_seed(0), (64, model.dim)
         try:
             self._value_of_layer(torch.randn(shape, generator=generator, dtype=torch.float64))
-        except Exception as failure:  # of anyone's code
+        except Exception as failure:  # the user's function may raise anything
             raise InputError(
                 f"{self.name}: expected metric to turn states (points, dim) into one number, got "
                 f"{kind_and_words(failure)} from {self.metric_name} on states {shape}"
@@ -272,7 +273,7 @@ class StateMetric(Analysis):
         return stack_layers([self._layer_values(hidden, seen.mask) for hidden in states_of_layers(seen, self.states)])
 
     def tags(self) -> dict[str, str | int | float]:
-        """Return tags for the options that differ from their defaults."""
+        """Return tags for the function's options, and for options that differ from their defaults."""
         tags = {name: int(value) if isinstance(value, bool) else value for name, value in self.options.items()}
         return tags | self.tags_of("states", "drop_first")
 
@@ -285,10 +286,10 @@ class StateMetric(Analysis):
         return summarize_layers(self.metric_name, rows, tags=self.tags())
 
     def _value_of_layer(self, points: Tensor) -> Tensor:
-        """Return the function's value of points (points, dim), in float64; NaN without any point.
+        """Return the function's value on points (points, dim) in float64; NaN without points.
 
         Raises:
-            TypeError, ValueError: something other than one number.
+            TypeError, ValueError: if the function returns something other than one number.
         """
         if not len(points):
             return points.new_full((), torch.nan, dtype=torch.float64)
@@ -311,7 +312,7 @@ def _source(function: Callable[..., Any]) -> str:
 
 
 def _spread_tokens(mask: Tensor, first: int, count: int) -> Tensor:
-    """Return a mask of tokens that are evenly spread over the real ones of each prompt, from the given one on."""
+    """Return a mask of at most `count` evenly spread real tokens of each prompt, from token `first` on."""
     chosen = torch.zeros_like(mask)
     for prompt, real in enumerate(mask):
         positions = real.nonzero()[:, 0]
@@ -326,29 +327,31 @@ SET_METRICS = "alpha_req", "random_alpha_req", "two_nn_dimension", "random_two_n
 
 @dataclass(kw_only=True)
 class StateGeometry(Analysis):
-    """Spectrum, dimension and direction of the states at every layer, and what a block does to them.
+    """Spectrum, dimension and direction of the states at every layer, and how much each block changes them.
 
-    Of the tokens of all prompts as one set, from `num_tokens` of each prompt: `alpha_req`, `two_nn_dimension` and
-    `anisotropy`; `random_alpha_req` and `random_two_nn_dimension` are of the same values with each feature dealt out
-    anew among the tokens. Intervals come from `num_halves` random halves of the prompts, whose mean is the metric
-    `NAME_of_half`: values of more tokens and of fewer are not alike.
+    Computed on the tokens of all prompts as one set, `num_tokens` from each prompt: `alpha_req`, `two_nn_dimension` and
+    `anisotropy`. `random_alpha_req` and `random_two_nn_dimension` use the same values with each feature shuffled over
+    the tokens. Intervals come from `num_halves` random halves of the prompts, whose mean is the metric `NAME_of_half`;
+    it differs from the value of all prompts because it uses fewer tokens.
 
-    Of each prompt, then averaged over prompts: `massive_activation`, over all real tokens, with what normal entries
-    give (`random_massive_activation`); `block_influence` and `step_ratio` of the block that ends there, means over
-    tokens. The tag `num_undefined_tokens` counts tokens without a value. Means over layers 1..L have no layer.
+    Computed on each prompt, then averaged over prompts: `massive_activation` over all real tokens, with the value for
+    normally distributed entries (`random_massive_activation`); `block_influence` and `step_ratio` of the block that
+    ends there, averaged over tokens. The tag `num_undefined_tokens` counts tokens without a value. Means over layers
+    1..L have no layer.
 
-    An untrained model is a baseline of all: step 0 of a run, or `analyze --untrained`. The states are those of the
+    An untrained model is a baseline for all metrics: step 0 of a run, or `analyze --untrained`. States come from the
     shared pass: no block runs again. The model runs in float32 or wider.
-    Source: as the functions of `lit_layers.functional.state_geometry` say.
+
+    Source: as in the functions of `lit_layers.functional.state_geometry`.
 
     Args:
-        batches: what is measured on.
-        num_tokens: of each prompt, evenly spread, for what is of all prompts; 1 takes the last. All layers' are kept
-            in memory: 128 prompts x 8 tokens x 13 layers x 768 x 4 B = 41 MB.
-        drop_first: how many first tokens are left out, mostly sinks, of all but `massive_activation`.
-        first_rank, last_rank: of the eigenvalues that `alpha_req` is fitted to.
-        num_halves: for intervals; 0: none.
-        states: which convention.
+        batches: the data to measure on.
+        num_tokens: evenly spread tokens per prompt in the set of all prompts; 1 takes the last token. All layers are
+            held in memory: 128 prompts x 8 tokens x 13 layers x 768 x 4 B = 41 MB.
+        drop_first: how many first tokens, mostly sinks, to leave out of everything but `massive_activation`.
+        first_rank, last_rank: range of eigenvalues to which `alpha_req` is fitted.
+        num_halves: number of halves for intervals; 0: no intervals.
+        states: the convention for states.
     """
 
     LEAST: ClassVar = {"first_rank": 1, "last_rank": 2}
@@ -363,7 +366,7 @@ class StateGeometry(Analysis):
     states: States = "resid"
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        """Return the kept rows (layers + 1, dim, rows), `num_rows` of each prompt, and values of prompts."""
+        """Return the chosen rows (layers + 1, dim, rows), `num_rows` from each prompt, and the values of prompts."""
         mask = seen.mask
         chosen = _spread_tokens(mask, self.drop_first, self.num_tokens)
         used = drop_first_tokens(mask, self.drop_first).cpu()
@@ -392,7 +395,7 @@ class StateGeometry(Analysis):
         yield from self._set_records(prompt_vectors(batches["rows"]), batches["num_rows"])
 
     def _set_records(self, rows: Tensor, num_rows: Tensor) -> Iterator[Record]:
-        """Yield the records of rows (layers + 1, rows, dim), given how many belong to each prompt."""
+        """Yield the records of rows (layers + 1, rows, dim), of which `num_rows` (prompts,) belong to each prompt."""
         owner = torch.arange(len(num_rows)).repeat_interleave(num_rows)
         # (layers + 1, rows)
         broken = (~rows.isfinite().all(-1)).double()
@@ -417,7 +420,7 @@ class StateGeometry(Analysis):
 
 
 def _set_values(points: Tensor, choices: list[Tensor], fit_range: tuple[int, int]) -> dict[str, Tensor]:
-    """Return values of some choices of one layer's points, (choices,) each; the baselines only for the first choice."""
+    """Return the values (choices,) of several subsets of one layer's points; baselines only for the first subset."""
     computed_in, points = points.dtype, points.double()
     sets = [points[rows] for rows in choices]
     distances, point = geometry.merged_distances(points, computed_in)
@@ -436,23 +439,23 @@ def _set_values(points: Tensor, choices: list[Tensor], fit_range: tuple[int, int
 
 @dataclass(kw_only=True)
 class PooledStates(Analysis):
-    """The pooled state of each prompt at every layer, and on about how many dimensions the prompts lie.
+    """The pooled state of each prompt at every layer, and the number of dimensions that the prompts span.
 
-    `pooled_dimension` is the participation ratio of the centred pooled states (prompts, dim): (sum l)^2 / sum l^2 of
+    `pooled_dimension` is the participation ratio of the centred pooled states (prompts, dim): (sum l)^2 / sum l^2 over
     the eigenvalues l of their covariance, from 1 to the smaller of prompts - 1 and dim. Intervals come from
     `num_halves` random halves of the prompts, whose mean is `pooled_dimension_of_half`. Means over layers 1..L have no
     layer.
 
-    The states themselves are written to the run's folder (`lit_layers.records.write_values`), so that checkpoints and
-    seeds can be compared later. A prompt whose states are not finite at some layer is left out of the dimension.
+    The states are also written to the run's folder (`lit_layers.records.write_values`), so that checkpoints and seeds
+    can be compared later. A prompt whose states are not finite at some layer is left out of the dimension.
 
-    The model runs in float32 or wider; states are kept in float32.
+    The model runs in float32 or wider; states are stored in float32.
 
     Args:
-        batches: what is measured on; 64 prompts x 13 layers x 768 x 4 B = 2.6 MB are kept of a checkpoint.
-        pooling: of a prompt's tokens.
-        num_halves: for intervals; 0: none.
-        states: which convention.
+        batches: the data to measure on; 64 prompts x 13 layers x 768 x 4 B = 2.6 MB are stored per checkpoint.
+        pooling: how a prompt's tokens become one vector.
+        num_halves: number of halves for intervals; 0: no intervals.
+        states: the convention for states.
     """
 
     batches: Batches
@@ -485,28 +488,30 @@ SIZES = "num_beginning", "num_middle", "num_ending"
 class LayerSimilarity(Analysis):
     """Similarity of every two layers, 0 to L, and the beginning, middle and ending that it divides the model into.
 
-    `layer_cosine` (tag `mode`): the cosine of a token's states at two layers, averaged within each prompt, then over
-    prompts ("token"), or that of all of a prompt's tokens as one vector, a mean weighted by norms ("flattened").
-    `layer_cka`: debiased linear centred kernel alignment, which may be below 0 and needs 4 rows. Both for `layer` and
-    `other_layer` in either order.
+    `layer_cosine` (tag `mode`) averages the cosine between a token's states at two layers within each prompt, then over
+    prompts ("token"). With "flattened", all of a prompt's tokens form one vector, so that tokens weigh by their norms.
+    `layer_cka` is the debiased linear centred kernel alignment; it may be negative and needs 4 rows. Both have records
+    for `layer` and `other_layer` in either order.
 
-    `num_beginning`, `num_middle`, `num_ending` and `block_contrast`: the contiguous division of layers 1..L (the
-    embedding does not count) by `layer_stages`, of the similarity that the tag `of` names and its `mode`.
+    `num_beginning`, `num_middle`, `num_ending` and `block_contrast` describe the contiguous division of layers 1..L
+    (without the embedding) by `layer_stages`. It uses the similarity named in the tag `of`, in its `mode`.
 
-    A layer without a value has none with any other, and then there is no division (NaN). A prompt that is not finite at
-    some layer is left out of the alignment, a layer at which most are not has none.
+    A layer without a value has none with any other layer, and then the division is NaN. A prompt that is not finite at
+    some layer is left out of the alignment; a layer at which most prompts are not finite has no alignment.
 
-    Values are over prompts of equal weight, with intervals; those of `layer_cka` are over all rows together (tag
-    `num_rows`), without. Padding never enters. A result of other than the default options says so in tags. The model
-    runs in float32 or wider.
+    Prompts have equal weight in `layer_cosine`, which has intervals. `layer_cka` is over all rows together (tag
+    `num_rows`), without intervals. Padding is never included. Options that differ from their defaults are tags. The
+    model runs in float32 or wider.
+
     Source: Sun et al., arXiv 2407.09298 (cosine); Kornblith et al. 2019 (CKA).
 
     Args:
-        batches: what is measured on.
-        num_tokens: of each prompt, evenly spread, for the alignment. All layers' rows are kept in memory: 128 prompts x
-            16 tokens x 13 layers x 768 x 4 B = 82 MB.
-        drop_first: how many first tokens are left out, mostly sinks, whose norm decides "flattened" and the alignment.
-        states: which convention.
+        batches: the data to measure on.
+        num_tokens: evenly spread tokens per prompt for the alignment. The rows of all layers are held in memory: 128
+            prompts x 16 tokens x 13 layers x 768 x 4 B = 82 MB.
+        drop_first: how many first tokens to leave out; mostly sinks, whose norm dominates "flattened" and the
+            alignment.
+        states: the convention for states.
     """
 
     batches: Batches
@@ -538,7 +543,7 @@ class LayerSimilarity(Analysis):
             values = batches[mode].movedim(-1, 0).contiguous()  # (prompts, layers + 1, layers + 1)
             mode_tags = {"mode": mode, **tags}
             yield from _cosine_records(values, mode_tags)
-            whole = values.isfinite().flatten(1).all(1)  # of the same prompts at every layer, unless a layer has none
+            whole = values.isfinite().flatten(1).all(1)  # prompts with a value at every layer
             means = mean_of_defined(values[whole] if whole.any() else values, dim=0)
             stage_tags = {**mode_tags, **missing_tag("", ~whole)}
             yield from _stage_records("layer_cosine", means, int(whole.sum()), stage_tags)
@@ -553,9 +558,9 @@ class LayerSimilarity(Analysis):
 
 
 def _cosines(hidden: Tensor, mask: Tensor, mode: Mode) -> Tensor:
-    """Return the matrices (layers + 1, layers + 1, prompts), in float64, NaN where a state is zero.
+    """Return the cosine matrices (layers + 1, layers + 1, prompts) in float64, NaN if a state is zero.
 
-    Their mean over prompts is that of all, and so is its spread.
+    Each prompt has its own matrix, so that both the mean over prompts and its interval can be computed.
     """
     matrices = torch.zeros(len(hidden), len(hidden), len(mask), dtype=torch.float64)
     for row in range(len(mask)):

@@ -1,4 +1,4 @@
-"""How blocks act on the tokens of a prompt: Jacobians between tokens, their coupling, and the reach of each token."""
+"""Jacobians of blocks between the tokens of a prompt: their coupling, and the influence of earlier tokens."""
 
 import bisect
 import itertools
@@ -33,16 +33,16 @@ from lit_layers.records import Record
 def same_token_jacobians(trajectory: Trajectory, layer: int, tokens: Sequence[int]) -> Tensor:
     """Return the Jacobians (tokens, dim, dim) of block `layer` from each of these tokens to itself.
 
-    The tokens are real ones of one prompt.
+    `tokens` are positions among the real tokens of a single prompt.
     """
     block, hidden = trajectory.block(layer), trajectory.hidden[layer - 1]
     return block_jacobian(block, hidden, out_tokens=list(tokens), mask=trajectory.mask)[0]
 
 
 def finite_or_zero(jacobians: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the Jacobians (.., dim, dim) with non-finite ones set to zero, and which are undefined.
+    """Return the Jacobians (..., dim, dim) with non-finite ones set to zero, and which are undefined (...).
 
-    Those are non-finite or zero.
+    A Jacobian is undefined if it is zero or not finite.
     """
     broken = ~jacobians.isfinite().all(-1).all(-1)
     finite = jacobians.masked_fill(broken[..., None, None], 0)
@@ -50,23 +50,23 @@ def finite_or_zero(jacobians: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gap_records(gaps: Tensor, n: int, tags: Tags) -> Iterator[Record]:
-    """Yield how well leading directions are determined, by the gaps of all defined Jacobians; nothing without gaps."""
+    """Yield how well leading directions are determined, from the gaps of all defined Jacobians; nothing without gaps."""
     if gaps.numel():
         yield Record(metric="min_gap", value=float(gaps.min()), n=n, tags=dict(tags))
         yield Record(metric="num_tied", value=float((gaps < TIE).sum()), n=n, tags=dict(tags))
 
 
 def check_pairs(name: str, pairs: Sequence[Sequence[int]], num_layers: int) -> None:
-    """Refuse pairs of blocks that the model does not have."""
+    """Check that the model has both blocks of each pair."""
     if any(len(pair) != 2 or not {*pair} <= {*range(1, num_layers + 1)} for pair in pairs):
         raise InputError(f"{name}: expected pairs of blocks 1..{num_layers}, got {[*map(list, pairs)]}")
 
 
 def direction_counts(name: str, k: Sequence[Directions], model: LayeredModel) -> list[int]:
-    """Return the different numbers of directions that `k` stands for in a model, in ascending order.
+    """Return the distinct numbers of directions that `k` means in a model, in ascending order.
 
     Raises:
-        InputError: one does not fit.
+        InputError: if one does not fit.
     """
     try:
         return sorted({num_directions(each, model.dim) for each in k})
@@ -80,31 +80,36 @@ TIE = 1e-4  # relative gap of singular values below which their directions are n
 
 @dataclass(kw_only=True)
 class TokenCoupling(Analysis):
-    """Coupling over the tokens of a prompt, of a block with itself or with another, with its random baseline.
+    """Coupling over the tokens of a prompt, of a block with itself or another block, with its random baseline.
 
-    Three tables, each over pairs of tokens t, t', with `J[l][t, s]` = d f_l(X)[t] / d X[s]:
-    `token`: `J[l][t, t]` in the bases of `J[l'][t', t']`; `input_context`: `J[l][t, s]` in those of `J[l'][t', s]` for
-    an input s <= t, t'; `output_context`: `J[l][t, s]` in those of `J[l'][t, s']` for an output t >= s, s'.
+    With `J[l][t, s]` = d f_l(X)[t] / d X[s], there are three tables, each over pairs of tokens t, t':
 
-    Per K (tag `k`, a count), layer l and, where another, other_layer l': `token_coupling`, `input_context_coupling`,
-    `output_context_coupling` (mean over the pairs of different tokens and over the fixed token, per prompt, then over
-    prompts); each with its `random_..` (what unrelated bases would give) and `excess_..` (0 random, 1 shared), and as a
-    table over tokens `.._pair`, with tags `token` (of J1) and `other_token` (of the bases): the place in the prompt in
-    per cent, 0 its first token and 100 its last, so that prompts of any length share a table. A prompt with fewer than
-    `num_tokens` tokens takes part with all of them, but in the means alone. Besides `min_gap` and `num_tied` (Jacobians
-    whose leading directions are not well determined).
+    - `token`: `J[l][t, t]` in the bases of `J[l'][t', t']`.
+    - `input_context`: `J[l][t, s]` in the bases of `J[l'][t', s]`, for an input s <= t, t'.
+    - `output_context`: `J[l][t, s]` in the bases of `J[l'][t, s']`, for an output t >= s, s'.
 
-    Pairs of a zero or non-finite Jacobian are undefined: left out of the means over tokens, and counted in the tag
-    `num_undefined_pairs`. Prompts of one token have no pair; they are left out and counted in the tag `num_undefined`.
+    For each K (tag `k`, a count), layer l and, if different, other_layer l': `token_coupling`,
+    `input_context_coupling`, `output_context_coupling`. Each is the mean over pairs of different tokens and over the
+    fixed token, per prompt, then over prompts. Each comes with `random_..` (expected for unrelated bases) and
+    `excess_..` (0 random, 1 shared). It also comes as a table over tokens, `.._pair`, with tags `token` (of J1) and
+    `other_token` (of the bases). These are positions in per cent of the prompt, 0 for its first token and 100 for its
+    last, so that prompts of any length share a table. A prompt with fewer than `num_tokens` tokens enters only the
+    means, with all its tokens. `min_gap` and `num_tied` (Jacobians whose leading directions are not well determined)
+    complete the records.
 
-    `pairs`: "same" (each block with itself), "all", or pairs (l, l'). `k`, `p` and `sign` as in
-    `lit_layers.functional.coupling`. Tables of contexts look at s <= t in models without a causal mask, too.
+    Pairs with a zero or non-finite Jacobian are undefined. They are left out of the means over tokens and counted in
+    the tag `num_undefined_pairs`. Prompts of one token have no pair; they are left out and counted in the tag
+    `num_undefined`.
 
-    Cost: a Jacobian and its decomposition for each pair of tokens, n (n + 1) / 2 of them for n tokens, n for the table
-    `token` alone: 36 or 8 a block and prompt at 8 tokens. At width 768 one takes 0.15 s on a CPU core: a prompt of 12
-    blocks takes a minute, or 13 s for `token` alone. `pairs="all"` holds those of all blocks at once: 1 GB with
-    contexts. Source: Aubry et al., "Transformer block coupling and its correlation with generalization in LLMs",
-    section 4.
+    `pairs` is "same" (each block with itself), "all", or a list of pairs (l, l'). `k`, `p` and `sign` are as in
+    `lit_layers.functional.coupling`. The context tables are limited to s <= t also in models without a causal mask.
+
+    Cost: one Jacobian and its decomposition per pair of tokens. That is n (n + 1) / 2 for n tokens, or n for only the
+    table `token`: 36 or 8 per block and prompt at 8 tokens. At width 768 one takes 0.15 s on a CPU core, so a prompt of
+    12 blocks takes a minute, or 13 s for only `token`. `pairs="all"` holds the Jacobians of all blocks in memory, 1 GB
+    with contexts.
+
+    Source: Aubry et al., "Transformer block coupling and its correlation with generalization in LLMs", section 4.
     """
 
     LEAST: ClassVar = {"p": 1}
@@ -134,11 +139,11 @@ class TokenCoupling(Analysis):
         return {"batches": Rows(self.batches, limit=self.num_prompts, at_once=1)}
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        """Return the values of one prompt, and its number of tokens that were looked at.
+        """Return the values of one prompt and its number of measured tokens.
 
-        Of pairs of blocks and tables the `means` (k, 3) of coupling, random and excess coupling, NaN for one token, the
-        `map` (k, tokens, tokens) and the number `undefined`; of all Jacobians `gaps` (k, number), and which are
-        `undefined`.
+        Per pair of blocks and table: `means` (k, 3) of coupling, random and excess coupling, NaN for a prompt of one
+        token; `map` (k, tokens, tokens); and the number `undefined`. Over all Jacobians: `gaps` (k, number), and which
+        are `undefined`.
         """
         model = seen.model
         positions = evenly_spread(0, int(seen.mask.sum()) - 1, self.num_tokens)
@@ -158,7 +163,7 @@ class TokenCoupling(Analysis):
         self, seen: Trajectory, positions: list[int], counts: list[int], pairs: list[tuple[int, int]]
     ) -> Values:
         model, context = seen.model, set(self.tables) != {"token"}
-        most = min(counts[-1] + 1, model.dim)  # one direction more than K: min_gap looks at it
+        most = min(counts[-1] + 1, model.dim)  # one direction more than K, which min_gap needs
         last_use = {layer: i for i, pair in enumerate(pairs) for layer in pair}
         blocks: dict[int, _Layer] = {}
         gaps: dict[int, dict[str, Tensor]] = {}
@@ -166,7 +171,7 @@ class TokenCoupling(Analysis):
         for i, (layer, other) in enumerate(pairs):
             for each in {layer, other} - blocks.keys():
                 blocks[each] = _Layer.read(seen, each, positions, most, context=context)
-            if other not in gaps:  # ties of J1 do not matter: it enters as a matrix
+            if other not in gaps:  # ties of J1 do not matter, as it enters as a matrix
                 gaps[other] = blocks[other].gaps(counts)
             for table in self.tables:
                 three, num_undefined = self._coupling_table(blocks[layer], blocks[other], table, counts)
@@ -214,14 +219,15 @@ class TokenCoupling(Analysis):
     def _coupling_table(self, first: "_Layer", second: "_Layer", table: Table, counts: list[int]) -> tuple[Tensor, int]:
         """Return one table of one prompt: coupling, random and excess coupling (k, 3, fixed, tokens, tokens).
 
-        It is in float64 on the CPU, NaN for no or an undefined pair. Also return the number of undefined pairs.
+        The table is in float64 on the CPU, NaN for missing and undefined pairs. Also return the number of undefined
+        pairs.
         """
         tokens = len(first.index)
         if table == "token":
             rows = first.index.diagonal()[None]
         else:
             rows = first.index.T if table == "input_context" else first.index  # (fixed, tokens)
-            rows = rows[(rows >= 0).sum(1) > 1]  # a single Jacobian makes no pair
+            rows = rows[(rows >= 0).sum(1) > 1]  # a single Jacobian forms no pair
         miscoupling = torch.full((len(counts), len(rows), tokens, tokens), math.nan, dtype=torch.float64)
         random = torch.full((len(counts), len(rows), tokens), math.nan, dtype=torch.float64)
         options: dict[str, Any] = {"p": self.p, "sign": self.sign, "undefined": "nan"}
@@ -247,9 +253,9 @@ class TokenCoupling(Analysis):
 
 
 class _Layer(NamedTuple):
-    """The Jacobians of one block between chosen tokens of one prompt, and their leading directions."""
+    """Jacobians of one block between chosen tokens of one prompt, and their leading directions."""
 
-    index: Tensor  # (tokens, tokens): output, input -> number of the Jacobian, -1 where there is none
+    index: Tensor  # (tokens, tokens) of output and input: index of the Jacobian, -1 if missing
     jacobians: Tensor  # (number, dim, dim)
     factors: Factors
     norms: Tensor  # (number,)
@@ -282,24 +288,26 @@ class _Layer(NamedTuple):
         return {"gaps": gaps, "undefined": self.undefined.cpu()}
 
 
-# The least distance of each group: single tokens up to 8, then two groups an octave.
+# Smallest distance of each group: single tokens up to 8, then two groups per octave.
 GROUPS = [*range(8), *(edge for octave in range(3, 24) for edge in (2**octave, 3 * 2 ** (octave - 1)))]
-_ENTRIES = 2**25  # of the Jacobians held at once: 128 MB in float32, 56 of width 768
+_ENTRIES = 2**25  # entries of the Jacobians in memory: 128 MB in float32, 56 Jacobians of width 768
 
 
 @dataclass(kw_only=True)
 class CrossTokenInfluence(Analysis):
     """Size and rank of the Jacobians from tokens s <= t to the last real token t, per layer and distance t - s.
 
-    `influence_frobenius`, `influence_spectral`, `influence_participation_ratio`, `influence_entropy_rank`: with the tag
-    `token_distance`, the least distance of a group (each up to 8 alone, then 8-11, 12-15, 16-23, 24-31, ..), averaged
-    over the group's tokens per prompt, then over prompts; and without the tag, averaged over all measured s < t. Ranks
-    of a zero Jacobian are undefined: left out, and counted per prompt in the tag `num_undefined_tokens`.
+    `influence_frobenius`, `influence_spectral`, `influence_participation_ratio` and `influence_entropy_rank`. With the
+    tag `token_distance`, they are averaged over the tokens of a group per prompt, then over prompts. The tag is the
+    smallest distance of the group; up to 8, each distance is a group, then 8-11, 12-15, 16-23, 24-31, and so on.
+    Without the tag, they are averaged over all measured s < t. Ranks of a zero Jacobian are undefined: they are left
+    out and counted in the tag `num_undefined_tokens`.
 
-    `num_inputs`: at most so many input tokens a prompt, spread evenly over log(1 + distance); None: all of them.
+    `num_inputs` is the most input tokens per prompt, spread evenly over log(1 + distance); None: all tokens.
 
-    Cost: a Jacobian and its singular values for each layer, prompt and input token; at width 768 one takes 0.1 s on a
-    CPU core, so 12 layers and 128 tokens take 2.6 min a prompt, 32 of them 40 s.
+    Cost: one Jacobian and its singular values per layer, prompt and input token. At width 768 one takes 0.1 s on a CPU
+    core, so 12 layers and 128 tokens take 2.6 min per prompt, and 32 of the tokens 40 s.
+
     Source: definitions and departures as in `lit_layers.functional.cross_token_influence`.
     """
 
@@ -312,7 +320,7 @@ class CrossTokenInfluence(Analysis):
         return {"batches": Rows(self.batches, limit=self.num_prompts, at_once=1)}
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        """Return mean and number of undefined tokens (2, values, 1) of each layer and group (None: all s < t)."""
+        """Return mean and number of undefined tokens (2, values, 1) by layer and group; group None is all s < t."""
         distances, values = self._distances(int(seen.mask.sum()) - 1), Values()
         for layer in range(1, seen.num_layers + 1):
             influence = torch.stack(self._influence(seen, layer, distances))  # (values, distances)
@@ -330,18 +338,18 @@ class CrossTokenInfluence(Analysis):
                 yield from summarize(f"influence_{name}", of_prompts, layer=layer, tags=tags)
 
     def _distances(self, most: int) -> list[int]:
-        """Return the measured distances in ascending order; 0 and the first token's are among them if there is room."""
+        """Return the measured distances in ascending order, with 0 and the largest one if `num_inputs` is at least 2."""
         count = self.num_inputs
         if count is None or count > most:
             return list(range(most + 1))
         steps = [math.expm1(math.log1p(most) * i / max(count - 1, 1)) for i in range(count)]
         distances = [-1]
-        for i, step in enumerate(steps):  # neighbours that round to one distance move apart
+        for i, step in enumerate(steps):  # neighbours that round to the same distance are moved apart
             distances.append(min(max(round(step), distances[-1] + 1), most - (count - 1 - i)))
         return distances[1:]
 
     def _groups(self, distances: list[int]) -> dict[int | None, list[int]]:
-        """Return the indices of the distances of each group; group None is all s < t."""
+        """Return the indices of the distances in each group; group None is all s < t."""
         groups: dict[int | None, list[int]] = defaultdict(list)
         for i, distance in enumerate(distances):
             groups[GROUPS[bisect.bisect_right(GROUPS, distance) - 1]].append(i)
@@ -350,7 +358,7 @@ class CrossTokenInfluence(Analysis):
         return groups
 
     def _influence(self, trajectory: Trajectory, layer: int, distances: list[int]) -> Influence:
-        """Return the influence over distances, in float64 on the CPU, a few Jacobians at a time."""
+        """Return the influence by distance, in float64 on the CPU, computed from a few Jacobians at a time."""
         block, before = trajectory.block(layer), trajectory.hidden[layer - 1]
         size = max(1, _ENTRIES // trajectory.model.dim**2)
         found = []

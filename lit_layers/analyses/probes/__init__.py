@@ -1,1 +1,1 @@
-"""Probes: what can be read off each layer, on rows with labels, next tokens or downstream tasks."""
+"""Probes of each layer: for labels, next tokens and downstream tasks."""

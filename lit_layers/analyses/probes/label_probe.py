@@ -1,4 +1,4 @@
-"""Probes of each layer that predict the label of a text or image: linear ones, and ones that attend to tokens."""
+"""Probes of each layer that predict the label of a text or image: linear or attentive."""
 
 import hashlib
 import itertools
@@ -30,23 +30,24 @@ Pooling = Literal["cls", "mean", "last"]
 class LabelProbe(ProbeAnalysis):
     """A logistic probe per layer, 0 to L, of the `labels` of texts or images.
 
-    The feature of a row is one vector per layer, tag `pooling`: "mean" of its real tokens (of an image the patches
-    alone: no class, distillation or register token), "cls", the first token, or "last", the last real one (of an image
-    the last patch). Several may be given; each has probes of its own. Layer 0 under "cls" is the same vector for every
-    image, so that its probe knows the class shares alone.
+    The feature of a row is one vector per layer, tag `pooling`. "mean" averages its real tokens (in an image, only the
+    patches: no class, distillation or register token). "cls" is the first token, and "last" the last real one (in an
+    image, the last patch). Each of several poolings has its own probes. Layer 0 under "cls" is the same vector for
+    every image, so its probe only learns the class shares.
 
-    Per layer: `accuracy`, `log_loss` (nats) and `macro_f1` on the test rows. Rows tagged `reference="majority"` are
-    what the class frequencies in training give on the same rows, and those tagged `control="random_labels"` come from
-    probes fitted to permuted labels. A training row that is also a test row, pixel for pixel or token for token, is
-    left out; `num_duplicates` counts these. Every label of the test rows must be among the training rows'. A layer at
-    which fewer than half of all rows have finite features has no probe; a row whose features are not finite at another
-    layer is left out of all, and counted in `num_undefined`.
+    Per layer: `accuracy`, `log_loss` (nats) and `macro_f1` on the test rows. Rows tagged `reference="majority"` score
+    the class frequencies in training on the same rows. Rows tagged `control="random_labels"` come from probes fitted to
+    permuted labels. A training row that is equal to a test row, pixel for pixel or token for token, is left out;
+    `num_duplicates` counts these. Every label of the test rows must occur in training. A layer at which fewer than half
+    of all rows have finite features has no probe. A row whose features are not finite at another layer is left out
+    everywhere and counted in `num_undefined`.
 
-    Features are standardised, `c` multiplies the sum of the losses and `tolerance` is on the gradient, as in
-    `lit_layers.functional.fit_logistic_probes`; a layer whose probe has not converged has the tag
-    `num_not_converged`. Intervals: Wilson's for the accuracy, bootstrap over test rows for the loss. The model runs in
-    float32 or wider. Held in memory: layers x rows x width for each pooling and split (13 x 10,000 x 192 x 4 B =
-    0.1 GB). Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), section 3, on texts.
+    Features are standardised, `c` multiplies the sum of the losses and `tolerance` applies to the gradient, as in
+    `lit_layers.functional.fit_logistic_probes`. A layer whose probe did not converge has the tag `num_not_converged`.
+    Intervals: Wilson's for the accuracy, bootstrap over test rows for the loss. The model runs in float32 or wider.
+    Memory: layers x rows x width for each pooling and split (13 x 10,000 x 192 x 4 B = 0.1 GB).
+
+    Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), section 3, on texts.
     """
 
     train: Batches
@@ -67,7 +68,7 @@ class LabelProbe(ProbeAnalysis):
         train, test = ({name: prompt_vectors(each) for name, each in split.items()} for split in (train, test))
         train = {pooling: features[:, problem.distinct] for pooling, features in train.items()}
         finite = [torch.stack([*each.values()]).isfinite().all(-1).all(0) for each in (train, test)]
-        layers, used = comparable(torch.cat(finite, dim=1))  # the same rows under every pooling
+        layers, used = comparable(torch.cat(finite, dim=1))  # the same rows for every pooling
         in_train, in_test = used.split([len(problem.train), len(problem.test)])
         if not in_train.any() or not in_test.any():
             raise all_undefined(self.name)
@@ -116,7 +117,7 @@ class LabelProbe(ProbeAnalysis):
             if "labels" not in batch:
                 raise InputError(f"{self.name}: the batches of {split} have no labels, they hold {sorted(batch)}")
             labels = batch["labels"]
-            inputs = batch["pixel_values"] if model.family.sees_images else real_tokens(batch)  # no padding
+            inputs = batch["pixel_values"] if model.family.sees_images else real_tokens(batch)  # without padding
             if labels.is_floating_point() or labels.shape != (len(inputs),) or labels.min() < 0:
                 got = f"{labels.dtype} of shape {tuple(labels.shape)}, the least {labels.min()}"
                 raise InputError(f"{self.name}: expected an integer label for each of {len(inputs)} rows, got {got}")
@@ -147,16 +148,16 @@ class LabelProbe(ProbeAnalysis):
 
 
 class LabelProblem(NamedTuple):
-    distinct: Tensor  # (rows of train,) False for those of test
-    train: Tensor  # (kept rows,) numbers of classes
+    distinct: Tensor  # (rows of train,) False for rows that are also test rows
+    train: Tensor  # (fitted rows,) class indices
     test: Tensor  # (test rows,)
-    fitted: Tensor  # (kept rows,) False for those left out of the training rows
-    scored: Tensor  # (rows of test,) False for those left out of the test rows
+    fitted: Tensor  # (distinct rows,) False for undefined training rows
+    scored: Tensor  # (rows of test,) False for undefined test rows
     num_classes: int
     num_duplicates: int
 
     def select(self, in_train: Tensor, in_test: Tensor) -> "LabelProblem":
-        """Return the problem without the rows whose states are undefined."""
+        """Return the problem for the given rows of both splits."""
         return self._replace(train=self.train[in_train], test=self.test[in_test], fitted=in_train, scored=in_test)
 
 
@@ -176,25 +177,25 @@ def label_scores(problem: LabelProblem, log_proba: Tensor, tags: TagDict, layer:
 class AttentiveProbe(Analysis):
     """A probe per layer, 0 to L, of the `labels` of texts or images, that attends to tokens with learned queries.
 
-    Beside `LabelProbe`, whose feature is one vector of a row, it shows what stands at tokens that differ from row to
-    row. Per layer: `accuracy`, `log_loss` (nats) and `macro_f1` on the test rows, and for the same rows what the class
-    frequencies in training give (`reference="majority"`). Rows, duplicates and intervals are those of `LabelProbe`. All
-    tokens are attended to, of an image the class token and patches. A layer at which fewer than half of all rows
-    have finite states has no probe; rows whose states are not finite at another layer are left out of all, and
-    counted in `num_undefined`.
+    `LabelProbe` reads one vector per row; this probe also finds information in tokens whose position differs between
+    rows. Per layer: `accuracy`, `log_loss` (nats) and `macro_f1` on the test rows, and the scores of the class
+    frequencies in training on the same rows (`reference="majority"`). Rows, duplicates and intervals are as in
+    `LabelProbe`. The probe attends to all tokens; in an image, to the class token and patches. A layer at which fewer
+    than half of all rows have finite states has no probe. Rows whose states are not finite at another layer are left
+    out everywhere and counted in `num_undefined`.
 
-    One layer's states are in memory at a time (10,000 images x 65 tokens x 192 x 4 B = 0.5 GB), and each layer is a
-    pass over the rows, after one that looks for what is not finite. The model runs in float32 or wider.
+    The states of one layer are in memory at a time (10,000 images x 65 tokens x 192 x 4 B = 0.5 GB). Each layer costs a
+    pass over the rows, after a first pass that finds non-finite states. The model runs in float32 or wider.
 
-    Source: as of `lit_layers.functional.fit_attentive_probe`; layer by layer in Skean et al., Layer by Layer, arXiv
+    Source: as in `lit_layers.functional.fit_attentive_probe`; layer by layer in Skean et al., Layer by Layer, arXiv
     2502.02013, figure 14.
 
     Args:
-        train: labelled rows that the probes are fitted to.
-        test: labelled rows that they are scored on.
-        num_heads: queries, each over a slice of the width; it divides the width.
-        steps: of AdamW for each layer.
-        seed: of the probes' first weights and of the order of rows.
+        train: labelled rows to which the probes are fitted.
+        test: labelled rows on which they are scored.
+        num_heads: number of queries, each over a slice of the width; must divide the width.
+        steps: steps of AdamW per layer.
+        seed: seed of the probes' initial weights and of the order of rows.
     """
 
     LEAST: ClassVar = {"steps": 1}
@@ -223,7 +224,7 @@ class AttentiveProbe(Analysis):
         return {"finite": (seen.hidden.isfinite().all(-1) | ~seen.mask).all(-1).cpu()}
 
     def jobs(self, model: LayeredModel, train: Values, test: Values) -> Jobs:
-        """Return the probes of all layers, a job each, whose states each rank passes for itself."""
+        """Return one job per layer, which passes the rows and fits the probe."""
         problem = self._rows.problem(model)
         layers, used = comparable(torch.cat([train["finite"][:, problem.distinct], test["finite"]], dim=1))
         in_train, in_test = used.split([len(problem.train), len(problem.test)])
@@ -247,7 +248,7 @@ class AttentiveProbe(Analysis):
         return Jobs(jobs, lambda of_layers: itertools.chain(references, *of_layers))
 
     def _states(self, view: LayeredModel, split: str, layer: int) -> tuple[Tensor, Tensor]:
-        """Return states (rows, tokens, dim) and mask (rows, tokens) of a split, shorter texts padded at their end."""
+        """Return the states (rows, tokens, dim) and mask (rows, tokens) of a split, padded at the end."""
         states: list[Tensor] = []
         masks: list[Tensor] = []
         for batch in getattr(self, split):

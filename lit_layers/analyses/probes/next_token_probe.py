@@ -24,10 +24,10 @@ from lit_layers.records import Record
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Positions of texts, in the order of the texts."""
+    """Positions in texts, in the order of the texts."""
 
     texts: Sequence[Tensor]  # real tokens of every text of the split, (tokens,) each
-    text: Tensor  # (n,) which text a row is of
+    text: Tensor  # (n,) index of the row's text
     position: Tensor  # (n,) counted from 0 among its real tokens
 
     def __len__(self) -> int:
@@ -40,21 +40,21 @@ class Rows:
         return torch.tensor([int(self.texts[text][position + 1]) for text, position in where], dtype=torch.long)
 
     def where(self, kept: Tensor) -> "Rows":
-        """Return the rows that a mask (n,) or indices select."""
+        """Return the rows selected by a mask (n,) or by indices."""
         return replace(self, text=self.text[kept], position=self.position[kept])
 
 
 class Pass(NamedTuple):
-    """Contexts of one length, so that no padding is needed, and the rows that are read off them."""
+    """Contexts of one length, which need no padding, and the rows that are read from them."""
 
     input_ids: Tensor  # (batch, tokens)
     row: Tensor  # (k,) indices into the rows
-    context: Tensor  # (k,) which context holds the row
+    context: Tensor  # (k,) index of the context that holds the row
     position: Tensor  # (k,)
 
 
 def duplicates(texts: Sequence[Tensor], others: Sequence[Tensor]) -> set[int]:
-    """Return the indices of the texts that are also among `others`, token for token."""
+    """Return the indices of the texts that also occur in `others`, token for token."""
     other_texts = {text.numpy().tobytes() for text in others}
     return {i for i, text in enumerate(texts) if text.numpy().tobytes() in other_texts}
 
@@ -69,8 +69,8 @@ def draw_rows(
 ) -> Rows:
     """Draw up to `per_text` different positions of each text, uniformly.
 
-    A position has `min_context` tokens up to and including it, and a token after it. Positions depend only on the seed
-    and the index of the text.
+    A position needs `min_context` tokens up to and including it, and a next token. Positions depend only on the seed
+    and the index of the text. Texts whose index is in `skip` have no rows.
     """
     chosen = []
     for i, text in enumerate(texts):
@@ -100,8 +100,9 @@ def class_of(targets: Tensor, classes: Tensor) -> Tensor:
 def passes(rows: Rows, *, max_tokens: int, together: bool) -> Iterator[Pass]:
     """Yield all rows, in passes of at most `max_tokens` tokens (or one context).
 
-    A context ends with its row's position: the model sees nothing of the target, whether or not it is causal, and does
-    no work on what comes later. `together` reads all rows of a text off the context of its last: for causal models.
+    A context ends at its row's position. So the model sees nothing of the target, even if it is not causal, and does no
+    work on later tokens. With `together`, all rows of a text are read from the context of its last row, which is valid
+    for causal models.
     """
     contexts: dict[tuple[int, int], list[int]] = defaultdict(list)
     texts, positions = rows.text.tolist(), rows.position.tolist()
@@ -123,7 +124,7 @@ def passes(rows: Rows, *, max_tokens: int, together: bool) -> Iterator[Pass]:
             )
 
 
-MAX_LOGITS = 2**28  # of one forward pass: 1 GB in float32
+MAX_LOGITS = 2**28  # entries in one forward pass: 1 GB in float32
 
 
 @dataclass(kw_only=True)
@@ -131,22 +132,25 @@ class NextTokenProbe(ProbeAnalysis):
     """A logistic probe per layer that predicts the next token among the most frequent ones.
 
     One position is drawn from each text (`positions_per_sequence` for more), uniformly over those with `min_context`
-    tokens of context and a next token; features are the states there, the target is the next token. Classes are the
-    `num_classes` most frequent training targets, or as many as there are. `train` and `test` should come from
-    different documents; a training text that is also a test text, token for token, is left out.
+    tokens of context and a next token. Features are the states at that position; the target is the next token. Classes
+    are the `num_classes` most frequent training targets, or as many as there are. `train` and `test` should come from
+    different documents. A training text that is equal to a test text, token for token, is left out.
 
-    Per layer: `accuracy` and `log_loss` (nats) and `macro_f1` on the test rows whose target is a class, `accuracy_all`
-    on all of them, the others counting as errors. `coverage` is the share of the former; its tags count classes, rows,
-    and texts left out, and `num_train_wanted` and `num_test_wanted` are the texts asked for where there were fewer.
-    Rows tagged `reference` are on the same test rows: "majority" (the class frequencies in training) and, of a model
-    that generates, "lm_head" (its own head over its vocabulary) and "lm_head_closed" (over the classes, as the probe).
-    Rows tagged `control="random_labels"` are of probes fitted to permuted labels.
+    Per layer: `accuracy`, `log_loss` (nats) and `macro_f1` on the test rows whose target is a class, and `accuracy_all`
+    on all test rows, where the others count as errors. `coverage` is the share of test rows whose target is a class.
+    Its tags count classes, rows and texts left out; `num_train_wanted` and `num_test_wanted` are the numbers of texts
+    requested, if fewer exist. Rows tagged `reference` are on the same test rows: "majority" (the class frequencies in
+    training) and, for a model that predicts the next token, "lm_head" (its own head over its vocabulary) and
+    "lm_head_closed" (its head over the classes, as the probe). Rows tagged `control="random_labels"` come from probes
+    fitted to permuted labels.
 
-    Intervals: Wilson's for shares, bootstrap over test rows for the rest; with several positions per text, whose rows
-    are not independent, bootstrap over texts for all. `n` counts rows. A layer whose states are not finite for most
-    rows has no probe; a text with a row that is not finite at another layer is left out, its rows counted in
-    `num_undefined`. A layer whose probe has not converged has the tag `num_not_converged`. Source: hierarchical
-    analysis of monotonicity (OpenReview ZVLyyG5yS6), section 2, whose settings are unpublished: these are ours.
+    Intervals: Wilson's for shares, bootstrap over test rows for the rest. With several positions per text, whose rows
+    are not independent, all intervals are bootstrap over texts. `n` counts rows. A layer whose states are not finite
+    for most rows has no probe. A text with a row that is not finite at another layer is left out, and its rows are
+    counted in `num_undefined`. A layer whose probe did not converge has the tag `num_not_converged`.
+
+    Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), section 2, whose settings are unpublished:
+    these are ours.
     """
 
     SEES = "text"
@@ -163,7 +167,7 @@ class NextTokenProbe(ProbeAnalysis):
         self._problem  # noqa: B018
 
     def reads(self, model: LayeredModel) -> dict[str, RowsRead]:
-        """Return nothing: the contexts are passed by `jobs`, as those of a broken model are drawn and passed again."""
+        """Return nothing: `jobs` passes the contexts itself, as it may have to draw rows again."""
         return {}
 
     def jobs(self, model: LayeredModel) -> Jobs:
@@ -174,7 +178,7 @@ class NextTokenProbe(ProbeAnalysis):
         if not in_train.any() or not in_test.any():
             raise all_undefined(self.name)
         tags: TagDict = {**missing_tag("", ~kept)}
-        if tags:  # drawn and counted anew without the texts of these rows
+        if tags:  # draw and count again without the texts of undefined rows
             problem = self._draw({*problem.train.text[~in_train].tolist()}, {*problem.test.text[~in_test].tolist()})
             train, test, head = self._features(model, problem)
         references = self._coverage(problem, tags)
@@ -193,17 +197,17 @@ class NextTokenProbe(ProbeAnalysis):
         return probe_jobs(model, references, [fitting], self, seed)
 
     def _fold_groups(self, text: Tensor) -> Tensor:
-        """Return group ids (n,) of rows to be held out together.
+        """Return group ids (n,) of rows that are held out together.
 
         A group is a document, or a text if a document has more rows than a fold should have.
         """
-        origins = self.train.origins() if isinstance(self.train, Batches) else None  # a plain list knows of none
+        origins = self.train.origins() if isinstance(self.train, Batches) else None  # a plain list has no origins
         if origins is None or origins[text].bincount().max() > len(text) / NUM_FOLDS:
             return text
         return origins[text]
 
     def _features(self, model: LayeredModel, problem: "_Problem") -> tuple[Tensor, Tensor, "_Head | None"]:
-        """Return the states (layers + 1, rows, dim) of train and test rows, and what the head makes of the latter."""
+        """Return the states (layers + 1, rows, dim) of train and test rows, and the head's predictions on test rows."""
         max_tokens = max(batch["input_ids"].numel() for batch in self.test)
         how: dict[str, Any] = {"max_tokens": min(max_tokens, MAX_LOGITS // (model.vocab_size or model.dim))}
         how["together"] = model.predicts_next_token
@@ -211,11 +215,11 @@ class NextTokenProbe(ProbeAnalysis):
 
     @cached_property
     def _problem(self) -> "_Problem":
-        """The rows of both splits and their classes, which depend only on tokens."""
+        """Rows of both splits and their classes, which depend only on tokens."""
         return self._draw(set(), set())
 
     def _draw(self, broken_train: set[int], broken_test: set[int]) -> "_Problem":
-        """Draw the rows, without the broken texts, which are given by index."""
+        """Draw the rows without the broken texts, which are given by index."""
         train_texts, test_texts = (
             [text for batch in split for text in real_tokens(batch)] for split in (self.train, self.test)
         )
@@ -264,7 +268,7 @@ class NextTokenProbe(ProbeAnalysis):
         """Yield the scores of predictions (test rows,) and log-probabilities (test rows, classes)."""
         covered = problem.test_classes >= 0
         truth, text = problem.test_classes[covered], problem.test.text
-        hit = predicted == problem.test_classes  # never for the uncovered, which are -1
+        hit = predicted == problem.test_classes  # False for uncovered rows, whose class is -1
         fields: dict[str, Any] = {"layer": layer, "tags": tags}
         yield from self._mean("accuracy", hit[covered], text[covered], **fields)
         yield from self._mean("accuracy_all", hit, text, **fields)
@@ -273,7 +277,7 @@ class NextTokenProbe(ProbeAnalysis):
         yield Record(metric="macro_f1", value=macro_f1(truth, predicted[covered]), n=len(truth), **fields)
 
     def _mean(self, metric: str, values: Tensor, text: Tensor, **fields: Any) -> list[Record]:
-        """Return the mean over rows; its interval is over texts, and Wilson's for a share with one row a text."""
+        """Return the mean over rows, with an interval over texts, or Wilson's for a share with one row per text."""
         _, num_texts = self._problem.num_texts
         counts = torch.bincount(text, minlength=num_texts)
         sums = torch.zeros(num_texts, dtype=torch.float64).index_add_(0, text, values.double())
@@ -285,18 +289,18 @@ class NextTokenProbe(ProbeAnalysis):
 
 
 class _Problem(NamedTuple):
-    train: Rows  # those of a class only
-    test: Rows  # all
+    train: Rows  # rows whose target is a class
+    test: Rows  # all rows
     classes: Tensor  # (classes,) token ids, the most frequent first
     train_classes: Tensor  # (train rows,)
-    test_classes: Tensor  # (test rows,), -1 for the uncovered
+    test_classes: Tensor  # (test rows,), -1 for targets outside the classes
     num_duplicates: int
     num_too_short: int
     num_texts: tuple[int, int]  # of train and test
 
 
 class _Head(NamedTuple):
-    """What the model's own head makes of rows."""
+    """Predictions of the model's own head on rows."""
 
     top: Tensor  # (rows,) the most probable token
     log_loss: Tensor  # (rows,) of the target
@@ -304,7 +308,7 @@ class _Head(NamedTuple):
 
 
 def _references(problem: _Problem, head: _Head | None) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield what probes are compared with: predictions (test rows,) and log-probabilities (test rows, classes)."""
+    """Yield the references of the probes: predictions (test rows,) and log-probabilities (test rows, classes)."""
     share = torch.bincount(problem.train_classes).double() / len(problem.train)
     yield "majority", share.argmax().expand(len(problem.test)), share.log().expand(len(problem.test), -1)
     if head is not None:
@@ -315,7 +319,7 @@ def _references(problem: _Problem, head: _Head | None) -> Iterator[tuple[str, Te
 def _states(model: LayeredModel, rows: Rows, classes: Tensor | None, **how: Any) -> tuple[Tensor, _Head | None]:
     """Return the states (layers + 1, rows, dim) at the rows' positions, on the CPU.
 
-    Given classes and a model that generates, also return what its head makes of the rows.
+    Given classes and a model that predicts the next token, also return the predictions of its head.
     """
     states, heads = torch.empty(model.num_layers + 1, len(rows), model.dim, dtype=model.dtype), list[_Head]()
     order, targets = list[Tensor](), rows.targets
@@ -331,4 +335,4 @@ def _states(model: LayeredModel, rows: Rows, classes: Tensor | None, **how: Any)
         return states, None
     inverse = torch.cat(order).argsort()
     head = _Head(*(torch.cat(columns)[inverse] for columns in zip(*heads, strict=True)))
-    return states, head if head.log_loss.isfinite().all() else None  # else it is behind a broken layer
+    return states, head if head.log_loss.isfinite().all() else None  # else a layer before it is not finite

@@ -1,4 +1,4 @@
-"""The next token's id by least squares on the states of each layer: what it leaves, and how it falls with depth."""
+"""Least-squares prediction of the next token's id from each layer's states, and how its residual falls with depth."""
 
 import math
 from collections.abc import Iterator
@@ -21,37 +21,39 @@ from lit_layers.models.build import true_vocab_size
 from lit_layers.models.view import Batch, LayeredModel, Trajectory, final_norm, states_of_layers
 from lit_layers.records import Record
 
-MAX_BYTES = 8 * 10**9  # of states held: 78,000 rows of 25 layers of width 1,024 in float32
-EPS = 1e-5  # of the norms that carry none of their own: OlmoLayerNorm has this one in its code
+MAX_BYTES = 8 * 10**9  # most bytes of states in memory: 78,000 rows of 25 layers of width 1,024 in float32
+EPS = 1e-5  # of norms without an attribute for it: OlmoLayerNorm has this value in its code
 
 
 @dataclass(kw_only=True)
 class NextTokenResidual(Analysis):
     """Least squares of the next token's vocabulary index on the states of all positions of all texts, per layer 0..L.
 
-    Per layer, `n` counting rows (positions): `prediction_residual`, the mean squared residual over the variance, in
-    sample, in [0, 1]; `adjusted`, the same freed of the number of features; `held_out`, fitted on the share `split` of
-    the texts, whole texts, and scored on the others; `rank` of the features. Those tagged
-    `control="relabelled_vocabulary"` have the vocabulary's numbers permuted by `seed`: what remains without their
-    order, which is about that of frequency. Compare values at equal numbers of rows and widths only, or `adjusted`.
+    Per layer, with `n` counting rows (positions): `prediction_residual`, the mean squared residual over the variance,
+    in sample, in [0, 1]; `adjusted`, the same corrected for the number of features; `held_out`, fitted on the share
+    `split` of the texts and scored on the others; `rank` of the features. Records tagged
+    `control="relabelled_vocabulary"` permute the ids of the vocabulary by `seed`, which removes their order, roughly
+    that of frequency. Compare values only at equal numbers of rows and widths, or use `adjusted`.
 
-    Without a layer, over layers 1..L: `residual_ratio`, rho of `exponential_law` on prediction_residual (below 1 it
-    shrinks by that factor per block), its `r_squared` and `pearson`. Models of fewer than 3 blocks, and curves that
-    touch 0, have none. A layer at which most texts are not finite is a gap, and these are then NaN; a text that is not
-    finite at another layer is left out of all and counted in `num_undefined`.
+    Without a layer, over layers 1..L: `residual_ratio`, rho of `exponential_law` on prediction_residual (below 1, the
+    residual shrinks by that factor per block), its `r_squared` and `pearson`. Models of fewer than 3 blocks, and curves
+    that touch 0, have none. A layer at which most texts are not finite has no records, and these values are then NaN. A
+    text that is not finite at another layer is left out everywhere and counted in `num_undefined`.
 
-    Intervals and stderr of prediction_residual, adjusted and residual_ratio come from the spread of `num_halves` random
-    halves of the texts around their mean, put around the value (delete-half jackknife), as resampling with replacement
-    would repeat rows. The means of the halves, of `num_half_texts` texts each, are `..._of_half`. There are no halves
-    of fewer than 4 texts, nor of too few rows for the width.
+    Intervals and stderr of prediction_residual, adjusted and residual_ratio come from the spread over `num_halves`
+    random halves of the texts, centred on the value (delete-half jackknife), as resampling with replacement would
+    repeat rows. The means over halves, of `num_half_texts` texts each, are `..._of_half`. There are no halves with
+    fewer than 4 texts, or with too few rows for the width.
 
-    Rows are normalised by a fresh norm of the kind and eps of the model's own. `states="hf"` measures the last layer
-    after the final norm, without another. The model runs in float32 or wider, all fits in float64 on its
-    device. Held in memory: layers x rows x width, which is refused above 8 GB. Source: He & Su, arXiv 2408.13442.
+    Rows are normalised by a new norm of the same kind and eps as the model's own. `states="hf"` measures the last layer
+    after the final norm, without a further norm. The model runs in float32 or wider; all fits are in float64 on its
+    device. Memory: layers x rows x width, refused above 8 GB.
+
+    Source: He & Su, arXiv 2408.13442.
     """
 
     SEES = "text"
-    NEXT_TOKEN = True  # states of others have seen the token that is to be predicted
+    NEXT_TOKEN = True  # states of other models have seen the token to predict
     batches: Batches
     name: str = "prediction_residual"
     states: Literal["resid", "hf"] = "resid"
@@ -71,7 +73,7 @@ class NextTokenResidual(Analysis):
         return {} if is_large else {"batches": Rows(self.batches)}
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        """Return the states (layers + 1, dim, rows) that have a next token."""
+        """Return the states (layers + 1, dim, rows) at positions with a next token."""
         prompt, position = _predicted(seen.mask)
         layers = states_of_layers(seen, self.states)
         return {"states": torch.stack([states[prompt, position].cpu() for states in layers]).mT}
@@ -109,7 +111,7 @@ class NextTokenResidual(Analysis):
         return Jobs([partial(fit_layer, layer) for layer in layers.nonzero()[:, 0].tolist()], records)
 
     def _comparable(self, states: Tensor, rows: "_Rows") -> tuple[Tensor, Tensor, TagDict]:
-        """Return the measured layers, the rows of texts that are finite at all of them, and tags that count others."""
+        """Return the measured layers, the rows of texts that are finite at all of them, and tags that count the others."""
         broken = (~states.isfinite().all(-1)).double()  # (layers + 1, rows)
         of_texts = broken.new_zeros(len(states), rows.num_texts).index_add_(1, rows.text, broken)
         layers, used = comparable(of_texts == 0)
@@ -122,7 +124,7 @@ class NextTokenResidual(Analysis):
     ) -> PredictionResidual:
         kind, eps = _own_norm(model)
         if self.states == "hf" and layer == model.num_layers:
-            kind = "none"  # it comes from the final norm
+            kind = "none"  # these states are already normalised
         fit = prediction_residual(features, ids, normalize=kind, eps=eps, split=split)
         held_out = None if fit.held_out is None else fit.held_out.cpu()
         return replace(fit, value=fit.value.cpu(), adjusted=fit.adjusted.cpu(), held_out=held_out, rank=fit.rank.cpu())
@@ -169,12 +171,12 @@ class NextTokenResidual(Analysis):
         return {"num_texts": rows.num_texts, **self.tags_of("states")}
 
     def _rows(self) -> "_Rows":
-        """Return the rows that are predicted, which depend only on tokens."""
+        """Return the rows to predict, which depend only on tokens."""
         targets, text, num_texts = [], [], 0
         for batch in self.batches:
             ids = batch["input_ids"]
             prompt, position = _predicted(batch.get("attention_mask", torch.ones_like(ids)).bool())
-            _, index = prompt.unique(return_inverse=True)  # texts of one token have no row and no number
+            _, index = prompt.unique(return_inverse=True)  # texts of one token have no row and no index
             targets.append(ids[prompt, position + 1])
             text.append(num_texts + index)
             num_texts += int(index.max()) + 1 if len(index) else 0
@@ -183,7 +185,10 @@ class NextTokenResidual(Analysis):
         return _Rows(torch.cat(targets), torch.cat(text), num_texts)
 
     def _texts_to_fit(self, rows: "_Rows") -> Tensor:
-        """Return which texts are fitted, (texts,): those with the lowest draws, by the seed and the text's index."""
+        """Return the mask (texts,) of texts to fit.
+
+        They are those with the lowest random draws, which depend on the seed and the text's index.
+        """
         draws = [np.random.default_rng([self.seed, i]).random() for i in range(rows.num_texts)]
         count = min(max(round(self.split * rows.num_texts), 1), rows.num_texts - 1)
         fitted = torch.zeros(rows.num_texts, dtype=torch.bool)
@@ -218,14 +223,14 @@ class NextTokenResidual(Analysis):
 
 
 class _Rows(NamedTuple):
-    """Every position with a next token, in the order of the texts that have one."""
+    """Positions with a next token, in the order of the texts that have one."""
 
     targets: Tensor  # (rows,) ids of the next tokens
-    text: Tensor  # (rows,) numbers of the texts
+    text: Tensor  # (rows,) indices of the texts
     num_texts: int
 
     def where(self, used: Tensor) -> "_Rows":
-        """Return the rows of some texts, given by a mask (rows,), with text indices counted again from 0."""
+        """Return the rows selected by a mask (rows,), with text indices counted from 0 again."""
         texts, text = self.text[used].unique(return_inverse=True)
         return _Rows(self.targets[used], text, len(texts))
 
@@ -233,7 +238,7 @@ class _Rows(NamedTuple):
 class _LayerFit(NamedTuple):
     layer: int
     whole: PredictionResidual
-    halves: Tensor  # (halves, 2) values and adjusted ones of the halves
+    halves: Tensor  # (halves, 2) value and adjusted value of each half
 
 
 def _predicted(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -243,7 +248,7 @@ def _predicted(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _own_norm(model: LayeredModel) -> tuple[Normalize, float]:
-    """Return kind and eps of the model's final norm, or of the first norm in its blocks if it has no final one."""
+    """Return kind and eps of the model's final norm, or without one, of the first norm in its blocks."""
     norm: Any = final_norm(model)
     if norm is None:
         norm = next(module for module in model.blocks[0].modules() if "norm" in type(module).__name__.lower())

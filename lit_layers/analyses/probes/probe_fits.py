@@ -1,4 +1,4 @@
-"""How linear probes of layers are fitted, how their work is divided over layers, and how they are scored."""
+"""Fitting linear probes of layers, in jobs per layer, and scoring them."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,11 +20,11 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 from lit_layers.tasks.text_features import permuted
 
-MAX_SENT = 1e9  # bytes of states that processes send to one another: 25,000 rows of all layers of GPT-2 small
+MAX_SENT = 1e9  # bytes of states that ranks may send: 25,000 rows of all layers of GPT-2 small
 
 
 def vector_bytes(model: LayeredModel, rows: int) -> int:
-    """Return the bytes of vectors of so many rows at all layers, in the model's precision, at least float32."""
+    """Return the size in bytes of vectors of `rows` rows at all layers, in the model's precision, at least float32."""
     return max(torch.finfo(model.dtype).bits // 8, 4) * rows * model.dim * (model.num_layers + 1)
 
 
@@ -34,7 +34,7 @@ Estimator = Literal["logistic", "watch"]
 
 @dataclass(frozen=True)
 class ProbeOptions:
-    """How a layer's probe is fitted."""
+    """Options with which a layer's probe is fitted."""
 
     c: float = 1.0
     penalty: float = 1.0
@@ -55,9 +55,9 @@ def fit_labellings(
     groups: Tensor | None = None,
     device: torch.device | None = None,
 ) -> Sequence[Fitted]:
-    """Return the probe of one layer for each labelling of its features (rows, dim): ridge if `num_classes` is None.
+    """Return one layer's probe for each labelling of its features (rows, dim): ridge if `num_classes` is None.
 
-    Rows of one number in `groups` (rows,) are held out together.
+    Rows with the same id in `groups` (rows,) are held out together.
     """
     layer = features[None]
     if num_classes is None:
@@ -73,15 +73,15 @@ def fit_labellings(
 def fit_layer(
     features: Tensor, targets: Tensor, options: "ProbeOptions | ProbeAnalysis", *, num_classes: int | None
 ) -> Fitted:
-    """Return the probe of one layer on features (rows, dim): logistic for classes, ridge if `num_classes` is None."""
+    """Return one layer's probe on features (rows, dim): logistic for classes, ridge if `num_classes` is None."""
     return fit_labellings(features, [targets], options, num_classes=num_classes)[0]
 
 
 @dataclass(kw_only=True)
 class ProbeAnalysis(Analysis):
-    """Linear probes of every layer, and how they are fitted.
+    """Linear probes of every layer.
 
-    `estimator`: "logistic" has the optimum at `c`; "watch" is near the best c of each layer, for a fraction of the
+    `estimator`: "logistic" finds the optimum at `c`; "watch" comes near the best c of each layer for a fraction of the
     work.
     """
 
@@ -95,7 +95,7 @@ class ProbeAnalysis(Analysis):
 
 
 class Fitting(NamedTuple):
-    """Features that probes are fitted to, of those layers that the mask `layers` (layers + 1,) holds."""
+    """Features to which probes are fitted, at the layers where the mask `layers` (layers + 1,) is True."""
 
     features: Tensor  # (layers, rows, dim)
     labels: Tensor  # (rows,)
@@ -103,8 +103,8 @@ class Fitting(NamedTuple):
     layers: Tensor
     num_classes: int
     tags: TagDict
-    scores: Callable[[Tensor, TagDict, int], Iterable[Record]]  # of log-probabilities, tags and layer
-    groups: Tensor | None = None  # (rows,): rows of one number are held out together
+    scores: Callable[[Tensor, TagDict, int], Iterable[Record]]  # (log-probabilities, tags, layer) -> records
+    groups: Tensor | None = None  # (rows,) group ids: rows of a group are held out together
 
 
 def probe_jobs(
@@ -114,11 +114,11 @@ def probe_jobs(
     options: ProbeAnalysis,
     control_seed: int | None,
 ) -> Jobs:
-    """Return logistic probes of all layers, a job each, of the labels and, given a seed, of permuted labels.
+    """Return one job per layer that fits logistic probes to the labels and, with a seed, to permuted labels.
 
-    With the estimator "watch" the record `probe_c` says which c each layer has, and `n` of how many rows.
+    With the estimator "watch", the record `probe_c` reports the c of each layer, and `n` its number of training rows.
     """
-    device = torch.device("cpu") if model.device.type == "mps" else model.device  # which has no float64
+    device = torch.device("cpu") if model.device.type == "mps" else model.device  # MPS has no float64
 
     def layer_records(fitting: Fitting, row: int, layer: int) -> list[Record]:
         found = list[Record]()
@@ -145,14 +145,14 @@ def probe_jobs(
 
 
 RULES: dict[str, curves.Rule] = {"plateau_layer": "plateau", "best_layer": "best"}
-PLATEAU = 0.01  # gain of a single step that still counts as one: a point of accuracy, 0.01 nats
+PLATEAU = 0.01  # largest gain of a step that is ignored: a point of accuracy, 0.01 nats
 
 
 @dataclass(frozen=True, eq=False)
 class RowScores:
-    """What one probe makes of each row. Of a regression the losses are squared errors, and the rest is None."""
+    """A probe's score on each row. For a regression, `losses` are squared errors and the rest is None."""
 
-    losses: Tensor  # (rows,) nats, infinite for a class that no training row had; or squared errors
+    losses: Tensor  # (rows,) nats, infinite for a class without training rows; or squared errors
     hits: Tensor | None = None  # (rows,)
     predicted: Tensor | None = None  # (rows,)
 
@@ -162,7 +162,7 @@ class RowScores:
 
 
 def score_rows(probe: Fitted, features: Tensor, targets: Tensor) -> RowScores:
-    """Score a probe on features (rows, dim) and their true classes or values."""
+    """Score a probe on features (rows, dim) with their true classes or values."""
     if isinstance(probe, LogisticProbes):
         return score_log_proba(probe.log_proba(features[None])[0], targets)
     return RowScores((probe.predict(features[None])[0].double() - targets).square())
@@ -184,11 +184,18 @@ def score_records(
     intervals: bool,
     rows: Tensor | None = None,
 ) -> Iterator[Record]:
-    """Yield the scores of one part. `baseline`: the squared errors of predicting the training mean, for R^2.
+    """Yield the scores of one split.
 
-    `rows` (rows of the part,) says which of them are scored; None: all.
-    `intervals`: Wilson's for the accuracy, bootstrap over rows for the rest. Log-loss is over the rows whose class some
-    training row had; the others count as errors.
+    Args:
+        scores: scores of the rows.
+        targets: true classes or values.
+        tags: tags of the records.
+        layer: layer of the records.
+        baseline: squared errors of predicting the training mean, for R^2.
+        intervals: whether to compute bootstrap intervals over rows. The accuracy always has Wilson's interval.
+        rows: mask (rows of the split,) of the scored rows; None: all rows.
+
+    The log-loss is over the rows whose class occurs in training; the others count as errors of the accuracy.
     """
     rows = torch.ones(len(targets), dtype=torch.bool) if rows is None else rows
     fields: dict[str, Any] = {"layer": layer, "rows": rows}
@@ -214,11 +221,10 @@ def score_records(
 def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Iterator[Record]:
     """Yield how the score rises over layers 1 to L, with intervals over test rows.
 
-    The records are monotonicity, and where the rise ends.
-
-    `curve` holds the layers from 1 on. `plateau_layer` is the first after which no single step gains more than
-    `PLATEAU`, `best_layer` the earliest best; their intervals say how far the choice depends on the test rows. All are
-    NaN where a layer is missing, which the tag `num_undefined_layers` says.
+    `curve` holds the layers from 1 on. The records are the monotonicity and the layers where the rise ends.
+    `plateau_layer` is the first layer after which no single step gains more than `PLATEAU`, and `best_layer` is the
+    first of the best layers. Their intervals show how much the choice depends on the test rows. If a layer is missing,
+    which the tag `num_undefined_layers` reports, all values are NaN.
     """
     if "num_undefined_layers" in tags:
         names = (*(f"monotonicity_{name}" for name in curves.Monotonicity._fields), *RULES, "inflection_layer")
@@ -247,5 +253,5 @@ def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Ite
 
 
 def _widened(low: float, value: float, high: float) -> tuple[float | None, float | None]:
-    """Widen an interval to hold its value: with few rows, resampled curves are rougher than their mean."""
+    """Widen an interval to contain its value: with few rows, resampled curves are rougher than their mean."""
     return (None, None) if math.isnan(low) or math.isnan(high) else (min(low, value), max(high, value))

@@ -1,4 +1,4 @@
-"""Linear probes of each layer on a downstream task, with all of its training texts and with fewer."""
+"""Linear probes of each layer on a downstream task, with all of its training texts or fewer."""
 
 import math
 from collections import defaultdict
@@ -43,31 +43,31 @@ from lit_layers.tasks.text_features import (
 
 @dataclass(kw_only=True)
 class TaskTexts:
-    """The texts of a downstream task as a probe reads them.
+    """The texts of a downstream task, as probes read them.
 
     A layer at which fewer than half of all rows have finite features has no probe. A row whose features are not finite
-    at another layer is left out of every part and layer, and counted in `num_undefined`.
+    at another layer is left out of every split and layer, and counted in `num_undefined`.
 
-    Several processes divide the texts, and then the probes, a layer each. Above 1 GB of vectors each process passes all
-    texts.
+    Several ranks share the texts, then the probes of the layers. If the vectors take more than 1 GB, each rank passes
+    all texts.
 
     Args:
         task: a name of the catalogue, or a `ProbeTask`.
-        tokenizer: a local path, a name of the Hub, or bpe:SIZE.
-        corpus: which the tokenizer bpe:SIZE is trained on.
-        folder: local data, where the task's files lie; None: the Hub.
-        name: of the analysis; its kind and the task by default.
+        tokenizer: a local path, a name on the Hub, or bpe:SIZE.
+        corpus: the text on which the tokenizer bpe:SIZE is trained.
+        folder: local folder with the task's files; None: the Hub.
+        name: name of the analysis; by default its kind and the task.
         pooling: "last", "mean" or "cls".
-        max_tokens: a longer text loses its end; also at the model's own limit.
-        c, tolerance, max_iterations: of `fit_logistic_probes`.
-        penalty: of `fit_ridge_probes`, for regressions; 0 is least squares.
-        seed: of whatever is drawn.
-        estimator: "logistic", or "watch", near the best c of each layer in a fraction of the work
-            (`fit_watching_probes`). With "watch" a regression has the penalty that is best as each row is left out, and
-            `c`, `penalty`, `tolerance` and `max_iterations` have no meaning.
+        max_tokens: longer texts are cut at their end, and at the model's own limit.
+        c, tolerance, max_iterations: options of `fit_logistic_probes`.
+        penalty: option of `fit_ridge_probes`, for regressions; 0 is least squares.
+        seed: seed of all random draws.
+        estimator: "logistic", or "watch", which comes near the best c of each layer in a fraction of the work
+            (`fit_watching_probes`). With "watch", a regression has the penalty that is best in leave-one-out, and `c`,
+            `penalty`, `tolerance` and `max_iterations` are not used.
     """
 
-    kind: ClassVar[str]  # first part of the name
+    kind: ClassVar[str]  # prefix of the name
     SEES: ClassVar = "text"
     LEAST: ClassVar = {**ProbeAnalysis.LEAST, "penalty": 0}
 
@@ -91,7 +91,7 @@ class TaskTexts:
         return self._reader.tokenizer_hash()
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
-        """Return the texts of each part; none if their vectors are too large to send between ranks."""
+        """Return the texts of each split; nothing if their vectors are too large to send between ranks."""
         texts = self._rows(model).texts
         if vector_bytes(model, sum(map(len, texts.values()))) > MAX_SENT:
             return {}
@@ -101,21 +101,21 @@ class TaskTexts:
         return pool_texts(seen, batch, self.pooling, "resid")
 
     def _rows(self, model: LayeredModel) -> TaskRows:
-        """Return the parts that are measured on; train includes the validation rows."""
+        """Return the splits to measure on; train includes the validation rows."""
         return self._reader.rows(model, join_validation=True)
 
     def _features(self, model: LayeredModel, rows: TaskRows, values: dict[str, Values]) -> dict[str, LayerFeatures]:
-        """Return the features of all parts, which are made here if no part was read."""
+        """Return the features of all splits, from the values of the shared pass or else from new passes."""
         if values:
             return {split: store_features(values.pop(split)) for split in rows.texts}
         how: Any = {"pooling": self.pooling, "undefined": "nan"}
         return {split: text_features(model, texts, **how) for split, texts in rows.texts.items()}
 
     def _comparable(self, features: Mapping[str, LayerFeatures]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return which layers (layers + 1,) are measured, and which rows of each part have a vector at each of them.
+        """Return which layers (layers + 1,) are measured, and which rows of each split have a vector at each of them.
 
         Raises:
-            ValueError: no layer is left, or no row of a part.
+            ValueError: if no layer is left, or no row of a split.
         """
         defined = {split: layers.defined() for split, layers in features.items()}
         layers, used = comparable(torch.cat(list(defined.values()), dim=1))
@@ -135,23 +135,24 @@ class Probe(TaskTexts, ProbeAnalysis):
     """A linear probe per layer, 0 to L, on a downstream task: logistic for classes, ridge for numbers.
 
     The feature of a text is one vector per layer: its "last" real token, the "mean" of its tokens, or the first
-    ("cls"); every text passes the model once. Per layer and part, tag `split`: `accuracy`, `macro_f1` and `log_loss`
+    ("cls"). Each text passes the model once. Per layer and split (tag `split`): `accuracy`, `macro_f1` and `log_loss`
     (nats), or `mean_squared_error` and `r_squared` (against predicting the training mean). Rows tagged
-    `reference="majority"` (or "mean") are what the training labels alone give on the same rows;
-    `control="random_labels"` are probes fitted to permuted labels. A test row of a class that no training row has
-    counts as an error, and is left out of the log-loss. Without a layer: how steadily the test score rises
-    (`monotonicity_...`, tag `of`), the layer from which no single step gains more than 0.01 (`plateau_layer`), the best
-    one, the first inflection.
+    `reference="majority"` (or "mean") are the scores of the training labels' frequencies (or mean) on the same rows.
+    Rows tagged `control="random_labels"` are probes fitted to permuted labels. A test row of a class without training
+    rows counts as an error and is left out of the log-loss. Records without a layer describe how the test score rises:
+    `monotonicity_...` (tag `of`), the layer after which no single step gains more than 0.01 (`plateau_layer`), the best
+    layer, and the first inflection.
 
-    Fitted on train alone, `validation` is scored as well: choose layers there. Test has intervals: Wilson's for the
-    accuracy, bootstrap over its rows for the rest. Features lie on disk, up to 1 GB of them in memory before; a layer
-    at a time is read (100,000 x 768 x 4 B = 0.3 GB). Source: hierarchical analysis of monotonicity (OpenReview
-    ZVLyyG5yS6), section 3.
+    If `fit_on` is "train", `validation` is also scored: choose layers there. Test scores have intervals: Wilson's for
+    the accuracy, bootstrap over rows for the rest. Features are stored on disk, up to
+    1 GB of them in memory before. One layer at a time is read (100,000 x 768 x 4 B = 0.3 GB).
+
+    Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), section 3.
 
     Args:
         fit_on: "train_and_validation", as published, or "train".
         random_labels: whether to fit the control.
-        seed: of permuted labels.
+        seed: seed of the permuted labels.
 
     The other arguments are those of every analysis on a task (`TaskTexts`).
     """
@@ -199,7 +200,7 @@ class Probe(TaskTexts, ProbeAnalysis):
         layer: int,
         tags: TagDict,
     ) -> "_LayerScores":
-        """Fit one labelling of the training rows at one layer, given the features (rows, dim) of each part."""
+        """Fit one labelling of the training rows at one layer, from the features (rows, dim) of each split."""
         probe = fit_layer(parts["train"], labels, self, num_classes=rows.num_classes or None)
         failed = isinstance(probe, LogisticProbes) and not bool(probe.converged.all())
         flag = {"num_not_converged": 1} if failed else {}
@@ -225,18 +226,18 @@ class Probe(TaskTexts, ProbeAnalysis):
 
 
 class _LayerScores(NamedTuple):
-    """Of one probe."""
+    """Scores of one probe."""
 
     layer: int
     records: list[Record]
     test: RowScores
-    failed: bool  # whether it has not converged
+    failed: bool  # whether the probe did not converge
 
 
 def majority_records(rows: TaskRows, missing: Tags) -> Iterator[Record]:
     """Yield the scores of the training labels' class frequencies, or of their mean, on the test rows.
 
-    `missing` counts rows.
+    `missing` holds the tags that count rows left out.
     """
     train, targets = rows.targets["train"], rows.targets["test"]
     tags: Tags = {"task": rows.data.name, "split": "test", "num_train_rows": len(train), **rows.counts(), **missing}
@@ -256,21 +257,22 @@ SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 class SampleSizeSweep(TaskTexts, ProbeAnalysis):
     """The test score of each layer's probe with a 32nd, a 16th, ... and all of the training rows.
 
-    The subsets of a seed are nested: the first rows of one permutation. Test rows and classes stay. Per layer and size,
-    tag `train_rows`: mean over seeds of `accuracy` and `log_loss`, or of `mean_squared_error`, with Student's 95%
-    interval over seeds and `n` seeds; all rows are the same rows under every seed and are fitted once. The tag
-    `num_classes_seen` is the fewest classes that a subset held: a test row of another class counts as an error and is
-    left out of the log-loss. `c` multiplies a sum and is the same for all sizes, so regularisation fades as rows are
-    added. Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), whose sizes are unpublished: these are
-    ours.
+    The subsets of a seed are nested: they are the first rows of one permutation. Test rows and classes stay the same.
+    Per layer and size (tag `train_rows`): the mean over seeds of `accuracy` and `log_loss`, or of `mean_squared_error`,
+    with Student's 95% interval over seeds, whose number is `n`. The full set is the same for every seed and is fitted
+    once. The tag `num_classes_seen` is the smallest number of classes in a subset. A test row of another class counts
+    as an error and is left out of the log-loss. `c` multiplies a sum and is the same for all sizes, so regularisation
+    weakens as rows are added.
+
+    Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), whose sizes are unpublished: these are ours.
 
     Args:
         task, tokenizer, corpus, folder, pooling, max_tokens, c, penalty, tolerance, max_iterations, estimator: as for
             `Probe`.
-        name: of the analysis; sample_sizes/TASK by default.
-        layers: which layers; None: all, with layer 0.
-        num_seeds: permutations.
-        seed: of the first; the others follow it.
+        name: name of the analysis; sample_sizes/TASK by default.
+        layers: layers to measure; None: all, including layer 0.
+        num_seeds: number of permutations.
+        seed: first seed; the others follow it.
     """
 
     kind = "sample_sizes"
@@ -312,7 +314,7 @@ class SampleSizeSweep(TaskTexts, ProbeAnalysis):
             if rows.is_classification:
                 seen.append(len(chosen.unique()))
                 if seen[-1] < 2:
-                    continue  # one class: no probe
+                    continue  # a single class needs no probe
             probe = fit_layer(features[subset], chosen, self, num_classes=rows.num_classes or None)
             unconverged += int(not getattr(probe, "converged", torch.ones(1)).all())
             scores = score_rows(probe, held_out, targets)
@@ -320,7 +322,7 @@ class SampleSizeSweep(TaskTexts, ProbeAnalysis):
                 by_metric["mean_squared_error"].append(float(scores.losses.mean()))
                 continue
             by_metric["accuracy"].append(float(scores.hits.double().mean()))
-            by_metric["log_loss"].append(float(scores.losses[scores.losses.isfinite()].mean()))  # NaN of none
+            by_metric["log_loss"].append(float(scores.losses[scores.losses.isfinite()].mean()))  # NaN if none is finite
         tags: TagDict = {"task": rows.data.name, "split": "test", "train_rows": size, **counts}
         tags |= {"num_classes_seen": min(seen)} if seen else {}
         tags |= {"num_not_converged": unconverged} if unconverged else {}
@@ -330,12 +332,12 @@ class SampleSizeSweep(TaskTexts, ProbeAnalysis):
 
 
 def sizes(num_rows: int) -> list[int]:
-    """Return n/32, n/16, ..., n, rounded down, at least 2 and each once."""
+    """Return n/32, n/16, ..., n, rounded down, at least 2, without repetition."""
     return sorted({max(2, int(num_rows * share)) for share in SHARES if num_rows * share >= 2} | {num_rows})
 
 
 def subsets(num_rows: int, size: int, num_seeds: int, seed: int) -> list[Tensor]:
-    """Return the first `size` rows of a permutation for each seed; all rows once if `size` is all."""
+    """Return the first `size` rows of a permutation for each seed; all rows once if `size` is all of them."""
     if size == num_rows:
         return [torch.arange(num_rows)]
     generators = (torch.Generator().manual_seed(seed + turn) for turn in range(num_seeds))
@@ -343,7 +345,7 @@ def subsets(num_rows: int, size: int, num_seeds: int, seed: int) -> list[Tensor]
 
 
 def summarize_seeds(metric: str, values: list[float], *, layer: int, tags: TagDict) -> Record:
-    """Return the mean over seeds; from two seeds on with stderr and Student's interval."""
+    """Return the mean over seeds; with two seeds or more, also stderr and Student's interval."""
     mean, n = sum(values) / len(values), len(values)
     if n < 2:
         return Record(metric=metric, value=mean, layer=layer, n=n, tags=tags)
