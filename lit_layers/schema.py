@@ -31,9 +31,7 @@ from lit_layers.errors import InputError, refused
 
 T = TypeVar("T")
 STRICT = ConfigDict(strict=True, extra="forbid")  # numbers in quotes and unknown fields are refused
-OPEN = ConfigDict(
-    strict=True, extra="allow"
-)  # unknown fields are kept, to be shown or for a later version
+OPEN = ConfigDict(strict=True, extra="allow")  # unknown fields are kept, to be shown or for a later version
 _LONG = 80  # characters of a value that a sentence shows
 
 

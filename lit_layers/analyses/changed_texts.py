@@ -157,7 +157,7 @@ class Invariance(Analysis):
         return make_views(self.texts.texts(), self.num_views, seed=self.seed)
 
     def _encoded_for(self, model: LayeredModel) -> EncodedTexts:
-        """Return the token ids of all views, one view after the other, cut at the model's own limit if that is lower."""
+        """Return the token ids of all views, one view after the other, cut at the model's own limit if lower."""
         return self._encode(min(self.max_tokens, model.max_tokens or self.max_tokens))
 
     def _encode(self, limit: int) -> EncodedTexts:

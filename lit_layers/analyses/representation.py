@@ -248,7 +248,7 @@ class StateMetric(Analysis):
         return getattr(self.metric, "__name__", "")
 
     def config(self) -> dict[str, Any]:
-        """Return the options, with a hash of the source if the function is not ours: another source is another metric."""
+        """Return the options, with a hash of the source of a foreign function: another source is another metric."""
         whole = super().config()
         module = getattr(self.metric, "__module__", None) or ""
         whole["init_args"]["metric"] = f"{module}.{self.metric_name}"

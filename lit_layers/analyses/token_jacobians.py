@@ -50,7 +50,7 @@ def finite_or_zero(jacobians: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gap_records(gaps: Tensor, n: int, tags: Tags) -> Iterator[Record]:
-    """Yield how well leading directions are determined, from the gaps of all defined Jacobians; nothing without gaps."""
+    """Yield how well leading directions are determined, from the gaps of all defined Jacobians, if any."""
     if gaps.numel():
         yield Record(metric="min_gap", value=float(gaps.min()), n=n, tags=dict(tags))
         yield Record(metric="num_tied", value=float((gaps < TIE).sum()), n=n, tags=dict(tags))
@@ -338,7 +338,7 @@ class CrossTokenInfluence(Analysis):
                 yield from summarize(f"influence_{name}", of_prompts, layer=layer, tags=tags)
 
     def _distances(self, most: int) -> list[int]:
-        """Return the measured distances in ascending order, with 0 and the largest one if `num_inputs` is at least 2."""
+        """Return the measured distances in ascending order, with 0 and the largest if `num_inputs` is at least 2."""
         count = self.num_inputs
         if count is None or count > most:
             return list(range(most + 1))

@@ -111,7 +111,7 @@ class NextTokenResidual(Analysis):
         return Jobs([partial(fit_layer, layer) for layer in layers.nonzero()[:, 0].tolist()], records)
 
     def _comparable(self, states: Tensor, rows: "_Rows") -> tuple[Tensor, Tensor, TagDict]:
-        """Return the measured layers, the rows of texts that are finite at all of them, and tags that count the others."""
+        """Return the measured layers, the rows of texts that are finite at all of them, and tags that count others."""
         broken = (~states.isfinite().all(-1)).double()  # (layers + 1, rows)
         of_texts = broken.new_zeros(len(states), rows.num_texts).index_add_(1, rows.text, broken)
         layers, used = comparable(of_texts == 0)
