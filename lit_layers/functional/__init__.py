@@ -1,4 +1,4 @@
-"""Metrics: pure functions from tensors to tensors. Each can be imported from here by its name."""
+"""Metrics: pure functions from tensors to tensors. Each can be imported by its name from here."""
 
 import importlib
 from pathlib import Path
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lit_layers.functional.state_geometry import *
     from lit_layers.functional.trajectory import *
 
-# Files that metrics are computed with; all others define them.
+# Files with helpers; all others define metrics.
 _PLUMBING = ("_checks", "emergence.drawn_curves", "jacobian.block_call", "jacobian.linear_cut")
 _HERE = Path(__file__).parent
 _BELOW = (".".join(path.relative_to(_HERE).with_suffix("").parts) for path in sorted(_HERE.rglob("*.py")))
@@ -28,7 +28,7 @@ _FILES = tuple(name for name in _BELOW if name.rpartition(".")[2] != "__init__" 
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: a command's help reads block_schedules alone and need not wait for torch.
+    # Imports on first use, because the help of a command needs only block_schedules and should not wait for torch.
     if not name.startswith("_") and name not in (*_FILES, "jacobian", "emergence", "probes"):
         for file in _FILES:
             defined = getattr(importlib.import_module(f"{__name__}.{file}"), name, None)

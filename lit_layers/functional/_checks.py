@@ -1,4 +1,4 @@
-"""Checks of inputs, conversion to float32 or wider, and the handling of undefined values, shared by all metrics."""
+"""Input checks, conversion to float32 or wider, and handling of undefined values, shared by all metrics."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-Undefined = Literal["raise", "nan"]  # what is done about an element that has no value
+Undefined = Literal["raise", "nan"]  # how an undefined element is reported
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """Return the tensor in float64, on the CPU if its device has no float64."""
+    """Return the tensor in float64, moved to the CPU if its device has no float64."""
     return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
 
 
@@ -27,7 +27,7 @@ def checked(metric: str, values: Tensor, problems: Mapping[str, Tensor], undefin
     `problems` maps a reason to a boolean tensor that broadcasts to `values`.
 
     Raises:
-        ValueError: an element with a problem, unless `undefined="nan"`; the sentence names the first one.
+        ValueError: an element has a problem and `undefined` is not "nan"; the message names the first such element.
     """
     for reason, bad in problems.items():
         bad = bad.to(values.device).expand(values.shape)
@@ -39,17 +39,17 @@ def checked(metric: str, values: Tensor, problems: Mapping[str, Tensor], undefin
     return values
 
 
-# The real tokens of each prompt as packed rows, and what may be done to rows before they are measured.
+# The real tokens of each prompt as packed rows, and operations on rows before they are measured.
 
 Rows = Float[Tensor, "*n rows dim"]
 Real = Bool[Tensor, "*n rows"]
 
 
 def real_rows(tokens: Float[Tensor, "*n tokens dim"], mask: Tensor | None, drop_first: int = 0) -> tuple[Rows, Real]:
-    """Return the real tokens of each prompt, packed to the front with zeros after them, and which rows are real.
+    """Return the real tokens of each prompt, packed to the front with zeros after them, and a mask of the real rows.
 
-    Packing makes values independent of where padding stands and what it holds. `mask` broadcasts over leading
-    dimensions; `drop_first` counts among the real tokens.
+    Packing makes values independent of the side and the content of padding. `mask` broadcasts over leading dimensions.
+    `drop_first` tokens are removed, counted among the real tokens.
 
     Raises:
         TypeError: a mask that is not boolean.
@@ -61,7 +61,7 @@ def real_rows(tokens: Float[Tensor, "*n tokens dim"], mask: Tensor | None, drop_
         if mask.dtype != torch.bool:
             raise TypeError(f"expected a boolean mask, True on real tokens, got {mask.dtype}")
         mask = mask.to(tokens.device)
-        mask.expand(tokens.shape[:-1])  # refuses a mask of other prompts or tokens
+        mask.expand(tokens.shape[:-1])  # raises if the mask has other prompts or tokens
     if mask is None or mask.all():
         rows = tokens[..., drop_first:, :]
         return rows, rows.new_ones(rows.shape[:-1], dtype=torch.bool)
@@ -75,29 +75,33 @@ def real_rows(tokens: Float[Tensor, "*n tokens dim"], mask: Tensor | None, drop_
 
 
 def not_finite(rows: Rows) -> Bool[Tensor, "*n"]:
-    """Return which elements hold a NaN or an infinity."""
+    """Return a mask of the elements that hold a NaN or an infinity."""
     if rows.sum().isfinite():  # one cheap pass for the usual case
         return rows.new_zeros(rows.shape[:-2], dtype=torch.bool)
     return ~rows.isfinite().flatten(-2).all(-1)
 
 
 def zeroed(rows: Rows, elements: Bool[Tensor, "*n"]) -> Rows:
-    """Return the rows with zeros in some elements, so that undefined values do not spoil their neighbours."""
+    """Return the rows with zeros in the selected elements.
+
+    NaN in one element would otherwise spread to others through batched operations.
+    """
     return rows.masked_fill(elements[..., None, None], 0.0) if elements.any() else rows
 
 
 def centered(rows: Rows, real: Real) -> Rows:
     """Return each prompt's rows minus their mean; equal rows become exactly 0."""
-    shifted = rows - rows[..., :1, :]  # a mean of equal rows is off by rounding, one of zeros is not
+    # The mean of equal rows has a rounding error, the mean of zeros has none.
+    shifted = rows - rows[..., :1, :]
     shifted = shifted.masked_fill(~real[..., None], 0.0)
     mean = shifted.sum(-2, keepdim=True) / real.sum(-1).clamp(min=1)[..., None, None]
     return (shifted - mean).masked_fill(~real[..., None], 0.0)
 
 
 def unit_rows(rows: Rows, real: Real, *, after_centering: bool = False) -> tuple[Rows, Bool[Tensor, "*n rows"]]:
-    """Return rows of norm 1, and which real rows have no direction: those stay 0.
+    """Return rows of norm 1, and a mask of the real rows that have no direction; those stay 0.
 
-    A centred row has none either where it is rounding: a row that equals the mean.
+    After centering, a row that equals the mean up to rounding also has no direction.
     """
     norms = torch.linalg.vector_norm(rows, dim=-1)
     floor = torch.zeros_like(norms[..., :1])
@@ -107,7 +111,7 @@ def unit_rows(rows: Rows, real: Real, *, after_centering: bool = False) -> tuple
     return rows / norms.masked_fill(norms <= floor, torch.inf)[..., None], zero
 
 
-# Jacobians, which are square.
+# Jacobians, which are square matrices.
 
 
 def wide_matrices(matrices: Tensor) -> Tensor:
@@ -119,20 +123,20 @@ def wide_matrices(matrices: Tensor) -> Tensor:
 
 
 def finite_matrices(jacobians: Tensor, undefined: str) -> tuple[Tensor, Tensor]:
-    """Return the Jacobians with non-finite ones set to zero and where those were, or raise if asked to."""
+    """Return the Jacobians with non-finite ones set to zero, and a mask of these; raise unless `undefined` is "nan"."""
     broken = ~jacobians.isfinite().all(-1).all(-1)
     if undefined != "nan" and broken.any():
         raise ValueError(f"expected finite Jacobians, got a non-finite one at index {broken.nonzero()[0].tolist()}")
     return zeroed(jacobians, broken), broken
 
 
-# Features of layers read a few rows at a time: what probes check, and by what they centre and divide.
+# Features of layers, read in chunks of rows: the checks and the scaling of probes.
 
-CHUNK = 2**21  # numbers widened at once: 16 MB in float64
+CHUNK = 2**21  # entries converted at once: 16 MB in float64
 
 
 def check_features(features: Tensor, weight: Tensor) -> None:
-    """Raise ValueError unless the features are finite and have the layers and the width that a probe was fitted to."""
+    """Raise ValueError unless the features are finite and match the layers and width of a fitted probe."""
     layers, dim = weight.shape[:2]
     if (len(features), features.shape[2]) != (layers, dim):
         raise ValueError(f"these probes read {layers} layers of width {dim}, got shape {tuple(features.shape)}")
@@ -159,11 +163,11 @@ def widened_chunks(features: Float[Tensor, "layers n dim"]) -> Iterator[Float[Te
 def feature_scaling(
     features: Float[Tensor, "layers n dim"],
 ) -> tuple[Float[Tensor, "layers dim"], Float[Tensor, "layers dim"]]:
-    """Return the mean of the features and their population deviation, 1 where a feature is constant, in float64.
+    """Return the mean of the features and their population standard deviation (1 for a constant feature), in float64.
 
-    Rows are read once, and chunks joined as in Chan, Golub & LeVeque (1983).
+    Reads the rows once. Chunks are combined as in Chan, Golub & LeVeque (1983).
     """
-    # A constant feature minus it is exactly 0, minus a rounded mean it is not.
+    # Subtract a row first: a constant feature becomes exactly 0. Subtracting its rounded mean would leave noise.
     origin = features[:, 0].detach().double()
     mean, squares, count = torch.zeros_like(origin), torch.zeros_like(origin), 0
     for chunk in widened_chunks(features):

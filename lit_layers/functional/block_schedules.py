@@ -1,8 +1,8 @@
-"""Orders in which the blocks of a model run: the variants of a frozen model whose middle is skipped, turned, repeated.
+"""Orders in which the blocks of a frozen model run: its middle is skipped, reversed, shuffled, repeated or averaged.
 
-Blocks are numbered 1..T. A schedule is a row of steps: a number runs that whole block on the current state, a tuple
-runs each of its blocks on the same state and averages their outputs. Of a model of T blocks, `start` = N leaves a
-prefix 1..N+1 and a suffix T-N+1..T as they are and changes the middle N+2..T-N, of M = T - 2N - 1 blocks.
+Blocks are numbered 1..T. A schedule is a sequence of steps. A number runs that block on the current state. A tuple runs
+each of its blocks on the same state and averages their outputs. In a model of T blocks, `start` = N keeps a prefix
+1..N+1 and a suffix T-N+1..T, and changes the middle N+2..T-N of M = T - 2N - 1 blocks.
 
 Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298; index ranges of the released code, which counts
 blocks from 0.
@@ -23,7 +23,7 @@ def baseline(num_blocks: int) -> Schedule:
 
 
 def middle(num_blocks: int, start: int) -> range:
-    """Return the middle blocks N+2..T-N, of which there are M.
+    """Return the M middle blocks N+2..T-N.
 
     Raises:
         ValueError: a start outside 0..(T-2)//2, which would leave no middle.
@@ -34,10 +34,12 @@ def middle(num_blocks: int, start: int) -> range:
 
 
 def start_of(num_blocks: int, num_middle: int, option: str = "middle") -> int:
-    """Return the start that leaves `num_middle` blocks in the middle: odd numbers if T is even, even ones if T is odd.
+    """Return the start that leaves `num_middle` blocks in the middle.
+
+    Possible numbers are odd if T is even, and even if T is odd.
 
     Raises:
-        ValueError: a number that no start leaves; the sentence begins with `option`.
+        ValueError: no start leaves that number; the message begins with `option`.
     """
     starts = {len(middle(num_blocks, start)): start for start in range((num_blocks - 2) // 2, -1, -1)}
     if num_middle not in starts:
@@ -52,7 +54,7 @@ def skip(num_blocks: int, start: int) -> Schedule:
 
 
 def middle_repeat(num_blocks: int, start: int) -> Schedule:
-    """Return the schedule with block T//2 + 1 in place of each block of the middle."""
+    """Return the schedule with block T//2 + 1 instead of each block of the middle."""
     return _spliced(num_blocks, start, [num_blocks // 2 + 1] * len(middle(num_blocks, start)))
 
 
@@ -77,7 +79,7 @@ def parallel(num_blocks: int, start: int) -> Schedule:
 
 
 def looped_parallel(num_blocks: int, start: int, *, loops: int = 3) -> Schedule:
-    """Return the schedule that runs the averaged middle `loops` times, each time on the last result.
+    """Return the schedule that runs the averaged middle `loops` times, each time on the previous result.
 
     Raises:
         ValueError: fewer than one loop.
@@ -88,12 +90,12 @@ def looped_parallel(num_blocks: int, start: int, *, loops: int = 3) -> Schedule:
 
 
 def skip_one(num_blocks: int, block: int) -> Schedule:
-    """Return every block but one."""
+    """Return every block except one."""
     return tuple(number for number in baseline(num_blocks) if number != _checked_block(block, num_blocks))
 
 
 def switch(num_blocks: int, block: int) -> Schedule:
-    """Return the schedule in which a block and the next one trade places."""
+    """Return the schedule in which a block and the next one are exchanged."""
     if not 1 <= block < num_blocks:
         raise ValueError(f"block: expected 1..{num_blocks - 1}, which have a next one, got {block}")
     order = list(baseline(num_blocks))
@@ -102,18 +104,18 @@ def switch(num_blocks: int, block: int) -> Schedule:
 
 
 def repeat_one(num_blocks: int, block: int) -> Schedule:
-    """Return every block once, but one twice in a row."""
+    """Return every block once, except one that runs twice in a row."""
     order = list(baseline(num_blocks))
     order.insert(_checked_block(block, num_blocks), block)
     return tuple(order)
 
 
 def checked(schedule: Sequence[Step], num_blocks: int) -> Schedule:
-    """Return the schedule in which every step is a number or a tuple of several.
+    """Return the schedule with every step as a number or a tuple of several numbers.
 
     Raises:
         TypeError: a step that is neither a number nor a tuple of numbers.
-        ValueError: a block that is not there, or a tuple without one.
+        ValueError: a block that does not exist, or an empty tuple.
     """
     steps: list[Step] = []
     for step in schedule:
@@ -137,10 +139,10 @@ def members(step: Step) -> tuple[int, ...]:
 
 
 def parse_schedule(text: str, num_blocks: int) -> Schedule:
-    """Return the schedule that a text such as `1 2 (3,4,5) (3,4,5) 6` writes.
+    """Return the schedule in a text such as `1 2 (3,4,5) (3,4,5) 6`.
 
     Raises:
-        ValueError: no step, anything else, or what `checked` refuses.
+        ValueError: no step, text of another form, or a schedule that `checked` refuses.
     """
     steps = [tuple(map(int, re.findall(r"\d+", step))) for step in _STEP.findall(text)]
     if not steps or _STEP.sub("", text).strip():
@@ -154,11 +156,12 @@ def format_schedule(schedule: Sequence[Step]) -> str:
 
 
 def kendall_distance(order: Sequence[int]) -> int:
-    """Return how many pairs are out of order: 0 for a sorted row, n (n - 1) / 2 for a reversed one."""
+    """Return how many pairs are out of order: 0 for a sorted sequence, n (n - 1) / 2 for a reversed one."""
     return sum(before > after for index, after in enumerate(order) for before in order[:index])
 
 
 def _spliced(num_blocks: int, start: int, steps: Sequence[Step]) -> Schedule:
+    """Return the schedule with these steps instead of the middle."""
     changed = middle(num_blocks, start)
     return checked([*range(1, changed.start), *steps, *range(changed.stop, num_blocks + 1)], num_blocks)
 
@@ -169,15 +172,15 @@ def _checked_block(number: int, num_blocks: int) -> int:
     return number
 
 
-# The variants of a model's running order that are compared.
+# The variants of the running order that are compared.
 
-# In the published order of harm, the full model first; then those that change single blocks.
+# In the published order of harm. Variants that change single blocks follow.
 _MAKERS: dict[str, Callable[..., Schedule]] = {
     make.__name__: make for make in (middle_repeat, skip, parallel, reverse, random, looped_parallel)
 }
 _BLOCK_MAKERS = {make.__name__: make for make in (skip_one, switch, repeat_one)}
 MIDDLE_NAMES, BLOCK_NAMES = tuple(_MAKERS), tuple(_BLOCK_MAKERS)
-VARIANTS = ("baseline", *MIDDLE_NAMES, "skip_one", "switch")  # the published ones, measured unless others are named
+VARIANTS = ("baseline", *MIDDLE_NAMES, "skip_one", "switch")  # the published ones, measured by default
 NAMES = ("baseline", *MIDDLE_NAMES, *BLOCK_NAMES)
 SEEDS, LOOPS = tuple(range(10)), (2, 3, 4, 5, 6, 7, 8)
 PUBLISHED_LOOPS = 3
@@ -186,20 +189,20 @@ CUSTOM = "custom"
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A schedule and what it is: which variant, and of how many middle blocks, loops, seed, or of which block."""
+    """A schedule with its description: name of the variant, number of middle blocks, loops, seed, or block."""
 
     name: str
     schedule: Schedule
     middle: int | None = None  # M, the number of blocks changed
-    loops: int | None = None  # of looped_parallel
-    seed: int | None = None  # of random
-    block: int | None = None  # of skip_one and repeat_one, and the first of switch
+    loops: int | None = None  # for looped_parallel
+    seed: int | None = None  # for random
+    block: int | None = None  # for skip_one and repeat_one; the first block for switch
 
     @property
     def tags(self) -> dict[str, str | int | float]:
-        """Return the tags of the variant's records; `block` becomes the record's layer.
+        """Tags of the variant's records; `block` is not a tag but the layer of the record.
 
-        Custom and random orders are written out, as no other tag identifies them.
+        Custom and random orders are written out, because no other tag identifies them.
         """
         tags: dict[str, str | int | float] = {"variant": self.name}
         for name in ("middle", "loops", "seed"):
@@ -229,15 +232,15 @@ def variants(
     """Return the variants of these names for every middle, number of loops and seed, the full model first.
 
     Args:
-        num_blocks: of the model.
-        names: some of `NAMES`.
-        middles: numbers M of middle blocks; None: all that there are.
-        seeds: of random orders.
-        loops: of looped_parallel; 1 is `parallel` itself.
-        custom: further schedules, written as `1 2 (3,4,5) 6`.
+        num_blocks: Number of blocks of the model.
+        names: Some of `NAMES`.
+        middles: Numbers M of middle blocks; None for all that exist.
+        seeds: Seeds of random orders.
+        loops: Numbers of loops of looped_parallel; 1 is `parallel` itself.
+        custom: Further schedules, written as `1 2 (3,4,5) 6`.
 
     Raises:
-        ValueError: an unknown name, a number of middle blocks that no start leaves, fewer than one loop, what
+        ValueError: an unknown name, a number of middle blocks that no start leaves, fewer than one loop, or a text that
             `parse_schedule` refuses.
     """
     for name in names:
@@ -261,6 +264,7 @@ def variants(
 
 
 def _one_middle(name: str, num_blocks: int, start: int, seeds: Sequence[int], loops: Sequence[int]) -> list[Variant]:
+    """Return the variants of one name for one middle, for all its seeds or loops."""
     options: list[dict[str, int]] = [{}]
     if name == "random":
         options = [{"seed": seed} for seed in dict.fromkeys(seeds)]

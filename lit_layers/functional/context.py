@@ -1,8 +1,8 @@
-"""Scores of what attention heads attend to, and what the last few tokens alone predict. All computed in float64.
+"""Scores of attention patterns, and n-gram predictions from the last few tokens. All computed in float64.
 
-Weights are (*n, heads, queries, keys) of real tokens only: each row is a distribution over the keys. If attention is
-causal, the first token can attend only to itself, so its query enters no score. `uniform_attention` gives the weights
-of chance, with which every score is to be compared.
+Weights are (*n, heads, queries, keys) of real tokens only: each row is a distribution over the keys. With causal
+attention the first token can attend only to itself, so its query enters no score. `uniform_attention` gives the weights
+of chance, to which each score should be compared.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ PerHead = Float[Tensor, "*n heads"]
 
 
 def uniform_attention(num_tokens: int, *, causal: bool) -> Float[Tensor, "1 tokens tokens"]:
-    """Return the weights of one head that attends to all tokens alike, with `causal` to those up to the query."""
+    """Return the weights of one head that attends equally to all tokens, or to those up to the query if `causal`."""
     seen = torch.ones(1, num_tokens, num_tokens, dtype=torch.float64)
     seen = seen.tril() if causal else seen
     return seen / seen.sum(-1, keepdim=True)
@@ -57,7 +57,7 @@ def previous_token_score(weights: Weights, *, undefined: Undefined = "raise") ->
 
     Range [0, 1]; for uniform causal attention the mean of 1 / position over the positions from 2 on.
 
-    Source: Olsson et al. 2022 (induction heads), of the head that an induction head reads.
+    Source: Olsson et al. 2022 (induction heads), for the head whose output an induction head reads.
 
     Raises: as `attention_entropy`.
     """
@@ -71,12 +71,12 @@ def prefix_matching_score(
 ) -> PerHead:
     """Return the mean attention to the tokens that followed earlier occurrences of the query's token.
 
-    The mean is over the queries whose token has occurred before. Range [0, 1]; for uniform causal attention on tokens
-    that repeat with period P about 1 / P.
+    The mean is over the queries whose token has occurred before. Range [0, 1]. Uniform causal attention on tokens that
+    repeat with period P gives about 1 / P.
 
-    Source: Olsson et al. 2022, appendix "head activation evaluators", prefix matching: their targets (the tokens behind
-    all earlier occurrences) and their mean over queries. They measure 25 random tokens four times in a row behind a
-    token that begins the sequence. Here the caller chooses the tokens (`Induction`).
+    Source: Olsson et al. 2022, appendix "head activation evaluators", prefix matching. Targets (the tokens after all
+    earlier occurrences) and the mean over queries are theirs. They repeat 25 random tokens four times, after a token
+    that begins the sequence. Here the caller chooses the tokens (`Induction`).
 
     Raises:
         ValueError: no token occurs twice, weights that are not finite (NaN there with `undefined="nan"`).
@@ -105,23 +105,23 @@ def _mean_over_queries(metric: str, values: Tensor, weights: Tensor, undefined: 
     return checked(metric, values[..., 1:].mean(-1), problems, undefined)
 
 
-# What the last few tokens alone predict, counted in a corpus, and how far another prediction is from it.
+# N-gram predictions counted in a corpus, and the divergence of another prediction from them.
 
-Distribution = tuple[Tensor, Tensor]  # tokens (n,) and their shares (n,), which add up to 1
+Distribution = tuple[Tensor, Tensor]  # token ids (n,) and their shares (n,), which sum to 1
 
 
 @dataclass(frozen=True, eq=False)
 class NgramTable:
-    """Counts of each token after each context: the tokens before it."""
+    """Counts of each token after each context, the context being the tokens before it."""
 
     num_ids: int  # larger than every token
-    contexts: NDArray[np.int64]  # sorted: one number each
-    starts: NDArray[np.int64]  # (contexts + 1,): where the tokens of each begin
+    contexts: NDArray[np.int64]  # sorted, one code per context
+    starts: NDArray[np.int64]  # (contexts + 1,): index of the first token of each context
     tokens: NDArray[np.int64]
     counts: NDArray[np.int64]
 
     def shares(self, context: Sequence[int]) -> Distribution | None:
-        """Return the shares of the tokens that follow, or None if the corpus does not have the context."""
+        """Return the shares of the tokens that follow a context, or None if the corpus does not contain it."""
         code = _codes(np.asarray([context], dtype=np.int64), self.num_ids)[0]
         row = int(np.searchsorted(self.contexts, code))
         if max(context, default=0) >= self.num_ids or row == len(self.contexts) or self.contexts[row] != code:
@@ -131,12 +131,12 @@ class NgramTable:
 
 
 def count_ngrams(texts: Iterable[NDArray[np.int64]], order: int) -> NgramTable:
-    """Count the n-grams of texts (tokens,), each within its text; `order` is 1 for single tokens.
+    """Count the n-grams of texts (tokens,), each within its text; `order` 1 means single tokens.
 
     Raises:
-        ValueError: no text is that long, or the order is not 1, 2 or 3.
+        ValueError: no text is long enough, or the order is not 1, 2 or 3.
     """
-    if order > 3:  # three tokens of up to 2 million have a number below 2^63
+    if order > 3:  # the code of three tokens with ids up to 2 million is below 2^63
         raise ValueError(f"expected an order from 1 to 3, got {order}")
     windows = [np.lib.stride_tricks.sliding_window_view(text, order) for text in texts if len(text) >= order]
     if not windows:
@@ -149,16 +149,16 @@ def count_ngrams(texts: Iterable[NDArray[np.int64]], order: int) -> NgramTable:
 
 
 def _codes(ngrams: NDArray[np.int64], num_ids: int) -> NDArray[np.int64]:
-    """Return (n, tokens) as one number each."""
+    """Return one integer for each n-gram (n, tokens)."""
     return ngrams @ num_ids ** np.arange(ngrams.shape[1] - 1, -1, -1, dtype=np.int64)
 
 
 def ngram_divergence(
     log_proba: Float[Tensor, "*n rows vocabulary"], distributions: Sequence[Distribution | None]
 ) -> Float[Tensor, "*n rows"]:
-    """Return KL(n-gram, prediction) of each row, in nats, in float64.
+    """Return the Kullback-Leibler divergence KL(n-gram, prediction) of each row, in nats, in float64.
 
-    At least 0: 0 if the prediction is that of the n-gram. NaN if the corpus does not have the context.
+    At least 0: 0 if the prediction equals that of the n-gram. NaN if the corpus does not contain the context.
 
     Source: Belrose et al., arXiv 2402.04362; over training Chang and Michaelov et al., arXiv 2510.24963.
     """

@@ -1,6 +1,7 @@
 """Correlation over models, and the choice of a layer by a metric that follows the scores of tasks. All in float64.
 
-The rows of a correlation are models (or tasks), never layers of one model: those are alike, and no p-value would hold.
+The rows of a correlation are models (or tasks), never the layers of one model. Layers of one model are not independent,
+so a p-value over them would be wrong.
 """
 
 import math
@@ -16,19 +17,19 @@ from numpy.typing import NDArray
 from lit_layers.functional.curves import bootstrap_interval, choice_distribution, resampled_curves
 
 Values = Sequence[float] | NDArray[np.float64]
-Statistic = Callable[[NDArray[np.intp]], float]  # of the rows with these numbers
+Statistic = Callable[[NDArray[np.intp]], float]  # row indices -> statistic of these rows
 
-_RELATIVE = 1e-10  # what is left of a column by less than this is rounding
+_RELATIVE = 1e-10  # share of a column's norm below which a residual is rounding
 
 
 class UndefinedError(ValueError):
-    """A coefficient that these rows do not define: a constant column, or too few rows."""
+    """A coefficient is undefined for these rows: a constant column, or too few rows."""
 
 
 class Correlation(NamedTuple):
-    """A coefficient in [-1, 1], its two-sided p-value against independence, and what it rests on.
+    """A coefficient in [-1, 1], its two-sided p-value against independence, and the number of rows.
 
-    `df` are the degrees of freedom left: rows, less one for each mean, covariate and slope that was fitted.
+    `df` are the degrees of freedom: the number of rows minus one for each fitted mean, covariate and slope.
     """
 
     value: float
@@ -38,7 +39,7 @@ class Correlation(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """A percentile interval, and in how many resamples the statistic was undefined and so left out."""
+    """A percentile interval, and the number of resamples that were left out because the statistic was undefined."""
 
     low: float
     high: float
@@ -57,7 +58,9 @@ class Line(NamedTuple):
 
 
 def pearson(x: Values, y: Values) -> Correlation:
-    """Return Pearson's r. Increasing affine maps of either side do not change it; its square is the R² of a line.
+    """Return Pearson's r.
+
+    Unchanged by increasing affine maps of either side. Its square is the R² of a line.
 
     Raises:
         UndefinedError: fewer than 3 rows, or a constant column.
@@ -68,7 +71,7 @@ def pearson(x: Values, y: Values) -> Correlation:
 
 
 def p_value(r: float, df: int) -> float:
-    """Return the two-sided p of a (partial) correlation by Student's t.
+    """Return the two-sided p-value of a (partial) correlation by Student's t.
 
     With `df` degrees of freedom, t² = df r² / (1 - r²).
     """
@@ -80,8 +83,8 @@ def p_value(r: float, df: int) -> float:
 def spearman(x: Values, y: Values) -> Correlation:
     """Return Spearman's rho: Pearson's r of the ranks, with mean ranks for ties.
 
-    Increasing maps do not change it. Its p is that of the t test, but at least 2 / n!, the share of the two orders that
-    agree most: at rho = 1 Student's t gives none.
+    Unchanged by increasing maps. The p-value is that of the t test, but at least 2 / n!, the probability of the two
+    most extreme orders. Student's t would give p = 0 at rho = 1.
 
     Raises: as `pearson`.
     """
@@ -93,7 +96,8 @@ def spearman(x: Values, y: Values) -> Correlation:
 def kendall(x: Values, y: Values) -> Correlation:
     """Return Kendall's tau-b.
 
-    Increasing maps do not change it. Its p is exact for few rows without ties, otherwise normal, as in scipy.
+    Unchanged by increasing maps. The p-value is exact for few rows without ties, otherwise from the normal
+    distribution, as in scipy.
 
     Raises: as `pearson`.
     """
@@ -107,8 +111,9 @@ def kendall(x: Values, y: Values) -> Correlation:
 def distance_correlation(x: Values, y: Values) -> float:
     """Return Székely's distance correlation, in [0, 1]: the root of the biased V-statistic.
 
-    0 in the limit of many rows if and only if independent; 1 for any exact affine relation. Unchanged by affine maps of
-    either side. Its null is far from 0 (about .28 for 37 independent Gaussian pairs): see `distance_null`.
+    In the limit of many rows it is 0 if and only if x and y are independent. It is 1 for any exact affine relation.
+    Unchanged by affine maps of either side. Its value under independence is far from 0 (about .28 for 37 independent
+    Gaussian pairs): see `distance_null`.
 
     Raises:
         UndefinedError: fewer than 4 rows (two always give 1), or a constant column.
@@ -119,7 +124,7 @@ def distance_correlation(x: Values, y: Values) -> float:
 
 
 def distance_null(x: Values, y: Values, *, permutations: int = 1000, seed: int = 0) -> tuple[float, float]:
-    """Return the mean distance correlation of shuffled rows, and the share of shuffles that reach the data's.
+    """Return the mean distance correlation of shuffled rows, and the permutation p-value of the data.
 
     Raises: as `distance_correlation`.
     """
@@ -153,9 +158,10 @@ def partial_correlation(x: Values, y: Values, given: Sequence[Values]) -> Correl
 
 
 def groupwise_correlation(x: Values, y: Values, groups: Sequence[Hashable]) -> Correlation:
-    """Return Pearson's r of both columns centred within their groups, with df = n - groups - 1.
+    """Return the within-group correlation: Pearson's r of both columns centred within their groups.
 
-    The same as the partial correlation given an indicator of each group. A group of one row adds nothing.
+    df = n - groups - 1. Equal to the partial correlation given an indicator of each group. A group of one row adds
+    nothing.
 
     Raises:
         UndefinedError: no df left, or a column that is constant within every group.
@@ -176,12 +182,12 @@ def groupwise_correlation(x: Values, y: Values, groups: Sequence[Hashable]) -> C
 
 
 def bootstrap_rows(statistic: Statistic, n: int, *, resamples: int = 2000, seed: int = 0) -> Interval:
-    """Return the 95% bootstrap interval of a statistic of n rows, which is given the indices of the drawn rows.
+    """Return the 95% bootstrap interval of a statistic of n rows; the statistic takes the indices of the drawn rows.
 
-    Resamples in which it is undefined (all rows alike, say) are left out and counted.
+    Resamples in which it is undefined (for example, all rows equal) are left out and counted.
 
     Raises:
-        UndefinedError: undefined in more than half of the resamples.
+        UndefinedError: undefined in at least half of the resamples.
     """
     rng = np.random.default_rng(seed)
     drawn = []
@@ -212,7 +218,7 @@ def fit_line(x: Values, y: Values) -> Line:
 
 
 def line_band(line: Line, at: Values) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the low and high ends of the mean of y at some x: a 95% band around the line, by the t distribution."""
+    """Return the low and high ends of a 95% band around the line: where the mean of y at x lies, by Student's t."""
     from scipy.special import stdtrit
 
     at = np.asarray(at, dtype=np.float64)
@@ -223,7 +229,7 @@ def line_band(line: Line, at: Values) -> tuple[NDArray[np.float64], NDArray[np.f
 
 
 def residuals(x: Values, given: Sequence[Values]) -> NDArray[np.float64]:
-    """Return what is left of a column after regressing it, with an intercept, on the others.
+    """Return the residual of a column after regression, with an intercept, on the columns of `given`.
 
     Raises:
         UndefinedError: a constant column, or one that the others determine.
@@ -245,14 +251,14 @@ def _columns(x: Values, y: Values, fewest: int = 3) -> tuple[NDArray[np.float64]
 def _varying_columns(x: Values, y: Values, fewest: int = 3) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     x, y = _columns(x, y, fewest)
     for name, column in (("x", x), ("y", y)):
-        _centered(name, column)  # refuses a constant one
+        _centered(name, column)  # raises if it is constant
     return x, y
 
 
 def _centered(name: str, column: NDArray[np.float64]) -> NDArray[np.float64]:
     if (column == column[0]).all():
         raise UndefinedError(f"a correlation is undefined: {name} is {column[0]:g} in every row")
-    # First by a value of its own: a mean of large numbers is rounded.
+    # Subtract one of its values first, because the mean of large numbers has a rounding error.
     shifted = column - column[0]
     return shifted - shifted.mean()
 
@@ -288,7 +294,7 @@ def _table_cosines(first: NDArray[np.float64], second: NDArray[np.float64]) -> N
 
 
 def _basis(columns: Sequence[NDArray[np.float64]], n: int) -> NDArray[np.float64]:
-    """Return orthonormal directions of what the columns span apart from a constant."""
+    """Return orthonormal directions of the span of the columns, orthogonal to a constant."""
     centered = [column - column[0] - (column - column[0]).mean() for column in columns if (column != column[0]).any()]
     if not centered:
         return np.zeros((n, 0))
@@ -310,8 +316,8 @@ def _nonzero(name: str, left: NDArray[np.float64], whole: NDArray[np.float64], o
 
 # Choosing a layer without labels: how a metric follows task scores over the layers, and where its extreme lies.
 #
-# Tables are (tasks, layers), one row a task, the same tasks and layers for metric and score. Intervals are over tasks:
-# layers of one model are alike, so that no p-value over them would hold.
+# Tables are (tasks, layers), with the same tasks and layers for metric and score. Intervals are over tasks. Layers of
+# one model are not independent, so intervals or p-values over layers would be wrong.
 
 Table = NDArray[np.float64]  # (tasks, layers)
 Form = Literal["per_task_mean", "of_task_means"]
@@ -320,13 +326,13 @@ Direction = Literal["min", "max"]
 FORMS: tuple[Form, ...] = ("per_task_mean", "of_task_means")
 COEFFICIENTS: tuple[Coefficient, ...] = ("distance_correlation", "spearman", "kendall")
 DIRECTIONS: tuple[Direction, ...] = ("min", "max")
-FEWEST_LAYERS = 4  # distance correlation is 1 for any two
-FEWEST_TASKS = 5  # of fewer, resamples are mostly the same two or three tasks
-_CHUNK = 2**20  # pairs of layers: 8 MB a table
+FEWEST_LAYERS = 4  # the distance correlation of two layers is always 1
+FEWEST_TASKS = 5  # resamples of fewer are mostly the same two or three tasks
+_CHUNK = 2**20  # pairs of layers: 8 MB in a table
 
 
 class Estimate(NamedTuple):
-    """A number and its 95% bootstrap interval over tasks, which is None where there are too few."""
+    """A number and its 95% bootstrap interval over tasks, which is None if there are too few tasks."""
 
     value: float
     low: float | None = None
@@ -334,7 +340,7 @@ class Estimate(NamedTuple):
 
 
 class LayerCorrelation(NamedTuple):
-    """A coefficient over layers; `undefined` are the rows (tasks) that have none and so are in no mean."""
+    """A coefficient over layers; `undefined` are the rows (tasks) without one, which are left out of the mean."""
 
     form: Form
     coefficient: Coefficient
@@ -344,7 +350,10 @@ class LayerCorrelation(NamedTuple):
 
 
 class Null(NamedTuple):
-    """What distance correlation is of layers that have nothing to do with each other: mean and 95th percentile."""
+    """Distance correlation of unrelated curves over layers: mean and 95th percentile.
+
+    `noise` is for independent layers, `walk` for random walks.
+    """
 
     noise: float
     noise_95: float
@@ -354,11 +363,11 @@ class Null(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The mean score over tasks at the layers that a rule chose, and at what it is to be compared with.
+    """Mean score over tasks at the layers that a rule chose, and at layers to compare it with.
 
-    `best` is the one layer that is best by the mean over these tasks, and `oracle` the best layer of each task: both
-    are chosen on the scores themselves. `best_share` is how often resampled tasks have that same best layer. `random`
-    is what a layer drawn evenly for each task has on average.
+    `best` is the single layer with the best mean over these tasks, `oracle` the best layer of each task. Both are
+    chosen on the scores themselves. `best_share` is the share of resamples of tasks with the same best layer. `random`
+    is the expectation for a layer drawn uniformly for each task.
     """
 
     chosen: tuple[int, ...]
@@ -379,12 +388,12 @@ class Selection:
 def layer_correlations(metric: Table, scores: Table, *, resamples: int = 2000, seed: int = 0) -> list[LayerCorrelation]:
     """Return distance correlation, Spearman's rho and Kendall's tau-b of a metric with scores, in both forms.
 
-    `per_task_mean`: over the layers within each task, then the mean over tasks. `of_task_means`: of the two curves
-    averaged over tasks. A task with a constant curve has no coefficient within it: it is left out of that mean and
-    named. All intervals rest on the same resamples of tasks.
+    `per_task_mean`: computed over the layers within each task, then averaged over tasks. `of_task_means`: computed from
+    the two curves averaged over tasks. A task with a constant curve has no coefficient. It is left out of the mean and
+    named in the result. All intervals use the same resamples of tasks.
 
     Raises:
-        UndefinedError: fewer than 4 layers, or nothing but constant curves.
+        UndefinedError: fewer than 4 layers, or only constant curves.
         ValueError: tables of unequal shape, or a value that is not finite.
     """
     metric, scores = _tables(metric, scores)
@@ -402,7 +411,7 @@ def layer_correlations(metric: Table, scores: Table, *, resamples: int = 2000, s
         return correlations
     whole, drawn = _coefficients(means[0][None], means[1][None])[0], None
     if len(metric) >= FEWEST_TASKS:
-        options = {"resamples": resamples, "seed": seed}  # of one seed the rows are the same
+        options = {"resamples": resamples, "seed": seed}  # the same seed draws the same rows
         curves = [resampled_curves(torch.from_numpy(np.array(t.T)), **options).numpy() for t in (metric, scores)]
         valid = (np.ptp(curves[0], axis=1) > 0) & (np.ptp(curves[1], axis=1) > 0)
         drawn = _coefficients(curves[0][valid], curves[1][valid])
@@ -416,9 +425,9 @@ def layer_correlations(metric: Table, scores: Table, *, resamples: int = 2000, s
 
 @lru_cache(maxsize=64)
 def distance_null_over_layers(num_layers: int, *, samples: int = 2000, seed: int = 0) -> Null:
-    """Return the distance correlation of two unrelated curves over so many layers: Gaussian noise and random walks.
+    """Return the distance correlation of two unrelated curves over this many layers: Gaussian noise and random walks.
 
-    Neighbouring layers are alike, so that a real curve lies between the two, nearer the walk. 25 layers: 0.34 and 0.54.
+    Neighbouring layers are similar, so a real curve lies between the two, nearer to the walk. 25 layers: 0.34 and 0.54.
 
     Raises:
         UndefinedError: fewer than 4 layers.
@@ -430,7 +439,7 @@ def distance_null_over_layers(num_layers: int, *, samples: int = 2000, seed: int
 
 
 def extreme_layers(metric: Table, direction: Direction) -> NDArray[np.intp]:
-    """Return the column of each task where the metric is smallest ("min") or largest ("max"); the first if equal."""
+    """Return the column of each task with the smallest ("min") or largest ("max") metric; the first if several tie."""
     metric = np.asarray(metric, dtype=np.float64)
     return metric.argmin(1) if direction == "min" else metric.argmax(1)
 
@@ -449,9 +458,9 @@ def selection(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Selection:
-    """Return what choosing the layer of each task by a metric's extreme is worth; the columns begin with `first_layer`.
+    """Return the scores at the layer of each task where a metric is extreme, and at layers to compare with.
 
-    The direction is to be chosen on other models, as `better_rule` does.
+    The columns begin with layer `first_layer`. Choose `direction` on other models, as `better_rule` does.
 
     Raises:
         ValueError: tables of unequal shape, or a value that is not finite.
@@ -482,11 +491,10 @@ def selection(
 
 
 def better_rule(models: Sequence[tuple[Mapping[str, Table], Table]]) -> tuple[str, Direction]:
-    """Return the metric and direction that score highest over models, each with its metrics' tables and its scores.
+    """Return the metric and direction that score highest over models; the first if several tie.
 
-    Each model counts alike: the mean over tasks, then over models. Of one model all metrics have the tasks of its
-    scores. Of equal rules the first.
-
+    Each model is a mapping from metrics to tables, and its table of scores with the same tasks. Scores are averaged
+    over tasks, then over models, so that each model counts equally.
     """
     names = [name for name in models[0][0] if all(name in metrics for metrics, _ in models)]
     rules: list[tuple[str, Direction]] = [(name, direction) for name in names for direction in DIRECTIONS]
@@ -510,7 +518,7 @@ def _means(columns: NDArray[np.float64], resamples: int, seed: int) -> list[Esti
     return [Estimate(*row) for row in zip(values, low.tolist(), high.tolist(), strict=True)]
 
 
-# ------------------------------------------------------------------------------- many curves at once: 2,000 resamples
+# Vectorised over many curves, such as 2,000 resamples.
 
 
 def _coefficients(x: Table, y: Table) -> NDArray[np.float64]:
@@ -523,7 +531,7 @@ def _coefficients(x: Table, y: Table) -> NDArray[np.float64]:
 
 
 def _rank_correlations(x: Table, y: Table) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return what `correlation.spearman` and `correlation.kendall` do."""
+    """Return Spearman's rho and Kendall's tau-b, as the functions `spearman` and `kendall` do."""
     signs = [np.sign(side[..., :, None] - side[..., None, :]) for side in (x, y)]
     kendall = _cosines(*(sign.reshape(*sign.shape[:-2], -1) for sign in signs))
     spearman = _cosines(*(sign.sum(-1) for sign in signs))  # twice a rank's distance from the mean rank

@@ -1,4 +1,4 @@
-"""Curves over layers, and intervals."""
+"""Curves over layers, the choice of a layer, and bootstrap intervals."""
 
 import itertools
 import math
@@ -15,14 +15,14 @@ from torch.nn.functional import one_hot
 
 from lit_layers.functional._checks import Undefined, check_option, checked, widened
 
-# Which layer is enough: rules that choose one from a curve, where the curve turns, and how sure the choice is.
+# Choice of a layer: rules that choose one from a curve, where the curve bends, and how certain the choice is.
 
 Rule = Literal["within_tolerance", "fraction_of_last", "plateau", "knee", "best"]
 RULES = ("within_tolerance", "fraction_of_last", "plateau", "knee", "best")
-DRAWN_AT_ONCE = 2**20  # row numbers of resamples: 8 MB
-_CACHED = 2**23  # counts of them, as many as 2,000 resamples of 4,194 rows: 17 MB in int16
-ENDS = torch.tensor([(1 - 0.95) / 2, (1 + 0.95) / 2], dtype=torch.float64)  # of a 95% interval
-SLACK = 1e-12  # of the largest score: 0.84 - 0.80 is no more than 0.04, whatever float64 makes of it
+DRAWN_AT_ONCE = 2**20  # row indices of resamples in memory: 8 MB
+_CACHED = 2**23  # most counts that are cached, 2,000 resamples of 4,194 rows: 17 MB in int16
+ENDS = torch.tensor([(1 - 0.95) / 2, (1 + 0.95) / 2], dtype=torch.float64)  # quantiles of a 95% interval
+SLACK = 1e-12  # share of the largest score: in float64, 0.84 - 0.80 is slightly more than 0.04
 
 
 def choose_layer(
@@ -34,7 +34,7 @@ def choose_layer(
 ) -> int:
     """Return the layer, counted from 1, that a rule chooses; the earliest if several are equal.
 
-    With scores s_1..s_L, losses (`higher_is_better=False`) negated first:
+    With scores s_1..s_L, where losses (`higher_is_better=False`) are negated first:
 
     - within_tolerance: the first with s_l >= s_L - tolerance.
     - fraction_of_last: the first with s_l >= (1 - tolerance) s_L; for positive scores where higher is better.
@@ -54,10 +54,10 @@ def choose_layer(
 
 
 def inflection_layer(scores: Sequence[float]) -> int | None:
-    """Return the layer, counted from 1, at which the bend of the curve first changes sign; None where it never does.
+    """Return the layer, counted from 1, at which the curve's bend first changes sign; None if it never does.
 
-    The bend at an inner layer l is the second difference s_{l+1} - 2 s_l + s_{l-1}. At the layer that is returned the
-    curve no longer bends to the side it bent to before, and after it to the other. Differences of rounding size are 0.
+    The bend at an inner layer l is the second difference s_{l+1} - 2 s_l + s_{l-1}. The returned layer is the first
+    after the last layer with the earlier sign. Second differences of rounding size count as 0.
 
     Raises:
         ValueError: fewer than 3 layers, or a score that is not finite.
@@ -73,9 +73,9 @@ def inflection_layer(scores: Sequence[float]) -> int | None:
 def resampled_curves(
     row_scores: Float[Tensor, "layers rows"], *, resamples: int = 2000, seed: int = 0
 ) -> Float[Tensor, "resamples layers"]:
-    """Yield curves of the mean score of each layer over resampled test rows, the same rows for all layers.
+    """Return curves of the mean score of each layer over resampled test rows, the same rows for all layers.
 
-    In float64. The rows of a seed are those of `bootstrap_interval`. 25 layers of 10,000 rows, 2,000 times: a second.
+    In float64. A seed gives the same rows as in `bootstrap_interval`. 25 layers of 10,000 rows, 2,000 times: a second.
 
     Raises:
         ValueError: fewer than 2 rows, a score that is not finite.
@@ -97,10 +97,8 @@ def choice_distribution(
 ) -> Float[Tensor, " layers"]:
     """Return the share of bootstrap resamples of the test rows in which `choose_layer` chooses each layer.
 
-    They sum to 1.
-
-    Rows are resampled for all layers together, as in `resampled_curves`. Where a resample has no hit at the last layer
-    (a score of 0), all layers are as good as that, and fraction_of_last chooses the first.
+    The shares sum to 1. Rows are resampled for all layers together, as in `resampled_curves`. If a resample has no hit
+    at the last layer (a score of 0), every layer is as good as the last, and fraction_of_last chooses the first.
 
     Raises:
         ValueError: as `resampled_curves` and `choose_layer`.
@@ -112,14 +110,14 @@ def choice_distribution(
 
 
 def choice_interval(shares: Float[Tensor, " layers"]) -> tuple[int, int]:
-    """Return the 95% interval, lowest and highest layer, of a distribution that `choice_distribution` gave."""
+    """Return the 95% interval, lowest and highest layer, of a result of `choice_distribution`."""
     below = widened(shares).cpu().cumsum(0)
     return 1 + int(_first(below > ENDS[0] + SLACK)), 1 + int(_first(below >= ENDS[1] - SLACK))
 
 
 def row_counts(num_rows: int, resamples: int, seed: int) -> Iterator[Float[Tensor, "resamples rows"]]:
-    """Yield how often each row is drawn, for some resamples at a time."""
-    # all records of an analysis have them
+    """Yield how often each row is drawn, for several resamples at a time."""
+    # All records of an analysis use the same resamples, so small counts are cached.
     if num_rows * resamples <= _CACHED and num_rows <= torch.iinfo(torch.int16).max:
         parts = _cached_counts(num_rows, resamples, seed).split(max(1, DRAWN_AT_ONCE // num_rows))
         yield from (part.double() for part in parts)
@@ -158,7 +156,7 @@ def chosen_layers(values: Float[Tensor, "*n layers"], rule: str, tolerance: floa
         return _first(values >= (1 - tolerance) * last - slack)
     if rule == "plateau":
         rises = values.diff() > tolerance + slack
-        later = torch.nn.functional.pad(rises.flip(-1).cummax(-1).values.flip(-1), (0, 1))  # some later step rises
+        later = torch.nn.functional.pad(rises.flip(-1).cummax(-1).values.flip(-1), (0, 1))  # whether a later step rises
         return _first(~later)
     start, depth = values[..., :1], torch.linspace(0, 1, values.shape[-1], dtype=values.dtype)
     above = (values - start) - depth * (last - start)
@@ -189,14 +187,14 @@ def _check_rows(values: Tensor) -> None:
         raise ValueError(f"expected finite values of at least 2 rows, got shape {tuple(values.shape)}")
 
 
-# Whether a curve over layers falls by one factor per block.
+# The law of one factor per block: whether a curve over layers is a geometric series.
 
 PerCurve = Float[Tensor, "*n"]
 
 
 @dataclass(frozen=True, eq=False)
 class ExponentialLaw:
-    """The line through log10 of a curve; see `exponential_law`. Two of these values are NaN for a constant curve."""
+    """The line through log10 of a curve; see `exponential_law`."""
 
     rho: PerCurve
     slope: PerCurve
@@ -209,8 +207,8 @@ def exponential_law(residuals: Float[Tensor, "*n layers"], *, undefined: Undefin
     """Fit PR_l = rho^(l - 1) PR_1, by least squares of log10 PR_l on l - 1 over layers 1..L (no embedding), in float64.
 
     `rho` = 10^slope: below 1, the residual shrinks by one factor per block. `pearson`, in [-1, 1], is the correlation
-    of log10 PR with depth, -1 for an exact falling geometric series, and `r_squared` its square: how well the law
-    holds. Both are NaN for a constant curve, whose rho is 1. Scaling the curve moves the intercept alone.
+    of log10 PR with depth, -1 for an exact falling geometric series. `r_squared` is its square: how well the law holds.
+    Both are NaN for a constant curve, whose rho is 1. Scaling the curve changes only the intercept.
 
     Source: He & Su, arXiv 2408.13442.
 
@@ -248,12 +246,14 @@ class Monotonicity(NamedTuple):
 
 
 def monotonicity(scores: Sequence[float], *, higher_is_better: bool = True) -> Monotonicity:
-    """Return how steadily the scores of layers 1..L rise. Losses (`higher_is_better=False`) are negated first.
+    """Return how steadily the scores of layers 1..L rise; losses (`higher_is_better=False`) are negated first.
 
-    `fraction_increasing`, in [0, 1]: share of the L - 1 steps that go up. `spearman`, in [-1, 1]: rank correlation
-    with depth, NaN for a constant curve, where it is undefined. `largest_drop` >= 0: the largest single step down.
-    `max_drawdown` >= 0: the largest fall from any layer to any later one. The first two are unchanged by any
-    increasing map of the scores.
+    - `fraction_increasing`, in [0, 1]: share of the L - 1 steps that go up.
+    - `spearman`, in [-1, 1]: rank correlation with depth; NaN for a constant curve.
+    - `largest_drop`, at least 0: the largest single step down.
+    - `max_drawdown`, at least 0: the largest fall from any layer to any later one.
+
+    The first two are unchanged by any increasing map of the scores.
 
     Raises:
         ValueError: fewer than 3 layers, or a score that is not finite.
@@ -271,9 +271,9 @@ def monotonicity_interval(
 ) -> tuple[Monotonicity, Monotonicity]:
     """Return the 95% bootstrap interval, low and high, of each number of `monotonicity` of the layers' mean row scores.
 
-    Test rows are resampled, for all layers together, never layers. A resample whose curve is constant has no rank
-    correlation and is left out of that interval, which is NaN where none is left. With only few rows, resampled curves
-    are rougher than the curve itself: then the interval may lie beside its value.
+    Test rows are resampled for all layers together. Layers are not resampled. A resample whose curve is constant has no
+    rank correlation and is left out of that interval, which is NaN if none remains. With few rows, resampled curves are
+    rougher than the curve itself, so that the interval may not contain its value.
 
     Raises:
         ValueError: fewer than 2 rows, a score that is not finite.
@@ -291,7 +291,7 @@ def monotonicities(values: Float[Tensor, "*n layers"], higher_is_better: bool) -
     return [
         (steps > 0).double().mean(-1),
         _correlation_with_depth(values),
-        (-steps).amax(-1).clamp(min=0.0) + 0.0,  # not -0.0
+        (-steps).amax(-1).clamp(min=0.0) + 0.0,  # 0.0 instead of -0.0
         (values.cummax(-1).values - values).amax(-1),
     ]
 
@@ -299,7 +299,7 @@ def monotonicities(values: Float[Tensor, "*n layers"], higher_is_better: bool) -
 def _correlation_with_depth(values: Tensor) -> Tensor:
     """Return Spearman's correlation with depth, with mean ranks for ties; NaN for a constant curve.
 
-    These sums of whole numbers have no rounding.
+    All sums are of whole numbers, so they have no rounding error.
     """
     ranks = (values[..., :, None] - values[..., None, :]).sign().sum(-1)  # twice a rank's distance from the mean rank
     depth = 2 * torch.arange(1, values.shape[-1] + 1, dtype=torch.float64) - (values.shape[-1] + 1)
@@ -315,8 +315,8 @@ def bootstrap_interval(
 ) -> tuple[Float[Tensor, "*n"], Float[Tensor, "*n"]]:
     """Return the percentile bootstrap interval, low and high, of the mean (or median) over the first dimension.
 
-    Equal numbers of prompts are resampled alike for one seed, so that intervals are paired over layers and steps: one
-    matrix, of how often each resample has each prompt, times all values gives all resampled means.
+    Two calls with the same seed and number of prompts draw the same prompts, so intervals are paired over layers and
+    steps. All resampled means come from one product: the counts of each prompt in each resample times all values.
 
     Raises:
         ValueError: fewer than 2 prompts, a value that is not finite, an option out of range.
@@ -336,7 +336,7 @@ def _means(columns: Tensor, counts: Tensor) -> Tensor:
 
 
 def _medians(columns: Tensor, counts: Tensor) -> Tensor:
-    """Return the median of each resample's rows, halfway between the middle two of an even number."""
+    """Return the median of each resample's rows, the mean of the middle two for an even number."""
     medians = []
     for column in columns.unbind(1):
         ordered, order = column.sort()
@@ -347,7 +347,7 @@ def _medians(columns: Tensor, counts: Tensor) -> Tensor:
 
 
 def wilson_interval(successes: float, n: float) -> tuple[float, float]:
-    """Return Wilson's 95% score interval, low and high, of a share of `successes` among `n` trials, within [0, 1]."""
+    """Return Wilson's 95% score interval, low and high, of `successes` among `n` trials, within [0, 1]."""
     z2 = NormalDist().inv_cdf(0.975) ** 2
     share = successes / n
     center = (share + z2 / (2 * n)) / (1 + z2 / n)
@@ -364,12 +364,12 @@ def macro_f1_interval(
 ) -> tuple[float, float]:
     """Return the percentile bootstrap interval over rows, low and high, of `macro_f1`.
 
-    The rows of a seed are those of `bootstrap_interval`. 10,000 rows of 77 classes: a few seconds.
+    A seed gives the same rows as in `bootstrap_interval`. 10,000 rows of 77 classes: a few seconds.
     """
     classes, labels = labels.cpu().unique(return_inverse=True)
     predictions = predictions.cpu()
     is_known = classes[torch.searchsorted(classes, predictions).clamp(max=len(classes) - 1)] == predictions
-    predicted = torch.where(is_known, torch.searchsorted(classes, predictions), len(classes))  # others: one class more
+    predicted = torch.where(is_known, torch.searchsorted(classes, predictions), len(classes))  # unknown: an extra class
     is_class, is_predicted = (one_hot(each, len(classes) + 1).double() for each in (labels, predicted))
     sums = torch.cat([is_class * is_predicted, is_class, is_predicted], dim=1)  # (rows, 3 x (classes + 1))
     drawn = []

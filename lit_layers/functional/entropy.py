@@ -1,12 +1,12 @@
-"""Entropy and rank of a set of vectors, and the invariance of prompts to their wording. All in float64, in nats.
+"""Entropy and rank of a set of vectors, and how invariant prompts are to their wording. All in float64, in nats.
 
-Rows are the tokens of one prompt, or one pooled vector per prompt. Padding, on whichever side and whatever it holds,
-never enters a value. For every set, with p = sigma^2 / sum sigma^2 and q = sigma / sum sigma,
+Rows are the tokens of one prompt, or one pooled vector per prompt. Padding never enters a value, on either side and
+whatever it holds. For every set, with p = sigma^2 / sum sigma^2 and q = sigma / sum sigma,
 
     participation_ratio = exp(S_2) <= exp(S_1) <= effective_rank <= rank <= min(rows, dim),
 
-since p majorises q and entropy is Schur-concave. (Skean et al., theorem 1, states effective_rank <= exp(S_1): its proof
-normalises sigma and sigma^2 at once.)
+since p majorises q and entropy is Schur-concave. (Skean et al., theorem 1, states effective_rank <= exp(S_1). Its proof
+normalises sigma and sigma^2 at the same time.)
 """
 
 import math
@@ -31,7 +31,7 @@ from lit_layers.functional._checks import (
 )
 from lit_layers.functional.singular import ENTROPY_MIN_SHARE, eigenvalues, products, singular_values
 
-# Renyi entropies of shares and of positive semi-definite matrices, what they are divided by, where they are undefined.
+# Renyi entropies of shares and of positive semi-definite matrices, their normalizations, and their undefined cases.
 
 Normalization = Literal["raw", "logN", "logD", "maxEntropy", "logNlogD"]
 Side = Literal["rows", "smaller"]
@@ -41,7 +41,7 @@ EPS = torch.finfo(torch.float64).eps
 
 
 def renyi(shares: Tensor, alpha: float) -> Tensor:
-    """Return the Renyi entropy of shares (*n, values) that sum to 1; alpha 1 is Shannon's."""
+    """Return the Renyi entropy of shares (*n, values) that sum to 1; alpha 1 is Shannon entropy."""
     if alpha == 1:
         values = torch.special.entr(shares).sum(-1)
     elif alpha == math.inf:
@@ -52,9 +52,10 @@ def renyi(shares: Tensor, alpha: float) -> Tensor:
 
 
 def renyi_of_matrices(matrices: Iterable[Tensor], alpha: float, *, frobenius: bool, size: Tensor | int) -> Tensor:
-    """Return the Renyi entropies (matrices, *n) of the positive eigenvalues of each (*n, size, size) over their sum.
+    """Return the Renyi entropies (matrices, *n) of the eigenvalues of each matrix (*n, size, size) over their sum.
 
-    With `frobenius` and alpha 2 from the entries instead: -log(sum K^2 / size^2), right only if the trace is the size.
+    Only positive eigenvalues count. With `frobenius` and alpha 2 the entropy is -log(sum K^2 / size^2) instead, which
+    is right only if the trace is the size.
     """
     if frobenius and alpha == 2:
         squares = torch.stack([matrix.square().sum((-2, -1)) for matrix in matrices])
@@ -74,7 +75,7 @@ def normalized(
     normalization: str,
     undefined: str,
 ) -> Tensor:
-    """Return the entropies divided as `normalization` says, and NaN or an error for those with a problem."""
+    """Return the entropies divided as `normalization` asks, with NaN or an error for those with a problem."""
     if normalization == "raw":
         return checked(metric, values, problems, undefined)
     log_n = num_rows.clamp(min=1).double().log()
@@ -90,7 +91,7 @@ def normalized(
 
 
 def positive(values: Tensor) -> Tensor:
-    """Return the values with each 0 replaced by 1, to divide by."""
+    """Return the values with each 0 replaced by 1, for use as a divisor."""
     return values.masked_fill(values == 0, 1.0)
 
 
@@ -113,26 +114,35 @@ def matrix_entropy(
     normalization: Normalization = "raw",
     undefined: Undefined = "raise",
 ) -> PerSet:
-    """Return the Renyi entropy of order alpha, in nats, of the eigenvalues of ZZ' over their sum (alpha 1: Shannon's).
+    """Return the Renyi entropy of order alpha, in nats, of the eigenvalues of ZZ' over their sum (alpha 1: Shannon).
 
-    Range [0, log min(rows, dim)] for "raw"; log N for N orthogonal rows of equal norm, 0 for rank one; falls with
-    alpha. Unchanged by rotation, scaling, row order, sign flips of rows (not with `center` or `clamp`), zero padding of
-    features and stacking the rows twice; by translation only with `center`.
+    S_alpha = log(sum_i p_i^alpha) / (1 - alpha), with Z the rows and p_i the eigenvalues over their sum. Range [0, log
+    min(rows, dim)] for "raw": log N for N orthogonal rows of equal norm, 0 for rank one. Falls with alpha. Unchanged by
+    rotation, scaling, row order, sign flips of rows (not with `center` or `clamp`), zero padding of features and
+    stacking the rows twice. Unchanged by translation only with `center`. One token of huge norm sends the value to 0,
+    so compare it with and without `drop_first=1`.
 
-    In this order: the first `drop_first` real rows go, `center` subtracts the mean row, `unit` scales rows to norm 1,
-    `clamp` sets negative entries of the Gram matrix to 0 and then drops negative eigenvalues. `side="smaller"` clamps
-    the dim x dim matrix where there are more rows than dim. `alpha2="frobenius"` is, for alpha 2 alone,
-    -log(sum K^2 / n^2) with n the size of the Gram matrix K, right only if its trace is n. `normalization` divides by
-    the logarithm of the number of rows used (logN), of dim (logD), of the smaller (maxEntropy) or by both (logNlogD).
-
-    One token of huge norm sends the value to 0: look at it with and without `drop_first=1`.
+    Args:
+        rows: One set of vectors, or several in leading dimensions.
+        mask: True for real rows.
+        alpha: Order of the entropy.
+        center: Subtract the mean row.
+        unit: Scale rows to norm 1, after `center`.
+        clamp: Set negative entries of the Gram matrix to 0, then drop negative eigenvalues.
+        side: With `clamp`, "smaller" takes the dim x dim matrix if there are more rows than dim.
+        alpha2: "frobenius" computes alpha 2 as -log(sum K^2 / n^2), with n the size of the Gram matrix K. This is right
+            only if the trace of K is n.
+        drop_first: Number of real rows to remove first. normalization: Divide by the logarithm of the number of rows
+        used (logN), of dim (logD), of the smaller of the two
+            (maxEntropy), or by both logarithms (logNlogD).
+        undefined: "raise", or "nan" for NaN instead of an error.
 
     Source: Giraldo et al. 2014; Skean et al., arXiv 2502.02013, eq. 1. Their released code is center, unit, clamp,
-    side "smaller", for alpha 2 alpha2 "frobenius".
+    side "smaller", and alpha2 "frobenius" for alpha 2.
 
     Raises:
-        ValueError: a set without a row or with nothing but zeros (with `center`: equal rows), with `unit` a zero row,
-            or a normalization by log 1; NaN there with `undefined="nan"`.
+        ValueError: a set without a row or with only zeros (with `center`: equal rows), with `unit` a zero row, or a
+            normalization by log 1; NaN there with `undefined="nan"`.
     """
     check_option("side", side, "rows", "smaller")
     check_option("alpha2", alpha2, "spectrum", "frobenius")
@@ -158,9 +168,8 @@ def matrix_entropy(
 def dataset_entropy(pooled: Float[Tensor, "*n prompts dim"], **options: Any) -> PerSet:
     """Return matrix_entropy, with its options, of one pooled vector per prompt.
 
-    It grows with the number of prompts: compare equal numbers.
-
-    Released code pools tokens centred and scaled to norm 1 within each prompt, and takes clamp, side "smaller".
+    It grows with the number of prompts, so compare only equal numbers. The released code pools tokens that are centred
+    and scaled to norm 1 within each prompt, with clamp and side "smaller".
 
     Source: Skean et al., arXiv 2502.02013, section 3.3.1.
     """
@@ -171,7 +180,7 @@ def effective_rank(rows: Rows, mask: Mask | None = None, *, undefined: Undefined
     """Return the exponential of the entropy of the singular values (not squared) over their sum.
 
     Range [1, rank]: N for N orthogonal rows of equal norm, 1 for rank one. The options `center`, `unit` and
-    `drop_first`, invariances and undefined sets as in matrix_entropy.
+    `drop_first`, the invariances and the undefined sets are those of matrix_entropy.
 
     Source: Roy & Vetterli 2007.
     """
@@ -183,7 +192,9 @@ def rankme(
 ) -> PerSet:
     """Return effective_rank with `eps` added to each of the min(rows, dim) shares, which are not normalised again.
 
-    Source: Garrido et al. 2023. Otherwise as effective_rank.
+    Range, options and undefined sets are those of effective_rank.
+
+    Source: Garrido et al. 2023.
     """
     return spectrum(rows, mask, **options).rankme(eps=eps, undefined=undefined)
 
@@ -193,16 +204,17 @@ def participation_ratio(
 ) -> PerSet:
     """Return (sum sigma^2)^2 / sum sigma^4 = exp(S_2): about how many directions carry the variance.
 
-    Range [1, rank]: N for N orthogonal rows of equal norm, 1 for rank one. Otherwise as effective_rank.
+    Range [1, rank]: N for N orthogonal rows of equal norm, 1 for rank one. Options and undefined sets are those of
+    effective_rank.
     """
     return spectrum(rows, mask, **options).participation_ratio(undefined=undefined)
 
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """Singular values of each set, from which every quantity of this module follows: one decomposition serves all."""
+    """Singular values of each set, from which all entropies and ranks of this module follow."""
 
-    values: Float[Tensor, "*n rank"]  # descending, largest scaled to 1, 0 at the level of rounding
+    values: Float[Tensor, "*n rank"]  # descending, largest scaled to 1, rounding set to 0
     num_rows: Int[Tensor, "*n"]
     dim: int
     problems: dict[str, Bool[Tensor, "*n"]] = field(default_factory=dict)
@@ -253,7 +265,7 @@ def spectrum(
 def _prepared(
     rows: Rows, mask: Mask | None, center: bool, unit: bool, drop_first: int
 ) -> tuple[Rows, Tensor, dict[str, Tensor]]:
-    """Return the real rows with zeros after them, how many there are, and which sets are undefined, by reason."""
+    """Return the real rows with zeros after them, their number, and the undefined sets by reason."""
     rows, real = real_rows(widened(rows), mask, drop_first)
     num_rows = real.sum(-1)
     broken = not_finite(rows)
@@ -269,8 +281,8 @@ def _prepared(
     return rows, num_rows, problems
 
 
-# How far states tell prompts apart, and how little they mind a perturbed wording. Views of a prompt are pooled vectors
-# of perturbed copies of its text; row i of every view belongs to prompt i.
+# How well states distinguish prompts, and how invariant they are to perturbed wording. Views of a prompt are pooled
+# vectors of perturbed copies of its text. Row i of every view belongs to prompt i.
 
 View = Float[Tensor, "*n prompts dim"]
 Output = Literal["entropy", "rank"]
@@ -286,17 +298,18 @@ def infonce(
     form: Literal["ntxent", "cross"] = "ntxent",
     undefined: Undefined = "raise",
 ) -> PerSet:
-    """Return the cross-entropy of finding a prompt's other view among all; lower is more invariant.
+    """Return the cross-entropy of finding a prompt's other view among all views; lower is more invariant.
 
-    "ntxent": each of the 2N rows of both views seeks its partner among the other 2N - 1. Chance (all rows equal) is
-    log(2N - 1), range with `unit` [0, log(1 + (2N - 2) e^(2 / temperature))]. "cross": each row of A seeks its partner
-    among the N rows of B; chance is log N, and log N minus the value bounds the views' mutual information from below.
-    `unit` scales rows to norm 1.
+    "ntxent": each of the 2N rows of both views looks for its partner among the other 2N - 1 rows. Chance (all rows
+    equal) is log(2N - 1). The range with `unit` is [0, log(1 + (2N - 2) e^(2 / temperature))]. "cross": each row of A
+    looks for its partner among the N rows of B. Chance is log N, and log N minus the value is a lower bound of the
+    mutual information of the views. `unit` scales rows to norm 1.
 
-    Unchanged by a joint rotation, the order of prompts, for "ntxent" a swap of the views, with `unit` row scaling.
+    Unchanged by a joint rotation and by the order of prompts; for "ntxent" by a swap of the views; with `unit` by
+    scaling of rows.
 
-    Source: Chen et al. 2020 (NT-Xent); van den Oord et al. 2018. Released code of Skean et al.: unit False, and in its
-    later release form "cross".
+    Source: Chen et al. 2020 (NT-Xent); van den Oord et al. 2018. The released code of Skean et al. has unit False, and
+    in its later release form "cross".
 
     Raises:
         ValueError: fewer than 2 prompts, an option out of range; with `unit` a zero row, or a row that is not finite
@@ -328,18 +341,18 @@ def dime(
     normalization: Normalization = "raw",
     undefined: Undefined = "raise",
 ) -> PerSet:
-    """Return how much more entropy two views have together once one's prompts are shuffled: their shared information.
+    """Return how much the joint entropy of two views grows if the prompts of one are shuffled: shared information.
 
-    Mean over permutations P of S_alpha(AA' o PBB'P') minus S_alpha(AA' o BB'), o entry by entry. Range about
-    [0, log N], slightly below 0 at times. 0 where one view is the same for all prompts, and where the rows of each view
-    are orthogonal. A lower bound of the matrix mutual information where diagonals are constant, hence `unit`. Unchanged
+    Mean over permutations P of S_alpha(AA' o PBB'P') minus S_alpha(AA' o BB'), o entry by entry. Range about [0, log
+    N], sometimes slightly below 0. It is 0 if one view is the same for all prompts, or if the rows of each view are
+    orthogonal. It is a lower bound of the matrix mutual information if diagonals are constant, hence `unit`. Unchanged
     by a rotation of either view and by a joint order of the prompts.
 
-    `permutations` counts those drawn with `seed`, or gives them row by row. `side="smaller"` takes, of more prompts
-    than dimensions, the dim x dim matrices and permutes features: another quantity. `alpha2` and `normalization` as in
-    matrix_entropy.
+    `permutations` is the number of permutations drawn with `seed`, or gives them row by row. If there are more prompts
+    than dimensions, `side="smaller"` takes the dim x dim matrices and permutes features, which is another quantity.
+    `alpha2` and `normalization` are those of matrix_entropy.
 
-    Source: Skean et al. 2023 (DiME). Released code of Skean et al. 2025: unit False, side "smaller", unseeded.
+    Source: Skean et al. 2023 (DiME). The released code of Skean et al. 2025 has unit False, side "smaller" and no seed.
 
     Raises:
         ValueError: fewer than 2 prompts, an option out of range; a view of zeros, with `unit` a zero row, or a row that
@@ -351,7 +364,7 @@ def dime(
     num_prompts, dim = view_a.shape[-2:]
     transposed = side == "smaller" and num_prompts > dim
     gram_a, gram_b = (products(view.mT if transposed else view) for view in (view_a, view_b))
-    if unit:  # rows are of norm 1 or, where theirs was beyond float64, zeros
+    if unit:  # rows have norm 1, or are zero if their norm overflowed float64
         empty = [gram.diagonal(dim1=-2, dim2=-1).sum(-1) == 0 for gram in (gram_a, gram_b)]
     else:
         empty = [torch.count_nonzero(view, (-2, -1)) == 0 for view in (view_a, view_b)]
@@ -366,7 +379,10 @@ def dime(
 
 
 class LidarSums:
-    """What `lidar` needs of views that come in parts: memory holds the scatter within prompts and their means."""
+    """Running sums for `lidar` over batches of prompts.
+
+    Memory holds the scatter within prompts and the mean of each prompt, not the views.
+    """
 
     def __init__(self, views: Float[Tensor, "prompts views dim"] | None = None) -> None:
         self.means: list[Tensor] = []
@@ -383,14 +399,15 @@ class LidarSums:
         """Add all views of further prompts.
 
         Raises:
-            ValueError: fewer than 2 views, or another number than before.
+            ValueError: fewer than 2 views, or another number of views than before.
         """
         views = widened(views)
         if views.shape[1] < 2 or (self.means and views.shape[1] != self.num_views):
             raise ValueError(f"expected at least 2 views of each prompt, as many as before, got {views.shape[1]}")
         self.num_views = views.shape[1]
-        # A mean of equal views is off by rounding, one of zeros is not. With t the sum of the differences x from the
-        # first of n views, the scatter about the mean is that of x - t (1 - n^(-1/2)) / (n - 1) about 0: one row less.
+        # Differences x from the first view are exactly 0 for equal views; differences from a rounded mean are not. With
+        # t the sum of the x of n views, the scatter about the mean equals the scatter of the n - 1 rows x - t (1 -
+        # n^(-1/2)) / (n - 1) about 0.
         diffs = views[:, 1:] - views[:, :1]
         total = diffs.sum(1)
         self.means.append(views[:, 0] + total / self.num_views)
@@ -399,12 +416,15 @@ class LidarSums:
         self.scatter = rows.mT @ rows + (0.0 if self.scatter is None else self.scatter)
 
     def scatter_over_delta(self, delta: float = 1e-4) -> float:
-        """Return the mean variance within prompts over delta; below about 10, delta decides along with the states."""
+        """Return the mean variance within prompts over delta.
+
+        Below about 10, the value of `lidar` depends on delta as much as on the states.
+        """
         scatter = self.mean_scatter()
         return (scatter.trace() / (len(scatter) * delta)).item()
 
     def mean_scatter(self) -> Tensor:
-        """Return the scatter within prompts (dim, dim), a mean over prompts and views."""
+        """Return the scatter within prompts (dim, dim), averaged over prompts and views."""
         if self.scatter is None or self.num_prompts < 2:
             raise ValueError(f"expected at least 2 prompts, got {self.num_prompts}")
         return self.scatter / (self.num_prompts * self.num_views)
@@ -421,21 +441,23 @@ def lidar(
     normalization: Normalization = "raw",
     undefined: Undefined = "raise",
 ) -> PerSet:
-    """Return the entropy of the directions that tell prompts apart, measured by the scatter within a prompt's views.
+    """Return the entropy of the directions that distinguish prompts, relative to the scatter within a prompt's views.
 
-    With the scatter between prompts' means, B, and that within prompts plus delta I, W: S_alpha of the eigenvalues of
-    W^(-1/2) B W^(-1/2) over their sum, range [0, log min(N - 1, dim)]. "rank" is exp of their Shannon entropy with
-    `eps` added to each of the dim shares, not normalised again.
+    With B the scatter between the prompts' means and W the scatter within prompts plus delta I, the value is S_alpha of
+    the eigenvalues of W^(-1/2) B W^(-1/2) over their sum. Range [0, log min(N - 1, dim)]. "rank" is the exponential of
+    their Shannon entropy, with `eps` added to each of the dim shares, which are not normalised again.
 
-    Without scatter within it is matrix_entropy of the means with `center`, whatever delta. With delta 0 unchanged by
-    any invertible linear map of the features; else by rotation, translation and the order of prompts and views, but not
-    by scaling: delta is absolute (`LidarSums.scatter_over_delta` tells how much it weighs).
+    Without scatter within prompts, the value is matrix_entropy of the means with `center`, for any delta. With delta 0
+    it is unchanged by any invertible linear map of the features. With delta > 0 it is unchanged by rotation,
+    translation and the order of prompts and views, but not by scaling, because delta is absolute.
+    `LidarSums.scatter_over_delta` reports how much delta weighs.
 
     Source: Thilak et al., arXiv 2312.04000 ("rank"); Skean et al., arXiv 2502.02013 ("entropy").
 
     Raises:
-        ValueError: fewer than 2 prompts or views, delta 0 with a scatter within that has no inverse, an option out of
-            range; or all means equal, or a value that is not finite (NaN there with `undefined="nan"`).
+        ValueError: fewer than 2 prompts or views, delta 0 with a scatter within prompts that has no inverse, an option
+        out
+            of range; or all means equal, or a value that is not finite (NaN there with `undefined="nan"`).
     """
     check_option("output", output, "entropy", "rank")
     check_option("alpha2", alpha2, "spectrum", "frobenius")
@@ -445,7 +467,7 @@ def lidar(
         shape = views.shape[:-3]
         sets = map(LidarSums, views.reshape(math.prod(shape), *views.shape[-3:]))
     results = [_lidar(each, delta, alpha, output, eps, alpha2, normalization) for each in sets]
-    # Stacked where they are: a list of numbers would wait for the device, value by value.
+    # Stacked on the device. A list of Python numbers would synchronise once for each value.
     values = (torch.stack([value for value, _ in results]) if results else torch.empty(0)).double().reshape(shape)
     problems = {
         reason: torch.tensor([reason == other for _, other in results]).reshape(values.shape)
@@ -463,10 +485,10 @@ def _lidar(
     alpha2: Alpha2,
     normalization: Normalization,
 ) -> tuple[Tensor, str]:
-    """Return `lidar` of one set of views, and why it has no value."""
+    """Return `lidar` of one set of views, and the reason if it has no value."""
     scatter, means = sums.mean_scatter(), torch.cat(sums.means)
     num_prompts, dim = means.shape
-    # one pass for the usual case: what is not finite is so on the diagonal too
+    # One cheap pass in the usual case: a non-finite view also makes the diagonal of the scatter non-finite.
     if not (scatter.trace() + means.sum()).isfinite() and (not_finite(scatter) or not_finite(means)):
         return means.new_tensor(0.0), "a value is not finite"
     between = means - means[:1]
@@ -479,20 +501,20 @@ def _lidar(
     values = values.masked_fill(values < max(num_prompts, dim) * EPS * values[0], 0.0).square()
     shares = values / positive(values.sum())
     if output == "rank":
-        # the matrix has dim eigenvalues, of which at most as many as there are prompts differ from 0
+        # The matrix has dim eigenvalues, of which at most num_prompts differ from 0. All dim shares get eps.
         spread = torch.cat([shares, shares.new_zeros(max(dim - len(shares), 0))]) + eps
         return torch.special.entr(spread).sum().exp(), ""
     if alpha2 == "frobenius" and alpha == 2:
         entropy = -(values.square().sum() / dim**2).log()
     else:
         entropy = renyi(shares, alpha)
-    # NaN where it is divided by log 1
+    # NaN if the normalization divides by log 1.
     entropy = normalized("lidar", entropy, {}, entropy.new_tensor(num_prompts), dim, normalization, "nan")
     return entropy, f"{normalization} divides by the logarithm of one dimension" if entropy.isnan() else ""
 
 
 def _factor(scatter: Tensor, delta: float, *, max_rank: int) -> Tensor:
-    """Return the lower factor of the scatter within prompts, of rank `most` or less, plus delta on its diagonal."""
+    """Return the lower Cholesky factor of the scatter within prompts plus delta I; its rank is at most `max_rank`."""
     scatter.diagonal().add_(delta)
     factor, failed = torch.linalg.cholesky_ex(scatter)
     pivots = factor.diagonal().square()
@@ -505,7 +527,7 @@ def _factor(scatter: Tensor, delta: float, *, max_rank: int) -> Tensor:
 
 
 def _views(view_a: View, view_b: View, *, unit: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return both views as they are compared, and which sets are undefined."""
+    """Return both views as they are compared, and the undefined sets by reason."""
     view_a, view_b = widened(view_a), widened(view_b)
     if view_a.shape != view_b.shape or view_a.shape[-2] < 2:
         shapes = f"{tuple(view_a.shape)} and {tuple(view_b.shape)}"

@@ -1,7 +1,7 @@
-"""Geometry of the token sequence inside a layer, and of layers against each other. All computed in float64.
+"""Geometry of the token sequence inside a layer, and of layers compared with each other. All computed in float64.
 
-Padding, on whichever side and whatever it holds, never enters a value. Input that is not finite is undefined like the
-cases each function names.
+Padding never enters a value, on either side and whatever it holds. Input that is not finite is undefined, like the
+cases that each function names.
 """
 
 from collections.abc import Iterator
@@ -38,11 +38,12 @@ def token_curvature(
 ) -> PerPrompt:
     """Return the mean angle, in radians, between consecutive differences of a prompt's tokens.
 
-    Range [0, pi]: 0 on a line, pi for a zigzag a, b, a, b; pi/2 for a random walk in high dimension, 2 pi/3 for
-    independent tokens. Unchanged by rotation, translation, positive scaling and reversal.
+    C = 1 / (T - 2) sum_k angle(v_(k+1), v_k) with v_k = x_(k+1) - x_k. Range [0, pi]: 0 on a line, pi for a zigzag a,
+    b, a, b; pi/2 for a random walk in high dimension, 2 pi/3 for independent tokens. Unchanged by rotation,
+    translation, positive scaling and reversal.
 
-    Undefined for fewer than 3 real tokens, or where a difference is zero. `undefined="skip"` averages the angles that
-    exist; what is still undefined is NaN.
+    Undefined for fewer than 3 real tokens, or if a difference is zero. `undefined="skip"` averages the angles that
+    exist and gives NaN if none exists.
 
     Source: Hosseini & Fedorenko 2023; Skean et al., arXiv 2502.02013, section 3.3.2.
 
@@ -59,7 +60,7 @@ def curvature_and_missing(
     drop_first: int = 0,
     undefined: Literal["raise", "nan", "skip"] = "raise",
 ) -> tuple[PerPrompt, Int[Tensor, "*n"]]:
-    """Return token_curvature, and how many of each prompt's angles do not exist because a difference is zero."""
+    """Return token_curvature, and how many angles of each prompt do not exist because a difference is zero."""
     check_option("undefined", undefined, "raise", "nan", "skip")
     rows, real = real_rows(widened(tokens), mask, drop_first)
     broken = not_finite(rows)
@@ -84,17 +85,16 @@ def curvature_and_missing(
 def token_angle(
     tokens: Tokens, mask: Mask | None = None, *, drop_first: int = 0, undefined: Undefined = "raise"
 ) -> PerPrompt:
-    """Return the mean angle, in radians, between the vectors of neighbouring tokens, from which their mean is taken.
+    """Return the mean angle, in radians, between neighbouring token vectors after subtraction of their mean.
 
-    Range [0, pi]: two tokens are exactly pi apart. Unchanged by rotation, translation and positive scaling. Not to be
-    drawn on one axis with token_curvature.
+    Range [0, pi]: two tokens are exactly pi apart. Unchanged by rotation, translation and positive scaling. Do not draw
+    it on one axis with token_curvature.
 
-    Source: released as "curvature" by Skean et al. (OFSkean/information_flow, 2024-09); their arccos gives NaN where
-    rounding leaves [-1, 1], this does not.
+    Source: released as "curvature" by Skean et al. (OFSkean/information_flow, 2024-09). Their arccos gives NaN if
+    rounding leaves [-1, 1]; this function does not.
 
     Raises:
-        ValueError: no more than one real token, or a token that is equal to the mean; NaN there with
-            `undefined="nan"`.
+        ValueError: fewer than two real tokens, or a token that equals the mean; NaN there with `undefined="nan"`.
     """
     rows, real = real_rows(widened(tokens), mask, drop_first)
     broken = not_finite(rows)
@@ -116,7 +116,7 @@ def _angle(u: Tensor, w: Tensor) -> Tensor:
     return 2 * torch.atan2(torch.linalg.vector_norm(u - w, dim=-1), torch.linalg.vector_norm(u + w, dim=-1))
 
 
-# From the tokens of a prompt to one vector.
+# Pooling: from the tokens of a prompt to one vector.
 
 Pooling = Literal["mean", "last", "cls", "centered_unit_mean"]
 
@@ -130,8 +130,8 @@ def pool(
 ) -> Float[Tensor, "*n dim"]:
     """Return one vector per prompt, in float64: the mean of its real tokens, the last one, or the first one ("cls").
 
-    "centered_unit_mean" is what the code of Skean et al. (OFSkean/information_flow, 2024-09) pools: tokens minus their
-    mean, each scaled to norm 1, averaged.
+    "centered_unit_mean" is the pooling in the code of Skean et al. (OFSkean/information_flow, 2024-09): tokens minus
+    their mean, each scaled to norm 1, then averaged.
 
     Raises:
         ValueError: a prompt without a real token, with a value that is not finite or (centered_unit_mean) with a token
@@ -157,7 +157,7 @@ def pool(
     return checked("pooled vector", pooled, {reason: bad[..., None] for reason, bad in problems.items()}, undefined)
 
 
-# How far word pairs of one relation point in one direction. All computed in float64.
+# How parallel the differences of word pairs of one relation are. All computed in float64.
 
 Points = Float[Tensor, "*layers pairs dim"]
 PerLayer = Float[Tensor, "*layers"]
@@ -169,18 +169,18 @@ class ConceptAlignment:
 
     directions: Points  # u_i, of norm 1
     mean: PerLayer
-    by_pair: Float[Tensor, "*layers pairs"]  # of each pair with the others; their mean is `mean`
+    by_pair: Float[Tensor, "*layers pairs"]  # mean cosine of each pair with the others; their mean is `mean`
     leave_one_out: PerLayer
     shuffled: PerLayer
 
     @property
     def gram(self) -> Float[Tensor, "*layers pairs pairs"]:
-        """Return <u_i, u_j>."""
+        """Cosines <u_i, u_j> of all pairs."""
         return self.directions @ self.directions.mT
 
     @property
     def excess(self) -> PerLayer:
-        """Return `mean` minus `shuffled`: the part that belongs to the pairing."""
+        """`mean` minus `shuffled`: the part of the alignment that comes from the pairing."""
         return self.mean - self.shuffled
 
 
@@ -194,22 +194,23 @@ def concept_alignment(
 ) -> ConceptAlignment:
     """Return how parallel the differences delta_i = second_i - first_i of the word pairs of one category are.
 
-    With u_i = delta_i / |delta_i|: `gram` holds <u_i, u_j> and `mean` its mean over i < j, in [-1 / (pairs - 1), 1];
-    `leave_one_out` is the mean of cos(delta_i, mean of the other deltas). `shuffled` is the mean of `mean` over seeded
-    derangements of the second words within the category, no word staying where it was; it is not 0 where the two kinds
-    of words have different means, so that `excess` = mean - shuffled is what belongs to the pairing. Within a
-    derangement, two words that are the same point have no direction and are left out.
+    With u_i = delta_i / |delta_i|: `gram` holds <u_i, u_j>, and `mean` is its mean over i < j, in [-1 / (pairs - 1),
+    1]. `leave_one_out` is the mean of cos(delta_i, mean of the other deltas). `shuffled` is the mean of `mean` over
+    random derangements of the second words within the category: permutations in which no word keeps its partner. It is
+    not 0 if the two kinds of words have different means. `excess` = mean - shuffled is the part that comes from the
+    pairing. Shuffled pairs whose two words are the same point have no direction and are left out.
 
     Invariant to rotation, to a translation common to both words, to scaling, to the order of the pairs and to swapping
-    all first with all second words (`shuffled` up to the draw). Independent isotropic deltas: 0 in expectation, with
+    all first with all second words (`shuffled` up to the draw). Independent isotropic deltas have expectation 0 and
     standard deviation sqrt(2 / (pairs (pairs - 1) dim)).
 
-    Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), figure 3, which means cosines though it never
+    Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), figure 3. It means cosines, although it never
     writes the normalisation.
 
     Raises:
-        ValueError: fewer than 3 pairs, shapes that differ; a zero delta, a value that is not finite, others that cancel
-            (leave_one_out): NaN there with `undefined="nan"`.
+        ValueError: fewer than 3 pairs, shapes that differ; a zero delta, a value that is not finite, or other deltas
+        that
+            cancel (leave_one_out): NaN there with `undefined="nan"`.
     """
     first, second = widened(first), widened(second)
     if first.shape != second.shape or first.shape[-2] < 3:
@@ -237,7 +238,7 @@ def concept_alignment(
 
 
 def _directions(deltas: Points) -> Points:
-    """Return deltas of norm 1; 0 for a pair that is one point."""
+    """Return deltas scaled to norm 1; 0 for a pair whose two words are one point."""
     norms = torch.linalg.vector_norm(deltas, dim=-1, keepdim=True)
     return deltas / norms.where(norms > 0, 1.0)
 
@@ -249,14 +250,17 @@ def _pair_cosines(directions: Points) -> Tensor:
 
 
 def _mean_cosine(directions: Points) -> PerLayer:
-    """Return the mean over two different pairs that have a direction: (|sum u|^2 - count) / (count (count - 1))."""
+    """Return the mean cosine over ordered pairs of different directions: (|sum u|^2 - count) / (count (count - 1)).
+
+    Zero directions are left out.
+    """
     count = directions.any(-1).sum(-1).double()
     mean = (directions.sum(-2).square().sum(-1) - count) / (count * (count - 1))
     return mean.masked_fill(count < 2, torch.nan)
 
 
 def _leave_one_out(deltas: Points, directions: Points) -> tuple[Tensor, Tensor]:
-    """Return the cosine of each delta with the mean of the others, and where those cancel up to rounding."""
+    """Return the cosine of each delta with the mean of the others, and where the others cancel up to rounding."""
     others = deltas.sum(-2, keepdim=True) - deltas
     norms = torch.linalg.vector_norm(others, dim=-1)
     largest = torch.linalg.vector_norm(deltas, dim=-1).amax(-1, keepdim=True)
@@ -265,7 +269,10 @@ def _leave_one_out(deltas: Points, directions: Points) -> tuple[Tensor, Tensor]:
 
 
 def _derangements(size: int, count: int, seed: int) -> Iterator[Tensor]:
-    """Draw permutations without a fixed point, all equally probable. One in e of all permutations is such a one."""
+    """Yield permutations without a fixed point, all equally probable.
+
+    About one in e of all permutations has no fixed point, so drawing until one appears is fast.
+    """
     generator = torch.Generator().manual_seed(seed)
     stay = torch.arange(size)
     for _ in range(count):
@@ -275,11 +282,11 @@ def _derangements(size: int, count: int, seed: int) -> Iterator[Tensor]:
         yield order
 
 
-# How alike layers are, and where a model's beginning, middle and ending lie by that.
+# Similarity of layers, and the beginning, middle and ending of a model according to it.
 
-MAX_ENTRIES = 2**24  # of the layers' Gram matrices held at a time: 128 MB
-MIN_MIDDLE = 2  # layers: fewer have no similarity among themselves
-EQUAL = 1e-9  # relative difference of what two divisions explain, below which they are as good; of means to the largest
+MAX_ENTRIES = 2**24  # entries of the layers' Gram matrices in memory: 128 MB
+MIN_MIDDLE = 2  # layers: one layer has no similarity within itself
+EQUAL = 1e-9  # relative difference below which two divisions are equally good
 
 
 def cosine_similarity_matrix(
@@ -289,17 +296,19 @@ def cosine_similarity_matrix(
     mode: Literal["token", "flattened"] = "token",
     undefined: Undefined = "raise",
 ) -> Float[Tensor, "layers layers"]:
-    """Return the mean cosine between layers: of the same token in both, averaged within each prompt, then over prompts.
+    """Return the mean cosine between the states of the same token in two layers, for every two layers.
 
-    Entries in [-1, 1], symmetric, unit diagonal, positive semi-definite. `mode="flattened"` takes the cosine of all of
-    a prompt's tokens as one vector: a mean weighted by norms, so by the sink token. Unchanged by a rotation common to
-    all layers and by positive scaling of a layer; in mode "token" also of single tokens.
+    Averaged within each prompt, then over prompts. Entries in [-1, 1], symmetric, unit diagonal, positive
+    semi-definite. `mode="flattened"` takes the cosine of all of a prompt's tokens as one vector. This is a mean
+    weighted by norms, so an attention sink token dominates it. Unchanged by a rotation common to all layers and by
+    positive scaling of a layer; in mode "token" also by scaling of single tokens.
 
-    Source: Sun et al., arXiv 2407.09298, whose notebook is `mode="flattened"` without a mask, in batches of 8.
+    Source: Sun et al., arXiv 2407.09298. Their notebook has `mode="flattened"` without a mask, in batches of 8.
 
     Raises:
-        ValueError: a layer with a state that is zero, or a prompt without a real token; with `undefined="nan"` that
-            layer's row and column are NaN.
+        ValueError: a layer with a state that is zero, or a prompt without a real token; with `undefined="nan"` the row
+        and
+            column of that layer are NaN.
     """
     check_option("mode", mode, "token", "flattened")
     rows, real = real_rows(widened(states), mask)
@@ -333,15 +342,16 @@ def linear_cka(
 ) -> Float[Tensor, "*n"]:
     """Return the similarity of two representations of the same rows: linear centred kernel alignment.
 
-    Range [0, 1], 1 for equal ones. `debiased` takes the unbiased HSIC_1 in all three places: it may be negative and
-    stays near 0 for independent data, where the plain form grows with dim over rows. Unchanged by rotation, isotropic
-    scaling and translation of either side, and by a joint order of the rows.
+    |Y'X|_F^2 / (|X'X|_F |Y'Y|_F) with centred columns. Range [0, 1], 1 for equal ones. `debiased` takes the unbiased
+    HSIC_1 in all three places. It may be negative and stays near 0 for independent data, where the plain form grows
+    with dim over rows. Unchanged by rotation, isotropic scaling and translation of either side, and by a joint order of
+    the rows.
 
     Source: Kornblith et al. 2019; HSIC_1: Song et al. 2012.
 
     Raises:
-        ValueError: fewer than 2 rows (4 if debiased); constant x or y, or values that are not
-            finite (NaN there with `undefined="nan"`).
+        ValueError: fewer than 2 rows (4 if debiased); constant x or y, or values that are not finite (NaN there with
+            `undefined="nan"`).
     """
     x, y = widened(x), widened(y)
     broken = not_finite(x) | not_finite(y)
@@ -354,7 +364,9 @@ def linear_cka(
 
 
 def _alignment(inner: Tensor, squares: Tensor, debiased: bool) -> tuple[Tensor, Tensor]:
-    """Return the alignment of centred layers from products and diagonals of their Gram matrices, and who does not vary.
+    """Return the alignment of centred layers, and which layers do not vary.
+
+    `inner` holds the inner products of their Gram matrices, `squares` the diagonals of their Gram matrices.
 
     Raises:
         ValueError: too few rows.
@@ -364,13 +376,14 @@ def _alignment(inner: Tensor, squares: Tensor, debiased: bool) -> tuple[Tensor, 
         raise ValueError(f"linear CKA with debiased={debiased} needs at least {least} rows, got {m}")
     plain = inner.diagonal(dim1=-2, dim2=-1)
     if debiased:
-        # HSIC_1 up to its constant factor, which the ratio loses: with centred columns the rows of XX' sum to 0, so
-        # those of XX' without its diagonal to minus the diagonal
+        # HSIC_1(K, M) = [tr(KM) + 1'K1 1'M1 / ((m-1)(m-2)) - 2 / (m-2) 1'KM1] / (m (m-3)), K and M without diagonals.
+        # The constant factor cancels in the ratio. With centred columns the rows of XX' sum to 0, so those of K sum to
+        # minus the diagonal of XX', and no matrix without diagonal has to be formed.
         products, total = squares @ squares.mT, squares.sum(-1)
         totals = total[..., None] * total[..., None, :] / ((m - 1) * (m - 2))
         inner = inner - products + totals - 2 / (m - 2) * products
     scale = inner.diagonal(dim1=-2, dim2=-1)
-    flat = scale <= 1e-13 * plain  # what debiasing leaves of rows at equal distances is rounding
+    flat = scale <= 1e-13 * plain  # rounding: rows at equal distances have debiased HSIC 0
     scale = scale.masked_fill(flat, 1.0).sqrt()
     return inner / (scale[..., None] * scale[..., None, :]), flat
 
@@ -381,14 +394,15 @@ def linear_cka_matrix(
     debiased: bool = False,
     undefined: Undefined = "raise",
 ) -> Float[Tensor, "layers layers"]:
-    """Return `linear_cka` of every two layers, by their Gram matrices of rows, a band of rows at a time; in float64.
+    """Return `linear_cka` of every two layers, from their Gram matrices of rows, in float64.
 
-    Symmetric, unit diagonal; range and invariances as `linear_cka`. A layer's Gram matrix is taken once, not once for
-    each other layer.
+    Works on a band of rows of all Gram matrices at a time, and computes each layer's Gram matrix only once. Symmetric,
+    unit diagonal; range and invariances as `linear_cka`.
 
     Raises:
         ValueError: fewer than 2 rows (4 if debiased), a layer whose rows are all equal or hold a value that is not
-            finite; with `undefined="nan"` such a layer's row and column are NaN.
+        finite;
+            with `undefined="nan"` the row and column of that layer are NaN.
     """
     states = widened(states)
     num_layers, m, _ = states.shape
@@ -410,26 +424,31 @@ def linear_cka_matrix(
 
 
 class LayerStages(NamedTuple):
-    """Sizes of the three runs of layers, and how far the middle stands out."""
+    """Sizes of the beginning, middle and ending of a model, and how far the middle stands out.
+
+    `contrast` is the mean similarity within the middle minus that of middle layers to all others, 0 without others.
+    """
 
     num_beginning: int
     num_middle: int
     num_ending: int
-    contrast: float  # mean similarity within the middle minus that of middle layers to all others; 0 without others
+    contrast: float
 
 
 def layer_stages(similarity: Float[Tensor, "layers layers"]) -> LayerStages:
-    """Return the beginning, middle and ending of a row of layers: the division that explains its similarities best.
+    """Return the beginning, middle and ending of the layers: the division that explains their similarities best.
 
-    The middle is a run of at least 2 layers. Of the pairs it is part of, W lie within it (mean similarity w) and A
-    across its ends (mean a); telling the two kinds apart explains the sum of squares (w - a)^2 W A / (W + A), of which
-    the largest with w > a wins, of equals the larger middle, then the earlier. Where no run is more similar within than
-    to the others, as in a constant matrix, all layers are the middle, at a contrast of 0. Every division is tried.
+    The middle is a run of at least 2 layers. Pairs with a layer in the middle are of two kinds: W pairs within it, of
+    mean similarity w, and A pairs across its ends, of mean similarity a. Separating the two kinds explains the sum of
+    squares (w - a)^2 W A / (W + A). The division with the largest sum and w > a wins. Ties go to the larger middle,
+    then to the earlier one. If no run is more similar within than to the others, as in a constant matrix, all layers
+    are the middle with a contrast of 0. Every division is tried.
 
-    In float64; the diagonal does not count. Unchanged by adding a constant to all similarities and, but for the
-    contrast, by a positive factor; turned around with the order of the layers. Similarities of w within a run and of
-    a < w everywhere else give that run, at the contrast w - a.
-    Source: ours, after the blocks that Sun et al., arXiv 2407.09298, find by eye.
+    In float64. The diagonal does not count. Unchanged by adding a constant to all similarities and, except for the
+    contrast, by a positive factor. Reversing the layers reverses the result. If similarities are w within a run and a <
+    w everywhere else, the result is that run with contrast w - a.
+
+    Source: ours, after the groups of layers that Sun et al., arXiv 2407.09298, find by eye.
 
     Raises:
         ValueError: fewer than 2 layers, or a similarity that is not finite.

@@ -1,6 +1,6 @@
 """Singular values of sets of rows and leading singular vectors of square matrices, from their Gram matrices in float64.
 
-Each vector has a bound on its error.
+Each singular vector comes with a bound on its error.
 """
 
 import math
@@ -13,27 +13,29 @@ from torch import Tensor
 
 from lit_layers.functional._checks import finite_matrices, wide_matrices, zeroed
 
-# An eigenvalue of a Gram matrix is off by about EPS, 2.2e-16, times the largest; so its root, at s of the largest
-# singular value, by EPS / 2s of that; measured by less than 2e-13 where the spectrum falls to 1.7e-4 by and by, by up
-# to 6e-12 where half of 1,000 values lie there and the others at 1.
+# An eigenvalue of a Gram matrix has an error of about EPS = 2.2e-16 times the largest eigenvalue. Its root, a singular
+# value at s times the largest one, then has an error of EPS / 2s of the largest. Measured: below 2e-13 if the spectrum
+# falls gradually to 1.7e-4, and up to 6e-12 if half of 1,000 values lie there and the others at 1.
 _MIN_SHARE = 3e-8  # of the largest eigenvalue
-# An entropy or a rank weighs each singular value s by itself, or by its square: where s is off by EPS / 2s, the entropy
-# of n of them is by less than n EPS / 2s log(1 / s), measured on states of language models by less than 4e-11.
+# Entropies and ranks weigh each singular value s by itself or by its square. An error EPS / 2s of s changes the entropy
+# of n values by less than n EPS / 2s log(1 / s). Measured on states of language models: below 4e-11.
 ENTROPY_MIN_SHARE = 1e-12
-_MIN_TRACE = 1e-200  # below it squares lose digits at the lower end of float64
+_MIN_TRACE = 1e-200  # below this, squares lose digits at the lower end of float64
 
 
 def singular_values(rows: Tensor, rank: Tensor | None = None, *, min_share: float = _MIN_SHARE) -> Tensor:
     """Return the singular values of each matrix (*n, rows, dim), the largest first.
 
-    They are roots of the eigenvalues of its smaller Gram matrix.
+    They are the roots of the eigenvalues of the smaller Gram matrix, which takes half the time of a singular value
+    decomposition on a CPU. Errors are below 2e-13 of the largest value, or 6e-12 if many values lie near the bound. A
+    matrix whose Gram matrix does not resolve its smallest values gets a singular value decomposition instead.
 
-    They are those of the matrix itself to 2e-13 of the largest, to 6e-12 where many lie near the bound: a matrix with
-    smaller ones than its Gram matrix resolves above rounding, or than the root of `least_share`, is decomposed as it
-    stands. `rank` (*n) is the most that differ from 0.
+    Args:
+        rows: The matrices.
+        rank: The largest number of values that differ from 0, (*n).
+        min_share: Smallest eigenvalue, as a share of the largest, that counts as resolved.
     """
-    # The eigenvalues of a Gram matrix take half the time of a singular value decomposition on a CPU; on a GPU the
-    # decomposition of one matrix after another takes longer still.
+    # On a GPU the difference is larger, because it decomposes one matrix after another.
     wide = rows.detach() if rows.shape[-2] <= rows.shape[-1] else rows.detach().mT
     if not wide.numel():
         return wide.new_zeros(wide.shape[:-1])
@@ -46,7 +48,7 @@ def singular_values(rows: Tensor, rank: Tensor | None = None, *, min_share: floa
     good = good & (values >= min_share * values[..., :1]).logical_or(~index).all(-1)
     values = values.clamp(min=0.0).masked_fill(~index, 0.0).sqrt()
     if not good.all():
-        tall = wide[~good].mT.cpu().numpy()  # to which LAPACK needs less than a third of what its transpose needs
+        tall = wide[~good].mT.cpu().numpy()  # LAPACK takes less than a third of the time for the transpose
         values[~good] = torch.from_numpy(np.linalg.svd(tall, compute_uv=False)).to(values.device)
     return values
 
@@ -57,7 +59,7 @@ def products(rows: Float[Tensor, "*n rows dim"]) -> Float[Tensor, "*n rows rows"
         return rows @ rows.mT
     array = rows.detach().numpy()
     with np.errstate(over="ignore", invalid="ignore"):
-        return torch.from_numpy(array @ array.swapaxes(-1, -2))  # numpy computes one triangle, torch both
+        return torch.from_numpy(array @ array.swapaxes(-1, -2))  # numpy computes only one triangle, torch both
 
 
 def eigenvalues(matrix: Float[Tensor, "*n size size"]) -> Float[Tensor, "*n size"]:
@@ -69,10 +71,11 @@ def eigenvalues(matrix: Float[Tensor, "*n size size"]) -> Float[Tensor, "*n size
 
 # Leading singular vectors.
 
-# Squares halve the digits: eigenvectors of J'J in float64 are good to 1e-16 (s_1 / s)^2 over the gap. That is enough
-# but for tiny singular values, and is not relied on: how far they are off is measured on J itself.
-MIN_DIM = 64  # narrower matrices are decomposed whole in the same time
-NARROW = 256  # up to here the whole takes but twice the time, and comes wherever the bound is above the following one
+# Squaring halves the digits: eigenvectors of J'J in float64 are accurate to 1e-16 (s_1 / s)^2 over the gap. That
+# suffices except for tiny singular values. The code does not rely on it: errors are measured on J itself.
+MIN_DIM = 64  # narrower matrices get a full decomposition, which takes the same time
+# Up to this width a full decomposition takes only twice the time. It replaces results whose bound is above TIGHT.
+NARROW = 256
 TIGHT = 1e-6
 EPS = torch.finfo(torch.float64).eps
 
@@ -80,9 +83,9 @@ EPS = torch.finfo(torch.float64).eps
 class Factors(NamedTuple):
     """Leading singular triples (*n): `left` and `right` (.., dim, count), `values` (.., count) descending.
 
-    `bounds` (.., count): how far `miscoupling` in the leading K = 1, 2, .. directions (p = 2) may be from its value
-    with exact singular vectors of these very matrices, whatever the other matrix is; infinite where a tie leaves them
-    undetermined.
+    `bounds` (.., count) are error bounds of `miscoupling` in the leading K = 1, 2, .. directions (p = 2), for any other
+    matrix. They bound the difference from the value with exact singular vectors of these matrices. They are infinite if
+    a tie leaves the vectors undetermined.
     """
 
     left: Tensor
@@ -96,15 +99,16 @@ def singular_factors(
 ) -> Factors:
     """Return the leading `count` singular triples (None: all), with `bounds` of at most `tolerance` if float64 allows.
 
-    For dim >= 64 and count up to a third of dim, from the leading eigenvectors of J'J in float64. Otherwise, and for
-    matrices whose bound that does not bring to `tolerance`, or to 1e-6 where dim is at most 256 (ties, tiny singular
-    values), by the whole decomposition in float64. The same input gives the same output.
+    For dim >= 64 and count up to a third of dim, they come from the leading eigenvectors of J'J in float64. All other
+    matrices get a full singular value decomposition in float64. So do matrices whose bound stays above `tolerance`, or
+    above 1e-6 for dim up to 256 (ties, tiny singular values). The same input gives the same output.
 
-    `values` are off by less than `tolerance`^2 of themselves, which is not in `bounds`. Vectors are in float64 for dim
-    <= 512, float64 input or a tolerance below 1e-5, which float32 vectors cannot hold; else in float32.
+    `values` have an error below `tolerance`^2 of themselves, which is not in `bounds`. Vectors are in float64 for dim
+    <= 512, for float64 input, or for a tolerance below 1e-5, which float32 vectors cannot hold. Otherwise they are in
+    float32.
 
-    The bounds take from LAPACK (on a GPU cuSOLVER, with torch's default drivers) that its decompositions are backward
-    stable: which vectors are the leading ones is right but for an error of rounding. How far each is off is measured.
+    The bounds assume that the decompositions of LAPACK (on a GPU cuSOLVER, with torch's default drivers) are backward
+    stable: which vectors are the leading ones is then right up to rounding. The error of each vector is measured.
 
     Raises:
         ValueError: a non-finite matrix.
@@ -115,9 +119,9 @@ def singular_factors(
     count = count or dim
     flat = matrices.reshape(-1, dim, dim)
     number = torch.arange(1, count + 1, dtype=torch.float64, device=flat.device)
-    rounding = torch.finfo(dtype).eps * (number.sqrt() + 2)  # of both bases and the values to `dtype`
+    rounding = torch.finfo(dtype).eps * (number.sqrt() + 2)  # from rounding both bases and the values to `dtype`
     leading = dim >= MIN_DIM and 3 * count <= dim and len(flat) > 0
-    # some 2 GB; a CPU gains nothing by more than what stays near it, 1 MB, or one large matrix
+    # About 2 GB. A CPU gains nothing from batches larger than its cache, so it takes 1 MB or one large matrix.
     entries = 2**17 if leading and flat.device.type == "cpu" else 2**31 // 60
     size = max(1, entries // dim**2)
     goal = min(tolerance, TIGHT) if dim <= NARROW else tolerance
@@ -139,7 +143,7 @@ def singular_factors(
 
 
 def _top_svd(matrices: Tensor, count: int) -> Factors:
-    """Return leading triples from the eigenvectors v of J'J, (n, dim, dim) in float64, and u = J v / s.
+    """Return leading triples of matrices (n, dim, dim) in float64: eigenvectors v of J'J, and u = J v / s.
 
     NaN for a matrix of zeros.
     """
@@ -147,7 +151,7 @@ def _top_svd(matrices: Tensor, count: int) -> Factors:
     images = matrices @ right
     values = torch.linalg.vector_norm(images, dim=-2)
     left = images / values[:, None]
-    # J'J is off by rounding; all further singular values lie below this by Weyl's inequality
+    # All further singular values are below this, by Weyl's inequality with the rounding error of J'J.
     further = (squares[:, count].clamp(min=0) + matrices.shape[-1] * EPS * values[:, 0].square()).sqrt()
     bounds = _bounds(values, _residuals(matrices, left, values, right), further, count)
     return Factors(left, values, right, bounds)
@@ -156,7 +160,7 @@ def _top_svd(matrices: Tensor, count: int) -> Factors:
 def _leading_eigenvectors(gram: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the count + 1 largest eigenvalues of symmetric matrices (n, dim, dim), and `count` eigenvectors.
 
-    They are descending, and NaN if LAPACK finds none, as for a part of a spectrum with many equal values.
+    In descending order. NaN if LAPACK does not converge, as it may for a part of a spectrum with many equal values.
     """
     if gram.device.type != "cpu":
         values, vectors = torch.linalg.eigh(gram)
@@ -164,12 +168,13 @@ def _leading_eigenvectors(gram: Tensor, count: int) -> tuple[Tensor, Tensor]:
     from scipy.linalg import eigh  # neither torch nor numpy has a driver for a part of the spectrum
 
     last = gram.shape[-1] - 1
-    # with all vectors it takes twice the time at count = dim / 10, 0.7 of it at dim / 3, and never more if narrow
+    # All vectors take twice the time of a part at count = dim / 10, but 0.7 of it at dim / 3. For narrow matrices all
+    # vectors never take longer.
     is_part = last >= NARROW and 5 * count <= last
     pairs: list[Any] = []
     for each in gram:
         try:
-            if is_part:  # the transpose is in Fortran's order, so that LAPACK works in place
+            if is_part:  # the transpose has Fortran's memory order, so LAPACK works in place
                 pairs.append(eigh(each.numpy().T, subset_by_index=(last - count, last), overwrite_a=True))
             else:
                 pairs.append([part[..., -count - 1 :] for part in np.linalg.eigh(each.numpy())])
@@ -183,24 +188,24 @@ def _full_svd(matrices: Tensor, count: int) -> Factors:
     left, values, right = torch.linalg.svd(matrices)
     residuals = _residuals(matrices, left, values, right.mT)
     bounds = _bounds(values, residuals, residuals[:, -1], count)
-    # copies: a view would keep the whole of both bases
+    # Copies, because views would keep both complete bases in memory.
     return Factors(left[..., :count].clone(), values[:, :count], right[..., :count, :].mT.clone(), bounds)
 
 
 def _residuals(matrices: Tensor, left: Tensor, values: Tensor, right: Tensor) -> Tensor:
-    """Return the norms (n, triples) of [J v - s u; J'u - s v], with what rounding may hide of them."""
+    """Return the norms (n, triples) of [J v - s u; J'u - s v], plus the error that rounding may hide in them."""
     above, below = matrices @ right - left * values[:, None], matrices.mT @ left - right * values[:, None]
     lengths = torch.linalg.vector_norm(torch.cat([above, below], -2), dim=-2)
     return lengths + math.sqrt(matrices.shape[-1]) * EPS * values[:, :1]
 
 
 def _bounds(values: Tensor, residuals: Tensor, further: Tensor, count: int) -> Tensor:
-    """Return `Factors.bounds` of the leading `count` triples, by Davis and Kahan's theorem.
+    """Return `Factors.bounds` of the leading `count` triples, by the theorem of Davis and Kahan.
 
-    For the symmetric [0 J'; J 0], whose eigenvalues are the singular values, their negatives and zero, and whose
-    eigenvectors are [v; u]: a triple with this residual is turned from the exact one by an angle whose sine is at most
-    the residual over the distance to the other singular values. Of those the computed ones are known up to residuals
-    of their own, and the rest lie below `further` (n). As J is square, none of the negative ones is closer than zero.
+    It is applied to the symmetric matrix [0 J'; J 0]. Its eigenvalues are the singular values, their negatives and
+    zero, and its eigenvectors are [v; u]. The sine of the angle between a triple and the exact one is at most its
+    residual over the distance to the other singular values. The computed ones are known up to their own residuals, and
+    all others are below `further` (n). As J is square, no negative eigenvalue is closer than zero.
 
     For A = U' J1 V, `|A - A'|_F <= s_1(J1) (|U - U'|_F + |V - V'|_F)`, with `s_1(J1) <= |s_1,K|_2`.
     """
@@ -209,6 +214,6 @@ def _bounds(values: Tensor, residuals: Tensor, further: Tensor, count: int) -> T
     above = torch.nn.functional.pad(steps - residuals[:, :-1], (1, 0), value=math.inf)
     gaps = torch.minimum(under, above).minimum(values - further[:, None])
     sines = torch.where(gaps > residuals, residuals / gaps, math.inf)
-    errors = math.sqrt(2) * sines[:, :count]  # |v - v'| <= sqrt(2) sin for unit vectors of matching sign
+    errors = math.sqrt(2) * sines[:, :count]  # |v - v'| <= sqrt(2) sin for unit vectors of equal sign
     # |U - U'|_F and |V - V'|_F of the K leading vectors are each at most the root of the sum of their squared errors
-    return 2 * errors.square().cumsum(-1).sqrt()  # of both sides
+    return 2 * errors.square().cumsum(-1).sqrt()  # the factor 2 adds left and right

@@ -1,6 +1,6 @@
-"""How a cloud of states lies in its space, and what a block does to a state. All computed in float64.
+"""How the states of one layer are distributed in space, and what a block does to a state. All computed in float64.
 
-Points are the rows of a set: tokens of many prompts at one layer.
+Points are the rows of a set, for example tokens of many prompts at one layer.
 """
 
 import math
@@ -24,18 +24,19 @@ from lit_layers.functional.singular import eigenvalues, products
 Points = Float[Tensor, "*n points dim"]
 PerSet = Float[Tensor, "*n"]
 
-MIN_RANKS = 3  # of a slope
+MIN_RANKS = 3  # to fit a slope
 _EPS = torch.finfo(torch.float64).eps
-_DIST_EPS = 8 * _EPS**0.5  # to which part of the points' norms distances are known, being roots of differences
+# Error of a distance relative to the norms of its points: the root of a difference of squares keeps half the digits.
+_DIST_EPS = 8 * _EPS**0.5
 
 
 def alpha_req(points: Points, *, fit_range: tuple[int, int] = (11, 100), undefined: Undefined = "raise") -> PerSet:
     """Return how fast the eigenvalues of the points' covariance fall: the alpha of lambda_i ~ i^-alpha.
 
-    At least 0, as they are in order: 0 for a spectrum that is flat, larger where fewer directions carry the variance.
-    The slope of log lambda_i over log i by least squares with weights 1 / i, so that each octave of ranks counts alike,
-    over the ranks `fit_range`, both ends included, as far as the covariance has rank. Unchanged by rotation,
-    translation and scaling. Finite samples steepen the tail: compare sets of as many points.
+    At least 0: 0 for a flat spectrum, larger if fewer directions carry the variance. Minus the slope of log lambda_i
+    over log i, by least squares with weights 1 / i, so that each octave of ranks counts equally. The fit takes the
+    ranks of `fit_range`, both ends included, up to the rank of the covariance. Unchanged by rotation, translation and
+    scaling. Finite samples steepen the tail, so compare only sets with equally many points.
 
     Source: Agrawal et al. 2022 (alpha-ReQ), with ranks and weights of Stringer et al. 2019; over training: Li et al.,
     arXiv 2509.23024.
@@ -52,7 +53,7 @@ def alpha_req(points: Points, *, fit_range: tuple[int, int] = (11, 100), undefin
     floor = max(points.shape[-2:]) * _EPS * values[..., :1]
     ranks = torch.arange(1, values.shape[-1] + 1, device=values.device)
     fitted = (ranks >= first) & (ranks <= last) & (values > floor)
-    if wide:  # of n centred points one eigenvalue is 0
+    if wide:  # n centred points have at most n - 1 positive eigenvalues
         fitted = fitted & (ranks < points.shape[-2])
     weights = fitted / ranks
     x, y = ranks.double().log(), values.where(fitted, 1.0).log()
@@ -68,12 +69,12 @@ def alpha_req(points: Points, *, fit_range: tuple[int, int] = (11, 100), undefin
 
 
 def two_nn_dimension(points: Points, *, discarded: float = 0.1, undefined: Undefined = "raise") -> PerSet:
-    """Return the intrinsic dimension of the set that the points lie on, by the ratio of their two nearest distances.
+    """Return the intrinsic dimension of the set that the points lie on, from distances to their two nearest neighbours.
 
-    Above 0. With mu = r2 / r1 of each point and F its share among the ordered ones, the slope through the origin of
-    -log(1 - F) over log mu, without the largest `discarded` share of mu. Points that are equal up to rounding count
-    once. Unchanged by rotation, translation, scaling and the order of points. In high dimension too low for so few
-    points: compare sets of as many.
+    Above 0. With mu = r2 / r1 of each point and F its empirical distribution function, the value is the slope through
+    the origin of -log(1 - F(mu)) over log mu. The largest `discarded` share of mu is left out. Points that are equal up
+    to rounding count once. Unchanged by rotation, translation, scaling and the order of points. In high dimension the
+    value is too low, more so for few points: compare only sets with equally many points.
 
     Source: Facco et al. 2017, equations 3 to 5.
 
@@ -94,17 +95,21 @@ def two_nn_dimension(points: Points, *, discarded: float = 0.1, undefined: Undef
 def merged_distances(
     points: Float[Tensor, "points dim"], computed_in: torch.dtype
 ) -> tuple[Float[Tensor, "different different"], Int[Tensor, " points"]]:
-    """Return the distances of points, infinite from a point to itself, and which row each point is in.
+    """Return the distances between different points, infinite to the point itself, and each point's row in them.
 
-    Points that a rounding of the format `computed_in` may hold apart are one: the states of two prompts that begin
-    alike differ by where they lie in memory, and the ratio of two such distances is of no dimension.
+    Points are merged if rounding in the format `computed_in` could separate them. The states of two prompts that begin
+    alike differ only by rounding that depends on their position in memory. Ratios of such distances say nothing about
+    dimension.
     """
-    shifted = centered(points, points.new_ones(len(points), dtype=torch.bool))  # nearer to 0 less is lost in squares
+    # |x - y|^2 = |x|^2 + |y|^2 - 2 x'y loses fewer digits for points near the origin.
+    shifted = centered(points, points.new_ones(len(points), dtype=torch.bool))
     dist = torch.cdist(shifted, shifted, compute_mode="use_mm_for_euclid_dist")
-    rounding = 32 * torch.finfo(torch.promote_types(computed_in, torch.float32)).eps  # of a model of many blocks
+    # The factor 32 allows for the errors that many blocks add up.
+    rounding = 32 * torch.finfo(torch.promote_types(computed_in, torch.float32)).eps
     size = torch.maximum(points.norm(dim=-1), shifted.norm(dim=-1)) * max(rounding, _DIST_EPS)
     equal = (dist <= torch.maximum(size, size[:, None])).fill_diagonal_(True)
-    first = equal.byte().argmax(-1)  # the earliest of those that are equal
+    first = equal.byte().argmax(-1)  # index of the earliest equal point
+    # Equality up to rounding is not transitive: follow the indices until each points to a point that points to itself.
     while not torch.equal(first, first[first]):
         first = first[first]
     firsts, group = first.unique(return_inverse=True)
@@ -112,12 +117,13 @@ def merged_distances(
 
 
 def two_nn_of_distances(dist: Float[Tensor, "points points"], discarded: float = 0.1) -> Tensor:
-    """Return `two_nn_dimension` from distances of points that all differ; NaN for fewer than 3 or equal ratios."""
+    """Return `two_nn_dimension` from distances of different points; NaN for fewer than 3 points or equal ratios."""
     if len(dist) < 3:
         return dist.new_full((), math.nan)
     nearest = dist.topk(2, largest=False).values
     ratios = (nearest[:, 1] / nearest[:, 0]).log().sort().values
-    num = min(max(2, round(len(dist) * (1 - discarded))), len(dist) - 1)  # the last share is 1, without a logarithm
+    # At most len - 1 points: at the last one 1 - F is 0, which has no logarithm.
+    num = min(max(2, round(len(dist) * (1 - discarded))), len(dist) - 1)
     share = torch.arange(1, num + 1, device=dist.device, dtype=dist.dtype) / len(dist)
     x, y = ratios[:num], -(1 - share).log()
     return ((x * y).sum() / x.square().sum()).where(x.square().sum() > 0, math.nan)
@@ -126,30 +132,31 @@ def two_nn_of_distances(dist: Float[Tensor, "points points"], discarded: float =
 def anisotropy(points: Points, *, undefined: Undefined = "raise") -> PerSet:
     """Return the mean cosine between two different points: how far the cloud lies to one side of the origin.
 
-    Range [-1 / (points - 1), 1]: 0 in expectation where directions are uniform, 1 where all are the same. Unchanged by
-    rotation and by positive scaling of single points.
+    Range [-1 / (points - 1), 1]: 0 in expectation if directions are uniform, 1 if all directions are the same.
+    Unchanged by rotation and by positive scaling of single points.
 
     Source: Ethayarajh 2019, section 3.3.
 
     Raises:
-        ValueError: fewer than 2 points, one that is zero or not finite (NaN there with `undefined="nan"`).
+        ValueError: fewer than 2 points, a point that is zero or not finite (NaN there with `undefined="nan"`).
     """
     rows, problems = _directions(points)
+    # |sum u_i|^2 = count + the sum over ordered pairs of different points, so no matrix of pairs is needed.
     total, count = rows.sum(-2).square().sum(-1), rows.shape[-2]
     return checked("anisotropy", (total - count) / max(1, count * (count - 1)), problems, undefined)
 
 
 def uniformity(points: Points, *, undefined: Undefined = "raise") -> PerSet:
-    """Return the logarithm of the mean of exp(-2 d^2) over pairs of points, d the distance of their directions.
+    """Return the logarithm of the mean of exp(-2 d^2) over pairs of points, d being the distance of their directions.
 
-    Range [-8, 0]: 0 where all directions are the same, -8 for two that are opposite. The more evenly directions fill
-    the sphere, the lower; independent uniform ones in many dimensions tend to -4. Unchanged by rotation and by positive
+    Range [-8, 0]: 0 if all directions are the same, -8 for two opposite directions. Lower if directions fill the sphere
+    more evenly; independent uniform directions in many dimensions tend to -4. Unchanged by rotation and by positive
     scaling of single points.
 
     Source: Wang and Isola 2020, arXiv 2005.10242, section 4.1 (t = 2), over pairs of different points.
 
     Raises:
-        ValueError: fewer than 2 points, one that is zero or not finite (NaN there with `undefined="nan"`).
+        ValueError: fewer than 2 points, a point that is zero or not finite (NaN there with `undefined="nan"`).
     """
     rows, problems = _directions(points)
     count = rows.shape[-2]
@@ -160,7 +167,7 @@ def uniformity(points: Points, *, undefined: Undefined = "raise") -> PerSet:
 
 
 def _directions(points: Points) -> tuple[Points, dict[str, Tensor]]:
-    """Return the points at length 1, and what keeps pairs of them from having an angle."""
+    """Return the points scaled to norm 1, and the reasons why sets have no angles between points."""
     points = widened(points)
     broken = not_finite(points)
     points = zeroed(points, broken)
@@ -179,10 +186,10 @@ def massive_activation(
     *,
     undefined: Undefined = "raise",
 ) -> PerSet:
-    """Return the largest size of an entry of a prompt's states over the median size.
+    """Return the largest absolute entry of a prompt's states divided by the median absolute entry.
 
-    At least 1. Unchanged by scaling, by the order of tokens and features; not by rotation. Where a model has massive
-    activations it is 1,000 and more; `normal_massive_activation` says what normal entries give.
+    At least 1. Unchanged by scaling and by the order of tokens and features; not by rotation. Models with massive
+    activations reach 1,000 and more. `normal_massive_activation` gives the value for normal entries.
 
     Source: Sun et al. 2024, arXiv 2402.17762 (an entry is massive above 100 and above 1,000 medians).
 
@@ -204,9 +211,11 @@ def massive_activation(
 
 
 def normal_massive_activation(count: Tensor) -> Tensor:
-    """Return `massive_activation` of independent normal entries: the median of their largest size over that of all.
+    """Return the `massive_activation` of `count` independent normal entries.
 
-    With n entries the largest is below x with probability (2 Phi(x) - 1)^n, which is 1/2 at the median.
+    This is the median of their largest absolute value over the median absolute value.
+
+    The largest of n entries is below x with probability (2 Phi(x) - 1)^n, which is 1/2 at its median.
     """
     largest = torch.special.ndtri(torch.exp2(-1 / count.double()).add(1) / 2)
     return largest / torch.special.ndtri(torch.tensor(0.75, dtype=torch.float64, device=largest.device))
@@ -215,9 +224,9 @@ def normal_massive_activation(count: Tensor) -> Tensor:
 def block_influence(
     before: Float[Tensor, "*n dim"], after: Float[Tensor, "*n dim"], *, undefined: Undefined = "raise"
 ) -> Float[Tensor, "*n"]:
-    """Return 1 - cosine of the state a block takes and the state it gives, for each token.
+    """Return 1 - cosine of the state before and after a block, for each token.
 
-    Range [0, 2]: 0 where a block leaves the direction, 1 where it gives one at right angles. Unchanged by a rotation of
+    Range [0, 2]: 0 if a block keeps the direction, 1 if it returns a state at right angles. Unchanged by a rotation of
     both and by positive scaling of either.
 
     Source: Men et al., ShortGPT, arXiv 2403.03853, equation 1.
@@ -232,22 +241,22 @@ def block_influence(
         "a state is not finite": ~(norms[0].isfinite() & norms[1].isfinite())[..., 0],
         "a state is zero": ((norms[0] == 0) | (norms[1] == 0))[..., 0],
     }
-    # half the squared distance of the directions is exact near 0, where 1 - cos is rounding
+    # 1 - cos = |u - v|^2 / 2 for unit vectors. The right side is exact near 0, where 1 - cos is only rounding.
     return checked("block_influence", (sides[0] - sides[1]).square().sum(-1) / 2, problems, undefined)
 
 
 def step_ratio(
     before: Float[Tensor, "*n dim"], after: Float[Tensor, "*n dim"], *, undefined: Undefined = "raise"
 ) -> Float[Tensor, "*n"]:
-    """Return the length of what a block adds to a state over the length of the state, for each token.
+    """Return the length of a block's update over the length of the state before it, for each token.
 
-    At least 0. Unchanged by a rotation and by scaling of both.
+    At least 0. Unchanged by a rotation and by scaling of both states.
 
-    Source: ours, of the paths in Aubry et al., arXiv 2407.07810; what Sun et al., arXiv 2502.05795, call the curse of
-    depth is its fall over the layers.
+    Source: ours, after the paths in Aubry et al., arXiv 2407.07810. Its fall over the layers is what Sun et al., arXiv
+    2502.05795, call the curse of depth.
 
     Raises:
-        ValueError: a state before that is zero, one that is not finite (NaN there with `undefined="nan"`).
+        ValueError: a state before that is zero, a state that is not finite (NaN there with `undefined="nan"`).
     """
     before, after = widened(before), widened(after)
     norm, step = (torch.linalg.vector_norm(state, dim=-1) for state in (before, after - before))
@@ -256,7 +265,10 @@ def step_ratio(
 
 
 def shuffled_features(points: Float[Tensor, "points dim"], seed: int = 0) -> Float[Tensor, "points dim"]:
-    """Return the points with the values of each feature shuffled among them, which leaves what single features say."""
+    """Return the points with the values of each feature shuffled among the points.
+
+    This keeps the distribution of each feature and removes the dependence between features.
+    """
     generator = torch.Generator().manual_seed(seed)
     order = torch.rand(points.shape, generator=generator, dtype=torch.float64).argsort(0).to(points.device)
     return points.gather(0, order)

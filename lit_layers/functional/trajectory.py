@@ -1,8 +1,8 @@
 """How single tokens travel through the layers: straightness, growth, step lengths. All computed in float64.
 
-Trajectories are `(layers, *n, dim)`, layer 0 (the input of the first block) first, so `L` blocks make `L + 1` layers.
-There is no mask here: take the real tokens first, `states[:, mask]`. A state that is not finite is undefined like the
-cases each function names. `PathStats` gives the same numbers of states that come one layer after the other.
+Trajectories are `(layers, *n, dim)`. Layer 0 is the input of the first block, so `L` blocks make `L + 1` layers. There
+is no mask argument: select the real tokens first, `states[:, mask]`. A state that is not finite is undefined, like the
+cases that each function names. `PathStats` gives the same numbers for states that arrive one layer after the other.
 """
 
 from collections.abc import Iterable
@@ -23,9 +23,10 @@ _EPS = torch.finfo(torch.float64).eps
 def line_shape_score(states: States, *, undefined: Undefined = "raise") -> PerToken:
     """Return how crooked each trajectory is: the number of steps over the length of the sum of its unit steps.
 
-    Range [1, inf]: 1 iff all steps point the same way; sqrt(L) for orthogonal steps, and about that for random ones in
-    high dimension; inf where the unit steps cancel. Unchanged by rotation, translation and positive scaling, by
-    rescaling single steps, by their order and by reversal in time.
+    `LSS = L / |u^1 + ... + u^L|` with the unit steps `u^l = (x^l - x^(l-1)) / |x^l - x^(l-1)|`. Range [1, inf]: 1 if
+    and only if all steps have the same direction, sqrt(L) for orthogonal steps, about sqrt(L) for random steps in high
+    dimension, inf if the unit steps cancel. Unchanged by rotation, translation and positive scaling, by rescaling
+    single steps, by their order and by reversal in time.
 
     Source: Gai & Zhang 2021, arXiv 2102.09235; Aubry et al., arXiv 2407.07810, section 3.2.
 
@@ -41,8 +42,12 @@ def line_shape_score(states: States, *, undefined: Undefined = "raise") -> PerTo
 def running_line_shape_score(states: States, *, undefined: Undefined = "raise") -> Float[Tensor, "steps *n"]:
     """Return the line_shape_score of the first l steps of each trajectory, for l = 1..L; always 1 for l = 1.
 
-    In one pass, where L calls of `line_shape_score` would take L^2 / 2 steps. Raises as that does; with
-    `undefined="nan"` a step of length zero, or a state that is not finite, leaves the values before it alone.
+    Takes one pass. L calls of `line_shape_score` would take L^2 / 2 steps.
+
+    Raises:
+        ValueError: as `line_shape_score`. With `undefined="nan"`, a step of length zero or a non-finite state makes
+        only
+            the values from there on NaN.
     """
     return PathStats(states).running_line_shape_score(undefined)
 
@@ -50,25 +55,27 @@ def running_line_shape_score(states: States, *, undefined: Undefined = "raise") 
 def growth_rates(states: States, *, undefined: Undefined = "raise") -> Float[Tensor, "steps *n"]:
     """Return log(|x^l| / |x^(l-1)|) for l = 1..L: the exponents by which the norm grows, any real number.
 
-    Their mean is (log|x^L| - log|x^0|) / L. Unchanged by rotation and scaling; reversal in time flips sign and order.
+    Their mean is (log|x^L| - log|x^0|) / L. Unchanged by rotation and scaling. Reversal in time flips sign and order.
 
     Source: Aubry et al., arXiv 2407.07810, section 3.3.
 
     Raises:
-        ValueError: a state of norm zero (NaN in the two steps around it with `undefined="nan"`), or one that is not
+        ValueError: a state of norm zero (NaN in the two steps next to it with `undefined="nan"`), or a state that is
+        not
             finite (NaN from there on).
     """
     return PathStats(states).growth_rates(undefined)
 
 
 def expodistance(states: States, *, undefined: Undefined = "raise") -> PerToken:
-    """Return how far norms are from growing by one factor per block: deviation of the growth rates over |their mean|.
+    """Return how far the norms are from growing by one factor per block.
 
-    Range [0, inf): 0 iff all rates are equal and not 0; sqrt(L - 1) where one block does all the growing, the maximum
-    while no rate is negative. Large where the norm ends near its start: give the median over tokens beside the mean.
-    Unchanged by rotation, positive scaling, reversal in time and |x| -> |x|^c; not by translation.
+    This is the standard deviation of the growth rates over |their mean|. Range [0, inf): 0 if and only if all rates are
+    equal and not 0. It is sqrt(L - 1) if one block does all the growing, the maximum while no rate is negative. It is
+    large if the norm ends near its start, so report the median over tokens in addition to the mean. Unchanged by
+    rotation, positive scaling, reversal in time and |x| -> |x|^c; not by translation.
 
-    Source: Aubry et al., arXiv 2407.07810, section 3.3; that this is not squared is ours.
+    Source: Aubry et al., arXiv 2407.07810, section 3.3; leaving the ratio unsquared is our choice.
 
     Raises:
         ValueError: a state of norm zero, a norm that returns to its start, fewer than two steps; NaN there with
@@ -78,15 +85,15 @@ def expodistance(states: States, *, undefined: Undefined = "raise") -> PerToken:
 
 
 def equidistance(states: States, *, undefined: Undefined = "raise") -> PerToken:
-    """Return how uneven the step lengths of each trajectory are: their deviation over their mean.
+    """Return how uneven the step lengths of each trajectory are: their standard deviation over their mean.
 
-    Range [0, sqrt(L - 1)]: 0 iff all steps are equally long, sqrt(L - 1) if only one is not zero.
+    Range [0, sqrt(L - 1)]: 0 if and only if all steps are equally long, sqrt(L - 1) if only one is not zero.
     Unchanged by rotation, translation, scaling and the order of the steps.
 
     Source: Aubry et al., arXiv 2407.07810, figure 23.
 
     Raises:
-        ValueError: all steps have length zero, or no step; NaN there with `undefined="nan"`.
+        ValueError: all steps have length zero, or there is no step; NaN there with `undefined="nan"`.
     """
     return PathStats(states).equidistance(undefined)
 
@@ -102,10 +109,14 @@ def step_norms(states: States) -> Float[Tensor, "steps *n"]:
 
 
 class PathStats:
-    """What is left of trajectories whose states are seen one layer after the other: enough for every metric here.
+    """Statistics from which all metrics here follow, of trajectories whose states arrive one layer after the other.
 
-    `norms` and `broken` (layers, *n), the latter whether a state so far is not finite; `lengths`, `distances` and
-    `stopped` (steps, *n): of the steps, of the sums of unit steps so far, and whether a step so far had length zero.
+    Attributes:
+        norms: |x^l|, (layers, *n).
+        broken: Whether a state up to this layer is not finite, (layers, *n).
+        lengths: Length of each step, (steps, *n).
+        resultants: Length of the sum of the unit steps up to this one, (steps, *n).
+        stopped: Whether a step up to this one had length zero, (steps, *n).
     """
 
     def __init__(self, states: Iterable[Float[Tensor, "*n dim"]]) -> None:
@@ -131,25 +142,25 @@ class PathStats:
             self.stopped = self.broken[:0]
 
     def running_line_shape_score(self, undefined: Undefined = "raise") -> Float[Tensor, "steps *n"]:
-        """Return what the function of that name does."""
+        """Return the values of the function `running_line_shape_score`."""
         return self._scores("running_line_shape_score", slice(None), undefined)
 
     def line_shape_score(self, undefined: Undefined = "raise") -> PerToken:
-        """Return what the function of that name does."""
+        """Return the values of the function `line_shape_score`."""
         return self._scores("line_shape_score", -1, undefined)
 
     def growth_rates(self, undefined: Undefined = "raise") -> Float[Tensor, "steps *n"]:
-        """Return what the function of that name does."""
+        """Return the values of the function `growth_rates`."""
         zero = self.norms == 0
         problems = {"a state is not finite": self.broken[1:], "a state has norm zero": zero[1:] | zero[:-1]}
         return checked("growth_rates", (self.norms[1:] / self.norms[:-1]).log(), problems, undefined)
 
     def expodistance(self, undefined: Undefined = "raise") -> PerToken:
-        """Return what the function of that name does."""
+        """Return the values of the function `expodistance`."""
         steps, zero = len(self.lengths), (self.norms == 0).any(0)
         norms = self.norms.masked_fill(zero, 1.0)
         total = (norms[-1] / norms[0]).log()
-        returned = ~zero & (total.abs() <= 16 * _EPS)  # equal up to the rounding of two norms
+        returned = ~zero & (total.abs() <= 16 * _EPS)  # equal up to rounding of two norms
         problems = {
             "it takes more steps": torch.tensor(steps < 2),
             "a state is not finite": self.broken[-1],
@@ -160,7 +171,7 @@ class PathStats:
         return checked("expodistance", _deviation((norms[1:] / norms[:-1]).log()) / mean, problems, undefined)
 
     def equidistance(self, undefined: Undefined = "raise") -> PerToken:
-        """Return what the function of that name does."""
+        """Return the values of the function `equidistance`."""
         mean = self.lengths.mean(0)
         problems = {
             "it takes a step": torch.tensor(not len(self.lengths)),
@@ -173,7 +184,7 @@ class PathStats:
     def _scores(self, metric: str, which: int | slice, undefined: Undefined) -> Tensor:
         count = torch.arange(1.0, len(self.resultants) + 1).to(self.resultants)
         count = count.reshape(-1, *[1] * (self.resultants.ndim - 1))
-        # steps that cancel leave their rounding
+        # Unit steps that cancel leave a rounding error. Without this, their score would be 1e16 instead of inf.
         resultants = self.resultants.masked_fill(self.resultants <= count * _EPS, 0.0)
         scores = (count / resultants).clamp(min=1.0)
         problems = {"a state is not finite": self.broken[1:][which], "a step has length zero": self.stopped[which]}
@@ -181,20 +192,23 @@ class PathStats:
 
 
 def _not_finite(states: Tensor, norms: PerToken) -> Tensor:
-    """Return which states are not finite, from their norms in float64 where no square can leave it."""
+    """Return which states are not finite.
+
+    The norm shows this for narrower types than float64. In float64 the square of a finite value can overflow.
+    """
     return ~(norms.isfinite() if states.dtype != torch.float64 else states.isfinite().all(-1).to(norms.device))
 
 
 def _deviation(values: Tensor) -> PerToken:
-    """Return the standard deviation over steps; `Tensor.std` warns if there is no token."""
+    """Return the standard deviation over steps; `Tensor.std` would warn if there is no token."""
     return (values - values.mean(0)).square().mean(0).sqrt()
 
 
-# The paths of tokens through the layers, seen in the plane that spreads the last layer most.
+# The paths of tokens through the layers, projected to the plane of largest variance of the last layer.
 
 
 class PrincipalPaths(NamedTuple):
-    """Where tokens are in a plane at every layer; see `principal_paths`."""
+    """Coordinates of tokens in a plane at every layer; see `principal_paths`."""
 
     points: Float[Tensor, "layers tokens 2"]
     explained_variance: Float[Tensor, " 2"]  # share of the last layer's variance along each axis, in [0, 1]
@@ -203,22 +217,23 @@ class PrincipalPaths(NamedTuple):
 def principal_paths(states: Float[Tensor, "layers tokens dim"], *, undefined: Undefined = "raise") -> PrincipalPaths:
     """Return the states of every layer in the plane of the last layer's first two principal components, in float64.
 
-    Mean and axes are those of the last layer's tokens; each axis points where its largest loading by size is positive.
-    Unchanged by a translation of all states, and by rotation but for the axes' signs; scaling scales the places, and
-    the order of tokens only orders them. Earlier layers need not lie in the plane: their places are a shadow.
+    Mean and axes are those of the last layer's tokens. The sign of each axis is chosen so that its largest loading by
+    size is positive. Unchanged by a translation of all states, and by rotation except for the signs of the axes.
+    Scaling scales the coordinates. Earlier layers need not lie in the plane: their coordinates are a projection.
 
     Source: Aubry et al., arXiv 2407.07810, whose axes have no fixed sign.
 
     Raises:
-        ValueError: a state that is not finite, or tokens of the last layer that lie on a line, where there is no second
-            axis (two do): all NaN with `undefined="nan"`.
+        ValueError: a state that is not finite, or tokens of the last layer that lie on a line, so that there is no
+        second
+            axis (as for two tokens): all NaN with `undefined="nan"`.
     """
     states = widened(states)
     broken = ~states.isfinite().all()
     last = states[-1].masked_fill(broken, 0.0)
     mean = last.mean(0)
     _, sizes, axes = torch.linalg.svd(last - mean, full_matrices=False)
-    # What subtracting the mean leaves of equal states is rounding, as large as the states are.
+    # Subtracting the mean of equal states leaves rounding errors in proportion to the states, not to their spread.
     rounding = max(last.shape) * torch.finfo(states.dtype).eps * torch.linalg.matrix_norm(last)
     on_line = "the last layer's tokens lie on a line and have no second axis"
     problems = {"a state is not finite": broken, on_line: sizes[1] <= rounding}

@@ -1,1 +1,1 @@
-"""Probes of features: logistic and linear regressions of all layers at once, and one that chooses among tokens."""
+"""Probes of features: logistic and ridge regressions of all layers at once, and an attentive probe over tokens."""

@@ -1,4 +1,4 @@
-"""Probes that classify: logistic ones at the exact optimum, and one that chooses its tokens by a learned query."""
+"""Probes that classify: logistic probes at the exact optimum, and a probe that selects tokens by a learned query."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,18 +15,18 @@ from torch.nn.functional import cross_entropy
 
 from lit_layers.functional._checks import check_features, check_finite, feature_scaling, widened_chunks
 
-RESOLVED = 1e-8  # share of the objective: steps that gain less are lost in the rounding of float32
+RESOLVED = 1e-8  # relative gain of a step below which rounding in float32 hides it
 
 
 @dataclass(frozen=True, eq=False)
 class LogisticProbes:
     """One logistic probe per layer; see `fit_logistic_probes`.
 
-    Two classes have one logit, that of the second against the first; more have a logit each. A class that no training
-    row had is in `num_classes` but not in `classes`: it is never predicted and its log-probability is -inf.
+    Two classes have one logit, that of the second against the first. More classes have one logit each. A class without
+    training rows is in `num_classes` but not in `classes`. It is never predicted, and its log-probability is -inf.
     """
 
-    weight: Float[Tensor, "layers dim logits"]  # of the features minus `mean`, over `scale`
+    weight: Float[Tensor, "layers dim logits"]  # for (features - mean) / scale
     bias: Float[Tensor, "layers logits"]
     mean: Float[Tensor, "layers dim"]
     scale: Float[Tensor, "layers dim"]
@@ -36,7 +36,7 @@ class LogisticProbes:
     c: Float[Tensor, " layers"]
 
     def log_proba(self, features: Float[Tensor, "layers n dim"]) -> Float[Tensor, "layers n num_classes"]:
-        """Return natural logarithms of the classes' probabilities, in float32 or wider."""
+        """Return natural logarithms of the class probabilities, in float32 or wider."""
         check_features(features, self.weight)
         seen = torch.stack([self._seen_log_proba(layer, rows) for layer, rows in enumerate(features)])
         if len(self.classes) == self.num_classes:
@@ -44,7 +44,7 @@ class LogisticProbes:
         return seen.new_full((*seen.shape[:2], self.num_classes), -torch.inf).index_copy(2, self.classes, seen)
 
     def predict(self, features: Float[Tensor, "layers n dim"]) -> Int[Tensor, "layers n"]:
-        """Return the most probable class of each row; the lowest of several."""
+        """Return the most probable class of each row; the lowest class if several tie."""
         return self.log_proba(features).argmax(-1)
 
     def to(self, device: torch.device) -> Self:
@@ -60,7 +60,7 @@ class LogisticProbes:
 
     @classmethod
     def stacked(cls, layers: Sequence["LogisticProbes"]) -> "LogisticProbes":
-        """Return the probes of several layers with the same classes as one."""
+        """Return the probes of several layers with the same classes as one object."""
         layerwise = {field.name for field in fields(cls)} - {"classes", "num_classes"}
         return replace(layers[0], **{name: torch.cat([getattr(each, name) for each in layers]) for name in layerwise})
 
@@ -75,18 +75,18 @@ def fit_logistic_probes(
     max_iterations: int = 1000,
     device: torch.device | str | None = None,
 ) -> LogisticProbes:
-    """Fit the L2-regularised logistic regression of the labels on each layer: scikit-learn's, with C = c.
+    """Fit the L2-regularised logistic regression of the labels on each layer, equal to scikit-learn's with C = c.
 
-    Minimises c sum_i CE_i + |W|^2 / 2, natural logarithm, the intercept free. Three or more classes share a softmax
-    with a weight vector each, two have one logit. Features are first centred and divided by the training rows'
-    population deviation (by 1 if it is 0), which makes the probabilities invariant to affine maps of each feature. They
-    do not depend on the order of rows, nor on how classes are numbered. Constant features give the class frequencies.
-    `c` multiplies a sum: regularisation fades as rows are added.
+    Minimises c sum_i CE_i + |W|^2 / 2, with natural logarithms and a free intercept. Three or more classes share a
+    softmax with one weight vector each; two classes have one logit. Features are first centred and divided by the
+    training rows' population standard deviation (by 1 if it is 0). This makes the probabilities invariant to affine
+    maps of each feature. They do not depend on the order of rows, nor on the numbering of classes. Constant features
+    give the class frequencies. `c` multiplies a sum, so the regularisation weakens as rows are added.
 
-    A layer has converged when max |gradient| <= tolerance c n. A layer that has not is flagged in `converged`. Computed
-    by scipy's L-BFGS-B, in float32 until that no longer resolves the objective, then in float64; in float64 throughout
-    if the features are. The probes work on one layer at a time, so that the features may be a memory-mapped tensor.
-    `device` says where to compute, if not where the features are; the probes come back to where the features were.
+    A layer has converged if max |gradient| <= tolerance c n; `converged` marks the layers that have. The solver is
+    scipy's L-BFGS-B, in float32 until that no longer resolves the objective, then in float64. Features in float64 use
+    float64 throughout. Layers are fitted one at a time, so the features may be a memory-mapped tensor. `device` is
+    where to compute, by default the features' device. The probes are returned on the features' device.
 
     Raises:
         ValueError: fewer than 2 classes, labels outside 0..num_classes - 1, features that are not finite, a `c` that is
@@ -116,13 +116,13 @@ def fit_logistic_probes(
 
 
 class PrincipalRows:
-    """The features of one layer, scaled and turned to their principal axes, the largest last."""
+    """The features of one layer, scaled and rotated to their principal axes, the largest axis last."""
 
     def __init__(self, features: Tensor, layer: int) -> None:
         check_finite(features[None], first_layer=layer)
         self.mean, self.scale = (part[0] for part in feature_scaling(features[None]))
         dtype = torch.float64 if features.dtype == torch.float64 else torch.float32
-        self.inputs = torch.empty_like(features, dtype=dtype)  # the one copy of the features, made some rows at a time
+        self.inputs = torch.empty_like(features, dtype=dtype)  # the only copy of the features, filled in chunks of rows
         gram, start = torch.diag(torch.zeros_like(self.mean)), 0
         for chunk in widened_chunks(features[None]):
             rows = chunk[0].sub_(self.mean).div_(self.scale)
@@ -135,8 +135,9 @@ class PrincipalRows:
             part.copy_(part @ self.axes.to(dtype))
 
     def is_solved(self, slope: Float[Tensor, "inputs classes"], *, tolerance: float) -> bool:
-        """Whether no entry of the gradient is above the tolerance in the coordinates of the features."""
-        # A turn keeps the norm, and the largest entry is at least the root mean square: most slopes need no turn.
+        """Whether no entry of the gradient exceeds the tolerance in the coordinates of the features."""
+        # A rotation keeps the norm, and the largest entry is at least the root mean square. A gradient of larger norm
+        # can therefore be rejected without rotating it.
         if slope[:-1].norm() > tolerance * slope[:-1].numel() ** 0.5:
             return False
         return max(float((self.axes @ slope[:-1]).abs().max()), float(slope[-1].abs().max())) <= tolerance
@@ -144,7 +145,7 @@ class PrincipalRows:
     def probes(
         self, point: Tensor, classes: Tensor, num_classes: int, *, c: float, converged: bool = True
     ) -> LogisticProbes:
-        """Return the probe of the features as they came, from weights and biases (dim + 1, classes) of the rows."""
+        """Return the probe for the original features, from weights and biases (dim + 1, classes) for these rows."""
         weight, bias = self.axes @ point[:-1], point[-1] - point[-1].mean()
         if len(classes) == 2:
             weight, bias = weight[:, 1:] - weight[:, :1], bias[1:] - bias[:1]
@@ -157,13 +158,13 @@ class PrincipalRows:
 class Softmax:
     """The objective mean CE + penalty |W|^2 / 2 with one weight vector per class.
 
-    A point (dim + 1, classes) holds weights and, below them, biases, in float64. Logits are inputs W + b + `offset`.
-    The inputs lie in their principal axes, with the mean squares `spread`, so that X'X is diagonal. Where all rows have
-    the class shares p the Hessian is (diag(p) - p p') x X'X / n + penalty. L-BFGS-B runs in coordinates in which the
-    diagonal of that is 1.
+    A point (dim + 1, classes), in float64, holds the weights and, in its last row, the biases. Logits are inputs W + b
+    + `offset`. The inputs are in their principal axes with mean squares `spread`, so that X'X is diagonal. If all rows
+    have the class shares p, the Hessian is (diag(p) - p p') x X'X / n + penalty. L-BFGS-B runs in coordinates in which
+    its diagonal is 1.
 
-    For two classes the optimum has W_0 = -W_1 = -w / 2, so |W|^2 = |w|^2 / 2: the problem of one logit w is this one
-    with twice the penalty, and its gradient is that of W_1.
+    For two classes the optimum has W_0 = -W_1 = -w / 2, so |W|^2 = |w|^2 / 2. The problem with one logit w is therefore
+    this one with twice the penalty, and its gradient is that of W_1.
     """
 
     def __init__(
@@ -183,13 +184,13 @@ class Softmax:
         self.unit = torch.cat([weights, biases[None]])
 
     def evaluate(self, point: Float[Tensor, "inputs classes"]) -> tuple[float, Float[Tensor, "inputs classes"]]:
-        """Return objective and gradient."""
+        """Return the objective and its gradient."""
         params = point.to(self.inputs)
         logits = self.inputs @ params[:-1] + params[-1] if self.offset is None else self.offset + params[-1]
         if self.offset is not None:
             logits.addmm_(self.inputs, params[:-1])
         right, top = logits[self.row, self.targets], logits.amax(-1, keepdim=True)
-        share = logits.sub_(top).exp_()  # in place: with many classes the time goes into memory
+        share = logits.sub_(top).exp_()  # in place: with many classes memory traffic takes the time
         total = share.sum(-1, keepdim=True)
         loss = ((top + total.log())[:, 0] - right).double().mean()
         residual = share.div_(total)
@@ -201,7 +202,7 @@ class Softmax:
     def minimize(
         self, start: Tensor, max_iterations: int, is_solved: Callable[[Tensor], bool] | None = None
     ) -> "Minimum":
-        """Go down from `start` until `is_solved` of the gradient, the iterations end or no step is found."""
+        """Descend from `start` until `is_solved` of the gradient is true, iterations run out, or no step is found."""
         last: tuple[float, Tensor] | None = None
         accepted: tuple[float, Tensor] | None = None
 
@@ -214,7 +215,7 @@ class Softmax:
             accepted = accepted or last
             return last[0], (self.unit * last[1]).flatten().cpu().numpy()
 
-        def stop(xk: np.ndarray) -> None:  # at the point that was evaluated last
+        def stop(xk: np.ndarray) -> None:  # scipy calls this at the last evaluated point
             nonlocal accepted
             accepted = last
             if is_solved and last and is_solved(last[1]):
@@ -229,7 +230,7 @@ class Softmax:
 
 
 class Minimum(NamedTuple):
-    """Where L-BFGS-B stopped."""
+    """The point where L-BFGS-B stopped."""
 
     point: Tensor  # (dim + 1, classes)
     is_solved: bool
@@ -237,7 +238,7 @@ class Minimum(NamedTuple):
 
 
 def macro_f1(labels: Int[Tensor, " n"], predictions: Int[Tensor, " n"]) -> float:
-    """Return the mean F1 over the classes among the labels, equally weighted, in [0, 1]; 0 for one never predicted."""
+    """Return the unweighted mean F1 over the classes among the labels, in [0, 1]; 0 for a class never predicted."""
     from sklearn.metrics import f1_score  # half a second to import
 
     truth, guessed = labels.cpu().numpy(), predictions.cpu().numpy()
@@ -246,7 +247,7 @@ def macro_f1(labels: Int[Tensor, " n"], predictions: Int[Tensor, " n"]) -> float
 
 
 def checked_classes(labels: Tensor, features: Tensor, num_classes: int | None) -> tuple[Tensor, Tensor, int]:
-    """Return the classes that there are rows of, the rows' indices into these, and the number of all classes."""
+    """Return the classes that have rows, the index of each row's class among them, and the number of all classes."""
     if labels.shape != features.shape[1:2]:
         raise ValueError(f"expected a label for each of {features.shape[1]} rows, got shape {tuple(labels.shape)}")
     classes, targets = labels.to(features.device).unique(return_inverse=True)
@@ -256,12 +257,12 @@ def checked_classes(labels: Tensor, features: Tensor, num_classes: int | None) -
     return classes, targets, num_classes
 
 
-# A probe that chooses its tokens: one learned query for each head, over the states of a row's tokens.
+# The attentive probe: each head has one learned query over the states of a row's tokens.
 
 
 @dataclass(frozen=True)
 class AttentiveProbe:
-    """What `fit_attentive_probe` has fitted."""
+    """Parameters fitted by `fit_attentive_probe`."""
 
     mean: Float[Tensor, " dim"]
     scale: Float[Tensor, " dim"]
@@ -274,7 +275,7 @@ class AttentiveProbe:
     def log_proba(
         self, states: Float[Tensor, "rows tokens dim"], mask: Bool[Tensor, "rows tokens"]
     ) -> Float[Tensor, "rows classes"]:
-        """Return the log-probabilities of the classes for rows with a real token; padding is never attended to."""
+        """Return class log-probabilities of rows that have a real token; padding is never attended to."""
         standard = (_wide(states) - self.mean) / self.scale
         heads, head_dim = self.query.shape
         keys, values = ((standard @ each.T).unflatten(-1, (heads, head_dim)) for each in (self.key, self.value))
@@ -297,11 +298,12 @@ def fit_attentive_probe(
     weight_decay: float = 0.01,
     seed: int = 0,
 ) -> AttentiveProbe:
-    """Fit W [sum_t a_ht V_h x_t]_h + b, where head h attends by a_h = softmax_t(q_h . K_h x_t / sqrt(dim / heads)).
+    """Fit a linear classifier of attention-pooled states: W [sum_t a_ht V_h x_t]_h + b are the logits of a row.
 
-    These are the logits of a row; x are its states, standardised over all real tokens of the rows. What a linear probe
-    of mean states cannot read, since it stands at a token that differs from row to row, this one can. By AdamW with a
-    cosine schedule, from one seed: with the same inputs on the same device the same probe. float32 or wider.
+    Head h attends by a_h = softmax_t(q_h . K_h x_t / sqrt(dim / heads)), and x are the states of the row, standardised
+    over all real tokens of the rows. This probe can read information whose token differs from row to row, which a
+    linear probe of mean states cannot. Trained by AdamW with a cosine schedule from one seed: the same inputs on the
+    same device give the same probe. Computed in float32 or wider.
 
     Source: El-Nouby et al., Scalable pre-training of large autoregressive image models, arXiv 2401.08541, section 4,
     after Chen et al., Context autoencoder, arXiv 2202.03026: cross-attention with a learned query, then a linear map.
@@ -349,12 +351,12 @@ def _wide(states: Tensor) -> Tensor:
     return states.to(torch.promote_types(states.dtype, torch.float32))
 
 
-# Probes to watch a training by: a shrunk linear discriminant and a few steps from there to the logistic optimum.
+# Fast probes during training: a shrunk linear discriminant, then a few steps towards the logistic optimum.
 
 PENALTIES = [10 ** (exponent / 2) for exponent in range(2, -7, -1)]  # from 10 to 0.001, the strongest first
-SHRINKAGES = [10.0, 30.0, 3.0, 1.0]  # rows at the mean of all that each class has besides its own
+SHRINKAGES = [10.0, 30.0, 3.0, 1.0]  # number of rows at the overall mean that are added to each class
 NUM_FOLDS = 5
-ENOUGH = 500  # rows held out: if one fold has as many, the others are not used
+ENOUGH = 500  # held-out rows: if one fold has this many, the others are not used
 STEPS, COMPONENTS = 4, 128
 LEAST_GAIN = 1e-3  # nats
 
@@ -367,25 +369,25 @@ def fit_watching_probes(
     groups: Int[Tensor, " n"] | None = None,
     device: torch.device | str | None = None,
 ) -> list[LogisticProbes]:
-    """Fit logistic probes of standardised features that are near the best c's, in seconds; one set for each labelling.
+    """Fit logistic probes of standardised features with nearly the best c, in seconds; one set for each labelling.
 
-    They begin with a linear discriminant. With W the mean covariance within classes, n_k the rows of class k and d_k
-    their mean less that of all rows, shrunk by n_k / (n_k + r), class k has the weights (W + l)^-1 d_k and the bias
-    log(n_k / n) - q_k, q_k half the product of its weights with d_k. The weights and q_k are multiplied by a factor t,
-    as few rows in many dimensions make a discriminant too confident.
+    **Start: a linear discriminant.** W is the mean covariance within classes, n_k the number of rows of class k, and
+    d_k their mean minus the mean of all rows, shrunk by n_k / (n_k + r). Class k has the weights (W + l)^-1 d_k and the
+    bias log(n_k / n) - q_k, where q_k is half the product of its weights with d_k. Weights and q_k are multiplied by a
+    factor t, because few rows in many dimensions make a discriminant too confident.
 
-    For each layer l, r and t have the lowest log-loss on rows that are held out of all moments. A fifth is held out,
-    once if that makes 500 rows, else each fifth in turn. Rows of one number in `groups`, such as those of one text, are
-    held out together; the result then does not depend on the order of rows. If no t gains 0.001 nats over the class
-    shares, the probe gives those.
+    **Choice of l, r and t.** For each layer they have the lowest log-loss on held-out rows, which enter no moments. A
+    fifth of the rows is held out: once if that is at least 500 rows, else each fifth in turn. Rows with the same number
+    in `groups`, such as those of one text, are held out together. The result then does not depend on the order of rows.
+    If no t gains 0.001 nats over the class shares, the probe predicts the class shares.
 
-    Classes of states are not Gaussian, so four steps of L-BFGS-B on all rows follow. They minimise the mean log-loss
-    plus |W - W_0|^2 / (2 c n), W_0 the weights of the discriminant, along the 128 largest principal components. Here c
-    is t K / (l n) for K classes: the c at which a logistic probe holds the weights of a class of mean size as strongly
-    as the discriminant does.
+    **Refinement.** Classes of states are not Gaussian, so four steps of L-BFGS-B on all rows follow. They minimise the
+    mean log-loss plus |W - W_0|^2 / (2 c n), with W_0 the weights of the discriminant, along the 128 largest principal
+    components. Here c is t K / (l n) for K classes. With this c, a logistic probe holds the weights of a class of mean
+    size as strongly as the discriminant does.
 
-    `c` of the result is that c. `converged` is True, as the number of steps is fixed. `device` says where to compute,
-    if not where the features are; the probes come back to where the features were.
+    The result's `c` is that c. `converged` is True, as the number of steps is fixed. `device` is where to compute, by
+    default the features' device. The probes are returned on the features' device.
 
     Source: Friedman, Regularized discriminant analysis, 1989, for W + l. The factor and the steps are ours.
 
@@ -412,9 +414,9 @@ def fold_ids(num_rows: int, groups: Int[Tensor, " n"] | None = None) -> Int[Tens
 
 
 def held_out_rows(targets: Int[Tensor, " n"], folds: Int[Tensor, " n"]) -> list[Tensor]:
-    """Return the mask (n,) of each fold that is used: one of at least 500 rows, or all five.
+    """Return the mask (n,) of each fold to hold out: one fold of at least 500 rows, or all five.
 
-    A row stays in if its class would have none. The list is empty if no row can be spared.
+    A row is not held out if its class would have no other row. The list is empty if no row can be held out.
     """
     masks = []
     for fold in range(NUM_FOLDS):
@@ -431,14 +433,14 @@ class _Moments(NamedTuple):
 
     counts: Tensor  # (classes,)
     sums: Tensor  # (dim, classes)
-    squares: Tensor  # (dim, dim): of the products of two inputs
+    squares: Tensor  # (dim, dim): sums of products of two inputs
 
     def minus(self, others: "_Moments") -> "_Moments":
         return _Moments(*(all_rows - theirs for all_rows, theirs in zip(self, others, strict=True)))
 
 
 def _class_sums(inputs: Tensor, targets: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Return the rows (classes,) of each class and their sums (dim, classes)."""
+    """Return the number of rows of each class (classes,) and their sums (dim, classes)."""
     sums = inputs.new_zeros(num_classes, inputs.shape[1], dtype=torch.float64)
     for rows, labels in zip(inputs.split(4096), targets.split(4096), strict=True):
         sums.index_add_(0, labels, rows.double())
@@ -446,7 +448,7 @@ def _class_sums(inputs: Tensor, targets: Tensor, num_classes: int) -> tuple[Tens
 
 
 class _Discriminant:
-    """The linear discriminant of some rows, among them one of each class at least."""
+    """The linear discriminant of some rows, with at least one row of each class."""
 
     def __init__(self, moments: _Moments) -> None:
         self.counts, num_rows = moments.counts, moments.counts.sum()
@@ -456,18 +458,18 @@ class _Discriminant:
         self.within = (moments.squares - scaled @ scaled.T) / num_rows
 
     def weight(self, penalty: float) -> Tensor:
-        """Return the weights (dim, classes) of d_k that is not shrunk."""
+        """Return the weights (dim, classes) for d_k without shrinkage."""
         held = self.within + penalty * torch.eye(len(self.within)).to(self.within)
         return torch.cholesky_solve(self.delta, torch.linalg.cholesky(held))
 
     def shrunk(self, weight: Tensor, shrinkage: float) -> tuple[Tensor, Tensor]:
-        """Return what is left of the weights as a share (classes,), and q (classes,)."""
+        """Return the shrinkage factor of the weights of each class (classes,), and q (classes,)."""
         share = self.counts / (self.counts + shrinkage)
         return share, share.square() * (weight * self.delta).sum(0) / 2
 
 
 class _Choice(NamedTuple):
-    """What rows that are held out say of a discriminant: their log-loss, and where it is the lowest."""
+    """The lowest log-loss of a discriminant on held-out rows, and the options that give it."""
 
     loss: float
     penalty: float
@@ -502,7 +504,7 @@ def _fit(rows: PrincipalRows, targets: Tensor, folds: Tensor) -> tuple[Tensor, f
 
 
 def _best_choice(parts: Sequence[_Discriminant], held: Sequence[tuple[Tensor, Tensor]]) -> _Choice:
-    """Return the penalty, then the shrinkage at it, then the factor of the lowest log-loss of the held-out rows."""
+    """Return the penalty, then the shrinkage at it, then the factor with the lowest log-loss of the held-out rows."""
     best, weights, scores = _Choice(math.inf, PENALTIES[0], SHRINKAGES[0], 0.0), [], []
     if not parts:
         return best
@@ -517,7 +519,7 @@ def _best_choice(parts: Sequence[_Discriminant], held: Sequence[tuple[Tensor, Te
         factor = best_factor(prior, whole, truth)
         return _Choice(float(cross_entropy(prior + factor * whole, truth)), penalty, shrinkage, factor)
 
-    for penalty in PENALTIES:  # from strong to weak: the log-loss is taken to have one valley
+    for penalty in PENALTIES:  # from strong to weak, assuming one minimum of the log-loss
         new = [part.weight(penalty) for part in parts]
         logits = [(rows - part.mean.to(rows)) @ w.to(rows) for part, w, (rows, _) in zip(parts, new, held, strict=True)]
         choice = tune(penalty, SHRINKAGES[0], new, logits)
@@ -534,17 +536,17 @@ def best_factor(
 ) -> float:
     """Return the t with the lowest mean log-loss of softmax(prior + t scores), to 7%: from 1/256 to 16, or 0.
 
-    The log-loss is convex in t. It would have no minimum if all rows were classified correctly. So one row is counted
-    besides the n rows, of which each class is the label by its share.
+    The log-loss is convex in t, but has no minimum if all rows are classified correctly. One more row is therefore
+    added to the n rows. Its label is each class in proportion to the share of that class.
     """
     by_share = (prior.softmax(-1) * scores).sum(-1).mean()
     right = (scores.gather(1, targets[:, None]).sum() + by_share) / (len(targets) + 1)
 
     def is_below(factor: float) -> bool:
-        """Whether the log-loss falls here as the factor rises."""
+        """Whether the log-loss falls as the factor rises from here."""
         return bool(((prior + factor * scores).softmax(-1) * scores).sum(-1).mean() < right)
 
-    low, high = -8.0, 4.0  # of its logarithm with base 2
+    low, high = -8.0, 4.0  # log2 of the factor
     if not is_below(2**low):
         return 0.0
     for _ in range(6):

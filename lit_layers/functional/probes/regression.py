@@ -1,4 +1,4 @@
-"""Ridge regression and least squares of all layers at once."""
+"""Ridge regression and least squares of all layers at once, and how well a linear map predicts the next token."""
 
 import math
 from collections.abc import Iterator
@@ -18,7 +18,8 @@ from lit_layers.functional._checks import (
     widened_chunks,
 )
 
-# Squaring halves the digits of singular values: what a penalty leaves of X'X must stay above this share of the largest.
+# Squaring halves the digits of singular values. The smallest eigenvalue of X'X + penalty must be at least this share of
+# the largest; otherwise the singular values of X itself are used.
 SMALLEST_SHARE = 1e-10
 PENALTIES = [10 ** (exponent / 2) for exponent in range(10, -7, -1)]  # the strongest first
 
@@ -27,18 +28,18 @@ PENALTIES = [10 ** (exponent / 2) for exponent in range(10, -7, -1)]  # the stro
 class RidgeProbes:
     """One linear regression per layer, in float64; see `fit_ridge_probes`."""
 
-    weight: Float[Tensor, "layers dim outputs"]  # of the features minus `mean`, over `scale`
+    weight: Float[Tensor, "layers dim outputs"]  # for (features - mean) / scale
     bias: Float[Tensor, "layers outputs"]
     mean: Float[Tensor, "layers dim"]
     scale: Float[Tensor, "layers dim"]
-    target_mean: Float[Tensor, "*q"]  # of the training rows: what to predict without features
+    target_mean: Float[Tensor, "*q"]  # mean over training rows, the prediction without features
     penalty: Float[Tensor, " layers"]
 
     def predict(self, features: Float[Tensor, "layers n dim"]) -> Float[Tensor, "layers n *q"]:
-        """Return predictions in float64, of the targets' shape: one number a row, or one for each output.
+        """Return predictions in float64 with the shape of the targets: one number per row, or one for each output.
 
         Raises:
-            ValueError: features of other layers or width, or that are not finite.
+            ValueError: features of other layers or width, or features that are not finite.
         """
         check_features(features, self.weight)
         mean, scale, bias = self.mean[:, None], self.scale[:, None], self.bias[:, None]
@@ -53,29 +54,31 @@ def fit_ridge_probes(
     *,
     penalty: float | None = 1.0,
 ) -> RidgeProbes:
-    """Return the linear regression of the targets on each layer's features, by squared errors plus a penalty.
+    """Fit the linear regression of the targets on each layer's features, by squared errors plus a penalty.
 
-    Minimises sum_i |y_i - W x_i - b|^2 + penalty |W|_F^2, b free of penalty: scikit-learn's `Ridge(alpha=penalty)`.
-    With `penalty=0`, least squares, of several solutions the one of smallest |W|_F (singular values that may be
-    rounding count as 0). Features are first centred and divided by the training rows' population deviation (by 1 where
-    that is 0), which makes predictions invariant to affine maps of each feature. Constant features, or a single row,
-    give the mean target. `penalty` is added to a sum: regularisation fades as rows are added.
+    Minimises sum_i |y_i - W x_i - b|^2 + penalty |W|_F^2, with b free of penalty, as scikit-learn's
+    `Ridge(alpha=penalty)`. `penalty=0` is least squares. Of several solutions it takes the one with the smallest |W|_F,
+    and singular values of rounding size count as 0. Features are first centred and divided by the training rows'
+    population standard deviation (by 1 if it is 0). This makes predictions invariant to affine maps of each feature.
+    Constant features, or a single row, give the mean target. `penalty` is added to a sum, so the regularisation weakens
+    as rows are added.
 
-    With `penalty=None` each layer has its own, of half decades from 1e-3 to 1e5: that of the lowest squared error of
-    all rows, each left out in closed form (of all sums but the scale), and of several the strongest.
+    With `penalty=None`, each layer gets its own penalty, from half decades between 1e-3 and 1e5. It is the one with the
+    lowest squared leave-one-out error, in closed form, and the strongest if several tie. Leaving a row out changes
+    every sum except the scale.
 
-    Computed in float64, one layer and a few rows at a time, so that features may be a memory-mapped tensor: with a
-    penalty from the eigenvalues of X'X, unless some are below 1e-10 of the largest even so; else from the singular
-    values of the R of a QR decomposition of X, which are not squared.
+    Computed in float64, one layer and one chunk of rows at a time, so features may be a memory-mapped tensor. With a
+    penalty, the solution uses the eigenvalues of X'X, unless some are below 1e-10 of the largest even with the penalty.
+    It then uses the singular values of the R of a QR decomposition of X, which are not squared.
 
     Raises:
-        ValueError: targets of another number of rows, a value that is not finite, a penalty below 0.
+        ValueError: targets with another number of rows, a value that is not finite, a penalty below 0.
     """
     if penalty is not None and penalty < 0:
         raise ValueError(f"expected a penalty of at least 0, got {penalty}")
     outputs = _outputs(targets, features.shape[1]).to(features.device)
     probes = []
-    for index in range(len(features)):  # one at a time: all in float64 may be more than there is memory
+    for index in range(len(features)):  # one at a time: all layers in float64 may exceed memory
         layer = features[index : index + 1].detach()
         check_finite(layer, first_layer=index)
         probes.append(_fit(layer, outputs, penalty))
@@ -101,7 +104,7 @@ def _fit(layer: Tensor, outputs: Tensor, penalty: float | None) -> tuple[Tensor,
             rotated = ((rows @ vectors, y) for rows, y in _chunks(layer, mean, scale, targets))
             penalty = _best_penalty(values, cross, rotated, num_rows)
         values = values + penalty
-        if values.min() >= SMALLEST_SHARE * values.max():  # else the result would be rounding
+        if values.min() >= SMALLEST_SHARE * values.max():  # otherwise the result would be rounding
             weight = vectors @ (cross / values[:, None])
     if weight is None:
         weight = _from_rows(layer, mean, scale, targets, penalty)
@@ -109,7 +112,10 @@ def _fit(layer: Tensor, outputs: Tensor, penalty: float | None) -> tuple[Tensor,
 
 
 def _best_penalty(values: Tensor, cross: Tensor, chunks: Iterator[tuple[Tensor, Tensor]], num_rows: int) -> float:
-    """Return the penalty with the least squared error of left-out rows: that of all rows over 1 - leverage."""
+    """Return the penalty with the lowest squared leave-one-out error.
+
+    The error of a left-out row is its residual in the fit of all rows over 1 - leverage.
+    """
     penalties = values.new_tensor(PENALTIES)
     inverse = 1 / (values[:, None] + penalties)  # (dim, penalties)
     errors = torch.zeros_like(penalties)
@@ -129,16 +135,20 @@ def _chunks(layer: Tensor, mean: Tensor, scale: Tensor, targets: Tensor) -> Iter
 
 
 def _from_rows(layer: Tensor, mean: Tensor, scale: Tensor, targets: Tensor, penalty: float) -> Tensor:
-    """Decompose the R of [X Y], updated piece by piece: its part of X has the singular values of X, unsquared."""
+    """Return the weights from the R of a QR decomposition of [X Y], updated chunk by chunk.
+
+    The part of R that belongs to X has the singular values of X, without squaring.
+    """
     num_rows, dim = layer.shape[1:]
     triangle = targets.new_zeros(0, dim + targets.shape[1])
     for rows, y in _chunks(layer, mean, scale, targets):
         triangle = torch.linalg.qr(torch.cat([triangle, torch.cat([rows, y], 1)]), mode="r").R
     left, values, right = torch.linalg.svd(triangle[:, :dim], full_matrices=False)
-    # Of directions without features: what the decomposition makes of them, and features large against their deviation.
+    # Singular values of directions without features come from two sources: rounding of the decomposition, and rounding
+    # of features whose mean is large against their deviation.
     rounding = max(num_rows, dim) * values.max() + num_rows**0.5 * torch.linalg.vector_norm(mean / scale)
     nonzero = values > rounding * torch.finfo(values.dtype).eps
-    # Least squares is a limit: in the directions left out the weight is 0.
+    # Least squares is the limit of a vanishing penalty: its weight is 0 in these directions.
     factors = torch.where(nonzero, values / (values.square() + penalty).where(nonzero, torch.ones_like(values)), 0.0)
     return right.T @ (factors[:, None] * (left.T @ triangle[:, dim:]))
 
@@ -150,17 +160,18 @@ def _outputs(targets: Tensor, num_rows: int) -> Tensor:
     return targets.detach().double().reshape(num_rows, -1)
 
 
-# How much of the variance of the next token's id a linear map of the states leaves. All computed in float64.
+# Prediction residual: the share of the variance of the next token's id that a linear map of the states leaves. All
+# computed in float64.
 
 Normalize = Literal["layer_norm", "rms_norm", "none"]
 
 
 @dataclass(frozen=True, eq=False)
 class PredictionResidual:
-    """What the least squares of `prediction_residual` leave over, per set of features."""
+    """Residual variance of the least squares of `prediction_residual`, per set of features."""
 
     value: Float[Tensor, "*n"]
-    adjusted: Float[Tensor, "*n"]  # NaN where value is 0 for want of rows: rank = num_rows - 1
+    adjusted: Float[Tensor, "*n"]  # NaN if rank = num_rows - 1, where value is always 0
     held_out: Float[Tensor, "*n"] | None
     num_rows: int
     rank: Int[Tensor, "*n"]
@@ -176,24 +187,25 @@ def prediction_residual(
 ) -> PredictionResidual:
     """Return 1 - R^2 of the ordinary least squares, with intercept, of next-token ids on the rows of the features.
 
-    `value` = mean squared residual / population variance of the ids, in sample, in [0, 1]: 0 where the rank r of the
-    centred features is m - 1 (generically m <= dim + 1). Useless features give 1 - r / (m - 1) in expectation, so that
-    values compare at equal m and dim only; `adjusted` = value (m - 1) / (m - 1 - r) takes that away. `held_out`, with
-    `split`: fitted on the rows where that is True, scored on the others over their own variance; it may exceed 1.
-    Several labellings at once, (m, q), give values (*n, q) from one decomposition.
+    `value` = mean squared residual / population variance of the ids, in sample over all rows, in [0, 1]. It is 0 if the
+    rank r of the centred features is m - 1 (generically m <= dim + 1). Useless features give 1 - r / (m - 1) in
+    expectation, so compare values only at equal m and dim. `adjusted` = value (m - 1) / (m - 1 - r) removes this
+    effect. With `split`, `held_out` is fitted on the rows where `split` is True and scored on the other rows over their
+    own variance. It may exceed 1. Several labellings at once, (m, q), give values (*n, q) from one decomposition.
 
-    `normalize` acts on each row: "layer_norm" and "rms_norm" as a fresh norm with `eps` would, weight 1 and bias 0.
-    Then: invariant to invertible affine maps of the features and affine maps of the ids, not to relabelling the
-    vocabulary, whose order is about that of frequency.
+    `normalize` acts on each row: "layer_norm" and "rms_norm" as a new norm with `eps` would, with weight 1 and bias 0.
+    The result is invariant to invertible affine maps of the normalised features and to affine maps of the ids. It is
+    not invariant to relabelling the vocabulary, whose order is roughly that of frequency.
 
-    Solved by a QR decomposition of a few thousand rows at a time and an SVD of its triangle, so that squares of the
-    features, with their loss of digits, never appear; memory beside the features: those rows and dim x dim numbers.
+    Solved by a QR decomposition of a few thousand rows at a time and an SVD of its triangle. Squares of the features,
+    which would lose digits, never appear. Memory in addition to the features: these rows and dim x dim numbers.
 
     Source: He & Su, arXiv 2408.13442.
 
     Raises:
         ValueError: fewer than 3 rows, equal ids (with `split` also among the scored rows), a value that is not finite,
-            an unknown `normalize`.
+        an
+            unknown `normalize`.
     """
     check_option("normalize", normalize, "layer_norm", "rms_norm", "none")
     ids, num_rows = token_ids.cpu(), features.shape[-2]
@@ -206,7 +218,7 @@ def prediction_residual(
         if (values == values[:1]).all(0).any():
             raise ValueError(f"expected {name} that are not all equal: their variance is 0")
     flat = features.detach().reshape(-1, *features.shape[-2:])
-    flat = flat.cpu() if flat.device.type == "mps" else flat  # which has no float64
+    flat = flat.cpu() if flat.device.type == "mps" else flat  # MPS has no float64
     results = [
         _layer_residual(layer, targets.to(layer.device), fitted.to(layer.device), normalize, eps, split is not None)
         for layer in flat
@@ -231,7 +243,8 @@ def _layer_residual(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return value, adjusted and held-out value (q,) and the rank of one set of features (m, dim)."""
     num_rows = len(features)
-    origin = _normalized(features[:1], normalize, eps)  # of all rows: what they share costs no digits
+    # Subtracted from all rows, so that a large common offset costs no digits.
+    origin = _normalized(features[:1], normalize, eps)
     triangle = _triangle(features[fitted] if with_split else features, targets[fitted], origin, normalize, eps)
     whole, held_out = triangle, torch.full_like(targets[0], math.nan)
     if with_split:
@@ -250,7 +263,10 @@ def _layer_residual(
 
 
 def _triangle(features: Tensor, targets: Tensor, origin: Tensor, normalize: Normalize, eps: float) -> Tensor:
-    """Return R of the QR decomposition of [1, features, targets]: below its first row the centred data, rotated."""
+    """Return R of the QR decomposition of [1, features, targets].
+
+    Below its first row it holds the centred data, rotated.
+    """
     dim, num_targets = features.shape[1], targets.shape[1]
     triangle = targets.new_zeros(0, 1 + dim + num_targets)
     size = max(4096, 4 * triangle.shape[1])
@@ -276,7 +292,7 @@ def _normalized(rows: Tensor, normalize: Normalize, eps: float) -> Tensor:
 
 
 def _decomposed(triangle: Tensor, num_targets: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Return singular vectors and values of the centred features without those of rounding, and how many are left."""
+    """Return singular vectors and values of the centred features, without those of rounding size, and their number."""
     features = triangle[1:, 1:-num_targets]
     left, values, right = torch.linalg.svd(features, full_matrices=False)
     if not len(values):
@@ -287,7 +303,7 @@ def _decomposed(triangle: Tensor, num_targets: int, num_rows: int) -> tuple[Tens
 
 
 def _solution(triangle: Tensor, num_targets: int) -> tuple[Tensor, Tensor]:
-    """Return weights (dim, q) of smallest norm and intercepts (q,) of the rows that the triangle stands for."""
+    """Return weights (dim, q) of smallest norm and intercepts (q,) of the rows whose triangle this is."""
     left, values, right, _ = _decomposed(triangle, num_targets, num_rows=len(triangle))
     weight = right.mT @ ((left.mT @ triangle[1:, -num_targets:]) / values[:, None])
     return weight, (triangle[0, -num_targets:] - triangle[0, 1:-num_targets] @ weight) / triangle[0, 0]
