@@ -78,8 +78,8 @@ class Steps(NamedTuple):
 
     @classmethod
     def from_axis(cls, x: Array) -> "Steps":
-        # A grid between checkpoints: more cells where checkpoints are dense, since steps there can be told from each
-        # other.
+        # A grid between checkpoints: more cells where checkpoints are dense, since steps there can be
+        # distinguished.
         x, span = np.append(x[: -1 : max(1, round(len(x) / LOCATIONS))], x[-1]), x[-1] - x[0]
         per = max(1, LOCATIONS // len(x))
         cells = np.repeat(np.diff(x) / per, per)

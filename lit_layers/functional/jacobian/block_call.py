@@ -104,12 +104,12 @@ def to_call(block: Callable[[Tensor], Tensor]) -> Call | None:
 
 
 def has_hooks(module: Any) -> bool:
-    """Whether a module or one of its submodules has a forward hook of the user."""
+    """Return whether a module or one of its submodules has a forward hook of the user."""
     return isinstance(module, nn.Module) and any(map(is_hooked, module.modules()))
 
 
 def is_hooked(module: Any) -> bool:
-    """Whether this module itself has a forward hook of the user; torch and transformers add their own."""
+    """Return whether this module itself has a forward hook of the user; torch and transformers add their own."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     return any(not getattr(hook, "__module__", "").startswith(("torch.", "transformers.")) for hook in hooks)
 
@@ -361,7 +361,7 @@ class _Calls(TorchFunctionMode):
         raise NotImplementedError
 
     def is_head_product(self, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-        """Whether this is a matrix product of 4-dimensional tensors, as in attention; counts it if so."""
+        """Count this call, and return True, if it is a matrix product of 4-dimensional tensors, as in attention."""
         is_product = func in MATMULS and args[0].ndim == 4 and args[1].ndim == 4
         self.products += is_product
         return is_product

@@ -52,7 +52,7 @@ class Linear(NamedTuple):
 
 
 class Link(NamedTuple):
-    """How one tensor depends on one leaf: entry by entry with `slopes`, or in another way if they are None."""
+    """Dependence of one tensor on one leaf: entry by entry with `slopes`, or another form if they are None."""
 
     leaf: int
     slopes: Tensor | None  # (picked, width)
@@ -94,7 +94,7 @@ class _Replay(Replay):
         return leaf
 
     def _depends(self, tensor: Tensor | None) -> bool:
-        """Whether a tensor depends on the states; most tensors have no history at all."""
+        """Return whether a tensor depends on the states; most tensors have no history at all."""
         if tensor is None or tensor.grad_fn is None:
             return False
         leaves = [self.states, *(node.output for node in self.nodes if node is not None)]

@@ -135,7 +135,7 @@ class PrincipalRows:
             part.copy_(part @ self.axes.to(dtype))
 
     def is_solved(self, slope: Float[Tensor, "inputs classes"], *, tolerance: float) -> bool:
-        """Whether no entry of the gradient exceeds the tolerance in the coordinates of the features."""
+        """Return whether no entry of the gradient exceeds the tolerance in the coordinates of the features."""
         # A rotation keeps the norm, and the largest entry is at least the root mean square. A gradient of larger norm
         # can therefore be rejected without rotating it.
         if slope[:-1].norm() > tolerance * slope[:-1].numel() ** 0.5:
@@ -543,7 +543,7 @@ def best_factor(
     right = (scores.gather(1, targets[:, None]).sum() + by_share) / (len(targets) + 1)
 
     def is_below(factor: float) -> bool:
-        """Whether the log-loss falls as the factor rises from here."""
+        """Return whether the log-loss falls as the factor rises from here."""
         return bool(((prior + factor * scores).softmax(-1) * scores).sum(-1).mean() < right)
 
     low, high = -8.0, 4.0  # log2 of the factor
