@@ -87,7 +87,7 @@ def choose(
     Args:
         features: Returns the features of "train", "validation" or "test". It is called for "test" only after the layer
             has been chosen.
-        targets: Classes or values of the rows of each.
+        targets: Class indices, or values of a regression, of the same rows.
         num_classes: Number of classes. None: regression.
         rule: The rule that chooses a layer from the scores.
         tolerance: The tolerance of the rule.

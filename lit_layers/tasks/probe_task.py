@@ -413,7 +413,7 @@ def draw(keys: Sequence[str], num: int, *, seed: int, purpose: str) -> list[int]
 
 
 def hold_out(keys: Sequence[str], strata: Sequence[Hashable], share: float, *, seed: int, purpose: str) -> list[bool]:
-    """Return which rows to hold out: `share` of each stratum, without separating rows of equal key.
+    """Return which rows to hold out: `share` of each stratum, without separating rows with equal keys.
 
     All rows with one key form a unit. Units are sorted by a hash of (seed, purpose, key). In this order, each unit is
     held out if it fits into the remaining quotas of its strata. Quotas are rounded so that their sum is the rounded
