@@ -26,7 +26,7 @@ from scipy.special import stdtrit
 from study_data import Table, as_markdown
 
 from lit_layers import run_data
-from lit_layers.analyses.statistics import complete
+from lit_layers.analyses.statistics import comparable
 from lit_layers.errors import first_line
 from lit_layers.figures.tables import grouped
 from lit_layers.figures.theme import spread
@@ -194,7 +194,7 @@ def _compared(
 ) -> Iterator[tuple[int, int, str, float, float, float, str, float, int]]:
     """Of states (places, prompts, dim) both places, the metric, its value, low, high, over, chance and prompts."""
     tensor = torch.from_numpy(states)
-    _, kept = complete(tensor.isfinite().all(-1))
+    _, kept = comparable(tensor.isfinite().all(-1))
     rows, number = tensor[:, kept].double(), int(kept.sum())
     if number < FEWEST_PROMPTS:
         return
@@ -239,7 +239,7 @@ def _problem(measurement: Measurement, states: Mapping[int, Array]) -> str:
     tensors = {layer: torch.from_numpy(values) for layer, values in states.items()}
     if len({each.shape for each in tensors.values()}) > 1:
         return f"those of {measurement.analysis} at step {measurement.step} are not of the same prompts at all layers"
-    _, kept = complete(torch.stack([each.isfinite().all(-1) for each in tensors.values()]))
+    _, kept = comparable(torch.stack([each.isfinite().all(-1) for each in tensors.values()]))
     for record in measurement.records:
         if record.metric == DIMENSION and record.layer in tensors:
             rows = tensors[record.layer][kept].double()

@@ -1,1 +1,1 @@
-"""The emergence clock: when each number of a run changes, in which order, and how sure that is."""
+"""The emergence clock: when each metric of a run changes, in which order, and with what certainty."""

@@ -1,4 +1,4 @@
-"""Where curves come from: the folder of a run, a table of scores by step, results of lm-eval."""
+"""Sources of curves: the folder of a run, a table of scores by step, results of lm-eval."""
 
 import json
 import logging
@@ -32,8 +32,8 @@ _TABLES: dict[str, Any] = {
 }
 _STEP = re.compile(r"step[-_=]?(\d{1,18})(?!\d)", re.IGNORECASE)
 _ON_HUB = re.compile(r"\w[\w.-]*/[\w.-]+")  # ORGANIZATION/NAME
-_LONG = 100  # points of a scalar of training
-# What a column of a table of scores is called, the first that is there.
+_LONG = 100  # points above which a training scalar is binned
+# Accepted names of a table's columns; the first that exists is used.
 _COLUMNS = {
     "run": ("run", "model"),
     "analysis": ("analysis", "task"),
@@ -51,20 +51,20 @@ def curves_of(
     settings: Settings = (),
     allow_suspect: bool = False,
 ) -> list[StepCurve]:
-    """Return the curves of a run's folder, of a table of scores by step, or of a folder of results of lm-eval.
+    """Return the curves of a run's folder, of a table of scores by step, or of a folder of lm-eval results.
 
     Args:
-        place: a folder with measurements.jsonl; a .csv, .parquet or .jsonl file with a row a score and the columns
-            `step` and `value` (or `score`), maybe `stderr`, `run` (or `model`), `analysis` (or `task`), `metric` and
-            `layer`, any others being tags; a .json file of results, or a folder of these.
-        metrics: these alone, `METRIC` or `ANALYSIS/METRIC`; without any, those that tables of results have.
-        where: tags, or columns of a table, that curves must have.
-        axis: what they are over.
-        settings: of runs, as in `lit_layers.identity`; which others there are is told in a warning.
-        allow_suspect: also take checkpoints that an audit found suspect.
+        source: a folder with measurements.jsonl; a .csv, .parquet or .jsonl table with a row per score; or a .json file
+            of lm-eval results, or a folder of these. A table has columns `step` and `value` (or `score`), optionally
+            `stderr`, `run` (or `model`), `analysis` (or `task`), `metric` and `layer`; all other columns are tags.
+        metrics: only these metrics, `METRIC` or `ANALYSIS/METRIC`; if empty, those shown in tables of results.
+        where: tags, or columns of a table, that curves must match.
+        axis: the axis of the curves, steps or tokens.
+        settings: settings of runs to choose, as in `lit_layers.identity`; a warning lists the others.
+        allow_suspect: also use checkpoints that an audit found suspect.
 
     Raises:
-        InputError: nothing of that kind is there, two values at one step of a curve, suspect checkpoints.
+        InputError: if there is no such source or curve, a curve has two values at one step, or checkpoints are suspect.
     """
     source, run = Path(source), None
     if source.is_dir() and any((source / name).is_file() for name in ("measurements.jsonl", "metrics.jsonl")):
@@ -95,7 +95,7 @@ def curves_of(
 
 
 def _scalar_curves(run: run_data.RunData, axis: AxisName) -> list[StepCurve]:
-    """Return the curves of all that the training logged, by its names; of long ones the means over bins of log time."""
+    """Return the curves of all scalars that training logged; long ones are averaged over bins of log time."""
     points: dict[str, list[tuple[float, float, float]]] = {}
     for row in run.scalars:
         for name in row.keys() - {"step", "tokens"} if axis in row else ():
@@ -142,12 +142,12 @@ def _read_table(path: Path) -> Any:
         raise InputError(f"{path}: expected a table that ends in {', '.join(_TABLES)} or .json, or a run's folder")
     try:
         return _TABLES[path.suffix](path)
-    except (ValueError, OSError, NotImplementedError) as error:  # pandas' and pyarrow's are these
+    except (ValueError, OSError, NotImplementedError) as error:  # raised by pandas and pyarrow
         raise InputError(f"{path} cannot be read as a table: {first_line(error)}") from error
 
 
 def _read_results(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file of results of lm-eval; none for other files."""
+    """Return the rows of a file of lm-eval results; none for other files."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -169,8 +169,8 @@ def _read_results(path: Path) -> list[dict[str, Any]]:
     for task, scores in content["results"].items():
         for key in (key for key, value in scores.items() if isinstance(value, int | float) and "_stderr" not in key):
             metric, comma, filtered = key.partition(",")
-            stderr = pd.to_numeric(scores.get(f"{metric}_stderr{comma}{filtered}"), errors="coerce")  # or N/A
-            # `acc` for lm-eval's `acc,none`, as its earlier versions wrote it; other filters keep their columns.
+            stderr = pd.to_numeric(scores.get(f"{metric}_stderr{comma}{filtered}"), errors="coerce")  # may be "N/A"
+            # `acc` for lm-eval's `acc,none`, as earlier versions wrote it; other filters get a column.
             more = {} if filtered in ("", "none") else {"filter": filtered}
             rows.append({**fields, "task": task, "metric": metric, **more, "value": scores[key], "stderr": stderr})
     return rows
@@ -197,7 +197,9 @@ def _table_curves(table: Any, path: Path, axis: AxisName, where: Mapping[str, st
     )
     varying = lambda rows, name: rows[name].nunique(dropna=False) > 1  # noqa: E731
     by_run = [rows for _, rows in table.groupby(names["run"], dropna=False)] if names["run"] else [table]
-    tags = [name for name in others if any(varying(rows, name) for rows in by_run)]  # what is one a run tells nothing
+    tags = [
+        name for name in others if any(varying(rows, name) for rows in by_run)
+    ]  # a column that is constant within each run is no tag
     keys = [*roles, *(["layer"] if "layer" in table else []), *tags]
     curves = []
     groups = table.groupby(keys, dropna=False, sort=False) if keys else [((), table)]
@@ -212,7 +214,7 @@ def _table_curves(table: Any, path: Path, axis: AxisName, where: Mapping[str, st
             )
         stderr = rows["stderr"] if "stderr" in rows else [np.nan] * len(rows)
         points = [*zip(rows[axis], rows[names["value"]], stderr, strict=True)]
-        of = {name: each for name, each in of.items() if each == each}  # without what a row leaves open
+        of = {name: each for name, each in of.items() if each == each}  # drops NaN
         run, analysis, metric = (str(of.get(names[role], "")) for role in ("run", "analysis", "metric"))
         curves.append(
             curve_of_points(

@@ -1,4 +1,4 @@
-"""Curves over training steps: of a run's measurements, over seeds, and of how a number changes over the layers."""
+"""Curves over training steps: of a run's measurements, over seeds, and of statistics over the layers."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,13 +25,13 @@ Tags = Mapping[str, Any]
 
 MONOTONICITY = "monotonicity_spearman"
 STATISTICS = (MONOTONICITY, "monotonicity_fraction_increasing", "monotonicity_largest_drop")
-CHOICES = ("plateau_layer", "best_layer")  # of scores alone: they need to know which values are better
+CHOICES = ("plateau_layer", "best_layer")  # only for scores, as they need to know which values are better
 LAYER_COLUMNS = ("run", "analysis", "metric", "tags", "step", "statistic", "value", "low", "high")
 LAYER_COLUMNS = (*LAYER_COLUMNS, "num_layers", "num_undefined", "over")
-STILL = 0.05  # of the range over layers: a step that gains less is none
+STILL = 0.05  # of the range over layers: smaller gains of a step are ignored
 _FEWEST, _DRAWS, _CONFIDENCE = 3, 1000, 0.95
 _TAILS = ((1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2)
-NORMAL_95 = 3.92  # standard errors that a 95% interval is wide
+NORMAL_95 = 3.92  # width of a 95% interval in standard errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +61,13 @@ class StepCurve:
 
     @property
     def error_unit(self) -> str:
+        """What the errors are over: "prompts" (or test rows), "seeds", or "" if they are guessed from the curve."""
         by_prompts = self.stderr is not None or self.prompts is not None
         return "seeds" if self.seeds is not None else "prompts" if by_prompts else ""
 
     @property
     def key(self) -> tuple[str, str, int | None, str]:
-        """Return what identifies the curve in any run."""
+        """What identifies the curve in any run."""
         return self.analysis, self.metric, self.layer, self.tag_text
 
     @property
@@ -75,13 +76,13 @@ class StepCurve:
 
     @property
     def title(self) -> str:
-        """Return the name that figures use: `Coupling, k = 12`, `Accuracy, layer 3`.
+        """The name in figures, such as `Coupling, k = 12` or `Accuracy, layer 3`.
 
-        A task's score begins with the task.
+        The name of a task's score begins with the task.
         """
         row, tags = look_up(self.metric), dict(self.tags)
         name, kind = row.title if self.analysis or row.group else self.metric, ""
-        if "of" in tags:  # what it is of comes first: rows of a figure have few characters
+        if "of" in tags:  # the quantity comes first, as labels in a figure are cut at their end
             name, _, kind = name.partition(", ")
             name += f" {tag_text({'of': tags.pop('of')})}"
         parts = [name, tag_text(tags), kind, "" if self.layer is None else f"layer {self.layer}"]
@@ -90,10 +91,12 @@ class StepCurve:
 
 
 def merge_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
-    """Return the curves that all runs have, over the checkpoints that all of them have, with each run's own curve.
+    """Return the mean over seeds of each curve that all runs have, at the checkpoints that all of them have.
+
+    Each merged curve also holds the runs' own curves.
 
     Raises:
-        InputError: two runs are the same, or were measured with other settings, as `refuse_odd_seeds` says.
+        InputError: if two runs are equal, or were measured with other settings (`refuse_odd_seeds`).
     """
     curves = list(curves)
     refuse_odd_seeds(curves)
@@ -102,7 +105,10 @@ def merge_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
 
 
 def seed_means(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
-    """Return what `merge_seeds` does for any curves: single numbers of different runs may be the same everywhere."""
+    """Return the mean over runs of each curve that two runs or more share, without the checks of `merge_seeds`.
+
+    Single metrics of different runs may be equal everywhere.
+    """
     groups = grouped(curves, lambda curve: curve.key)
     merged = []
     for group in groups.values():
@@ -116,17 +122,17 @@ def seed_means(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
 
 
 def common_checkpoints(curves: Sequence[StepCurve]) -> tuple[Array, Array]:
-    """Return where all curves have a value, (checkpoints,), and their values there, (curves, checkpoints)."""
+    """Return the checkpoints (checkpoints,) at which all curves are defined, and these values (curves, checkpoints)."""
     common = sorted(set.intersection(*(set(curve.at[np.isfinite(curve.values)].tolist()) for curve in curves)))
     return np.array(common), np.stack([curve.values[np.isin(curve.at, common)] for curve in curves])
 
 
 def refuse_odd_seeds(seeds: Sequence[StepCurve]) -> None:
-    """Refuse seeds whose mean would not be one number's, or whose interval would not be one over seeds.
+    """Check that the seeds are different runs, measured with the same settings.
 
     Raises:
-        InputError: naming the first two runs that have the same numbers everywhere, or of which an analysis had other
-            options or other data.
+        InputError: naming two runs that have equal numbers everywhere, or that measured an analysis with other options
+            or data.
     """
     seen: dict[frozenset[Any], str] = {}
     for run, curves in grouped(seeds, lambda curve: curve.run).items():
@@ -145,9 +151,9 @@ def refuse_odd_seeds(seeds: Sequence[StepCurve]) -> None:
 
 
 def differing_settings(curves: Iterable[tuple[str, StepCurve]]) -> dict[str, dict[str, list[str]]]:
-    """Return the analyses that measured some number with several settings: the given names, by settings.
+    """Return the analyses that were measured with several settings: the given names, by settings.
 
-    Curves whose settings are unknown are of none.
+    Curves with unknown settings are ignored.
     """
     found: dict[str, dict[str, list[str]]] = {}
     known = ((name, curve) for name, curve in curves if not curve.settings.startswith(UNKNOWN))
@@ -171,7 +177,7 @@ def text_of(tags: Tags) -> str:
 def add_prompts(
     curves: Sequence[StepCurve], root: Path, measurements: Sequence[Measurement], axis: AxisName = "step"
 ) -> list[StepCurve]:
-    """Return the curves of a run's measurements with the values of prompts that its folder `root` holds."""
+    """Add the values of prompts, which the run's folder `root` stores, to the curves."""
     analyses, keys = {curve.analysis for curve in curves}, {curve.key for curve in curves}
     measured = [m for m in measurements if m.analysis in analyses and m.error is None and m.step is not None]
     rows: dict[Any, dict[int, ByPrompt]] = {}
@@ -194,7 +200,7 @@ def add_prompts(
 
 
 def _key(analysis: str, record: Record) -> tuple[str, str, int | None, str]:
-    """Return the key of the curve that a record belongs to."""
+    """Return the key of the curve to which a record belongs."""
     return analysis, record.metric, record.layer, text_of(_tags(record))
 
 
@@ -205,10 +211,10 @@ def _tags(record: Record) -> Tags:
 def curves_in(
     run: str, measurements: Iterable[Measurement], *, axis: AxisName = "step", everything: bool = False
 ) -> list[StepCurve]:
-    """Return the curves of a run's measurements: those that tables of results show, or `everything`.
+    """Return the curves of a run's measurements: those shown in tables of results, or `everything`.
 
     Raises:
-        InputError: measurements that do not say how many tokens were seen, where these are the axis.
+        InputError: if the axis is tokens and a measurement does not report them, or a curve has two values at one step.
     """
     points: dict[tuple[Any, ...], tuple[Tags, dict[int, tuple[float, float]]]] = {}
     settings: dict[str, str] = {}  # by analysis
@@ -247,7 +253,7 @@ def curve_of_points(
 ) -> StepCurve:
     """Return the curve of points (step, value, standard error).
 
-    Errors are used if every value has one; otherwise they are counted.
+    Standard errors are used if every value has one; otherwise missing ones are counted.
     """
     at, values, stderr = np.array(points, dtype=np.float64).T
     has_error = np.isfinite(stderr[np.isfinite(values)])
@@ -265,10 +271,10 @@ def curve_of_points(
 
 
 def prompts_of_curve(at: Array, values: Array, rows: Mapping[int, ByPrompt]) -> Array | None:
-    """Return (prompts, checkpoints) of the same prompts wherever a curve has a value, NaN where a prompt has none.
+    """Return the values of prompts (prompts, checkpoints), NaN where undefined.
 
-    None where a checkpoint lacks them, or fewer than two prompts, or than half of those that have a value anywhere,
-    have one everywhere.
+    None is returned if a checkpoint with a value lacks them, or numbers of prompts differ between checkpoints. At least
+    two prompts must be defined everywhere, and at least half of those that are defined anywhere.
     """
     known = np.isfinite(values)
     lengths = {len(rows[step]) if step in rows else 0 for step in at[known].tolist()}
@@ -287,8 +293,8 @@ def prompts_of_curve(at: Array, values: Array, rows: Mapping[int, ByPrompt]) -> 
 class LayerCurve:
     """A statistic over the layers 1 to L of `metric`, over training.
 
-    `curve` is of the statistic, `low` and `high` are the ends of its 95% interval (NaN: none is known), `num_undefined`
-    the layers without a value, each (checkpoints,). A checkpoint with fewer than 3 layers has no value.
+    `curve` is the statistic, `low` and `high` are the ends of its 95% interval (NaN if unknown), and `num_undefined`
+    counts the layers without a value, each (checkpoints,). A checkpoint with fewer than 3 layers has no value.
     """
 
     metric: str
@@ -305,17 +311,7 @@ class LayerCurve:
 
 
 def layer_curves(curves: Sequence[StepCurve], *, seed: int = 0) -> list[LayerCurve]:
-    """Return the statistics of each number that has 3 layers or more beyond the embedding, in the order of the runs.
-
-    monotonicity_spearman, monotonicity_fraction_increasing and monotonicity_largest_drop are as `monotonicity` defines
-    them (of numbers that are no score as though higher were better); plateau_layer is the first after which no step
-    gains more than a twentieth of the range over layers, best_layer the first of the best. Layer 0 is left out. What an
-    analysis has measured itself, on its rows, is not measured again.
-
-    The interval is over what the layers' standard errors are over: each layer is drawn from its own, independently. As
-    layers share prompts it is too wide rather than too narrow; and since drawn curves are rougher than the measured
-    one, that may lie beside its middle.
-    """
+    """Return statistics over layers of each metric with 3 layers or more beyond the embedding, in the runs' order."""
     measured = {(curve.run, curve.analysis, curve.metric) for curve in curves}
     layered = [curve for curve in curves if curve.layer and "of" not in curve.tags and not _is_statistic(curve.metric)]
     groups = grouped(layered, lambda curve: (curve.run, curve.analysis, curve.metric, curve.tag_text))
@@ -327,9 +323,9 @@ def layer_curves(curves: Sequence[StepCurve], *, seed: int = 0) -> list[LayerCur
 
 
 def merge_layer_seeds(curves: Sequence[LayerCurve], name: str) -> list[LayerCurve]:
-    """Return the statistics that all seeds have: means, with Student's intervals, at their common checkpoints.
+    """Return means over seeds of the statistics that all seeds have, with Student's intervals, at common checkpoints.
 
-    What of an interval lies outside the statistic's range, beyond a rank correlation of 1, is cut off.
+    Intervals are clipped to the statistic's range, such as a rank correlation of 1.
     """
     by_key = grouped(curves, lambda each: (each.metric, each.curve.key))
     num_seeds = len({each.curve.run for each in curves})
@@ -352,7 +348,7 @@ def merge_layer_seeds(curves: Sequence[LayerCurve], name: str) -> list[LayerCurv
 
 
 def layer_table(curves: Iterable[LayerCurve]) -> pd.DataFrame:
-    """Return a row for each statistic of each number at each checkpoint, with the columns `LAYER_COLUMNS`."""
+    """Return a row per statistic, metric and checkpoint, with the columns `LAYER_COLUMNS`."""
     rows = [
         (
             *(each.curve.run, each.curve.analysis, each.metric, each.tags, at, each.statistic, value, low, high),
@@ -417,7 +413,10 @@ def _statistics(rows: Array, layers: NDArray[np.int64], better: str | None) -> A
     """Return the statistics (curves, statistics) of curves (curves, layers)."""
     import torch
 
-    from lit_layers.functional.curves import chosen_layers, monotonicities  # torch: pages load this file without it
+    from lit_layers.functional.curves import (
+        chosen_layers,
+        monotonicities,
+    )  # imported late: report pages load this file without torch
 
     scores = torch.from_numpy(rows)
     higher = better != "lower"

@@ -1,4 +1,4 @@
-"""When each curve emerges, which before which and how sure that is, and whether runs agree on the order."""
+"""When each curve emerges, in which order and with what certainty, and whether runs agree on the order."""
 
 import itertools
 import math
@@ -24,22 +24,22 @@ from lit_layers.functional.emergence.curve_times import (
 from lit_layers.records import Measurement
 
 TIMES = ("onset", "halfway", "peak", "plateau")
-# The first columns of times.csv; the ends of all intervals follow.
+# The first columns of times.csv, followed by the ends of all intervals.
 COLUMNS = ("run", "analysis", "metric", "layer", "tags", "emerges", "changes", "p_value", "onset", "halfway")
 COLUMNS = (*COLUMNS, "halfway_low", "halfway_high", "peak", "plateau", "before", "not_yet", "over")
 Timed = tuple[StepCurve, EmergenceTimes]
 BEFORE = ("p_a_before_b", "paired")
 FEW_SEEDS = 3
-FEWEST_COMMON = 5  # curves that two runs must share for their orders to be compared
-UNDECIDED = 0.05  # share of draws in which open ends leave an order open: of more there is no probability
-WIDEST = 0.25  # of the axis: where a half-way point is known no better, its place in an order is chance
+FEWEST_COMMON = 5  # curves that two runs must share for a comparison of their orders
+UNDECIDED = 0.05  # largest share of draws that may leave an order open; above it, the probability is NaN
+WIDEST = 0.25  # of the axis: a half-way point with a wider interval has a random rank in an order
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Curves, the times of each, and the confidence of verdicts and intervals.
+    """Curves with their emergence times, at a given confidence of verdicts and intervals.
 
-    `left_out` counts curves without times by the reason.
+    `left_out` counts the curves without times, by reason.
     """
 
     curves: list[StepCurve]
@@ -62,12 +62,12 @@ def measure_times(
     seed: int = 0,
     show: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> Clock:
-    """Return the times of all curves. Those with too few values are left out and counted.
+    """Return the times of all curves; those with too few values are left out and counted.
 
-    Curves with the values of the same prompts are drawn by the same resampled prompts, at all checkpoints.
+    Curves over the same prompts use the same resampled prompts at all checkpoints.
 
     Raises:
-        InputError: none can be measured.
+        InputError: if no curve has emergence times.
     """
     counts: dict[str, Any] = {}
     timed, times, left_out, first = [], [], dict[tuple[str, str], int](), dict[str, str]()
@@ -102,17 +102,17 @@ def measure_times(
 
 
 def times_of_run(run: str, measurements: Sequence[Measurement], root: Path) -> Clock | None:
-    """Return when each metric of a run emerges over steps: the whole model's, or else the last layer's.
+    """Return when each metric of a run emerges: for the whole model, or else at the last layer.
 
-    The numbers are those of `lit-layers emerge`, by the values of prompts that the run keeps in its folder `root`.
-    None where no curve of it has `FEWEST_CHECKPOINTS`.
+    The numbers equal those of `lit-layers emerge` and use the values of prompts that the run's folder `root` stores.
+    None is returned if no curve has `FEWEST_CHECKPOINTS`.
     """
     curves = [curve for curve in curves_in(run, measurements) if len(curve.at) >= FEWEST_CHECKPOINTS]
     if not curves:
         return None
     try:
         return measure_times(add_prompts(model_curves(curves), root, measurements))
-    except InputError:  # all of them undefined
+    except InputError:  # all curves are undefined
         return None
 
 
@@ -136,24 +136,25 @@ def times_table(clock: Clock) -> pd.DataFrame:
 
 
 def model_pairs(clock: Clock, run: str) -> list[tuple[StepCurve, EmergenceTimes]]:
-    """Return the curve that stands for each metric of a run, with its times."""
+    """Return the curve that represents each metric of a run, with its times."""
     pairs = clock.run_pairs(run)
     timed = {curve.key for curve in model_curves([curve for curve, _ in pairs])}
     return [pair for pair in pairs if pair[0].key in timed]
 
 
 def model_curves(curves: Sequence[StepCurve]) -> list[StepCurve]:
-    """Return the curve that stands for each metric of a run: the whole model's, else the last layer's."""
+    """Return the curve that represents each metric of a run: the whole model's, or else the last layer's."""
     by_metric = grouped(curves, lambda curve: (curve.analysis, curve.metric, curve.tag_text))
     depth = lambda curve: math.inf if curve.layer is None else curve.layer  # noqa: E731
     return [max(same, key=depth) for same in by_metric.values()]
 
 
 def probability_before(first: EmergenceTimes, second: EmergenceTimes, *, paired: bool = False) -> float:
-    """Return the probability that the first is half-way before the second, over independent draws of both.
+    """Return the probability that the first curve is half-way before the second, over independent draws of both.
 
-    `paired`: over draws of both together, which `emergence_times` with the same `counts` are. A half-way point with an
-    open end lies anywhere on that side of its draw: NaN where that leaves the order open in more than `UNDECIDED`.
+    With `paired`, it is over joint draws of both, from `emergence_times` with the same `counts`. If a half-way point
+    has an open end, it may lie anywhere on that side of its draw. The probability is NaN if that leaves the order open
+    in more than `UNDECIDED` of the draws.
     """
     ahead, behind = _share_before(first, second, paired), _share_before(second, first, paired)
     is_open = any((*first.open_ends, *second.open_ends))
@@ -161,7 +162,7 @@ def probability_before(first: EmergenceTimes, second: EmergenceTimes, *, paired:
 
 
 def _share_before(first: EmergenceTimes, second: EmergenceTimes, paired: bool) -> float:
-    """Return the share of draws in which the first is certainly before the second."""
+    """Return the share of draws in which the first curve is certainly half-way before the second."""
     if first.open_ends[1] or second.open_ends[0]:
         return 0.0
     if paired:
@@ -171,13 +172,13 @@ def _share_before(first: EmergenceTimes, second: EmergenceTimes, paired: bool) -
 
 
 def p_before(first: Timed, second: Timed) -> tuple[float, bool]:
-    """Return the probability that the first curve is half-way before the second, and whether they were paired."""
+    """Return the probability that the first curve is half-way before the second, and whether draws were paired."""
     paired = first[0].prompts is not None and first[0].prompts_of == second[0].prompts_of
     return probability_before(first[1], second[1], paired=paired), paired
 
 
 def few_seeds_sentence(clock: Clock) -> str:
-    """Return a sentence on how weak a verdict over two or three seeds is; nothing for more seeds."""
+    """Return a sentence on how weak a verdict over two or three seeds is; empty for more seeds."""
     seeds = min((len(curve.seeds) for curve in clock.curves if curve.seeds is not None), default=FEW_SEEDS + 1)
     if seeds > FEW_SEEDS:
         return ""
@@ -186,11 +187,10 @@ def few_seeds_sentence(clock: Clock) -> str:
 
 
 def order_table(clock: Clock) -> pd.DataFrame:
-    """Return P(a is half-way before b) for each two curves of `model_pairs` that emerge in a run, earliest first.
+    """Return P(a is half-way before b) for each pair of `model_pairs` that emerge in a run, earliest first.
 
-    NaN where open ends do not tell.
-
-    `paired` says whether both were drawn by the same resampled prompts, or independently.
+    The probability is NaN if open ends leave the order undecided. `paired` tells whether both curves were drawn with
+    the same resampled prompts, or independently.
     """
     sides = [f"{side}_{part}" for side in "ab" for part in ("analysis", "metric", "layer", "tags")]
     rows = [
@@ -202,7 +202,7 @@ def order_table(clock: Clock) -> pd.DataFrame:
 
 
 def layer_order_table(clock: Clock) -> pd.DataFrame:
-    """Return P(layer a is half-way before layer b) for each two layers at which a number of a run emerges."""
+    """Return P(layer a is half-way before layer b) for each pair of layers at which a metric of a run emerges."""
     rows = []
     for run in clock.runs:
         layered = [pair for pair in clock.run_pairs(run) if pair[0].layer is not None and pair[1].emerges]
@@ -215,17 +215,18 @@ def layer_order_table(clock: Clock) -> pd.DataFrame:
 
 
 def emerged_curves(clock: Clock, run: str) -> list[tuple[StepCurve, EmergenceTimes]]:
-    """Return the curves of `model_pairs` that emerge in a run, the earliest half-way point first."""
+    """Return the curves of `model_pairs` that emerge in a run, earliest half-way point first."""
     emerged = [(curve, times) for curve, times in model_pairs(clock, run) if times.emerges]
     return sorted(emerged, key=lambda pair: pair[1].halfway.value)  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def agreement_table(clock: Clock) -> pd.DataFrame:
-    """Return Spearman's correlation of the half-way points of each two runs, over what emerges in both.
+    """Return Spearman's correlation of the half-way points of each pair of runs, over curves that emerge in both.
 
-    Half-way points are left out where their interval is wider than `WIDEST` of the axis, or open: a score that wanders
-    by more than its errors emerges anywhere. Of runs in which all that is left is half-way at the same step there is
-    none, and none of the mean over seeds, which would agree with itself.
+    A half-way point is left out if its interval is open or wider than `WIDEST` of the axis, as a score that fluctuates
+    by more than its errors emerges anywhere. A pair is left out if it shares fewer than `FEWEST_COMMON` such curves, or
+    if all of a run's are half-way at the same step. The mean over seeds is left out, because it would agree with
+    itself.
     """
     halfway = {
         run: {
@@ -252,7 +253,7 @@ def _is_known(curve: StepCurve, time: Any) -> bool:
 
 
 def agreement_sentence(agreement: pd.DataFrame) -> str:
-    """Return a sentence on how well the pairs of an `agreement_table` agree; nothing for fewer than two pairs."""
+    """Return a sentence on how well the pairs of an `agreement_table` agree; empty for fewer than two pairs."""
     if len(agreement) < 2:
         return ""
     low, median, high = agreement["spearman"].quantile([0.25, 0.5, 0.75])

@@ -1,4 +1,4 @@
-"""Measuring: the loop over checkpoints and analyses, in training and after it, and the options of saved checkpoints."""
+"""Measuring checkpoints, during training and afterwards, and the options for saved checkpoints."""
 
 import re
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from lit_layers.schema import Device, Engine
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuringOptions:
-    """How checkpoints are measured, and where the results go.
+    """How checkpoints are measured, and where the results are written.
 
     Args:
         allow_suspect: also measure checkpoints that the audit of the series found suspect
@@ -37,10 +37,10 @@ class MeasuringOptions:
 
     @property
     def share(self) -> tuple[int, int]:
-        """Return which checkpoints this process measures, (i, n): every n-th from the i-th on.
+        """Index i and number n of the shard: this process measures every n-th checkpoint, from the i-th on.
 
         Raises:
-            InputError: a shard that is none.
+            InputError: if the shard is not i/n with i below n.
         """
         numbers = re.fullmatch(r"(\d+)/(\d+)", self.shard)
         index, count = map(int, numbers.groups()) if numbers else (0, 0)
@@ -50,5 +50,5 @@ class MeasuringOptions:
 
     @property
     def weights_dtype(self) -> Literal["float32", "float64"]:
-        """Return what weights are converted to. With bfloat16 the view of an analysis converts its blocks."""
+        """The dtype to which weights are converted; for bfloat16 float32, as analyses convert the blocks themselves."""
         return "float32" if self.dtype == "bfloat16" else self.dtype

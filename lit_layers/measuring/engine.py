@@ -1,6 +1,6 @@
-"""Call a function on a Ray cluster, once for each checkpoint of a series: this process writes what comes back.
+"""Run a function on a Ray cluster, once per checkpoint of a series; this process writes the results.
 
-Ray repeats a task if it loses the worker or the machine. If this process ends, the tasks under way are lost with it.
+Ray repeats a task if its worker or machine is lost. If this process ends, the pending tasks are lost.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import torch
 from lit_layers.errors import InputError
 from lit_layers.identity import refuse_other_versions, versions
 
-RETRIES = 3  # of a task that loses its worker
+RETRIES = 3  # of a task whose worker is lost
 FORWARDED = r"HF_(?!.*TOKEN)|LIT_LAYERS_|OMP_NUM_THREADS|TOKENIZERS_"  # variables for workers, without secrets
 
 _Sender = tuple[Sequence[str], Mapping[str, str], int]  # import path, versions of the code, number of threads
@@ -25,10 +25,10 @@ _Sender = tuple[Sequence[str], Mapping[str, str], int]  # import path, versions 
 def on_ray(
     task: Callable[..., Any], calls: Mapping[str, Sequence[Any]], device: str, progress: Callable[[int, int, str], None]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield each name with what `task(name, *arguments)` returns or the InputError that it raises, as they end.
+    """Yield each name with the result of `task(name, *arguments)`, or its InputError, as tasks finish.
 
     Raises:
-        InputError: Ray or its cluster is missing, or a machine has other versions of the code.
+        InputError: if Ray or its cluster is missing, or a machine has other versions of the code.
     """
     if not calls:
         return
@@ -52,7 +52,7 @@ def on_ray(
 def _reply(ray: Any, task: Any) -> Any:
     try:
         reply, code = ray.get(task)
-    except ray.exceptions.RayTaskError:  # a fault of ours: it would come again
+    except ray.exceptions.RayTaskError:  # a bug, which a retry would repeat
         raise
     except ray.exceptions.RayError as error:
         why = f"{RETRIES + 1} workers were lost that measured it; it may need more memory than they have"
@@ -62,24 +62,24 @@ def _reply(ray: Any, task: Any) -> Any:
 
 
 def _worker_call(pickled: bytes, sender: _Sender, *arguments: Any) -> tuple[Any, Mapping[str, str]]:
-    """Return the reply, and the versions of the code that made it."""
+    """Return the result and the versions of the code that produced it."""
     path, code, threads = sender
-    sys.path += [each for each in path if each not in sys.path]  # after all others: modules of --code
-    if versions() != code:  # what was sent is of other classes
+    sys.path += [each for each in path if each not in sys.path]  # last: modules of --code
+    if versions() != code:  # the pickled task has other classes
         return None, versions()
-    torch.set_num_threads(threads)  # as in the process that writes, so that sums are rounded alike
+    torch.set_num_threads(threads)  # as in the sending process, so that sums are rounded equally
     try:
-        return pickle.loads(pickled)(*arguments), code  # from the process that started this one
+        return pickle.loads(pickled)(*arguments), code  # trusted: sent by the process that started this one
     except InputError as error:
         return error, code
 
 
 @contextlib.contextmanager
 def cluster() -> Iterator[Any]:
-    """Join the cluster that RAY_ADDRESS names or that runs on this machine, or start one for as long as this lasts."""
+    """Join the cluster of RAY_ADDRESS or of this machine, or start a local one until the context ends."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # else 20 minutes of silence if no cluster answers
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # else 20 silent minutes if no cluster answers
     try:
         import ray
         from ray.job_config import JobConfig
@@ -104,7 +104,7 @@ def cluster() -> Iterator[Any]:
 
 
 def _refuse_cluster_of_another_user(ray: Any) -> None:
-    """Refuse a cluster that another user announced in /tmp: what its workers send back is unpickled here."""
+    """Refuse a cluster that another user announced in /tmp, as the results of its workers are unpickled here."""
     if os.environ.get("RAY_ADDRESS") or not hasattr(os, "getuid"):
         return
     file = ray._common.utils.get_ray_address_file(None)
@@ -118,7 +118,7 @@ def _largest(ray: Any, resource: str) -> float:
 
 
 def _resources(ray: Any, device: str) -> dict[str, int]:
-    """Return what each task asks for: a GPU if the cluster has any, else as many CPUs as this process has threads."""
+    """Return the resources of a task: a GPU if the cluster has any, else as many CPUs as this process has threads."""
     if device == "cuda" and not _largest(ray, "GPU"):
         raise InputError("device: cuda was asked for and no machine of the Ray cluster has a GPU: use cpu or auto")
     if device != "cpu" and _largest(ray, "GPU"):

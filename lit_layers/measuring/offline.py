@@ -1,6 +1,6 @@
-"""Measuring models that are already trained: the checkpoints of a series, audited first. One model is a series of one.
+"""Measuring trained models: the checkpoints of an audited series. A single model is a series of one.
 
-One checkpoint is in memory at a time, while the next one is fetched.
+One checkpoint is in memory at a time, while the next one is prefetched.
 """
 
 import contextlib
@@ -37,20 +37,20 @@ from lit_layers.series.checkpoint_sources import Memory, ask_all
 
 logger = logging.getLogger(__name__)
 Analyses = Sequence[Analysis] | Callable[[Checkpoint], Sequence[Analysis]]
-Progress = Callable[[int, int, str], None]  # done, of how many, what comes next: checkpoints, or analyses
+Progress = Callable[[int, int, str], None]  # number done, total, and name of the next checkpoint or analysis
 DEFAULTS = MeasuringOptions()
-UNAUDITED = "unaudited"  # one model is compared with nothing
+UNAUDITED = "unaudited"  # verdict of a single model, which is compared with nothing
 
 
 def silent(*_: Any) -> None:
-    """Show nothing."""
+    """Ignore progress."""
 
 
 def device_of(name: Device) -> torch.device:
     """Return the device that an option names.
 
     Raises:
-        InputError: a GPU where torch sees none.
+        InputError: if it is a GPU and torch finds none.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise InputError("device: cuda was asked for and torch sees no GPU: use cpu or auto")
@@ -58,19 +58,19 @@ def device_of(name: Device) -> torch.device:
 
 
 class DoesNotFit(InputError):
-    """An analysis that does not fit a model that was loaded."""
+    """Raised if an analysis does not fit a loaded model."""
 
 
 @dataclass
 class SeriesResult:
-    """The result on a series. `failures`: one sentence for each checkpoint that could not be had or loaded."""
+    """Results on a series; `failures` holds one sentence per checkpoint that could not be fetched or loaded."""
 
     audit: Audit
     left_out: list[Checkpoint] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)
-    num_known: int = 0  # measurements that were there already
+    num_known: int = 0  # measurements that existed before
     failures: list[str] = field(default_factory=list)
-    settings: list[str] = field(default_factory=list)  # of the analyses whose data can be had
+    settings: list[str] = field(default_factory=list)  # of the analyses whose data are available
 
 
 def analyze_series(
@@ -83,39 +83,42 @@ def analyze_series(
     progress: Progress | None = None,
     **changed: Any,
 ) -> SeriesResult:
-    """Measure every checkpoint of a series; each measurement is also a line of `root/measurements.jsonl`.
+    """Measure every checkpoint of a series, and append each measurement to `root/measurements.jsonl`.
 
-    The series is audited first. A checkpoint that is suspect is left out, unless `allow_suspect`; the verdict stands in
-    every measurement, and where it is another than before in those that were there, too. What is known, of the same
-    options, data, tokenizer and weight files, is not measured again, nor is such a checkpoint loaded. One that cannot
-    be had is named in `failures`, and the others are measured. Weights that had to be downloaded are judged when they
-    are there, and the verdicts of the measurements corrected at the end.
+    The series is audited first. A suspect checkpoint is left out, unless `allow_suspect` is set. Every measurement
+    contains the verdict on its checkpoint; if a verdict changes, earlier measurements are corrected. A checkpoint is
+    neither measured nor loaded again if its measurements exist for the same options, data, tokenizer and weight files.
+    A checkpoint that cannot be fetched is named in `failures`, and the others are measured. Downloaded weights are
+    audited once they are local, and the verdicts of the measurements are corrected at the end.
 
     Args:
-        analyses: for all checkpoints, or a function that makes those of one: models may need a tokenizer each.
-        options: how; `changed` are some of them by name: `dtype="float64"`.
-        root: the folder of the results; its name is the run's (of several models without steps each
-            is a run), so that the numbers of a run's own folder join those that training wrote.
-        during_training: whether a training may go on in root meanwhile, which measures nothing itself.
-        progress: told what is done and what comes next.
+        series: the checkpoints.
+        analyses: analyses for all checkpoints, or a function that makes those of one checkpoint, as each model may need
+            its own tokenizer.
+        options: how to measure; `changed` overrides some options by name, such as `dtype="float64"`.
+        root: the folder of the results. Its name is the name of the run, so that these numbers join those that training
+            wrote to a run's own folder. If the series has several models without steps, each model is a run.
+        during_training: whether a training that measures nothing itself may be running in `root`.
+        progress: receives the number done, the total, and the name of what comes next.
 
-    Of the options:
+    About some options:
 
-    - `keep_downloads`: false: weights that this call downloads leave the Hub's cache when they are measured.
-    - `shard`, "i/n": every n-th checkpoint from the i-th (from 0), for n processes on one root. Beside a
-      training, which adds checkpoints and removes others, the name of each one says whose it is.
+    - `keep_downloads`: if false, weights that this call downloads are removed from the Hub's cache once they are
+      measured.
+    - `shard`: "i/n" measures every n-th checkpoint from the i-th (from 0), for n processes with the same root. With
+      `during_training`, when checkpoints come and go, a hash of the checkpoint's name selects its shard.
     - `offload`: a folder on a disk, for models that do not fit into memory. Each batch reads the blocks from the disk.
-    - `dtype`: what the weights are converted to, however they are stored.
-    - `engine`: "ray" carries the work over the machines of a Ray cluster, or over processes of this machine where none
-      is running: a task per checkpoint. This process audits, hands out and writes; the numbers are those of "process".
+    - `dtype`: the dtype to which weights are converted, however they are stored.
+    - `engine`: "ray" distributes the work over a Ray cluster, or over local processes without a cluster, with one task
+      per checkpoint. This process audits, sends and writes. The numbers equal those of "process".
 
     Raises:
-        InputError: a series that is not there, options or data that fit no checkpoint. Where each checkpoint has
-            analyses of its own, what fits one of them only is among the `failures`. Where another process writes in
-            `root`, unless as another shard of as many.
+        InputError: if the series does not exist, options or data fit no checkpoint, or another process writes to `root`
+            (except another of the n shards). If each checkpoint has its own analyses, those that do not fit are
+            reported in `failures`.
     """
     options, root = replace(options, **changed), root_folder(root)
-    # On Ray each worker has a device of its own.
+    # On Ray, each worker chooses its own device.
     device = device_of("cpu" if options.engine == "ray" else options.device)
     work = _Measuring(series, root, options, device, SeriesMeasurements(root), progress or silent)
     work.choose(analyses)
@@ -131,7 +134,7 @@ def analyze_series(
 
 
 def to_dtype(analyses: Sequence[Analysis], options: MeasuringOptions) -> Sequence[Analysis]:
-    """Return the analyses, with their blocks in bfloat16 if that is asked for."""
+    """Return the analyses, converted to bfloat16 if the options request it."""
     return [to_bfloat16(each) for each in analyses] if options.dtype == "bfloat16" else analyses
 
 
@@ -141,7 +144,7 @@ def _prefixed(name: str, error: InputError) -> str:
 
 @dataclass
 class _Measuring:
-    """One call on one series. A copy of it goes to the workers of Ray."""
+    """One call of `analyze_series`; Ray workers receive a copy."""
 
     series: Series
     root: Path
@@ -149,17 +152,17 @@ class _Measuring:
     device: torch.device
     earlier: SeriesMeasurements
     progress: Progress
-    analyses: dict[str, Sequence[Analysis]] = field(default_factory=dict)  # by the name of the checkpoint
-    verdicts: dict[str, str] = field(default_factory=dict)  # likewise
-    unmeasured: dict[str, str] = field(default_factory=dict)  # why a checkpoint cannot be measured
-    fitting: set[int] = field(default_factory=set)  # lists of analyses that fit a model of this series
+    analyses: dict[str, Sequence[Analysis]] = field(default_factory=dict)  # by name of the checkpoint
+    verdicts: dict[str, str] = field(default_factory=dict)  # by name of the checkpoint
+    unmeasured: dict[str, str] = field(default_factory=dict)  # reason, by name of a checkpoint that cannot be measured
+    fitting: set[int] = field(default_factory=set)  # ids of lists of analyses that fit a model of this series
     broken: set[tuple[str, int | None]] = field(default_factory=set)  # run and step of checkpoints that failed
     result: SeriesResult = field(default_factory=lambda: SeriesResult(Audit("", 0, ())))
 
     def choose(self, analyses: Analyses) -> None:
-        """Refuse what is wrong with the analyses whatever the model is, before one is opened or downloaded.
+        """Check the analyses as far as possible before a model is opened or downloaded.
 
-        If each checkpoint has data of its own, in the tokens of its own tokenizer, those without any are left out.
+        If each checkpoint has its own analyses, checkpoints whose analyses are refused are left out.
         """
         if not callable(analyses):
             self._refuse(analyses := to_dtype(analyses, self.options))
@@ -182,7 +185,7 @@ class _Measuring:
             analysis.check_data()
 
     def audited(self, *, grows: bool) -> list[Checkpoint]:
-        """Audit the series, and return which checkpoints of this shard are to be measured."""
+        """Audit the series, and return the checkpoints of this shard to measure."""
         index, count = self.options.share
         mine = [*self.series.checkpoints[index::count]]
         if grows:
@@ -205,7 +208,7 @@ class _Measuring:
         return [one for one in listed if one not in suspects]
 
     def _unlisted(self) -> dict[str, str]:
-        """Return the checkpoints whose files cannot even be listed, each with why: the others do not wait for them."""
+        """Return the reason for each checkpoint whose files cannot be listed; the others do not wait for them."""
 
         def unlisted(checkpoint: Checkpoint) -> dict[str, str]:
             try:
@@ -217,10 +220,10 @@ class _Measuring:
         return {name: why for each in ask_all(unlisted, self.series.checkpoints) for name, why in each.items()}
 
     def _judge(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Audit the series, and correct what the numbers of these checkpoints say of it."""
+        """Audit the series, and correct the verdicts in the measurements of these checkpoints."""
         self.result.audit = audit(self.series, without=self.unmeasured.keys(), memory=self._memory)
         listed = self.series.listing.checkpoints
-        # Only where every step of the series was audited a suspicion can be taken back.
+        # A suspicion is withdrawn only if every step of the series was audited.
         whole = self.result.audit.num_checked == len(listed) and all(one.step is not None for one in listed)
         for one in checkpoints:
             self.verdicts[one.name] = self.earlier.verdict(one, self.result.audit.verdict(one), whole=whole)
@@ -232,7 +235,7 @@ class _Measuring:
         return self.series.memory or Memory(self.root)
 
     def _due(self, checkpoints: Sequence[Checkpoint]) -> dict[str, tuple[Checkpoint, Sequence[Analysis]]]:
-        """Return the checkpoints of which weight files with these hashes lack an analysis, without loading any."""
+        """Return the checkpoints that lack an analysis for their current weight files, without loading any."""
         due = {one.name: (one, lacking) for one in checkpoints if (lacking := self._lacking(one))}
         for run in dict.fromkeys(self.earlier.run_of(one) for one, _ in due.values() if one.step is not None):
             warn_of_other_versions(self.earlier.store, run)
@@ -240,17 +243,17 @@ class _Measuring:
 
     def _lacking(self, checkpoint: Checkpoint) -> Sequence[Analysis]:
         analyses = self.analyses[checkpoint.name]
-        if self.series.is_single:  # its files are not hashed, as nothing is compared with them
+        if self.series.is_single:  # a single model: its files are not hashed, as they are compared with nothing
             return analyses
         facts = {"weight_files": checkpoint.source.weights(), "dtype": self.options.weights_dtype}
         return not_done(self.earlier.store, self.earlier.run_of(checkpoint), checkpoint.step, analyses, **facts)
 
     def visits(self, audited: Sequence[Checkpoint]) -> Iterator[Visit]:
-        """Yield the checkpoints of which something is not known; the next one is fetched meanwhile."""
+        """Yield a visit per checkpoint that lacks an analysis, while the next one is prefetched."""
         due, is_single = self._due(audited), self.series.is_single
         checkpoints = [checkpoint for checkpoint, _ in due.values()]
         for i, (checkpoint, fetched) in enumerate(prefetch(checkpoints), start=len(audited) - len(due)):
-            if not is_single:  # of one model the analyses are counted
+            if not is_single:  # for a single model, `on_start` reports the analyses
                 self.progress(i, len(audited), checkpoint.name)
             yield self._visit(checkpoint, fetched, due[checkpoint.name][1])
             self._release()
@@ -259,7 +262,7 @@ class _Measuring:
 
     def _release(self) -> None:
         if self.options.offload is not None:
-            gc.collect()  # accelerate's hooks and their model hold each other
+            gc.collect()  # accelerate's hooks and the model reference each other
 
     def _visit(self, checkpoint: Checkpoint, fetched: "Future[Path]", analyses: Sequence[Analysis]) -> Visit:
         return Visit(
@@ -277,16 +280,16 @@ class _Measuring:
 
     @contextlib.contextmanager
     def _opened(self, checkpoint: Checkpoint, fetched: "Future[Path]") -> Iterator[Opened]:
-        """Hold a checkpoint in memory, on the device or with its blocks on the disk.
+        """Hold a checkpoint in memory, on the device or with its blocks on disk.
 
         Raises:
-            InputError: a checkpoint that cannot be had, loaded or held.
-            DoesNotFit: an analysis that does not fit it.
+            InputError: if the checkpoint cannot be fetched or loaded, or does not fit into memory.
+            DoesNotFit: if an analysis does not fit it.
         """
         try:
             try:
                 fetched.result()
-            except OSError as error:  # a disk that is full
+            except OSError as error:  # such as a full disk
                 raise InputError(f"{checkpoint.series} {checkpoint.name} cannot be fetched: {error}") from error
             offload = None if self.options.offload is None else Offload(self.options.offload, self.device)
             model = checkpoint.load(dtype=getattr(torch, self.options.weights_dtype), offload=offload)
@@ -304,7 +307,7 @@ class _Measuring:
                 checkpoint.source.drop()
 
     def _check(self, view: LayeredModel, analyses: Sequence[Analysis]) -> None:
-        """Refuse what does not fit before the first number."""
+        """Check that the analyses fit before the first number."""
         if id(analyses) in self.fitting:
             return
         try:
@@ -315,7 +318,7 @@ class _Measuring:
         self.fitting.add(id(analyses))
 
     def _provenance(self, checkpoint: Checkpoint, weights: str) -> dict[str, Any]:
-        """Return where a checkpoint comes from, and the audit's verdict on it."""
+        """Return the origin of a checkpoint and the audit's verdict on it."""
         source = checkpoint.provenance() | ({"offloaded": True} if self.options.offload else {})
         if self.series.is_single:
             self.earlier.refuse_another([checkpoint], lambda _: ("weights_hash", weights))
@@ -323,7 +326,7 @@ class _Measuring:
         return {**source, "audit": self.verdicts[checkpoint.name]}
 
     def on_ray(self, audited: Sequence[Checkpoint]) -> Iterator[Measurement]:
-        """Have workers measure what is not known, and yield it once the store has it."""
+        """Have Ray workers measure what is missing, and yield each measurement once it is stored."""
         due = self._due(audited)
         earlier = copy.copy(self.earlier)
         earlier.store = UnwrittenStore(earlier.store.path, [*self.earlier.store])
@@ -338,15 +341,15 @@ class _Measuring:
             yield from map(self.earlier.store.add, reply)
 
     def measure_one(self, name: str, analyses: Sequence[str]) -> list[Measurement]:
-        """Measure one checkpoint in a worker of Ray, which writes nothing."""
+        """Measure one checkpoint in a Ray worker, which writes nothing."""
         checkpoint = next(one for one in self.series.checkpoints if one.name == name)
         self.device = device_of(self.options.device)
         chosen = [one for one in self.analyses[name] if one.name in analyses]
-        _, fetched = next(_held := prefetch([checkpoint]))  # a download stops if nothing holds it
+        _, fetched = next(_held := prefetch([checkpoint]))  # keeps a reference, as a garbage-collected download stops
         return [*measure_unless_done([self._visit(checkpoint, fetched, chosen)], self.earlier.store)]
 
     def on_error(self, visit: Visit, why: InputError) -> None:
-        """Note what cannot be measured; refuse what no other checkpoint can be measured with either."""
+        """Record why a checkpoint cannot be measured, or raise if no other checkpoint can be measured either."""
         fits_none = isinstance(why, DoesNotFit) and not self.fitting and len({*map(id, self.analyses.values())}) == 1
         if self.series.is_single or is_full(why) or fits_none:
             raise why from why.__cause__
@@ -354,7 +357,7 @@ class _Measuring:
         self.result.failures.append(_prefixed(visit.name, why))
 
     def finished(self, audited: Sequence[Checkpoint]) -> SeriesResult:
-        """Judge once more by the weights that were downloaded to be measured, and count what was known."""
+        """Audit again with the weights downloaded meanwhile, and count the measurements that existed before."""
         if self.result.audit.level == "listing" and self.result.measurements and not self.series.is_single:
             self._judge(audited)
         whole = [one for one in audited if (self.earlier.run_of(one), one.step) not in self.broken]
@@ -366,22 +369,22 @@ class _Measuring:
         return self.result
 
 
-EVERY = 3.0  # seconds between two looks
-SETTLED = 10.0  # seconds that the files of a checkpoint must rest: only our own step-* folders appear as a whole
+EVERY = 3.0  # seconds between two scans
+SETTLED = 10.0  # seconds without changes before a checkpoint counts as complete; our step-* folders appear atomically
 
 
 def follow(folder: Path, measure: Callable[[list[int]], object], patience: float | None = None) -> None:
-    """Measure the steps in a folder at once, and again whenever a checkpoint came.
+    """Measure the steps in a folder, and again whenever a checkpoint is added.
 
-    It ends once nothing came for `patience` seconds (None: never), or when a training that it saw there has ended.
-    What cannot be measured is tried again at each look.
+    This ends after `patience` seconds without a new checkpoint (None: never), or when a training that was observed
+    there has ended. What cannot be measured is tried again at each scan.
 
     Raises:
-        InputError: what was wrong at the last look.
+        InputError: the error of the last scan.
     """
     listed, measured, error, since, saw_training = {}, {}, None, time.monotonic(), False
     while True:
-        is_training = run_lock.is_training(folder)  # before the look: the step that is saved last is seen
+        is_training = run_lock.is_training(folder)  # before the scan, so that the last saved step is found
         saw_training |= is_training
         before = listed
         try:
@@ -391,7 +394,7 @@ def follow(folder: Path, measure: Callable[[list[int]], object], patience: float
                 measure([one.step or 0 for one in StepFolders(folder).listing.checkpoints if one.name in whole])
                 measured = whole
             error = None
-        except (InputError, FileNotFoundError, NotADirectoryError) as wrong:  # the training may have removed one
+        except (InputError, FileNotFoundError, NotADirectoryError) as wrong:  # training may have removed a checkpoint
             if str(wrong) != str(error):
                 logger.warning("%s; it is tried again at each look", wrong)
             error = wrong

@@ -1,4 +1,4 @@
-"""The loop that measures what is not done, and the analyses of one model in memory: one pass for all, on any ranks."""
+"""The loop that measures what is missing, and the measurement of one model: one pass for all analyses, on any ranks."""
 
 import contextlib
 import functools
@@ -29,7 +29,7 @@ from lit_layers.records import Measurement, Record, Store
 
 logger = logging.getLogger(__name__)
 
-# Most bytes of the states of a microbatch: on a CPU; on a GPU, or where each one reads all blocks from the disk.
+# Most bytes of a microbatch's states: on a CPU, and on a GPU or with blocks offloaded to disk.
 STATE_BYTES = 2**26, 2**28
 
 
@@ -46,12 +46,14 @@ def measure(
 ) -> Measurement:
     """Measure one analysis of one checkpoint.
 
-    A failing analysis gives a measurement with `error`, and raises only where that is asked for. The model and all
-    global state are left as they were found. `weights_hash` saves hashing the weights once for each of several
-    analyses of one checkpoint.
+    A failing analysis gives a measurement with `error`, or raises with `raises=True`. The model and all global state
+    are restored.
+
+    Args:
+        weights_hash: hash of the weights, if known; it saves hashing them for each analysis.
 
     Raises:
-        InputError: no analysis, or a model of which there is no layered view.
+        InputError: if `analysis` is not an analysis, or the model has no layered view.
     """
     if not isinstance(analysis, Analysis):
         raise InputError(f"analysis: expected one, such as Lens(batches=data), got a {type(analysis).__name__}")
@@ -63,7 +65,7 @@ def measure(
 
 
 def refuse_same_names(analyses: Iterable[Analysis]) -> None:
-    """Refuse analyses two of which would write under one name.
+    """Check that no two analyses write under the same name.
 
     Raises:
         InputError: with that name.
@@ -74,10 +76,12 @@ def refuse_same_names(analyses: Iterable[Analysis]) -> None:
 
 
 class Opened(NamedTuple):
-    """A checkpoint in memory: its model and the hash of its weights.
+    """A checkpoint in memory.
 
     Args:
-        provenance: what its measurements say of where it comes from.
+        model: the model.
+        weights_hash: hash of its weights.
+        provenance: facts about its origin, for the provenance of its measurements.
     """
 
     model: Any
@@ -87,7 +91,7 @@ class Opened(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Visit:
-    """A checkpoint that is to be measured; `opened` holds its model in memory."""
+    """A checkpoint to measure; the context `opened` holds its model in memory."""
 
     run: str
     step: int | None
@@ -98,7 +102,7 @@ class Visit:
 
 
 def not_done(store: Store, run: str, step: int | None, analyses: Sequence[Analysis], **facts: Any) -> list[Analysis]:
-    """Return the analyses that the store lacks at a step, with these options, data and facts of the weights."""
+    """Return the analyses that the store lacks at a step, for these options, data and facts about the weights."""
     return [each for each in analyses if not store.is_done(run, step, each, **facts)]
 
 
@@ -110,13 +114,18 @@ def measure_unless_done(
     on_start: Callable[[Visit, Analysis], None] = lambda visit, analysis: None,
     on_error: Callable[[Visit, InputError], None] | None = None,
 ) -> Iterator[Measurement]:
-    """Measure what the store lacks, checkpoint by checkpoint, and yield each measurement once the store has it.
+    """Measure what the store lacks, one checkpoint at a time, and yield each measurement once it is stored.
 
-    Training and `analyze` both run this loop, in one process, on several ranks, of which the first yields, or in a
-    worker of Ray.
+    Both training and `analyze` run this loop, in one process, on several ranks (only the first yields) or in a Ray
+    worker.
 
     Args:
-        failed: takes the error of a checkpoint that cannot be measured, and the next one is; by default it is raised.
+        visits: the checkpoints.
+        store: the store of measurements.
+        ranks: the processes that measure together; None: only this one.
+        on_start: called before each analysis starts.
+        on_error: receives the error of a checkpoint that cannot be measured, and the loop continues; by default, the
+            error is raised.
     """
     for visit in visits:
         try:
@@ -127,7 +136,7 @@ def measure_unless_done(
                 for outcome in outcomes(opened.model, due, ranks, begin, weights_hash=weights):
                     about = {"run": visit.run, "step": visit.step, "tokens": visit.tokens}
                     measurement = outcome.measurement(**about, provenance=opened.provenance)
-                    del outcome  # its failure holds the model
+                    del outcome  # the exception keeps the model in memory
                     took = f"{measurement.seconds:.1f} s, {len(measurement.records)} records"
                     logger.info("%s at step %s: %s", measurement.analysis, visit.step, measurement.error or took)
                     yield store.add(measurement)
@@ -136,25 +145,25 @@ def measure_unless_done(
                 raise
             on_error(visit, error)
         finally:
-            opened = None  # before the next model is loaded
+            opened = None  # release the model before the next one is loaded
 
 
 @dataclass
 class Outcome:
-    """What an analysis found of an undisturbed model, or why it found nothing."""
+    """The result of an analysis on an undisturbed model, or the reason why it failed."""
 
     analysis: Analysis  # with the options of its preset
     records: list[Record] = field(default_factory=list)
     error: str | None = None
-    failure: Exception | None = None  # what `error` says, in the process where it was raised
+    failure: Exception | None = None  # the exception behind `error`, only on the rank that raised it
     seconds: float = 0.0
     facts: dict[str, Any] = field(default_factory=dict)
     rows: dict[str, Rows] = field(default_factory=dict)
-    values: dict[str, dict[int, Values]] = field(default_factory=dict)  # by argument and number of the update
+    values: dict[str, dict[int, Values]] = field(default_factory=dict)  # by argument, then index of the update
 
     @contextlib.contextmanager
     def attempt(self, view: LayeredModel) -> Iterator[None]:
-        """Run what is inside, which must leave no trace of itself in the model, and keep why it failed."""
+        """Run the context, which must leave the model unchanged, and record time and failure."""
         started = time.perf_counter()
         try:
             with undisturbed(view.model):
@@ -168,7 +177,7 @@ class Outcome:
     def measurement(
         self, *, run: str, step: int | None, tokens: int | None = None, provenance: Mapping[str, Any] | None = None
     ) -> Measurement:
-        """Return the outcome with what is known of its checkpoint."""
+        """Return the outcome as a measurement of its checkpoint."""
         found: dict[str, Any] = {"records": self.records, "seconds": self.seconds, "error": self.error}
         facts = {**self.facts, **(provenance or {})}
         return Measurement(run=run, step=step, tokens=tokens, analysis=self.analysis.name, provenance=facts, **found)
@@ -182,10 +191,10 @@ def outcomes(
     *,
     weights_hash: str | None = None,
 ) -> Iterator[Outcome]:
-    """Yield the outcome of each analysis, on the first rank, as soon as all that it reads has been passed.
+    """Yield the outcome of each analysis, on the first rank, as soon as all its rows have been passed.
 
-    Each rank passes a share of the microbatches and does a share of the jobs. No collective runs inside an analysis, so
-    that one which fails hangs no rank. Numbers do not depend on how many ranks there are.
+    Each rank passes a share of the microbatches and runs a share of the jobs. No collective runs inside an analysis, so
+    a failing analysis blocks no rank. Numbers do not depend on the number of ranks.
     """
     ranks = ranks or OneProcess()
     views = _Views(model)
@@ -207,11 +216,11 @@ def outcomes(
         _compute(outcome, views, ranks, i)
         if ranks.rank == 0:
             yield outcome
-    ranks.gather(None, None)  # all leave together: none waits for another in training's own collectives
+    ranks.gather(None, None)  # a barrier: no rank enters training's collectives early
 
 
 class _Views:
-    """A model in the precisions that analyses ask for, each made once."""
+    """A model in the precisions that analyses request, each created once."""
 
     def __init__(self, model: nn.Module | LayeredModel) -> None:
         self.own = model if isinstance(model, LayeredModel) else LayeredModel(model)
@@ -224,7 +233,7 @@ class _Views:
         return self._made[precision]
 
     def renew(self) -> None:
-        """Make copies anew, of which an analysis has changed one."""
+        """Discard the copies, because an analysis changed one of them."""
         self._made = {"own": self.own}
 
 
@@ -241,7 +250,7 @@ def _prepare(view: LayeredModel, analysis: Analysis, weights_hash: str | None) -
 
 @dataclass
 class _Reader:
-    """An analysis that reads rows for one argument of its `compute`."""
+    """An analysis and the rows it reads for one argument of its `compute`."""
 
     outcome: Outcome
     argument: str
@@ -249,9 +258,9 @@ class _Reader:
     num_updates: int = 0
 
     def due(self, ranks: OneProcess | Ranks, number: int, first: int, count: int) -> list[tuple[int, int, int]]:
-        """Return number, start and stop of the updates of a microbatch that are this rank's.
+        """Return index, start and stop of this rank's updates in a microbatch.
 
-        Few rows at a time are for costly work: each such update goes to the next rank, not each microbatch.
+        An analysis with `at_once` is costly, so ranks take turns by update instead of by microbatch.
         """
         count = count if self.rows.limit is None else max(0, min(count, self.rows.limit - first))
         size = self.rows.at_once or count
@@ -266,7 +275,7 @@ class _Reader:
 
 @dataclass
 class _Group:
-    """The analyses that read the same batches in the same precision, which one pass serves."""
+    """Analyses that read the same batches in the same precision, and so share one pass."""
 
     batches: Iterable[Batch]
     precision: Precision
@@ -283,12 +292,12 @@ class _Group:
                 ]
                 self._show(views, batch, count, due)
                 first += count
-        except Exception as failure:  # of the data
+        except Exception as failure:  # from loading the data
             for reader in self.readers:
                 reader.outcome.error, reader.outcome.failure = kind_and_words(failure), failure
 
     def _show(self, views: _Views, batch: Batch, count: int, due: list[tuple[_Reader, int, int, int]]) -> None:
-        """Pass a microbatch and show it to the analyses, to each a copy; pass it again after one changed the model."""
+        """Pass a microbatch and give each analysis a copy; pass it again after an analysis changed the model."""
         seen: Trajectory | None = None
         for position, (reader, i, start, stop) in enumerate(due):
             outcome, view = reader.outcome, views[self.precision]
@@ -311,7 +320,7 @@ class _Group:
 
 
 def _forward(view: LayeredModel, batch: Batch, sharing: list[Outcome]) -> Trajectory | None:
-    """Pass a microbatch for some analyses, which bear the time in equal parts, or the failure."""
+    """Pass a microbatch for several analyses, which share its time equally, or its failure."""
     shared, seen = Outcome(sharing[0].analysis), None
     with shared.attempt(view):
         seen = view.trajectory(batch)
@@ -322,7 +331,10 @@ def _forward(view: LayeredModel, batch: Batch, sharing: list[Outcome]) -> Trajec
 
 
 def _compute(outcome: Outcome, views: _Views, ranks: OneProcess | Ranks, offset: int) -> None:
-    """Exchange the values of an analysis, do its jobs and make its records: two collectives, whatever fails."""
+    """Exchange an analysis's values, run its jobs and make its records.
+
+    There are always two collectives, even if something fails.
+    """
     gathered = ranks.gather(outcome.error, outcome.values)
     outcome.values = {}
     outcome.error = next((error for error, _ in gathered if error), None)
@@ -351,7 +363,7 @@ def _compute(outcome: Outcome, views: _Views, ranks: OneProcess | Ranks, offset:
 
 
 def _joined(analysis: Analysis, by_rank: list[dict[int, Values]]) -> Values:
-    """Join the values of all updates in the order of the data, so that no number depends on the number of ranks."""
+    """Join the values of all updates in the order of the data, so that numbers do not depend on the number of ranks."""
     updates = {i: values for each in by_rank for i, values in each.items()}
     if not updates:
         raise InputError(f"{analysis.name}: the data holds no prompts")
@@ -364,7 +376,7 @@ def _groups(due: Sequence[Outcome], views: _Views) -> list[_Group]:
         for argument, rows in outcome.rows.items() if outcome.error is None else ():
             try:
                 key = _key(rows.batches), id(views[rows.precision])  # float32 may be the model's own precision
-            except Exception as failure:  # of the data
+            except Exception as failure:  # from loading the data
                 outcome.error, outcome.failure = kind_and_words(failure), failure
                 break
             group = groups.setdefault(key, _Group(rows.batches, rows.precision))
@@ -373,7 +385,11 @@ def _groups(due: Sequence[Outcome], views: _Views) -> list[_Group]:
 
 
 def _key(batches: Iterable[Batch]) -> tuple:
-    """Return what tells batches apart, by their content: a hash, which of a class of others may be any string."""
+    """Return a key that is equal for batches of equal content.
+
+    Only this package's classes are trusted to identify their content by `content_hash`; other batches are hashed in
+    full.
+    """
     if isinstance(batches, Batches) and type(batches).__module__.startswith("lit_layers."):
         return type(batches).__name__, batches.content_hash(), getattr(batches, "batch_size", None)
     digest = hashlib.sha256()
@@ -387,7 +403,7 @@ def _key(batches: Iterable[Batch]) -> tuple:
 def microbatches(
     model: LayeredModel, batches: Iterable[Batch], limit: int | None = None
 ) -> Iterator[tuple[Batch, int]]:
-    """Yield rows, with their number, whose states at all layers are not large; how many depends on shapes only."""
+    """Yield microbatches with their number of rows; sizes limit the bytes of states and depend only on shapes."""
     needed = model.family.inputs[0]
     most = STATE_BYTES[model.device.type != "cpu" or is_offloaded(model.model)]
     for batch in batches:
@@ -403,7 +419,7 @@ def microbatches(
 
 
 def _row_bytes(model: LayeredModel, column: torch.Tensor) -> int:
-    """Return the bytes of the states of one row at all layers."""
+    """Return the bytes of one row's states at all layers."""
     tokens = column.shape[1]
     if model.family.sees_images:
         tokens = model.num_patches(column.shape[-1]) + model.num_prefix_tokens
@@ -412,16 +428,16 @@ def _row_bytes(model: LayeredModel, column: torch.Tensor) -> int:
 
 
 def _slice(batch: Batch, chosen: slice, count: int) -> Batch:
-    """Return some rows of a batch; what holds none of them, such as one number for all, stays."""
+    """Return some rows of a batch; entries that are not tensors of `count` rows stay as they are."""
     rows = {name for name, values in batch.items() if isinstance(values, torch.Tensor) and values.shape[:1] == (count,)}
     return {name: values[chosen] if name in rows else values for name, values in batch.items()}
 
 
 def collect(analysis: Analysis, results: Iterable[Record]) -> list[Record]:
-    """Return the records of an analysis, all of them made now.
+    """Return the records of an analysis as a list.
 
     Raises:
-        ValueError: no record at all, or of an analysis of prompts none with a value.
+        ValueError: if there is no record, or an analysis with `update` has no record with a value.
     """
     records = list(results)
     if type(analysis).update is not Analysis.update:
@@ -432,7 +448,7 @@ def collect(analysis: Analysis, results: Iterable[Record]) -> list[Record]:
 
 
 def describe_run(view: LayeredModel, analysis: Analysis, weights_hash: str | None = None) -> dict[str, Any]:
-    """Return everything that decides the numbers of a measurement, and where they were computed."""
+    """Return everything that determines the numbers of a measurement, and where they were computed."""
     device = view.device
     return {
         "weights_hash": weights_hash or hash_weights(view.model),

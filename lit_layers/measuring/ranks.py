@@ -1,4 +1,4 @@
-"""The processes that measure one checkpoint together."""
+"""The processes that measure a checkpoint together."""
 
 import datetime
 import pickle
@@ -10,13 +10,13 @@ from torch import distributed
 from lit_layers.errors import InputError, kind_and_words
 
 _TIMEOUT = datetime.timedelta(hours=12)
-START_TIMEOUT = datetime.timedelta(seconds=20)  # ranks that begin to watch begin together
+START_TIMEOUT = datetime.timedelta(seconds=20)  # within which all ranks must call `watch`
 
-Outcome = tuple[str | None, Any]  # why there is nothing, and what there is
+Outcome = tuple[str | None, Any]  # error, or None, and value
 
 
 class OneProcess:
-    """A measurement in one process, where `Ranks` is one in several."""
+    """Stand-in for `Ranks` in a single process."""
 
     rank, size = 0, 1
 
@@ -25,22 +25,22 @@ class OneProcess:
         return [(error, value)]
 
     def from_first(self, compute: Callable[[], Any]) -> Any:
-        """Return what `compute` gives."""
+        """Return the result of `compute`."""
         return compute()
 
 
 def ranks_of(world_size: int, *, timeout: datetime.timedelta = _TIMEOUT) -> "OneProcess | Ranks":
-    """Return the processes of a run, each of which calls.
+    """Return the processes of a run; each of them must call this function.
 
-    They have a group of their own on the CPU: results are objects, and training's collectives stay undisturbed.
+    They use their own process group on the CPU: results are objects, and training's collectives stay undisturbed.
 
     Raises:
-        InputError: if not all of them call within `first`.
+        InputError: if not all processes call within `timeout`.
     """
     if world_size == 1:
         return OneProcess()
     try:
-        if timeout < _TIMEOUT:  # a group of its own, which is left: ended, it could end before another rank has joined
+        if timeout < _TIMEOUT:  # kept open: destroyed, it could end before another rank has joined
             distributed.new_group(backend="gloo", timeout=timeout)
     except RuntimeError as error:
         raise InputError(
@@ -51,13 +51,13 @@ def ranks_of(world_size: int, *, timeout: datetime.timedelta = _TIMEOUT) -> "One
 
 
 class Ranks:
-    """A measurement in several processes of a run."""
+    """Several processes of a run that measure together."""
 
     def __init__(self, group: Any) -> None:
         self.group, self.rank, self.size = group, distributed.get_rank(group), distributed.get_world_size(group)
 
     def gather(self, error: str | None, value: Any) -> list[Outcome]:
-        """Return the outcomes of all ranks, on every rank; a value that cannot be sent is an error of its own."""
+        """Return the outcomes of all ranks, on every rank; a value that cannot be pickled becomes an error."""
         try:
             sent = error, pickle.dumps(value)
         except Exception as failure:
@@ -67,11 +67,11 @@ class Ranks:
         return [(error, pickle.loads(content)) for error, content in gathered]
 
     def from_first(self, compute: Callable[[], Any]) -> Any:
-        """Return what `compute` gives on rank 0, the only one that calls it, on all ranks.
+        """Call `compute` on rank 0 only, and return its result on all ranks.
 
         Raises:
-            InputError: on all ranks, what rank 0 raised.
-            RuntimeError: on the others, where rank 0 failed with anything else, which it raises as it is.
+            InputError: on all ranks, if rank 0 raised it.
+            RuntimeError: on the other ranks, if rank 0 raised anything else; rank 0 raises the original exception.
         """
         value = failure = error = None
         if self.rank == 0:

@@ -1,4 +1,4 @@
-"""Measuring a model in training without changing it: modes, gradients and random states are restored."""
+"""Measuring a model during training without changing it: modes, gradients and random states are restored."""
 
 import random
 from collections.abc import Iterator
@@ -15,25 +15,25 @@ from lit_layers.models.families import Network
 from lit_layers.models.offload import execution_device
 from lit_layers.models.view import evaluating
 
-SEED = 0  # of every global generator inside an analysis, so that its numbers do not depend on where training stands
+SEED = 0  # for every global generator inside an analysis, so that its numbers do not depend on the training step
 
 
 class DisturbedError(RuntimeError):
-    """An analysis changed the model it was to look at."""
+    """An analysis changed the model that it measures."""
 
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Let training go on afterwards as if nothing had happened inside.
+    """Restore the model and all global state afterwards, so that training continues unchanged.
 
-    Inside: evaluation mode, derivatives on, no parameter asks for a gradient (one that is asked for by hand starts from
-    None), fixed seeds, no autocast, full float32 precision. Restored: the mode of every submodule, `.grad` (the same
-    tensors with the same values), `requires_grad`, attention implementation, hooks, the random state of torch, CUDA,
-    numpy and python, the default dtype, the precision of float32 products.
+    Inside: evaluation mode, gradients enabled, no parameter requires a gradient (its `.grad` is None), fixed seeds, no
+    autocast, full float32 precision. Restored: the mode of every submodule, `.grad` (the same tensors with the same
+    values), `requires_grad`, the attention implementation, hooks, the random states of torch, CUDA, numpy and python,
+    the default dtype, and the precision of float32 products.
 
     Raises:
-        DisturbedError: a parameter or buffer was written to or exchanged, or a hook was left behind; it names which.
-            (Hooks are taken off again, written values cannot be brought back.)
+        DisturbedError: if a parameter or buffer was written to or replaced, or a hook was left behind; it names which.
+            Such hooks are removed, but written values cannot be restored.
     """
     before, hooks = fingerprints(model), hook_ids(model)
     with (
@@ -54,7 +54,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def disturbance(model: nn.Module, before: dict[str, tuple], hooks: dict[str, set]) -> str | None:
-    """Return, as a sentence, what an analysis did to the model that it must not do."""
+    """Return a sentence that says how an analysis changed the model, or None."""
     after, left = fingerprints(model), remove_new_hooks_(model, hooks)
     if changed := [name for name in before | after if before.get(name) != after.get(name)]:
         return f"the analysis changed {name_list(changed)}: an analysis must not write to the model"
@@ -69,7 +69,7 @@ def name_list(names: list[str]) -> str:
 
 @contextmanager
 def restore_gradients(model: nn.Module) -> Iterator[None]:
-    """Restore gradients: a backward pass would add to those that training accumulates."""
+    """Restore gradients afterwards: a backward pass would add to those that training accumulates."""
     before = []
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -80,7 +80,12 @@ def restore_gradients(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, name, grad, requires_grad in before:  # accelerate exchanges offloaded parameters at each call
+        for (
+            module,
+            name,
+            grad,
+            requires_grad,
+        ) in before:  # by name: accelerate replaces offloaded parameters at each call
             parameter = module.get_parameter(name)
             parameter.requires_grad_(requires_grad)
             parameter.grad = grad
@@ -88,7 +93,7 @@ def restore_gradients(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def restore_attention(model: Network) -> Iterator[None]:
-    """Restore the attention: an analysis may switch a transformers model to eager, or timm's blocks to unfused."""
+    """Restore the attention afterwards: an analysis may switch it to eager (transformers) or unfused (timm)."""
     implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
     fused = [(module, module.fused_attn) for module in model.modules() if hasattr(module, "fused_attn")]
     try:
@@ -102,8 +107,8 @@ def restore_attention(model: Network) -> Iterator[None]:
 
 @contextmanager
 def restore_random_state() -> Iterator[None]:
-    """Start every global generator from a fixed seed, and let it go on from where it was afterwards."""
-    # Asking for the state of a GPU that is not in use would start it.
+    """Seed every global generator with a fixed value, and restore its state afterwards."""
+    # Reading the random state of an unused GPU would initialize it.
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     numpy_state, python_state = np.random.get_state(), random.getstate()  # noqa: NPY002
     try:
@@ -121,7 +126,7 @@ def restore_random_state() -> Iterator[None]:
 
 @contextmanager
 def default_numerics(device: torch.device) -> Iterator[None]:
-    """Switch derivatives on, autocast off, and float32 products to full precision, whatever surrounds the analysis."""
+    """Enable gradients, disable autocast and use full float32 precision, whatever surrounds the analysis."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -139,13 +144,13 @@ def default_numerics(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def full_float32_precision() -> Iterator[None]:
-    """Allow no TF32 and no bfloat16 in products of float32, by whichever interface of torch they were switched on."""
+    """Disallow TF32 and bfloat16 in float32 products, whichever interface of torch enabled them."""
     mkldnn: Any = torch.backends.mkldnn
     cuda: Any = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn
     backends = (mkldnn.conv, mkldnn.rnn, mkldnn.matmul, cuda.matmul, cudnn.conv, cudnn.rnn)
     before, older = [backend.fp32_precision for backend in backends], older_precision()
-    if older:  # then both interfaces must agree inside as well: asking the older one raises where they do not
+    if older:  # reading the older interface raises if both disagree, so set it as well
         torch.set_float32_matmul_precision("highest")
         cudnn.allow_tf32 = False
     for backend in backends[:2] if older else backends:

@@ -13,7 +13,7 @@ from sklearn.preprocessing import StandardScaler
 from lit_layers.analyses import NextTokenProbe
 from lit_layers.analyses.probes import probe_fits
 from lit_layers.analyses.probes.next_token_probe import (
-    _read,
+    _states,
     class_of,
     draw_rows,
     duplicates,
@@ -213,7 +213,7 @@ def test_every_row_s_states_are_those_of_its_own_context_alone():
     """Of an encoder, which sees what follows."""
     rows = draw_rows(texts(20, seed=3), min_context=CONTEXT, per_text=3)
     view = LayeredModel(tiny("bert", torch.float64))
-    states, _ = _read(view, rows, None, max_tokens=30, together=view.predicts_next_token)
+    states, _ = _states(view, rows, None, max_tokens=30, together=view.predicts_next_token)
     for row, (text, place) in enumerate(zip(rows.text.tolist(), rows.position.tolist(), strict=True)):
         alone = view.trajectory({"input_ids": rows.texts[text][None, : place + 1]}).hidden[:, 0, -1]
         torch.testing.assert_close(states[:, row], alone, atol=1e-10, rtol=1e-10)
