@@ -157,8 +157,8 @@ class Pairs:
     def likeliest(self, evidence: Array) -> NDArray[np.intp]:
         """Return which pairs to split: the `SPLIT` likeliest for each shape of the second step."""
         shape = self.steps.shape[self.index[1]]
-        stacked = [np.flatnonzero(shape == kind) for kind in range(1, len(SHAPES))]
-        return np.concatenate([mine[likeliest(evidence[mine], SPLIT)] for mine in stacked])
+        groups = [np.flatnonzero(shape == kind) for kind in range(1, len(SHAPES))]
+        return np.concatenate([mine[likeliest(evidence[mine], SPLIT)] for mine in groups])
 
 
 def likeliest(evidence: Array, count: int) -> NDArray[np.intp]:
@@ -395,7 +395,9 @@ def mean_curves(x: Array, values: Array, noise: Array, grid: Array) -> Array:
     evidence = along[:, :num_pairs] ** 2 + along[:, num_pairs:] ** 2
     evidence += constant[..., None] + processes.base_evidence(white)[:, None]
     weight = _weights(evidence, pairs)
+    # From here on, sums over processes are weighted means: every term gets the weight of its model first.
     along *= np.tile(weight, (1, 2, 1))
+    # Directions are d / sqrt(2 diag), so 2 direction (direction'r) = d (d'r) / diag is the mean of a step given r.
     left_over = white * weight.sum(1)[:, None] - 2 * (directions @ along)
     stacked = along.reshape(2 * count, num_pairs, sets).transpose(1, 0, 2)
     heights = (to_heights @ stacked).reshape(both, sets)
