@@ -1,4 +1,4 @@
-"""Analyses: from a layered model to records."""
+"""Analyses, which measure a layered model and return records."""
 
 from lit_layers.analyses.base import Analysis, Jobs, Rows, Values
 from lit_layers.analyses.changed_texts import Invariance, PromptStudies

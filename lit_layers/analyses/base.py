@@ -230,7 +230,7 @@ class Analysis(ABC):
                 if choices and isinstance(choice, str | None) and choice not in choices:
                     raise InputError(f"{self.name}: expected {field.name} to be one of {choices}, got {choice!r}")
         for option, least in self.LEAST.items():
-            if (value := getattr(self, option)) is not None and not value >= least:  # NaN fails as well
+            if (value := getattr(self, option)) is not None and not value >= least:  # true for NaN
                 raise InputError(f"{self.name}: expected {option} of at least {least}, got {value}")
 
     def check_data(self) -> None:

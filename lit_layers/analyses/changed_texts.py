@@ -36,7 +36,7 @@ from lit_layers.tasks.text_features import (
     text_features,
 )
 
-CHUNK = 64  # prompts: 64 x 16 views x 4,096 x 8 B = 34 MB
+CHUNK = 64  # prompts per update of LiDAR's sums: 64 x 16 views x 4,096 x 8 B = 34 MB
 NEAR_DELTA = 10.0  # scatter within prompts over delta; below this, delta influences LiDAR
 
 _LayerValues = tuple[int, dict[str, list[float]]]
@@ -56,10 +56,10 @@ class Invariance(Analysis):
     Each value is one number for the whole set of prompts, with an interval from `num_halves` random halves;
     `..._of_half` is their mean. Values depend on the number of prompts, so compare them at equal `n`.
 
-    A layer where a metric is undefined has no record of it. That is layer 0 under pooling "cls", where all prompts have
-    the same vector, or a layer at which fewer than half of the prompts have a vector. The mean over layers 1..L is then
-    NaN and counts such layers in the tag `num_undefined_layers`. Prompts without a vector at another layer are left out
-    everywhere and counted in `num_undefined`. The model runs in float32 or wider.
+    A layer where a metric is undefined has no record of it. Examples are layer 0 under pooling "cls", where all prompts
+    have the same vector, and layers at which fewer than half of the prompts have a vector. The mean over layers 1..L is
+    then NaN and counts such layers in the tag `num_undefined_layers`. Prompts without a vector at another layer are
+    left out everywhere and counted in `num_undefined`. The model runs in float32 or wider.
 
     Preset "released_code" computes what the code of Skean et al. (arXiv 2502.02013) computed in 2024-09.
 
@@ -153,7 +153,7 @@ class Invariance(Analysis):
 
     @cached_property
     def views(self) -> Views:
-        """The misprinted copies of the texts."""
+        """The misprinted copies of all texts."""
         return make_views(self.texts.texts(), self.num_views, seed=self.seed)
 
     def _encoded_for(self, model: LayeredModel) -> EncodedTexts:

@@ -32,8 +32,8 @@ class ConceptAlignment(Analysis):
     sub-token). A category with fewer than 3 pairs left has no value at that layer.
 
     Records without a category are means over categories, with a bootstrap interval over these. The interval of one
-    category's `concept_alignment` is over its word pairs. Each pair enters twice, as either side, so the interval is
-    that of mean + 2 (a pair's mean with the others - mean), the linear part of the mean over two pairs.
+    category's `concept_alignment` is over its word pairs. Each pair enters twice, as either side. The interval is
+    therefore that of mean + 2 (a pair's mean with the others - mean), the linear part of the mean over two pairs.
 
     The model runs in float32 or wider. Memory: layers x words x width (25 x 3,000 x 1,024 x 4 B = 0.3 GB).
 

@@ -1,4 +1,4 @@
-"""How a model uses context: attention patterns, induction, the gain from context, and agreement with n-grams."""
+"""Use of context in a model: attention patterns, induction, the gain from context, and agreement with n-grams."""
 
 import functools
 import itertools
@@ -95,7 +95,7 @@ def _head_records(
 
 @dataclass(kw_only=True)
 class AttentionPatterns(Analysis):
-    """What each head attends to: `attention_entropy`, `sink_mass` and `previous_token_score`.
+    """Attention patterns of each head: `attention_entropy`, `sink_mass` and `previous_token_score`.
 
     Each score is the mean over a prompt's real tokens after the first, as queries, then over prompts, with intervals.
     Records at layer l belong to block l: the mean over its heads, each head (tag `head`, from 0; unless `heads:
@@ -126,7 +126,7 @@ class AttentionPatterns(Analysis):
 
 @dataclass(kw_only=True)
 class Induction(Analysis):
-    """Which heads continue a repeated sequence: `prefix_matching_score` of each head.
+    """Induction heads, which continue a repeated sequence: `prefix_matching_score` of each head.
 
     Each of `num_prompts` sequences holds `num_tokens` different random tokens of the model's vocabulary, repeated
     `repeats` times. The sequences are shorter (tag `num_tokens`) if the model reads fewer tokens. Records, intervals,
@@ -192,7 +192,7 @@ def _head_means(metric: str, blocks: Sequence[Tensor], tags: Tags) -> Iterator[R
 
 @dataclass(kw_only=True)
 class InContext(Analysis):
-    """How much context helps: `in_context_score`, the loss at token `late` minus the loss at token `early`.
+    """Gain from context: `in_context_score`, the loss at token `late` minus the loss at token `early`.
 
     In nats, the mean over texts, with an interval. It is 0 for a model that makes no use of context, as before
     training, and negative if context helps. Texts that end before `late` are counted in `num_undefined`. Beyond the

@@ -317,7 +317,7 @@ class CouplingMatrices(Analysis):
         return {"batches": Rows(self.batches, limit=self.num_prompts, at_once=1)}
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        """Return the matrix (k, k, 1) of each pair, NaN where it is undefined."""
+        """Return the matrix (k, k, 1) of each pair, NaN if undefined."""
         count = functional.num_directions(self.k, seen.model.dim)
         blocks = sorted({block for pair in self.pairs for block in pair})
         jacobians = torch.cat([same_token_jacobians(seen, block, [-1]) for block in blocks])  # (blocks, dim, dim)

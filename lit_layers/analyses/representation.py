@@ -84,7 +84,7 @@ class Representation(Analysis):
     `effective_rank`, `participation_ratio` and, optionally, `rankme`. Each is measured with all tokens and without the
     first (tag `drop_first`), as one sink token of huge norm makes the entropy 0. `token_curvature` is over the defined
     angles; the tag `num_missing_angles` counts the others. A prompt enters the mean over layers if it has a value at
-    each of them. The entropy of one token is undefined: such a prompt is left out of `prompt_entropy` in every
+    each of them. The entropy of one token is undefined: prompts of one token are left out of `prompt_entropy` in every
     normalization, and counted.
 
     Computed on one pooled vector per prompt: `dataset_entropy`, and `dataset_entropy_of_half`, the mean over

@@ -182,7 +182,7 @@ class TokenCoupling(Analysis):
                     values["map", layer, other, table] = three[:, 0].nanmean(1)
             for each in {layer, other}:
                 if last_use[each] == i:
-                    del blocks[each]  # 36 Jacobians of width 768 are 85 MB in float32
+                    del blocks[each]  # 36 Jacobians of width 768 take 85 MB in float32
         for name in ("gaps", "undefined"):
             values[name] = torch.cat([of_block[name] for of_block in gaps.values()], -1)
         return values
@@ -237,7 +237,7 @@ class TokenCoupling(Analysis):
             chosen = row[present].to(first.jacobians.device)
             values = first.factors.values[chosen]
             bases = Factors(*(each[chosen] for each in second.factors))
-            # (k, there, there)
+            # (k, present, present)
             of_row = functional.miscoupling_of_factors(first.jacobians[chosen], values, bases, k=counts, **options)
             undefined = first.undefined[chosen][:, None] | second.undefined[chosen]
             num_undefined += int(undefined.sum() - undefined.diagonal().sum())
@@ -256,10 +256,10 @@ class _Layer(NamedTuple):
     """Jacobians of one block between chosen tokens of one prompt, and their leading directions."""
 
     index: Tensor  # (tokens, tokens) of output and input: index of the Jacobian, -1 if missing
-    jacobians: Tensor  # (number, dim, dim)
+    jacobians: Tensor  # (jacobians, dim, dim)
     factors: Factors
-    norms: Tensor  # (number,)
-    undefined: Tensor  # (number,)
+    norms: Tensor  # (jacobians,)
+    undefined: Tensor  # (jacobians,)
 
     @classmethod
     def read(cls, trajectory: Trajectory, layer: int, positions: list[int], count: int, *, context: bool) -> "_Layer":
@@ -282,7 +282,7 @@ class _Layer(NamedTuple):
         return cls(index, jacobians, factors, torch.linalg.matrix_norm(jacobians), undefined)
 
     def gaps(self, counts: list[int]) -> dict[str, Tensor]:
-        """Return `gaps` (k, number) of the defined Jacobians, and which of all are `undefined`."""
+        """Return `gaps` (k, jacobians) of the defined Jacobians, and which of all are `undefined`."""
         values = self.factors.values[~self.undefined].cpu()
         gaps = torch.stack([functional.min_gap(values, k=count) for count in counts])
         return {"gaps": gaps, "undefined": self.undefined.cpu()}

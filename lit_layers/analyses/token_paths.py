@@ -113,9 +113,8 @@ class PathsInPlane(Analysis):
 
     Mean and axes are fitted to all real tokens of the prompt but the first `drop_first` (mostly a sink far from all
     others; in an image, the class token). At most `num_tokens` of these, evenly spread, are recorded. Each prompt and
-    each checkpoint has its own axes. Only the first `num_prompts` prompts are measured. A prompt of fewer than 3
-    tokens, or whose final states lie on a line or are not finite, has no plane and is counted in the tag
-    `num_undefined`.
+    each checkpoint has its own axes. Only the first `num_prompts` prompts are measured. A prompt has no plane if it has
+    fewer than 3 tokens, or if its final states lie on a line or are not finite; the tag `num_undefined` counts these.
 
     `states="hf"` ends each path after the final norm. The model runs in float32 or wider.
 

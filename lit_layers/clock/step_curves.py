@@ -61,13 +61,13 @@ class StepCurve:
 
     @property
     def error_unit(self) -> str:
-        """What the errors are over: "prompts" (or test rows), "seeds", or "" if they are guessed from the curve."""
+        """Unit of the errors: "prompts" (or test rows), "seeds", or "" if errors are guessed from the curve."""
         by_prompts = self.stderr is not None or self.prompts is not None
         return "seeds" if self.seeds is not None else "prompts" if by_prompts else ""
 
     @property
     def key(self) -> tuple[str, str, int | None, str]:
-        """What identifies the curve in any run."""
+        """Identity of the curve, equal in every run."""
         return self.analysis, self.metric, self.layer, self.tag_text
 
     @property
@@ -76,7 +76,7 @@ class StepCurve:
 
     @property
     def title(self) -> str:
-        """The name in figures, such as `Coupling, k = 12` or `Accuracy, layer 3`.
+        """Name in figures, such as `Coupling, k = 12` or `Accuracy, layer 3`.
 
         The name of a task's score begins with the task.
         """

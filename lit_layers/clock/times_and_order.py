@@ -223,10 +223,9 @@ def emerged_curves(clock: Clock, run: str) -> list[tuple[StepCurve, EmergenceTim
 def agreement_table(clock: Clock) -> pd.DataFrame:
     """Return Spearman's correlation of the half-way points of each pair of runs, over curves that emerge in both.
 
-    A half-way point is left out if its interval is open or wider than `WIDEST` of the axis, as a score that fluctuates
-    by more than its errors emerges anywhere. A pair is left out if it shares fewer than `FEWEST_COMMON` such curves, or
-    if all of a run's are half-way at the same step. The mean over seeds is left out, because it would agree with
-    itself.
+    A half-way point is left out if its interval is open or wider than `WIDEST` of the axis. A score that fluctuates by
+    more than its errors emerges anywhere. A pair is left out if it shares fewer than `FEWEST_COMMON` such curves, or if
+    all of a run's are half-way at the same step. The mean over seeds is left out, because it would agree with itself.
     """
     halfway = {
         run: {

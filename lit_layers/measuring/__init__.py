@@ -11,7 +11,7 @@ from lit_layers.schema import Device, Engine
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuringOptions:
-    """How checkpoints are measured, and where the results are written.
+    """Options for measuring checkpoints, and for the folder of the results.
 
     Args:
         allow_suspect: also measure checkpoints that the audit of the series found suspect

@@ -326,7 +326,7 @@ class _Measuring:
         return {**source, "audit": self.verdicts[checkpoint.name]}
 
     def on_ray(self, audited: Sequence[Checkpoint]) -> Iterator[Measurement]:
-        """Have Ray workers measure what is missing, and yield each measurement once it is stored."""
+        """Measure the missing analyses on Ray workers, and yield each measurement once it is stored."""
         due = self._due(audited)
         earlier = copy.copy(self.earlier)
         earlier.store = UnwrittenStore(earlier.store.path, [*self.earlier.store])

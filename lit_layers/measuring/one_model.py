@@ -1,4 +1,4 @@
-"""The loop that measures what is missing, and the measurement of one model: one pass for all analyses, on any ranks."""
+"""The loop over missing measurements, and all analyses of one model in a shared pass, on any number of ranks."""
 
 import contextlib
 import functools
@@ -114,7 +114,7 @@ def measure_unless_done(
     on_start: Callable[[Visit, Analysis], None] = lambda visit, analysis: None,
     on_error: Callable[[Visit, InputError], None] | None = None,
 ) -> Iterator[Measurement]:
-    """Measure what the store lacks, one checkpoint at a time, and yield each measurement once it is stored.
+    """Measure the analyses that the store lacks, by checkpoint, and yield each measurement once it is stored.
 
     Both training and `analyze` run this loop, in one process, on several ranks (only the first yields) or in a Ray
     worker.
@@ -312,7 +312,9 @@ class _Group:
                 shown, rows = seen, batch
                 if (start, stop) != (0, count):
                     shown, rows = seen.rows(start, stop), _slice(batch, slice(start, stop), count)
-                shown = replace(shown, hidden=shown.hidden.clone(), mask=shown.mask.clone())  # it may write to them
+                shown = replace(
+                    shown, hidden=shown.hidden.clone(), mask=shown.mask.clone()
+                )  # `update` may write to them
                 outcome.values.setdefault(reader.argument, {})[i] = outcome.analysis.update(shown, rows)
             if isinstance(outcome.failure, DisturbedError):
                 seen = None

@@ -69,7 +69,7 @@ def name_list(names: list[str]) -> str:
 
 @contextmanager
 def restore_gradients(model: nn.Module) -> Iterator[None]:
-    """Restore gradients afterwards: a backward pass would add to those that training accumulates."""
+    """Restore gradients afterwards, as a backward pass would add to the gradients that training accumulates."""
     before = []
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -150,7 +150,7 @@ def full_float32_precision() -> Iterator[None]:
     cudnn: Any = torch.backends.cudnn
     backends = (mkldnn.conv, mkldnn.rnn, mkldnn.matmul, cuda.matmul, cudnn.conv, cudnn.rnn)
     before, older = [backend.fp32_precision for backend in backends], older_precision()
-    if older:  # reading the older interface raises if both disagree, so set it as well
+    if older:  # reading the older interface raises if the two disagree, so both are set
         torch.set_float32_matmul_precision("highest")
         cudnn.allow_tf32 = False
     for backend in backends[:2] if older else backends:
@@ -166,7 +166,7 @@ def full_float32_precision() -> Iterator[None]:
 
 
 def older_precision() -> tuple[str, bool] | None:
-    """Return the settings of torch's older interface; None if the newer one was used, which the older cannot read."""
+    """Return the settings of torch's older interface; None if the newer one was used, which makes it unreadable."""
     try:
         return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     except RuntimeError:

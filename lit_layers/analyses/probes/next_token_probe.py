@@ -219,7 +219,7 @@ class NextTokenProbe(ProbeAnalysis):
         return self._draw(set(), set())
 
     def _draw(self, broken_train: set[int], broken_test: set[int]) -> "_Problem":
-        """Draw the rows without the broken texts, which are given by index."""
+        """Draw the rows, without the texts of the given indices."""
         train_texts, test_texts = (
             [text for batch in split for text in real_tokens(batch)] for split in (self.train, self.test)
         )

@@ -41,9 +41,9 @@ class NextTokenResidual(Analysis):
     text that is not finite at another layer is left out everywhere and counted in `num_undefined`.
 
     Intervals and stderr of prediction_residual, adjusted and residual_ratio come from the spread over `num_halves`
-    random halves of the texts, centred on the value (delete-half jackknife), as resampling with replacement would
-    repeat rows. The means over halves, of `num_half_texts` texts each, are `..._of_half`. There are no halves with
-    fewer than 4 texts, or with too few rows for the width.
+    random halves of the texts, centred on the value (delete-half jackknife). Resampling with replacement would repeat
+    rows. The means over halves, of `num_half_texts` texts each, are `..._of_half`. There are no halves with fewer than
+    4 texts, or with too few rows for the width.
 
     Rows are normalised by a new norm of the same kind and eps as the model's own. `states="hf"` measures the last layer
     after the final norm, without a further norm. The model runs in float32 or wider; all fits are in float64 on its
