@@ -122,7 +122,7 @@ def class_token_head(model: Network, normed: Tensor) -> Tensor:
 
 
 def dinov2_head(model: Network, normed: Tensor) -> Tensor:
-    """Return class scores of the class token, concatenated with the mean patch."""
+    """Return class scores of the class token and the mean patch; the normed states without a classifier."""
     if not hasattr(model, "classifier"):
         return normed
     # Register tokens are no patches. Without them in `prefix`, they would enter the mean.
@@ -199,8 +199,8 @@ def no_offset(config: Any) -> int:
 
 def roberta_offset(config: Any) -> int:
     """Return the position of the first token of a text in RoBERTa, `pad_token_id + 1`."""
-    # The embedding of padding sits at position `pad_token_id`, and rows before it are never used. So 514 rows of the
-    # table hold texts of 512 tokens.
+    # The row of padding in the position table is `pad_token_id` (1), and row 0 is never used. So a table of 514 rows
+    # holds texts of 512 tokens.
     return config.pad_token_id + 1
 
 
@@ -223,7 +223,7 @@ class Family:
     first_position: Callable[[Any], int] = no_offset  # config -> position id of the first token of a text
     vision: Vision | None = None  # None for text models
     call: Callable[[Network, Inputs, Options], Any] = call_hf
-    features: Callable[[Network, Inputs, Options], Any] = call_trunk  # call without the head, which saves its logits
+    features: Callable[[Network, Inputs, Options], Any] = call_trunk  # call without computing logits
     results: tuple[str, ...] = ("logits", "last_hidden_state")  # output fields that hold the logits; the first one wins
     origin: str = "row"  # "row" of this table, or "structure" if the blocks were found in a call
     checks: tuple[tuple[str, Any], ...] = ()  # results of the checks of a family that was found in a call
@@ -325,7 +325,7 @@ FAMILIES = (
     # DINOv2 takes any image size, and its class token is not the only input of its classifier.
     _images("dinov2", "Dinov2", dinov2_head, **_DINO),
     _images("dinov2_with_registers", "Dinov2WithRegisters", dinov2_head, **_DINO),
-    # The decoder of MAE is a second sequence of blocks and part of the head here. Layers are those of the encoder.
+    # The decoder of MAE is a second sequence of blocks. Here it belongs to the head, and layers are the encoder's.
     _images("vit_mae", "ViTMAE", mae_head, classes=("ViTMAEForPreTraining", "ViTMAEModel"), call=call_mae,
             features=partial(call_mae, trunk=True)),
     # With `use_mean_pooling`, BEiT's `layernorm` is the identity and the pooler applies a norm after the mean over
