@@ -222,7 +222,7 @@ def test_only_curves_that_all_seeds_have_are_averaged_and_the_rest_is_counted(tm
     for text in (
         "Over 3 seeds the verdict rests on Student's t (df = 2)",
         "Intervals are 90%",
-        "of 6 flat curves some 0.6 would",
+        "of 6 curves that never change, about 0.6 would",
         "<h1>3 runs</h1>",  # their mean is none
     ):
         assert text in page, text

@@ -23,11 +23,7 @@ from lit_layers.run_data import duration
 from lit_layers.schema import run_facts
 from lit_layers.series import Checkpoint, OneModel, Series, open_series
 
-LIMITS = (
-    "n_positions",
-    "max_position_embeddings",
-    "max_seq_len",
-)  # keys of config.json for the largest number of tokens
+LIMITS = ("n_positions", "max_position_embeddings", "max_seq_len")  # keys of config.json for the longest input
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -159,9 +159,7 @@ class Chart(Picture):
         spec["data"]["values"] = spec["data"]["values"] or rows_of(self)
         at = [f"Step {self.frames[-1]:,}"] if still and len(self.frames) > 1 else []
         title = {"title": {"text": self.title, "subtitle": at, "subtitleColor": MUTED}}
-        wider = (
-            max(map(len, (self.x.labels or {}).values()), default=0) if self.horizontal else 0
-        )  # allow for wider fonts
+        wider = max(map(len, (self.x.labels or {}).values()), default=0) if self.horizontal else 0  # for wide fonts
         room = {"padding": {"left": 5 + wider, "right": 5, "top": 5, "bottom": 5}} if wider else {}
         return {"$schema": _SCHEMA, **title, **room, **spec, "config": CONFIG}
 

@@ -142,9 +142,7 @@ def layer_profile(
     def add(key: Any, part: Sequence[Point], **look: Any) -> None:
         """Add a line; its tooltips show the layer index of the model, also on an axis in per cent."""
         by_number = {point.index(number) or 0: point for point in part}
-        at = (
-            [*range(min(by_number), max(by_number) + 1)] if of_models else places
-        )  # a missing layer breaks a model's line
+        at = [*range(min(by_number), max(by_number) + 1)] if of_models else places  # a missing layer breaks the line
         look["texts"] = [f"layer {n} of {depths[key]:g}" if depths else f"{number} {n}" for n in at]
         shown = [round(100 * n / depths[key], 4) for n in at] if is_share else at
         series.append(series_of(map(by_number.get, at), shown, **look))

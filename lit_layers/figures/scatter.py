@@ -106,11 +106,7 @@ class Scatter:
         """Return the least-squares line and the 95% band of its mean as (x, y, low, high), or None if undefined."""
         if self.path:
             return None
-        from lit_layers.functional.correlation import (
-            UndefinedError,
-            fit_line,
-            line_band,
-        )  # imports torch: too slow for pages
+        from lit_layers.functional.correlation import UndefinedError, fit_line, line_band  # slow: loads torch
 
         try:
             fitted = fit_line(self.x, self.y)

@@ -158,9 +158,7 @@ def models_by_middle(frame: pd.DataFrame, metric: str, *, variant: str, **chosen
     """
     rows, series = rows_of(frame, metric, chosen.get("analysis")), list[Series]()
     number = "layer" if variant in BLOCK_NAMES else "middle"
-    points = {
-        run: last_points(variant_points(rows[rows["run"] == run], metric, **chosen)) for run in rows["run"].unique()
-    }
+    points = {run: last_of(variant_points(rows[rows["run"] == run], metric, **chosen)) for run in rows["run"].unique()}
     # for `switch` the last layer tag is T - 1, since a block is switched with the next one
     depths = {
         run: max((p.layer + (p.tags["variant"] == "switch") for p in part if p.layer), default=0)
@@ -213,7 +211,7 @@ def variant_points(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -
     return points
 
 
-def last_points(points: Sequence[Point]) -> list[Point]:
+def last_of(points: Sequence[Point]) -> list[Point]:
     """Return the points of the last checkpoint."""
     last = max(point.step for point in points)
     return [point for point in points if point.step == last]

@@ -144,13 +144,13 @@ def shapes(
         points = {"": every}
 
     def lines(options: dict[str, Any]) -> Iterator[Captioned]:
-        tags, alone = (
+        tags, flat = (
             options.get("tags") or {},
             [p for p in every if p.other_layer is None and not tables.is_in_table(p)],
         )
         controls = [name for name in CONTROLS if tables.matching(every, {**tags, "control": name})]
         look: dict[str, Any] = {**options, "controls": controls}
-        if "layer" in options or not alone:
+        if "layer" in options or not flat:
             return
         if comparing:
             look |= {"baselines": [*levels["metric"].unique()], "num_layers": num_layers}
@@ -164,15 +164,15 @@ def shapes(
         curves = partial(plots.emergence_curves, unplaced, metric, **options)
         if any("index" in point.tags for point in every):
             yield "Over training, the largest", curves
-        elif not any(map(tables.is_on_axes, alone)):
+        elif not any(map(tables.is_on_axes, flat)):
             yield "", curves
         else:
-            over = "distance" if all(point.layer is None for point in alone) else "layers"
+            over = "distance" if all(point.layer is None for point in flat) else "layers"
             yield "Over training", curves
             yield f"Over {over}", partial(plots.layer_profile, unplaced, metric, **look)
             del look["baselines"], look["controls"]
             is_tasks = look_up(metric).better or analysis.split("/")[0] in tables.BASES
-            if is_tasks and not is_in(metric, "half") and has_surface(tables.matching(alone, tags)):
+            if is_tasks and not is_in(metric, "half") and has_surface(tables.matching(flat, tags)):
                 caption = f"Layers over steps{'; dots: the best layer' if look_up(metric).better else ''}"
                 yield caption, partial(plots.layer_surface, unplaced, metric, steps=steps, **look)
 
@@ -367,10 +367,8 @@ def differences(rows: Any) -> Table | None:
             tag_text(tags),
             "" if pd.isna(row["layer"]) else f"block {row['layer']}",
         ]
-        title = look_up(row["metric"]).unit_title
-        column = (
-            title if row["analysis"].split("/")[0] == READOUT else f"{sentence(row['task'])}: {mid_sentence(title)}"
-        )
+        text = look_up(row["metric"]).unit_title
+        column = text if row["analysis"].split("/")[0] == READOUT else f"{sentence(row['task'])}: {mid_sentence(text)}"
         ends = f"{value(row['low'])} to {value(row['high'])}" if pd.notna(row["low"]) else ""
         cells.setdefault(", ".join(filter(None, parts)), {})[column] = value(row["value"]), ends
     columns = [*dict.fromkeys(column for each in cells.values() for column in each)]

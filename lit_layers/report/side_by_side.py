@@ -244,10 +244,8 @@ def _recipe(root: str | Path) -> dict[str, str]:
 
 def _differing(recipes: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     names = dict.fromkeys(name for recipe in recipes.values() for name in recipe)
-    differing = [name for name in names if len({recipe.get(name) for recipe in recipes.values() if recipe}) > 1]
-    return {
-        run: ", ".join(f"{name} {said[name]}" for name in differing if name in said) for run, said in recipes.items()
-    }
+    varied = [name for name in names if len({recipe.get(name) for recipe in recipes.values() if recipe}) > 1]
+    return {run: ", ".join(f"{name} {said[name]}" for name in varied if name in said) for run, said in recipes.items()}
 
 
 # ------------------------------------------------------------------------------------------------ figures
