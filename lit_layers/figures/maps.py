@@ -143,7 +143,7 @@ def has_surface(points: Iterable[Point]) -> bool:
 
 
 def _is_of_layer(point: Point) -> bool:
-    beside = point.other_layer is not None or tables.is_in_table(point)
+    beside = point.other_layer is not None or tables.is_tabular(point)
     return point.layer is not None and not beside and point.tags.keys().isdisjoint(("reference", "index", "control"))
 
 

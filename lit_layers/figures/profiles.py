@@ -15,8 +15,8 @@ from lit_layers.figures.tables import (
     Point,
     drawable,
     grouped,
-    is_in_table,
     is_on_axes,
+    is_tabular,
     matching,
     plainest_points,
     rows_of,
@@ -359,7 +359,7 @@ def fixed_limits(
 
 def plain(points: Iterable[Point]) -> list[Point]:
     """Return the points of a layer, a distance or the whole model, without layer pairs and tables."""
-    return [point for point in points if point.other_layer is None and not is_in_table(point)]
+    return [point for point in points if point.other_layer is None and not is_tabular(point)]
 
 
 def ordinal_of(points: Iterable[Point]) -> str:

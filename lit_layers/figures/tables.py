@@ -189,14 +189,14 @@ def drawable(
     return plainest_points(points, chosen.get("tags"))
 
 
-def is_in_table(point: Point) -> bool:
+def is_tabular(point: Point) -> bool:
     """Return whether a point belongs to a table (e.g. of tokens), which curves and profiles do not show."""
     return not point.tags.keys().isdisjoint(AXES)
 
 
 def is_pair(point: Point) -> bool:
     """Return whether a point belongs to a pair of layers, and to no table."""
-    return point.other_layer is not None and not is_in_table(point)
+    return point.other_layer is not None and not is_tabular(point)
 
 
 def is_on_axes(point: Point) -> bool:

@@ -24,7 +24,7 @@ from lit_layers.figures.tables import (
     Chosen,
     Point,
     grouped,
-    is_in_table,
+    is_tabular,
     rows_of,
     select,
     steps_of,
@@ -199,7 +199,7 @@ def variant_points(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -
         ValueError: there are no points, or they belong to several analyses, runs or conditions.
     """
     tags, points = chosen.get("tags") or {}, select(frame, metric, **chosen)
-    points = [p for p in points if "variant" in p.tags and p.other_layer is None and not is_in_table(p)]
+    points = [p for p in points if "variant" in p.tags and p.other_layer is None and not is_tabular(p)]
     points = [p for p in points if "statistic" in tags or "statistic" not in p.tags]
     if not points:
         raise ValueError(f"metric {metric!r} has no values of variants (tag variant) but single random orders")

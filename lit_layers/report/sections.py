@@ -144,10 +144,7 @@ def shapes(
         points = {"": every}
 
     def lines(options: dict[str, Any]) -> Iterator[Captioned]:
-        tags, flat = (
-            options.get("tags") or {},
-            [p for p in every if p.other_layer is None and not tables.is_in_table(p)],
-        )
+        tags, flat = options.get("tags") or {}, [p for p in every if p.other_layer is None and not tables.is_tabular(p)]
         controls = [name for name in CONTROLS if tables.matching(every, {**tags, "control": name})]
         look: dict[str, Any] = {**options, "controls": controls}
         if "layer" in options or not flat:
@@ -206,7 +203,7 @@ def _maps(part: pd.DataFrame, metric: str, points: list[tables.Point], options: 
 
 
 def _has_map(point: tables.Point) -> bool:
-    return point.other_layer is not None or tables.is_in_table(point) or "index" in point.tags
+    return point.other_layer is not None or tables.is_tabular(point) or "index" in point.tags
 
 
 def _is_on_profile(point: tables.Point) -> bool:
