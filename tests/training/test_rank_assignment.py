@@ -55,7 +55,7 @@ def watch_on_first_rank() -> int:
 
 def slow_after_the_first_meeting() -> int:
     distributed.init_process_group("gloo", timeout=MINUTES)
-    ranks = ranks_of(2, first=datetime.timedelta(seconds=1))
+    ranks = ranks_of(2, timeout=datetime.timedelta(seconds=1))
     time.sleep(1.5 * distributed.get_rank())
     return 0 if ranks.from_first(lambda: 7) == 7 else 1
 
