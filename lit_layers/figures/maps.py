@@ -185,7 +185,7 @@ def layer_surface(
 
 
 def best_layers(values: Sequence[Sequence[float | None]], metric: str) -> list[int | None]:
-    """Return the best layer from 1 on at each step for values (layers, steps); None where there is no value."""
+    """Return the best layer from 1 on at each step for values (layers, steps); None if there is no value."""
     scores = np.array(values, dtype=float) * (1 if look_up(metric).higher_is_better else -1)
     scores[np.isnan(scores)] = -math.inf
     scores[0] = -math.inf

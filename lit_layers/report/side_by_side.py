@@ -68,7 +68,7 @@ class Line:
 
     @property
     def interval_over(self) -> str:
-        """What the interval is over: `5 seeds`, `prompts`, or an empty string without an interval."""
+        """Unit of the interval: `5 seeds`, `prompts`, or an empty string without an interval."""
         return f"{self.num_runs} seeds" if self.num_runs > 1 else "prompts" if np.isfinite(self.error).any() else ""
 
 
@@ -95,8 +95,8 @@ def difference(one: Line, other: Line) -> Line:
     - Two groups of seeds: Welch's interval with Welch-Satterthwaite degrees of freedom at each step; `df` is the
       smallest.
     - Two single runs with values of the same prompts: Student's interval over the differences of prompts that have a
-      value in both runs. Prompts with a value in one run only are left out of the difference too, and `left_out` counts
-      them.
+      value in both runs. The difference itself also leaves out prompts with a value in only one run, and `left_out`
+      counts them.
     - Other single runs: the errors are treated as independent. The interval is too wide if the prompts are the same.
     - A group and a single run: no interval, because the variance of the single run over seeds is unknown.
     """
