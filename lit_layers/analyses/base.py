@@ -253,8 +253,8 @@ class Analysis(ABC):
 
     def data_hash(self) -> str | None:
         """Return a hash of the data, over every field with a `content_hash()`; None if no field has it."""
-        parts = [value.content_hash() for value in vars(self).values() if hasattr(value, "content_hash")]
-        return hashlib.sha256("/".join(parts).encode()).hexdigest()[:16] if parts else None
+        hashes = [value.content_hash() for value in vars(self).values() if hasattr(value, "content_hash")]
+        return hashlib.sha256("/".join(hashes).encode()).hexdigest()[:16] if hashes else None
 
     def tokenizer_hash(self) -> str | None:
         """Return the hash of the data's tokenizer, from every field with a `tokenizer_hash()`; None if there is none.

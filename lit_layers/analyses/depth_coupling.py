@@ -278,11 +278,11 @@ def _complete_means(metric: str, means: Tensor, members: Tensor, kind: str, tags
     return _means(metric, means.masked_fill(nans.any(1), math.nan), tokens, tags={**tags, **missing_tag(kind, nans)})
 
 
-def _means(metric: str, values: Tensor, tokens: int, *, tags: Tags | None = None, **place: Any) -> Sample:
+def _means(metric: str, values: Tensor, tokens: int, *, tags: Tags | None = None, **kw: Any) -> Sample:
     """Return the mean over each prompt's defined tokens as a sample over prompts."""
     values = values.unflatten(0, (-1, tokens))
     counts = missing_tag("tokens", values.isnan()) if tokens > 1 else {}
-    return Sample(metric, values.nanmean(1), tags={**(tags or {}), **counts}, **place)
+    return Sample(metric, values.nanmean(1), tags={**(tags or {}), **counts}, **kw)
 
 
 @dataclass(kw_only=True)

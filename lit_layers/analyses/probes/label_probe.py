@@ -97,13 +97,13 @@ class LabelProbe(ProbeAnalysis):
         test_keys = set(test_keys)
         distinct = torch.tensor([key not in test_keys for key in keys])
         num_duplicates = int((~distinct).sum())
-        beside = f" beside {num_duplicates} rows that are test rows too" if num_duplicates else ""
+        extra = f" beside {num_duplicates} rows that are test rows too" if num_duplicates else ""
         classes, train_classes = train[distinct].unique(return_inverse=True)
         if len(classes) < 2:
-            raise InputError(f"{self.name}: train holds labels {classes.tolist()}{beside}, and a probe needs two")
+            raise InputError(f"{self.name}: train holds labels {classes.tolist()}{extra}, and a probe needs two")
         indices = torch.searchsorted(classes, test).clamp(max=len(classes) - 1)
         if (unseen := test[classes[indices] != test]).numel():
-            count = f"{len(unseen)} of the {len(test)} test rows{beside}"
+            count = f"{len(unseen)} of the {len(test)} test rows{extra}"
             raise InputError(f"{self.name}: no training row has the label {unseen[0].item()} of {count}")
         scored = torch.ones(len(indices), dtype=torch.bool)
         fitted = torch.ones(len(train_classes), dtype=torch.bool)

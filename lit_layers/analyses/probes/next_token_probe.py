@@ -39,9 +39,9 @@ class Rows:
         where = zip(self.text.tolist(), self.position.tolist(), strict=True)
         return torch.tensor([int(self.texts[text][position + 1]) for text, position in where], dtype=torch.long)
 
-    def where(self, kept: Tensor) -> "Rows":
+    def where(self, chosen: Tensor) -> "Rows":
         """Return the rows selected by a mask (n,) or by indices."""
-        return replace(self, text=self.text[kept], position=self.position[kept])
+        return replace(self, text=self.text[chosen], position=self.position[chosen])
 
 
 class Pass(NamedTuple):
@@ -173,11 +173,11 @@ class NextTokenProbe(ProbeAnalysis):
     def jobs(self, model: LayeredModel) -> Jobs:
         problem = self._problem
         train, test, head = self._features(model, problem)
-        layers, kept = comparable(torch.cat([states.isfinite().all(-1) for states in (train, test)], dim=1))
-        in_train, in_test = kept.split([len(problem.train), len(problem.test)])
+        layers, used = comparable(torch.cat([states.isfinite().all(-1) for states in (train, test)], dim=1))
+        in_train, in_test = used.split([len(problem.train), len(problem.test)])
         if not in_train.any() or not in_test.any():
             raise all_undefined(self.name)
-        tags: TagDict = {**missing_tag("", ~kept)}
+        tags: TagDict = {**missing_tag("", ~used)}
         if tags:  # draw and count again without the texts of undefined rows
             problem = self._draw({*problem.train.text[~in_train].tolist()}, {*problem.test.text[~in_test].tolist()})
             train, test, head = self._features(model, problem)
@@ -323,14 +323,14 @@ def _states(model: LayeredModel, rows: Rows, classes: Tensor | None, **how: Any)
     """
     states, heads = torch.empty(model.num_layers + 1, len(rows), model.dim, dtype=model.dtype), list[_Head]()
     order, targets = list[Tensor](), rows.targets
-    for part in passes(rows, **how):
-        trajectory = model.trajectory({"input_ids": part.input_ids})
-        states[:, part.row] = trajectory.hidden[:, part.context, part.position].cpu()
+    for one in passes(rows, **how):
+        trajectory = model.trajectory({"input_ids": one.input_ids})
+        states[:, one.row] = trajectory.hidden[:, one.context, one.position].cpu()
         if classes is not None and model.predicts_next_token:
-            logits = trajectory.logits_of((part.context, part.position)).cpu()  # (k, vocabulary)
-            log_loss = -logits.log_softmax(-1).gather(1, targets[part.row, None])[:, 0]
+            logits = trajectory.logits_of((one.context, one.position)).cpu()  # (k, vocabulary)
+            log_loss = -logits.log_softmax(-1).gather(1, targets[one.row, None])[:, 0]
             heads.append(_Head(logits.argmax(-1), log_loss, logits[:, classes]))
-            order.append(part.row)
+            order.append(one.row)
     if not heads:
         return states, None
     inverse = torch.cat(order).argsort()

@@ -119,10 +119,10 @@ class TaskTexts:
         """
         defined = {split: layers.defined() for split, layers in features.items()}
         layers, used = comparable(torch.cat(list(defined.values()), dim=1))
-        parts = used.split([rows.shape[1] for rows in defined.values()])
-        if not all(each.any() for each in parts):
+        masks = used.split([rows.shape[1] for rows in defined.values()])
+        if not all(each.any() for each in masks):
             raise all_undefined(self.name)
-        return layers, dict(zip(defined, parts, strict=True))
+        return layers, dict(zip(defined, masks, strict=True))
 
     @cached_property
     def _reader(self) -> TaskReader:
@@ -173,12 +173,12 @@ class Probe(TaskTexts, ProbeAnalysis):
         references = [*majority_records(rows, missing)]
 
         def layer_results(layer: int) -> list[_LayerScores]:
-            parts = {split: each.layer(layer) for split, each in features.items()}
-            parts = {split: each if used[split].all() else each[used[split]] for split, each in parts.items()}
+            data = {split: each.layer(layer) for split, each in features.items()}
+            data = {split: each if used[split].all() else each[used[split]] for split, each in data.items()}
             found = []
             for control, labels in labellings.items():
                 tags = {"task": rows.data.name, **({"control": control} if control else {}), **missing}
-                found.append(self._layer_scores(parts, labels, rows, used, layer, tags))
+                found.append(self._layer_scores(data, labels, rows, used, layer, tags))
             return found
 
         def records(results: list[list[_LayerScores]]) -> Iterator[Record]:
@@ -193,7 +193,7 @@ class Probe(TaskTexts, ProbeAnalysis):
 
     def _layer_scores(
         self,
-        parts: Mapping[str, Tensor],
+        data: Mapping[str, Tensor],
         labels: Tensor,
         rows: TaskRows,
         used: Mapping[str, Tensor],
@@ -201,12 +201,12 @@ class Probe(TaskTexts, ProbeAnalysis):
         tags: TagDict,
     ) -> "_LayerScores":
         """Fit one labelling of the training rows at one layer, from the features (rows, dim) of each split."""
-        probe = fit_layer(parts["train"], labels, self, num_classes=rows.num_classes or None)
+        probe = fit_layer(data["train"], labels, self, num_classes=rows.num_classes or None)
         failed = isinstance(probe, LogisticProbes) and not bool(probe.converged.all())
         flag = {"num_not_converged": 1} if failed else {}
         records, scores = list[Record](), dict[str, RowScores]()
         for split in ("test",) if "control" in tags else rows.targets:
-            scores[split], targets = score_rows(probe, parts[split], rows.targets[split]), rows.targets[split]
+            scores[split], targets = score_rows(probe, data[split], rows.targets[split]), rows.targets[split]
             how = {"baseline": rows.errors_of_mean(split), "intervals": split != "train", "rows": used[split]}
             records += score_records(scores[split], targets, {**tags, "split": split, **flag}, layer=layer, **how)
         if self.estimator == "watch":
@@ -286,12 +286,12 @@ class SampleSizeSweep(TaskTexts, ProbeAnalysis):
 
     def jobs(self, model: LayeredModel, **values: Values) -> Jobs:
         rows = self._rows(model)
-        parts = self._features(model, rows, values)
-        defined, used = self._comparable(parts)
+        data = self._features(model, rows, values)
+        defined, used = self._comparable(data)
         rows, counts = rows.where(used), missing_tag("", ~torch.cat([*used.values()]))
 
         def layer_results(layer: int) -> list[Record]:
-            features, held_out = (parts[split].layer(layer)[used[split]] for split in ("train", "test"))
+            features, held_out = (data[split].layer(layer)[used[split]] for split in ("train", "test"))
             return [
                 record
                 for size in sizes(len(features))
