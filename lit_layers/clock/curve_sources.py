@@ -197,9 +197,8 @@ def _table_curves(table: Any, path: Path, axis: AxisName, where: Mapping[str, st
     )
     varying = lambda rows, name: rows[name].nunique(dropna=False) > 1  # noqa: E731
     by_run = [rows for _, rows in table.groupby(names["run"], dropna=False)] if names["run"] else [table]
-    tags = [
-        name for name in others if any(varying(rows, name) for rows in by_run)
-    ]  # a column that is constant within each run is no tag
+    # A column that is constant within each run is no tag.
+    tags = [name for name in others if any(varying(rows, name) for rows in by_run)]
     keys = [*roles, *(["layer"] if "layer" in table else []), *tags]
     curves = []
     groups = table.groupby(keys, dropna=False, sort=False) if keys else [((), table)]

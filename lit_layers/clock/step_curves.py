@@ -413,10 +413,8 @@ def _statistics(rows: Array, layers: NDArray[np.int64], better: str | None) -> A
     """Return the statistics (curves, statistics) of curves (curves, layers)."""
     import torch
 
-    from lit_layers.functional.curves import (
-        chosen_layers,
-        monotonicities,
-    )  # imported late: report pages load this file without torch
+    # Imported late, because report pages load this file without torch.
+    from lit_layers.functional.curves import chosen_layers, monotonicities
 
     scores = torch.from_numpy(rows)
     higher = better != "lower"

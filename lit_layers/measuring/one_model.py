@@ -312,9 +312,8 @@ class _Group:
                 shown, rows = seen, batch
                 if (start, stop) != (0, count):
                     shown, rows = seen.rows(start, stop), _slice(batch, slice(start, stop), count)
-                shown = replace(
-                    shown, hidden=shown.hidden.clone(), mask=shown.mask.clone()
-                )  # `update` may write to them
+                # `update` may write to these tensors.
+                shown = replace(shown, hidden=shown.hidden.clone(), mask=shown.mask.clone())
                 outcome.values.setdefault(reader.argument, {})[i] = outcome.analysis.update(shown, rows)
             if isinstance(outcome.failure, DisturbedError):
                 seen = None

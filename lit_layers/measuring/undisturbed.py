@@ -80,12 +80,8 @@ def restore_gradients(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for (
-            module,
-            name,
-            grad,
-            requires_grad,
-        ) in before:  # by name: accelerate replaces offloaded parameters at each call
+        # Looked up by name, because accelerate replaces offloaded parameters at each call.
+        for module, name, grad, requires_grad in before:
             parameter = module.get_parameter(name)
             parameter.requires_grad_(requires_grad)
             parameter.grad = grad
