@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Measure a series on up to eight GPUs, one array task each: sbatch recipes/slurm/analyze.sh
+# Measure a series on up to eight GPUs, one array task per GPU: sbatch recipes/slurm/analyze.sh
 #
-# Task i of n takes every n-th checkpoint. All append to one measurements.jsonl on a shared file system (one that knows
-# file locks, as NFS 4 and Lustre do), and what is there is not measured again: submit it again to go on.
+# Task i of n takes every n-th checkpoint. All tasks append to one measurements.jsonl on a shared file system, which
+# must support file locks, as NFS 4 and Lustre do. To continue, submit the script again: finished measurements are not
+# repeated.
 #SBATCH --job-name=lit_layers_analyze
 #SBATCH --array=0-7
 #SBATCH --ntasks=1

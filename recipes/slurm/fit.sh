@@ -2,8 +2,8 @@
 # Train on two nodes of eight GPUs, through preemptions and time limits: sbatch recipes/slurm/fit.sh
 #
 # SLURM sends SIGTERM two minutes before the time limit, and when it preempts the job. All ranks then save at the same
-# step and end with code 143, and the job puts itself back into the queue; `--resume last` goes on where it was, and
-# starts the run where there is nothing to go on from.
+# step and exit with code 143, and the job requeues itself. `--resume last` resumes the run, or starts it if there is no
+# checkpoint.
 #SBATCH --job-name=lit_layers
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
@@ -14,7 +14,7 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 
-# srun does not take --cpus-per-task over from above; without the other option the ranks that are left wait for a dead one.
+# srun does not inherit --cpus-per-task. Without --kill-on-bad-exit the remaining ranks would wait for a dead one.
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
   lit-layers fit \
   --config recipes/gpt2/124m_openwebtext.yaml \

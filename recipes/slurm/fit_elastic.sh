@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Train on two nodes of eight GPUs by torchrun, which starts all ranks again when one is lost: sbatch recipes/slurm/fit_elastic.sh
+# Train on two nodes of eight GPUs; torchrun restarts all ranks when one is lost: sbatch recipes/slurm/fit_elastic.sh
 #
-# At most three times; each time `--resume last` goes on where the run was. SLURM sends SIGTERM two minutes before the time
-# limit: all ranks save, of which torchrun gives them 30 s, and the job ends; submit it again to go on. A job whose node is
-# lost goes back into the queue.
+# torchrun restarts the ranks at most three times, and `--resume last` resumes the run each time. SLURM sends SIGTERM
+# two minutes before the time limit: all ranks save, for which torchrun gives them 30 s, and the job ends. Submit it
+# again to continue. SLURM requeues a job whose node is lost.
 #SBATCH --job-name=lit_layers_elastic
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -15,7 +15,7 @@
 #SBATCH --open-mode=append
 
 head="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
-# Else ranks that are started again look for each other at the places that the last ones noted in torchrun's own store.
+# Without this, restarted ranks would use the addresses that their predecessors left in torchrun's TCP store.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \

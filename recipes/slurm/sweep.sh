@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Train a grid on eight GPUs, one array task each, through preemptions and time limits: sbatch recipes/slurm/sweep.sh
+# Train a grid on eight GPUs, one array task per GPU, through preemptions and time limits: sbatch recipes/slurm/sweep.sh
 #
-# Task i of n takes every n-th run of the loop. SLURM sends SIGTERM two minutes before the time limit, and when it preempts
-# a task: its run then saves, the task ends with code 143 and puts itself back into the queue, where it goes on. A run that
-# failed is named in the task's log; submit the array again to try it again.
+# Task i of n takes every n-th run of the loop. SLURM sends SIGTERM two minutes before the time limit, and when it
+# preempts a task. The current run then saves, and the task exits with code 143 and requeues itself to continue. The
+# task's log names failed runs: submit the array again to retry them.
 #SBATCH --job-name=lit_layers_sweep
 #SBATCH --array=0-7
 #SBATCH --ntasks=1
@@ -14,7 +14,7 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 
-# srun does not take --cpus-per-task over from above.
+# srun does not inherit --cpus-per-task.
 SHARD="$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT" srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
   bash recipes/sweeps/vit_grid.sh "$@"
 code=$?

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The study of four papers, text: five seeds, and five of a control that is trained on shuffled tokens.
+# The text runs of the study of four papers: five seeds, and five seeds of a control trained on shuffled tokens.
 #
-# Time:       8 to 10 minutes a run on one CPU core of two.
+# Time:       8 to 10 minutes per run on one of two CPU cores.
 # Run:        bash recipes/studies/four_papers.sh
 # Then:       lit-layers report checkpoints/four_papers/*/ --group data.shuffle_tokens
 #             lit-layers emerge checkpoints/four_papers/shuffle_tokens=False*/ --seeds --root four_papers

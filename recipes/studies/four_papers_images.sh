@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The study of four papers, images: five seeds, and five of a control that is trained on shuffled labels.
+# The image runs of the study of four papers: five seeds, and five seeds of a control trained on shuffled labels.
 #
-# Time:       4 to 5 minutes a run on one CPU core of two.
+# Time:       4 to 5 minutes per run on one of two CPU cores.
 # Run:        bash recipes/studies/four_papers_images.sh
 # Then:       lit-layers report checkpoints/four_papers_images/*/ --group data.shuffle_labels
 #             lit-layers emerge checkpoints/four_papers_images/shuffle_labels=False*/ --seeds --root four_papers_images

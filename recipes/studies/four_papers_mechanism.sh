@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Mechanism and geometry of the same weights, for the study of four papers: three seeds, and three of a
-# control that is trained on shuffled tokens.
+# Mechanism and geometry of the same weights, for the study of four papers: three seeds, and three seeds of a control
+# trained on shuffled tokens.
 #
-# Time:       5 minutes a run on one CPU core of two; 8 to 27 beside much other work.
+# Time:       5 minutes per run on one of two CPU cores; 8 to 27 minutes on a busy machine.
 # Run:        bash recipes/studies/four_papers_mechanism.sh
 # Then:       python docs/studies/four_papers.py --pack-mechanism checkpoints/four_papers_mechanism
 #             lit-layers emerge checkpoints/four_papers_mechanism/shuffle_tokens=False*/ --seeds --root four_papers_mechanism

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Four small vision transformers on handwritten digits, stochastic depth x weight decay: the grid of the coupling study
-# in miniature, to try `correlate` on. Four models are too few to conclude anything from.
+# Four small vision transformers on handwritten digits, stochastic depth x weight decay: a miniature of the coupling
+# study's grid, for trying `correlate`. Four models are too few for any conclusion.
 #
-# Time:       a quarter of a minute a run on one CPU thread.
+# Time:       15 s per run on one CPU thread.
 # Run:        bash recipes/sweeps/digits_grid.sh
 # Then:       lit-layers correlate checkpoints/digits_grid --metric 'coupling/coupling[k=12]'
 #             --score validation/accuracy --group drop_path_rate
 #
-# Options behind the name of the script are those of every run: --trainer.max_steps=400.
+# Every run gets the options after the name of the script, such as --trainer.max_steps=400.
 root=checkpoints/digits_grid
 source "$(dirname "$0")/loop.sh"
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The loop of the grids beside this file: `train NAME OPTION...` trains one run in $root/NAME, unless it has finished.
+# The loop of the grids in this folder: `train NAME OPTION...` trains one run in $root/NAME, unless it has finished.
 #
-# Kill it and start it again: finished runs are skipped, and the one that was under way goes on exactly where it was.
-# Ctrl-C and SIGTERM let it save first (exit codes 130 and 143), a second one ends it at once. A run that fails stops no
-# other, and is tried again by the next call; the exit code is then 1.
+# You can kill the loop and start it again: it skips finished runs and resumes the interrupted run exactly where it was.
+# After Ctrl-C or SIGTERM the current run saves first (exit codes 130 and 143); a second signal ends it at once. A
+# failed run does not stop the other runs, and the next call retries it; the exit code is then 1.
 #
-#   ROOT=FOLDER    where the run folders go
-#   SHARD=i/n      train only every n-th run, from the i-th on, counted from 0: for several GPUs or an array of jobs
+#   ROOT=FOLDER    parent of the run folders
+#   SHARD=i/n      train only every n-th run, starting with the i-th (from 0): for several GPUs or a job array
 root=${ROOT:-$root}
 SHARD=${SHARD:-0/1}
 number=0 failed=0 stopped="" fit=""
@@ -23,11 +23,11 @@ train() {
   shift
   if [ $((number++ % ${SHARD#*/})) -ne "${SHARD%/*}" ] || [ -e "$run/finished" ]; then return; fi
   echo "$run"
-  # In the background, as bash hears no signal while it waits for a command in the foreground.
+  # In the background, because bash runs no trap while it waits for a command in the foreground.
   lit-layers fit "$@" --root "$run" --resume last &
   fit=$!
   wait "$fit" && code=0 || code=$?
-  while kill -0 "$fit" 2>/dev/null; do wait "$fit" && code=0 || code=$?; done  # a signal ends `wait`, and not the run
+  while kill -0 "$fit" 2>/dev/null; do wait "$fit" && code=0 || code=$?; done  # a signal ends `wait` but not the run
   fit=""
   if [ "$code" -eq 0 ]; then touch "$run/finished"; else failed=$((failed + 1)); fi
   if [ -n "$stopped" ]; then exit "$stopped"; fi

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# The 64 vision transformers of the coupling study: weight decay x stochastic depth, CIFAR-10, one GPU a model.
+# The 64 vision transformers of the coupling study: weight decay x stochastic depth, CIFAR-10, one GPU per model.
 #
 # Reproduces: Aubry et al., Transformer Block Coupling and its Correlation with Generalization in LLMs, arXiv
 #             2407.07810, section 3.4 and appendix A.7: coupling rises with stochastic depth, and at fixed stochastic
-#             depth it correlates with test accuracy. The paper says 64 models and not their values: the eight and
-#             eight below are ours, around DeiT's 0.05 and 0.1.
+#             depth it correlates with test accuracy. The paper reports 64 models but not their values. We chose eight
+#             values for each axis, around DeiT's 0.05 and 0.1.
 # Run:        bash recipes/sweeps/vit_grid.sh
 #             sbatch recipes/slurm/sweep.sh
 #             wandb_configs/sweeps/vit_grid.yaml is the same grid for W&B's agents
-# Data:       CIFAR-10 is downloaded once; a folder of yours: bash recipes/sweeps/vit_grid.sh --corpus=FOLDER
+# Data:       CIFAR-10 is downloaded once. For your own folder: bash recipes/sweeps/vit_grid.sh --corpus=FOLDER
 # Then:       lit-layers correlate checkpoints/vit_grid --metric 'coupling/coupling[k=30]'
 #             --score validation/accuracy --group drop_path_rate
 #
-# Options behind the name of the script are those of every run.
+# Every run gets the options after the name of the script.
 root=checkpoints/vit_grid
 source "$(dirname "$0")/loop.sh"
 
