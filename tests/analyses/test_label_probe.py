@@ -153,7 +153,7 @@ def test_probes_are_fitted_where_the_model_is_if_that_has_float64(estimator, mod
     features, layers = torch.randn(2, 20, 3), torch.tensor([True, True])
     fitting = probe_fits.Fitting(features, labels, features, layers, 2, {}, lambda log_proba, tags, layer: [])
     probes = probe_fits.probe_jobs(model, [], [fitting], probe_fits.ProbeOptions(estimator=estimator), None)
-    assert [len(job()) for job in probes.parts] == [int(estimator == "watch")] * 2  # which c
+    assert [len(job()) for job in probes.calls] == [int(estimator == "watch")] * 2  # which c
 
 
 def test_texts_are_probed_at_their_real_tokens():
