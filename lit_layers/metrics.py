@@ -219,7 +219,8 @@ def _definition(function: str) -> Definition:
     source = files("lit_layers").joinpath("functional", *module.split(".")[:-1], f"{module.split('.')[-1]}.py")
     tree = ast.parse(source.read_text(encoding="utf-8"))
     (node,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
-    text = _USAGE.split(ast.get_docstring(node) or "")[0]
-    published = _SOURCE.search(text)
+    docstring = ast.get_docstring(node) or ""
+    text, published = _USAGE.split(docstring)[0].removeprefix("Return "), _SOURCE.search(docstring)
+    text = text[:1].upper() + text[1:]
     paragraphs = [" ".join(part.split()) for part in re.split(r"\n\s*\n", _SOURCE.sub("", text))]
     return Definition([part for part in paragraphs if part], " ".join(published[1].split()) if published else "")
