@@ -1,9 +1,10 @@
-"""What blocks in bfloat16 save: forward passes of the view that `--dtype bfloat16` takes, against those in float32.
+"""Time saved by blocks in bfloat16: forward passes of the view that `--dtype bfloat16` uses, against float32.
 
     python benchmarks/bfloat16.py --device cuda --layers 12 --width 768 --batch_size 32 --tokens 512 --rounds 9 --save
-    OMP_NUM_THREADS=1 python benchmarks/bfloat16.py        # on a CPU without units for bfloat16 it is slower
+    OMP_NUM_THREADS=1 python benchmarks/bfloat16.py        # slower on a CPU without bfloat16 units
 
-Both sides pass the same random batch in turn, without the head; the weights are random, too. A round is a pass of each.
+Both sides run on the same random batch in turn, without the head. The weights are also random. A round is one forward
+pass of each side.
 """
 
 import argparse
@@ -48,7 +49,7 @@ def main() -> int:
 
 
 def passed(view: LayeredModel, batch: dict[str, torch.Tensor]) -> tuple[float, torch.Tensor]:
-    """Seconds of a pass, and its last states."""
+    """Return the seconds of a forward pass, and its last states."""
     last = torch.empty(0)
 
     def look(layer: int, hidden: torch.Tensor, mask: torch.Tensor) -> None:

@@ -1,10 +1,9 @@
-"""What saving costs a run: the series and the checkpoints to resume from, in a run of the demo's size and schedule.
+"""Cost of saving in a run: the series, and the checkpoints to resume from, with the size and schedule of the demo.
 
     OMP_NUM_THREADS=1 python benchmarks/checkpoints.py
 
-Seconds that training waited for each of the two, over the run's wall time without start-up; wanted: together below 2%.
-A round is a run.
-Nothing is measured meanwhile, as that would only make the share smaller.
+The result is the time that training waits for each of the two, as a share of the run's wall time without start-up. The
+target is a sum below 2%. A round is one run. The run has no analyses, because they would only make the share smaller.
 """
 
 import argparse
@@ -32,7 +31,7 @@ DEMO: dict[str, Any] = {"log": 2, "until": 256, "then_every": 256}  # recipes/qu
 
 
 class Clock(L.Callback):
-    """The wall time from the first step to the end."""
+    """Callback that measures the wall time from the first step to the end."""
 
     def on_train_start(self, *_: Any) -> None:
         self.start = time.perf_counter()
@@ -57,14 +56,14 @@ def main() -> int:
 
 
 def one_run(options: argparse.Namespace) -> dict[str, float]:
-    """Seconds of a run and of its pauses, and the bytes of a checkpoint to resume from."""
+    """Return the seconds of a run and of its pauses, and the bytes of a checkpoint to resume from."""
     size = SIZES[options.size]
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "run"
         series = SeriesCheckpoint(DEMO, root)
         resumable = ResumeCheckpoint(root, every=options.resume_every)
         clock = Clock()
-        # The clock is last: the two write their last checkpoint when the training ends.
+        # The clock is the last callback, because the other two write their last checkpoint when training ends.
         callbacks = [StepSeed(0), RunLog(root), series, resumable, clock]
         trainer = L.Trainer(
             **DEFAULTS,

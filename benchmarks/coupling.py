@@ -1,17 +1,17 @@
-"""Coupling as published code computes it against ours: same inputs, same numbers, one run.
+"""Coupling in the published way against ours: one run, same inputs, equal results.
 
     python benchmarks/coupling.py                              GPT-2 small sizes, one block, 64 tokens
     python benchmarks/coupling.py --tokens 512
-    python benchmarks/coupling.py --blocks 12 --prompts 8      end to end: a quarter of an hour a round, published
+    python benchmarks/coupling.py --blocks 12 --prompts 8      end to end: the published way takes 15 minutes a round
     python benchmarks/coupling.py --size pythia-410m           or deit-tiny, llama-8b (one block: --device cuda)
     python benchmarks/coupling.py --size deit-tiny --ours      without the published way
 
-The published way is written afresh here: the graph of the whole model over all tokens, eager attention, all rows of
-a Jacobian by chunked vector-Jacobian products to the whole input, full decompositions, a loop over pairs. Each way
-runs in a process of its own. Its memory is the peak of each stage above what the process held before the forward pass
-(interpreter, libraries and weights). The floor is the matrix products of 24 dim^3 per Jacobian, those that reverse mode
-through one token of a GPT-2 block needs. Times on a CPU are those of the process, so that other work on the machine
-does not count: run it with OMP_NUM_THREADS=1. "Self-checks" are what the first call of each block costs more.
+This file reimplements the published way: the graph of the whole model over all tokens, eager attention, all rows of a
+Jacobian by chunked vector-Jacobian products to the whole input, full decompositions, a loop over pairs. Each way runs
+in a separate process. Its memory is the peak of each stage above the memory of the process before the forward pass
+(interpreter, libraries and weights). The floor is the time of the matrix products that reverse mode through one token
+of a GPT-2 block needs: 24 dim^3 per Jacobian. Times on a CPU are process times, so other work on the machine does not
+count: run it with OMP_NUM_THREADS=1. "Self-checks" is the extra cost of the first call of each block.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def build(size: str, blocks: int, attention: str) -> nn.Module:
         from timm.layers import set_fused_attn
         from timm.models.vision_transformer import VisionTransformer
 
-        set_fused_attn(attention == "sdpa")  # of the attention that is made from here on
+        set_fused_attn(attention == "sdpa")  # for attention modules built after this line
         return VisionTransformer(depth=blocks, **options).eval()
     import transformers
 
@@ -64,7 +64,7 @@ def inputs(size: str, prompts: int, tokens: int) -> dict[str, Tensor]:
 
 
 class Clock:
-    """Seconds and peak memory (MiB) of each stage."""
+    """Measures seconds and peak memory (MiB) of each stage."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -73,7 +73,7 @@ class Clock:
         self.before = self._peak()
 
     def stage(self, name: str) -> None:
-        """Ends a stage and starts the next."""
+        """End a stage and start the next."""
         now = clock(self.device)
         spent, peak = self.stages.get(name, (0.0, 0.0))
         self.stages[name] = spent + now - self.since, max(peak, self._peak() - self.before)
@@ -83,7 +83,7 @@ class Clock:
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         else:
-            Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak starts anew
+            Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the peak
         self.since = clock(self.device)
 
     def _peak(self) -> float:
@@ -94,7 +94,7 @@ class Clock:
 
 
 def published(options: argparse.Namespace, model: nn.Module, clock: Clock) -> tuple[list[Tensor], Tensor]:
-    """One prompt at a time: the Jacobians of the last prompt and (prompts, k, blocks, blocks) miscouplings."""
+    """Return the Jacobians of the last prompt, and miscouplings (prompts, k, blocks, blocks), one prompt at a time."""
     path, chunk = SIZES[options.size][1], 64
     trunk: Any = getattr(model, "base_model", model)
     everything, found = [], []
@@ -136,7 +136,7 @@ def published(options: argparse.Namespace, model: nn.Module, clock: Clock) -> tu
 
 
 def ours(options: argparse.Namespace, model: nn.Module, clock: Clock) -> tuple[list[Tensor], Tensor]:
-    """As `published`; on a GPU all prompts together."""
+    """Return the same as `published` from our code, on a GPU for all prompts together."""
     from lit_layers.functional.coupling import Factors, miscoupling_of_factors, singular_factors
     from lit_layers.functional.jacobian.block_jacobians import block_jacobian
     from lit_layers.models.view import LayeredModel
@@ -147,7 +147,7 @@ def ours(options: argparse.Namespace, model: nn.Module, clock: Clock) -> tuple[l
     for start in range(0, options.prompts, size):
         trajectory = view.trajectory({name: values[start : start + size] for name, values in options.batch.items()})
         clock.stage("forward")
-        if not start:  # the first call of a block holds its route against the block
+        if not start:  # the first call of a block compares our forward pass with the block's
             for block in range(options.blocks):
                 block_jacobian(trajectory.block(1 + block), trajectory.hidden[block])
             clock.stage("self-checks")
@@ -166,13 +166,13 @@ def ours(options: argparse.Namespace, model: nn.Module, clock: Clock) -> tuple[l
 
 
 def floor(dim: int, device: str) -> float:
-    """Seconds for 24 dim^3 floating-point operations as products of a square with a four times wider matrix."""
+    """Return the seconds of 24 dim^3 floating-point operations: products of a square with a four times wider matrix."""
     square, wide = torch.randn(dim, dim, device=device), torch.randn(dim, 4 * dim, device=device)
     times = []
     for _ in range(5):
         since = clock(device)
         for _ in range(3):
-            torch.mm(square, wide)  # 8 dim^3 each
+            torch.mm(square, wide)  # 8 dim^3 operations
         times.append(clock(device) - since)
     return min(times)
 
@@ -222,16 +222,16 @@ def main() -> int:
 
 
 def rows_of(options: argparse.Namespace, ours: list[dict[str, Any]], theirs: list[dict[str, Any]] | None) -> list[Row]:
-    """A row for each stage, published over ours, and the Jacobian over its floor."""
+    """Return a row for each stage, published over ours, and one for the Jacobian over its floor."""
     tokens = "197" if options.size == "deit-tiny" else options.tokens
     what = f"{options.size}, {options.blocks} x {options.prompts} x {tokens}"
-    rows = [_against(what, stage, theirs, ours) for stage in [*theirs[0]["stages"], "in total"]] if theirs else []
+    rows = [_stage_row(what, stage, theirs, ours) for stage in [*theirs[0]["stages"], "in total"]] if theirs else []
     each = [run["stages"]["Jacobians"][0] / (options.blocks * options.prompts) for run in ours]
     others = {"seconds: published, ours": f"ours {statistics.median(each):.4f} a Jacobian"}
     return [*rows, Row(f"{what}: over the floor", ratios(each, (run["floor"] for run in ours)), others=others)]
 
 
-def _against(what: str, stage: str, theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> Row:
+def _stage_row(what: str, stage: str, theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> Row:
     sides = [[stage_of(run, stage) for run in runs] for runs in (theirs, ours)]
     seconds, memory = ([statistics.median(run[part] for run in side) for side in sides] for part in (0, 1))
     others = {
@@ -249,7 +249,7 @@ def _against(what: str, stage: str, theirs: list[dict[str, Any]], ours: list[dic
 
 
 def stage_of(run: dict[str, Any], stage: str) -> tuple[float, float]:
-    """Seconds and peak MiB."""
+    """Return seconds and peak MiB of a stage."""
     if stage != "in total":
         return run["stages"][stage]
     stages = run["stages"].values()

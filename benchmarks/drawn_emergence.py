@@ -1,4 +1,4 @@
-"""Curves over steps whose emergence times are known, drawn with errors: for the tests and for a table of docs."""
+"""Simulated noisy curves over steps with known emergence times, for the tests and for docs/emergence_accuracy.md."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,16 +9,18 @@ FINE = 4001
 EDGE = 0.1
 Truth = dict[str, tuple[float, float]]
 KINDS = ("ramp", "sigmoid", "rise and fall", "two steps", "drift")
-# Flat, then at once steepest, and slower and slower; the last is the mirror image of the first. These two are among the
-# steps that curves are drawn with, the others are held out.
+# Curves that are flat, then suddenly steepest, then ever slower. "into a corner" mirrors "exponential". Only these two
+# are among the shapes that `emergence_times` simulates. The other two are held out.
 CORNERS = ("exponential", "hyperbola", "quarter of a sine", "into a corner")
 
 
 def shape(
     rng: np.random.Generator, first: float, last: float, kind: str = ""
 ) -> tuple[str, Callable[[np.ndarray], np.ndarray]]:
-    """A curve from 0 to 1 (and for some of them down again) over an axis from `first` to `last`, of any of `KINDS` or
-    one of these or of `CORNERS`."""
+    """Return the kind and the function of a random curve from 0 to 1 over an axis from `first` to `last`.
+
+    Some curves fall again. `kind` is one of `KINDS` or `CORNERS`. The default is a random one of `KINDS`.
+    """
     span = last - first
     kind = kind or str(rng.choice(KINDS))
     middle = first + span * rng.uniform(0.2, 0.8)
@@ -57,7 +59,7 @@ def shape(
 
 
 def axis(rng: np.random.Generator) -> np.ndarray:
-    """8 to 150 checkpoints over 17 octaves, evenly or anyhow, some of them with a quarter missing."""
+    """Return 8 to 150 checkpoints over 17 octaves, evenly spaced or random, sometimes with a quarter missing."""
     count = int(np.exp(rng.uniform(np.log(8), np.log(150))))
     x = np.linspace(0, 17, count) if rng.random() < 0.5 else np.sort(rng.uniform(0, 17, count))
     kept = np.ones(count, dtype=bool)
@@ -67,7 +69,7 @@ def axis(rng: np.random.Generator) -> np.ndarray:
 
 
 def landmarks(curve: Callable[[np.ndarray], np.ndarray], first: float, last: float) -> Truth:
-    """By their definition on a fine grid: where each lies, as a range, which a flat top has for its peak."""
+    """Return the true times of a curve by their definition on a fine grid, as ranges because the top may be flat."""
     x = np.linspace(first, last, FINE)
     f = curve(x)
     risen = (f - f[0]) / (f - f[0])[np.abs(f - f[0]).argmax()]
@@ -78,17 +80,23 @@ def landmarks(curve: Callable[[np.ndarray], np.ndarray], first: float, last: flo
     cell = (last - first) / (FINE - 1)
     ranges = {"onset": (onset, onset), "halfway": (half, half), "peak": (tops[0], tops[-1]), "plateau": (outside,) * 2}
     found = {name: (float(x[low]) - cell, float(x[high]) + cell) for name, (low, high) in ranges.items()}
-    rises_on = outside > FINE * 0.89 and tops[0] == FINE - 1  # a drift: its peak and its plateau are still to come
+    rises_on = outside > FINE * 0.89 and tops[0] == FINE - 1  # a drift: its peak and its plateau come later
     return found | dict.fromkeys(("peak", "plateau"), (np.inf, np.inf)) if rises_on else found
 
 
 def drawn(
     count: int, rng: np.random.Generator, errors: str, *, flat: bool = False, kind: str = ""
 ) -> Iterator[tuple[tuple[np.ndarray, np.ndarray], dict[str, Any], Truth]]:
-    """Steps and values, the options that tell of their errors, and where each time truly lies on the axis.
+    """Yield steps and values, the options of `emergence_times` that describe their errors, and the true times.
 
-    `errors`: "stderr", errors that differ by checkpoint and are known; "replicates", 5 or 64 rows with levels of their
-    own whose errors are alike at neighbouring checkpoints; "neither", errors of one size that nobody tells.
+    Args:
+        count: number of curves.
+        rng: random generator.
+        errors: "stderr" for known errors that differ by checkpoint. "replicates" for 5 or 64 rows, each with its own
+            level and with errors that are correlated between neighbouring checkpoints. "neither" for equal errors that
+            the options do not contain.
+        flat: whether the true curves are constant.
+        kind: one of `KINDS` or `CORNERS`, by default random.
     """
     for _ in range(count):
         x = axis(rng)
@@ -115,11 +123,12 @@ def drawn(
 def cut(
     count: int, rng: np.random.Generator
 ) -> Iterator[tuple[tuple[np.ndarray, np.ndarray], dict[str, Any], Truth, tuple[bool, bool]]]:
-    """Rises of which a random part is seen, with known errors of 1 to 20% of what is seen of the change.
+    """Yield rises of which only a random part is observed, with errors of 1 to 20% of the observed change.
 
-    Their times are those of the whole rise. The last two say whether the curve moves at its first checkpoint and at its
-    last one: its onset (its plateau) lies beyond, and it goes a twentieth of what is seen in the eighth of the axis
-    beside that end.
+    The true times are those of the whole rise. The last item says whether the curve moves at its first and at its last
+    checkpoint. It moves at the first if its onset is earlier, and if it changes by more than a twentieth of the
+    observed change within the first eighth of the axis. The last checkpoint is judged in the same way, with the
+    plateau.
     """
     while count > 0:
         first, last = rng.choice([0, rng.uniform(1, 8)]), rng.choice([rng.uniform(9, 17), 17])
@@ -142,16 +151,19 @@ def cut(
 def instant_steps(
     count: int, checkpoints: int, rng: np.random.Generator
 ) -> Iterator[tuple[Any, dict[str, Any], Truth]]:
-    """Steps from 0 to 1 without any width, between the second checkpoint and the last but one of a log-spaced axis."""
+    """Yield noisy jumps from 0 to 1 between the second and the second-last checkpoint of a log-spaced axis."""
     x = np.log2(1 + np.unique(np.round([0, *np.geomspace(1, 143_000, checkpoints - 1)])))
     for _ in range(count):
-        place, stderr = rng.uniform(x[1], x[-2]), np.full(len(x), 0.05)
-        truth = dict.fromkeys(("onset", "halfway", "plateau"), (place, place)) | {"peak": (place, x[-1])}
-        yield (2**x - 1, (x > place) + rng.normal(0, stderr)), {"stderr": stderr}, truth
+        jump, stderr = rng.uniform(x[1], x[-2]), np.full(len(x), 0.05)
+        truth = dict.fromkeys(("onset", "halfway", "plateau"), (jump, jump)) | {"peak": (jump, x[-1])}
+        yield (2**x - 1, (x > jump) + rng.normal(0, stderr)), {"stderr": stderr}, truth
 
 
 def flat_noise(count: int, checkpoints: int, noise: str, rng: np.random.Generator) -> np.ndarray:
-    """Noise of unit variance, (count, checkpoints): "normal", "t3", or AR(1) with the correlation that is named."""
+    """Return noise of unit variance (count, checkpoints): "normal", "t3" (3 degrees of freedom), or AR(1) for a number.
+
+    Such a number is the correlation of neighbouring checkpoints.
+    """
     if noise == "t3":
         return rng.standard_t(3, (count, checkpoints)) / 3**0.5
     kept = 0.0 if noise == "normal" else float(noise)
@@ -162,7 +174,7 @@ def flat_noise(count: int, checkpoints: int, noise: str, rng: np.random.Generato
 
 
 def covered(times: Any, truth: Truth) -> np.ndarray:
-    """Which of the four intervals hold the truth; none of them where a curve is said to be flat."""
+    """Return which of the four intervals contain the true time: none if the curve is judged flat."""
     if not times.changes:
         return np.zeros(4)
     inside = []

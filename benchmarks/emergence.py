@@ -1,11 +1,11 @@
-"""How often intervals of emergence times hold, and how often a flat curve is said to emerge: curves drawn with errors.
+"""Coverage of intervals of emergence times, and false alarms on flat curves, on simulated noisy curves.
 
-    OMP_NUM_THREADS=1 python benchmarks/emergence.py --curves 20     a look
+    OMP_NUM_THREADS=1 python benchmarks/emergence.py --curves 20     a quick look
     OMP_NUM_THREADS=1 python benchmarks/emergence.py --errors stderr --save    2,000 curves: 9 CPU minutes
     OMP_NUM_THREADS=1 python benchmarks/emergence.py --shapes corners --save   2,000 rises with a corner: 9 CPU minutes
-    ... --shapes steps, cut, flat    2,000 instant steps; 2,000 rises seen in part; 40 x 400 flat curves, 15 CPU minutes
+    ... --shapes steps, cut, flat    2,000 instant steps; 2,000 partial rises; 40 x 400 flat curves, 15 CPU minutes
 
-A curve that is said to be flat has no interval and counts in the first rows alone.
+A curve that is judged flat has no interval. It counts only in the first rows.
 """
 
 import argparse
@@ -28,9 +28,9 @@ TIMES = ("onset", "halfway", "peak", "plateau")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--curves", type=int, default=400, help="in a round, of all shapes together")
-    parser.add_argument("--errors", nargs="+", choices=ERRORS, default=[*ERRORS], help="what is known of them")
-    parser.add_argument("--shapes", choices=OTHERS, help="these alone, in a table of their own")
+    parser.add_argument("--curves", type=int, default=400, help="curves per round, over all shapes")
+    parser.add_argument("--errors", nargs="+", choices=ERRORS, default=[*ERRORS], help="what is known about the errors")
+    parser.add_argument("--shapes", choices=OTHERS, help="only these shapes, in a separate table")
     add_options(parser)
     options = parser.parse_args()
     if options.shapes:
@@ -40,7 +40,7 @@ def main() -> int:
         words = ERRORS[errors]
         flat = [false_alarms(round_, errors, options.curves) for round_ in range(options.rounds)]
         rows.append(Row(f"{words}: flat curves said to emerge", flat, 0.05, at_most=True))
-        rounds = [of_round(round_, errors, options.curves, KINDS) for round_ in range(options.rounds)]
+        rounds = [round_coverage(round_, errors, options.curves, KINDS) for round_ in range(options.rounds)]
         emerged = [sum(map(len, each.values())) / options.curves for each in rounds]
         rows.append(Row(f"{words}: curves that change said to", emerged))
         rows += coverage(words, [np.concatenate([*each.values()]) for each in rounds])
@@ -53,14 +53,14 @@ def main() -> int:
     return finish("emergence", rows + shapes, options)
 
 
-def of_corners(options: argparse.Namespace) -> Iterator[Row]:
-    rounds = [of_round(round_, "stderr", options.curves, CORNERS) for round_ in range(options.rounds)]
+def corner_rows(options: argparse.Namespace) -> Iterator[Row]:
+    rounds = [round_coverage(round_, "stderr", options.curves, CORNERS) for round_ in range(options.rounds)]
     for kind in CORNERS:
         yield from coverage(kind, [each[kind] for each in rounds])
 
 
-def of_steps(options: argparse.Namespace) -> Iterator[Row]:
-    """Half of them on 14 checkpoints, half on 30."""
+def step_rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Yield the coverage for instant steps, half of them on 14 checkpoints and half on 30."""
     for checkpoints in (14, 30):
         rounds = []
         for round_ in range(options.rounds):
@@ -70,8 +70,8 @@ def of_steps(options: argparse.Namespace) -> Iterator[Row]:
         yield from coverage(f"{checkpoints} checkpoints", rounds)
 
 
-def of_cut(options: argparse.Namespace) -> Iterator[Row]:
-    """What is said of both ends of rises of which a part is seen, and how often the times of the whole are held."""
+def cut_rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Yield how often partial rises get an onset and a plateau, and how often intervals contain the true times."""
     rounds, inside = [], []
     for round_ in range(options.rounds):
         found = []
@@ -89,11 +89,11 @@ def of_cut(options: argparse.Namespace) -> Iterator[Row]:
     others = ("have settled: given a plateau", "have not moved yet at the first: given an onset")
     for name, values in zip((*names, *others), zip(*rounds, strict=True), strict=True):
         yield Row(name, list(values), 0.05 if name in names else None, at_most=True)
-    yield from (row for row in coverage("all", inside) if "peak" not in row.what)  # of the whole it is never seen
+    yield from (row for row in coverage("all", inside) if "peak" not in row.what)  # the true peak is never observed
 
 
-def of_flat(options: argparse.Namespace) -> Iterator[Row]:
-    """The share of flat curves said to change, by noise and number of checkpoints."""
+def flat_rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Yield the share of flat curves that are judged to change, by noise and number of checkpoints."""
     for errors in ("neither", "stderr"):
         for noise in ("normal", "t3", "0.3", "0.7", "0.9"):
             for checkpoints in (8, 15, 29, 55):
@@ -108,25 +108,28 @@ def of_flat(options: argparse.Namespace) -> Iterator[Row]:
                 yield Row(f"{ERRORS[errors]}, {named}: {checkpoints} checkpoints", said, 0.08, at_most=True)
 
 
-OTHERS = {"corners": of_corners, "steps": of_steps, "cut": of_cut, "flat": of_flat}
+OTHERS = {"corners": corner_rows, "steps": step_rows, "cut": cut_rows, "flat": flat_rows}
 
 
 def coverage(words: str, rounds: list[np.ndarray]) -> Iterator[Row]:
-    """Of what intervals hold in each round, (curves, times and more)."""
+    """Yield the share of intervals that contain the true time, from arrays (curves, times and more) of each round."""
     means = np.array([each[:, : len(TIMES)].mean(0) for each in rounds])
     for name, shares in zip(TIMES, means.T.tolist(), strict=True):
         yield Row(f"{words}: interval of {name} holds", shares, 0.93)
 
 
 def false_alarms(round_: int, errors: str, curves: int) -> float:
-    """The share of flat curves that are said to emerge."""
+    """Return the share of flat curves that are judged to emerge."""
     flat = drawn(curves, np.random.default_rng([round_, 0]), errors, flat=True)
     return float(np.mean([emergence_times(*given, **options).changes for given, options, _ in flat]))
 
 
-def of_round(round_: int, errors: str, curves: int, kinds: Sequence[str]) -> dict[str, np.ndarray]:
-    """By shape, as many curves of each: of those that are said to change, (curves, 4 + 2), which intervals hold, and
-    whether they are given an onset and a plateau, or "before" and "not yet"."""
+def round_coverage(round_: int, errors: str, curves: int, kinds: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return for each shape an array (curves, 4 + 2) of the curves that are judged to change.
+
+    The first four columns say which intervals contain the true time. The last two say whether the curve has an onset,
+    rather than "before", and a plateau, rather than "not yet". All shapes have the same number of curves.
+    """
     rng = np.random.default_rng([round_, 1])
     inside: dict[str, list[Any]] = {kind: [] for kind in kinds}
     for kind in kinds:

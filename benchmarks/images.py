@@ -1,13 +1,13 @@
-"""Speed of training on images: this project's trainer against a plain loop, side by side in one run.
+"""Speed of training on images: our trainer against a plain loop, in one run.
 
 Contenders, with the same weights, images, augmentation, Mixup, AdamW and learning rates, on the same device:
   lit_layers   LitImageClassifier and LitImageData in a Lightning Trainer, with the options and callbacks of `fit`
   bare loop    a few lines of PyTorch around the very same timm model and the same augmentation
 
 They take turns: the Trainer pauses after each step (after ten on a GPU, whose queue must stay filled) while the loop
-runs as many. A ratio is taken within a round of some steps, and the median over rounds is reported, so that whatever
-else the machine does falls on both. Both must reach the same loss, otherwise the run ends with an error. Peak memory is
-that of each contender alone, in a process of its own. Last, what a step would do without any augmentation.
+runs as many steps. Each round of some steps gives one ratio, and the median over rounds is reported, so that other work
+on the machine slows both. Both must reach the same loss, otherwise the run ends with an error. Peak memory is measured
+in a separate process for each contender. The last row compares with a loop without augmentation.
 
     python benchmarks/images.py --size quickstart
     python benchmarks/images.py --size tiny_cifar10 --device cuda --batch 512
@@ -56,7 +56,7 @@ MIXING: dict[str, Any] = {"mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1, "
 
 @dataclass(frozen=True)
 class Size:
-    """Shape of a model and of its batches, how it is augmented, and how many steps make a round."""
+    """Shape of a model and of its batches, its augmentation, and the number of steps in a round."""
 
     architecture: str
     config: dict[str, int]
@@ -65,7 +65,7 @@ class Size:
     batch: int
     round: int
     deit: bool
-    clip: float | None  # as the recipe of that name has it
+    clip: float | None  # as in the recipe of that name
 
 
 SIZES = {
@@ -102,7 +102,7 @@ def module(size: Size, *, compile: bool = False) -> LitImageClassifier:
 
 
 class Loop:
-    """A bare training loop over the very batches that the Trainer sees."""
+    """A bare training loop over the same batches as the Trainer."""
 
     def __init__(self, lit: LitImageClassifier, data: RandomImages, *, augmented: bool = True) -> None:
         self.model, self.device, self.data, self.augmented = copy.deepcopy(lit.model), lit.device, data, augmented
@@ -150,11 +150,11 @@ class Loop:
 
 
 class TakeTurns(L.Callback):
-    """Stops the trainer's clock every `turn` steps and lets the plain loops run as many.
+    """Callback that stops the trainer's clock every `turn` steps and runs the plain loops for as many steps.
 
     Attributes:
-        seconds: per contender, those of each of its turns.
-        paused_seconds: what RunLog leaves out of its own images per second.
+        seconds: per contender, the seconds of each of its turns.
+        paused_seconds: time that RunLog excludes from its own images per second.
     """
 
     def __init__(self, turn: int, *, alone: bool) -> None:
@@ -190,7 +190,7 @@ class TakeTurns(L.Callback):
 
 
 def train(size: Size, turns: TakeTurns, *, steps: int, device: str, compile: bool) -> Tensor:
-    """Trains ours, and the loops in the pauses; returns the trainer's losses as it logged them."""
+    """Train with our trainer, run the loops in its pauses, and return the losses that the trainer logged."""
     with tempfile.TemporaryDirectory() as root:
         run_log = RunLog(root)
         trainer = L.Trainer(
@@ -202,7 +202,7 @@ def train(size: Size, turns: TakeTurns, *, steps: int, device: str, compile: boo
             limit_val_batches=0,
             max_steps=steps,
             default_root_dir=root,
-            # The seed last: what the others draw in the pause comes before it.
+            # Seed last, so that random numbers drawn by the loops in a pause do not change the trainer's.
             callbacks=[turns, run_log, StepSeed(0)],
         )
         trainer.fit(module(size, compile=compile), datamodule=RandomImages(size))
@@ -210,7 +210,7 @@ def train(size: Size, turns: TakeTurns, *, steps: int, device: str, compile: boo
 
 
 def alone(name: str, size: Size, *, steps: int, device: str, compile: bool) -> dict[str, float]:
-    """Trains one contender and returns its peak memory in bytes, beyond that of a process with nothing trained."""
+    """Train one contender, and return its peak memory in bytes above that of a process that trains nothing."""
     before = _peak(device)
     if name == OURS:
         train(size, TakeTurns(steps, alone=True), steps=steps, device=device, compile=compile)
@@ -236,7 +236,7 @@ def _peak(device: str) -> float:
 
 
 def memory(arguments: list[str]) -> dict[str, float]:
-    """Peak memory of each contender in MB, each in a process of its own."""
+    """Return the peak memory of each contender in MB, each in a separate process."""
     found = {}
     for name in (OURS, BARE):
         command = [sys.executable, __file__, *arguments, "--alone", name]
@@ -246,10 +246,10 @@ def memory(arguments: list[str]) -> dict[str, float]:
 
 
 def compare_losses(turns: TakeTurns, losses: Tensor, device: str) -> float:
-    """Returns the largest relative difference of the bare loop's losses from the trainer's.
+    """Return the largest relative difference between the losses of the bare loop and of the trainer.
 
     Raises:
-        SystemExit: where the contenders did not do the same work.
+        SystemExit: if the contenders did not do the same work.
     """
     theirs = torch.stack(turns.loops[BARE].losses).double().cpu()
     if len(theirs) != len(losses):
@@ -263,7 +263,7 @@ def compare_losses(turns: TakeTurns, losses: Tensor, device: str) -> float:
 def rows_of(
     name: str, turns: TakeTurns, size: Size, peaks: dict[str, float], difference: float, skip: int, device: str
 ) -> list[Row]:
-    """Images per second over each of the loops."""
+    """Return rows of our images per second over those of each loop."""
     per_round = size.round // turns.turn
     rounds = {
         of: [sum(taken[at : at + per_round]) for at in range(0, len(taken), per_round)][skip:]

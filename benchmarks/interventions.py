@@ -1,13 +1,13 @@
-"""What shared beginnings save: all variants of a running order on one batch, against a forward pass for each.
+"""Time saved by sharing prefixes: all variants of the block order on one batch, against one forward pass per variant.
 
     OMP_NUM_THREADS=1 python benchmarks/interventions.py                  # 12 and 24 blocks of 256, about 6 CPU minutes
-    OMP_NUM_THREADS=1 python benchmarks/interventions.py --layers 12      # about one
+    OMP_NUM_THREADS=1 python benchmarks/interventions.py --layers 12      # about 1 CPU minute
     python benchmarks/interventions.py --device cuda --batch_size 16 --tokens 256
 
-Both sides take the same batches in turn, judge the same tokens with the same code and must agree. "shared" is all that
-`Interventions` does with a batch, the full model's own pass and log-probabilities included; "each" runs the model once
-for each variant in `running_order`, and is given the full model's log-probabilities. A round is a batch. What is not
-shared of either side is the head: one run for each order, by both.
+Both sides use the same batches in turn, score the same tokens with the same code and must agree. "shared" is all work
+of `Interventions` on a batch, including the forward pass and log-probabilities of the full model. "each" runs the model
+once for each variant in `running_order`, and gets the full model's log-probabilities as input. A round is a batch. Both
+sides run the head once for each order.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from lit_layers.functional.block_schedules import members
 from lit_layers.models import LayeredModel, causal_lm
 from lit_layers.models.running_order import SharedPrefixes, running_order
 
-WANTED = {12: 0.35, 24: 0.40}  # of all variants, by the number of blocks
+WANTED = {12: 0.35, 24: 0.40}  # share of the time of separate passes, by the number of blocks
 
 
 def num_block_runs(shared: SharedPrefixes) -> int:
-    """Return how often a block runs for one batch, beside the trajectory itself."""
+    """Return how often a block runs for one batch, without the runs of the trajectory."""
     beginnings = {order[:end] for order in shared.indices for end in range(1, len(order) + 1)}
     passed = {tuple(range(1, end + 1)) for end in range(1, shared.num_blocks + 1)}
     return sum(len(members(beginning[-1])) for beginning in beginnings - passed)
@@ -38,14 +38,14 @@ def num_block_runs(shared: SharedPrefixes) -> int:
 
 @dataclass
 class Cost:
-    """Of one side, over all batches."""
+    """Cost of one side over all batches."""
 
     seconds: list[float] = field(default_factory=list)
-    peak_memory: int = 0  # bytes beyond what was held before, on CUDA
+    peak_memory: int = 0  # bytes above those allocated before, on CUDA
 
 
 class NoData(Batches):
-    """The batches are handed over one by one."""
+    """Empty batches, because the benchmark passes its batches one by one."""
 
     def __iter__(self):
         return iter(())
@@ -82,7 +82,7 @@ def main() -> int:
 
 
 def compare(model: torch.nn.Module, analysis: Interventions, options: argparse.Namespace) -> Row:
-    """Seconds of the shared way over those of each by itself, a round for each batch."""
+    """Return the time of the shared way over that of separate passes, one round per batch."""
     view = LayeredModel(model)
     chosen = analysis.chosen(view)
     each, shared, cuda = Cost(), Cost(), options.device != "cpu"
@@ -91,7 +91,7 @@ def compare(model: torch.nn.Module, analysis: Interventions, options: argparse.N
         size = (options.batch_size, options.tokens) if number else (1, 2)
         batch = {"input_ids": torch.randint(options.vocabulary, size, generator=generator).to(options.device)}
         sides = {
-            "each": lambda batch=batch: from_scratch(model, view, analysis, batch),
+            "each": lambda batch=batch: separate_passes(model, view, analysis, batch),
             "shared": lambda batch=batch: lambda: analysis.update(view.trajectory(batch), batch).values(),
         }
         sums = {}
@@ -113,10 +113,10 @@ def compare(model: torch.nn.Module, analysis: Interventions, options: argparse.N
     return Row(f"{view.num_layers} blocks", share, WANTED.get(view.num_layers), at_most=True, others=others)
 
 
-def from_scratch(
+def separate_passes(
     model: torch.nn.Module, view: LayeredModel, analysis: Interventions, batch: dict[str, Tensor]
 ) -> Callable[[], Sums]:
-    """One forward pass for each variant; what is known of the full model is not timed."""
+    """Return a function that runs one forward pass per variant. The pass of the full model is not timed."""
     trajectory = view.trajectory(batch)
     rows = rows_of(analysis.name, trajectory, batch)
     full = FullModel(trajectory.logits[rows.index], rows)
@@ -140,7 +140,7 @@ def timed(run: Callable[[], Sums], cost: Cost, cuda: bool) -> Sums:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    # Of this process where it alone works, as others use the machine.
+    # Process time on a CPU, because other processes use the machine.
     clock = time.perf_counter if cuda else time.process_time
     start = clock()
     sums = run()

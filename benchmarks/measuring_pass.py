@@ -1,19 +1,18 @@
-"""Seconds of all analyses of a checkpoint: in one pass over their texts, each alone, and each with logits of all.
+"""Time of all analyses of a checkpoint: in one shared pass, in separate passes, and in separate passes with all logits.
 
     OMP_NUM_THREADS=1 python benchmarks/measuring_pass.py                        the quickstart's model and texts
     OMP_NUM_THREADS=1 python benchmarks/measuring_pass.py --recipe text --share 128   recipes/analyses/text.yaml
     python benchmarks/measuring_pass.py --recipe text --device cuda                   all its texts
     OMP_NUM_THREADS=1 python benchmarks/measuring_pass.py --memory                    its peak memory
 
-Texts are random tokens, as frequent as their rank says (Zipf). "Each alone, all logits" is what every analysis did
-before: a pass of its own, with the scores of the whole vocabulary for every token. The floor is one pass of each
-different text without a head; of a probe's texts also as far only as it reads them, up to the last position drawn. The
-probe is the one for watching.
+Texts are random tokens with frequencies 1 / rank (Zipf). "Each alone, all logits" gives every analysis a separate pass
+that computes the logits of the whole vocabulary for every token. The floor is one pass without a head over each
+different text, where the texts of a probe end at the last position that it reads. The probe uses `estimator="watch"`.
 
-`text` is GPT-2 small with a share of the texts of text.yaml ("--share 128": one of 128), at least one of each kind, so
-that coupling and what probes take whatever the rows weigh more than they do there. `--memory`: what a process of its
-own takes above what it takes with the model loaded, for Trajectory, Representation and Lens of GPT-2 small on 16 texts
-of 1,024 tokens.
+`text` is GPT-2 small with a share of the texts of text.yaml (`--share 128` takes one of 128), at least one of each
+kind. Coupling and the fixed cost of probes therefore weigh more than in text.yaml. `--memory` measures in a separate
+process the peak above the memory with the model loaded, for Trajectory, Representation and Lens of GPT-2 small on 16
+texts of 1,024 tokens.
 """
 
 import argparse
@@ -37,15 +36,15 @@ from lit_layers.models.build import weights_hash
 from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.models.view import Trajectory as States
 
-WANTED = 0.85  # of the time of separate passes with all logits
+WANTED = 0.85  # share of the time of separate passes with all logits
 WANTED_OVER_PASSES = 1.5
-WANTED_ON_GPU = 15  # seconds of all analyses of text.yaml, GPT-2 small
+WANTED_ON_GPU = 15  # seconds for all analyses of text.yaml, GPT-2 small
 WANTED_MEMORY = 600  # MB
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The sizes of a model and of what is measured; texts as (number, tokens, batch)."""
+    """Sizes of a model and of its analyses; texts as (number, tokens, batch size)."""
 
     layers: int
     width: int
@@ -83,7 +82,7 @@ class Windows(Batches):
 
     def __init__(self, vocabulary: int, count: int, tokens: int, size: int, seed: int) -> None:
         draws = torch.rand(count, tokens, generator=torch.Generator().manual_seed(seed))
-        self.ids = (vocabulary**draws).long().clamp(max=vocabulary) - 1  # token k as often as 1 / (k + 1)
+        self.ids = (vocabulary**draws).long().clamp(max=vocabulary) - 1  # token k has a frequency of about 1 / (k + 1)
         self.at_once, self.name = size, f"{vocabulary} {count} {tokens} {size} {seed}"
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
@@ -98,7 +97,7 @@ class Windows(Batches):
 
 
 class AllLogits(LayeredModel):
-    """Whose passes end in the scores of every token, read or not."""
+    """View whose passes always compute the logits of every token."""
 
     def trajectory(self, batch: Batch) -> States:
         trajectory = super().trajectory(batch)
@@ -141,7 +140,10 @@ def timed(action: Callable[[], object], device: str) -> float:
 
 
 def peak_above_the_model() -> int:
-    """Runs in a process of its own: bytes of its peak above what it holds with the model loaded and used once."""
+    """Return the peak bytes of this process above its memory with the model loaded and used once.
+
+    Call it in a fresh process.
+    """
     recipe = RECIPES["text"]
     model = network(recipe)
 
@@ -150,7 +152,7 @@ def peak_above_the_model() -> int:
         assert [each.error for each in outcomes(model, analyses, weights_hash="none")] == [None] * 3
 
     measured(Windows(recipe.vocabulary, 2, 16, 2, 0))
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _resident("VmRSS")
     measured(Windows(recipe.vocabulary, 16, 1024, 16, 1))
     return _resident("VmHWM") - before
@@ -162,7 +164,7 @@ def _resident(name: str) -> int:
 
 
 def memory(options: argparse.Namespace) -> int:
-    """All that is random is the same in each round, so one is enough."""
+    """Measure the peak memory in one round, because all rounds use the same random numbers."""
     command = [sys.executable, __file__, "--peak"]
     peaks = [int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])]
     what = "peak above the model, GPT-2 small, 16 x 1,024 tokens: Trajectory, Representation, Lens"
@@ -230,7 +232,7 @@ def seconds_of_passes(options: argparse.Namespace) -> int:
     if options.recipe == "quickstart":
         ways["all"] = lambda: check("all", [measure(AllLogits(model), each, **facts) for each in analyses])
         ways["alone"] = lambda: check("alone", [measure(model, each, **facts) for each in analyses])
-    for action in ways.values():  # what is loaded or verified at first use is no part
+    for action in ways.values():  # a warm-up excludes imports and checks at first use
         action()
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(options.rounds):

@@ -1,11 +1,11 @@
-"""What the embeddings of all layers cost, against those of the last layer alone.
+"""Cost of the embeddings of all layers, against those of only the last layer.
 
     OMP_NUM_THREADS=1 python benchmarks/mteb_layers.py --folder DATA
 
-CPU seconds (of the wall on a GPU) for the texts of a few tasks of MTEB through a random GPT-NeoX: all layers pooled and
-kept on disk, as `lit-layers mteb` does, against a plain forward pass whose last hidden states are pooled and kept in
-memory. Same batches, turn by turn, median of the rounds; wanted: at most 1.1 times. With `--scoring` also what mteb
-takes to score a layer, for which all texts of a task are passed.
+The result is CPU seconds (wall seconds on a GPU) for the texts of a few tasks of MTEB through a random GPT-NeoX. One
+side pools all layers and caches them on disk, as `lit-layers mteb` does. The other side pools the last hidden states of
+a plain forward pass in memory. Both use the same batches in turn. The target is a median ratio of at most 1.1.
+`--scoring` also measures how long mteb takes to score a layer, and for this encodes all texts of a task.
 """
 
 import argparse
@@ -31,7 +31,7 @@ VOCABULARY, CONTEXT = 4000, 512
 
 
 class Listener(LayerEncoder):
-    """Keeps the texts that an evaluation asks for, and gives zeros that are not all alike."""
+    """Encoder that records the texts of an evaluation and returns placeholder embeddings that are not all equal."""
 
     def __init__(self) -> None:
         self.texts, self.layer, self.followed, self._by_dot = list[str](), 0, None, False
@@ -68,7 +68,7 @@ def main() -> int:
             if options.scoring and number == options.rounds:
                 found.embed(complete[name], 1)
                 scoring[name] = _timed(lambda task=task, found=found: task.evaluate(LayerEncoder(found, 1)), view)
-            if number:  # the first round is for warming up
+            if number:  # the first round is a warm-up
                 seconds[name]["all"].append(whole)
                 seconds[name]["last"].append(last)
     shape_of = f"width {options.dim}, {options.layers} blocks"

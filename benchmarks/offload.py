@@ -1,10 +1,10 @@
-"""What offloading costs: peak memory, CPU seconds and bytes read of one analysis, with the model whole and offloaded.
+"""Cost of offloading: peak memory, CPU seconds and bytes read of one analysis, with the model in memory and offloaded.
 
     OMP_NUM_THREADS=1 python benchmarks/offload.py --layers 2          # a minute
     OMP_NUM_THREADS=1 python benchmarks/offload.py                     # a Llama of 1.03 G parameters
 
-The weights are random. Each way runs in a process of its own, which opens the saved model and measures it. Its memory
-is the peak above what the process held before. The records of both ways must be equal.
+The weights are random. Each way runs in a separate process, which opens the saved model and measures it. Its memory is
+the peak above the memory of the process before. The records of both ways must be equal.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def resident(field: str) -> int:
 
 
 def measured(folder: str, scratch: str, analysis: str, prompts: int, tokens: int) -> dict[str, Any]:
-    """Open and measure the saved model in this process; offloaded if `scratch` is given."""
+    """Open and measure the saved model in this process, offloaded if `scratch` is given."""
     from accelerate.utils import OffloadedWeightsLoader
 
     count = {"bytes": 0}

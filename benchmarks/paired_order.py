@@ -1,7 +1,9 @@
-"""What comparing two curves prompt by prompt gains: the table of docs/emergence_accuracy.md, of rises of known order.
+"""Gain of comparing two curves prompt by prompt, on simulated rises of known order.
 
-OMP_NUM_THREADS=1 python benchmarks/paired_order.py             30 pairs a row: two CPU minutes
-OMP_NUM_THREADS=1 python benchmarks/paired_order.py --pairs 4   a look
+The result is a table of docs/emergence_accuracy.md.
+
+OMP_NUM_THREADS=1 python benchmarks/paired_order.py             30 pairs per row: two CPU minutes
+OMP_NUM_THREADS=1 python benchmarks/paired_order.py --pairs 4   a quick look
 """
 
 import argparse
@@ -46,7 +48,11 @@ def main() -> int:
 
 
 def compared(rows: list[np.ndarray], seed: int) -> tuple[float, float, float, float, float]:
-    """P paired and unpaired, the difference of the half-way points in octaves, and its deviation in either way."""
+    """Compare two curves with and without pairing their prompts.
+
+    Returns P(first before second) paired and unpaired, the difference of the half-way points in octaves, and its
+    standard deviation paired and unpaired.
+    """
     counts = bootstrap_counts(PROMPTS, seed=seed)
     first, second = (
         emergence_times(STEPS, each.mean(0), replicates=each, counts=counts, seed=[seed, number])

@@ -1,16 +1,16 @@
-"""How much of the time that downloads take is hidden behind the measuring, in one run on one series.
+"""Share of the download time that prefetching hides behind measuring, in one run on one series.
 
     OMP_NUM_THREADS=1 python benchmarks/prefetch.py
 
-A Hub on loopback, a process of its own, serves a series of small random models at a fixed rate. Three ways:
+A local Hub in a separate process serves a series of small random models at a fixed rate. Three ways are timed:
 
-  download    every checkpoint, one after the other, into an empty cache; nothing is measured
-  measure     `analyze_series` on what is in that cache by then
-  together    `analyze_series` from an empty cache: the next checkpoint is downloaded while one is measured
+  download    download every checkpoint, one after the other, into an empty cache, without measuring
+  measure     run `analyze_series` on the checkpoints in that cache
+  together    run `analyze_series` with an empty cache: it downloads the next checkpoint while it measures one
 
-There are as many prompts as make measuring a checkpoint take about as long as downloading one. What prefetching hides
-is (download + measure - together) / download; of N downloads the first cannot be hidden. The run ends with an error
-where the two measurements differ in any number.
+The number of prompts is chosen so that measuring a checkpoint takes about as long as downloading one. The share that
+prefetching hides is (download + measure - together) / download. The first of N downloads cannot be hidden. The run ends
+with an error if the two measurements differ in any number.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import torch
 from rounds import Row, add_options, finish
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the Hub is the tests' one
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the local Hub is part of the tests
 
 from lit_layers import records
 from lit_layers.analyses import Representation, Trajectory
@@ -46,7 +46,7 @@ WORDS: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token
 
 
 class Prompts(Batches):
-    """Random tokens, the same on each walk."""
+    """Random tokens, the same in each iteration."""
 
     def __init__(self, count: int) -> None:
         generator = torch.Generator().manual_seed(count)
@@ -67,7 +67,7 @@ def analyses(count: int) -> list[Analysis]:
 
 
 def make(repository: Path, checkpoints: int) -> float:
-    """Writes one branch a checkpoint and `main`; the megabytes of one."""
+    """Write a branch for each checkpoint, and `main`. Return the megabytes of one checkpoint."""
     for step in range(checkpoints):
         model = causal_lm("gpt_neox", seed=step, hidden_size=256, num_attention_heads=4, num_hidden_layers=4,
                           intermediate_size=1024, max_position_embeddings=64, **WORDS)  # fmt: skip
@@ -78,7 +78,7 @@ def make(repository: Path, checkpoints: int) -> float:
 
 @contextlib.contextmanager
 def served(root: Path, bytes_per_second: float) -> Iterator[None]:
-    """The Hub, of which this process believes that it is the real one."""
+    """Serve the local Hub, and make this process use it as the real Hub."""
     from huggingface_hub import constants
 
     ours, its = multiprocessing.Pipe()
@@ -106,7 +106,10 @@ def serve(root: Path, bytes_per_second: float, pipe: Any) -> None:
 
 @contextlib.contextmanager
 def cache(folder: Path) -> Iterator[None]:
-    """Where huggingface_hub keeps what it downloads, for a while: it reads the place when it is imported."""
+    """Set the cache folder of huggingface_hub temporarily.
+
+    The library reads the environment variable only at import.
+    """
     from huggingface_hub import constants
 
     before, constants.HF_HUB_CACHE = constants.HF_HUB_CACHE, str(folder)
@@ -118,7 +121,7 @@ def cache(folder: Path) -> Iterator[None]:
 
 def series() -> HubRevisions:
     found = HubRevisions("lab/series")
-    assert all(checkpoint.source.files for checkpoint in found)  # listed before any clock runs
+    assert all(checkpoint.source.files for checkpoint in found)  # files are listed before the timing starts
     return found
 
 
@@ -140,7 +143,7 @@ def measuring(folder: Path, root: Path, count: int) -> float:
 
 
 def fitting(folder: Path, root: Path, seconds: float) -> int:
-    """How many prompts take about so long on a checkpoint: measured on two sizes of the first two."""
+    """Return how many prompts take about `seconds` per checkpoint, from two prompt counts on two checkpoints."""
     few, many = (measuring(folder, root / str(count), count) for count in (16, 80))
     per_prompt = max((many - few) / 64, 1e-6)
     return max(8, round(16 + (seconds - few) / per_prompt))
@@ -175,7 +178,7 @@ def main() -> int:
 
 
 def one_round(place: Path, count: int) -> dict[str, float]:
-    """Seconds of downloading alone, of measuring alone, and of both together."""
+    """Return the seconds of only downloading, of only measuring, and of both together."""
     download = downloading(place / "first")
     measure = measuring(place / "first", place / "alone", count)
     together = measuring(place / "second", place / "together", count)

@@ -1,17 +1,18 @@
-"""Held-out accuracy and log-loss of the probe for watching on layers of two released models.
+"""Held-out accuracy and log-loss of the fast probe (`estimator="watch"`) on layers of two released models.
 
     OMP_NUM_THREADS=1 python benchmarks/probe_accuracy.py --model minilm     7 layers
     OMP_NUM_THREADS=1 python benchmarks/probe_accuracy.py --model smollm2    layers 0, 10, 20, 30
 
-Weights are of the packages of `make real`, texts are WikiText-2 from LIT_LAYERS_DATA. Rows are states at tokens (of
-SmolLM2-135M-Instruct 16 of each window of 64; of all-MiniLM-L6-v2, which sees both sides, the 16th of windows of 17 cut
-there), the class is the next token, among the 1,000 most frequent of the first 10,000 rows, which train the probes;
-of 20,000 others those with a class test them, since few say little: beside the accuracy lost stands its standard error
-over windows. Beside
-"watch" stand the optimum at c = 1, to a gradient of 1e-2 (further on its log-loss only rises), and the
-logistic probe at the best c of 0.001, 0.003, 0.01, 0.03, ... by the test rows themselves, which no method may look at.
-`--grid C ...` looks for the best c among these alone, and leaves the other probes out: minutes less for each layer.
-`--features FILE` keeps the states there and the scores of the two optima beside them, or takes both from there.
+The weights are from the packages of `make real`, and the texts are WikiText-2 from LIT_LAYERS_DATA. Each row is the
+state at a token, and its class is the next token. SmolLM2-135M-Instruct gives 16 rows of each window of 64 tokens.
+all-MiniLM-L6-v2 attends in both directions, so windows of 17 tokens are cut after the 16th, which gives the row. The
+first 10,000 rows train the probes. The classes are their 1,000 most frequent next tokens. The rows with a class among
+20,000 other rows test the probes. The accuracy lost has a standard error over windows.
+
+"watch" is compared with two logistic probes. One is the optimum at c = 1, to a gradient of 1e-2 (its log-loss only
+rises after that). The other has the best c of 0.001, 0.003, 0.01, 0.03, ..., chosen on the test rows, which no real
+method may use. `--grid C ...` searches only these values and omits the probe at c = 1, which saves minutes for each
+layer. `--features FILE` saves the states to FILE and the scores of the two logistic probes next to it, or reads both.
 """
 
 import argparse
@@ -38,13 +39,13 @@ GRID = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
 class Scores(NamedTuple):
-    """What a probe comes to on the test rows.
+    """Scores of a probe on the test rows.
 
     Attributes:
-        accuracy: a share of the test rows.
-        loss: in nats.
-        c: how strongly the probe is held.
-        hits: how many rows of each window it names.
+        accuracy: share of the test rows.
+        loss: log-loss in nats.
+        c: inverse strength of the regularisation.
+        hits: number of correct rows in each window.
     """
 
     accuracy: float
@@ -56,8 +57,8 @@ class Scores(NamedTuple):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(LAYERS), required=True)
-    parser.add_argument("--layers", type=int, nargs="+", help="others than the model's above")
-    parser.add_argument("--grid", type=float, nargs="+", metavar="C", help="in place of those named above")
+    parser.add_argument("--layers", type=int, nargs="+", help="layers to use instead of the model's above")
+    parser.add_argument("--grid", type=float, nargs="+", metavar="C", help="values of c instead of those above")
     parser.add_argument("--features", type=Path, metavar="FILE")
     add_options(parser, rounds=1)
     options = parser.parse_args()
@@ -69,18 +70,18 @@ def main() -> int:
         layers, following = torch.load(options.features, mmap=True)
     rows = []
     for layer in options.layers or LAYERS[options.model]:
-        kept = options.features and options.features.with_suffix(f".{layer}.json")
+        cached = options.features and options.features.with_suffix(f".{layer}.json")
         name, states, text = f"{options.model} {layer}", layers[layer].float(), ROWS_OF_A_TEXT[options.model]
-        rows += rows_of(name, states, following, text, kept, options.grid)
-    return finish("probe_accuracy", rows, options, least_rounds=1)  # a second round gives the same
+        rows += rows_of(name, states, following, text, cached, options.grid)
+    return finish("probe_accuracy", rows, options, least_rounds=1)  # all rounds give the same numbers
 
 
 def rows_of(
-    name: str, features: Tensor, following: Tensor, rows_of_a_text: int, kept: Path | None, grid: list[float] | None
+    name: str, features: Tensor, following: Tensor, rows_of_a_text: int, cached: Path | None, grid: list[float] | None
 ) -> list[Row]:
-    """How far the probe for watching falls short of the best logistic one, beside what all others come to.
+    """Return rows of how much worse the fast probe is than the best logistic probe, with the scores of all probes.
 
-    `kept`: where the scores of the optima, whose fits take minutes, are or will be.
+    `cached` is the file for the scores of the logistic probes, whose fits take minutes.
     """
     tokens, counts = following[:TRAIN].unique(return_counts=True)
     number = torch.full((int(following.max()) + 1,), -1)
@@ -112,7 +113,8 @@ def rows_of(
     }
     ways = {way: fit for way, fit in ways.items() if grid is None or way in ("watch", "best c")}
     results = {
-        way: Scores(*each) for way, each in (json.loads(kept.read_text()) if kept and kept.exists() else {}).items()
+        way: Scores(*each)
+        for way, each in (json.loads(cached.read_text()) if cached and cached.exists() else {}).items()
     }
     seconds = {}
     for way, fit in ways.items():
@@ -121,8 +123,8 @@ def rows_of(
         seconds[way] = time.process_time() - since
         print(f"{name} {way}: {results[way].accuracy:.4f} {results[way].loss:.3f} c {results[way].c:.4f}", end=" ")
         print(f"{seconds[way]:.1f} s", flush=True)
-    if kept:
-        kept.write_text(json.dumps({way: results[way] for way in ("c = 1", "best c") if way in results}))
+    if cached:
+        cached.write_text(json.dumps({way: results[way] for way in ("c = 1", "best c") if way in results}))
     parts = {way: f"{each.accuracy:.3f}, {each.loss:.2f}" for way, each in results.items()}
     spent = {f"{way}, s": f"{seconds[way]:.0f}" for way in ("watch",)}
     ours, other = results["watch"], results["best c"]
@@ -141,7 +143,7 @@ def rows_of(
 
 
 def features_of(name: str) -> tuple[Tensor, Tensor]:
-    """States (layers + 1, rows, dim) and the token after each row."""
+    """Return the states (layers + 1, rows, dim) and the next token of each row."""
     import pandas
     from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 

@@ -1,9 +1,9 @@
-"""Peak memory of the probes of all layers on many texts: features stream through the disk, a layer at a time.
+"""Peak memory of probes at all layers on many texts. Features are stored on disk and read one layer at a time.
 
     OMP_NUM_THREADS=1 python benchmarks/probe_memory.py    # 13 layers x 100,000 texts x 768: 4 GB on disk
 
-The model is a stand-in that passes random states of the right shape, so that features, probes and scores are measured
-and not a forward pass; texts are 20 to 60 words. A round is a process.
+The model is a stub that returns random states of the right shape, so the benchmark measures features, probes and scores
+but no forward pass. Texts have 20 to 60 words. A round is a separate process.
 """
 
 import argparse
@@ -30,7 +30,7 @@ NUM_CLASSES = 77
 
 
 class PassesRandomStates(LayeredModel):
-    """As wide and deep as wanted, without the arithmetic."""
+    """Model of any width and depth that returns random states."""
 
     def __init__(self, num_layers: int, dim: int) -> None:
         super().__init__(causal_lm("gpt2", n_embd=8, n_layer=1, n_head=1, n_positions=512, vocab_size=512))
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def measured(options: argparse.Namespace) -> dict[str, float]:
-    """Peak memory of this process in MB, what it held before, and the seconds of the probes."""
+    """Return the peak memory of this process in MB, its memory before, and the seconds of the probes."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         corpus = ["a few words of text that nobody reads 0 1 2 3 4 5 6 7 8 9"] * 9
@@ -106,7 +106,7 @@ def _write(file: Path, split: str, rows: int) -> None:
 
 
 def _peak() -> float:
-    """MB; Linux counts in KiB, macOS in bytes."""
+    """Return the peak memory in MB. Linux counts in KiB, macOS in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1024)
 
 

@@ -1,16 +1,18 @@
-"""Logistic probes by scikit-learn and by us: same features, same objective, one run.
+"""Logistic probes of scikit-learn against ours: one run, same features, same objective.
 
     python benchmarks/probes.py                                     2 layers of 10,000 x 768, 77 classes: 2 minutes
     python benchmarks/probes.py --dim 2048 --layers 2 --rounds 1
-    python benchmarks/probes.py --rows 100000 --layers 1 --rounds 1 --no-tight     for its memory
+    python benchmarks/probes.py --rows 100000 --layers 1 --rounds 1 --no-tight     to measure memory
 
-Features are correlated, their principal components decay as k^-0.7, and classes move further apart from layer to layer.
-Each way fits each layer in a process of its own, in turns, float32 features in, standardising included. Times are those
-of the process, so that other work on the machine does not count: run it with OMP_NUM_THREADS=1. Memory is the peak
-above what the process held with the features. "Objective" is how far it lies above the lowest of the run, evaluated in
-float64 for all. A fair race is between rows of one objective: scikit-learn's default stops early, at a gradient 100
-times ours, so that there is a row for its tolerance and one for ours, of each, and "ours, as low" is the loosest
-tolerance with which ours is at or below the objective of scikit-learn's default. "Tight" is scikit-learn in float64.
+The features are correlated: their principal components decay as k^-0.7. The distance between classes grows from layer
+to layer. Each way fits each layer in a separate process, in turns, from float32 features, including standardisation.
+Times are process times, so other work on the machine does not count: run it with OMP_NUM_THREADS=1. Memory is the peak
+above the memory of the process with the features loaded. "Objective" is the excess over the lowest objective of the
+run, all evaluated in float64.
+
+Only compare rows of equal objective. scikit-learn's default stops early, at a gradient 100 times ours, so each library
+has a row for each of the two tolerances. "Ours, as low" is our loosest tolerance that reaches the objective of
+scikit-learn's default. "Tight" is scikit-learn in float64.
 """
 
 import argparse
@@ -32,7 +34,7 @@ LADDER = [1e-2, 1e-3, 1e-4, 1e-5, 1e-6]
 
 
 def problem(options: argparse.Namespace, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training features (rows, dim) and labels, then those of 2,000 test rows."""
+    """Return training features (rows, dim) and labels, and the same for 2,000 test rows."""
     generator = torch.Generator().manual_seed(layer)
     rows, dim = options.rows + 2000, options.dim
     axes = torch.linalg.qr(torch.randn(dim, dim, generator=generator))[0]
@@ -59,10 +61,10 @@ def one_way(options: argparse.Namespace) -> dict[str, Any]:
 
     warnings.simplefilter("ignore")
     features, labels, test, test_labels = problem(options, options.layer)
-    small = torch.randn(1, 50, 4), torch.arange(50) % 3  # what is loaded at first use is no part of the race
+    small = torch.randn(1, 50, 4), torch.arange(50) % 3  # a warm-up excludes imports at first use
     fit_logistic_probes(*small)
     LogisticRegression().fit(small[0][0].numpy(), small[1].numpy())
-    Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the peak
     before, since = peak(), time.process_time()
     if options.way.startswith("ours"):
         probes = fit_logistic_probes(features[None], labels, tolerance=options.tolerance)
@@ -93,7 +95,7 @@ def run(way: str, layer: int, tolerance: float) -> dict[str, Any]:
 
 
 def race(options: argparse.Namespace, layer: int) -> dict[str, list[dict[str, Any]]]:
-    """The rounds of each way on one layer."""
+    """Return the results of each way on one layer, one per round."""
     default = run("scikit-learn, default", layer, DEFAULT)
     as_low = FINE
     for as_low in LADDER:
@@ -115,11 +117,11 @@ def race(options: argparse.Namespace, layer: int) -> dict[str, list[dict[str, An
 
 
 def rows_of(layer: int, found: dict[str, list[dict[str, Any]]]) -> list[Row]:
-    """Times of one layer, theirs over ours, and how far our objective lies above the lowest of the run."""
+    """Return rows for one layer: scikit-learn's time over ours, and the excess of our objective over the lowest."""
     middle = {
         way: {name: statistics.median(one[name] for one in runs) for name in runs[0]} for way, runs in found.items()
     }
-    races = {  # what is compared -> the slower way, the quicker way, what is wanted
+    races = {  # what is compared -> (slower way, faster way, target)
         "at the objective of scikit-learn's default": ("scikit-learn, default", "ours, as low", 1.0),
         "at the same small gradient": (f"scikit-learn, {FINE:g}", f"ours, {FINE:g}", 1.0),
         "defaults of both (ours is lower)": ("scikit-learn, default", f"ours, {FINE:g}", None),

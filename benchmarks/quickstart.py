@@ -1,10 +1,10 @@
-"""What the analyses of recipes/quickstart/gpt2.yaml take of its time, and what bare forward passes would.
+"""Share of the time of recipes/quickstart/gpt2.yaml that its analyses take, and that bare forward passes would take.
 
     OMP_NUM_THREADS=1 python benchmarks/quickstart.py                    about two minutes
 
-A model that a bare loop has trained for some of the recipe's steps is measured as the recipe says, in turns with a few
-more steps; CPU seconds of all checkpoints over those of all steps and checkpoints. The floor is a pass without a head
-through each text as far as an analysis reads it: no way to measure as many texts takes less.
+A bare loop trains the model for some of the recipe's steps. Then the recipe's analyses and a few more training steps
+run in turn. The result is the CPU seconds of all checkpoints over those of all steps and checkpoints. The floor is one
+pass without a head over each text, as far as an analysis reads it: no way of measuring as many texts takes less time.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from lit_layers.schedule import Schedule
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart" / "gpt2.yaml"
 WANTED = 8.0  # percent
-BEFORE = 64  # steps of training before what is measured
-STEPS = 8  # of training in a round
+BEFORE = 64  # training steps before the measurement
+STEPS = 8  # training steps in a round
 
 
 def main() -> int:
@@ -59,7 +59,7 @@ def main() -> int:
         "passes": lambda: pass_all(model, contexts),
         "steps": lambda: [step() for _ in range(STEPS)],
     }
-    for action in ways.values():  # what is loaded or verified at first use is no part
+    for action in ways.values():  # a warm-up excludes imports and checks at first use
         action()
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(options.rounds):
@@ -84,7 +84,7 @@ def main() -> int:
 
 
 def built(described: dict[str, Any], names: dict[str, str]) -> Any:
-    """An object of a recipe, with what its text says in the recipe's names."""
+    """Return an object described in a recipe, with `${name}` replaced by the recipe's value."""
     module, name = described["class_path"].rsplit(".", 1)
     kinds = {"lit_layers.analyses": lit_layers.analyses, "lit_layers.data": lit_layers.data}
     arguments = {
@@ -114,7 +114,7 @@ def stepping(model: torch.nn.Module, batches: list[torch.Tensor], lr: float) -> 
 
 
 def read_by(analyses: Iterable[Analysis]) -> list[Batch]:
-    """The texts that are read, each once; of a probe up to its last position."""
+    """Return each text that the analyses read once. The texts of a probe end at its last position."""
     texts: dict[str, EvalText] = {}
     contexts: list[Batch] = []
     for analysis in analyses:

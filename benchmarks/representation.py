@@ -1,12 +1,12 @@
-"""Seconds and peak memory of each number of `Representation` and `Invariance`, for one layer.
+"""Time and peak memory of each number of `Representation` and `Invariance`, for one layer.
 
-    OMP_NUM_THREADS=1 python benchmarks/representation.py --compared  # times of plain numpy and torch over ours
+    OMP_NUM_THREADS=1 python benchmarks/representation.py --compared  # time of plain numpy and torch over ours
     OMP_NUM_THREADS=1 python benchmarks/representation.py           # 512 tokens, 1,000 prompts, 16 views, width 4,096
     OMP_NUM_THREADS=1 python benchmarks/representation.py --quick   # 64 tokens, 50 prompts, 4 views, width 128
 
-Random rows of the right shape, a process for each metric; `--device cuda` keeps the rows on a GPU. Seconds are those of
-the process, of a GPU those of the clock; peak memory is what the metric adds to its input. Both sides of a comparison
-take turns, and their results are equal.
+The input is random rows of the right shape, with a separate process for each metric. `--device cuda` puts the rows on a
+GPU. Seconds are process time on a CPU and wall time on a GPU. Peak memory is the memory that the metric adds to its
+input. Both sides of a comparison take turns, and their results must be equal.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from lit_layers.functional.entropy import (
 )
 from lit_layers.functional.geometry import pool, token_angle, token_curvature
 
-CHUNK = 64  # prompts of LiDAR
+CHUNK = 64  # prompts per chunk of LiDAR
 
 
 class Shape(NamedTuple):
@@ -59,7 +59,7 @@ def _released(rows: Tensor) -> Tensor:
     return matrix_entropy(rows, center=True, unit=True, clamp=True, side="smaller")
 
 
-# name -> (which rows, metric)
+# name -> (kind of rows, metric)
 METRICS: dict[str, tuple[str, Callable[..., Any]]] = {
     "prompt_entropy": ("tokens", matrix_entropy),
     "prompt_entropy, released_code": ("tokens", _released),
@@ -81,7 +81,7 @@ def random(*shape: int) -> Tensor:
 
 
 def states(prompts: int, tokens: int, dim: int) -> Tensor:
-    """Singular values that fall from 1 to 5e-4, as those of a trained encoder do on 256 tokens."""
+    """Return random states whose singular values fall from 1 to 5e-4, as in a trained encoder on 256 tokens."""
     size = min(tokens, dim)
     left, right = torch.linalg.qr(random(prompts, tokens, size))[0], torch.linalg.qr(random(prompts, dim, size))[0]
     return left * torch.logspace(0, -3.3, size, dtype=torch.float64) @ right.mT
@@ -121,7 +121,7 @@ def plain_dime(pairs: Tensor, orders: Tensor) -> Tensor:
 
 
 def comparisons(rounds: int) -> list[Row]:
-    """Of each round, the time of a plain route, or of that of former versions, over ours."""
+    """Return rows of the time of a plain implementation, or of an earlier version, over ours."""
     ways: list[tuple[str, str, float, Callable[[], Tensor], Callable[[], Tensor]]] = []
     for shape in ((8, 256, 768), (2, 1024, 768)):
         rows, name = states(*shape), f"singular values, {shape[1]} x {shape[2]}"
@@ -186,7 +186,7 @@ def main() -> int:
 
 
 def measured(name: str, shape: Shape, rounds: int, device: str) -> tuple[str, list[float], float]:
-    """The shape of the input, the seconds of each round and the memory added, in MB."""
+    """Return the shape of the input, the seconds of each round and the added memory in MB."""
     kind, metric = METRICS[name]
     generator = torch.Generator().manual_seed(0)
     sizes = {
@@ -206,7 +206,7 @@ def measured(name: str, shape: Shape, rounds: int, device: str) -> tuple[str, li
 
 
 def _peak(device: str) -> float:
-    """MB; Linux counts in KiB, macOS in bytes."""
+    """Return the peak memory in MB. Linux counts in KiB, macOS in bytes."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated() / 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1024)

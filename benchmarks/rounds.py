@@ -1,10 +1,11 @@
-"""What every benchmark here has in common: rounds in turns, ratios with quartiles, a file of results, the docs' tables.
+"""Shared code of all benchmarks: rounds, ratios with quartiles, files of results, and the tables of the docs.
 
-A benchmark takes the ways that it compares in turns, at least five rounds of them, and hands over one `Row` for each
-ratio. `finish` prints them and with `--save` keeps them in results/NAME.json, one run for each machine and command.
+A benchmark runs the ways that it compares in turn, for at least five rounds, and passes one `Row` per ratio to
+`finish`. `finish` prints the rows. With `--save` it writes them to results/NAME.json, one run for each machine and
+command.
 
     python benchmarks/rounds.py            writes the tables of docs/performance.md from results/*.json
-    python benchmarks/rounds.py --check    exits with 1 where they differ
+    python benchmarks/rounds.py --check    exits with 1 if they differ
 """
 
 import argparse
@@ -23,10 +24,12 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 DOCS = tuple(Path(__file__).parents[1] / "docs" / name for name in ("performance.md", "emergence_accuracy.md"))
-# Each makes BLAS or torch take other kernels than those of the processor: a peer that is slowed by one is no peer.
+# Each variable makes BLAS or torch use other kernels than the processor's best, which can slow one side of a
+# comparison.
 PINS = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "OPENBLAS_CORETYPE")
-LEAST_ROUNDS = 5  # below it quartiles say nothing
-# `results` is the whole table of a benchmark, `medians` only the medians, by the two sides of a row's last colon.
+LEAST_ROUNDS = 5  # quartiles of fewer rounds are meaningless
+# `results` inserts the whole table of a benchmark. `medians` inserts only the medians: the text of a row before its
+# last colon names the line, the text after it the column.
 TABLE = re.compile(
     r"(?P<mark><!-- (?P<form>results|medians): (?P<name>\w+) -->\n).*?(?P<end>\n<!-- end of results -->)", re.DOTALL
 )
@@ -34,14 +37,15 @@ TABLE = re.compile(
 
 @dataclass(frozen=True)
 class Row:
-    """One ratio, or another number, of which each round gave a value.
+    """One ratio, or another number, with a value from each round.
 
     Attributes:
-        what: what is compared, as the first cell of the table.
-        values: of each round.
-        target: what is wanted, if something is: at least that much, or `at_most` so much.
+        what: what is compared, the first cell of the table.
+        values: one value per round.
+        target: the wanted median, if there is a target.
+        at_most: whether the target is an upper bound instead of a lower bound.
         others: further cells, by the title of their column.
-        unit: behind the number; the ratio of times and speeds has none.
+        unit: text after the number; empty for ratios.
     """
 
     what: str
@@ -79,15 +83,15 @@ class Row:
 
 
 def ratios(numerators: Iterable[float], denominators: Iterable[float]) -> list[float]:
-    """Of each round: both sides of a ratio met the same minutes of the machine."""
+    """Return one ratio per round, because both sides of a round ran on the machine at about the same time."""
     return [one / other for one, other in zip(numerators, denominators, strict=True)]
 
 
 def add_options(parser: argparse.ArgumentParser, *, rounds: int = 5) -> None:
-    """The options that all benchmarks have."""
-    parser.add_argument("--rounds", type=int, default=rounds, help=f"that count (default: {rounds})")
-    parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a target is missed")
+    """Add the options of all benchmarks."""
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"number of timed rounds (default: {rounds})")
+    parser.add_argument("--save", action="store_true", help="save the result in benchmarks/results")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
 
 
 def finish(
@@ -98,22 +102,22 @@ def finish(
     device: str = "cpu",
     least_rounds: int = LEAST_ROUNDS,
 ) -> int:
-    """Prints the table of a run, keeps it if asked to, and returns the exit code.
+    """Print the table of a run, save it with `--save`, and return the exit code.
 
-    `least_rounds`: fewer are not kept; one where what is counted is the same in every round.
+    `least_rounds` is the fewest rounds that may be saved: 1 if the numbers are the same in every round.
     """
     run = {"command": command(), "machine": machine(device), "rows": [asdict(row) for row in rows]}
-    print(f"\n{_place(run['machine'])}\n{table(rows)}")
+    print(f"\n{_machine_line(run['machine'])}\n{table(rows)}")
     if options.save:
         if min(len(row.values) for row in rows) < least_rounds:
-            raise SystemExit(f"a result that is kept has at least {least_rounds} rounds: nothing was saved")
+            raise SystemExit(f"a saved result needs at least {least_rounds} rounds: nothing was saved")
         path = RESULTS / f"{name}.json"
         runs = json.loads(path.read_text())["runs"] if path.exists() else []
         same = [run["command"], run["machine"]["processor"]]
         runs = [each for each in runs if [each["command"], each["machine"]["processor"]] != same]
         RESULTS.mkdir(exist_ok=True)
         path.write_text(json.dumps({"runs": [*runs, run]}, indent=1) + "\n")
-        print(f"kept in {path}; python benchmarks/rounds.py writes the docs' tables from there")
+        print(f"saved in {path}; python benchmarks/rounds.py updates the tables of the docs")
     for row in rows:
         if row.missed:
             print(f"MISSED: {row.what}: {_digits(row.quartiles[1])}, wanted {row.cells()['wanted']}".replace("*", ""))
@@ -121,16 +125,16 @@ def finish(
 
 
 def command() -> str:
-    """What was typed, without where it was typed and without what does not change the result."""
+    """Return the command line without `--save` and `--check`, with "DATA" for each local path."""
     words = [word for word in sys.argv[1:] if word not in ("--save", "--check")]
-    # A folder of data is somebody's own place.
+    # The path of a data folder is private.
     places = [os.path.sep in word and Path(word).exists() for word in words]
     shown = ["DATA" if place else shlex.quote(word) for word, place in zip(words, places, strict=True)]
     return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *shown])
 
 
 def clock(device: str | Any = "cpu") -> float:
-    """Seconds: of this process on a CPU, where other work is not to count; of the wall on a GPU, when it is idle."""
+    """Return process seconds for a CPU, so that other work does not count, or wall seconds once the GPU is idle."""
     if not str(device).startswith("cuda"):
         return time.process_time()
     import torch
@@ -140,7 +144,7 @@ def clock(device: str | Any = "cpu") -> float:
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """Processor, threads, versions and the kernels of both sides: of torch, and of numpy and scipy."""
+    """Return processor, threads, versions, and the BLAS kernels of torch and of numpy and scipy."""
     import torch
     from threadpoolctl import threadpool_info
 
@@ -168,7 +172,7 @@ def _cpu() -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A Markdown table; a column that no row fills is left out."""
+    """Return a Markdown table without columns that are empty in all rows."""
     lines = [row.cells() for row in rows]
     columns = list(dict.fromkeys(column for line in lines for column in line))
     columns = [column for column in columns if any(line.get(column) for line in lines)]
@@ -187,19 +191,19 @@ def section(runs: Sequence[Mapping[str, Any]]) -> str:
         rows = [Row(**row) for row in run["rows"]]
         counts = sorted({len(row.values) for row in rows})
         rounds = f"{' to '.join(map(str, counts))} rounds" if counts != [1] else "one round"
-        parts.append(f"`{run['command']}`, {_short_place(run['machine'])}, {rounds}:\n\n{table(rows)}")
+        parts.append(f"`{run['command']}`, {_short_machine_line(run['machine'])}, {rounds}:\n\n{table(rows)}")
     return "\n\n".join(parts)
 
 
-def _short_place(machine: Mapping[str, Any]) -> str:
+def _short_machine_line(machine: Mapping[str, Any]) -> str:
     """Name processor, threads, torch and its kernels; the file of results has all versions."""
     kernels = machine["kernels"][0].partition(",")[0].removeprefix("torch ")
     short = {**machine, "torch": machine["torch"].partition("+")[0], "kernels": [kernels]}
-    return _place(short)
+    return _machine_line(short)
 
 
 def medians(runs: Sequence[Mapping[str, Any]]) -> str:
-    """The medians of a benchmark for the docs: `CASE: WHAT` is in the row of its case and the column of what it is."""
+    """Return the medians of a benchmark for the docs. The row `CASE: WHAT` fills line CASE and column WHAT."""
     lines: dict[str, dict[str, str]] = {}
     wanted: dict[str, set[str]] = {}
     for row in (Row(**row) for run in runs for row in run["rows"]):
@@ -215,16 +219,16 @@ def medians(runs: Sequence[Mapping[str, Any]]) -> str:
     return f"{commands}:\n\n{_markdown([['median share', *heads.values()], *rows])}"
 
 
-def with_tables(*texts: str) -> list[str]:
-    """The pages with the tables of all results in their places.
+def fill_tables(*texts: str) -> list[str]:
+    """Return the pages with the tables of all results after their markers.
 
     Raises:
-        ValueError: a place without results, or results without a place.
+        ValueError: a marker without results, or results without a marker.
     """
     names = [found["name"] for text in texts for found in TABLE.finditer(text)]
     files = [path.stem for path in sorted(RESULTS.glob("*.json"))]
     if sorted(names) != files:
-        raise ValueError(f"the pages have places for {sorted(names)}, results are {files}")
+        raise ValueError(f"the pages have markers for {sorted(names)}, but there are results for {files}")
 
     def filled(place: re.Match[str]) -> str:
         runs = json.loads((RESULTS / f"{place['name']}.json").read_text())["runs"]
@@ -234,14 +238,14 @@ def with_tables(*texts: str) -> list[str]:
     return [TABLE.sub(filled, text) for text in texts]
 
 
-def _place(machine: Mapping[str, Any]) -> str:
+def _machine_line(machine: Mapping[str, Any]) -> str:
     threads = f"{machine['num_threads']} thread{'s' if machine['num_threads'] > 1 else ''}"
     pinned = [f"{name}={value}" for name, value in machine["pinned"].items()]
     return ", ".join([machine["processor"], threads, f"torch {machine['torch']}", *machine["kernels"], *pinned])
 
 
 def _digits(value: float) -> str:
-    """Three digits, which is more than a round repeats."""
+    """Format with three digits: rounds do not agree on more."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
@@ -249,7 +253,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     before = [page.read_text() for page in DOCS]
-    after = with_tables(*before)
+    after = fill_tables(*before)
     if parser.parse_args().check:
         return int(before != after)
     for page, text in zip(DOCS, after, strict=True):

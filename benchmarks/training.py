@@ -1,4 +1,4 @@
-"""Training speed: this project's trainer against two plain loops, side by side in one run.
+"""Training speed: our trainer against two plain loops, in one run.
 
 Contenders, all with the same weights, tokens, AdamW, clipping and learning rates, on the same device:
   lit_layers   LitCausalLM in a Lightning Trainer, with the options, loader and callbacks of `lit-layers fit`
@@ -6,9 +6,9 @@ Contenders, all with the same weights, tokens, AdamW, clipping and learning rate
   nanoGPT      a few lines of PyTorch around a GPT of equal size written out in nn.Linear, without any library
 
 They take turns: the Trainer pauses after each step (after ten on a GPU, whose queue must stay filled) while the others
-run as many, in an order that alternates. A ratio is taken within a round of some steps, and the median over rounds is
-reported, so that whatever else the machine does falls on all of them. All must reach the same loss, otherwise the run
-ends with an error.
+run as many steps, in alternating order. Each round of some steps gives one ratio, and the median over rounds is
+reported, so that other work on the machine slows all of them. All must reach the same loss, otherwise the run ends with
+an error.
 
     python benchmarks/training.py --size quickstart
     python benchmarks/training.py --size 124m --device cuda
@@ -45,13 +45,13 @@ from lit_layers.training.trainer import DEFAULTS, StepSampler
 
 OURS, BARE, NANO = "lit_layers", "bare loop", "nanoGPT"
 TARGETS = {BARE: 0.95, NANO: 1.0}
-MFU = {False: 0.45, True: 0.5}  # of a GPU, without and with --compile
+MFU = {False: 0.45, True: 0.5}  # target on a GPU, without and with --compile
 CLIP, WARMUP = 1.0, 40
 
 
 @dataclass(frozen=True)
 class Size:
-    """Shape of a model and of its batches, and how many steps make a round."""
+    """Shape of a model and of its batches, and the number of steps in a round."""
 
     layers: int
     dim: int
@@ -96,7 +96,7 @@ class NanoBlock(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """GPT-2 as nanoGPT writes it: tied embedding and head, learned positions, no key-value cache, no masks."""
+    """GPT-2 as in nanoGPT: tied embedding and head, learned positions, no key-value cache, no masks."""
 
     def __init__(self, size: Size, rows: int) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class NanoGPT(nn.Module):
 
     @torch.no_grad()
     def copy_from(self, gpt2: Any) -> "NanoGPT":
-        """Takes over the weights of a Hugging Face GPT-2, whose Conv1D stores the transpose of a Linear."""
+        """Copy the weights of a Hugging Face GPT-2, whose Conv1D stores the transpose of a Linear."""
         body = gpt2.transformer
         pairs = [(self.token, body.wte), (self.position, body.wpe), (self.norm, body.ln_f)]
         for mine, theirs in zip(self.blocks, body.h, strict=True):
@@ -133,7 +133,7 @@ class NanoGPT(nn.Module):
 
 
 class RandomBlocks(Dataset):
-    """Token ids with the frequencies of words (1 / rank), for a loss with something to learn; read as from shards."""
+    """Random token ids with frequencies 1 / rank, as of words, so that the loss can fall. Read as from shards."""
 
     def __init__(self, size: Size, count: int = 2048) -> None:
         frequencies = 1 / torch.arange(1, size.vocabulary + 1)
@@ -168,7 +168,7 @@ class RandomText(LitTextData):
 
 
 class Loop:
-    """A bare training loop over the very batches that the Trainer sees."""
+    """A bare training loop over the same batches as the Trainer."""
 
     def __init__(
         self, network: Callable[[Tensor], Tensor], model: nn.Module, lit: LitCausalLM, data: RandomText
@@ -198,7 +198,7 @@ class Loop:
 
 
 def plain_loops(lit: LitCausalLM, data: RandomText, size: Size) -> dict[str, Loop]:
-    """Returns the two plain loops, their models equal to the trainer's as it is now."""
+    """Return the two plain loops, with models equal to the trainer's current model."""
     bare: Any = copy.deepcopy(lit.model)
     nano = NanoGPT(size, rows=bare.config.vocab_size).to(lit.device).copy_from(bare)
     assert sum(p.numel() for p in bare.parameters()) == sum(p.numel() for p in nano.parameters())
@@ -211,10 +211,11 @@ def plain_loops(lit: LitCausalLM, data: RandomText, size: Size) -> dict[str, Loo
     }
 
 
-# Dense bf16 and float16 operations a second by the name that CUDA gives a card; others have none here, for a like name
-# may be another card. NVIDIA's datasheets, which from Hopper on and for L4, L40S give twice that, "with sparsity":
-# A100 (312), A10 (125), L4 (242), L40 (181 dense), L40S (362 dense), H100 (SXM 1,979, PCIe 1,513, NVL 1,671), H200 (SXM
-# 1,979, NVL 1,671), GH200 (1,979), HGX B200 (4,500 a GPU) and GB200 NVL72 (5,000 a GPU), in teraflops.
+# Dense bf16 and float16 operations per second, by the exact name that CUDA reports, because a similar name may be
+# another GPU. Source: NVIDIA's datasheets, which from Hopper on and for L4, L40S give twice these numbers, "with
+# sparsity": A100 (312), A10 (125), L4 (242), L40 (181 dense), L40S (362 dense), H100 (SXM 1,979, PCIe 1,513, NVL
+# 1,671), H200 (SXM 1,979, NVL 1,671), GH200 (1,979), HGX B200 (4,500 a GPU) and GB200 NVL72 (5,000 a GPU), in
+# teraflops.
 _PEAKS = {
     **dict.fromkeys(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB"), 312e12),
     "NVIDIA A100 80GB PCIe": 312e12,
@@ -231,11 +232,11 @@ _PEAKS = {
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Return the most operations a second that a GPU can do in Lightning's `precision`; None where it is unknown."""
+    """Return the peak operations per second of a GPU in Lightning's `precision`, or None if unknown."""
     peak = _PEAKS.get(torch.cuda.get_device_name(device))
     if peak is None or "16" in precision:
         return peak
-    # TF32 has half of it. Without, these cards are a tenth as fast, which is nobody's training.
+    # TF32 reaches half of it. Plain float32 is about ten times slower and not worth a target.
     return peak / 2 if precision.startswith("32") and torch.get_float32_matmul_precision() != "highest" else None
 
 
@@ -252,11 +253,11 @@ def flops_per_token(model: Any, num_tokens: int) -> float:
 
 
 class TakeTurns(L.Callback):
-    """Stops the trainer's clock every `turn` steps and lets the plain loops run as many.
+    """Callback that stops the trainer's clock every `turn` steps and runs the plain loops for as many steps.
 
     Attributes:
-        seconds: per contender, the wall and the processor time of each of its turns.
-        paused_seconds: what RunLog leaves out of its own tokens per second.
+        seconds: per contender, the wall and processor time of each of its turns.
+        paused_seconds: time that RunLog excludes from its own tokens per second.
     """
 
     def __init__(self, size: Size, turn: int) -> None:
@@ -306,7 +307,7 @@ def _difference(end: tuple[float, float], start: tuple[float, float]) -> tuple[f
 
 
 def compete(size: Size, *, steps: int, turn: int, device: str, compile: bool) -> tuple[TakeTurns, Tensor]:
-    """Trains all contenders; returns the timings and the trainer's losses as it logged them."""
+    """Train all contenders, and return the timings and the losses that the trainer logged."""
     shape = {"n_layer": size.layers, "n_embd": size.dim, "n_head": size.heads, "n_positions": size.context}
     no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     lit = LitCausalLM("gpt2", shape | no_dropout, warmup_steps=WARMUP, compile=compile)
@@ -330,20 +331,20 @@ def compete(size: Size, *, steps: int, turn: int, device: str, compile: bool) ->
 
 
 def compare_losses(turns: TakeTurns, losses: Tensor, device: str) -> dict[str, float]:
-    """Returns the relative difference of each loop's loss from the trainer's, over the last quarter of the steps.
+    """Return the relative difference between each loop's loss and the trainer's, over the last quarter of the steps.
 
     Raises:
-        SystemExit: where the contenders did not do the same work.
+        SystemExit: if the contenders did not do the same work.
     """
     differences = {}
-    # nanoGPT counts the padding rows of its vocabulary: log(1 + 47 / 50257) = 0.0009 nats of 10.8 at the first step.
+    # nanoGPT includes the padding rows in its softmax: log(1 + 47 / 50257) = 0.0009 of 10.8 nats at the first step.
     at_first, at_last = (2e-4, 1e-3) if device == "cpu" else (1e-3, 1e-2)
     for name, loop in turns.loops.items():
         theirs = torch.stack(loop.losses).double().cpu()
         if len(theirs) != len(losses):
             sys.exit(f"{name} took {len(theirs)} steps, lit_layers {len(losses)}: the comparison is void")
         first = float((theirs[0] / losses[0] - 1).abs())
-        # Rounding grows with every step, more in single steps than in their mean.
+        # Rounding errors grow with every step, and are larger in single steps than in their mean.
         quarter = -(len(losses) // 4) or None
         differences[name] = float((theirs[quarter:].mean() / losses[quarter:].mean() - 1).abs())
         if first > at_first or differences[name] > at_last:
@@ -355,7 +356,7 @@ def compare_losses(turns: TakeTurns, losses: Tensor, device: str) -> dict[str, f
 
 
 def rounds_of(turns: list[tuple[float, float]], per_round: int) -> list[tuple[float, float]]:
-    """Returns the wall and processor seconds of each round."""
+    """Return the wall and processor seconds of each round."""
     return [
         (sum(wall for wall, _ in part), sum(processor for _, processor in part))
         for part in (turns[start : start + per_round] for start in range(0, len(turns), per_round))
@@ -363,7 +364,7 @@ def rounds_of(turns: list[tuple[float, float]], per_round: int) -> list[tuple[fl
 
 
 def rows_of(name: str, turns: TakeTurns, differences: dict[str, float], warmup: int, wanted_mfu: float) -> list[Row]:
-    """Tokens per second over each of the loops, by wall time, and the model FLOP utilisation of a known GPU."""
+    """Return rows of our tokens per second over each loop's, by wall time, and of the MFU if the peak is known."""
     size = turns.size
     tokens = size.round * size.batch * size.context
     timings = {of: rounds_of(taken, size.round // turns.turn)[warmup:] for of, taken in turns.seconds.items()}

@@ -1,10 +1,10 @@
-"""What cutting a model saves: the whole, its trunk without a head, and its first blocks, measured in one run.
+"""Savings by truncating a model: the whole model, its trunk without a head, and its first blocks, in one run.
 
     OMP_NUM_THREADS=1 python benchmarks/truncation.py               # GPT-2 small, random, cut at 9, 6, 3
     OMP_NUM_THREADS=1 python benchmarks/truncation.py --layers 4 --model FOLDER
 
-Rounds alternate between the models; memory is that of a process for each. Wanted: no cut takes a larger share of the
-whole model's time than its share of the blocks.
+Rounds alternate between the models. Memory is measured in a separate process for each. Target: the time of a truncated
+model, as a share of the whole model's time, is at most its share of the blocks.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from lit_layers.models import LayeredModel, causal_lm, load, save, truncate
 from lit_layers.models.costs import call_of, interleaved, peak_bytes
 from lit_layers.models.families import trunk_of
 
-NOISE = 1.1  # of a median on a machine that others use
+NOISE = 1.1  # tolerance for medians on a shared machine
 
 
 def main() -> int:
@@ -41,7 +41,7 @@ def main() -> int:
             variants[f"first {kept} blocks"] = Path(folder) / str(kept)
             with torch.no_grad():
                 save(truncate(model, kept, head=False), variants[f"first {kept} blocks"])
-        # All but the first are trunks.
+        # All models but the first are trunks without a head.
         models = {
             name: (trunk_of(load(saved)) if number else load(saved)).to(options.device)
             for number, (name, saved) in enumerate(variants.items())
@@ -61,7 +61,7 @@ def main() -> int:
                 "peak MB of a batch": f"{peak / 1e6:,.0f}",
                 "ms a text: whole, this": ", ".join(f"{1e3 * median(seconds[each][0]):.0f}" for each in (first, name)),
             }
-            # No more than its share of the blocks of the whole model's time.
+            # The share of the time may not exceed the share of the blocks.
             target = NOISE * kept / num_layers
             rows.append(Row(name, ratios(seconds[name][0], seconds[first][0]), target, at_most=True, others=others))
     return finish("truncation", rows, options, device=options.device)

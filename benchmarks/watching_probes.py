@@ -1,11 +1,11 @@
-"""Seconds of the probes for watching, true and permuted labels, beyond the forward pass.
+"""Time of fast probes (`estimator="watch"`) on true and permuted labels, without the forward pass.
 
     OMP_NUM_THREADS=1 python benchmarks/watching_probes.py                 2 layers of 10,000 x 768, 1,000 classes
     OMP_NUM_THREADS=1 python benchmarks/watching_probes.py --layers 13
     python benchmarks/watching_probes.py --device cuda --layers 13
 
-Features are correlated, their principal components decay as k^-0.7; classes are as uneven as tokens and move apart from
-layer to layer. The seconds of 13 layers are the mean over the layers measured, times 13.
+The features are correlated: their principal components decay as k^-0.7. Classes are as unbalanced as tokens, and their
+distance grows from layer to layer. The time for 13 layers is the mean over the measured layers, times 13.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def main() -> int:
     add_options(parser)
     options = parser.parse_args()
     small = torch.randn(1, 200, 8, generator=torch.Generator().manual_seed(0)).to(options.device)
-    fit_watching_probes(small, [torch.arange(200, device=options.device) % 3])  # what is loaded at first use is no part
+    fit_watching_probes(small, [torch.arange(200, device=options.device) % 3])  # warm-up: imports
     rounds = [[seconds_of(layer, options) for layer in range(options.layers)] for _ in range(options.rounds)]
     shape = f"{options.rows:,} x {options.dim}, {options.classes:,} classes, two label sets"
     rows = [
