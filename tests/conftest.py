@@ -1,4 +1,4 @@
-"""What every test may rely on: one thread, no network, no cache of the user's, this checkout on the path."""
+"""The environment of all tests: one thread, no network, temporary caches, this checkout on the path."""
 
 import atexit
 import gc
@@ -22,18 +22,18 @@ import pytest
 from tests.support.costs import Costs
 from tests.support.data_mapping import linked
 
-# What is started in the background of a script inherits an ignored Ctrl-C, and tests send one.
+# A process started in the background of a script ignores Ctrl-C, which tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # gw0, gw1, ...
-if WORKER:  # to take all that was imported apart costs four seconds, and nothing is left to do
+if WORKER:  # exit without freeing imported objects, which takes four seconds
     atexit.register(os._exit, 0)
 DATA = Path(os.environ.get("LIT_LAYERS_DATA", Path(__file__).parents[1] / ".." / "shared" / "data")).resolve()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that train or start processes come first, then those of whole commands: functions and models take least.
+    """Order the test files: those that train or start processes first, then whole commands, then fast ones.
 
-    The last file decides how long the other workers are idle.
+    Other workers are idle while the last file runs, so the last ones should be short.
     """
     long = {item.path for item in items if item.get_closest_marker("slow")}
     commands = {Path(__file__).parent / room for room in ("", "cli", "hostile")}
@@ -41,9 +41,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class TurnedFolder(pytest.Dir):
-    """A folder of which each process of pytest-xdist reads another part first.
+    """A test folder that each pytest-xdist worker collects in another order.
 
-    Where no file is compiled yet, each so rewrites the asserts of its part, and finds those of the others written.
+    pytest rewrites the asserts of files that are not compiled yet. Each worker then rewrites a part of them and finds
+    the others in the cache.
     """
 
     def collect(self) -> list[pytest.Item | pytest.Collector]:
@@ -65,9 +66,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported stays: looking for garbage in it takes a sixth of the time of an import, and again later.
+    """Freeze imported objects, because collecting garbage among them takes a sixth of the import time, and again later.
 
-    Python looks after each 700 objects more, which takes a tenth of the tests' time; they need no more memory so.
+    Also collect garbage less often than after each 700 new objects, which takes a tenth of the tests' time.
     """
     gc.disable()
     try:
@@ -76,20 +77,20 @@ def pytest_collection() -> Iterator[None]:
         gc.freeze()
         gc.set_threshold(10_000)
         gc.enable()
-        atexit.register(gc.unfreeze)  # else triton reports all that it has as leaked
+        atexit.register(gc.unfreeze)  # without this triton reports its objects as leaked
 
 
 def pytest_collection_finish() -> None:
-    import torch  # the process that hands the tests out collects none and needs no torch
+    import torch  # only workers need torch: the main process distributes tests and runs none
 
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def emergence_times_once() -> Iterator[None]:
-    """Emergence times measured once for each curve: they are half the cost of a page, and many tests make the same.
+    """Cache emergence times by curve: they are half the cost of a page, and many tests compute the same.
 
-    The same input gives the same times (`tests/functional/test_emergence.py`), so that a result may stand for the next.
+    Equal inputs give equal times (`tests/functional/test_emergence.py`).
     """
     clock, known = sys.modules.get("lit_layers.clock.times_and_order"), {}
     with pytest.MonkeyPatch.context() as patch:
@@ -108,7 +109,7 @@ def emergence_times_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def realdata(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The optional folder of real data sets, and where each task lies in it."""
+    """Return the optional folder of real data sets, with the path of each task."""
     if not DATA.is_dir():
         pytest.skip(f"no data folder at {DATA}: set LIT_LAYERS_DATA")
     return linked(DATA, tmp_path_factory.mktemp("data"))
@@ -116,7 +117,7 @@ def realdata(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder of all processes of these tests, so that no test writes to the user's or prepares again."""
+    """Return a cache folder for all test processes, so that no test writes to the user's cache or prepares twice."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
     folder.mkdir(exist_ok=True)

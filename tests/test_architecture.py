@@ -1,4 +1,4 @@
-"""The floors of the package hold, no file imports one that imports it back, and the package stays quick to look at."""
+"""Import rules of the package: layers, no cycles, and fast imports."""
 
 import ast
 import functools
@@ -13,7 +13,7 @@ from importlinter.configuration import configure
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lit_layers"
-ONLY_IN = {  # libraries: the rooms whose files may import them
+ONLY_IN = {  # libraries, and the rooms whose files may import them
     "lightning": {"cli", "training"},
     "wandb": {"report"},
     "transformers": {"models", "files", "integrations"},
@@ -87,9 +87,9 @@ def imports(tree: ast.Module) -> list[ast.Import | ast.ImportFrom]:
 
 
 def imported(node: ast.AST, trees: dict[str, ast.Module]) -> Iterator[str]:
-    """What one statement imports: `from a import b` is the file a.b where there is one, else a.
+    """Return the files that an import statement reads: `from a import b` is the file a.b if it exists, else a.
 
-    Where a imports b only when b is asked for, it is the file that a has it from.
+    If a imports b lazily, it is the file that a takes b from.
     """
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
@@ -102,7 +102,7 @@ def imported(node: ast.AST, trees: dict[str, ast.Module]) -> Iterator[str]:
 
 @functools.cache
 def late_names(tree: ast.Module) -> dict[str, str]:
-    """The names that a file with a `__getattr__` imports for type checkers, each with its file."""
+    """Return the names that a file with `__getattr__` imports lazily, each with its file."""
     if not any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body):
         return {}
     for_types = [node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
@@ -111,7 +111,7 @@ def late_names(tree: ast.Module) -> dict[str, str]:
 
 
 def reached(graph: Graph, *starts: str) -> set[str]:
-    """The files that these import, at once or later."""
+    """Return all files that these import, directly or not, eagerly or lazily."""
     seen, left = set(), [*starts]
     while left:
         fresh = graph.get(left.pop(), set()) - seen
@@ -136,7 +136,7 @@ def test_no_files_import_each_other():
 
 
 def test_no_two_files_have_one_name():
-    """But the commands, which bear the names of what they call."""
+    """Commands are exempt: they have the name of the function they call."""
     names = [path.stem for path in PACKAGE.rglob("*.py") if path.parent.name != "verbs" and path.stem != "__init__"]
     assert {name for name in names if names.count(name) > 1} == set()
 
@@ -152,13 +152,13 @@ def test_each_library_is_imported_only_in_its_rooms():
 
 
 def test_functional_takes_and_returns_tensors():
-    """Nor does any file that it imports, at once or later, import a library of models, data or tables."""
+    """None of the files it imports, directly or not, imports a library of models, data or tables."""
     graph = all_imports()
     seen = reached(graph, *(name for name in graph if name.startswith("lit_layers.functional")))
     assert not {name.partition(".")[0] for name in seen} & {*ONLY_IN, "pandas", "vl_convert"}
 
 
 def test_pictures_are_drawn_in_a_separate_process():
-    """vl-convert keeps Python's lock while its thread draws, and a forked process lacks that thread."""
+    """vl-convert holds the GIL while its thread draws, and a forked process has no such thread."""
     for there, users in (("vl_convert", {"lit_layers.figures.drawing"}), ("lit_layers.figures.drawing", set())):
         assert {name for name, found in all_imports().items() if there in found} == users

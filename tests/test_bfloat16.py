@@ -1,4 +1,4 @@
-"""Blocks in bfloat16: against the model's own modules under autocast, and their stated difference against float64."""
+"""Blocks in bfloat16, against the model's own modules under autocast; their reported difference, against float64."""
 
 import gc
 import math
@@ -34,7 +34,7 @@ from tests.tasks.tiny_tasks import saved_model, task, write_tiny_data
 from tests.test_undisturbed import train
 
 BATCHES = [tiny_batch("gpt2", batch=3, tokens=9), tiny_batch("gpt2", batch=3, tokens=7, seed=2)]
-CHECKED = 4  # prompts: one of the second batch
+CHECKED = 4  # prompts: the last one is in the second batch
 BOTH = ("bf16_difference", "bf16_largest_difference")
 
 
@@ -43,8 +43,8 @@ def few_checked(monkeypatch) -> None:
     monkeypatch.setattr(readout_scores, "NUM_CHECKED", CHECKED)
 
 
-def under_autocast(model):
-    """The model itself, whose blocks run under autocast from now on: nothing is copied or rounded beforehand."""
+def autocast_blocks(model):
+    """Make the model's own blocks run under autocast, without copies and without rounding their weights first."""
     for block in LayeredModel(model).blocks:
         block.forward = torch.autocast("cpu", torch.bfloat16)(block.forward)
     return model
@@ -73,8 +73,8 @@ def test_blocks_compute_as_under_autocast_and_the_rest_in_float32(names):
         assert kinds == {True: torch.float32, False: torch.bfloat16}, name
         assert 1e-6 < (rounded.hidden - full.hidden).norm() / full.hidden.norm() < 0.05, name
         assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items()), name
-        reference = LayeredModel(under_autocast(model)).trajectory(batch)
-        assert torch.equal(rounded.hidden, reference.hidden), name  # rounded beforehand, or at each use
+        reference = LayeredModel(autocast_blocks(model)).trajectory(batch)
+        assert torch.equal(rounded.hidden, reference.hidden), name  # weights rounded once, or at each use
         assert torch.equal(rounded.logits, reference.logits), name
 
 
@@ -91,7 +91,7 @@ def test_the_copy_is_freed_with_its_view_and_copies_only_matrices():
 
 
 def prompt_losses(model, order=(1, 2, 3)) -> np.ndarray:
-    """The mean loss of every prompt by the model's own modules, log-softmax in float64."""
+    """Return the mean loss of every prompt, from the model's own modules and a log-softmax in float64."""
     losses = []
     for ids in (batch["input_ids"] for batch in BATCHES):
         with torch.no_grad():
@@ -111,7 +111,7 @@ def test_the_reported_difference_is_that_of_losses_in_float64(kind):
     metric, tags = ("variant_loss", {"variant": "skip_one"}) if options else ("logit_lens_loss", {})
     orders = {2: (1, 3)} if options else {1: (1,), 3: (1, 2, 3)}
     for layer, order in orders.items():
-        rounded = prompt_losses(under_autocast(tiny("gpt2")), order)
+        rounded = prompt_losses(autocast_blocks(tiny("gpt2")), order)
         differences = np.abs(rounded - prompt_losses(tiny("gpt2", torch.float64), order))[:CHECKED]
         stated = [values(found, name, **tags)[layer] for name in BOTH]
         assert stated == pytest.approx([differences.mean(), differences.max()], rel=1e-3, abs=3e-6)  # of float32
@@ -128,7 +128,7 @@ def test_scores_of_a_task_are_those_under_autocast(tmp_path):
     found = list(records_of(analysis, LayeredModel(model)))
     assert list(records_of(analysis, LayeredModel(model))) == found  # from its files
     assert {r.tags["dtype"] for r in found} == {"bfloat16"}
-    rows, network = local_task("arc_challenge", tmp_path / "data"), under_autocast(tiny_speaker(blocks=3, seed=3))
+    rows, network = local_task("arc_challenge", tmp_path / "data"), autocast_blocks(tiny_speaker(blocks=3, seed=3))
     with running_order(network, parse_schedule("1 3", 3)):
         scored = LmEvalScorer(rows, options["tokenizer"], limit=3, max_length=600).score(network)
     expected = np.mean(scored.values["task_score_norm"])
@@ -171,8 +171,8 @@ def test_float32_has_another_hash_and_analyses_that_need_float32_are_refused_by_
     assert not Path(tmp_path / "out" / "measurements.jsonl").exists()
 
 
-def of_task(name: str, value: float, dtype: dict[str, str], **variant) -> Measurement:
-    """A task's score at two layers, or that of a variant."""
+def task_scores(name: str, value: float, dtype: dict[str, str], **variant) -> Measurement:
+    """Return the measurement of a task's score at two layers, or of a variant."""
     about = {"domain": "sts", "score": "s", "pooling": "mean", "states": "resid"}
     analysis, metric = ("intervene", "normalized_score") if variant else ("mteb", "main_score")
     tags = {"task": name, **dtype, **(variant or about)}
@@ -187,12 +187,12 @@ def test_an_undefined_difference_reports_the_number_of_texts():
     assert all(math.isnan(r.value) for r in found)
     assert [*rounding_records(torch.tensor([]), "loss")] == []
     of_all, _ = rounding_records(torch.tensor([0.1, 0.2]), "loss", tags={"num_undefined": 1, "split": "test"})
-    assert of_all.tags == {"dtype": "bfloat16", "of": "loss", "split": "test"}  # not the count of the number beside it
+    assert of_all.tags == {"dtype": "bfloat16", "of": "loss", "split": "test"}  # not the count of the other number
 
 
 def test_no_curve_mean_or_median_is_over_two_precisions():
     rounded, skip = {"dtype": "bfloat16"}, {"variant": "skip", "middle": 2}
-    measured = [of_task("A", 0.2, {}), of_task("B", 0.4, {}), of_task("C", 0.9, rounded)]
+    measured = [task_scores("A", 0.2, {}), task_scores("B", 0.4, {}), task_scores("C", 0.9, rounded)]
     means = {
         str(each.options): each.curve.set_index("layer")["average"][1]
         for each in mteb_scores.averages(records.frame(measured))
@@ -200,12 +200,12 @@ def test_no_curve_mean_or_median_is_over_two_precisions():
     assert means == {"{}": pytest.approx(0.3), str(rounded): pytest.approx(0.9)}
     drawn = plots.add_task_means(records.frame(measured)).frame
     assert sorted(set(drawn["value"].round(9))) == [0.3, 0.9]
-    variants = [of_task(name, value, {}, **skip) for name, value in (("A", 0.2), ("B", 0.4))]
-    for others in (["C"], ["D", "C"]):  # two tasks of each: float32
-        of_others = [of_task(name, 0.9, rounded, **skip) for name in others]
+    variants = [task_scores(name, value, {}, **skip) for name, value in (("A", 0.2), ("B", 0.4))]
+    for others in (["C"], ["D", "C"]):  # two tasks of each precision: float32 is taken
+        of_others = [task_scores(name, 0.9, rounded, **skip) for name in others]
         both = plots.add_task_medians(records.frame([*of_others, *variants]))
         medians = both.frame[both.frame["analysis"] == "intervene/median_over_tasks"]
         assert medians["value"].tolist() == pytest.approx([0.3])
         assert "Not included, because of another precision: " in both.notes["intervene/median_over_tasks"]
-    curve, apart = split_shown([measured[0], of_task("A", 0.8, rounded)])
+    curve, apart = split_shown([measured[0], task_scores("A", 0.8, rounded)])
     assert (len(curve), len(apart)) == (1, 1)  # so select, pages and exports see one precision of an analysis

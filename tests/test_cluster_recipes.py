@@ -1,6 +1,6 @@
-"""Job scripts and files for clusters, as far as that can be seen without one.
+"""Job scripts and files for clusters, tested without a cluster.
 
-Scripts run with programs that note what they are asked; files have the keys they must, and their commands are ours.
+Scripts run with programs that record their arguments. Files have the required keys, and call our commands.
 """
 
 import os
@@ -29,7 +29,7 @@ JOB = {
 
 @pytest.fixture
 def programs(tmp_path) -> Path:
-    """srun, ray, torchrun and lit-layers: each notes its words, a line each, and runs what it would start."""
+    """Install srun, ray, torchrun and lit-layers that record their arguments and run what they would start."""
     starts = {
         "srun": '[ "$CODE" = 0 ] || exit "$CODE"; while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
         "ray": 'while [ "$1" != "--" ]; do shift; done; shift; exec "$@"',
@@ -48,7 +48,7 @@ def programs(tmp_path) -> Path:
 
 
 def noted(script: Path, programs: Path, code: int = 0) -> dict[str, list[str]]:
-    """By program the words that it was started with, where srun ends with this code."""
+    """Run a script whose srun exits with this code; return the recorded arguments by program."""
     notes = programs.parent / "notes"
     notes.write_text("")
     environment = {**os.environ, **JOB, "PATH": f"{programs}:{os.environ['PATH']}", "NOTES": str(notes)}
@@ -87,7 +87,7 @@ def test_ray_has_the_first_node_as_head_and_torchrun_starts_lost_ranks_again(pro
     words = noted(ROOT / "recipes" / "slurm" / "fit_elastic.sh", programs)
     for option, value in (("--max-restarts", "3"), ("--rdzv-endpoint", "node1:29500")):
         assert words["torchrun"][words["torchrun"].index(option) + 1] == value
-    assert words["store"] == ["1"]  # with torchrun's own store, restarted ranks do not find each other
+    assert words["store"] == ["1"]  # with torchrun's own store, restarted ranks cannot connect
     assert words["lit-layers"][words["lit-layers"].index("--resume") + 1] == "last"
 
 

@@ -1,4 +1,4 @@
-"""What the pages for contributors name is there."""
+"""The files and requirements that pages for contributors name exist."""
 
 import re
 import sys

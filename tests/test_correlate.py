@@ -1,4 +1,4 @@
-"""Correlation over models: which value of which model is taken, what is said of it, and the published numbers."""
+"""Correlation over models: the values taken, the warnings, and the published numbers."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def couplings(value: float, k: int, *, chance: float = -0.01) -> list[Record]:
 
 
 def comparison(root: Path, names: str = "abcd") -> Path:
-    """Pretrained models: each with two K, a metric per layer, and their widths."""
+    """Write pretrained models, each with two K, a metric per layer, and its width."""
     for number, name in enumerate(names):
         pairs = couplings(0.1 * number, 3)
         pairs += couplings(0.2 + 0.1 * number, 3 + number) if number else []
@@ -50,14 +50,14 @@ def comparison(root: Path, names: str = "abcd") -> Path:
 
 @pytest.fixture
 def models(tmp_path: Path) -> dict[str, Any]:
-    """What reads them, with a file of scores."""
+    """Return the arguments that read these models, with a file of scores."""
     file = scores(tmp_path / "scores.csv")
     names = {"metric": "coupling/coupling[k=3]", "score": f"{file}:arc"}
     return {"folders": [comparison(tmp_path / "models")], **names}
 
 
 def grid(root: Path, cells: int = 6) -> Path:
-    """Trained models: a folder each, with two steps, scalars, and the options of their recipes."""
+    """Write trained models: a folder each, with two steps, scalars, and recipe options."""
     for number in range(cells):
         folder, odd = root / f"cell{number}", number % 2
         for step, value in ((0, 0.0), (10, 0.5 + 0.01 * number**2 + 0.1 * odd)):
@@ -79,7 +79,7 @@ def scores(path: Path) -> Path:
     return path
 
 
-def of(table: ModelTable, column: str) -> dict[str, float]:
+def column_of(table: ModelTable, column: str) -> dict[str, float]:
     return dict(zip(table.frame["model"], table.frame[column].tolist(), strict=True))
 
 
@@ -96,15 +96,15 @@ def test_models_are_joined_with_a_file_by_their_whole_name_or_its_last_part(mode
         "random_coupling": [-0.01] * 4,
         "depth": [2, 2, 2, 2],  # from the last layer measured
     }
-    assert {column: [of(table, column)[name] for name in "abcd"] for column in expected} == expected
+    assert {column: [column_of(table, column)[name] for name in "abcd"] for column in expected} == expected
     assert (table.baseline, table.corrected) == ("random_coupling", "excess_coupling")
 
 
 def test_a_layerwise_metric_is_taken_at_the_last_or_the_requested_layer(models):
     for asked, value in (({}, 0.9), ({"layer": 0}, 2.9), ({"layer": "last"}, 0.9)):
-        assert of(read_runs(**models | {"metric": "loss", **asked}), "loss")["b"] == pytest.approx(value)
+        assert column_of(read_runs(**models | {"metric": "loss", **asked}), "loss")["b"] == pytest.approx(value)
     other = read_runs(**models | {"score": "lens/loss"})
-    assert of(other, "lens/loss") == pytest.approx({"a": 1.0, "b": 0.9, "c": 0.8, "d": 0.7}), "a score, too"
+    assert column_of(other, "lens/loss") == pytest.approx({"a": 1.0, "b": 0.9, "c": 0.8, "d": 0.7}), "a score, too"
 
 
 def test_the_value_of_the_whole_model_is_preferred_to_layers_pairs_and_references(tmp_path):
@@ -114,7 +114,7 @@ def test_the_value_of_the_whole_model_is_preferred_to_layers_pairs_and_reference
     for number, name in enumerate("abc"):
         own, score = Record(metric="m", value=0.5 + number), Record(metric="s", value=1.0 - number)
         add(tmp_path, name, None, "x", *found[:2], own, *found[2:], score)
-    assert of(read_runs([tmp_path], metric="m", score="x/s"), "m") == {"a": 0.5, "b": 1.5, "c": 2.5}
+    assert column_of(read_runs([tmp_path], metric="m", score="x/s"), "m") == {"a": 0.5, "b": 1.5, "c": 2.5}
     with pytest.raises(InputError, match="m is 6 for all"):
         correlate(read_runs([tmp_path], metric="m", score="x/s", layer=3))
 
@@ -138,13 +138,13 @@ def test_models_measured_with_different_options_are_not_compared(tmp_path):
 def test_the_last_checkpoint_of_a_run_counts_or_the_requested_step(tmp_path):
     root, names = grid(tmp_path / "grid"), {"metric": "coupling", "score": "validation/accuracy"}
     table = read_runs([root], **names)
-    assert of(table, "step") == {f"cell{n}": 10 for n in range(6)}
+    assert column_of(table, "step") == {f"cell{n}": 10 for n in range(6)}
     columns = {"coupling": 0.69, "validation/accuracy": 0.81, "weight_decay": 0.03, "parameters": 1003}
-    assert {column: of(table, column)["cell3"] for column in columns} == pytest.approx(columns)
+    assert {column: column_of(table, column)["cell3"] for column in columns} == pytest.approx(columns)
     assert "lr" not in table.frame.columns, "the same in all of them"
     early = read_runs([root], **names, step=0)
-    assert set(of(early, "coupling").values()) == {0.0}
-    assert of(early, "validation/accuracy")["cell3"] == pytest.approx(0.103)
+    assert set(column_of(early, "coupling").values()) == {0.0}
+    assert column_of(early, "validation/accuracy")["cell3"] == pytest.approx(0.103)
     with pytest.raises(InputError, match="cell0: no coupling/coupling with step 7"):
         read_runs([root], **names, step=7)
 
@@ -171,7 +171,7 @@ def test_a_run_without_measurements_is_reported_by_name(tmp_path):
     (root / "cell1.json").write_text("{}")
     table = read_runs([root], metric="coupling/coupling", score=f"{root / 'scores.csv'}:accuracy")
     assert table.left_out == {"cell2": "no coupling/coupling"}
-    assert of(table, "accuracy") == {"cell0": 0, "cell1": 1, "cell3": 9}
+    assert column_of(table, "accuracy") == {"cell0": 0, "cell1": 1, "cell3": 9}
 
 
 def test_folders_with_equal_run_names_are_named_by_their_paths(tmp_path):
@@ -265,7 +265,7 @@ def test_a_covariate_is_controlled_for_the_models_that_have_it():
 
 def test_models_without_a_requested_column_are_named(tmp_path):
     columns = some()
-    columns["tokens"] = np.arange(20) * 1e6  # none before the first step, whose logarithm there is not
+    columns["tokens"] = np.arange(20) * 1e6  # no tokens at step 0: it has no logarithm
     columns["tokens"][5] = math.nan
     columns["family"] = np.array([None, *"ab" * 9, "a"], dtype=object)
     found = correlate(table_of(**columns), given=["tokens"], group="family", resamples=100)
@@ -298,8 +298,8 @@ def test_only_a_metric_that_depends_on_the_width_gets_a_warning():
 
 def test_k_as_a_share_uses_the_width_of_each_model_and_the_corrected_metric_is_shown(models):
     table = read_runs(**models | {"metric": "coupling[k=0.1]"})
-    assert of(table, "k") == {"a": 3, "b": 4, "c": 5, "d": 6}
-    assert of(table, "coupling") == pytest.approx({"a": 0.0, "b": 0.3, "c": 0.4, "d": 0.5})
+    assert column_of(table, "k") == {"a": 3, "b": 4, "c": 5, "d": 6}
+    assert column_of(table, "coupling") == pytest.approx({"a": 0.0, "b": 0.3, "c": 0.4, "d": 0.5})
     expected = pearson(table.frame["excess_coupling"], table.frame["arc"]).value
     assert correlate(table, resamples=100).corrected[0].value == pytest.approx(expected)
 
@@ -346,12 +346,12 @@ def test_the_findings_of_the_published_table_are_the_published_numbers():
 
 
 def test_the_score_of_a_run_is_that_of_the_step_of_its_metric(tmp_path):
-    """And models that were measured at different steps are told of."""
+    """Models measured at different steps are also reported."""
     root = grid(tmp_path / "sweep")
     early = root / "cell0" / "measurements.jsonl"
-    early.write_text(early.read_text().splitlines()[0] + "\n")  # it broke off before the last checkpoint
+    early.write_text(early.read_text().splitlines()[0] + "\n")  # this run stopped before the last checkpoint
     table = read_runs([root], metric="coupling/coupling", score="validation/accuracy")
-    assert of(table, "validation/accuracy")["cell0"] == 0.1, "at step 0"
+    assert column_of(table, "validation/accuracy")["cell0"] == 0.1, "at step 0"
     assert "different steps, 0 to 10" in " ".join(correlate(table, resamples=100).warnings)
 
 

@@ -1,4 +1,4 @@
-"""Metrics against task scores over layers: what is read, what is refused, what is said, and the published numbers."""
+"""Metrics against task scores over layers: input, refusals, warnings, and the published numbers."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def read(*roots: Path, metrics: Sequence[str] = ("prompt_entropy",), scores: str
     return read_layers([*roots], metrics=[*metrics], scores=scores, **options)
 
 
-def per_layer(name: str, values, **tags) -> list[Record]:
+def layer_records(name: str, values, **tags) -> list[Record]:
     """Of normed states."""
     tags = {"states": "normed", **tags}
     return [Record(metric=name, value=float(value), layer=n, tags=tags) for n, value in enumerate(values)]
@@ -83,8 +83,8 @@ def test_layer_0_is_left_out_unless_requested(tmp_path):
 def test_a_metric_of_one_corpus_pairs_with_every_task_and_the_tasks_own_texts_are_preferred(tmp_path):
     root, metric, _ = one_model(tmp_path)
     common = np.arange(9.0) ** 2
-    write(root, "invariance", per_layer("lidar", common), run="org/model")
-    write(root, "representation", per_layer("prompt_entropy", 9 + np.arange(9)), run="org/model")
+    write(root, "invariance", layer_records("lidar", common), run="org/model")
+    write(root, "representation", layer_records("prompt_entropy", 9 + np.arange(9)), run="org/model")
     found = read(root, metrics=["lidar", "representation/prompt_entropy"])
     _, x, _ = found.models[0].tables("lidar", 1)
     assert np.array_equal(x, np.tile(common[1:], (len(TASKS), 1)))
@@ -141,7 +141,7 @@ def test_several_variants_are_refused_and_none_is_the_default(tmp_path):
     metric, scores = tables(6)
     add(tmp_path, "r", None, scores=scores)
     for task in TASKS:
-        write(tmp_path, f"a/{task}", [r for k in (3, 12) for r in per_layer("m", metric[0] + k, k=k)])
+        write(tmp_path, f"a/{task}", [r for k in (3, 12) for r in layer_records("m", metric[0] + k, k=k)])
     with pytest.raises(InputError, match=r"m of r has 2 variants \(k=3; k=12\): choose one by its tags"):
         read(tmp_path, metrics=["m"])
     found = read(tmp_path, metrics=["m[k=12]"])
@@ -156,7 +156,7 @@ def test_models_measured_with_different_options_are_not_compared(tmp_path, of_me
         metric, scores = tables(6)
         add(tmp_path / run, run, None, **({"scores": scores} if of_metric else {"metric": metric}))
         for task in TASKS:
-            write(tmp_path / run, f"{analysis}/{task}", per_layer(name, metric[0], **tags), run=run)
+            write(tmp_path / run, f"{analysis}/{task}", layer_records(name, metric[0], **tags), run=run)
     text = "metrics: prompt_entropy" if of_metric else "scores: mteb"
     with pytest.raises(InputError, match=f"{text} is no tag of a; dtype=bfloat16 of b: measure all models alike"):
         read_layers([tmp_path / "a", tmp_path / "b"], metrics=["prompt_entropy"], scores="mteb")
@@ -177,8 +177,8 @@ def test_a_metric_without_a_normalization_is_raw(tmp_path):
     metric, scores = tables(6)
     add(tmp_path, "m", None, scores=scores)
     for task, row in zip(TASKS, metric, strict=True):
-        other = per_layer("dime", row + 9, normalization="logD")
-        write(tmp_path, f"invariance/{task}", [*per_layer("dime", row), *other], run="m")
+        other = layer_records("dime", row + 9, normalization="logD")
+        write(tmp_path, f"invariance/{task}", [*layer_records("dime", row), *other], run="m")
     names = ["dime", "dime[normalization=raw]", "dime[normalization=logD]"]
     model = read(tmp_path, metrics=names).models[0]
     for name, shift in zip(names, (0, 0, 9), strict=True):
@@ -257,7 +257,7 @@ def test_the_metric_is_picked_on_the_other_models_too(tmp_path):
 
 
 def test_the_command_writes_numbers_page_and_pictures(tmp_path, capsys, monkeypatch):
-    """What it refuses stands in tests/cli/test_refusals.py."""
+    """Its refusals are in tests/cli/test_refusals.py."""
     leave_undrawn(monkeypatch)
     root = series(tmp_path / "runs")
     out = tmp_path / "out"
@@ -313,13 +313,13 @@ SELECTED = {
 
 
 def stem(name: str) -> str:
-    """What a task and its data set share of their names."""
+    """Return the part of the name that a task shares with its data set."""
     return re.sub(r"[^a-z0-9]|classification|clustering|reranking|rr$|^mteb|/test$", "", name.lower())
 
 
 @pytest.fixture(scope="module")
 def stored(realdata, tmp_path_factory) -> tuple[Path, Path]:
-    """The stored results as a table of scores and a run folder: test split, English subsets."""
+    """Return the stored results (test split, English subsets) as a table of scores and a run folder."""
     folder = realdata / "layerwise_reference"
     if not folder.is_dir():
         pytest.skip(f"no layerwise_reference in {realdata}")

@@ -50,7 +50,7 @@ LONG = {"prompt_studies", "next_token_probe", "sample_sizes/moods", "mteb/STSBen
 
 
 def apart(function: Callable, *arguments: Any) -> Any:
-    """What a function of this module gives in a process of its own; its first argument is `pretend_device`."""
+    """Run a function of this module in a separate process; its first argument is `pretend_device`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.test_devices"])
     with ProcessPoolExecutor(1, mp_context=context) as processes:
@@ -74,7 +74,7 @@ def values(measurement: Measurement) -> list[float]:
 
 def measured(model: torch.nn.Module, name: str, folder: Path) -> dict[str, Measurement]:
     analyses = of_images() if sees_images(name) else of_text(save_inputs(folder))
-    if name == "gpt2":  # the others in shares, or at length
+    if name == "gpt2":  # the other models run in shards, or in the soak tier
         left_out = {other.name for other in of_prompts(prompts())} | LONG
         analyses = [each for each in analyses if each.name not in left_out]
     return {analysis.name: one_model.measure(model, analysis, run="run", step=0) for analysis in analyses}
@@ -86,7 +86,7 @@ def measured_on_device(device, name: str, folder: Path) -> tuple[dict[str, Measu
     return measured(model, name, folder), dict(device.violations)
 
 
-@pytest.mark.soak  # two analyses on the device, and training, are of the short tests
+@pytest.mark.soak  # the quick tier has two analyses on the device, and training
 @pytest.mark.parametrize("name", ["gpt2", "vit", "gemma2"])
 def test_every_analysis_keeps_the_rules_of_a_device_and_its_numbers(tmp_path, name):
     on_device, violations = apart(measured_on_device, name, tmp_path / "device")
@@ -99,7 +99,7 @@ def assert_close(on_device: dict[str, Measurement], on_cpu: dict[str, Measuremen
     assert on_device.keys() == on_cpu.keys()
     for analysis, expected in on_cpu.items():
         assert (expected.error, on_device[analysis].error) == (None, None), analysis
-        # Other kernels (no fused attention on the device) round otherwise, in derivatives of float32 the most.
+        # Other kernels (no fused attention on the device) round differently, most of all in float32 derivatives.
         close = pytest.approx(values(expected), rel=1e-3, abs=1e-5, nan_ok=True)
         assert values(on_device[analysis]) == close, analysis
 
@@ -127,13 +127,13 @@ def three() -> list[Analysis]:
 
 
 class WaitsOfSteps(L.Callback):
-    """How often the host waited for the device in each of the given optimizer steps, by line."""
+    """A counter, by line, of how often the host waited for the device in each of these optimizer steps."""
 
     def __init__(self, device: Any, steps: set[int]) -> None:
         self.device, self.steps, self.waits = device, steps, []
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        # From the start of a step to that of the next: other callbacks' ends and the coming batch are in it.
+        # From the start of a step to the start of the next: this includes other callbacks and loading the next batch.
         if trainer.global_step in self.steps:
             self.waits.append(dict(self.device.waits))
         self.device.waits.clear()
@@ -151,7 +151,7 @@ PLAIN = {2, 3}  # steps without a log, a validation, a checkpoint or a measureme
 
 @contextlib.contextmanager
 def loaders_that_pin() -> Iterator[None]:
-    """A loader's batches lie in pinned memory where there is a GPU."""
+    """Make loaders use pinned memory, as with a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         each = _BaseDataLoaderIter.__next__
 
@@ -183,7 +183,7 @@ def trained(device, kind: str, root: Path) -> tuple[dict, list[dict]]:
 def test_training_keeps_the_rules_of_a_device_and_never_waits_for_it_between_logs(tmp_path, kind):
     violations, waits = apart(trained, kind, tmp_path)
     assert violations == {}
-    assert waits == [{}] * len(PLAIN)  # of no line of the package, nor of a library's
+    assert waits == [{}] * len(PLAIN)  # neither in the package nor in a library
     logged = [row["step"] for row in records.rows(tmp_path / "metrics.jsonl") if "train/loss" in row]
     assert logged == [*range(1, 7)]
     measurements = records.read(tmp_path / "measurements.jsonl")

@@ -1,4 +1,4 @@
-"""Every command and every example of the pages runs."""
+"""Every command and every example on the pages runs."""
 
 import re
 import shlex
@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ASSIGNMENTS = re.compile(r"^([A-Z_]+=\S+ )+")
-# Run by the continuous integration itself, or setting up the machine.
+# Commands that CI runs itself, or that set up the machine.
 ELSEWHERE = ("make ", "pip install", "git clone", "cd ", "python -m pytest", "python benchmarks/", "wandb ")
-# Small enough for a test; what a page shows stays as it is.
+# Options that make a run small enough for a test; the page keeps its text.
 SHORT = ["--trainer.max_steps", "1", "--trainer.accelerator", "cpu"]
 FEW = {True: "--data.num_validation_images", False: "--data.num_validation_sequences"}  # of images, of text
 
@@ -33,7 +33,7 @@ def test_the_commands_and_examples_of_a_page_run_in_its_order(page, tmp_path, mo
     for name in ("recipes", "wandb_configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
-    if page.name in ("report.md", "emergence.md"):  # the pages that begin with runs
+    if page.name in ("report.md", "emergence.md"):  # these pages need existing runs
         make_run(tmp_path / "checkpoints" / "quickstart")
     if page.name == "emergence.md":
         for seed in (1, 2, 3):

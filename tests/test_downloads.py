@@ -1,4 +1,4 @@
-"""What is said where the Hub gives nothing: one sentence, which says how to log in where access is refused."""
+"""Errors of the Hub become one sentence, which says how to log in if access is refused."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Files that two processes write at once."""
+"""Files that two processes write at the same time."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ from lit_layers.files.durable import draft_path, replace_file
 
 
 def test_two_machines_with_equal_process_ids_can_write_a_file_at_the_same_time(tmp_path: Path, monkeypatch) -> None:
-    """As two containers on a shared folder do: the second begins and ends while the first is at its file."""
+    """Two containers on a shared folder do this: the second starts and ends while the first writes."""
     file, sync, begun = tmp_path / "report.html", durable.sync, []
 
     def meanwhile(path: Path) -> None:

@@ -45,12 +45,12 @@ ERROR = 0.02
 
 
 def rise(middle: float) -> np.ndarray:
-    """Half-way at the step 2^middle - 1."""
+    """Return a curve that is half-way at step 2^middle - 1."""
     return 1 / (1 + np.exp(-(AXIS - middle) / 0.5))
 
 
 def write_run(root, seed: int = 0, *, shift: float = 0.0, audit: dict | None = None, steps=STEPS):
-    """Coupling at 3, probes of layers 1 to 3 at 5, 6, 7, entropy at 8, a loss that never moves; in octaves."""
+    """Write a run, half-way at octave 3 (coupling), 5, 6, 7 (probes of layers 1 to 3), 8 (entropy) and never (loss)."""
     noise = np.random.default_rng(seed).normal(0, ERROR, (6, len(STEPS)))
     rises = [rise(middle + shift) for middle in (3, 5, 6, 7)]
     coupling, *probes, entropy, loss = np.array([*rises, 3 - rise(8 + shift), 0 * AXIS + 5]) + noise
@@ -71,8 +71,8 @@ def write_run(root, seed: int = 0, *, shift: float = 0.0, audit: dict | None = N
             "lens": [Record(metric="logit_lens_loss", value=loss[n], layer=3, **known)],
         }
         provenance = {"audit": (audit or {}).get(step), "config_hash": "c" * 16}
-        for analysis, of_analysis in found.items():
-            write(root, analysis, of_analysis, run=root.name, step=step, tokens=2048 * step, provenance=provenance)
+        for analysis, records_ in found.items():
+            write(root, analysis, records_, run=root.name, step=step, tokens=2048 * step, provenance=provenance)
     return root
 
 
@@ -125,7 +125,7 @@ def test_the_probability_of_an_order_is_that_of_all_pairs_of_draws(clock):
 
 
 def test_open_ends_leave_orders_open_and_have_arrows():
-    """By hand: what is half-way after 26 may be before or after step 500, but is after step 10."""
+    """By hand: a curve half-way after step 26 may be before or after one at 500, but is after one at 10."""
     draws = lambda at: np.full(1000, float(at))  # noqa: E731
     known = [replace(times_at(at, at, at), halfway_draws=draws(at)) for at in (10, 500)]
     halfway, ahead = Time(30.0, 26.0, math.inf), Time(math.inf, 1000.0, math.inf)
@@ -149,11 +149,11 @@ def test_open_ends_leave_orders_open_and_have_arrows():
     table = times_table(clock)
     assert table["plateau"].tolist() == [math.inf, 30, 10, 10]
     assert table[["emerges", "changes", "before", "not_yet"]].sum().tolist() == [3, 4, 1, 1]
-    assert len(order_table(clock)) == 3  # what comes back is in no order
+    assert len(order_table(clock)) == 3  # the order of the result is not tested
 
 
 def times_at(low: float, half: float, high: float) -> EmergenceTimes:
-    """All four times alike."""
+    """Return an interval with all four times equal."""
     return EmergenceTimes(True, 0.01, *[Time(half, low, high)] * 4, 12, 0, np.arange(10.0))
 
 
@@ -201,7 +201,7 @@ def test_the_mean_over_seeds_uses_common_checkpoints_and_their_spread(tmp_path):
     (found,) = measure_times([merged]).times
     (alone,) = measure_times(curves[:1]).times
     assert abs(np.log2(1 + found.halfway.value) - 3.3) < 0.3
-    # Shifts of 0.2 octaves a seed: far more than the errors over prompts say of one.
+    # Shifts of 0.2 octaves per seed: far more than the errors over prompts of one seed.
     width = lambda time: np.log2(1 + time.high) - np.log2(1 + time.low)  # noqa: E731
     assert width(found.halfway) > 1.5 * width(alone.halfway)
 
@@ -223,7 +223,7 @@ def test_only_curves_that_all_seeds_have_are_averaged_and_the_rest_is_counted(tm
         "Over 3 seeds the verdict rests on Student's t (df = 2)",
         "Intervals are 90%",
         "of 6 curves that never change, about 0.6 would",
-        "<h1>3 runs</h1>",  # their mean is none
+        "<h1>3 runs</h1>",  # their mean is undefined
     ):
         assert text in page, text
 
@@ -314,7 +314,7 @@ def test_a_front_of_layers_shows_the_steps_at_which_they_are_half_way():
     labels = [int(text) for text in front.y.labels.values()]
     assert {*labels} <= {*STEPS}
     assert labels[0] < 30 < 84 < labels[-1]
-    assert "tickCount" not in encoded(front.y, "y")["axis"]  # of more labels than that Vega leaves out every second
+    assert "tickCount" not in encoded(front.y, "y")["axis"]  # with more labels Vega leaves out every second one
 
 
 def scores(**columns) -> pd.DataFrame:
@@ -343,7 +343,7 @@ def test_a_curve_with_missing_standard_errors_is_reported(tmp_path, caplog):
     caplog.clear()
     table.drop(columns="stderr").to_csv(tmp_path / "none.csv", index=False)
     assert {curve.error_unit for curve in curves_of(tmp_path / "none.csv")} == {""}
-    assert not caplog.records  # which the column `over` says of all
+    assert not caplog.records  # the column `over` says so for all
 
 
 def test_a_table_of_scores_has_a_curve_for_each_combination_of_its_other_columns(tmp_path):
@@ -354,7 +354,7 @@ def test_a_table_of_scores_has_a_curve_for_each_combination_of_its_other_columns
     parquet, csv, lines = (curves_of(tmp_path / f"scores.{kind}") for kind in ("parquet", "csv", "jsonl"))
     assert [curve.key for curve in csv] == [curve.key for curve in parquet] == [curve.key for curve in lines]
     assert len(parquet) == 8
-    curve = next(c for c in parquet if (c.run, c.analysis, c.tags) == ("y1", "hard", {"shots": 5}))  # no family
+    curve = next(c for c in parquet if (c.run, c.analysis, c.tags) == ("y1", "hard", {"shots": 5}))  # no "family" tag
     assert (curve.at.tolist(), curve.error_unit, curve.metric) == (STEPS, "prompts", "acc")
     assert curve.values == pytest.approx(rise(8))
     few = curves_of(tmp_path / "scores.csv", where={"shots": "0", "model": "x1"})
@@ -398,7 +398,7 @@ def test_the_command_writes_tables_figures_and_a_page(run, tmp_path, capsys):
         assert {path.suffix for path in out.glob(f"{name}.*")} == {".png", ".svg", ".pdf"}, name
     assert tuple(layers.columns) == LAYER_COLUMNS
     layers = layers[(layers.run == "planted") & (layers.metric == "accuracy") & (layers.statistic == MONOTONICITY)]
-    # layers 1 to 3 rise one after the other: the first is ahead on the way, at the end all are alike
+    # layers 1 to 3 rise one after another: the first is ahead at first, and at the end all are equal
     assert layers.set_index("step")["value"][64] == -1
     assert (times[times.run == "planted"].metric == MONOTONICITY).sum() == 1
 
@@ -426,7 +426,7 @@ def test_a_logged_scalar_is_a_curve_under_its_own_name(run):
 
 def test_tags_choose_curves_of_a_run_and_times_can_be_tokens(run):
     (curve,) = curves_of(run, where={"normalization": "raw"})
-    assert curve.metric == "prompt_entropy"  # not those that have no such tag
+    assert curve.metric == "prompt_entropy"  # curves without this tag are not chosen
     by_step, by_tokens = (measure_times(curves_of(run, metrics=["coupling"], axis=axis)) for axis in ("step", "tokens"))
     ratio = by_tokens.times[0].halfway.value / by_step.times[0].halfway.value
     assert ratio == pytest.approx(2048, rel=0.25)  # smooth over another axis: the same gap, another place in it

@@ -1,4 +1,4 @@
-"""The tasks of a series on a Ray cluster that is pretended: what is sent, what comes back, and what is refused."""
+"""A series on a simulated Ray cluster: what is sent to workers, what comes back, and refusals."""
 
 import contextlib
 import pickle
@@ -24,9 +24,9 @@ class RayError(Exception):
 
 
 class Pretended:
-    """Ray in this process, whose tasks run when their results are asked for; `lost` names checkpoints that never end.
+    """A simulated Ray that runs a task when its result is requested. Tasks of `lost` checkpoints never end.
 
-    What tasks get and give is pickled.
+    Arguments and results of tasks are pickled.
     """
 
     exceptions = SimpleNamespace(RayError=RayError, RayTaskError=type("RayTaskError", (RayError,), {}))

@@ -1,4 +1,4 @@
-"""Checkpoints are measured while somebody trains: whole ones, once, whoever dies, and training is as if alone."""
+"""Measure checkpoints during training: complete ones, once each, even after a crash, without an effect on training."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
-    """Actions between two looks of `follow`, one after another; it waits for none, and fails if it never ends."""
+    """Run one action per wait of `follow` instead of waiting; fail if `follow` never ends."""
     actions: list[Callable[[], None]] = []
 
     def sleep(_: float) -> None:
@@ -51,7 +51,7 @@ def age(folder: Path) -> None:
 
 
 def test_complete_checkpoints_are_measured_as_they_appear_and_incomplete_ones_later(run, tmp_path, waits):
-    """As the HF Trainer writes them: a folder first, then file after file."""
+    """The HF Trainer writes a folder first, then one file after another."""
     place, looks = tmp_path / "trainer", []
     half = place / "checkpoint-2"
     shutil.copytree(run / "step-000000000", place / "checkpoint-1")
@@ -75,7 +75,7 @@ WRONG = {
 
 @pytest.mark.usefixtures("waits")
 def test_a_failed_checkpoint_is_retried_and_does_not_end_the_command(run, caplog):
-    """Also where a trainer removed a checkpoint while it was hashed."""
+    """This includes a checkpoint that the trainer removed while it was hashed."""
     for says, wrong in WRONG.items():
         calls = []
 
@@ -144,7 +144,7 @@ def test_it_follows_a_training_until_that_ends(run, tmp_path, waits):
 
 
 class Follower(L.Callback):
-    """Measures in the folder of a training, as a second process does."""
+    """A callback that measures in the folder of the training, as a second process would."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -165,7 +165,7 @@ def test_only_a_training_that_does_not_measure_is_measured_at_the_same_time(tmp_
 
 
 def hf_folder(tmp_path: Path, steps: tuple[int, ...]) -> tuple[Path, list[str]]:
-    """Checkpoints of the HF Trainer, and the words of the command."""
+    """Write checkpoints of the HF Trainer; return the arguments of the command."""
     model, recipe = template(tmp_path / "model", vocab_size=300), of_texts(tmp_path)
     place = make_series(model, tmp_path / "trainer", steps, name="checkpoint-{}")
     shutil.rmtree(place / "main")
@@ -190,17 +190,17 @@ def test_follow_writes_the_same_numbers_as_a_later_analyze(tmp_path, capsys):
 def test_two_followers_share_a_folder_whose_checkpoints_come_and_go(tmp_path, capsys):
     place, words = hf_folder(tmp_path, (2, 4, 6, 8))
 
-    def of_share(index: int) -> list[int]:
+    def measure_shard(index: int) -> list[int]:
         before = {m.step for m in records.read(place / "measurements.jsonl")}
         followed = [*words, "--follow", "--patience=0", "--shard", f"{index}/2"]
         assert main(followed) == 0, capsys.readouterr().err
         return sorted({m.step for m in records.read(place / "measurements.jsonl")} - before)
 
-    first = of_share(0)
+    first = measure_shard(0)
     assert 0 < len(first) < 4
-    shutil.rmtree(place / f"checkpoint-{first[0]}")  # as a Trainer does that keeps its last ones
-    assert of_share(1) == [step for step in (2, 4, 6, 8) if step not in first]
-    assert of_share(0) == []
+    shutil.rmtree(place / f"checkpoint-{first[0]}")  # as a Trainer with save_total_limit does
+    assert measure_shard(1) == [step for step in (2, 4, 6, 8) if step not in first]
+    assert measure_shard(0) == []
     assert len(records.read(place / "measurements.jsonl")) == 4
 
 

@@ -1,4 +1,4 @@
-"""The study of four papers: its tables follow from its measurements."""
+"""The tables of the study of four papers follow from its measurements."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ PRINTED = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 
 
 def cells(table: str) -> list[list[str]]:
-    """Return the cells of a printed table, its head first."""
+    """Return the cells of a printed table, beginning with the header."""
     head, _, *rows = ([cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines())
     return [head, *rows]
 
@@ -30,7 +30,7 @@ def numbers(text: str) -> list[float]:
 
 
 def assert_same_tables(again: str, page: str) -> None:
-    """As numbers: another CPU may draw another curve, or round a last digit to the other side."""
+    """Compare the numbers with a tolerance: another CPU may round a last digit differently."""
     words = [NUMBER.sub("#", text).replace("p < #", "p #") for text in (again, page)]  # around p = 0.001
     assert words[0] == words[1]
     assert numbers(again) == pytest.approx(numbers(page), rel=0.05, abs=0.02)

@@ -1,4 +1,4 @@
-"""The gallery shows every kind of figure, each as its line draws it."""
+"""The gallery shows every kind of figure as its code draws it."""
 
 import re
 from functools import partial

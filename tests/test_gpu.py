@@ -29,7 +29,7 @@ from tests.test_devices import assert_close, made, three, values
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
-    # Torch's compiler warns of itself. As an error that would end the compiling, and the loss take its slower kernels.
+    # torch.compile issues warnings. As errors they would stop the compilation, and the loss would use slower kernels.
     pytest.mark.filterwarnings("ignore"),
 ]
 

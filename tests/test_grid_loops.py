@@ -1,4 +1,4 @@
-"""Grids of runs as shell loops: each run once, stopped and started again, shared out, and read by `correlate`."""
+"""Grids of runs as shell loops: each run starts once, resumes, can be sharded, and is read by `correlate`."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""Numbers of other settings: kept beside the others, in no curve unasked, told of, and to be had by their name."""
+"""Numbers of other settings are stored, reported and selectable by name, but in no curve by default."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ OWN, OTHER = "000000000000000e.00ff00ff00ff00ff", "aaaa0000aaaa0000.bbbb1111bbbb
 
 
 def other(step: int | None, analysis: str = "representation", *, settings: str = OTHER, **changes: Any) -> Measurement:
-    """What another config and other data gave, no number of which is one of the run's own."""
+    """Return measurements with another config and other data, with values that differ from the run's."""
     config, _, data = settings.partition(".")
     found = measurement("quickstart", step or 0, analysis, layers=2, seed=9)
     shifted = [replace(record, value=float(record.value) + 1000) for record in found.records]
@@ -158,7 +158,7 @@ def test_other_settings_have_their_own_logged_names_and_studies_read_the_setting
 @pytest.mark.soak
 @pytest.mark.slow
 def test_loggers_and_wandb_receive_other_settings_under_separate_names(tmp_path: Path) -> None:
-    """A run that goes on with another k from its step 2 on, under the same name."""
+    """The run continues with another k from step 2, under the same name."""
     logged: dict[str, list[int]] = {}
 
     class Noting(DummyLogger):
@@ -195,7 +195,7 @@ def test_loggers_and_wandb_receive_other_settings_under_separate_names(tmp_path:
 def test_one_step_gives_no_surface_and_a_figure_that_fails_is_replaced_by_a_sentence(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after an option was changed for one step alone, which gave a variant that no other step has."""
+    """This happens after an option was changed for one step only: its variant exists at no other step."""
     records_of = [Record(metric="prompt_entropy", value=1.0 + n, layer=n, tags={"alpha": 2.0}) for n in range(3)]
     lines = records.read(run / "measurements.jsonl")
     last = next(m for m in reversed(lines) if m.analysis == "representation")

@@ -1,4 +1,4 @@
-"""Every layer of a model in one call: names, a table, pictures, comparisons; whatever fails is raised."""
+"""Measure every layer of a model in one call: names, table, pictures, comparisons, errors."""
 
 import logging
 from dataclasses import replace
@@ -65,7 +65,7 @@ def test_a_notebook_shows_a_picture_and_an_analysis_is_drawn_by_its_first_metric
     assert single["image/svg+xml"].lstrip().startswith("<svg")
     assert single["application/vnd.vegalite.v6+json"]["title"]["text"]
     assert result.plot("lens").title == result.plot("logit_lens_loss").title
-    assert result.plot("representation").title == result.plot("prompt_entropy").title  # the one that was asked for
+    assert result.plot("representation").title == result.plot("prompt_entropy").title  # the requested metric
 
 
 @pytest.mark.soak
@@ -167,7 +167,7 @@ def test_every_metric_name_is_measured_by_its_analysis():
     model = causal_lm("gpt2", n_layer=3, n_embd=24, n_head=2, n_positions=16, vocab_size=VOCABULARY)
     ids = torch.randint(VOCABULARY, (8, 16), generator=torch.Generator().manual_seed(2))
     of_metrics = metric_names.metric_names()
-    of_states = {name for name, row in METRICS.items() if row.of_states}  # each an analysis of its own
+    of_states = {name for name, row in METRICS.items() if row.of_states}  # each is a separate analysis
     assert set(of_metrics.values()) - of_states == set(metric_names.NAMES)
     for name, kind in metric_names.NAMES.items():
         options = {"k": [4]} if name in ("coupling", "token_coupling") else {}

@@ -1,4 +1,4 @@
-"""Figures of numbers many decades apart: a logarithmic axis or logarithmic colours, and ticks that have room."""
+"""Figures of numbers over many decades: logarithmic axes and colours, and readable ticks."""
 
 import re
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def task(step: int | None) -> Measurement:
 
 
 @pytest.fixture(scope="module")
-def over_steps() -> pd.DataFrame:
+def step_frame() -> pd.DataFrame:
     return records.frame(make(step) for make in (lens, task) for step in (1, 8, 64))
 
 
@@ -43,14 +43,14 @@ def models() -> pd.DataFrame:
     return records.frame([lens(None), task(None)])
 
 
-def test_every_curve_of_perplexities_has_a_log_axis(over_steps, models):
+def test_every_curve_of_perplexities_has_a_log_axis(step_frame, models):
     scalars = [{"step": n, "validation/perplexity": 10.0 ** (43 - n)} for n in range(1, 43)]
     figures = {
-        "emergence_curves": plots.emergence_curves(over_steps, LENS),
-        "layer_profile": plots.layer_profile(over_steps, LENS),
+        "emergence_curves": plots.emergence_curves(step_frame, LENS),
+        "layer_profile": plots.layer_profile(step_frame, LENS),
         "layer_profile_of_models": plots.layer_profile(models, LENS),
-        "variant_curves": plots.variant_curves(over_steps, TASK),
-        "variant_curves_of_blocks": plots.variant_curves(over_steps, TASK, blocks=True),
+        "variant_curves": plots.variant_curves(step_frame, TASK),
+        "variant_curves_of_blocks": plots.variant_curves(step_frame, TASK, blocks=True),
         "models_by_middle": plots.models_by_middle(models, TASK, variant="skip"),
         "training_curves": plots.training_curves(scalars, ["validation/perplexity"]),
     }
@@ -68,29 +68,29 @@ def test_a_log_axis_has_a_few_numbers_to_read_it_by():
         assert 2 <= len({*numbers} & {n for n in numbers if 2.9 <= n <= 3.1 * ratio}) <= 12, (ratio, texts)
 
 
-def per_layer(analysis: str, metric: str, *values: float) -> pd.DataFrame:
-    """At two steps."""
+def layer_records(analysis: str, metric: str, *values: float) -> pd.DataFrame:
+    """Return records of the layers at two steps."""
     rows = [Record(metric=metric, value=value, layer=layer) for layer, value in enumerate(values)]
     return records.frame(made(analysis, rows, step=step) for step in (1, 2))
 
 
 def test_numbers_beside_the_colours_of_a_map_differ():
-    frame = per_layer("representation", "token_curvature", 2.076, 2.084, 2.1)
+    frame = layer_records("representation", "token_curvature", 2.076, 2.084, 2.1)
     texts = svg_texts(plots.layer_surface(frame, "token_curvature"))
     numbers = [text for text in texts if text.startswith("2.0")]
     assert len(numbers) >= 3
     assert len({*numbers}) == len(numbers)
 
 
-def test_heat_maps_are_coloured_by_the_logarithm(over_steps):
-    for fig in (plots.layer_surface(over_steps, LENS), plots.loop_map(over_steps, TASK)):
+def test_heat_maps_are_coloured_by_the_logarithm(step_frame):
+    for fig in (plots.layer_surface(step_frame, LENS), plots.loop_map(step_frame, TASK)):
         (scale,) = [
             layer["encoding"]["fill"]["scale"] for layer in fig.spec()["layer"] if layer["mark"]["type"] == "rect"
         ]
         shown = [cell for row in fig.cells.values[-1] for cell in row if cell is not None]
         assert scale["type"] == "log"
         assert scale["domain"] == pytest.approx([min(shown), max(shown)], rel=1e-3), "four digits"
-    loss = plots.layer_surface(per_layer("lens", "logit_lens_loss", 2.0, 3.0, 4.0), "logit_lens_loss")
+    loss = plots.layer_surface(layer_records("lens", "logit_lens_loss", 2.0, 3.0, 4.0), "logit_lens_loss")
     assert (loss.cells.values[0][2][0], bool(loss.cells.log)) == (4.0, False)
 
 

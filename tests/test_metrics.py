@@ -1,4 +1,4 @@
-"""Every metric has one row, its values lie where the row says, and what has no row is shown all the same."""
+"""Every metric has one row and values in its range; a metric without a row is also shown."""
 
 from collections import Counter
 from dataclasses import replace
@@ -40,8 +40,8 @@ def test_the_rows_fit_each_other():
     assert look_up("of_mine").title == "Of mine"
 
 
-def with_brier(root, steps: tuple[int | None, ...] = (0, 8)) -> None:
-    """Probes of which every accuracy has a Brier score beside it."""
+def add_brier(root, steps: tuple[int | None, ...] = (0, 8)) -> None:
+    """Write probes with a Brier score for every accuracy."""
     for step in steps:
         found = layer_results("probe/topics", step=step)
         more = [
@@ -64,7 +64,7 @@ def titles(root) -> list[str]:
 
 
 def test_a_metric_without_a_row_has_its_own_block_in_its_analysis(tmp_path):
-    with_brier(tmp_path)
+    add_brier(tmp_path)
     listed = ["Probe accuracy (share)", "Probe log-loss (nats)"]
     groups = ["How a probe's score rises over the layers", "Layers that a probe's scores single out"]
     assert titles(tmp_path) == [*listed, *groups, "Brier score", "Probe macro F1 (share)"]
@@ -72,7 +72,7 @@ def test_a_metric_without_a_row_has_its_own_block_in_its_analysis(tmp_path):
 
 @pytest.mark.soak
 def test_one_row_shows_a_metric_everywhere(tmp_path, monkeypatch):
-    with_brier(tmp_path / "run")
+    add_brier(tmp_path / "run")
     monkeypatch.setitem(METRICS, "brier_score", BRIER)
     run = tmp_path / "run"
     assert "Probe Brier score" in titles(run)
@@ -101,7 +101,7 @@ def test_the_tables_of_the_documentation_are_those_of_the_rows():
     for page in DOCS.glob("*.md"):
         text = page.read_text()
         assert with_tables(text) == text, f"{page.name}: run python -m tests.support.metric_tables"
-    page = (DOCS / "metrics.md").read_text()  # it has one rule for the halves, and one for chance levels
+    page = (DOCS / "metrics.md").read_text()  # the page has one rule for halves, and one for chance levels
     shown = [name for name, row in METRICS.items() if row.also != "half"]
     unnamed = {name for name in shown if f"`{name}`" not in page}
     assert unnamed <= {f"random_{name}" for name in METRICS}

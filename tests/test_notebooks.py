@@ -1,4 +1,4 @@
-"""The notebooks of the documentation: what they show is what they give, and nothing in them is of one machine."""
+"""The notebooks give the outputs they show, which depend on no machine."""
 
 import importlib.util
 import re
@@ -17,7 +17,7 @@ def outputs(notebook) -> list:
 
 
 def words(notebook) -> list[str]:
-    """What each output says, without its numbers, which other processors round otherwise."""
+    """Return the text of each output without its numbers, which differ by processor."""
     texts = [
         output["text"] if "text" in output else output["data"].get("text/plain", "") for output in outputs(notebook)
     ]

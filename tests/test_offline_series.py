@@ -1,4 +1,4 @@
-"""A series is measured as training measured it, once, without its suspects, whatever breaks on the way."""
+"""Measuring a series gives the numbers of training, once each, without suspects, also after interruptions."""
 
 import dataclasses
 import multiprocessing
@@ -33,7 +33,7 @@ def few() -> list:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """A run that training saved and measured."""
+    """Return a run that training saved and measured."""
     root = tmp_path_factory.mktemp("runs") / "run"
     steps = {"every": 2}
     fit(root, [SeriesCheckpoint(steps, root), EmergenceCallback(analyses(), steps, root)], steps=4)

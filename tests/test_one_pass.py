@@ -1,4 +1,4 @@
-"""Analyses that look at the same texts share their passes, and each finds what it finds alone."""
+"""Analyses of the same texts share forward passes, and each gives the numbers of a separate pass."""
 
 import time
 from collections import Counter
@@ -41,7 +41,7 @@ def texts(padding=None) -> dict[str, torch.Tensor]:
 
 
 def cut(batch, *sizes) -> Listed:
-    """The batch in batches of these sizes."""
+    """Return the batch split into batches of these sizes."""
     split = {name: values.split(list(sizes)) for name, values in batch.items()}
     return Listed(*(dict(zip(split, values, strict=True)) for values in zip(*split.values(), strict=True)))
 
@@ -53,7 +53,7 @@ def together(model, analyses, **options):
 
 
 def note_calls(module, note) -> None:
-    """Call `note` with the first argument of each call; a hook in a block would change how its Jacobians are found."""
+    """Call `note` with the first argument of each call; a hook would change how Jacobians are computed."""
     forward = module.forward
 
     def noted(*args, **kwargs):
@@ -64,7 +64,7 @@ def note_calls(module, note) -> None:
 
 
 def passed(model) -> list[Counter]:
-    """By block the texts that pass it, each by its embedding, and how often."""
+    """Count by block how often each text, identified by its embedding, passes it."""
     assert LayeredModel(model).predicts_next_token  # found out by a pass, once for a model
     counts = [Counter() for _ in model.transformer.h]
     texts: list[tuple] = []
@@ -82,7 +82,7 @@ def passed(model) -> list[Counter]:
 
 
 def several(batch) -> list[Analysis]:
-    """All of the same texts, each in an object of its own, or of the first of them alone."""
+    """Return analyses of the same texts, each with its own batch objects, or sharing those of the first."""
     return [
         Trajectory(batches=cut(batch, 4, 4)),
         Representation(batches=cut(batch, 4, 4)),
@@ -104,13 +104,13 @@ def test_each_text_passes_each_block_once(padding):
     )
     assert {name: each.error for name, each in found.items()} == dict.fromkeys(found)
     assert len(counts) == LAYERS
-    for count in counts:  # of padded texts the model is shown the moved ones
+    for count in counts:  # padded texts reach the model after alignment
         assert len(count) == 8
         assert set(count.values()) == {1}
 
 
 def test_results_do_not_depend_on_analyses_in_the_same_pass():
-    """Also where each has the texts in objects of its own; test_contract has all analyses, of the same objects."""
+    """Each analysis has its own batch objects; test_contract tests all analyses with shared objects."""
     model, batch = tiny("gpt2", torch.float64), texts("left")
     analyses = several(batch)
     found = together(model, analyses)
@@ -184,7 +184,7 @@ def test_large_batches_are_split(monkeypatch):
 
 @dataclass(kw_only=True)
 class Doing(Analysis):
-    """Does something at each batch, then gives the norm of its states and a number that it draws."""
+    """An analysis that acts at each batch and records the norm of its states and a random number."""
 
     batches: Listed
     name: str
@@ -207,7 +207,7 @@ def fail(seen, batch):
 
 
 def spoil(seen, batch):
-    """What only a copy survives."""
+    """Change states and batch in place: only copies stay intact."""
     seen.model.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
     next(seen.model.blocks[0].parameters()).data.zero_()
     with torch.no_grad():
@@ -281,13 +281,13 @@ def test_the_seconds_of_a_shared_pass_are_divided_and_sum_to_its_duration(monkey
         now[0] += 0.1
 
     model.transformer.h[0].attn.register_forward_hook(takes_a_tenth)
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])  # what else the machine does takes none
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])  # other processes take no time
     analyses = [
         Trajectory(batches=cut(batch, 4, 4)),
         Representation(batches=cut(batch, 4, 4)),
         Lens(batches=cut(batch, 4, 4)),
     ]
-    together(model, analyses)  # what is computed once is there
+    together(model, analyses)  # the first call computes what is cached
     now[0] = 0.0
     seconds = [each.seconds for each in together(model, analyses).values()]
     assert sum(seconds) == pytest.approx(now[0])

@@ -1,4 +1,4 @@
-"""Which of two curves is first, prompt by prompt: against planted orders, and with runs that keep only a part."""
+"""The order of two curves, paired by prompt: against planted orders, and with incomplete values of prompts."""
 
 import logging
 from dataclasses import replace
@@ -26,7 +26,7 @@ def rise(middle: float, width: float = 1.0) -> np.ndarray:
 
 
 def two_curves(seed: int, *, shift: float, shared: float) -> list[np.ndarray]:
-    """Rows of prompts of two rises of widths of their own, the second later, whose noise is the same for that share."""
+    """Return prompts' values of two rising curves, the second later, with a `shared` part of their noise."""
     rng = np.random.default_rng([seed, int(10 * shift), int(10 * shared)])
     middle, common = rng.uniform(4, 7), rng.normal(size=(PROMPTS, len(AXIS)))
     truth = [rise(middle, rng.uniform(0.4, 1.2)), rise(middle + shift, rng.uniform(0.4, 1.2))]
@@ -68,7 +68,7 @@ def test_the_order_reports_which_pairs_have_the_same_prompts():
 
 @pytest.fixture
 def run(tmp_path):
-    """Two analyses on the same prompts, one on others; half of the metrics of the first have no values."""
+    """Write two analyses of the same prompts and one of others; half of the first one's metrics have no values."""
     store = Store(tmp_path / "planted" / "measurements.jsonl")
     first, second = two_curves(3, shift=1.0, shared=0.9)
     third = two_curves(4, shift=0.5, shared=0.0)[1]
@@ -125,7 +125,7 @@ def test_a_damaged_file_is_reported_once_and_affects_only_its_analysis(run, tmp_
 
 
 def test_prompts_that_agree_on_the_order_make_it_certain_where_intervals_overlap():
-    """Each prompt rises at a step of its own, and of both metrics in the same order; dealt anew, they say no more."""
+    """Each prompt rises at its own step, in the same order for both metrics; shuffled prompts lose this information."""
     rng = np.random.default_rng(5)
     middles, deal = rng.normal(6, 2, PROMPTS)[:, None], rng.permutation(PROMPTS)
     counts, times = bootstrap_counts(PROMPTS), []

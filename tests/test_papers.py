@@ -1,4 +1,4 @@
-"""Recipes of published figures: each is one that can be run, and its numbers are found and compared as they should."""
+"""Recipes of published figures can be run, and their numbers are found and compared correctly."""
 
 import importlib
 import inspect
@@ -29,7 +29,7 @@ def steps_of(path: Path) -> Iterator[Step]:
 
 
 def classes(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every class that options name, with its own options."""
+    """Yield every class that options name, with its options."""
     if isinstance(value, dict) and "class_path" in value:
         yield value["class_path"], value.get("init_args", {})
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -40,7 +40,7 @@ def test_a_recipe_names_existing_commands_options_and_classes():
     for name, file in RECIPES.items():
         for verb, options, configs, _ in steps_of(file):
             assert all((ROOT / config).is_file() for config in configs), (name, configs)
-            if verb == "fit":  # its options are those of Lightning's parser: see the long test
+            if verb == "fit":  # Lightning's parser has its options: a nightly test checks them
                 continue
             known = parser_of(getattr(importlib.import_module(f"lit_layers.cli.verbs.{verb}"), verb)).get_defaults()
             assert options.keys() <= {*known.keys()}, (name, verb)
@@ -51,7 +51,7 @@ def test_a_recipe_names_existing_commands_options_and_classes():
 
 
 def test_every_paper_has_its_recipes_and_the_page_has_their_table():
-    """`python -m tests.support.paper_tables` writes it anew."""
+    """`python -m tests.support.paper_tables` writes the table."""
     assert {path.parent.name for path in RECIPES.values()} <= {*PAPERS}
     assert all(read(path).paper == path.parent.name for path in RECIPES.values())
     assert with_tables(PAGE.read_text()) == PAGE.read_text()

@@ -1,4 +1,4 @@
-"""The picture of paths: one line a token, a dot a layer, a frame a checkpoint, a choice a prompt."""
+"""The figure of paths: a line per token, a dot per layer, a frame per checkpoint, a choice per prompt."""
 
 import pandas as pd
 import pytest
@@ -17,7 +17,7 @@ def place(step: int, prompt: int, token: int, layer: int, axis: int) -> float:
 
 
 def measured(step: int | None, *, run: str = "r", prompts: tuple[int, ...] = (1, 2)) -> Measurement:
-    """As the analysis leaves it, with places that tell what they are of."""
+    """Return a measurement like the analysis', with coordinates that encode step, prompt and token."""
     number = step or 0
     found = [Record(metric="plane_variance", value=0.9, low=0.8, high=0.95, n=2)]
     for prompt in prompts:
@@ -38,7 +38,7 @@ def frame() -> pd.DataFrame:
 
 
 def lines(series: Series, frame: int = 0) -> list[list[tuple[float, float]]]:
-    """The paths of a checkpoint, which gaps part."""
+    """Return the paths of a checkpoint, split at NaN."""
     found: list[list[tuple[float, float]]] = [[]]
     for x, y, number in zip(series.x, series.y, series.frame, strict=True):
         if number == frame:

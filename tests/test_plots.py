@@ -24,7 +24,7 @@ def table(*found: tuple[int, list[Record]], analysis: str = "a", tokens: int | N
     )
 
 
-def of_analysis(name: str, steps: tuple[int, ...] = (0, 1, 8)) -> pd.DataFrame:
+def analysis_frame(name: str, steps: tuple[int, ...] = (0, 1, 8)) -> pd.DataFrame:
     return records.frame(measurement("r", step, name) for step in steps)
 
 
@@ -43,7 +43,7 @@ class Drawn(NamedTuple):
 
 @pytest.fixture(scope="module")
 def shown() -> dict[str, Drawn]:
-    """The charts whose pictures are looked at, and these pictures."""
+    """Return the charts of the visual check, with their pictures."""
     undrawable = {1: 1.0, 2: math.inf, 3: math.nan, 4: 2.0}
     decades = [{"step": step, "validation/perplexity": value} for step, value in enumerate((2000.0, 150.0), start=1)]
     names = ["Best layer from 1 on", "The embedding is better than any"]
@@ -55,7 +55,7 @@ def shown() -> dict[str, Drawn]:
         "gaps": plots.emergence_curves(table(*((s, layers_of(0, value=v)) for s, v in undrawable.items())), "m"),
         "decades": plots.training_curves(decades, ["validation/perplexity"]),
         "legend of coupling": plots.emergence_curves(
-            of_analysis("coupling"), "coupling", baselines=["random_coupling"]
+            analysis_frame("coupling"), "coupling", baselines=["random_coupling"]
         ),
         "legend of models": plots.layer_profile(models(a=2, b=4), "m", baselines=["random_m"]),
         "wide legend": plots.Chart(title="", x=Axis(), y=Axis(), series=lines),
@@ -120,18 +120,18 @@ def test_values_of_the_whole_model_come_with_their_interval_one_line_a_variant(s
 
 
 def test_references_and_baselines_are_dashed_and_named() -> None:
-    fig = plots.emergence_curves(of_analysis("next_token_probe"), "accuracy")
+    fig = plots.emergence_curves(analysis_frame("next_token_probe"), "accuracy")
     dashed = {series.name for series in fig.series if series.dash}
     assert dashed == {"majority class", "model's head", "model's head, probe's classes"}
     assert values(fig, "majority class") == [0.16] * 3
-    fig = plots.emergence_curves(of_analysis("coupling"), "coupling", baselines=["random_coupling"])
+    fig = plots.emergence_curves(analysis_frame("coupling"), "coupling", baselines=["random_coupling"])
     assert {series.name for series in fig.series if series.dash} == {"Random bases, k = 4", "Random bases, k = 12"}
     colors = {series.name: series.color for series in fig.series}
     assert colors["k = 12"] == colors["Random bases, k = 12"] != colors["k = 4"]
 
 
 def test_lines_per_layer_show_one_variant_and_the_title_names_it() -> None:
-    frame = of_analysis("representation", (0, 1))
+    frame = analysis_frame("representation", (0, 1))
     for draw in (plots.emergence_curves, plots.layer_profile):
         fig = draw(frame, "prompt_entropy")
         assert fig.title == "Prompt entropy (nats), raw, all tokens"
@@ -151,7 +151,7 @@ def test_a_figure_refuses_missing_data_and_lists_what_is_available() -> None:
     one, cells = table(*layered((1,))), {(0, 0): 9.0, (0, 100): 1.0}
     two = pd.concat([one, table(*layered((1,)), analysis="b")])
     of_tokens = table((1, matrix(1, "m", "token", "other_token", cells, layer=2)))
-    of_models, coupling = models(a=2, b=4), of_analysis("coupling")
+    of_models, coupling = models(a=2, b=4), analysis_frame("coupling")
     for draw, frame, metric, options, sentence in (
         (plots.emergence_curves, one, "n", {}, "no rows of metric 'n' that have a step; metrics in this table: m$"),
         (
@@ -204,7 +204,7 @@ def test_a_profile_has_a_line_per_checkpoint_and_thins_all_but_first_and_last() 
 
 
 def test_a_profile_over_distance_is_over_blocks() -> None:
-    fig = plots.layer_profile(of_analysis("coupling", (8,)), "coupling_by_distance", tags={"k": 4})
+    fig = plots.layer_profile(analysis_frame("coupling", (8,)), "coupling_by_distance", tags={"k": 4})
     assert list(fig.series[0].x) == [0, 1, 2, 3, 4, 5]
     assert fig.x.title == "Distance between the blocks"
 
@@ -224,7 +224,7 @@ def test_a_matrix_has_the_layer_down_and_the_other_layer_across_at_each_slider_p
 
 
 def matrix(step: int, metric: str, row: str, column: str, cells: dict[tuple[int, int], float], **place) -> list[Record]:
-    """Records of one table, each value multiplied by the step."""
+    """Return the records of a matrix, with each value multiplied by the step."""
     return [
         Record(metric=metric, value=step * v, tags={row: i, column: j, "k": 2}, **place) for (i, j), v in cells.items()
     ]
@@ -284,7 +284,7 @@ def test_a_profile_over_the_distance_between_tokens_has_a_line_a_layer_and_its_m
 
 
 def test_excess_coupling_has_a_line_at_random_bases_and_profiles_have_their_baseline() -> None:
-    assert values(plots.emergence_curves(of_analysis("coupling"), "excess_coupling"), "Random bases") == [0.0] * 3
+    assert values(plots.emergence_curves(analysis_frame("coupling"), "excess_coupling"), "Random bases") == [0.0] * 3
     frame = records.frame(measurement("r", step, "token_coupling", layers=3) for step in (0, 8))
     fig = plots.layer_profile(frame, "token_coupling", baselines=["random_token_coupling"])
     assert drawn(fig, "Random bases") == {1: -0.05, 2: -0.05, 3: -0.05}
@@ -380,14 +380,14 @@ def test_the_change_table_compares_the_first_and_the_last_checkpoint_of_each_hea
 
 
 def audited(verdicts: dict[int | str, str], metric: str = "m") -> pd.DataFrame:
-    """Layers of one metric at steps, or of models, with what an audit said of each."""
+    """Return a metric's layers at several steps or models, each with an audit verdict."""
     places = {at: {"run": at} if isinstance(at, str) else {"step": at} for at in verdicts}
     rows = layers_of(0, 1, metric=metric)
     return records.frame(made("a", rows, provenance={"audit": verdicts[at]}, **where) for at, where in places.items())
 
 
 def test_suspect_checkpoints_and_models_are_left_out_unless_allowed() -> None:
-    """The figures of the gallery are asked by tests/test_gallery.py."""
+    """tests/test_gallery.py checks the figures of the gallery."""
     clean = {0: "clean", 1: "note: identical weights", 4: "clean"}
     frame = audited({**clean, 2: "suspect: equal to the final step", 1000: "suspect: no weights"})
     of_steps = re.escape(
@@ -408,14 +408,14 @@ def test_suspect_checkpoints_and_models_are_left_out_unless_allowed() -> None:
     with pytest.raises(InputError, match=r"suspect steps 1, 2, .*, 12 and 3 more \(equal to main\)"):
         plots.emergence_curves(many, "m")
     both = pd.concat([audited({1: "clean"}), audited({1: "suspect: no weights"}, metric="random")])
-    plots.emergence_curves(both, "m")  # rows that are not drawn are not asked
+    plots.emergence_curves(both, "m")  # settings of rows that are not drawn do not matter
     for draw in (plots.emergence_curves, plots.layer_profile):
         with pytest.raises(InputError, match="suspect step 1 "):
             draw(both, "m", baselines=["random"])
 
 
 def models(**depths: int) -> pd.DataFrame:
-    """Models of these depths, called org/name: metric `m` of layer l is l / 10 + the model's number."""
+    """Return models of these depths, named org/name: metric `m` of layer l is l / 10 + the model's index."""
     found = []
     for number, (name, depth) in enumerate(depths.items(), start=1):
         rows = [Record(metric="m", value=number + n / 10, low=0.5, high=9.5, layer=n) for n in range(depth + 1)]
@@ -522,7 +522,7 @@ def test_a_legend_shows_the_line_colours_and_its_entries_do_not_overlap_in_a_wid
 
 def test_the_text_of_a_row_of_intervals_is_not_cut_in_a_wider_font(shown) -> None:
     (left,) = re.findall(r"^<svg.*?translate\((\d+),", shown["long row"].svg)
-    assert float(left) > 178 + 7  # as wide as the text is in DejaVu Sans of 11 pixels, and what is between
+    assert float(left) > 178 + 7  # the width of the text in DejaVu Sans of 11 pixels, plus the margin
 
 
 def test_an_axis_extends_beyond_its_values_except_at_zero():

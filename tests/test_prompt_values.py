@@ -1,4 +1,4 @@
-"""The values of prompts in files beside the measurements: right, in place and within their size."""
+"""Files with values of prompts: correct values, in the right order, of bounded size."""
 
 import json
 from dataclasses import replace

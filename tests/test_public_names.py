@@ -1,4 +1,4 @@
-"""The names that documentation and recipes use can be imported, and the metrics from `lit_layers.functional` itself."""
+"""Names in documentation and recipes can be imported, and metrics from `lit_layers.functional`."""
 
 import ast
 import importlib
@@ -36,7 +36,7 @@ def test_the_names_that_pages_import_exist():
     assert len(names) > 30
     for module, name in names:
         defined = getattr(importlib.import_module(module), name, None)
-        assert defined is not None or importlib.import_module(f"{module}.{name}"), (module, name)  # or a file of it
+        assert defined is not None or importlib.import_module(f"{module}.{name}"), (module, name)  # or a module
 
 
 def test_the_class_paths_of_pages_and_recipes_exist():

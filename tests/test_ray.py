@@ -1,4 +1,4 @@
-"""Real Ray on this machine: the record of one process, though a machine is killed, and what is refused."""
+"""Real Ray on this machine: results equal those of one process, even after a node is killed; refusals."""
 
 import contextlib
 import threading
@@ -13,7 +13,7 @@ from lit_layers.measuring.offline import analyze_series
 from lit_layers.series import StepFolders
 from tests.support.measured_series import sorted_lines, trained, two_groups
 
-# `slow`: first of its tier, as it waits half of its time.
+# `slow` runs it first in its tier, because it waits half of its time.
 pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1200)]
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
@@ -30,11 +30,11 @@ def quiet(monkeypatch):
 
 @contextlib.contextmanager
 def cluster(num_nodes: int) -> Iterator:
-    """A head without CPUs, and nodes of one CPU each."""
+    """Start a Ray cluster: a head without CPUs, and nodes with one CPU each."""
     from ray.cluster_utils import Cluster
 
     made = Cluster(initialize_head=True, head_node_args={**NODE, "num_cpus": 0, "include_dashboard": False})
-    made._shutdown_at_exit = False  # its hooks are of the main thread, and the killer adds a node
+    made._shutdown_at_exit = False  # its exit hooks need the main thread, but the killer thread adds a node
     try:
         for _ in range(num_nodes):
             made.add_node(**NODE)

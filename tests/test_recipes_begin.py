@@ -1,4 +1,4 @@
-"""Lists of analyses have the data they ask for: what they read fits the models, and fewer texts are taken and told."""
+"""Lists of analyses get data that fit the models; if there are fewer texts, this is reported."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> str:
-    """A corpus of 13 documents, 4 of them held out."""
+    """Return a corpus of 13 documents, 4 of them held out."""
     folder = tmp_path_factory.mktemp("small")
     for split, number in (("train", 9), ("validation", 4)):
         texts = [f"Document {n} counts {' '.join(str(n * k) for k in range(90))}." for n in range(number)]

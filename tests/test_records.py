@@ -225,7 +225,7 @@ def test_the_last_line_with_these_options_and_weights_decides_whether_an_analysi
         (False, [one, failed], 1, asked(), "w1"),
         (True, [failed, one, make(2, error="no")], 1, asked(), "w1"),
         (True, [make(None, 0.1)], None, asked(), "wNone"),
-        (False, [in_part], 1, asked(), "w1"),  # what failed in part is tried again
+        (False, [in_part], 1, asked(), "w1"),  # a partly failed measurement is repeated
     ):
         store = records.Store("none.jsonl", lines)
         assert store.is_done("r", step, analysis, weights_hash=weights) == is_done, (lines, step, weights)

@@ -32,11 +32,11 @@ from tests.support.read_wandb import read_finished
 from tests.support.runs import MODELS, make_models, make_run, make_series, measurement
 from tests.support.written import write
 
-STEPS = (0, 1, 8, 64, 400)  # too few for times of emergence, which take seconds: tests/test_emerge.py
+STEPS = (0, 1, 8, 64, 400)  # too few for emergence times, which take seconds and are tested in tests/test_emerge.py
 
 
 def shown(page: Path) -> str:
-    """The page without its scripts and style."""
+    """Return the page without scripts and style."""
     text = re.sub(r"<(script|style)\b.*?</\1>", "", page.read_text(), flags=re.S)
     return html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", text)))
 
@@ -102,7 +102,7 @@ def test_every_figure_is_on_the_page_and_a_map_has_a_frame_per_measured_step(pag
 
 
 def drawer(page: Path, title: str) -> str:
-    """The text below a metric's figures that says how to read them."""
+    """Return the text "How to read this" of a metric."""
     block = page.read_text().split(f"<h3>{title}")[1].split("</article>")[0]
     (text,) = re.findall(r'<details class="reading">(.*?)</details>', block, re.S)
     return html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", text)))
@@ -147,7 +147,7 @@ def test_results_name_their_steps_and_one_checkpoint_has_one_column(tmp_path: Pa
 
 
 def test_a_variant_without_a_reference_level_is_drawn_like_the_others(tmp_path: Path) -> None:
-    """As `ngram_divergence` of unigrams, which look at no token that another one could stand for."""
+    """For example `ngram_divergence` of unigrams, which has no reference level."""
     found = [
         Record(metric=f"{of}ngram_divergence", value=1.0 + n + layer, layer=layer, tags={"order": n})
         for of, n in (("", 1), ("", 2), ("random_", 2))
@@ -217,7 +217,7 @@ def test_measurements_of_other_runs_or_without_a_step_are_counted_and_a_retried_
 
 @pytest.fixture(scope="module")
 def series(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Too few checkpoints for times of emergence without the suspect ones."""
+    """Write a run with too few checkpoints for emergence times once the suspect ones are left out."""
     root = tmp_path_factory.mktemp("series") / "pythia"
     return make_series(root, steps=(0, 512, 1000, 2000, 3000, 143000), suspect=(1000, 2000))
 
@@ -395,7 +395,7 @@ def test_a_model_of_one_block_among_others_leaves_no_figure_empty(tmp_path: Path
 
 
 def test_invalid_or_unwritable_runs_are_refused_and_the_old_page_stays(tmp_path, monkeypatch):
-    """The command's sentences stand in tests/cli/test_refusals.py."""
+    """The command's sentences are tested in tests/cli/test_refusals.py."""
     root = make_run(tmp_path / "run", steps=(0,), analyses=("lens",))
     old = write_report(root).read_bytes()
     files = {path.name for path in root.iterdir()}
@@ -441,7 +441,7 @@ def test_the_command_brings_wandb_up_to_date_without_suspect_checkpoints(tmp_pat
 
 
 def sections_of(page: Path) -> dict[str, str]:
-    """The sections of a page by their headings."""
+    """Return the sections of a page by heading."""
     parts = re.findall(r"<section[^>]*>\s*<h2>(.*?)</h2>(.*?)</section>", page.read_text(), re.S)
     return dict(parts)
 
@@ -451,7 +451,7 @@ def titles_of(section: str) -> list[str]:
 
 
 def options_of(section: str, title: str) -> list[str]:
-    """What the menu of a block offers."""
+    """Return the options of a block's menu."""
     block = section[section.index(f"<h3>{title}") :].split("</article>")[0]
     return re.findall(r"<option[^>]*>(.*?)</option>", block)
 
@@ -559,7 +559,7 @@ DRAWN = """
 
 
 def touched(page: Path, script: str, profile: Path) -> str:
-    """The page after a script has run in it to its end, in which every figure is drawn."""
+    """Return the page in a browser after all figures are drawn and a script has run."""
     dom = dom_after(page, f'{DRAWN}{script}; document.body.dataset.touched = "yes";', profile)
     assert re.search(r'<p id="script-error"[^>]*hidden', dom)
     assert 'data-touched="yes"' in dom
@@ -569,19 +569,19 @@ def touched(page: Path, script: str, profile: Path) -> str:
     return dom
 
 
-def in_a_browser(test: Any) -> Any:
+def open_page(test: Any) -> Any:
     marks = pytest.mark.soak, pytest.mark.browser, pytest.mark.slow
     for mark in (*marks, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")):
         test = mark(test)
     return test
 
 
-@in_a_browser
+@open_page
 def test_a_browser_draws_every_figure_and_the_switches_work(tmp_path: Path) -> None:
     extra = ("coupling", "token_coupling", "coupling_matrices", "cross_token_influence")
     others = ("trajectory", "representation", "next_token_probe", "lens")
     page = write_report(make_run(tmp_path / "run", steps=(0, 1, 8), layers=2, analyses=(*extra, *others)))
-    # When all is drawn, what there is is noted; then the page is touched: tokens for steps, another variant, a slider.
+    # When all is drawn, record the state; then use the page: tokens instead of steps, another variant, a slider.
     script = """
       const folded = [...document.querySelectorAll(".diagnostics .plot")];
       while (plots.some((plot) => !folded.includes(plot) && plot.dataset.state !== "drawn")) {
@@ -612,7 +612,7 @@ def test_a_browser_draws_every_figure_and_the_switches_work(tmp_path: Path) -> N
     assert not re.findall(r'(?:src|href)="(?:https?:)?//', re.sub(r"<script\b.*?</script>", "", dom, flags=re.S))
 
 
-@in_a_browser
+@open_page
 @pytest.mark.parametrize("kind", ["layerwise", "layerwise_models", "compared"])
 def test_a_browser_draws_every_choice_of_probes_categories_and_models(kind, request, tmp_path):
     script = """
@@ -635,7 +635,7 @@ def test_a_browser_draws_every_choice_of_probes_categories_and_models(kind, requ
 
 
 def test_a_report_without_a_renderer_says_so_in_one_sentence(tmp_path, monkeypatch):
-    """A training writes its page at its end: what vl-convert does to itself is no reason to fail."""
+    """Training writes the page at its end, and a failure of vl-convert must not fail it."""
     real = subprocess.run
 
     def dying(*args, **options):
@@ -674,7 +674,7 @@ def test_a_forked_process_can_draw():
     assert run_forked(draws) == 0
 
 
-@in_a_browser
+@open_page
 def test_a_browser_without_decompression_says_so(full: Path, tmp_path: Path) -> None:
     page = write_report(full, tmp_path / "page.html")
     page.write_text(

@@ -1,4 +1,4 @@
-"""Models whose blocks run otherwise on the page, in the tables of results, as pictures, and at W&B."""
+"""Models with changed block orders: page, tables of results, pictures, W&B."""
 
 import html
 import json
@@ -23,7 +23,7 @@ from tests.support.written import made, write
 
 
 def sections(page: Path) -> dict[str, dict[str, list[str]]]:
-    """The titles of the sections, of the blocks in each, and their choices."""
+    """Return the titles of sections and of their blocks, with the blocks' choices."""
     found: dict[str, dict[str, list[str]]] = {}
     for part in re.findall(r'<section id="section-\d+">(.*?)</section>', page.read_text(), re.S):
         articles = re.findall(r"<h3>(.*?)(?:<span|</h3>)(.*?)</article>", part, re.S)

@@ -1,4 +1,4 @@
-"""One writer a run: who is refused, and that a lock ends with its holder."""
+"""One writer per run: refusals, and the end of a lock with its process."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from lit_layers.files.run_lock import is_held, is_training, writing
 
 @contextmanager
 def another_writer(root: Path, **how: Any) -> Iterator[int]:
-    """A process that holds `root` until it is killed, which is at the end at the latest."""
+    """Start a process that holds `root` until it is killed, at the latest at the end of the test."""
     ready, told = os.pipe()
     pid = os.fork()
     if pid == 0:

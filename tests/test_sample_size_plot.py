@@ -14,12 +14,12 @@ from tests.support.layer_results import ANALYSES, CATEGORIES, LAYERS, SIZES, lay
 from tests.support.written import made
 
 
-def of(analysis: str, *steps: int, layers: int = LAYERS) -> pd.DataFrame:
+def table_of(analysis: str, *steps: int, layers: int = LAYERS) -> pd.DataFrame:
     return records.frame(layer_results(analysis, step=step, layers=layers) for step in steps)
 
 
 def test_a_layers_score_is_drawn_against_training_rows_on_a_log_axis_with_its_intervals() -> None:
-    fig = plots.list_profile(of("sample_sizes/topics", 0, 64), "accuracy")
+    fig = plots.list_profile(table_of("sample_sizes/topics", 0, 64), "accuracy")
     one = line(fig, "layer 2")
     assert drawn(fig, "layer 2", 0)[SIZES[0]] == pytest.approx(0.32)
     assert drawn(fig, "layer 2", 1) == pytest.approx(dict(zip(SIZES, (0.384, 0.484, 0.584), strict=True)))
@@ -31,13 +31,13 @@ def test_a_layers_score_is_drawn_against_training_rows_on_a_log_axis_with_its_in
     assert fig.y.ends[0] < 0.28, "all checkpoints have one axis"
     assert fig.y.ends[1] > 0.3 + 0.2 + 0.04 + 0.064
     assert names(fig) == [f"layer {layer}" for layer in range(LAYERS + 1)], "one line a layer, none a size"
-    many = plots.list_profile(of("sample_sizes/topics", 8, layers=24), "accuracy")
+    many = plots.list_profile(table_of("sample_sizes/topics", 8, layers=24), "accuracy")
     assert {series.interval for series in many.series} == {""}, "many layers have no bars"
     assert line(many, "layer 24").has_interval
 
 
 def test_all_categories_stand_in_one_map_by_their_groups_with_one_range_around_zero() -> None:
-    frame = of("concept_alignment", 0, 64)
+    frame = table_of("concept_alignment", 0, 64)
     gone = (frame["category_id"] == "E01") & (frame["layer"] == 0)
     fig = plots.tag_map(frame[~gone], "concept_alignment")
     texts = list(fig.y.labels.values())
@@ -64,7 +64,7 @@ def test_names_of_categories_are_shown_not_interpreted_and_long_ones_are_cut() -
 
 
 def test_curves_of_a_metric_with_categories_are_those_of_its_mean() -> None:
-    frame = of("concept_alignment", 0, 64)
+    frame = table_of("concept_alignment", 0, 64)
     fig = plots.layer_profile(frame, "concept_alignment", baselines=["shuffled"])
     assert list(line(fig, "step 64").y) == pytest.approx([layer / 100 + 0.064 for layer in range(LAYERS + 1)])
     assert {series.name for series in fig.series if series.dash} == {"Shuffled pairs"}
@@ -73,7 +73,7 @@ def test_curves_of_a_metric_with_categories_are_those_of_its_mean() -> None:
 
 
 def test_the_random_label_control_and_the_majority_are_dashed_and_differ() -> None:
-    frame = of("probe/topics", 0, 64)
+    frame = table_of("probe/topics", 0, 64)
     fig = plots.layer_profile(frame, "accuracy", controls=["random_labels"])
     dashed = {series.name: series for series in fig.series if series.dash}
     assert dashed.keys() == {"majority class", "random labels"}
@@ -85,7 +85,7 @@ def test_the_random_label_control_and_the_majority_are_dashed_and_differ() -> No
 
 
 def test_the_plainest_variant_is_of_the_test_rows_and_of_the_accuracy_and_layers_have_whole_ticks() -> None:
-    frame = of("probe/topics", 0, 64)
+    frame = table_of("probe/topics", 0, 64)
     fig = plots.emergence_curves(frame, "accuracy")
     assert fig.title == "Probe accuracy (share), test rows"
     lines = {*names(plots.emergence_curves(frame, "monotonicity_spearman"))}
@@ -105,7 +105,7 @@ def test_the_tables_of_results_have_headlines_of_test_rows_and_none_for_categori
 
 
 def test_runs_without_these_rows_and_unwritable_pictures_are_refused(tmp_path: Path) -> None:
-    frame = of("probe/topics", 0, 64)
+    frame = table_of("probe/topics", 0, 64)
     chart = plots.layer_profile(frame, "accuracy")
     with pytest.raises(ValueError, match=r"expected a picture that ends in \.png, \.svg, \.pdf, got '\.gif'"):
         chart.write(tmp_path / "a.gif")
@@ -119,7 +119,7 @@ GAP = 2
 
 
 def probed(steps, gaps: dict[int | str, list[int]], **runs: int):
-    """Probe scores of checkpoints or models, without those of some layers, random labels among them."""
+    """Return probe scores of checkpoints or models with a random-label control; layers in `gaps` have none."""
     found = [layer_results("probe/topics", step=step, layers=LAYERS) for step in steps]
     found += [layer_results("probe/topics", step=None, run=f"lab/{name}", layers=depth) for name, depth in runs.items()]
     for each in found:
@@ -129,7 +129,7 @@ def probed(steps, gaps: dict[int | str, list[int]], **runs: int):
 
 
 def pieces(picture: str, mark: str, color: str) -> int:
-    """Of how many pieces a line or band of this colour is in a picture."""
+    """Return the number of pieces of a line or band of this colour in a picture."""
     side = "stroke" if mark == "line" else "fill"
     groups = re.findall(rf"mark-{mark} role-mark[^>]*>(.*?)</g>", picture, re.S)
     paths = [path for group in groups for path in re.findall(r"<path[^>]*>", group) if f'{side}="{color}"' in path]

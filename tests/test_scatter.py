@@ -1,4 +1,4 @@
-"""Scatter plots: colours, lines, and names that touch nothing."""
+"""Scatter plots: colours, lines, and names that do not overlap."""
 
 import itertools
 

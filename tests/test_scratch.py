@@ -1,4 +1,4 @@
-"""Temporary folders are gone with what made them."""
+"""Temporary folders are removed with their owner."""
 
 import subprocess
 import sys

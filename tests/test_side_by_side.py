@@ -1,4 +1,4 @@
-"""Runs side by side: means, bands and differences against scipy, and the page of the command."""
+"""Comparison of runs: means, bands and differences against scipy, and the page of the command."""
 
 import json
 from dataclasses import replace
@@ -48,7 +48,7 @@ def test_sections_have_the_order_of_a_single_runs_page_and_every_choice_has_a_na
 
 
 def write_run(root, values, *, shuffled: bool = False, steps=STEPS, stderr: float | None = 0.1, about=None):
-    """`values` (checkpoints,) are those of coupling; accuracy of layer l is l times as much."""
+    """Write a run with `values` (checkpoints,) as coupling; the accuracy of layer l is l times as large."""
     for step, number in zip(steps, values, strict=False):
         found = {
             "coupling": [Record(metric="coupling", value=number, stderr=stderr, tags={"k": 4})],
@@ -63,7 +63,7 @@ def write_run(root, values, *, shuffled: bool = False, steps=STEPS, stderr: floa
 
 @pytest.fixture
 def seeds(tmp_path):
-    """Three seeds and three controls, whose values are `[group, seed, checkpoint]`."""
+    """Write three seeds and three controls; return their values `[group, seed, checkpoint]`."""
     values = RNG.uniform(0.1, 0.3, (2, 3, len(STEPS))) + np.array([0.2, 0])[:, None, None]
     roots = [
         write_run(tmp_path / f"{name}{seed}", values[group, seed], shuffled=bool(group))
@@ -98,13 +98,13 @@ def test_a_band_stays_in_the_range_of_its_metric():
     assert line.high == pytest.approx([*high[:2], 1, 1])
     alone = Line.from_curves("a", [curve(rows[0], stderr=[0.1] * 4, metric="accuracy")])
     assert (alone.low[0], alone.high[2], alone.high[1]) == (0, 1, pytest.approx(0.5 + 0.196, abs=1e-4))
-    # A difference of accuracies is from -1 to 1.
+    # The difference of two accuracies is between -1 and 1.
     other = Line.from_curves("b", [curve(row, metric="accuracy") for row in 1 - rows])
     apart, free = difference(line, other), stats.ttest_ind(rows, 1 - rows, equal_var=False).confidence_interval(0.95)
     assert free.low[0] < -1
     assert free.high[2] > 1
     assert (apart.low[0], apart.high[2], apart.low[1]) == (-1, 1, pytest.approx(free.low[1]))
-    # In per cent the range is not the one that is known.
+    # In per cent the metric's known range does not apply.
     percent = Line.from_curves("a", [curve(100 * row, metric="accuracy") for row in rows])
     assert (percent.low, percent.high) == (pytest.approx(100 * low), pytest.approx(100 * high))
 
@@ -130,7 +130,7 @@ def test_the_difference_of_groups_is_welchs_in_any_unit():
     single = [Line.from_curves(name, [curve([1.0, 2.0], (0, 1), [0.3, 0.4])]) for name in "ab"]
     assert difference(*single).high == pytest.approx(stats.norm.ppf(0.975) * np.sqrt(2) * np.array([0.3, 0.4]))
     apart = difference(lines[0], single[0])
-    assert np.isnan(apart.low).all()  # what a single run's seeds would give is not known
+    assert np.isnan(apart.low).all()  # a single run has no spread over seeds
     assert apart.at.tolist() == [0, 1]
 
 

@@ -1,4 +1,4 @@
-"""The site builds from the pages and docstrings without a warning: mkdocs looks at every link and anchor."""
+"""The site builds without a warning; mkdocs checks every link and anchor."""
 
 import os
 import re

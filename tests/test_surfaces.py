@@ -1,4 +1,4 @@
-"""Metrics over steps and layers: which cell holds what, best layers, and means over tasks that are everywhere."""
+"""Metrics over steps and layers: cells, best layers, and means over common tasks."""
 
 import math
 import re
@@ -25,7 +25,7 @@ def values(steps: int, layers: int, tasks: int, seed: int = 0) -> np.ndarray:
 
 
 def series(root: Path, *, layers: int = 4, absent: tuple[tuple[int, str], ...] = (), **options) -> np.ndarray:
-    """Scores of all tasks at four steps, without those of some (step, task)."""
+    """Write scores of all tasks at four steps, except the `absent` (step, task) pairs."""
     found = values(len(STEPS), layers, len(TASKS))
     for number, step in enumerate(STEPS):
         there = [n for n, task in enumerate(TASKS) if (step, task) not in absent]
@@ -45,7 +45,7 @@ def means(root: Path) -> pd.DataFrame:
 
 
 def all_tasks(frame: pd.DataFrame) -> pd.DataFrame:
-    """The means that are of no single domain."""
+    """Return the means over all domains."""
     return frame[frame["domain"].isna()].sort_values(["step", "layer"])
 
 

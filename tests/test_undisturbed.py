@@ -1,4 +1,4 @@
-"""Training with analyses and without ends in the same bits, whatever the analyses do."""
+"""Training ends in the same bits with analyses and without, for everything an analysis may do."""
 
 import importlib.metadata
 import json
@@ -35,13 +35,13 @@ class OneBatch(Batches):
         return 1
 
     def content_hash(self):
-        random.random()  # data may draw when it loads
+        random.random()  # loading data may draw random numbers
         return "one batch"
 
 
 @dataclass(kw_only=True)
 class Doing(Analysis):
-    """Does something to the model on the way to one record for each layer."""
+    """An analysis that acts on the model and returns one record per layer."""
 
     action: Callable[[LayeredModel], object] = lambda model: None
     name: str = "doing"
@@ -112,7 +112,7 @@ GENTLE = [fail, change_gradients_it_kept, differentiate_blocks, switch_modes_and
 
 
 def train(action: Callable | None, steps: int = 4, accumulate: int = 2) -> dict:
-    """A small run with dropout, accumulation and draws from every generator; measured within and between steps."""
+    """Train a small model with dropout, accumulation and every random generator, measured within and between steps."""
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     model = tiny("gpt2", resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2).train()
     model.transformer.wpe.requires_grad_(False)
@@ -131,7 +131,7 @@ def train(action: Callable | None, steps: int = 4, accumulate: int = 2) -> dict:
             loss = F.cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
             (loss / accumulate).backward()
             losses.append(loss.item())
-            look(step)  # here .grad is half full
+            look(step)  # .grad has the gradients of a part of the batch here
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         look(step)
@@ -207,7 +207,7 @@ def test_analyses_run_with_gradients_on_and_reduced_precision_off():
 
 
 def precision() -> tuple:
-    """Every setting of float32 products, by both of torch's interfaces."""
+    """Return every setting of float32 matrix products, from both of torch's interfaces."""
     backends = torch.backends
     parts = (backends, backends.cuda.matmul, backends.cudnn, backends.cudnn.conv, backends.cudnn.rnn)
     parts += (backends.mkldnn, backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn)
@@ -379,18 +379,18 @@ def test_numpy_scalars_hash_like_python_numbers_and_other_arrays_and_sets_differ
     assert json.dumps(describe((np.float32(0.5), np.True_, np.str_("a")))) == '[0.5, true, "a"]'
     values = torch.arange(6.0).reshape(2, 3)
     others = [values.numpy(), values.double(), values.reshape(3, 2), values + 1, values.bfloat16(), values[:, :2]]
-    told = [json.dumps(describe(Along(each))) for each in (values, *others, values.tolist(), {"a"}, {"a", "b"}, set())]
+    told = [json.dumps(describe(Choice(each))) for each in (values, *others, values.tolist(), {"a"}, {"a", "b"}, set())]
     assert len({*told}) == len(told)
-    assert describe(Along(values.clone().requires_grad_())) == describe(Along(values))
+    assert describe(Choice(values.clone().requires_grad_())) == describe(Choice(values))
     one, other = OneBatch(), OneBatch()
     one.images, other.images = values, values + 1
     assert describe(one) == describe(other), "what data hold is in the hash of their content"
-    assert describe(Along({"b", "a"})) == describe(Along(["a", "b"])), "whatever order the set has in this process"
+    assert describe(Choice({"b", "a"})) == describe(Choice(["a", "b"])), "whatever order the set has in this process"
 
 
 @dataclass(frozen=True)
-class Along:
-    """An option of somebody's own analysis."""
+class Choice:
+    """An option of a user's analysis."""
 
     directions: Any
 

@@ -1,4 +1,4 @@
-"""Figures of models whose blocks run otherwise: numbers against the records, medians and best loops."""
+"""Figures of models with changed block orders: numbers of the records, medians and best loops."""
 
 import itertools
 import math
@@ -30,7 +30,7 @@ def record(metric: str, value: float, variant: str, *, layer: int | None = None,
     return Record(metric=metric, value=value, layer=layer, tags={"variant": variant, **rest}, **interval)
 
 
-def of_variants(metric: str, values: dict[str, list[float]], *, loops: dict[int, list[float]] | None = None, **tags):
+def variant_frame(metric: str, values: dict[str, list[float]], *, loops: dict[int, list[float]] | None = None, **tags):
     rows = [record(metric, 2.0, "baseline", **tags)]
     for name, row in values.items():
         rows += [record(metric, v, name, middle=m, **tags) for m, v in zip(MIDDLES, row, strict=True)]
@@ -50,7 +50,7 @@ LOOPS = {2: [3.0, 2.5, 4.0], 4: [3.5, 2.2, 4.0], 6: [4.0, 2.9, 3.7]}
 
 
 def test_each_variant_is_a_line_over_the_middle_blocks_without_single_orders():
-    rows = of_variants("variant_loss", {"skip": [2.5, 3, 4], "random": [2, 2.4, 3]}, loops=LOOPS)
+    rows = variant_frame("variant_loss", {"skip": [2.5, 3, 4], "random": [2, 2.4, 3]}, loops=LOOPS)
     rows += [record("variant_loss", 9.0, "random", middle=3, seed=s, schedule=f"1 {s}") for s in range(5)]
     fig = plots.variant_curves(table(("interventions", None, rows)), "variant_loss")
     assert drawn(fig, "Skip") == dict(zip(MIDDLES, [2.5, 3, 4], strict=True))
@@ -60,7 +60,7 @@ def test_each_variant_is_a_line_over_the_middle_blocks_without_single_orders():
 
 
 def test_intervals_come_from_the_record():
-    rows = of_variants("task_score", {"skip": [0.5, 0.4, 0.3]})
+    rows = variant_frame("task_score", {"skip": [0.5, 0.4, 0.3]})
     rows += [record("task_score", 0.5, "random", middle=1, low=0.4, high=0.7)]
     rows += [record("task_score", 0.4, "random", middle=3, low=0.3, high=0.45)]
     fig = plots.variant_curves(table(("intervene/lambada", None, rows)), "task_score")
@@ -71,7 +71,7 @@ def test_intervals_come_from_the_record():
 
 
 def test_guessing_is_a_line_where_it_is_known():
-    rows = of_variants("task_score", {"skip": [0.5, 0.4, 0.3]}, task="winogrande")
+    rows = variant_frame("task_score", {"skip": [0.5, 0.4, 0.3]}, task="winogrande")
     rows += [record("normalized_score", 0.7, "skip", middle=1)]
     guess = Record(metric="random_score", value=0.5, tags={"task": "winogrande"})
     frame = table(("intervene/winogrande", None, [*rows, guess]))
@@ -83,7 +83,7 @@ def test_guessing_is_a_line_where_it_is_known():
 
 def test_a_slider_goes_over_the_checkpoints_and_the_last_is_shown():
     steps = {1: [4.0, 5.0, 6.0], 8: [2.5, 3.0, 4.0]}
-    measured = [("interventions", s, of_variants("variant_loss", {"skip": row})) for s, row in steps.items()]
+    measured = [("interventions", s, variant_frame("variant_loss", {"skip": row})) for s, row in steps.items()]
     fig = plots.variant_curves(table(*measured), "variant_loss")
     assert fig.frames == [1, 8]
     assert [values(fig, "Skip", number) for number in (0, 1)] == [*steps.values()]
@@ -94,15 +94,15 @@ def test_a_slider_goes_over_the_checkpoints_and_the_last_is_shown():
 
 
 def test_figures_refuse_what_they_cannot_show():
-    def of(step: int | None, rows: list[Record], **provenance: str) -> pd.DataFrame:
+    def table_of(step: int | None, rows: list[Record], **provenance: str) -> pd.DataFrame:
         return table(("interventions", step, rows), **provenance)
 
-    blocks = of(None, [record("loss", 1.0, "baseline"), record("loss", 2.0, "skip_one", layer=1)])
-    skipped = of_variants("loss", {"skip": [1.0, 2.0, 3.0]})
-    middle, suspect = of(1, skipped), of(8, skipped, audit="suspect: equal to the final step")
-    seeds = of(1, [record("loss", 1.0, "random", middle=3, seed=0, schedule="1 2")])
+    blocks = table_of(None, [record("loss", 1.0, "baseline"), record("loss", 2.0, "skip_one", layer=1)])
+    skipped = variant_frame("loss", {"skip": [1.0, 2.0, 3.0]})
+    middle, suspect = table_of(1, skipped), table_of(8, skipped, audit="suspect: equal to the final step")
+    seeds = table_of(1, [record("loss", 1.0, "random", middle=3, seed=0, schedule="1 2")])
     two_ways = [
-        row for when in ("before", "after") for row in of_variants("loss", {"skip": [1.0, 2.0, 3.0]}, when=when)
+        row for when in ("before", "after") for row in variant_frame("loss", {"skip": [1.0, 2.0, 3.0]}, when=when)
     ]
     curves = plots.variant_curves
     for draw, frame, metric, options, sentence in (
@@ -112,12 +112,12 @@ def test_figures_refuse_what_they_cannot_show():
         (curves, middle, "nothing", {}, "no rows of metric 'nothing'"),
         (plots.models_by_middle, middle, "loss", {"variant": "reverse"}, "no values of the variant 'reverse'"),
         (curves, seeds, "loss", {}, "but single random orders"),
-        (curves, of(1, two_ways), "loss", {}, "choose one by tags: before fine-tuning; after fine-tuning"),
+        (curves, table_of(1, two_ways), "loss", {}, "choose one by tags: before fine-tuning; after fine-tuning"),
         (curves, suspect, "loss", {}, "suspect step 8"),
     ):
         with pytest.raises((ValueError, InputError), match=sentence):
             draw(frame, metric, **options)
-    assert values(curves(of(1, two_ways), "loss", tags={"when": "after"}), "Skip") == [1, 2, 3]
+    assert values(curves(table_of(1, two_ways), "loss", tags={"when": "after"}), "Skip") == [1, 2, 3]
 
 
 # ------------------------------------------------------------------------------------------------ loops and blocks
@@ -128,8 +128,8 @@ def test_the_map_of_loops_marks_the_best_of_each_middle(metric: str):
     rng, higher = random.Random(3), metric == "variant_accuracy"
     scored = {(k, m): round(rng.random(), 2) for k in (1, 2, 3, 5) for m in MIDDLES}
     del scored[5, 1], scored[3, 3]
-    scored[2, 5] = scored[3, 5] = 2.0 if higher else -1.0  # of equal ones the fewest
-    rows = of_variants(metric, {"skip": [9.0, 9.0, 9.0]})
+    scored[2, 5] = scored[3, 5] = 2.0 if higher else -1.0  # the smallest among equals
+    rows = variant_frame(metric, {"skip": [9.0, 9.0, 9.0]})
     for (k, m), value in scored.items():
         name, loops = ("parallel", {}) if k == 1 else ("looped_parallel", {"loops": k})
         rows.append(record(metric, value, name, middle=m, **loops))
@@ -182,7 +182,7 @@ def test_the_median_is_over_the_tasks_that_have_every_variant():
 
 
 def medians_of(found) -> dict[tuple[int, int], float]:
-    """Of skipped blocks, by step and middle."""
+    """Return the medians of skipped blocks, by step and middle."""
     own = found.frame[(found.frame["analysis"] == MEDIAN) & (found.frame["variant"] == "skip")]
     return {(int(s), int(m)): v for s, m, v in zip(own["step"], own["middle"], own["value"], strict=True)}
 
@@ -223,9 +223,9 @@ def test_one_task_has_no_median_and_glue_has_a_mean():
 # ------------------------------------------------------------------------------------------------ models
 
 
-def of_depth(run: str, depth: int, single: str | None = "skip_one"):
-    """Losses 3, 4, 5 of skipping 1, 3 and 5 blocks, and one of each single block of a model of `depth`."""
-    found = of_variants("variant_loss", {"skip": [3.0, 4.0, 5.0]})
+def deep_run(run: str, depth: int, single: str | None = "skip_one"):
+    """Return losses 3, 4, 5 of skipping 1, 3 and 5 blocks, and a loss for each single block of a model of `depth`."""
+    found = variant_frame("variant_loss", {"skip": [3.0, 4.0, 5.0]})
     last = depth - (single == "switch")
     blocks = [Record(metric="variant_loss", value=1.0, layer=n, tags={"variant": single}) for n in range(1, last + 1)]
     return table(("interventions", None, found + (blocks if single else [])), run=run)
@@ -233,7 +233,7 @@ def of_depth(run: str, depth: int, single: str | None = "skip_one"):
 
 def test_models_of_other_depth_are_drawn_over_the_share_of_their_blocks():
     for single in ("skip_one", "switch"):
-        frame = pd.concat([of_depth("small", 8, single), of_depth("large", 10)])
+        frame = pd.concat([deep_run("small", 8, single), deep_run("large", 10)])
         fig = plots.models_by_middle(frame, "variant_loss", variant="skip")
         lines = {one.name: list(one.x) for one in fig.series if one.legend}
         assert lines == {"small": [100 * m / 8 for m in MIDDLES], "large": [100 * m / 10 for m in MIDDLES]}, single
@@ -241,7 +241,7 @@ def test_models_of_other_depth_are_drawn_over_the_share_of_their_blocks():
         assert fig.series[0].texts[0] == "M = 1 of 8"
         assert "per cent" in fig.x.title
     for depths, kind in (((8, 8), "skip_one"), ((8, 10), None)):  # as deep, or of unknown depth
-        frame = pd.concat([of_depth(name, depth, kind) for name, depth in zip(("a", "b"), depths, strict=True)])
+        frame = pd.concat([deep_run(name, depth, kind) for name, depth in zip(("a", "b"), depths, strict=True)])
         fig = plots.models_by_middle(frame, "variant_loss", variant="skip")
         assert [*fig.series[0].x] == MIDDLES, kind
         assert "(M)" in fig.x.title

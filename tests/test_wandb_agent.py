@@ -1,4 +1,4 @@
-"""W&B sweeps, run by W&B's own agent code: the runs of the shell loop, and one W&B run each, the agent's."""
+"""W&B sweeps with W&B's own agent code: the runs of the shell loop, each in the agent's W&B run."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ GRIDS = ROOT / "wandb_configs" / "sweeps"
 
 @pytest.fixture
 def agent(tmp_path, monkeypatch):
-    """W&B's agent without its server: what it would start is kept."""
+    """Return W&B's agent without a server; it records the commands that it would start."""
     started: list[tuple[list[str], dict[str, str]]] = []
 
     class Process:
@@ -32,7 +32,7 @@ def agent(tmp_path, monkeypatch):
     monkeypatch.setattr(wandb_agent, "AgentProcess", Process)
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SWEEP_ID", "sweep123")
-    for name in ("WANDB_RUN_ID", "WANDB_SWEEP_PARAM_PATH"):  # the agent sets them: put back at the end
+    for name in ("WANDB_RUN_ID", "WANDB_SWEEP_PARAM_PATH"):  # the agent sets them; restored at the end
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -97,5 +97,5 @@ def test_two_ranks_under_an_agent_write_only_the_agents_run(corpus, agent, tmp_p
     found = read_finished(root)["second12"]
     assert [step for step, _ in found.curve("train/loss")] == [1, 2, 3]
     assert found.config["model.lr"] == 0.02
-    assert run_ranks(run) == [0, 0]  # the agent starts a preempted run again: it goes on under its id
+    assert run_ranks(run) == [0, 0]  # the agent restarts a preempted run, which continues under its id
     assert json.loads((root / "run.json").read_text())["id"] == "second12"

@@ -27,7 +27,7 @@ from tests.support.undrawn import leave_undrawn
 wandb = pytest.importorskip("wandb")
 AXIS = "trainer/global_step"
 RUN_ID = "a1b2c3d4"
-# W&B leaves temporary folders of its media to the garbage collector.
+# W&B leaves temporary folders of media to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning")
 
 
@@ -93,7 +93,7 @@ def test_layers_have_a_picture_rows_in_the_long_table_and_curves_of_each_analysi
     run = mirror_all(root)
     pictures, names = run.media("image-file"), {*run.names()}
     assert {"lens/logit_lens_loss/over_layers", "trajectory/state_norm/over_layers"} <= pictures.keys()
-    assert {len(files) for files in pictures.values()} == {1}  # what training drew on its way is drawn once
+    assert {len(files) for files in pictures.values()} == {1}  # pictures sent during training are not drawn again
     assert not any("other_layer" in key for key in names)
     layered = {name.split("/layer_")[0] for name in names if "/layer_" in name}
     assert len(layered) == len({name.split("/")[0] for name in layered})
@@ -139,7 +139,7 @@ def test_opening_again_sends_only_new_lines_also_at_earlier_steps(root: Path) ->
     assert run.curve("later/expodistance") == [(2, pytest.approx(1.8 - 0.17609, abs=0.01))]
     assert run.curve("train/loss")[-1] == (5, 3.0)
     assert len(run.history) == before + 3  # the late row, the new row, the table again
-    whole = ("emergence", "tokens", AXIS, "/over_layers")  # the table and the pictures of all steps come again
+    whole = ("emergence", "tokens", AXIS, "/over_layers")  # the table and the pictures over all steps are sent again
     for key in (key for key in run.names() if not key.endswith(whole)):
         steps = [step for step, _ in run.curve(key)]
         assert len({*steps}) == len(steps), f"{key} came again"
@@ -148,7 +148,7 @@ def test_opening_again_sends_only_new_lines_also_at_earlier_steps(root: Path) ->
 
 @pytest.mark.parametrize("number", ["1", "10"])
 def test_a_run_started_twice_in_one_second_is_read_completely(root: Path, number: str) -> None:
-    """W&B numbers the later folders of a second; one whose process was killed at once has no file yet."""
+    """W&B adds a number to later folders of the same second; one whose process was killed has no file yet."""
     expected = len(mirror_all(root).history)
     (folder,) = folders(root)
     earlier = [folder.with_name(folder.name + ending) for ending in ("", "-1", "-2")[: int(number)]]
@@ -188,7 +188,7 @@ def test_rows_are_sent_in_step_order_even_without_scalars(tmp_path: Path) -> Non
 
 
 class FakeRun:
-    """A run at a server that has `starting_step` rows already."""
+    """A run on a server that already has `starting_step` rows."""
 
     id, url, entity = RUN_ID, "https://wandb.example/run", None
 
@@ -209,8 +209,8 @@ class FakeRun:
 @pytest.mark.parametrize(
     ("kind", "server_rows"),
     [
-        ("offline", 0),  # until now: everything goes to the server
-        ("offline", 3),  # the server got three rows before the machine went down, no local file tells
+        ("offline", 0),  # no local record: everything goes to the server
+        ("offline", 3),  # the server has three rows, but no local file says so, because the machine crashed
         pytest.param("online", 3, marks=pytest.mark.soak),
     ],
 )
@@ -231,7 +231,7 @@ def test_online_only_missing_rows_are_sent(tmp_path, monkeypatch, kind, server_r
 
 
 def test_rows_shortly_before_a_kill_are_sent_again_under_new_numbers(tmp_path: Path) -> None:
-    """What was noted last may be nowhere else; W&B's own step never falls. Whole runs: tests/cli/test_resume.py."""
+    """The server may lack the last rows, and W&B's step never decreases. tests/cli/test_resume.py has whole runs."""
     log_losses(tmp_path, {step: float(step) for step in range(5)})
     lines = [{"row": n, "step": n, "names": ["train/loss"], "at": 100.0 + n * LAG / 2} for n in range(5)]
     (tmp_path / "wandb").mkdir()
