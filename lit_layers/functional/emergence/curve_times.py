@@ -19,21 +19,23 @@ from lit_layers.functional.emergence.drawn_curves import draw_curves, mean_curve
 
 Array = NDArray[np.floating[Any]]
 
-# Memory grows with the square of the checkpoints: 1,000 take a minute and 5 GB, 10,000 would take hours and 500 GB.
+# Memory grows with the square of the number of checkpoints: 1,000 take a minute and 5 GB. 10,000 would take hours and
+# 500 GB.
 FEWEST_CHECKPOINTS, MOST_CHECKPOINTS = 6, 1000
 EDGE = 0.1  # share of the whole change at which a curve has left its first level, or has reached its last level
-GRID = 300  # least number of points at which a drawn curve is evaluated
+GRID = 300  # most points of a drawn curve, unless 2 per interval are more
 RETURNED = 0.25  # share of the whole change: a curve that ends this near to its first level has come back
-# A drawn curve shows its last level if it stays there for SEEN of the time that the second half of the rise took.
-# The level counts as not reached if more than OFTEN of the drawn curves do not show it.
+# A drawn curve shows its last level if it stays there for at least SEEN times the time from its half-way point to that
+# level. The level counts as not reached if more than the share OFTEN of the drawn curves do not show it.
 SEEN, OFTEN = 0.6, 0.1
-# A drawn curve jumps between two checkpoints if it moves at most JUMP of that in each neighbouring interval.
+# A drawn curve jumps between two checkpoints if each neighbouring interval has at most JUMP times the change between
+# them.
 JUMP = 0.15
 FLAT_CURVES = 999  # for each kind of noise
 CORRELATIONS = (0.0, 0.3, 0.7, 0.9)  # lag-1 correlations of the kinds of noise
-CLIPPED = 3.0  # standard errors: no single value weighs more in the test with known errors
-# Few replicates give rough variances. The variance of each checkpoint is averaged with that of all checkpoints, which
-# counts as this many replicates.
+CLIPPED = 3.0  # in standard errors: limit of a deviation, if errors are known
+# The variance of each checkpoint is rough if there are few replicates. It is averaged with the mean variance of all
+# checkpoints, which counts as PRIOR_ROWS replicates.
 PRIOR_ROWS = 4
 DRAWS = 1000
 
@@ -50,10 +52,10 @@ class Time(NamedTuple):
 class EmergenceTimes:
     """When a curve changes; see `emergence_times`.
 
-    `onset`, `halfway`, `peak` and `plateau` are None if the curve is flat. A curve that comes back `changes` but does
-    not emerge. `before` is True if the curve already moves at its first checkpoint, `not_yet` if it still moves at its
-    last. `num_checkpoints` counts the checkpoints with a value, `num_gaps` those without. `halfway_draws` (draws,) are
-    the half-way points of the drawn curves on the axis of steps, empty if the curve does not change.
+    `onset`, `halfway`, `peak` and `plateau` are None if the curve is flat. A curve that returns to its first level
+    `changes` but does not emerge. `before` is True if the curve already changes at its first checkpoint, `not_yet` if
+    it still changes at its last. `num_checkpoints` counts the checkpoints with a value, `num_gaps` those without.
+    `halfway_draws` (draws,) are the half-way points of the drawn curves in steps, empty if the curve is flat.
     """
 
     emerges: bool
@@ -90,51 +92,56 @@ def emergence_times(
 ) -> EmergenceTimes:
     """Return when a curve over steps changes, or that it does not.
 
-    **Verdict.** It tests the hypothesis "the curve is flat" at level 1 - `confidence`. With replicates: Student's t
-    over replicates, for each split into earlier and later checkpoints and for each checkpoint against the others,
-    combined by the union bound. Contrasts without spread over replicates have no t and are left out. If none has a t, p
-    is 0. Otherwise the curve is ranked among 999 flat curves with each of eight kinds of noise: AR(1) with correlation
-    0, .3, .7 or .9 over checkpoints, and with normal or t3 shocks. The largest p counts (0.001 at least). The
-    statistics are those of `_change_statistics`. A curve that wanders more than its errors explain is also not flat.
-    Its intervals are then wide.
+    **Verdict.** The hypothesis "the curve is flat" is tested at level 1 - `confidence`.
 
-    **Times.** They are those of curves drawn from Gaussian processes given the values: Matern 3/2 and 5/2 over a grid
-    of lengths and heights, with no, one or two steps. A step is a sigmoid or a rise with a corner, of unknown location,
-    height and width. Half of the curves are drawn by the evidence of all these models, half by the evidence of models
-    with at most one step. Both use the evidence to the power 0.9. With f a drawn curve, f_0 its first value, and C the
-    largest difference of f from f_0 at a checkpoint:
+    With replicates, the test is Student's t over replicates, combined over contrasts by the union bound. Each split
+    into earlier and later checkpoints is a contrast, and so is each checkpoint against all others. Contrasts without
+    spread over replicates have no t and are left out. If none has a t, p is 0.
+
+    Without replicates, the curve is ranked among 999 flat curves with each of eight kinds of noise. These are AR(1)
+    with lag-1 correlation 0, .3, .7 or .9, and with normal or t3 shocks. The largest p counts; it is at least 0.001.
+    The statistics are those of `_change_statistics`. A curve that wanders more than its errors explain is also not
+    flat. Its intervals are then wide.
+
+    **Times.** They are the times of curves drawn from Gaussian processes given the values. The kernels are Matern 3/2
+    and 5/2 over a grid of length scales and heights. No, one or two jumps in level, called steps here, are added to a
+    process. A step is a sigmoid or a rise with a corner, of unknown location, height and width. Half of the weight
+    follows the evidence of all these models, half only that of models with at most one step. Both use the evidence to
+    the power 0.9. With f a drawn curve, f_0 its first value, and C the largest difference of f from f_0 at a
+    checkpoint:
 
     - peak: where (f - f_0) / C is largest. On a plateau that may be anywhere, which the interval shows.
     - halfway: where (f - f_0) / C last passes 1/2 before the peak.
     - onset: where it last passes 0.1 before `halfway`.
     - plateau: from where on f stays within 0.1 |C| of its last value.
 
-    Values are medians over draws, intervals are quantiles of the draws. A draw may jump between two checkpoints, moving
-    at most 0.15 of that in the neighbouring intervals. Its times between these checkpoints are then moved to a random
-    position between them.
+    Values are medians over draws, intervals are quantiles of the draws. A draw jumps between two checkpoints if it
+    changes at most 0.15 times as much in each neighbouring interval. Its times between these checkpoints are then moved
+    to a random position between them.
 
-    A curve that ends within a quarter of C of f_0 changes, but does not emerge.
+    A curve changes, but does not emerge, if the median over draws of its last (f - f_0) / C is at most 1/4.
 
-    `not_yet`: in more than a tenth of the draws, f has not stayed within 0.1 |C| of its last value for 0.6 of the time
-    that it took from half-way to there. The plateau is then infinite. If f also ends beyond 0.9 C in more than a tenth
-    of the draws, C is not known yet: the peak is infinite, and the intervals of onset and half-way point have no upper
-    end.
+    `not_yet`: let the plateau last from the time when f is within 0.1 |C| of its last value to the last checkpoint. In
+    more than a tenth of the draws, that is shorter than 0.6 of the time from the half-way point to the plateau. The
+    plateau is then infinite. If (f - f_0) / C also ends above 0.9 in more than a tenth of the draws, C is not known
+    yet: the peak is infinite, and the intervals of onset and half-way point have no upper end.
 
-    `before`: the same at the first checkpoint, unless that is step 0. Then the onset is 0, and the intervals of onset,
-    half-way point and plateau begin at 0.
+    `before`: the curve has the mirrored property at its first checkpoint, and that is not step 0. Its first level lasts
+    shorter than 0.6 of the time from onset to half-way point, in more than a tenth of the draws. The onset is then 0,
+    and the intervals of onset, half-way point and plateau begin at 0.
 
     Args:
         steps: Increasing numbers, 0 or more: optimizer steps or tokens, (checkpoints,).
         values: The curve, (checkpoints,); NaN for a missing value.
-        stderr: Standard error of each value, (checkpoints,). The intervals are over whatever these errors are over. An
-            error of 0 next to positive ones (an accuracy of 0 or 1) means that it was too small to observe. It counts
-            as the smallest positive error.
+        stderr: Standard error of each value, (checkpoints,). The intervals cover the same source of uncertainty as
+            these errors, for example prompts or seeds. An error of 0 next to positive ones (an accuracy of 0 or 1) is
+            taken as too small to observe. It counts as the smallest positive error.
         replicates: Copies of the curve whose mean is `values`, one row per prompt, test row or seed,
             (replicates, checkpoints). Used instead of `stderr`: the errors may then be correlated between checkpoints.
             A row with NaN where the curve has a value is left out.
         counts: How often each draw contains each replicate, (1000, replicates), from `bootstrap_counts`. Curves of the
             same prompts with the same counts can be compared draw by draw: `halfway_draws` then follow the half-way
-            points of the bootstrap samples (`coupled_draws`). Give each curve a seed of its own.
+            points of the bootstrap samples (`coupled_draws`). Each curve needs a different seed.
         confidence: Level of the intervals and of the verdict.
         seed: Seed of the draws; the same input gives the same numbers.
 
@@ -153,7 +160,7 @@ def emergence_times(
     at = np.searchsorted(grid, curve.x)
     drawn = draw_curves(curve.x, curve.y, curve.noises(), grid, DRAWS, rng)
     onset, half, peak, settled, ended = _landmarks(drawn, grid, at)
-    # The same functions on the reversed axis: the onset of the reversed curve is where it reaches its last level.
+    # The landmarks of the reversed curve: its onset is the time when the curve reaches its last level.
     reached, late_half, *_ = _landmarks(drawn[:, ::-1], grid[-1] - grid[::-1], len(grid) - 1 - at[::-1])
     before = bool(curve.x[0] > 0 and (onset - grid[0] < SEEN * (half - onset)).mean() > OFTEN)
     not_yet = bool((reached < SEEN * (late_half - reached)).mean() > OFTEN)
@@ -165,7 +172,7 @@ def emergence_times(
         times |= {name: times[name]._replace(low=0.0) for name in ("onset", "halfway", "plateau")}
     if not_yet:
         times["plateau"] = times["plateau"]._replace(value=np.inf, high=np.inf)
-    if not_yet and (ended > 1 - EDGE).mean() > OFTEN:  # the largest change may lie ahead
+    if not_yet and (ended > 1 - EDGE).mean() > OFTEN:  # C may still grow
         times["peak"] = times["peak"]._replace(value=np.inf)
         times |= {name: times[name]._replace(high=np.inf) for name in ("onset", "halfway", "peak")}
     if resampled is not None:
@@ -199,8 +206,8 @@ class _Curve:
         confidence: float,
     ) -> "_Curve":
         at, y = np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
-        # Training moves on a logarithmic axis of steps, where curves are about equally smooth everywhere. log2(1 +
-        # step) keeps step 0 on the axis.
+        # On a logarithmic axis of steps, training curves are about equally smooth everywhere. log2(1 + step) keeps
+        # step 0 on the axis.
         x = np.log2(1 + at.clip(0))
         if len(wrong := np.flatnonzero(~((at >= 0) & (np.diff(x, prepend=-1) > 0)))):
             got = " after ".join(f"{step:g}" for step in at[max(0, wrong[0] - 1) : wrong[0] + 1][::-1])
@@ -217,7 +224,7 @@ class _Curve:
             raise ValueError(f"expected values at {most}, got {valid.sum():,}")
         x, y = x[valid], y[valid]
         whole, rows = (None, None) if replicates is None else whole_rows(replicates, valid)
-        # Scaling by a power of two is exact and moves no time. Afterwards no square overflows or underflows.
+        # Scaling by a power of two is exact and changes no time. Afterwards no square overflows or underflows.
         unit = -int(np.frexp(max(np.abs(y).max(), 0 if rows is None else np.abs(rows).max()))[1])
         covariance, y = None, np.ldexp(y, unit)
         if stderr is not None:
@@ -234,20 +241,20 @@ class _Curve:
         return Time(*self.step(np.quantile(positions, _levels(confidence))).tolist())
 
     def grid(self) -> Array:
-        """Return the checkpoints and equally many points between each two of them."""
-        locate = max(2, GRID // len(self.x))
-        parts = [np.linspace(a, b, locate, endpoint=False) for a, b in zip(self.x[:-1], self.x[1:], strict=True)]
+        """Return the checkpoints and, between each two neighbours, the same number of further points."""
+        num = max(2, GRID // len(self.x))
+        parts = [np.linspace(a, b, num, endpoint=False) for a, b in zip(self.x[:-1], self.x[1:], strict=True)]
         return np.concatenate([*parts, self.x[-1:]])
 
     def resampled(self, counts: ArrayLike) -> Array:
-        """Return the mean curve of each draw's replicates, (draws, checkpoints)."""
+        """Return the mean curve of the replicates in each bootstrap sample, (draws, checkpoints)."""
         assert self.rows is not None
         taken = np.asarray(counts, dtype=np.float64)[:, self.whole]
         total = taken.sum(1, keepdims=True)  # 0 if a draw has only incomplete replicates
         return np.where(total > 0, taken @ self.rows / np.maximum(total, 1), self.rows.mean(0))
 
     def noises(self) -> list[Array]:
-        """Return the covariances that the errors have, or those they may have if unknown."""
+        """Return the covariance of the errors as a list of one; several candidates if it is unknown."""
         if self.covariance is not None:
             return [self.covariance]
         # Second differences overestimate the noise of a rough curve and underestimate correlated noise. A range of
@@ -261,16 +268,16 @@ class _Curve:
         if self.rows is not None:
             return _t_test(self.rows)
         variance = np.ones(len(self.y)) if self.covariance is None else np.diag(self.covariance)
-        if not variance.any():  # different values without errors
+        if not variance.any():  # the values differ and are exact
             return 0.0
         # The kind of noise is unknown, so the curve must stand out among flat curves of every kind.
         return max(self._rank_among(noise * np.sqrt(variance), 1 / variance) for noise in _flat_noise(len(self.y)))
 
     def _rank_among(self, flat: Array, weight: Array) -> float:
-        """Return the share of flat curves that stand out at least as much as this one.
+        """Return the share of curves, this one and `flat`, that stand out at least as much as this one.
 
-        The test statistic is the smallest rank over all statistics, ranked in the same way for every curve. This makes
-        the p-value valid although several statistics are tried.
+        The test statistic is the smallest rank over all statistics. It is computed in the same way for every curve,
+        which makes the p-value valid although several statistics are tried.
         """
         statistics = _change_statistics(np.concatenate([self.y[None], flat]), weight, self.covariance is not None)
         least = stats.rankdata(-np.round(statistics, 9), method="max", axis=1).min(0)
@@ -291,14 +298,14 @@ def _errors(stderr: ArrayLike, valid: NDArray[np.bool_], unit: int) -> Array:
 def _t_test(rows: Array) -> float:
     """Return the p-value of Student's t over rows, for each split and each checkpoint against the others."""
     count, n = rows.shape
-    after = np.tri(n, n, -1)[1:]  # row s: 1 after the first s + 1 checkpoints
-    contrasts = np.concatenate([after, np.eye(n)])
+    early = np.tri(n, n, -1)[1:]  # row s: 1 at the first s + 1 checkpoints
+    contrasts = np.concatenate([early, np.eye(n)])
     inside = contrasts.sum(1, keepdims=True)
-    # Each contrast is a difference of two means over checkpoints, so a level common to a row cancels.
+    # Each contrast is a difference of two means over checkpoints, so a constant added to a row cancels.
     weights = contrasts / inside - (1 - contrasts) / (n - inside)
     each = rows @ weights.T
     error = each.std(0, ddof=1) / np.sqrt(count)
-    # Coarse values may agree in all rows for one contrast. Its t would be infinite without being evidence.
+    # Coarse values may give the same contrast in all rows. Its t would be infinite, but is no evidence.
     differ = error > 1e-12 * np.abs(rows).max()
     if not differ.any():
         return 0.0
@@ -313,7 +320,7 @@ def _gains(curves: Array, weight: Array) -> Array:
     (mean_1 - mean_2)^2 w_1 w_2 / (w_1 + w_2), where w are the sums of weights of the two sides.
     """
     terms = np.stack([weight + 0 * curves, curves * weight])
-    # Sums are accumulated from either end. A difference total - below would lose the digits of a light side.
+    # Sums are accumulated from both ends. `total - below` would lose the digits of a side with little weight.
     (below, sums), (above, rest) = terms.cumsum(2)[..., :-1], terms[..., ::-1].cumsum(2)[..., -2::-1]
     return (sums / below - rest / above) ** 2 * (below / (below + above)) * above
 
@@ -337,10 +344,11 @@ def _change_statistics(curves: Array, weight: Array, known: bool) -> Array:
     """Return statistics (statistics, curves) that are large if a curve (curves, checkpoints) is not flat.
 
     The gain of the best split is multiplied by (1 - r) / (1 + r), with r the lag-1 correlation of its residuals.
-    Residuals that are alike at neighbouring checkpoints count as fewer independent ones.
+    Correlated residuals count as fewer independent ones.
 
-    With known errors, the second statistic is the sum of squares, each value clipped. Without, the noise must be
-    estimated from the curve: by the residuals of the split, and by differences of neighbouring values.
+    With known errors, the second statistic is the sum of squared deviations from the mean, each clipped. Without them,
+    the gain is divided by an estimate of the noise: from the residuals of the split, or from differences of
+    neighbouring values.
     """
     gain = _gains(curves, weight)
     after = np.arange(curves.shape[1]) > gain.argmax(1)[:, None]
@@ -349,7 +357,8 @@ def _change_statistics(curves: Array, weight: Array, known: bool) -> Array:
         mean = (side * weight * curves).sum(1) / (side * weight).sum(1)
         residuals += side * (curves - mean[:, None]) * np.sqrt(weight)
     rest = (residuals**2).sum(1)
-    rest = np.maximum(rest, 1e-12 * (gain + rest))  # a perfect split leaves rounding, which gain / rest must not use
+    # A perfect split leaves only rounding in `rest`. Without this limit, gain / rest would depend on it.
+    rest = np.maximum(rest, 1e-12 * (gain + rest))
     independent = _independent((residuals[:, 1:] * residuals[:, :-1]).sum(1) / rest)
     if known:
         scaled = (curves - np.average(curves, axis=1, weights=weight)[:, None]) * np.sqrt(weight)
@@ -361,18 +370,19 @@ def _change_statistics(curves: Array, weight: Array, known: bool) -> Array:
 
 
 def _independent(correlation: Array) -> Array:
-    """Return how many independent values are worth one value of an AR(1) series with this lag-1 correlation.
+    """Return how many independent values one value of an AR(1) series with this lag-1 correlation r counts for.
 
-    The variance of a mean of n such values is about (1 + r) / (1 - r) / n.
+    The mean of n values of such a series with variance 1 has a variance of about (1 + r) / (1 - r) / n.
     """
     correlation = correlation.clip(-0.5, 0.95)
     return (1 - correlation) / (1 + correlation)
 
 
 def _robust_noise(y: Array) -> Array:
-    """Return the covariance of independent errors of one size, estimated from second differences."""
-    # A second difference of independent errors has the variance (1 + 4 + 1) s^2. The median ignores a few large ones,
-    # such as those at a jump of the curve. Its normal value is 0.6745 standard deviations.
+    """Return the covariance of independent errors of equal variance, estimated from second differences."""
+    # A second difference of independent errors of variance s^2 has the variance (1 + 4 + 1) s^2. The median of absolute
+    # differences ignores a few large ones, such as those at a jump of the curve. For normal errors it is 0.6745
+    # standard deviations.
     robust = np.median(np.abs(np.diff(y, 2))) / stats.norm.ppf(0.75) / 6**0.5
     return np.eye(len(y)) * max(robust, 1e-3 * np.ptp(y)) ** 2
 
@@ -384,9 +394,10 @@ def _levels(confidence: float) -> Array:
 def _spread_jumps(times: Sequence[Array], values: Array, x: Array, rng: np.random.Generator) -> list[Array]:
     """Return the times (draws,) of curves, moved to a random position between two checkpoints if the curve jumps there.
 
-    A curve jumps if it moves far more between two checkpoints than in the neighbouring intervals. Its values at
-    checkpoints (draws, checkpoints) do not say where between them. Drawn steps that are not narrow would stay away from
-    the ends.
+    A curve jumps if it changes far more between two checkpoints than in the neighbouring intervals. The `values` at
+    checkpoints (draws, checkpoints) do not determine where in the interval it jumps. A drawn step with some width never
+    lies near the ends of the interval, because it would change the values there. Without this function, the times would
+    therefore avoid the ends.
     """
     moved, row = np.pad(np.abs(np.diff(values)), ((0, 0), (1, 1))), np.arange(len(values))
     share, found = rng.random(len(values)), []
@@ -401,7 +412,7 @@ def _landmarks(drawn: Array, grid: Array, checkpoints: NDArray[np.intp]) -> tupl
     """Return onset, halfway, peak and plateau of each curve on the axis of `grid`, and its end value, each (draws,)."""
     row, last = np.arange(len(drawn)), len(grid) - 1
     risen = drawn - drawn[:, :1]
-    # C is taken at checkpoints only. Between them a drawn curve overshoots, more so in a wide interval.
+    # C is the largest change at a checkpoint. Between checkpoints drawn curves overshoot, most in wide intervals.
     at_checkpoints = risen[:, checkpoints]
     change = at_checkpoints[row, np.abs(at_checkpoints).argmax(1)]
     change = np.where(change == 0, 1e-300, change)
@@ -409,12 +420,12 @@ def _landmarks(drawn: Array, grid: Array, checkpoints: NDArray[np.intp]) -> tupl
     peak = risen.argmax(1)
 
     def crossing(level: float, before: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Return the grid point after the last one below a level, among those up to `before`."""
+        """Return the index after the last grid point, up to `before`, at which the curve is below a level."""
         below = (risen < level) & (np.arange(len(grid)) <= before[:, None])
         return np.minimum(last - below[:, ::-1].argmax(1) + 1, last)
 
     def locate(curves: Array, level: float, end: NDArray[np.intp]) -> Array:
-        """Return where a curve passes a level, by linear interpolation before the grid point `end`."""
+        """Return where a curve passes a level, by linear interpolation between the grid points `end - 1` and `end`."""
         end = np.maximum(end, 1)
         low, high = curves[row, end - 1], curves[row, end]
         share = np.where(high == low, 1.0, (level - low) / np.where(high == low, 1.0, high - low))
@@ -446,11 +457,12 @@ def coupled_draws(draws: Array, estimates: Array, rng: np.random.Generator) -> A
     """Return the draws (draws,) of a time, in an order that follows its estimates from bootstrap samples (draws,).
 
     Resampling moves all curves of the same prompts together. Other uncertainty, such as the course of a curve between
-    checkpoints, belongs to each curve on its own. With w the share of the variance of the draws that the estimates
-    have, at most 1, the draws get the ranks of w^1/2 z + (1 - w)^1/2 e. Here z are the normal scores of the estimates
-    and e are independent normal numbers. The distribution of the draws stays the same.
+    checkpoints, is independent between curves. Let w be the variance of the estimates divided by that of the draws, at
+    most 1. The draws get the ranks of w^1/2 z + (1 - w)^1/2 e. Here z are the normal scores of the estimates and e are
+    independent normal numbers. The distribution of the draws stays the same.
     """
-    # Widths from quantiles 0.16 and 0.84, which are one standard deviation for normal draws and ignore far ones.
+    # Both variances come from the distance of the quantiles 0.16 and 0.84: two standard deviations of normal draws.
+    # Outliers do not change it.
     width, moved = (np.subtract(*np.quantile(each, [0.84, 0.16])) for each in (draws, estimates))
     share = min(1.0, (moved / width) ** 2) if width > 0 else 1.0
     scores = stats.norm.ppf((stats.rankdata(estimates) - 0.5) / len(estimates))
@@ -459,9 +471,9 @@ def coupled_draws(draws: Array, estimates: Array, rng: np.random.Generator) -> A
 
 
 def centered(rows: Array) -> Array:
-    """Return the rows minus their own means over checkpoints, and minus the mean of all rows.
+    """Return the rows minus their means over checkpoints, and minus the mean of all rows.
 
-    A shift of a whole row moves no time, so it must not count as an error of the curve's shape.
+    A constant added to a row changes no time, so it must not count as an error of the curve's shape.
     """
     residuals = rows - rows.mean(1, keepdims=True)
     return residuals - residuals.mean(0)
@@ -478,12 +490,12 @@ def whole_rows(replicates: ArrayLike, valid: NDArray[np.bool_]) -> tuple[NDArray
 
 
 def covariance_of_mean(rows: Array, x: Array) -> Array:
-    """Return the covariance of the mean of rows, each row without its own mean over checkpoints.
+    """Return the covariance of the mean of `rows`, after each row loses its mean over checkpoints.
 
-    A few rows say little about the correlations of errors at n checkpoints. Their correlations are therefore averaged
-    with a smooth one (`_smooth_correlation`) with weights rows - 1 and n, as under an inverse Wishart prior. Variances
-    are drawn towards their mean. The result is multiplied by the squared ratio of the t and normal quantiles, because
-    the spread of few rows is itself uncertain.
+    A few rows hardly determine the correlations of errors at n checkpoints. Their correlation matrix is therefore
+    averaged with a smooth one (`_smooth_correlation`) with weights rows - 1 and n, as under an inverse Wishart prior.
+    Variances are shrunk towards their mean. The result is multiplied by the squared ratio of the t and normal
+    quantiles, because the spread of few rows is itself uncertain.
     """
     count, n = rows.shape
     residuals = centered(rows)
@@ -500,20 +512,21 @@ def covariance_of_mean(rows: Array, x: Array) -> Array:
 
 
 def _smooth_correlation(residuals: Array, x: Array) -> Array:
-    """Return the most likely smooth correlation of the errors at checkpoints.
+    """Return the most likely smooth correlation matrix of the errors at checkpoints.
 
-    Candidates are a share of Matern 1/2 or 3/2 over the distance of checkpoints, plus independent errors.
+    A candidate is a weighted mean of a Matern 1/2 or 3/2 correlation and of the identity (independent errors).
     """
     count, n = residuals.shape
-    # The likelihood depends on the rows only by R'R. The R of a QR decomposition has the same product and fewer rows.
+    # The likelihood depends on the residuals Z only through Z'Z. The R of Z = QR has R'R = Z'Z and fewer rows.
     if count > n:
         residuals = np.asarray(np.linalg.qr(residuals, mode="r"))
     span, distance = x[-1] - x[0], np.abs(x[:, None] - x)
     # Residuals have mean 0 over checkpoints. A constant level of variance 100 in the model makes the likelihood ignore
-    # their level, and `free` removes the level from the correlation that is returned.
+    # their mean. `free` removes the level from the correlation that is returned.
     level, free = np.full((n, n), 100.0), np.eye(n) - 1 / n
     best, most = np.eye(n), -np.inf
-    columns = np.asfortranarray(residuals.T)  # LAPACK's order; scipy's checks cost more than solving
+    # LAPACK is called directly, in its memory order: the checks of scipy's functions cost more than solving.
+    columns = np.asfortranarray(residuals.T)
     for length in np.geomspace(span / n, span, 6):
         rough = np.exp(-distance / length)
         for shape in (rough, rough * (1 + distance / length)):
@@ -521,7 +534,7 @@ def _smooth_correlation(residuals: Array, x: Array) -> Array:
                 kernel = share * shape + (1 - share) * np.eye(n)
                 factor = np.linalg.cholesky(kernel + level)
                 spread = (dtrtrs(factor, columns, lower=1)[0] ** 2).sum()
-                # The scale of the residuals is at its maximum: spread / ((n - 1) (count - 1)).
+                # The variance of the residuals is set to its most likely value, spread / ((n - 1) (count - 1)).
                 likely = -(count - 1) * ((n - 1) / 2 * np.log(spread) + np.log(np.diag(factor)).sum())
                 if likely > most:
                     best, most = free @ kernel @ free, likely

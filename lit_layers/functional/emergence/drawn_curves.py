@@ -1,8 +1,8 @@
 """Curves drawn given noisy values of one curve: Gaussian processes of many lengths and heights, with and without steps.
 
-A Gaussian process is equally smooth everywhere. A metric that emerges in training is flat, turns within a few
-checkpoints or at one point, and is flat again. One step added to the process models that, two steps model a rise that
-falls again. Each step is a sigmoid, or a rise that begins or ends in a corner. With one step only, the process would
+A Gaussian process is equally smooth everywhere. A metric that emerges in training is flat, changes within a few
+checkpoints or bends in a corner, and is flat again. One step added to the process models that. Two steps model a rise
+and a fall. Each step is a sigmoid, or a rise that begins or ends in a corner. With only one step, the process would
 have to follow the second change, and would then also wander wherever the curve is flat.
 
 **The model.** y = g + sum_j h_j s_j + noise, with g a Gaussian process, s_j the shape of step j at the checkpoints and
@@ -28,18 +28,20 @@ from numpy.typing import NDArray
 from scipy.linalg.lapack import dtrtri, dtrtrs
 
 Array = NDArray[np.floating[Any]]
-# Evidence and prior are raised to this power. No model is exactly a training curve, and full evidence soon leaves only
-# one model, whose intervals are then too narrow.
+# Evidence and prior are raised to this power. No model is exactly right for a training curve. With the full evidence
+# soon only one model has any weight, and its intervals are too narrow.
 TEMPER = 0.9
-# Means over bootstrap samples use processes with at least this share of the weight, and at most this many pairs.
+# `mean_curves` uses processes with more than the share RARE of the weight, and at most MOST_PAIRS pairs of steps.
 RARE, MOST_PAIRS = 5e-3, 100
-SPLITS = 2  # how often steps are split
-# Number of steps tried with each other step; largest log-evidence below the best pair; most pairs of two steps.
+SPLITS = 2  # rounds of splitting the likeliest steps
+# `_two_steps` tries TRIED steps in each round with every other step. It keeps pairs whose log-evidence is at most
+# LIKELY below that of the best pair, and at most MAX_DOUBLES pairs.
 TRIED, LIKELY, MAX_DOUBLES = 36, 10.0, 600
-BATCH = 2**17  # entries of an array (1 MB) in one batch
-LOCATIONS, WIDTHS = 80, np.geomspace(0.001, 0.07, 5)  # of steps before any split; widths as shares of the axis
-SPLIT = 12  # how many of the likeliest steps of each shape are split
-DECIMALS = 6  # decimals of a log-evidence: smaller differences are rounding and keep the original order
+BATCH = 2**17  # most entries of an array in one batch: 1 MB
+# Grid of steps before the first split: number of locations, and widths as shares of the axis.
+LOCATIONS, WIDTHS = 80, np.geomspace(0.001, 0.07, 5)
+SPLIT = 12  # number of steps of each shape that a round splits
+DECIMALS = 6  # of a log-evidence: smaller differences are rounding
 
 
 def _no_step(u: Array) -> Array:
@@ -58,15 +60,15 @@ def _to_corner(u: Array) -> Array:
     return np.exp(np.minimum(u, 0) / 2)
 
 
-# All shapes take 2 log 9 from a tenth to nine tenths of their height, so that `width` means the same for each.
+# All shapes rise from a tenth to nine tenths of their height over 2 log 9, so that `width` means the same for each.
 SHAPES = (_no_step, _sigmoid, _from_corner, _to_corner)
 
 
 class Steps(NamedTuple):
     """Steps by shape, location and width. The first one has shape 0: no step.
 
-    Each step represents a cell of the grid, `cell` wide in location and `ratio` wide in the logarithm of the width. Its
-    prior probability is proportional to the size of its cell.
+    Each step represents a cell of the grid. The cell is `cell` wide in location and `ratio` wide in the logarithm of
+    the width. The prior probability of a step is proportional to the size of its cell.
     """
 
     shape: NDArray[np.intp]
@@ -78,8 +80,8 @@ class Steps(NamedTuple):
 
     @classmethod
     def from_axis(cls, x: Array) -> "Steps":
-        # A grid between checkpoints: more cells where checkpoints are dense, since steps there can be
-        # distinguished.
+        # Cells divide the intervals between checkpoints. Where checkpoints are dense, steps can be told apart, so there
+        # are more cells.
         x, span = np.append(x[: -1 : max(1, round(len(x) / LOCATIONS))], x[-1]), x[-1] - x[0]
         per = max(1, LOCATIONS // len(x))
         cells = np.repeat(np.diff(x) / per, per)
@@ -91,7 +93,7 @@ class Steps(NamedTuple):
         return _joined(cls(np.zeros(1, dtype=np.intp), x[:1], np.ones(1), *np.zeros((3, 1))), steps)
 
     def values(self, x: Array) -> Array:
-        """Return the values of all steps, of height 1, at some points, (points, steps)."""
+        """Return the values at `x` of all steps with height 1, (points, steps)."""
         scaled = (x[:, None] - self.loc) / self.width
         for kind, shape in enumerate(SHAPES):
             mine = self.shape == kind
@@ -103,7 +105,7 @@ class Steps(NamedTuple):
         return Steps(*fields)
 
     def split(self) -> "Steps":
-        """Split each step into nine, at the thirds of its cell in location and in width."""
+        """Return nine steps for each step: one for each third of its cell in location and in width."""
         parts = []
         for along, across in itertools.product((-1 / 3, 0, 1 / 3), repeat=2):
             loc, width = self.loc + along * self.cell, self.width * np.exp(across * self.ratio)
@@ -135,7 +137,7 @@ class Pairs:
     def log_prior(self) -> Array:
         """Log-prior of each pair: models with no, one and two steps are equally likely before tempering.
 
-        Two different steps can be in either order, which counts twice.
+        A pair of two steps counts twice, because the steps can be in either order.
         """
         return self.steps.log_prior[self.index].sum(0) + np.log(2) * self.are_two
 
@@ -149,13 +151,13 @@ class Pairs:
         return Pairs(_joined(self.steps, other.steps), index)
 
     def split(self, side: int) -> "Pairs":
-        """Split each pair into nine by its step `side`; the new step comes second in its pair."""
+        """Return nine pairs for each pair, by splitting its step `side` (0 or 1); the new step comes second."""
         parts = self.steps.select(self.index[side]).split()
         other = np.tile(self.index[1 - side], 9)
         return Pairs(_joined(self.steps, parts), np.stack([other, len(self.steps.shape) + np.arange(len(other))]))
 
     def likeliest(self, evidence: Array) -> NDArray[np.intp]:
-        """Return which pairs to split: the `SPLIT` likeliest for each shape of the second step."""
+        """Return the indices of pairs to split: the `SPLIT` likeliest for each shape of the second step."""
         shape = self.steps.shape[self.index[1]]
         groups = [np.flatnonzero(shape == kind) for kind in range(1, len(SHAPES))]
         return np.concatenate([mine[likeliest(evidence[mine], SPLIT)] for mine in groups])
@@ -164,7 +166,7 @@ class Pairs:
 def likeliest(evidence: Array, count: int) -> NDArray[np.intp]:
     """Return the indices of the `count` largest evidences, the best last.
 
-    Evidences that differ by rounding keep their order. Narrow steps between the same two checkpoints have the same
+    Evidences that differ only by rounding keep their order. Narrow steps between the same two checkpoints have the same
     values at all checkpoints, so their order would otherwise depend on the machine.
     """
     rounded, count = np.round(evidence, DECIMALS), min(count, len(evidence))
@@ -187,16 +189,16 @@ class _Kernel:
         return (1 + d if self.rough else 1 + d + d * d / 3) * np.exp(-d)
 
     def covariance(self, correlation: Array) -> Array:
-        return self.height**2 * correlation + self.level**2  # the level may lie anywhere: a constant covariance
+        return self.height**2 * correlation + self.level**2  # an unknown level adds a constant
 
 
 @dataclass(frozen=True)
 class _Processes:
-    """Gaussian processes at n checkpoints, errors of the values included.
+    """Gaussian processes at n checkpoints, including the errors of the values.
 
     `triangles` (processes, n, n) are the Cholesky factors L of the covariances of the values, `whitening` their
-    inverses, `log_size` (processes,) the logarithms of their determinants. `step_height` (processes,) is the prior
-    standard deviation of the height of steps.
+    inverses L^-1, and `log_size` (processes,) is log det L. `step_height` (processes,) is the prior standard deviation
+    of the height of a step.
     """
 
     kernels: Sequence[_Kernel]
@@ -211,7 +213,7 @@ class _Processes:
         return _Processes(kernels, *(each[chosen] for each in arrays))
 
     def batches(self, columns: int) -> Iterator[slice]:
-        """Yield slices of processes that are small enough for `columns` whitened columns to stay in the cache."""
+        """Return slices of processes, so small that `columns` whitened columns of a slice fit into the CPU cache."""
         count, n, _ = self.whitening.shape
         size = max(1, BATCH // (n * columns))
         return (slice(start, start + size) for start in range(0, count, size))
@@ -246,9 +248,9 @@ class _Processes:
         return evidence
 
     def most_evidence(self, x: Array, y: Array, steps: Steps, firsts: NDArray[np.intp]) -> Array:
-        """Return the log-evidence of the best process with each of some steps and any other step, (firsts, steps).
+        """Return the largest log-evidence over processes of each pair of a step in `firsts` and any step.
 
-        Priors are not included.
+        Shape (firsts, steps). Priors are not included.
         """
         columns = steps.values(x)
         most = np.full((len(firsts), columns.shape[1]), -np.inf)
@@ -257,29 +259,30 @@ class _Processes:
             white, ramps = self.whiten(y[:, None], rows), self.whiten(columns, rows)[0]
             dot, diag = white[0, :, 0] @ ramps, prior + _products(ramps, ramps)
             dots, diags = ([each[firsts, None], each] for each in (dot, diag))
-            # All products of two steps are one matrix product here. `evidence` would take them pair by pair.
+            # One matrix product gives the products of all pairs of steps. `evidence` would compute them pair by pair.
             gain = _gain(dots, diags, ramps[:, firsts].T @ ramps, prior)
             np.maximum(most, 0.5 * gain + self.base_evidence(white, rows), out=most)
         return most
 
 
 def _products(first: Array, second: Array) -> Array:
-    """Return the product of each column (..., n, columns) with the same column of the other array, (..., columns)."""
+    """Return the inner product of each column (..., n, columns) with the same column of the other array."""
     return np.einsum("...nc,...nc->...c", first, second)
 
 
 def _schur(diag: Sequence[Array], cross: Array, prior: Any) -> tuple[Array, Array]:
     """Eliminate the first of two step heights from the precision matrix; return the slope and the Schur complement.
 
-    `diag` are the diagonal entries, `cross` the off-diagonal entry, `prior` the precision of a height before any value.
+    `diag` are the diagonal entries, `cross` the off-diagonal entry, `prior` the prior precision of a height.
     """
     slope = cross / diag[0]
-    # Never below `prior` in exact arithmetic. Two nearly equal steps cancel to rounding, which could be negative.
+    # In exact arithmetic this is never below `prior`. For two nearly equal steps the difference is mostly rounding,
+    # which could be negative.
     return slope, np.maximum(diag[1] - slope * cross, prior)
 
 
 def _gain(dot: Sequence[Array], diag: Sequence[Array], cross: Array, prior: Any) -> Array:
-    """Return twice the log-evidence that two steps add; `dot` are the products of their shapes with the values."""
+    """Return twice the log-evidence that two steps add; `dot` are the products of whitened shapes and values."""
     slope, schur = _schur(diag, cross, prior)
     return (dot[1] - slope * dot[0]) ** 2 / schur - np.log(schur * (diag[0] / prior**2)) + dot[0] ** 2 / diag[0]
 
@@ -287,7 +290,7 @@ def _gain(dot: Sequence[Array], diag: Sequence[Array], cross: Array, prior: Any)
 def draw_curves(
     x: Array, y: Array, noises: Sequence[Array], grid: Array, draws: int, rng: np.random.Generator
 ) -> Array:
-    """Draw curves on the grid, (draws, grid), from all models in proportion to their tempered evidence.
+    """Draw curves on the grid, (draws, grid), from all models with the probabilities of `_weights`.
 
     Args:
         x: Positions of the values, increasing, (points,).
@@ -305,7 +308,7 @@ def draw_curves(
     pairs = pairs.select(chosen)  # now one pair for each draw
     used, starts = np.unique(owner, return_index=True)
     slices = {row: slice(*ends) for row, ends in zip(used, itertools.pairwise([*starts, draws]), strict=True)}
-    # All random numbers come first, process by process. The products below then take all draws together.
+    # Draw all random numbers first, process by process. The products below then handle all draws together.
     curves, chances = np.empty((draws, len(grid))), np.empty((2, draws))
     for mine in slices.values():
         count = mine.stop - mine.start
@@ -329,9 +332,10 @@ def _drawn_heights(
     y: Array,
     chances: Array,
 ) -> tuple[tuple[Array, Array], Array]:
-    """Return drawn heights of both steps of each draw, and the whitened values minus the steps, (n, draws).
+    """Return drawn heights of both steps of each draw, and the whitened values minus the whitened steps, (n, draws).
 
-    `owner` is the process of each draw. `chances` (2, draws) are normal numbers for the second and the first step.
+    `owner` is the index of the process of each draw. `chances` (2, draws) are standard normal numbers, first for the
+    second step, then for the first step.
     """
     columns, white, ramps = pairs.steps.values(x), np.empty((len(x), len(owner))), np.empty((len(x), 2, len(owner)))
     for row, mine in slices.items():
@@ -343,7 +347,7 @@ def _drawn_heights(
     diag = prior + _products(first, first), prior + _products(second, second)
     slope, schur = _schur(diag, _products(first, second), prior)
     dot = _products(first, white), _products(second, white)
-    # The second height from its marginal, then the first height given the second: both are normal.
+    # Draw the second height from its marginal, then the first height given the second. Both distributions are normal.
     late = (dot[1] - slope * dot[0]) / schur + chances[0] / np.sqrt(schur)
     early = dot[0] / diag[0] - slope * late + chances[1] / np.sqrt(diag[0])
     white -= first * early + second * late
@@ -359,7 +363,7 @@ def _condition_(
     W = L^-1 K_g, the mean on the grid is W' white and the covariance is K_gg - W'W.
     """
     to_values, to_itself = np.abs(x[:, None] - grid), np.abs(grid[:, None] - grid)
-    groups: dict[Any, list[int]] = {}  # processes that differ only in height share their correlations
+    groups: dict[Any, list[int]] = {}  # processes of a group share correlations
     for row in slices:
         kernel = processes.kernels[row]
         groups.setdefault((kernel.rough, kernel.length), []).append(row)
@@ -376,10 +380,10 @@ def _condition_(
 
 
 def mean_curves(x: Array, values: Array, noise: Array, grid: Array) -> Array:
-    """Return the mean of the curves that `draw_curves` draws from, for several sets of values, (sets, grid).
+    """Return the mean of the distribution that `draw_curves` draws from, for each of several sets of values.
 
-    The sets (sets, points) are bootstrap samples. Processes and steps that are unlikely for the mean of all sets are
-    left out, because means only serve to order draws.
+    The sets (sets, points) are bootstrap samples; the result is (sets, grid). Processes and steps that are unlikely for
+    the mean of all sets are left out. This is accurate enough, because the means only determine the order of draws.
     """
     level = values.mean(1, keepdims=True)
     values = (values - level).T
@@ -395,7 +399,7 @@ def mean_curves(x: Array, values: Array, noise: Array, grid: Array) -> Array:
     evidence = along[:, :num_pairs] ** 2 + along[:, num_pairs:] ** 2
     evidence += constant[..., None] + processes.base_evidence(white)[:, None]
     weight = _weights(evidence, pairs)
-    # From here on, sums over processes are weighted means: every term gets the weight of its model first.
+    # Multiply every term by the weight of its model. All sums over models below are then weighted means.
     along *= np.tile(weight, (1, 2, 1))
     # Directions are d / sqrt(2 diag), so 2 direction (direction'r) = d (d'r) / diag is the mean of a step given r.
     left_over = white * weight.sum(1)[:, None] - 2 * (directions @ along)
@@ -412,11 +416,11 @@ def mean_curves(x: Array, values: Array, noise: Array, grid: Array) -> Array:
 
 
 def _directions(processes: _Processes, pairs: Pairs, x: Array) -> tuple[Array, Array, Array]:
-    """Return what `mean_curves` needs of the steps for every set of values at once.
+    """Return the quantities of `mean_curves` that depend on the steps, but not on the values.
 
     - Directions (processes, n, 2 x pairs): the whitened first step, then the whitened second step with the first one
-      eliminated. They are scaled so that the squares of their products with whitened values add up to half the gain.
-    - The constant part of the log-evidence, (processes, pairs).
+      eliminated. Multiplied by the whitened values and squared, they add up to half the gain without its logarithm.
+    - The part of the log-evidence that no value changes: the logarithm in the gain, and the prior, (processes, pairs).
     - A matrix for each pair, (pairs, 2, processes x 2), that turns these products of all processes into step heights.
     """
     ramps, prior = processes.whiten(pairs.steps.values(x)), processes.step_height[:, None] ** -2
@@ -436,8 +440,8 @@ def _directions(processes: _Processes, pairs: Pairs, x: Array) -> tuple[Array, A
 def _candidates(x: Array, y: Array, noises: Sequence[Array], splits: int) -> tuple[_Processes, Pairs, Array]:
     """Return processes, pairs of steps (those of two steps last) and their evidence, (processes, pairs).
 
-    Values with small errors determine the width of a step to a few percent, finer than the grid. The likeliest steps
-    are split until their widths are as close.
+    Values with small errors determine the width of a step to a few percent, more closely than the grid. The likeliest
+    steps are therefore split in `splits` rounds.
     """
     processes, steps = _processes(x, y, noises), Steps.from_axis(x)
     pairs = Pairs(steps, np.stack([np.zeros(len(steps.shape), dtype=np.intp), np.arange(len(steps.shape))]))
@@ -454,15 +458,15 @@ def _candidates(x: Array, y: Array, noises: Sequence[Array], splits: int) -> tup
 
 
 def _best_by_height(kernels: Sequence[_Kernel], evidence: Array) -> NDArray[np.intp]:
-    """Return the likeliest process for each height."""
+    """Return the index of the likeliest process for each kernel height."""
     return np.array([*{kernels[row].height: row for row in np.argsort(evidence)}.values()])
 
 
 def _two_steps(processes: _Processes, steps: Steps, score: Array, x: Array, y: Array, splits: int) -> Pairs:
     """Return the likeliest pairs of two steps.
 
-    Each likely step is tried with every other. Then each step that did best with one of these is tried in the same way.
-    `score` is the evidence of each single step.
+    The likeliest single steps are tried with every step. Then the steps that did best with one of them are tried in the
+    same way. `score` is the evidence of each single step.
     """
     every, tried = np.arange(len(steps.shape)), steps.shape == 0
     firsts, evidence = np.zeros(0, dtype=np.intp), np.zeros((0, len(every)))
@@ -480,7 +484,7 @@ def _two_steps(processes: _Processes, steps: Steps, score: Array, x: Array, y: A
     first, second = np.divmod(likely[order], len(every))
     pairs, evidence = Pairs(steps, np.stack([firsts[first], second])), evidence[order]
     pairs = pairs.select(np.arange(len(order)))
-    for _ in range(2 * splits):  # `split` puts the new step second, so the two steps are split in turn
+    for _ in range(2 * splits):  # splits both in turn: the new step comes second
         order = likeliest(evidence, len(evidence))
         parts = pairs.select(order[-SPLIT:]).split(0)
         pairs = pairs.select(order[:-SPLIT]).concat(parts)
@@ -491,10 +495,10 @@ def _two_steps(processes: _Processes, steps: Steps, score: Array, x: Array, y: A
 def _weights(evidence: Array, pairs: Pairs) -> Array:
     """Return the weights of all models, pairs of two steps last, from their evidence (processes, pairs, ...).
 
-    Half by the evidence of all models, half by that of models with at most one step. Two smooth steps explain almost
-    everything, so that the process has almost no variance. Such a model is too sure of the peak between its steps,
-    whose true shape is unknown. A process with at most one step wanders where a curve with two steps is flat. Neither
-    is exactly a training curve, so both count.
+    Half of the weight follows the evidence of all models, half that of models with at most one step. Two smooth steps
+    explain almost everything, so that the process has almost no variance. Such a model is too certain of the peak
+    between its steps, whose true shape is unknown. A process with at most one step wanders where a curve with two steps
+    is flat. Neither is exactly right for a training curve, so both count.
     """
     fewer = int((~pairs.are_two).sum())
     simple = _softmax_(evidence[:, :fewer].copy()) if fewer else None
@@ -527,7 +531,7 @@ def _processes(x: Array, y: Array, noises: Sequence[Array]) -> _Processes:
         scale = max(float(np.ptp(y)), float(np.sqrt(np.diag(noise).mean())))
         some = [_Kernel(rough, float(length), height * scale, 10 * scale) for height, rough in forms]
         correlation = {kernel.rough: kernel.correlation(distance) for kernel in some[:2]}
-        # The small diagonal keeps covariances without errors positive definite in rounding.
+        # The small diagonal keeps the covariance of values without errors positive definite despite rounding.
         covariances = np.stack([kernel.covariance(correlation[kernel.rough]) for kernel in some])
         triangles = np.linalg.cholesky(covariances + (noise + 1e-10 * scale**2 * np.eye(n)))
         every[row] = triangles
