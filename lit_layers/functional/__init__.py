@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from lit_layers.functional.state_geometry import *
     from lit_layers.functional.trajectory import *
 
-# Files with helpers; all others define metrics.
-_PLUMBING = ("_checks", "emergence.drawn_curves", "jacobian.block_call", "jacobian.linear_cut")
+# These modules only hold helpers. All other modules of this package define metrics.
+_HELPERS = ("_checks", "emergence.drawn_curves", "jacobian.block_call", "jacobian.linear_cut")
 _HERE = Path(__file__).parent
 _BELOW = (".".join(path.relative_to(_HERE).with_suffix("").parts) for path in sorted(_HERE.rglob("*.py")))
-_FILES = tuple(name for name in _BELOW if name.rpartition(".")[2] != "__init__" and name not in _PLUMBING)
+_FILES = tuple(name for name in _BELOW if name.rpartition(".")[2] != "__init__" and name not in _HELPERS)
 
 
 def __getattr__(name: str) -> Any:
-    # Imports on first use, because the help of a command needs only block_schedules and should not wait for torch.
+    # Import on first use: the help of a command needs only block_schedules and should not wait for torch.
     if not name.startswith("_") and name not in (*_FILES, "jacobian", "emergence", "probes"):
         for file in _FILES:
             defined = getattr(importlib.import_module(f"{__name__}.{file}"), name, None)

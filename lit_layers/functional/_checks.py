@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-Undefined = Literal["raise", "nan"]  # how an undefined element is reported
+Undefined = Literal["raise", "nan"]  # whether an undefined element raises or is NaN
 
 
 def widened(tensor: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def real_rows(tokens: Float[Tensor, "*n tokens dim"], mask: Tensor | None, drop_
     """Return the real tokens of each prompt, packed to the front with zeros after them, and a mask of the real rows.
 
     Packing makes values independent of the side and the content of padding. `mask` broadcasts over leading dimensions.
-    `drop_first` tokens are removed, counted among the real tokens.
+    The first `drop_first` real tokens of each prompt are removed.
 
     Raises:
         TypeError: a mask that is not boolean.
@@ -91,7 +91,7 @@ def zeroed(rows: Rows, elements: Bool[Tensor, "*n"]) -> Rows:
 
 def centered(rows: Rows, real: Real) -> Rows:
     """Return each prompt's rows minus their mean; equal rows become exactly 0."""
-    # The mean of equal rows has a rounding error, the mean of zeros has none.
+    # Subtract the first row first: equal rows become zeros, whose mean is exact. The mean of equal rows may be rounded.
     shifted = rows - rows[..., :1, :]
     shifted = shifted.masked_fill(~real[..., None], 0.0)
     mean = shifted.sum(-2, keepdim=True) / real.sum(-1).clamp(min=1)[..., None, None]
@@ -99,7 +99,7 @@ def centered(rows: Rows, real: Real) -> Rows:
 
 
 def unit_rows(rows: Rows, real: Real, *, after_centering: bool = False) -> tuple[Rows, Bool[Tensor, "*n rows"]]:
-    """Return rows of norm 1, and a mask of the real rows that have no direction; those stay 0.
+    """Return rows of norm 1, and a mask of the real rows that have no direction; those become 0.
 
     After centering, a row that equals the mean up to rounding also has no direction.
     """
@@ -115,7 +115,7 @@ def unit_rows(rows: Rows, real: Real, *, after_centering: bool = False) -> tuple
 
 
 def wide_matrices(matrices: Tensor) -> Tensor:
-    """Return the matrices in float64 if they are small or already in float64, otherwise in float32."""
+    """Return the matrices in float64 if dim <= 512 or they already are in float64, otherwise in float32."""
     if matrices.shape[-1] != matrices.shape[-2]:
         raise ValueError(f"expected square matrices (*n, dim, dim), got {tuple(matrices.shape)}")
     wide = matrices.dtype == torch.float64 or matrices.shape[-1] <= 512
@@ -130,7 +130,7 @@ def finite_matrices(jacobians: Tensor, undefined: str) -> tuple[Tensor, Tensor]:
     return zeroed(jacobians, broken), broken
 
 
-# Features of layers, read in chunks of rows: the checks and the scaling of probes.
+# Checks and scaling of the features that probes read, in chunks of rows.
 
 CHUNK = 2**21  # entries converted at once: 16 MB in float64
 
@@ -167,7 +167,7 @@ def feature_scaling(
 
     Reads the rows once. Chunks are combined as in Chan, Golub & LeVeque (1983).
     """
-    # Subtract a row first: a constant feature becomes exactly 0. Subtracting its rounded mean would leave noise.
+    # Subtract one row first: a constant feature becomes exactly 0. Subtracting its rounded mean would leave noise.
     origin = features[:, 0].detach().double()
     mean, squares, count = torch.zeros_like(origin), torch.zeros_like(origin), 0
     for chunk in widened_chunks(features):

@@ -26,7 +26,7 @@ def middle(num_blocks: int, start: int) -> range:
     """Return the M middle blocks N+2..T-N.
 
     Raises:
-        ValueError: a start outside 0..(T-2)//2, which would leave no middle.
+        ValueError: a start outside 0..(T-2)//2. A larger one would leave no middle.
     """
     if not 0 <= start <= (num_blocks - 2) // 2:
         raise ValueError(f"start: of {num_blocks} blocks expected 0..{(num_blocks - 2) // 2}, got {start}")
@@ -36,10 +36,10 @@ def middle(num_blocks: int, start: int) -> range:
 def start_of(num_blocks: int, num_middle: int, option: str = "middle") -> int:
     """Return the start that leaves `num_middle` blocks in the middle.
 
-    Possible numbers are odd if T is even, and even if T is odd.
+    `num_middle` must be odd if T is even, and even if T is odd. `option` names the user's option in the error message.
 
     Raises:
-        ValueError: no start leaves that number; the message begins with `option`.
+        ValueError: no start leaves that number of blocks.
     """
     starts = {len(middle(num_blocks, start)): start for start in range((num_blocks - 2) // 2, -1, -1)}
     if num_middle not in starts:
@@ -54,7 +54,7 @@ def skip(num_blocks: int, start: int) -> Schedule:
 
 
 def middle_repeat(num_blocks: int, start: int) -> Schedule:
-    """Return the schedule with block T//2 + 1 instead of each block of the middle."""
+    """Return the schedule that runs block T//2 + 1 in place of each block of the middle."""
     return _spliced(num_blocks, start, [num_blocks // 2 + 1] * len(middle(num_blocks, start)))
 
 
@@ -95,7 +95,7 @@ def skip_one(num_blocks: int, block: int) -> Schedule:
 
 
 def switch(num_blocks: int, block: int) -> Schedule:
-    """Return the schedule in which a block and the next one are exchanged."""
+    """Return the schedule in which a block and the next one swap positions."""
     if not 1 <= block < num_blocks:
         raise ValueError(f"block: expected 1..{num_blocks - 1}, which have a next one, got {block}")
     order = list(baseline(num_blocks))
@@ -111,7 +111,7 @@ def repeat_one(num_blocks: int, block: int) -> Schedule:
 
 
 def checked(schedule: Sequence[Step], num_blocks: int) -> Schedule:
-    """Return the schedule with every step as a number or a tuple of several numbers.
+    """Return the schedule after a check of its steps; a tuple of one block becomes the number of that block.
 
     Raises:
         TypeError: a step that is neither a number nor a tuple of numbers.
@@ -172,9 +172,9 @@ def _checked_block(number: int, num_blocks: int) -> int:
     return number
 
 
-# The variants of the running order that are compared.
+# The variants of the block order that are compared.
 
-# In the published order of harm. Variants that change single blocks follow.
+# From the most to the least harmful in the paper. Variants that change a single block follow below.
 _MAKERS: dict[str, Callable[..., Schedule]] = {
     make.__name__: make for make in (middle_repeat, skip, parallel, reverse, random, looped_parallel)
 }
@@ -189,7 +189,7 @@ CUSTOM = "custom"
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A schedule with its description: name of the variant, number of middle blocks, loops, seed, or block."""
+    """A schedule with the name of its variant and the options that produced it."""
 
     name: str
     schedule: Schedule
@@ -202,7 +202,7 @@ class Variant:
     def tags(self) -> dict[str, str | int | float]:
         """Tags of the variant's records; `block` is not a tag but the layer of the record.
 
-        Custom and random orders are written out, because no other tag identifies them.
+        The tag `schedule` spells out custom and random orders, which the other tags do not describe.
         """
         tags: dict[str, str | int | float] = {"variant": self.name}
         for name in ("middle", "loops", "seed"):
@@ -229,14 +229,14 @@ def variants(
     loops: Sequence[int] = LOOPS,
     custom: Sequence[str] = (),
 ) -> list[Variant]:
-    """Return the variants of these names for every middle, number of loops and seed, the full model first.
+    """Return the variants of these names for every middle, number of loops, seed and block; the baseline comes first.
 
     Args:
         num_blocks: Number of blocks of the model.
         names: Some of `NAMES`.
-        middles: Numbers M of middle blocks; None for all that exist.
-        seeds: Seeds of random orders.
-        loops: Numbers of loops of looped_parallel; 1 is `parallel` itself.
+        middles: Numbers M of middle blocks; None for all possible ones.
+        seeds: Seeds of `random`.
+        loops: Numbers of loops of `looped_parallel`; 1 gives the same schedule as `parallel`.
         custom: Further schedules, written as `1 2 (3,4,5) 6`.
 
     Raises:
@@ -264,7 +264,7 @@ def variants(
 
 
 def _one_middle(name: str, num_blocks: int, start: int, seeds: Sequence[int], loops: Sequence[int]) -> list[Variant]:
-    """Return the variants of one name for one middle, for all its seeds or loops."""
+    """Return the variants of one name for one middle: one for each seed or number of loops that the name uses."""
     options: list[dict[str, int]] = [{}]
     if name == "random":
         options = [{"seed": seed} for seed in dict.fromkeys(seeds)]

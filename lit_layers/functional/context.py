@@ -1,8 +1,8 @@
 """Scores of attention patterns, and n-gram predictions from the last few tokens. All computed in float64.
 
 Weights are (*n, heads, queries, keys) of real tokens only: each row is a distribution over the keys. With causal
-attention the first token can attend only to itself, so its query enters no score. `uniform_attention` gives the weights
-of chance, to which each score should be compared.
+attention the first token can attend only to itself, so its query enters no score. The score of `uniform_attention` is
+the chance level, to which each score should be compared.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ PerHead = Float[Tensor, "*n heads"]
 
 
 def uniform_attention(num_tokens: int, *, causal: bool) -> Float[Tensor, "1 tokens tokens"]:
-    """Return the weights of one head that attends equally to all tokens, or to those up to the query if `causal`."""
+    """Return the weights of one head that attends equally to all tokens, or, if `causal`, to all up to the query."""
     seen = torch.ones(1, num_tokens, num_tokens, dtype=torch.float64)
     seen = seen.tril() if causal else seen
     return seen / seen.sum(-1, keepdim=True)
@@ -42,7 +42,7 @@ def attention_entropy(weights: Weights, *, undefined: Undefined = "raise") -> Pe
 def sink_mass(weights: Weights, *, undefined: Undefined = "raise") -> PerHead:
     """Return the mean attention to the first token.
 
-    Range [0, 1]; for uniform causal attention the mean of 1 / position over the positions from 2 on.
+    Range [0, 1]. Uniform causal attention gives the mean of 1 / position over the positions from 2 on.
 
     Source: Xiao et al., arXiv 2309.17453; the mean over queries as in Gu et al., arXiv 2410.10781, equation 7.
 
@@ -55,9 +55,9 @@ def sink_mass(weights: Weights, *, undefined: Undefined = "raise") -> PerHead:
 def previous_token_score(weights: Weights, *, undefined: Undefined = "raise") -> PerHead:
     """Return the mean attention to the token right before the query.
 
-    Range [0, 1]; for uniform causal attention the mean of 1 / position over the positions from 2 on.
+    Range [0, 1]. Uniform causal attention gives the mean of 1 / position over the positions from 2 on.
 
-    Source: Olsson et al. 2022 (induction heads), for the head whose output an induction head reads.
+    Source: Olsson et al. 2022. They describe the previous-token head, whose output an induction head reads.
 
     Raises: as `attention_entropy`.
     """
@@ -74,9 +74,9 @@ def prefix_matching_score(
     The mean is over the queries whose token has occurred before. Range [0, 1]. Uniform causal attention on tokens that
     repeat with period P gives about 1 / P.
 
-    Source: Olsson et al. 2022, appendix "head activation evaluators", prefix matching. Targets (the tokens after all
-    earlier occurrences) and the mean over queries are theirs. They repeat 25 random tokens four times, after a token
-    that begins the sequence. Here the caller chooses the tokens (`Induction`).
+    Source: Olsson et al. 2022, appendix "head activation evaluators", prefix matching. The targets (the tokens after
+    all earlier occurrences) and the mean over queries are theirs. They repeat 25 random tokens four times, after a
+    token that begins the sequence. Here the caller chooses the tokens; the analysis `Induction` draws them.
 
     Raises:
         ValueError: no token occurs twice, weights that are not finite (NaN there with `undefined="nan"`).
@@ -112,11 +112,11 @@ Distribution = tuple[Tensor, Tensor]  # token ids (n,) and their shares (n,), wh
 
 @dataclass(frozen=True, eq=False)
 class NgramTable:
-    """Counts of each token after each context, the context being the tokens before it."""
+    """Counts of each token after each context; a context is the `order - 1` tokens before it."""
 
-    num_ids: int  # larger than every token
+    num_ids: int  # above every token id
     contexts: NDArray[np.int64]  # sorted, one code per context
-    starts: NDArray[np.int64]  # (contexts + 1,): index of the first token of each context
+    starts: NDArray[np.int64]  # (contexts + 1,): index into `tokens` and `counts`
     tokens: NDArray[np.int64]
     counts: NDArray[np.int64]
 
@@ -158,7 +158,8 @@ def ngram_divergence(
 ) -> Float[Tensor, "*n rows"]:
     """Return the Kullback-Leibler divergence KL(n-gram, prediction) of each row, in nats, in float64.
 
-    At least 0: 0 if the prediction equals that of the n-gram. NaN if the corpus does not contain the context.
+    `distributions` has one n-gram distribution for each row. At least 0: 0 if both distributions are equal. NaN if the
+    corpus does not contain the context, for which the distribution is None.
 
     Source: Belrose et al., arXiv 2402.04362; over training Chang and Michaelov et al., arXiv 2510.24963.
     """

@@ -1,4 +1,4 @@
-"""Correlation over models, and the choice of a layer by a metric that follows the scores of tasks. All in float64.
+"""Correlation over models, and the choice of a layer by a metric instead of by task scores. All in float64.
 
 The rows of a correlation are models (or tasks), never the layers of one model. Layers of one model are not independent,
 so a p-value over them would be wrong.
@@ -27,7 +27,7 @@ class UndefinedError(ValueError):
 
 
 class Correlation(NamedTuple):
-    """A coefficient in [-1, 1], its two-sided p-value against independence, and the number of rows.
+    """A coefficient in [-1, 1], the two-sided p-value of the hypothesis of independence, and the number of rows.
 
     `df` are the degrees of freedom: the number of rows minus one for each fitted mean, covariate and slope.
     """
@@ -60,7 +60,7 @@ class Line(NamedTuple):
 def pearson(x: Values, y: Values) -> Correlation:
     """Return Pearson's r.
 
-    Unchanged by increasing affine maps of either side. Its square is the R² of a line.
+    Unchanged by increasing affine maps of either column. Its square is the R² of the least-squares line.
 
     Raises:
         UndefinedError: fewer than 3 rows, or a constant column.
@@ -83,8 +83,8 @@ def p_value(r: float, df: int) -> float:
 def spearman(x: Values, y: Values) -> Correlation:
     """Return Spearman's rho: Pearson's r of the ranks, with mean ranks for ties.
 
-    Unchanged by increasing maps. The p-value is that of the t test, but at least 2 / n!, the probability of the two
-    most extreme orders. Student's t would give p = 0 at rho = 1.
+    Unchanged by increasing maps of either column. The p-value is that of the t test, but at least 2 / n!, the
+    probability of the two most extreme orders. The t test itself gives p = 0 at rho = 1.
 
     Raises: as `pearson`.
     """
@@ -96,8 +96,8 @@ def spearman(x: Values, y: Values) -> Correlation:
 def kendall(x: Values, y: Values) -> Correlation:
     """Return Kendall's tau-b.
 
-    Unchanged by increasing maps. The p-value is exact for few rows without ties, otherwise from the normal
-    distribution, as in scipy.
+    Unchanged by increasing maps of either column. As in scipy, the p-value is exact for few rows without ties and
+    otherwise comes from the normal approximation.
 
     Raises: as `pearson`.
     """
@@ -112,8 +112,8 @@ def distance_correlation(x: Values, y: Values) -> float:
     """Return Székely's distance correlation, in [0, 1]: the root of the biased V-statistic.
 
     In the limit of many rows it is 0 if and only if x and y are independent. It is 1 for any exact affine relation.
-    Unchanged by affine maps of either side. Its value under independence is far from 0 (about .28 for 37 independent
-    Gaussian pairs): see `distance_null`.
+    Unchanged by affine maps of either column. For independent columns of few rows it is far from 0, about .28 for 37
+    Gaussian pairs. `distance_null` computes that value.
 
     Raises:
         UndefinedError: fewer than 4 rows (two always give 1), or a constant column.
@@ -124,7 +124,7 @@ def distance_correlation(x: Values, y: Values) -> float:
 
 
 def distance_null(x: Values, y: Values, *, permutations: int = 1000, seed: int = 0) -> tuple[float, float]:
-    """Return the mean distance correlation of shuffled rows, and the permutation p-value of the data.
+    """Return the mean distance correlation after shuffling y, and the permutation p-value of the unshuffled columns.
 
     Raises: as `distance_correlation`.
     """
@@ -158,10 +158,10 @@ def partial_correlation(x: Values, y: Values, given: Sequence[Values]) -> Correl
 
 
 def groupwise_correlation(x: Values, y: Values, groups: Sequence[Hashable]) -> Correlation:
-    """Return the within-group correlation: Pearson's r of both columns centred within their groups.
+    """Return the within-group correlation: Pearson's r after each column is centred within each group.
 
-    df = n - groups - 1. Equal to the partial correlation given an indicator of each group. A group of one row adds
-    nothing.
+    df = n - groups - 1. Equal to the partial correlation given an indicator of each group. A group of one row has no
+    influence.
 
     Raises:
         UndefinedError: no df left, or a column that is constant within every group.
@@ -184,7 +184,7 @@ def groupwise_correlation(x: Values, y: Values, groups: Sequence[Hashable]) -> C
 def bootstrap_rows(statistic: Statistic, n: int, *, resamples: int = 2000, seed: int = 0) -> Interval:
     """Return the 95% bootstrap interval of a statistic of n rows; the statistic takes the indices of the drawn rows.
 
-    Resamples in which it is undefined (for example, all rows equal) are left out and counted.
+    Resamples in which the statistic is undefined (for example, all rows equal) are left out and counted.
 
     Raises:
         UndefinedError: undefined in at least half of the resamples.
@@ -218,7 +218,7 @@ def fit_line(x: Values, y: Values) -> Line:
 
 
 def line_band(line: Line, at: Values) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the low and high ends of a 95% band around the line: where the mean of y at x lies, by Student's t."""
+    """Return the low and high ends of the 95% confidence band of the mean of y at each x in `at`, by Student's t."""
     from scipy.special import stdtrit
 
     at = np.asarray(at, dtype=np.float64)
@@ -232,7 +232,7 @@ def residuals(x: Values, given: Sequence[Values]) -> NDArray[np.float64]:
     """Return the residual of a column after regression, with an intercept, on the columns of `given`.
 
     Raises:
-        UndefinedError: a constant column, or one that the others determine.
+        UndefinedError: `x` is constant, or the columns of `given` determine it.
     """
     x = _columns(x, x)[0]
     basis = _basis([_columns(x, column)[1] for column in given], len(x))
@@ -258,7 +258,7 @@ def _varying_columns(x: Values, y: Values, fewest: int = 3) -> tuple[NDArray[np.
 def _centered(name: str, column: NDArray[np.float64]) -> NDArray[np.float64]:
     if (column == column[0]).all():
         raise UndefinedError(f"a correlation is undefined: {name} is {column[0]:g} in every row")
-    # Subtract one of its values first, because the mean of large numbers has a rounding error.
+    # Subtract the first value first, because the mean of large numbers has a rounding error.
     shifted = column - column[0]
     return shifted - shifted.mean()
 
@@ -282,7 +282,7 @@ def distance_correlations(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDA
 
 
 def _centered_distances(columns: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the doubly centred distances (*n, rows, rows) between the rows of columns (*n, rows)."""
+    """Return the doubly centred matrix (*n, rows, rows) of distances between the values of each column (*n, rows)."""
     table = np.abs(columns[..., :, None] - columns[..., None, :])
     means = table.mean(-1, keepdims=True)
     return table - means - means.swapaxes(-2, -1) + table.mean((-2, -1), keepdims=True)
@@ -294,7 +294,7 @@ def _table_cosines(first: NDArray[np.float64], second: NDArray[np.float64]) -> N
 
 
 def _basis(columns: Sequence[NDArray[np.float64]], n: int) -> NDArray[np.float64]:
-    """Return orthonormal directions of the span of the columns, orthogonal to a constant."""
+    """Return an orthonormal basis (n, rank) of the span of the centred columns."""
     centered = [column - column[0] - (column - column[0]).mean() for column in columns if (column != column[0]).any()]
     if not centered:
         return np.zeros((n, 0))
@@ -314,7 +314,7 @@ def _nonzero(name: str, left: NDArray[np.float64], whole: NDArray[np.float64], o
     return left
 
 
-# Choosing a layer without labels: how a metric follows task scores over the layers, and where its extreme lies.
+# Choosing a layer without labels: how closely a metric follows task scores over layers, and the score at its extreme.
 #
 # Tables are (tasks, layers), with the same tasks and layers for metric and score. Intervals are over tasks. Layers of
 # one model are not independent, so intervals or p-values over layers would be wrong.
@@ -328,7 +328,7 @@ COEFFICIENTS: tuple[Coefficient, ...] = ("distance_correlation", "spearman", "ke
 DIRECTIONS: tuple[Direction, ...] = ("min", "max")
 FEWEST_LAYERS = 4  # the distance correlation of two layers is always 1
 FEWEST_TASKS = 5  # resamples of fewer are mostly the same two or three tasks
-_CHUNK = 2**20  # pairs of layers: 8 MB in a table
+_CHUNK = 2**20  # entries of layer-by-layer tables: 8 MB
 
 
 class Estimate(NamedTuple):
@@ -340,7 +340,7 @@ class Estimate(NamedTuple):
 
 
 class LayerCorrelation(NamedTuple):
-    """A coefficient over layers; `undefined` are the rows (tasks) without one, which are left out of the mean."""
+    """A coefficient over layers; `undefined` holds the indices of tasks without one, which the mean leaves out."""
 
     form: Form
     coefficient: Coefficient
@@ -350,9 +350,9 @@ class LayerCorrelation(NamedTuple):
 
 
 class Null(NamedTuple):
-    """Distance correlation of unrelated curves over layers: mean and 95th percentile.
+    """Mean and 95th percentile (`_95`) of the distance correlation of unrelated curves over layers.
 
-    `noise` is for independent layers, `walk` for random walks.
+    `noise`: the values of a curve are independent. `walk`: a curve is a random walk over the layers.
     """
 
     noise: float
@@ -363,11 +363,11 @@ class Null(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Mean score over tasks at the layers that a rule chose, and at layers to compare it with.
+    """Mean score over tasks at the layers that a rule chose, and at other layers for comparison.
 
-    `best` is the single layer with the best mean over these tasks, `oracle` the best layer of each task. Both are
-    chosen on the scores themselves. `best_share` is the share of resamples of tasks with the same best layer. `random`
-    is the expectation for a layer drawn uniformly for each task.
+    `best` is the score at the single layer with the best mean over these tasks, `oracle` at the best layer of each
+    task. Both choices use the scores themselves. `best_share` is the share of resamples of tasks in which `best_layer`
+    is the best. `random` is the expected score if a layer is drawn uniformly for each task.
     """
 
     chosen: tuple[int, ...]
@@ -388,12 +388,13 @@ class Selection:
 def layer_correlations(metric: Table, scores: Table, *, resamples: int = 2000, seed: int = 0) -> list[LayerCorrelation]:
     """Return distance correlation, Spearman's rho and Kendall's tau-b of a metric with scores, in both forms.
 
-    `per_task_mean`: computed over the layers within each task, then averaged over tasks. `of_task_means`: computed from
-    the two curves averaged over tasks. A task with a constant curve has no coefficient. It is left out of the mean and
-    named in the result. All intervals use the same resamples of tasks.
+    `per_task_mean`: computed over the layers within each task, then averaged over tasks. A task with a constant curve
+    has no coefficient. The mean leaves it out, and `undefined` lists it. `of_task_means`: computed from the two curves
+    averaged over all tasks; absent if one of these is constant. All intervals of a form use the same resamples of
+    tasks.
 
     Raises:
-        UndefinedError: fewer than 4 layers, or only constant curves.
+        UndefinedError: fewer than 4 layers, or a constant curve in every task.
         ValueError: tables of unequal shape, or a value that is not finite.
     """
     metric, scores = _tables(metric, scores)
@@ -427,7 +428,8 @@ def layer_correlations(metric: Table, scores: Table, *, resamples: int = 2000, s
 def distance_null_over_layers(num_layers: int, *, samples: int = 2000, seed: int = 0) -> Null:
     """Return the distance correlation of two unrelated curves over this many layers: Gaussian noise and random walks.
 
-    Neighbouring layers are similar, so a real curve lies between the two, nearer to the walk. 25 layers: 0.34 and 0.54.
+    Neighbouring layers are similar, so real curves lie between the two, nearer to random walks. For 25 layers the means
+    are 0.34 and 0.54.
 
     Raises:
         UndefinedError: fewer than 4 layers.
@@ -445,7 +447,7 @@ def extreme_layers(metric: Table, direction: Direction) -> NDArray[np.intp]:
 
 
 def scores_at(metric: Table, scores: Table, direction: Direction) -> NDArray[np.float64]:
-    """Return the score (tasks,) of each task at the layer where the metric on that task's texts is extreme."""
+    """Return the score (tasks,) of each task at the layer where the metric of the same task is extreme."""
     return np.asarray(scores, dtype=np.float64)[np.arange(len(scores)), extreme_layers(metric, direction)]
 
 
@@ -458,7 +460,7 @@ def selection(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Selection:
-    """Return the scores at the layer of each task where a metric is extreme, and at layers to compare with.
+    """Return the mean score at the layer of each task where a metric is extreme, and at other layers for comparison.
 
     The columns begin with layer `first_layer`. Choose `direction` on other models, as `better_rule` does.
 
@@ -491,10 +493,10 @@ def selection(
 
 
 def better_rule(models: Sequence[tuple[Mapping[str, Table], Table]]) -> tuple[str, Direction]:
-    """Return the metric and direction that score highest over models; the first if several tie.
+    """Return the metric and direction whose extreme layers have the best mean score; the first if several tie.
 
-    Each model is a mapping from metrics to tables, and its table of scores with the same tasks. Scores are averaged
-    over tasks, then over models, so that each model counts equally.
+    Each model is a mapping from metrics to tables, with a table of scores of the same tasks. Only metrics that all
+    models have are compared. Scores are averaged over tasks, then over models, so that each model counts equally.
     """
     names = [name for name in models[0][0] if all(name in metrics for metrics, _ in models)]
     rules: list[tuple[str, Direction]] = [(name, direction) for name in names for direction in DIRECTIONS]
@@ -518,7 +520,7 @@ def _means(columns: NDArray[np.float64], resamples: int, seed: int) -> list[Esti
     return [Estimate(*row) for row in zip(values, low.tolist(), high.tolist(), strict=True)]
 
 
-# Vectorised over many curves, such as 2,000 resamples.
+# The coefficients of many curves at once, such as 2,000 resamples.
 
 
 def _coefficients(x: Table, y: Table) -> NDArray[np.float64]:

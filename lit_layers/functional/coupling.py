@@ -30,24 +30,24 @@ def miscoupling(
     first K singular values of `j1`. Coupling is 1 - m.
 
     At p = 2 the range is [0, 2]: 0 if both blocks share the K directions, about 1 for unrelated blocks. With
-    `sign="absolute"` the range is [0, sqrt(2)]. That form compares absolute entries, so it calls blocks of opposite
-    sign coupled.
+    `sign="absolute"` the range is [0, sqrt(2)]. That form takes the absolute values of the entries, so it also calls
+    blocks of opposite sign coupled.
 
     Not symmetric in its arguments. Unchanged by common rotations, by common transposition and by positive scaling of
     either matrix. Ill-posed if `j2` has ties among its first K + 1 singular values (see `min_gap`). Values at `p=1`
     grow with the width of the model.
 
     Args:
-        j1: Jacobians that are compared, complete: only the bases are cut to K directions.
-        j2: Jacobians that give the bases.
-        k: Number of directions if it is an int, share of `dim` if it is a float.
+        j1: The full Jacobians J1. Only the bases are cut to K directions.
+        j2: Jacobians J2, which give the bases.
+        k: Number of directions K if it is an int, share of `dim` if it is a float.
         p: Order of the norm of s1 in the denominator.
         sign: "signed" as in the paper's equation, or "absolute" as in its released code.
 
     Computed in float64 for dim <= 512 or float64 input, else in float32.
 
     Source: Aubry et al., "Transformer block coupling and its correlation with generalization in LLMs", eq. 6. The signs
-    follow the printed equation. p = 2 is our choice, the paper takes the nuclear norm (p = 1).
+    follow the printed equation. The default p = 2 is our choice. The paper takes the nuclear norm (p = 1).
 
     Raises:
         ValueError: `k` outside 1..dim, a non-finite matrix, or a `j1` of zeros.
@@ -65,21 +65,22 @@ def miscoupling_matrix(
     sign: Sign = "signed",
     undefined: Undefined = "raise",
 ) -> Tensor:
-    """Return `miscoupling` of each block (row) in the bases of each other block (column), `(*n, blocks, others)`.
+    """Return `miscoupling` of each block (row) in the bases of each of `others` (column), `(*n, blocks, others)`.
 
-    A sequence of `k` adds a leading dimension. All its values come from one matrix product. With `undefined="nan"`,
-    rows of zero matrices are NaN, and so are rows and columns of non-finite matrices.
+    `others` are the same blocks by default. A sequence of `k` adds a leading dimension. One matrix product serves all
+    its values. With `undefined="nan"`, rows of zero matrices are NaN, and so are rows and columns of non-finite
+    matrices.
 
     Raises:
         ValueError: as `miscoupling`; the message names the first undefined block.
     """
     others_given = others is not None
-    # s1 comes from J1 and the bases come from J2. One decomposition serves for both only if the matrices are the same.
+    # s1 comes from J1 and the bases come from J2. One decomposition serves both only if `others` are the same matrices.
     jacobians, others = wide_matrices(jacobians), wide_matrices(others if others is not None else jacobians)
     jacobians, broken = finite_matrices(jacobians, undefined)
     others, others_broken = finite_matrices(others, undefined) if others_given else (jacobians, broken)
-    # U and V must come from one SVD. A pair (u_i, v_i) is unique up to a common sign, which leaves A_ii = u_i' J1 v_i
-    # as it is. Two separate eigenproblems of J J' and J' J would give unrelated signs.
+    # U and V must come from one SVD. A pair (u_i, v_i) is unique up to a common sign, which does not change
+    # A_ii = u_i' J1 v_i. Two separate eigenproblems of J J' and J' J would give unrelated signs.
     count = max(_counts(k, jacobians.shape[-1]))
     factors = singular_factors(others, count)
     values = torch.linalg.svdvals(jacobians) if others_given else factors.values
@@ -135,7 +136,7 @@ def _norms(compressed: Tensor, values: Tensor, counts: Sequence[int], sign: Sign
 def compressions(
     jacobians: Float[Tensor, "*n blocks dim dim"], factors: Factors, *, count: int
 ) -> Iterator[Float[Tensor, "*n others count count"]]:
-    """Yield `A = U' J V` for one block after another, in the leading `count` directions of each other block."""
+    """Yield `A = U' J V` for each block J, with the leading `count` singular vectors U and V of each of `factors`."""
     left, right = factors.left[..., :count], factors.right[..., :count]
     others = right.shape[-3]
     joined = right.movedim(-3, -2).flatten(-2)  # (*n, dim, others * count): one product serves every pair
@@ -163,7 +164,7 @@ def min_gap(values: Float[Tensor, "*n count"], *, k: int) -> Float[Tensor, "*n"]
     0 means a tie. Below 1e-4 the singular bases are poorly determined, and so is `miscoupling`. Values after the last
     one in `values` count as 0, so pass k + 1 values or all of them.
     """
-    # The K leading vectors need a gap to the vector after them, so the difference of values K and K + 1 counts also.
+    # The K leading vectors need a gap to the vector after them, so the difference of values K and K + 1 also counts.
     padded = torch.nn.functional.pad(values, (0, 1))
     gaps = (padded[..., :k] - padded[..., 1 : k + 1]).amin(-1)
     largest = values[..., 0]
@@ -177,11 +178,11 @@ def random_miscoupling(
     p: float = 2.0,
     sign: Sign = "signed",
 ) -> Float[Tensor, "*n"]:
-    """Return the miscoupling that unrelated singular bases would give: the baseline of every value.
+    """Return the miscoupling that unrelated singular bases would give: the baseline of `miscoupling`.
 
-    This is the root mean square over independent Haar-distributed bases of J2, in closed form. Above 1 for "signed",
-    and sqrt(2) for K = dim at p = 2. For "absolute" the closed form takes matrix entries as normal, which is within
-    0.004 for dim >= 48.
+    This is the root mean square over independent Haar-distributed bases of J2, in closed form. For "signed" at p = 2 it
+    is above 1, and sqrt(2) for K = dim. For "absolute" the closed form assumes normal matrix entries. Its error is
+    below 0.004 for dim >= 48.
 
     Args:
         spectrum: All singular values of J1.
@@ -211,8 +212,8 @@ def random_miscoupling_from_norms(
     values, frobenius = values.double(), frobenius.double()
     # |A - diag(s)|^2 = |s|^2 - 2 sum_i s_i A_ii + |A|^2. In bases that are independent of J1, each entry of
     # A = U' J1 V has mean 0 and variance (|J1|_F / dim)^2. The middle term therefore vanishes on average, and |A|^2
-    # is K^2 times this variance: E m^2 = (|s|^2 + (K / dim)^2 |J1|_F^2) / |s|_p^2. An absolute entry, taken as
-    # normal, has the mean sqrt(2 / pi) |J1|_F / dim instead of 0, so that the middle term stays.
+    # is K^2 times this variance: E m^2 = (|s|^2 + (K / dim)^2 |J1|_F^2) / |s|_p^2. The absolute value of a normal
+    # entry has the mean sqrt(2 / pi) |J1|_F / dim instead of 0, so that the middle term stays.
     share = values.shape[-1] / dim
     square = values.square().sum(-1) + (share * frobenius) ** 2
     if sign == "absolute":
@@ -224,23 +225,23 @@ def random_miscoupling_from_norms(
 def excess_coupling(
     miscouplings: Float[Tensor, "*n blocks others"], random: Float[Tensor, "*n blocks"]
 ) -> Float[Tensor, "*n blocks others"]:
-    """Return `1 - m / m_random` for each pair of blocks, with the baseline that belongs to the spectrum of J1.
+    """Return `1 - m / m_random` for each pair of blocks, where m_random is the baseline for the spectrum of J1.
 
-    0 for random bases, 1 for shared bases. Does not depend on p.
+    About 0 for random bases, 1 for shared bases. Does not depend on p.
     """
     # |s1|_p divides both m and m_random, so it cancels: values of models of different widths can be compared.
     return 1 - miscouplings / random[..., None]
 
 
 def mean_off_diagonal(pairs: Float[Tensor, "*n blocks blocks"]) -> Float[Tensor, "*n"]:
-    """Return the mean over the ordered pairs of different blocks, NaN pairs left out."""
+    """Return the mean over the ordered pairs of different blocks, without NaN pairs."""
     # m(J, J) = 0, so a mean with the diagonal would give even uncoupled blocks a coupling of 1 / blocks.
     diagonal = torch.eye(pairs.shape[-1], dtype=torch.bool, device=pairs.device)
     return pairs.masked_fill(diagonal, math.nan).nanmean((-2, -1))
 
 
 def mean_by_distance(pairs: Float[Tensor, "*n blocks blocks"]) -> Float[Tensor, "*n blocks"]:
-    """Return the mean over the pairs of blocks at each distance 0, 1, .. blocks - 1, in either order.
+    """Return the mean over the ordered pairs of blocks at each distance |i - j| = 0, 1, .. blocks - 1.
 
     NaN pairs are left out.
     """
@@ -258,7 +259,7 @@ def _counts(k: Directions | Sequence[Directions], dim: int) -> list[int]:
 
 
 class JacobianSpectrum(NamedTuple):
-    """Leading singular values of each block, and the straight line through 1 / s_1 over depth."""
+    """Leading singular values of each block, and the least-squares line of 1 / s_1 against the block number."""
 
     values: Tensor
     slope: Tensor
@@ -282,9 +283,9 @@ def jacobian_spectrum(
     fit_from: int = 1,
     undefined: Undefined = "raise",
 ) -> JacobianSpectrum:
-    """Return the leading `top` singular values of each block, and the least-squares line of 1 / s_1 over depth.
+    """Return the leading `top` singular values of each block, and the least-squares line of 1 / s_1 against depth.
 
-    Unchanged by rotations. `r_squared` is 1 if 1 / s_1 is linear in depth.
+    Depth is the number of the block. Unchanged by rotations. `r_squared` is 1 if 1 / s_1 is linear in depth.
 
     Args:
         jacobians: One Jacobian for each block.
@@ -295,8 +296,8 @@ def jacobian_spectrum(
     Source: Aubry et al., linear growth of the inverse top singular value. Their code fits from block 10.
 
     Raises:
-        ValueError: fewer than three blocks to fit, s_1 = 0, or 1 / s_1 constant over depth (the slope is then 0 and
-            r_squared undefined).
+        ValueError: fewer than three blocks to fit, s_1 = 0, or the same 1 / s_1 in all blocks. In the last case only
+            r_squared is undefined; the slope is 0.
     """
     jacobians, broken = finite_matrices(wide_matrices(jacobians), undefined)
     values = torch.linalg.svdvals(jacobians).masked_fill(broken[..., None], math.nan)
@@ -318,8 +319,8 @@ def inverse_norm_line(
     slope = (inverse * offset).sum(-1) / offset.square().sum()
     deviation = inverse - mean[..., None]
     total = deviation.square().sum(-1)
-    # r_squared = 1 - residual / total is 0 / 0 for a constant curve. Rounding leaves it a deviation of about 1e-16 of
-    # the mean, so that comparing `total` with 0 would let noise through.
+    # r_squared = 1 - residual / total is 0 / 0 for a constant curve. Rounding leaves deviations of about 1e-16 of the
+    # mean, so that a comparison of `total` with 0 would miss constant curves.
     constant = total <= len(depth) * (1e-15 * mean.abs()) ** 2
     residual = (deviation - slope[..., None] * offset).square().sum(-1)
     problems = {"a Jacobian is zero": mean.isnan(), "1 / s_1 is constant over depth": constant}
@@ -334,13 +335,14 @@ def linearized_rollout(
     skip_last: bool = False,
     undefined: Undefined = "raise",
 ) -> Float[Tensor, "layers *n"]:
-    """Return the cosine, per layer, of a token's state and its input carried through the linearized blocks.
+    """Return the cosine at each layer between a token's state x[l] and the state y[l] that the linearized blocks reach.
 
-    `y[l] = (I + J[l]) y[l-1]`, starting from `y[0] = x[0]`, with the Jacobians of the token's own output by its own
-    input. There are no cross-token terms and no offsets. The value therefore scores how linear the path is, and does
-    not approximate the model. It is exactly 1 if every residual branch is linear and acts on single tokens.
+    `y[l] = (I + J[l]) y[l-1]`, starting from `y[0] = x[0]`. J[l] is the Jacobian of the token's output with respect to
+    the same token's input. Cross-token terms and offsets are left out. The value therefore measures how linear the path
+    is; y does not approximate the model's output. It is exactly 1 if every residual branch is linear and acts on single
+    tokens.
 
-    The headline number is the last entry. Computed in float64.
+    The last entry is the main result. Computed in float64.
 
     Args:
         jacobians: Same-token Jacobians of the residual branches.
@@ -375,8 +377,8 @@ def cross_token_influence(jacobians: Float[Tensor, "*n dim dim"], *, undefined: 
     """Return sizes and ranks of Jacobians between tokens.
 
     With the singular values s: Frobenius norm |J|_F, spectral norm s_1, participation ratio (sum s)^2 / sum s^2, and
-    entropy rank exp(-sum q log q) with q = s / sum s. `1 <= participation_ratio <= entropy_rank <= dim`. A partial
-    isometry of rank r gives r for both ranks. Rotations change nothing. Scaling changes only the norms.
+    entropy rank exp(-sum q log q) with q = s / sum s. `1 <= participation_ratio <= entropy_rank <= dim`. For a partial
+    isometry of rank r both ranks are r. Rotations change nothing. Scaling changes only the norms.
 
     Raises:
         ValueError: a zero matrix, whose ranks are undefined, or a non-finite one.
@@ -385,7 +387,7 @@ def cross_token_influence(jacobians: Float[Tensor, "*n dim dim"], *, undefined: 
     values = torch.linalg.svdvals(jacobians).double()
     zero = values[..., 0] == 0
     total, squares = values.sum(-1), values.square().sum(-1)
-    # Here the ranks weigh the singular values s. `entropy.participation_ratio` weighs their squares.
+    # Here the shares are those of the singular values s. In `entropy.participation_ratio` they are those of s^2.
     ranks = total**2 / squares, torch.special.entr(values / total[..., None]).sum(-1).exp()
     ranks = [checked("rank", rank, {"a Jacobian is zero": zero}, undefined) for rank in ranks]
     norms = [norm.masked_fill(broken, math.nan) for norm in (squares.sqrt(), values[..., 0])]

@@ -15,12 +15,12 @@ from torch.nn.functional import one_hot
 
 from lit_layers.functional._checks import Undefined, check_option, checked, widened
 
-# Choice of a layer: rules that choose one from a curve, where the curve bends, and how certain the choice is.
+# Rules that choose a layer from a curve, the layer where the curve bends, and the uncertainty of the choice.
 
 Rule = Literal["within_tolerance", "fraction_of_last", "plateau", "knee", "best"]
 RULES = ("within_tolerance", "fraction_of_last", "plateau", "knee", "best")
-DRAWN_AT_ONCE = 2**20  # row indices of resamples in memory: 8 MB
-_CACHED = 2**23  # most counts that are cached, 2,000 resamples of 4,194 rows: 17 MB in int16
+DRAWN_AT_ONCE = 2**20  # most row indices drawn at once: 8 MB
+_CACHED = 2**23  # most counts in a cached tensor: 2,000 resamples of 4,194 rows, 17 MB in int16
 ENDS = torch.tensor([(1 - 0.95) / 2, (1 + 0.95) / 2], dtype=torch.float64)  # quantiles of a 95% interval
 SLACK = 1e-12  # share of the largest score: in float64, 0.84 - 0.80 is slightly more than 0.04
 
@@ -56,8 +56,8 @@ def choose_layer(
 def inflection_layer(scores: Sequence[float]) -> int | None:
     """Return the layer, counted from 1, at which the curve's bend first changes sign; None if it never does.
 
-    The bend at an inner layer l is the second difference s_{l+1} - 2 s_l + s_{l-1}. The returned layer is the first
-    after the last layer with the earlier sign. Second differences of rounding size count as 0.
+    The bend at an inner layer l is the second difference s_{l+1} - 2 s_l + s_{l-1}. The returned layer comes right
+    after the last layer whose bend has the old sign. Second differences of rounding size count as 0.
 
     Raises:
         ValueError: fewer than 3 layers, or a score that is not finite.
@@ -75,7 +75,8 @@ def resampled_curves(
 ) -> Float[Tensor, "resamples layers"]:
     """Return curves of the mean score of each layer over resampled test rows, the same rows for all layers.
 
-    In float64. A seed gives the same rows as in `bootstrap_interval`. 25 layers of 10,000 rows, 2,000 times: a second.
+    In float64. A seed draws the same rows as in `bootstrap_interval`. 2,000 resamples of 10,000 rows and 25 layers take
+    a second.
 
     Raises:
         ValueError: fewer than 2 rows, a score that is not finite.
@@ -97,8 +98,8 @@ def choice_distribution(
 ) -> Float[Tensor, " layers"]:
     """Return the share of bootstrap resamples of the test rows in which `choose_layer` chooses each layer.
 
-    The shares sum to 1. Rows are resampled for all layers together, as in `resampled_curves`. If a resample has no hit
-    at the last layer (a score of 0), every layer is as good as the last, and fraction_of_last chooses the first.
+    The shares sum to 1. Rows are resampled for all layers together, as in `resampled_curves`. If the last layer scores
+    0 in a resample, every layer is at least as good, so fraction_of_last chooses the first.
 
     Raises:
         ValueError: as `resampled_curves` and `choose_layer`.
@@ -110,14 +111,14 @@ def choice_distribution(
 
 
 def choice_interval(shares: Float[Tensor, " layers"]) -> tuple[int, int]:
-    """Return the 95% interval, lowest and highest layer, of a result of `choice_distribution`."""
+    """Return the lowest and highest layer of the 95% interval of a distribution from `choice_distribution`."""
     below = widened(shares).cpu().cumsum(0)
     return 1 + int(_first(below > ENDS[0] + SLACK)), 1 + int(_first(below >= ENDS[1] - SLACK))
 
 
 def row_counts(num_rows: int, resamples: int, seed: int) -> Iterator[Float[Tensor, "resamples rows"]]:
-    """Yield how often each row is drawn, for several resamples at a time."""
-    # All records of an analysis use the same resamples, so small counts are cached.
+    """Yield how often each resample draws each row, for several resamples at a time."""
+    # All records of an analysis use the same resamples, so the counts are cached if they fit in `_CACHED`.
     if num_rows * resamples <= _CACHED and num_rows <= torch.iinfo(torch.int16).max:
         parts = _cached_counts(num_rows, resamples, seed).split(max(1, DRAWN_AT_ONCE // num_rows))
         yield from (part.double() for part in parts)
@@ -187,7 +188,7 @@ def _check_rows(values: Tensor) -> None:
         raise ValueError(f"expected finite values of at least 2 rows, got shape {tuple(values.shape)}")
 
 
-# The law of one factor per block: whether a curve over layers is a geometric series.
+# The exponential law: whether a curve over layers is a geometric series, with the same factor for each block.
 
 PerCurve = Float[Tensor, "*n"]
 
@@ -206,14 +207,16 @@ class ExponentialLaw:
 def exponential_law(residuals: Float[Tensor, "*n layers"], *, undefined: Undefined = "raise") -> ExponentialLaw:
     """Fit PR_l = rho^(l - 1) PR_1, by least squares of log10 PR_l on l - 1 over layers 1..L (no embedding), in float64.
 
-    `rho` = 10^slope: below 1, the residual shrinks by one factor per block. `pearson`, in [-1, 1], is the correlation
-    of log10 PR with depth, -1 for an exact falling geometric series. `r_squared` is its square: how well the law holds.
-    Both are NaN for a constant curve, whose rho is 1. Scaling the curve changes only the intercept.
+    `rho` = 10^slope is the factor by which the residual changes per block; below 1 it shrinks. `pearson`, in [-1, 1],
+    is the correlation of log10 PR with depth: -1 for an exact falling geometric series. `r_squared` is its square: 1 if
+    the law holds exactly. Both are NaN for a constant curve, whose rho is 1. Scaling the curve changes only the
+    intercept.
 
     Source: He & Su, arXiv 2408.13442.
 
     Raises:
-        ValueError: fewer than 3 layers; a residual that is not finite or not above 0: NaN there with `undefined="nan"`.
+        ValueError: fewer than 3 layers; a residual that is not finite or not above 0 (NaN for that curve with
+            `undefined="nan"`).
     """
     residuals = widened(residuals)
     if residuals.shape[-1] < 3:
@@ -272,8 +275,8 @@ def monotonicity_interval(
     """Return the 95% bootstrap interval, low and high, of each number of `monotonicity` of the layers' mean row scores.
 
     Test rows are resampled for all layers together. Layers are not resampled. A resample whose curve is constant has no
-    rank correlation and is left out of that interval, which is NaN if none remains. With few rows, resampled curves are
-    rougher than the curve itself, so that the interval may not contain its value.
+    rank correlation. The interval of `spearman` leaves it out, and is NaN if no resample remains. With few rows,
+    resampled curves are rougher than the original curve, so an interval may not contain the original value.
 
     Raises:
         ValueError: fewer than 2 rows, a score that is not finite.
@@ -285,7 +288,7 @@ def monotonicity_interval(
 
 
 def monotonicities(values: Float[Tensor, "*n layers"], higher_is_better: bool) -> list[Tensor]:
-    """Return the numbers of `Monotonicity`, each (*n), of several curves."""
+    """Return the fields of `Monotonicity` for several curves, each (*n)."""
     values = values if higher_is_better else -values
     steps = values.diff()
     return [
@@ -299,7 +302,7 @@ def monotonicities(values: Float[Tensor, "*n layers"], higher_is_better: bool) -
 def _correlation_with_depth(values: Tensor) -> Tensor:
     """Return Spearman's correlation with depth, with mean ranks for ties; NaN for a constant curve.
 
-    All sums are of whole numbers, so they have no rounding error.
+    All sums are of integers, so they have no rounding error.
     """
     ranks = (values[..., :, None] - values[..., None, :]).sign().sum(-1)  # twice a rank's distance from the mean rank
     depth = 2 * torch.arange(1, values.shape[-1] + 1, dtype=torch.float64) - (values.shape[-1] + 1)
@@ -316,7 +319,7 @@ def bootstrap_interval(
     """Return the percentile bootstrap interval, low and high, of the mean (or median) over the first dimension.
 
     Two calls with the same seed and number of prompts draw the same prompts, so intervals are paired over layers and
-    steps. All resampled means come from one product: the counts of each prompt in each resample times all values.
+    steps. All resampled means come from one matrix product: counts (resamples, prompts) times values.
 
     Raises:
         ValueError: fewer than 2 prompts, a value that is not finite, an option out of range.
@@ -336,7 +339,7 @@ def _means(columns: Tensor, counts: Tensor) -> Tensor:
 
 
 def _medians(columns: Tensor, counts: Tensor) -> Tensor:
-    """Return the median of each resample's rows, the mean of the middle two for an even number."""
+    """Return the median of each resample's rows: the mean of the middle two if their number is even."""
     medians = []
     for column in columns.unbind(1):
         ordered, order = column.sort()
@@ -347,7 +350,7 @@ def _medians(columns: Tensor, counts: Tensor) -> Tensor:
 
 
 def wilson_interval(successes: float, n: float) -> tuple[float, float]:
-    """Return Wilson's 95% score interval, low and high, of `successes` among `n` trials, within [0, 1]."""
+    """Return the low and high end, in [0, 1], of Wilson's 95% score interval of `successes` among `n` trials."""
     z2 = NormalDist().inv_cdf(0.975) ** 2
     share = successes / n
     center = (share + z2 / (2 * n)) / (1 + z2 / n)
@@ -364,7 +367,7 @@ def macro_f1_interval(
 ) -> tuple[float, float]:
     """Return the percentile bootstrap interval over rows, low and high, of `macro_f1`.
 
-    A seed gives the same rows as in `bootstrap_interval`. 10,000 rows of 77 classes: a few seconds.
+    A seed draws the same rows as in `bootstrap_interval`. 10,000 rows of 77 classes take a few seconds.
     """
     classes, labels = labels.cpu().unique(return_inverse=True)
     predictions = predictions.cpu()
