@@ -1,4 +1,4 @@
-"""Hooks of the site: pages made of notebooks, of files outside docs/ and of the package's docstrings."""
+"""Hooks of mkdocs: generate pages from notebooks, from files outside docs/ and from the package's docstrings."""
 
 import base64
 import json
@@ -24,14 +24,14 @@ ROOMS = {
     "records": "Records and measurements",
     "measuring": "Measuring models, without disturbing what trains",
 }
-REPORT = "sample_report.html"  # beside the page that tells of it
+REPORT = "sample_report.html"  # next to the page that describes it
 LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>(?!https?:|#)[^)\s]+)\)")
 _LOOK = re.compile(r"<style.*?</style>", re.DOTALL)
-_SPACE = re.compile(r"\s*\n\s*")  # of a table: no Markdown within
+_SPACE = re.compile(r"\s*\n\s*")  # removes line breaks from tables, so that Markdown does not parse their content
 
 
 def on_files(files: Files, config: dict) -> Files:
-    """Adds a run's report, notebooks, pages that stand outside docs/, and a page of docstrings for each room."""
+    """Add the report of a run, notebooks, pages from outside docs/, and a reference page for each package."""
     files.append(File.generated(config, REPORT, content=sample_report()))
     for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
         files.remove(file)
@@ -52,7 +52,7 @@ def on_files(files: Files, config: dict) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page, files: Files, **_) -> str:
-    """Leads to the pages of notebooks, and names files that are no page in place of a link that would lead nowhere."""
+    """Link to the pages of notebooks, and replace links to files without a page by the name of the file."""
 
     def plain(match: re.Match) -> str:
         target = match["target"].partition("#")[0]
@@ -67,7 +67,7 @@ def on_page_markdown(markdown: str, *, page, files: Files, **_) -> str:
 
 
 def sample_report() -> bytes:
-    """The page that `lit-layers report` makes of one run of the study."""
+    """Return the page that `lit-layers report` writes for one run of the study."""
     with tempfile.TemporaryDirectory() as folder:
         run, page = Path(folder) / "run", Path(folder) / REPORT
         study = [sys.executable, str(ROOT / "docs" / "studies" / "four_papers.py"), "--run", str(run)]
@@ -78,7 +78,7 @@ def sample_report() -> bytes:
 
 
 def notebook_page(notebook: dict[str, Any]) -> str:
-    """A notebook as Markdown: its text, its code, and what each cell shows: a picture, a table or text."""
+    """Return a notebook as Markdown: its text, its code, and the output of each cell (image, table or text)."""
     parts = []
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
@@ -100,7 +100,7 @@ def _shown(output: dict[str, Any]) -> str:
         raise ValueError(f"a notebook shows {', '.join(data)}: expected a picture, a table or text")
     if kind == "text/plain":
         return f"```text\n{text}\n```" if text else ""
-    if kind == "image/svg+xml":  # a picture of its own: several of one page would share the names of their colours
+    if kind == "image/svg+xml":  # separate images, because inline SVGs on one page would share ids
         return f'<img alt="" src="data:image/svg+xml;base64,{base64.b64encode(text.encode()).decode()}">'
     return _SPACE.sub(" ", _LOOK.sub("", text).replace('<table border="1" class="dataframe">', "<table>"))
 

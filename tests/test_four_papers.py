@@ -44,7 +44,7 @@ def test_the_pages_tables_are_drawn_from_its_measurements(monkeypatch):
     import mechanism
 
     tables = study.tables_of(study.curves_by_group(study.unpack(study.DATA)))
-    tables |= mechanism.mechanism_tables(*study.mechanism_of(study.OF_MECHANISM))
+    tables |= mechanism.mechanism_tables(*study.mechanism_of(study.MECHANISM_DATA))
     for script, names in (
         ("forecasts", ["forecasts"]),
         ("block_prediction", ["blocks", "blocks given depth", "over training"]),
@@ -57,4 +57,4 @@ def test_the_pages_tables_are_drawn_from_its_measurements(monkeypatch):
     assert {"when", "blocks", "mechanism"} <= {*on_page} <= tables.keys()
     for name in on_page:
         again = study.shown(name, written(name), tables[name])
-        assert_same_tables(study.as_markdown(again), written(name))
+        assert_same_tables(study.markdown_table(again), written(name))

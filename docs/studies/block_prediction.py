@@ -1,4 +1,4 @@
-"""Which blocks can be spared: the harm of changing one block against what is measured of it, over training.
+"""Which blocks the model needs: harm of changing one block against measurements of that block, over training.
 
 python docs/studies/block_prediction.py     prints the tables `blocks`, `blocks given depth` and `over training` of
                                             four_papers.md: a CPU minute
@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 from scipy.special import stdtrit
-from study_data import DATA, GROUPS, Table, as_markdown, group_of, unpack
+from study_data import DATA, GROUPS, Table, group_of, markdown_table, unpack
 
 from lit_layers.figures.chart import Chart, Series
 from lit_layers.figures.theme import COLORS, MUTED, Axis, Training, rounded
@@ -24,7 +24,7 @@ from lit_layers.functional.correlation import UndefinedError
 from lit_layers.records import AXES, Measurement, Record
 
 Array = NDArray[np.float64]
-Predictor = tuple[str, str]  # its name, the analysis that gives it
+Predictor = tuple[str, str]  # its name and its analysis
 COLUMNS = ("run", "step", "analysis", "harm", "predictor", "given", "rho", "low", "high", "over", "p_value")
 COLUMNS = (*COLUMNS, "null_low", "null_high", "num_blocks", "num_checkpoints", "num_undefined")
 HARMS = ("skip_one", "switch", "repeat_one")
@@ -34,12 +34,12 @@ CHANGES = {
     "repeat_one": "Running a block twice",
 }
 DEPTH = "depth"
-_DEPTH: Predictor = (DEPTH, "")  # no analysis measures it
+_DEPTH: Predictor = (DEPTH, "")  # needs no analysis
 INFLUENCE, NORM_STEP = "influence", "norm step"
-_RELATIVE = 1e-10  # what is left of a column by less than this is rounding
+_RELATIVE = 1e-10  # smaller residuals of a column are rounding errors
 BLOCK_STEPS = (0, 1, 4, 16, 32, 64, 128, 192, 384, 576, 960, 2048)
 BLOCK_LINES = (("skip_one", "coupling, k = 12"), ("skip_one", "influence"), ("repeat_one", "influence"))
-_CHANCE = "grey band: 95% of permuted blocks"  # in the legend
+_CHANCE = "grey band: 95% of permuted blocks"  # text of the legend
 _FEWEST_BLOCKS = 4
 
 
@@ -47,10 +47,10 @@ _FEWEST_BLOCKS = 4
 
 
 class BlockCorrelation(NamedTuple):
-    """A rank correlation over blocks, a mean over checkpoints and runs: see `block_correlation`.
+    """A rank correlation over blocks, averaged over checkpoints and runs: see `block_correlation`.
 
-    `null` are the ends of what 95% of permutations give. `low` and `high` are a 95% interval `over` "runs" or "blocks".
-    Of `num_cells` checkpoints of runs all have a coefficient but `num_undefined`.
+    `null` has the ends of the central 95% of the permutations. `low` and `high` are a 95% interval `over` "runs" or
+    "blocks". `num_cells` counts the checkpoints of all runs, `num_undefined` those without a coefficient.
     """
 
     value: float
@@ -71,26 +71,30 @@ def block_correlation(
     permutations: int = 9999,
     seed: int = 0,
 ) -> BlockCorrelation:
-    """Whether one number of a block goes with another: Spearman's rho over blocks, averaged over checkpoints and runs.
+    """Return Spearman's rho between two numbers of a block, over blocks, averaged over checkpoints and runs.
 
-    rho of a checkpoint is Pearson's r of the ranks of its blocks, with covariates that of the residuals of the ranks
-    (with an intercept); the mean is over a run's checkpoints, then over runs. The null: which block has which x is
-    chance. Blocks of x are permuted within each run, in the same way at all its checkpoints, since a block goes on
-    being itself; p is two-sided, over all permutations of a single run where they are no more than `permutations`, else
-    over so many draws, the data counted as one. With covariates the residuals of x are permuted, which is approximate.
+    rho at a checkpoint is Pearson's r between the ranks of its blocks. With covariates it is Pearson's r between the
+    residuals of the ranks, after a regression with an intercept. rho is averaged over the checkpoints of each run, then
+    over runs.
 
-    The interval is over runs, by Student's t, where three or more have a value. Else it is over blocks, by Fisher's z
-    with Bonett and Wright's variance (1 + rho²/2) / (blocks - 3 - covariates), NaN where that has no denominator.
+    Under the null hypothesis x is assigned to blocks at random. A permutation reorders the blocks of x within each run,
+    in the same way at all its checkpoints, because a block keeps its identity during training. p is two-sided. A single
+    run uses all permutations if there are at most `permutations`. Otherwise p uses that number of random permutations
+    and counts the data as one of them. With covariates the residuals of x are permuted, which is approximate.
+
+    The interval is Student's t over runs if at least three runs have a value. Otherwise it is over blocks: Fisher's z
+    with the variance of Bonett and Wright, (1 + rho²/2) / (blocks - 3 - covariates). It is NaN if that denominator is
+    below 1.
 
     Args:
-        x, y: a table (checkpoints, blocks) of each run.
-        given: covariates, each as x.
-        permutations: how many are drawn.
-        seed: of the draws.
+        x, y: a table (checkpoints, blocks) for each run.
+        given: covariates, each in the form of x.
+        permutations: number of random permutations.
+        seed: seed of the permutations.
 
     Raises:
-        UndefinedError: no checkpoint with a coefficient: NaN, ties throughout, too few blocks for the covariates.
-        ValueError: tables of unlike shapes.
+        UndefinedError: if no checkpoint has a coefficient: NaN, only ties, or too few blocks for the covariates.
+        ValueError: if tables differ in shape.
     """
     runs, undefined, cells, blocks = [], 0, 0, 0
     for run, (one, other) in enumerate(zip(x, y, strict=True)):
@@ -105,7 +109,7 @@ def block_correlation(
                 undefined += 1
         cells, blocks = cells + len(tables[0]), max(blocks, tables[0].shape[1])
         if products:
-            runs.append(np.mean(products, axis=0))  # [i, j]: x of block i beside y of block j
+            runs.append(np.mean(products, axis=0))  # [i, j]: x of block i times y of block j
     if not runs:
         raise UndefinedError(f"no checkpoint of {cells} has a rank correlation over {blocks} blocks")
     values = np.array([np.trace(run) for run in runs])
@@ -113,13 +117,15 @@ def block_correlation(
     reached = (np.abs(null) >= abs(values.mean()) * (1 - 1e-12)).sum()
     exact = len(null) != permutations
     p = reached / len(null) if exact else (1 + reached) / (1 + len(null))
-    low, high, over = _over_runs(values) if len(runs) > 2 else _over_blocks(value, len(runs[0]) - 3 - len(given))
+    low, high, over = (
+        _runs_interval(values) if len(runs) > 2 else _blocks_interval(value, len(runs[0]) - 3 - len(given))
+    )
     ends = np.quantile(null, [0.025, 0.975])
     return BlockCorrelation(value, float(p), (float(ends[0]), float(ends[1])), low, high, over, cells, undefined)
 
 
 def _rank_residuals(*columns: Array) -> list[Array]:
-    """Of x and y, of length 1."""
+    """Return the residuals of the ranks of x and y, scaled to length 1."""
     if not all(np.isfinite(column).all() for column in columns):
         raise UndefinedError("a value is not finite")
     x, y, *given = map(_ranks, columns)
@@ -142,12 +148,12 @@ def _permuted(runs: Sequence[Array], permutations: int, seed: int) -> Array:
     return total / len(runs)
 
 
-def _over_runs(values: Array) -> tuple[float, float, str]:
+def _runs_interval(values: Array) -> tuple[float, float, str]:
     half = float(stdtrit(len(values) - 1, 0.975)) * values.std(ddof=1) / math.sqrt(len(values))
     return max(-1.0, values.mean() - half), min(1.0, values.mean() + half), "runs"
 
 
-def _over_blocks(value: float, left: int) -> tuple[float, float, str]:
+def _blocks_interval(value: float, left: int) -> tuple[float, float, str]:
     if left < 1:
         return math.nan, math.nan, "blocks"
     center, half = math.atanh(min(max(value, -1 + 1e-12), 1 - 1e-12)), 1.96 * math.sqrt((1 + value**2 / 2) / left)
@@ -155,12 +161,12 @@ def _over_blocks(value: float, left: int) -> tuple[float, float, str]:
 
 
 def _ranks(column: Array) -> Array:
-    _, places, counts = np.unique(column, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[places]
+    _, ranks, counts = np.unique(column, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[ranks]
 
 
 def _basis(columns: Sequence[Array], n: int) -> Array:
-    """Orthonormal directions of what the columns span besides a constant."""
+    """Return an orthonormal basis of the span of the centred columns."""
     centered = [column - column[0] - (column - column[0]).mean() for column in columns if (column != column[0]).any()]
     if not centered:
         return np.zeros((n, 0))
@@ -184,9 +190,11 @@ def _residual(name: str, column: Array, basis: Array) -> Array:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTable:
-    """Of one run and kind of change: the harm to each block and what may predict it, (checkpoints, blocks), NaN where
-    it was not measured. `predictors` are `coupling, k = 12` and its like, `influence`, `norm step`, each with the
-    analysis that gives it."""
+    """Harm of changing each block in one run and one way, and its predictors, as arrays (checkpoints, blocks).
+
+    Values that were not measured are NaN. The keys of `predictors` are pairs of a name (such as `coupling, k = 12`,
+    `influence`, `norm step`) and an analysis.
+    """
 
     run: str
     analysis: str
@@ -197,17 +205,17 @@ class BlockTable:
 
 
 def block_tables(run: str, measurements: Iterable[Measurement]) -> list[BlockTable]:
-    """Return what a run has of single blocks, where both harms and what may predict them were measured.
+    """Return harms and predictors of the blocks of a run, for each kind of change that has both.
 
-    The harm is the loss with the block skipped, switched with the next or repeated, less the full model's; without a
-    loss, the divergence from the full model. Predictors of a block l of the model's L:
+    The harm is the loss with the block skipped, repeated, or switched with the next, minus the loss of the full model.
+    If there is no loss, it is the divergence from the full model. Predictors of a block l:
 
-        coupling    the mean over the other blocks m of (coupling_pair(l, m) + coupling_pair(m, l)) / 2, of each k
+        coupling    the mean over the other blocks m of (coupling_pair(l, m) + coupling_pair(m, l)) / 2, for each k
         influence   1 - layer_cosine(l - 1, l): how far the block turns a token's state
-        norm step   step_norm(l) / state_norm(l - 1): how long its step is
+        norm step   step_norm(l) / state_norm(l - 1): the relative length of its step
 
-    Of a switch they are those of both blocks: the coupling of the two with each other, and the mean of their influences
-    and norm steps.
+    A switch has the predictors of both blocks: their coupling with each other, and the mean of their influences and
+    norm steps.
     """
     by_step: dict[int, _Checkpoint] = {}
     for m in measurements:
@@ -221,7 +229,7 @@ def block_tables(run: str, measurements: Iterable[Measurement]) -> list[BlockTab
         steps = [step for step in sorted(by_step) if kind in by_step[step].harms]
         blocks = max(max(by_step[step].harms[kind]) for step in steps)
         predicted = [by_step[step].predictors(blocks, of_pairs=kind[1] == "switch") for step in steps]
-        found = sorted({of for each in predicted for of in each}, key=_rank)
+        found = sorted({key for each in predicted for key in each}, key=_rank)
         nothing = np.full(blocks, np.nan)
         if found and blocks >= _FEWEST_BLOCKS:
             tables.append(
@@ -230,24 +238,24 @@ def block_tables(run: str, measurements: Iterable[Measurement]) -> list[BlockTab
                     analysis=kind[0],
                     harm=kind[1],
                     steps=steps,
-                    harms=np.stack([_by_block(by_step[step].harms[kind], blocks) for step in steps]),
-                    predictors={of: np.stack([each.get(of, nothing) for each in predicted]) for of in found},
+                    harms=np.stack([_block_values(by_step[step].harms[kind], blocks) for step in steps]),
+                    predictors={key: np.stack([each.get(key, nothing) for each in predicted]) for key in found},
                 )
             )
     return tables
 
 
 def _rank(predictor: Predictor) -> tuple[str, int, Predictor]:
-    """The order of predictors: `coupling, k = 4` before `k = 12`."""
+    """Return the sort key of a predictor, which puts `coupling, k = 4` before `coupling, k = 12`."""
     kind, _, number = predictor[0].partition(" = ")
     return kind, int(number) if number.isdecimal() else 0, predictor
 
 
 def _names(tables: Iterable[BlockTable]) -> dict[Predictor, str]:
-    """What predictors are called, the same in all tables: with the analysis where several of them give one."""
-    predictors = {of for table in tables for of in table.predictors}
+    """Return the names of predictors for all tables, with the analysis if several analyses have the same name."""
+    predictors = {key for table in tables for key in table.predictors}
     often = Counter(name for name, _ in predictors)
-    return {of: ", ".join(of) if often[of[0]] > 1 else of[0] for of in predictors}
+    return {key: ", ".join(key) if often[key[0]] > 1 else key[0] for key in predictors}
 
 
 def _kind(predictor: Predictor) -> str:
@@ -255,12 +263,12 @@ def _kind(predictor: Predictor) -> str:
 
 
 class _Checkpoint:
-    """What one checkpoint has of single blocks, pairs of blocks and layers: predictors by name and analysis."""
+    """Harms and predictors of one checkpoint, by name and analysis."""
 
     def __init__(self) -> None:
         self.harms: dict[tuple[str, str], dict[int, float]] = {}
-        self.pairs: dict[Predictor, dict[tuple[int, int], float]] = {}  # couplings, and cosines of layers
-        self.norms: dict[Predictor, tuple[dict[int, float], dict[int, float]]] = {}  # of steps, of states
+        self.pairs: dict[Predictor, dict[tuple[int, int], float]] = {}  # couplings, and cosines between layers
+        self.norms: dict[Predictor, tuple[dict[int, float], dict[int, float]]] = {}  # norms of steps, norms of states
 
     def add(self, analysis: str, records: Iterable[Record]) -> None:
         by_metric: dict[str, list[Record]] = {}
@@ -278,7 +286,7 @@ class _Checkpoint:
                 name = f"coupling, k = {r.tags['k']}" if "k" in r.tags else "coupling"
                 self.pairs.setdefault((name, analysis), {})[r.layer, r.other_layer] = r.value
         for r in by_metric.get("layer_cosine", ()):
-            # of each token's state with itself a block later, not of prompts flattened to one vector
+            # the cosine between a token's states before and after the block, not between flattened prompts
             if r.layer is not None and r.other_layer is not None and r.tags.get("mode", "token") == "token":
                 self.pairs.setdefault((INFLUENCE, analysis), {})[r.layer, r.other_layer] = r.value
         norms = [
@@ -289,44 +297,45 @@ class _Checkpoint:
             self.norms[NORM_STEP, analysis] = norms[0], norms[1]
 
     def predictors(self, blocks: int, *, of_pairs: bool) -> dict[Predictor, Array]:
-        """Of each block, or of each and the next."""
+        """Return predictors of each block, or with `of_pairs` of each block and the next."""
         last = blocks + of_pairs
         predictors: dict[Predictor, Array] = {}
-        for of, pairs in self.pairs.items():
+        for key, pairs in self.pairs.items():
             table = np.full((last + 1, last + 1), np.nan)
             for (a, b), number in pairs.items():
                 if a <= last and b <= last:
                     table[a, b] = number
-            if of[0] == INFLUENCE:
+            if key[0] == INFLUENCE:
                 table = np.where(np.isnan(table), table.T, table)
-                predictors[of] = 1 - np.diagonal(table, 1)
+                predictors[key] = 1 - np.diagonal(table, 1)
             else:
                 both = (table + table.T)[1:, 1:] / 2
-                predictors[of] = np.diagonal(both, 1) if of_pairs else _without_diagonal(both).mean(1)
-        for of, norms in self.norms.items():
-            steps, states = (_by_block(each, last, first=0) for each in norms)
-            predictors[of] = steps[1:] / np.where(states == 0, np.nan, states)[:-1]
+                predictors[key] = np.diagonal(both, 1) if of_pairs else _off_diagonal(both).mean(1)
+        for key, norms in self.norms.items():
+            steps, states = (_block_values(each, last, first=0) for each in norms)
+            predictors[key] = steps[1:] / np.where(states == 0, np.nan, states)[:-1]
         if of_pairs:
-            for of in [of for of in predictors if of[0] in (INFLUENCE, NORM_STEP)]:
-                predictors[of] = (predictors[of][:-1] + predictors[of][1:]) / 2
-        return {of: values for of, values in predictors.items() if np.isfinite(values).any()}
+            for key in [key for key in predictors if key[0] in (INFLUENCE, NORM_STEP)]:
+                predictors[key] = (predictors[key][:-1] + predictors[key][1:]) / 2
+        return {key: values for key, values in predictors.items() if np.isfinite(values).any()}
 
 
-def _without_diagonal(table: Array) -> Array:
+def _off_diagonal(table: Array) -> Array:
     return table[~np.eye(len(table), dtype=bool)].reshape(len(table), -1)
 
 
-def _by_block(values: Mapping[int, float], last: int, *, first: int = 1) -> Array:
+def _block_values(values: Mapping[int, float], last: int, *, first: int = 1) -> Array:
     return np.array([values.get(block, np.nan) for block in range(first, last + 1)])
 
 
 def prediction_table(tables: Sequence[BlockTable]) -> pd.DataFrame:
-    """Return Spearman's rho of harm and predictor over blocks, pooled over runs: of each checkpoint, and over training.
+    """Return Spearman's rho between harm and predictor over blocks, pooled over runs, per checkpoint and over training.
 
-    A row without a step is the mean over the trained checkpoints, those after step 0, whose own rows are what untrained
-    weights give. Each predictor stands alone, given depth (the block's number), and given depth and the other
-    predictors (of coupling the k in question alone). `block_correlation` defines rho, its p of permuted blocks and its
-    interval. Pooled are the runs that have a change, as seeds of one, called `3 seeds`, and predictors that all have.
+    A row without a step is the mean over the checkpoints after step 0. The rows of step 0 are those of untrained
+    weights. Each predictor is tested without covariates, given depth (the block's index), and given depth and the other
+    predictors, where coupling enters with one k. `block_correlation` defines rho, its permutation p and its interval.
+    The runs that measured a change are pooled as seeds, under a name such as `3 seeds`. Only predictors that all of
+    these runs have are tested.
     """
     rows, names = [], {_DEPTH: DEPTH, **_names(tables)}
     kinds = list(dict.fromkeys((table.analysis, table.harm) for table in tables))
@@ -346,12 +355,12 @@ def prediction_table(tables: Sequence[BlockTable]) -> pd.DataFrame:
 
 
 def _common_predictors(group: Sequence[BlockTable]) -> list[Predictor]:
-    return [of for of in group[0].predictors if all(of in table.predictors for table in group)]
+    return [key for key in group[0].predictors if all(key in table.predictors for table in group)]
 
 
 def _givens(group: Sequence[BlockTable], predictor: Predictor) -> list[tuple[Predictor, ...]]:
-    """Of several of a kind the last: the most directions of coupling."""
-    others = {_kind(of): of for of in _common_predictors(group) if _kind(of) != _kind(predictor)}
+    """Return the sets of covariates of a predictor. Among several couplings, the one with the largest k is used."""
+    others = {_kind(key): key for key in _common_predictors(group) if _kind(key) != _kind(predictor)}
     return [(), (_DEPTH,), *([(_DEPTH, *others.values())] if others else [])]
 
 
@@ -359,7 +368,7 @@ def _correlation(
     group: Sequence[BlockTable], predictor: Predictor, given: Sequence[Predictor], steps: Sequence[int]
 ) -> BlockCorrelation | None:
     at = [[table.steps.index(step) for step in steps] for table in group]
-    columns = lambda of: [_column(table, of)[rows] for table, rows in zip(group, at, strict=True)]  # noqa: E731
+    columns = lambda key: [_column(table, key)[rows] for table, rows in zip(group, at, strict=True)]  # noqa: E731
     try:
         return block_correlation(
             columns(predictor),
@@ -370,10 +379,10 @@ def _correlation(
         return None
 
 
-def _column(table: BlockTable, of: Predictor) -> Array:
-    if of == _DEPTH:
+def _column(table: BlockTable, key: Predictor) -> Array:
+    if key == _DEPTH:
         return np.broadcast_to(np.arange(1.0, table.harms.shape[1] + 1), table.harms.shape)
-    return table.predictors[of]
+    return table.predictors[key]
 
 
 def _numbers(result: BlockCorrelation, group: Sequence[BlockTable]) -> dict[str, Any]:
@@ -393,8 +402,8 @@ def predictions(runs: Mapping[str, Sequence[Measurement]]) -> dict[str, pd.DataF
     return {group: prediction_table(of_group) for group, of_group in tables.items()}
 
 
-def spared(blocks: Mapping[str, pd.DataFrame], given: str) -> Table:
-    """Yield what the harm of changing a block goes with, pooled over seeds: the mean over the trained checkpoints."""
+def harm_correlations(blocks: Mapping[str, pd.DataFrame], given: str) -> Table:
+    """Yield the correlations between harm and predictors, pooled over seeds and averaged over trained checkpoints."""
     yield ["changing a block by", "predictor", *blocks]
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for group, table in blocks.items():
@@ -407,8 +416,8 @@ def spared(blocks: Mapping[str, pd.DataFrame], given: str) -> Table:
         yield [harm, predictor, *(found.get(group, "not measured") for group in blocks)]
 
 
-def over_training(blocks: Mapping[str, pd.DataFrame]) -> Table:
-    """Yield the correlation of a block's harm with what may predict it at some checkpoints, pooled over seeds."""
+def training_correlations(blocks: Mapping[str, pd.DataFrame]) -> Table:
+    """Yield the correlation between harm and some predictors at some checkpoints, pooled over seeds."""
     yield ["step", *map(str, BLOCK_STEPS)]
     for group, table in blocks.items():
         for harm, predictor in BLOCK_LINES:
@@ -422,14 +431,14 @@ def over_training(blocks: Mapping[str, pd.DataFrame]) -> Table:
 def block_tables_of_page(blocks: Mapping[str, pd.DataFrame]) -> dict[str, list[list[str]]]:
     """Return the tables of blocks, by their names on the page."""
     return {
-        "blocks": [*spared(blocks, "")],
-        "blocks given depth": [*spared(blocks, "depth")],
-        "over training": [*over_training(blocks)],
+        "blocks": [*harm_correlations(blocks, "")],
+        "blocks given depth": [*harm_correlations(blocks, "depth")],
+        "over training": [*training_correlations(blocks)],
     }
 
 
 def prediction_charts(table: pd.DataFrame) -> list[Chart]:
-    """Return for each change rho over training, a line a predictor, in grey what permuted blocks give."""
+    """Return for each change a chart of rho over training, with a line per predictor and the null in grey."""
     charts = []
     mine: Any = table[table["step"].notna() & (table["given"] == "")]
     for (_, harm), rows in mine.groupby(["analysis", "harm"], sort=False):
@@ -437,7 +446,7 @@ def prediction_charts(table: pd.DataFrame) -> list[Chart]:
         for number, (predictor, line) in enumerate(rows.groupby("predictor", sort=False)):
             steps = line["step"].astype(int).tolist()
             ends: dict[str, Any] = {"low": rounded(line["low"]), "high": rounded(line["high"])}
-            if not number:  # alike for all
+            if not number:  # the null is the same for all predictors
                 null: dict[str, Any] = {"low": rounded(line["null_low"]), "high": rounded(line["null_high"])}
                 series.append(
                     Series(x=steps, y=rounded([0.0] * len(steps)), name=_CHANCE, color=MUTED, legend=True, **null)
@@ -465,4 +474,4 @@ def prediction_charts(table: pd.DataFrame) -> list[Chart]:
 
 if __name__ == "__main__":
     for name, table in block_tables_of_page(predictions(unpack(DATA))).items():
-        print(f"{name}\n\n{as_markdown(table)}")
+        print(f"{name}\n\n{markdown_table(table)}")

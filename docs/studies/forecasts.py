@@ -1,4 +1,4 @@
-"""What the beginning of training says of its end: final values and half-way points of models held out whole.
+"""Forecast final values and half-way points of held-out models from the beginning of their training.
 
 python docs/studies/forecasts.py         prints the table `forecasts` of four_papers.md: a CPU minute
 """
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
-from study_data import ASKED, DATA, Table, as_markdown, curves_by_group, loss_of_runs, seeds_of, unpack
+from study_data import DATA, QUANTITIES, Table, curves_by_group, loss_of_runs, markdown_table, seeds_of, unpack
 
 from lit_layers.clock.step_curves import StepCurve
 from lit_layers.clock.times_and_order import Clock, measure_times
@@ -24,10 +24,10 @@ from lit_layers.functional.emergence.curve_times import FEWEST_CHECKPOINTS, emer
 Array = NDArray[np.float64]
 LOSS = "lens/logit_lens_loss"
 LEVEL = 0.8
-PENALTIES = 10.0 ** np.arange(4, -10.1, -0.5)  # the strongest first, added to a sum over models
+PENALTIES = 10.0 ** np.arange(4, -10.1, -0.5)  # strongest first; the loss that they are added to is a sum over models
 _ROUNDING = 1e-12  # a feature that varies by less than this share of its size is constant
 FEWEST_MODELS = 5  # for the intervals: see fewest_groups
-MOST = 1e300  # of a value: the line through larger ones has no number
+MOST = 1e300  # largest value: a regression on larger ones would overflow
 FITTED = {"curve": "early curve", "loss": "loss alone", "both": "both"}
 METHODS = {**FITTED, "others": "others' median", "persistence": "persistence"}
 TARGETS = {"final": "final value", "halfway": "half-way point"}
@@ -43,7 +43,7 @@ _SIZE = re.compile(r".*?(?<![\d.])\d+(\.\d+)?[mb](?![a-z0-9])", re.IGNORECASE)
 
 
 class HeldOutForecasts(NamedTuple):
-    """Of each model the forecast by the others, and the ends of its interval, each (models,)."""
+    """Forecast of each model by the others, and the ends of its interval, each (models,)."""
 
     values: Array
     low: Array
@@ -57,33 +57,34 @@ def forecast_held_out(
     groups: Sequence[Hashable] | None = None,
     confidence: float = 0.8,
 ) -> HeldOutForecasts:
-    """Each model's target by ridge regression on the models of all other groups, with a jackknife+ interval.
+    """Forecast each model's target by ridge regression on the models of all other groups, with a jackknife+ interval.
 
-    With mu_-S the regression that has not seen the groups S, g(i) the group of model i and n that of the training
-    models, the forecast is mu_-g(i)(x_i), and the interval goes from the lower to the upper quantile of
+    Let mu_-S be the regression that is trained without the groups S, and g(i) the group of model i. The forecast is
+    mu_-g(i)(x_i). The interval goes from the lower quantile of the differences to the upper quantile of the sums
 
         mu_-{g(i), g(j)}(x_i) -+ |y_j - mu_-{g(i), g(j)}(x_j)|    over the training models j,
 
-    at the level `confidence` (1 + 1 / groups in training), a group weighing as much as any other. A target is thus in
-    no fit, no scale, no penalty and no residual behind its own forecast. Features are standardised over the training
-    models; the penalty is that of the lowest error of these, each left out in closed form.
+    at the level `confidence` (1 + 1 / groups in training). Each group has the same total weight. The target of a model
+    enters no fit, scale, penalty or residual of its own forecast. Features are standardised over the training models.
+    The penalty minimises the leave-one-out error of the training models, which has a closed form.
 
-    The guarantee: of exchangeable groups (without groups: models) at least 2 `confidence` - 1 of the intervals hold,
-    0.6 for 0.8, whatever the distribution; for a regression that is stable about `confidence` of them do. Models of
-    very different sizes are not exchangeable: nothing is guaranteed of the smallest and the largest.
+    Guarantee: if the groups (without groups: the models) are exchangeable, at least 2 `confidence` - 1 of the intervals
+    contain the target (0.6 for 0.8) for any distribution. For a stable regression, about `confidence` of them do.
+    Models of very different sizes are not exchangeable, so nothing is guaranteed for the smallest and the largest.
 
-    Source: Barber et al. 2021, "Predictive inference with the jackknife+", equation 1.3 and theorem 1; of groups Lee,
+    Source: Barber et al. 2021, "Predictive inference with the jackknife+", equation 1.3 and theorem 1. For groups: Lee,
     Barber & Willett, arXiv 2306.06342.
 
     Args:
         features: (models, dim), at least one.
         targets: (models,).
-        groups: Of each model what it is held out with, as the same size or recipe; without any each stands alone.
-        confidence: Of the intervals, in (0, 1).
+        groups: group of each model, such as its size or recipe. A group is held out as a whole. By default each model
+            is a group.
+        confidence: nominal coverage of the intervals, in (0, 1).
 
     Raises:
-        ValueError: fewer groups than the interval needs (5 for 0.8), shapes that do not fit, values that are not
-            finite, a confidence outside (0, 1).
+        ValueError: if there are fewer groups than the interval needs (5 for 0.8), if shapes do not match, if values are
+            not finite, or if the confidence is outside (0, 1).
     """
     x, y = np.asarray(features, dtype=np.float64), np.asarray(targets, dtype=np.float64)
     if x.ndim != 2 or not x.shape[1] or y.shape != x.shape[:1]:
@@ -95,30 +96,30 @@ def forecast_held_out(
     if len(names) != len(y):
         raise ValueError(f"expected a group for each of {len(y)} models, got {len(names)}")
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    of, count = np.array([numbers[name] for name in names]), len(numbers)
+    ids, count = np.array([numbers[name] for name in names]), len(numbers)
     if count < fewest:
         raise ValueError(f"expected at least {fewest} groups of models for {confidence:g} intervals, got {count}")
-    # By powers of two, which change no forecast, no square overflows or vanishes.
+    # Scale by powers of two, so that no square overflows or underflows. This changes no forecast.
     x = np.ldexp(x, -np.frexp(np.abs(x).max(0))[1])
     y = np.ldexp(y, -(unit := int(np.frexp(np.abs(y).max())[1])))
     left, right = np.triu_indices(count)
-    table = np.empty((count, count, len(y)))  # what the regression without two groups says of all models
-    table[left, right] = table[right, left] = _ridge((of != left[:, None]) & (of != right[:, None]), x, y)
+    table = np.empty((count, count, len(y)))  # predictions of the regression without two groups for all models
+    table[left, right] = table[right, left] = _ridge((ids != left[:, None]) & (ids != right[:, None]), x, y)
     ends = []
-    for i, mine in enumerate(of):
-        others = np.flatnonzero(of != mine)
-        residuals = np.abs(y[others] - table[mine, of[others], others])
-        weights, level = 1 / np.bincount(of)[of[others]] / (count - 1), confidence * count / (count - 1)
-        center = table[mine, of[others], i]
+    for i, mine in enumerate(ids):
+        others = np.flatnonzero(ids != mine)
+        residuals = np.abs(y[others] - table[mine, ids[others], others])
+        weights, level = 1 / np.bincount(ids)[ids[others]] / (count - 1), confidence * count / (count - 1)
+        center = table[mine, ids[others], i]
         ends.append((-_quantile(residuals - center, weights, level), _quantile(center + residuals, weights, level)))
-    return HeldOutForecasts(*np.ldexp([table[of, of, np.arange(len(y))], *np.array(ends).T], unit))
+    return HeldOutForecasts(*np.ldexp([table[ids, ids, np.arange(len(y))], *np.array(ends).T], unit))
 
 
 def fewest_groups(confidence: float) -> int:
-    """Returns how many groups of models an interval needs, one of them held out: 5 for 0.8.
+    """Return how many groups of models an interval needs, including the held-out group: 5 for 0.8.
 
     Raises:
-        ValueError: a confidence outside (0, 1).
+        ValueError: if the confidence is outside (0, 1).
     """
     if not 0 < confidence < 1:
         raise ValueError(f"expected a confidence between 0 and 1, got {confidence}")
@@ -126,7 +127,7 @@ def fewest_groups(confidence: float) -> int:
 
 
 def _ridge(training: NDArray[np.bool_], x: Array, y: Array) -> Array:
-    """What regressions on some of the models (fits, models) say of all of them (fits, models)."""
+    """Return predictions (fits, models) for all models. `training` (fits, models) selects the models of each fit."""
     t = training.astype(np.float64)
     count = t.sum(1, keepdims=True)
     centered = x - (t @ x / count)[:, None]  # (fits, models, dim)
@@ -147,7 +148,7 @@ def _ridge(training: NDArray[np.bool_], x: Array, y: Array) -> Array:
 
 
 def _quantile(values: Array, weights: Array, level: float) -> float:
-    """The smallest value at or below which there is so much of the weight."""
+    """Return the smallest value whose cumulative weight reaches `level`."""
     order = values.argsort()
     return float(values[order][min(np.searchsorted(weights[order].cumsum(), level - 1e-9), len(values) - 1)])
 
@@ -157,8 +158,11 @@ def _quantile(values: Array, weights: Array, level: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyPart:
-    """Of one curve the models that have it, level and slope of its early part and of the loss, (models, 2), its last
-    early values and its final ones, (models,), and until which step it is early."""
+    """Early part of one curve in all models that have it.
+
+    `features` and `losses` are level and slope of the early curve and of the early loss, (models, 2). `early` has the
+    last early values and `final` the final values, (models,). `until` is the last early step.
+    """
 
     curves: list[StepCurve]
     features: Array
@@ -170,7 +174,7 @@ class EarlyPart:
 
 @dataclass(frozen=True)
 class EarlyParts:
-    """Of each curve its part within a share of training; `left_out` says why curves have none, and how many."""
+    """Early part of each curve, up to a share of training. `left_out` counts the excluded curves by reason."""
 
     share: float
     parts: list[EarlyPart]
@@ -180,7 +184,7 @@ class EarlyParts:
 
 @dataclass(frozen=True)
 class ModelForecasts:
-    """A row a forecast, a row a method's errors, and how many curves emerge early, later and never."""
+    """Forecasts (`table`), errors of each method (`errors`), and how many curves emerge early, later and never."""
 
     early: EarlyParts
     table: pd.DataFrame
@@ -189,20 +193,21 @@ class ModelForecasts:
 
 
 def model_group(run: str) -> str:
-    """Returns what a model is held out with: its name up to its size (`pythia-1b` of `pythia-1b-deduped`)."""
+    """Return the group of a model: its name up to its size (`pythia-1b` for `pythia-1b-deduped`)."""
     match = _SIZE.match(run)
     return match[0] if match else run
 
 
 def early_parts(curves: Sequence[StepCurve], share: float, *, loss: str = "") -> EarlyParts:
-    """Returns the early part of each curve that 5 models or more have.
+    """Return the early part of each curve that at least 5 models have.
 
-    Compared are the checkpoints that all models of a curve have; a model whose training ends at another step than most
-    is left out. Early are those up to `share` of the last. Level is the last early value, slope that of least squares
-    over log2(1 + step) in the last third of the early values (at least 3). A perplexity counts as a loss by its log.
+    Only checkpoints that all models of a curve have are used. A model is excluded if its training ends at another step
+    than that of most models. Checkpoints up to `share` of the last step are early. The level is the last early value.
+    The slope is the least-squares slope over log2(1 + step) in the last third of the early values (at least 3).
 
     Raises:
-        ValueError: a share outside (0, 1), fewer than 5 models or 6 early checkpoints of all curves, no such loss.
+        ValueError: if the share is outside (0, 1), if there are fewer than 5 models, if no curve has 6 early
+            checkpoints, or if there is no such loss.
     """
     if not 0 < share < 1:
         raise ValueError(f"forecast: expected a share of training above 0 and below 1, got {share:g}")
@@ -225,7 +230,7 @@ def early_parts(curves: Sequence[StepCurve], share: float, *, loss: str = "") ->
 
 
 def _losses(curves: Sequence[StepCurve], share: float, loss: str) -> dict[str, Array]:
-    """Level and slope of each run's early loss: the whole model's, else that of its last layer."""
+    """Return level and slope of the early loss of each run: the loss of the whole model, or else of its last layer."""
     part = _part(list(loss_of_runs(curves, loss).values()), share, {}, counts := Counter[str]())
     if part is None:
         reason = next(iter(+counts), "no run has such a curve")
@@ -244,7 +249,7 @@ def _part(
         left_out[f"fewer than {FEWEST_MODELS} models have it"] += len(kept)
         return None
     at = np.array(sorted(set.intersection(*({*curve.at[np.isfinite(curve.values)]} for curve in kept))))
-    until = float(f"{share * last:.12g}")  # 57% of 100 are 57 and not a rounding less
+    until = float(f"{share * last:.12g}")  # avoids rounding: 57% of 100 is 57
     x = np.log2(1 + at[at <= until])
     if len(x) < FEWEST_CHECKPOINTS:
         reason = f"expected {FEWEST_CHECKPOINTS} checkpoints that all models have in the first {100 * share:.3g}%"
@@ -270,13 +275,13 @@ def _part(
 
 
 def forecast_models(early: EarlyParts, clock: Clock, *, confidence: float = 0.95, seed: int = 0) -> ModelForecasts:
-    """Returns forecasts of each model by the others, of its final values and of when its curves are half-way.
+    """Forecast the final values and the half-way points of each model from the other models.
 
-    Held out is one model, and, where at least 5 groups of `model_group` are fewer than the models, a whole group. The
-    half-way point is forecast of curves that do not emerge within their early part and do later, from those of the
-    other models of which that is true; the verdicts are those of `emergence_times` at `confidence`. Three regressions
-    of level and slope, `FITTED`, have 80% intervals (`forecast_held_out`); beside them stand persistence, the last
-    early value, and the median of the other models.
+    One model is held out at a time. A whole group is also held out if `model_group` gives at least 5 groups and fewer
+    groups than models. Half-way points are forecast only for curves that emerge after their early part, from the curves
+    of other models with the same property. `emergence_times` at `confidence` decides what emerges. Three regressions on
+    level and slope, `FITTED`, have 80% intervals (`forecast_held_out`). They are compared with persistence, which
+    predicts the last early value, and with the median of the other models.
     """
     times = {(curve.run, curve.key): each for curve, each in zip(clock.curves, clock.times, strict=True)}
     rows, counts = [], Counter[str]()
@@ -294,13 +299,13 @@ def forecast_models(early: EarlyParts, clock: Clock, *, confidence: float = 0.95
         counts["emerge never"] += int((is_timed & ~soon & ~emerges).sum())
         counts["emerge later"] += int((later := ~soon & emerges).sum())
         halfway = np.array([each.halfway.value if each is not None and each.halfway else np.nan for each in emergence])
-        for target, truth, of in (("final", part.final, np.ones_like(later)), ("halfway", halfway, later)):
-            if of.sum() < FEWEST_MODELS:
+        for target, truth, chosen in (("final", part.final, np.ones_like(later)), ("halfway", halfway, later)):
+            if chosen.sum() < FEWEST_MODELS:
                 continue
-            if np.ptp(truth[of]) <= 1e-9 * np.abs(truth[of]).max():
-                counts[f"all models have the same {TARGETS[target]}"] += int(of.sum())
+            if np.ptp(truth[chosen]) <= 1e-9 * np.abs(truth[chosen]).max():
+                counts[f"all models have the same {TARGETS[target]}"] += int(chosen.sum())
             else:
-                rows += _forecasts(part, target, truth, np.flatnonzero(of), emerges)
+                rows += _forecasts(part, target, truth, np.flatnonzero(chosen), emerges)
     table: Any = pd.DataFrame(rows, columns=list(COLUMNS)).astype({"layer": "Int64"})
     return ModelForecasts(early, table, _errors(table), dict(counts))
 
@@ -314,22 +319,22 @@ def _emerges_early(curve: StepCurve, until: float, confidence: float, seed: int)
 
 
 def _forecasts(
-    part: EarlyPart, target: str, truth: Array, of: NDArray[np.intp], emerges: NDArray[np.bool_]
+    part: EarlyPart, target: str, truth: Array, chosen: NDArray[np.intp], emerges: NDArray[np.bool_]
 ) -> list[dict[str, Any]]:
-    """A row a way of holding out and model."""
-    runs = [part.curves[model].run for model in of]
+    """Return a row for each way of holding out and each model."""
+    runs = [part.curves[model].run for model in chosen]
     groups = [model_group(run) for run in runs]
-    y = np.log2(1 + truth[of]) if target == "halfway" else truth[of]
-    size = np.abs(y).max()  # above 0, as the truths differ
-    inputs = {"curve": part.features[of]}
+    y = np.log2(1 + truth[chosen]) if target == "halfway" else truth[chosen]
+    size = np.abs(y).max()  # above 0, because the true values differ
+    inputs = {"curve": part.features[chosen]}
     if part.losses is not None:
-        inputs |= {"loss": part.losses[of], "both": np.concatenate([part.features[of], part.losses[of]], 1)}
+        inputs |= {"loss": part.losses[chosen], "both": np.concatenate([part.features[chosen], part.losses[chosen]], 1)}
     rows = []
     for held_out, names in (("model", runs), ("group", groups)):
         if held_out == "group" and not FEWEST_MODELS <= len(set(names)) < len(runs):
             continue
         forecasts = {name: forecast_held_out(x, y, groups=names, confidence=LEVEL) for name, x in inputs.items()}
-        for number, (model, run) in enumerate(zip(of, runs, strict=True)):
+        for number, (model, run) in enumerate(zip(chosen, runs, strict=True)):
             others = y[[name != names[number] for name in names]]
             row: dict[str, Any] = {"truth": y[number], "others": float(np.median(others))}
             for name, each in forecasts.items():
@@ -350,7 +355,7 @@ def _forecasts(
 
 
 def _errors(table: Any) -> Any:
-    """A row a method, over all curves of a target ("") and by metric."""
+    """Return a row of errors per method, over all curves of a target (metric "") and for each metric."""
     columns = ["held_out", "of", "metric", "method", "error", "coverage", "width", "ratio", "ratio_low", "ratio_high"]
     columns += ["to_loss", "to_loss_low", "to_loss_high", "num_models", "num_groups", "num_curves", "num_forecasts"]
     rows = []
@@ -377,13 +382,13 @@ def _errors(table: Any) -> Any:
 
 
 def _scaled(rows: Any, name: str, target: Any, other: str = "truth") -> Array:
-    """How far two columns are apart: in deviations of the curve's final values over models, or in octaves."""
+    """Return the distance of two columns, in standard deviations over models of the final values, or in octaves."""
     a, b = (rows[column].to_numpy(dtype=np.float64) for column in (name, other))
     return np.abs(np.log2((1 + a) / (1 + b))) if target == "halfway" else np.abs(a - b) / rows["unit"].to_numpy()
 
 
 def _ratio(error: Array, baseline: Array, units: Any) -> tuple[float, float, float]:
-    """Of mean errors, paired, with a 95% bootstrap interval over what is held out, its curves drawn with it."""
+    """Return the ratio of paired mean errors, and its 95% bootstrap interval over held-out models or groups."""
     there = np.isfinite(error) & np.isfinite(baseline)
     names, unit = np.unique(np.asarray(units)[there], return_inverse=True)
     sums = np.stack([np.bincount(unit, weights=each[there]) for each in (error, baseline)], 1)
@@ -428,11 +433,11 @@ def forecast_table(curves: Mapping[str, Mapping[str, Sequence[StepCurve]]]) -> T
     """Yield the errors of forecasts from the first tenth of training, each seed held out."""
     yield ["of, forecast by", "mean error", "of the baseline's", "of the loss's", "80% intervals that hold", "width"]
     for group in ("GPT-2", "ViT"):
-        mine = [curve for asked in ASKED for curve in seeds_of(curves[group], asked)]
+        mine = [curve for quantity in QUANTITIES for curve in seeds_of(curves[group], quantity)]
         found = forecast_models(early_parts(mine, 0.1, loss=LOSS), measure_times(mine))
         for heading, rows in error_rows(found):
             yield from ([f"{group}: {heading.split(',')[0]}, {name}", *cells] for name, *cells in rows)
 
 
 if __name__ == "__main__":
-    print(as_markdown(forecast_table(curves_by_group(unpack(DATA)))))
+    print(markdown_table(forecast_table(curves_by_group(unpack(DATA)))))

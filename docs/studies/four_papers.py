@@ -1,13 +1,13 @@
-"""The tables and the figures of docs/studies/four_papers.md, from the study's measurements.
+"""Write the tables and figures of docs/studies/four_papers.md from the study's measurements.
 
     python docs/studies/four_papers.py                     writes them from four_papers.parquet: four CPU minutes
-    python docs/studies/four_papers.py --check             exits with 1 where they differ
-    python docs/studies/four_papers.py --pack ROOT ROOT    first packs the runs of text and of images
-    python docs/studies/four_papers.py --pack-mechanism ROOT   and those of mechanism
-    python docs/studies/four_papers.py --run ROOT          only writes the numbers of one run as its folder
+    python docs/studies/four_papers.py --check             exits with 1 if they differ
+    python docs/studies/four_papers.py --pack ROOT ROOT    first packs the text runs and the image runs
+    python docs/studies/four_papers.py --pack-mechanism ROOT   first packs the runs on mechanism
+    python docs/studies/four_papers.py --run ROOT          only writes the numbers of one run to the run folder ROOT
 
-What is packed is one long table of values and standard errors in single precision, which `lit-layers emerge` also reads
-(`--where`, `--metrics`); of pairs of layers it holds what the prediction of single blocks needs.
+A packed file is one long table of values and standard errors in single precision, which `lit-layers emerge` can also
+read (`--where`, `--metrics`). For pairs of layers it has only the values that predict the harm of changing a block.
 """
 
 import argparse
@@ -23,20 +23,20 @@ from block_prediction import block_tables_of_page, prediction_charts, prediction
 from forecasts import forecast_table
 from lead_lags import lead_lag_table
 from study_data import (
-    ASKED,
     COLUMNS,
     DATA,
     GROUPS,
+    MECHANISM_DATA,
     MODELS,
-    OF_MECHANISM,
     PAGE,
-    Asked,
+    QUANTITIES,
+    Quantity,
     Table,
-    as_markdown,
     curves_by_group,
     find,
     group_of,
     half_way_text,
+    markdown_table,
     seeds_of,
     shown,
     unpack,
@@ -57,16 +57,16 @@ TIMELINE = IMAGES / "four_papers_timeline.png"
 COUPLING, BLOCKS = IMAGES / "four_papers_coupling.png", IMAGES / "four_papers_blocks.png"
 TABLE = re.compile(r"(<!-- table: (?P<name>[\w ]+) -->\n)(?P<rows>.*?)(<!-- end of table -->)", re.DOTALL)
 NORMAL_95 = 1.959964
-OF_BLOCKS = {"step_norm", "state_norm"}
+NORMS = {"step_norm", "state_norm"}
 FOLDER = re.compile(r"shuffle_(?P<what>tokens|labels)=(?P<shuffled>True|False),seed_everything=(?P<seed>\d+)")
 RISING_STEPS = (0, 8, 64, 192)
 
 RISING = (
-    Asked("probe accuracy", MONOTONICITY, {"of": "accuracy"}),
-    Asked("loss of the readout (improves)", MONOTONICITY, {"of": "logit_lens_loss"}),
-    Asked("prompt entropy", MONOTONICITY, {"of": "prompt_entropy", "normalization": "raw", "drop_first": 0}),
-    Asked("norm of the states", MONOTONICITY, {"of": "state_norm"}),
-    Asked("loss without the block (improves)", MONOTONICITY, {"of": "variant_loss", "variant": "skip_one"}),
+    Quantity("probe accuracy", MONOTONICITY, {"of": "accuracy"}),
+    Quantity("loss of the readout (improves)", MONOTONICITY, {"of": "logit_lens_loss"}),
+    Quantity("prompt entropy", MONOTONICITY, {"of": "prompt_entropy", "normalization": "raw", "drop_first": 0}),
+    Quantity("norm of the states", MONOTONICITY, {"of": "state_norm"}),
+    Quantity("loss without the block (improves)", MONOTONICITY, {"of": "variant_loss", "variant": "skip_one"}),
 )
 
 
@@ -74,7 +74,7 @@ RISING = (
 
 
 def pack(roots: Iterable[Path], out: Path) -> None:
-    """Writes the measurements of the study's runs as one table; what has not come to its end is left out."""
+    """Write the measurements of the study's runs as one table, without unfinished runs."""
     frames: dict[str, pd.DataFrame] = {}
     for folder in sorted(path.parent for root in roots for path in root.glob("*/measurements.jsonl")):
         if (match := FOLDER.fullmatch(folder.name)) is None:
@@ -96,7 +96,7 @@ def pack(roots: Iterable[Path], out: Path) -> None:
             print(f"left out: {run} has {steps[run]} of {max(steps.values())} checkpoints")
             del frames[run]
     table = pd.concat(frames.values(), ignore_index=True)
-    table["tokens"] = pd.to_numeric(table["tokens"])  # images have none
+    table["tokens"] = pd.to_numeric(table["tokens"])  # image runs have no tokens
     whole = [name for name in table if pd.api.types.is_numeric_dtype(table[name]) and name not in ("value", "stderr")]
     table = table.astype(dict.fromkeys(whole, "Int32") | {"value": "float32", "stderr": "float32"})
     table[["run", *(name for name in table if name != "run")]].to_parquet(out, compression="zstd", index=False)
@@ -110,11 +110,11 @@ def _is_kept(record: Record) -> bool:
         return record.metric == "coupling_pair" or (
             record.metric == "layer_cosine" and neighbours and record.tags["mode"] == "token"
         )
-    return record.metric in OF_BLOCKS or not (look_up(record.metric).secondary or look_up(record.metric).unlisted)
+    return record.metric in NORMS or not (look_up(record.metric).secondary or look_up(record.metric).unlisted)
 
 
-def with_intervals(measurement: Measurement) -> Measurement:
-    """The measurement as a page draws it: with 95% intervals, and without the cosines of neighbouring layers alone."""
+def add_intervals(measurement: Measurement) -> Measurement:
+    """Return a measurement for the report: with 95% intervals and without the cosines of neighbouring layers."""
     shown = []
     for record in measurement.records:
         if record.metric != "layer_cosine":
@@ -126,55 +126,55 @@ def with_intervals(measurement: Measurement) -> Measurement:
 
 # ------------------------------------------------------------------------------------------------ the tables
 
-Curves = Mapping[str, Mapping[str, list[StepCurve]]]  # by group and run
+Curves = Mapping[str, Mapping[str, list[StepCurve]]]  # curves by group and run
 
 
-def when(by_group: Curves) -> Table:
-    """Half-way points over seeds."""
+def halfway_points(by_group: Curves) -> Table:
+    """Yield half-way points over seeds."""
     yield ["half-way at step", *(f"{group} ({len(runs)} seeds)" for group, runs in by_group.items())]
-    for asked in ASKED:
-        merged = [merge_seeds(seeds_of(by_group[group], asked), group) for group in by_group]
+    for quantity in QUANTITIES:
+        merged = [merge_seeds(seeds_of(by_group[group], quantity), group) for group in by_group]
         times = [measure_times(curves).times[0] if curves else None for curves in merged]
         yield [
-            asked.title,
+            quantity.title,
             *("not measured" if found is None else half_way_text(found) or "does not emerge" for found in times),
         ]
 
 
 def last_values(by_group: Curves) -> Table:
-    """Means over seeds at the last checkpoint, and what structure makes of them."""
+    """Yield means over seeds at the last checkpoint, on data and on shuffled data, and their difference."""
     yield ["at the last checkpoint", "data", "shuffled", "difference"]
     for model in MODELS.values():
         data, shuffled = [group for group in by_group if group.startswith(model)]
-        for asked in ASKED:
-            lines = [Line.from_curves(group, seeds_of(by_group[group], asked)) for group in (data, shuffled)]
+        for quantity in QUANTITIES:
+            lines = [Line.from_curves(group, seeds_of(by_group[group], quantity)) for group in (data, shuffled)]
             lines.append(difference(*lines))
-            yield [f"{model}: {asked.title}", *(_interval(line, -1, ".3g") for line in lines)]
+            yield [f"{model}: {quantity.title}", *(_interval(line, -1, ".3g") for line in lines)]
 
 
-def over_layers(by_group: Curves) -> Table:
-    """Spearman's rho of a number and its layer, over seeds, from the untrained weights on."""
+def layer_correlations(by_group: Curves) -> Table:
+    """Yield Spearman's rho between a number and its layer, over seeds, from the untrained weights on."""
     yield ["rho of value and layer", *(f"step {step}" for step in RISING_STEPS), "last step"]
     for group, runs in by_group.items():
         rises = {run: [*curves, *(each.curve for each in layer_curves(curves))] for run, curves in runs.items()}
-        for asked in RISING:
-            seeds = [curve for curves in rises.values() if (curve := find(curves, asked)) is not None]
+        for quantity in RISING:
+            seeds = [curve for curves in rises.values() if (curve := find(curves, quantity)) is not None]
             line = Line.from_curves(group, seeds)
             at = [*line.at.tolist()]
-            places = [at.index(step) for step in RISING_STEPS]
-            yield [f"{group}: {asked.title}", *(_interval(line, place, ".2f") for place in (*places, -1))]
+            indices = [at.index(step) for step in RISING_STEPS]
+            yield [f"{group}: {quantity.title}", *(_interval(line, index, ".2f") for index in (*indices, -1))]
 
 
-def _interval(line: Line, place: int, form: str) -> str:
-    return f"{line.values[place]:{form}} [{line.low[place]:{form}}, {line.high[place]:{form}}]"
+def _interval(line: Line, index: int, form: str) -> str:
+    return f"{line.values[index]:{form}} [{line.low[index]:{form}}, {line.high[index]:{form}}]"
 
 
 def agreement(by_group: Curves) -> Table:
-    """Spearman's correlation of half-way points between runs."""
+    """Yield Spearman's correlation of half-way points between runs."""
     yield ["runs", "pairs", "median Spearman", "lowest", "highest", "curves in common"]
     clocks = {}
     for group, runs in by_group.items():
-        found = [(run, find(curves, asked)) for run, curves in runs.items() for asked in ASKED]
+        found = [(run, find(curves, quantity)) for run, curves in runs.items() for quantity in QUANTITIES]
         clocks[group] = measure_times([_renamed(run, curve) for run, curve in found if curve is not None])
         yield [f"{group}: seed against seed", *_spread(agreement_table(clocks[group]))]
     for a, b in ((GROUPS[0], GROUPS[1]), (GROUPS[2], GROUPS[3]), (GROUPS[0], GROUPS[2])):
@@ -186,7 +186,7 @@ def agreement(by_group: Curves) -> Table:
 
 
 def _renamed(run: str, curve: StepCurve) -> StepCurve:
-    """With one name for a number of text and of images."""
+    """Return a curve without the tags that differ between text and image runs."""
     kept = {name: tag for name, tag in curve.tags.items() if name in ("k", "normalization", "drop_first")}
     parts = {"metric": curve.metric, "layer": curve.layer, "tags": kept, "at": curve.at, "values": curve.values}
     return StepCurve(run=run, analysis="", stderr=curve.stderr, **parts)
@@ -202,50 +202,50 @@ def _spread(table: pd.DataFrame) -> list[str]:
 
 
 def tables_of(by_group: Curves) -> dict[str, list[list[str]]]:
-    """Return the tables of times and values, by their names on the page; the others are those of the other scripts."""
+    """Return the tables of times and values, by their names on the page. The other scripts make the other tables."""
     return {
-        "when": [*when(by_group)],
+        "when": [*halfway_points(by_group)],
         "last values": [*last_values(by_group)],
-        "over layers": [*over_layers(by_group)],
+        "over layers": [*layer_correlations(by_group)],
         "agreement": [*agreement(by_group)],
     }
 
 
 def mechanism_of(path: Path) -> tuple[mechanism.Mechanism, mechanism.Mechanism]:
-    """Returns the study of mechanism and its control on shuffled tokens, of the runs of a packed table."""
+    """Return the study of mechanism and its control on shuffled tokens, from a packed table."""
     runs = {run: curves_in(run, each) for run, each in unpack(path).items()}
     groups = [{run: runs[run] for run in runs if group_of(run) == group} for group in GROUPS[:2]]
     if lacking := [group for group, found in zip(GROUPS, groups, strict=False) if not found]:
         raise SystemExit(f"{path.name}: no run of {lacking[0]}")
-    study, control = (mechanism.Mechanism.of(found) for found in groups)
+    study, control = (mechanism.Mechanism.from_curves(found) for found in groups)
     return study, control
 
 
-def with_tables(page: str, tables: Mapping[str, list[list[str]]]) -> str:
-    """Returns the page with the numbers of its tables, each with the rows and columns that the page shows."""
+def fill_tables(page: str, tables: Mapping[str, list[list[str]]]) -> str:
+    """Return the page with new numbers in the rows and columns that its tables show."""
 
     def written(match: re.Match[str]) -> str:
-        return match[1] + as_markdown(shown(match["name"], match["rows"], tables[match["name"]])) + match[4]
+        return match[1] + markdown_table(shown(match["name"], match["rows"], tables[match["name"]])) + match[4]
 
     return TABLE.sub(written, page)
 
 
 def write_timeline(seeds: Sequence[StepCurve], path: Path) -> None:
-    """Draws when each number is half-way and at its peak, over the seeds and in each."""
+    """Draw the half-way point and the peak of each number, over the seeds and in each seed."""
     together = f"{len({curve.run for curve in seeds})} seeds"
     timeline(measure_times([*merge_seeds(seeds, together), *seeds])).write(path)
 
 
 def write_coupling(by_group: Curves, path: Path = COUPLING) -> None:
-    """Draws the excess coupling of the text models on data and on shuffled tokens, with bands over seeds."""
-    groups, asked = GROUPS[:2], Asked("excess coupling", "excess_coupling", {"k": 12})
+    """Draw the excess coupling of the text models on data and on shuffled tokens, with bands over seeds."""
+    groups, quantity = GROUPS[:2], Quantity("excess coupling", "excess_coupling", {"k": 12})
     training_chart(
-        {group: Line.from_curves(group, seeds_of(by_group[group], asked)) for group in groups}, groups
+        {group: Line.from_curves(group, seeds_of(by_group[group], quantity)) for group in groups}, groups
     ).write(path)
 
 
 def write_blocks(of_text: pd.DataFrame, path: Path = BLOCKS) -> None:
-    """Draws how the harm of changing a block of the text models goes with what is measured of it, over seeds."""
+    """Draw the correlation between the harm of changing a block and its predictors, for the text models over seeds."""
     charts = prediction_charts(of_text)
     Panels(title="", charts=charts, columns=1, width=640).write(path)
 
@@ -254,29 +254,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pack", nargs="+", type=Path, default=[], metavar="ROOT", help="folders of the runs")
     parser.add_argument("--pack-mechanism", type=Path, metavar="ROOT", help="folder of the runs of mechanism")
-    parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 where a table differs")
+    parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 if a table differs")
     parser.add_argument("--run", type=Path, metavar="ROOT", help=f"only write {SAMPLE!r} as a run to this new folder")
     options = parser.parse_args()
     if options.run:
         if options.run.exists():
             raise SystemExit(f"--run: {options.run} is there already: name a new folder")
         for measurement in unpack(DATA, SAMPLE)[SAMPLE]:
-            records.append(options.run / "measurements.jsonl", with_intervals(measurement))
+            records.append(options.run / "measurements.jsonl", add_intervals(measurement))
         return 0
     if options.pack:
         pack(options.pack, DATA)
     if options.pack_mechanism:
-        pack([options.pack_mechanism], OF_MECHANISM)
+        pack([options.pack_mechanism], MECHANISM_DATA)
     page = PAGE.read_text(encoding="utf-8")
     runs = unpack(DATA)
-    by_group, blocks, both = curves_by_group(runs), predictions(runs), mechanism_of(OF_MECHANISM)
+    by_group, blocks, both = curves_by_group(runs), predictions(runs), mechanism_of(MECHANISM_DATA)
     tables = tables_of(by_group) | block_tables_of_page(blocks) | mechanism.mechanism_tables(*both)
     tables |= {"forecasts": [*forecast_table(by_group)], "lead lags": [*lead_lag_table(by_group)]}
-    drawn = with_tables(page, tables)
+    drawn = fill_tables(page, tables)
     if options.check:
         return int(drawn != page)
     PAGE.write_text(drawn, encoding="utf-8")
-    write_timeline([curve for asked in ASKED for curve in seeds_of(by_group[GROUPS[0]], asked)], TIMELINE)
+    write_timeline([curve for quantity in QUANTITIES for curve in seeds_of(by_group[GROUPS[0]], quantity)], TIMELINE)
     write_coupling(by_group)
     write_blocks(blocks[GROUPS[0]])
     mechanism.write_mechanism(*both)

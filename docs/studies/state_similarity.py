@@ -1,9 +1,9 @@
-"""How alike the states of two checkpoints of a run are, and those of two runs at one step.
+"""Similarity of states between two checkpoints of a run, and between two runs at one step.
 
     python docs/studies/state_similarity.py RUN RUN ...                   prints the CKA with the last checkpoint
     python docs/studies/state_similarity.py RUN RUN ... --csv states.csv  also writes every number
 
-RUN is the folder of a run that was measured with the analysis `PooledStates`, which keeps the states of its prompts.
+RUN is the folder of a run that was measured with the analysis `PooledStates`, which saves the states of its prompts.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load
 from scipy.special import stdtrit
-from study_data import Table, as_markdown
+from study_data import Table, markdown_table
 
 from lit_layers import run_data
 from lit_layers.analyses.statistics import comparable
@@ -36,26 +36,26 @@ from lit_layers.identity import Measurement, settings_of
 from lit_layers.records import is_suspect, values_path
 
 Array = NDArray[np.float32]
-DIMENSION = "pooled_dimension"  # the metric whose records have states
+DIMENSION = "pooled_dimension"  # the metric whose measurements have saved states
 CKA, PROCRUSTES, SUBSPACE = "linear_cka", "procrustes_distance", "subspace_overlap"
 PROMPT_SUBSPACE = "prompt_subspace_overlap"
 COLUMNS = ("run", "other_run", "analysis", "layer", "step", "other_step", "metric")
 COLUMNS += ("value", "low", "high", "over", "chance", "num_prompts")
 RANGES = {CKA: (-np.inf, 1.0), PROCRUSTES: (0.0, 2.0), SUBSPACE: (0.0, 1.0), PROMPT_SUBSPACE: (0.0, 1.0)}
-MOST_STEPS = 24  # that are compared, evenly spread over the checkpoints
-NUM_DIRECTIONS = 8  # of a subspace
-FEWEST_PROMPTS = 4  # that have a similarity
-NUM_DRAWS = 20  # of prompts, for the interval over them
-# The share of prompts in a draw. What depends on them smoothly is best drawn from most of them; where a direction takes
-# another's place in a subspace, it does not, and only halves are as far apart as other prompts would be.
+MOST_STEPS = 24  # compared steps, evenly spread over the checkpoints
+NUM_DIRECTIONS = 8  # dimension of the compared subspaces
+FEWEST_PROMPTS = 4  # for a similarity
+NUM_DRAWS = 20  # random subsets of prompts, for the interval over prompts
+# Share of prompts in a draw. Metrics that depend smoothly on the prompts are best estimated from large subsets.
+# Subspaces do not, because one direction can replace another, and only halves vary as much as other prompts would.
 DRAWN = {CKA: 0.75, PROCRUSTES: 0.75, SUBSPACE: 0.5, PROMPT_SUBSPACE: 0.5}
-FEWEST_SEEDS = 3  # that have an interval over them
-_SAME = 1e-3  # of the dimension of the states that a file holds to that of its measurement, relative
+FEWEST_SEEDS = 3  # for an interval over seeds
+_SAME = 1e-3  # relative tolerance between the dimension of saved states and its measured value
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptStates:
-    """What a run keeps of one analysis: of each layer the states (steps, prompts, dim), NaN where there are none."""
+class SavedStates:
+    """Saved states of one analysis in a run: for each layer (steps, prompts, dim), NaN if missing."""
 
     run: str
     analysis: str
@@ -64,13 +64,13 @@ class KeptStates:
     layers: Mapping[int, Array]
 
 
-def kept_states(root: Path, run: str, measurements: Sequence[Measurement]) -> list[KeptStates]:
-    """Returns the states that a run keeps of its curves' measurements, of at most `MOST_STEPS` checkpoints.
+def saved_states(root: Path, run: str, measurements: Sequence[Measurement]) -> list[SavedStates]:
+    """Return the saved states of a run at no more than `MOST_STEPS` checkpoints.
 
-    What a folder holds in place of states is printed to standard error.
+    Problems with the files of a folder are printed to standard error.
     """
     with_states = [m for m in measurements if m.step is not None and any(r.metric == DIMENSION for r in m.records)]
-    kept, unread = [], list[str]()
+    saved, unread = [], list[str]()
     for analysis, of_analysis in grouped(with_states, lambda m: m.analysis).items():
         there = [m for m in of_analysis if os.path.isfile(values_path(root, m))]
         by_step: dict[int, Mapping[int, Array]] = {}
@@ -86,19 +86,19 @@ def kept_states(root: Path, run: str, measurements: Sequence[Measurement]) -> li
             unread.append(f"the states of {analysis} are not of the same prompts and width at all steps")
         elif shapes:
             about = {"run": run, "analysis": analysis, "settings": settings_of(there[0])}
-            kept.append(KeptStates(steps=[*by_step], layers=_by_layer(by_step, *shapes), **about))
+            saved.append(SavedStates(steps=[*by_step], layers=_layer_states(by_step, *shapes), **about))
     for sentence in unread:
         print(f"{root}: states are not compared: {sentence}", file=sys.stderr)
-    return kept
+    return saved
 
 
 def read_states(root: Path, measurement: Measurement) -> dict[int, Array] | str:
-    """Returns by layer the states (prompts, dim) of the prompts that were measured; none without a file.
+    """Return the states (prompts, dim) of a measurement by layer, empty if there is no file.
 
-    In place of those of a file that is damaged or holds no states stands the sentence that says so.
+    If the file is damaged or has no states, return a sentence that says so.
     """
     path = values_path(root, measurement)
-    if not os.path.isfile(path):  # also in a folder nobody may read
+    if not os.path.isfile(path):  # False also in an unreadable folder
         return {}
     try:
         there = load(path.read_bytes())
@@ -114,65 +114,69 @@ def read_states(root: Path, measurement: Measurement) -> dict[int, Array] | str:
 
 
 def similar_states(roots: Sequence[Path]) -> pd.DataFrame:
-    """Return the tables of `similarity_of_steps` of each run, and of `similarity_of_runs` of all, as one.
+    """Return one table with `similarity_of_steps` for each run and `similarity_of_runs` for all runs.
 
-    Of three runs or more, seeds of one, also what they have on average (`over_the_runs`), called `3 seeds`.
+    Three or more runs count as seeds. Their means (`mean_over_runs`) are added under a name such as `3 seeds`.
     """
     runs = [run_data.read_run(root) for root in roots]
     several = [
-        kept
+        saved
         for root, run in zip(roots, runs, strict=True)
-        for kept in kept_states(root, run.name, [m for m in run.measurements if not is_suspect(m)])
+        for saved in saved_states(root, run.name, [m for m in run.measurements if not is_suspect(m)])
     ]
     tables = [*map(similarity_of_steps, several), similarity_of_runs(several)]
     table = pd.concat([table for table in tables if len(table)] or tables[-1:], ignore_index=True)
     if len(roots) < FEWEST_SEEDS:
         return table
-    return pd.concat([over_the_runs(table, len(roots), f"{len(roots)} seeds"), table], ignore_index=True)
+    return pd.concat([mean_over_runs(table, len(roots), f"{len(roots)} seeds"), table], ignore_index=True)
 
 
-def similarity_of_steps(kept: KeptStates, metrics: Sequence[str] = (CKA, PROCRUSTES, SUBSPACE)) -> pd.DataFrame:
-    """Returns the table of every two checkpoints of a run, at each layer, with the columns `COLUMNS`.
+def similarity_of_steps(saved: SavedStates, metrics: Sequence[str] = (CKA, PROCRUSTES, SUBSPACE)) -> pd.DataFrame:
+    """Return a table of the similarity between every two checkpoints of a run, at each layer, with columns `COLUMNS`.
 
-    `linear_cka` is debiased; `subspace_overlap` is of the 8 leading directions, or as many as there are. `chance` is
-    the same between the states of a checkpoint and those of other prompts, in a random order, the median over steps; of
-    subspaces what independent ones have. `low` and `high` are the 95% interval over prompts, of what as many others
-    would give on average: Student's t times the delete-d jackknife's error, of random draws without the other prompts;
-    NaN where a draw has too few. A bootstrap has prompts twice, which are alike in everything.
-    Source: Shao and Wu 1989, A general theory for jackknife variance estimation.
-    Prompts that are not finite at some step are left out at all, and steps at which most are not have no value.
+    `linear_cka` is debiased. `subspace_overlap` uses the 8 leading directions, or as many as there are. `chance` is the
+    median over steps of the similarity between a checkpoint's states and the same states with permuted prompts. For
+    subspaces it is the expected overlap of independent ones.
+
+    `low` and `high` are the 95% interval over prompts. Its half width is Student's t times the standard error of the
+    delete-d jackknife, from random subsets of prompts. It is NaN if a subset has too few prompts. A bootstrap would
+    repeat prompts, and repeated prompts have equal states. Source: Shao and Wu 1989, A general theory for jackknife
+    variance estimation.
+
+    Prompts that are not finite at some step are excluded at all steps. Steps at which most prompts are not finite have
+    no value.
     """
     rows = [
-        (kept.run, kept.run, kept.analysis, layer, kept.steps[a], kept.steps[b], *numbers)
-        for layer, states in kept.layers.items()
+        (saved.run, saved.run, saved.analysis, layer, saved.steps[a], saved.steps[b], *numbers)
+        for layer, states in saved.layers.items()
         for a, b, *numbers in _compared(states, metrics)
     ]
     return pd.DataFrame(rows, columns=[*COLUMNS])
 
 
-def similarity_of_runs(several: Sequence[KeptStates]) -> pd.DataFrame:
-    """Returns the table of every two runs at equal steps of those kept, at each layer, as `similarity_of_steps`.
+def similarity_of_runs(several: Sequence[SavedStates]) -> pd.DataFrame:
+    """Return a table like `similarity_of_steps` of every two runs at equal saved steps, at each layer.
 
-    Of runs that were measured with the same settings on the same prompts, and are as wide. As the features of two seeds
-    have no order in common, `subspace_overlap` is replaced by `prompt_subspace_overlap`: of the 8 leading directions of
-    the prompts' own space, chance being that of independent ones.
+    Only runs with equal settings, prompts and widths are compared. The features of two seeds do not correspond, so
+    `prompt_subspace_overlap` replaces `subspace_overlap`. It uses the 8 leading directions in the space of prompts, and
+    its `chance` is the expected overlap of independent ones.
     """
     rows = []
-    for alike in grouped(several, lambda kept: (kept.analysis, kept.settings, _shape(kept))).values():
-        common = sorted(set.intersection(*(set(kept.steps) for kept in alike)))
+    for alike in grouped(several, lambda saved: (saved.analysis, saved.settings, _shape(saved))).values():
+        common = sorted(set.intersection(*(set(saved.steps) for saved in alike)))
         for step in common if len(alike) > 1 else ():
-            for layer in sorted(set.intersection(*(set(kept.layers) for kept in alike))):
-                states = np.stack([kept.layers[layer][kept.steps.index(step)] for kept in alike])
+            for layer in sorted(set.intersection(*(set(saved.layers) for saved in alike))):
+                states = np.stack([saved.layers[layer][saved.steps.index(step)] for saved in alike])
                 for a, b, *numbers in _compared(states, (CKA, PROCRUSTES, PROMPT_SUBSPACE)):
                     rows.append((alike[a].run, alike[b].run, alike[a].analysis, layer, step, step, *numbers))
     return pd.DataFrame(rows, columns=[*COLUMNS])
 
 
-def over_the_runs(table: pd.DataFrame, num_runs: int, name: str) -> pd.DataFrame:
-    """Returns the means over all runs of a table of both kinds, with 95% intervals over runs, as rows of that name.
+def mean_over_runs(table: pd.DataFrame, num_runs: int, name: str) -> pd.DataFrame:
+    """Return means over all runs of a table, with 95% intervals over runs, as rows called `name`.
 
-    Of steps by steps each run is a draw, with Student's interval. Of runs by runs it is the mean over the pairs, which
-    share runs: the interval is the jackknife's, that leaves out one run after the other.
+    For pairs of steps each run is one observation, and the interval is Student's. For pairs of runs the mean is over
+    pairs that share runs, so the interval is that of a jackknife that omits one run at a time.
     """
     rows, within = [], table["run"] == table["other_run"]
     keys = ["analysis", "layer", "step", "other_step", "metric"]
@@ -192,7 +196,7 @@ def over_the_runs(table: pd.DataFrame, num_runs: int, name: str) -> pd.DataFrame
 def _compared(
     states: Array, metrics: Sequence[str]
 ) -> Iterator[tuple[int, int, str, float, float, float, str, float, int]]:
-    """Of states (places, prompts, dim) both places, the metric, its value, low, high, over, chance and prompts."""
+    """Yield two indices and the last columns of `COLUMNS` for all pairs of states (steps or runs, prompts, dim)."""
     tensor = torch.from_numpy(states)
     _, kept = comparable(tensor.isfinite().all(-1))
     rows, number = tensor[:, kept].double(), int(kept.sum())
@@ -214,7 +218,7 @@ def _compared(
             ]
             stderr = torch.stack([matrices[metric](rows[:, draw]) for draw in draws]).std(0)
             stderr *= (drawn / (number - drawn)) ** 0.5
-        if metric in (SUBSPACE, PROMPT_SUBSPACE):  # the former does not know the order of the rows
+        if metric in (SUBSPACE, PROMPT_SUBSPACE):  # permuting prompts does not change the former
             chance = k / (rows.shape[-1] if metric == SUBSPACE else number - 1)
         else:
             by_chance = [matrices[metric](torch.stack(pair))[0, 1] for pair in zip(rows, shuffled, strict=True)]
@@ -226,14 +230,14 @@ def _compared(
 
 
 def _ends(metric: str, value: float, stderr: float, number: int) -> tuple[float, float]:
-    """Student's 95% interval of so many draws, within the metric's range."""
+    """Return Student's 95% interval for `number` draws, clipped to the metric's range."""
     least, most = RANGES[metric]
     wide = stdtrit(number - 1, 0.975) * stderr
     return float(np.clip(value - wide, least, most)), float(np.clip(value + wide, least, most))
 
 
 def _problem(measurement: Measurement, states: Mapping[int, Array]) -> str:
-    """Why the states by layer are not those that were measured: of other prompts, or of another dimension."""
+    """Return why saved states are not those that were measured (other prompts, other dimension), or "" if they are."""
     if not states:
         return f"none of {measurement.analysis} at step {measurement.step} can be read"
     tensors = {layer: torch.from_numpy(values) for layer, values in states.items()}
@@ -249,21 +253,21 @@ def _problem(measurement: Measurement, states: Mapping[int, Array]) -> str:
     return ""
 
 
-def _by_layer(by_step: Mapping[int, Mapping[int, Array]], shape: tuple[int, ...]) -> dict[int, Array]:
+def _layer_states(by_step: Mapping[int, Mapping[int, Array]], shape: tuple[int, ...]) -> dict[int, Array]:
     nothing = np.full(shape, np.nan, dtype=np.float32)
     layers = sorted({layer for states in by_step.values() for layer in states})
     return {layer: np.stack([states.get(layer, nothing) for states in by_step.values()]) for layer in layers}
 
 
-def _shape(kept: KeptStates) -> tuple[int, ...]:
-    return tuple(next(iter(kept.layers.values())).shape[1:])
+def _shape(saved: SavedStates) -> tuple[int, ...]:
+    return tuple(next(iter(saved.layers.values())).shape[1:])
 
 
 # ------------------------------------------------------------------------------------------------ in text
 
 
-def with_the_last(table: pd.DataFrame) -> Table:
-    """Yield the CKA of each checkpoint with the last one, a row a run and layer."""
+def last_checkpoint_table(table: pd.DataFrame) -> Table:
+    """Yield the CKA of each checkpoint with the last one, one row per run and layer."""
     within = table[(table["run"] == table["other_run"]) & (table["metric"] == CKA)]
     steps = sorted(within["step"].unique())
     yield ["CKA with the last checkpoint", *(f"step {step}" for step in steps)]
@@ -272,8 +276,8 @@ def with_the_last(table: pd.DataFrame) -> Table:
         yield [f"{run}, {analysis}, layer {layer}", *(_interval(to_last, step) for step in steps)]
 
 
-def between_runs(table: pd.DataFrame) -> Table:
-    """Yield the CKA of every two runs at their last common step, a row a pair of runs and layer."""
+def run_pair_table(table: pd.DataFrame) -> Table:
+    """Yield the CKA of every two runs at their last common step, one row per pair of runs and layer."""
     pairs = table[(table["run"] != table["other_run"]) & (table["metric"] == CKA)]
     yield ["CKA of two runs at their last common step", "step", "CKA", "by chance"]
     for (run, other, analysis, layer), part in pairs.groupby(["run", "other_run", "analysis", "layer"], sort=False):
@@ -302,9 +306,9 @@ def main() -> int:
     table = similar_states(options.runs)
     if options.csv is not None:
         table.to_csv(options.csv, index=False)
-    print(as_markdown(with_the_last(table)))
+    print(markdown_table(last_checkpoint_table(table)))
     if len(options.runs) > 1:
-        print(as_markdown(between_runs(table)))
+        print(markdown_table(run_pair_table(table)))
     return 0
 
 

@@ -15,16 +15,16 @@ from lit_layers.report.emergence import time_text
 FOLDER = Path(__file__).parent
 PAGE = FOLDER / "four_papers.md"
 DATA = FOLDER / "four_papers.parquet"
-OF_MECHANISM = FOLDER / "four_papers_mechanism.parquet"
+MECHANISM_DATA = FOLDER / "four_papers_mechanism.parquet"
 COLUMNS = ("metric", "layer", "other_layer", "value", "stderr")
-MODELS = {"tokens": "GPT-2", "labels": "ViT"}  # by what the controls have shuffled
+MODELS = {"tokens": "GPT-2", "labels": "ViT"}  # by what the controls shuffle
 GROUPS = ("GPT-2", "GPT-2, shuffled tokens", "ViT", "ViT, shuffled labels")
 Table = Iterator[list[str]]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A number of the tables: its title there, and which record it is; without `layer` that of the last layer."""
+class Quantity:
+    """A number in the tables: its title, and the record to use. The default `layer` is the last one."""
 
     title: str
     metric: str
@@ -33,20 +33,20 @@ class Asked:
     layer: int | None = None
 
 
-ASKED = (
-    Asked("line-shape score", "line_shape_score"),
-    Asked("expodistance", "expodistance"),
-    Asked("linearized rollout", "linearized_rollout"),
-    Asked("coupling, k = 4", "coupling", {"k": 4}),
-    Asked("coupling, k = 12", "coupling", {"k": 12}),
-    Asked("coupling, k = 32", "coupling", {"k": 32}),
-    Asked("prompt entropy", "prompt_entropy", {"normalization": "raw", "drop_first": 0}),
-    Asked("dataset entropy", "dataset_entropy", {"normalization": "raw"}),
-    Asked("token curvature", "token_curvature"),
-    Asked("loss of the readout, last layer", "logit_lens_loss", layered=True),
-    Asked("loss of the readout, middle layer", "logit_lens_loss", layered=True, layer=6),
-    Asked("probe accuracy, last layer", "accuracy", layered=True),
-    Asked("probe accuracy, middle layer", "accuracy", layered=True, layer=6),
+QUANTITIES = (
+    Quantity("line-shape score", "line_shape_score"),
+    Quantity("expodistance", "expodistance"),
+    Quantity("linearized rollout", "linearized_rollout"),
+    Quantity("coupling, k = 4", "coupling", {"k": 4}),
+    Quantity("coupling, k = 12", "coupling", {"k": 12}),
+    Quantity("coupling, k = 32", "coupling", {"k": 32}),
+    Quantity("prompt entropy", "prompt_entropy", {"normalization": "raw", "drop_first": 0}),
+    Quantity("dataset entropy", "dataset_entropy", {"normalization": "raw"}),
+    Quantity("token curvature", "token_curvature"),
+    Quantity("loss of the readout, last layer", "logit_lens_loss", layered=True),
+    Quantity("loss of the readout, middle layer", "logit_lens_loss", layered=True, layer=6),
+    Quantity("probe accuracy, last layer", "accuracy", layered=True),
+    Quantity("probe accuracy, middle layer", "accuracy", layered=True, layer=6),
 )
 
 
@@ -83,31 +83,31 @@ def curves_by_group(runs: Mapping[str, list[Measurement]]) -> dict[str, dict[str
     return curves
 
 
-def find(curves: Iterable[StepCurve], asked: Asked) -> StepCurve | None:
-    """Return the curve of a number among those of one run, of several layers that of the last one."""
-    tags = {name: str(tag) for name, tag in asked.tags.items()}
+def find(curves: Iterable[StepCurve], quantity: Quantity) -> StepCurve | None:
+    """Return the curve of a number in one run, at the last layer if several layers have it."""
+    tags = {name: str(tag) for name, tag in quantity.tags.items()}
     found = [
         curve
         for curve in curves
-        if curve.metric == asked.metric
+        if curve.metric == quantity.metric
         and tags.items() <= {name: str(tag) for name, tag in curve.tags.items()}.items()
         and curve.tags.get("statistic") is None
         and curve.tags.get("pooling") in (None, "cls")
         and ("of" in curve.tags) == ("of" in tags)
-        and (curve.layer is not None) == asked.layered
-        and asked.layer in (None, curve.layer)
+        and (curve.layer is not None) == quantity.layered
+        and quantity.layer in (None, curve.layer)
     ]
     return max(found, key=lambda curve: curve.layer or 0, default=None)
 
 
-def seeds_of(curves: Mapping[str, Sequence[StepCurve]], asked: Asked) -> list[StepCurve]:
-    """Return the curve of a number in each run of a group that has it."""
-    found = [find(of_run, asked) for of_run in curves.values()]
+def seeds_of(curves: Mapping[str, Sequence[StepCurve]], quantity: Quantity) -> list[StepCurve]:
+    """Return the curve of a number in each run that has it."""
+    found = [find(of_run, quantity) for of_run in curves.values()]
     return [curve for curve in found if curve is not None]
 
 
 def loss_of_runs(curves: Iterable[StepCurve], loss: str) -> dict[str, StepCurve]:
-    """Return the curve of a loss, METRIC or ANALYSIS/METRIC, of each run: the whole model's, else its last layer's."""
+    """Return the curve of a loss (METRIC or ANALYSIS/METRIC) in each run: for the whole model, else its last layer."""
     losses: dict[str, StepCurve] = {}
     for curve in curves:
         if loss in (curve.metric, f"{curve.analysis}/{curve.metric}"):
@@ -118,17 +118,17 @@ def loss_of_runs(curves: Iterable[StepCurve], loss: str) -> dict[str, StepCurve]
 
 
 def half_way_text(times: EmergenceTimes) -> str:
-    """Return when a curve is half-way and whether it comes back, or nothing where it does not change."""
+    """Return when a curve is half-way and whether it comes back, as text, or "" if it does not change."""
     text = time_text(times.halfway)
     return text if times.emerges or not text else f"{text}, comes back"
 
 
-# How many of the first columns of a table name its rows, where it is not one.
+# Number of first columns that name the rows of a table, 1 for other tables.
 LABELS = {"blocks": 2, "blocks given depth": 2, "mechanism": 2}
 
 
 def shown(name: str, page: str, table: Iterable[Sequence[str]]) -> list[list[str]]:
-    """Return the rows and columns of a table that the page shows, found by the labels that stand there."""
+    """Return the rows and columns of a table that the page shows, found by their labels on the page."""
     labels = LABELS.get(name, 1)
     heads, _, *rows = ([cell.strip() for cell in line[1:-1].split("|")] for line in page.splitlines())
     every, *found = table
@@ -137,7 +137,7 @@ def shown(name: str, page: str, table: Iterable[Sequence[str]]) -> list[list[str
     return [heads, *([by_label[tuple(row[:labels])][column] for column in columns] for row in rows)]
 
 
-def as_markdown(table: Iterable[Sequence[str]]) -> str:
-    """Return a table, the first row its head, as it stands on the page."""
+def markdown_table(table: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown, with the first row as its head."""
     head, *rows = (f"| {' | '.join(row)} |\n" for row in table)
     return "".join([head, "|---" * (head.count("|") - 1) + "|\n", *rows])
