@@ -45,13 +45,14 @@ class _Scheduled(L.Callback):
     batch makes several steps, a scheduled step among them is due at the end of the batch.
 
     The first rank locks the root for writing during training, if its process does not hold the lock already
-    (`lit-layers fit` does). The first callback of a root begins the training there before the first step. It refuses a
-    root that holds another training.
+    (`lit-layers fit` does). Before the first step, the first callback of a root starts a new run there or resumes its
+    run. It refuses a root that holds another training.
     """
 
     def __init__(self, steps: Steps, root: str | Path, model: str | None) -> None:
         self.schedule, self.root, self.model = Schedule(steps), root_folder(root), model
-        self.paused_seconds = 0.0  # time that training waited for this callback
+        # Time that training waited for this callback.
+        self.paused_seconds = 0.0
         self._last_step, self._first, self._latest = -1, 0, 0
         # Updates of this run, counted only with manual optimization.
         self._updates: int | None = None
@@ -71,7 +72,7 @@ class _Scheduled(L.Callback):
             self._lock.enter_context(run_lock.writing(self.root, part=part))
 
     def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin the training in the root, unless an earlier callback of the same root does."""
+        """Start or resume the run in the root, unless an earlier callback of the same root does."""
         self._last_step = -1
         peers = [each for each in _callbacks(trainer) if isinstance(each, _Scheduled | RunFolder)]
         peers = [each for each in peers if each.root.resolve() == self.root.resolve()]
@@ -79,13 +80,14 @@ class _Scheduled(L.Callback):
             return
         measuring = next((each for each in peers if isinstance(each, EmergenceCallback)), None)
         model = (measuring or self)._plain_model(pl_module)
-        # Only a resumed run compares its weights with earlier measurements.
+        # Gathering takes time, and only a resumed run compares its weights with earlier measurements.
         if is_sharded(model):
             strategy: Any = trainer.strategy
             model = whole_on_first_rank(model, strategy) if trainer.ckpt_path else None
         weights = None if model is None else functools.partial(weights_hash, model)
         if measuring is None:
-            # Without measurements, only a saved folder of this step can show that the root holds another training.
+            # `SeriesCheckpoint` stores no id of its training. Only other weights in a saved folder of this step show
+            # that the root holds another training.
             own = getattr(records.lineage_in(self.root), "training", None)
             options = "resume" if trainer.ckpt_path else "refuse", None, self.now(trainer), weights, own
         else:
@@ -101,7 +103,10 @@ class _Scheduled(L.Callback):
 
     @abstractmethod
     def on_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
-        """Act on the network after `step` optimizer steps. Every rank calls, and the weights may be sharded."""
+        """Save or measure the network after `step` optimizer steps.
+
+        Every rank must call. The weights may be sharded.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._updates is None else {"updates": self._updates}
@@ -110,7 +115,7 @@ class _Scheduled(L.Callback):
         self._updates = state_dict.get("updates")
 
     def now(self, trainer: L.Trainer) -> int:
-        """Return the number of updates of the network, before this run and in it."""
+        """Return the number of updates of the network, including those before this run."""
         return axis_step(trainer) if self._updates is None else origin_of(trainer).step + self._updates
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -132,7 +137,7 @@ class _Scheduled(L.Callback):
             self._hooks.callback(hook.remove)
 
     def end_batch(self, trainer: L.Trainer) -> None:
-        """Act at the end of every batch, before a scheduled step."""
+        """Prepare for `on_step` at the end of each batch, whether or not a step is due."""
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         self.end_batch(trainer)
@@ -164,7 +169,7 @@ def _callbacks(trainer: L.Trainer) -> list[Any]:
 def _logging_step(trainer: L.Trainer) -> int:
     """Return the step at which Lightning logs the next loss.
 
-    Lightning counts batches with an optimizer step here, not the steps of all optimizers.
+    This count differs from `global_step`: a batch in which several optimizers step counts once.
     """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
@@ -182,7 +187,7 @@ class SeriesCheckpoint(_Scheduled):
     """A callback that saves the model at each step of a schedule as a Hugging Face folder, complete or not at all.
 
     `AutoModelForCausalLM.from_pretrained(root / "step-000001000")` loads such a folder. It also contains the tokenizer.
-    The callback refuses a root that holds another run before the first step. With an `EmergenceCallback` on the same
+    Before the first step, the callback refuses a root that holds another run. With an `EmergenceCallback` on the same
     root, that callback's `if_exists` decides for both.
 
     Args:
@@ -209,28 +214,30 @@ class EmergenceCallback(_Scheduled):
 
     Each analysis adds one line per step to `root/measurements.jsonl`. The numbers also go to the trainer's loggers. If
     options or data of an analysis change during a run, its new curves have other names: `coupling@1a2b3c4d/...`. A
-    measurement in the file with the same options, data and weights is not repeated. Under DDP, rank n % size runs the
-    forward pass of micro-batch n. The numbers do not depend on the number of ranks. Sharded weights are gathered into a
-    plain copy on each rank. If the copy does not fit, every analysis records that as its error.
+    measurement in the file with the same options, data and weights is not repeated.
+
+    Under DDP, rank n % size runs the forward pass of micro-batch n. The numbers do not depend on the number of ranks.
+    Sharded weights are gathered into a plain copy on each rank. If the copy does not fit into memory, every analysis
+    records that as its error.
 
     Args:
         analyses: the analyses to run; their names must be unique.
         steps: the schedule, e.g. `pythia` or `{every: 500}`. The first and the last step are always included.
         root: the run's folder.
-        if_exists: what to do if root already holds a run, as in `lit_layers.watch`. "resume" also accepts a checkpoint
-            of the Trainer that this training saved between two measured steps.
+        if_exists: what to do if root already holds a run, as in `lit_layers.watch`. "resume" also continues from a
+            Trainer checkpoint of a step without measurements, if this training saved it.
         run: the run's name in the records; None: the folder's name.
         tokens_per_step: tokens per optimizer step, recorded with the step; None: the data module's value, if any.
         model: name of the submodule to measure; None: `.model` if the module has one, otherwise the module itself.
         watchers: objects that are called when each analysis starts and ends.
-        scalars: which numbers the trainer's loggers get as curves. plotted: one variant of each metric, with one curve
-            per layer for one metric of each analysis; all: everything except values per pair of layers or token
+        scalars: which numbers the trainer's loggers get as curves. plotted: one variant of each metric; values per
+            layer only for the main metric of each analysis. all: everything except values per pair of layers or token
             position. A W&B run gets the rest as pictures and in a table.
 
     Raises:
         InputError: before the first step, if two analyses have the same name, the model's family is unknown, data are
-            missing, or options do not fit the model; also if root holds another run, another process writes there, or
-            it is not writable.
+            missing, or options do not fit the model. Also if root holds another run, is not writable, or another
+            process writes there.
     """
 
     def __init__(
@@ -252,7 +259,7 @@ class EmergenceCallback(_Scheduled):
         refuse_below_one(tokens_per_step=tokens_per_step)
         self.tokens_per_step = tokens_per_step
         self._source: dict[str, Any] = {}
-        # The step at which the trainer's loggers have the loss of the measured weights.
+        # The step at which the trainer's loggers get the loss of the measured weights.
         self._log_step = 0
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -260,9 +267,9 @@ class EmergenceCallback(_Scheduled):
         try:
             self.measurer.check(network)
         except InputError as error:
-            places = [name for name, _ in pl_module.named_children()]
-            if network is pl_module and places and not known_inside(pl_module):  # else the error names them
-                raise InputError(f"{error}; if the network is a part of it, name that: model={places[0]!r}") from error
+            names = [name for name, _ in pl_module.named_children()]
+            if network is pl_module and names and not known_inside(pl_module):  # else the error names one
+                raise InputError(f"{error}; if the network is a part of it, name that: model={names[0]!r}") from error
             raise
 
     def state_dict(self) -> dict[str, Any]:
@@ -280,7 +287,8 @@ class EmergenceCallback(_Scheduled):
         self.measurer.begin(self.schedule.steps)
 
     def end_batch(self, trainer: Any) -> None:
-        # Lightning has yet to log this batch's loss, which belongs to the weights before the update.
+        # Lightning logs this batch's loss after this hook. It is the loss of the weights before the update, so the new
+        # weights get the step of the next loss.
         self._log_step = _logging_step(trainer) + 1
         if trainer.loggers and self._log_step % trainer.log_every_n_steps == 0 and _logs_batch(trainer):
             self.measurer.join(self._log_step - 1)
@@ -300,7 +308,7 @@ class EmergenceCallback(_Scheduled):
         self.measurer.log_steps[step] = self._log_step
         try:
             whole = whole_copy(model, cast("Any", trainer.strategy)) if is_sharded(model) else model
-        except NoRoomError as error:  # on every rank
+        except NoRoomError as error:  # raised on every rank
             if trainer.is_global_zero:
                 self.measurer.fail(step, self._tokens(trainer, step), str(error), loggers=trainer.loggers)
             return

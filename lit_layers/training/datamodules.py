@@ -42,7 +42,7 @@ class LitStepData(L.LightningDataModule):
     seed: int
 
     def describe(self) -> dict[str, Any]:
-        """Return the facts about the data for run.json."""
+        """Return facts about the data for run.json."""
         return {}
 
     def _get_trainer(self) -> L.Trainer:
@@ -71,7 +71,7 @@ class LitStepData(L.LightningDataModule):
     def _validation_batches(self, count: int, option: str) -> list[list[int]]:
         """Return the batches of validation sample indices for this rank."""
         trainer = self._get_trainer()
-        # An empty rank would skip validation and leave the others waiting.
+        # A rank without samples would skip validation, and the other ranks would wait for it forever.
         if count < trainer.world_size:
             raise InputError(
                 f"data.{option}: expected at least one for each of {trainer.world_size} ranks, got {count}"
@@ -101,8 +101,8 @@ class LitTextData(LitStepData):
         num_validation_sequences: number of validation blocks; the first ones are used.
         validation_batch_size: sequences per validation batch and rank.
         seed: seed for the order of the training blocks.
-        shuffle_tokens: a control without word order: shuffles the tokens within each training block, not in validation.
-            A block has the same order in every epoch.
+        shuffle_tokens: whether to shuffle the tokens within each training block, as a control without word order. A
+            block has the same order in every epoch. Validation blocks are not shuffled.
         num_workers: loader processes; 0 is fastest for memory-mapped tokens on few cores.
     """
 
@@ -160,7 +160,7 @@ class LitTextData(LitStepData):
 
 
 class _ShuffledBlocks(Dataset[dict[str, Tensor]]):
-    """Blocks of tokens, each in its own random order: token counts stay, word order is lost."""
+    """Blocks of tokens, each shuffled by its own permutation: token counts stay, word order is lost."""
 
     def __init__(self, blocks: TokenBlocks, seed: int) -> None:
         self.blocks, self.seed = blocks, seed
@@ -177,9 +177,9 @@ class _ShuffledBlocks(Dataset[dict[str, Tensor]]):
 class LitImageData(LitStepData):
     """A data module for labelled images: `{"pixel_values": (batch, 3, size, size), "labels": (batch,)}`.
 
-    timm's pipeline augments images in the loader's workers: random resized crop, flip, RandAugment, erasing. For
-    images up to 64 px the crop is taken from the padded image, without resizing. The image of a sample and
-    its augmentation depend only on the seed and on the sample's index in the endless training sequence.
+    timm's pipeline augments images in the loader's workers: random resized crop, flip, RandAugment, erasing. For images
+    up to 64 px, the crop has the size of the image and is taken from the padded image. The image of a sample and its
+    augmentation depend only on the seed and on the sample's index in the endless training sequence.
 
     Args:
         source: `digits` (1,797 handwritten digits, no download), `cifar10`, `cifar100`, a local path (parquet
@@ -189,15 +189,15 @@ class LitImageData(LitStepData):
         global_batch_size: images per optimizer step, over all ranks and micro-batches.
         num_validation_images: number of images of the test split; the first ones are used; None: all.
         validation_batch_size: images per validation batch and rank.
-        crop_padding: pixels of zeros around a small image before it is cropped to its size; 0: no crop.
-        flip: mirrors half of the images at random.
+        crop_padding: pixels of zeros on each side of a small image before it is cropped to its size; 0: no crop.
+        flip: whether to mirror each image with probability 0.5.
         rand_augment: RandAugment in timm's notation, e.g. rand-m9-mstd0.5-inc1; None: off.
-        erasing: share of the images in which a rectangle is filled with noise.
+        erasing: probability that a rectangle of an image is filled with noise.
         num_repeats: number of consecutive samples of the same image, each with its own augmentation (3 in DeiT's
             repeated augmentation). The number of samples per epoch stays, so an epoch has fewer images.
         seed: seed for the order of the images and their augmentation.
-        shuffle_labels: a control without structure: permutes the labels of the training images once, not those of
-            validation.
+        shuffle_labels: whether to permute the labels of the training images once, as a control without structure.
+            Validation labels are not permuted.
         num_workers: loader processes; 0 is fastest for small images without augmentation.
     """
 
@@ -258,7 +258,7 @@ class LitImageData(LitStepData):
         self.use(source)
 
     def use(self, source: ImageSource) -> None:
-        """Use the images of a source that `check` has passed."""
+        """Use the images of `source`, after `source.check` has accepted it."""
         self.source = source
         self.image_size = image_size(self.source, self.size_option)
         self.statistics = statistics(self.source, self.normalisation)
@@ -269,7 +269,7 @@ class LitImageData(LitStepData):
         return self._loader(self.training_images(), sampler, collate_fn=_identity)
 
     def training_images(self) -> "TrainingImages":
-        """Return the training data set, indexed by samples of the endless training sequence."""
+        """Return the training data set, indexed by position in the endless training sequence."""
         images = self.source.train
         order = SampleOrder(len(images), seed=self.seed, num_repeats=self.num_repeats)
         labels = images.labels
@@ -289,7 +289,7 @@ class LitImageData(LitStepData):
         return batch
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Resize and normalise raw pixels on the device. Augmented images are normalised already."""
+        """Resize and normalise raw pixels on the device. Augmented images are already normalised."""
         if "pixels" not in batch:
             return batch
         images = self._normalise(resized(batch["pixels"], self.image_size))
@@ -301,7 +301,7 @@ class LitImageData(LitStepData):
         is_small = isinstance(images, SmallPictures)
         if is_small and not (self.crop_padding or self.flip or self.rand_augment or self.erasing):
             return None
-        from timm.data import create_transform  # takes a second
+        from timm.data import create_transform  # the import takes a second
         from torchvision.transforms import InterpolationMode, RandomCrop, Resize
 
         options: dict[str, Any] = {"color_jitter": 0.0, "interpolation": "bicubic", "re_mode": "pixel"}
@@ -357,17 +357,17 @@ class TrainingImages(Dataset):
         labels = self.labels[chosen]
         if self.transform is None:
             assert isinstance(self.pictures, SmallPictures)
-            pinned = torch.cuda.is_available() and get_worker_info() is None  # the DataLoader pins batches from workers
+            pinned = torch.cuda.is_available() and get_worker_info() is None  # the DataLoader pins batches of workers
             return {"pixels": self.pictures.batch(chosen, pinned=pinned), "labels": labels}
         try:
             return {"pixel_values": self._transformed(self.transform, chosen, ids), "labels": labels}
         except InputError as error:
-            # An exception in a worker would reach the user as a traceback.
+            # Returned, not raised: an exception in a worker would reach the user as a traceback.
             return error
 
     def _transformed(self, transform: Callable[..., Any], chosen: Sequence[int], ids: Sequence[int]) -> Tensor:
         images = []
-        # Without workers, training uses the same global generators.
+        # Without workers, training draws from the same global generators: restore their states.
         with restore_random_state():
             for index, position in zip(chosen, ids, strict=True):
                 digest = hashlib.blake2b(f"{self.seed}/{position}".encode(), digest_size=8).digest()

@@ -63,8 +63,8 @@ class TrainingRecipe:
         seed: seed for the order of the data and dropout, for drawn rows and for a new head.
     """
 
-    # YAML reads 5e-5 as text; pydantic converts it to a number.
     __pydantic_config__ = ConfigDict(extra="forbid")
+    # YAML reads 5e-5 as text. pydantic converts it to a number.
     learning_rate: float = 5e-5
     batch_size: int = 64
     num_tokens: int = 128
@@ -118,8 +118,8 @@ def cached_result(file: Path, settings: Mapping[str, Any]) -> dict[str, Any] | N
 def seed_means(records: Iterable[Record], num_blocks: int) -> Iterator[Record]:
     """Yield the mean and standard error of each metric over random orders of the same number of middle blocks.
 
-    Records with equal metric and tags other than `seed` and `schedule` form a group. NaN values are left out, and
-    `num_undefined` counts them.
+    Records form a group if they agree in the metric and in all tags except `seed` and `schedule`. NaN values are left
+    out, and `num_undefined` counts them.
     """
     groups: dict[tuple, list[Record]] = {}
     for record in records:
@@ -136,7 +136,8 @@ def seed_means(records: Iterable[Record], num_blocks: int) -> Iterator[Record]:
         }
         value, n = statistics.fmean(values) if values else math.nan, orders[0].n
         error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
-        ends = interval("" if orders[0].low is None else metric, value, error, n or 1)  # no interval: no share
+        # A metric whose records have no interval is no share of rows. Without its name, it gets no Wilson interval.
+        ends = interval("" if orders[0].low is None else metric, value, error, n or 1)
         yield Record(metric=metric, value=value, stderr=error, n=n, tags={**dict(others), **counts}, **ends)
 
 
@@ -148,9 +149,9 @@ class TrainedVariants(Analysis):
 
     Args:
         root: the folder for the result of each variant; a variant with a result is not trained again.
-        tokenizer: a local path or a name of the Hub.
+        tokenizer: a local path or a name on the Hub.
         variants, middles, seeds, loops, custom: the block orders; the full model is always included.
-        tell: called with a message about each training.
+        tell: callback that receives a message about each training.
     """
 
     PRECISION = "own"
@@ -216,7 +217,7 @@ def accelerator_of(model: LayeredModel) -> str:
 
 
 def check_texts(model: LayeredModel, num_tokens: int, size: int, *, vocabulary: int, tokenizer: str) -> None:
-    """Check that rows fit into the model's context, and the tokenizer's `size` into its vocabulary.
+    """Check that the model's context holds `num_tokens`, and its `vocabulary` the `size` of the tokenizer.
 
     Raises:
         InputError: naming the option.
@@ -256,12 +257,12 @@ class TaskFinetuningRecipe(TrainingRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not re.fullmatch(r"[\w-]+", self.task):  # a path could name a task file, which is code
+        if not re.fullmatch(r"[\w-]+", self.task):  # a path could name a task file, which can run code
             raise InputError(f"recipe: task: expected a name of lm-eval such as arc_challenge, got {self.task!r}")
 
 
 class LitAnswers(LitCausalLM):
-    """A training module for an existing model on prompts with answers. Only the answers' tokens have a loss."""
+    """A training module for a given model on prompts with answers. The loss covers only the answers' tokens."""
 
     def __init__(self, model: Network, recipe: TaskFinetuningRecipe, steps: int) -> None:
         super().__init__(
@@ -277,7 +278,7 @@ class LitAnswers(LitCausalLM):
     def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
         """Return the mean cross-entropy of the answers' tokens in nats.
 
-        Padding is on the right, where causal attention never looks.
+        Rows are padded on the right, so causal attention never reads the padding.
         """
         logits = self(batch["input_ids"][:, :-1])
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -285,7 +286,7 @@ class LitAnswers(LitCausalLM):
 
 
 class AnswerData(LitStepData):
-    """Prompts with answers as token ids. A row longer than `num_tokens` + 1 loses its beginning."""
+    """Prompts with answers as token ids. A row keeps only its last `num_tokens` + 1 tokens."""
 
     def __init__(self, rows: list[tuple[list[int], list[int]]], recipe: TaskFinetuningRecipe) -> None:
         super().__init__()
@@ -316,17 +317,18 @@ class TaskFinetuning(TokenizerMixin, TrainedVariants):
 
     The records are `task_score`, and `task_score_norm` and others if the task has them, tagged `when` and `task`.
 
-    A training row is lm-eval's prompt without examples, the right answer and the end of text. Only the answer's tokens
-    have a loss. Training rows and scored rows are the two splits of the task's data set.
+    A training row is lm-eval's prompt without examples, the right answer and the end of text. The loss covers only the
+    answer and the end of text. Training rows and scored rows come from different splits of the task's data set.
 
     Each variant starts from the weights of the measured model. Embeddings, head and the blocks that run are trained.
-    Blocks that do not run have no gradient and do not change. `root/NAME/model` holds the trained weights as a saved
-    model, which runs its blocks in plain order by default. The schedule is in `root/NAME/finetuned.json`. A variant
-    whose folder has the same weights, schedule and recipe is not trained again. The result depends only on the
-    recipe's seed.
+    Blocks that do not run have no gradient and do not change. All randomness comes from the recipe's seed.
+
+    `root/VARIANT/model` holds the trained weights as a saved model, which runs its blocks in plain order by default.
+    `root/VARIANT/finetuned.json` holds the schedule, the other settings and the scores. A variant with a result of the
+    same settings is not trained again.
 
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298, A.2 (one epoch of ARC). The prompt and the
-    choice of tokens with a loss are ours.
+    choice of tokens for the loss are ours.
 
     Args:
         recipe: task, epochs, learning rate, ...
@@ -357,7 +359,7 @@ class TaskFinetuning(TokenizerMixin, TrainedVariants):
 
     @cached_property
     def texts(self) -> list[tuple[str, str]]:
-        """Prompt and answer of each training row.
+        """Return the prompt and the answer of each training row.
 
         Raises:
             InputError: if the task has no training rows, or its prompts are not text followed by an answer.
@@ -366,7 +368,7 @@ class TaskFinetuning(TokenizerMixin, TrainedVariants):
 
     @property
     def steps(self) -> int:
-        """Number of optimizer steps."""
+        """Return the number of optimizer steps."""
         return math.ceil(self.recipe.num_epochs * len(self.texts) / self.recipe.batch_size)
 
     @cached_property
@@ -397,7 +399,7 @@ class TaskFinetuning(TokenizerMixin, TrainedVariants):
             yield [record for when in WHEN for record in self._records(variant, when, scores[when])]
 
     def variant_scores(self, model: LayeredModel, variant: Variant) -> dict[str, Scores]:
-        """Return the scores "before" and "after" training a variant, from its folder if it has them.
+        """Return the scores "before" and "after" training a variant, from its folder or by training it.
 
         Raises:
             InputError: if the folder has the result of other settings.
@@ -417,7 +419,7 @@ class TaskFinetuning(TokenizerMixin, TrainedVariants):
         return scores
 
     def _train(self, network: Network, model: LayeredModel, variant: Variant) -> tuple[Scores, Scores]:
-        """Train a copy of the model with the variant active, and return its scores before and after."""
+        """Train `network`, a copy of the model, in the variant's order, and return its scores before and after."""
         rows = [self._token_ids(*texts) for texts in self.texts]
         with running_order(network, variant.schedule):
             before = self._scores(network, model.max_tokens)

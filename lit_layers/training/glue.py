@@ -41,15 +41,15 @@ from lit_layers.training.modules import LitModule, warmup_linear
 
 ANALYSIS, SCORE = "intervene/glue", "task_score"
 Training = Literal["full", "frozen"]
-# Options that select results and do not change them.
+# Options that choose which results to compute. They do not change a result.
 _CHOOSING = ("tasks", "training")
 
 
 class EncodedRows:
-    """Rows as token ids with special tokens. If a pair is too long, the longer text loses its end."""
+    """Rows as token ids with special tokens. If a pair is too long, the longer of its texts is truncated."""
 
     def __init__(self, tokenizer: TextTokenizer, rows: GlueRows, *, max_tokens: int) -> None:
-        self.words, self.rows, self.max_tokens = tokenizer.tokenizer, rows, max_tokens
+        self.tokenizer, self.rows, self.max_tokens = tokenizer.tokenizer, rows, max_tokens
         self.is_pair = len(rows.task.text) == 2
         kind = torch.float32 if rows.task.num_classes is None else torch.int64
         self.targets = torch.tensor(rows.targets).to(kind)
@@ -60,14 +60,14 @@ class EncodedRows:
     def batch(self, indices: Sequence[int], pad_id: int) -> dict[str, Tensor]:
         """Return a batch of rows, padded on the right to the longest row."""
         texts = [self.rows.texts[index] for index in indices]
-        self.words.enable_truncation(self.max_tokens, strategy="longest_first")
-        self.words.enable_padding(pad_id=pad_id)
+        self.tokenizer.enable_truncation(self.max_tokens, strategy="longest_first")
+        self.tokenizer.enable_padding(pad_id=pad_id)
         try:
             with tokenizer_threads():
-                encodings = self.words.encode_batch([pair if self.is_pair else pair[0] for pair in texts])
+                encodings = self.tokenizer.encode_batch([pair if self.is_pair else pair[0] for pair in texts])
         finally:
-            self.words.no_truncation()
-            self.words.no_padding()
+            self.tokenizer.no_truncation()
+            self.tokenizer.no_padding()
         return {
             "input_ids": torch.tensor([each.ids for each in encodings]),
             "attention_mask": torch.tensor([each.attention_mask for each in encodings]),
@@ -154,8 +154,8 @@ class LitGlue(LitModule):
     def outputs(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return logits of classes (rows, classes), or values (rows,)."""
         config: Any = self.model.config
-        # Not through `LayeredModel`: it checks the network again after each change of weights, so at every step. With
-        # blocks in another order the check fails.
+        # Do not ask `LayeredModel` for these: it checks the network again after each change of weights, so at every
+        # step. The check fails if blocks run in another order.
         takes = set(inspect.signature(type(trunk_of(self.model)).forward).parameters)
         if getattr(config, "type_vocab_size", 0) < 2:
             takes.discard("token_type_ids")
@@ -173,7 +173,7 @@ class LitGlue(LitModule):
 
     def validation_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
         outputs = self.outputs(batch)
-        # The argmax of NaN logits is the first class: a diverged model would get the accuracy of chance.
+        # The argmax of NaN logits is the first class. Without NaN predictions, a diverged model would score at chance.
         broken = outputs.isnan().any(-1) if self.task.num_classes else outputs.isnan()
         predictions = (outputs.argmax(-1) if self.task.num_classes else outputs).double()
         self.predictions.append(predictions.masked_fill(broken, torch.nan).cpu())
@@ -191,9 +191,9 @@ class GlueScores(TokenizerMixin, TrainedVariants):
     """Scores of an encoder on one task of GLUE after fine-tuning in each variant of its block order.
 
     `task_score` is the mean of the task's metrics. Each metric also has its own record. Records are tagged with the
-    variant and `training`. Every pair of variant and training starts from the same weights, with the same new head. Its
-    result is saved in `root/glue/TASK/TRAINING/VARIANT.json`, and a pair with a result is not trained again. The
-    encoder is loaded again from `model`, which must be the measured model.
+    variant and with `training` (full or frozen). Each pair of these starts from the same weights, with the same new
+    head. Its result is saved in `root/glue/TASK/TRAINING/VARIANT.json`, and a pair with a result is not trained again.
+    The encoder is loaded again from `model`, which must be the measured model.
 
     Args:
         task: a name in `lit_layers.tasks.catalogue.GLUE`.
@@ -267,7 +267,7 @@ class GlueScores(TokenizerMixin, TrainedVariants):
     def score(
         self, network: Network, variant: Variant, training: Training, data: GlueData, model: LayeredModel
     ) -> dict[str, float]:
-        """Train a copy of the network with the variant active, on the model's device, and return its metrics."""
+        """Train a copy of the network in the variant's order, on the model's device, and return its metrics."""
         module = LitGlue(copy.deepcopy(network), data.task, self.recipe, training)
         with running_order(trunk_of(module.model), variant.schedule):
             self.fit(module, data, model, steps=self.recipe.steps(len(data.rows["train"])))

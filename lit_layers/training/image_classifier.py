@@ -18,7 +18,7 @@ from lit_layers.training.losses import WeightedMean
 from lit_layers.training.modules import LitModule, warmup_cosine
 from lit_layers.training.trainer import RANGES
 
-# Arguments of timm that `config` may not repeat: the module or the data sets them.
+# Arguments of timm that `config` may not contain: options of the module or the data set them.
 _MODULE_KEYS, _DATA_KEYS = {"patch_size", "drop_path_rate"}, {"img_size", "num_classes"}
 
 
@@ -44,9 +44,9 @@ class LitImageClassifier(LitModule):
         decay_steps: step at which the cosine ends; None: the last step of the run.
         min_lr_ratio: final learning rate divided by the peak.
         label_smoothing: share of the target that is spread over all classes.
-        mixup: alpha of the Beta distribution that weights two blended images; 0: off.
-        cutmix: the same for pasting a rectangle; with both on, each batch uses one of them. Both need an even number of
-            images per micro-batch.
+        mixup: alpha of the Beta distribution from which the weight of two blended images is drawn; 0: off.
+        cutmix: alpha of the Beta distribution from which the size of a pasted rectangle is drawn; 0: off. If both are
+            on, each batch uses one of them. Both need an even number of images per micro-batch.
         compile: trains through `torch.compile`. `.model` stays eager, and the analyses use it.
     """
 
@@ -112,7 +112,7 @@ class LitImageClassifier(LitModule):
         super().set_model(model)
         count = model.num_classes
         if self.mixup or self.cutmix:
-            from timm.data import Mixup  # takes a second
+            from timm.data import Mixup  # the import takes a second
 
             options: dict[str, Any] = {"label_smoothing": self.label_smoothing, "num_classes": count}
             self._mix = Mixup(mixup_alpha=self.mixup, cutmix_alpha=self.cutmix, **options)
@@ -130,7 +130,8 @@ class LitImageClassifier(LitModule):
         if self._mix is None:
             return F.cross_entropy(self(images).float(), labels, label_smoothing=self.label_smoothing)
         images, targets = self._mix(images, labels)
-        return F.cross_entropy(self(images).float(), targets)  # class probabilities: (batch, classes)
+        # The targets are class probabilities: (batch, classes).
+        return F.cross_entropy(self(images).float(), targets)
 
     def validation_step(self, batch: Any, batch_index: int) -> None:
         images, labels = _unpack(batch)
@@ -143,7 +144,7 @@ class LitImageClassifier(LitModule):
         self.validation_loss.reset()
         accuracies = self.validation_metrics.compute()
         self.validation_metrics.reset()
-        # The argmax of NaN logits is the first class: a diverged model would get the accuracy of chance.
+        # The argmax of NaN logits is the first class. Without this mask, a diverged model would score at chance.
         return {"loss": loss} | {name: each.where(~loss.isnan(), torch.nan) for name, each in accuracies.items()}
 
     def lr_factor(self, decay_steps: int) -> Callable[[int], float]:

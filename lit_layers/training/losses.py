@@ -16,9 +16,9 @@ _CHUNK = 2**17
 def next_token_loss(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
     """Return the mean cross-entropy in nats over the first `vocab_size` columns; the other columns are padding.
 
-    With gradients on a CPU, the logits are overwritten: their memory holds their own gradient afterwards. That avoids a
-    float32 copy, log-probabilities and a second gradient of that size (batch x tokens x vocabulary). On other devices
-    and under `torch.compile` the plain formula is used.
+    On a CPU with gradients, the logits are overwritten: their memory then holds their own gradient. That saves three
+    tensors of that size (batch x tokens x vocabulary): a float32 copy, the log-probabilities and a separate gradient.
+    On other devices, without gradients, and under `torch.compile`, the plain formula is used.
 
     Args:
         logits: (batch, tokens, columns), in any floating dtype.
@@ -35,13 +35,13 @@ def next_token_loss(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
 
 def _mask_padding(rows: Tensor, vocab_size: int) -> Tensor:
     """Return the logits in float32, with -inf in padding columns."""
-    # Not a slice: kernels cannot read rows of odd length (50,257) in vectors, which makes them three times slower.
-    words = torch.arange(rows.shape[1], device=rows.device) < vocab_size
-    return torch.where(words, rows.float(), -torch.inf)
+    # A slice would be three times slower: kernels cannot read rows of odd length (50,257) in vectors.
+    real = torch.arange(rows.shape[1], device=rows.device) < vocab_size
+    return torch.where(real, rows.float(), -torch.inf)
 
 
 def network_loss(network: Callable[..., Any], input_ids: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """Return the `next_token_loss` of a causal language model: one function, so that it compiles to one graph."""
+    """Return the `next_token_loss` of a causal language model. As one function it compiles to one graph."""
     return next_token_loss(network(input_ids=input_ids, use_cache=False).logits, targets, vocab_size)
 
 
@@ -57,7 +57,7 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
         losses = []
         for stored, target in zip(gradient[:, :vocab_size].split(rows), targets.unsqueeze(1).split(rows), strict=True):
             chunk = stored.to(torch.promote_types(stored.dtype, torch.float32))  # no copy if it is float32 already
-            chunk.sub_(chunk.amax(1, keepdim=True))  # softmax does not change, and exp cannot overflow
+            chunk.sub_(chunk.amax(1, keepdim=True))  # leaves the softmax unchanged, and exp cannot overflow
             at_target = chunk.gather(1, target)
             total = chunk.exp_().sum(1, keepdim=True)
             losses.append((total.log() - at_target).sum())  # -log softmax = log sum exp - logit of the target
@@ -71,16 +71,16 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (gradient,) = ctx.saved_tensors
-        # Divided by the number of rows only here: in float16 `grad_loss` carries the loss scale, which keeps tiny
-        # entries from underflowing to 0.
+        # The division by the number of rows waits until here. In float16, `grad_loss` carries the loss scale, which
+        # keeps tiny entries from underflowing to 0.
         return gradient.mul_(grad_loss / len(gradient)), None, None
 
 
 def mean_of_step(losses: Sequence[Tensor], accumulate: int) -> Tensor:
     """Return the mean loss of a step's micro-batches.
 
-    Lightning has divided each loss by `accumulate`. The last step of an epoch may have fewer micro-batches, so that the
-    sum of the losses is not their mean.
+    Lightning has divided each loss by `accumulate`. The last step of an epoch may have fewer micro-batches. The sum of
+    the divided losses is then too small.
     """
     return torch.stack([*losses]).sum() * (accumulate / len(losses))
 
@@ -100,7 +100,7 @@ class WeightedMean(Metric):
         self.add_state("weight", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, value: Tensor, weight: float) -> None:
-        """Add one batch's mean."""
+        """Add the mean of one batch, weighted by `weight`."""
         self.total = self.total + weight * value.detach().double()
         self.weight = self.weight + weight
 

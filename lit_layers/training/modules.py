@@ -46,8 +46,8 @@ def adamw(
 def parameter_groups(model: nn.Module, weight_decay: float | None) -> list[dict[str, Any]]:
     """Split the trainable parameters into a group with weight decay and a group without.
 
-    Vectors (biases, norms, layer scales) do not decay, nor parameters that the model itself exempts (timm: class token,
-    position embedding). With `weight_decay` None, the others use the optimizer's own value.
+    Vectors (biases, norms, layer scales) have no weight decay. Neither have parameters that the model itself exempts
+    (timm: class token, position embedding). With `weight_decay` None, the others use the optimizer's own value.
     """
     exempt = set(getattr(model, "no_weight_decay", set)())
     trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
@@ -97,7 +97,7 @@ def _config(optimizer: torch.optim.Optimizer, make: Any, trainer: L.Trainer) -> 
 def warmup_linear(*, warmup_steps: int, steps: int) -> Callable[[int], float]:
     """Return a function from step to a factor of the peak learning rate: linear warm-up, then linear decay.
 
-    The factor is 0 at step `steps`, the first one after the last.
+    The factor would be 0 at step `steps`. The last step is `steps` - 1, so every update has a positive factor.
     """
 
     def factor(step: int) -> float:
@@ -123,8 +123,8 @@ def warmup_cosine(*, warmup_steps: int, decay_steps: int, min_ratio: float) -> C
     return factor
 
 
-# Devices where the in-place loss is also faster than a compiled one: its chunks stay in the CPU cache. On a GPU it
-# would read and write 48 bytes per logit. Compiled together with the network, the loss moves 10 to 12.
+# Devices where the in-place loss is faster than a compiled one, because its chunks stay in the CPU cache. On a GPU the
+# in-place loss would read and write 48 bytes per logit. A loss compiled together with the network moves 10 to 12 bytes.
 _EAGER_LOSS = ("cpu",)
 
 
@@ -132,8 +132,8 @@ class LitModule(L.LightningModule, ABC):
     """The base of all training modules: optimizer, schedule, gradient clipping and norm, checkpoints.
 
     The plain model is at `.model` and stays eager. The module works in any Trainer, with a data module of this package
-    or with plain loaders. It logs the loss as `train/loss` and validates the last step. `load_from_checkpoint` opens
-    checkpoints that the Trainer saved.
+    or with plain loaders. It logs the loss as `train/loss` and validates after step `max_steps`. `load_from_checkpoint`
+    opens checkpoints that the Trainer saved.
 
     Args:
         options: the module's arguments by name, for the checkpoint; plain values.
@@ -145,7 +145,7 @@ class LitModule(L.LightningModule, ABC):
     decay_steps: int | None
     compile_model = False
     grad_norm: Tensor | None = None
-    # Whether to compute the gradient norm without clipping.
+    # Whether to compute the gradient norm even if gradients are not clipped.
     measures_unclipped_norm = False
     init_from: str | None = None
     make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None  # None: AdamW
@@ -167,25 +167,25 @@ class LitModule(L.LightningModule, ABC):
 
     @abstractmethod
     def lr_factor(self, decay_steps: int) -> Callable[[int], float]:
-        """Return a function from step to a factor of the peak learning rate; the decay ends at `decay_steps`."""
+        """Return a function from step to a factor of the peak learning rate. The decay ends at `decay_steps`."""
 
     @property
     def origin(self) -> Origin:
-        """Steps and tokens of the model before this run."""
+        """Return the steps and tokens of the model before this run."""
         return Origin() if self.init_from is None else self.start[1]
 
     @functools.cached_property
     def start(self) -> tuple[Checkpoint, Origin]:
-        """The checkpoint that `init_from` names, with its origin.
+        """Return the checkpoint that `init_from` names, with its origin.
 
-        A resumed run sets it to the step folder that it saved at its start.
+        A resumed run replaces this checkpoint by the step folder that the run saved at its start.
         """
         assert self.init_from is not None
         return find_origin(self.init_from)
 
     @property
     def data(self) -> Any:
-        """The run's data module, or None with plain loaders."""
+        """Return the run's data module, or None with plain loaders."""
         return getattr(self.trainer, "datamodule", None)
 
     def configure_model(self) -> None:
@@ -198,7 +198,7 @@ class LitModule(L.LightningModule, ABC):
         self.set_model(model)
 
     def set_model(self, model: nn.Module) -> None:
-        """Set the network to train."""
+        """Set the network to train and what depends on it."""
         self.model = model
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -216,13 +216,13 @@ class LitModule(L.LightningModule, ABC):
         """Log the loss of the step, and request a validation after the last step."""
         trainer = self.trainer
         if trainer.loggers:
-            # Lightning divided it by the number of micro-batches.
+            # Lightning has divided this loss by the number of micro-batches. `mean_of_step` corrects that.
             self._step_losses.append(outputs["loss"].detach())
             if not trainer.fit_loop._should_accumulate():
                 self.log("train/loss", mean_of_step(self._step_losses, trainer.accumulate_grad_batches))
                 self._step_losses = []
         if trainer.global_step == trainer.max_steps:
-            # Lightning then validates after this step, at any validation interval.
+            # This flag makes Lightning validate after this step, whatever the validation interval.
             trainer.should_stop = True
 
     def on_validation_epoch_end(self) -> None:
@@ -232,15 +232,15 @@ class LitModule(L.LightningModule, ABC):
         set_gradient_sync_(self.model, on=not self.trainer.fit_loop._should_accumulate())
 
     def on_fit_start(self) -> None:
-        # Past `nn.Module.__setattr__`: the compiled module shares every weight, and would double the state dict. Not
-        # earlier: a callback that averages weights copies this module first.
+        # Bypass `nn.Module.__setattr__`: as a submodule, the compiled module would put every weight into the state dict
+        # a second time. Compile only now: a callback that averages weights copies this module before.
         vars(self)["_compiled"] = torch.compile(self.model) if self.compile_model else self.model
-        # Walking all modules takes a millisecond, too long for every step.
+        # Listed once: walking through all modules takes a millisecond, too long for every step.
         self._weights = [*self.model.parameters()]
 
     @property
     def _network(self) -> Callable[..., Any]:
-        """The model for training steps: compiled if `compile` is set."""
+        """Return the model for training steps, compiled if `compile` is set."""
         return self.__dict__.get("_compiled", self.model)
 
     def configure_gradient_clipping(
@@ -251,7 +251,7 @@ class LitModule(L.LightningModule, ABC):
     ) -> None:
         if gradient_clip_algorithm not in (None, "norm"):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        # Lightning's clipping discards the norm. Here it is logged, and stays on the device until then.
+        # Lightning's clipping discards the norm. Here the norm is kept on the device until it is logged.
         elif gradient_clip_val:
             self.grad_norm = full(torch.nn.utils.clip_grad_norm_(self._weights, gradient_clip_val))
         elif self.measures_unclipped_norm:
@@ -264,8 +264,8 @@ class LitModule(L.LightningModule, ABC):
     def _optimizer(self) -> torch.optim.Optimizer:
         if self.make_optimizer is not None:
             return _create("optimizer", self.make_optimizer, parameter_groups(self.model, None))
-        # In 16-mixed a fused step would divide the gradients by the loss scale itself. That is too late: clipping and
-        # the norm need unscaled gradients. Without fusing, Lightning unscales before both.
+        # In 16-mixed, a fused optimizer divides the gradients by the loss scale only during its step. That is too late:
+        # clipping and the norm need unscaled gradients. For other optimizers, Lightning unscales before both.
         return adamw(
             self.model,
             lr=self.lr,
@@ -299,8 +299,8 @@ class LitCausalLM(LitModule):
             from its step and tokens. The optimizer starts fresh.
         config: overrides of the model's configuration, by its own field names; unknown ones are refused.
         init_seed: seed of the initial weights, independent of every other seed.
-        pad_vocab_to: rounds the embedding size up to a multiple (tensor cores prefer 64). Padding rows never enter a
-            loss, a measurement or a saved model. None keeps the vocabulary size.
+        pad_vocab_to: the embedding size is rounded up to a multiple of this (tensor cores prefer 64). Padding rows
+            never enter a loss, a measurement or a saved model. None: the vocabulary size is kept.
         lr: peak learning rate.
         weight_decay: weight decay of matrices and embeddings; other parameters have none.
         betas: betas of AdamW.
@@ -357,7 +357,7 @@ class LitCausalLM(LitModule):
 
     @property
     def _vocab_size(self) -> int | None:
-        """Vocabulary size of the run's data, or None if unknown."""
+        """Return the vocabulary size of the run's data, or None if unknown."""
         return getattr(getattr(self.data, "shards", None), "vocab_size", None)
 
     def _new_model(self) -> nn.Module:
@@ -406,7 +406,7 @@ class LitCausalLM(LitModule):
         """Return the mean next-token cross-entropy in nats over a batch of rows of `num_tokens` + 1 ids."""
         tokens = _token_ids(batch)
         loss = self.__dict__.get("_loss", functools.partial(network_loss, self._network))
-        # Blocks of tokens have no padding, so that attention needs no mask tensor, only its causal flag.
+        # Blocks of tokens have no padding. Attention therefore needs only its causal flag and no mask tensor.
         with causal_by_flag(self.model):
             return loss(tokens[:, :-1], tokens[:, 1:], true_vocab_size(self.model))
 

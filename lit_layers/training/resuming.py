@@ -44,7 +44,8 @@ def refuse_diverged_losses(
     """Raise an error if a loss is not finite.
 
     Args:
-        losses: losses by step, equal on all ranks and already on the host, so that no step waits for the device.
+        losses: losses by step, equal on all ranks. They are already on the host, so reading them does not wait for the
+            device.
 
     Raises:
         DivergedError: naming the first step without a finite loss, and the last healthy checkpoints.
@@ -53,15 +54,15 @@ def refuse_diverged_losses(
     if step is None:
         return
     if "16" in str(trainer.precision) and "bf16" not in str(trainer.precision) and _are_finite(trainer, pl_module):
-        return  # the loss scaler skips the update of this step
+        return  # float16: the loss scaler skips the update of this step
     for callback in cast("Any", trainer).callbacks:
         if isinstance(callback, ResumeCheckpoint):
-            callback.wait()  # the message names complete checkpoints
+            callback.wait()  # the message lists only complete checkpoints
     raise DivergedError(_message(f"the loss of step {step} is {losses[step]}", step, root))
 
 
 def refuse_diverged_weights(trainer: L.Trainer, pl_module: L.LightningModule, step: int, root: Path) -> None:
-    """Raise an error if a weight is not finite. All ranks call, before they save a resume checkpoint.
+    """Raise an error if a weight is not finite. All ranks must call, before they save a resume checkpoint.
 
     Raises:
         DivergedError: naming the step and the last healthy checkpoints.
@@ -77,7 +78,7 @@ def _are_finite(trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
 
 
 def _message(what: str, step: int, root: Path) -> str:
-    # Only the loss of the next step shows that the weights after a step are finite.
+    # A finite loss of the next step shows that the weights after a step are finite. The series has no other check.
     series = [step_folder(root, saved) for saved in saved_steps(root) if saved + 1 < step][-1:]
     resume = [step_folder(root / "resume", saved) for saved in saved_steps(root / "resume")][-1:]
     healthy = " and ".join(map(str, series + resume)) or "none"
@@ -90,15 +91,15 @@ def _message(what: str, step: int, root: Path) -> str:
 
 # Exact resume: a killed run continues with the same bits as an uninterrupted one. Everything random is a function of
 # the step (`StepSeed`, `StepSampler`). A resume checkpoint holds the rest: weights, optimizer, schedule, loop counters,
-# and the length of `metrics.jsonl`. Unlike the saved series, resume checkpoints are pruned, only this program reads
-# them, and they have their own schedule.
+# and the length of `metrics.jsonl`. Unlike the saved series, old resume checkpoints are deleted, only this package
+# reads them, and they have their own schedule.
 
 FOLDER, STATE, FACTS = "resume", "trainer.ckpt", "meta.json"
 _Facts = with_config(schema.STRICT)(TypedDict("_Facts", {"step": Count, "sha256": str}))
 
 
 class ResumeCheckpoint(L.Callback):
-    """A callback that writes `root/resume/step-000001000`, complete or not at all, and keeps the newest.
+    """A callback that writes `root/resume/step-000001000`, complete or not at all, and deletes older ones.
 
     Training waits while the state is copied to the CPU of rank 0; sharded weights and moments are gathered there. A
     thread of that rank then writes and hashes the file. The next checkpoint and the end of the run wait for the thread
@@ -107,9 +108,9 @@ class ResumeCheckpoint(L.Callback):
     The callback also loads the checkpoint that the Trainer gets as `ckpt_path`. All ranks load the path of the first
     rank. The number of ranks may differ from the run that saved it.
 
-    A checkpoint is written after a step is complete, with its measurements and validation: every `every` steps, at the
-    end, and if any rank receives SIGTERM. SIGTERM then ends the run with Lightning's `SIGTERMException`. This must be
-    the last callback, so that the checkpoint contains the states of the others.
+    A checkpoint is written when a step is complete, including its measurements and validation. This happens every
+    `every` steps, at the end, and after any rank received SIGTERM. SIGTERM then ends the run with Lightning's
+    `SIGTERMException`. This must be the last callback, so that the checkpoint contains the states of the others.
 
     Args:
         root: the run's folder.
@@ -128,26 +129,26 @@ class ResumeCheckpoint(L.Callback):
         self._writing: Future[None] | None = None  # only on the first rank
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        # Lightning's handler runs a collective as soon as the signal arrives. Ranks that are inside another collective,
-        # or receive the signal one after the other, would then wait for each other forever.
+        # Lightning's handler starts a collective as soon as the signal arrives. If a rank is inside another collective,
+        # or the signal reaches the ranks one after the other, they would wait for each other forever.
         self._stopping, connector = False, cast("Any", trainer)._signal_connector
         connector._sigterm_notifier_fn = self._note_signal
         strategy: Any = trainer.strategy
         strategy.load_checkpoint = functools.partial(_load, strategy)
         if shards_weights(strategy):
-            # Lightning's index of shards is a pickle, which can run code.
+            # Save one file: Lightning's index of sharded files is a pickle, which can run code.
             strategy._save_distributed_checkpoint = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._ranks = ranks_of(trainer.world_size)
         # This step needs no checkpoint: the run started from its state.
         self._last_step = axis_step(trainer)
-        # A loaded checkpoint has replaced the parameter groups.
+        # Loading a checkpoint has replaced the parameter groups. A checkpoint of another optimizer lacks some options.
         for optimizer in trainer.optimizers:
             options = optimizer.defaults.keys() - {"differentiable"}  # torch adds it on loading
             if any(not options <= group.keys() for group in optimizer.param_groups):
                 raise InputError(f"ckpt_path: it was saved with another optimizer than {type(optimizer).__name__}")
-        # A run that goes back to a step abandons its later checkpoints.
+        # A run that goes back to an earlier step deletes its later checkpoints.
         if trainer.is_global_zero:
             for step in saved_steps(self.folder):
                 if step > self._last_step:
@@ -156,7 +157,7 @@ class ResumeCheckpoint(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        # Not at the end of the batch before: its validation runs after that hook.
+        # Saved here and not in `on_train_batch_end`, because the step's validation runs after that hook.
         if batch_idx % trainer.accumulate_grad_batches:
             return
         stop = self._any_stopping()
@@ -170,7 +171,7 @@ class ResumeCheckpoint(L.Callback):
         self._stopping = True
 
     def _any_stopping(self) -> bool:
-        """Return whether any rank received SIGTERM. All ranks call and get the same answer."""
+        """Return whether any rank received SIGTERM. All ranks must call, and all get the same answer."""
         if isinstance(self._ranks, OneProcess):
             return self._stopping
         flag = torch.tensor([int(self._stopping)])
@@ -182,12 +183,12 @@ class ResumeCheckpoint(L.Callback):
         self.wait()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        # Wait for the writer, but report the run's own exception and not that of the writer.
+        # Wait for the writer, and ignore its exception: the user sees the exception that ended the run.
         if self._writing is not None:
             self._writing.exception()
 
     def wait(self) -> None:
-        """Wait until the pending checkpoint is complete. Every rank calls.
+        """Wait until the pending checkpoint is complete. Every rank must call.
 
         Raises:
             InputError: if the checkpoint could not be written.
@@ -196,11 +197,12 @@ class ResumeCheckpoint(L.Callback):
         self._ranks.from_first(lambda: None if writing is None else writing.result())
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        refuse_diverged_weights(trainer, pl_module, axis_step(trainer), self.folder.parent)  # losses were checked
+        # `RunLog.on_save_checkpoint` has checked the losses. They do not cover the weights after the last step.
+        refuse_diverged_weights(trainer, pl_module, axis_step(trainer), self.folder.parent)
         checkpoint[SHARDED] = shards_weights(trainer.strategy)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        # Batches are counted again with this run's accumulation: otherwise the first step could get too few of them.
+        # Convert the number of batches to this run's accumulation. Otherwise the first step could get too few batches.
         batches = checkpoint["global_step"] * trainer.accumulate_grad_batches
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for counts in (progress["current"], progress["total"]):
@@ -213,7 +215,7 @@ class ResumeCheckpoint(L.Callback):
         self._last_step, started = step, time.perf_counter()
         self.wait()
         connector: Any = trainer._checkpoint_connector
-        # All ranks call: with sharded weights this is a collective.
+        # All ranks must call: with sharded weights this is a collective.
         state = connector.dump_checkpoint(weights_only=False)
         if trainer.is_global_zero:
             self._writing = self._writer.submit(self._write, _cpu_copy(state), step)
@@ -233,7 +235,8 @@ def _save(path: Path, content: Any) -> str:
     with open(path, "wb") as file:
         try:
             torch.save(content, file)
-        # torch raises it on closing the archive, and hides the system's error (such as a full disk) as its context.
+        # If writing fails (such as on a full disk), torch raises RuntimeError while it closes the archive. The error of
+        # the system is then only the context.
         except RuntimeError as error:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
@@ -248,7 +251,7 @@ def _hash(path: Path) -> str:
 
 
 def _cpu_copy(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of the state on the CPU. Tensors that share memory are copied once."""
+    """Return a copy of the state on the CPU. Equal views of the same memory are copied once."""
     copies: dict[tuple, Tensor] = {}
     memo: dict[int, Any] = {}
     for leaf in tree_leaves(state):
@@ -271,12 +274,13 @@ def resume_point(root: Path, which: str, *, verify: bool = True) -> ResumePoint 
     """Return the checkpoint that `--resume` names, or None for the start of the run.
 
     Args:
-        which: a step, or "last". "last" skips corrupt checkpoints with a warning. Without checkpoints it means the
-            start of the run.
+        which: a step, or "last" for the newest checkpoint. "last" skips corrupt checkpoints with a warning. Without
+            checkpoints it means the start of the run.
         verify: whether to check the hash of the file. Only the first rank needs it, as all ranks load its checkpoint.
 
     Raises:
-        InputError: if the checkpoint of the step is missing or corrupt, or "last" finds only corrupt ones.
+        InputError: if the checkpoint of the step is missing or corrupt, "last" finds only corrupt ones, or `which` is
+            neither.
     """
     folder = root / FOLDER
     steps = saved_steps(folder)
@@ -309,7 +313,7 @@ def lightning_point(file: Path) -> ResumePoint:
 
 
 def _intact(folder: Path, verify: bool) -> ResumePoint:
-    """Return the checkpoint in a folder, and raise an error if it is incomplete or its hash is wrong."""
+    """Return the checkpoint in a folder. Raise an error if it is incomplete or, with `verify`, its hash is wrong."""
     try:
         facts = schema.read(folder / FACTS, _Facts, "take another checkpoint")
         if verify and _hash(folder / STATE) != facts["sha256"]:
@@ -320,7 +324,7 @@ def _intact(folder: Path, verify: bool) -> ResumePoint:
 
 
 def _load(strategy: Any, path: str | Path, weights_only: bool | None = True) -> dict[str, Any]:
-    """Load the state of a checkpoint through Lightning, on all ranks from the first rank's path.
+    """Load the state of a checkpoint through Lightning. All ranks load the path of the first rank.
 
     A state from a sharded run can be loaded on any number of ranks, sharded or not. A sharded run cannot load a state
     of an unsharded run.
@@ -328,12 +332,12 @@ def _load(strategy: Any, path: str | Path, weights_only: bool | None = True) -> 
     Raises:
         InputError: if a sharded run gets an unsharded state, or the file is not a training state.
     """
-    # Lightning would mix up the optimizer's moments: it numbers those of sharded states in the order of the model, but
-    # an unsharded optimizer numbers its own in the order of its groups.
     path = Path(strategy.broadcast(path))
     state = _read(path)
     if "optimizer_states" not in state:
         raise InputError(f"ckpt_path: {path} holds weights only: begin with them, by --model.init_from {path}")
+    # Lightning would mix up the optimizer's moments. Sharded states number them in the order of the model's parameters,
+    # an unsharded optimizer in the order of its groups.
     if shards_weights(strategy) and not state.get(SHARDED, False):
         raise InputError(
             f"resume: {path} was saved by a run without sharded weights; go on with the strategy of that run"
@@ -342,7 +346,7 @@ def _load(strategy: Any, path: str | Path, weights_only: bool | None = True) -> 
 
 
 def _read(path: Path) -> dict[str, Any]:
-    # Errors of `torch.load` would advise the user to trust the file and load it with `weights_only=False`.
+    # Suppressed, because errors of `torch.load` advise the user to load the file with `weights_only=False`.
     with contextlib.suppress(pickle.UnpicklingError, EOFError, RuntimeError):
         if isinstance(state := torch.load(path, map_location="cpu", weights_only=True, mmap=True), dict):
             return state

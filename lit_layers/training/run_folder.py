@@ -35,7 +35,7 @@ _NAME = re.compile(r"step-(\d{9,})")
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Return `<root>/step-000001000`; these names sort like the steps."""
+    """Return `<root>/step-000001000`. These names sort like the steps."""
     return root / f"step-{step:09d}"
 
 
@@ -50,7 +50,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     A hidden temporary folder is filled, synced to disk and then renamed.
 
     Args:
-        fill: writes the content into the folder that it gets.
+        fill: function that writes the content into a given folder.
 
     Raises:
         InputError: if the folder cannot be written, for example on a full disk.
@@ -68,7 +68,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
                 shutil.rmtree(folder)
             temporary.rename(folder)
         except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the space
+            shutil.rmtree(temporary, ignore_errors=True)  # frees space on a full disk
             raise
         sync(folder.parent)
 
@@ -76,8 +76,8 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
 def save_step(model: nn.Module, root: Path, step: int, tokenizer: str | Path | None) -> None:
     """Save the model of a step as a Hugging Face folder, complete or not at all.
 
-    An existing folder of this step is not written again. It has these weights: a training that goes back to an earlier
-    step moves the folders of later steps away.
+    An existing folder of this step is not written again, because it holds the same weights: a run that goes back to an
+    earlier step moves the folders of later steps away.
     """
     folder = step_folder(root, step)
     if not folder.exists():
@@ -88,7 +88,7 @@ def save_step(model: nn.Module, root: Path, step: int, tokenizer: str | Path | N
 class Origin:
     """Steps and tokens of a model's training before this run; `tokens` is None if unknown.
 
-    `source` names the checkpoint: `init_from` and its provenance.
+    `source` describes the checkpoint that the run starts from: `init_from` and its provenance.
     """
 
     step: int = 0
@@ -96,7 +96,7 @@ class Origin:
     source: dict[str, Any] = field(default_factory=dict)
 
     def tokens_at(self, step: int, tokens_per_step: int | None) -> int | None:
-        """Return the number of training tokens up to a step, counted with those before this run, or None if unknown."""
+        """Return the number of training tokens up to a step, including those before this run, or None if unknown."""
         if self.tokens is None or tokens_per_step is None:
             return None
         return self.tokens + (step - self.step) * tokens_per_step
@@ -112,12 +112,12 @@ def origin_of(trainer: L.Trainer) -> Origin:
 
 
 def axis_step(trainer: L.Trainer) -> int:
-    """Return the optimizer steps of the model, before this run and in it."""
+    """Return the number of optimizer steps of the model, including those before this run."""
     return origin_of(trainer).step + trainer.global_step
 
 
 def planned_steps(trainer: L.Trainer) -> int | None:
-    """Return the optimizer steps of this run by the Trainer's `max_steps` and `max_epochs`, or None without end."""
+    """Return the number of steps after which `max_steps` or `max_epochs` ends this run, or None without end."""
     steps = trainer.estimated_stepping_batches
     return int(steps) if 0 < steps < math.inf else None
 
@@ -138,13 +138,15 @@ def find_origin(name: str) -> tuple[Checkpoint, Origin]:
 
 
 def own_origin(root: Path, described: dict[str, Any]) -> tuple[Checkpoint, Origin] | None:
-    """Return the same from the run's own folder, which holds a copy of those weights as its first step.
+    """Return the checkpoint that a run started from, and the run's origin, from the run's own folder.
+
+    The folder holds a copy of those weights as its first step.
 
     Args:
         described: the origin in run.json.
 
     Returns:
-        None if the folder of that step is gone.
+        The pair, or None if the folder of that step is gone.
     """
     source = {name: value for name, value in described.items() if name not in ("step", "tokens")}
     origin = Origin(described["step"], described["tokens"], source)
@@ -175,15 +177,15 @@ def check_tokenizer(folder: Path, data: Any, name: str | None) -> None:
 
 
 IfExists = Literal["refuse", "overwrite", "resume"]
-Weights = Callable[[], str]  # returns the hash of the weights
+Weights = Callable[[], str]  # returns a hash of the weights
 CONFIG_FILE, MEASUREMENTS, ABANDONED = "config.yaml", "measurements.jsonl", "abandoned"
 _REQUIRED = ("run", "id", "config")
-# Patterns of the files that any watched training writes, and of those that `fit` writes. Only these are ever removed:
+# Patterns of the files that a watched training writes, and of those that `fit` writes. No other files are ever removed:
 # in the folder of a watched training, files such as config.yaml may belong to the user.
 _WATCHED = (RUN_FILE, MEASUREMENTS, f"step-{'[0-9]' * 9}*", ".tmp-step-*", "values", ABANDONED, "report.html")
 _FITTED = (*_WATCHED, CONFIG_FILE, "metrics.jsonl", "step-*", "resume", "wandb/*")
 # Options that a resumed run may change: neither the order of the data nor the weights depend on them. `decay_steps` is
-# checked by `_decay_end`, as its default is `max_steps`.
+# the exception: `check_same_run` compares it by `_decay_end`, which replaces None by `max_steps`.
 _FREE = {
     "model": {"compile", "activation_checkpointing", "decay_steps"},
     "data": {"num_workers", "validation_batch_size"},
@@ -194,7 +196,7 @@ def refuse_used_folder(root: Path, if_exists: IfExists, *, is_fit: bool = False)
     """Refuse a root that already holds a run.
 
     Args:
-        is_fit: whether `lit-layers fit` asks: its files count too, and the error names its options.
+        is_fit: whether the caller is `lit-layers fit`. Then its files also count, and the error names its options.
 
     Raises:
         InputError: if `root` holds a run and `if_exists` is "refuse", or `if_exists` is unknown.
@@ -211,15 +213,15 @@ def refuse_used_folder(root: Path, if_exists: IfExists, *, is_fit: bool = False)
 def begin_training(
     root: Path, if_exists: IfExists, run: str | None, step: int, weights: Weights | None, saved_by: str | None
 ) -> None:
-    """Begin a training in `root` at a step, or resume the one that is there.
+    """Start a new run in `root`, or resume the run in it at a step.
 
     Args:
         run: the name of the run; None: the name of the resumed run, or of the folder.
-        weights: returns the hash of the weights at the start; None if they are sharded.
+        weights: function that returns the hash of the weights at the start; None: unknown, as they are sharded.
         saved_by: id of the training that saved the state to resume from, if known.
 
     Raises:
-        InputError: if `root` holds a run and `if_exists` is "refuse", or if the training to resume did not have these
+        InputError: if `root` holds a run and `if_exists` is "refuse", or if the run to resume did not have these
             weights at this step.
     """
     refuse_used_folder(root, if_exists)
@@ -251,13 +253,11 @@ def _check_weights(
 
 
 def resume_at(root: Path, step: int, *, goes_back: bool) -> None:
-    """Record in `root` that its training resumes from a step, and remove later results from the run.
-
-    Checkpoints of later steps move to the folder `abandoned`.
+    """Record in `root` that its training resumes from a step, and move later checkpoints to the folder `abandoned`.
 
     Args:
-        goes_back: whether training may take another path than before. Then a new line for the last valid step in
-            `measurements.jsonl` says that later measurements of the run are void.
+        goes_back: whether training may take another path than before. Then later measurements become void: a new line
+            in `measurements.jsonl` repeats the last valid measurement and lists the steps of resumption.
     """
     facts = run_facts(root)
     facts["resumed"] = [*facts.get("resumed", []), {"step": step, "at": _now(), "back": goes_back}]
@@ -280,7 +280,7 @@ def origin_in(root: Path) -> dict[str, Any]:
 
 
 def check_same_run(root: Path, options: Mapping[str, Any]) -> None:
-    """Check that a resumed run has the data, model, seed and optimizer of the run in `root`.
+    """Check that the options of a resumed run give the data, model, seed and optimizer of the run in `root`.
 
     Raises:
         InputError: naming the first option that differs.
@@ -307,7 +307,10 @@ def check_same_run(root: Path, options: Mapping[str, Any]) -> None:
 
 
 def _decay_end(options: Mapping[str, Any]) -> Any:
-    """Return the step at which the learning rate stops decaying: `decay_steps`, by default `max_steps`."""
+    """Return the step at which the learning rate stops decaying, None if the module has no `decay_steps`.
+
+    The default of `decay_steps` is `max_steps`.
+    """
     model = (options.get("model") or {}).get("init_args") or {}
     return (
         model.get("decay_steps") or (options.get("trainer") or {}).get("max_steps") if "decay_steps" in model else None
@@ -323,15 +326,16 @@ def _flat(value: Any, name: str) -> dict[str, Any]:
 class RunFolder(L.Callback):
     """A callback that prepares `root` just before the first step, after all checks have passed.
 
-    It writes `run.json` and `config.yaml`. It removes the files of an earlier run, and no others. With `resume`
-    it keeps and continues the earlier run. It must be the first callback, so that the others find the folder ready.
+    It writes `run.json` and `config.yaml`. It removes the files of an earlier run, and no others. With `resume`, it
+    keeps the files, and the earlier run continues. It must be the first callback, so that others find the folder ready.
 
     Args:
         config: the text of `config.yaml`.
-        options: the same options for `run.json` and W&B.
+        options: the same options as plain values, for `run.json` and W&B.
         mirror: the W&B mirror, if any.
         resume: whether the run in `root` continues.
-        goes_back: whether it resumes from a chosen step. From its last state it would repeat the same steps.
+        goes_back: whether the run resumes at a step that the user chose. Its later measurements are then void. A run
+            that resumes from its last checkpoint repeats the same steps, so they stay valid.
     """
 
     def __init__(
@@ -346,7 +350,7 @@ class RunFolder(L.Callback):
     ) -> None:
         self.root, self.config, self.options, self.mirror = Path(root), config, dict(options), mirror
         self.resume, self.goes_back, self.run_id = resume, goes_back, _new_id()
-        self.started, self._found = False, _run_files(self.root, is_fit=True)  # before this run's loggers write
+        self.started, self._found = False, _run_files(self.root, is_fit=True)  # listed before loggers add files
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.is_global_zero:
@@ -359,7 +363,7 @@ class RunFolder(L.Callback):
             self.started = True
 
     def _check_inputs(self, now: Mapping[str, Any]) -> None:
-        """Check inputs that equal options do not fix, such as the text of a corpus or a default precision."""
+        """Check inputs that can change under the same options, such as the text of a corpus or a default precision."""
         before = run_facts(self.root, needed=_REQUIRED)
         started = [(each.get("origin") or {}).get("weight_files") for each in (before, now)]
         for name, old, new in (
@@ -384,7 +388,8 @@ class RunFolder(L.Callback):
         self.started = True
 
     def _take_over(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # Slow, so it comes before the first file changes: from then on a kill leaves no run or the new one.
+        # `_describe` hashes the data, which is slow, so it comes before any file changes: a kill here leaves the
+        # earlier run. A later kill leaves no run or the new one.
         facts = self._describe(trainer, pl_module)
         self._clean_up()
         backup = self.root / f".old-{self.run_id}"
@@ -395,7 +400,7 @@ class RunFolder(L.Callback):
             if self.mirror is not None:
                 self.mirror.open(self.root, run_id=self.run_id, config=self.options)
         except BaseException:
-            # W&B may still refuse: put the earlier run back.
+            # W&B may refuse the run only now: put the earlier run back.
             _remove(_run_files(self.root, is_fit=True))
             _move(_run_files(backup, is_fit=True), backup, self.root)
             raise
@@ -403,17 +408,17 @@ class RunFolder(L.Callback):
             shutil.rmtree(backup, ignore_errors=True)
 
     def _clean_up(self) -> None:
-        """Remove backups of a takeover that was killed. The user had asked to overwrite these files."""
+        """Remove the backups that a killed `_take_over` left. The user had asked to overwrite these files."""
         for leftover in self.root.glob(".old-*"):
             shutil.rmtree(leftover)
 
     def close(self, **facts: Any) -> None:
         """Add facts that are known only at the end, such as wall time, to run.json.
 
-        For a resumed run, values whose name ends in `seconds` are added up.
+        For a resumed run, values whose name ends in `seconds` are added to the earlier ones.
         """
         before = run_facts(self.root)
-        # The file was removed in the meantime: a new one with only these facts would hide that.
+        # The file was removed during the run. A new one with only these facts would hide that.
         if not before:
             return
         for name in facts.keys() & before.keys() if self.resume else ():
@@ -425,7 +430,7 @@ class RunFolder(L.Callback):
         model: Any = pl_module.model
         data: Any = getattr(trainer, "datamodule", None)
         origin = origin_of(trainer)
-        described = {
+        facts = {
             "run": self.root.resolve().name,
             "id": self.run_id,
             "started": _now(),
@@ -443,14 +448,14 @@ class RunFolder(L.Callback):
             "config": self.options,
         }
         if isinstance(data, LitStepData):
-            described["data"] = data.describe()
+            facts["data"] = data.describe()
         elif isinstance(getattr(data, "shards", None), TokenShards):  # a user's data module of prepared text
-            described["data"] = LitTextData.describe(data)
-        return described
+            facts["data"] = LitTextData.describe(data)
+        return facts
 
 
 def _new_id() -> str:
-    """Return a new run id. In a W&B sweep it is the id from the agent, as W&B accepts no other there."""
+    """Return a new run id. In a W&B sweep it is the id that the agent sets, as W&B accepts no other."""
     fresh = uuid.uuid4().hex[:8]
     return os.environ.get("WANDB_RUN_ID") or fresh if os.environ.get("WANDB_SWEEP_ID") else fresh
 
@@ -462,7 +467,7 @@ def _now() -> str:
 def _run_files(root: Path, *, is_fit: bool = False) -> list[Path]:
     """Return the files in `root` that a run has written.
 
-    Unless `is_fit`, a folder counts as a run only with run.json, measurements or a saved step.
+    Without `is_fit`, there is no run unless `root` contains run.json, measurements or a saved step.
     """
     if not is_fit and not any(path for pattern in _WATCHED[:3] for path in root.glob(pattern)):
         return []

@@ -18,9 +18,9 @@ from lit_layers.training.losses import mean_of_step
 from lit_layers.training.resuming import refuse_diverged_losses
 from lit_layers.training.run_folder import Origin, axis_step, origin_of
 
-# Attributes of a data module that say how much a step processes, and the names of the speed curves.
+# Attributes of a data module with the amount of data per step, and the names of the speed curves.
 _SPEEDS = {"tokens_per_step": "train/tokens_per_second", "images_per_step": "train/images_per_second"}
-# Names of a row's position and of values in every row: values that a user logs cannot have them.
+# Columns of every row. Values that a user logs under these names are dropped.
 _RESERVED = {"step", "tokens", "epoch", "train/loss", "train/learning_rate"}
 
 
@@ -35,10 +35,11 @@ class _Step:
 class RunLog(L.Callback, Logger):
     """A callback and logger that writes `root/metrics.jsonl`: loss and learning rate of every step.
 
-    Rows also hold the gradient norm and the speed, if known. As a logger of the Trainer, it adds the values that
-    modules and callbacks log to the row of the current step. Losses stay on the device and are copied
-    together every `log_every_n_steps`, so that no step waits for the device. A row is written, and mirrored with
-    the measurements of its step, after the next step begins. Later callbacks may log from `on_train_start` on.
+    Rows also hold the gradient norm and the speed, if known. As a logger of the Trainer, this object adds the values
+    that modules and callbacks log to the row of the current step. Losses stay on the device and are copied together
+    every `log_every_n_steps`, so most steps do not wait for the device. The rows are written at the start of the next
+    step, and mirrored to W&B with the measurements of their steps. Callbacks after this one may log from
+    `on_train_start` on.
     """
 
     name = version = property(lambda self: "")
@@ -47,7 +48,7 @@ class RunLog(L.Callback, Logger):
     def __init__(self, root: str | Path, mirror: Any | None = None, *, resume: bool = False) -> None:
         self.file = Path(root) / "metrics.jsonl"
         self.mirror, self.resume = mirror, resume
-        # Length of the file in bytes when the resume checkpoint was saved.
+        # Length in bytes that the file had when the resume checkpoint was saved.
         self._offset = 0
         self.shown: dict[str, float] = {}  # the latest values, for the progress bar
         self._pending: list[_Step] = []
@@ -76,7 +77,7 @@ class RunLog(L.Callback, Logger):
         self.shown.update(values)
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """Ignore options, which `config.yaml` holds."""
+        """Ignore the options, because `config.yaml` holds them."""
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         data = getattr(trainer, "datamodule", None)
@@ -89,7 +90,7 @@ class RunLog(L.Callback, Logger):
         self._scalars = ScalarLog(self.file) if trainer.is_global_zero else None
         if self._scalars is not None and self.resume:
             self._scalars.truncate(self._offset)
-        # Not earlier: the loggers decide where ModelCheckpoint writes.
+        # Added only now: in `setup`, ModelCheckpoint would take its folder from this logger.
         if self not in trainer.loggers:
             trainer.loggers = [*trainer.loggers, self]
         self._now = axis_step(trainer)
@@ -99,14 +100,14 @@ class RunLog(L.Callback, Logger):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._flush_due:
-            # A resumed run drops the rows after its checkpoint. So only saving a checkpoint needs to wait for the disk.
+            # A resumed run drops the rows after its checkpoint. So only `on_save_checkpoint` has to wait for the disk.
             self._flush(trainer, pl_module, durably=False)
         self._now = axis_step(trainer) + 1
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        # Read before the step: afterwards the scheduler has set the rate of the next one.
+        # Read before the step: afterwards the scheduler has set the rate of the next step.
         self._rate = optimizer.param_groups[0]["lr"]
 
     def on_train_batch_end(
@@ -125,7 +126,7 @@ class RunLog(L.Callback, Logger):
         every: int = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
         if trainer.global_step % every == 0:
             for step in self._pending[-1:]:
-                # `item` waits for the device, so that the clock below is right.
+                # `item` waits for the device. Only then does the clock below count all work of these steps.
                 self.shown["train/loss"] = step.loss.item()
             self._close_window(trainer)
             self._flush_due = True
@@ -148,17 +149,17 @@ class RunLog(L.Callback, Logger):
         self._flush(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        # SIGTERM ends all ranks at the same batch, so that they can reduce. After other exceptions the ranks may be at
-        # different points and would hang in a collective: the last rows then hold this rank's losses.
+        # SIGTERM ends all ranks at the same batch, so they can average their losses. After other exceptions the ranks
+        # may be at different points and would hang in a collective. The last rows then hold this rank's losses.
         self._flush(trainer, pl_module, reduce=isinstance(exception, SIGTERMException) and not trainer.validating)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        # A last step outside the schedule is measured in `on_train_end`, after this callback's own `on_train_end`.
+        # `EmergenceCallback.on_train_end` measures an unscheduled last step after this callback's `on_train_end`.
         if self._measurements or self._extra:
             self._flush(trainer, pl_module, reduce=False)
 
     def _progress(self, trainer: L.Trainer) -> tuple[int, float]:
-        """Return the steps so far, and the seconds of training without validation and pauses of callbacks."""
+        """Return the steps so far, and a clock in seconds that stops during validation and pauses of callbacks."""
         callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         paused = self._validating + sum(getattr(callback, "paused_seconds", 0.0) for callback in callbacks)
         return trainer.global_step, time.perf_counter() - paused
@@ -174,8 +175,8 @@ class RunLog(L.Callback, Logger):
     ) -> None:
         """Write every row up to the current step, with one transfer from the device for all rows.
 
-        The disk comes before the mirror, which may fail. If this call is interrupted, the next one writes the rows
-        again; equal rows of a step count once.
+        Rows go to the disk first and then to the mirror, which may fail. If this call is interrupted, the next one
+        writes the rows again. Readers count equal rows of a step once.
 
         Args:
             reduce: whether to average losses over ranks, which all ranks must call.
@@ -198,7 +199,7 @@ class RunLog(L.Callback, Logger):
             for number in sorted(rows):
                 tokens = self._tokens(number).get("tokens")
                 self.mirror.log_step(number, tokens, rows[number], measurements.get(number, []))
-            self.paused_seconds += time.perf_counter() - started  # W&B pictures take time
+            self.paused_seconds += time.perf_counter() - started  # W&B pictures take seconds
         if reduce:
             losses = {number: row["train/loss"] for number, row in rows.items() if "train/loss" in row}
             refuse_diverged_losses(trainer, pl_module, losses, self.file.parent)
@@ -215,7 +216,7 @@ class RunLog(L.Callback, Logger):
                 norms = {} if step.grad_norm is None else {"train/grad_norm": norm}
                 rows[step.number] = {"train/loss": loss, "train/learning_rate": step.learning_rate, **norms}
         for number, values_of_step in self._extra.items():
-            if number <= axis_step(trainer):  # the row of the current step is not complete yet
+            if number <= axis_step(trainer):  # the row of the running step is not complete
                 rows.setdefault(number, {}).update(values_of_step)
         return rows
 
@@ -228,9 +229,9 @@ LONG = 10.0  # seconds
 
 
 class LongMeasuring:
-    """A watcher that logs the running analysis if a checkpoint takes longer than ten seconds, on the first rank.
+    """A watcher that logs the name of the running analysis if measuring a step takes longer than ten seconds.
 
-    It logs at most once in ten seconds, through Lightning's log.
+    It logs on the first rank, at most once in ten seconds.
     """
 
     def __init__(self) -> None:

@@ -34,12 +34,12 @@ def shards_weights(strategy: Any) -> bool:
 
 
 def sharding_mesh(strategy: Any) -> DeviceMesh | None:
-    """Return the mesh of ranks that share the weights, or None if every rank holds all weights.
+    """Return the mesh of ranks over which weights are sharded, or None if every rank holds all weights.
 
     Raises:
         InputError: if the strategy uses tensor parallelism or the older FSDP1.
     """
-    # FSDP1 flattens the weights of a module into one vector, so that single weights have neither name nor shape.
+    # FSDP1 flattens the weights of a module into one vector: single weights lose their names and shapes.
     if isinstance(strategy, FSDPStrategy):
         raise InputError(
             "trainer.strategy: expected ModelParallelStrategy for sharded weights (recipes/trainer/fsdp.yaml), got fsdp"
@@ -62,18 +62,20 @@ def shard_(model: nn.Module, mesh: DeviceMesh, precision: str = "32-true") -> No
     """
     policy = MixedPrecisionPolicy()
     if "bf16" in precision:
-        # Half the traffic of float32. The reduction stays float32: a bfloat16 sum over many ranks loses small terms.
+        # Gathering in bfloat16 halves the traffic. Gradients are reduced in float32, because a bfloat16 sum over many
+        # ranks loses small terms.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     blocks = LayeredModel(model).blocks
     _broadcast_(model.buffers(), mesh)
-    # Copied first: `fully_shard` changes the class of the module in place, and FSDP modules refuse `deepcopy`.
+    # Copy the model first: `fully_shard` changes its class in place, and FSDP modules refuse `deepcopy`.
     skeleton = _skeleton(model)
-    # Blocks come before the model: `fully_shard` takes all parameters below a module that no earlier call has taken.
-    for shard in (*blocks, model):
+    # Blocks come before the model: each call of `fully_shard` takes all parameters that no earlier call has taken.
+    for part in (*blocks, model):
         # Weights move to the device block by block, so that the whole model never has to fit there.
-        _broadcast_(shard.parameters(), mesh)
-        fully_shard(shard, mesh=mesh, mp_policy=policy)
-    # Past `nn.Module.__setattr__`: a registered submodule would add its parameters to the state dict and the optimizer.
+        _broadcast_(part.parameters(), mesh)
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    # Bypass `nn.Module.__setattr__`, which would register a submodule: the state dict and the optimizer would then
+    # contain the parameters of the skeleton.
     model.__dict__[_SKELETON] = skeleton
 
 
@@ -81,7 +83,7 @@ def _broadcast_(tensors: Iterable[Tensor], mesh: DeviceMesh) -> None:
     """Move plain tensors to this rank's device and give them the first rank's values."""
     device = _device(mesh)
     for tensor in tensors:
-        # A DTensor was broadcast with its block, before that was sharded.
+        # A DTensor belongs to a block that is already sharded. It was broadcast before.
         if not isinstance(tensor, DTensor):
             # Through `.data` the parameter stays the same object: tied weights stay tied.
             tensor.data = tensor.data.to(device)
@@ -95,9 +97,10 @@ def _device(mesh: DeviceMesh) -> torch.device:
 def set_gradient_sync_(model: nn.Module, on: bool) -> None:
     """Set whether the next backward passes reduce gradients over the ranks.
 
-    While `on` is False, each rank adds up its own gradients. They are not sharded and take the size of the whole model.
+    While `on` is False, each rank accumulates its own gradients. They are not sharded and need as much memory as the
+    whole model.
     """
-    # Reduction is linear: one reduction of the sum over micro-batches equals the sum of one reduction each.
+    # Reduction is linear: reducing the sum over micro-batches once equals reducing each micro-batch and adding up.
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)
 
@@ -107,12 +110,12 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Return a sharded tensor gathered from all ranks, and any other tensor as it is. Every rank must call."""
+    """Gather a sharded tensor from all ranks. Return any other tensor unchanged. Every rank must call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_copy(model: nn.Module, strategy: ModelParallelStrategy) -> nn.Module:
-    """Return a plain copy of the model with all weights, on the device of each rank.
+    """Return on each rank a plain copy of the model with all weights, on the rank's device.
 
     Every rank must call. The sharded model does not change.
 
@@ -125,7 +128,7 @@ def whole_copy(model: nn.Module, strategy: ModelParallelStrategy) -> nn.Module:
             f"model: this {type(model).__name__} was sharded by other means; "
             "call lit_layers.training.sharding.shard_ in configure_model"
         )
-    # Before the gathering, with the minimum over ranks: if only one rank raised, the others would wait for it forever.
+    # Check before gathering, with the minimum over ranks: if only one rank raised, the others would wait forever.
     _check_room(model.__dict__[_SKELETON], _min_free(strategy), strategy.root_device, strategy.num_processes)
     whole = _gather(model, strategy.root_device, keep=True)
     assert whole is not None
@@ -142,7 +145,7 @@ def whole_on_first_rank(model: nn.Module, strategy: ModelParallelStrategy) -> nn
 
 def _skeleton(model: nn.Module) -> nn.Module:
     """Return a copy of the model whose parameters are on the meta device. Ties between parameters stay."""
-    # `deepcopy` takes an object that is in `memo` from there. One entry per parameter: tied weights stay one tensor.
+    # `deepcopy` replaces each object whose id is in `memo` by its entry. Tied weights have one entry and stay tied.
     # Buffers are copied with their values, as `state_dict` leaves out those that are not persistent (rotary tables).
     memo = {
         id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
@@ -159,13 +162,13 @@ def _gather(model: nn.Module, device: torch.device, *, keep: bool) -> nn.Module 
     """
     copies: dict[int, Tensor] = {}
     state: dict[str, Tensor] = {}
-    # After a forward pass without backward the root's weights stay gathered. A hook of `state_dict` shards them again.
-    # `keep_vars` returns the parameters themselves: without it tied weights would be two tensors with different ids.
+    # After a forward pass without backward, the root's weights stay gathered. A hook of `state_dict` shards them again.
+    # `keep_vars` returns the parameters themselves. Without it, tied weights would be two tensors with different ids.
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in copies:
-            # An all-gather: all ranks must walk through the same names in the same order.
+            # `full` is an all-gather: all ranks must visit the same names in the same order.
             value = full(tensor.detach())
-            # An unsharded buffer is returned as it is: without a copy, training would change the measured model.
+            # `full` returns an unsharded buffer itself: without a copy, training would change the measured model.
             value = value.to(device, copy=True) if keep else value.to("meta")
             copies[id(tensor)] = (
                 nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
@@ -174,23 +177,23 @@ def _gather(model: nn.Module, device: torch.device, *, keep: bool) -> nn.Module 
     if not keep:
         return None
     plain = copy.deepcopy(model.__dict__[_SKELETON])
-    # `assign`: the default would copy values into the skeleton's parameters, which have no memory on the meta device.
+    # By default, values would be copied into the skeleton's parameters, which have no memory on the meta device.
     plain.load_state_dict(state, assign=True)
     return plain.to(device).eval()
 
 
 def _min_free(strategy: ModelParallelStrategy) -> float:
-    """Return the free bytes on the rank that has the fewest: the same number on all ranks, inf if unknown."""
+    """Return the smallest number of free bytes over all ranks, inf if unknown. Every rank must call."""
     free = free_memory(strategy.root_device)
     least = torch.tensor(float("inf") if free is None else free, dtype=torch.float64, device=strategy.root_device)
     return float(strategy.reduce(least, reduce_op="min"))
 
 
 def _check_room(skeleton: nn.Module, free: float, device: torch.device, num_ranks: int) -> None:
-    """Refuse a copy that does not fit into `free` bytes.
+    """Refuse a plain copy that does not fit into `free` bytes.
 
     Args:
-        num_ranks: ranks on this machine.
+        num_ranks: number of ranks on this machine.
 
     Raises:
         NoRoomError: naming the needed and the free memory.

@@ -51,7 +51,8 @@ RANGES = {
     "num_workers": WORKERS,
 }
 
-# Defaults for what a recipe leaves open. Lightning's own logger, bar and checkpoints are off: this package has others.
+# Trainer options that a recipe may override. Lightning's own logger, progress bar and checkpoints are off, because this
+# package replaces them.
 DEFAULTS: dict[str, Any] = {
     "logger": False,
     "enable_checkpointing": False,
@@ -60,7 +61,7 @@ DEFAULTS: dict[str, Any] = {
     "use_distributed_sampler": False,
     "num_sanity_val_steps": 0,
     "max_epochs": -1,
-    # With min_steps Lightning would set 1, and endless data never complete an epoch.
+    # If a recipe sets `min_steps`, Lightning's default would be 1, but endless data never complete an epoch.
     "min_epochs": 0,
     "check_val_every_n_epoch": None,
     "log_every_n_steps": 10,
@@ -74,14 +75,14 @@ def new_trainer(**options: Any) -> L.Trainer:
 
 
 def quieten() -> None:
-    """Hide Lightning's hints on choices that a recipe already makes."""
+    """Hide Lightning's hints about choices that a recipe already makes."""
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
         logging.getLogger(name).setLevel(logging.WARNING)
     noise = (
         ".*treespec, LeafSpec",
         "The '.*_dataloader' does not have many workers",
         "You defined a `validation_step`",
-        # It advises `sync_dist`, but the metric is already reduced over ranks.
+        # Lightning recommends `sync_dist`, but the metric is already reduced over ranks.
         "It is recommended to use `self.log",
         "Be aware that when using `ckpt_path`, callbacks",
     )
@@ -92,7 +93,7 @@ def quieten() -> None:
 def best_precision(accelerator: str) -> str:
     """Return the default precision: bf16-mixed on a GPU that supports it natively, otherwise 32-true.
 
-    On a GPU, also let float32 matrix products use TF32.
+    On a GPU, the function also lets float32 matrix products use TF32.
     """
     if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
         torch.set_float32_matmul_precision("high")
@@ -101,7 +102,7 @@ def best_precision(accelerator: str) -> str:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process will be rank 0, from the launcher's environment variables."""
+    """Return whether this process will be rank 0, according to the launcher's environment variables."""
     if "RANK" in os.environ:
         return int(os.environ["RANK"]) == 0
     names = ("NODE_RANK", "SLURM_PROCID", "LOCAL_RANK", "JSM_NAMESPACE_RANK")
@@ -109,10 +110,10 @@ def is_first_rank() -> bool:
 
 
 def cluster_plugins(given: Any) -> Any:
-    """Return the Trainer's plugins, and under SLURM also its environment without automatic requeueing.
+    """Return the Trainer's plugins. Under SLURM, add a SLURM environment without automatic requeueing.
 
-    Lightning would requeue a job with its own checkpoint, and that would override the checkpoint to resume from. Here
-    the job script requeues on exit code 143.
+    Lightning would requeue a job with its own checkpoint, which would override the checkpoint to resume from. Instead,
+    the job script requeues the job on exit code 143.
 
     Raises:
         InputError: if Lightning cannot use the options of the job.
@@ -122,7 +123,7 @@ def cluster_plugins(given: Any) -> Any:
         return given
     try:
         return [*plugins, SLURMEnvironment(auto_requeue=False)]
-    # Lightning explains which options of the job do not fit.
+    # The message of Lightning explains which options of the job do not fit.
     except RuntimeError as error:
         raise InputError(f"SLURM: {' '.join(str(error).split())}") from error
 
@@ -130,8 +131,8 @@ def cluster_plugins(given: Any) -> Any:
 def refuse_another_order(trainer: Any, *, also: Sequence[type] = ()) -> None:
     """Refuse Trainer options that would change the samples of a step.
 
-    The samples of a step depend only on its index. The data are endless: only `limit_train_batches` makes epochs, and
-    each epoch continues where the last one ended.
+    The samples of a step depend only on its index. The data are endless. Only `limit_train_batches` divides them into
+    epochs, and each epoch continues where the last one ended.
 
     Args:
         also: further callback classes to refuse.
@@ -184,8 +185,8 @@ class StepSeed(L.Callback):
 def _seed_torch(seed: int, device: str) -> None:
     """Seed the generators of the CPU and of this process's device.
 
-    `torch.manual_seed` also records a stack trace for each device type without a device. That takes a tenth of a small
-    model's step.
+    `torch.manual_seed` also records a stack trace for each device type that this machine lacks. That takes a tenth of a
+    small model's step.
     """
     if device not in ("cpu", "cuda"):
         torch.manual_seed(seed)
@@ -198,9 +199,9 @@ def _seed_torch(seed: int, device: str) -> None:
 class StepSampler(Sampler[list[int]]):
     """An endless sampler of one rank's micro-batches, starting at the current step.
 
-    The global batch of a step is a slice of one endless sequence of seeded permutations of the data. It does not depend
-    on world size or accumulation, which only split it into micro-batches. There is deliberately no `__len__`: Lightning
-    would end epochs by it, and a resumed run would differ from an uninterrupted one.
+    The global batch of a step is a slice of one endless sequence of seeded permutations of the data. World size and
+    accumulation only split it into micro-batches. There is deliberately no `__len__`: Lightning would use it to end
+    epochs, and a resumed run would differ from an uninterrupted one.
     """
 
     def __init__(
@@ -225,7 +226,7 @@ class StepSampler(Sampler[list[int]]):
         self._epoch, self._permutation = -1, np.empty(0, dtype=np.int64)
 
     def global_batch(self, step: int) -> list[int]:
-        """Return the sample indices of a step (from 0), over all ranks."""
+        """Return the sample indices of a step over all ranks. Steps count from 0."""
         start = step * self.global_batch_size
         return [self.sample(index) for index in range(start, start + self.global_batch_size)]
 
@@ -238,10 +239,10 @@ class StepSampler(Sampler[list[int]]):
                 yield batch[start : start + size]
 
     def sample(self, index: int) -> int:
-        """Return the sample at an index of the endless sequence."""
+        """Return the sample index at a position in the endless sequence."""
         epoch, offset = divmod(index, self.num_samples)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            # An array: reading one element of a tensor takes ten times as long, for each image of each batch.
+            # A NumPy array, because reading one element of a tensor takes ten times as long.
             self._epoch, self._permutation = epoch, torch.randperm(self.num_samples, generator=generator).numpy()
         return int(self._permutation[offset])

@@ -65,7 +65,7 @@ class StepMeasurer:
     arguments.
 
     Raises:
-        InputError: if two analyses have the same name, or an analysis cannot read its data.
+        InputError: if two analyses have the same name, or data have a type that an analysis cannot read.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class StepMeasurer:
             raise InputError(f"scalars: expected one of {', '.join(choices)}, got {scalars!r}")
         self.scalars: Scalars = scalars
         self._writers: dict[int, Any] = {}  # by `id` of the logger
-        # Optimizer step -> step of the loggers, if they differ.
+        # Maps an optimizer step to the step of the loggers if they differ.
         self.log_steps: dict[int, int] = {}
         self._measured, self._failed = set[int](), set[int]()  # optimizer steps
         self._row, self._loggers = list[Measurement](), tuple[Any, ...]()  # for the current step
@@ -96,7 +96,7 @@ class StepMeasurer:
         self.watchers: list[Watcher] = [LongMeasuring(), *watchers]
         self.ranks: OneProcess | Ranks = OneProcess()
         self._store = Store(self.file, [])
-        # Settings whose curves have the plain name of the analysis.
+        # Settings of each analysis whose curves are logged without a hash in their names.
         self._plain: dict[tuple[str, str], str] = {}
 
     @property
@@ -110,7 +110,7 @@ class StepMeasurer:
             InputError: if the model's family is unknown, data are missing, or options do not fit the model.
         """
         view = LayeredModel(model)
-        # A check may read a shuffling data loader, which draws random numbers.
+        # A check may read a data loader that shuffles, which draws random numbers.
         with undisturbed.restore_random_state():
             for analysis in self.analyses:
                 analysis.check(view)
@@ -141,10 +141,11 @@ class StepMeasurer:
         loggers: Sequence[Any] = (),
         is_first: bool = False,
     ) -> None:
-        """Run the analyses that have no measurement of this step yet. Every rank calls.
+        """Run the analyses that have no measurement of this step yet. Every rank must call.
 
         Raises:
-            InputError: before training begins (`is_first`), if the options or data of an analysis fit no step.
+            InputError: at the first step (`is_first`), if options or data of an analysis do not fit the model. At other
+                steps the measurement records the error.
         """
         refusals: list[str] = []
 
@@ -196,7 +197,7 @@ class StepMeasurer:
             watcher.measured(measurement)
 
     def log_row(self) -> None:
-        """Write the measurements of a step to the loggers as one row, at the logger step of its loss."""
+        """Write the measurements of a step to the loggers as one row, at the step under which they log its loss."""
         measured, self._row = self._row, []
         if not measured or (step := measured[0].step) is None:
             return
@@ -230,7 +231,7 @@ class StepMeasurer:
                     logger.warning("W&B: measurements are not logged: %s", first_line(error))
 
     def log_summary(self, scheduled: Iterable[int]) -> None:
-        """Log how many scheduled steps were measured, which are missing, and the command that draws them."""
+        """Log how many scheduled steps were measured, which are missing, and the command that plots the results."""
         due = {*scheduled}
         missing = sorted(due - (self._measured - self._failed))
         rest = f", not {', '.join(map(str, missing[:5]))}{', ...' if len(missing) > 5 else ''}" if missing else ""
@@ -264,7 +265,7 @@ class StepMeasurer:
 def _refusal(model: nn.Module) -> str | None:
     """Return why the model is not a sequence of blocks, or None if it is one.
 
-    A model that learns a skip connection can be a sequence at its first step and none later.
+    Training can change that: a learned skip connection may have weight 0 at the first step and not later.
     """
     try:
         LayeredModel(model)
@@ -278,7 +279,7 @@ def _refuse(refusals: Sequence[str]) -> None:
 
 
 class Watch:
-    """A watch over your own training loop. It measures the model at once and at each scheduled step.
+    """A watch over your own training loop that measures the model at each scheduled step.
 
         with lit_layers.watch(model, [Lens(batches=text)], steps={"every": 100}, root="checkpoints/mine") as watched:
             for batch in loader:
@@ -291,15 +292,15 @@ class Watch:
 
     Args:
         model: the network, of a known family. Wrappers of torch.compile and DistributedDataParallel are removed. Under
-            torch.distributed, every process makes the same calls, and the processes divide the work. They must make
-            the first call within 20 s of each other.
+            torch.distributed, every process must make the same calls, and the processes divide the work. They must
+            make the first call within 20 s of each other.
         analyses: the analyses to run; their names must be unique. Their `batches` may be a DataLoader, a data set or a
             list of batches.
-        steps: the schedule, e.g. `pythia` or `{"every": 500}`. The first and the last step are always included.
+        steps: the schedule, e.g. `pythia` or `{"every": 500}`. Step 0 and the last step are always included.
         root: the run's folder, for `measurements.jsonl` and the files that `lit-layers report` writes.
-        if_exists: what to do if root already holds a run. "overwrite" removes the files that runs have written there.
-            "resume" continues the training in root if it was measured with these weights at this step. Its later
-            measurements then leave the curves.
+        if_exists: what to do if root already holds a run. "refuse" raises an error. "overwrite" removes the files that
+            runs have written there. "resume" continues the run in root if it was measured with these weights at this
+            step. Measurements of later steps are then left out of the curves.
         save: whether to save the model at each measured step as a Hugging Face folder, `root/step-000001000`.
         tokenizer: a local tokenizer folder whose files are copied into each saved folder.
         run: the run's name in the records; None: the folder's name.
@@ -312,8 +313,8 @@ class Watch:
 
     Raises:
         InputError: before the first step, if two analyses have the same name, the model's family is unknown, data are
-            missing, or options do not fit the model; also if root holds another run, another process writes there, or
-            it is not writable.
+            missing, or options do not fit the model. Also if root holds another run, is not writable, or another
+            process writes there.
     """
 
     def __init__(
@@ -361,9 +362,9 @@ class Watch:
             raise
 
     def _claim(self, if_exists: IfExists, saved_by: str | None) -> None:
-        """Lock the root, and begin a training there.
+        """Lock the root, and start or resume a run there.
 
-        Watches over the same model that have made no step yet share one training.
+        Watches over the same model share one run if none has counted a step yet.
         """
         others = self._others()
         if not run_lock.is_held(self._key[1]):
@@ -373,7 +374,7 @@ class Watch:
             weights = functools.partial(weights_hash, self.model)
             begin_training(self.measurer.root, if_exists, self.measurer.run, self.now, weights, saved_by)
         _open.add(self)
-        for each in others if begins else ():  # left open by a training that failed
+        for each in others if begins else ():  # a training that failed left them open
             each.give_up()
 
     def _others(self) -> "list[Watch]":
@@ -383,8 +384,8 @@ class Watch:
         """Count an optimizer step, and measure the model if the step is scheduled.
 
         Args:
-            number: optimizer steps made so far; None: one more than before. If it skips a scheduled step, the model is
-                measured at `number`.
+            number: optimizer steps made so far; None: one more than before. If `number` skips a scheduled step, the
+                model is measured at `number`.
 
         Raises:
             InputError: if `number` is below the previous one, whose measurements it would replace, or the watch is
@@ -401,7 +402,7 @@ class Watch:
         """Measure the last step unless it was measured, and unlock the run's folder.
 
         Args:
-            is_last: whether the model still has the weights of the last step. Other weights are not measured.
+            is_last: whether the model still has the weights of the last step. If not, it is not measured.
         """
         try:
             self._act(due=is_last)
@@ -425,7 +426,7 @@ class Watch:
     def _release(self) -> None:
         _open.discard(self)
         self._closed = True
-        for other in self._others()[:1]:  # it holds the lock from now on
+        for other in self._others()[:1]:  # from now on this watch holds the lock
             other._lock.push(self._lock.pop_all())
         self._lock.close()
 
@@ -451,6 +452,6 @@ class Watch:
         self.paused_seconds += time.perf_counter() - started
 
 
-# Weak: a notebook cell that runs again drops its old watch without closing it.
+# Weak references: a notebook cell that runs again drops its old watch without closing it.
 _open = weakref.WeakSet[Watch]()
 watch = Watch  # the public name
