@@ -1,4 +1,4 @@
-"""Text for the commands, real source code that is tokenized in a blink, and a run that was trained on it."""
+"""Text for the commands (short source files that are tokenized quickly) and a run that was trained on it."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ SOURCES += " linecache netrc numbers opcode operator pprint queue reprlib sched 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its token shards."""
+    """Token shards of the text."""
     text, shards = tmp_path_factory.mktemp("text"), tmp_path_factory.mktemp("prepared") / "shards"
     for name in SOURCES.split():
         (text / f"{name}.txt").write_text((Path(sysconfig.get_path("stdlib")) / f"{name}.py").read_text())
@@ -30,7 +30,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, str]:
-    """A whole run of the recipe of test_fit, to be copied by what changes it, and what was printed."""
+    """A finished run of the recipe of test_fit, and its printed output. Tests that change the run copy it first."""
     from tests.cli.test_fit import RECIPE
 
     folder = tmp_path_factory.mktemp("trained")
@@ -43,5 +43,5 @@ def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Pat
 
 @pytest.fixture
 def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A training ends without drawing its page, which takes as long as a tiny run; for what looks at the rest."""
+    """Let a training end without drawing its page, which takes as long as a tiny run. For tests of everything else."""
     monkeypatch.setattr("lit_layers.cli.verbs.fit.write_report", lambda root: root / "report.html")

@@ -1,4 +1,4 @@
-"""`lit-layers analyze`: of one model, of a run that was trained, and of a series by its class."""
+"""`lit-layers analyze` on one model, on a trained run, and on a series given by its class."""
 
 import json
 import shutil
@@ -58,7 +58,7 @@ def measured(root: Path) -> list[records.Measurement]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, corpus) -> Path:
-    """A model with its tokenizer, as training leaves it."""
+    """A model with its tokenizer, saved as training saves it."""
     folder = tmp_path_factory.mktemp("run") / "step-000000002"
     network = causal_lm("gpt2", n_layer=4, n_embd=32, n_head=2, n_positions=128, vocab_size=300)
     save(network, folder, corpus / "tokenizer")
@@ -86,10 +86,8 @@ def test_without_a_recipe_three_analyses_run_on_the_models_own_tokenizer_offload
 
 
 @pytest.mark.soak
-def test_a_model_without_a_row_that_others_saved_is_measured_offloaded_or_whole_with_the_same_numbers(
-    recipe, corpus, tmp_path
-):
-    """One that is taken apart by structure."""
+def test_a_model_saved_by_others_has_the_same_numbers_offloaded_and_whole(recipe, corpus, tmp_path):
+    """Measure OPT, which the package has no family for: its blocks are found by structure."""
     folder = tmp_path / "opt"
     network = tiny_model("OPTForCausalLM", "opt", vocab_size=300, max_position_embeddings=128)
     with quiet():
@@ -102,10 +100,10 @@ def test_a_model_without_a_row_that_others_saved_is_measured_offloaded_or_whole_
     assert_same_numbers(*found)
     offloaded, whole = (measurements[0].provenance for measurements in found)
     assert offloaded["origin"] == whole["origin"] == "structure"
-    assert offloaded["proof"] == pytest.approx(whole["proof"], abs=1e-5)  # two proofs: rounding errors are in it
+    assert offloaded["proof"] == pytest.approx(whole["proof"], abs=1e-5)  # the two proofs differ by rounding errors
 
 
-def test_an_analysis_that_fails_is_told_and_ends_in_one(model, corpus, tmp_path, capsys):
+def test_an_analysis_that_fails_is_reported_and_the_exit_code_is_1(model, corpus, tmp_path, capsys):
     failing = {"class_path": "lit_layers.analyses.Trajectory", "init_args": {"drop_first": 500, "batches": TEXT}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"analyses": [failing]}))
     words = ["--corpus", corpus, "--config", tmp_path / "recipe.yaml"]
@@ -114,7 +112,7 @@ def test_an_analysis_that_fails_is_told_and_ends_in_one(model, corpus, tmp_path,
     assert "failed: trajectory: ValueError: trajectory is undefined for every prompt at every layer" in said
 
 
-def test_new_weights_of_a_model_need_no_file_of_its_own(tmp_path):
+def test_new_weights_of_a_model_need_no_weight_file(tmp_path):
     size = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 4, "num_classes": 7}
     save(vit("vit_tiny_patch16_224", **size), tmp_path / "vit")
     expected = weights_hash(vit("vit_tiny_patch16_224", seed=5, **size))
@@ -122,13 +120,13 @@ def test_new_weights_of_a_model_need_no_file_of_its_own(tmp_path):
     (checkpoint,) = OneModel(tmp_path / "vit", untrained=5)
     assert weights_hash(checkpoint.load()) == expected
     state = torch.get_rng_state()
-    assert weights_hash(checkpoint.load(dtype=torch.float64)) != expected  # other bytes of the same numbers
+    assert weights_hash(checkpoint.load(dtype=torch.float64)) != expected  # equal numbers have other bytes in float64
     assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_a_model_of_the_hub_is_fetched_and_offloaded(model, recipe, corpus, tmp_path, capfd, monkeypatch):
+def test_a_model_of_the_hub_is_downloaded_and_offloaded(model, recipe, corpus, tmp_path, capfd, monkeypatch):
     repository = tmp_path / "hub" / "org" / "tiny"
     for revision, seed in (("step2", 0), ("main", 1)):
         saved(repository / revision, "gpt_neox", seed=seed, vocab_size=300)
@@ -145,7 +143,7 @@ def test_a_model_of_the_hub_is_fetched_and_offloaded(model, recipe, corpus, tmp_
         fetched = [r for r in hub.requests if r["method"] == "GET" and "safetensors" in r["path"] and r["bytes"] > 0]
         assert len([r for r in fetched if "index" not in r["path"]]) == len(set(index["weight_map"].values()))
         missing = command("org/tiny", "--revision", "step9", root="none")
-    # the Hub is gone
+    # From here on the Hub is not reachable.
     again = command("org/tiny", "--revision", "step2", root="again")
     assert again[0] == 0, again
     assert analyze(repository / "step2", "--config", recipe, "--corpus", corpus, "--root", tmp_path / "local") == 0
@@ -157,21 +155,19 @@ def test_a_model_of_the_hub_is_fetched_and_offloaded(model, recipe, corpus, tmp_
     assert "org/tiny at revision step9 is no local folder, and config.json cannot be had from the Hub" in missing[1]
 
 
-# A run that was trained
+# A trained run
 
 
 @pytest.fixture(scope="module")
-def same(tmp_path_factory) -> Path:
-    """The analyses of the training."""
+def training_analyses(tmp_path_factory) -> Path:
+    """A recipe with the analyses of the training."""
     path = tmp_path_factory.mktemp("same") / "analyses.yaml"
     path.write_text(yaml.safe_dump({"analyses": TRAINING["analyses"]}))
     return path
 
 
 @pytest.mark.slow
-def test_a_run_is_measured_with_the_analyses_of_its_training_and_others_stay_out_of_its_curves(
-    trained, tmp_path, capsys
-):
+def test_a_run_is_measured_with_its_training_analyses_and_others_stay_out_of_its_curves(trained, tmp_path, capsys):
     trained, _ = trained
     root = Path(shutil.copytree(trained, tmp_path / "run"))
     file = root / "measurements.jsonl"
@@ -186,7 +182,7 @@ def test_a_run_is_measured_with_the_analyses_of_its_training_and_others_stay_out
     expected = records.frame(trained / "measurements.jsonl")
     order = ["step", "analysis", "metric", "layer", "other_layer", "k"]
     values, in_training = (each.sort_values(order)["value"].tolist() for each in (table, expected))
-    assert values == pytest.approx(in_training, rel=1e-4, abs=1e-6)  # of a mapped file, and of weights in memory
+    assert values == pytest.approx(in_training, rel=1e-4, abs=1e-6)  # weights from a mapped file and in memory
     one = {**TRAINING["analyses"][1], "init_args": {**TRAINING["analyses"][1]["init_args"], "k": [3]}}
     (tmp_path / "other.yaml").write_text(yaml.safe_dump({"analyses": [one]}))
     assert analyze(root, "--config", tmp_path / "other.yaml", "--steps", "0") == 0
@@ -195,14 +191,14 @@ def test_a_run_is_measured_with_the_analyses_of_its_training_and_others_stay_out
 
 
 @pytest.mark.soak
-def test_a_series_of_a_class_has_the_numbers_of_training(trained, same, tmp_path, capsys):
+def test_a_series_given_by_its_class_has_the_numbers_of_training(trained, training_analyses, tmp_path, capsys):
     trained, _ = trained
     written = {(m.step, m.analysis): m for m in measured(trained)}
     series = {"class_path": "StepFolders", "init_args": {"root": str(trained), "steps": [0, 3]}}
     (tmp_path / "series.yaml").write_text(yaml.safe_dump({"series": series}))
-    words = ["--config", tmp_path / "series.yaml", "--config", same]
+    words = ["--config", tmp_path / "series.yaml", "--config", training_analyses]
     assert analyze(*words) == 0
-    assert "0 measured, 4 were known" in capsys.readouterr().out  # in its own folder, by its own tokenizer
+    assert "0 measured, 4 were known" in capsys.readouterr().out  # in its folder, with its tokenizer
     assert analyze(*words, "--series.steps", "[2]", "--root", tmp_path / "out") == 0
     found = measured(tmp_path / "out")
     assert [(m.step, m.tokens) for m in found] == [(2, 128)] * 2
@@ -213,10 +209,10 @@ def test_a_series_of_a_class_has_the_numbers_of_training(trained, same, tmp_path
 
 
 @pytest.mark.soak
-def test_new_weights_are_a_row_of_their_own_and_never_enter_the_curve_of_a_run(trained, same, tmp_path, capsys):
+def test_new_weights_are_a_separate_row_and_in_no_curve_of_a_run(trained, training_analyses, tmp_path, capsys):
     root = Path(shutil.copytree(trained[0], tmp_path / "run"))
     model = root / "step-000000002"
-    words = [model, "--untrained", 3, "--config", same, "--root", root]
+    words = [model, "--untrained", 3, "--config", training_analyses, "--root", root]
     assert analyze(*words) == 0
     rows = [m for m in measured(root) if m.step is None]
     assert [(m.run, m.provenance["untrained"]) for m in rows] == [(f"{model}@untrained-3", {"seed": 3})] * 2
@@ -232,7 +228,7 @@ def test_new_weights_are_a_row_of_their_own_and_never_enter_the_curve_of_a_run(t
     assert len(measured(root)) == 8
 
 
-def test_a_plan_measures_the_first_checkpoint_and_says_how_long_all_of_them_take(trained, tmp_path, capsys):
+def test_a_plan_measures_the_first_checkpoint_and_prints_how_long_all_checkpoints_take(trained, tmp_path, capsys):
     words = [trained[0], "--metrics", "line_shape_score,lens", "--root", tmp_path / "run"]
     assert analyze(*words, "--plan") == 0
     *_, first, second, whole = capsys.readouterr().out.splitlines()
@@ -249,7 +245,7 @@ def test_a_plan_measures_the_first_checkpoint_and_says_how_long_all_of_them_take
 
 @pytest.fixture
 def two_models(tmp_path) -> list[Path]:
-    """Of other tokenizers: the same text is other tokens to each."""
+    """Two models whose tokenizers differ, so that the same text has other token ids in each."""
     text = [path.read_text() for path in sorted(PACKAGE.glob("*.py"))]
     folders = [tmp_path / "bpe280", tmp_path / "bpe300"]
     for size, folder in zip((280, 300), folders, strict=True):
@@ -262,7 +258,7 @@ def two_models(tmp_path) -> list[Path]:
 def test_each_of_several_models_is_measured_on_text_in_its_own_tokens(two_models, tmp_path, capsys):
     path, text = tmp_path / "recipe.yaml", tmp_path / "text.txt"
     everything = "".join(path.read_text() for path in sorted(PACKAGE.rglob("*.py")))
-    documents = [everything[start : start + 300] for start in range(0, 300_000, 300)]  # so many that some are held out
+    documents = [everything[start : start + 300] for start in range(0, 300_000, 300)]  # enough to hold some out
     text.write_text("\n<|endoftext|>\n".join(documents))
     batches = {"class_path": "lit_layers.data.EvalText", "init_args": {**TEXT["init_args"]}}
     trajectory = {"class_path": "lit_layers.analyses.Trajectory", "init_args": {"batches": batches}}
@@ -274,16 +270,16 @@ def test_each_of_several_models_is_measured_on_text_in_its_own_tokens(two_models
     assert [m.run for m in found] == [str(model) for model in two_models]
     for model, measurement in zip(two_models, found, strict=True):
         own = EvalText(str(text), str(model), num_sequences=4, num_tokens=16)
-        (alone,) = analyze_one(model, [Trajectory(batches=own)], root=tmp_path / "alone" / model.name)
-        close_records(measurement.records, alone.records)
-        assert measurement.provenance["data_hash"] == alone.provenance["data_hash"]
+        (single,) = analyze_one(model, [Trajectory(batches=own)], root=tmp_path / "alone" / model.name)
+        close_records(measurement.records, single.records)
+        assert measurement.provenance["data_hash"] == single.provenance["data_hash"]
     assert found[0].provenance["data_hash"] != found[1].provenance["data_hash"]
     assert main(words) == 0
     assert "0 measured, 2 were known" in capsys.readouterr().out
     assert main([*words, "--tokenizer", str(two_models[0])]) == 2
     assert "tokenizer: each of these models reads with its own: leave it out" in capsys.readouterr().err
     (two_models[1] / "tokenizer.json").unlink()
-    assert main([*words, "--root", str(tmp_path / "again")]) == 1  # the other one is measured all the same
+    assert main([*words, "--root", str(tmp_path / "again")]) == 1  # the other model is still measured
     assert f"failed: tokenizer: {two_models[1]} carries none; name one with --tokenizer" in capsys.readouterr().err
     assert [m.run for m in records.read(tmp_path / "again" / "measurements.jsonl")] == [str(two_models[0])]
     save_tokenizer(train_bpe(["another text"], 257), tmp_path / "another")

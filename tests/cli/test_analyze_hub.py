@@ -1,4 +1,7 @@
-"""`lit-layers analyze` on a series of the Hub: whole, interrupted, in trouble; every number as measured on the spot."""
+"""`lit-layers analyze` on a series of the Hub: complete, interrupted and with errors.
+
+Every number equals a measurement of the local files.
+"""
 
 import re
 import shutil
@@ -65,16 +68,16 @@ def command(tmp_path, corpus) -> list[str]:
     return ["analyze", "--config", str(recipe), "--root", str(tmp_path / "out"), "--device", "cpu"]
 
 
-def found(root: Path) -> dict:
-    """What the file holds, and that it holds nothing twice."""
+def saved_numbers(root: Path) -> dict:
+    """Return the records per step and analysis, and check that none occurs twice."""
     measured = records.read(root / "measurements.jsonl")
     numbers = {(m.step, m.analysis): m.records for m in measured}
     assert len(numbers) == len(measured)
     return numbers
 
 
-def measured_on_the_spot(repository: Path, corpus: Path, root: Path, steps) -> dict:
-    """Each step's folder as a model by itself."""
+def measure_local_files(repository: Path, corpus: Path, root: Path, steps) -> dict:
+    """Measure each step's folder as a single model."""
     text = EvalText(str(corpus), str(corpus / "tokenizer"), **SIZE)
     these = [Trajectory(batches=text), Representation(batches=text)]
     every = {step: analyze_one(repository / f"step{step}", these, root=root / str(step)) for step in steps}
@@ -82,11 +85,11 @@ def measured_on_the_spot(repository: Path, corpus: Path, root: Path, steps) -> d
 
 
 @pytest.fixture(scope="module")
-def on_the_spot(model, corpus, tmp_path_factory) -> dict:
-    """The same of the steps that most tests look at, once."""
+def local_numbers(model, corpus, tmp_path_factory) -> dict:
+    """Numbers of local files for the steps that most tests use."""
     folder = tmp_path_factory.mktemp("few")
     make_series(model, folder, FEW)
-    return measured_on_the_spot(folder, corpus, folder / "local", FEW)
+    return measure_local_files(folder, corpus, folder / "local", FEW)
 
 
 @pytest.mark.soak
@@ -95,7 +98,7 @@ def test_eight_steps_are_audited_measured_interrupted_and_continued(
     hub, repository, model, corpus, command, tmp_path, capsys, monkeypatch
 ):
     steps = TWELVE[:8]
-    make_series(model, repository, steps, values={16: 0.25, 32: 0.25})  # one of the two is another step's
+    make_series(model, repository, steps, values={16: 0.25, 32: 0.25})  # 16 and 32 have equal weights
     loads: list[int] = []
     real = Checkpoint.load
 
@@ -109,7 +112,9 @@ def test_eight_steps_are_audited_measured_interrupted_and_continued(
         patch.setattr(Checkpoint, "load", interrupted)
         assert main(command) == 130
     assert "interrupted: run the same command again to go on" in capsys.readouterr().err
-    assert list(found(tmp_path / "out")) == [(s, name) for s in steps[:5] for name in ("trajectory", "representation")]
+    assert list(saved_numbers(tmp_path / "out")) == [
+        (s, n) for s in steps[:5] for n in ("trajectory", "representation")
+    ]
     loads.clear()
     assert main([*command, "--keep_downloads", "false"]) == 0
     said = capsys.readouterr().out
@@ -117,10 +122,10 @@ def test_eight_steps_are_audited_measured_interrupted_and_continued(
     assert "left out as suspect: step16, step32; --allow_suspect measures them" in said
     assert "2 measured, 10 were known" in said
     clean = [step for step in steps if step not in (16, 32)]
-    expected = measured_on_the_spot(repository, corpus, tmp_path / "local", steps)
-    assert found(tmp_path / "out") == {key: numbers for key, numbers in expected.items() if key[0] in clean}
+    expected = measure_local_files(repository, corpus, tmp_path / "local", steps)
+    assert saved_numbers(tmp_path / "out") == {key: numbers for key, numbers in expected.items() if key[0] in clean}
     assert main([*command, "--allow_suspect"]) == 0
-    assert found(tmp_path / "out") == expected
+    assert saved_numbers(tmp_path / "out") == expected
     verdicts = {m.step: m.provenance["audit"] for m in records.read(tmp_path / "out" / "measurements.jsonl")}
     assert {step for step, verdict in verdicts.items() if verdict.split(" ")[0] != "clean"} == {16, 32}
     assert verdicts[1] == "clean (level: listing)", "of the moment when it was measured"
@@ -128,7 +133,7 @@ def test_eight_steps_are_audited_measured_interrupted_and_continued(
 
 
 def test_the_tokenizer_of_a_series_is_named_by_its_commit(hub, repository, model, corpus, command, tmp_path):
-    """What a measurement is made with does not depend on where a machine keeps its downloads."""
+    """The hash of the configuration does not depend on where a machine stores its downloads."""
     make_series(model, repository, (0, 1))
     series = HubRevisions("lab/tiny")
     last = series.listing.checkpoints[-1].source.describe()["commit"]
@@ -147,10 +152,10 @@ WEIGHTS = r"_cdn/.*/step4/"
 
 @pytest.mark.soak
 @pytest.mark.parametrize("trouble", ["429", "503", "timeout"])
-def test_trouble_is_met_with_patience_then_named_and_the_others_are_measured(
-    trouble, hub, repository, model, on_the_spot, command, tmp_path, capsys, monkeypatch
+def test_errors_of_the_hub_are_retried_then_reported_and_the_other_steps_are_measured(
+    trouble, hub, repository, model, local_numbers, command, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # huggingface_hub asks again at once
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # huggingface_hub retries at once
     make_series(model, repository, FEW)
     commit = Repo("models", "lab/tiny", repository).commit(repository / "step4")
     if trouble == "timeout":
@@ -163,14 +168,14 @@ def test_trouble_is_met_with_patience_then_named_and_the_others_are_measured(
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("failed: ")]
     assert sentence.get(trouble, "cannot list the files of lab/tiny at step4") in line
     assert "run the same command again later" in line
-    assert found(tmp_path / "out") == {key: numbers for key, numbers in on_the_spot.items() if key[0] != 4}
+    assert saved_numbers(tmp_path / "out") == {key: numbers for key, numbers in local_numbers.items() if key[0] != 4}
     hub.rules.clear()
     assert main(command) == 0
-    assert found(tmp_path / "out") == on_the_spot
+    assert saved_numbers(tmp_path / "out") == local_numbers
 
 
 def waits_in(function: str) -> bool:
-    """Whether the main thread is inside a function: a Ctrl-C that finds it in a finalizer is dropped by Python."""
+    """Return whether the main thread is inside this function. Python drops a Ctrl-C that arrives in a finalizer."""
     frame = sys._current_frames()[threading.main_thread().ident]
     while frame is not None and frame.f_code.co_name != function:
         frame = frame.f_back
@@ -184,10 +189,10 @@ def test_ctrl_c_does_not_wait_for_a_download(hub, repository, model, command, ca
     ended = threading.Event()
 
     def press() -> None:
-        while hub.rules[0].left or not waits_in("result"):  # of the download
+        while hub.rules[0].left or not waits_in("result"):  # waits for the result of the download
             if ended.wait(0.01):
                 return
-        # To this thread: as one that comes just before the main thread waits, it wakes up no wait.
+        # Sent to this thread: a signal that arrives just before the main thread waits wakes up no wait.
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
     finger = threading.Thread(target=press)
@@ -200,5 +205,5 @@ def test_ctrl_c_does_not_wait_for_a_download(hub, repository, model, command, ca
     assert [each["path"] for each in hub.requests if re.search(r"_cdn/.*/step2/", each["path"])] == []
     under_way = [thread for thread in threading.enumerate() if thread.name == THREAD]
     assert under_way
-    assert all(thread.daemon for thread in under_way)  # nor does the interpreter wait for it
+    assert all(thread.daemon for thread in under_way)  # the interpreter does not wait for daemon threads at its end
     assert "interrupted: run the same command again to go on" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`lit-layers analyze` on several models, of which some cannot be had."""
+"""`lit-layers analyze` on several models, some of which are unavailable."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from tests.support.saved_models import saved
 from tests.support.series_hub import served
 
 SIZE = {"num_prompts": 12, "max_tokens": 40}
-WORDS = ["asks for number and one more, as each of the prompts says which benchmark it is from "] * 2  # what is read
+WORDS = ["asks for number and one more, as each of the prompts says which benchmark it is from "] * 2  # their text
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def hub(repositories, tmp_path, monkeypatch):
 
 @pytest.fixture
 def suite(tmp_path, prompts):
-    """Makes the command for some models."""
+    """A function that writes a recipe for the named models and returns its command."""
 
     def command(*models: str, **options) -> list[str]:
         text = {"tokenizer": "${tokenizer}", "folder": str(prompts), **SIZE}
@@ -64,7 +64,7 @@ def suite(tmp_path, prompts):
 
 
 def save_t5(folder: Path) -> None:
-    """A model of an encoder and a decoder, with a tokenizer."""
+    """Save a model with an encoder and a decoder, and a tokenizer."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     sizes = {"vocab_size": 300, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
@@ -79,7 +79,7 @@ def measured(root: Path) -> list[tuple[str, str]]:
 
 
 @pytest.mark.soak
-def test_what_cannot_be_had_is_named_and_the_others_are_measured(hub, repositories, suite, tmp_path, capsys):
+def test_unavailable_models_are_reported_and_the_others_are_measured(hub, repositories, suite, tmp_path, capsys):
     lab = repositories / "lab"
     for number, name in enumerate(("untold", "broken")):
         saved(lab / name / "main", "gpt2", shard="1GB", vocab_size=300, seed=100 + number)
@@ -107,7 +107,7 @@ def test_what_cannot_be_had_is_named_and_the_others_are_measured(hub, repositori
 
 
 @pytest.mark.soak
-def test_a_model_that_the_options_or_the_memory_do_not_fit_is_named(suite, tmp_path, capsys, monkeypatch):
+def test_a_model_too_narrow_for_the_options_or_too_large_for_memory_is_reported(suite, tmp_path, capsys, monkeypatch):
     for name, width in (("narrow", 16), ("large", 32), ("good", 32)):
         saved(tmp_path / name, "gpt2", vocab_size=300, n_embd=width, seed=len(name))
         save_tokenizer(train_bpe(WORDS, 290), tmp_path / name)
@@ -131,7 +131,7 @@ def test_a_model_that_the_options_or_the_memory_do_not_fit_is_named(suite, tmp_p
     assert len(said) == 2
 
 
-def test_a_gated_model_is_named_and_one_is_told_to_log_in(hub, repositories, suite, tmp_path, capsys, monkeypatch):
+def test_a_gated_model_is_reported_with_the_advice_to_log_in(hub, repositories, suite, tmp_path, capsys, monkeypatch):
     hub.set_token("hf_secret")
     command = suite("lab/llama", str(repositories / "lab" / "gpt2" / "main"))
     assert main(command) == 1

@@ -1,4 +1,4 @@
-"""`lit-layers audit`: tables, exit codes, and what is said of wrong input."""
+"""`lit-layers audit`: its tables, exit codes, and errors for wrong input."""
 
 import json
 import shutil
@@ -26,26 +26,26 @@ def run(tmp_path, model) -> Path:
     return root
 
 
-def copied(run: Path, one: int, other: int) -> None:
+def replace_step(run: Path, one: int, other: int) -> None:
     shutil.rmtree(run / f"step-{other:09d}")
     shutil.copytree(run / f"step-{one:09d}", run / f"step-{other:09d}")
 
 
-def test_a_clean_run_ends_in_zero_as_do_notes(run, capsys):
+def test_a_clean_run_and_a_run_with_only_notes_exit_with_0(run, capsys):
     assert main(["audit", str(run)]) == 0
     first, unseen = capsys.readouterr().out.splitlines()
     assert first == "first: 5 checkpoints, clean (level: weights)"
     assert unseen == f"not checked at this level: {UNSEEN['weights']}"
     assert "scaled by one factor" in unseen
-    copied(run, 0, 1)
+    replace_step(run, 0, 1)
     assert main(["audit", str(run)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "first: 5 checkpoints, clean" in said
     assert "note: identical weights" in said
 
 
-def test_a_suspect_run_ends_in_one_and_says_which_steps(run, capsys, tmp_path):
-    copied(run, 8, 2)
+def test_a_suspect_run_exits_with_1_and_lists_its_suspect_steps(run, capsys, tmp_path):
+    replace_step(run, 8, 2)
     assert main(["audit", str(run), "--json", str(tmp_path / "audit.json")]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "first: 5 checkpoints, suspect: step 2 " in said
@@ -59,7 +59,7 @@ def test_a_suspect_run_ends_in_one_and_says_which_steps(run, capsys, tmp_path):
     assert main(["audit", str(run), "--steps", "0,2"]) == 1
 
 
-def test_a_step_that_is_cut_is_found_where_files_are_read(run, capsys):
+def test_a_truncated_step_is_found_if_files_are_read(run, capsys):
     weights = run / "step-000000000" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
     assert main(["audit", str(run)]) == 1
@@ -83,14 +83,14 @@ def test_the_repositories_of_a_manifest_are_audited_one_after_the_other(tmp_path
     assert "org/two: 2 checkpoints, suspect: see below" in capsys.readouterr().out
 
 
-def test_weights_of_a_repository_that_are_here_are_read_and_judged(tmp_path, model, monkeypatch, capsys):
+def test_weights_of_a_repository_in_the_local_cache_are_read_and_judged(tmp_path, model, monkeypatch, capsys):
     repository = make_series(model, tmp_path / "hub" / "org" / "tiny", [0, 1, 2, 4, 8], values={8: 0.5})
     (file,) = (repository / "step2").glob("*.safetensors")
     later = load_file(repository / "step8" / file.name)
     save_file({name: tensor.bfloat16().to(tensor.dtype) for name, tensor in later.items()}, file)
     monkeypatch.chdir(tmp_path)
     with served(tmp_path / "hub", tmp_path / "home" / "hub", monkeypatch) as hub:
-        assert main(["audit", "org/tiny"]) == 0  # none of the weights is here, and none is fetched
+        assert main(["audit", "org/tiny"]) == 0  # no weights are in the cache, and none is downloaded
         said = capsys.readouterr().out
         assert "org/tiny: 5 checkpoints, clean (level: listing)" in said
         assert (

@@ -1,4 +1,4 @@
-"""The bar, also of a training."""
+"""The progress bar of commands and of a training."""
 
 import io
 from typing import Any
@@ -14,8 +14,8 @@ from lit_layers.training import run_log
 from tests.cli.test_fit import RECIPE
 
 
-def terminal(monkeypatch) -> io.StringIO:
-    """Standard error from now on."""
+def fake_terminal(monkeypatch) -> io.StringIO:
+    """Replace standard error by a terminal that keeps its text."""
     said = io.StringIO()
     monkeypatch.setattr(said, "isatty", lambda: True)
     monkeypatch.setattr("sys.stderr", said)
@@ -23,8 +23,8 @@ def terminal(monkeypatch) -> io.StringIO:
     return said
 
 
-def test_what_is_done_and_comes_next_is_drawn(monkeypatch):
-    said = terminal(monkeypatch)
+def test_the_bar_shows_progress_and_the_current_message(monkeypatch):
+    said = fake_terminal(monkeypatch)
     with bar("auditing") as show:
         show(0, 10, "waiting for workers")
         show(6, 10, "2 workers: step 6")
@@ -41,7 +41,7 @@ def test_what_is_done_and_comes_next_is_drawn(monkeypatch):
 @pytest.mark.soak
 @pytest.mark.slow
 def test_a_training_shows_a_bar_of_its_steps(tmp_path, corpus, no_page, monkeypatch):
-    said = terminal(monkeypatch)
+    said = fake_terminal(monkeypatch)
     recipe = {**RECIPE, "corpus": str(corpus), "analyses": [], "root": str(tmp_path / "run")}
     recipe["trainer"] = RECIPE["trainer"] | {"max_steps": 2}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
@@ -50,12 +50,12 @@ def test_a_training_shows_a_bar_of_its_steps(tmp_path, corpus, no_page, monkeypa
     assert "loss " in said.getvalue()
 
 
-def a_measurement(step: int) -> Measurement:
+def make_measurement(step: int) -> Measurement:
     facts: Any = {"run": "run", "tokens": None, "analysis": "lens", "records": [], "provenance": {}}
     return Measurement(step=step, seconds=1.0, **facts)
 
 
-def test_long_measuring_says_what_is_measured_and_measuring_of_seconds_is_no_news(monkeypatch):
+def test_long_measurements_are_announced_and_short_ones_are_not(monkeypatch):
     now, said = [100.0], []
     monkeypatch.setattr(run_log.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(run_log, "rank_zero_info", said.append)
@@ -65,6 +65,6 @@ def test_long_measuring_says_what_is_measured_and_measuring_of_seconds_is_no_new
             for analysis in ("coupling", "lens", "probe", "lens"):
                 lines.measuring(step, analysis)
                 now[0] += seconds
-            lines.measured(a_measurement(step))
-            now[0] += 1000.0  # of training, which is no measuring
+            lines.measured(make_measurement(step))
+            now[0] += 1000.0  # training time, which is not measuring time
     assert said == [f"measuring {name} at step {step}" for step in (0, 1) for name in ("lens", "probe", "lens")]

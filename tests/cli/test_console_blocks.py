@@ -1,7 +1,7 @@
-"""The `console` blocks of pages and the headers of recipes: their commands run, on runs of the names that they have.
+"""The `console` blocks of pages and the headers of recipes: their commands run, on runs with the names they use.
 
-What they are of takes hours or a cluster, so that trainings go as far as their options: each `fit` is read whole,
-as is the first and last run of each grid. Published series and figures have tests of their own, with a stand-in Hub.
+The original runs take hours or a cluster. So for a training only the options are read: of each `fit`, and of the first
+and last run of each grid. Published series and figures have tests of their own, with a stand-in Hub.
 """
 
 import glob
@@ -29,16 +29,16 @@ RUNS = {name: {} for name in ("run1", "run2", "quickstart", "seed1", "seed2", "s
 
 
 COMMANDS = documented_commands()
-# By test_published_series and tests/test_wandb_mirror.py.
-ELSEWHERE = ("llm_suite", "--workspace")
+# Tested by test_published_series and tests/test_wandb_mirror.py.
+SKIPPED = ("llm_suite", "--workspace")
 PAGES_OF_RUNS = [
-    each for each in COMMANDS if each.startswith(("report", "emerge")) and not any(word in each for word in ELSEWHERE)
+    each for each in COMMANDS if each.startswith(("report", "emerge")) and not any(word in each for word in SKIPPED)
 ]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """With the recipes, and runs by the names that the pages have."""
+    """A folder with the recipes, and with runs of the names that the pages use."""
     folder = tmp_path_factory.mktemp("place")
     for name in ("recipes", "wandb_configs"):
         (folder / name).symlink_to(ROOT / name)
@@ -53,8 +53,8 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def place(folder, monkeypatch) -> Path:
-    """The working folder: commands write beside the runs, and leave these as they are."""
+def workdir(folder, monkeypatch) -> Path:
+    """The working directory. Commands write next to the runs and do not change them."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
     return folder
@@ -67,24 +67,24 @@ def place(folder, monkeypatch) -> Path:
         for each in PAGES_OF_RUNS
     ],
 )
-def test_pages_of_runs_are_written_as_the_command_says(command, place, monkeypatch):
+def test_pages_of_runs_are_written_by_the_documented_command(command, workdir, monkeypatch):
     leave_undrawn(monkeypatch)
-    measured = records.read(place / "checkpoints" / "quickstart" / "measurements.jsonl")
+    measured = records.read(workdir / "checkpoints" / "quickstart" / "measurements.jsonl")
     settings = {m.provenance["config_hash"] for m in measured}
     words = [each for word in shlex.split(command) for each in (sorted(glob.glob(word)) or [word])]
     words = [sorted(settings)[0] if word == "1a2b3c4d" else word for word in words]
     out = words[words.index("--root") + 1] if "--root" in words else ""
     page = {"emerge": Path(out, "emergence.html"), "report": Path(out or "runs.html")}[words[0]]
-    if words[0] == "report" and words[1] in ("checkpoints/quickstart", "checkpoints/study"):  # a run alone
+    if words[0] == "report" and words[1] in ("checkpoints/quickstart", "checkpoints/study"):  # a page of a single run
         page = Path(words[1], "report.html")
     page.unlink(missing_ok=True)
     assert main(words) == 0
     assert page.stat().st_size > 10_000
 
 
-@pytest.mark.nightly  # two seconds for each
+@pytest.mark.nightly  # two seconds per command
 @pytest.mark.parametrize("command", [each for each in COMMANDS if each.startswith("fit")])
-def test_trainings_are_read_whole(command, place, capsys):
+def test_options_of_every_documented_training_are_valid(command, workdir, capsys):
     with pytest.raises(SystemExit) as ended:
         main([*shlex.split(command), "--print_config"])
     assert ended.value.code == 0, capsys.readouterr().err
@@ -92,7 +92,7 @@ def test_trainings_are_read_whole(command, place, capsys):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("script", LOOPS, ids=lambda path: path.stem)
-def test_the_first_and_last_run_of_a_grid_are_read_whole(script, place, tmp_path, capsys):
+def test_options_of_the_first_and_last_run_of_a_grid_are_valid(script, workdir, tmp_path, capsys):
     loop = Loop(script, tmp_path)
     assert loop.run() == 0
     first, *_, last = loop.commands()

@@ -1,4 +1,4 @@
-"""`lit-layers correlate`: what it prints and leaves, its page and its pictures, and what is said of wrong input."""
+"""`lit-layers correlate`: its output, files, page and pictures, and errors for wrong input."""
 
 import contextlib
 import html
@@ -22,7 +22,7 @@ QUICK = ["--resamples", "100"]
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory) -> tuple[Path, str]:
-    """What the command leaves of the published table, and what it prints."""
+    """The folder that the command writes for the published table, and its printed output."""
     folder = tmp_path_factory.mktemp("published") / "correlation"
     with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(io.StringIO()) as printed:
         patched.setenv("COLUMNS", "120")
@@ -38,13 +38,13 @@ def study(tmp_path) -> Path:
     return tmp_path
 
 
-def shown(page: Path) -> str:
-    """The page without its scripts and style."""
+def visible_text(page: Path) -> str:
+    """Return the text of a page without its scripts and styles."""
     text = re.sub(r"<(script|style)\b.*?</\1>", "", page.read_text(), flags=re.S)
     return html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", text)))
 
 
-def test_the_published_table_is_printed_with_its_warnings_and_left_as_json_and_csv(published):
+def test_the_published_table_is_printed_with_its_warnings_and_saved_as_json_and_csv(published):
     out, said = published
     assert "Published coupling against leaderboard score, 28 models: R² = 0.800, p = 1.4e-10" in said
     assert "warning: Published coupling follows coupling by width alone, R² = 0.93; beyond it r = 0.568" in said
@@ -60,13 +60,13 @@ def test_the_published_table_is_printed_with_its_warnings_and_left_as_json_and_c
 def test_the_page_shows_every_model_the_line_and_the_warnings(published):
     out = published[0]
     page = out / "correlation.html"
-    text = shown(page)
+    text = visible_text(page)
     for words in ("Read with care", "With something else held fixed", "Within groups", "arXiv 2407.07810"):
         assert words in text
     first = page_figures(page)[0]
     table = pd.read_csv(out / "models.csv").set_index("model")
-    places = [(row["x"], row["y"], row.get("t")) for row in first.points]
-    drawn = {about.split("\n")[0]: (x, y) for x, y, about in places if about}
+    points = [(row["x"], row["y"], row.get("t")) for row in first.points]
+    drawn = {about.split("\n")[0]: (x, y) for x, y, about in points if about}
     assert drawn == {name: (row["coupling"], row["score"]) for name, row in table.iterrows()}
     line = [*first.line("Least squares").items()]
     slope = (line[-1][1] - line[0][1]) / (line[-1][0] - line[0][0])
@@ -75,7 +75,7 @@ def test_the_page_shows_every_model_the_line_and_the_warnings(published):
     assert "://" not in re.sub(r"<script>.*?</script>", "", page.read_text(), flags=re.S)
 
 
-def test_models_and_a_file_of_scores_make_a_page_that_names_those_left_out(study, capsys, monkeypatch):
+def test_a_page_of_models_and_a_file_of_scores_lists_the_models_left_out(study, capsys, monkeypatch):
     leave_undrawn(monkeypatch)
     monkeypatch.chdir(study)
     command = ["correlate", "models", "--metric", "coupling/coupling[k=12]", "--score", "scores.csv:arc"]
@@ -83,7 +83,7 @@ def test_models_and_a_file_of_scores_make_a_page_that_names_those_left_out(study
     said = capsys.readouterr().out
     assert "Coupling, k = 12 against arc, 6 models: R² = " in said
     assert "Only 6 models" in said
-    text = shown(study / "correlation" / "correlation.html")
+    text = visible_text(study / "correlation" / "correlation.html")
     assert "Excess coupling: the baseline taken off" in text
     assert "Within equal family" in text
     assert {path.name for path in (study / "correlation").iterdir()} >= {"correlation.html", "scatter.png"}
@@ -91,10 +91,10 @@ def test_models_and_a_file_of_scores_make_a_page_that_names_those_left_out(study
     Path("scores.csv").write_text("\n".join([line for line in lines if not line.startswith("m2")]))
     assert main([*command, *QUICK]) == 0
     assert "left out: org/m2: no arc" in capsys.readouterr().out
-    assert "1 model left out org/m2: no arc" in shown(study / "correlation" / "correlation.html")
+    assert "1 model left out org/m2: no arc" in visible_text(study / "correlation" / "correlation.html")
 
 
-def test_names_from_files_are_shown_and_never_run(tmp_path):
+def test_names_from_files_are_shown_and_never_executed(tmp_path):
     rows = [f'"{NASTY}{n}",{n},{n * n % 5},"{NASTY}"' for n in range(6)]
     (tmp_path / "t.csv").write_text("\n".join(["model,m,acc,kind", *rows]))
     out = tmp_path / "out"
@@ -105,4 +105,4 @@ def test_names_from_files_are_shown_and_never_run(tmp_path):
     assert NASTY not in text
     assert "<img" not in text.replace(script(), "")
     assert html.escape(NASTY, quote=False) in text
-    assert shown(out / "correlation.html").count(NASTY) == 1, "the model that counts most"
+    assert visible_text(out / "correlation.html").count(NASTY) == 1, "the model that counts most"

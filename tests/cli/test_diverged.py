@@ -1,4 +1,4 @@
-"""A run whose loss is no number any more ends with a code and a sentence of its own."""
+"""A run whose loss becomes NaN or infinite ends with its own exit code and sentence."""
 
 import math
 from pathlib import Path
@@ -28,7 +28,7 @@ def command(tmp_path, corpus) -> list[str]:
 
 
 def spoil(monkeypatch, factor: float, *, rank: int = 0) -> None:
-    """The loss of step BAD becomes infinite or NaN on one rank."""
+    """Make the loss of step BAD infinite or NaN on one rank."""
     loss = LitCausalLM.loss
 
     def spoilt(self, batch):
@@ -38,8 +38,8 @@ def spoil(monkeypatch, factor: float, *, rank: int = 0) -> None:
     monkeypatch.setattr(LitCausalLM, "loss", spoilt)
 
 
-def checked(root: Path) -> None:
-    """What was computed stays, and nothing was saved to go on from that is not healthy."""
+def check_results_are_kept(root: Path) -> None:
+    """Check that results are kept and that every state to resume from is finite."""
     rows = {int(row["step"]): row["train/loss"] for row in records.rows(root / "metrics.jsonl")}
     assert not math.isfinite(rows[BAD])
     assert all(math.isfinite(loss) for step, loss in rows.items() if step < BAD)
@@ -53,31 +53,31 @@ def checked(root: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
-def test_it_ends_with_three_names_the_step_and_keeps_what_was_computed(factor, command, tmp_path, monkeypatch, capfd):
+def test_a_diverged_run_exits_with_3_names_the_step_and_keeps_results(factor, command, tmp_path, monkeypatch, capfd):
     spoil(monkeypatch, factor)
     assert main(command) == 3
     root = tmp_path / "run"
     said = next(line for line in capfd.readouterr().err.splitlines() if "diverged" in line)
     assert f"lit-layers fit: error: diverged: the loss of step {BAD} is {factor}; last healthy checkpoints: " in said
     assert f"{root}/step-000000004 and {root}/resume/step-000000006; begin anew with a lower model.lr" in said
-    checked(root)
+    check_results_are_kept(root)
     monkeypatch.undo()
-    assert main([*command, "--resume", "last"]) == 0  # what spoilt it is gone
+    assert main([*command, "--resume", "last"]) == 0  # without the modified loss
     assert [row["step"] for row in records.rows(root / "metrics.jsonl")] == list(range(1, LAST + 1))
     assert saved_steps(root) == list(range(0, LAST + 1, 2))
 
 
 @pytest.mark.soak
-def test_where_one_rank_diverges_all_end_with_three(command, tmp_path, monkeypatch):
+def test_all_ranks_exit_with_3_if_one_rank_diverges(command, tmp_path, monkeypatch):
     spoil(monkeypatch, math.nan, rank=1)
     two = ["--trainer.devices", "2", "--trainer.strategy", "ddp"]
     assert run_ranks(lambda: main([*command, *two])) == [3, 3]
-    checked(tmp_path / "run")
+    check_results_are_kept(tmp_path / "run")
 
 
 @pytest.mark.soak
-def test_weights_that_are_none_are_not_saved_to_go_on_from(command, tmp_path, monkeypatch, capfd):
-    """The step that breaks them has a loss still."""
+def test_weights_that_are_not_finite_are_not_saved_for_a_resume(command, tmp_path, monkeypatch, capfd):
+    """The step that makes the weights infinite still has a finite loss."""
 
     def broken(self, *_: object) -> None:
         if self.trainer.global_step == BAD:

@@ -1,4 +1,4 @@
-"""Of the ranks of a run the first alone writes: no other touches a file, however the run begins, goes on or ends."""
+"""Only the first rank writes files: when a run begins, resumes, ends, is preempted or is overwritten."""
 
 import os
 import sys
@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_page")]
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink", "shutil.rmtree"}
 
 
-def writes_of_the_second_rank(command: list[str], log: Path, before=lambda: None) -> tuple[list[int], list[str]]:
-    """Exit codes, and each file that the second rank has opened for writing, made, renamed or removed."""
+def files_written_by_the_second_rank(command: list[str], log: Path, before=lambda: None) -> tuple[list[int], list[str]]:
+    """Return the exit codes, and every file that the second rank opened for writing, created, renamed or removed."""
 
     def fit() -> int:
         before()
@@ -37,22 +37,22 @@ def writes_of_the_second_rank(command: list[str], log: Path, before=lambda: None
 
 
 @pytest.mark.soak
-def test_a_run_that_begins_is_preempted_goes_on_and_is_overwritten(recipe, tmp_path):  # noqa: F811
+def test_the_second_rank_never_writes_at_a_start_preemption_resume_or_overwrite(recipe, tmp_path):  # noqa: F811
     command = ["fit", "--config", str(recipe), "--root", str(tmp_path / "run"), "--trainer.devices", "2"]
     command += ["--trainer.strategy", "ddp"]
     plain = LitCausalLM.loss
 
-    def lost(self, batch):
+    def nan_loss(self, batch):
         return plain(self, batch) * float("nan")
 
     for number, (options, before, code) in enumerate(
         (
             ([], lambda: PREEMPTION(False), 143),
             (["--resume", "last"], lambda: None, 0),
-            (["--resume", "last"], lambda: None, 0),  # has ended already
+            (["--resume", "last"], lambda: None, 0),  # the run has already ended
             (["--if_exists", "overwrite", "--trainer.max_steps", "4"], lambda: None, 0),
-            (["--if_exists", "overwrite"], lambda: setattr(LitCausalLM, "loss", lost), 3),
+            (["--if_exists", "overwrite"], lambda: setattr(LitCausalLM, "loss", nan_loss), 3),
         )
     ):
-        written = writes_of_the_second_rank([*command, *options], tmp_path / f"log{number}", before)
+        written = files_written_by_the_second_rank([*command, *options], tmp_path / f"log{number}", before)
         assert written == ([code] * 2, []), options

@@ -1,4 +1,4 @@
-"""`lit-layers fit`: a watched run from a recipe, its end, and what is said of wrong input."""
+"""`lit-layers fit`: a measured run from a recipe, how it ends, and errors for wrong input."""
 
 import json
 import shutil
@@ -73,7 +73,7 @@ def test_a_recipe_becomes_a_series_with_measurements_and_a_report(trained):
 @pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_page")
-def test_a_run_may_begin_with_a_checkpoint_of_another_and_says_so(trained, recipe, tmp_path, capsys):
+def test_a_run_that_begins_with_a_checkpoint_of_another_run_reports_it(trained, recipe, tmp_path, capsys):
     start, later = trained[0] / "step-000000002", tmp_path / "later"
     begin = ["fit", "--config", str(recipe), "--root", str(later), "--model.init_from", str(start)]
     assert main([*begin, "--trainer.max_steps", "1", "--model.decay_steps", "2"]) == 0
@@ -83,25 +83,25 @@ def test_a_run_may_begin_with_a_checkpoint_of_another_and_says_so(trained, recip
     assert "resumed at step 3 from" in capsys.readouterr().out
     assert saved_steps(later) == [2, 3, 4]
     assert [(row["step"], row["tokens"]) for row in records.rows(later / "metrics.jsonl")] == [(3, 192), (4, 256)]
-    # killed after its last step: only the page may be missing
+    # The run was killed after its last step: only the page may be missing.
     assert main([*begin, "--trainer.max_steps", "2", "--model.decay_steps", "2", "--resume", "last"]) == 0
     assert saved_steps(later) == [2, 3, 4]
     assert f"trained up to step 4 already: the run in {later} is kept" in capsys.readouterr().out
-    # a model of another size does not take these weights
+    # A model of another size does not fit these weights.
     assert main([*begin, "--if_exists", "overwrite", "--model.config.n_layer", "2"]) == 2
     assert "model.config.n_layer: " in capsys.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_page")
-def test_a_used_folder_is_overwritten_when_the_command_line_says_so(trained, recipe, tmp_path):
+def test_a_used_folder_is_overwritten_only_with_an_option_of_the_command_line(trained, recipe, tmp_path):
     shutil.copytree(trained[0], tmp_path / "run")
     assert main(["fit", "--config", str(recipe), "--if_exists", "overwrite", "--trainer.max_steps", "1"]) == 0
     assert saved_steps(tmp_path / "run") == [0, 1]
     assert {m.step for m in records.read(tmp_path / "run" / "measurements.jsonl")} == {0, 1}
 
 
-def test_a_callback_that_watches_what_nothing_logs_is_told_in_one_sentence(recipe, tmp_path, capsys):
+def test_a_callback_that_monitors_an_unknown_metric_is_refused_in_one_sentence(recipe, tmp_path, capsys):
     stopping = {"class_path": "lightning.pytorch.callbacks.EarlyStopping", "init_args": {"monitor": "nothing"}}
     (tmp_path / "more.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": [stopping]}, "analyses": []}))
     assert main(["fit", "--config", str(recipe), "--config", str(tmp_path / "more.yaml")]) == 2
@@ -112,7 +112,7 @@ def test_a_callback_that_watches_what_nothing_logs_is_told_in_one_sentence(recip
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_ctrl_c_leaves_a_series_and_a_report_that_can_be_opened(recipe, tmp_path):
+def test_ctrl_c_leaves_a_readable_series_and_report(recipe, tmp_path):
     root = tmp_path / "run"
     command = ["fit", "--config", recipe, "--trainer.max_steps", "100000"]
     ended = run_command(command, when=lambda: root.exists() and len(saved_steps(root)) >= 5)

@@ -1,4 +1,4 @@
-"""`lit-layers fit` on images: a watched run, its resume, and what is said of wrong input."""
+"""`lit-layers fit` on images: a measured run, its resume, and errors for wrong input."""
 
 import json
 from pathlib import Path
@@ -49,7 +49,7 @@ def recipe(tmp_path) -> Path:
 
 
 @pytest.mark.soak
-def test_a_recipe_becomes_a_run_that_says_what_it_saw_and_resumes_to_the_same_bits(recipe, tmp_path):
+def test_a_run_records_its_images_and_resumes_to_the_same_bits(recipe, tmp_path):
     assert main(["fit", "--config", str(recipe)]) == 0
     root, whole = tmp_path / "run", tmp_path / "whole"
     facts = json.loads((root / "run.json").read_text())

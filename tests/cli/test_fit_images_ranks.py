@@ -1,4 +1,4 @@
-"""Images on two ranks: the run of one rank, up to rounding, with weights whole (DDP) and sharded (FSDP2)."""
+"""Images on two ranks equal a run of one rank up to rounding, with full (DDP) and with sharded weights (FSDP2)."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import yaml
 
 from lit_layers import records
 from lit_layers.cli.main import main
-from tests.cli.test_first_rank_writes import writes_of_the_second_rank
+from tests.cli.test_first_rank_writes import files_written_by_the_second_rank
 from tests.cli.test_fit_images import RECIPE
 from tests.support.forked import run_forked
 
@@ -18,19 +18,19 @@ FSDP = str(Path(__file__).parents[2] / "recipes" / "trainer" / "fsdp.yaml")
 @pytest.fixture
 def recipe(tmp_path) -> Path:
     model = RECIPE["model"]["init_args"]
-    still = {**model, "drop_path_rate": 0.0, "mixup": 0.0}  # drawn anew by each rank
+    init_args = {**model, "drop_path_rate": 0.0, "mixup": 0.0}  # no randomness that each rank would draw for itself
     path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump({**RECIPE, "model": {**RECIPE["model"], "init_args": still}}))
+    path.write_text(yaml.safe_dump({**RECIPE, "model": {**RECIPE["model"], "init_args": init_args}}))
     return path
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("strategy", [["--trainer.strategy", "ddp"], ["--config", FSDP]], ids=["ddp", "fsdp"])
-def test_two_ranks_train_and_measure_as_one_does_and_the_first_alone_writes(strategy, recipe, tmp_path):
+def test_two_ranks_train_and_measure_like_one_and_only_the_first_writes(strategy, recipe, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     assert run_forked(lambda: main(["fit", "--config", str(recipe), "--root", str(one)])) == 0
     command = ["fit", "--config", str(recipe), *strategy, "--root", str(two), "--trainer.accelerator", "cpu"]
-    assert writes_of_the_second_rank([*command, "--trainer.devices", "2"], tmp_path / "log") == ([0, 0], [])
+    assert files_written_by_the_second_rank([*command, "--trainer.devices", "2"], tmp_path / "log") == ([0, 0], [])
     rows = [records.rows(root / "metrics.jsonl") for root in (one, two)]
     names = {name for name in rows[1][-1] if "per_second" not in name}
     assert names >= {"train/loss", "train/grad_norm", "validation/accuracy", "validation/loss"}

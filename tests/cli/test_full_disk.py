@@ -1,6 +1,6 @@
-"""A disk that is full, or read-only, under every command that writes: a sentence, and what was there is kept.
+"""A full or read-only disk under every command that writes: one sentence, and no file is lost.
 
-The disk is a small tmpfs, which only root can mount. The short form is of what names the file and ends a command.
+The disk is a small tmpfs, which only root can mount. The tests at the end of the file need no disk.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ PAGE = 4096
 POINTS = Path(__file__).parents[2] / "recipes" / "papers" / "coupling" / "fig1a_points.yaml"
 
 
-# A command that writes to `disk`, and reads what lies in `home`.
+# Each command writes to `disk` and reads files of `home`.
 CASES = {
     "fit": "fit --config {home}/recipe.yaml --root {disk}/run",
     "analyze": "analyze {home}/series --config {home}/analyses.yaml --root {disk}/out",
@@ -63,12 +63,12 @@ def argv(name: str, home: Path, disk: Path) -> list[str]:
     return CASES[name].format(home=home, disk=disk).split()
 
 
-def to_go_on(name: str, home: Path, disk: Path) -> list[str]:
+def resume_argv(name: str, home: Path, disk: Path) -> list[str]:
     return [*argv(name, home, disk), *(["--resume", "last"] if name == "fit" else [])]
 
 
-def inputs(name: str, home: Path, disk: Path) -> None:
-    """Makes the folder `disk`, and copies to it what the command finds there."""
+def write_inputs(name: str, home: Path, disk: Path) -> None:
+    """Create the folder `disk` and copy the files to it that the command reads there."""
     disk.mkdir(exist_ok=True)
     if name == "report":
         shutil.copytree(home / "run", disk / "run")
@@ -76,8 +76,10 @@ def inputs(name: str, home: Path, disk: Path) -> None:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Path]:
-    """What the commands read, on another disk. How much memory an export takes is measured by tests/models/test_costs:
-    three processes, each of which imports torch and transformers."""
+    """The files that the commands read, on another disk.
+
+    The memory that an export takes is measured by tests/models/test_costs.
+    """
     home = tmp_path_factory.mktemp("home")
     make_run(home / "run", steps=(0, 1, 2), layers=2)
     shutil.copytree(corpus, home / "shards")
@@ -99,7 +101,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Pat
     return home
 
 
-def disk_is_ours(folder: Path) -> bool:
+def tmpfs_can_be_mounted(folder: Path) -> bool:
     try:
         Disk(folder, 2**16).close()
     except (OSError, subprocess.CalledProcessError):
@@ -108,7 +110,7 @@ def disk_is_ours(folder: Path) -> bool:
 
 
 class Disk:
-    """A small file system, which may be given more room, or become read-only."""
+    """A small file system that can be enlarged or made read-only."""
 
     def __init__(self, folder: Path, size: int) -> None:
         self.folder = folder
@@ -120,7 +122,7 @@ class Disk:
             while True:
                 filler.write(bytes(PAGE))
 
-    def become(self, options: str) -> None:
+    def remount(self, options: str) -> None:
         self._run("mount", "-o", f"remount,{options}")
 
     def close(self) -> None:
@@ -130,8 +132,8 @@ class Disk:
         subprocess.run([*words, str(self.folder)], check=True)
 
 
-def pages(folder: Path) -> int:
-    """What the files take of a tmpfs."""
+def tmpfs_bytes(folder: Path) -> int:
+    """Return how many bytes the files occupy on a tmpfs."""
     return sum(-(-path.stat().st_size // PAGE) * PAGE for path in folder.rglob("*") if path.is_file())
 
 
@@ -139,18 +141,18 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def names(folder: Path) -> set[str]:
-    """The files, those with values of prompts without the digest in their names, which another training changes."""
+def names_without_digests(folder: Path) -> set[str]:
+    """Names of files without the digests of values of prompts, which differ between trainings."""
     return {re.sub(r"-[0-9a-f]{16}(?=\.safetensors$)", "", name) for name in files(folder)}
 
 
-def measured(folder: Path) -> dict[str, list[records.Measurement]]:
+def read_measurements(folder: Path) -> dict[str, list[records.Measurement]]:
     found = {path: records.read(path) for path in folder.rglob("measurements.jsonl")}
     return {str(path.relative_to(folder)): [replace(m, seconds=0.0) for m in lines] for path, lines in found.items()}
 
 
-def whole(found: dict[str, list[records.Measurement]]) -> dict[str, list[tuple]]:
-    """The numbers of what did not fail, whatever order they were written in."""
+def successful_numbers(found: dict[str, list[records.Measurement]]) -> dict[str, list[tuple]]:
+    """Records of measurements without an error, in an order that does not depend on when they were written."""
     lines = {name: [(m.step, m.analysis, m.records) for m in ms if m.error is None] for name, ms in found.items()}
     return {name: sorted(each, key=lambda line: (line[0] or 0, line[1])) for name, each in lines.items()}
 
@@ -158,21 +160,21 @@ def whole(found: dict[str, list[records.Measurement]]) -> dict[str, list[tuple]]
 @pytest.mark.nightly
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_full_disk_is_a_sentence_and_loses_nothing(name: str, home: Path, tmp_path: Path) -> None:
-    if not disk_is_ours(tmp_path / "tried"):
+def test_a_full_disk_is_reported_in_one_sentence_and_no_file_is_lost(name: str, home: Path, tmp_path: Path) -> None:
+    if not tmpfs_can_be_mounted(tmp_path / "tried"):
         pytest.skip("no tmpfs can be mounted here: needs Linux and root")
     undisturbed = tmp_path / "undisturbed"
-    inputs(name, home, undisturbed)
-    before = pages(undisturbed)
+    write_inputs(name, home, undisturbed)
+    before = tmpfs_bytes(undisturbed)
     assert run_limited(argv(name, home, undisturbed), tmp_path).code == 0
-    written = pages(undisturbed) - before
+    written = tmpfs_bytes(undisturbed) - before
     for share in (0.0, 0.4, *((0.1, 0.7) if "analyze" in name or name == "fit" else ()), None):  # None: read-only
         size = before + (written if share is None else int(share * written)) + PAGE * 3
         with contextlib.closing(Disk(tmp_path / f"disk{share}", size)) as disk:
-            inputs(name, home, disk.folder)
+            write_inputs(name, home, disk.folder)
             given = files(disk.folder)
             if share is None:
-                disk.become("ro")
+                disk.remount("ro")
             elif share == 0:
                 disk.fill()
             outcome = run_limited(argv(name, home, disk.folder), tmp_path)
@@ -181,37 +183,37 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(name: str, home: Path, tmp_
             said = [line for line in outcome.said.splitlines() if reason in line.lower() and str(disk.folder) in line]
             refusals = [line for line in outcome.said.splitlines() if line.startswith("lit-layers ")]
             assert "Traceback" not in outcome.said, about
-            if outcome.code == 0:  # it fitted, the page of a training aside, which `report` draws again
+            if outcome.code == 0:  # everything fitted, except a page of a training, which `report` can draw
                 assert share, about
                 assert not refusals, about
             else:
                 assert said, about
-                assert outcome.code == 2 or (outcome.code, name) == (1, "mteb"), about  # a task fails by itself
+                assert outcome.code == 2 or (outcome.code, name) == (1, "mteb"), about  # one task can fail alone
                 assert len(refusals) == (outcome.code == 2), about
             there = files(disk.folder)
-            assert {place: there[place] for place in given} == given, about
-            kept = measured(disk.folder)  # each line can be read
-            disk.become("rw,size=400m")
-            again = run_limited(to_go_on(name, home, disk.folder), tmp_path)
+            assert {path: there[path] for path in given} == given, about
+            kept = read_measurements(disk.folder)  # every line is readable
+            disk.remount("rw,size=400m")
+            again = run_limited(resume_argv(name, home, disk.folder), tmp_path)
             assert again.code == 0, f"{about}\n{again.said}"
-            now = measured(disk.folder)
-            assert all(now[place][: len(lines)] == lines for place, lines in kept.items()), about
-            assert whole(now) == whole(measured(undisturbed)), about
-            assert names(disk.folder) >= names(undisturbed), about
+            now = read_measurements(disk.folder)
+            assert all(now[path][: len(lines)] == lines for path, lines in kept.items()), about
+            assert successful_numbers(now) == successful_numbers(read_measurements(undisturbed)), about
+            assert names_without_digests(disk.folder) >= names_without_digests(undisturbed), about
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("name", ["select", "correlate", "emerge", "report", "prepare", "reproduce"])
-def test_a_command_that_sigterm_ends_as_it_writes_loses_nothing(name: str, home: Path, tmp_path: Path) -> None:
-    """The signal comes while the command waits at a file, the first or the third, as on a slow disk."""
+def test_a_command_that_sigterm_ends_during_a_write_loses_no_file(name: str, home: Path, tmp_path: Path) -> None:
+    """The signal comes while the command writes its first or third file, as on a slow disk."""
     undisturbed = tmp_path / "undisturbed"
-    inputs(name, home, undisturbed)
+    write_inputs(name, home, undisturbed)
     assert run_forked(lambda: main(argv(name, home, undisturbed))) == 0
-    whole = files(undisturbed)
+    complete = files(undisturbed)
     for writes in (1, 3):
         folder, calls = tmp_path / str(writes), []
-        inputs(name, home, folder)
+        write_inputs(name, home, folder)
         given = files(folder)
 
         def slow(path: Path, calls: list = calls, writes: int = writes) -> None:
@@ -220,52 +222,52 @@ def test_a_command_that_sigterm_ends_as_it_writes_loses_nothing(name: str, home:
                 terminate(0.1)
                 time.sleep(FOR_EVER)
 
-        def slowly(slow: Callable = slow, folder: Path = folder) -> int:  # durable is imported again in the fork alone
+        def slow_command(slow: Callable = slow, folder: Path = folder) -> int:  # changes `durable` only in the fork
             durable.sync = slow
             return main(argv(name, home, folder))
 
-        assert run_forked(slowly) == (143 if writes <= {"prepare": 2}.get(name, 3) else 0)  # so many files are written
+        assert run_forked(slow_command) == (143 if writes <= {"prepare": 2}.get(name, 3) else 0)  # number of files
         left = files(folder)
-        tables = [place for place in left if place.endswith((".csv", ".parquet"))]
-        assert {place: left[place] for place in given} == given
-        assert all(left[place] == whole[place] for place in tables if place in whole), "a table is whole or not there"
-        assert name == "prepare" or not [place for place in left if ".draft" in place]  # it knows its own by name
-        assert run_forked(lambda folder=folder: main(to_go_on(name, home, folder))) == 0
-        assert files(folder).keys() >= whole.keys()
+        tables = [path for path in left if path.endswith((".csv", ".parquet"))]
+        assert {path: left[path] for path in given} == given
+        assert all(left[path] == complete[path] for path in tables if path in complete), "a table is whole or not there"
+        assert name == "prepare" or not [path for path in left if ".draft" in path]  # it finds its drafts by name
+        assert run_forked(lambda folder=folder: main(resume_argv(name, home, folder))) == 0
+        assert files(folder).keys() >= complete.keys()
 
 
-def test_what_a_write_raises_names_the_file_that_was_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write names none, a draft is nobody's, and libraries in Rust have errors of their own."""
-    place = tmp_path / "numbers.json"
+def test_an_error_of_a_write_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The original error names no file or a draft, and libraries written in Rust raise their own errors."""
+    path = tmp_path / "numbers.json"
     monkeypatch.setattr("lit_layers.files.durable.sync", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     for write in (write_json, replace_file):
         with pytest.raises(OSError, match="No space left") as raised:
-            write(place, "1")
-        assert raised.value.filename == str(place)
-    with pytest.raises(OSError, match="No space left") as raised, naming(place):
+            write(path, "1")
+        assert raised.value.filename == str(path)
+    with pytest.raises(OSError, match="No space left") as raised, naming(path):
         raise ValueError("Error while serializing: I/O error: No space left on device (os error 28)")
-    assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, str(place))
-    with pytest.raises(ValueError, match="^header too large$"), naming(place):
+    assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, str(path))
+    with pytest.raises(ValueError, match="^header too large$"), naming(path):
         raise ValueError("header too large")
-    with pytest.raises(OSError, match="Input/output") as named, naming(place):
+    with pytest.raises(OSError, match="Input/output") as named, naming(path):
         raise OSError(errno.EIO, "Input/output error", "weights")
     assert named.value.filename == "weights", "what is read inside is told as it is"
 
 
-def test_a_full_disk_is_known_behind_the_sentence_that_says_so() -> None:
-    def raised(error: OSError) -> InputError:
+def test_a_full_disk_is_recognized_by_the_cause_of_an_error() -> None:
+    def input_error(error: OSError) -> InputError:
         sentence = InputError("cannot write")
         sentence.__cause__ = error
         return sentence
 
-    assert is_full(raised(OSError(errno.ENOSPC, "")))
+    assert is_full(input_error(OSError(errno.ENOSPC, "")))
     assert is_full(OSError(errno.EROFS, ""))
-    assert not is_full(raised(OSError(errno.ENOENT, "")))
+    assert not is_full(input_error(OSError(errno.ENOENT, "")))
     assert not is_full(None)
 
 
 def test_a_full_disk_ends_a_series_at_its_first_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What else cannot be measured of one is noted, and the next one is measured."""
+    """Other errors of a checkpoint are recorded, and the next checkpoint is measured."""
     tried = []
 
     def full(*_: object) -> None:
@@ -281,7 +283,7 @@ def test_a_full_disk_ends_a_series_at_its_first_checkpoint(tmp_path: Path, monke
     assert len(tried) == 1
 
 
-def test_a_step_of_a_paper_that_cannot_write_says_so_and_the_next_one_begins(
+def test_a_step_of_a_paper_that_cannot_write_reports_it_and_the_next_step_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     recipe = yaml.safe_load(POINTS.read_text())

@@ -1,6 +1,7 @@
-"""Random bad input to the commands: one sentence or a result, never a traceback, a hang, or harm.
+"""Random bad input to the commands ends in one sentence or a result, never in a traceback, a hang or damage.
 
-LIT_LAYERS_SEED chooses other cases, and LIT_LAYERS_CASES how many; a failing one is named by its seed and number.
+LIT_LAYERS_SEED selects other cases, and LIT_LAYERS_CASES their number. A failing case is reported with its seed and
+number.
 """
 
 import importlib
@@ -30,10 +31,10 @@ POINTS = Path(__file__).parents[2] / "recipes" / "papers" / "coupling" / "fig1a_
 RUN_FILES = ["run/measurements.jsonl", "run/metrics.jsonl", "run/run.json"]
 MODEL_FILES = ["model/config.json", "model/tokenizer.json", "model/model.safetensors"]
 FOLLOWED = ["series/step-000000001/config.json", "series/step-000000001/model.safetensors"]
-# A command that succeeds, and the files that it reads, of which a case damages one.
+# Commands that succeed, with the files that they read. A case damages one of these files.
 READS = {
     "fit --config recipe.yaml --root out": [*["recipe.yaml"] * 12, "shards/meta.json"],
-    # without patience it would wait for more, as it should
+    # With patience it would correctly wait for more checkpoints.
     "analyze series --config analyses.yaml --root out --follow --patience 0": FOLLOWED,
     "analyze model --config analyses.yaml --root out": [*["analyses.yaml"] * 4, *MODEL_FILES],
     "report run --export all.csv": RUN_FILES * 2,
@@ -50,16 +51,16 @@ READS = {
     "mteb model --tasks local --folder tasks --root out": MODEL_FILES,
     "reproduce points.yaml --root out": ["points.yaml"],
 }
-# What a shell, a schedule or a file system takes for more than a word.
+# Words with a special meaning for a shell, a schedule or a file system.
 ODD_WORDS = ("~", "~/x", ".", "..", "-0", "1e11", "0x10", "9999999999/3", "3/3", "two\nlines", "{every: 0}", "model")
 WORDS = (*map(str, WRONG_VALUES), *ODD_WORDS, "{every: 1e-9}", "*", "a,,b", "step", "%(x)s")
-# The last two wait, as they should.
+# `patience` and `follow` make a command wait, which is correct.
 NOT_TRIED = {"help", "config", "print_config", "trainer", "patience", "follow"}
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """Valid inputs, of which each case has a copy."""
+    """Valid inputs, which each case copies."""
     import lightning  # noqa: F401  imported once, before the forks
     import torch._dynamo  # noqa: F401
 
@@ -82,7 +83,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
         "analyses": {**texts, "analyses": RECIPE["analyses"][:1]},
     }
     for name, content in recipes.items():
-        (root / f"{name}.yaml").write_text(json.dumps(content))  # without anchors: a change is in one place
+        (root / f"{name}.yaml").write_text(json.dumps(content))  # no anchors: a change affects one value
     scores = [{"step": n, "value": 0.1 * n**0.5, "metric": name} for name in ("a", "b") for n in range(7)]
     pandas.DataFrame(scores).to_csv(root / "scores.csv", index=False)
     pandas.DataFrame(scores).to_parquet(root / "scores.parquet")
@@ -92,13 +93,16 @@ def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 
 def damage(file: Path, chance: random.Random) -> None:
-    """Changes a value of a file that can be read, or bytes of any; nobody writes values into run.json and meta.json."""
+    """Change a value of a readable file, or bytes of any file.
+
+    Of run.json and meta.json, which no user writes, only bytes.
+    """
     lines, is_ours = file.read_bytes().splitlines(), file.name in ("run.json", "meta.json")
     if is_ours or chance.random() > 0.75 or file.suffix not in (".json", ".yaml", ".jsonl"):
         file.write_bytes(damaged(file.read_bytes(), chance))
     elif file.suffix == ".jsonl":
-        place = chance.randrange(len(lines))
-        lines[place] = json.dumps(mutated(json.loads(lines[place]), chance)).encode()
+        index = chance.randrange(len(lines))
+        lines[index] = json.dumps(mutated(json.loads(lines[index]), chance)).encode()
         file.write_bytes(b"\n".join(lines) + b"\n")
     else:
         content = mutated(yaml.safe_load(file.read_text()), chance)
@@ -106,8 +110,8 @@ def damage(file: Path, chance: random.Random) -> None:
 
 
 def harm(folder: Path, before: set[str], argv: list[str]) -> str | None:
-    """What an accepted case did that nobody can have wanted."""
-    named = {Path(word.partition("=")[2] or word).parts[0] for word in argv if word}  # asked for by name
+    """Return the damage that an accepted command did, None without any."""
+    named = {Path(word.partition("=")[2] or word).parts[0] for word in argv if word}  # files that the command names
     expected = {*named, *(f"{name}.html" for name in named), "out", "all.csv"}
     if strange := {path.name for path in folder.iterdir()} - before - expected:
         return f"it wrote {sorted(strange)} beside its folder"
@@ -120,7 +124,10 @@ def harm(folder: Path, before: set[str], argv: list[str]) -> str | None:
 
 
 def trouble(home: Path, folder: Path, argv: list[str], spoil: Callable[[Path], None] = lambda _: None) -> str | None:
-    """What is wrong with the end of a case, in a copy of the inputs; None for a sentence or a sound result."""
+    """Run a case in a copy of the inputs and return what is wrong.
+
+    None means a refusal in one sentence or a correct result.
+    """
     shutil.copytree(home, folder)
     spoil(folder)
     before = {path.name for path in folder.iterdir()}
@@ -134,7 +141,7 @@ def trouble(home: Path, folder: Path, argv: list[str], spoil: Callable[[Path], N
 
 @pytest.mark.nightly
 @pytest.mark.timeout(0)
-def test_random_bad_input_ends_in_a_sentence_or_a_sound_result(home, tmp_path):
+def test_random_bad_input_ends_in_a_sentence_or_a_correct_result(home, tmp_path):
     found = []
     for number in range(CASES):
         chance = random.Random(f"{SEED}/{number}")
@@ -150,8 +157,8 @@ def test_random_bad_input_ends_in_a_sentence_or_a_sound_result(home, tmp_path):
 @pytest.mark.nightly
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("verb", COMMANDS)
-def test_no_value_of_an_option_ends_in_a_traceback_or_does_harm(verb, home, tmp_path):
-    """The options are those of the command's own help, so that a new one is tried without being named here."""
+def test_no_value_of_an_option_ends_in_a_traceback_or_does_damage(verb, home, tmp_path):
+    """The options come from the command's own parser, so that a new one is tried without a change here."""
     function = getattr(importlib.import_module(f"lit_layers.cli.verbs.{verb}"), verb)
     named = [each.dest for each in parser_of(function)._actions if each.option_strings]
     options = [name for name in named if name.partition(".")[0] not in NOT_TRIED and not name.endswith(".help")]

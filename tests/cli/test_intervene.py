@@ -1,4 +1,4 @@
-"""`lit-layers intervene`: what it measures, prints, writes, leaves when it fails, and what it says of wrong input."""
+"""`lit-layers intervene`: its measurements, output and files, its state after a failure, and errors for wrong input."""
 
 import contextlib
 import hashlib
@@ -30,7 +30,7 @@ from tests.support.labelled_texts import labelled, saved_gpt2
 
 BOTH = ("arc_challenge", "winogrande")
 FILES = {"arc_challenge": "arc_challenge_test.parquet", "winogrande": "winogrande_validation.parquet"}
-# of the 4 blocks of the model, by hand: M = 3 leaves the first block alone, M = 1 changes the third
+# Orders of the 4 blocks, written by hand: M = 3 keeps only the first block, M = 1 changes the third.
 ORDERS = {("skip", 3): [1], ("parallel", 3): [1, (2, 3, 4)], ("skip", 1): [1, 2, 4], ("baseline", None): [1, 2, 3, 4]}
 
 
@@ -48,7 +48,7 @@ def home(tmp_path_factory) -> Path:
     saved_bert_of_pairs(root / "bert")
     write_glue(root / "data")
     benchmarks = write_tasks(root / "data" / "benchmarks")
-    for task in BOTH:  # the full model is right everywhere, so that there is a lead over guessing
+    for task in BOTH:  # the full model is always right, so that its score is above chance
         table = pq.read_table(benchmarks / FILES[task])
         right = best_choices(root, task, ORDERS["baseline", None])
         pq.write_table(table.set_column(table.column_names.index("label"), "label", [right]), benchmarks / FILES[task])
@@ -72,18 +72,18 @@ def run(*command: object) -> int:
     return main(["intervene", *map(str, command)])
 
 
-def with_text(home: Path, root: Path, *more: object) -> int:
+def run_on_text(home: Path, root: Path, *more: object) -> int:
     shape = ["--num_sequences", 6, "--num_tokens", 24, "--seeds", "0,1", "--loops", 3]
     return run(home / "model", "--corpus", home / "corpus.jsonl", *shape, "--root", root, *more)
 
 
-def with_tasks(home: Path, root: Path, *more: object, folder: str = "data") -> int:
+def run_on_tasks(home: Path, root: Path, *more: object, folder: str = "data") -> int:
     chosen = ["--tasks", ",".join(BOTH), "--variants", "skip,reverse", "--middles", 3]
     return run(home / "model", "--folder", home / folder, *chosen, "--root", root, *more)
 
 
 def best_choices(home: Path, task: str, schedule: list) -> list[int]:
-    """What the model takes of each row: the most probable continuation, summed token by token."""
+    """Return the choice of the model for each row: the continuation with the highest summed log-probability."""
     model, tokenizer = load(home / "model"), load_tokenizer(str(home / "model")).tokenizer
     found = []
     for row in pq.read_table(home / "data" / "benchmarks" / FILES[task]).to_pylist():
@@ -92,7 +92,7 @@ def best_choices(home: Path, task: str, schedule: list) -> list[int]:
             whole, before = (tokenizer.encode(text).ids for text in (context + continuation, context))
             with torch.no_grad(), running_order(model, schedule):
                 logits = model(torch.tensor([whole])).logits[0].log_softmax(-1)
-            values.append(sum(logits[place - 1, whole[place]].item() for place in range(len(before), len(whole))))
+            values.append(sum(logits[index - 1, whole[index]].item() for index in range(len(before), len(whole))))
         found.append(values.index(max(values)))
     return found
 
@@ -101,18 +101,18 @@ def labels(home: Path, task: str) -> list[int]:
     return pq.read_table(home / "data" / "benchmarks" / FILES[task])["label"].to_pylist()
 
 
-def found_in(root: Path) -> dict[str, list[records.Record]]:
+def read_records(root: Path) -> dict[str, list[records.Record]]:
     return {each.analysis: each.records for each in records.read(root / "measurements.jsonl")}
 
 
-def the(found: list[records.Record], metric: str, **tags: object) -> records.Record:
-    """The one record of these tags, a mean over seeds where there are seeds."""
+def result(found: list[records.Record], metric: str, **tags: object) -> records.Record:
+    """Return the one record with these tags. If there are seeds, it is their mean."""
     fitting = [each for each in found if each.metric == metric and tags.items() <= each.tags.items()]
     (record,) = [each for each in fitting if "seed" not in each.tags]
     return record
 
 
-def files_of(folder: Path) -> dict[str, str]:
+def file_hashes(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
@@ -120,17 +120,17 @@ def files_of(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def of_text(home, tmp_path_factory) -> tuple[Path, str]:
-    """The root of the losses on text, and what was printed."""
+def text_run(home, tmp_path_factory) -> tuple[Path, str]:
+    """The root of the losses on text, and the printed output."""
     root = tmp_path_factory.mktemp("of_text")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert with_text(home, root) == 0
+        assert run_on_text(home, root) == 0
     return root, printed.getvalue()
 
 
-def test_losses_are_those_of_the_blocks_run_in_that_order(home, of_text):
-    root, said = of_text
-    found = found_in(root)["interventions"]
+def test_losses_are_those_of_the_blocks_in_the_stated_order(home, text_run):
+    root, said = text_run
+    found = read_records(root)["interventions"]
     ids = EvalText(str(home / "corpus.jsonl"), str(home / "model"), num_sequences=6, num_tokens=24).windows()
     model = load(home / "model")
     for (variant, middle), order in ORDERS.items():
@@ -138,9 +138,9 @@ def test_losses_are_those_of_the_blocks_run_in_that_order(home, of_text):
             logits = model(ids).logits[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1).double(), ids[:, 1:].flatten()).item()
         tags = {"variant": variant} | ({} if middle is None else {"middle": middle})
-        assert the(found, "variant_loss", **tags).value == pytest.approx(loss, rel=1e-5)
+        assert result(found, "variant_loss", **tags).value == pytest.approx(loss, rel=1e-5)
         right = (logits.argmax(-1) == ids[:, 1:]).double().mean().item()
-        assert the(found, "variant_accuracy", **tags).value == pytest.approx(right)
+        assert result(found, "variant_accuracy", **tags).value == pytest.approx(right)
         if variant == "baseline":
             assert f"Interventions: Loss (nats) {loss:.3f}, the full model" in said
     assert (root / "report.html").stat().st_size > 10_000
@@ -148,10 +148,10 @@ def test_losses_are_those_of_the_blocks_run_in_that_order(home, of_text):
         assert str(root / path) in said
 
 
-def test_the_file_holds_every_number_single_seeds_too(of_text):
-    table = pd.read_csv(of_text[0] / "intervene" / "variants.csv")
+def test_the_file_has_every_number_including_single_seeds(text_run):
+    table = pd.read_csv(text_run[0] / "intervene" / "variants.csv")
     assert {*table["variant"]} >= {"middle_repeat", "reverse", "random", "looped_parallel"}
-    found = found_in(of_text[0])["interventions"]
+    found = read_records(text_run[0])["interventions"]
     assert len(table) == len(found)
     assert table["value"].tolist() == pytest.approx([record.value for record in found])
     seeds = table[(table["metric"] == "variant_loss") & (table["variant"] == "random") & (table["middle"] == 3)]
@@ -161,23 +161,23 @@ def test_the_file_holds_every_number_single_seeds_too(of_text):
     assert set(table[table["variant"] == "skip_one"]["layer"]) == {1, 2, 3, 4}
 
 
-def test_run_again_it_measures_nothing(home, of_text, monkeypatch, capsys):
-    root, said = of_text
+def test_a_second_run_measures_nothing(home, text_run, monkeypatch, capsys):
+    root, said = text_run
     before = (root / "measurements.jsonl").read_bytes()
     monkeypatch.setattr("lit_layers.analyses.readout_scores.Interventions.update", None)
-    assert with_text(home, root) == 0
+    assert run_on_text(home, root) == 0
     assert (root / "measurements.jsonl").read_bytes() == before
     assert capsys.readouterr().out == said
 
 
 @pytest.mark.soak
-def test_orders_of_ones_own_are_measured_and_named(home, tmp_path):
+def test_orders_of_the_user_are_measured_and_named(home, tmp_path):
     own = ["--schedule", "1 2 4; 1 (2,3,4)", "--variants", "skip", "--middles", "1"]
-    assert with_text(home, tmp_path, *own) == 0
-    found = found_in(tmp_path)["interventions"]
+    assert run_on_text(home, tmp_path, *own) == 0
+    found = read_records(tmp_path)["interventions"]
     assert {record.tags["variant"] for record in found} == {"baseline", "skip", "custom"}
-    skip = the(found, "variant_loss", variant="skip").value
-    assert the(found, "variant_loss", variant="custom", schedule="1 2 4").value == pytest.approx(skip)
+    skip = result(found, "variant_loss", variant="skip").value
+    assert result(found, "variant_loss", variant="custom", schedule="1 2 4").value == pytest.approx(skip)
     table = pd.read_csv(tmp_path / "intervene" / "variants.csv")
     assert {*table["schedule"].dropna()} == {"1 2 4", "1 (2,3,4)"}
 
@@ -193,9 +193,7 @@ def test_a_series_is_measured_step_by_step(home, tmp_path):
 
 
 @pytest.mark.soak
-def test_a_classifier_of_images_is_judged_by_their_labels_and_beside_it_the_same_with_new_weights(
-    home, tmp_path, capsys
-):
+def test_an_image_classifier_is_scored_by_labels_and_compared_with_new_weights(home, tmp_path, capsys):
     chosen = ["--images", "digits", "--num_images", 40, "--variants", "skip", "--middles", 3, "--root", tmp_path]
     assert run(home / "vit", *chosen) == run(home / "vit", *chosen, "--untrained", 5) == 0
     trained, fresh = records.read(tmp_path / "measurements.jsonl")
@@ -209,34 +207,34 @@ def test_a_classifier_of_images_is_judged_by_their_labels_and_beside_it_the_same
                     logits = model(batch["pixel_values"])
                 hits += (logits.argmax(-1) == batch["labels"]).tolist()
                 losses += F.cross_entropy(logits, batch["labels"], reduction="none").tolist()
-            assert the(found, "variant_accuracy", variant=variant).value == pytest.approx(sum(hits) / 40)
-            assert the(found, "variant_loss", variant=variant).value == pytest.approx(sum(losses) / 40, rel=1e-5)
+            assert result(found, "variant_accuracy", variant=variant).value == pytest.approx(sum(hits) / 40)
+            assert result(found, "variant_loss", variant=variant).value == pytest.approx(sum(losses) / 40, rel=1e-5)
     assert "Interventions: Accuracy" in capsys.readouterr().out
 
 
 # Tasks
 
 
-def test_scores_are_those_of_the_choices_in_that_order_also_of_the_first_rows(home, tmp_path, capsys):
-    assert with_tasks(home, tmp_path, "--limit", 2) == 0
+def test_scores_are_those_of_the_choices_in_that_order_also_for_the_first_rows(home, tmp_path, capsys):
+    assert run_on_tasks(home, tmp_path, "--limit", 2) == 0
     for task in BOTH:
         right = [one == other for one, other in zip(best_choices(home, task, [1]), labels(home, task), strict=True)]
-        record = the(found_in(tmp_path)[f"intervene/{task}"], "task_score", variant="skip")
+        record = result(read_records(tmp_path)[f"intervene/{task}"], "task_score", variant="skip")
         assert (record.n, record.value) == (2, sum(right[:2]) / 2)
-    assert with_tasks(home, tmp_path) == 0
-    found, left = found_in(tmp_path), {"skip": [], "reverse": []}
+    assert run_on_tasks(home, tmp_path) == 0
+    found, left = read_records(tmp_path), {"skip": [], "reverse": []}
     assert list(found) == [f"intervene/{task}" for task in BOTH]
     for task, guessed in zip(BOTH, ((1 / 4 + 1 / 3 + 1 / 5 + 1 / 4) / 4, 0.5), strict=True):
         right = labels(home, task)
         mine = found[f"intervene/{task}"]
-        assert the(mine, "task_score", variant="baseline").value == 1
+        assert result(mine, "task_score", variant="baseline").value == 1
         for variant, order in (("skip", [1]), ("reverse", [1, 4, 3, 2])):
             taken = best_choices(home, task, order)
             score = sum(one == other for one, other in zip(taken, right, strict=True)) / len(right)
-            assert the(mine, "task_score", variant=variant, middle=3, task=task).value == pytest.approx(score)
+            assert result(mine, "task_score", variant=variant, middle=3, task=task).value == pytest.approx(score)
             left[variant].append((score - guessed) / (1 - guessed))
-            assert the(mine, "normalized_score", variant=variant).value == pytest.approx(left[variant][-1])
-    assert len({tuple(values) for values in left.values()}) == 2  # else nothing would tell them apart
+            assert result(mine, "normalized_score", variant=variant).value == pytest.approx(left[variant][-1])
+    assert len({tuple(values) for values in left.values()}) == 2  # the two variants are distinguishable
     table = pd.read_csv(tmp_path / "intervene" / "variants.csv")
     medians = table[table["analysis"] == "intervene/median_over_tasks"].set_index("variant")["value"]
     for variant, values in left.items():
@@ -245,25 +243,25 @@ def test_scores_are_those_of_the_choices_in_that_order_also_of_the_first_rows(ho
 
 
 @pytest.mark.soak
-def test_ctrl_c_ends_it_with_130_and_it_goes_on(home, tmp_path, monkeypatch, capsys):
+def test_ctrl_c_exits_with_130_and_the_next_run_continues(home, tmp_path, monkeypatch, capsys):
     plain, calls = LmEvalScorer.score, []
 
     def pressed(scorer, network):
         calls.append(scorer)
-        if len(calls) == 5:  # the full model and two orders of the first task, the full model of the second
+        if len(calls) == 5:  # full model and two orders of the first task, full model of the second
             raise KeyboardInterrupt
         return plain(scorer, network)
 
     monkeypatch.setattr(LmEvalScorer, "score", pressed)
-    assert with_tasks(home, tmp_path) == 130
+    assert run_on_tasks(home, tmp_path) == 130
     assert "run the same command again to go on" in capsys.readouterr().err
-    assert list(found_in(tmp_path)) == ["intervene/arc_challenge"]
-    assert with_tasks(home, tmp_path) == 0
+    assert list(read_records(tmp_path)) == ["intervene/arc_challenge"]
+    assert run_on_tasks(home, tmp_path) == 0
     assert len(calls) == 5 + 2
-    assert with_tasks(home, tmp_path) == 0
+    assert run_on_tasks(home, tmp_path) == 0
     assert len(calls) == 5 + 2
-    assert with_tasks(home, tmp_path / "whole") == 0
-    assert found_in(tmp_path) == found_in(tmp_path / "whole")
+    assert run_on_tasks(home, tmp_path / "whole") == 0
+    assert read_records(tmp_path) == read_records(tmp_path / "whole")
 
 
 @pytest.mark.soak
@@ -276,12 +274,12 @@ def test_a_task_that_fails_leaves_the_others(home, tmp_path, monkeypatch, capsys
         return plain(scorer, network)
 
     monkeypatch.setattr(LmEvalScorer, "score", score)
-    assert with_tasks(home, tmp_path) == 1
+    assert run_on_tasks(home, tmp_path) == 1
     said = capsys.readouterr()
     assert "failed: intervene/arc_challenge: OutOfMemoryError: out of memory" in said.err
     assert "winogrande" in said.out
     monkeypatch.setattr(LmEvalScorer, "score", plain)
-    assert with_tasks(home, tmp_path) == 0
+    assert run_on_tasks(home, tmp_path) == 0
     last = {each.analysis: each.error for each in records.read(tmp_path / "measurements.jsonl")}
     assert last == dict.fromkeys((f"intervene/{task}" for task in BOTH), None)
 
@@ -290,13 +288,13 @@ def test_a_task_that_fails_leaves_the_others(home, tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.soak
-def test_speed_is_that_of_every_variant_against_the_full_model(home, tmp_path, capsys):
+def test_speed_is_measured_for_every_variant_and_relative_to_the_full_model(home, tmp_path, capsys):
     chosen = ["--speed", "--num_tokens", 8, "--variants", "skip,parallel", "--middles", 3]
     assert run(home / "model", *chosen, "--root", tmp_path) == 0
-    found = found_in(tmp_path)["intervene/speed"]
+    found = read_records(tmp_path)["intervene/speed"]
     for variant in ("baseline", "skip", "parallel"):
         for metric in ("latency", "relative_latency", "throughput", "peak_memory"):
-            assert the(found, metric, variant=variant).value > 0, (variant, metric)
+            assert result(found, metric, variant=variant).value > 0, (variant, metric)
     assert "Intervene: speed: " in capsys.readouterr().out
 
 
@@ -307,13 +305,13 @@ def test_a_model_is_trained_on_the_rows_of_a_task_and_scored_before_and_after(ho
         pq.write_table(rows, tmp_path / f"arc_{split}.parquet")
     write(tmp_path, "tasks.yaml", {"benchmark": {"arc_challenge": "arc_{split}.parquet"}})
     recipe = write(tmp_path, "arc.yaml", {"task": "arc_challenge", "batch_size": 2, "num_tokens": 60})
-    before = files_of(home / "model")
+    before = file_hashes(home / "model")
     command = [home / "model", "--finetune", recipe, "--folder", tmp_path, "--variants", "skip", "--middles", 3]
     assert run(*command, "--root", tmp_path / "out") == 0
-    assert files_of(home / "model") == before
-    found = found_in(tmp_path / "out")["intervene/finetune_arc_challenge"]
+    assert file_hashes(home / "model") == before
+    found = read_records(tmp_path / "out")["intervene/finetune_arc_challenge"]
     for when in ("before", "after"):
-        assert 0 <= the(found, "task_score", variant="skip", middle=3, when=when, task="arc_challenge").value <= 1
+        assert 0 <= result(found, "task_score", variant="skip", middle=3, when=when, task="arc_challenge").value <= 1
     assert (tmp_path / "out" / "intervene" / "finetuned_arc_challenge" / "skip_M_3" / "model" / "config.json").is_file()
     printed = capsys.readouterr().out
     assert "Intervene: finetune arc challenge: Task score (share)" in printed
@@ -321,7 +319,7 @@ def test_a_model_is_trained_on_the_rows_of_a_task_and_scored_before_and_after(ho
 
 @pytest.mark.soak
 def test_an_encoder_is_trained_on_each_task_in_each_variant(home, tmp_path, capsys, monkeypatch):
-    """Also where the weights lie elsewhere once training begins, as they do on a GPU."""
+    """The weights move to other memory when training begins, as they do on a GPU."""
 
     begin = LitGlue.on_fit_start
 
@@ -331,15 +329,15 @@ def test_an_encoder_is_trained_on_each_task_in_each_variant(home, tmp_path, caps
         begin(module)
 
     monkeypatch.setattr(LitGlue, "on_fit_start", on_fit_start)
-    before = files_of(home / "bert")
+    before = file_hashes(home / "bert")
     command = [home / "bert", "--glue", home / "glue.yaml", "--folder", home / "data", "--variants", "skip"]
     assert run(*command, "--root", tmp_path) == 0
-    assert files_of(home / "bert") == before
-    found = found_in(tmp_path)
+    assert file_hashes(home / "bert") == before
+    found = read_records(tmp_path)
     assert list(found) == ["intervene/glue/cola", "intervene/glue/mrpc"]
     for tags in ({"variant": "baseline"}, {"variant": "skip", "middle": 2}):
-        mrpc = [the(found["intervene/glue/mrpc"], metric, **tags, training="full") for metric in ("accuracy", "f1")]
-        score = the(found["intervene/glue/mrpc"], "task_score", **tags, training="full")
+        mrpc = [result(found["intervene/glue/mrpc"], metric, **tags, training="full") for metric in ("accuracy", "f1")]
+        score = result(found["intervene/glue/mrpc"], "task_score", **tags, training="full")
         assert score.value == pytest.approx(sum(record.value for record in mrpc) / 2)
         assert score.n == 10
     assert "Mean over tasks cola, mrpc." in (tmp_path / "report.html").read_text()

@@ -1,4 +1,4 @@
-"""What LightningCLI has: each works in `fit`, or is refused with the reason."""
+"""Each feature of LightningCLI works in `fit` or is refused with the reason."""
 
 import json
 from pathlib import Path
@@ -43,82 +43,82 @@ WORKS = {
 
 
 @pytest.fixture(scope="module")
-def place(corpus, tmp_path_factory) -> Path:
-    """A recipe without analyses, and files of a plain Trainer that has trained two steps of the same."""
-    place = tmp_path_factory.mktemp("plain")
+def workdir(corpus, tmp_path_factory) -> Path:
+    """A recipe without analyses, and files of a plain Trainer that has trained two steps of the same model."""
+    workdir = tmp_path_factory.mktemp("plain")
     torch.manual_seed(0)
     options = RECIPE["model"]["init_args"] | {"decay_steps": 4}
-    recipe = {**RECIPE, "analyses": [], "corpus": str(corpus), "root": str(place / "run")}
+    recipe = {**RECIPE, "analyses": [], "corpus": str(corpus), "root": str(workdir / "run")}
     recipe["trainer"] = recipe["trainer"] | {"max_steps": 4}
     recipe["model"] = recipe["model"] | {"init_args": options}
-    (place / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    (workdir / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     adagrad = {"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.1}}
     step = {"class_path": f"{SCHEDULER}ExponentialLR", "init_args": {"gamma": 0.5}}
-    (place / "overlay.yaml").write_text(yaml.safe_dump({"optimizer": adagrad, "lr_scheduler": step}))
-    trained(place, corpus, options, 2)
-    return place
+    (workdir / "overlay.yaml").write_text(yaml.safe_dump({"optimizer": adagrad, "lr_scheduler": step}))
+    train_plainly(workdir, corpus, options, 2)
+    return workdir
 
 
-def trained(place: Path, corpus: Path, options, steps: int) -> L.Trainer:
+def train_plainly(workdir: Path, corpus: Path, options, steps: int) -> L.Trainer:
     module = LitCausalLM("gpt2", **options)
     data = LitTextData(str(corpus), "bpe:300", num_tokens=16, global_batch_size=4, num_validation_sequences=4)
-    files = ModelCheckpoint(place / "files", save_top_k=-1, every_n_train_steps=2, filename="{step}")
+    files = ModelCheckpoint(workdir / "files", save_top_k=-1, every_n_train_steps=2, filename="{step}")
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     unvalidated = {"num_sanity_val_steps": 0, "limit_val_batches": 0}
     callbacks = [files, StepSeed(0)]
     trainer = L.Trainer(
-        max_steps=steps, accelerator="cpu", callbacks=callbacks, default_root_dir=place, **quiet, **unvalidated
+        max_steps=steps, accelerator="cpu", callbacks=callbacks, default_root_dir=workdir, **quiet, **unvalidated
     )
     trainer.fit(module, datamodule=data)
     return trainer
 
 
-def command(place: Path, words) -> list[str]:
+def command(workdir: Path, words) -> list[str]:
     for name, file in {"OVERLAY": "overlay.yaml", "CHECKPOINT": "files/step=2.ckpt"}.items():
-        words = [word.replace(name, str(place / file)) for word in words]
-    return ["fit", "--config", str(place / "recipe.yaml"), *words]
+        words = [word.replace(name, str(workdir / file)) for word in words]
+    return ["fit", "--config", str(workdir / "recipe.yaml"), *words]
 
 
 @pytest.mark.soak
-def test_features_work_and_a_dry_run_leaves_nothing(place, capsys):
-    before = {*place.rglob("*")}
+def test_features_work_and_a_dry_run_leaves_nothing(workdir, capsys):
+    before = {*workdir.rglob("*")}
     for features, words in WORKS.items():
-        assert main(command(place, [DRY, *words, f"--root={place / 'dry'}"])) == 0, features
-        assert {*place.rglob("*")} == before, features
+        assert main(command(workdir, [DRY, *words, f"--root={workdir / 'dry'}"])) == 0, features
+        assert {*workdir.rglob("*")} == before, features
         assert "fast_dev_run: nothing is kept" in capsys.readouterr().out, features
 
 
 @pytest.mark.soak
-def test_a_training_of_a_plain_trainer_goes_on_from_its_file_as_if_fit_had_begun_it(place, corpus, tmp_path, capsys):
+def test_fit_continues_a_training_of_a_plain_trainer_to_the_same_weights(workdir, corpus, tmp_path, capsys):
     options = RECIPE["model"]["init_args"] | {"decay_steps": 4}
     (tmp_path / "plain").mkdir()
-    whole = trained(tmp_path / "plain", corpus, options, 4)
+    whole = train_plainly(tmp_path / "plain", corpus, options, 4)
     root = tmp_path / "run"
-    words = command(place, ["--ckpt_path", "CHECKPOINT", "--root", str(root)])
+    words = command(workdir, ["--ckpt_path", "CHECKPOINT", "--root", str(root)])
     assert main(words) == 0
     assert weights_hash(load(root / "step-000000004")) == weights_hash(whole.lightning_module.model)
     assert [row["step"] for row in records.rows(root / "metrics.jsonl")] == [3, 4]
-    # a job script gives the same words again
+    # A job script repeats the same command.
     assert main([*words, "--resume", "last"]) == 0
     assert "trained up to step 4 already" in capsys.readouterr().out
 
 
 @pytest.mark.soak
-def test_a_run_begins_with_the_weights_of_a_file(place, tmp_path):
+def test_a_run_begins_with_the_weights_of_a_file(workdir, tmp_path):
     root = tmp_path / "run"
-    assert main(command(place, ["--model.init_from", str(place / "files/step=2.ckpt"), "--root", str(root)])) == 0
+    assert main(command(workdir, ["--model.init_from", str(workdir / "files/step=2.ckpt"), "--root", str(root)])) == 0
     about = json.loads((root / "run.json").read_text())["origin"]
-    assert (about["step"], about["checkpoint"]) == (2, str(place / "files/step=2.ckpt"))
-    module = LitCausalLM.load_from_checkpoint(place / "files/step=2.ckpt", weights_only=True)
+    assert (about["step"], about["checkpoint"]) == (2, str(workdir / "files/step=2.ckpt"))
+    module = LitCausalLM.load_from_checkpoint(workdir / "files/step=2.ckpt", weights_only=True)
     assert weights_hash(load(root / "step-000000002")) == weights_hash(module.model)
 
 
 @pytest.mark.soak
-def test_a_run_with_another_optimizer_resumes_bit_for_bit(place, tmp_path):
+def test_a_run_with_another_optimizer_resumes_bit_for_bit(workdir, tmp_path):
     roots = [tmp_path / name for name in ("whole", "parts")]
     words = ["--optimizer", "Adagrad", f"--lr_scheduler={SCHEDULER}StepLR", "--lr_scheduler.step_size=3"]
-    assert main(command(place, [*words, "--root", str(roots[0])])) == 0
-    parts = command(place, [*words, "--root", str(roots[1]), "--resume", "last"])
+    assert main(command(workdir, [*words, "--root", str(roots[0])])) == 0
+    parts = command(workdir, [*words, "--root", str(roots[1]), "--resume", "last"])
     for steps in (2, 4):
         assert main([*parts, f"--trainer.max_steps={steps}"]) == 0
     hashes = {weights_hash(load(root / "step-000000004")) for root in roots}

@@ -1,4 +1,4 @@
-"""What a process may take of its machine: the least of what machine, scheduler and container leave to it."""
+"""The memory that a process may use: the smallest limit of machine, scheduler and container."""
 
 from pathlib import Path
 
@@ -10,15 +10,15 @@ MEMINFO = "MemTotal:  100 kB\nMemFree:  50 kB\nMemAvailable:  90 kB\nHugePages_T
 CPU = torch.device("cpu")
 
 
-def machine_of(files: dict[str, str], folder: Path) -> Path:
+def write_machine(files: dict[str, str], folder: Path) -> Path:
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     return folder
 
 
-def test_free_memory_is_what_the_system_calls_available_if_it_says_so(tmp_path):
+def test_free_memory_is_the_available_memory_that_the_system_reports(tmp_path):
     for number, (files, free) in enumerate(
         (({"proc/meminfo": MEMINFO}, 90 * 1024), ({"proc/meminfo": "MemTotal: 100 kB\n"}, None), ({}, None))
     ):
-        assert free_memory(CPU, machine_of(files, tmp_path / str(number))) == free, files
+        assert free_memory(CPU, write_machine(files, tmp_path / str(number))) == free, files

@@ -30,7 +30,7 @@ def test_the_installed_console_script_answers():
     assert "usage: lit-layers COMMAND" in done.stdout
 
 
-def test_a_full_disk_is_a_sentence_though_the_error_names_no_file(monkeypatch, tmp_path, capsys):
+def test_a_full_disk_is_one_sentence_although_the_error_names_no_file(monkeypatch, tmp_path, capsys):
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -43,13 +43,13 @@ def test_a_full_disk_is_a_sentence_though_the_error_names_no_file(monkeypatch, t
 
 
 @pytest.fixture
-def logs_as_before():
+def restore_logging():
     yield
     take_verbose([])
     logging.getLogger("lit_layers").handlers.clear()
 
 
-def test_verbose_tells_where_a_refusal_comes_from_wherever_it_stands(logs_as_before, tmp_path, capsys):
+def test_verbose_shows_the_traceback_of_a_refusal_at_any_position(restore_logging, tmp_path, capsys):
     none = str(tmp_path / "none")
     for words, is_traced in (
         (["-v", "audit", none], True),
@@ -63,7 +63,7 @@ def test_verbose_tells_where_a_refusal_comes_from_wherever_it_stands(logs_as_bef
 
 
 @pytest.mark.parametrize("buffering", [0, -1], ids=["unbuffered", "buffered"])
-def test_a_command_whose_reader_has_gone_ends_quietly(buffering, tmp_path, monkeypatch, capsys):
+def test_a_command_whose_reader_has_closed_the_pipe_ends_quietly(buffering, tmp_path, monkeypatch, capsys):
     leave_undrawn(monkeypatch)
     run = make_run(tmp_path / "run", steps=(0, 1), layers=2)
     reader, writer = os.pipe()
@@ -75,8 +75,8 @@ def test_a_command_whose_reader_has_gone_ends_quietly(buffering, tmp_path, monke
     assert (code, capsys.readouterr().err) == (141, "")
 
 
-def test_what_a_lost_wandb_does_as_python_ends_is_no_traceback():
-    """It registers a function for the end, which fails where its service has died."""
+def test_a_failing_exit_function_of_wandb_prints_no_traceback():
+    """W&B registers a function with `atexit`, which fails if its service has ended."""
     lines = [
         "import atexit, sys, types",
         "from lit_layers.cli import main",
@@ -89,7 +89,7 @@ def test_what_a_lost_wandb_does_as_python_ends_is_no_traceback():
     assert (ended.stderr, ended.returncode) == ("", 3)
 
 
-def test_a_command_whose_stream_is_closed_ends_as_it_would():
+def test_a_command_with_a_closed_stream_ends_normally():
     for closed in (">&-", "2>&-"):
         line = f"{sys.executable} -P -m lit_layers.cli.main --version {closed}"
         ended = subprocess.run(line, shell=True, capture_output=True, text=True)

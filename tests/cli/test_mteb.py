@@ -1,4 +1,4 @@
-"""`lit-layers mteb`: what it prints, writes and leaves when it fails, and what is said of wrong input."""
+"""`lit-layers mteb`: its output and files, its state after a failure, and errors for wrong input."""
 
 import contextlib
 import io
@@ -41,12 +41,12 @@ def wide(monkeypatch) -> None:
 
 def run(home: Path, root: Path, *more: object, model: str = "model", tasks: str = TASKS) -> int:
     command = ["mteb", home / model, "--tasks", tasks, "--folder", home / "data", "--root", root, *more]
-    return main([str(part) for part in command])
+    return main([str(word) for word in command])
 
 
 @pytest.fixture(scope="module")
 def scored(home, tmp_path_factory) -> tuple[Path, str]:
-    """The root of all layers of three tasks, and what was printed."""
+    """The root of the scores of all layers on three tasks, and the printed output."""
     root = tmp_path_factory.mktemp("scored")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert run(home, root) == 0
@@ -65,14 +65,14 @@ def test_all_layers_are_scored_printed_and_written(scored):
     assert names == [f"mteb/{name}" for name in TASKS.split(",")]
 
 
-def test_run_again_it_measures_nothing_wherever_the_model_is_named_from(home, scored, tmp_path, monkeypatch):
-    root = tmp_path / scored[0].name  # which names the run
+def test_a_second_run_measures_nothing_from_any_working_directory(home, scored, tmp_path, monkeypatch):
+    root = tmp_path / scored[0].name  # the folder names the run
     shutil.copytree(scored[0], root)
     before = (root / "measurements.jsonl").read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(MtebScorer, "evaluate", None)
         assert run(home, root) == 0
-        for folder in (home, home / "data"):  # the same model, named otherwise
+        for folder in (home, home / "data"):  # the same model under another path
             patch.chdir(folder)
             assert run(Path(os.path.relpath(home)), root) == 0
     assert (root / "measurements.jsonl").read_bytes() == before
@@ -81,7 +81,7 @@ def test_run_again_it_measures_nothing_wherever_the_model_is_named_from(home, sc
 
 
 @pytest.mark.soak
-def test_new_weights_are_scored_as_the_same_architecture_with_these_weights(home, tmp_path):
+def test_new_weights_are_scored_like_a_saved_model_with_these_weights(home, tmp_path):
     fresh = untrained(load(home / "model"), seed=3)
     save(fresh, tmp_path / "fresh")
     for file in (home / "model").glob("tokenizer*"):
@@ -95,7 +95,7 @@ def test_new_weights_are_scored_as_the_same_architecture_with_these_weights(home
 
 
 @pytest.mark.soak
-def test_more_layers_are_added_to_those_that_are_there_with_a_tokenizer_that_is_named(home, tmp_path, monkeypatch):
+def test_more_layers_are_added_to_the_stored_ones_with_a_named_tokenizer(home, tmp_path, monkeypatch):
     words = [home, tmp_path, "--tokenizer", home / "model"]
     for layers in (["--layers", "1,3"], []):
         assert run(*words, *layers, model="bare", tasks="STSBenchmark") == 0
@@ -107,7 +107,7 @@ def test_more_layers_are_added_to_those_that_are_there_with_a_tokenizer_that_is_
 
 
 @pytest.mark.soak
-def test_a_task_without_data_fails_alone(home, tmp_path, capsys):
+def test_a_task_without_data_does_not_stop_the_others(home, tmp_path, capsys):
     assert run(home, tmp_path, tasks="BIOSSES,STSBenchmark") == 1
     said = capsys.readouterr()
     assert "failed: mteb/BIOSSES: InputError: BIOSSES: its data set mteb/biosses-sts cannot be had" in said.err
@@ -118,7 +118,7 @@ def test_a_task_without_data_fails_alone(home, tmp_path, capsys):
 
 
 @pytest.mark.soak
-def test_ctrl_c_ends_it_with_130_and_it_goes_on(home, tmp_path, monkeypatch, capsys):
+def test_ctrl_c_exits_with_130_and_the_next_run_continues(home, tmp_path, monkeypatch, capsys):
     plain, seen = MtebScorer.evaluate, []
 
     def pressed(prepared: MtebScorer, encoder: Any) -> Any:
@@ -145,29 +145,29 @@ def test_a_series_is_scored_step_by_step(home, tmp_path, capsys):
 
 
 @pytest.mark.soak
-def test_metrics_are_of_the_same_texts_states_and_pooling(home, tmp_path):
+def test_metrics_use_the_same_texts_states_and_pooling_as_the_scores(home, tmp_path):
     words = ["--metrics", "--states", "normed", "--pooling", "last"]
     assert run(home, tmp_path, *words, tasks="STSBenchmark,TwitterURLCorpus") == 0
     found = {each.analysis: each for each in records.read(tmp_path / "measurements.jsonl")}
     measured = {"representation/STSBenchmark", "invariance/STSBenchmark"}
-    # pairs that are alike or not have no column of texts
+    # A task of pairs with binary labels has no column of texts.
     assert found.keys() == {"mteb/STSBenchmark", "mteb/TwitterURLCorpus", *measured}
-    of_layers = [record for each in found.values() for record in each.records if record.layer is not None]
-    assert {record.tags["states"] for record in of_layers} == {"normed"}
+    per_layer = [record for each in found.values() for record in each.records if record.layer is not None]
+    assert {record.tags["states"] for record in per_layer} == {"normed"}
     pooled = ("infonce", "dataset_entropy", "main_score")
-    assert {record.tags["pooling"] for record in of_layers if record.metric in pooled} == {"last"}
+    assert {record.tags["pooling"] for record in per_layer if record.metric in pooled} == {"last"}
 
 
-def test_the_first_positions_of_a_roberta_are_no_tokens():
+def test_length_limit_leaves_out_the_padding_positions_of_roberta():
     positions = {"max_position_embeddings": 514, "pad_token_id": 1}
     assert length_limit({"model_type": "roberta", **positions}) == 512
     assert length_limit({"model_type": "bert", **positions}) == 514
     assert length_limit({"model_type": "mamba"}) is None
-    assert length_limit({"model_type": "gpt2", "n_positions": -1}) is None  # loading refuses it
+    assert length_limit({"model_type": "gpt2", "n_positions": -1}) is None  # loading refuses this value
 
 
 @pytest.mark.soak
-def test_the_files_hold_what_earlier_commands_scored_but_not_of_a_task_that_failed_since(home, tmp_path, capsys):
+def test_the_files_keep_scores_of_earlier_commands_except_of_a_task_that_failed_since(home, tmp_path, capsys):
     scores, names = tmp_path / "mteb" / "scores.csv", ["AskUbuntuDupQuestions", "STSBenchmark"]
     assert run(home, tmp_path, tasks="STSBenchmark") == 0
     assert run(home, tmp_path, "--layers", "0,1", tasks="AskUbuntuDupQuestions") == 0
@@ -180,7 +180,7 @@ def test_the_files_hold_what_earlier_commands_scored_but_not_of_a_task_that_fail
 
 
 @pytest.mark.soak
-def test_texts_whose_views_are_equal_are_not_measured_and_told(home, tmp_path, monkeypatch):
+def test_texts_with_equal_views_are_not_measured_and_reported(home, tmp_path, monkeypatch):
     monkeypatch.setattr(MtebScorer, "texts", lambda prepared: ["a to b", "of it", "so I am"] * 4)
     with pytest.warns(UserWarning, match="invariance/STSBenchmark is not measured: views: 12 of 12 texts have two"):
         assert run(home, tmp_path, "--metrics", tasks="STSBenchmark") == 0
@@ -189,12 +189,12 @@ def test_texts_whose_views_are_equal_are_not_measured_and_told(home, tmp_path, m
     assert errors["representation/STSBenchmark"] is None
 
 
-def test_without_mteb_it_says_what_to_install(home, tmp_path, capsys, monkeypatch):
+def test_without_mteb_the_error_names_what_to_install(home, tmp_path, capsys, monkeypatch):
     from importlib.metadata import PackageNotFoundError
 
-    def none(name: str) -> str:
+    def not_installed(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("lit_layers.tasks.task_files.version", none)
+    monkeypatch.setattr("lit_layers.tasks.task_files.version", not_installed)
     assert run(home, tmp_path) == 2
     assert "error: mteb is needed to score tasks: pip install 'lit_layers[eval]'\n" in capsys.readouterr().err

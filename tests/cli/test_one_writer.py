@@ -1,4 +1,4 @@
-"""Commands on a run that another process writes, whose files vanish, or that cannot be written."""
+"""Commands on a run that another process writes, whose files vanish, or that is not writable."""
 
 import errno
 import json
@@ -33,13 +33,13 @@ def fit(recipe: Path, root: Path, *arguments: str) -> int:
     return main(["fit", "--config", str(recipe), "--root", str(root), *arguments])
 
 
-def errors(said: str, command: str) -> list[str]:
+def error_lines(said: str, command: str) -> list[str]:
     return [line for line in said.splitlines() if line.startswith(f"lit-layers {command}: error: ")]
 
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_every_command_that_writes_is_refused_where_another_process_writes(recipe, corpus, tmp_path, capfd):
+def test_every_command_that_writes_is_refused_while_another_process_writes(recipe, corpus, tmp_path, capfd):
     saved_gpt2(tmp_path / "run" / "step-000000000", n_layer=2)
     write_tiny_data(tmp_path / "data")
     root, model = tmp_path / "root", str(tmp_path / "run" / "step-000000000")
@@ -56,7 +56,7 @@ def test_every_command_that_writes_is_refused_where_another_process_writes(recip
     for command in commands:
         with writing(root):
             assert main([*command, "--root", str(root)]) == 2, command
-            (said,) = errors(capfd.readouterr().err, command[0])
+            (said,) = error_lines(capfd.readouterr().err, command[0])
             assert f"root: {root} is being written by process " in said
             assert sorted(path.name for path in root.iterdir()) == [".writer.lock"]
         assert not root.exists()
@@ -65,7 +65,7 @@ def test_every_command_that_writes_is_refused_where_another_process_writes(recip
 @pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_page")
-def test_a_full_disk_ends_a_training_with_a_sentence_and_it_goes_on_afterwards(recipe, tmp_path, monkeypatch, capfd):
+def test_a_full_disk_ends_a_training_with_a_sentence_and_the_run_can_be_resumed(recipe, tmp_path, monkeypatch, capfd):
     root, save = tmp_path / "run", run_folder.save
 
     def full(model, folder, tokenizer):
@@ -76,7 +76,7 @@ def test_a_full_disk_ends_a_training_with_a_sentence_and_it_goes_on_afterwards(r
 
     monkeypatch.setattr(run_folder, "save", full)
     assert fit(recipe, root) == 2
-    (said,) = errors(capfd.readouterr().err, "fit")
+    (said,) = error_lines(capfd.readouterr().err, "fit")
     assert f"cannot write {root}/step-000000002: no space left on device" in said
     assert "go on with --resume last" in said
     assert not list(root.glob(".tmp-*"))
@@ -91,7 +91,7 @@ def test_a_full_disk_ends_a_training_with_a_sentence_and_it_goes_on_afterwards(r
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_page")
-def test_a_read_only_folder_is_a_sentence_for_report_and_for_resume(recipe, trained, tmp_path, monkeypatch, capfd):
+def test_report_and_resume_refuse_a_read_only_folder_in_one_sentence(recipe, trained, tmp_path, monkeypatch, capfd):
     root = Path(shutil.copytree(trained[0], tmp_path / "run"))
 
     def refuse(*_: object, **__: object) -> None:
@@ -102,15 +102,15 @@ def test_a_read_only_folder_is_a_sentence_for_report_and_for_resume(recipe, trai
     monkeypatch.setattr(FileLock, "acquire", refuse)
     capfd.readouterr()
     assert fit(recipe, root, "--resume", "last") == 2
-    (said,) = errors(capfd.readouterr().err, "fit")
+    (said,) = error_lines(capfd.readouterr().err, "fit")
     assert f"root: cannot write to {root} (Read-only file system); choose another folder" in said
     assert main(["report", str(root)]) == 2
-    (said,) = errors(capfd.readouterr().err, "report")
+    (said,) = error_lines(capfd.readouterr().err, "report")
     assert f"cannot write {root}/report.html: read-only file system; --root names another place" in said
 
 
 @pytest.mark.nightly
-def test_two_trainings_that_race_and_are_killed_again_and_again_leave_one_whole_run(recipe, tmp_path):
+def test_two_trainings_that_compete_and_are_killed_repeatedly_leave_one_complete_run(recipe, tmp_path):
     longer = ["--trainer.max_steps", "12", "--resume", "last"]
     assert run_forked(lambda: fit(recipe, tmp_path / "whole", *longer)) == 0
     root, draw, seconds, ended = tmp_path / "raced", random.Random(0), 4.0, []
@@ -118,7 +118,7 @@ def test_two_trainings_that_race_and_are_killed_again_and_again_leave_one_whole_
         racing = [_fork(lambda: fit(recipe, root, *longer)) for _ in range(2)]
         ended = _wait(racing, draw.uniform(0.2, 1.0) * seconds, lambda: False, signal.SIGKILL, only=None)
         assert set(ended) <= {0, 2, -signal.SIGKILL}
-        seconds *= 1.15  # other work on the machine decides how long a run takes
+        seconds *= 1.15  # other processes change how long a run takes
     left = []
     for folder in (tmp_path / "whole", root):
         losses = [(row["step"], row["train/loss"]) for row in records.rows(folder / "metrics.jsonl")]

@@ -1,4 +1,4 @@
-"""Every verb: one option system, whose options come from signatures, recipes and command lines."""
+"""One option system for every command: options come from signatures, recipes and command lines."""
 
 import contextlib
 import re
@@ -16,7 +16,6 @@ from lit_layers.cli.measuring import Checkpoints
 from lit_layers.cli.options import Recipe, arguments, parser_of
 
 
-# Of each class of options one that is wrong, with what is said of it.
 def function_of(verb: str):
     return getattr(import_module(f"lit_layers.cli.verbs.{verb}"), verb)
 
@@ -31,16 +30,16 @@ def test_every_option_has_one_spelling_and_a_line_of_help():
         assert {"help", "print_config", "verbose"} <= {*names}, verb
 
 
-def help_of(capsys, *words: str) -> str:
-    with contextlib.suppress(SystemExit):  # of the parser
+def help_text(capsys, *words: str) -> str:
+    with contextlib.suppress(SystemExit):  # the parser exits after the help
         assert main([*words]) == 0
     return capsys.readouterr().out
 
 
-def test_help_lists_classes_by_the_names_that_recipes_may_call_them_by(capsys):
+def test_help_lists_classes_by_the_names_that_recipes_use(capsys):
     kinds = {name: kind for name, kind in vars(analyses).items() if isinstance(kind, type)}
     for verb in ("analyze", "fit"):
-        listed = re.findall(r"lit_layers\.analyses\.\w+", help_of(capsys, verb, "--help"))
+        listed = re.findall(r"lit_layers\.analyses\.\w+", help_text(capsys, verb, "--help"))
         names = {f"lit_layers.analyses.{name}" for name, kind in kinds.items() if Analysis in kind.__mro__[1:]}
         assert {*listed} >= names, verb
     for words, expected in (
@@ -48,11 +47,11 @@ def test_help_lists_classes_by_the_names_that_recipes_may_call_them_by(capsys):
         ("analyze --help", ["--series SERIES", "HubRevisions", "Models"]),
         ("analyze --series.help=HubRevisions", ["--series.repo REPO", "--series.steps STEPS"]),
     ):
-        said = help_of(capsys, *words.split())
+        said = help_text(capsys, *words.split())
         assert [word for word in expected if word not in said] == [], words
 
 
-SAID: dict[str, tuple[dict[str, object], str]] = {
+EQUIVALENT: dict[str, tuple[dict[str, object], str]] = {
     "audit": ({"series": "run", "steps": [0, 1], "grammar": "step"}, "run --steps [0,1] --grammar step"),
     "report": (
         {"runs": ["run"], "allow_suspect": True, "settings": ["a", "b"], "root": "run/x.html"},
@@ -69,17 +68,17 @@ SAID: dict[str, tuple[dict[str, object], str]] = {
 }
 
 
-def test_a_recipe_says_what_a_command_line_says(tmp_path: Path):
-    for verb, (recipe, words) in SAID.items():
+def test_a_recipe_and_a_command_line_give_the_same_options(tmp_path: Path):
+    for verb, (recipe, words) in EQUIVALENT.items():
         file, function = tmp_path / "recipe.yaml", function_of(verb)
-        spoken = [word.replace("_", " ") if word[0] == "[" else word for word in re.findall(r"\{.*?\}|\S+", words)]
+        line = [word.replace("_", " ") if word[0] == "[" else word for word in re.findall(r"\{.*?\}|\S+", words)]
         file.write_text(yaml.safe_dump(recipe))
-        of_recipe, of_words = (vars(Recipe(function, argv).read()) for argv in (["--config", str(file)], spoken))
-        of_recipe["recipe"] = of_words["recipe"] = None
-        assert arguments(function, of_recipe) == arguments(function, of_words), verb
+        recipe_options, line_options = (vars(Recipe(function, argv).read()) for argv in (["--config", str(file)], line))
+        recipe_options["recipe"] = line_options["recipe"] = None
+        assert arguments(function, recipe_options) == arguments(function, line_options), verb
 
 
-def test_whatever_measures_checkpoints_takes_the_same_options(tmp_path: Path):
+def test_every_command_that_measures_checkpoints_takes_the_same_options(tmp_path: Path):
     given: dict[str, object] = {"offload": str(tmp_path / "scratch"), "root": str(tmp_path), "device": "cpu"}
     given |= {"allow_suspect": True, "dtype": "float64", "engine": "ray", "keep_downloads": False, "shard": "0/2"}
     given |= {"steps": [1], "revision": "r", "submodule": "s", "untrained": 7, "plan": True}
@@ -94,19 +93,19 @@ def test_whatever_measures_checkpoints_takes_the_same_options(tmp_path: Path):
             assert Checkpoints(**arguments(Checkpoints, vars(read.options))) == expected, (verb, line)
 
 
-def test_the_home_that_a_shell_leaves_unwritten_is_written_out(tmp_path: Path, monkeypatch):
+def test_a_tilde_that_the_shell_does_not_expand_is_expanded(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Recipe(function_of("report"), ["run", "--root=~/page.html"]).read().root == tmp_path / "page.html"
 
 
-def test_a_task_file_is_none_of_the_users_because_its_recipe_names_itself(tmp_path: Path, capsys):
+def test_a_task_file_that_a_recipe_names_is_refused(tmp_path: Path, capsys):
     itself = tmp_path / "evil.yaml"
     itself.write_text(f"tasks: [{itself}]")
     assert main(["intervene", "m", "--config", str(itself)]) == 2
     assert "tasks: a recipe names no task file, which is code" in capsys.readouterr().err
 
 
-def test_a_separator_is_a_word_as_it_stands():
+def test_a_separator_is_read_as_text_and_not_as_yaml():
     words = ["--source", "x", "--tokenizer", "y", "--root", "z"]
     for separator in ("---", "~", "Null", ""):
         assert Recipe(function_of("prepare"), [*words, f"--separator={separator}"]).read().separator == separator

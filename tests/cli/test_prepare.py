@@ -36,7 +36,7 @@ def test_the_command_prepares_and_prints_counts_and_the_checksum(corpus, tmp_pat
     assert shards.num_documents("train") + shards.num_documents("validation") == 50
 
 
-def test_every_command_of_the_page_that_needs_a_network_is_one_the_parser_takes():
+def test_the_documented_commands_that_need_a_network_are_accepted_by_the_parser():
     page = (ROOT / "docs" / "data.md").read_text()
     lines = re.findall(r"^lit-layers prepare (.*)$", page.replace("\\\n", " "), re.MULTILINE)
     assert len(lines) >= 5

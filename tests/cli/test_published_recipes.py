@@ -1,7 +1,7 @@
-"""The recipes of the papers run as they are written, at reduced sizes, in a stand-in world.
+"""The recipes of the papers run as they are written, with smaller sizes, on a stand-in Hub.
 
-The world (`tests.support.papers_world`) has repositories by their own names with as many blocks, with tiny weights, and
-data sets with few rows. The grid of vision transformers that is correlated is made up.
+The Hub (`tests.support.papers_world`) has repositories with the published names and numbers of blocks, tiny weights and
+data sets with few rows. The grid of vision transformers for the correlation is invented.
 """
 
 import functools
@@ -26,18 +26,18 @@ from tests.support.series_hub import let_downloads_end, served
 
 pytestmark = pytest.mark.timeout(0)
 RECIPES = {f"{path.parent.name}/{path.stem}": path for path in recipe_paths()}
-# Of recipes that train, however small the model is.
+# Upper limits for recipes that train.
 LIMITS = {"max_steps": 2, "steps": 2, "num_train": 24, "num_validation": 12, "num_validation_sequences": 8}
 LIMITS |= {"num_tokens": 24, "batch_size": 4, "limit": 24}
-FEW_ROWS = 1_000  # MTEB draws 8 of each of the 77 classes of Banking77
-OF_EACH_PAPER = ("coupling/fig4", "monotonicity/fig3", "layers/fig4", "painters/fig2")  # run by CI, the others nightly
-FEW_TEXTS = 40  # of each task, for metrics: DiME of 1,000 takes six seconds a layer
+FEW_ROWS = 1_000  # MTEB draws 8 rows of each of the 77 classes of Banking77
+ONE_PER_PAPER = ("coupling/fig4", "monotonicity/fig3", "layers/fig4", "painters/fig2")  # run by CI, the others nightly
+FEW_TEXTS = 40  # per task, for metrics: DiME of 1,000 texts takes six seconds per layer
 TROUBLE = ("error", "failed", "exit code", "select:")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Iterator[Path]:
-    """A working folder with the recipes, in a world that has this Hub, this WikiText and these data."""
+def workdir(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Iterator[Path]:
+    """A working directory with the recipes, the stand-in Hub, WikiText and the data."""
     import datasets
     import huggingface_hub
 
@@ -55,7 +55,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Itera
     load = datasets.load_dataset
 
     def wikitext(path: str, *config: str, **options: Any) -> Any:
-        if path != "Salesforce/wikitext":  # lm-eval reads files by this, too
+        if path != "Salesforce/wikitext":  # lm-eval also reads files with this function
             return load(path, *config, **options)
         assert (config, options["revision"]) == (("wikitext-103-raw-v1",), "abc")
         return load("parquet", data_files=files, split=options["split"], streaming=options["streaming"])
@@ -71,20 +71,20 @@ def place(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Itera
 
 
 def cases() -> list[Any]:
-    """Each recipe that can be measured."""
+    """Return one test case per recipe that measures something."""
     return [
-        pytest.param(name, marks=pytest.mark.soak if name in OF_EACH_PAPER else pytest.mark.nightly)
+        pytest.param(name, marks=pytest.mark.soak if name in ONE_PER_PAPER else pytest.mark.nightly)
         for name, path in RECIPES.items()
         if read_recipe(path).steps
     ]
 
 
-@pytest.mark.usefixtures("place")
+@pytest.mark.usefixtures("workdir")
 @pytest.mark.parametrize("name", cases())
 def test_a_recipe_runs_as_it_is_written(name: str, capsys: pytest.CaptureFixture) -> None:
     recipe, root = read_recipe(RECIPES[name]), Path("out", name)
     argv = ["reproduce", f"recipes/papers/{name}.yaml", "--root", str(root)]
-    # Small random blocks lie at the bound between the quick way to their Jacobians and the slow one.
+    # Small random blocks are close to the limit between the fast and the slow method for Jacobians.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the Jacobians of")
         code = main([*argv, *(["--reduced"] if recipe.reduced else [])])

@@ -1,8 +1,8 @@
-"""Each documented command on published series and models runs: same names, families, recipes; tiny weights and data.
+"""Each documented command on published series and models: same names, families and recipes, tiny weights and data.
 
-What the documentation asks for takes hours and hundreds of gigabytes. Here every size of a recipe is lowered to one
-that a test can pay for (`LIMITS`), the series have a few of their steps (so that an audit finds gaps), the corpus
-`wikitext` a dozen articles. Commands, recipes and all else are as they are written.
+The documented commands take hours and hundreds of gigabytes. Here every size in a recipe has an upper limit (`LIMITS`),
+a series has only a few of its steps (so that an audit finds gaps), and the corpus `wikitext` has a dozen articles.
+Commands, recipes and everything else are unchanged.
 """
 
 import json
@@ -35,11 +35,12 @@ LIMITS = {"num_sequences": 8, "min_sequences": 6, "num_prompts": 6, "num_inputs"
 LIMITS |= {"num_tokens": 24, "num_classes": 3, "max_tokens": 12}
 TEXT = [f"Article {n} counts {' '.join(str(n * k) for k in range(90))}." for n in range(22)]
 QUICK = "analyze --config recipes/series/pythia_70m.yaml --config recipes/analyses/text.yaml"
-# What the command would measure is measured by its shares here, and of each family in test_analyze_suite.
+# The suite is measured by its shards here, and test_analyze_suite measures each family.
 WHOLE_SUITE = "analyze --config recipes/series/llm_suite.yaml"
 
 
-# Of several on one line the first, and no workers of Ray, who would ask the real Hub: see tests/test_engine.
+# If several commands are on one line, only the first is run. Workers of Ray are left out, because they would ask the
+# real Hub (see tests/test_engine).
 COMMANDS = [
     re.sub(" & done; wait| --engine ray", "", command)
     for command in documented_commands()
@@ -47,8 +48,8 @@ COMMANDS = [
 ]
 
 
-def words(command: str) -> list[str]:
-    """As one task of an array would have them."""
+def split_words(command: str) -> list[str]:
+    """Split a command into words, as one task of an array job would see them."""
     task = {"$SLURM_ARRAY_TASK_ID": "3", "$SLURM_ARRAY_TASK_COUNT": "8", "$i": "3"}
     for name, value in task.items():
         command = command.replace(name, value)
@@ -62,53 +63,53 @@ def tokenizer(tmp_path_factory) -> Path:
     return folder
 
 
-def model(folder: Path, family: str, tokenizer: Path, **options) -> Path:
+def save_model(folder: Path, family: str, tokenizer: Path, **options) -> Path:
     saved(folder, family, shard="1GB", vocab_size=300, **options)
     for file in tokenizer.iterdir():
         shutil.copy(file, folder)
     return folder
 
 
-def pythia(folder: Path, tokenizer: Path) -> Path:
-    return model(folder, "gpt_neox", tokenizer, max_position_embeddings=128)
+def save_pythia(folder: Path, tokenizer: Path) -> Path:
+    return save_model(folder, "gpt_neox", tokenizer, max_position_embeddings=128)
 
 
 @pytest.fixture(scope="module")
 def published(tokenizer, tmp_path_factory) -> Path:
-    """A folder of repositories, the one of the quick test's series first."""
+    """A folder of repositories. It begins with the series of the quick test."""
     root = tmp_path_factory.mktemp("hub")
-    make_series(pythia(root.parent / "pythia", tokenizer), root / "EleutherAI" / "pythia-70m", STEPS)
+    make_series(save_pythia(root.parent / "pythia", tokenizer), root / "EleutherAI" / "pythia-70m", STEPS)
     return root
 
 
 @pytest.fixture(scope="module")
 def everything(published, tokenizer, tmp_path_factory) -> None:
-    """All the others that the commands name."""
-    template = pythia(tmp_path_factory.mktemp("gpt_neox") / "model", tokenizer)
-    for number, size in enumerate(("1.4b", "6.9b"), start=1):  # among the models of the suite, where none is another's
+    """Add all other repositories that the commands name."""
+    template = save_pythia(tmp_path_factory.mktemp("gpt_neox") / "model", tokenizer)
+    for number, size in enumerate(("1.4b", "6.9b"), start=1):  # models of the suite, whose weights must differ
         moved = {step: number / 200 + (1 + index) / 64 for index, step in enumerate(STEPS)}
         make_series(template, published / "EleutherAI" / f"pythia-{size}", STEPS, values=moved)
     for name in repositories_of(ROOT / "checkpoints" / "pythia.yaml"):
         if not (published / name).exists():
             (published / name).symlink_to(published / "EleutherAI" / "pythia-70m")
-    olmo = model(tmp_path_factory.mktemp("olmo2") / "model", "olmo2", tokenizer)
+    olmo = save_model(tmp_path_factory.mktemp("olmo2") / "model", "olmo2", tokenizer)
     for name in ("OLMo-2-0425-1B", "OLMo-2-1124-7B"):
         make_series(olmo, published / "allenai" / name, STAGED, name="stage1-step{}-tokens1B")
-    model(published / "meta-llama" / "Llama-3.1-70B" / "main", "llama", tokenizer)
+    save_model(published / "meta-llama" / "Llama-3.1-70B" / "main", "llama", tokenizer)
     text = SUITE.read_text()
     for number, (name, family) in enumerate(re.findall(r"^ +- (\S+) +# (\w+) ", text, re.MULTILINE)):
         if not (published / name).exists():
-            # coupling.yaml names the pair of blocks 5 and 6, and a fiftieth of the width
+            # coupling.yaml needs blocks 5 and 6, and k as a fiftieth of the width.
             options = {"n_layer": 6, "n_embd": 64} if family == "gpt2" else {}
-            model(published / name / "main", family, tokenizer, seed=number, **options)
+            save_model(published / name / "main", family, tokenizer, seed=number, **options)
     for name, other in yaml.safe_load(text)["series"]["init_args"]["tokenizers"].items():
         (published / name / "main" / "tokenizer.json").unlink()
         shutil.copytree(tokenizer, published / other / "main", dirs_exist_ok=True)
 
 
 @pytest.fixture(scope="module")
-def place(published, tmp_path_factory) -> Iterator[Path]:
-    """A working folder with the recipes, in a world that has this Hub and this WikiText."""
+def workdir(published, tmp_path_factory) -> Iterator[Path]:
+    """A working directory with the recipes, the stand-in Hub and WikiText."""
     import datasets
     import huggingface_hub
 
@@ -122,9 +123,9 @@ def place(published, tmp_path_factory) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     files, load = {}, datasets.load_dataset
-    for split, part in (("train", TEXT[:2]), ("validation", TEXT[2:])):
+    for split, texts in (("train", TEXT[:2]), ("validation", TEXT[2:])):
         files[split] = str(folder / f"{split}.parquet")
-        rows = [line for number, text in enumerate(part) for line in (f" = Article {number} = \n", f" {text} \n")]
+        rows = [line for number, text in enumerate(texts) for line in (f" = Article {number} = \n", f" {text} \n")]
         pd.DataFrame({"text": rows}).to_parquet(files[split])
 
     def wikitext(path, *, name, split, revision, streaming):
@@ -146,20 +147,20 @@ def measured(root: Path) -> set[tuple[str, int | None, str]]:
 
 
 @pytest.mark.soak
-def test_the_published_series_is_measured_by_its_documented_command(place):
-    assert main(words(QUICK)) == 0
+def test_the_published_series_is_measured_by_its_documented_command(workdir):
+    assert main(split_words(QUICK)) == 0
     names = {"trajectory", "representation", "lens", "coupling", "next_token_probe"}
-    found = measured(place / "checkpoints" / "pythia_70m")
+    found = measured(workdir / "checkpoints" / "pythia_70m")
     assert found == {("pythia_70m", step, name) for step in STEPS for name in names}
 
 
 @pytest.mark.nightly
-def test_every_documented_command_on_published_models_runs(everything, place, capsys):
+def test_every_documented_command_on_published_models_runs(everything, workdir, capsys):
     for command in COMMANDS:
-        if command == WHOLE_SUITE or "--follow" in command:  # it waits for a training
+        if command == WHOLE_SUITE or "--follow" in command:  # waits for a training
             continue
         is_audit = command.startswith("audit")
-        code = main([*words(command), *(["--json", "audit.json"] if is_audit else [])])
+        code = main([*split_words(command), *(["--json", "audit.json"] if is_audit else [])])
         let_downloads_end()
         said = capsys.readouterr()
         assert code == (1 if is_audit and "pythia" in command else 0), (command, said.err[-2000:], said.out[-2000:])
@@ -169,6 +170,6 @@ def test_every_documented_command_on_published_models_runs(everything, place, ca
                 kinds = {finding["kind"] for finding in audit["findings"] if not finding["note"]}
                 assert kinds == ({"gap"} if code else set()), (command, audit)
                 assert audit["level"] == "listing"
-    roots = {path.parent.name: measured(path.parent) for path in (place / "checkpoints").glob("*/measurements.jsonl")}
+    roots = {path.parent.name: measured(path.parent) for path in (workdir / "checkpoints").glob("*/measurements.jsonl")}
     assert {step for _, step, _ in roots["olmo2_1b"]} == {*STAGED}
     assert {step for _, step, _ in roots["pythia-6.9b"]} == {143000}

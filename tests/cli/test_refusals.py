@@ -1,8 +1,8 @@
-"""What each command refuses: one sentence, exit code 2, and nothing is written.
+"""What each command refuses: one sentence, exit code 2, and no file is written.
 
-A row has the words of the command, in a folder that the fixture `place` fills, and what the sentence has to say.
-A word `<...>` stands for a file with that text, NEW for a folder that is not there. Of one mistake that several options
-share, one row is enough. What `report`, `emerge` and `reproduce` refuse for other reasons is in tests/.
+A row has the words of the command, which runs in the folder of the fixture `workdir`, and a part of the expected
+sentence. A word `<...>` stands for a file with that text, NEW for a folder that does not exist. One row is enough for a
+mistake that several options share. Other refusals of `report`, `emerge` and `reproduce` are tested in tests/.
 """
 
 import json
@@ -39,7 +39,8 @@ SEEN = "--corpus arrays --data.num_validation_images 8 --analyses []"
 STEPS = "--series StepFolders --series.root trained"
 CALLBACKS = "--trainer.callbacks+=lightning.pytorch.callbacks"
 
-# Of the first lm-eval reads all its tasks, for ten seconds; the others read a recipe a row, for half a second.
+# `intervene nothing` makes lm-eval read all its tasks, which takes ten seconds. The others read a recipe per row, which
+# takes half a second.
 SOAK = ("intervene nothing", "fit --config images.yaml", "fit --config fit.yaml", "fit --config plain.yaml --root NEW")
 SOAK += ("fit --config fit.yaml --root trained",)
 QUANTISED = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
@@ -190,7 +191,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--trainer.overfit_batches=2", "trainer.overfit_batches: expected 0"),
     ],
     "fit --config fit.yaml --root trained": [
-        ("--config '<if_exists: overwrite>'", "--resume last or --if_exists overwrite"),  # not the user's own word
+        ("--config '<if_exists: overwrite>'", "--resume last or --if_exists overwrite"),  # only the user may do this
         ("--if_exists overwrite --data.num_tokens 400", "data.num_tokens: expected at most 16"),
         ("--resume 4", "no resume checkpoint of step 4 in"),
         ("--resume last --model.lr 0.1", "model.lr: the run in"),
@@ -305,77 +306,77 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, corpus: Path, trained: tuple[Path, str]) -> Path:
-    """A folder with all that the rows name."""
-    place = tmp_path_factory.mktemp("place")
-    shutil.copytree(trained[0], place / "trained")
-    write_models(place)
-    write_tables(place)
-    write_runs(place)
+def workdir(tmp_path_factory: pytest.TempPathFactory, corpus: Path, trained: tuple[Path, str]) -> Path:
+    """A folder with all files that the rows name."""
+    workdir = tmp_path_factory.mktemp("place")
+    shutil.copytree(trained[0], workdir / "trained")
+    write_models(workdir)
+    write_tables(workdir)
+    write_runs(workdir)
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
+        patch.chdir(workdir)
         patch.setattr("lit_layers.cli.verbs.fit.write_report", lambda root: root / "report.html")
-        write_recipes(place, corpus)
-        write_trainings(place)
-    return place
+        write_recipes(workdir, corpus)
+        write_trainings(workdir)
+    return workdir
 
 
-def write_models(place: Path) -> None:
-    saved_gpt2(place / "model", n_layer=4)
-    saved_gpt2(place / "bare", tokenizer=False)
-    saved_bert_of_pairs(place / "bert")
+def write_models(workdir: Path) -> None:
+    saved_gpt2(workdir / "model", n_layer=4)
+    saved_gpt2(workdir / "bare", tokenizer=False)
+    saved_bert_of_pairs(workdir / "bert")
     network = vit("vit_tiny_patch16_224", **VIT).eval()
-    save(network, place / "vit")
-    save(network, place / "vits" / "step-000000007")
-    (place / "broken").mkdir()
-    shutil.copy(place / "model" / "config.json", place / "broken")
-    config = json.loads((place / "model" / "config.json").read_text())
+    save(network, workdir / "vit")
+    save(network, workdir / "vits" / "step-000000007")
+    (workdir / "broken").mkdir()
+    shutil.copy(workdir / "model" / "config.json", workdir / "broken")
+    config = json.loads((workdir / "model" / "config.json").read_text())
     for number, odd in enumerate(ODD_CONFIGS):
-        shutil.copytree(place / "model", place / f"odd{number}")
+        shutil.copytree(workdir / "model", workdir / f"odd{number}")
         content = odd if isinstance(odd, bytes) else json.dumps({**config, **odd}).encode()
-        (place / f"odd{number}" / "config.json").write_bytes(content)
+        (workdir / f"odd{number}" / "config.json").write_bytes(content)
     hostile = {"class_path": "subprocess.Popen", "init_args": {"args": "touch ran", "shell": True}}
     inside = {"class_path": "lit_layers.analyses.Lens", "init_args": {"batches": hostile}}
     for number, analyses in enumerate(([hostile], [inside], [7])):
-        shutil.copytree(place / "model", place / f"hostile{number}" / "step-000000000")
+        shutil.copytree(workdir / "model", workdir / f"hostile{number}" / "step-000000000")
         about = {"run": "run", "config": {"analyses": analyses, "tokenizer": "bpe:300", "corpus": "python"}}
-        (place / f"hostile{number}" / "run.json").write_text(json.dumps(about))
+        (workdir / f"hostile{number}" / "run.json").write_text(json.dumps(about))
 
 
-def write_tables(place: Path) -> None:
-    write_glue(place / "data")
-    write_tasks(place / "data" / "benchmarks")
-    write_tasks(place / "less" / "benchmarks")
-    (place / "less" / "benchmarks" / "winogrande_validation.parquet").unlink()
-    write_banking77(place / "moods", labelled(60), labelled(20, first=60))
-    write_tiny_data(place / "songs")
-    write_csv(place / "songs.csv", labelled(90), ("title", "mood"))
-    (place / "models.csv").write_text("model,coupling,score\na,1,2\nb,2,1\nc,3,5\n")
-    (place / "nameless.csv").write_text("model,coupling,score\na,1,2\n,2,1\nc,3,5\n")
-    (place / "times.csv").write_text("step,loss\n0,3\n1,2\n")
-    (place / "text.txt").write_text("Some text.\n" * 20)
-    (place / "text").write_text("a file")
-    (place / "corpus.jsonl").write_text("\n".join(json.dumps({"text": text}) for text, _ in labelled(1500)))
+def write_tables(workdir: Path) -> None:
+    write_glue(workdir / "data")
+    write_tasks(workdir / "data" / "benchmarks")
+    write_tasks(workdir / "less" / "benchmarks")
+    (workdir / "less" / "benchmarks" / "winogrande_validation.parquet").unlink()
+    write_banking77(workdir / "moods", labelled(60), labelled(20, first=60))
+    write_tiny_data(workdir / "songs")
+    write_csv(workdir / "songs.csv", labelled(90), ("title", "mood"))
+    (workdir / "models.csv").write_text("model,coupling,score\na,1,2\nb,2,1\nc,3,5\n")
+    (workdir / "nameless.csv").write_text("model,coupling,score\na,1,2\n,2,1\nc,3,5\n")
+    (workdir / "times.csv").write_text("step,loss\n0,3\n1,2\n")
+    (workdir / "text.txt").write_text("Some text.\n" * 20)
+    (workdir / "text").write_text("a file")
+    (workdir / "corpus.jsonl").write_text("\n".join(json.dumps({"text": text}) for text, _ in labelled(1500)))
     long = [json.dumps({"text": f"Some words of text {n}. " * 20}) for n in range(400)]
-    (place / "long.jsonl").write_text("\n".join(long))
-    (place / "taken").mkdir()
-    (place / "taken" / "notes.txt").write_text("mine")
-    write_folders(place / "animals", size=8)
-    (place / "animals" / "train" / "emu").mkdir()
-    Image.new("RGB", (8, 8)).save(place / "animals" / "train" / "emu" / "0.png")
+    (workdir / "long.jsonl").write_text("\n".join(long))
+    (workdir / "taken").mkdir()
+    (workdir / "taken" / "notes.txt").write_text("mine")
+    write_folders(workdir / "animals", size=8)
+    (workdir / "animals" / "train" / "emu").mkdir()
+    Image.new("RGB", (8, 8)).save(workdir / "animals" / "train" / "emu" / "0.png")
 
 
-def write_runs(place: Path) -> None:
-    run = make_run(place / "RUN", steps=(0, 1), analyses=("coupling",), layers=2)
+def write_runs(workdir: Path) -> None:
+    run = make_run(workdir / "RUN", steps=(0, 1), analyses=("coupling",), layers=2)
     for name in ("torn", "damaged"):
-        shutil.copytree(run, place / name)
+        shutil.copytree(run, workdir / name)
     first = (run / "measurements.jsonl").read_text().splitlines()[0]
-    (place / "torn" / "measurements.jsonl").write_text("\n".join([first, '{"run": ', ""]))
-    (place / "damaged" / "run.json").write_text((run / "run.json").read_text()[:100])
-    make_models(place / "models", models={f"org/m{n}": 4 + n for n in range(6)}, analyses=("coupling",))
+    (workdir / "torn" / "measurements.jsonl").write_text("\n".join([first, '{"run": ', ""]))
+    (workdir / "damaged" / "run.json").write_text((run / "run.json").read_text()[:100])
+    make_models(workdir / "models", models={f"org/m{n}": 4 + n for n in range(6)}, analyses=("coupling",))
 
 
-def write_recipes(place: Path, corpus: Path) -> None:
+def write_recipes(workdir: Path, corpus: Path) -> None:
     recipes: dict[str, Any] = {"fit": {**RECIPE, "corpus": str(corpus), "root": "out", "resume_every": 1}}
     recipes["plain"] = {**recipes["fit"], "analyses": [], "steps": {"every": 9}}
     recipes["images"] = {**test_fit_images.RECIPE, "root": "out"}
@@ -385,35 +386,35 @@ def write_recipes(place: Path, corpus: Path) -> None:
     recipes["finetune"] = {"task": "arc_challenge", "batch_size": 4, "num_tokens": 12}
     recipes["glue"] = {"tasks": ["cola", "mrpc"], "max_steps": 2, "batch_size": 4, "num_tokens": 30}
     for name, recipe in recipes.items():
-        (place / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
-    (place / "utf16.yaml").write_bytes("root: é".encode("utf-16"))
+        (workdir / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
+    (workdir / "utf16.yaml").write_bytes("root: é".encode("utf-16"))
 
 
-def write_trainings(place: Path) -> None:
-    """Files of the trainer of a run of text, and a run of images that have changed since."""
-    (checkpoint,) = place.glob("trained/resume/step-000000003/*.ckpt")
+def write_trainings(workdir: Path) -> None:
+    """Write files of a text training, and train on images that change afterwards."""
+    (checkpoint,) = workdir.glob("trained/resume/step-000000003/*.ckpt")
     content = torch.load(checkpoint, weights_only=True)
-    shutil.copy(checkpoint, place / "CHECKPOINT")
+    shutil.copy(checkpoint, workdir / "CHECKPOINT")
     del content["optimizer_states"], content["lr_schedulers"]
-    torch.save(content, place / "weights.ckpt")
-    torch.save({"state_dict": Path("x"), "global_step": 1}, place / "evil.ckpt")
+    torch.save(content, workdir / "weights.ckpt")
+    torch.save({"state_dict": Path("x"), "global_step": 1}, workdir / "evil.ckpt")
     generator, labels = np.random.default_rng(0), np.arange(12) % 3
     for _ in range(2):
         images = generator.integers(0, 256, (12, 8, 8), dtype=np.uint8)
-        write_arrays(place / "arrays", (images, labels), (images, labels))
-        if not (place / "seen").exists():
+        write_arrays(workdir / "arrays", (images, labels), (images, labels))
+        if not (workdir / "seen").exists():
             assert main(["fit", "--config", "images.yaml", "--root", "seen", *SEEN.split()]) == 0
             image_source.cache_clear()
 
 
 def files_in(folder: Path) -> set[tuple[str, int, int]]:
-    """Return the files, but for what an audit has read of weights."""
+    """Return the files without the cache of an audit."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.parent.name != ".audit"]
     return {(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
 
 def trouble(command: str, words: str, sentence: str, written: Path, capsys: pytest.CaptureFixture[str]) -> str | None:
-    """Return what is wrong with the end of one command, None for a refusal as the row says it."""
+    """Return what is wrong with the end of one command, None for a refusal with the expected sentence."""
     argv, named = shlex.split(command) + shlex.split(words), shlex.split(command)[:1]
     new = written / str(len([*written.iterdir()]))
     for number, word in enumerate(argv):
@@ -436,13 +437,13 @@ def trouble(command: str, words: str, sentence: str, written: Path, capsys: pyte
 @pytest.mark.parametrize(
     "command", [pytest.param(each, marks=[pytest.mark.soak] if each in SOAK else []) for each in REFUSED]
 )
-def test_what_cannot_be_is_refused_in_a_sentence_and_nothing_is_written(command, place, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(place)
-    wrong, before = [], files_in(place)
+def test_invalid_input_is_refused_and_nothing_is_written(command, workdir, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(workdir)
+    wrong, before = [], files_in(workdir)
     for words, sentence in REFUSED[command]:
         if said := trouble(command, words, sentence, tmp_path, capsys):
             wrong.append(f"{command} {words}: expected {sentence!r}, {said}")
-        if (now := files_in(place)) != before:
+        if (now := files_in(workdir)) != before:
             wrong.append(f"{command} {words}: written {now ^ before}")
             before = now
     assert not wrong, "\n".join(wrong)

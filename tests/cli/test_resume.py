@@ -1,4 +1,4 @@
-"""`lit-layers fit --resume`: a run that was killed, at any moment and many times, ends as if it had not been."""
+"""`lit-layers fit --resume`: a run that was killed at any moment, any number of times, ends as if uninterrupted."""
 
 import hashlib
 import itertools
@@ -33,8 +33,8 @@ LAST = 13
 
 
 @pytest.fixture(scope="module", autouse=True)
-def undrawn() -> Iterator[None]:
-    """Of what W&B gets these look at the numbers; a forked process draws each step's pictures by one of its own."""
+def no_pictures() -> Iterator[None]:
+    """Do not draw pictures for W&B: these tests compare numbers, and each fork would start its own renderer."""
     with pytest.MonkeyPatch.context() as patch:
         leave_undrawn(patch)
         yield
@@ -65,8 +65,8 @@ def fit(recipe: Path, root: Path, *arguments: str, **options) -> int:
 TIMED = ("train/tokens_per_second",)
 
 
-def what_is_left(root: Path) -> dict:
-    """All that must not depend on interruptions; speeds and times do."""
+def results_of(root: Path) -> dict:
+    """Return every result that must not depend on interruptions. Speeds and durations are left out."""
     weights = {step: (step_folder(root, step) / "model.safetensors").read_bytes() for step in saved_steps(root)}
     counting = records.latest(records.read(root / "measurements.jsonl"))
     measured = sorted(counting, key=lambda m: (m.step or 0, m.analysis))
@@ -86,7 +86,7 @@ def what_is_left(root: Path) -> dict:
 
 
 def curves(root: Path, run_id: str) -> dict[str, list[tuple]]:
-    """Every W&B curve of numbers, read back when W&B's own process is through with it."""
+    """Return every numeric W&B curve, read after W&B's own process has ended."""
     run, found = read_finished(root)[run_id], {}
     for name in run.names():
         points = run.curve(name, x="trainer/global_step")
@@ -95,13 +95,13 @@ def curves(root: Path, run_id: str) -> dict[str, list[tuple]]:
             and points
             and all(isinstance(value, int | float) for _, value in points)
         ):
-            found[name] = sorted(set(points))  # a row that was on its way at a kill is sent once more
+            found[name] = sorted(set(points))  # a row that was being sent at a kill is sent a second time
     return found
 
 
 def assert_equal(found: dict, expected: dict) -> None:
-    for part in expected.keys() - {"optimizer"}:
-        assert found[part] == expected[part], part
+    for key in expected.keys() - {"optimizer"}:
+        assert found[key] == expected[key], key
     torch.testing.assert_close(found["optimizer"], expected["optimizer"], rtol=0, atol=0)
 
 
@@ -113,11 +113,11 @@ def uninterrupted(recipe, tmp_path_factory) -> Path:
 
 
 @pytest.mark.nightly
-def test_runs_killed_at_random_moments_end_as_if_they_had_not_been(recipe, uninterrupted, tmp_path):
-    expected, draw = what_is_left(uninterrupted), random.Random(0)
+def test_runs_killed_at_random_moments_end_as_if_uninterrupted(recipe, uninterrupted, tmp_path):
+    expected, draw = results_of(uninterrupted), random.Random(0)
     assert len(expected["losses"]) == LAST
     assert len(expected["curves"]) >= 15
-    assert sum("validation/loss" in row for row in expected["losses"]) == 2 * LAST // 6 + 1  # and where it ends
+    assert sum("validation/loss" in row for row in expected["losses"]) == 2 * LAST // 6 + 1  # and at its end
     seconds, kills, attempts = 4.0, 0, itertools.count()
     while kills < 20:
         root = tmp_path / f"killed_{next(attempts)}"
@@ -126,19 +126,19 @@ def test_runs_killed_at_random_moments_end_as_if_they_had_not_been(recipe, unint
             ended = fit(recipe, root, "--resume", "last", kill_after=draw.uniform(0.05, 1.0) * seconds)
             kills += ended == -signal.SIGKILL
             if ended == 0:
-                # Other work on the machine decides how long a run takes: moments are drawn within what it took last.
+                # Other processes change how long a run takes, so moments are drawn within the last duration.
                 seconds = 0.9 * (time.monotonic() - started)
                 break
             assert ended == -signal.SIGKILL
             seconds *= 1.1
         else:
             assert fit(recipe, root, "--resume", "last") == 0
-        assert_equal(what_is_left(root), expected)
+        assert_equal(results_of(root), expected)
 
 
-def dying(place, name: str, number: int, *, after: bool = False, signal_number: int = signal.SIGKILL):
-    """Replaces a function of a module or class: its process signals itself in the call of that number, or the first."""
-    real, calls = getattr(place, name), itertools.count(1)
+def signal_at(owner, name: str, number: int, *, after: bool = False, signal_number: int = signal.SIGKILL):
+    """Replace a function of a module or class so that its process signals itself at call `number`, or at the first."""
+    real, calls = getattr(owner, name), itertools.count(1)
 
     def arm(first: bool) -> None:
         def until(*arguments, **options):
@@ -150,37 +150,37 @@ def dying(place, name: str, number: int, *, after: bool = False, signal_number: 
                 os.kill(os.getpid(), signal_number)
             return result
 
-        setattr(place, name, until)
+        setattr(owner, name, until)
 
     return arm
 
 
 def torn_line(file, line) -> None:
-    """Half a line of measurements, and then no more."""
+    """Write half a line of measurements, then kill the process."""
     whole = json.dumps({key: str(value) for key, value in line.items()})
     file.write(whole[: len(whole) // 2].encode())
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 MOMENTS = {
-    "before the run has said what it is": dying(RunFolder, "_describe", 1),
-    "between what a run is and its options": dying(run_folder, "write_json", 1, after=True),
-    "inside the save of a step": dying(run_folder, "save", 3, after=True),  # before the rename
-    "before a step's folder is renamed": dying(run_folder, "sync", 9),
-    "inside the save of a resume checkpoint": dying(resuming, "_save", 3),
-    "between a resume checkpoint and the removal of the oldest": dying(resuming, "write_folder", 4, after=True),
-    "inside an analysis": dying(Coupling, "update", 3),
-    "between two analyses of a step": dying(one_model.Outcome, "measurement", 4),
+    "before the run has said what it is": signal_at(RunFolder, "_describe", 1),
+    "between what a run is and its options": signal_at(run_folder, "write_json", 1, after=True),
+    "inside the save of a step": signal_at(run_folder, "save", 3, after=True),  # before the rename
+    "before a step's folder is renamed": signal_at(run_folder, "sync", 9),
+    "inside the save of a resume checkpoint": signal_at(resuming, "_save", 3),
+    "between a resume checkpoint and the removal of the oldest": signal_at(resuming, "write_folder", 4, after=True),
+    "inside an analysis": signal_at(Coupling, "update", 3),
+    "between two analyses of a step": signal_at(one_model.Outcome, "measurement", 4),
     "inside a line of measurements": lambda first: setattr(records, "write_line", torn_line),
-    "inside a validation": dying(LitCausalLM, "validation_step", 3),
-    "before a row of scalars is closed": dying(records.ScalarLog, "close", 5),
+    "inside a validation": signal_at(LitCausalLM, "validation_step", 3),
+    "before a row of scalars is closed": signal_at(records.ScalarLog, "close", 5),
 }
 
-PREEMPTION = dying(LitCausalLM, "training_step", 15, signal_number=signal.SIGTERM)  # in step 8, of two batches each
+PREEMPTION = signal_at(LitCausalLM, "training_step", 15, signal_number=signal.SIGTERM)  # step 8, two batches each
 
 
 @pytest.mark.soak
-def test_one_run_killed_at_several_of_its_weakest_moments_ends_as_if_it_had_not_been(recipe, uninterrupted, tmp_path):
+def test_one_run_killed_at_several_critical_moments_ends_as_if_uninterrupted(recipe, uninterrupted, tmp_path):
     root = tmp_path / "run"
     for moment, arm in list(MOMENTS.items())[::4]:
 
@@ -190,12 +190,12 @@ def test_one_run_killed_at_several_of_its_weakest_moments_ends_as_if_it_had_not_
 
         assert run_forked(killed) == -signal.SIGKILL, moment
     assert fit(recipe, root, "--resume", "last") == 0
-    assert_equal(what_is_left(root), what_is_left(uninterrupted))
+    assert_equal(results_of(root), results_of(uninterrupted))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_run_killed_at_its_weakest_moments_ends_as_if_it_had_not_been(moment, recipe, uninterrupted, tmp_path):
+def test_a_run_killed_twice_at_a_critical_moment_ends_as_if_uninterrupted(moment, recipe, uninterrupted, tmp_path):
     root = tmp_path / "run"
 
     def killed() -> int:
@@ -203,9 +203,9 @@ def test_a_run_killed_at_its_weakest_moments_ends_as_if_it_had_not_been(moment, 
         return main(["fit", "--config", str(recipe), "--root", str(root), "--resume", "last"])
 
     assert run_forked(killed) == -signal.SIGKILL
-    assert run_forked(killed) in (-signal.SIGKILL, 0)  # again, wherever that moment is now
+    assert run_forked(killed) in (-signal.SIGKILL, 0)  # a second kill, at whatever step that moment is now
     assert fit(recipe, root, "--resume", "last") == 0
-    assert_equal(what_is_left(root), what_is_left(uninterrupted))
+    assert_equal(results_of(root), results_of(uninterrupted))
     hidden = {path.name for path in root.iterdir() if path.name.startswith(".")}
     assert (root / "config.yaml").is_file()
     assert hidden == {path.name for path in uninterrupted.iterdir() if path.name.startswith(".")}
@@ -213,7 +213,7 @@ def test_a_run_killed_at_its_weakest_moments_ends_as_if_it_had_not_been(moment, 
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_sigterm_saves_the_step_and_ends_with_a_code_that_says_so(recipe, uninterrupted, tmp_path):
+def test_sigterm_saves_the_step_and_exits_with_143(recipe, uninterrupted, tmp_path):
     root = tmp_path / "preempted"
 
     def preempted() -> int:
@@ -225,33 +225,33 @@ def test_sigterm_saves_the_step_and_ends_with_a_code_that_says_so(recipe, uninte
     assert point is not None
     assert point.step == 8
     assert fit(recipe, root, "--resume", "last") == 0
-    expected, found = what_is_left(uninterrupted), what_is_left(root)
-    # the preempted part ended, and so measured the step it ended at
+    expected, found = results_of(uninterrupted), results_of(root)
+    # The preempted run ended, and therefore measured its last step.
     found["measured"] = [line for line in found["measured"] if line[0] != point.step or point.step % 5 == 0]
-    for part in ("weights", "losses", "measured"):
-        kept = found[part]
-        if part == "weights" and point.step % 5:
+    for key in ("weights", "losses", "measured"):
+        kept = found[key]
+        if key == "weights" and point.step % 5:
             kept = {step: value for step, value in kept.items() if step != point.step}
-        assert kept == expected[part], part
+        assert kept == expected[key], key
 
 
-@pytest.mark.soak  # the quick tier resumes in test_fit_images and in tests/training/test_resume_writer
+@pytest.mark.soak  # in the quick tier test_fit_images and tests/training/test_resume_writer resume
 @pytest.mark.slow
-def test_going_back_takes_the_same_way_again_and_drops_what_lay_ahead(recipe, uninterrupted, tmp_path):
+def test_resuming_at_an_earlier_step_repeats_the_same_steps_and_drops_later_ones(recipe, uninterrupted, tmp_path):
     root = tmp_path / "run"
     shutil.copytree(uninterrupted, root)
     back = LAST - LAST % 3
     shutil.copytree(step_folder(root / "resume", back), step_folder(root / "resume", LAST + 5))
     assert fit(recipe, root, "--resume", str(back)) == 0
     assert saved_steps(root / "resume") == [back, LAST]
-    found, expected = what_is_left(root), what_is_left(uninterrupted)
-    for part in ("weights", "losses", "measured"):
-        assert found[part] == expected[part], part
+    found, expected = results_of(root), results_of(uninterrupted)
+    for key in ("weights", "losses", "measured"):
+        assert found[key] == expected[key], key
 
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_used(recipe, uninterrupted, tmp_path, caplog, capfd):
+def test_a_corrupt_checkpoint_is_reported_and_the_previous_one_is_used(recipe, uninterrupted, tmp_path, caplog, capfd):
     root = tmp_path / "torn"
     shutil.copytree(uninterrupted, root)
     steps = saved_steps(root / "resume")
@@ -270,7 +270,7 @@ def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_used(recipe, uninte
     with pytest.raises(InputError, match=f"none of the checkpoints in .* {begin}"):
         resume_point(root, "last")
     state = step_folder(root / "resume", steps[0]) / STATE
-    torch.save({"harmful": Path}, state)  # a class, whose hash is right
+    torch.save({"harmful": Path}, state)  # a class with a correct hash
     facts = {"step": steps[0], "sha256": hashlib.sha256(state.read_bytes()).hexdigest()}
     (state.parent / FACTS).write_text(json.dumps(facts))
     assert main(["fit", "--config", str(recipe), "--root", str(root), "--resume", "last"]) == 2
@@ -280,12 +280,12 @@ def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_used(recipe, uninte
 
 
 @pytest.mark.soak
-def test_a_run_that_is_sharded_goes_on_from_no_state_of_one_that_was_not(recipe, uninterrupted):
+def test_a_sharded_run_does_not_resume_from_a_state_of_an_unsharded_run(recipe, uninterrupted):
     overlay = Path(__file__).parents[2] / "recipes" / "trainer" / "fsdp.yaml"
-    before = what_is_left(uninterrupted)["weights"]
+    before = results_of(uninterrupted)["weights"]
     options = ["--config", overlay, "--trainer.devices", "1", "--trainer.accelerator", "cpu", "--resume", "12"]
     done = run_command(["fit", "--config", recipe, "--root", uninterrupted, *options])
     assert done.returncode == 2, done.stderr
     assert "was saved by a run without sharded weights; go on with the strategy of that run" in done.stderr
     assert "Traceback" not in done.stderr
-    assert what_is_left(uninterrupted)["weights"] == before
+    assert results_of(uninterrupted)["weights"] == before

@@ -1,4 +1,4 @@
-"""A run on two ranks that was killed goes on as if it had not been: on two ranks bit for bit, on one up to rounding."""
+"""A killed run on two ranks resumes as if uninterrupted: on two ranks bit for bit, on one up to rounding."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ from lit_layers.cli.main import main
 from lit_layers.training import LitCausalLM
 from lit_layers.training.resuming import STATE, resume_point
 from lit_layers.training.run_folder import step_folder
-from tests.cli.test_resume import LAST, PREEMPTION, assert_equal, dying, recipe, what_is_left  # noqa: F401 - a fixture
+from tests.cli.test_resume import LAST, PREEMPTION, assert_equal, recipe, results_of, signal_at  # noqa: F401 fixture
 from tests.support.forked import run_forked, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_page")]
@@ -35,38 +35,38 @@ def whole(recipe, tmp_path_factory) -> Path:  # noqa: F811
 
 
 @pytest.mark.soak
-def test_where_one_rank_dies_the_other_ends_and_the_run_goes_on(recipe, whole, tmp_path):  # noqa: F811
+def test_if_one_rank_dies_the_other_ends_and_the_run_can_be_resumed(recipe, whole, tmp_path):  # noqa: F811
     root = tmp_path / "run"
     command = ["fit", "--config", str(recipe), "--root", str(root), *TWO]
 
     def one_dies() -> int:
         if os.environ["RANK"] == "1":
-            dying(LitCausalLM, "training_step", 10)(False)
+            signal_at(LitCausalLM, "training_step", 10)(False)
         return main(command)
 
     codes = run_ranks(one_dies)
     assert codes[1] == -signal.SIGKILL
     assert codes[0] > 0
     assert fit(recipe, root, "--resume", "last") == [0, 0]
-    assert_equal(what_is_left(root), what_is_left(whole))
+    assert_equal(results_of(root), results_of(whole))
 
 
 @pytest.mark.soak
-def test_where_the_last_checkpoint_of_an_ended_run_is_torn_both_ranks_take_the_one_before(recipe, whole, tmp_path):  # noqa: F811
-    """That it has ended, none of them may believe."""
+def test_both_ranks_use_the_previous_checkpoint_if_the_last_one_is_truncated(recipe, whole, tmp_path):  # noqa: F811
+    """No rank may conclude that the run has ended."""
     root = tmp_path / "run"
     shutil.copytree(whole, root)
     state = step_folder(root / "resume", LAST) / STATE
     os.truncate(state, state.stat().st_size - 100)
     assert fit(recipe, root, "--resume", "last") == [0, 0]
-    found, expected = what_is_left(root), what_is_left(whole)
-    for part in ("weights", "losses", "measured"):
-        assert found[part] == expected[part], part
+    found, expected = results_of(root), results_of(whole)
+    for key in ("weights", "losses", "measured"):
+        assert found[key] == expected[key], key
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("only", [None, 1])
-def test_sigterm_to_any_rank_saves_one_step_and_all_end_with_143(only, recipe, whole, tmp_path):  # noqa: F811
+def test_sigterm_to_any_rank_saves_one_step_and_all_exit_with_143(only, recipe, whole, tmp_path):  # noqa: F811
     root = tmp_path / "run"
     command = ["fit", "--config", str(recipe), "--root", str(root), *TWO, "--resume_every", "1000"]
 
@@ -80,14 +80,14 @@ def test_sigterm_to_any_rank_saves_one_step_and_all_end_with_143(only, recipe, w
     assert point is not None
     assert 8 <= point.step < LAST
     assert fit(recipe, root, "--resume", "last") == [0, 0]
-    found, expected = what_is_left(root), what_is_left(whole)
+    found, expected = results_of(root), results_of(whole)
     assert found["losses"] == expected["losses"]
     assert found["weights"][LAST] == expected["weights"][LAST]
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("only", [None, 1])
-def test_sigterm_inside_the_first_measurement_ends_all_ranks_and_hangs_none(
+def test_sigterm_inside_the_first_measurement_ends_all_ranks_without_a_hang(
     only,
     recipe,  # noqa: F811
     whole,
@@ -106,12 +106,12 @@ def test_sigterm_inside_the_first_measurement_ends_all_ranks_and_hangs_none(
     monkeypatch.undo()
     assert {m.step for m in records.read(root / "measurements.jsonl")} == {0}
     assert fit(recipe, root, "--resume", "last") == [0, 0]
-    assert_equal(what_is_left(root), what_is_left(whole))
+    assert_equal(results_of(root), results_of(whole))
 
 
 @pytest.fixture(scope="module")
-def still(recipe, tmp_path_factory) -> Path:  # noqa: F811
-    """The recipe without dropout, which each rank draws for itself."""
+def no_dropout(recipe, tmp_path_factory) -> Path:  # noqa: F811
+    """The recipe without dropout, because each rank draws its own."""
     options = yaml.safe_load(recipe.read_text())
     for rate in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
         options["model"]["init_args"]["config"][rate] = 0.0
@@ -122,31 +122,31 @@ def still(recipe, tmp_path_factory) -> Path:  # noqa: F811
 
 
 @pytest.fixture(scope="module")
-def one(still, tmp_path_factory) -> Path:
-    """The whole run on one rank."""
+def one(no_dropout, tmp_path_factory) -> Path:
+    """The complete run on one rank."""
     root = tmp_path_factory.mktemp("one")
-    assert run_forked(lambda: main(["fit", "--config", str(still), "--resume", "last", "--root", str(root)])) == 0
+    assert run_forked(lambda: main(["fit", "--config", str(no_dropout), "--resume", "last", "--root", str(root)])) == 0
     return root
 
 
-@pytest.mark.soak  # what the ranks of another number read is in tests/training/test_sharding.py
+@pytest.mark.soak  # what another number of ranks reads is tested in tests/training/test_sharding.py
 @pytest.mark.parametrize("first", [2, 1])
-def test_on_another_number_of_ranks_a_run_goes_on_with_the_same_batches(first, still, one, tmp_path):
-    alone = ["fit", "--config", str(still), "--resume", "last"]
+def test_a_run_resumes_on_another_number_of_ranks_with_the_same_batches(first, no_dropout, one, tmp_path):
+    one_rank = ["fit", "--config", str(no_dropout), "--resume", "last"]
     root = tmp_path / "run"
     half = ["--trainer.max_steps", "7", "--model.decay_steps", str(LAST)]
     if first == 2:
-        assert fit(still, root, *half) == [0, 0]
+        assert fit(no_dropout, root, *half) == [0, 0]
         four = ["--trainer.accumulate_grad_batches", "4", "--trainer.val_check_interval", "12"]
-        assert run_forked(lambda: main([*alone, "--root", str(root), *four, *half[2:]])) == 0
+        assert run_forked(lambda: main([*one_rank, "--root", str(root), *four, *half[2:]])) == 0
     else:
-        assert run_forked(lambda: main([*alone, "--root", str(root), *half])) == 0
-        assert fit(still, root, "--resume", "last", *half[2:]) == [0, 0]
+        assert run_forked(lambda: main([*one_rank, "--root", str(root), *half])) == 0
+        assert fit(no_dropout, root, "--resume", "last", *half[2:]) == [0, 0]
     rows, expected = (records.rows(each / "metrics.jsonl") for each in (root, one))
     assert [row["step"] for row in rows] == list(range(1, LAST + 1))
     for name in ("train/loss", "train/grad_norm", "validation/loss"):
         found, right = ({row["step"]: row[name] for row in those if name in row} for those in (rows, expected))
-        first_end = {7} if name == "validation/loss" else set()  # where a run ends it is validated
+        first_end = {7} if name == "validation/loss" else set()  # a run is validated where it ends
         assert found.keys() == right.keys() | first_end, name
         assert [found[step] for step in right] == pytest.approx([*right.values()], abs=3e-5), name
     measured = [(m.step, m.analysis, m.error) for m in records.read(root / "measurements.jsonl")]
@@ -157,17 +157,17 @@ def test_on_another_number_of_ranks_a_run_goes_on_with_the_same_batches(first, s
 
 
 @pytest.mark.soak
-def test_workers_and_another_accumulation_change_nothing_after_a_kill(still, one, tmp_path):
-    """The global batches are a function of the step: how they are cut and loaded is not part of the run."""
+def test_workers_and_another_accumulation_change_nothing_after_a_kill(no_dropout, one, tmp_path):
+    """The global batches depend only on the step, not on how they are split and loaded."""
 
     def killed() -> int:
-        dying(LitCausalLM, "training_step", 10)(False)
-        return main(["fit", "--config", str(still), "--root", str(tmp_path / "cut")])
+        signal_at(LitCausalLM, "training_step", 10)(False)
+        return main(["fit", "--config", str(no_dropout), "--root", str(tmp_path / "cut")])
 
     assert run_forked(killed) == -signal.SIGKILL
     other = ["--trainer.accumulate_grad_batches", "4", "--trainer.val_check_interval", "12", "--data.num_workers", "2"]
-    again = ["fit", "--config", str(still), "--root", str(tmp_path / "cut"), "--resume", "last", *other]
+    again = ["fit", "--config", str(no_dropout), "--root", str(tmp_path / "cut"), "--resume", "last", *other]
     assert run_forked(lambda: main(again)) == 0
     losses = [[row["train/loss"] for row in records.rows(each / "metrics.jsonl")] for each in (one, tmp_path / "cut")]
     assert losses[1] == pytest.approx(losses[0], abs=2e-5)
-    assert losses[1] != losses[0]  # other sums
+    assert losses[1] != losses[0]  # other order of summation

@@ -1,4 +1,4 @@
-"""`lit-layers select`: what it prints, writes and exports, and what is said of wrong input."""
+"""`lit-layers select`: its output, files and exports, and errors for wrong input."""
 
 import json
 import re
@@ -33,7 +33,7 @@ TEXTS = ["A merry song they sang tonight", "A sad song for number 7", "A calm so
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """A checkpoint of a run, a model of images, and labelled texts."""
+    """A checkpoint of a run, a vision model, and labelled texts."""
     root = tmp_path_factory.mktemp("select")
     saved_gpt2(root / "run" / "step-000000400")
     save(scaled(vit("deit_tiny_patch16_224", seed=1, **VIT)), root / "vit")
@@ -44,7 +44,7 @@ def home(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def selected(home, tmp_path_factory) -> tuple[Path, Path, str]:
-    """A choice with its export: where numbers and pictures are, where the model is, what was printed."""
+    """A choice with its export: the folder of numbers and pictures, the folder of the model, the printed output."""
     root = tmp_path_factory.mktemp("found")
     said = root / "said.txt"
     command = ["select", str(home / "run" / "step-000000400"), "--task", "banking77", "--folder", str(home / "data")]
@@ -65,8 +65,8 @@ def select(capsys, *command: object) -> str:
     return capsys.readouterr().out
 
 
-def probes_of(model: Path, task: ProbeTask, folder: Path | None, **options) -> Any:
-    """Probes of all layers on all training rows at once, and the task."""
+def fit_probes(model: Path, task: ProbeTask, folder: Path | None, **options) -> Any:
+    """Return the task, the features of each split, and probes of all layers fitted on all training rows at once."""
     data, view = task.load(None if folder is None else str(folder)), LayeredModel(load(model))
     states = [
         text_features(view, encode_texts(str(model), split.texts, max_tokens=32), **options)
@@ -78,10 +78,10 @@ def probes_of(model: Path, task: ProbeTask, folder: Path | None, **options) -> A
     return data, features, fit_logistic_probes(features[0], data.train.targets, num_classes=len(data.classes))
 
 
-def test_the_scores_are_those_of_probes_on_the_tasks_own_parts(home, selected):
+def test_the_scores_are_those_of_probes_on_the_splits_of_the_task(home, selected):
     found = content(selected[0])
     checkpoint = home / "run" / "step-000000400"
-    data, features, probes = probes_of(checkpoint, TASKS["banking77"], home / "data")
+    data, features, probes = fit_probes(checkpoint, TASKS["banking77"], home / "data")
     assert found["rows"] == {"train": 72, "validation": 18, "test": 30}
     for part, split, states in (("validation", data.validation, features[1]), ("test", data.test, features[2])):
         hits = (probes.predict(states) == split.targets).double().mean(1).tolist()
@@ -100,12 +100,12 @@ def test_the_scores_are_those_of_probes_on_the_tasks_own_parts(home, selected):
     assert (found["pooling"], found["max_tokens"]) == ("last", 32)
 
 
-def test_the_exported_model_has_the_states_of_the_whole_one_bit_by_bit(home, selected):
+def test_the_exported_model_has_the_states_of_the_full_one_bit_for_bit(home, selected):
     from transformers import AutoModel, AutoTokenizer
 
     out, cut, _ = selected
     layer, checkpoint = content(out)["layer"], home / "run" / "step-000000400"
-    with quiet():  # bars that a command has turned off for good are not to be turned on again
+    with quiet():  # progress bars that a command has disabled cannot be enabled again
         plain = AutoModel.from_pretrained(cut).eval()
     tokenizer = AutoTokenizer.from_pretrained(cut)
     assert plain.config.num_hidden_layers == layer
@@ -116,10 +116,10 @@ def test_the_exported_model_has_the_states_of_the_whole_one_bit_by_bit(home, sel
         assert_rounded(again, LayeredModel(load(checkpoint)).trajectory({"input_ids": ids}).hidden[: layer + 1])
 
 
-def test_the_exported_classifier_says_what_the_probe_of_that_layer_says(home, selected):
+def test_the_exported_classifier_equals_the_probe_of_that_layer(home, selected):
     out, cut, _ = selected
     layer, classifier = content(out)["layer"], load_classifier(cut)
-    data, features, probes = probes_of(home / "run" / "step-000000400", TASKS["banking77"], home / "data")
+    data, features, probes = fit_probes(home / "run" / "step-000000400", TASKS["banking77"], home / "data")
     texts = list(data.test.texts)
     expected = probes.log_proba(features[2])[layer].exp()
     torch.testing.assert_close(classifier.probabilities(texts), expected, rtol=1e-3, atol=1e-4)
@@ -128,7 +128,7 @@ def test_the_exported_classifier_says_what_the_probe_of_that_layer_says(home, se
     assert sum(right) / len(right) == pytest.approx(content(out)["test"][str(layer)]["value"])
 
 
-def test_the_choice_is_printed_and_stands_on_the_page_of_the_export(selected):
+def test_the_choice_is_printed_and_is_on_the_page_of_the_export(selected):
     out, cut, said = selected
     found = content(out)
     layer = found["layer"]
@@ -157,15 +157,15 @@ def test_the_page_shows_the_curve(selected):
 
 
 @pytest.mark.soak
-def test_labelled_texts_of_ones_own_are_a_task(home, tmp_path, capsys, monkeypatch):
-    """Read by an encoder at its class token."""
+def test_labelled_texts_of_the_user_are_a_task(home, tmp_path, capsys, monkeypatch):
+    """An encoder reads them at its class token."""
     monkeypatch.chdir(tmp_path)
     saved_bert(tmp_path / "bert")
     task = ProbeTask("songs", str(home / "songs.csv"), text="title", label="mood", test=None)
     options = ["--text", "title", "--label", "mood", "--pooling", "cls"]
     said = select(capsys, tmp_path / "bert", "--task", task.source, *options)
     assert "songs: layer " in said
-    data, features, probes = probes_of(tmp_path / "bert", task, None, pooling="cls")
+    data, features, probes = fit_probes(tmp_path / "bert", task, None, pooling="cls")
     found = content(tmp_path / "selected" / "bert-songs")
     assert list(found["rows"].values()) == [len(data.train), len(data.validation), len(data.test)]
     assert found["rows"]["validation"] == 13
@@ -175,24 +175,24 @@ def test_labelled_texts_of_ones_own_are_a_task(home, tmp_path, capsys, monkeypat
 
 
 @pytest.mark.soak
-def test_numbers_are_a_regression_and_are_predicted(home, tmp_path, capsys):
+def test_numeric_labels_are_a_regression_and_are_predicted(home, tmp_path, capsys):
     numbers = {"merry": 5.0, "calm": 3.0, "sad": 1.5}
     rows = [{"text": text, "label": numbers[mood] + len(text) / 100} for text, mood in labelled(90)]
     path = tmp_path / "stars.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     model = home / "run" / "step-000000400"
-    place = ["--root", tmp_path / "out", "--export", tmp_path / "cut"]
-    said = select(capsys, model, "--task", path, "--regression", "--rule", "best", *place)
+    folders = ["--root", tmp_path / "out", "--export", tmp_path / "cut"]
+    said = select(capsys, model, "--task", path, "--regression", "--rule", "best", *folders)
     found = content(tmp_path / "out")
     assert "mean_squared_error" in said
     assert (found["rule"], found["tolerance"]) == ("best", None)
     assert re.search(r"\| chosen by +\| +best \|", (tmp_path / "cut" / "README.md").read_text())
     assert f"training mean {found['baseline']:.4f}" in said
     task = ProbeTask("stars", str(path), kind="regression", test=None)
-    data, features, probes = probes_of(model, task, None)
+    data, features, probes = fit_probes(model, task, None)
     errors = (probes.predict(features[1]) - data.validation.targets).square().mean(1).tolist()
     assert [score["value"] for score in found["validation"].values()] == pytest.approx(errors, rel=1e-4)
-    assert found["layer"] == 1 + min(range(3), key=lambda place: errors[1 + place])
+    assert found["layer"] == 1 + min(range(3), key=lambda index: errors[1 + index])
     expected = probes.predict(features[2])[found["layer"]].tolist()
     assert load_classifier(tmp_path / "cut").predict(list(data.test.texts)) == pytest.approx(expected, rel=1e-3)
 
@@ -201,9 +201,9 @@ def test_numbers_are_a_regression_and_are_predicted(home, tmp_path, capsys):
 def test_a_vision_transformer_is_cut_for_images(home, tmp_path, capsys):
     import timm
 
-    place = ["--root", tmp_path / "out", "--export", tmp_path / "cut"]
+    folders = ["--root", tmp_path / "out", "--export", tmp_path / "cut"]
     options = ["--images", "digits", "--num_train", "200", "--num_test", "60", "--rule", "plateau"]
-    said = select(capsys, home / "vit", *options, *place)
+    said = select(capsys, home / "vit", *options, *folders)
     found, layer = content(tmp_path / "out"), content(tmp_path / "out")["layer"]
     assert "digits: layer " in said
     assert found["rows"] == {"train": 160, "validation": 40, "test": 60}
@@ -218,7 +218,7 @@ def test_a_vision_transformer_is_cut_for_images(home, tmp_path, capsys):
 
 @pytest.mark.soak
 def test_models_are_compared_at_the_layer_chosen_for_each(home, tmp_path, capsys, monkeypatch):
-    """Scores are those of probes fitted here; one that has no tokenizer is named and left out."""
+    """The scores equal those of probes fitted here. A model without a tokenizer is reported and left out."""
     monkeypatch.chdir(tmp_path)
     saved_gpt2(tmp_path / "deep", n_layer=5)
     saved_gpt2(tmp_path / "mute", tokenizer=False)
@@ -232,7 +232,7 @@ def test_models_are_compared_at_the_layer_chosen_for_each(home, tmp_path, capsys
     assert [*rows] == ["run-step-000000400", "deep", "mute"]
     for name, model in zip(rows, models[:2], strict=False):
         chosen = content(out / name)
-        data, features, probes = probes_of(Path(model), TASKS["banking77"], home / "data")
+        data, features, probes = fit_probes(Path(model), TASKS["banking77"], home / "data")
         layer = chosen["layer"]
         assert (rows[name]["layer"], rows[name]["num_layers"]) == (layer, chosen["num_layers"])
         hits = (probes.predict(features[2]) == data.test.targets).double()[layer]

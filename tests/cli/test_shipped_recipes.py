@@ -1,4 +1,4 @@
-"""Recipes that come with the package are found by name, from any folder and out of a wheel."""
+"""Recipes of the package are found by name, from any folder and in a wheel."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ def test_a_name_is_found_from_any_folder(tmp_path, monkeypatch):
     assert Recipe(fit, [names[0], "--root", "x"]).options == whole
 
 
-def test_a_file_that_is_here_comes_before_a_recipe_of_the_package_and_a_folder_hides_none(tmp_path, monkeypatch):
+def test_a_local_file_comes_before_a_recipe_of_the_package_and_a_folder_hides_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes" / "analyses").mkdir(parents=True)
     (tmp_path / "recipes/analyses/text.yaml").write_text("analyses: []\n")
@@ -52,8 +52,8 @@ def test_a_file_that_is_here_comes_before_a_recipe_of_the_package_and_a_folder_h
 
 
 @pytest.mark.soak
-def test_a_wheel_trains_the_quickstart_far_from_the_repository(tmp_path):
-    """What the built wheel holds is imported in place of the checkout, and no file of the checkout is in reach."""
+def test_a_wheel_trains_the_quickstart_outside_the_repository(tmp_path):
+    """The built wheel is imported instead of the checkout, and no file of the checkout is accessible."""
     build = [sys.executable, "-m", "pip", "wheel", str(REPOSITORY), "--no-deps", "--no-build-isolation"]
     subprocess.run([*build, "-w", str(tmp_path)], check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")

@@ -1,4 +1,4 @@
-"""SIGTERM: a command leaves folders in order, and ends."""
+"""SIGTERM: a command cleans up and ends."""
 
 import itertools
 import os
@@ -19,11 +19,11 @@ from lit_layers.training.run_folder import saved_steps
 from tests.cli.test_fit import RECIPE
 from tests.support.forked import run_forked
 
-FOR_EVER = 3600  # seconds: a test that waits for them ends by its own limit
+FOR_EVER = 3600  # seconds: a test that waits this long ends by its timeout
 
 
 def terminate(*after: float) -> None:
-    """Sends this process SIGTERM after so many seconds each; a busy machine lengthens the time between two."""
+    """Send this process SIGTERM after these numbers of seconds. A busy machine lengthens the time between two."""
 
     def send() -> None:
         for before, seconds in itertools.pairwise((0.0, *after)):
@@ -33,8 +33,8 @@ def terminate(*after: float) -> None:
     threading.Thread(target=send, daemon=True).start()
 
 
-def ended(work: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *, signals: Sequence[float] = ()) -> int:
-    """Exit code of a command that does `work`, in a process of its own."""
+def exit_code(work: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *, signals: Sequence[float] = ()) -> int:
+    """Return the exit code of a command that does `work`, in a separate process."""
 
     def run() -> int:
         terminate(*signals)
@@ -47,7 +47,7 @@ def ended(work: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *, signals:
 
 
 @pytest.mark.parametrize("signals", [(0.1,), (0.1, 0.3)], ids=["one", "two of a scheduler"])
-def test_a_command_is_left_in_order(signals, tmp_path, monkeypatch):
+def test_a_command_cleans_up_after_sigterm(signals, tmp_path, monkeypatch):
     def work() -> None:
         try:
             terminate(*signals)
@@ -56,11 +56,11 @@ def test_a_command_is_left_in_order(signals, tmp_path, monkeypatch):
             time.sleep(0.5)
             (tmp_path / "tidied").touch()
 
-    assert ended(work, monkeypatch) == 143
+    assert exit_code(work, monkeypatch) == 143
     assert (tmp_path / "tidied").exists()
 
 
-def test_what_was_there_before_is_there_afterwards(monkeypatch):
+def test_the_signal_handler_is_restored_after_a_command(monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(fit, "fit", lambda: 0)
     monkeypatch.setattr(options, "Recipe", lambda verb, words: SimpleNamespace(arguments=dict))
@@ -71,7 +71,7 @@ def test_what_was_there_before_is_there_afterwards(monkeypatch):
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_a_page_under_way_is_written_and_a_corpus_under_way_is_not_waited_for(tmp_path, corpus, monkeypatch):
+def test_a_page_in_progress_is_written_and_a_corpus_in_progress_is_not_waited_for(tmp_path, corpus, monkeypatch):
     recipe, write = tmp_path / "recipe.yaml", fit.write_report
     recipe.write_text(
         yaml.safe_dump({**RECIPE, "corpus": str(corpus), "trainer": {**RECIPE["trainer"], "max_steps": 1}})

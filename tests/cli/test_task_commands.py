@@ -1,8 +1,8 @@
-"""The commands of pages and recipes on tasks, tables and texts run: each as it is written, with what it names there.
+"""The documented commands on tasks, tables and texts run as they are written, with the inputs they name.
 
-Models are repositories of a stand-in Hub by their own names, or folders; each is tiny, with the published number of
-blocks. Options behind a command (`LESS`) take fewer rows of them, shorter
-texts and fewer orders of the blocks, and so does the recipe of fine-tuning.
+Models are repositories of a stand-in Hub with their published names, or folders. Each is tiny, with the published
+number of blocks. Options added to a command (`LESS`) reduce rows, text lengths and orders of the blocks, and so does
+the recipe of fine-tuning.
 """
 
 import _pydecimal as decimal
@@ -40,7 +40,7 @@ from tests.support.undrawn import leave_undrawn
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(0)]
 VERBS = ("intervene", "mteb", "select", "correlate", "prepare")
-# By the verb, or what stands in a command of it: the last that fits.
+# Keys are a verb or a part of a command. The last key that matches is used.
 LESS = {
     "intervene": "--limit 2 --max_new_tokens 2 --seeds 0 --loops 2",
     "--variants all": "--folder data --limit 1 --max_new_tokens 1 --seeds 0 --loops 2 --middles 1",
@@ -53,17 +53,17 @@ LESS = {
     "correlate": "--resamples 100",
     "prepare": "",
     "--regression": "--max_tokens 16 --rounds 1",
-    "--num_train": "--images digits --num_train 400 --num_test 100 --rounds 1",  # not those of CIFAR-10
+    "--num_train": "--images digits --num_train 400 --num_test 100 --rounds 1",  # not the classes of CIFAR-10
 }
 
 
-# Without those that score all 32 data sets of the Hub.
+# Without the commands that score all 32 data sets of the Hub.
 COMMANDS = [each for each in documented_commands() if each.startswith(VERBS) and "layerwise32" not in each]
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with a Hub, which this process takes for the real one, and what the commands name beside it."""
+    """A folder with a stand-in Hub, which this process uses as the Hub, and the inputs that the commands name."""
     import datasets
     import huggingface_hub
 
@@ -72,8 +72,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     hub = write_hub(folder / "hub", [*names, "gpt2", "bert-base-uncased"], series=("410m",))
     small: dict[str, Any] = {"img_size": 8, "patch_size": 4, "embed_dim": 32, "num_heads": 4, "num_classes": 10}
     published = hub / "timm" / "deit_tiny_patch16_224.fb_in1k" / "main"
-    for depth, place in ((12, published), (6, folder / "models" / "checkpoints" / "vit")):
-        save(vit("deit_tiny_patch16_224", depth=depth, **small).eval(), place)
+    for depth, target in ((12, published), (6, folder / "models" / "checkpoints" / "vit")):
+        save(vit("deit_tiny_patch16_224", depth=depth, **small).eval(), target)
     files, load = wikitext_files(folder / "wikitext"), datasets.load_dataset
 
     def loaded(path: str, *config: str | None, **options: Any) -> Any:
@@ -82,7 +82,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         if path in TEXTS:
             rows = datasets.Dataset.from_dict({TEXTS[path]: [text for text, _ in labelled(200)]}).to_iterable_dataset()
             return rows if options["split"] else {"train": rows}
-        return load(path, *config, **options)  # lm-eval reads files by this, too
+        return load(path, *config, **options)  # lm-eval also reads files with this function
 
     with pytest.MonkeyPatch.context() as patch, served(hub, folder / "home" / "hub", patch):
         patch.setattr(datasets, "load_dataset", loaded)
@@ -95,8 +95,8 @@ TEXTS = {"Skylion007/openwebtext": "text", "ORG/NAME": "content"}
 
 
 @pytest.fixture(scope="module")
-def with_models(world: Path, shared_cache: Path) -> Path:
-    """Where the models of this machine lie, and the data of true size."""
+def models_folder(world: Path, shared_cache: Path) -> Path:
+    """A folder with local models, and data of the original size."""
     for step in (0, 10_000):
         saved_gpt2(world / "models" / "checkpoints" / "gpt2" / f"step-{step:09d}", n_layer=6, n_positions=256)
     rows = labelled(90)
@@ -123,7 +123,7 @@ def measured(folder: Path, run: str, step: int | None, analysis: str, found: lis
 
 
 def write_grid(root: Path, k: int) -> None:
-    """Trained models: a folder each, with the scalars and options that correlations ask for."""
+    """Write trained models: one folder each, with the scalars and options that correlations need."""
     for number in range(8):
         drop, decay, cell = 0.1 * (number % 2), 0.01 * (number // 2), f"cell{number}"
         names = {"coupling": 0.3, "random_coupling": -0.05, "excess_coupling": 0.33}
@@ -139,8 +139,8 @@ def write_grid(root: Path, k: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def with_tables(world: Path) -> Path:
-    """Where the measurements lie that the commands of correlations name."""
+def tables_folder(world: Path) -> Path:
+    """A folder with the measurements that the commands of correlations name."""
     folder, table = world / "tables", []
     for number in range(6):
         width, score = 40 + 20 * number, 40 + 3 * number + number % 4 / 2
@@ -175,7 +175,7 @@ def write_pairs(folder: Path) -> None:
 
 
 def run(command: str, capsys: pytest.CaptureFixture) -> str:
-    more = next(options for part, options in reversed(LESS.items()) if part in command)
+    more = next(options for key, options in reversed(LESS.items()) if key in command)
     code = main([*shlex.split(command), *shlex.split(more)])
     let_downloads_end()
     said = capsys.readouterr()
@@ -183,33 +183,33 @@ def run(command: str, capsys: pytest.CaptureFixture) -> str:
     return said.out
 
 
-def of(*verbs: str) -> list[str]:
+def commands_of(*verbs: str) -> list[str]:
     return [command for command in COMMANDS if command.startswith(verbs)]
 
 
-@pytest.mark.parametrize("command", of("intervene", "select"))
-def test_models_in_other_orders_and_cut_ones(command, with_models, monkeypatch, capsys):
-    monkeypatch.chdir(with_models)
-    if command.startswith("intervene") and "--root" not in command:  # "gpt2" and "checkpoints/gpt2" share the default
-        command += f" --root roots/{of('intervene', 'select').index(command)}"
+@pytest.mark.parametrize("command", commands_of("intervene", "select"))
+def test_intervene_and_select_commands_run(command, models_folder, monkeypatch, capsys):
+    monkeypatch.chdir(models_folder)
+    if command.startswith("intervene") and "--root" not in command:  # "gpt2" and "checkpoints/gpt2" share it
+        command += f" --root roots/{commands_of('intervene', 'select').index(command)}"
     said = run(command, capsys)
     assert ("test, layer" in said or "models.csv" in said) if command.startswith("select") else "variants.csv" in said
 
 
-@pytest.mark.parametrize("command", of("mteb"))
-def test_layers_as_embeddings(command, with_models, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("command", commands_of("mteb"))
+def test_mteb_commands_run(command, models_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_pairs(tmp_path / "data")
-    (tmp_path / "checkpoints").symlink_to(with_models / "checkpoints")
+    (tmp_path / "checkpoints").symlink_to(models_folder / "checkpoints")
     if "STS16" in command:
         command = f"{command} --folder data"
     said = run(command, capsys)
     assert "texts" in said if "layerwise32" in command else "mean of " in said
 
 
-@pytest.mark.parametrize("command", of("correlate"))
-def test_metrics_beside_scores(command, with_tables, monkeypatch, capsys):
-    monkeypatch.chdir(with_tables)
+@pytest.mark.parametrize("command", commands_of("correlate"))
+def test_correlate_commands_run(command, tables_folder, monkeypatch, capsys):
+    monkeypatch.chdir(tables_folder)
     said = run(command, capsys)
     assert "layers.html" in said or "correlation.html" in said
 
@@ -221,22 +221,22 @@ def test_texts_are_prepared_in_the_order_of_the_page(world, tmp_path, monkeypatc
         shutil.copy(inspect.getfile(book), tmp_path / "books" / f"{book.__name__}.txt")
     (tmp_path / "play.txt").write_text("\n\n".join(text for text, _ in labelled(900)))
     save_tokenizer(train_bpe([text for text, _ in labelled(60)], 300), tmp_path / "data" / "python" / "tokenizer")
-    for command in of("prepare"):
+    for command in commands_of("prepare"):
         run(command, capsys)
         TokenShards.open(shlex.split(command)[-1])
 
 
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("page", ["mteb.md", "correlate.md"])
-def test_the_examples_in_python(page, with_tables, tmp_path, monkeypatch, capsys):
+def test_the_python_examples_run(page, tables_folder, tmp_path, monkeypatch, capsys):
     (text,) = re.findall(r"^```py\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)
     write_pairs(tmp_path / "data")
-    (tmp_path / "checkpoints").symlink_to(with_tables / "checkpoints")
+    (tmp_path / "checkpoints").symlink_to(tables_folder / "checkpoints")
     text = text.replace('resolve(["sts"])', 'resolve(["STSBenchmark"], DATA)')
     exec(compile(text, page, "exec"), {"DATA": Path("data")})
     assert len(capsys.readouterr().out.splitlines()) > 1
 
 
-def test_every_verb_is_here():
+def test_every_verb_has_a_command():
     assert {command.split()[0] for command in COMMANDS} == {*VERBS}

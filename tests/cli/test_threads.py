@@ -1,4 +1,4 @@
-"""A process computes with its share of the cores, or with as many threads as its caller says."""
+"""A process computes with its share of the cores, or with the number of threads that its caller sets."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from lit_layers.cli import process
 
 
 @pytest.mark.parametrize(("given", "ranks", "expected"), [(None, 1, 12), (None, 5, 2), (None, 20, 1), ("7", 1, None)])
-def test_the_cores_are_shared_by_the_ranks_unless_the_caller_says_how_many(given, ranks, expected, monkeypatch, capsys):
+def test_the_ranks_share_the_cores_unless_the_caller_sets_a_number(given, ranks, expected, monkeypatch, capsys):
     made: list[int] = []
     monkeypatch.setattr("joblib.cpu_count", lambda only_physical_cores: 12)
     monkeypatch.setattr(torch, "set_num_threads", made.append)

@@ -1,4 +1,4 @@
-"""Nothing that W&B raises stops a training, and an end that hangs is given up."""
+"""No error of W&B stops a training, and an upload that hangs is abandoned."""
 
 import threading
 import time
@@ -21,20 +21,20 @@ wandb = pytest.importorskip("wandb")
 
 @pytest.fixture
 def release():
-    """Lets calls that hang go on when the test is over."""
+    """An event that lets hanging calls return after the test."""
     event = threading.Event()
     yield event
     event.set()
 
 
 @pytest.fixture(autouse=True)
-def none_before(monkeypatch):
+def no_abandoned_mirrors(monkeypatch):
     monkeypatch.setattr(wandb_mirror, "abandoned", [])
     leave_undrawn(monkeypatch)
 
 
 class FakeRun:
-    """A run that does as it is told at one of its calls."""
+    """A fake run that executes `what` at the call named `where`."""
 
     id, url, entity, starting_step = "a1b2c3d4", "https://wandb.example/run", "someone", 0
 
@@ -62,7 +62,7 @@ class FakeRun:
             self.what()
 
 
-def fail(error: BaseException):
+def raising(error: BaseException):
     def what() -> None:
         raise error
 
@@ -75,7 +75,7 @@ def fake(monkeypatch, where: str, what) -> FakeRun:
     return run
 
 
-def test_whatever_it_raises_is_one_sentence_and_no_error(tmp_path, monkeypatch):
+def test_any_error_of_wandb_is_one_sentence_and_not_raised(tmp_path, monkeypatch):
     root = make_run(tmp_path / "run", steps=(0, 1, 2, 4), layers=2)
     for where, error in (
         ("init", RuntimeError("one\ntwo")),
@@ -83,7 +83,7 @@ def test_whatever_it_raises_is_one_sentence_and_no_error(tmp_path, monkeypatch):
         ("log", SystemExit("one")),
         ("finish", AssertionError("one")),
     ):
-        fake(monkeypatch, where, fail(error))
+        fake(monkeypatch, where, raising(error))
         mirror = WandbMirror(mode="online")
         mirror.open(root, run_id="a1b2c3d4", config={})
         mirror.log_step(5, None, {"train/loss": 1.0}, [])
@@ -92,7 +92,7 @@ def test_whatever_it_raises_is_one_sentence_and_no_error(tmp_path, monkeypatch):
         assert mirror.closing_line == f"W&B: stopped (one); {later}", (where, error)
 
 
-def test_an_end_that_hangs_is_waited_for_no_longer_than_its_limit(tmp_path, monkeypatch, release):
+def test_a_finish_that_hangs_is_abandoned_after_its_limit(tmp_path, monkeypatch, release):
     monkeypatch.setattr(wandb_mirror, "LIMIT", 0.5)
     fake(monkeypatch, "finish", release.wait)
     root = make_run(tmp_path / "run", steps=(0, 1), layers=2)
@@ -106,7 +106,7 @@ def test_an_end_that_hangs_is_waited_for_no_longer_than_its_limit(tmp_path, monk
     assert wandb_mirror.abandoned == [mirror]
 
 
-def test_an_end_that_sends_slowly_is_waited_for(tmp_path, monkeypatch):
+def test_a_slow_finish_is_waited_for(tmp_path, monkeypatch):
     run = fake(monkeypatch, "finish", lambda: time.sleep(2))
     mirror = WandbMirror(mode="online")
     mirror.open(make_run(tmp_path / "run", steps=(0, 1), layers=2), run_id="a1b2c3d4", config={})
@@ -114,7 +114,7 @@ def test_an_end_that_sends_slowly_is_waited_for(tmp_path, monkeypatch):
     assert mirror.closing_line.startswith(f"W&B          {run.url}")
 
 
-def test_the_long_table_is_sent_once_at_the_end_of_a_run_that_was_interrupted(tmp_path, monkeypatch):
+def test_the_long_table_is_sent_once_at_the_end_of_an_interrupted_run(tmp_path, monkeypatch):
     run, root = fake(monkeypatch, "nowhere", None), make_run(tmp_path / "run", steps=(0, 1), layers=2)
     for exit_code, tables in ((143, 0), (130, 0), (0, 1)):
         mirror = WandbMirror(mode="online")
@@ -126,7 +126,7 @@ def test_the_long_table_is_sent_once_at_the_end_of_a_run_that_was_interrupted(tm
 @pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize("mirrors", [{"hangs": "finish"}, {"with": "nowhere", "raises": "init"}], ids=" ".join)
-def test_a_training_is_the_same_bit_for_bit_without_with_and_with_one_that_hangs_or_raises(
+def test_a_training_is_bit_for_bit_the_same_without_wandb_with_it_and_if_it_hangs_or_raises(
     mirrors, tmp_path, corpus, monkeypatch, release, capsys
 ):
     monkeypatch.setattr(wandb_mirror, "LIMIT", 2.0)
@@ -134,7 +134,7 @@ def test_a_training_is_the_same_bit_for_bit_without_with_and_with_one_that_hangs
     mirror = {"class_path": "lit_layers.report.WandbMirror", "init_args": {"mode": "online"}}
     left = {}
     for name, where in {"without": None, **mirrors}.items():
-        fake(monkeypatch, where or "", fail(RuntimeError("x")) if where == "init" else release.wait)
+        fake(monkeypatch, where or "", raising(RuntimeError("x")) if where == "init" else release.wait)
         recipe, root = tmp_path / f"{name}.yaml", tmp_path / name
         recipe.write_text(yaml.safe_dump({**options, **({"wandb": mirror} if where else {})}))
         assert main(["fit", "--config", str(recipe), "--root", str(root)]) == 0
