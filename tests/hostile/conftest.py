@@ -1,4 +1,4 @@
-"""What hostile artefacts have in common: a canary that whatever runs would write, and a folder somebody downloads."""
+"""Fixtures of the tests with hostile files: a canary file that executed code would write, and a downloaded folder."""
 
 from pathlib import Path
 
@@ -9,20 +9,20 @@ from tests.cli.conftest import corpus  # noqa: F401 - a fixture
 
 @pytest.fixture
 def canary(tmp_path: Path) -> Path:
-    """A file that is there only if something ran."""
+    """A path that exists only if hostile code was executed."""
     return tmp_path / "canary" / "ran.txt"
 
 
 @pytest.fixture
 def payload(canary: Path) -> str:
-    """Python that writes it."""
+    """Python code that writes the canary."""
     canary.parent.mkdir()
     return f"import pathlib; pathlib.Path({str(canary)!r}).write_text('ran')\n"
 
 
 @pytest.fixture
 def downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory of a user who has gone into it."""
+    """A downloaded folder, which is the working directory."""
     folder = tmp_path / "downloaded"
     folder.mkdir()
     monkeypatch.chdir(folder)

@@ -1,4 +1,4 @@
-"""A run folder whose every text is somebody else's."""
+"""A run folder in which every text comes from an attacker."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from tests.support.runs import TOKENS_PER_STEP, make_run
 
 
 def hostile_run(root: Path, text: str, analyses: tuple[str, ...] = ("trajectory", "coupling", "lens")) -> Path:
-    """A run of three layers with `text` as its name, tags, metric, analysis, error, provenance, verdict and options."""
+    """Write a run with `text` as its name, tags, metric, analysis, error, provenance, verdict and options."""
     make_run(root, steps=(0, 8), layers=3, analyses=analyses, run=text)
     provenance = {"audit": f"suspect: {text}", "series": text, "commit": text, "checkpoint": text, "data_hash": text}
     rows = [

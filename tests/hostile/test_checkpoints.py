@@ -1,4 +1,4 @@
-"""Checkpoints of somebody else's: weights are tensors of the folder itself, and no code of it runs."""
+"""Untrusted checkpoints: weights are tensors from the folder itself, and none of its code is executed."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ SMALL = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 8, "vocab_size":
 
 
 class Payload:
-    """Writes the canary when it is unpickled by anything that runs pickles."""
+    """An object that writes the canary when it is unpickled without restrictions."""
 
     def __init__(self, code: str) -> None:
         self.code = code
@@ -37,7 +37,7 @@ class Payload:
         return exec, (self.code,)
 
 
-def test_an_index_names_files_of_its_own_folder_alone(tmp_path):
+def test_an_index_that_names_files_outside_its_folder_is_refused(tmp_path):
     for index in (INDEX, PICKLED):
         folder, other = tmp_path / index / "model", tmp_path / index / "other"
         saved(folder)
@@ -62,7 +62,7 @@ def test_an_index_names_files_of_its_own_folder_alone(tmp_path):
                     opened(folder)
 
 
-def test_links_are_followed_as_those_of_the_hubs_cache(tmp_path):
+def test_links_like_those_of_the_hub_cache_are_followed(tmp_path):
     model = saved(tmp_path / "model")
     blobs, snapshot = tmp_path / "cache" / "blobs", tmp_path / "cache" / "snapshots" / "abc"
     blobs.mkdir(parents=True)
@@ -76,7 +76,7 @@ def test_links_are_followed_as_those_of_the_hubs_cache(tmp_path):
 
 @pytest.fixture
 def armed(tmp_path, payload) -> Path:
-    """A tiny GPT-2 with code beside it that its config, its tokenizer and the import system might run."""
+    """A tiny GPT-2 with Python files that its config, its tokenizer or the import system could execute."""
     folder = tmp_path / "armed"
     save(causal_lm("gpt2", **GPT2), folder)
     config = json.loads((folder / "config.json").read_text())
@@ -90,7 +90,7 @@ def armed(tmp_path, payload) -> Path:
     return folder
 
 
-def test_code_beside_a_model_runs_neither_with_it_nor_with_its_tokenizer(armed, corpus, tmp_path, canary, monkeypatch):
+def test_code_next_to_a_model_is_not_executed(armed, corpus, tmp_path, canary, monkeypatch):
     monkeypatch.chdir(armed)
     options = ["--tokenizer", "bpe:300", "--root", str(tmp_path / "root")]
     recipe = tmp_path / "one.yaml"
@@ -103,7 +103,7 @@ def test_code_beside_a_model_runs_neither_with_it_nor_with_its_tokenizer(armed, 
     assert not canary.exists()
 
 
-def test_a_config_cannot_ask_for_code_of_the_hub(armed, canary):
+def test_a_config_cannot_request_code_of_the_hub(armed, canary):
     config = json.loads((armed / "config.json").read_text())
     for asked in ("kernels-community/flash-attn", "somebody/evil@main:attack", {"": "somebody/evil"}):
         (armed / "config.json").write_text(json.dumps({**config, "attn_implementation": asked}))
@@ -112,8 +112,8 @@ def test_a_config_cannot_ask_for_code_of_the_hub(armed, canary):
     assert not canary.exists()
 
 
-def with_pickles(folder: Path, payload: str) -> Iterator[None]:
-    """Weights of a model as pickles that would run code, one after the other."""
+def write_pickles(folder: Path, payload: str) -> Iterator[None]:
+    """Replace the weights of a model by pickles that would execute code, one pickle per iteration."""
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     for content in ({**weights, "x": Payload(payload)}, Payload(payload), [Payload(payload)]):
@@ -124,11 +124,11 @@ def with_pickles(folder: Path, payload: str) -> Iterator[None]:
     yield
 
 
-def test_weights_that_are_pickles_run_nothing(tmp_path, payload, canary):
+def test_pickled_weights_execute_nothing(tmp_path, payload, canary):
     save(causal_lm("gpt2", **GPT2), tmp_path / "gpt2")
     saved_vit(tmp_path / "vit")
     for name in ("gpt2", "vit"):
-        for _ in with_pickles(tmp_path / name, payload):
+        for _ in write_pickles(tmp_path / name, payload):
             with pytest.raises(InputError, match="nothing was run"):
                 load(tmp_path / name)
     assert not canary.exists()
@@ -136,14 +136,14 @@ def test_weights_that_are_pickles_run_nothing(tmp_path, payload, canary):
     assert canary.exists(), "it would have"
 
 
-@pytest.mark.soak  # which import for ten seconds
-def test_pickles_are_refused_with_a_sentence_by_every_command(corpus, tmp_path, payload, canary, capsys):
+@pytest.mark.soak  # slow because of the imports of the commands
+def test_every_command_refuses_pickles_in_one_sentence(corpus, tmp_path, payload, canary, capsys):
     options = ["--tokenizer", str(corpus / "tokenizer"), "--root", str(tmp_path / "root")]
     folder = tmp_path / "run" / "step-000000001"
     save(causal_lm("gpt2", **GPT2), folder)
-    # without text intervene would read the thousands of task files of lm-eval first
+    # Without a corpus, `intervene` would first read the thousands of task files of lm-eval.
     more = {"analyze": options, "intervene": [*options, "--corpus", str(corpus)], "mteb": options[:2]}
-    for _ in with_pickles(folder, payload):
+    for _ in write_pickles(folder, payload):
         pass
     for command, words in more.items():
         assert "nothing was run" in refused([command, str(folder), *words], capsys), command
@@ -151,7 +151,7 @@ def test_pickles_are_refused_with_a_sentence_by_every_command(corpus, tmp_path, 
 
 
 @pytest.mark.soak
-def test_a_state_to_resume_from_is_tensors_even_with_a_right_hash(corpus, tmp_path, payload, canary, capsys):
+def test_a_state_to_resume_from_may_hold_only_tensors(corpus, tmp_path, payload, canary, capsys):
     from tests.cli.test_fit import RECIPE
 
     recipe, root = tmp_path / "recipe.yaml", tmp_path / "run"
@@ -178,7 +178,7 @@ def _offloaded(folder: str) -> torch.nn.Module:
 
 
 _OPENING = (load, _offloaded, lambda folder: outline(read_config(Path(folder)), folder))
-_NAMED = {  # by the field that the sentence names
+_NAMED = {  # keys are the field that the error names
     "attn_implementation": (
         {"attn_implementation": "evil/kernel"},
         {"attn_implementation": {"": "evil/kernel"}},
@@ -192,8 +192,8 @@ _NAMED = {  # by the field that the sentence names
 }
 
 
-def test_kernels_of_the_hub_are_code_wherever_a_config_asks_for_them(tmp_path, monkeypatch):
-    """transformers would fetch and import them, where the package `kernels` is installed."""
+def test_a_config_that_requests_kernels_of_the_hub_is_refused(tmp_path, monkeypatch):
+    """transformers would download and import these kernels if the package `kernels` is installed."""
     hub = "transformers.integrations.hub_kernels"
     monkeypatch.setattr(f"{hub}.get_kernel", lambda *_, **__: pytest.fail("it is fetched"))
     monkeypatch.setattr(f"{hub}.is_kernels_available", lambda *_: True)
@@ -210,21 +210,21 @@ def test_kernels_of_the_hub_are_code_wherever_a_config_asks_for_them(tmp_path, m
             opened(str(tmp_path))
 
 
-def test_an_adapter_beside_a_model_is_refused_since_only_some_machines_would_add_it(tmp_path):
+def test_an_adapter_next_to_a_model_is_refused_because_only_some_machines_would_apply_it(tmp_path):
     save(causal_lm("gpt2", **SMALL), tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "evil/model"}))
     with pytest.raises(InputError, match="found an adapter beside it"):
         load(str(tmp_path))
 
 
-def changed(folder: Path, **changes: object) -> dict:
-    """Write the config of a saved model with these changes, None for a field that leaves, and return it."""
+def change_config(folder: Path, **changes: object) -> dict:
+    """Write the config of a saved model with these changes and return it. None removes a field."""
     config = {key: value for key, value in {**read_config(folder), **changes}.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(config))
     return config
 
 
-def test_a_config_that_does_not_fit_its_weights_or_names_what_is_none_is_refused_in_our_words(tmp_path):
+def test_a_config_that_does_not_fit_its_weights_or_names_unknown_classes_is_refused_in_our_words(tmp_path):
     others = "cannot be loaded: .*its weights have other shapes than its config.json says$"
     unknown = "expected model_type that this transformers knows, got nonsense$"
     for odd, value, sentence in (
@@ -234,7 +234,7 @@ def test_a_config_that_does_not_fit_its_weights_or_names_what_is_none_is_refused
         ("model_type", "nonsense", unknown),
     ):
         save(causal_lm("gpt2", **SMALL), tmp_path / odd)
-        config = changed(tmp_path / odd, **{odd: value})
+        config = change_config(tmp_path / odd, **{odd: value})
         with pytest.raises(InputError, match=sentence):
             load(tmp_path / odd)
     with pytest.raises(InputError, match=unknown):
@@ -248,15 +248,15 @@ def test_a_config_that_does_not_fit_its_weights_or_names_what_is_none_is_refused
             outline({**settings, **odd}, "x")
 
 
-def test_a_config_that_names_no_class_is_of_a_language_model(tmp_path):
+def test_a_config_without_a_class_is_read_as_a_language_model(tmp_path):
     model = causal_lm("gpt2", **SMALL)
     save(model, tmp_path)
-    changed(tmp_path, architectures=None)
+    change_config(tmp_path, architectures=None)
     loaded = load(tmp_path).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_a_tokenizer_whose_end_of_text_is_no_text_ends_texts_as_usual(tmp_path):
+def test_a_tokenizer_whose_end_of_text_is_not_a_string_uses_the_default(tmp_path):
     saved_tokenizer(tmp_path)
     for content in ({"eos_token": 7}, {"eos_token": {"content": [1]}}, {"eos_token": {"x": 1}}):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))

@@ -1,4 +1,4 @@
-"""What lies beside a model's weights and is no file that can be read."""
+"""Unreadable files next to the weights of a model."""
 
 from pathlib import Path
 
@@ -15,14 +15,14 @@ READ = "config.json tokenizer_config.json generation_config.json model.safetenso
 READ += " vocab.json merges.txt special_tokens_map.json tokenizer.json"
 
 
-def test_a_link_to_nothing_beside_weights_is_named_and_not_taken_for_missing(tmp_path, capsys):
-    """A tokenizer whose config is left out silently ends its documents with another token."""
+def test_a_broken_link_next_to_weights_is_reported_and_not_treated_as_missing(tmp_path, capsys):
+    """A tokenizer without its config would silently end its documents with another token."""
     said = "{} is a link to nothing"
     for name in READ.split():
         folder = tmp_path / name.replace(".", "-")
         folder.mkdir()
-        for there in ("config.json", "tokenizer.json"):
-            (folder / there).write_text("{}")
+        for file in ("config.json", "tokenizer.json"):
+            (folder / file).write_text("{}")
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to("nowhere")
         assert name not in FolderSource(folder).files
@@ -36,7 +36,7 @@ def test_a_link_to_nothing_beside_weights_is_named_and_not_taken_for_missing(tmp
         assert said.format(folder / name) in refused(["analyze", str(folder), "--root", str(tmp_path / "out")], capsys)
 
 
-def test_a_model_with_all_that_may_lie_beside_it_is_opened(tmp_path):
+def test_a_model_with_links_and_a_readme_next_to_its_weights_is_opened(tmp_path):
     saved_gpt2(tmp_path)
     (tmp_path / "vocab.json").symlink_to("tokenizer.json")
     (tmp_path / "README.md").symlink_to("nowhere")

@@ -1,4 +1,4 @@
-"""Pages made of somebody else's texts: a browser shows them and runs nothing."""
+"""Pages with texts of an attacker: a browser shows them and executes nothing."""
 
 import re
 from pathlib import Path
@@ -44,9 +44,9 @@ LOOK = """
 
 
 def test_no_payload_becomes_markup(tmp_path):
-    """All at once, in the page as it is written: its elements are those of a page with harmless texts."""
-    harmless = page_of(tmp_path / "harmless", "harmless")
-    hostile = page_of(tmp_path / "hostile", " ".join(PAYLOADS))
+    """The page with all payloads has the same elements as a page with harmless texts."""
+    harmless = write_page(tmp_path / "harmless", "harmless")
+    hostile = write_page(tmp_path / "hostile", " ".join(PAYLOADS))
     tags = [
         sorted(re.findall(r"<(script|iframe|svg|img|a|details|style|textarea)\b", text)) for text in (harmless, hostile)
     ]
@@ -54,7 +54,7 @@ def test_no_payload_becomes_markup(tmp_path):
     assert "window.ran" in hostile
 
 
-def page_of(root: Path, text: str) -> str:
+def write_page(root: Path, text: str) -> str:
     assert main(["report", str(hostile_run(root, text)), "--allow_suspect"]) == 0
     return (root / "report.html").read_text()
 
@@ -62,10 +62,10 @@ def page_of(root: Path, text: str) -> str:
 @pytest.mark.nightly
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
-def test_nothing_of_a_page_runs_in_a_browser(tmp_path):
+def test_a_browser_executes_nothing_of_a_page(tmp_path):
     for number, payload in enumerate(PAYLOADS):
         root = tmp_path / str(number)
-        page_of(root, payload)
+        write_page(root, payload)
         dom = dom_after(root / "report.html", LOOK, tmp_path / f"profile{number}")
         assert 'data-looked="yes"' in dom, payload
         assert 'data-state="drawn"' in dom, payload

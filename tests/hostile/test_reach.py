@@ -1,4 +1,4 @@
-"""What classes that a recipe may name would fetch, start or send."""
+"""Classes that a recipe may name must not download, start or send anything."""
 
 import itertools
 import sys
@@ -30,7 +30,7 @@ FETCHING = [
 ]
 
 
-def test_a_logger_of_a_recipe_has_no_address_and_no_key(write, downloaded, capsys):  # noqa: F811
+def test_a_logger_in_a_recipe_may_have_no_address_and_no_key(write, downloaded, capsys):  # noqa: F811
     for name, logger in ADDRESSES.items():
         said = refused(["fit", "--config", write("trainer.logger", logger)], capsys)
         assert f"{name}: a recipe names no address and no key: set a variable of " in said
@@ -38,22 +38,22 @@ def test_a_logger_of_a_recipe_has_no_address_and_no_key(write, downloaded, capsy
     assert not any(downloaded.iterdir())
 
 
-def test_what_fetches_or_starts_something_is_named_by_the_user_only(write, downloaded, capsys, monkeypatch):  # noqa: F811
+def test_classes_that_download_or_start_programs_are_refused(write, downloaded, capsys, monkeypatch):  # noqa: F811
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("it asked the network"))
-    for place, value in FETCHING:
-        assert "a recipe names no " in refused(["fit", "--config", write(place, value)], capsys), value
+    for key, value in FETCHING:
+        assert "a recipe names no " in refused(["fit", "--config", write(key, value)], capsys), value
     assert not any(downloaded.iterdir())
 
 
-def test_no_program_is_imported_for_the_sentence(write, capsys):  # noqa: F811
+def test_a_refused_program_is_not_imported_for_its_error_message(write, capsys):  # noqa: F811
     for named in ("os.system", "antigravity.fly", "torch.hub.load"):
         said = refused(["fit", "--config", write("trainer.callbacks", [spec(named)])], capsys)
         assert f"a recipe names no {named}: only " in said
     assert "antigravity" not in sys.modules
 
 
-def test_a_recipe_reads_no_variable_that_may_hold_a_secret(tmp_path, capsys, monkeypatch):
-    """Its options are written down with the run, and sent to W&B."""
+def test_a_recipe_may_not_read_variables_that_may_hold_a_secret(tmp_path, capsys, monkeypatch):
+    """The options of a recipe are stored with the run and sent to W&B."""
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setenv("MY_PLACE", str(tmp_path / "run"))
     recipe = tmp_path / "recipe.yaml"
@@ -67,8 +67,8 @@ def test_a_recipe_reads_no_variable_that_may_hold_a_secret(tmp_path, capsys, mon
         assert sentence in capsys.readouterr().err
 
 
-def test_settings_of_wandb_in_a_downloaded_folder_send_no_key_elsewhere(downloaded, tmp_path, monkeypatch):
-    """Weights & Biases reads them in the working directory, and every run's folder has such a one."""
+def test_settings_of_wandb_in_a_downloaded_folder_cannot_redirect_the_key(downloaded, tmp_path, monkeypatch):
+    """W&B reads its settings in the working directory, and the folder of every run can contain them."""
     import wandb
 
     (downloaded / "wandb").mkdir()

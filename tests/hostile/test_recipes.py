@@ -1,4 +1,4 @@
-"""Recipes of somebody else's: they name classes and nothing of them runs, whatever they name."""
+"""Untrusted recipes: a class that a recipe names is executed only if it is on the allow-list."""
 
 import contextlib
 import copy
@@ -31,7 +31,7 @@ def spec(path: str, **options: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., str]:
-    """Writes the recipe of a run of one step, changed at one place."""
+    """A function that writes a recipe of a run of one step with one changed field, and returns its path."""
 
     def written(key: str | None = None, value: Any = None, **changes: Any) -> str:
         recipe = copy.deepcopy({**RECIPE, "corpus": "python", "root": str(tmp_path / "run"), "steps": [0], **changes})
@@ -51,7 +51,7 @@ def write(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture(params=[3, pytest.param(1, marks=pytest.mark.nightly)], ids=["some", "all"])
 def weapons(request: pytest.FixtureRequest, tmp_path: Path, canary: Path, payload: str) -> dict[str, Any]:
-    """What would write the canary, or empty a file of the user's, the moment it is made or called."""
+    """Classes and functions that would write the canary or empty a file of the user when they are called."""
     (tmp_path / "hubconf.py").write_text(f"{payload}\ndef x(): pass\n")
 
     class Loaded:
@@ -80,21 +80,21 @@ def weapons(request: pytest.FixtureRequest, tmp_path: Path, canary: Path, payloa
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Runs a command that is refused with a sentence, and returns that."""
+    """Run a command that must be refused, and return its sentence."""
     assert main(arguments) == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert said[-1].startswith(f"lit-layers {arguments[0]}: error: "), said
     return said[-1].split(": error: ", 1)[1]
 
 
-def test_nothing_is_made_in_a_field_of_plain_values(weapons, write, corpus, canary):
+def test_nothing_is_instantiated_in_a_field_of_plain_values(weapons, write, corpus, canary):
     for given in ({str(n): weapon for n, weapon in enumerate(weapons.values())}, [[*weapons.values()]]):
-        with contextlib.suppress(TypeError):  # of json, which writes no such value into config.json
+        with contextlib.suppress(TypeError):  # json cannot write such a value into config.json
             main(["fit", "--config", write(ANYTHING, given, corpus=str(corpus))])
     assert not canary.exists()
 
 
-def test_a_field_takes_only_classes_of_its_kind_from_modules_that_are_listed(weapons, write, canary, capsys):
+def test_a_field_takes_only_classes_of_its_kind_from_listed_modules(weapons, write, canary, capsys):
     for name, weapon in weapons.items():
         for key, kind in ((CALLBACK, "Callback"), ("model", "LightningModule"), ("analyses", "Analysis")):
             said = refused(["fit", "--config", write(key, weapon if key == "model" else [weapon])], capsys)
@@ -103,15 +103,17 @@ def test_a_field_takes_only_classes_of_its_kind_from_modules_that_are_listed(wea
     assert not canary.exists()
 
 
-def test_a_field_for_a_function_takes_none_but_of_the_users_own_code(weapons, write, canary, capsys):
-    weapons.pop("layer", None)  # a recipe may name it, and a layer as a function is only a TypeError
+def test_a_field_for_a_function_takes_only_functions_of_the_users_own_code(weapons, write, canary, capsys):
+    weapons.pop("layer", None)  # allowed in a recipe, and only a TypeError as a function
     for name, weapon in weapons.items():
         for given in (weapon, weapon["class_path"]):
             refused(["fit", "--config", write(CALLBACK, [spec(LAMBDA, on_fit_start=given)])], capsys)
         assert not canary.exists(), name
 
 
-def test_a_key_that_only_ends_like_a_class_is_no_class(downloaded, payload, write, corpus, canary, capsys, monkeypatch):
+def test_a_key_that_only_ends_like_a_class_is_not_a_class(
+    downloaded, payload, write, corpus, canary, capsys, monkeypatch
+):
     (downloaded / "hidden_module.py").write_text(payload)
     monkeypatch.setattr(sys, "path", [*sys.path, str(downloaded)])
     for value in ("hidden_module", "no_such_module.x", "not a path!"):
@@ -122,7 +124,7 @@ def test_a_key_that_only_ends_like_a_class_is_no_class(downloaded, payload, writ
     assert "hidden_module" not in sys.modules
 
 
-def test_analyze_reads_the_same_recipes_with_the_same_care(weapons, tmp_path, canary, capsys):
+def test_analyze_checks_recipes_as_fit_does(weapons, tmp_path, canary, capsys):
     file = tmp_path / "recipe.yaml"
     for weapon in weapons.values():
         for content in ({"analyses": [weapon]}, {"series": weapon}):
@@ -131,7 +133,7 @@ def test_analyze_reads_the_same_recipes_with_the_same_care(weapons, tmp_path, ca
     assert not canary.exists()
 
 
-def test_whose_code_may_be_named_is_said_by_the_command_line_alone_and_is_there(write, capsys):
+def test_code_of_the_user_is_named_only_on_the_command_line_and_must_exist(write, capsys):
     for key in ("code", "trainer.code", "model.init_args.code"):
         assert "code" in refused(["fit", "--config", write(key, "subprocess")], capsys), key
     words = ("no_such_package", "lit_layers.nothing", "../x.py", "a b", "", " ")
@@ -140,7 +142,7 @@ def test_whose_code_may_be_named_is_said_by_the_command_line_alone_and_is_there(
         assert said.startswith("--code: expected an importable package or module, or a folder such as ."), named
 
 
-def test_own_code_that_fails_where_it_is_imported_or_made_is_a_sentence(write, tmp_path, capsys, monkeypatch):
+def test_an_error_in_code_of_the_user_is_reported_in_one_sentence(write, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.path", [*sys.path])
     (tmp_path / "own").mkdir()
     callback = "from lightning.pytorch.callbacks import Callback\nclass Thing(Callback):\n    def __init__(self):\n"
@@ -155,8 +157,9 @@ def test_own_code_that_fails_where_it_is_imported_or_made_is_a_sentence(write, t
         assert said == sentence.replace("FILE", str(file))
 
 
-def test_the_own_code_of_a_user_is_named_on_the_command_line(downloaded, write, payload, canary, monkeypatch, capsys):
-    """And not even imported else."""
+def test_user_code_is_imported_only_if_the_command_line_names_it(
+    downloaded, write, payload, canary, monkeypatch, capsys
+):
     monkeypatch.setattr(sys, "path", [*sys.path])
     own = f"{payload}from lightning.pytorch import Callback\n\nclass Own(Callback):\n    pass\n"
     (downloaded / "own_code_of_a_user.py").write_text(own)
@@ -172,7 +175,7 @@ def test_the_own_code_of_a_user_is_named_on_the_command_line(downloaded, write, 
 
 
 @pytest.mark.soak
-def test_a_legitimate_recipe_trains_and_what_somebody_writes_into_its_stored_copy_is_data(
+def test_a_harmless_recipe_trains_and_changes_in_its_stored_copy_are_only_data(
     weapons, write, corpus, tmp_path, canary, capsys
 ):
     assert main(["fit", "--config", write(corpus=str(corpus))]) == 0
@@ -191,7 +194,7 @@ def test_a_legitimate_recipe_trains_and_what_somebody_writes_into_its_stored_cop
     assert not canary.exists()
 
 
-def test_a_class_with_a_function_as_its_default_is_made_and_what_it_refuses_is_a_sentence(write, capsys):
+def test_a_class_with_a_function_as_default_is_created_and_its_errors_are_one_sentence(write, capsys):
     recipe = write(CALLBACK, [spec("lightning.pytorch.callbacks.BackboneFinetuning")])
     with pytest.raises(SystemExit) as ended:
         main(["fit", "--config", recipe, "--print_config"])
@@ -202,7 +205,7 @@ def test_a_class_with_a_function_as_its_default_is_made_and_what_it_refuses_is_a
     assert "MisconfigurationException: `mode` can be min, max, got sideways" in said
 
 
-def test_a_task_file_of_lm_eval_is_code_and_no_recipe_names_one(write, tmp_path, canary, payload, capsys):
+def test_a_task_file_of_lm_eval_is_code_and_a_recipe_may_not_name_it(write, tmp_path, canary, payload, capsys):
     (tmp_path / "utils.py").write_text(payload)
     (tmp_path / "evil.yaml").write_text("task: evil\nprocess_docs: !function utils.attack\n")
     options = {"task": str(tmp_path / "evil.yaml"), "tokenizer": "${tokenizer}", "results": str(tmp_path / "results")}
@@ -217,7 +220,7 @@ def test_a_task_file_of_lm_eval_is_code_and_no_recipe_names_one(write, tmp_path,
     assert not canary.exists()
 
 
-def test_yaml_builds_plain_values_alone(write, tmp_path, canary, payload, capsys):
+def test_yaml_creates_only_plain_values(write, tmp_path, canary, payload, capsys):
     file = tmp_path / "tagged.yaml"
     tag = f"!!python/object/apply:os.system ['echo ran > {canary}']"
     for text in (f"model: {tag}", f"corpus: {tag}", f"? {tag}\n: 1", f"method: {tag}", f"steps: {tag}"):
@@ -229,7 +232,7 @@ def test_yaml_builds_plain_values_alone(write, tmp_path, canary, payload, capsys
 
 
 @pytest.mark.parametrize("every", [pytest.param(4, marks=pytest.mark.soak), pytest.param(1, marks=pytest.mark.nightly)])
-def test_every_recipe_of_the_package_is_read(every, tmp_path, capsys):
+def test_every_recipe_of_the_package_can_be_read(every, tmp_path, capsys):
     fits = [*sorted(ROOT.glob("recipes/gpt2/*.yaml")), *sorted(ROOT.glob("recipes/deit/*.yaml"))]
     fits += sorted(ROOT.glob("recipes/quickstart/*.yaml"))
     for path in fits[::every]:
@@ -245,8 +248,8 @@ def test_every_recipe_of_the_package_is_read(every, tmp_path, capsys):
         assert Command(["--config", str(path)]).series(Checkpoints()), path
 
 
-def test_every_parser_of_recipes_is_the_one_that_takes_care():
-    """No other file makes a parser that builds classes, reads YAML with tags, or runs text."""
+def test_every_parser_of_recipes_is_the_safe_one():
+    """No other file creates a parser that builds classes, reads YAML with tags or executes text."""
     unsafe = re.compile(
         r"yaml\.(?!safe_|YAMLError|SafeLoader"
         r"|load\(text, getattr\(yaml, .CSafeLoader)\w+"

@@ -1,4 +1,4 @@
-"""A folder that somebody else filled, gone into by the user: its Python files are files like any other."""
+"""A downloaded folder as the working directory: its Python files are never imported."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from lit_layers.figures.vega import isolated_command
 from lit_layers.measuring.engine import cluster
 from tests.support.runs import make_run
 
-# What the commands import once they know what is asked for.
+# Modules that the commands import late, after they have parsed their options.
 MODULES = ("vl_convert", "pyarrow", "yaml", "torch", "numpy", "pandas", "jinja2", "lightning", "multiprocessing")
 CHILD = """
 import subprocess, sys
@@ -36,13 +36,15 @@ def planted(downloaded: Path, payload: str) -> Path:
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("start", ["script", pytest.param("module", marks=pytest.mark.nightly)])
-def test_a_command_in_a_downloaded_folder_imports_nothing_of_it(start, planted, canary, tmp_path):
-    """Neither the installed script nor the module; an empty part of PYTHONPATH, as in
-    `export PYTHONPATH=$PYTHONPATH:~/code` where it was not set, is the working directory to Python, and not to us.
+def test_a_command_in_a_downloaded_folder_imports_nothing_from_it(start, planted, canary, tmp_path):
+    """Start the installed script, and the module.
+
+    Python reads an empty entry of PYTHONPATH as the working directory, and `export PYTHONPATH=$PYTHONPATH:~/code`
+    leaves one if the variable was not set. The commands must ignore that entry.
     """
     make_run(planted / "run", steps=(0, 8), layers=3, analyses=("trajectory",))
     script, module = [str(Path(sys.executable).with_name("lit-layers"))], [sys.executable, "-m", "lit_layers.cli.main"]
-    # without what was kept of an earlier page, its script is made anew, by a Python of its own
+    # An empty cache makes the command build the script of the page in another Python process.
     environment = {**os.environ, "PYTHONPATH": f":{Path(__file__).parents[2]}", "XDG_CACHE_HOME": str(tmp_path)}
     line = [*(script if start == "script" else module), "report", "run"]
     done = subprocess.run(line, capture_output=True, text=True, env=environment)
@@ -51,28 +53,28 @@ def test_a_command_in_a_downloaded_folder_imports_nothing_of_it(start, planted, 
     assert (planted / "run" / "report.html").is_file()
 
 
-@pytest.mark.nightly  # three Pythons begin from nothing
-def test_a_python_that_a_command_starts_imports_nothing_of_the_folder(planted, canary):
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}  # that Python is no command of ours
+@pytest.mark.nightly  # starts three Python processes
+def test_a_python_process_that_a_command_starts_imports_nothing_from_the_folder(planted, canary):
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}  # not our command
     subprocess.run([sys.executable, "-P", "-c", CHILD], env=environment, capture_output=True, check=True)
     assert not canary.exists()
 
 
-def test_figures_are_drawn_by_a_python_that_heeds_no_variable(planted, canary, monkeypatch):
-    """The packages are those of this process."""
+def test_figures_are_drawn_by_a_python_process_that_ignores_environment_variables(planted, canary, monkeypatch):
+    """It uses the packages of this process."""
     monkeypatch.setenv("PYTHONPATH", str(planted))
     Path("program.py").write_text(
         "import numpy, sys, vl_convert\nprint(numpy.__file__, vl_convert.__file__, sys.argv[1])\n"
     )
     line = isolated_command(planted / "program.py", ["numpy", "vl_convert"], "word")
     said = subprocess.run(line, capture_output=True, text=True, check=True).stdout.split()
-    drawing = find_spec("vl_convert")  # which is imported nowhere in the tests' processes
+    drawing = find_spec("vl_convert")  # not imported in the tests' own process
     assert drawing is not None
     assert said == [np.__file__, drawing.origin, "word"]
     assert not canary.exists()
 
 
-def test_the_import_path_is_left_as_it_is(planted, capsys):
+def test_the_import_path_is_not_changed(planted, capsys):
     before = list(sys.path)
     assert main(["report", "."]) == 2
     assert main(["audit", "."]) != 0
@@ -80,9 +82,9 @@ def test_the_import_path_is_left_as_it_is(planted, capsys):
     assert str(planted) not in sys.path
 
 
-@pytest.mark.nightly  # a cluster of Ray starts
+@pytest.mark.nightly  # starts a Ray cluster
 @pytest.mark.filterwarnings("ignore")
-def test_workers_import_nothing_of_the_folder(planted, canary, monkeypatch):
+def test_workers_import_nothing_from_the_folder(planted, canary, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.setenv("RAY_ADDRESS", "local")
     with cluster() as ray:
@@ -91,8 +93,8 @@ def test_workers_import_nothing_of_the_folder(planted, canary, monkeypatch):
     assert not canary.exists()
 
 
-def test_no_cluster_of_ray_that_another_user_has_put_into_the_folder_of_all_is_joined(tmp_path, monkeypatch):
-    """What comes back from its workers is unpickled."""
+def test_a_ray_cluster_that_another_user_announces_in_the_shared_folder_is_not_joined(tmp_path, monkeypatch):
+    """Results of its workers would be unpickled."""
     import ray
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
