@@ -1,4 +1,4 @@
-"""A model to make steps of, and a fake Hub whose repositories lie in `root`."""
+"""A model from which steps are made, and a fake Hub whose repositories are in `root`."""
 
 from collections.abc import Iterator
 from pathlib import Path

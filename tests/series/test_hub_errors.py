@@ -1,4 +1,4 @@
-"""What is said of errors of the Hub."""
+"""Sentences for errors of the Hub."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from lit_layers.files.hub import hub_errors
 
 
 class Answer(HTTPError):
-    """What the client raises for an answer of the server."""
+    """An error that the client raises for an answer of the server."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"status {status}")
@@ -25,7 +25,7 @@ class Answer(HTTPError):
         (TimeoutError("late"), "check the name, the revision and the network"),
     ],
 )
-def test_an_error_of_the_hub_is_named_with_what_to_do(error, advice):
+def test_an_error_of_the_hub_is_reported_with_advice(error, advice):
     with (
         pytest.raises(InputError, match=f"^cannot do it .{type(error).__name__}: .*: {advice}"),
         hub_errors("cannot do it"),
@@ -33,7 +33,7 @@ def test_an_error_of_the_hub_is_named_with_what_to_do(error, advice):
         raise error
 
 
-def test_what_is_no_matter_of_the_hub_passes():
+def test_other_errors_are_not_changed():
     for error in (ZeroDivisionError(), InputError("as it was")):
         with pytest.raises(type(error), match=f"^{error}$"), hub_errors("cannot do it"):
             raise error

@@ -1,4 +1,4 @@
-"""Series of the Hub: listed, loaded, retried, refused; against a Hub on loopback with the real client."""
+"""Series of the Hub are listed, loaded, retried and refused. A local stand-in Hub serves the real client."""
 
 import hashlib
 import pickle
@@ -20,7 +20,7 @@ from tests.support.series_hub import TWELVE, make_series, make_step
 
 @pytest.fixture
 def impatient(monkeypatch) -> None:
-    """No waiting, neither by us nor by huggingface_hub, which tries some requests again by itself."""
+    """Remove all waiting, in our code and in huggingface_hub, which retries some requests itself."""
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
 
 
@@ -39,7 +39,7 @@ def test_a_series_is_listed_with_one_request_and_in_step_order(hub, root, model)
     assert {found.series for found in series} == {"org/tiny"}
 
 
-def test_a_checkpoint_is_loaded_from_its_commit_and_says_where_it_comes_from(hub, root, model):
+def test_a_checkpoint_is_loaded_from_its_commit_and_reports_its_origin(hub, root, model):
     make_series(model, root / "org" / "tiny", [0, 1, 2])
     checkpoint = HubRevisions("org/tiny", [1]).checkpoints[0]
     weights = root / "org" / "tiny" / "step1" / "model.safetensors"
@@ -61,7 +61,7 @@ def test_a_checkpoint_is_loaded_from_its_commit_and_says_where_it_comes_from(hub
     assert len(hub.requests) == requests
 
 
-def test_dropping_removes_what_was_downloaded_and_nothing_else(hub, root, model, tmp_path):
+def test_drop_removes_only_what_was_downloaded(hub, root, model, tmp_path):
     make_series(model, root / "org" / "tiny", [0, 1, 2], values={0: 1.0, 1: 1.0})
     (root / "org" / "tiny" / "step0" / "README.md").write_text("two commits, then, of the same weights")
     first, same, other = HubRevisions("org/tiny").checkpoints
@@ -70,7 +70,7 @@ def test_dropping_removes_what_was_downloaded_and_nothing_else(hub, root, model,
     weights = {path.resolve() for path in (tmp_path / "home" / "hub").rglob("*.safetensors")}
     assert len(weights) == 2
     first.source.drop()
-    assert all(path.exists() for path in weights)  # the second step has the same file
+    assert all(path.exists() for path in weights)  # the second step uses the same file
     other.source.drop()
     assert len([path for path in weights if path.exists()]) == 1
     assert (other.fetch() / "config.json").is_file()
@@ -78,7 +78,7 @@ def test_dropping_removes_what_was_downloaded_and_nothing_else(hub, root, model,
     again = HubRevisions("org/tiny").checkpoints[2]
     folder = again.fetch()
     again.source.drop()
-    assert (folder / "model.safetensors").is_file()  # it was there before
+    assert (folder / "model.safetensors").is_file()  # this file was there before
 
 
 def test_only_the_first_stage_begins_with_a_learning_rate_of_zero(hub, root, model, tmp_path):
@@ -94,7 +94,7 @@ def test_only_the_first_stage_begins_with_a_learning_rate_of_zero(hub, root, mod
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_failing_hub_is_asked_again(hub, root, model):
+def test_requests_to_a_failing_hub_are_repeated(hub, root, model):
     make_series(model, root / "org" / "tiny", [0, 1])
     for where, status in (("/tree/", 429), (r"resolve/.*config\.json", 503), ("/_cdn/", 429)):
         hub.fail(where, status=status, times=3)
@@ -104,7 +104,7 @@ def test_a_failing_hub_is_asked_again(hub, root, model):
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_cut_download_is_tried_again_and_then_named(hub, root, model):
+def test_a_truncated_download_is_repeated_and_then_reported(hub, root, model):
     make_series(model, root / "org" / "tiny", [0, 1])
     first, second = HubRevisions("org/tiny").checkpoints
     hub.truncate("safetensors", at=50_000, times=4)
@@ -115,20 +115,20 @@ def test_a_cut_download_is_tried_again_and_then_named(hub, root, model):
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_branch_that_moved_since_it_was_listed_is_named(hub, root, model):
+def test_a_branch_that_changed_after_the_listing_is_reported(hub, root, model):
     repository = make_series(model, root / "org" / "tiny", [0, 1])
     checkpoint = HubRevisions("org/tiny").checkpoints[1]
     assert isinstance(checkpoint.source, HubSource)
     shutil.rmtree(repository / "step1")
     make_step(model, repository / "step1", 9.0)
-    shutil.rmtree(repository / "main")  # held the old weights, too
+    shutil.rmtree(repository / "main")  # main also held the old weights
     make_step(model, repository / "main", 9.0)
     with pytest.raises(InputError, match=r"at step1 \(RevisionNotFoundError: .*check the name, the revision"):
         checkpoint.fetch()
     assert HubRevisions("org/tiny").checkpoints[1].load() is not None
 
 
-def test_what_waiting_cannot_mend_is_named(hub, root, model):
+def test_errors_that_waiting_does_not_solve_are_reported(hub, root, model):
     make_series(model, root / "org" / "tiny", [0, 1])
     (root / "org" / "plain" / "main").mkdir(parents=True)
     (root / "org" / "plain" / "main" / "config.json").write_text("{}")
@@ -184,7 +184,7 @@ def test_a_set_of_models_mixes_folders_and_repositories(hub, root, model):
             list(Models(models))
 
 
-def test_the_tokenizer_of_a_model_is_that_of_its_folder_or_of_its_commit(hub, root, model, tmp_path):
+def test_the_tokenizer_of_a_model_comes_from_its_folder_or_its_commit(hub, root, model, tmp_path):
     make_series(model, root / "org" / "tiny", [0, 1])
     here = Path(shutil.copytree(model, tmp_path / "here"))
     for folder in (root / "org" / "tiny" / "step0", root / "org" / "tiny" / "main", here):
@@ -194,7 +194,7 @@ def test_the_tokenizer_of_a_model_is_that_of_its_folder_or_of_its_commit(hub, ro
     assert [ModelFiles(name).tokenizer() for name in ("org/tiny", here)] == ["org/tiny", str(here)]
 
 
-def test_steps_that_are_repositories_are_one_series(hub, root, model, tmp_path):
+def test_repositories_that_hold_one_step_each_are_one_series(hub, root, model, tmp_path):
     for step in (0, 20, 40):
         make_step(model, root / "org" / f"bert-seed_0-step_{step}k" / "main", step / 64)
     make_step(model, root / "org" / "bert-seed_0" / "main", 40 / 64)
@@ -211,7 +211,7 @@ def test_steps_that_are_repositories_are_one_series(hub, root, model, tmp_path):
     assert weights_hash(series.checkpoints[1].load()) != weights_hash(series.checkpoints[2].load())
 
 
-def test_trainings_in_the_branches_of_one_repository_are_a_series_each(hub, root, model, tmp_path):
+def test_trainings_in_branches_of_one_repository_are_separate_series(hub, root, model, tmp_path):
     make_step(model, root / "org" / "data" / "main", 27 / 64)
     for seed, steps in {"default": (0, 10, 20), "small-aux-2": (0, 10)}.items():
         for step in steps:

@@ -1,4 +1,4 @@
-"""Series of `.ckpt` files, as Lightning's own ModelCheckpoint writes them for our module."""
+"""Series of `.ckpt` files as Lightning's ModelCheckpoint writes them for our module."""
 
 import shutil
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.support.tiny_training import CONFIG, VOCABULARY, RandomTokens
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """Three steps, each saved by us as a folder and by Lightning as a file; the vocabulary is padded in the file."""
+    """Three steps, each saved as a folder by us and as a file by Lightning. The vocabulary is padded in the file."""
     root = tmp_path_factory.mktemp("run")
     lightning = ModelCheckpoint(root / "lightning", save_top_k=-1, every_n_train_steps=1, save_last=True)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -33,7 +33,7 @@ def run(trained, tmp_path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
-def test_a_file_of_lightning_holds_the_model_that_we_saved_at_that_step(run):
+def test_a_file_of_lightning_has_the_model_that_we_saved_at_that_step(run):
     series = LightningCheckpoints(run / "lightning", tokens_per_step=96)
     assert [(found.step, found.tokens) for found in series] == [(1, 96), (2, 192), (3, 288)]
     for checkpoint in series:
@@ -43,13 +43,13 @@ def test_a_file_of_lightning_holds_the_model_that_we_saved_at_that_step(run):
         assert weights_hash(checkpoint.load()) == weights_hash(ours)
 
 
-def test_steps_and_tokens_of_a_run_count_from_the_checkpoint_that_it_began_with(run):
+def test_steps_and_tokens_of_a_run_continue_those_of_its_initial_checkpoint(run):
     (run / "lightning" / "run.json").write_text('{"origin": {"step": 100, "tokens": 5000}}')
     series = LightningCheckpoints(run / "lightning", tokens_per_step=96)
     assert [(found.step, found.tokens) for found in series] == [(101, 5096), (102, 5192), (103, 5288)]
 
 
-def test_copies_are_found_although_the_optimizer_differs(run):
+def test_copies_are_found_although_the_optimizer_states_differ(run):
     assert audit(LightningCheckpoints(run / "lightning")).findings == ()
     first, second, _ = (run / "lightning" / found.name for found in LightningCheckpoints(run / "lightning"))
     content = torch.load(second, weights_only=True)
@@ -58,11 +58,11 @@ def test_copies_are_found_although_the_optimizer_differs(run):
     assert audit(LightningCheckpoints(run / "lightning")).suspect_steps == (1, 2)
 
 
-def test_the_copy_named_last_stands_back(run):
+def test_the_copy_named_last_is_not_used(run):
     files = run / "lightning"
     name = LightningCheckpoints(files).checkpoints[-1].name
     assert (files / "last.ckpt").is_file()
-    (files / name).rename(files / "step=3.ckpt")  # behind `last` in the alphabet
+    (files / name).rename(files / "step=3.ckpt")  # after `last` in alphabetical order
     assert [found.name for found in LightningCheckpoints(files)][-1] == "step=3.ckpt"
 
 

@@ -1,4 +1,4 @@
-"""What is known of published series, against numbers stated elsewhere."""
+"""Facts on published series, compared with numbers from other sources."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def test_pythia_has_154_steps_of_two_million_tokens():
     assert round(143000 * 2_097_152 / 1e9, 1) == 299.9
 
 
-def test_the_smallest_two_have_no_deduplicated_twin():
+def test_the_two_smallest_models_have_no_deduplicated_variant():
     names = repositories_of(MANIFESTS / "pythia.yaml")
     assert len([name for name in names if "v0" not in name]) == 10 + 8
     assert "EleutherAI/pythia-14m-deduped" not in names
@@ -71,7 +71,7 @@ def test_suspect_steps_belong_to_the_repository_that_has_them():
     assert known_facts("EleutherAI/pythia-160m-weight-seed3").suspect == {}
 
 
-def test_an_unknown_repository_is_no_error():
+def test_an_unknown_repository_is_not_an_error():
     facts = known_facts("org/name")
     assert facts.expected() is None
     assert facts.tokens_per_step is None

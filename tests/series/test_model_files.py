@@ -11,7 +11,7 @@ from tests.support.saved_models import saved
 from tests.support.series_hub import served
 
 
-def test_a_path_is_no_name_on_the_hub_which_is_not_asked(tmp_path, monkeypatch):
+def test_a_missing_path_is_refused_without_a_request_to_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("checkpoints").mkdir()
     for missing in (tmp_path / "nothing", str(tmp_path / "nothing"), "checkpoints/nothing"):
@@ -20,7 +20,7 @@ def test_a_path_is_no_name_on_the_hub_which_is_not_asked(tmp_path, monkeypatch):
             ModelFiles(missing)
 
 
-def test_files_come_from_the_hub_when_they_are_asked_for(tmp_path, monkeypatch):
+def test_files_are_downloaded_from_the_hub_on_request(tmp_path, monkeypatch):
     saved(folder := tmp_path / "model")
     shutil.copytree(folder, tmp_path / "hub" / "org" / "tiny" / "main")
     with served(tmp_path / "hub", tmp_path / "home" / "hub", monkeypatch):

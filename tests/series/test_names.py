@@ -1,4 +1,4 @@
-"""What names of branches say, and which steps are chosen."""
+"""Steps and tokens are read from names of branches, and steps are selected."""
 
 from typing import Any
 
@@ -30,12 +30,12 @@ NAMES = [
 ]
 
 
-def test_a_name_says_its_step():
-    for grammar, name, said in NAMES:
-        assert Grammar(grammar).parse(name) == said, (grammar, name)
+def test_a_name_gives_its_step():
+    for grammar, name, expected in NAMES:
+        assert Grammar(grammar).parse(name) == expected, (grammar, name)
 
 
-def test_tokens_come_from_the_step_or_else_from_the_rounded_name():
+def test_tokens_come_from_the_step_or_from_the_rounded_name():
     name = Grammar("stages").parse("stage1-step150-tokens1B")
     assert name is not None
     assert name.tokens(4_194_304) == 629_145_600
@@ -63,7 +63,7 @@ def test_a_grammar_that_is_neither_known_nor_a_template_is_refused():
         Grammar("pythia")
 
 
-def test_steps_are_chosen_from_those_that_are_there():
+def test_steps_are_selected_from_the_available_ones():
     chosen: list[tuple[Any, list[int]]] = [
         ("all", PYTHIA),
         ([1000, 0], [0, 1000]),
@@ -80,8 +80,8 @@ def test_steps_are_chosen_from_those_that_are_there():
     assert choose([10, 100, 300, 1000], {"log_spaced": 3}, "org/name") == [10, 100, 1000]
 
 
-def test_steps_that_cannot_be_chosen_are_refused():
-    """What else is refused of --steps is in tests/cli/test_refusals.py."""
+def test_steps_that_cannot_be_selected_are_refused():
+    """Other refusals of --steps are tested in tests/cli/test_refusals.py."""
     refused: list[tuple[Any, str]] = [
         ([0, 3], "steps: org/name has no step 3; it has 154 steps from 0 to 143000, the nearest 2 and 4"),
         ({"log_spaced": 5, "every": 2}, "steps: expected .* got {'log_spaced': 5, 'every': 2}"),

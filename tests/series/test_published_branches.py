@@ -1,4 +1,4 @@
-"""Branches as published series name them, on a Hub on loopback: which are steps, how many there are, tokens of each."""
+"""Branches with the names of published series: which are steps, how many there are, and the tokens of each."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def olmoe(step: int) -> str:
     return f"step{step}-tokens{step * 4_194_304 // B}B"
 
 
-# As model cards and evaluations name them; of OLMo 3 and Parc those that are known, of the others all.
+# Names from model cards and evaluations: for OLMo 3 and Parc the known ones, for the others all.
 SMOLLM3 = [f"stage1-step-{step}" for step in range(40_000, 3_440_001, 40_000)]
 SMOLLM3 += [f"stage2-step-{step}" for step in range(3_480_000, 4_200_001, 40_000)]
 SMOLLM3 += [f"stage3-step-{step}" for step in range(4_240_000, 4_720_001, 40_000)]
@@ -36,8 +36,8 @@ SERIES = {
     "LLM360/Amber": ([f"ckpt_{number:03d}" for number in range(359)], []),
     "jmichaelov/parc-mamba-seed5": (PARC, []),
 }
-# number of steps, the last of them, its tokens
-SAID = {
+# Number of steps, last step, tokens of the last step.
+EXPECTED = {
     "HuggingFaceTB/SmolLM3-3B-checkpoints": (86 + 19 + 13, 4_720_000, 118 * 40_000 * 2_359_296),
     "swiss-ai/Apertus-8B-2509": (44, 2_627_139, 15_000 * B),
     "swiss-ai/Apertus-70B-2509": (1, 1_155_828, 15_000 * B),
@@ -48,8 +48,8 @@ SAID = {
 }
 
 
-def test_every_branch_of_a_published_series_is_understood(monkeypatch):
-    for repo, (count, last, tokens) in SAID.items():
+def test_every_branch_of_a_published_series_is_recognized(monkeypatch):
+    for repo, (count, last, tokens) in EXPECTED.items():
         branches = dict.fromkeys([*SERIES[repo][0], *SERIES[repo][1], "main"], "0" * 40)
         monkeypatch.setattr(Hub, "commits", lambda hub, name, branches=branches: branches)
         listing = HubRevisions(repo).listing
@@ -59,7 +59,7 @@ def test_every_branch_of_a_published_series_is_understood(monkeypatch):
         assert listing.expected in (None, tuple(one.step for one in listing.checkpoints)), repo
 
 
-def test_tokens_of_a_step_are_those_of_the_names_and_cards():
+def test_tokens_of_a_step_equal_those_of_names_and_cards():
     assert round(known_facts("HuggingFaceTB/SmolLM3-3B-checkpoints").tokens_per_step * 40_000 / B, 1) == 94.4  # pyright: ignore
     assert olmoe(5000) == "step5000-tokens20B"
     assert olmoe(1_200_000) == "step1200000-tokens5033B"
@@ -67,7 +67,7 @@ def test_tokens_of_a_step_are_those_of_the_names_and_cards():
         assert round(known_facts(f"allenai/Olmo-3-{repo}").tokens_per_step * steps / 10**12, 2) == trillions  # pyright: ignore
 
 
-def test_manifests_name_each_repository_of_a_suite():
+def test_manifests_list_each_repository_of_a_suite():
     parc = repositories_of(MANIFESTS / "parc.yaml")
     assert len(parc) == 3 * 6
     assert {"jmichaelov/parc-pythia-seed0", "jmichaelov/parc-rwkv-seed5"} <= set(parc)
@@ -78,7 +78,7 @@ def test_manifests_name_each_repository_of_a_suite():
 
 
 @pytest.mark.soak
-def test_a_main_without_weights_and_later_trainings_are_no_finding(hub, root, model):
+def test_a_main_without_weights_and_later_trainings_are_not_reported(hub, root, model):
     root = root / "HuggingFaceTB" / "SmolLM3-3B-checkpoints"
     for number, branch in enumerate((*SMOLLM3[:2], SMOLLM3[-1], "lc-4k-to-32k-step-4000", "it-SFT")):
         make_step(model, root / branch, number / 8)

@@ -1,4 +1,4 @@
-"""Series on this machine: our own runs and folders of others."""
+"""Series of local folders: our own runs and folders of other programs."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from tests.support.series_hub import make_step
 
 @pytest.fixture
 def run(tmp_path, model) -> Path:
-    """As training leaves it: a schedule, tokens per step, folders beside other things."""
+    """A run as training leaves it: a schedule, tokens per step, and step folders next to other files."""
     root = tmp_path / "first"
     for index, step in enumerate((0, 1, 2, 4, 8)):
         make_step(model, root / f"step-{step:09d}", index / 16)
@@ -45,13 +45,13 @@ def test_our_own_run_is_a_series_with_tokens(run, model):
     assert weights.is_file()
 
 
-def test_a_step_of_the_schedule_that_is_gone_is_a_gap(run):
+def test_a_missing_step_of_the_schedule_is_a_gap(run):
     shutil.rmtree(run / "step-000000002")
     (finding,) = audit(StepFolders(run)).findings
     assert (finding.kind, finding.steps) == ("gap", (2,))
 
 
-def test_folders_of_others_are_series_too(tmp_path, model):
+def test_folders_of_other_programs_are_series(tmp_path, model):
     for step in (500, 1000, 20):
         make_step(model, tmp_path / "run" / f"checkpoint-{step}", step / 64)
     series = StepFolders(tmp_path / "run", tokens_per_step=10)
@@ -67,7 +67,7 @@ def test_a_damaged_file_is_refused_when_it_is_loaded(run):
         StepFolders(run).checkpoints[1].load()
 
 
-def test_adapters_of_a_trainer_are_told_as_such(tmp_path):
+def test_adapters_of_a_trainer_are_reported_as_adapters(tmp_path):
     for step in (500, 1000):
         (folder := tmp_path / f"checkpoint-{step}").mkdir()
         for name in ("adapter_config.json", "adapter_model.safetensors"):
@@ -78,10 +78,10 @@ def test_adapters_of_a_trainer_are_told_as_such(tmp_path):
 
 
 def test_wrong_input_is_refused(tmp_path, run):
-    """What else is refused is in tests/cli/test_refusals.py."""
-    alone = "step-000000001 holds no folder that is a step, .*; it is one model: leave steps out, or name the folder"
+    """Other refusals are tested in tests/cli/test_refusals.py."""
+    lone = "step-000000001 holds no folder that is a step, .*; it is one model: leave steps out, or name the folder"
     for series, sentence in (
-        (lambda: StepFolders(run / "step-000000001", [5]), alone),
+        (lambda: StepFolders(run / "step-000000001", [5]), lone),
         (lambda: StepFolders(run, grammar="checkpoint"), "first holds no folder that is a step"),
     ):
         with pytest.raises(InputError, match=sentence):

@@ -1,4 +1,4 @@
-"""Tiny models really trained, as series of step folders: schedules, rates, restarts, averages, precisions."""
+"""Tiny models that are really trained, as series of step folders: schedules, rates, restarts, averages, precisions."""
 
 import copy
 import math
@@ -30,7 +30,10 @@ UNEVEN = (0, 10, 15, 40, 70, 110, 120)
 
 @dataclass(frozen=True)
 class Training:
-    """One way to train; the last `merged` checkpoints are averaged in the final one, `average` is a moving mean."""
+    """One way to train.
+
+    The final checkpoint is the mean of the last `merged` ones. `average` is the decay of a moving mean.
+    """
 
     schedule: str = "cosine"
     lr: float = 3e-3
@@ -42,13 +45,13 @@ class Training:
     dtype: torch.dtype = torch.float32
     merged: int = 1
     average: float | None = None
-    begun: bool = False  # with another run's weights, saved in bfloat16
-    spike: tuple[int, int, float] = (0, 0, 1.0)  # from a step to another the learning rate is that many times as high
+    begun: bool = False  # starts with another run's weights, saved in bfloat16
+    spike: tuple[int, int, float] = (0, 0, 1.0)  # first step, end, factor of the learning rate
     seed: int = 0
 
 
 def rate(schedule: str, step: int, total: int) -> float:
-    """The share of the peak learning rate."""
+    """Return the learning rate as a share of its peak."""
     done = step / total
     return {
         "constant": 1.0,
@@ -62,7 +65,7 @@ def rate(schedule: str, step: int, total: int) -> float:
 
 
 def states(training: Training) -> Iterator[tuple[int, nn.Module]]:
-    """Each step that is saved with the model as it is then."""
+    """Yield each saved step with the model at that step."""
     torch.manual_seed(training.seed)
     sizes = {"vocab_size": VOCABULARY, "tie_word_embeddings": training.tied, **SIZES[training.architecture]}
     model = causal_lm(training.architecture, seed=training.seed, **sizes)
@@ -101,7 +104,7 @@ def states(training: Training) -> Iterator[tuple[int, nn.Module]]:
 
 
 def series(root: Path, training: Training) -> Path:
-    """Trains and writes every step of it as a folder with config, tokenizer and weights."""
+    """Train, and write every step as a folder with config, tokenizer and weights."""
     root.mkdir(parents=True)
     tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
     recent: list[dict[str, torch.Tensor]] = []
@@ -128,7 +131,7 @@ def series(root: Path, training: Training) -> Path:
 
 
 def healthy_trainings() -> list[Training]:
-    """Trainings that differ in all that may differ."""
+    """Return trainings that differ in every setting that may differ."""
     schedules = ("constant", "linear", "cosine", "warm-up", "wsd", "restarts", "quick restarts")
     rates = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2)
     spacings = (EVEN, DENSE, LOG, SPARSE, UNEVEN)
@@ -154,8 +157,8 @@ def healthy_trainings() -> list[Training]:
     ]
 
 
-def harsh() -> list[Training]:
-    """Healthy trainings in which weights lose most of what they have in common: spikes, and long gaps at high decay."""
+def extreme_trainings() -> list[Training]:
+    """Return healthy trainings in which weights change strongly: spikes, and long gaps with strong weight decay."""
     gaps = (0, 1, 2, 4, 8, 16, 160, 164, 168, 172)
     return [
         Training("constant", spike=(60, 80, 10.0)),
