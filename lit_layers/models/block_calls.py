@@ -1,4 +1,4 @@
-"""Block calls: a block with the arguments of one call, replaced forwards, hooks, and the traces that calls leave."""
+"""Call blocks with recorded arguments, replace their forwards, hook them, and detect what a call changes in a model."""
 
 import functools
 import time
@@ -18,12 +18,12 @@ from lit_layers.functional.jacobian.block_call import SHARED, Alignment, evaluat
 
 @dataclass(frozen=True, eq=False)
 class BlockCall:
-    """A block together with the other arguments of one call: hidden states to hidden states."""
+    """A function from input to output states (batch, tokens, dim): a block with the other arguments of one call."""
 
     module: nn.Module
     args: tuple
     kwargs: dict[str, Any]
-    alignment: Alignment | None = None  # how texts were moved for this call; None if they were not
+    alignment: Alignment | None = None  # how padding was moved after the texts; None if it was not
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if self.alignment is not None:
@@ -32,11 +32,11 @@ class BlockCall:
             return state_of(self.module(hidden, *self.args, **self.kwargs))
 
     def aligned(self) -> "BlockCall":
-        """Return the call for states whose padding is already after the texts, as the model saw them."""
+        """Return the call without alignment, for states whose padding is already after the texts."""
         return replace(self, alignment=None)
 
     def rows(self, some: slice, batch_size: int) -> "BlockCall":
-        """Return the call for some prompts of the batch: arguments with one row per prompt keep the selected rows."""
+        """Return the call for the selected prompts of a batch, by indexing every argument with one row per prompt."""
         alignment = None if self.alignment is None else self.alignment.select(some)
         args, kwargs = rows_of(self.args, some, batch_size), rows_of(self.kwargs, some, batch_size)
         return replace(self, args=args, kwargs=kwargs, alignment=alignment)
@@ -55,7 +55,7 @@ def replaced(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]
             if previous is None:
                 vars(block).pop("forward", None)
             else:
-                # Set by another tool, such as accelerate, which moves weights between devices.
+                # Another tool had replaced `forward`, such as accelerate, which moves weights between devices.
                 block.forward = previous
 
 
@@ -63,7 +63,7 @@ def replaced(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]
 def bypassed(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]) -> Iterator[None]:
     """Replace the `forward` of each block inside the context, and disable the hooks of the blocks.
 
-    A state that passes through is already the output of the hooks, which must not act a second time.
+    States that pass through were read after the hooks had run, so the hooks must not change them again.
     """
     hooks = ("_forward_pre_hooks", "_forward_hooks")
     saved = [(block, name, getattr(block, name)) for block in blocks for name in hooks]
@@ -78,7 +78,7 @@ def bypassed(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]
 
 
 def identity_forward(num_values: int, last: Tensor | None = None) -> Callable[..., Any]:
-    """Return a forward that returns its input state, or `last`, in the format of `block_output`."""
+    """Return a forward that returns its input state, or `last` if given, in the format of `block_output`."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         state = split_state(args, kwargs)[0] if last is None else last
@@ -88,7 +88,7 @@ def identity_forward(num_values: int, last: Tensor | None = None) -> Callable[..
 
 
 def block_output(state: Tensor, num_values: int) -> Any:
-    """Return a state as the first of a tuple of `num_values` values, or the state itself if that is 0."""
+    """Return the tuple `(state, None, ...)` of length `num_values`, or the state itself if that is 0."""
     return (state, *[None] * (num_values - 1)) if num_values else state
 
 
@@ -114,10 +114,10 @@ def split_state(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, tuple, dic
 
 @contextmanager
 def clamped_masks(blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """Clamp additive float64 masks of the blocks to the range of float32 inside the context.
+    """Clamp additive float64 masks of the blocks at the minimum of float32 inside the context.
 
-    Some eager attention computes its softmax in float32. There, the minimum of float64 becomes minus infinity, and the
-    softmax of a token that sees only padding becomes NaN. The NaN then spreads to other tokens.
+    Some eager attention computes its softmax in float32, where the minimum of float64 becomes minus infinity. For a
+    token that sees only padding, the softmax is then NaN, and the NaN spreads to other tokens.
     """
 
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -135,7 +135,7 @@ def _clamped(value: Any) -> Any:
 def call_hooks(blocks: Iterable[nn.Module], note: Callable[[nn.Module, tuple, dict[str, Any], Any], None]) -> list:
     """Register hooks that call `note(module, args, kwargs, output)` after each block call; return their handles.
 
-    The arguments are those before all other hooks, the output is that after all other hooks.
+    `note` gets the arguments before any other hook changes them, and the output after all other hooks.
     """
     pending: list[tuple[tuple, dict[str, Any]]] = []
 
@@ -178,9 +178,9 @@ def state_of(output: Any) -> Tensor:
 
 
 def rows_of(value: Any, some: slice, batch_size: int) -> Any:
-    """Return `value` with only some rows of every tensor in it whose first dimension is the batch.
+    """Return `value` with only the rows `some` of every tensor in it whose first dimension is `batch_size`.
 
-    A tensor of another kind may have as many rows by chance. `SHARED` names the arguments for which this happens.
+    Arguments in `SHARED` keep all rows: their first dimension is not the batch, but may have the same size by chance.
     """
     if isinstance(value, Tensor):
         return value[some] if value.ndim and value.shape[0] == batch_size else value
@@ -192,7 +192,7 @@ def rows_of(value: Any, some: slice, batch_size: int) -> Any:
 
 
 def mask_of(inputs: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
-    """Return the mask of real tokens (batch, tokens)."""
+    """Return the mask of real tokens (batch, tokens), which is True everywhere if `inputs` have none."""
     mask = inputs.get("attention_mask")
     return hidden.new_ones(hidden.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
 
@@ -200,7 +200,7 @@ def mask_of(inputs: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
 def read_by_length(
     read: Callable[[dict[str, Tensor], Tensor], Tensor], mask: Tensor, columns: Mapping[str, Tensor], hidden: Tensor
 ) -> Tensor:
-    """Call `read(columns, states)` without padding, once for all texts of one length.
+    """Call `read(columns, states)` once per text length, on all texts of that length without their padding.
 
     Returns:
         The results, one row per text in the order of the batch.
@@ -215,7 +215,7 @@ def read_by_length(
 
 
 def stacked(states: list[Tensor]) -> Tensor:
-    """Stack states like `torch.stack`, but free each state once it is copied. Empties the list's tensors.
+    """Stack states like `torch.stack`, but replace each state in the list by an empty tensor once it is copied.
 
     This halves the peak memory, as the list and the stack are never complete at the same time.
     """
@@ -226,18 +226,18 @@ def stacked(states: list[Tensor]) -> Tensor:
     return whole
 
 
-# Traces that a call leaves on a model: changed parameters and buffers, and added hooks.
+# Detect what a call changes in a model: parameters, buffers and hooks.
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def fingerprints(model: nn.Module) -> dict[str, tuple]:
-    """Return a value for each parameter and buffer that changes if the tensor is written to or replaced.
+    """Return for each parameter and buffer a fingerprint, which changes if the tensor is written to or replaced.
 
-    These are the identity, the memory address and the version counter of autograd. Rotary frequencies are compared by
-    value, because some models write the same values again at each call.
+    It holds the id, the memory address and the version counter of autograd. For rotary frequencies (non-persistent 1-D
+    buffers) the values replace the counter, because some models write the same values again at each call.
     """
-    seen: set[int] = set()  # a tied tensor appears once
+    seen: set[int] = set()  # lists a tied tensor only once
     prints: dict[str, tuple] = {}
     for module, path in _modules(model):
         for tensors in (module._parameters, module._buffers):
@@ -259,7 +259,7 @@ def _version_of(tensor: Tensor, is_table: bool) -> int | bytes:
 
 def hook_ids(model: nn.Module) -> dict[str, set]:
     """Return the ids of the hooks of each module and hook kind, for modules that have hooks."""
-    return {path + kind: set(of) for part, path in _modules(model) for kind in HOOKS if (of := getattr(part, kind))}
+    return {path + kind: set(ids) for part, path in _modules(model) for kind in HOOKS if (ids := getattr(part, kind))}
 
 
 def _modules(model: nn.Module) -> Iterable[tuple[nn.Module, str]]:
@@ -269,11 +269,11 @@ def _modules(model: nn.Module) -> Iterable[tuple[nn.Module, str]]:
 
 def remove_new_hooks_(model: nn.Module, before: dict[str, set]) -> list[str]:
     """Remove the hooks that are not in `before`; return the paths of the modules that had them."""
-    left = []
-    for part, path in _modules(model):
+    paths = []
+    for module, path in _modules(model):
         for kind in HOOKS:
-            hooks = getattr(part, kind)
+            hooks = getattr(module, kind)
             for key in set(hooks) - before.get(path + kind, set()):
                 del hooks[key]
-                left.append(path.removesuffix(".") or type(model).__name__)
-    return left
+                paths.append(path.removesuffix(".") or type(model).__name__)
+    return paths

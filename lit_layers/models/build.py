@@ -25,7 +25,8 @@ from lit_layers.models.pixels import PREPROCESSOR, copy_pixel_statistics_, pixel
 from lit_layers.models.proof import is_timm
 from lit_layers.models.structure import family_of
 
-_FILE_FIELDS = ("architectures", "dtype", "torch_dtype", "transformers_version")  # of a file, not of a function
+# Config fields that describe the saved file, not the function of the model.
+_FILE_FIELDS = ("architectures", "dtype", "torch_dtype", "transformers_version")
 
 READABLE = 0o644  # safetensors writes files with mode 600, which colleagues on a shared disk cannot read
 _WRAPPERS = ("DataParallel", "DistributedDataParallel")
@@ -52,11 +53,12 @@ def causal_lm(
         pad_vocab_to: pad the vocabulary to the next multiple of this number, such as 64. Logits of real tokens do not
             change.
         attention_implementation: "sdpa", "eager" or another one of transformers.
-        weights: a model of the same kind and shape whose weights are copied.
+        weights: a model of the same class and shape, whose weights are copied.
         overrides: fields of the config.
 
     Raises:
-        InputError: if the type or an override is unknown, or values do not fit together.
+        InputError: if the type or an override is unknown, values do not fit together, or the model is not a sequence
+            of blocks.
     """
     import transformers
 
@@ -97,7 +99,8 @@ def vit(name: str, *, seed: int = 0, **overrides: Any) -> nn.Module:
         overrides: arguments of its constructor.
 
     Raises:
-        InputError: if the name or an override is unknown, an override does not fit, or the model is of another kind.
+        InputError: if the name or an override is unknown, an override does not fit, or the model is not a sequence of
+            blocks.
     """
     import timm
     from timm.models.vision_transformer import VisionTransformer
@@ -120,15 +123,16 @@ def vit(name: str, *, seed: int = 0, **overrides: Any) -> nn.Module:
 def untrained(model: Network, *, seed: int = 0) -> nn.Module:
     """Return the same architecture with new weights, in evaluation mode.
 
-    The weights depend only on the config and `seed`. They have the dtype and device of `model`, or are on the CPU if
-    that is on the meta device. The global random state and `model` do not change.
+    The weights depend only on the config and `seed`. They have the dtype and device of `model`, but are on the CPU if
+    `model` is on the meta device. The global random state and `model` do not change.
 
     Raises:
-        InputError: if a timm model was not built with `vit`, so that its constructor arguments are unknown.
+        InputError: if the constructor arguments are unknown: for a user's own network, and for a timm model that comes
+            from neither `vit` nor `load`.
     """
     model = plain_model(model)
     if hasattr(model, "config"):
-        # Weights are drawn without padding rows, so that numbers agree during training and after saving.
+        # Initialize without padding rows: a saved model has none, and must get the same weights as in training.
         with seeded(seed):
             fresh = type(model)._from_config(_unpadded_config(model), dtype=torch.float32)
             if is_padded(model):
@@ -157,7 +161,7 @@ def save(model: Network, folder: str | Path, tokenizer: Any = None) -> None:
         tokenizer: an object with `save_pretrained`, or a folder whose files are copied.
 
     Raises:
-        InputError: if the model is of neither transformers nor timm, or has adapters of peft.
+        InputError: if the model is of neither transformers nor timm, has adapters of peft, or is quantized.
     """
     model, folder = plain_model(model), Path(folder)
     if any(type(module).__module__.partition(".")[0] == "peft" for module in model.modules()):
@@ -202,7 +206,7 @@ def submodule(model: nn.Module, name: str) -> nn.Module:
 def plain_model(model: nn.Module) -> nn.Module:
     """Return the network inside wrappers of torch.compile, DistributedDataParallel, peft or sentence-transformers.
 
-    Adapters of peft that are modules of the network (LoRA) remain in it. Learned prompts are not unwrapped.
+    Adapters of peft that are modules of the network (LoRA) remain in it. A model with learned prompts stays wrapped.
     """
     while True:
         if (inner := getattr(model, "_orig_mod", None)) is not None:
@@ -236,9 +240,10 @@ def weights_hash(model: nn.Module) -> str:
 
 
 def architecture_hash(model: nn.Module) -> str:
-    """Return a hash (16 hex digits) of the config of a transformers model, such as `rope_theta`, which no weight shows.
+    """Return a hash (16 hex digits) of the config of a transformers model.
 
-    Source, dtype and library version of the model do not enter the hash.
+    It also covers settings that the weights do not show, such as `rope_theta`. It ignores the path, class and dtype of
+    the model and the library version.
     """
     network: Network = plain_model(model)
     fields = network.config.to_dict()
@@ -247,7 +252,7 @@ def architecture_hash(model: nn.Module) -> str:
 
 
 def fill_defaults(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json of transformers with default values for its missing fields; any other one unchanged."""
+    """Return a config.json of transformers with defaults for its missing fields; return any other config unchanged."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = settings.get("model_type")
@@ -256,7 +261,7 @@ def fill_defaults(settings: dict[str, Any]) -> dict[str, Any]:
     try:
         return CONFIG_MAPPING[kind].from_dict(settings).to_dict()
     except (StrictDataclassError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError):
-        # Config classes compute with their fields, so damaged values may raise anything.
+        # Config classes compute with their fields, so damaged values raise many kinds of errors.
         return settings
 
 
@@ -275,7 +280,7 @@ def _config(name: str | Path, **options: Any) -> Any:
 
 
 def _drop_tokens(config: Any, vocab_size: int) -> dict[str, None]:
-    """Return overrides that unset special tokens of the default config whose ids are outside a smaller vocabulary."""
+    """Return overrides that set special tokens to None if their ids are outside a smaller vocabulary."""
     tokens = {field: getattr(config, field, None) for field in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {field: None for field, token in tokens.items() if isinstance(token, int) and token >= vocab_size}
 
@@ -283,7 +288,7 @@ def _drop_tokens(config: Any, vocab_size: int) -> dict[str, None]:
 def _shell(model: Network) -> Network:
     """Return a model of the same class on the meta device with the unpadded config, for `save_pretrained`.
 
-    Saving from the model itself would write into the config that training uses.
+    `save_pretrained` of the model itself would write into the config that training uses.
     """
     with torch.device("meta"):
         shell = type(model)._from_config(_unpadded_config(model), dtype=model.dtype)
@@ -302,7 +307,7 @@ def _save_timm(model: nn.Module, folder: Path) -> None:
             f"cannot save this {kind} as a Hugging Face folder, as nothing names its architecture: {reason}"
         )
     save_for_hf(model, str(folder), model_args=getattr(model, TIMM_OPTIONS, None), safe_serialization=True)
-    if pixel_statistics(model) is None:  # timm then writes ImageNet's, which may be wrong
+    if pixel_statistics(model) is None:  # then timm writes the statistics of ImageNet
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         for name in ("mean", "std"):
             config["pretrained_cfg"].pop(name, None)
@@ -317,9 +322,9 @@ def _refuse_unknown(given: Iterable[str], names: Iterable[str], kind: str) -> No
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the initialization of weights inside the context, on the CPU, and restore the global random state.
+    """Seed the initialization of weights inside the context, and restore the global random state.
 
-    Inside `torch.device("meta")`, weights are on the meta device.
+    Weights are on the CPU, or on the meta device inside `torch.device("meta")`.
     """
     device = "meta" if torch.empty(0).device.type == "meta" else "cpu"
     with torch.random.fork_rng(devices=[]), torch.device(device):
@@ -332,7 +337,7 @@ def quiet(seed: int = 0, *, reports: bool = True) -> Iterator[None]:
     """Enter `seeded` without progress bars of transformers, and without its load reports if `reports` is False."""
     from transformers.utils import logging
 
-    # Otherwise, opening a pickle starts a thread that asks the Hub to convert it.
+    # Otherwise, transformers asks the Hub in a thread to convert each pickle that it opens.
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
     shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
@@ -347,7 +352,7 @@ def quiet(seed: int = 0, *, reports: bool = True) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-# Padded vocabularies: additional rows of embedding and head that make matrix products faster and have no token.
+# Padded vocabularies: embedding and head get rows that belong to no token, so that matrix products are faster.
 
 TRUE_SIZE = "unpadded_vocab_size"  # field of a padded model's config: its number of real tokens
 
@@ -389,7 +394,7 @@ def unpadded_state(model: Network) -> dict[str, Tensor]:
 
 
 def has_tied_head(model: Network) -> bool:
-    """Return whether head and embedding are one tensor; the config may wrongly say so."""
+    """Return whether head and embedding are one tensor, whatever the config says."""
     head = model.get_output_embeddings()
     return head is not None and head.weight is model.get_input_embeddings().weight
 

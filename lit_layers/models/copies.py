@@ -21,28 +21,28 @@ PER_BLOCK = ("layer_types", "attention_layers", "mlp_layer_types")  # config fie
 def truncate(model: nn.Module, num_layers: int, *, head: bool = True) -> nn.Module:
     """Return a new model of the first `num_layers` blocks with copies of the weights; `model` does not change.
 
-    The copy has the class, device, dtypes, modes, tied weights and attention implementation of `model`. Its config
-    states the smaller depth, so that it can be saved as an ordinary model. Its hidden states equal those of `model` at
-    layers 0..num_layers bit by bit. The final norm and the head are copied. They were trained for the last layer, so
-    the output of the copy is the logit lens.
+    The copy has the class, device, dtypes, training modes, tied weights and attention implementation of `model`. Its
+    config states the smaller depth, so that it can be saved as an ordinary model. At layers 0..num_layers, its hidden
+    states equal those of `model` bit by bit. The final norm and the head are copied. They were trained for the last
+    layer, so the logits of the copy are the logit lens of layer `num_layers`.
 
     Args:
         model: a model of transformers or timm.
         num_layers: number of blocks, 1..L.
         head: whether to copy the head. Without it, the result is the trunk, such as GPT2Model, BertModel or ViTModel; a
-            timm model gets `num_classes=0`. A trunk class with a pooler gets one with zero weights if `model` has none,
-            so that loading the saved folder draws no random numbers.
+            timm model gets `num_classes=0`. If the trunk class has a pooler and `model` has none, the copy gets one
+            with zero weights. Otherwise, loading the saved folder would draw random weights for it.
 
     Raises:
         InputError: if `num_layers` is out of range, the blocks share weights, or the model is not one sequence of
-            blocks. A model with an encoder and a decoder has two.
+            blocks (encoder-decoder). Also if the config cannot describe the copy.
     """
     model = plain_model(model)
     source: Network = model if head else trunk_of(model)
     family = family_of(source)
     blocks = family.block_list(source)
     _check_cut(model, blocks, num_layers)
-    # Used as the memo of deepcopy: an Identity replaces each dropped block, so that its weights are never copied.
+    # This memo makes deepcopy replace each dropped block by an Identity, so that its weights are never copied.
     stand_ins: dict[int, Any] = {id(block): nn.Identity() for block in blocks[num_layers:]}
     with torch.no_grad():
         short: Network = copy.deepcopy(source, stand_ins)
@@ -91,7 +91,7 @@ def _check_cut(model: Network, blocks: tuple[nn.Module, ...], num_layers: int) -
 
 def _set_depth(config: Any, num_layers: int) -> None:
     """Set the number of blocks in a config, and shorten fields with one entry per block."""
-    for name in PER_BLOCK:  # a property needs no change, as the config computes it from the depth
+    for name in PER_BLOCK:  # skips properties, which the config computes from the depth
         stored = getattr(type(config), "attribute_map", {}).get(name, name)
         if getattr(config, name, None) is not None and not isinstance(getattr(type(config), stored, None), property):
             setattr(config, name, list(getattr(config, name))[:num_layers])
@@ -99,7 +99,7 @@ def _set_depth(config: Any, num_layers: int) -> None:
         config.attention_types = [[config.attention_layers, 1]]
     # Every config of transformers accepts this name; GPT-2 maps it to `n_layer`.
     config.num_hidden_layers = num_layers
-    # Names of layers for use as a backbone: None selects the last.
+    # Layer names, for models that can be a backbone. `None` selects the last layer as its output.
     if getattr(config, "stage_names", None) is not None:
         config.stage_names = list(config.stage_names)[: num_layers + 1]
         config.set_output_features_output_indices(None, None)
@@ -136,9 +136,9 @@ class BFloat16View(LayeredModel):
     """The layered view of a copy of a model whose blocks compute matrix products and attention in bfloat16.
 
     The blocks run under torch.autocast. Embeddings, norms, residual additions, hidden states, final norm and head
-    remain in float32. The copy rounds weight matrices once instead of at each use, which takes half their memory in
-    addition to the model. It shares all other tensors with the model and does not write to them. Its memory is freed
-    with the view.
+    remain in float32. The copy rounds weight matrices once instead of at each use. The rounded matrices take half the
+    memory of the originals, in addition to the model, until the view is freed. The copy shares all other tensors with
+    the model and does not write to them.
     """
 
     def __init__(self, exact: LayeredModel) -> None:
@@ -160,15 +160,15 @@ class BFloat16View(LayeredModel):
 
 
 def _round_(module: nn.Module) -> None:
-    """Round the weight matrix of a module to bfloat16."""
-    # Not the bias: some modules add it outside of the operation that autocast rounds.
+    """Round the weight of a module to bfloat16 if its class is in `MATRICES`."""
+    # The bias is not rounded, because some modules add it outside of the operation that autocast rounds.
     weight = module._parameters.get("weight")
     if weight is not None and any(kind.__name__ in MATRICES for kind in type(module).__mro__):
         module._parameters["weight"] = nn.Parameter(weight.detach().to(torch.bfloat16), False)
 
 
 def _autocast(forward: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    # Weak, as a block that refers to itself would not be freed with the view.
+    # With a strong reference, the block would refer to itself and would not be freed with the view.
     method = weakref.WeakMethod(forward)
 
     def run(*args: Any, **kwargs: Any) -> Any:

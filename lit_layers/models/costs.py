@@ -20,12 +20,12 @@ def interleaved(
 ) -> dict[str, list[list[float]]]:
     """Time calls in interleaved rounds, so that slow phases of the machine affect all names alike.
 
-    Each round runs all calls of all names and begins with the next name.
+    Each round runs all calls of all names, and each begins with another name in turn.
 
     Args:
         calls: name -> the calls to time.
         num_rounds: number of timed rounds.
-        num_warm_up: number of rounds before these, which are not timed.
+        num_warm_up: number of untimed rounds before these.
         device: device on which the calls compute.
 
     Returns:
@@ -44,7 +44,7 @@ def interleaved(
 
 
 def call_of(model: nn.Module, batch: Batch) -> Callable[[], Any]:
-    """Return a function that calls the model itself on a batch, on its device and without hooks."""
+    """Return a function that calls the model, not its layered view, on a copy of the batch on its device."""
     view = LayeredModel(model)
     dtype = view.dtype if view.family.sees_images else None
     columns = {key: rows.to(view.device, dtype) for key, rows in batch.items() if key in view.family.inputs}
@@ -54,16 +54,17 @@ def call_of(model: nn.Module, batch: Batch) -> Callable[[], Any]:
 def peak_bytes(call: Callable[[], Any]) -> int:
     """Return the peak memory of a call in bytes, summed over devices, above what torch held before.
 
-    What the call returns counts as part of it.
+    The memory of the returned value is included.
     """
     from torch.profiler import ProfilerActivity, profile
 
     # Otherwise the profiler logs the start and end of every profile.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    with profile(activities=activities, profile_memory=True, acc_events=True) as watched:  # the last for torch 2.12
+    # Without `acc_events`, torch 2.12 warns.
+    with profile(activities=activities, profile_memory=True, acc_events=True) as watched:
         result = call()
-    # Freed only after the profile, so that the result counts.
+    # The result is freed only after the profile, so that its memory counts.
     del result
     events: Any = watched.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
     changes = sorted(
@@ -80,7 +81,11 @@ def _seconds(call: Callable[[], Any], device: str) -> float:
 
 
 def random_inputs(model: nn.Module, num_tokens: int, batch_size: int, seed: int) -> dict[str, Tensor]:
-    """Return a batch of random tokens or pixels that a model takes."""
+    """Return a batch of random token ids, or of random images of the size that a model was built for.
+
+    Raises:
+        InputError: if the model takes fewer than `num_tokens` tokens.
+    """
     view, generator = LayeredModel(model), torch.Generator().manual_seed(seed)
     if (vision := view.family.vision) is not None:
         channels, side = vision.channels(view.model), vision.usual_side(view.model)
@@ -90,19 +95,16 @@ def random_inputs(model: nn.Module, num_tokens: int, batch_size: int, seed: int)
     return {"input_ids": torch.randint(true_vocab_size(view.model), (batch_size, num_tokens), generator=generator)}
 
 
-# The time that a text or image takes to reach each layer.
-
-
 def layer_latencies(model: LayeredModel, batch: Batch, *, rounds: int = 20, warm_up: int = 3) -> Tensor:
     """Return the seconds from the start of a call to each layer, 0 to L, (layers + 1).
 
-    This is the cost of a model without a head that is truncated at the layer. All layers are timed in the same passes.
-    Layer 0 is reached when the first block is called. Each value is the sum of the medians of its blocks over rounds.
-    On a GPU, every layer waits for the device.
+    The value of layer l is the cost of a model that is truncated to l blocks, without final norm and head. It sums the
+    median times, over rounds, of the embedding and of these blocks. All layers are timed in the same passes. On a GPU,
+    the device is synchronized at every layer.
 
     Args:
         rounds: number of timed passes.
-        warm_up: number of passes before these, which are not timed.
+        warm_up: number of untimed passes before these.
     """
     call, device, times = call_of(trunk_of(model.model), batch), model.device, []
 
@@ -116,5 +118,5 @@ def layer_latencies(model: LayeredModel, batch: Batch, *, rounds: int = 20, warm
             note()
             call()
     passes = torch.tensor(times, dtype=torch.float64).view(warm_up + rounds, model.num_layers + 2)[warm_up:]
-    # The median per block, not per pass: an interruption then affects one block in one pass.
+    # The median is per block, not per pass, so that an interruption affects only one block of its pass.
     return passes.diff(dim=1).median(0).values.cumsum(0)

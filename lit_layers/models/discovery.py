@@ -39,7 +39,7 @@ class FoundFamily(Family):
 
     def block_list(self, model: Network) -> tuple[nn.Module, ...]:
         modules = tuple(self.container(model).children())
-        return tuple(modules[number] for number in self.order) or modules
+        return tuple(modules[index] for index in self.order) or modules
 
     def width(self, model: Network) -> int:
         return self.dim
@@ -59,7 +59,7 @@ class FoundFamily(Family):
 
     def read_out(self, model: Network, hidden: Tensor) -> Tensor:
         """Return the logits of states (batch, tokens, dim), by the model's own call with bypassed blocks."""
-        # A head that reads one token at a time gets each token as a text of its own, so that `hidden` may hold any
+        # If the head reads one token at a time, each token becomes a text of one token. Then `hidden` may hold any
         # selection of tokens.
         states = hidden if self.needs_all else hidden.reshape(-1, 1, hidden.shape[-1])
         blocks = self.block_list(model)
@@ -68,7 +68,7 @@ class FoundFamily(Family):
         return logits if self.needs_all else logits.reshape(*hidden.shape[:2], -1)
 
     def _dummy_inputs(self, model: Network, states: Tensor) -> dict[str, Tensor]:
-        """Return inputs with the batch size and length of `states`; bypassed blocks ignore what they hold."""
+        """Return inputs with the batch size and length of `states`; their content has no effect on bypassed blocks."""
         if self.vision is None:
             return {"input_ids": torch.full(states.shape[:2], self.filler, device=states.device)}
         shape = len(states), self.vision.channels(model), *[self.vision.usual_side(model)] * 2
@@ -78,8 +78,8 @@ class FoundFamily(Family):
 def scores_of(model: Network, output: Any, probe: Probe) -> dict[str, Any]:
     """Return the fields `results` and `scalar_scores` of a family from the output of a call.
 
-    Logits of shape (batch, tokens) may be one number per token, or as many classes as the probe has tokens. A call with
-    one token less decides: only the former get smaller.
+    Logits of shape (batch, tokens) may be one number per token, or scores of as many classes as the probe has tokens. A
+    second call with one token less tells them apart: only numbers per token become fewer.
 
     Raises:
         Unproven: if the output has none of the known fields.
@@ -119,7 +119,7 @@ def find_blocks(
         ids = {id(module) for module in members}
         row = [call for call in calls if id(call.module) in ids]
         if any(path.startswith(f"{outer}.") for outer in chains) or not row:
-            continue  # a list inside a block, or one that does not run
+            continue  # a list inside a candidate, or a list that does not run
         if (reason := _mismatch(path, members, row, probe)) is None:
             chains[path] = row
         else:
@@ -133,12 +133,12 @@ def find_blocks(
 
 
 def _strip_ends(members: list[nn.Module]) -> list[nn.Module]:
-    """Return the modules without the dropout before and the norm after them.
+    """Return the modules without dropout and norms at both ends.
 
     Training scripts often put these into one Sequential with the blocks.
     """
-    numbers = [number for number, module in enumerate(members) if not _is_no_block(module)]
-    return members[numbers[0] : numbers[-1] + 1] if numbers else []
+    inner = [index for index, module in enumerate(members) if not _is_no_block(module)]
+    return members[inner[0] : inner[-1] + 1] if inner else []
 
 
 def _is_no_block(module: nn.Module) -> bool:
@@ -155,18 +155,18 @@ def _mismatch(path: str, members: list[nn.Module], row: list[SeenCall], probe: P
     """Return why a list of modules is not a sequence of blocks; None if it is one."""
     if [call.module for call in row] != members:
         return f"the {len(members)} modules of {path} run {len(row)} times in one pass, not once each, in order"
-    shapes = [(call.state, call.result) for call in row]
-    for number, (before, after) in enumerate(shapes, start=1):
+    states = [(call.state, call.result) for call in row]
+    for number, (before, after) in enumerate(states, start=1):
         if before is None or after is None:
             return f"module {number} of {path} does not take a state and return one"
-        if before.ndim != 3 or before.shape != shapes[0][0].shape or after.shape != before.shape:
+        if before.ndim != 3 or before.shape != states[0][0].shape or after.shape != before.shape:
             return (
                 f"the states of {path} are not (batch, tokens, dim) of one shape: module {number} takes "
                 f"{tuple(before.shape)} and gives {tuple(after.shape)}"
             )
-    state, given = shapes[0][0].shape, probe.needed.shape
-    if state[:2] != given if probe.is_text else state[0] != given[0]:
-        return f"the states of {path} are {tuple(state)} for an input of {tuple(given)}"
+    shape, given = states[0][0].shape, probe.needed.shape
+    if shape[:2] != given if probe.is_text else shape[0] != given[0]:
+        return f"the states of {path} are {tuple(shape)} for an input of {tuple(given)}"
     for number, (call, following) in enumerate(pairwise(row), start=1):
         if following.state is not call.result and not torch.equal(following.state, call.result):
             return f"module {number + 1} of {path} takes something else than module {number} gives"
@@ -177,14 +177,14 @@ def _choose(model: Network, chains: dict[str, list[SeenCall]], depth: int | None
     """Return the path of the blocks among the candidate lists.
 
     Raises:
-        Unproven: if no candidate, or more than one, has as many blocks as the config says.
+        Unproven: if several lists have more than one module. Also if none has, and the depth in the config is not 1.
     """
-    rows = [path for path, row in chains.items() if len(row) > 1]
-    if len(rows) > 1:
+    paths = [path for path, row in chains.items() if len(row) > 1]
+    if len(paths) > 1:
         two_rows = f"{TWO_ROWS}: " if is_encoder_decoder(model) else ""
-        raise Unproven(f"{two_rows}its states pass several rows of blocks: {', '.join(rows)}")
-    fitting = [path for path, row in chains.items() if len(row) == depth] or rows
-    if len(fitting) > 1:  # a model of one block: any list of one module may fit
+        raise Unproven(f"{two_rows}its states pass several rows of blocks: {', '.join(paths)}")
+    fitting = [path for path, row in chains.items() if len(row) == depth] or paths
+    if len(fitting) > 1:  # a model of one block, where other lists of one module may also fit
         fitting = [path for path in fitting if path == (propose_blocks(model) or fitting[0])]
     if not fitting:
         lengths = ", ".join(f"{path} of {len(row)}" for path, row in chains.items())

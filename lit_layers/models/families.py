@@ -1,7 +1,7 @@
 """The table `FAMILIES`: where a model family keeps its blocks, how to call it, how to read out a state.
 
-A row of the table states what one call of a model cannot show, such as the first position of RoBERTa. `structure`
-finds the blocks of all classes without a row.
+A row of the table states what one call of a model cannot show, such as the position id of the first token in RoBERTa.
+`structure` finds the blocks of all classes without a row.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ class Vision:
 
 TIMM = Vision(
     width=lambda model: model.embed_dim,
-    # timm refuses images of another size only if `strict_img_size` is set; `dynamic_img_size` turns that off.
+    # timm refuses images of another size only if `strict_img_size` is set; `dynamic_img_size` turns it off.
     fixed_side=lambda model: (
         model.patch_embed.img_size[0] if getattr(model.patch_embed, "strict_img_size", False) else None
     ),
@@ -72,7 +72,7 @@ TRANSFORMERS = Vision(
     attention=lambda model: model.config._attn_implementation,
 )
 
-# DINOv2 interpolates its position embeddings without being asked. The other families need the size of their config.
+# DINOv2 interpolates its position embeddings by default. The other families need images of the size in their config.
 ANY_SIZE = replace(TRANSFORMERS, fixed_side=lambda model: None)
 
 
@@ -98,13 +98,13 @@ def text_config(config: Any) -> Any:
 
 def language_head(model: Network, normed: Tensor) -> Tensor:
     """Return vocabulary scores of normed states; the states themselves if the model has no head."""
-    # The same method for all classes; the attribute may be `lm_head`, `embed_out`.
+    # This method finds the head of every class, whose attribute may be `lm_head` or `embed_out`.
     head = model.get_output_embeddings()
     return normed if head is None else head(normed)
 
 
 def roberta_head(model: Network, hidden: Tensor) -> Tensor:
-    """Return vocabulary scores, or classes per text or per token; the states themselves without a head."""
+    """Return vocabulary scores, or class scores per text or per token; the states themselves without a head."""
     # The head of RobertaForSequenceClassification selects token 0 itself, so every head gets all tokens.
     head = getattr(model, "lm_head", None) or getattr(model, "classifier", None)
     return hidden if head is None else head(hidden)
@@ -122,7 +122,7 @@ def class_token_head(model: Network, normed: Tensor) -> Tensor:
 
 
 def dinov2_head(model: Network, normed: Tensor) -> Tensor:
-    """Return class scores of the class token and the mean patch; the normed states without a classifier."""
+    """Return class scores from the class token and the mean over patches; the normed states without a classifier."""
     if not hasattr(model, "classifier"):
         return normed
     # Register tokens are no patches. Without them in `prefix`, they would enter the mean.
@@ -136,11 +136,11 @@ def beit_head(model: Network, normed: Tensor) -> Tensor:
 
 
 def mae_head(model: Network, normed: Tensor) -> Tensor:
-    """Return the pixels that the decoder predicts for each patch."""
+    """Return the pixels that the decoder predicts for each patch; the normed states themselves without a decoder."""
     if not hasattr(model, "decoder"):
         return normed
     # The decoder expects the permutation that puts shuffled patches back (`ids_restore`). `call_mae` never shuffles, so
-    # this is the identity. `- 1`: the class token has no patch position.
+    # this is the identity. It has no entry for the class token.
     order = torch.arange(normed.shape[1] - 1, device=normed.device).expand(len(normed), -1)
     return model.decoder(normed, order).logits
 
@@ -153,15 +153,15 @@ def clip_head(model: Network, normed: Tensor) -> Tensor:
 
 def call_hf(model: Network, inputs: Inputs, options: Options) -> Any:
     """Call a model of transformers with keyword arguments, in the precision of its weights."""
-    # `Accelerator.prepare` replaces `forward` of a model in training by one under autocast, and keeps the plain one.
-    # Autocast does not reach blocks that are called one by one, so the two would differ. The plain forward agrees.
+    # `Accelerator.prepare` replaces the `forward` of a model in training by one under autocast, and stores the old one.
+    # Blocks that are called one by one run without autocast, so only the old `forward` agrees with them.
     plain = vars(model).get("_original_forward")
     with replaced([model], [plain]) if plain is not None else nullcontext():
         return model(**inputs, **options, return_dict=True)
 
 
 def call_maskless(model: Network, inputs: Inputs, options: Options) -> Any:
-    """Call a model whose forward has no `attention_mask`; only the batch knows which tokens are real."""
+    """Call a model whose forward takes no `attention_mask`, without the mask in `inputs`."""
     return call_hf(model, {name: inputs[name] for name in inputs if name != "attention_mask"}, options)
 
 
@@ -183,7 +183,7 @@ def call_mae(model: Network, inputs: Inputs, options: Options, *, trunk: bool = 
     embeddings = trunk_of(model).embeddings
     pixels, config = inputs["pixel_values"], embeddings.config
     # By default the model drops 75% of the patches at random. A mask ratio of 0 keeps all, but still shuffles them: it
-    # sorts patches by `noise`, which is random unless passed. Rising numbers leave each patch at its position.
+    # sorts patches by `noise`, which is random unless passed. Increasing numbers leave each patch at its position.
     order = torch.arange(embeddings.patch_embeddings.num_patches, device=pixels.device, dtype=torch.float32)
     mask_ratio, config.mask_ratio = config.mask_ratio, 0.0
     try:
@@ -198,9 +198,9 @@ def no_offset(config: Any) -> int:
 
 
 def roberta_offset(config: Any) -> int:
-    """Return the position of the first token of a text in RoBERTa, `pad_token_id + 1`."""
-    # The row of padding in the position table is `pad_token_id` (1), and row 0 is never used. So a table of 514 rows
-    # holds texts of 512 tokens.
+    """Return the position id of the first token of a text in RoBERTa, `pad_token_id + 1`."""
+    # Padding has the position id `pad_token_id` (1), and row 0 of the position table is never used. So a table of 514
+    # rows fits texts of 512 tokens.
     return config.pad_token_id + 1
 
 
@@ -218,17 +218,17 @@ class Family:
     head: Callable[[Network, Tensor], Tensor] = language_head
     package: str = "transformers"
     inputs: tuple[str, ...] = TEXT
-    # Without a cache: a block called a second time would append its keys again and attend to twice the tokens.
+    # No cache, because a block called a second time would append its keys again and attend to twice the tokens.
     options: tuple[tuple[str, bool], ...] = (("use_cache", False),)
     first_position: Callable[[Any], int] = no_offset  # config -> position id of the first token of a text
     vision: Vision | None = None  # None for text models
     call: Callable[[Network, Inputs, Options], Any] = call_hf
     features: Callable[[Network, Inputs, Options], Any] = call_trunk  # call without computing logits
-    results: tuple[str, ...] = ("logits", "last_hidden_state")  # output fields that hold the logits; the first one wins
+    results: tuple[str, ...] = ("logits", "last_hidden_state")  # output fields for the logits; the first that exists
     origin: str = "row"  # "row" of this table, or "structure" if the blocks were found in a call
-    checks: tuple[tuple[str, Any], ...] = ()  # results of the checks of a family that was found in a call
+    checks: tuple[tuple[str, Any], ...] = ()  # name and result of each check of a found family
     takes_padding: bool = True  # whether padding after a text leaves its states unchanged
-    is_causal: bool = True  # whether no state depends on later tokens, if the model generates
+    is_causal: bool = True  # in models that generate: whether no state depends on later tokens
     needs_all: bool = False  # whether the head needs all tokens at once, because it pools or compares them
 
     @property
@@ -237,7 +237,7 @@ class Family:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns of a batch that are read: the model's inputs, and the mask even if the model takes none."""
+        """Columns that are read from a batch: the model's inputs, and for texts always the mask."""
         return self.inputs if self.sees_images else tuple(dict.fromkeys((*self.inputs, "attention_mask")))
 
     @property
@@ -266,8 +266,8 @@ class Family:
         return None if self.norm is None else trunk_of(model).get_submodule(self.norm)
 
     def identities(self, num_blocks: int, last: Tensor | None = None) -> list[Callable[..., Any]]:
-        """Return a forward for each block that returns its input state, or `last`, in the block's output format."""
-        return [identity_forward(number, last) for number in self.num_returned(num_blocks)]
+        """Return a forward per block that returns its input state, or `last` if given, in the block's output format."""
+        return [identity_forward(length, last) for length in self.num_returned(num_blocks)]
 
     def num_returned(self, num_blocks: int) -> Sequence[int]:
         """Return for each block the length of the tuple that it returns; 0 if it returns a tensor."""
@@ -279,7 +279,7 @@ class Family:
         return self.head(model, hidden if norm is None else norm(hidden))
 
     def logits(self, model: Network, inputs: Inputs) -> Tensor:
-        """Return the logits of the model's own call; equal to `read_out` of the last state."""
+        """Return the logits of the model's own call, which equal `read_out` of the last state."""
         return self.result(self.call(model, inputs, dict(self.options)))
 
     def result(self, output: Any) -> Tensor:
@@ -305,8 +305,8 @@ _DINO: dict[str, Any] = {"blocks": "encoder.layer", "vision": ANY_SIZE}
 
 # fmt: off
 FAMILIES = (
-    # Many decoders would work without a row. But a class without one is checked on all its weights first, and a large
-    # model that is read from disk block by block would be read in full for that. The common classes skip this.
+    # Many decoders would work without a row, but a class without a row is first checked on all its weights. For this, a
+    # large model whose blocks are read from disk would be read in full. The common classes skip the checks.
     Family("gpt2", ("GPT2LMHeadModel", "GPT2Model"), "h", "ln_f"),
     _decoder("gpt_neox", "GPTNeoX", norm="final_layer_norm"),
     _decoder("llama", "Llama"),
@@ -317,22 +317,22 @@ FAMILIES = (
     # would get the position of padding, so position ids are always passed. No final norm: each block ends in one.
     Family("roberta", tuple(f"Roberta{head}" for head in _HEADS), "encoder.layer", None, roberta_head, options=(),
            first_position=roberta_offset),
-    # `structure` must run a model to count its prefix tokens; a row also serves image models without weights (meta
-    # device). Every ViT and DeiT of timm is this class or derives from it.
+    # A row also works for image models without weights (meta device). `structure` must run a model to count its prefix
+    # tokens. Every ViT and DeiT of timm is this class or derives from it.
     Family("timm_vit", ("VisionTransformer",), "blocks", "norm", timm_head, package="timm", inputs=IMAGES, options=(),
            vision=TIMM, call=call_timm, features=timm_features),
     _images("vit", "ViT", class_token_head),
     # DINOv2 takes any image size, and its class token is not the only input of its classifier.
     _images("dinov2", "Dinov2", dinov2_head, **_DINO),
     _images("dinov2_with_registers", "Dinov2WithRegisters", dinov2_head, **_DINO),
-    # The decoder of MAE is a second sequence of blocks. Here it belongs to the head, and layers are the encoder's.
+    # The decoder of MAE is a second sequence of blocks. It is part of the head, and only the encoder has layers.
     _images("vit_mae", "ViTMAE", mae_head, classes=("ViTMAEForPreTraining", "ViTMAEModel"), call=call_mae,
             features=partial(call_mae, trunk=True)),
     # With `use_mean_pooling`, BEiT's `layernorm` is the identity and the pooler applies a norm after the mean over
-    # patches. Then the last layer before and after the "final norm" is the same.
+    # patches. Then the "final norm" does not change the last layer.
     _images("beit", "Beit", beit_head),
     # CLIP applies `post_layernorm` to the class token only and returns patches as the last block leaves them. Here the
-    # norm applies to all tokens, so `last_hidden_state` would not match. The pooled outputs do.
+    # norm applies to all tokens, so `last_hidden_state` would differ from it. The pooled outputs agree.
     _images("clip_vision", "CLIPVision", clip_head, classes=("CLIPVisionModelWithProjection", "CLIPVisionModel"),
             blocks="encoder.layers", norm="post_layernorm", results=("image_embeds", "pooler_output")),
 )
@@ -341,7 +341,7 @@ FAMILIES = (
 
 def row_of(model: nn.Module) -> Family | None:
     """Return the row of a model's class or of its nearest base class; None if there is no row."""
-    # By name, as isinstance would import timm and transformers. The package matters: torchvision also has a
+    # Compares names, as isinstance would import timm and transformers. Compares packages, as torchvision also has a
     # VisionTransformer, with other attributes.
     for ancestor in type(model).__mro__:
         for family in FAMILIES:
@@ -365,10 +365,10 @@ def class_named(architecture: str) -> Any:
 
 
 def propose_blocks(model: nn.Module) -> str | None:
-    """Return the path of the only ModuleList whose items are all gradient-checkpointing layers; None if not unique.
+    """Return the path of the only ModuleList of gradient-checkpointing layers; None if there is not exactly one.
 
-    transformers 5 derives blocks from `GradientCheckpointingLayer`. This list was the block list in all 30 types of
-    text models that were tried. It is only a proposal: `discovery` uses it to choose between candidates.
+    transformers 5 derives blocks from `GradientCheckpointingLayer`. This list held the blocks in all 30 types of text
+    models that were tried. It is only a proposal: `discovery` uses it to choose between candidates.
     """
     paths = [
         path
@@ -379,25 +379,25 @@ def propose_blocks(model: nn.Module) -> str | None:
 
 
 def _is_checkpointing_layer(module: nn.Module) -> bool:
-    # By name: isinstance would import transformers for models that do not need it.
+    # Compares names, as isinstance would import transformers for models that do not need it.
     return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
 
 
-# The attention of a training step: causal by the kernel's flag, without a mask.
+# Attention in training steps: the kernel's `is_causal` flag replaces the mask.
 
-# An attention implementation that is registered in transformers without a mask function. transformers then builds no
-# mask, and its sdpa function passes `is_causal=True` to the kernel instead.
+# This attention implementation is registered in transformers without a mask function. transformers then builds no mask,
+# and its sdpa function passes `is_causal=True` to the kernel instead.
 _BY_FLAG = "sdpa_causal_by_flag"
 _WHOLE_PAST = ("gpt2", "gpt_neox", "llama")  # model types whose every block attends to all earlier tokens
 
 
 @contextmanager
 def causal_by_flag(model: Any) -> Iterator[None]:
-    """Let `model` build no attention mask inside the context; its batches must have no padding.
+    """Prevent `model` from building attention masks inside the context; its batches must have no padding.
 
-    Without this, transformers reads the values of the position ids to find that no mask is needed. That waits for the
-    GPU once per forward pass. Under `torch.compile`, values cannot be read, so every block gets an explicit mask and
-    the flash kernel cannot be used. Only sdpa attention of some model types changes.
+    Otherwise, transformers reads the values of the position ids to find that no mask is needed, which waits for the GPU
+    once per forward pass. Under `torch.compile`, values cannot be read, so every block gets an explicit mask and cannot
+    use the flash kernel. The context only affects sdpa attention of the model types in `_WHOLE_PAST`.
     """
     config = model.config
     # Models with sliding windows need a mask even for full batches.

@@ -21,8 +21,8 @@ from lit_layers.errors import InputError, refused
 class Offload:
     """Settings for opening a model with its blocks on the disk.
 
-    Blocks are read from the model's safetensors files. Only weights that are stored in another form (a pickle, separate
-    experts of one layer) are written to `folder`. They are deleted when the model is freed.
+    Blocks are read from the model's safetensors files. Weights stored in another form (a pickle, one tensor per expert)
+    are first written to a new folder inside `folder`. That folder is deleted when the model is freed.
     """
 
     folder: Path
@@ -47,7 +47,8 @@ class Offload:
             self.folder.mkdir(parents=True, exist_ok=True)
             folder = tempfile.mkdtemp(prefix="weights-", dir=self.folder)
         try:
-            with warnings.catch_warnings():  # about single parameters in the map, which accelerate places nevertheless
+            with warnings.catch_warnings():
+                # accelerate warns about single parameters in the map, although it places them.
                 warnings.filterwarnings("ignore", message="The following device_map keys do not match any submodules")
                 opened, report = read(device_map=self._device_map(model), offload_folder=folder)
         except BaseException:
@@ -59,7 +60,7 @@ class Offload:
     def _device_map(self, model: nn.Module) -> dict[str, str]:
         """Map modules in lists (the blocks) to the disk and all others (embedding, norm, head) to the device."""
         device, device_map = str(self.device), {}
-        if device == "cuda":  # for safetensors this is the first GPU, for torch the current one
+        if device == "cuda":  # the first GPU for safetensors, the current one for torch
             device = f"cuda:{torch.cuda.current_device()}"
 
         def place(module: nn.Module, path: str) -> None:
@@ -121,7 +122,7 @@ def _hooks(module: nn.Module) -> Iterator[Any]:
 def free_memory(device: torch.device, system: Path = Path("/")) -> int | None:
     """Return the free memory of a device in bytes; None if the system does not report it."""
     if device.type == "cuda":
-        # Memory in torch's cache counts as used for the driver, but torch can allocate it again.
+        # The driver counts memory in torch's cache as used, but torch can allocate it again.
         reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reusable
     with contextlib.suppress(OSError):

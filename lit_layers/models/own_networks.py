@@ -22,7 +22,7 @@ from lit_layers.models.families import Network, row_of, side_length
 from lit_layers.models.proof import CANNOT_CALL, PositionTables, is_timm
 
 NUM_TOKENS = 6
-# Names in training scripts: of the longest text's length, of the next tokens for the loss, and of the image size.
+# Names that training scripts use for the length of the longest text, the targets of the loss, and the image size.
 _LENGTHS = (
     *("block_size", "max_seq_length", "max_seq_len", "context_length", "context_size", "seq_len", "n_ctx"),
     *("max_position_embeddings", "n_positions", "max_len"),
@@ -35,7 +35,7 @@ _SIDES = ("image_size", "img_size")
 class _Facts:
     """The way to call a network and to find its scores, learned from one call."""
 
-    column: str | None  # name of the argument that takes token ids or images; None: the first one
+    column: str | None  # name of the argument that takes token ids or images; None: the first argument
     config: Any
     takes_mask: bool = False
     needs_mask: bool = False  # whether the mask has no default, so that texts without padding also need one
@@ -83,7 +83,7 @@ class OwnNetwork(nn.Module):
             ) from error
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """Return the last linear or embedding module with a row per word; None without vocabulary scores."""
+        """Return the last linear or embedding module with one row per score; None without vocabulary scores."""
         if not self._facts.scores_words:
             return None
         size = self.config.num_scores
@@ -91,7 +91,7 @@ class OwnNetwork(nn.Module):
         return next((module for module in reversed(rows) if len(module.weight) == size), None)
 
     def get_input_embeddings(self) -> None:
-        """Return None: only vocabularies that this package padded are searched here."""
+        """Return None, as the embedding is only needed for padded vocabularies, which own networks never have."""
 
     def can_generate(self) -> bool:
         return self.get_output_embeddings() is not None
@@ -119,7 +119,7 @@ class OwnImageNetwork(OwnNetwork):
 
 
 def is_known(model: nn.Module) -> bool:
-    """Return whether a model is of transformers or timm (or wrapped), so that its config says how to call it."""
+    """Return whether a model is of transformers or timm, or an `OwnNetwork`, so that its config says how to call it."""
     of_transformers = hasattr(model, "base_model") and hasattr(getattr(model, "config", None), "to_json_string")
     return is_timm(model) or of_transformers or isinstance(model, OwnNetwork) or row_of(model) is not None
 
@@ -127,7 +127,7 @@ def is_known(model: nn.Module) -> bool:
 def known_inside(module: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost models of transformers or timm inside a module, by path.
 
-    Single layers of timm inside a network of the user do not count.
+    Single layers of timm inside a user's network do not count.
     """
     known: dict[str, nn.Module] = {}
     for name, part in module.named_modules():
@@ -240,7 +240,7 @@ _WORDS, _TOKENS, _CLASSES, _NOTHING = range(4)
 
 
 def _candidates(values: Mapping[Any, Tensor], ids: Tensor, num_words: int) -> tuple[int, list[Any]]:
-    """Return the best kind of scores in the outputs of a call, and the keys of all outputs that may be the scores.
+    """Return the index of the best kind of scores in the outputs of a call, and the keys of possible scores.
 
     Kinds, best first: vocabulary scores per token, other scores per token, classes per text, none. If there are
     vocabulary scores, other outputs are not candidates. If an output is named "logits", only it is a candidate.
@@ -281,7 +281,7 @@ def _refusal(network: nn.Module, reason: str) -> InputError:
 
 
 def _declared(network: nn.Module, names: tuple[str, ...]) -> Any:
-    """Return the first number, tuple or list under one of these names in the network, its config or patch embedding."""
+    """Return the first number, tuple or list with one of these names in the network, its config or patch embedding."""
     for owner in (network, getattr(network, "config", None), getattr(network, "patch_embed", None)):
         values = owner if isinstance(owner, Mapping) else getattr(owner, "__dict__", {})
         for name in names:
@@ -293,14 +293,14 @@ def _declared(network: nn.Module, names: tuple[str, ...]) -> Any:
 def _sample_ids(num_rows: int, num_tokens: int) -> Tensor:
     """Return token ids (2, tokens) below `num_rows` that are neither consecutive nor all equal.
 
-    So they cannot be mistaken for position ids or segment ids, which other embedding tables look up.
+    So they cannot be mistaken for position ids or segment ids, which are looked up in other embedding tables.
     """
     ids = torch.arange(1, num_tokens + 1) ** 2 % num_rows
     return torch.stack([ids, ids.flip(0)])
 
 
 class _Lookups(TorchFunctionMode):
-    """Finds the embedding table of the token ids while a network runs: `size` is its number of rows.
+    """A mode that finds the embedding table of the token ids while a network runs: `size` is its number of rows.
 
     If several tables look up the token ids, `size` is the smallest number of rows.
     """
@@ -325,7 +325,7 @@ def _try_call(network: nn.Module, given: Tensor, facts: _Facts, what: str) -> di
 
 
 def _call(network: nn.Module, facts: _Facts, given: Tensor, mask: Tensor | None = None) -> Any:
-    # A contiguous copy, as scripts call `view` on their input, and some write to it.
+    # The input is a contiguous copy, as many networks call `view` on their input, and some write to it.
     given = given.clone(memory_format=torch.contiguous_format)
     named = {} if facts.targets is None else {facts.targets: given.clone()}
     if mask is not None or facts.needs_mask:

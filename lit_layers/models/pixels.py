@@ -25,7 +25,7 @@ def set_pixel_statistics_(model: nn.Module, mean: Sequence[float], std: Sequence
 def keep_pixel_statistics_(model: nn.Module, settings: Mapping[str, Any]) -> None:
     """Set the pixel statistics from a timm config.json, if it has any.
 
-    timm itself would use those of ImageNet as a default.
+    Without them, timm would use the statistics of ImageNet.
     """
     config = settings.get("pretrained_cfg", settings)
     if "mean" in config and "std" in config:
@@ -33,7 +33,7 @@ def keep_pixel_statistics_(model: nn.Module, settings: Mapping[str, Any]) -> Non
 
 
 def keep_preprocessor_(model: nn.Module, settings: Mapping[str, Any]) -> None:
-    """Set the content of a preprocessor_config.json, and the pixel statistics if it has them."""
+    """Store the content of a preprocessor_config.json in a model, and the pixel statistics if it has them."""
     setattr(model, _PREPROCESSOR, dict(settings))
     mean, std = settings.get("image_mean"), settings.get("image_std")
     if not settings.get("do_normalize", True):
@@ -41,7 +41,7 @@ def keep_preprocessor_(model: nn.Module, settings: Mapping[str, Any]) -> None:
     if mean is None or std is None:
         return
     # transformers first rescales pixels from 0..255, by default to 0..1, and then normalizes. Here, statistics are for
-    # pixels in 0..1, so they are divided by the rescaled value of 255.
+    # pixels in 0..1. So they are divided by `brightest`, the value of 255 after rescaling.
     brightest = 255 * settings.get("rescale_factor", 1 / 255) if settings.get("do_rescale", True) else 255.0
     config: Any = model.config
     statistics = (_channels(value, config.num_channels, brightest) for value in (mean, std))
@@ -67,25 +67,27 @@ def pixel_statistics(model: nn.Module) -> Statistics | None:
 
 def _channels(value: Any, number: int, brightest: float) -> tuple[float, ...]:
     values = value if isinstance(value, list | tuple) else [value] * number
-    return tuple(float(number) / brightest for number in values)
+    return tuple(float(each) / brightest for each in values)
 
 
-# Tolerance for pixels in 0..1: far above the rounding of six digits, far below the difference of two photo data sets.
+# Tolerance for statistics of pixels in 0..1. It is far above the rounding of six digits, and far below the difference
+# between two data sets of photos.
 _NEGLIGIBLE = 1e-4
 
 
 def refuse_unlike_training(name: str, images: Any, model: Any) -> None:
     """Refuse `EvalImages` whose normalization or size differs from that of the model.
 
-    The numbers would be wrong without any warning. A model with unknown normalization is accepted.
+    Otherwise, the metrics would be wrong without any warning. If the normalization of the model is unknown, only the
+    size is compared.
 
     Args:
-        name: name of the analysis, for the error sentence.
+        name: name of the analysis, for error messages.
         images: the `EvalImages`.
         model: the `LayeredModel`.
 
     Raises:
-        InputError: if normalization, channels or size differ.
+        InputError: if normalization, number of channels or size differ.
     """
     if not model.family.sees_images:
         return

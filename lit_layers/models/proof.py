@@ -1,9 +1,9 @@
-"""Checks that a model is a sequence of blocks, on its actual weights and a small batch made from its config.
+"""Check that a model is a sequence of blocks, on its actual weights and a small batch made from its config.
 
 Each check compares block calls with the model's own call on that batch. The other arguments of a block may carry
-information from earlier blocks (shared keys, a residual of earlier states). A chain of blocks, each with the arguments
-of one recorded call, is then a different function than the model. So the model also runs with the output of block 1
-changed, and the chain must give the same states (`Evidence.check_chain`).
+information from earlier blocks (shared keys, a residual of earlier states). A chain of blocks with the recorded
+arguments then agrees with the model only on that batch. So the model also runs with the output of block 1 changed, and
+the chain must give the same states (`Evidence.check_chain`).
 """
 
 import inspect
@@ -41,7 +41,7 @@ from lit_layers.models.offload import execution_device
 
 NUM_TOKENS = 12
 COLUMNS = ("input_ids", "attention_mask", "token_type_ids")
-# Errors of transformers and torch when a model is called with inputs that do not fit.
+# Errors that transformers and torch raise if inputs do not fit a model.
 CANNOT_CALL = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError),
     *(TypeError, ValueError, NotImplementedError),
@@ -62,7 +62,7 @@ class Probe:
 
     @property
     def needed(self) -> Tensor:
-        """Token ids or pixels."""
+        """The required input: token ids or pixels."""
         return self.inputs[self.columns[0]]
 
     @property
@@ -74,7 +74,7 @@ class SeenCall(NamedTuple):
     """A recorded call of a module."""
 
     module: nn.Module
-    state: Any  # input state, a tensor; None if the first argument is none
+    state: Any  # input state; None if the module got no tensor
     args: tuple
     kwargs: dict[str, Any]
     output: Any
@@ -94,7 +94,7 @@ def probe_of(model: Network) -> Probe:
     """Return the probe of a model of timm or transformers.
 
     Raises:
-        InputError: if the model takes neither texts nor images of a size that its config says.
+        InputError: if the model takes neither texts nor images of a size that its config states.
     """
     if is_timm(model):
         side, channels = _timm_size(model)
@@ -148,7 +148,7 @@ def _noise(model: Network, channels: int, side: int) -> Tensor:
 
 
 def _timm_size(model: Network) -> tuple[int, int]:
-    """Return side and number of channels of the images of a timm model."""
+    """Return side (px) and number of channels of the images that a timm model takes."""
     patches: Any = getattr(model, "patch_embed", None)
     if getattr(patches, "img_size", None) is not None and hasattr(patches, "proj"):
         return side_length(patches.img_size), patches.proj.in_channels
@@ -157,7 +157,7 @@ def _timm_size(model: Network) -> tuple[int, int]:
 
 
 def _from_configs(config: Any, name: str) -> Any:
-    """Return a field of a config or of its image part; None if neither has it."""
+    """Return a field of a config or of its vision or backbone config; None if none of them has it."""
     parts = [config, *(getattr(config, part, None) for part in ("vision_config", "backbone_config"))]
     return next((getattr(part, name) for part in parts if getattr(part, name, None) is not None), None)
 
@@ -179,9 +179,9 @@ def watch(modules: Iterable[nn.Module]) -> Iterator[list[SeenCall]]:
 
 
 class PositionTables(TorchFunctionMode):
-    """Finds the length of position tables while a model runs: `limit` is the number of tokens that fit all of them.
+    """A mode that measures position tables while a model runs: `limit` is the number of tokens that fit all of them.
 
-    A lookup in an embedding table with consecutive ids (n, n + 1, ...) is taken for one of positions.
+    A table is a position table if consecutive ids (n, n + 1, ...) are looked up in it. Without one, `limit` is None.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -199,31 +199,31 @@ class PositionTables(TorchFunctionMode):
 
 # The checks.
 
-# Largest relative errors that count as rounding. Float32 also for float64 weights, as parts of any model (a softmax, a
-# norm) may compute in float32.
+# Largest relative errors that count as rounding. For float64 weights it is that of float32, because parts of any model
+# (a softmax, a norm) may compute in float32.
 _SAME, _SAME_IN_HALF = 1e-4, 3e-2
 _SHIFT = 0.5  # length of the change that `shifted` makes, relative to the length of the state
 
 
 class Unproven(Exception):
-    """A failed check; the message says which one and where."""
+    """A check failed; the message says which one and where."""
 
 
 class NotFinite(Unproven):
-    """States or logits that are NaN or infinite, so that nothing can be checked."""
+    """States or logits are NaN or infinite, so nothing can be checked."""
 
 
 def rel_error(one: Tensor, other: Tensor) -> float:
-    """Return the largest distance of corresponding rows (.., dim), relative to the norm of the row of `other`."""
+    """Return the largest distance between rows of two tensors (.., dim), relative to the norm of the row of `other`."""
     lengths = other.double().norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
     return float(((one.double() - other.double()).norm(dim=-1) / lengths).max())
 
 
 class Evidence:
-    """The recorded calls of one model's own pass, and the checks against them.
+    """The block calls recorded in one forward pass of a model, and the checks against them.
 
     Attributes:
-        states: layers 0 to L of the model's own pass.
+        states: layers 0 to L of that pass.
         tolerance: largest relative error that counts as rounding.
     """
 
@@ -316,7 +316,7 @@ class Evidence:
             except Unproven as reason:
                 reasons.append(str(reason))
                 continue
-            # A head that is initialised with zeros gives constant logits for any state. This is no failure: the check
+            # A head that is initialized with zeros gives constant logits for any state. This is no failure: the check
             # runs again once the weights have changed.
             is_constant = bool((self.logits == self.logits.reshape(-1, self.logits.shape[-1])[0]).all())
             if not is_constant and not self._is_change(moved, error):
@@ -325,9 +325,9 @@ class Evidence:
         raise Unproven(reasons[-1])
 
     def check_args(self) -> None:
-        """Check that the other arguments of blocks depend on the batch only, and not on states.
+        """Check that the other arguments of blocks depend only on the batch, and not on states.
 
-        The blocks are bypassed, and each must be called with the same arguments as before.
+        The model runs again with bypassed blocks, and must call each block with the same arguments as before.
 
         Raises:
             Unproven: if an argument differs and the output of its block depends on it.
@@ -335,20 +335,20 @@ class Evidence:
         with bypassed(self.blocks, self.family.identities(len(self.blocks))):
             calls = self._run(self.probe.call)
         refusal = None
-        # From the last block to the first: `_is_idle` runs a block, which may write into an object that all blocks
-        # share. In running order, later blocks would find these values and wrongly seem to need no earlier block.
+        # The last block comes first, because `_agrees` runs a block, which may write into an object that all blocks
+        # share. In running order, later blocks would read these values and wrongly seem to need no earlier block.
         for number in reversed(self._numbers()):
             with_blocks, without = self.calls[number - 1], calls[number - 1]
             mine, theirs = dict(enumerate(with_blocks.args)) | with_blocks.kwargs, dict(enumerate(without.args))
             theirs |= without.kwargs
             unlike = [name for name, value in mine.items() if not alike(value, theirs.get(name))]
-            if unlike and not self._is_idle(number, without):
+            if unlike and not self._agrees(number, without):
                 refusal = f"block {number} is called with something ({unlike[0]}) that blocks before it have made"
         if refusal is not None:
             raise Unproven(refusal)
 
-    def _is_idle(self, number: int, without: SeenCall) -> bool:
-        """Return whether a block gives the same output with the arguments of the pass with bypassed blocks."""
+    def _agrees(self, number: int, without: SeenCall) -> bool:
+        """Return whether a block gives the same output with the arguments of a call without the earlier blocks."""
         try:
             state = self._block_call(without)(self.states[number - 1])
         except CANNOT_CALL:
@@ -359,7 +359,7 @@ class Evidence:
         """Check that the last text or image of the batch has the same states when it runs alone.
 
         Raises:
-            Unproven: if its states depend on the rest of the batch, or on chance.
+            Unproven: if its states depend on the rest of the batch, or are random.
         """
         calls = self._run(self.family.call, {name: column[-1:] for name, column in self.probe.inputs.items()})
         for number, state in enumerate([calls[0].state, *(call.result for call in calls)]):
@@ -380,13 +380,13 @@ class Evidence:
                 raise Unproven(f"block {number} is called with layer 0 besides its state")
 
     def is_causal(self) -> bool:
-        """Return whether the last token of a text leaves all states before it unchanged."""
+        """Return whether the last token of a text leaves all states before it unchanged; False for images."""
         return self.probe.is_text and all(
             rel_error(state[1, :-1], state[0, :-1]) <= self.tolerance for state in self.states if state is not None
         )
 
     def takes_padding(self) -> bool:
-        """Return whether padding after a text leaves its states unchanged."""
+        """Return whether padding after a text leaves its states unchanged; False for images."""
         if not self.probe.is_text:
             return False
         ids = self.probe.needed[:1]
@@ -411,13 +411,13 @@ class Evidence:
         return alone.shape == behind.shape and rel_error(behind, alone) <= self.tolerance
 
     def _padded(self, length: int) -> dict[str, Tensor]:
-        """Return the first text of the probe with a mask that marks all but the first `length` tokens as padding."""
+        """Return the first text of the probe with a mask in which only the first `length` tokens are real."""
         ids = self.probe.needed[:1]
         mask = (torch.arange(ids.shape[1], device=ids.device) < length)[None].long()
         return {n: v for n, v in (("input_ids", ids), ("attention_mask", mask)) if n in self.probe.columns}
 
     def trunk_agrees(self) -> bool:
-        """Return whether the model without its head has the same blocks and states."""
+        """Return whether the model has a head and, without it, the same blocks and states."""
         if trunk_of(self.model) is self.model:
             return False
         try:
@@ -436,10 +436,10 @@ class Evidence:
         return self._ordered(calls)
 
     def _ordered(self, calls: Sequence[SeenCall]) -> list[SeenCall]:
-        """Return the calls as a list.
+        """Check that every block ran once, in order; return the calls as a list.
 
         Raises:
-            Unproven: if not every block ran once, in order.
+            Unproven: if a block did not.
         """
         if [each.module for each in calls] != list(self.blocks):
             raise Unproven(f"its {len(self.blocks)} blocks do not run once each, in order")
@@ -460,18 +460,18 @@ class Evidence:
         return error
 
     def _is_change(self, moved: float, error: float) -> bool:
-        """Return whether a relative change is more than rounding.
+        """Return whether the relative change `moved` is more than 10 times the rounding error.
 
-        The factor is only 10, as a large bias makes the relative change of the logits small.
+        The factor is this small because a large bias makes the relative change of logits small.
         """
         return moved > 10 * max(error, 4 * torch.finfo(self.states[0].dtype).eps)
 
 
 def shifted(state: Tensor, *, seed: int = 0) -> Tensor:
-    """Return a state (batch, tokens, dim) plus random directions of half its length.
+    """Return a state (batch, tokens, dim) plus a random change of half its length.
 
-    Each position has its own direction. It is the same in all texts, so that states that were equal in two texts remain
-    equal.
+    Each position is changed in its own direction. This direction is the same in all texts, so that equal states of two
+    texts remain equal.
     """
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(state.shape[1:], generator=generator).to(state)

@@ -17,7 +17,7 @@ from lit_layers.models.families import Network
 from lit_layers.models.structure import family_of
 from lit_layers.models.view import REORDERED, LayeredModel, Trajectory
 
-# Each order has an id, which is noted in the caches that it fills. Unlike an object, an id survives copying a cache.
+# Each order has an id, which it stores in the caches that it fills. Unlike an object, an id survives copying a cache.
 _IDS, _OWNER = itertools.count(1), "lit_layers_order"
 
 
@@ -25,23 +25,25 @@ _IDS, _OWNER = itertools.count(1), "lit_layers_order"
 def running_order(model: nn.Module, schedule: Sequence[Step]) -> Iterator[nn.Module]:
     """Let the blocks of `model` run in the order of `schedule` until the context ends; yield the model.
 
-    Every call of the model runs the schedule, also one by other code. Each block gets the other arguments (masks,
-    positions) of its original place. Embedding, final norm, head, weights, `state_dict` and modules do not change.
-    Gradients flow. With a key-value cache, each execution of a block has its own slot, so that generation with and
-    without a cache agree. Such a cache cannot be used after the context. A `LayeredModel` refuses the model inside the
-    context. Hooks on single blocks would not see the executions, so blocks with hooks are refused.
+    Every call of the model inside the context runs the schedule, also calls by other code such as `generate`. Each
+    block gets the other arguments (masks, positions) that it has in the plain model. Embedding, final norm, head,
+    weights, `state_dict` and modules do not change. Gradients flow through the schedule.
+
+    In a key-value cache, each execution of a block has its own slot, so that generation with and without a cache agree.
+    After the context, this cache cannot be used. A `LayeredModel` refuses the model inside the context. Hooks on single
+    blocks would not see the executions, so blocks with hooks are refused.
 
     Args:
         schedule: a number runs that block (1..L) on the current state. A tuple runs each of its blocks on the same
             state and averages their outputs.
 
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298. Its code averages the keys and values of
-    parallel blocks, which is wrong from the second generated token on.
+    parallel blocks, which we do not, because it is wrong from the second generated token on.
 
     Raises:
-        InputError: if the model is not a sequence of blocks, has hooks on its blocks, or is already in such a context
-            (of any thread). Inside, calls raise it for `output_hidden_states`, and for a cache that holds more
-            than keys and values or was filled in another order.
+        InputError: if the model is not a sequence of blocks, has hooks on its blocks, or is already in a running order
+            (in any thread). Inside, calls raise it for `output_hidden_states`, for a cache that is no plain
+            `DynamicCache`, and for a cache that was filled in another order.
         TypeError, ValueError: if the schedule does not fit the model.
     """
     network: Network = plain_model(model)
@@ -75,8 +77,9 @@ def _refuse_hidden_states(network: Network, args: tuple, kwargs: dict[str, Any])
 class _Order:
     """Replacement forwards of the blocks inside a `running_order` context.
 
-    Each one records its arguments and returns its input. The last one then runs the schedule on the input of the first.
-    A key-value cache has L slots that the model counts. Each execution of a block gets a slot after these.
+    The forward of each block records its arguments and returns its input. That of the last block then runs the schedule
+    on the input of block 1. The model reads the number of cached tokens from the first L slots of a key-value cache.
+    Each execution of a block stores its keys and values in a slot after these.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class _Order:
         returned: Sequence[int],
     ) -> None:
         self.steps, self.forwards, self.kind, self.returned = steps, forwards, kind, returned
-        self.number = next(_IDS)
+        self.id = next(_IDS)
         self.arguments: list[tuple[tuple, dict[str, Any]]] = []  # recorded in the current forward pass
 
     def forward_of(self, number: int) -> Callable[..., Any]:
@@ -119,8 +122,8 @@ class _Order:
                 )
             owner = getattr(cache, _OWNER, None)
             if owner is None and not cache.get_seq_length():
-                setattr(cache, _OWNER, self.number)
-            elif owner != self.number:
+                setattr(cache, _OWNER, self.id)
+            elif owner != self.id:
                 raise InputError(
                     f"{self.kind} was given a key-value cache that was filled in another order of its blocks: begin "
                     "with the whole text in this one"
@@ -130,9 +133,9 @@ class _Order:
         # The model computes masks and positions from the number of tokens in the first L slots. So these get
         # placeholders of width 1 for the new tokens, while the real keys and values are in the later slots.
         placeholder = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[1], 1)  # (batch, head, tokens, width)
-        for number, (args, kwargs) in enumerate(arguments):
+        for index, (args, kwargs) in enumerate(arguments):
             for cache in filter(is_cache, (*args, *kwargs.values())):
-                cache.update(placeholder, placeholder, number)
+                cache.update(placeholder, placeholder, index)
         slot = len(self.forwards)
         for step in self.steps:
             outputs = []
@@ -147,11 +150,11 @@ class _Order:
 
 
 def _slot_view(value: Any, slot: int, number: int) -> Any:
-    """Return a cache that shows only one slot, for block `number`; return other arguments unchanged."""
+    """Return a view of one slot for block `number` if an argument is a cache, and other arguments unchanged."""
     if not is_cache(value):
         return value
     if len(value.layers) == slot:
-        # The new slot has the kind of the block's own, which may have a sliding window.
+        # The new slot has the class of the block's slot in the plain model, which may have a sliding window.
         layer = value.layers[number - 1]
         window = getattr(layer, "sliding_window", None)
         value.layers.append(type(layer)() if window is None else type(layer)(sliding_window=window))
@@ -159,7 +162,7 @@ def _slot_view(value: Any, slot: int, number: int) -> Any:
 
 
 class _OneSlot:
-    """A cache that reads and writes one slot, regardless of the layer index that the block asks for."""
+    """A view of a cache that reads and writes one slot, whatever layer index the block passes."""
 
     def __init__(self, cache: Any, slot: Any) -> None:
         self._cache, self._slot = cache, slot
@@ -175,11 +178,11 @@ def variants_of(options: Any, model: LayeredModel, prefix: str = "") -> list[Var
     """Return the orders of blocks that an analysis asks for in its options, the full model first.
 
     Args:
-        options: an object with `variants`, and those of `middles`, `seeds`, `loops` and `custom` that it supports.
-        prefix: the beginning of error sentences.
+        options: an object with `variants`, and optionally with `middles`, `seeds`, `loops` and `custom`.
+        prefix: the beginning of error messages.
 
     Raises:
-        InputError: if the options do not fit the model.
+        InputError: if the model has one block, or the options do not fit it.
     """
     names = ("middles", "seeds", "loops", "custom")
     given = {name: getattr(options, name) for name in names if hasattr(options, name)}
@@ -192,10 +195,10 @@ def variants_of(options: Any, model: LayeredModel, prefix: str = "") -> list[Var
 
 
 class SharedPrefixes:
-    """Final states of many schedules on one batch, where common beginnings of schedules run only once.
+    """Final states of many schedules on one batch, where common prefixes of schedules run only once.
 
-    The result equals that of `running_order`. States of the full model come from the trajectory, and equal schedules
-    run once. Only the states along the current schedule are in memory.
+    They equal those of `running_order`. States of the full model come from the trajectory, and equal
+    schedules run once. Only the states along the current schedule are in memory.
 
     Raises:
         TypeError, ValueError: if a schedule does not fit `num_blocks` blocks.
@@ -206,7 +209,7 @@ class SharedPrefixes:
         indices: dict[Schedule, list[int]] = {}
         for index, schedule in enumerate(schedules):
             indices.setdefault(checked(schedule, num_blocks), []).append(index)
-        # Sorted, so that schedules with a common beginning follow each other.
+        # Sorted, so that schedules with a common prefix follow each other.
         self.indices = {each: indices[each] for each in sorted(indices, key=lambda each: [*map(members, each)])}
 
     def states(self, trajectory: Trajectory) -> Iterator[tuple[tuple[int, ...], Tensor]]:
@@ -220,8 +223,8 @@ class SharedPrefixes:
             start = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             del passed[start + 1 :]
             for layer, step in enumerate(schedule[start:], start + 1):
-                is_passed = schedule[:layer] == full[:layer]
-                passed.append(trajectory.hidden[layer] if is_passed else _apply_step(step, passed[-1], trajectory))
+                is_full = schedule[:layer] == full[:layer]
+                passed.append(trajectory.hidden[layer] if is_full else _apply_step(step, passed[-1], trajectory))
             yield tuple(indices), passed[-1]
             previous = schedule
 

@@ -23,7 +23,7 @@ from lit_layers.models.offload import Offload, free_memory
 from lit_layers.models.structure import family_of
 
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
-INDEX, PICKLED = "model.safetensors.index.json", "pytorch_model.bin.index.json"  # weight name -> file
+INDEX, PICKLED = "model.safetensors.index.json", "pytorch_model.bin.index.json"  # each maps weight names to files
 # Errors of transformers, timm and their file readers for a wrong config or wrong weights.
 _CANNOT_LOAD = (
     *(ArithmeticError, AssertionError, AttributeError, EOFError, ImportError, LookupError, OSError, RuntimeError),
@@ -40,20 +40,21 @@ def load(
 ) -> nn.Module:
     """Load a saved model of transformers or timm in evaluation mode.
 
-    Reads safetensors, or else a pickle with `weights_only=True`. Code of the repository never runs.
+    The weights are read from safetensors, or else from a pickle with `weights_only=True`. Code of the repository never
+    runs.
 
     Args:
         folder_or_repo: a local folder, or a repository of the Hub.
         revision: branch, tag or commit of the repository.
         dtype: dtype of the weights.
-        offload: leave the blocks on the disk and load the rest to the device named there. Without it, the model is
-            loaded to the CPU.
+        offload: if given, the blocks stay on the disk and the rest is loaded to `offload.device`. By default, the whole
+            model is loaded to the CPU.
 
     Raises:
-        InputError: if the folder or its model does not exist, or the weights do not fill the model.
+        InputError: if the folder or its model does not exist, or the weights do not fit the model or the memory.
     """
     name = os.fspath(folder_or_repo)
-    # An absolute path is never taken for a repository, even if the folder disappears.
+    # transformers never takes an absolute path for a repository, even if the folder disappears.
     if os.path.isdir(name):
         name = os.path.abspath(name)
         refuse_odd_files(name)
@@ -63,15 +64,15 @@ def load(
     elif isinstance(folder_or_repo, Path) or name.startswith((".", "/", "~")):
         raise InputError(f"expected a folder with a model, {name} does not exist")
     try:
-        # `quiet` restores the random state: transformers may draw weights before it reads the saved ones.
+        # `quiet` restores the random state, because transformers may draw weights before it reads the saved ones.
         with quiet():
             return _load(name, revision, dtype, offload)
     except InputError:
         raise
     except _CANNOT_LOAD as error:
-        refused = error.__cause__ if isinstance(error, RuntimeError) else error  # timm wraps the error of torch
-        if isinstance(refused, UnpicklingError):
-            raise would_run_code(name, refused) from refused
+        cause = error.__cause__ if isinstance(error, RuntimeError) else error  # timm wraps the error of torch
+        if isinstance(cause, UnpicklingError):
+            raise would_run_code(name, cause) from cause
         if "ignore_mismatched_sizes" in str(error):  # transformers refers to a report that `quiet` does not show
             raise InputError(
                 f"{name} cannot be loaded: its weights have other shapes than its config.json says"
@@ -99,7 +100,10 @@ def _load(name: str, revision: str | None, dtype: torch.dtype, offload: Offload 
 def _check_memory(settings: dict[str, Any]) -> None:
     """Refuse a model whose weights cannot fit into memory.
 
-    The estimate is a lower bound for every family: four square matrices per block, and one embedding.
+    The estimate is low for almost every family: four square float32 matrices per block, and one embedding.
+
+    Raises:
+        ValueError: if the memory is too small.
     """
 
     def size(*names: str) -> int:
@@ -115,11 +119,11 @@ def _check_memory(settings: dict[str, Any]) -> None:
 
 
 def check_weights(model: str, revision: str | None = None) -> None:
-    """Refuse a model in a folder or on the Hub if its weights are not exactly those of its own files.
+    """Refuse a model in a folder or on the Hub with an adapter, or with an index that does not match its files.
 
     Raises:
-        InputError: if an index of weights names other files, leaves out files or is damaged. Also if there is an
-            adapter: transformers would silently add it on machines where peft is installed, and not on others.
+        InputError: if an index of weights is damaged, names files outside the folder, or leaves out files in it. Also
+            if there is an adapter: transformers would silently add it only on machines where peft is installed.
     """
     from transformers.utils import cached_file
 
@@ -164,7 +168,7 @@ def _load_transformers(
     return model.eval()
 
 
-# Names of heads and poolers: they read states and change none, so a model may be loaded without them.
+# Names of heads and poolers, which read states and change none. So a model may be loaded without them.
 _HEADS = re.compile(
     r"cls|decoder|pooler|score|qa_outputs|seq_relationship|logit_scale|vocab_\w+|.*(head|classifier|projection)s?|.*predictions?"
 )
@@ -191,10 +195,10 @@ def _check_unused(model: Network, leftovers: Iterable[str], name: str) -> None:
 
 
 def class_of(settings: dict[str, Any], name: str) -> Any:
-    """Return the class of transformers that the config.json of a model names.
+    """Return the class of transformers that the config.json of a model names; AutoModelForCausalLM if it names none.
 
     Raises:
-        InputError: if it names no class, or one that this version of transformers does not have.
+        InputError: if it has no `model_type`, or this version of transformers does not have the type or the class.
     """
     import transformers
 
@@ -211,11 +215,11 @@ def class_of(settings: dict[str, Any], name: str) -> Any:
 
 
 def outline(settings: dict[str, Any], name: str, dtype: torch.dtype | None = None) -> nn.Module:
-    """Build the model that a config.json describes on the meta device: shapes without memory for weights.
+    """Build the model that a config.json describes, on the meta device, where weights take no memory.
 
     Args:
         settings: the content of the config.json.
-        name: name of the model in error sentences.
+        name: name of the model in error messages.
         dtype: dtype of the weights; by default that of the config.json.
 
     Raises:
@@ -248,14 +252,14 @@ def outline(settings: dict[str, Any], name: str, dtype: torch.dtype | None = Non
 def initialise(
     settings: dict[str, Any], name: str, *, seed: int, dtype: torch.dtype, preprocessor: dict[str, Any] | None = None
 ) -> nn.Module:
-    """Build the model that a config.json describes with the initial weights of its library, on the CPU.
+    """Build the model that a config.json describes, on the CPU, with weights that its library initializes.
 
     Args:
         settings: the content of the config.json.
-        name: name of the model in error sentences.
+        name: name of the model in error messages.
         seed: seed of the weights.
         dtype: dtype of the weights.
-        preprocessor: the content of the preprocessor_config.json of an image model, with its pixel statistics.
+        preprocessor: the content of the preprocessor_config.json of an image model, which has its pixel statistics.
 
     Raises:
         InputError: if neither transformers nor timm knows the model.
@@ -274,12 +278,12 @@ def _parse_infinity(part: dict[str, Any]) -> Any:
 
 
 def describe(model: Network) -> dict[str, Any]:
-    """Return the config.json of a model as plain values for `outline`, with its padded vocabulary."""
+    """Return the config.json of a model as plain values for `outline`; padding rows of the vocabulary count."""
     if not hasattr(model, "config"):
         config: Any = model.pretrained_cfg
-        said = {"architecture": config["architecture"], "model_args": getattr(model, TIMM_OPTIONS, {})}
+        facts = {"architecture": config["architecture"], "model_args": getattr(model, TIMM_OPTIONS, {})}
         statistics = pixels.pixel_statistics(model)
-        return said if statistics is None else said | {"mean": list(statistics[0]), "std": list(statistics[1])}
+        return facts if statistics is None else facts | {"mean": list(statistics[0]), "std": list(statistics[1])}
     settings = json.loads(model.config.to_json_string(use_diff=False))
     if model.get_output_embeddings() is not None:
         settings["tie_word_embeddings"] = has_tied_head(model)
@@ -330,8 +334,8 @@ def sequence_classifier(name: str | Path, num_outputs: int, *, seed: int = 0) ->
     """Load an encoder with a classification head; return the model and its trunk, in float32, in evaluation mode.
 
     The weights of the trunk are the saved ones. The saved head is used if it has `num_outputs` outputs. Weights that
-    were not saved are initialized from `seed`: the head, and the pooler of a BERT that was saved for masked words. The
-    global random state does not change.
+    were not saved are initialized from `seed`: a new head, and the pooler of a BERT saved for masked language modeling.
+    The global random state does not change.
 
     Args:
         name: a local folder or a repository of the Hub, saved with any head.
@@ -345,7 +349,7 @@ def sequence_classifier(name: str | Path, num_outputs: int, *, seed: int = 0) ->
     from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig
 
     if isinstance(name, Path) or str(name).startswith((".", "/", "~")):
-        name = os.fspath(Path(name).expanduser().absolute())  # else transformers may ask the Hub
+        name = os.fspath(Path(name).expanduser().absolute())  # a relative path may be taken for a repository
     try:
         refuse_foreign_code(PreTrainedConfig.get_config_dict(name)[0], name)
         kind = AutoConfig.from_pretrained(name, trust_remote_code=False).model_type

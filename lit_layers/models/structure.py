@@ -1,9 +1,9 @@
-"""Families of classes without a row in `FAMILIES`: found by watching one call, accepted only if all checks pass.
+"""Find the families of classes without a row in `FAMILIES` by watching one call; accept them only if all checks pass.
 
 Hooks watch one call of the model. Its blocks are the list of modules that run once each, in order, each with the output
 of the one before as its input. Checks on the actual weights (`proof`) then show that nothing else happens between
-layer 0 and the logits. The end of the model is never rebuilt: a state is read out by the model's own call, whose
-blocks are bypassed.
+layer 0 and the logits. Final norm and head are never called separately: a state is read out by the model's own call,
+with bypassed blocks.
 """
 
 import copy
@@ -61,13 +61,13 @@ def family_of(model: nn.Module) -> Family:
     """Return the row of a model's class, or else the family that `infer_family` finds.
 
     Raises:
-        InputError: if the model is not a sequence of blocks. The sentence says which check fails, and where.
+        InputError: if the model is not a sequence of blocks. The message says which check fails, and where.
     """
     return row_of(model) or infer_family(model)
 
 
-# Caches of `infer_family`. _FOUND: class -> structure digest -> family that was last proven. _PROVEN: model -> (digest
-# and weight versions at its last check, family). The second one is needed because checks depend on the weights.
+# Caches of `infer_family`. _FOUND: class -> structure digest -> family last proven. _PROVEN: model -> ((digest, weight
+# versions) at its last check, family). The second cache is needed because checks depend on the weights.
 _FOUND: "weakref.WeakKeyDictionary[type, dict[str, Family]]" = weakref.WeakKeyDictionary()
 _PROVEN: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Family]]" = weakref.WeakKeyDictionary()
 
@@ -77,7 +77,7 @@ def infer_family(model: Network) -> Family:
 
     The checks run again whenever the weights have changed: a weight of 0 at the first step may hide a second path
     between blocks, which appears later in training. Nothing can be checked on states that are not finite. A diverged
-    model therefore gets the family that its class and config had before. The model and random states do not change.
+    model therefore gets the family last found for its class and config. The model and random states do not change.
 
     Raises:
         InputError: as in `family_of`.
@@ -98,8 +98,8 @@ def infer_family(model: Network) -> Family:
     families = _FOUND.setdefault(type(model), {})
     key = _digest(model)
     network = network_of(model)
-    by, proof = (key, _versions(model)), _PROVEN.get(network)
-    if key not in families or proof is None or proof[0] != by:
+    now, proof = (key, _versions(model)), _PROVEN.get(network)
+    if key not in families or proof is None or proof[0] != now:
         try:
             families[key] = _prove_float32(model)
         except Unproven as reason:
@@ -107,7 +107,7 @@ def infer_family(model: Network) -> Family:
                 raise InputError(
                     f"no layered view of {kind}: {reason}; nor has its class a row in lit_layers/models/families.py"
                 ) from reason
-        _PROVEN[network] = proof = by, families[key]
+        _PROVEN[network] = proof = now, families[key]
     return proof[1]
 
 
@@ -121,7 +121,7 @@ def _versions(model: Network) -> tuple[int, ...]:
 
 
 def _digest(model: Network) -> str:
-    """Return a hash of what determines the structure: shapes and names of parameters, config, attention."""
+    """Return a hash of what determines the structure: parameter names and shapes, config, attention implementation."""
     shapes = [f"{name} {tuple(tensor.shape)}" for name, tensor in model.named_parameters()]
     config = getattr(model, "config", None)
     attention = getattr(config, "_attn_implementation", "")
@@ -130,10 +130,10 @@ def _digest(model: Network) -> str:
 
 
 def _prove_float32(model: Network) -> FoundFamily:
-    """Call `prove`, on a float32 copy if the weights have 16 bits.
+    """Call `prove`, on a float32 copy if a weight has 16 bits.
 
-    In float32, the tolerance is small enough to find a check that fails by little. A model with weights on the disk is
-    checked in its own precision.
+    In float32, the tolerance is small enough to detect a small failure. A model with weights on the disk is checked in
+    its own precision.
     """
     if any(each.is_meta for each in model.parameters()) or all(each.dtype.itemsize != 2 for each in model.parameters()):
         return prove(model)
@@ -142,7 +142,7 @@ def _prove_float32(model: Network) -> FoundFamily:
 
 
 def prove(model: Network) -> FoundFamily:
-    """Return the family of a model after all checks on its weights.
+    """Run all checks on the weights of a model and return its family.
 
     Raises:
         Unproven: if a check fails, or the checks change the model.
@@ -163,8 +163,8 @@ def untouched(model: Network) -> Iterator[None]:
     modules = [id(module) for module in model.modules()]
     yield
     after = _tensors(model)
-    # A written or replaced buffer is allowed if its values are the same as before: models with rotary frequencies that
-    # are scaled for long texts write them at each call.
+    # A buffer may be written to or replaced if its values stay the same: models with rotary frequencies that are scaled
+    # for long texts write them at each call.
     written = [
         name for name, each in after.items() if each is not before.get(name) or each._version != versions.get(name)
     ]
@@ -205,7 +205,7 @@ def _tensors(model: Network) -> dict[str, Tensor]:
 
 
 def _checked(evidence: Evidence) -> FoundFamily:
-    """Run all checks and return the family with their results."""
+    """Run all checks, and return the family with their results in its fields."""
     family, probe = evidence.family, evidence.probe
     if is_own := isinstance(evidence.model, OwnNetwork):
         evidence.check_alone()
@@ -246,12 +246,12 @@ def _checked(evidence: Evidence) -> FoundFamily:
 def _config_limit(config: Any) -> int | None:
     """Return the number of tokens of the longest text according to a config; None if it does not say.
 
-    For `longrope` (Phi 3.5) this is the original length of 4,096 tokens. Longer texts use other rotary frequencies, so
+    For `longrope` this is the original length (Phi 3.5: 4,096 tokens). Longer texts use other rotary frequencies, so
     one long text would change the states of all other texts in its batch.
     """
     config = text_config(config)
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some configs nest one per layer type
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some configs have one per layer type
     lengths = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
     if lengths:
         return min(lengths)
@@ -259,7 +259,7 @@ def _config_limit(config: Any) -> int | None:
 
 
 def rebuilt_error(model: Network) -> float:
-    """Return the largest relative error of states after building the model again from its config and its weights.
+    """Return the largest relative error of states if the model is built again from its config and its weights.
 
     The error is large if the function of a block depends on the number of blocks, as with a scale of 1 / sqrt(depth).
     """
@@ -267,10 +267,10 @@ def rebuilt_error(model: Network) -> float:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad(), evaluating(model):
         again = type(model)._from_config(model.config, dtype=next(model.parameters()).dtype).to(device).eval()
         again.load_state_dict(model.state_dict(), assign=True)
-        was = dict(model.named_buffers())
-        # `half()` also rounded the rotary tables of `model`; those of `again` are rounded likewise.
+        old = dict(model.named_buffers())
+        # `half()` may have cast the rotary tables of `model`. This casts the tables of `again` to the same dtype.
         for name, buffer in again.named_buffers():
-            buffer.data = buffer.to(was[name].dtype if name in was else buffer.dtype)
+            buffer.data = buffer.to(old[name].dtype if name in old else buffer.dtype)
         probe, states = probe_of(model), []
         for each in (model, again):
             with watch(infer_family(each).block_list(each)) as calls:
@@ -279,7 +279,7 @@ def rebuilt_error(model: Network) -> float:
     return max(rel_error(one, other) for one, other in zip(*states, strict=True))
 
 
-# Which modules are the blocks.
+# Find the modules that are the blocks.
 
 
 def _lists(model: Network) -> dict[str, list[nn.Module]]:
@@ -289,7 +289,7 @@ def _lists(model: Network) -> dict[str, list[nn.Module]]:
 
 
 def _discover(model: Network, probe: Probe) -> tuple[FoundFamily, list[SeenCall], Any]:
-    """Watch one call; return the family that it shows, the calls of its blocks and the output.
+    """Watch one call; return the family before all checks, the calls of its blocks and the output.
 
     Raises:
         Unproven: if the model cannot be called, or no list of modules is a sequence of blocks.
@@ -338,7 +338,7 @@ def _discover(model: Network, probe: Probe) -> tuple[FoundFamily, list[SeenCall]
 
 
 def _final_norm(model: Network, row: list[SeenCall], calls: list[SeenCall]) -> str | None:
-    """Return the path of the norm that takes the state after the last block; None if no norm does."""
+    """Return the path of the norm whose input is the output of the last block; None if there is no such norm."""
     last = row[-1].result
     inside = {id(part) for call in row for part in call.module.modules()}
     for call in calls:
@@ -348,7 +348,11 @@ def _final_norm(model: Network, row: list[SeenCall], calls: list[SeenCall]) -> s
 
 
 def _vision(model: Network, row: list[SeenCall], probe: Probe, output: Any) -> Vision:
-    """Return the image properties of a model; the number of prefix tokens is that of all tokens minus the patches."""
+    """Return the image properties of a model, where all tokens that are no patches count as prefix tokens.
+
+    Raises:
+        Unproven: if the patch size is unknown, or the blocks take fewer tokens than there are patches.
+    """
     state, pixels = row[0].state, probe.needed
     if is_timm(model):
         patches = getattr(getattr(model, "patch_embed", None), "patch_size", None)

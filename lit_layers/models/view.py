@@ -46,12 +46,12 @@ class LayeredModel:
     drop-path off) and restores the modes of the submodules afterwards.
 
     Raises:
-        InputError: if the class has no row in `FAMILIES` and its modules are not a sequence of blocks. The sentence
+        InputError: if the class has no row in `FAMILIES` and its modules are not a sequence of blocks. The message
             says why.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model: Network = wrap_own(plain_model(model))  # hooks added after torch.compile do not fire
+        self.model: Network = wrap_own(plain_model(model))  # plain, as a compiled model ignores new hooks
         self.family = family_of(self.model)
         self.blocks = self.family.block_list(self.model)
 
@@ -62,7 +62,7 @@ class LayeredModel:
 
     @property
     def origin(self) -> str:
-        """How the blocks were found: "row" of a known family, or "structure", checked on the weights."""
+        """Origin of the blocks: "row" of `FAMILIES`, or "structure" if they were found and checked on the weights."""
         return self.family.origin
 
     @property
@@ -92,7 +92,7 @@ class LayeredModel:
     def _is_causal(self) -> bool:
         """Return whether the last token of a text leaves all states before it unchanged.
 
-        The class does not tell: its config may say `is_causal: false`.
+        The class is not enough to know this, because the config may say `is_causal: false`.
         """
         if self.family.origin != "row":  # already checked when the family was found
             return True
@@ -102,12 +102,12 @@ class LayeredModel:
 
     @property
     def max_tokens(self) -> int | None:
-        """Number of tokens of the longest text the model takes; None without a limit and for images."""
+        """Number of tokens of the longest text that the model takes; None without a limit and for images."""
         return None if self.family.sees_images else self.family.max_tokens(self.model.config)
 
     @property
     def image_size(self) -> int | None:
-        """Side of the images the model takes, in px; None if it takes any size and for text."""
+        """Side of the images that the model takes, in px; None if it takes any size and for text."""
         return None if self.family.vision is None else self.family.vision.fixed_side(self.model)
 
     @property
@@ -153,7 +153,7 @@ class LayeredModel:
     def precision(self) -> str:
         """Name of the precision in which blocks compute.
 
-        The name of the dtype, such as "torch.float32"; "bfloat16" for `BFloat16View`, whose states are in float32.
+        This is the name of their dtype, such as "torch.float32", or "bfloat16" for `BFloat16View`.
         """
         return str(self.dtype)
 
@@ -164,15 +164,16 @@ class LayeredModel:
         return self.model.config._attn_implementation if vision is None else vision.attention(self.model)
 
     def trajectory(self, batch: Batch) -> "Trajectory":
-        """Run one batch and return its hidden states at every layer, without a graph.
+        """Run one batch and return its hidden states at every layer, without an autograd graph.
 
         Only columns that the model takes are read. Logits are computed on first access. Padding before a text is moved
-        after it for the forward pass, and states return in the positions of the batch. So results do not depend on the
-        side of the padding, the attention implementation or the dtype. A padded position then holds the state of the
+        after it for the forward pass, and the states are moved back to the positions in the batch. So the side of the
+        padding has no effect, for any attention implementation and dtype. A padded position then holds the state of the
         nearest real token.
 
         Raises:
-            InputError: if a text is longer than the model takes.
+            InputError: if a text is longer than the model takes, has unknown tokens, or has padding that would change
+                its states.
             ValueError: if a column is missing, or a text has no real token.
         """
         states: list[Tensor] = []
@@ -183,7 +184,7 @@ class LayeredModel:
             if call is not None:
                 calls.append(call)
 
-        # Not inference_mode, and not inside the caller's: blocks are differentiated at these states later, and autograd
+        # This leaves any inference_mode of the caller: blocks are differentiated at these states later, and autograd
         # refuses inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             inputs, alignment = self._pass(batch, keep)
@@ -205,7 +206,7 @@ class LayeredModel:
             self._pass(batch, lambda state, mask, *_: visit(next(layers), state, mask))
 
     def _pass(self, batch: Batch, visit: Callable[..., None]) -> tuple[dict[str, Tensor], Alignment | None]:
-        """Call `visit(state, mask, call)` before the first block (`call` is None) and after each block."""
+        """Run one batch and call `visit(state, mask, call)` before block 1 (`call` is None) and after each block."""
         is_first = True
 
         def give(state: Tensor, call: BlockCall | None = None) -> None:
@@ -231,12 +232,12 @@ class LayeredModel:
     def readout(self, hidden: Tensor) -> Tensor:
         """Apply the final norm and the head to states (*n, tokens, dim).
 
-        At the last layer these are the model's logits, at earlier layers the logit lens. Logit scaling and soft-capping
-        of the model apply. Padding rows of the vocabulary are dropped.
+        At the last layer this gives the model's logits, at earlier layers the logit lens. Logit scaling and
+        soft-capping of the model are included. Padding rows of the vocabulary are dropped.
 
         Returns:
             Logits (*n, tokens, vocabulary), or (*n, classes) from a head that pools tokens. A model without a head
-            returns the states after the final norm, CLIP its pooled state.
+            returns the states after the final norm. CLIP always returns its pooled state.
         """
         with evaluating(self.model):
             flat = hidden.reshape(-1, *hidden.shape[-2:])
@@ -262,7 +263,7 @@ class LayeredModel:
     def refuse_reordered(self) -> None:
         """Refuse a model inside a `running_order` context.
 
-        There each block only passes its input on, and the last one runs all of them. So block inputs are no layers.
+        There each block only returns its input, and the last block runs all of them. So block inputs are no layers.
         """
         if REORDERED in self.model.__dict__:
             raise InputError(
@@ -282,9 +283,13 @@ class LayeredModel:
         return logits[..., : self.vocab_size]
 
     def _inputs(self, batch: Batch) -> tuple[dict[str, Tensor], Alignment | None]:
-        """Return the inputs of the model's call, and how texts were moved if any had padding before it."""
-        # In a causal model, padding before a text attends to no token at all. Some attention in float64 makes NaN of an
-        # empty softmax. After the text, padding attends to the text.
+        """Return the inputs of the model's call, and the alignment that moved padding after the texts, if it did.
+
+        Raises:
+            InputError, ValueError: as in `trajectory`.
+        """
+        # In a causal model, padding before a text can attend to no token, and some attention in float64 returns NaN for
+        # an empty softmax. Padding after a text can attend to the text.
         needed = self.family.inputs[0]
         if needed not in batch:
             raise ValueError(f"a batch for {type(self.model).__name__} needs {needed!r}, got {sorted(batch)}")
@@ -315,8 +320,8 @@ class LayeredModel:
         """Refuse token ids that the model does not take.
 
         Raises:
-            InputError: if there are too many tokens, or ids without an embedding.
-            ValueError: if `ids` is not (batch, tokens).
+            InputError: if a text is too long, or an id is outside the vocabulary.
+            ValueError: if `ids` is empty or not (batch, tokens).
         """
         kind, limit, vocabulary = type(self.model).__name__, self.max_tokens, true_vocab_size(self.model)
         if ids.ndim != 2 or not ids.numel():
@@ -339,7 +344,7 @@ class Trajectory:
     attention: str
     model: LayeredModel
     inputs: Mapping[str, Tensor]  # inputs of the model's call, with padding after the texts
-    alignment: Alignment | None = None  # how texts were moved for the call; None if they were not
+    alignment: Alignment | None = None  # how padding was moved after the texts; None if it was not
 
     @functools.cached_property
     def logits(self) -> Tensor:
@@ -353,7 +358,7 @@ class Trajectory:
     def logits_of(self, index: tuple[Tensor, ...]) -> Tensor:
         """Return `logits[index]`, (n, classes).
 
-        The head runs only on the selected tokens if the model generates and its head reads one token at a time.
+        The head runs only on the selected tokens if it predicts the next token and reads one token at a time.
 
         Args:
             index: (prompts, positions), each (n,); (prompts,) if the head pools tokens.
@@ -362,20 +367,20 @@ class Trajectory:
             return self.logits[index]
         one = {name: column[:1, :1] for name, column in self.inputs.items()}
         rows = self.hidden[-1][index][None]
-        # Model code of the user may check that scores and input ids agree in shape: one text for each selected token.
+        # A user's network may check that states and input ids agree in shape. So each selected token becomes a text.
         if isinstance(self.model.model, OwnNetwork):
             one, rows = {name: column.expand(rows.shape[1], 1) for name, column in one.items()}, rows.transpose(0, 1)
         return self.model.own_logits(one, rows).reshape(len(index[0]), -1)
 
     def readout(self, hidden: Tensor, index: tuple[Tensor, ...]) -> Tensor:
-        """Return the rows of `logits_of`, but read out from another state (batch, tokens, dim) of this batch."""
+        """Return the same rows as `logits_of`, but read out from `hidden` (batch, tokens, dim), not the last state."""
         return self.pooled(hidden)[index] if self.pools_some else self.model.readout(hidden[index])
 
     @functools.cached_property
     def pools_some(self) -> bool:
-        """Whether the head pools the tokens of a text and some tokens of this batch are padding to it.
+        """Whether the head pools the tokens of a text, and some tokens of this batch are padding.
 
-        Such a head decides by `pad_token_id` which tokens are padding. So real tokens with that id also count.
+        Real tokens whose id is `pad_token_id` also count, because the head takes them for padding.
         """
         family = self.model.family
         if family.sees_images or not family.needs_all:
@@ -391,7 +396,7 @@ class Trajectory:
         return block_calls.read_by_length(self.model.own_logits, self.mask, columns, hidden)
 
     def _batch(self) -> dict[str, Tensor]:
-        """Return the inputs with each token in its position of the batch."""
+        """Return the inputs with each token at its position in the batch."""
         back = (lambda column: column) if self.alignment is None else self.alignment.restore
         return {name: back(column) for name, column in self.inputs.items()}
 
@@ -420,9 +425,10 @@ class Trajectory:
         return self.calls[layer - 1]
 
     def rows(self, start: int, stop: int) -> "Trajectory":
-        """Return the trajectory of prompts `start` to `stop`, with block calls for these prompts."""
+        """Return the trajectory of the prompts `start:stop`, with block calls for these prompts."""
         some, size = slice(start, stop), self.hidden.shape[1]
-        # Without a row of `FAMILIES` it is unknown which block arguments have one entry per prompt: run them again.
+        # Without a row of `FAMILIES`, it is unknown which block arguments have one entry per prompt. So the model runs
+        # again.
         if self.model.family.origin == "structure":
             batch = {name: column[some] for name, column in self._batch().items()}
             mask = {} if self.model.family.sees_images else {"attention_mask": self.mask[some].long()}
@@ -439,7 +445,7 @@ class Trajectory:
 
 # The hidden states that analyses read: their convention, precision, prompts and tokens.
 
-# "resid": each layer as it leaves its block. "hf": the last layer after the final norm, as in `hidden_states` of
+# "resid": each layer as its block returns it. "hf": only the last layer after the final norm, as in `hidden_states` of
 # transformers and in much published code. "normed": each layer after the final norm, like the output of a model that is
 # truncated there.
 States = Literal["resid", "hf", "normed"]
@@ -467,8 +473,8 @@ def states_of_layers(trajectory: Trajectory, states: States) -> Iterator[Tensor]
 def upcast(model: LayeredModel) -> LayeredModel:
     """Return a float32 copy of a model in half precision; any other model unchanged.
 
-    The rounding of half precision is as large as the change that a late block makes to a state. The copy equals a model
-    loaded in float32 from the saved weights.
+    The rounding errors of half precision are as large as the change that a late block makes to a state. The copy equals
+    a model that was loaded in float32 from the same saved weights.
     """
     if model.dtype not in (torch.float16, torch.bfloat16):
         return model
@@ -494,14 +500,14 @@ def real_tokens(batch: Batch) -> list[Tensor]:
 
 
 def special_tokens(model: LayeredModel) -> set[int]:
-    """Return the special tokens that a text model's config names, such as its `bos_token_id`."""
+    """Return the ids of special tokens in a text model's config, such as its `bos_token_id`."""
     given = [value for name, value in vars(model.model.config).items() if name.endswith("_token_id")]
     ids = {token for value in given for token in (value if isinstance(value, list | tuple) else [value])}
     return ids - {None}
 
 
 def drop_first_tokens(mask: Tensor, count: int) -> Tensor:
-    """Return a mask (batch, tokens) without the first real tokens of each text."""
+    """Return a mask (batch, tokens) without the first `count` real tokens of each text."""
     return mask & (mask.cumsum(-1) > count)
 
 
