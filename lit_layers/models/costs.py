@@ -44,7 +44,7 @@ def interleaved(
 
 
 def call_of(model: nn.Module, batch: Batch) -> Callable[[], Any]:
-    """Return a function that calls the model, not its layered view, on a copy of the batch on its device."""
+    """Return a function that calls a model, not its layered view, on a batch moved to the device of the model."""
     view = LayeredModel(model)
     dtype = view.dtype if view.family.sees_images else None
     columns = {key: rows.to(view.device, dtype) for key, rows in batch.items() if key in view.family.inputs}

@@ -173,7 +173,7 @@ class LayeredModel:
 
         Raises:
             InputError: if a text is longer than the model takes, has unknown tokens, or has padding that would change
-                its states.
+                its states or scores.
             ValueError: if a column is missing, or a text has no real token.
         """
         states: list[Tensor] = []
