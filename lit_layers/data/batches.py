@@ -1,4 +1,4 @@
-"""Fixed batches that analyses measure on: corpus windows, tokenized texts, and batches that users bring."""
+"""Fixed batches that analyses measure on: corpus windows, tokenized texts, and batches from the user."""
 
 import functools
 import logging
@@ -44,7 +44,7 @@ class Batches(ABC):
         """Return a hash of the values of all batches. Objects with equal hashes give equal measurements."""
 
     def tokenizer_hash(self) -> str | None:
-        """Return the hash of the tokenizer that made the token ids, or None if there is none or it is unknown."""
+        """Return the hash of the tokenizer that made the token ids, or None if it is unknown or there is none."""
         return None
 
     def origins(self) -> Tensor | None:
@@ -53,7 +53,8 @@ class Batches(ABC):
 
 
 BATCH_TOKENS = 8192  # tokens per batch when features are extracted: 8,192 x 768 x 4 B = 25 MB for one hidden state
-_CHUNK = 1000  # texts per tokenizer call: its encodings take 140 bytes per token, our ids take 4
+# Texts per call of the tokenizer. Its encodings take 140 bytes per token, the ids that we keep take 4.
+_CHUNK = 1000
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,8 +81,7 @@ class EncodedTexts:
     def batches(self, max_tokens: int) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
         """Yield batches of texts with similar lengths, longest first, each with the indices of its texts.
 
-        A batch has at most `max_tokens` positions, including the padding on the right, and at least one text. The
-        batches depend only on the texts and `max_tokens`.
+        A batch has at most `max_tokens` positions, including the padding on the right. A longer text has its own batch.
         """
         order = sorted(range(len(self.ids)), key=lambda row: (-len(self.ids[row]), row))
         start = 0
@@ -109,7 +109,7 @@ def tokenizer_of(tokenizer: str, corpus: str | None) -> str:
     other tokenizer is returned unchanged.
 
     Raises:
-        InputError: `bpe:SIZE` without a corpus to train it on.
+        InputError: `tokenizer` is `bpe:SIZE` and there is no corpus to train it on.
     """
     if bpe_size(tokenizer) is None:
         return tokenizer
@@ -124,8 +124,8 @@ def encode_texts(tokenizer: str | TextTokenizer, texts: Sequence[str], *, max_to
     Truncation keeps the special tokens: a final [SEP] remains the last token.
 
     Raises:
-        InputError: The tokenizer does not exist, `max_tokens` leaves no room next to the special tokens, or a text
-            gives no token.
+        InputError: The tokenizer does not exist, `max_tokens` leaves no room for a text next to the special tokens, or
+            a text gives no token or contains a lone surrogate.
     """
     for row, text in enumerate(texts):
         if not text.isascii() and re.search("[\ud800-\udfff]", text):
@@ -164,8 +164,8 @@ class EvalText(Batches):
             do not overlap, such as (0, 0.7) and (0.7, 1), have no document in common.
         num_sequences: Number of windows. A larger set begins with the windows of a smaller one.
         min_sequences: Smallest number of windows to accept. A corpus with fewer than `num_sequences` windows then gives
-            all it has, and a warning reports how many. None: a corpus with fewer windows raises. The number depends
-            only on the corpus and the tokenizer.
+            all it has, and a warning reports how many. This number is the same for every seed. None: a corpus with
+            fewer windows raises.
         num_tokens: Tokens per window.
         batch_size: Windows per batch; the last batch may be smaller.
         seed: Decides which windows are drawn, and their order.
@@ -240,7 +240,10 @@ class EvalText(Batches):
             logger.warning("%s: all are taken, num_sequences asks for %d", there, self.num_sequences)
 
     def _count(self, shards: TokenShards) -> tuple[np.ndarray, np.ndarray]:
-        """Return the start of each document in the range and its number of windows, without the end-of-text token."""
+        """Return the start of each document in the range that has a window, and its number of windows.
+
+        No window contains the end-of-text token.
+        """
         starts = shards.document_starts(self.split)
         ends = np.append(starts[1:], shards.num_tokens(self.split))
         first, last = (int(share * len(starts)) for share in self.documents)
@@ -269,9 +272,9 @@ _EXPECTED = (
 class GivenBatches(Batches):
     """The batches of a DataLoader, a data set or a list, read once so that every checkpoint sees the same ones.
 
-    A batch is a dict with `input_ids` or `pixel_values`, a tensor of token ids `(batch, tokens)`, or a tensor of images
-    `(batch, channels, height, width)`. It may also be a pair of such a dict or tensor and labels. A row of a data set
-    has the same form without the batch dimension. Token ids without an attention mask count as unpadded.
+    A batch is a tensor of token ids `(batch, tokens)`, a tensor of images `(batch, channels, height, width)`, or a dict
+    with one of them as `input_ids` or `pixel_values`. It may also be a pair of one of these and labels. A row of a data
+    set has the same form without the batch dimension. Token ids without an attention mask count as unpadded.
 
     Raises:
         InputError: The data has another type. On the first iteration: a batch has another form, there is no batch, or
@@ -279,7 +282,8 @@ class GivenBatches(Batches):
     """
 
     def __init__(self, data: Any, *, tokenizer_hash: str | None = None) -> None:
-        is_rows = isinstance(data, Dataset) or callable(getattr(data, "with_format", None))  # torch or `datasets`
+        # A data set of torch or of `datasets`.
+        is_rows = isinstance(data, Dataset) or callable(getattr(data, "with_format", None))
         if not (is_rows or isinstance(data, DataLoader | Tensor | list | tuple)):
             raise InputError(f"batches: {_EXPECTED}; got a {type(data).__name__}")
         if isinstance(getattr(data, "sampler", None), DistributedSampler):
@@ -332,7 +336,7 @@ class GivenBatches(Batches):
 
 
 def refuse_many(count: int) -> None:
-    """Raise InputError for more texts or images than can sensibly be measured at every step."""
+    """Raise InputError for more than `MAX` texts or images, too many to measure at every step."""
     if count > MAX:
         raise InputError(f"batches: expected at most {MAX} texts or images, got more: give Subset(data, range(64))")
 
@@ -380,7 +384,8 @@ def _to_batch(batch: Any, index: int) -> dict[str, Tensor]:
     labels = batch.get("labels") if labels is None else labels
     one_per_row = labels is not None and isinstance(labels, Tensor) and labels.shape == (len(values[inputs]),)
     if labels is not None and one_per_row and not labels.is_floating_point():
-        values["labels"] = labels.detach().cpu().long()  # one label per row; labels per token only repeat the text
+        # Labels per token are not kept: they only repeat the text.
+        values["labels"] = labels.detach().cpu().long()
     return values
 
 
@@ -391,7 +396,7 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
     every token of the split except the first is predicted once. Tokens at the end that do not fill a block are dropped.
     Documents follow each other within a block, separated by the end-of-text token.
 
-    Each data-loader worker memory-maps the file itself.
+    Each worker of a DataLoader opens its own memory map of the file.
     """
 
     def __init__(self, shards: TokenShards, split: str = "train", *, num_tokens: int = 1024):
@@ -418,7 +423,8 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
         return {**self.__dict__, "_tokens": None}  # pickling a memmap would copy the whole file
 
 
-MAX_TOKENS = 100_000_000  # 0.2 GB of uint16, read once; more tokens change the entropy only in the fourth digit
+# 0.2 GB of uint16, read once. More tokens change the entropy only in the fourth digit.
+MAX_TOKENS = 100_000_000
 
 
 def unigram_entropy(shards: TokenShards, split: str = "train") -> float:

@@ -22,9 +22,12 @@ from lit_layers.schema import refuse_below_one
 
 HUB_NAMES = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}
 IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "img", "jpg", "png"), ("label", "labels", "fine_label", "cls")
-SMALL = 64  # px; images up to this size stay decoded in memory (CIFAR-10: 50,000 x 3 x 32 x 32 B = 0.15 GB)
+# Images of parquet files and of the Hub stay decoded in memory up to this size in px (CIFAR-10: 50,000 x 3 x 32 x 32 B
+# = 0.15 GB). Images in folders of files count as large.
+SMALL = 64
 _HELD_OUT = ("val", "valid", "validation", "test")
-_BROKEN = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # raised by Pillow for unreadable files
+# Pillow raises these for unreadable files.
+_BROKEN = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
 # Pillow modes that convert to RGB without clipping.
 _EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV")
 
@@ -43,9 +46,9 @@ class SmallPictures:
         return Image.fromarray(self.pixels[index].permute(1, 2, 0).numpy())
 
     def batch(self, chosen: Sequence[int], *, pinned: bool = False) -> Tensor:
-        """Return the chosen images, (chosen, 3, height, width), in pinned memory if a GPU will copy them.
+        """Return the chosen images, (chosen, 3, height, width), with `pinned` in pinned memory for a copy to a GPU.
 
-        Indexing with brackets copies byte by byte and takes at least twice as long as `index_select`.
+        `index_select` is used because indexing with brackets copies byte by byte and takes at least twice as long.
         """
         images = torch.empty(len(chosen), *self.pixels.shape[1:], dtype=self.pixels.dtype, pin_memory=pinned)
         return torch.index_select(self.pixels, 0, torch.tensor(chosen, dtype=torch.long), out=images)
@@ -78,7 +81,10 @@ class EncodedPictures:
         return decoded(row, str(row) if isinstance(row, Path) else f"row {index} of {self.name}")
 
     def content_hash(self) -> str:
-        """Return a hash of the name, the fingerprint and the labels: reading 150 GB of pixels would take hours."""
+        """Return a hash of the name, the fingerprint and the labels.
+
+        Pixels are not hashed, because reading 150 GB of images would take hours.
+        """
         return sha16(f"{self.name} {self.fingerprint} ", self.labels.numpy().astype("<i8").tobytes())
 
 
@@ -102,7 +108,7 @@ def decoded(source: Path | bytes | None, name: str) -> Image.Image:
 
 
 def _decoded_if_small(pictures: EncodedPictures) -> Pictures:
-    """Decode all images to one tensor if the first is small, else return them unchanged."""
+    """Decode all images to one tensor if the first is small, otherwise return them unchanged."""
     width, height = pictures.picture(0).size
     if max(width, height) > SMALL:
         return pictures
@@ -144,11 +150,11 @@ class ImageSource:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Class names, or class indices as text if the data has no names."""
+        """Return the class names, or the class indices as text if the data has no names."""
         return self._content("train")[1] or tuple(map(str, range(self.num_classes)))
 
     def check(self) -> None:
-        """Read both splits and raise InputError if their classes differ."""
+        """Read both splits, and raise InputError if a class is missing in one of them."""
         names = self.classes
         for split in (self.train, self.test):
             if odd := sorted(set(split.labels.unique().tolist()) ^ set(range(len(names)))):
@@ -229,7 +235,10 @@ def _listing(root: Path, files: Sequence[Path]) -> str:
 
 
 def _data_set(name: str, split: Split) -> Content:
-    """Read parquet files of a folder or a Hub data set; the split `test` is its validation split if it has one."""
+    """Read a split of a Hub data set or of parquet files in a folder.
+
+    The split `test` is the validation split of the data if it has one.
+    """
     from datasets import Image as EncodedImage
     from datasets import exceptions, load_dataset
 
@@ -258,7 +267,7 @@ def _data_set(name: str, split: Split) -> Content:
         value = images[index].as_py()
         return value["bytes"] if value["bytes"] is not None else Path(value["path"])
 
-    # The fingerprint by `datasets` contains the modification times of local files, so copies would differ.
+    # For local files, the fingerprint of `datasets` contains modification times. Copies would have other fingerprints.
     fingerprint = _listing(Path(name), sorted(Path(name).rglob("*.parquet"))) if is_local else rows._fingerprint
     pictures = EncodedPictures(encoded, torch.tensor(labels), origin, fingerprint)
     return _decoded_if_small(pictures), None if names is None else tuple(names)
@@ -281,7 +290,7 @@ STATISTICS = {
     "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }
 USUAL_SIZE = 224
-CROP = 0.875  # share of the shorter side inside the centre crop of a large image: 224 of 256
+CROP = 0.875  # side of the centre crop of a large image divided by its shorter side: 224 / 256
 
 
 @dataclass
@@ -289,8 +298,8 @@ class EvalImages(Batches):
     """Images of a labelled set, drawn without replacement, normalised, without augmentation.
 
     A batch is `{"pixel_values": (batch, 3, image_size, image_size), "labels": (batch,)}`, float32 and int64. Images of
-    up to 64 px are resized as a whole. For larger images the shorter side is resized to `image_size` / 0.875, and the
-    centre is cropped.
+    up to 64 px are resized as a whole. For larger images, and for images in folders of files, the shorter side is
+    resized to `image_size` / 0.875, and the centre is cropped.
 
     Args:
         source: As in `LitImageData`: `digits`, `cifar10`, `cifar100`, a local path, or `ORG/NAME` of the Hub.
@@ -299,8 +308,8 @@ class EvalImages(Batches):
         image_size: Side of the model's input in px. None: the size of the source's images, or 224 if they are large.
         batch_size: Images per batch; the last batch may be smaller.
         seed: Decides which images are drawn, and their order.
-        normalisation: `imagenet` or `half` (mean and deviation 0.5) for fixed means and deviations of the channels.
-            `source` for those of the source's training images, which must be small.
+        normalisation: `imagenet` and `half` (mean and standard deviation 0.5) normalise each channel by fixed numbers.
+            `source` takes those of the source's training images, which must be small.
 
     Raises:
         InputError: An option is out of range. On the first iteration: the source cannot be read or has too few images.
@@ -323,7 +332,7 @@ class EvalImages(Batches):
         return self._loaded  # (num_images, 3, image_size, image_size), (num_images,)
 
     def mean_and_std(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return the mean and standard deviation that normalise each channel, as fractions of full brightness."""
+        """Return the means and the standard deviations that normalise the channels, as fractions of full brightness."""
         return statistics(image_source(self.source), self.normalisation)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
@@ -369,7 +378,7 @@ class Normalise:
 
 
 def statistics(source: ImageSource, normalisation: Normalisation) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean and standard deviation of each channel, as fractions of full brightness."""
+    """Return the means and the standard deviations of the channels, as fractions of full brightness."""
     if normalisation in STATISTICS:
         return STATISTICS[normalisation]
     pictures = source.train
@@ -386,7 +395,7 @@ def statistics(source: ImageSource, normalisation: Normalisation) -> tuple[tuple
 
 
 def image_size(source: ImageSource, chosen: int | None) -> int:
-    """Return the side of the model's input: `chosen`, else the size of small images or 224 for large ones."""
+    """Return the side of the model's input: `chosen`, or by default the size of small images and 224 for large ones."""
     if chosen is not None:
         return chosen
     pictures = source.train
@@ -409,8 +418,8 @@ def resized(pixels: Tensor, size: int) -> Tensor:
     """Resize images (bicubic), or return them unchanged if they have this size."""
     if pixels.shape[2:] == (size, size):
         return pixels
-    large = F.interpolate(pixels.float(), (size, size), mode="bicubic", antialias=True, align_corners=False)
-    return large.clamp(0, 255)
+    out = F.interpolate(pixels.float(), (size, size), mode="bicubic", antialias=True, align_corners=False)
+    return out.clamp(0, 255)
 
 
 def _crop(image: Image.Image, size: int) -> Tensor:

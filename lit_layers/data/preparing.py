@@ -43,9 +43,10 @@ STEMS = {"train": "train", "validation": "val"}
 STARTS = np.dtype("<i8")
 _AGAIN = "remove the folder and run `lit-layers prepare` again"
 CHUNK_BYTES = 2**22  # bytes of text per call of the tokenizer
-SAVE_SECONDS = 10.0  # between two saves of the progress, so an interruption loses about this much work
+# Time between two saves of the progress. An interruption loses about this much work.
+SAVE_SECONDS = 10.0
 PROGRESS = "progress.json"
-BPE_BYTES = 10**8  # text that a BPE tokenizer is trained on (counted in characters)
+BPE_BYTES = 10**8  # a BPE tokenizer is trained on this number of characters (not bytes)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -107,7 +108,7 @@ class TokenShards:
 
     @property
     def checksum(self) -> str:
-        """SHA-256 over the names and checksums of all files: equal folders have equal checksums."""
+        """Return the SHA-256 over the names and checksums of all files. Equal folders have equal checksums."""
         return self.header["checksum"]
 
     def _path(self, split: str, suffix: str) -> Path:
@@ -145,7 +146,7 @@ def _entry(path: Path) -> dict[str, Any]:
 
 
 def prepared(corpus: str, tokenizer: str, *, cache: str | Path | None = None) -> TokenShards:
-    """Open the shards of a corpus, from a folder made by `prepare` or from the cache; prepare them if missing.
+    """Open the shards of a corpus, from a folder made by `prepare` or from the cache. Prepare them if missing.
 
     The cache is `$LIT_LAYERS_CACHE`, by default `~/.cache/lit_layers`.
 
@@ -183,9 +184,9 @@ def prepare(
         tokenizer: A local path, a name on the Hub, or `bpe:SIZE` to train one on the training documents.
         out: A new or empty folder, or one that was prepared with the same options.
         column: The text column in parquet, JSON-lines and Hub data; `text` by default.
-        separator: The line that ends a document in a `.txt` file; `<|endoftext|>` by default, "" for a blank line.
+        separator: The line that ends a document in a `.txt` file: `<|endoftext|>` by default, "" for a blank line.
         validation: Share of the documents to hold out if the source has no validation split.
-        max_documents: Largest number of documents to read, for each split if the source has its own splits.
+        max_documents: Largest number of documents to read, in each split if the source has its own splits.
         progress: Whether to show a progress bar on a terminal.
 
     Raises:
@@ -235,12 +236,13 @@ def _write(
     progress: bool,
     key: str,
 ) -> dict[str, Any]:
-    """Write the tokens and start indices of all documents; return the counts and hashes of the text.
+    """Write the tokens and start indices of all documents, and return the counts and hashes of the text.
 
-    `key` identifies corpus, options and tokenizer. Saved progress with another key is discarded.
+    `key` is a hash of corpus, options and tokenizer. Saved progress with another key is discarded.
     """
     encoder, end = copy.deepcopy(tokenizer.tokenizer), tokenizer.end_of_text_id
-    encoder.encode_special_tokens = True  # "<|endoftext|>" in a document is text
+    # In a document, "<|endoftext|>" is ordinary text.
+    encoder.encode_special_tokens = True
     saved, names = draft / PROGRESS, [f"{stem}.{kind}" for stem in STEMS.values() for kind in ("bin", "idx")]
     state: dict[str, Any] = json.loads(saved.read_text()) if saved.is_file() else {"key": ""}
     if state["key"] != key:
@@ -248,7 +250,7 @@ def _write(
         state["splits"] = {split: {"tokens": 0, "documents": 0, "bytes": 0} for split in STEMS}
         state["left_out"] = {"empty": 0, "duplicate": 0}
     splits, left_out, chains = state["splits"], state["left_out"], state["chains"]
-    pending: list[tuple[str, str]] = []  # splits and texts
+    pending: list[tuple[str, str]] = []  # (split, text)
 
     def write() -> None:
         encodings = encoder.encode_batch_fast([text for _, text in pending], add_special_tokens=False)
@@ -306,7 +308,10 @@ def _write(
 
 
 def _assign(source: Source, limit: int | None) -> Iterator[tuple[str, str, int]]:
-    """Yield each text with its split, or the reason to omit it, and its hash; validation comes first."""
+    """Yield each text with its split and its hash, in the order of the source's splits.
+
+    A text to omit has the reason, "empty" or "duplicate", in place of its split.
+    """
     most, held_out = limit or sys.maxsize, set[int]()
     for split in source.splits:  # None means one stream
         for text in islice(source.read(split), most):
@@ -363,9 +368,9 @@ def _expect_settings(folder: Path, before: dict[str, Any], asked: dict[str, Any]
 
 @contextlib.contextmanager
 def _draft_of(folder: Path) -> Iterator[Path]:
-    """Yield the hidden draft folder, which remains if a run is interrupted after saving progress.
+    """Yield the hidden draft folder. It remains on disk if a run is interrupted after saving progress.
 
-    A lock lets one process prepare while others wait. Disk errors become InputError.
+    While one process prepares, a lock makes the others wait. Disk errors become InputError.
     """
     draft = folder.with_name(f".{folder.name}.draft")
     try:

@@ -35,7 +35,7 @@ class Texts(ABC):
 
     @abstractmethod
     def texts(self) -> Sequence[str]:
-        """Return the texts; each contains a word.
+        """Return the texts. None of them is blank.
 
         Raises:
             InputError: The data is missing, or a text is blank.
@@ -129,7 +129,7 @@ class CorpusTexts(Texts):
 
     def __post_init__(self) -> None:
         refuse_below_one(num_texts=self.num_texts)
-        self._windows()  # raises for options out of range
+        self._windows()  # raises if an option is out of range
 
     def texts(self) -> Sequence[str]:
         return self._texts
@@ -139,7 +139,8 @@ class CorpusTexts(Texts):
         tokenizer = load_tokenizer(tokenizer_of(self.tokenizer, self.corpus)).tokenizer
         num, drawn, texts = self.num_texts, 0, list[str]()
         while len(texts) < self.num_texts:
-            windows = self._windows(num).windows()  # a larger draw begins with the windows of a smaller one
+            # A larger draw begins with the windows of a smaller one, so earlier texts stay.
+            windows = self._windows(num).windows()
             if len(windows) == drawn:
                 there = f"the {self.split} split of {self.corpus} has {len(texts)} windows with words"
                 raise InputError(f"texts: {there}, expected {self.num_texts}: ask for fewer")
@@ -185,7 +186,7 @@ class TextBatches(_EncodedBatches):
         texts: The texts.
         tokenizer: A local path, a name on the Hub, or `bpe:SIZE`.
         corpus: The corpus that the tokenizer `bpe:SIZE` is trained on.
-        max_tokens: Longer texts are truncated. The user must keep this within the model's limit.
+        max_tokens: Longer texts are truncated. The user must choose at most the model's limit.
         batch_size: Texts per batch; the last batch may be smaller.
     """
 
@@ -254,7 +255,7 @@ class BenchmarkPrompts(_EncodedBatches):
 
     Prompt i comes from benchmark i mod 6, so any number of prompts covers the benchmarks evenly. A larger set begins
     with the prompts of a smaller one. The rows drawn depend only on `seed` and the benchmark, so every model is
-    measured on the same texts. They are tokenized by the model's tokenizer, with its special tokens.
+    measured on the same texts. `tokenizer` tokenizes them, with its special tokens.
 
     Source: Aubry, Meng, Sugolov, Papyan, arXiv 2407.07810, with 1,200 prompts from these test sets. The paper does not
     say which rows and columns it used.
@@ -327,7 +328,7 @@ _ROWS = ("1234567890-", "qwertyuiop[", "asdfghjkl;'", "zxcvbnm,./")
 
 
 def _neighbours() -> dict[str, str]:
-    """Map each key of a US keyboard to its neighbours; each row is shifted by half a key against the one above."""
+    """Return the neighbours of each key of a US keyboard. Each row is half a key to the right of the row above."""
     near: dict[str, str] = {}
     for y, row in enumerate(_ROWS):
         for x, key in enumerate(row):
@@ -349,8 +350,8 @@ class Views:
 
     texts: list[list[str]]  # texts[v][i]: view v of text i
     num_equal: int  # texts with two equal views
-    num_unchanged: int  # texts without a word of four characters: their views equal the text
-    changed_fraction: float  # average fraction of words that a view changes
+    num_unchanged: int  # texts without a word of 4 or more characters: their views equal the text
+    changed_fraction: float  # fraction of all words that a view changes, averaged over views
 
 
 def make_views(
@@ -360,8 +361,9 @@ def make_views(
 
     A view is made in three steps. `split` inserts a space into words, `random character` replaces characters by a
     random letter or digit, and `keyboard` replaces characters by a neighbouring key. Each step changes ceil(share x
-    words) words of a text, at least one and at most `max_words`, all of 4 or more characters. The last two steps change
-    ceil(share x length) characters of each word. A view depends on the seed, the view's index and the text's index.
+    words) random words of a text, at least one and at most `max_words`, all of 4 or more characters. The last two steps
+    change ceil(share x length) characters of each of these words. All draws depend on the seed, the view's index and
+    the text's index.
 
     White space between words is preserved. If all words of a text have fewer than 4 characters, its views equal the
     text, and it counts as a text with equal views.
@@ -379,7 +381,7 @@ def make_views(
     if num_equal > MAX_EQUAL * len(texts):
         what = f"{num_equal} of {len(texts)} texts have two equal views, expected at most {MAX_EQUAL:.0%}"
         raise InputError(f"views: {what}: give texts with words of {MIN_CHARACTERS} or more characters")
-    changed = [  # number of words of each text that are missing in its views
+    changed = [  # number of words of each text that are missing in each of its views
         (Counter(text.split()) - Counter(view[row].split())).total() for view in views for row, text in enumerate(texts)
     ]
     num_words = num_views * sum(len(text.split()) for text in texts)
@@ -411,11 +413,12 @@ def make_view(text: str, random_state: tuple[int, int, int], *, share: float = 0
 
 
 def _perturbed(word: str, draw: random.Random, share: float, letters: str | None) -> str:
-    """Replace a share of the characters of a word by random `letters`, or by neighbouring keys if None."""
+    """Replace a share of the characters of a word by random `letters`, or by neighbouring keys if `letters` is None."""
     chars = list(word)
     for index in sorted(draw.sample(range(len(word)), math.ceil(share * len(word))), reverse=True):
         choices = _NEIGHBOURS.get(word[index], "") if letters is None else letters.replace(word[index], "")
-        chars[index] = draw.choice(choices) if choices else word[index]  # not on the keyboard
+        # A character that is not on the keyboard stays.
+        chars[index] = draw.choice(choices) if choices else word[index]
     return "".join(chars)
 
 

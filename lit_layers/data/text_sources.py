@@ -19,7 +19,8 @@ from lit_layers.files.hub import hub_errors
 from lit_layers.identity import sha16
 from lit_layers.tasks.task_files import json_objects, open_parquet
 
-SPLITS = ("validation", "train")  # validation first: training documents that repeat it can then be dropped
+# Validation comes first, so that training documents that repeat a validation document can be dropped.
+SPLITS = ("validation", "train")
 CONVERTED = "refs/convert/parquet"
 ALIASES = {
     "openwebtext": f"Skylion007/openwebtext@{CONVERTED}:plain_text",
@@ -30,9 +31,9 @@ ALIASES = {
 class Source(ABC):
     """A corpus that can be read in a fixed order.
 
-    `splits` is `("validation", "train")` if the source has its own splits. It is `(None,)` if the source is one stream:
-    then a hash of each document's text decides whether it is held out, and `validation` is the share held out. Equal
-    documents fall into the same split on every machine.
+    `splits` is `("validation", "train")` if the source has its own splits, and `(None,)` if it is one stream. In a
+    stream, a hash of each document's text decides whether the document is held out. `validation` is the share held out.
+    Equal documents fall into the same split on every machine.
     """
 
     splits: tuple[str | None, ...] = (None,)
@@ -51,7 +52,7 @@ class Source(ABC):
         """Yield the texts of a split."""
 
     def pin(self) -> None:  # noqa: B027 - most sources have nothing to fix
-        """Fix the revision of a source that may change."""
+        """Fix the revision if the source may change."""
 
 
 def open_source(
@@ -85,10 +86,10 @@ def is_held_out(value: int, share: float) -> bool:
     return value < share * 2**64
 
 
-# Installed packages, tests, data tables, and packages that distributions often omit.
+# Folders that are not read: installed packages, tests, data tables, and packages that distributions often omit.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "encodings"}
-LEFT_OUT |= {"turtledemo", "pydoc_data"}  # each topic in pydoc_data is read as its own document
-GENERATED = "_sysconfigdata"  # written when Python was built, so it differs between machines
+LEFT_OUT |= {"turtledemo", "pydoc_data"}  # `documents` reads each topic of pydoc_data separately
+GENERATED = "_sysconfigdata"  # the build of Python writes this file, so it differs between machines
 TOPICS = Path("pydoc_data/topics.py")
 
 
@@ -106,7 +107,7 @@ class PythonSources(Source):
 
     @cached_property
     def files(self) -> list[Path]:
-        """Sorted paths relative to the root."""
+        """Return the sorted paths of the source files, relative to the root."""
         files = []
         for folder, subfolders, names in os.walk(self.root):
             subfolders[:] = [name for name in subfolders if name not in LEFT_OUT and not name.startswith("config-")]
@@ -144,7 +145,7 @@ class PythonSources(Source):
 
 _AGAIN = "check the name and the network, then run again"
 TITLE = re.compile(r" = [^=].* = \n")  # first line of an article; " = = Section = = \n" is a section
-LINE_ROWS = ("Salesforce/wikitext",)  # data sets whose rows are single lines of a document
+LINE_ROWS = ("Salesforce/wikitext",)  # data sets in which each row is one line of a document
 
 
 class HubText(Source):
@@ -170,7 +171,7 @@ class HubText(Source):
         }
 
     def pin(self) -> None:
-        """Fix the revision to the named one or the newest commit, and find out which splits there are."""
+        """Fix the revision to the named one or the newest commit, and set the splits that the data set has."""
         from huggingface_hub import HfApi
 
         absent = f"the data set {self.name!r} is no local path and cannot be had from the Hub"
@@ -209,7 +210,7 @@ class HubText(Source):
             yield _text_of(row, self.column, self.name)
 
     def _open(self, split: str | None) -> Any:
-        import datasets  # takes seconds, and local corpora do not need it
+        import datasets  # the import takes seconds, and local corpora do not need it
 
         options: Any = {"data_dir" if self.named_revision == CONVERTED else "name": self.config or None}
         return datasets.load_dataset(self.name, split=split, revision=self.revision, streaming=True, **options)
@@ -224,7 +225,11 @@ SPLIT_NAME = re.compile(
 
 
 class LocalText(Source):
-    """The text files at or below a path, sorted by name; file or folder names such as `train` define splits."""
+    """The text files at or below a path, sorted by name.
+
+    The source has its own splits if the name or a folder of every file names one, such as `train` or `dev`, and if
+    train and validation are among them.
+    """
 
     def __init__(
         self, path: Path, *, column: str | None = None, separator: str | None = None, validation: float | None = None
@@ -278,7 +283,7 @@ class LocalText(Source):
 
     def _read_jsonl(self, file: Path) -> Iterator[str]:
         for row in json_objects(file):
-            # JSON can hold half a surrogate pair
+            # JSON can hold a lone surrogate, which UTF-8 cannot encode.
             yield _text_of(row, self.column, str(file)).encode("utf-8", "replace").decode()
 
     def _read_parquet(self, file: Path) -> Iterator[str]:

@@ -20,18 +20,20 @@ from lit_layers.files.hub import hub_errors
 from lit_layers.identity import hash_of
 
 END_OF_TEXT = "<|endoftext|>"
-ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "[SEP]")  # tried in this order if the tokenizer names no end token
+# Tried in this order if the tokenizer names no end token.
+ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "[SEP]")
 MAIN, CONFIG = "tokenizer.json", "tokenizer_config.json"
 COMPANIONS = (CONFIG, "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja")
 BYTES, MOST_TOKENS = 256, 2_000_000
 LONG_WORD = 1000  # characters; BPE training takes time quadratic in the length of a word
 _PARALLEL = "TOKENIZERS_PARALLELISM"
-_PID = os.getpid()  # forked children lack the threads of `tokenizers` and would wait for them forever
+# To recognise a forked child: it lacks the threads of `tokenizers` and would wait for them forever.
+_PID = os.getpid()
 
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer with the token that ends a document and its accompanying files."""
+    """A tokenizer, the token that ends a document, and the files next to `tokenizer.json` by name."""
 
     tokenizer: Tokenizer
     end_of_text: str
@@ -45,7 +47,7 @@ class TextTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Largest token id plus one, including added tokens: the rows that an embedding needs."""
+        """Return the largest token id plus one, including added tokens. An embedding needs so many rows."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
@@ -59,7 +61,7 @@ def bpe_size(spec: str) -> int | None:
 
 
 def train_bpe(texts: Iterable[str], size: int) -> TextTokenizer:
-    """Train a byte-level BPE of exactly `size` tokens; `<|endoftext|>` has id 0.
+    """Train a byte-level BPE of exactly `size` tokens. `<|endoftext|>` has id 0.
 
     Training is deterministic.
 
@@ -85,7 +87,7 @@ def train_bpe(texts: Iterable[str], size: int) -> TextTokenizer:
 
 
 def _split_long_words(texts: Iterable[str]) -> Iterator[str]:
-    """Split texts that contain a very long word: training on a word of megabytes would take days."""
+    """Split texts that contain a very long word. Training on a word of megabytes would take days."""
     for text in texts:
         if len(text) < LONG_WORD or max(map(len, text.split()), default=0) < LONG_WORD:
             yield text
@@ -147,7 +149,8 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
     return _content_hash(tokenizer.to_str())
 
 
-@lru_cache(maxsize=4)  # hashing takes six times as long as `to_str`, and each analysis needs it
+# Cached, because each analysis needs the hash, and hashing takes six times as long as `to_str`.
+@lru_cache(maxsize=4)
 def _content_hash(text: str) -> str:
     parts = json.loads(text)
     model = {
@@ -163,9 +166,10 @@ def _content_hash(text: str) -> str:
 
 @contextlib.contextmanager
 def tokenizer_threads(*, every_core: bool = False) -> Iterator[None]:
-    """Restrict `tokenizers` to the calling thread, or with `every_core` let it use all cores outside of forks.
+    """Restrict `tokenizers` to the calling thread. With `every_core`, let it use all cores, except in a forked process.
 
-    Once `tokenizers` has started threads, it warns in every forked data loader, unless the environment variable is set.
+    Once `tokenizers` has started threads, it warns in every forked data loader, unless TOKENIZERS_PARALLELISM is set.
+    After a use with `every_core`, the variable therefore stays set.
     """
     before = os.environ.get(_PARALLEL, "false" if every_core else None)
     os.environ[_PARALLEL] = "true" if every_core and os.getpid() == _PID else "false"
@@ -199,8 +203,8 @@ def _load(main: Path, companions: dict[str, Path]) -> TextTokenizer:
 def _add_end(loaded: TextTokenizer) -> None:
     """Make the tokenizer append the end token when it adds special tokens, unless it already does.
 
-    transformers 4 obeyed add_eos_token in tokenizer_config.json, and encoders that pool the last token were trained
-    that way. transformers 5 only reads tokenizer.json.
+    Encoders that pool the last token were trained with transformers 4, which obeyed add_eos_token in
+    tokenizer_config.json. transformers 5 only reads tokenizer.json.
     """
     tokenizer, end = loaded.tokenizer, loaded.end_of_text
     if tokenizer.encode("a").ids[-1:] != [loaded.end_of_text_id]:

@@ -18,12 +18,12 @@ from lit_layers.schema import refuse_below_one
 
 KNOWN_COLUMNS = (("word", "answers"), ("word1", "word2"))  # BATS; counterfactual pairs of Park et al.
 LABELS = ["category", "category_id", "group"]
-MIN_PAIRS = 3  # fewest pairs for a meaningful mean over pairs of pairs
+MIN_PAIRS = 3  # with fewer pairs, a mean over pairs of pairs means little
 
 
 @dataclass(frozen=True, eq=False)
 class Category:
-    """The pairs of one relation; `first` and `second` are indices into `WordPairs.words()`."""
+    """The pairs of one relation. `first` and `second` are indices into `WordPairs.words()`."""
 
     name: str
     pairs: tuple[tuple[str, str], ...]
@@ -49,8 +49,8 @@ class WordPairs(Batches):
     is that of its last sub-token. If a row has several answers (a list, or separated by "/"), the first is used. The
     order inside a pair is that of the file. Pairs whose words have the same token ids are dropped and counted.
 
-    The batches contain every different word once. Words in a batch have the same number of tokens, so nothing is
-    padded, and a word has the same hidden states in all its pairs. `"positions"` (batch,) holds the positions.
+    The batches contain every distinct word once. Words in a batch have the same number of tokens, so nothing is padded,
+    and a word has the same hidden states in all its pairs. `"positions"` (batch,) holds the positions.
 
     Args:
         source: Path of the file. BATS has the columns `word` and `answers`; other files have `word1` and `word2`. A
@@ -77,7 +77,7 @@ class WordPairs(Batches):
         self.categories = None if self.categories is None else tuple(self.categories)  # recipes pass a list
 
     def words(self) -> list[Word]:
-        """Return every different word, in the order of the batches."""
+        """Return the distinct words, in the order of the batches."""
         return self._loaded[0]
 
     def category_pairs(self) -> tuple[Category, ...]:
@@ -118,7 +118,8 @@ class WordPairs(Batches):
         table, tokenizer = self._pairs, load_tokenizer(tokenizer_of(self.tokenizer, self.corpus))
         spelled = list(dict.fromkeys(table[["first", "second"]].to_numpy().ravel()))
         encoded = dict(zip(spelled, _encode(spelled, tokenizer), strict=True))
-        words = sorted(dict.fromkeys(encoded.values()), key=lambda word: len(word.ids))  # stable: file order
+        # The sort is stable: words of equal length stay in the order of the file.
+        words = sorted(dict.fromkeys(encoded.values()), key=lambda word: len(word.ids))
         index = {word: row for row, word in enumerate(words)}
         groups = table.groupby(LABELS, sort=False, dropna=False)
         categories = tuple(self._category(rows, encoded, index) for _, rows in groups)
@@ -158,7 +159,10 @@ def _encode(words: Sequence[str], tokenizer: TextTokenizer) -> list[Word]:
 
 
 def _read(path: Path) -> Any:
-    """Return one row per pair: the words `first` and `second`, and the labels, None without such a column."""
+    """Return a table with one row per pair: the words `first` and `second`, and the columns `LABELS`.
+
+    Labels that the file lacks are None, but a missing category becomes the name of the file.
+    """
     import pandas as pd
 
     table = _table(path)
