@@ -243,8 +243,8 @@ def _stage_row(what: str, stage: str, theirs: list[dict[str, Any]], ours: list[d
             (one["jacobians"] - other["jacobians"]).norm() / other["jacobians"].norm()
             for one, other in zip(ours, theirs, strict=True)
         ]
-        apart = [(one["pairs"] - other["pairs"]).abs().max() for one, other in zip(ours, theirs, strict=True)]
-        others |= {"Jacobians differ by": f"{max(far):.1e}", "miscouplings by": f"{max(apart):.1e}"}
+        differences = [(one["pairs"] - other["pairs"]).abs().max() for one, other in zip(ours, theirs, strict=True)]
+        others |= {"Jacobians differ by": f"{max(far):.1e}", "miscouplings by": f"{max(differences):.1e}"}
     return Row(f"{what}: {stage}", ratios(*([run[0] for run in side] for side in sides)), others=others)
 
 

@@ -41,8 +41,8 @@ def problem(options: argparse.Namespace, layer: int) -> tuple[Tensor, Tensor, Te
     labels = torch.randint(options.classes, (rows,), generator=generator)
     labels[: options.classes] = torch.arange(options.classes)
     centers = torch.randn(options.classes, dim, generator=generator)
-    apart = options.apart[0] + (options.apart[1] - options.apart[0]) * layer / max(1, options.layers - 1)
-    features = torch.randn(rows, dim, generator=generator).add_(centers[labels], alpha=apart)
+    distance = options.apart[0] + (options.apart[1] - options.apart[0]) * layer / max(1, options.layers - 1)
+    features = torch.randn(rows, dim, generator=generator).add_(centers[labels], alpha=distance)
     features = (features * torch.arange(1, dim + 1).pow(-0.7)) @ axes * 5 + torch.randn(dim, generator=generator)
     train = slice(0, options.rows)
     return features[train].clone(), labels[train], features[options.rows :].clone(), labels[options.rows :]
@@ -147,7 +147,9 @@ def main() -> int:
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--classes", type=int, default=77)
     add_options(parser)
-    parser.add_argument("--apart", type=float, nargs=2, default=[0.12, 0.3], help="classes of the first and last layer")
+    parser.add_argument(
+        "--apart", type=float, nargs=2, default=[0.12, 0.3], help="distance of classes at the first and last layer"
+    )
     parser.add_argument("--no-tight", dest="tight", action="store_false", help="leave the slow reference out")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--layer", type=int, help=argparse.SUPPRESS)

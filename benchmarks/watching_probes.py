@@ -45,8 +45,8 @@ def seconds_of(layer: int, options: argparse.Namespace) -> float:
     generator = torch.Generator().manual_seed(layer)
     labels = (options.classes * torch.rand(options.rows, generator=generator) ** 3).long()
     centers = torch.randn(options.classes, options.dim, generator=generator)
-    apart = 0.3 + 0.3 * layer / max(1, options.layers - 1)
-    features = torch.randn(options.rows, options.dim, generator=generator).add_(centers[labels], alpha=apart)
+    distance = 0.3 + 0.3 * layer / max(1, options.layers - 1)
+    features = torch.randn(options.rows, options.dim, generator=generator).add_(centers[labels], alpha=distance)
     features *= torch.arange(1, options.dim + 1).pow(-0.7)
     shuffled = labels[torch.randperm(options.rows, generator=generator)]
     layers, label_sets = features[None].to(options.device), [each.to(options.device) for each in (labels, shuffled)]

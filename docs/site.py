@@ -16,13 +16,13 @@ PAGES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changel
 ROOMS = {
     "functional": "Metrics: pure functions on tensors",
     "analyses": "Analyses: from a model to records",
-    "models": "Models, taken apart layer by layer",
+    "models": "Models as sequences of blocks",
     "series": "Checkpoint series",
-    "training": "Training, saving and measuring on the way",
+    "training": "Training, with saving and measuring",
     "data": "Texts, tokens and images",
     "tasks": "Tasks",
     "records": "Records and measurements",
-    "measuring": "Measuring models, without disturbing what trains",
+    "measuring": "Measuring models without changing their training",
 }
 REPORT = "sample_report.html"  # next to the page that describes it
 LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>(?!https?:|#)[^)\s]+)\)")
