@@ -1,1 +1,1 @@
-"""Block Jacobians, by reverse mode and by a faster route."""
+"""Jacobians of transformer blocks between tokens, by reverse mode and by a faster route that is also exact."""

@@ -1,4 +1,4 @@
-"""A block as one call, the same call for single tokens, its Jacobians by reverse mode, and its attention."""
+"""Calls of a block on whole prompts and on single tokens, Jacobians by reverse mode, and the attention of a block."""
 
 import contextlib
 import math
@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-# Names of arguments with key-value caches as tuples, from older releases. transformers' Cache is known by its class.
+# Names of arguments that hold key-value caches as tuples in older releases of transformers. Newer caches are recognised
+# by their class.
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
-# Tensors without a row per prompt. The ALiBi of MPT has a row per head, which could be taken for prompts if there are
-# as many prompts as heads.
+# Arguments that are the same for all prompts. The ALiBi of MPT has one row per head. With as many prompts as heads, its
+# rows could be mistaken for prompts.
 SHARED = ("position_bias",)
 
 
@@ -26,10 +27,10 @@ class Unsupported(Exception):
 
 
 class Alignment(NamedTuple):
-    """Maps a batch with padding before its texts to one with padding after them, and results back.
+    """Converts a batch with padding before its texts to one with padding after them, and converts results back.
 
     Padding of the aligned batch is a copy of the text's first token. In a restored result, padding before a text has
-    the value of its first token, and padding after it that of its last token.
+    the value of the first token, and padding after a text has the value of the last token.
     """
 
     order: Tensor  # (batch, tokens): input position of each token of the aligned batch
@@ -49,7 +50,7 @@ class Alignment(NamedTuple):
         return cls(torch.where(packed.values, packed.indices, first), inverse, packed.values, real)
 
     def align(self, values: Tensor) -> Tensor:
-        """Return the batch (batch, tokens, *n) with its padding after the texts."""
+        """Return `values` (batch, tokens, *n) with the padding moved to after the texts."""
         return _take_tokens(values, self.order)
 
     def restore(self, values: Tensor) -> Tensor:
@@ -62,40 +63,44 @@ class Alignment(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A block with the other arguments of one call."""
+    """A block with all arguments of one call except the hidden states."""
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        # `forward` and not `__call__`: hooks and gradient checkpointing are not part of the function.
+        # Call `forward`, not the module: hooks and gradient checkpointing are not part of the function.
         output = self.module.forward(hidden, *self.args, **self.kwargs)
         return output[0] if isinstance(output, tuple | list) else output
 
     def select(self, prompts: Tensor, pos: Tensor | None, shape: tuple[int, ...]) -> "Call":
-        """Return the call for single tokens as prompts of their own, or for whole prompts if `pos` is None."""
+        """Return the call, without caches, that treats each token at (prompts, pos) as a prompt of one token.
+
+        If `pos` is None, it takes the whole prompts with the indices `prompts`.
+        """
         args = tuple(None if is_cache(value) else value for value in self.args)
         kwargs = {name: None if name in _CACHES or is_cache(value) else value for name, value in self.kwargs.items()}
         return Call(self.module, _select(args, prompts, pos, shape), _select(kwargs, prompts, pos, shape))
 
 
 def is_cache(value: Any) -> bool:
-    # Compares names, so that blocks of timm do not import transformers.
+    # Compare names, so that blocks of timm do not import transformers.
     return any(base.__name__ == "Cache" for base in type(value).__mro__)
 
 
 def to_call(block: Callable[[Tensor], Tensor]) -> Call | None:
     """Return the module of a block with the arguments of its call, as a `Call`.
 
-    None if the block is no module, or if it has hooks of the user. What a hook does may depend on all tokens of the
-    call, so it would go wrong on single tokens.
+    Return None if the block is no module, or if it has hooks of the user. A hook may depend on all tokens of the call,
+    so its result could be wrong for single tokens.
     """
     if has_hooks(getattr(block, "module", block)):
         return None
     if isinstance(block, nn.Module):
         return Call(block, (), {})
-    if getattr(getattr(block, "layout", None), "axes", ()):  # the module lays out its states differently from its input
+    # The states of such a module have other axes than (batch, tokens, dim).
+    if getattr(getattr(block, "layout", None), "axes", ()):
         return None
     module, args, kwargs = (getattr(block, name, None) for name in ("module", "args", "kwargs"))
     if isinstance(module, nn.Module) and isinstance(args, tuple) and isinstance(kwargs, dict):
@@ -109,14 +114,14 @@ def has_hooks(module: Any) -> bool:
 
 
 def is_hooked(module: Any) -> bool:
-    """Return whether this module itself has a forward hook of the user; torch and transformers add their own."""
+    """Return whether this module itself has a forward hook that neither torch nor transformers added."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     return any(not getattr(hook, "__module__", "").startswith(("torch.", "transformers.")) for hook in hooks)
 
 
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Generator[None, None, None]:
-    """Put all submodules into evaluation mode inside, and restore the mode of each afterwards."""
+    """Put all submodules into evaluation mode inside the context, and restore the mode of each afterwards."""
     modes = [(part, part.training) for part in module.modules()]
     for part, training in modes:
         if training:
@@ -134,9 +139,9 @@ def _take_tokens(values: Tensor, pos: Tensor) -> Tensor:
 
 
 def _select(value: Any, prompts: Tensor, pos: Tensor | None, shape: tuple[int, ...]) -> Any:
-    """Return the arguments of a call for single tokens.
+    """Return the arguments of a call for single tokens, or for whole prompts if `pos` is None.
 
-    Each tensor with a row per prompt or per token keeps the rows of the selected tokens. Other values stay as they are.
+    Each tensor with a row per prompt or per token keeps the rows of the selected tokens. Other values are unchanged.
     """
     if isinstance(value, tuple | list):
         return type(value)(_select(item, prompts, pos, shape) for item in value)
@@ -156,7 +161,7 @@ def _select(value: Any, prompts: Tensor, pos: Tensor | None, shape: tuple[int, .
 # Vector-Jacobian products for many output coordinates at once, which give the Jacobian of any block.
 
 
-# Token rows in a chunk. More of them push the buffers of the backward pass out of the cache.
+# Rows times tokens in a chunk. With more, the buffers of the backward pass do not fit into the CPU cache.
 # Measured best at dim 128 and 768 on CPU.
 ROWS = 8192
 
@@ -167,14 +172,14 @@ def jacobians_by_reverse_mode(block: Callable[[Tensor], Tensor], hidden: Tensor,
     chunk = max(1, min(dim, ROWS // (batch * tokens)))
     prompts = torch.arange(batch, device=hidden.device)
     result = hidden.new_empty(batch, outs.shape[1], ins.shape[2], dim, dim)
-    # `pull_back` vmaps the backward pass. The fused attention kernels have no vmap rule, the plain kernel has one.
+    # `pull_back` vmaps the backward pass. The fused attention kernels have no vmap rule, but the math kernel has one.
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         leaf = hidden.detach().clone().requires_grad_()
         output = block(leaf)
         if not isinstance(output, Tensor) or output.shape != hidden.shape:
             got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(f"expected the block to return a tensor of shape {tuple(hidden.shape)}, got {got}")
-        if not output.requires_grad:  # a constant block, or one that detaches its input
+        if not output.requires_grad:  # the block ignores or detaches its input
             return result.zero_()
         for item in range(outs.shape[1]):
             selected = output[prompts, outs[:, item]]  # (batch, dim)
@@ -186,7 +191,10 @@ def jacobians_by_reverse_mode(block: Callable[[Tensor], Tensor], hidden: Tensor,
 
 
 def basis_rows(output: Tensor, rows: slice) -> Tensor:
-    """Return unit vectors as cotangents of an output (batch, dim), the same for every prompt: (rows, batch, dim)."""
+    """Return `rows` of the identity as cotangents of an output (batch, dim), the same for every prompt.
+
+    Shape (rows, batch, dim).
+    """
     basis = torch.eye(output.shape[-1], dtype=output.dtype, device=output.device)[rows]
     return basis[:, None].expand(-1, output.shape[0], -1)
 
@@ -200,7 +208,8 @@ def pull_back(outputs: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: S
             return list(torch.autograd.grad(outputs, leaves, cotangents, is_grads_batched=True, **call))
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:  # a custom autograd function without a vmap rule: one backward pass for each row
+    except RuntimeError as error:
+        # A custom autograd function has no vmap rule: run one backward pass for each row.
         if "vmap" not in str(error) and "functorch" not in str(error):
             raise
         single = [torch.autograd.grad(outputs, leaves, rows, **call) for rows in zip(*cotangents, strict=True)]
@@ -209,27 +218,28 @@ def pull_back(outputs: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: S
 
 # The attention of a block, expanded around single tokens, and the attention pattern of its heads.
 #
-# For one head and output token t, let the scores be s_n = c(q k_n) for the tokens n that t can see. The function c
-# scales, caps, and adds masks and position biases. The weights are p = softmax(s), the output is a = sum_n p_n v_n.
+# For one head and output token t, let the scores be s_n = c(q k_n) for the tokens n to which t can attend. The function
+# c scales, caps, and adds masks and position biases. The weights are p = softmax(s), the output is a = sum_n p_n v_n.
 # From dp_n = p_n (ds_n - sum_m p_m ds_m) follows da = sum_n p_n (v_n - a) ds_n + sum_n p_n dv_n. The output a is
 # subtracted because the weights always sum to 1. With ds_n = c'(q k_n) (dq k_n + q dk_n) and w_n = p_n c'(q k_n),
-# the output is, to first order in a change of
+# the output is, to first order in a change of one of these:
 #
 #     the query of t                   a + dq M        M = sum_n w_n k_n (v_n - a)'
 #     the key and value of token s     a + w_s (v_s - a) (q dk_s) + p_s dv_s
 #
-# The same-token Jacobian has all three terms, with s = t. From the rest of the prompt it needs only M, w_t, p_t and a,
-# whose sizes do not depend on the length of the prompt. This is why a long prompt costs no more than a short one.
+# The same-token Jacobian has all three terms, with s = t. All that it needs of the whole prompt are M, w_t, p_t and a.
+# Their sizes do not depend on the length of the prompt, so a long prompt costs no more than a short one.
 #
-# The module itself is called, so the following work without code per model: fused attention or matmul-softmax-matmul,
+# The module itself is called, so the following need no code per model: fused attention or matmul-softmax-matmul,
 # grouped heads, rotary tables, masks, windows, ALiBi, soft-capping. Anything else raises `Unsupported`.
 
 FUSED = F.scaled_dot_product_attention
 MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
 _SOFTMAXES = (F.softmax, torch.softmax, torch.Tensor.softmax)
-# torch.nn.MultiheadAttention calls this function. It asks `has_torch_function` first and, if a mode is active, passes
-# only itself to the mode, which then never sees the attention inside. `_opened` is a copy of the function in which
-# that question is answered with no. If a release of torch asks differently, the attention stays hidden.
+# torch.nn.MultiheadAttention calls this function, which first calls `has_torch_function`. If a TorchFunctionMode is
+# active, the function passes only itself to the mode, so the mode never sees the attention inside. `_opened` is a copy
+# of the function in which `has_torch_function` returns False. If a release of torch tests for a mode in another way,
+# the attention stays hidden.
 MODULE = F.multi_head_attention_forward
 _IS_OPEN = "has_torch_function" in MODULE.__code__.co_names
 
@@ -252,7 +262,7 @@ class Attention:
     key: Tensor
     value: Tensor
     weights: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # prompts, positions -> p, w (picked, heads, tokens)
-    matmuls: tuple[int, int] | None  # indices of the products for scores and output; None if attention is fused
+    matmuls: tuple[int, int] | None  # numbers of the products for scores and output; None if fused
     pattern: Callable[[int], Tensor]  # prompt index -> p of all its tokens, (heads, queries, keys)
 
     def expansion(self, prompts: Tensor, pos: Tensor) -> "Expansion":
@@ -261,8 +271,8 @@ class Attention:
         key, value = (expand_heads(states[prompts], heads) for states in (self.key, self.value))  # (picked, heads, ..)
         out = p[:, :, None] @ value  # (picked, heads, 1, head_dim)
         index = torch.arange(len(pos), device=pos.device)
-        # M = sum_n w_n k_n (v_n - a)' of the formulas above. `value - out` and not `value`: the weights sum to 1, so a
-        # change of one score also lowers the weights of all other tokens.
+        # `query_map` is M = sum_n w_n k_n (v_n - a)' of the formulas above. It has `value - out` and not `value`: the
+        # weights sum to 1, so a higher score of one token lowers the weights of all others.
         return Expansion(
             out=out,
             query=self.query[prompts, :, pos][:, :, None],
@@ -289,9 +299,9 @@ class Expansion(NamedTuple):
     query_map: Tensor  # (picked, heads, head_dim, head_dim)
 
     def check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Raise `Unsupported` if a token called on its own has another query, key or value than within its prompt.
+        """Raise `Unsupported` if the query, key or value of a token differs between a single call and its prompt.
 
-        The expansion holds only at the point around which it was made.
+        The expansion is valid only at the point around which it was computed.
         """
         heads = self.query.shape[1]
         if query.numel() != self.query.numel():
@@ -301,7 +311,7 @@ class Expansion(NamedTuple):
         _check_point(expand_heads(value, heads), self.value)
 
     def push_query(self, tangents: Tensor) -> Tensor:
-        """Return changes of the output (picked, heads x head_dim, num) from changes of the query (picked, .., num)."""
+        """Return output changes (picked, heads x head_dim, num) for changes of the query (picked, .., num)."""
         return (self.query_map.mT @ self._split_heads(tangents, self.query)).flatten(1, 2)
 
     def push_key(self, tangents: Tensor) -> Tensor:
@@ -319,7 +329,7 @@ class Expansion(NamedTuple):
 
 
 def record_attention(call: Callable[[Tensor], Tensor], hidden: Tensor) -> Attention:
-    """Return the attention of a block, which runs on whole prompts until it has attended.
+    """Run a block on whole prompts up to and including its attention, and return that attention.
 
     Raises:
         Unsupported: no attention of a known kind over the tokens of `hidden`.
@@ -340,9 +350,9 @@ class Done(Exception):
 
 
 class _Calls(TorchFunctionMode):
-    """Passes each function that a block calls to `handle`, including calls inside torch's attention module."""
+    """Passes each torch function that a block calls to `handle`, also those inside torch's attention module."""
 
-    module_kwargs: ClassVar[dict[str, Any]] = {}  # arguments that replace those of the attention module
+    module_kwargs: ClassVar[dict[str, Any]] = {}  # replace arguments of torch's attention module
 
     def __init__(self) -> None:
         super().__init__()
@@ -361,7 +371,7 @@ class _Calls(TorchFunctionMode):
         raise NotImplementedError
 
     def is_head_product(self, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-        """Count this call, and return True, if it is a matrix product of 4-dimensional tensors, as in attention."""
+        """Return whether a call is a matrix product of 4-dimensional tensors, as in attention, and count it if so."""
         is_product = func in MATMULS and args[0].ndim == 4 and args[1].ndim == 4
         self.products += is_product
         return is_product
@@ -384,7 +394,7 @@ class _Recorder(_Calls):
             return self._product(func, args)
         if self.scores is None or self.softmax is not None:
             return func(*args, **kwargs)
-        # Scaling, masks and soft-capping lie between scores and softmax. All act entry by entry.
+        # Between scores and softmax there are scaling, masks and soft-capping. All act entry by entry.
         with torch.enable_grad():
             output = func(*args, **kwargs)
         if func in _SOFTMAXES and output.shape == self.scores[3].shape:
@@ -394,7 +404,7 @@ class _Recorder(_Calls):
     def _product(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if self.softmax is not None and self.scores is not None:
             index, query, key, _ = self.scores
-            p, w = (part.to(query.dtype) for part in self.softmax)  # some models take the softmax in float32
+            p, w = (part.to(query.dtype) for part in self.softmax)  # softmax may be in float32
             self.attention = Attention(
                 query, key, args[1], lambda b, t: (p[b, :, t], w[b, :, t]), (index, self.products), lambda b: p[b]
             )
@@ -439,7 +449,7 @@ def _fused_attention(
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     heads, tokens = query.shape[1], key.shape[2]
 
-    # Fused kernels return no weights, so p is computed again from queries, keys and mask, only for the rows needed.
+    # Fused kernels return no weights, so p is recomputed from queries, keys and mask, but only for the requested rows.
     def shares(logits: Tensor, prompts: Tensor, pos: Tensor) -> Tensor:
         if is_causal:
             later = torch.arange(tokens, device=pos.device) > pos[:, None]
@@ -464,9 +474,9 @@ def _fused_attention(
 
 
 class Replay(_Calls):
-    """Replaces the output of the single attention call of a block that runs on single tokens."""
+    """Replaces the attention output of a block that runs on single tokens; the block may attend only once."""
 
-    # The recorded weights already include the masks. A mask for the whole prompt would not fit one token.
+    # The recorded weights already include the masks. A mask for the whole prompt does not have the shape for one token.
     module_kwargs: ClassVar = {"attn_mask": None, "key_padding_mask": None, "is_causal": False}
 
     def __init__(self, attention: Attention, answer: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
@@ -482,7 +492,7 @@ class Replay(_Calls):
         if self.attention.matmuls and self.is_head_product(func, args):
             if self.products == self.attention.matmuls[0]:
                 self.scored = args[0], args[1].mT
-                return args[0].new_zeros(*args[0].shape[:3], 1)  # a dummy, whose softmax is not used
+                return args[0].new_zeros(*args[0].shape[:3], 1)  # dummy scores, never used
             if self.products == self.attention.matmuls[1] and self.scored is not None:
                 return self._attend(*self.scored, args[1])
         return func(*args, **kwargs)
@@ -495,13 +505,13 @@ class Replay(_Calls):
 
 
 def expect_single_tokens(output: Tensor, states: Tensor) -> None:
-    """Raise `Unsupported` if a block makes several tokens of one, for example by a table over all positions."""
+    """Raise `Unsupported` if a block returns several tokens for one, as with a table of all positions."""
     if output.shape != (len(states), 1, states.shape[-1]):
         raise Unsupported("it does not make one token of one token")
 
 
 def expand_heads(grouped: Tensor, heads: int) -> Tensor:
-    """Return keys or values (picked, key_heads, ..) repeated for every query head."""
+    """Return keys or values (picked, key_heads, ..) repeated to one for each query head."""
     return grouped if grouped.shape[1] == heads else grouped.repeat_interleave(heads // grouped.shape[1], 1)
 
 
@@ -511,26 +521,26 @@ def sum_heads(values: Tensor, heads: int) -> Tensor:
 
 
 def _check_point(single: Tensor, expected: Tensor) -> None:
-    """Raise `Unsupported` if a tensor of a single token differs from the same tensor within its prompt."""
+    """Raise `Unsupported` if a tensor of a single token differs from that of the same token within its prompt."""
     tolerance = 1e-3 if single.dtype == torch.float32 else 1e-6
     if float((single.detach() - expected).norm()) > tolerance * float(expected.norm()):
         raise Unsupported("before its attention it does not treat a token alone as within its prompt")
 
 
-# Attention patterns. The block stops after its attention, and the weights follow from its queries, keys and mask. A
-# pattern therefore costs the query, key and value projections of a block, but no MLP and no graph.
+# Attention patterns. The block stops after its attention, and the weights are computed from its queries, keys and mask.
+# A pattern therefore costs the query, key and value projections of a block, but no MLP and no autograd graph.
 
 
 def read_attention(call: Callable[[Tensor], Tensor], hidden: Tensor) -> Attention:
-    """Return the attention of a block whose input is `hidden` (batch, tokens, dim).
+    """Return the attention of a block for the input `hidden` (batch, tokens, dim).
 
-    Real tokens come before padding in the result.
+    In the result, padding follows the real tokens of each prompt.
 
     Raises:
         Unsupported: no attention of a known kind over the tokens and prompts of `hidden`.
     """
     alignment = getattr(call, "alignment", None)
-    if alignment is not None:  # the batch had padding before its texts
+    if alignment is not None:  # padding comes before the texts
         call, hidden = call.aligned(), alignment.align(hidden)  # pyright: ignore[reportFunctionMemberAccess]
     with torch.no_grad():
         attention = record_attention(call, hidden)

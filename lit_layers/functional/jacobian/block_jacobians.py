@@ -1,16 +1,15 @@
-"""Block Jacobians: the derivative of a block's update of one token by the input of a token.
+"""Block Jacobians: the derivative of a block's update of one token with respect to the block's input at a token.
 
 Reverse mode through the block on whole prompts gives one row of J for each backward pass. That is dim passes, each
 over every token of the prompt.
 
-Only attention mixes tokens, which allows a faster route that is also exact. The route calls the block on the requested
-tokens only and replaces the attention output by its first-order expansion (formulas in `block_call.py`), so that the
-other tokens of the prompt cost nothing. It then cuts this call at its linear maps and multiplies their weights from
-the last to the first, in matrix products that serve all rows and tokens at once (`linear_cut.CutBlock`).
+Only attention mixes tokens, which allows a faster route that is also exact. The route calls the block only on the
+requested tokens and replaces the attention output by its first-order expansion (formulas in `block_call.py`). The other
+tokens of the prompt then cost nothing. Next, it cuts this call at its linear maps and multiplies their weights from the
+last to the first. Each matrix product serves all rows and tokens at once (`linear_cut.CutBlock`).
 
-The route relies on no list of known block classes, so it may meet a block that works differently. Its result is
-therefore compared with a derivative of the block itself before it is used. If the two differ, `route="auto"` falls back
-to reverse mode.
+The route has no list of known block classes, so a block may break its assumptions. Its result is therefore compared
+with a derivative of the block itself before it is used. If the two differ, `route="auto"` falls back to reverse mode.
 """
 
 import contextlib
@@ -63,12 +62,12 @@ def block_jacobian(
     Shapes: `(batch, dim, dim)` if both tokens are single (an int, or "same" for `in_tokens`); `(batch, out, dim, dim)`
     for several output tokens with "same"; `(batch, out, in, dim, dim)` otherwise.
 
-    Computed in the precision of `hidden`, without gradients of parameters and without a graph, in any gradient mode.
-    A module, or a block of a trajectory (an object with `module`, `args` and `kwargs`), is called on one token with its
-    attention expanded around the prompt. This is exact, and the cost does not grow with the length of the prompt. The
-    result is checked against the block's own derivative for each new layout of inputs and for new weights. If the check
-    fails, a warning says so once, and the Jacobian comes from reverse mode on whole prompts. Any other callable always
-    takes reverse mode.
+    Computed in the precision of `hidden`, under any gradient mode. Parameters get no gradients, and the result has no
+    graph. The fast route serves a module, or a block of a trajectory (an object with `module`, `args` and `kwargs`). It
+    calls the block on single tokens, with the attention expanded around the prompt. This is exact, and the cost does
+    not grow with the length of the prompt. The result is checked against the block's own derivative for each new layout
+    of inputs and for new weights. If the check fails, one warning is issued, and reverse mode on whole prompts computes
+    the Jacobian. For any other callable only reverse mode is used.
 
     Args:
         block: Maps hidden states to hidden states of the same shape. It must treat prompts independently and be in
@@ -92,7 +91,7 @@ def block_jacobian(
             "hides the Jacobian, so convert the model with .float()"
         )
     alignment: Alignment | None = getattr(block, "alignment", None)
-    if alignment is not None:  # a trajectory whose texts had padding before them
+    if alignment is not None:  # padding comes before the texts
         return block_jacobian(
             block.aligned(),  # pyright: ignore[reportFunctionMemberAccess]
             alignment.align(hidden),
@@ -102,7 +101,7 @@ def block_jacobian(
             residual=residual,
             route=route,
         )
-    # Inference tensors cannot enter an autograd graph, so everything is made outside inference mode.
+    # Inference tensors cannot enter an autograd graph, so all tensors are created outside inference mode.
     with torch.inference_mode(False), torch.no_grad():
         mask = torch.ones(hidden.shape[:2]).bool() if mask is None else mask.bool()
         mask = mask.to(hidden.device)
@@ -113,7 +112,7 @@ def block_jacobian(
         with exact_arithmetic(hidden.device):
             jacobians = _compute(block, hidden, outs, ins, route)  # (batch, out, in, dim, dim)
         if residual:
-            # d block(X)[t_out] / d X[t_in] = delta(t_out, t_in) I + J: only equal tokens have an identity to remove.
+            # d block(X)[t_out] / d X[t_in] = delta(t_out, t_in) I + J. So I is subtracted only if t_out equals t_in.
             skip = (outs[..., None] == ins)[..., None]
             jacobians.diagonal(dim1=-2, dim2=-1).sub_(skip.to(jacobians.dtype))
     if in_tokens == "same":
@@ -127,9 +126,9 @@ def block_jacobian(
 def token_positions(
     tokens: int | Sequence[int], mask: Bool[Tensor, "batch tokens"], name: str = "tokens"
 ) -> Int[Tensor, "batch picked"]:
-    """Return positions in the batch of tokens that are counted among the real tokens of each prompt.
+    """Return the positions in the padded batch of `tokens`, which are indices into the real tokens of each prompt.
 
-    Negative numbers count from the last real token.
+    Negative indices count from the last real token.
     """
     picked = [tokens] if isinstance(tokens, int) else list(tokens)
     real = mask.sum(1)
@@ -160,15 +159,16 @@ def _compute(block: Block, hidden: Tensor, outs: Tensor, ins: Tensor, route: Rou
 
 
 def _verified_jacobians(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor) -> Tensor:
-    """Return Jacobians by the fast route, checked once against the block's own derivative.
+    """Return Jacobians by the fast route; check them once against the block's own derivative.
 
-    The check is repeated when the weights or the layout of the inputs change.
+    The check is repeated for new weights, layouts of the inputs or positions.
     """
     checks = _verified.setdefault(call.module, {})
     layout = (hidden.shape[1:], hidden.dtype, hidden.device, _layout(call.args), _layout(call.kwargs))
-    # Pairs of different tokens take another code path. A route may be right at one position and wrong at another.
+    # Pairs of different tokens take another code path, and the route may be right at one position and wrong at another.
+    # So the key also holds the positions.
     layout = (*layout, bool((outs[..., None] == ins).all()), tuple(outs[0].tolist()))
-    # A branch that starts at zero passes any check, so the check is repeated when weights change.
+    # A branch whose weights are still zero passes any check, so the check is repeated when weights change.
     weights = _weights_of(call.module)
     checked, reason = checks.get(layout, (None, ""))
     if checked == weights and reason:
@@ -177,10 +177,10 @@ def _verified_jacobians(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor) -
         jacobians = _jacobians_of_tokens(call, hidden, outs, ins)
         if checked != weights:
             error = _disagreement(call, hidden, outs, ins, jacobians)
-            # Some models compute RMSNorm or rotary tables in float32 also in a float64 model: hence 1e-6 and not 1e-12.
+            # Some float64 models compute RMSNorm or rotary tables in float32: hence 1e-6 and not 1e-12.
             tolerance = 1e-4 if hidden.dtype == torch.float32 else 1e-6
             if math.isnan(error):
-                return jacobians  # a diverged model, whose derivative proves nothing
+                return jacobians  # the model has diverged: no check is possible
             if not error <= tolerance:
                 raise Unsupported(f"it differs from the block's own derivative by {error:.1e}")
     except torch.OutOfMemoryError:
@@ -196,13 +196,13 @@ def _verified_jacobians(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor) -
 def _weights_of(module: nn.Module) -> tuple[int, ...]:
     """Return a value that changes when a weight is written or replaced.
 
-    It holds the memory addresses of all parameters and buffers, and how often they were written in place.
+    It combines the memory addresses of all parameters and buffers, and how often they were written in place.
     """
     tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_inference()]
     return len(tensors), sum(tensor._version for tensor in tensors), hash(tuple(t.data_ptr() for t in tensors))
 
 
-# For each module and layout of inputs: the weights that were checked, and the reason they failed ("" if none).
+# For each module and layout of inputs: the weights at the last check, and the reason of its failure ("" if it passed).
 _verified: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], tuple[tuple[int, ...], str]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -212,7 +212,7 @@ _warned: set[tuple[str, str]] = set()
 def _layout(value: Any) -> Any:
     """Return the types and shapes of the arguments of a block, without the values of tensors.
 
-    These decide how the arguments are cut to single tokens.
+    They determine how `_select` reduces the arguments to single tokens.
     """
     if isinstance(value, Tensor):
         return tuple(value.shape[1:]), value.dtype, value.shape[:1] == (1,)
@@ -236,7 +236,7 @@ def warn_once(block: Any, reason: str) -> None:
 
 @contextlib.contextmanager
 def exact_arithmetic(device: torch.device) -> Generator[None, None, None]:
-    """Switch off autocast and TF32 inside, also if the surrounding training uses them."""
+    """Switch off autocast and TF32 inside the context, even if the surrounding training uses them."""
     precision = torch.get_float32_matmul_precision()
     with torch.autocast(device.type, enabled=False):
         try:
@@ -247,8 +247,8 @@ def exact_arithmetic(device: torch.device) -> Generator[None, None, None]:
 
 
 # The fast route. A transformer block mixes tokens only in its attention. So the block itself is called on single
-# tokens, and its attention returns a first-order expansion around the whole prompt. Value and derivative of the
-# expansion are exact at that point, hence the Jacobian is exact. Parallel and post-norm blocks need no special case.
+# tokens, and its attention is replaced by a first-order expansion around the whole prompt. Value and derivative of the
+# expansion are exact at that point, so the Jacobian is exact. Parallel and post-norm blocks need no special case.
 
 _ROWS = 2048  # cotangents in a chunk: measured best at dim 128 and 768 on CPU
 
@@ -257,7 +257,7 @@ def _jacobians_of_tokens(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor) 
     """Return the Jacobians of `jacobians_by_reverse_mode` by the fast route.
 
     Raises:
-        Unsupported: the block has no attention of a known kind, or depends on the token's position in another way.
+        Unsupported: the block has no attention of a known kind, or treats a token called by itself in another way.
     """
     _, tokens, dim = hidden.shape
     with torch.no_grad(), evaluating(call.module):
@@ -269,7 +269,7 @@ def _jacobians_of_tokens(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor) 
         )
         pairs = torch.stack([prompts.flatten(), outs[prompts, items].flatten(), ins.flatten()])  # (prompt, out, in)
         same = pairs[1] == pairs[2]
-        # Memory per picked token: cotangents (dim x ..) and score slopes over the prompt (heads x tokens x head_dim).
+        # Memory per picked token: cotangents (dim x ..), and keys and values of the prompt (heads x tokens x head_dim).
         size = max(1, min(_ROWS, 2**24 // max(dim, tokens * attention.query.shape[1] * attention.query.shape[3])))
         for route, chosen in ((_same_token, same), (_cross_token, ~same)):
             for where in chosen.nonzero()[:, 0].split(size):
@@ -281,10 +281,10 @@ def _jacobians_of_tokens(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor) 
 def _disagreement(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, jacobians: Tensor) -> float:
     """Return the largest relative error of `jacobians` against the block's own derivative.
 
-    Compares random combinations of rows, probe' J, for each input token. Errors are relative to the branch without its
-    skip, because a small branch must also be right. Rounding of the skip is allowed for. The cost is one forward pass
-    on the first prompt and one backward pass for its first and one for its last output token. NaN if the block's own
-    derivative is not finite.
+    Compares random combinations of rows, probe' J, for each input token. Errors are relative to the residual branch
+    without its skip, because a small branch must also be right. The error that rounding of the skip explains is
+    subtracted. The cost is one forward pass on the first prompt, and one backward pass each for its first and last
+    output token. NaN if the block's own derivative is not finite.
     """
     batch, tokens, dim = hidden.shape
     first = torch.zeros(1, dtype=torch.int64, device=hidden.device)
@@ -300,8 +300,8 @@ def _disagreement(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, jacobia
             exact, probe = exact[0, ins[0, item]].double(), probe.double()  # (in, dim), (dim,)
             if not bool(exact.isfinite().all()):
                 return math.nan
-            # I + J can hide an error of a small J: relative to |probe' (I + J)| it looks harmless. So the error is
-            # compared with the smaller of that and |probe' J|, after subtracting what rounding of I + J explains.
+            # I + J can hide an error of a small J, which is small relative to |probe' (I + J)|. So the error is divided
+            # by the smaller of this norm and |probe' J|, after the part that rounding of I + J explains is subtracted.
             skip = (outs[0, item] == ins[0, item])[:, None] * probe
             size = torch.minimum(exact.norm(dim=-1), (exact - skip).norm(dim=-1))
             rounding = 16 * torch.finfo(hidden.dtype).eps * exact.norm(dim=-1)
@@ -312,7 +312,7 @@ def _disagreement(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, jacobia
 
 
 def _same_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor) -> Tensor:
-    """Return (picked, dim, dim) for pairs (3, picked): prompt, output position, equal input position."""
+    """Return the same-token Jacobians (picked, dim, dim) of `pairs` (3, picked): prompt, output and input position."""
     return _cut_block(call, attention, hidden, *pairs[:2]).jacobians()
 
 
@@ -322,14 +322,14 @@ def _cut_block(call: Call, attention: Attention, hidden: Tensor, prompts: Tensor
 
 
 def _cross_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor) -> Tensor:
-    """Return the Jacobians of pairs of different tokens, (picked, dim, dim).
+    """Return the Jacobians (picked, dim, dim) of pairs of different tokens.
 
-    The input token reaches the output token only through its key and its value.
+    The input token affects the output token only through its key and its value.
     """
     prompts, outs, ins = pairs
     shape, dim = hidden.shape[:2], hidden.shape[2]
-    # J = [d out_t / d a] [w_s (v_s - a) (q dk_s) + p_s dv_s]: the first factor, from attention output a to the
-    # block output, is the same for all input tokens s of one output token t, so it is computed once for each t.
+    # J = [d out_t / d a] [w_s (v_s - a) (q dk_s) + p_s dv_s], with a the attention output. The first factor is the same
+    # for all input tokens s of one output token t, so it is computed once for each t.
     tokens, which = torch.unique(torch.stack([prompts, outs]), dim=1, return_inverse=True)
     cut = _cut_block(call, attention, hidden, *tokens)
     expansion = cut.expansion
@@ -341,7 +341,7 @@ def _cross_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor
     index = torch.arange(len(ins), device=ins.device)
     p, w = (part[index, :, ins][:, None, :, None, None] for part in (p, w))  # (picked, 1, heads, 1, 1)
     value = expand_heads(attention.value[prompts], heads)[index, :, ins][:, :, None]
-    # Cotangents of k_s and v_s: the transposes of the two terms above, applied to the rows of `after`.
+    # Cotangents of k_s and v_s: the transposes of the two terms above, applied to the rows of `after` (d out_t / d a).
     aligned = (after * (value - expansion.out[which])[:, None]).sum(-1, keepdim=True)
     for_key = w * aligned * expansion.query[which][:, None]  # (picked, dim, heads, 1, head_dim)
     for_value = p * after
@@ -352,7 +352,7 @@ def _cross_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor
         taken.extend((key, value))
         raise Done
 
-    # What is left is d(k_s, v_s) / d x_s: call the block on token s up to its attention, then pull the cotangents back.
+    # The last factor is d(k_s, v_s) / d x_s: call the block on token s up to its attention, then pull cotangents back.
     with torch.enable_grad():
         leaf = hidden[prompts, ins].detach().requires_grad_()
         with contextlib.suppress(Done), Replay(attention, take):

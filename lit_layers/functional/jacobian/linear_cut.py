@@ -7,10 +7,11 @@ input x be leaf z_0. Node n computes z_n = W_n u_n + b_n from u_n = f_n(z_0, ...
     dz_n/dx = W_n sum_(m < n) D_nm dz_m/dx,      D_nm = df_n/dz_m.
 
 Reverse mode carries cotangents G_n = d(output)/dz_n from the last node to the first: G_m += (G_n W_n) D_nm. Most D_nm
-are diagonal (an activation, a residual sum), so that multiplying by them costs one product per entry. Autograd applies
-the others (a norm). A linear map that ends the block has G_n = 1, and its product is its weight. Attention is no
-linear map. Its Jacobian J (see `block_call`) and the maps W that make its queries, keys and values are multiplied
-first, forwards, which costs only the products with the few terms of J. One product G J W then joins both sides.
+are diagonal (an activation, a residual sum), so that multiplying by them takes one multiplication per entry. Autograd
+applies the others (a norm). A linear map that ends the block has G_n = 1, and its product is its weight. Attention is
+no linear map. Its Jacobian J (see `block_call`) is first multiplied by the maps W that compute its queries, keys and
+values, in forward mode. This is cheap, because J has only the few terms given there. One product G (J W) then joins
+both sides.
 
 Cost for GPT-2 in operations, where a multiplication and an addition are two: 8 dim^3 for the first map of the MLP
 (dim x 4 dim x dim; the second map ends the block), 2 dim^3 for the output projection and 2 dim^3 to join the attention.
@@ -38,7 +39,7 @@ from lit_layers.functional.jacobian.block_call import (
 )
 
 _ADDMMS = (torch.addmm, torch.Tensor.addmm)
-# Most entries of the widest intermediate tensor. On a CPU 8 MB stay near the cache; a GPU is faster with long products.
+# Most entries of the widest intermediate tensor. On a CPU 8 MB fit into the cache. A GPU is faster with large products.
 _ENTRIES = {"cpu": 2**21}
 _ENTRIES_ELSEWHERE = 2**27
 
@@ -52,7 +53,7 @@ class Linear(NamedTuple):
 
 
 class Link(NamedTuple):
-    """Dependence of one tensor on one leaf: entry by entry with `slopes`, or another form if they are None."""
+    """Dependence of a tensor on a leaf: its Jacobian is diagonal with entries `slopes`, or not diagonal if None."""
 
     leaf: int
     slopes: Tensor | None  # (picked, width)
@@ -81,7 +82,7 @@ class _Replay(Replay):
         return output
 
     def _linear(self, output: Tensor, input_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if not input_.requires_grad or not output.requires_grad:  # a constant, or computed without gradients
+        if not input_.requires_grad or not output.requires_grad:  # no gradient passes
             return output
         if any(self._depends(constant) for constant in (weight, bias)):
             raise Unsupported("the weight or bias of a linear map depends on the input")
@@ -94,7 +95,7 @@ class _Replay(Replay):
         return leaf
 
     def _depends(self, tensor: Tensor | None) -> bool:
-        """Return whether a tensor depends on the states; most tensors have no history at all."""
+        """Return whether a tensor depends on the input states; most weights and biases have no autograd history."""
         if tensor is None or tensor.grad_fn is None:
             return False
         leaves = [self.states, *(node.output for node in self.nodes if node is not None)]
@@ -113,11 +114,11 @@ class CutBlock:
     """A block's call on single tokens (picked, dim), cut into pieces between linear maps.
 
     The pieces between two linear maps are element-wise functions and norms, whose derivative for one token is cheap.
-    The linear maps are weights that all tokens share. So d output / d input is a product of such factors, and a
+    The weights of the linear maps are the same for all tokens. So d output / d input is a product of such factors. A
     cotangent passes a linear map by one product with its weight, without autograd.
 
-    Leaf 0 is the input, leaf 1 + n is the output of node n. Cotangents are (rows, picked, width), or (rows, 1, width)
-    if they are the same for every token.
+    Leaf 0 is the input. Leaf n > 0 is the output of node n of the module docstring, which is `nodes[n - 1]`. Cotangents
+    are (rows, picked, width), or (rows, 1, width) if they are the same for every token.
 
     Raises:
         Unsupported: the block does not attend, or has a linear map over something other than single tokens.
@@ -167,13 +168,13 @@ class CutBlock:
         return (slice(start, min(start + size, self.dim)) for start in range(0, self.dim, size))
 
     def _joined(self) -> dict[int, Tensor]:
-        """Return the Jacobian of the attention output by the input of each linear map that feeds it.
+        """Return the Jacobians of the attention output with respect to the inputs of the linear maps that feed it.
 
-        Keys are leaves, values are (picked, heads x head_dim, in).
+        Keys are the indices of the maps' leaves, values are (picked, heads x head_dim, in).
         """
         maps: dict[int, Tensor] = {}
-        # Forward mode here: the tangents are the columns of the weights, so no product comes before the attention.
-        # Queries, keys and values mostly come from one input: their Jacobians are added before the product with G.
+        # This is forward mode: the tangents are the columns of the weights, so no product comes before the attention.
+        # Queries, keys and values mostly share one input. Their Jacobians are then added before the product with G.
         shared: dict[int, int] = {}
         pushes = self.expansion.push_query, self.expansion.push_key, self.expansion.push_value
         for end, push in zip(self.ends, pushes, strict=True):
@@ -186,21 +187,21 @@ class CutBlock:
         return maps
 
     def _cotangents(self, rows: slice, joined: dict[int, Tensor] | None) -> Tensor:
-        """Return rows (rows, picked, dim) of the Jacobian by the block's input.
+        """Return rows of the Jacobian with respect to the block's input, (rows, picked, dim).
 
-        Without `joined`, stop at the attention and return the rows of the Jacobian by the attention output.
+        Without `joined`, stop at the attention and return rows of the Jacobian with respect to the attention output.
         """
         pending: dict[int, Tensor] = {}
         slopes = {link.leaf: link.slopes[:, rows].T for link in self.links[0] if link.slopes is not None}
         others = [link for link in self.links[0] if link.slopes is None]
         if others:
             self._push(pending, self.output, others, self._basis(rows))
-        # Leaves are in the order of their computation. Going backwards, every tensor that depends on a leaf has added
-        # its cotangent before the leaf itself is visited.
+        # Leaves are in the order of their computation, and this loop goes backwards. So every tensor that depends on a
+        # leaf has added its cotangent before the leaf itself is visited.
         for leaf in range(len(self.nodes), 0, -1):
             node, grad, slope = self.nodes[leaf - 1], pending.pop(leaf, None), slopes.get(leaf)
             if node is None:
-                if slope is not None:  # the block output depends on the attention output entry by entry
+                if slope is not None:  # d output / d attention output is diagonal
                     grad = _add(grad, slope[..., None] * self._basis(rows))
                 if joined is None:
                     return self.output.new_zeros(len(range(self.dim)[rows]), 1, 1) if grad is None else grad
@@ -214,13 +215,13 @@ class CutBlock:
             if carried is not None:
                 self._push(pending, node.input, self.links[leaf], carried)
         result = pending.get(0, self._basis(rows) * 0)
-        if 0 in slopes:  # the skip: a diagonal, added without forming the identity matrix
+        if 0 in slopes:  # the skip connection: add to the diagonal only
             result = result.expand(-1, self.picked, -1).clone()
             result[:, :, rows].diagonal(dim1=0, dim2=2).add_(slopes[0].T)
         return result
 
     def _basis(self, rows: slice) -> Tensor:
-        """Return unit vectors of the output as cotangents, (rows, 1, dim)."""
+        """Return `rows` of the identity as cotangents of the output, (rows, 1, dim)."""
         basis = self.output.new_zeros(rows.stop - rows.start, 1, self.dim)
         basis[:, 0, rows].fill_diagonal_(1)
         return basis
@@ -233,7 +234,7 @@ class CutBlock:
             self._push(pending, node.input, self.links[leaf], (by_token @ jacobians).transpose(0, 1))
 
     def _push(self, pending: dict[int, Tensor], output: Tensor, links: Sequence[Link], cotangents: Tensor) -> None:
-        """Add the cotangents that pass through `output` to those of each leaf it depends on."""
+        """Pull the cotangents of `output` back to each leaf it depends on, and add them to `pending`."""
         others = [link.leaf for link in links if link.slopes is None]
         for link in links:
             if link.slopes is not None:
@@ -250,8 +251,8 @@ class CutBlock:
 def links_of(output: Tensor, leaves: Sequence[Tensor]) -> list[Link]:
     """Return the leaves that a tensor depends on.
 
-    J is taken as diagonal if J'r = r o J'1 for a random r (o entry by entry). Off-diagonal entries would have to cancel
-    by chance to pass this test.
+    The Jacobian J is taken as diagonal if J'r = r o J'1 for a random r, where o is the elementwise product.
+    Off-diagonal entries pass this test only if they cancel by chance.
     """
     if not output.requires_grad:
         return []
@@ -278,10 +279,10 @@ def links_of(output: Tensor, leaves: Sequence[Tensor]) -> list[Link]:
 
 
 def _push_forward(linear: Linear, end: Tensor) -> Tensor:
-    """Return d end / d input of a linear map that `end` depends on, (picked, *end, in).
+    """Return d end / d input, (picked, *end, in), for the input of a linear map that `end` depends on.
 
-    This is forward mode by double backward: the pull-back is linear in its cotangent, so its own pull-back carries
-    tangents forward.
+    This is forward mode by double backward: the pull-back is linear in its cotangent, so the pull-back of the pull-back
+    carries tangents forward.
     """
     cotangent = torch.zeros_like(end, requires_grad=True)
     (back,) = torch.autograd.grad(end, linear.output, cotangent, create_graph=True)
@@ -300,5 +301,5 @@ def _add(sum_: Tensor | None, term: Tensor) -> Tensor:
 
 
 def _gradients(output: Tensor, leaves: Sequence[Tensor], cotangent: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    """Return the gradients of one output by each leaf; None if the output does not depend on the leaf."""
+    """Return the gradient of an output with respect to each leaf; None if the output does not depend on the leaf."""
     return torch.autograd.grad(output, leaves, cotangent, retain_graph=True, allow_unused=True)
