@@ -1,4 +1,4 @@
-"""Probes that classify: logistic probes at the exact optimum, and a probe that selects tokens by a learned query."""
+"""Probes that classify: logistic probes, fast ones for use during training, and a probe with attention over tokens."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,15 +15,16 @@ from torch.nn.functional import cross_entropy
 
 from lit_layers.functional._checks import check_features, check_finite, feature_scaling, widened_chunks
 
-RESOLVED = 1e-8  # relative gain of a step below which rounding in float32 hides it
+RESOLVED = 1e-8  # smallest relative decrease that float32 resolves
 
 
 @dataclass(frozen=True, eq=False)
 class LogisticProbes:
     """One logistic probe per layer; see `fit_logistic_probes`.
 
-    Two classes have one logit, that of the second against the first. More classes have one logit each. A class without
-    training rows is in `num_classes` but not in `classes`. It is never predicted, and its log-probability is -inf.
+    Two classes share one logit, that of the second against the first. Three or more classes have one logit each. A
+    class without training rows counts in `num_classes`, but is not in `classes`. It is never predicted, and its
+    log-probability is -inf.
     """
 
     weight: Float[Tensor, "layers dim logits"]  # for (features - mean) / scale
@@ -77,16 +78,17 @@ def fit_logistic_probes(
 ) -> LogisticProbes:
     """Fit the L2-regularised logistic regression of the labels on each layer, equal to scikit-learn's with C = c.
 
-    Minimises c sum_i CE_i + |W|^2 / 2, with natural logarithms and a free intercept. Three or more classes share a
-    softmax with one weight vector each; two classes have one logit. Features are first centred and divided by the
-    training rows' population standard deviation (by 1 if it is 0). This makes the probabilities invariant to affine
-    maps of each feature. They do not depend on the order of rows, nor on the numbering of classes. Constant features
-    give the class frequencies. `c` multiplies a sum, so the regularisation weakens as rows are added.
+    Minimises c sum_i CE_i + |W|^2 / 2 over n rows, with natural logarithms and an intercept without penalty. Three or
+    more classes have a softmax with one weight vector each. Two classes have one logit. Features are first centred and
+    divided by the training rows' population standard deviation (by 1 if it is 0). This makes the probabilities
+    invariant to affine maps of each feature. They do not depend on the order of rows, nor on the numbering of classes.
+    If all features are constant, the probabilities are the class frequencies. `c` multiplies a sum, so the
+    regularisation weakens as rows are added.
 
-    A layer has converged if max |gradient| <= tolerance c n; `converged` marks the layers that have. The solver is
-    scipy's L-BFGS-B, in float32 until that no longer resolves the objective, then in float64. Features in float64 use
-    float64 throughout. Layers are fitted one at a time, so the features may be a memory-mapped tensor. `device` is
-    where to compute, by default the features' device. The probes are returned on the features' device.
+    `converged` marks the layers with max |gradient| <= tolerance c n. The solver is scipy's L-BFGS-B. It runs in
+    float32 until rounding hides the progress, then in float64. For features in float64 it only uses float64. Layers are
+    fitted one at a time, so the features may be a memory-mapped tensor. `device` is where to compute, by default the
+    features' device. The probes are returned on the features' device.
 
     Raises:
         ValueError: fewer than 2 classes, labels outside 0..num_classes - 1, features that are not finite, a `c` that is
@@ -102,7 +104,7 @@ def fit_logistic_probes(
     for layer in range(len(features)):
         rows = PrincipalRows(features[layer].detach().to(device), layer)
         point = rows.spread.new_zeros(len(rows.spread) + 1, len(classes))
-        point[-1] = share.log()  # no weights; biases that give the class shares
+        point[-1] = share.log()  # predicts the class shares
         is_solved = partial(rows.is_solved, tolerance=tolerance)
         found, left = Minimum(point, is_solved=False, num_iterations=0), max_iterations
         for dtype in dict.fromkeys((rows.inputs.dtype, torch.float64)):
@@ -116,13 +118,13 @@ def fit_logistic_probes(
 
 
 class PrincipalRows:
-    """The features of one layer, scaled and rotated to their principal axes, the largest axis last."""
+    """The features of one layer, standardised and rotated to their principal axes in order of increasing variance."""
 
     def __init__(self, features: Tensor, layer: int) -> None:
         check_finite(features[None], first_layer=layer)
         self.mean, self.scale = (part[0] for part in feature_scaling(features[None]))
         dtype = torch.float64 if features.dtype == torch.float64 else torch.float32
-        self.inputs = torch.empty_like(features, dtype=dtype)  # the only copy of the features, filled in chunks of rows
+        self.inputs = torch.empty_like(features, dtype=dtype)  # the only full copy of the features
         gram, start = torch.diag(torch.zeros_like(self.mean)), 0
         for chunk in widened_chunks(features[None]):
             rows = chunk[0].sub_(self.mean).div_(self.scale)
@@ -135,9 +137,9 @@ class PrincipalRows:
             part.copy_(part @ self.axes.to(dtype))
 
     def is_solved(self, slope: Float[Tensor, "inputs classes"], *, tolerance: float) -> bool:
-        """Return whether no entry of the gradient exceeds the tolerance in the coordinates of the features."""
-        # A rotation keeps the norm, and the largest entry is at least the root mean square. A gradient of larger norm
-        # can therefore be rejected without rotating it.
+        """Return whether no entry of the gradient exceeds the tolerance in the unrotated coordinates."""
+        # A rotation keeps the norm, and the largest entry is at least the root mean square. If that exceeds the
+        # tolerance, the answer is no without a rotation.
         if slope[:-1].norm() > tolerance * slope[:-1].numel() ** 0.5:
             return False
         return max(float((self.axes @ slope[:-1]).abs().max()), float(slope[-1].abs().max())) <= tolerance
@@ -145,7 +147,7 @@ class PrincipalRows:
     def probes(
         self, point: Tensor, classes: Tensor, num_classes: int, *, c: float, converged: bool = True
     ) -> LogisticProbes:
-        """Return the probe for the original features, from weights and biases (dim + 1, classes) for these rows."""
+        """Return the probe for the original features, from weights and biases (dim + 1, classes) for `inputs`."""
         weight, bias = self.axes @ point[:-1], point[-1] - point[-1].mean()
         if len(classes) == 2:
             weight, bias = weight[:, 1:] - weight[:, :1], bias[1:] - bias[:1]
@@ -158,13 +160,13 @@ class PrincipalRows:
 class Softmax:
     """The objective mean CE + penalty |W|^2 / 2 with one weight vector per class.
 
-    A point (dim + 1, classes), in float64, holds the weights and, in its last row, the biases. Logits are inputs W + b
-    + `offset`. The inputs are in their principal axes with mean squares `spread`, so that X'X is diagonal. If all rows
-    have the class shares p, the Hessian is (diag(p) - p p') x X'X / n + penalty. L-BFGS-B runs in coordinates in which
-    its diagonal is 1.
+    A point (dim + 1, classes), in float64, holds the weights and, in its last row, the biases. The logits are
+    inputs W + b + `offset`. The inputs X are in their principal axes with mean squares `spread`, so that X'X is
+    diagonal. If every row predicts the class shares p, the Hessian is the Kronecker product of diag(p) - p p' and
+    X'X / n, plus `penalty` on the diagonal. L-BFGS-B runs in scaled coordinates, in which the Hessian's diagonal is 1.
 
-    For two classes the optimum has W_0 = -W_1 = -w / 2, so |W|^2 = |w|^2 / 2. The problem with one logit w is therefore
-    this one with twice the penalty, and its gradient is that of W_1.
+    For two classes the optimum has W_0 = -W_1 = -w / 2, so |W|^2 = |w|^2 / 2. With twice the penalty this is therefore
+    the problem with one logit w, and the gradient of w equals that of W_1.
     """
 
     def __init__(
@@ -190,7 +192,7 @@ class Softmax:
         if self.offset is not None:
             logits.addmm_(self.inputs, params[:-1])
         right, top = logits[self.row, self.targets], logits.amax(-1, keepdim=True)
-        share = logits.sub_(top).exp_()  # in place: with many classes memory traffic takes the time
+        share = logits.sub_(top).exp_()  # in place: memory traffic limits the speed
         total = share.sum(-1, keepdim=True)
         loss = ((top + total.log())[:, 0] - right).double().mean()
         residual = share.div_(total)
@@ -202,7 +204,7 @@ class Softmax:
     def minimize(
         self, start: Tensor, max_iterations: int, is_solved: Callable[[Tensor], bool] | None = None
     ) -> "Minimum":
-        """Descend from `start` until `is_solved` of the gradient is true, iterations run out, or no step is found."""
+        """Minimise from `start` until the gradient passes `is_solved`, iterations run out, or no step is found."""
         last: tuple[float, Tensor] | None = None
         accepted: tuple[float, Tensor] | None = None
 
@@ -215,7 +217,7 @@ class Softmax:
             accepted = accepted or last
             return last[0], (self.unit * last[1]).flatten().cpu().numpy()
 
-        def stop(xk: np.ndarray) -> None:  # scipy calls this at the last evaluated point
+        def stop(xk: np.ndarray) -> None:  # scipy calls it after each step
             nonlocal accepted
             accepted = last
             if is_solved and last and is_solved(last[1]):
@@ -238,7 +240,7 @@ class Minimum(NamedTuple):
 
 
 def macro_f1(labels: Int[Tensor, " n"], predictions: Int[Tensor, " n"]) -> float:
-    """Return the unweighted mean F1 over the classes among the labels, in [0, 1]; 0 for a class never predicted."""
+    """Return the unweighted mean F1 over the classes in `labels`, in [0, 1]; a class never predicted has F1 = 0."""
     from sklearn.metrics import f1_score  # half a second to import
 
     truth, guessed = labels.cpu().numpy(), predictions.cpu().numpy()
@@ -257,7 +259,7 @@ def checked_classes(labels: Tensor, features: Tensor, num_classes: int | None) -
     return classes, targets, num_classes
 
 
-# The attentive probe: each head has one learned query over the states of a row's tokens.
+# The attentive probe: the learned query of each head attends to the states of a row's tokens.
 
 
 @dataclass(frozen=True)
@@ -275,7 +277,7 @@ class AttentiveProbe:
     def log_proba(
         self, states: Float[Tensor, "rows tokens dim"], mask: Bool[Tensor, "rows tokens"]
     ) -> Float[Tensor, "rows classes"]:
-        """Return class log-probabilities of rows that have a real token; padding is never attended to."""
+        """Return class log-probabilities of rows with at least one real token each; padding gets no attention."""
         standard = (_wide(states) - self.mean) / self.scale
         heads, head_dim = self.query.shape
         keys, values = ((standard @ each.T).unflatten(-1, (heads, head_dim)) for each in (self.key, self.value))
@@ -298,12 +300,12 @@ def fit_attentive_probe(
     weight_decay: float = 0.01,
     seed: int = 0,
 ) -> AttentiveProbe:
-    """Fit a linear classifier of attention-pooled states: W [sum_t a_ht V_h x_t]_h + b are the logits of a row.
+    """Fit a linear classifier of attention-pooled states, with logits W concat_h(sum_t a_ht V_h x_t) + b for a row.
 
-    Head h attends by a_h = softmax_t(q_h . K_h x_t / sqrt(dim / heads)), and x are the states of the row, standardised
-    over all real tokens of the rows. This probe can read information whose token differs from row to row, which a
-    linear probe of mean states cannot. Trained by AdamW with a cosine schedule from one seed: the same inputs on the
-    same device give the same probe. Computed in float32 or wider.
+    Head h has the attention weights a_h = softmax_t(q_h . K_h x_t / sqrt(dim / heads)). x are the states of the row,
+    standardised over the real tokens of all rows. This probe can read information that sits at another token in each
+    row, which a linear probe of mean states cannot. Trained by AdamW with a cosine schedule and one seed: the same
+    inputs on the same device give the same probe. Computed in float32 or wider.
 
     Source: El-Nouby et al., Scalable pre-training of large autoregressive image models, arXiv 2401.08541, section 4,
     after Chen et al., Context autoencoder, arXiv 2202.03026: cross-attention with a learned query, then a linear map.
@@ -353,10 +355,10 @@ def _wide(states: Tensor) -> Tensor:
 
 # Fast probes during training: a shrunk linear discriminant, then a few steps towards the logistic optimum.
 
-PENALTIES = [10 ** (exponent / 2) for exponent in range(2, -7, -1)]  # from 10 to 0.001, the strongest first
-SHRINKAGES = [10.0, 30.0, 3.0, 1.0]  # number of rows at the overall mean that are added to each class
+PENALTIES = [10 ** (exponent / 2) for exponent in range(2, -7, -1)]  # from 10 to 0.001
+SHRINKAGES = [10.0, 30.0, 3.0, 1.0]  # rows at the overall mean, added to each class
 NUM_FOLDS = 5
-ENOUGH = 500  # held-out rows: if one fold has this many, the others are not used
+ENOUGH = 500  # with this many rows the first fold is the only one held out
 STEPS, COMPONENTS = 4, 128
 LEAST_GAIN = 1e-3  # nats
 
@@ -369,27 +371,29 @@ def fit_watching_probes(
     groups: Int[Tensor, " n"] | None = None,
     device: torch.device | str | None = None,
 ) -> list[LogisticProbes]:
-    """Fit logistic probes of standardised features with nearly the best c, in seconds; one set for each labelling.
+    """Fit logistic probes of standardised features in seconds, with a tuned penalty; one set for each labelling.
 
-    **Start: a linear discriminant.** W is the mean covariance within classes, n_k the number of rows of class k, and
-    d_k their mean minus the mean of all rows, shrunk by n_k / (n_k + r). Class k has the weights (W + l)^-1 d_k and the
-    bias log(n_k / n) - q_k, where q_k is half the product of its weights with d_k. Weights and q_k are multiplied by a
-    factor t, because few rows in many dimensions make a discriminant too confident.
+    **Start: a linear discriminant.** S is the covariance within classes, pooled over classes, and n_k the number of
+    rows of class k. d_k is the mean of these rows minus the mean of all rows, multiplied by n_k / (n_k + r). Class k
+    has the weights (S + l I)^-1 d_k and the bias log(n_k / n) - q_k, where q_k is half the inner product of its weights
+    with d_k. Weights and q_k are multiplied by a factor t, because a discriminant of few rows in many dimensions is too
+    confident.
 
-    **Choice of l, r and t.** For each layer they have the lowest log-loss on held-out rows, which enter no moments. A
-    fifth of the rows is held out: once if that is at least 500 rows, else each fifth in turn. Rows with the same number
-    in `groups`, such as those of one text, are held out together. The result then does not depend on the order of rows.
-    If no t gains 0.001 nats over the class shares, the probe predicts the class shares.
+    **Choice of l, r and t.** For each layer they minimise the log-loss on held-out rows, which enter no means or
+    covariances. A fifth of the rows is held out: once if that is at least 500 rows, else each fifth in turn. Rows with
+    the same number in `groups`, such as those of one text, are held out together. With `groups`, the result does not
+    depend on the order of rows. If no t improves on the class shares by 0.001 nats, the probe predicts the class
+    shares.
 
-    **Refinement.** Classes of states are not Gaussian, so four steps of L-BFGS-B on all rows follow. They minimise the
+    **Refinement.** States of a class are not Gaussian, so four steps of L-BFGS-B on all rows follow. They reduce the
     mean log-loss plus |W - W_0|^2 / (2 c n), with W_0 the weights of the discriminant, along the 128 largest principal
-    components. Here c is t K / (l n) for K classes. With this c, a logistic probe holds the weights of a class of mean
-    size as strongly as the discriminant does.
+    components. Here c is t K / (l n) for K classes. With this c, the penalty of a logistic probe acts on a class of
+    mean size as strongly as l does in the discriminant.
 
-    The result's `c` is that c. `converged` is True, as the number of steps is fixed. `device` is where to compute, by
-    default the features' device. The probes are returned on the features' device.
+    The result's `c` is that c. `converged` is True, because the number of steps is fixed. `device` is where to compute,
+    by default the features' device. The probes are returned on the features' device.
 
-    Source: Friedman, Regularized discriminant analysis, 1989, for W + l. The factor and the steps are ours.
+    Source: Friedman, Regularized discriminant analysis, 1989, for S + l I. The factor t and the steps are ours.
 
     Raises:
         ValueError: fewer than 2 classes, labels outside 0..num_classes - 1, features that are not finite.
@@ -398,7 +402,7 @@ def fit_watching_probes(
     folds = fold_ids(features.shape[1], groups).to(device)
     fitted: list[list[LogisticProbes]] = [[] for _ in labellings]
     for layer in range(len(features)):
-        rows = PrincipalRows(features[layer].detach().to(device), layer)  # serves all labellings
+        rows = PrincipalRows(features[layer].detach().to(device), layer)
         for labels, probes in zip(labellings, fitted, strict=True):
             classes, targets, count = checked_classes(labels, features, num_classes)
             point, c = _fit(rows, targets.to(device), folds)
@@ -414,9 +418,9 @@ def fold_ids(num_rows: int, groups: Int[Tensor, " n"] | None = None) -> Int[Tens
 
 
 def held_out_rows(targets: Int[Tensor, " n"], folds: Int[Tensor, " n"]) -> list[Tensor]:
-    """Return the mask (n,) of each fold to hold out: one fold of at least 500 rows, or all five.
+    """Return the mask (n,) of each fold to hold out: only the first if it has at least 500 rows, otherwise all five.
 
-    A row is not held out if its class would have no other row. The list is empty if no row can be held out.
+    A row is not held out if no row of its class would remain. The list is empty if no row can be held out.
     """
     masks = []
     for fold in range(NUM_FOLDS):
@@ -433,14 +437,14 @@ class _Moments(NamedTuple):
 
     counts: Tensor  # (classes,)
     sums: Tensor  # (dim, classes)
-    squares: Tensor  # (dim, dim): sums of products of two inputs
+    squares: Tensor  # (dim, dim): X'X
 
     def minus(self, others: "_Moments") -> "_Moments":
         return _Moments(*(all_rows - theirs for all_rows, theirs in zip(self, others, strict=True)))
 
 
 def _class_sums(inputs: Tensor, targets: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Return the number of rows of each class (classes,) and their sums (dim, classes)."""
+    """Return the number of rows of each class (classes,) and the sum of these rows (dim, classes)."""
     sums = inputs.new_zeros(num_classes, inputs.shape[1], dtype=torch.float64)
     for rows, labels in zip(inputs.split(4096), targets.split(4096), strict=True):
         sums.index_add_(0, labels, rows.double())
@@ -448,7 +452,7 @@ def _class_sums(inputs: Tensor, targets: Tensor, num_classes: int) -> tuple[Tens
 
 
 class _Discriminant:
-    """The linear discriminant of some rows, with at least one row of each class."""
+    """The linear discriminant of a set of rows, which has at least one row of each class."""
 
     def __init__(self, moments: _Moments) -> None:
         self.counts, num_rows = moments.counts, moments.counts.sum()
@@ -458,18 +462,18 @@ class _Discriminant:
         self.within = (moments.squares - scaled @ scaled.T) / num_rows
 
     def weight(self, penalty: float) -> Tensor:
-        """Return the weights (dim, classes) for d_k without shrinkage."""
+        """Return the weights (dim, classes) for d_k before shrinkage."""
         held = self.within + penalty * torch.eye(len(self.within)).to(self.within)
         return torch.cholesky_solve(self.delta, torch.linalg.cholesky(held))
 
     def shrunk(self, weight: Tensor, shrinkage: float) -> tuple[Tensor, Tensor]:
-        """Return the shrinkage factor of the weights of each class (classes,), and q (classes,)."""
+        """Return the factor n_k / (n_k + r) of each class (classes,), and q_k (classes,)."""
         share = self.counts / (self.counts + shrinkage)
         return share, share.square() * (weight * self.delta).sum(0) / 2
 
 
 class _Choice(NamedTuple):
-    """The lowest log-loss of a discriminant on held-out rows, and the options that give it."""
+    """The lowest log-loss of discriminants on held-out rows, and the options that give it."""
 
     loss: float
     penalty: float
@@ -504,7 +508,10 @@ def _fit(rows: PrincipalRows, targets: Tensor, folds: Tensor) -> tuple[Tensor, f
 
 
 def _best_choice(parts: Sequence[_Discriminant], held: Sequence[tuple[Tensor, Tensor]]) -> _Choice:
-    """Return the penalty, then the shrinkage at it, then the factor with the lowest log-loss of the held-out rows."""
+    """Return the options with the lowest log-loss on held-out rows.
+
+    First the penalty is chosen, then the shrinkage for this penalty. Each candidate has its own best factor.
+    """
     best, weights, scores = _Choice(math.inf, PENALTIES[0], SHRINKAGES[0], 0.0), [], []
     if not parts:
         return best
@@ -519,7 +526,8 @@ def _best_choice(parts: Sequence[_Discriminant], held: Sequence[tuple[Tensor, Te
         factor = best_factor(prior, whole, truth)
         return _Choice(float(cross_entropy(prior + factor * whole, truth)), penalty, shrinkage, factor)
 
-    for penalty in PENALTIES:  # from strong to weak, assuming one minimum of the log-loss
+    # The strongest penalty comes first. The loop stops at the first rise: it assumes a single minimum of the log-loss.
+    for penalty in PENALTIES:
         new = [part.weight(penalty) for part in parts]
         logits = [(rows - part.mean.to(rows)) @ w.to(rows) for part, w, (rows, _) in zip(parts, new, held, strict=True)]
         choice = tune(penalty, SHRINKAGES[0], new, logits)
@@ -534,16 +542,16 @@ def _best_choice(parts: Sequence[_Discriminant], held: Sequence[tuple[Tensor, Te
 def best_factor(
     prior: Float[Tensor, "n classes"], scores: Float[Tensor, "n classes"], targets: Int[Tensor, " n"]
 ) -> float:
-    """Return the t with the lowest mean log-loss of softmax(prior + t scores), to 7%: from 1/256 to 16, or 0.
+    """Return the t with the lowest mean log-loss of softmax(prior + t scores): 0, or between 1/256 and 16 to within 7%.
 
     The log-loss is convex in t, but has no minimum if all rows are classified correctly. One more row is therefore
-    added to the n rows. Its label is each class in proportion to the share of that class.
+    added. Its label is spread over the classes in proportion to their shares.
     """
     by_share = (prior.softmax(-1) * scores).sum(-1).mean()
     right = (scores.gather(1, targets[:, None]).sum() + by_share) / (len(targets) + 1)
 
     def is_below(factor: float) -> bool:
-        """Return whether the log-loss falls as the factor rises from here."""
+        """Return whether `factor` is below the minimum: there the log-loss falls as the factor grows."""
         return bool(((prior + factor * scores).softmax(-1) * scores).sum(-1).mean() < right)
 
     low, high = -8.0, 4.0  # log2 of the factor

@@ -1,4 +1,4 @@
-"""Ridge regression and least squares of all layers at once, and how well a linear map predicts the next token."""
+"""Ridge regression and least squares of all layers at once, and the error of a linear map to the next token's id."""
 
 import math
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ from lit_layers.functional._checks import (
     widened_chunks,
 )
 
-# Squaring halves the digits of singular values. The smallest eigenvalue of X'X + penalty must be at least this share of
-# the largest; otherwise the singular values of X itself are used.
+# Squaring halves the digits of singular values. If the smallest eigenvalue of X'X + penalty I is below this share of
+# the largest, the singular values of X itself are used instead.
 SMALLEST_SHARE = 1e-10
 PENALTIES = [10 ** (exponent / 2) for exponent in range(10, -7, -1)]  # the strongest first
 
@@ -32,14 +32,14 @@ class RidgeProbes:
     bias: Float[Tensor, "layers outputs"]
     mean: Float[Tensor, "layers dim"]
     scale: Float[Tensor, "layers dim"]
-    target_mean: Float[Tensor, "*q"]  # mean over training rows, the prediction without features
+    target_mean: Float[Tensor, "*q"]  # over training rows: the prediction without features
     penalty: Float[Tensor, " layers"]
 
     def predict(self, features: Float[Tensor, "layers n dim"]) -> Float[Tensor, "layers n *q"]:
         """Return predictions in float64 with the shape of the targets: one number per row, or one for each output.
 
         Raises:
-            ValueError: features of other layers or width, or features that are not finite.
+            ValueError: another number of layers or width than in training, or features that are not finite.
         """
         check_features(features, self.weight)
         mean, scale, bias = self.mean[:, None], self.scale[:, None], self.bias[:, None]
@@ -54,22 +54,23 @@ def fit_ridge_probes(
     *,
     penalty: float | None = 1.0,
 ) -> RidgeProbes:
-    """Fit the linear regression of the targets on each layer's features, by squared errors plus a penalty.
+    """Fit a linear regression of the targets on the features of each layer, by least squares with an L2 penalty.
 
-    Minimises sum_i |y_i - W x_i - b|^2 + penalty |W|_F^2, with b free of penalty, as scikit-learn's
-    `Ridge(alpha=penalty)`. `penalty=0` is least squares. Of several solutions it takes the one with the smallest |W|_F,
-    and singular values of rounding size count as 0. Features are first centred and divided by the training rows'
-    population standard deviation (by 1 if it is 0). This makes predictions invariant to affine maps of each feature.
-    Constant features, or a single row, give the mean target. `penalty` is added to a sum, so the regularisation weakens
-    as rows are added.
+    Minimises sum_i |y_i - W x_i - b|^2 + penalty |W|_F^2 without penalty on b, as scikit-learn's
+    `Ridge(alpha=penalty)`. `penalty=0` is least squares. Among several solutions the one with the smallest |W|_F is
+    taken, and singular values of rounding size count as 0. Features are first centred and divided by the training rows'
+    population standard deviation (by 1 if it is 0). This makes predictions invariant to affine maps of each feature. If
+    all features are constant, or there is a single row, the prediction is the mean target. `penalty` is added to a sum,
+    so the regularisation weakens as rows are added.
 
-    With `penalty=None`, each layer gets its own penalty, from half decades between 1e-3 and 1e5. It is the one with the
-    lowest squared leave-one-out error, in closed form, and the strongest if several tie. Leaving a row out changes
-    every sum except the scale.
+    With `penalty=None`, each layer gets its own penalty between 1e-3 and 1e5, in half decades. It has the lowest
+    squared leave-one-out error, in closed form. If several tie, the strongest is taken. The row that is left out still
+    counts in the scale of the features, but in no other sum.
 
     Computed in float64, one layer and one chunk of rows at a time, so features may be a memory-mapped tensor. With a
-    penalty, the solution uses the eigenvalues of X'X, unless some are below 1e-10 of the largest even with the penalty.
-    It then uses the singular values of the R of a QR decomposition of X, which are not squared.
+    penalty, the solution uses the eigenvalues of X'X. If some of them plus the penalty are below 1e-10 of the largest,
+    it uses the singular values of X, from the R of a QR decomposition. It always does so without a penalty, or with a
+    given penalty and fewer rows than features.
 
     Raises:
         ValueError: targets with another number of rows, a value that is not finite, a penalty below 0.
@@ -114,13 +115,13 @@ def _fit(layer: Tensor, outputs: Tensor, penalty: float | None) -> tuple[Tensor,
 def _best_penalty(values: Tensor, cross: Tensor, chunks: Iterator[tuple[Tensor, Tensor]], num_rows: int) -> float:
     """Return the penalty with the lowest squared leave-one-out error.
 
-    The error of a left-out row is its residual in the fit of all rows over 1 - leverage.
+    The error of a left-out row is its residual in the fit of all rows, divided by 1 minus its leverage.
     """
     penalties = values.new_tensor(PENALTIES)
     inverse = 1 / (values[:, None] + penalties)  # (dim, penalties)
     errors = torch.zeros_like(penalties)
     for rows, y in chunks:
-        outside = 1 - 1 / num_rows - rows.square() @ inverse  # (rows, penalties)
+        outside = 1 - 1 / num_rows - rows.square() @ inverse  # 1 - leverage (rows, penalties)
         for column in range(len(penalties)):
             residual = y - rows @ (cross * inverse[:, column, None])
             errors[column] += (residual / outside[:, column, None]).square().sum()
@@ -137,18 +138,18 @@ def _chunks(layer: Tensor, mean: Tensor, scale: Tensor, targets: Tensor) -> Iter
 def _from_rows(layer: Tensor, mean: Tensor, scale: Tensor, targets: Tensor, penalty: float) -> Tensor:
     """Return the weights from the R of a QR decomposition of [X Y], updated chunk by chunk.
 
-    The part of R that belongs to X has the singular values of X, without squaring.
+    The columns of R that belong to X have the singular values of X, without squaring.
     """
     num_rows, dim = layer.shape[1:]
     triangle = targets.new_zeros(0, dim + targets.shape[1])
     for rows, y in _chunks(layer, mean, scale, targets):
         triangle = torch.linalg.qr(torch.cat([triangle, torch.cat([rows, y], 1)]), mode="r").R
     left, values, right = torch.linalg.svd(triangle[:, :dim], full_matrices=False)
-    # Singular values of directions without features come from two sources: rounding of the decomposition, and rounding
-    # of features whose mean is large against their deviation.
+    # Directions in which the features do not vary have singular values of rounding size. These come from rounding of
+    # the decomposition, and from rounding of features whose mean is large relative to their deviation.
     rounding = max(num_rows, dim) * values.max() + num_rows**0.5 * torch.linalg.vector_norm(mean / scale)
     nonzero = values > rounding * torch.finfo(values.dtype).eps
-    # Least squares is the limit of a vanishing penalty: its weight is 0 in these directions.
+    # The weight is 0 in these directions. For least squares this is the limit of a vanishing penalty.
     factors = torch.where(nonzero, values / (values.square() + penalty).where(nonzero, torch.ones_like(values)), 0.0)
     return right.T @ (factors[:, None] * (left.T @ triangle[:, dim:]))
 
@@ -160,15 +161,15 @@ def _outputs(targets: Tensor, num_rows: int) -> Tensor:
     return targets.detach().double().reshape(num_rows, -1)
 
 
-# Prediction residual: the share of the variance of the next token's id that a linear map of the states leaves. All
-# computed in float64.
+# Prediction residual: the share of the variance of the next token's id that a linear map of the states does not
+# explain. All computed in float64.
 
 Normalize = Literal["layer_norm", "rms_norm", "none"]
 
 
 @dataclass(frozen=True, eq=False)
 class PredictionResidual:
-    """Residual variance of the least squares of `prediction_residual`, per set of features."""
+    """Results of `prediction_residual` for each set of features."""
 
     value: Float[Tensor, "*n"]
     adjusted: Float[Tensor, "*n"]  # NaN if rank = num_rows - 1, where value is always 0
@@ -187,25 +188,24 @@ def prediction_residual(
 ) -> PredictionResidual:
     """Return 1 - R^2 of the ordinary least squares, with intercept, of next-token ids on the rows of the features.
 
-    `value` = mean squared residual / population variance of the ids, in sample over all rows, in [0, 1]. It is 0 if the
-    rank r of the centred features is m - 1 (generically m <= dim + 1). Useless features give 1 - r / (m - 1) in
+    `value` = mean squared residual / population variance of the ids, in [0, 1], fitted and scored on all rows. It is 0
+    if the rank r of the centred features is m - 1 (generically m <= dim + 1). Useless features give 1 - r / (m - 1) in
     expectation, so compare values only at equal m and dim. `adjusted` = value (m - 1) / (m - 1 - r) removes this
-    effect. With `split`, `held_out` is fitted on the rows where `split` is True and scored on the other rows over their
-    own variance. It may exceed 1. Several labellings at once, (m, q), give values (*n, q) from one decomposition.
+    effect. With `split`, `held_out` is fitted on the rows where `split` is True. It is scored on the other rows and
+    divided by their variance, so it may exceed 1. Several labellings (m, q) give values (*n, q) from one decomposition.
 
-    `normalize` acts on each row: "layer_norm" and "rms_norm" as a new norm with `eps` would, with weight 1 and bias 0.
-    The result is invariant to invertible affine maps of the normalised features and to affine maps of the ids. It is
-    not invariant to relabelling the vocabulary, whose order is roughly that of frequency.
+    `normalize` acts on each row: "layer_norm" and "rms_norm" as such a layer with `eps` does, with weight 1 and bias 0.
+    The result is invariant to invertible affine maps of the normalised features and to affine maps of the ids. It
+    depends on the numbering of the vocabulary, which is roughly ordered by frequency.
 
-    Solved by a QR decomposition of a few thousand rows at a time and an SVD of its triangle. Squares of the features,
-    which would lose digits, never appear. Memory in addition to the features: these rows and dim x dim numbers.
+    Solved by a QR decomposition of a few thousand rows at a time and an SVD of its triangle. The features are never
+    squared, which would lose digits. Memory in addition to the features: these rows and dim x dim numbers.
 
     Source: He & Su, arXiv 2408.13442.
 
     Raises:
         ValueError: fewer than 3 rows, equal ids (with `split` also among the scored rows), a value that is not finite,
-        an
-            unknown `normalize`.
+            or an unknown `normalize`.
     """
     check_option("normalize", normalize, "layer_norm", "rms_norm", "none")
     ids, num_rows = token_ids.cpu(), features.shape[-2]
@@ -243,7 +243,7 @@ def _layer_residual(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return value, adjusted and held-out value (q,) and the rank of one set of features (m, dim)."""
     num_rows = len(features)
-    # Subtracted from all rows, so that a large common offset costs no digits.
+    # The first row is subtracted from all rows, so that a large common offset costs no digits.
     origin = _normalized(features[:1], normalize, eps)
     triangle = _triangle(features[fitted] if with_split else features, targets[fitted], origin, normalize, eps)
     whole, held_out = triangle, torch.full_like(targets[0], math.nan)
@@ -265,7 +265,7 @@ def _layer_residual(
 def _triangle(features: Tensor, targets: Tensor, origin: Tensor, normalize: Normalize, eps: float) -> Tensor:
     """Return R of the QR decomposition of [1, features, targets].
 
-    Below its first row it holds the centred data, rotated.
+    The rows below its first one are an orthogonal transformation of the centred data.
     """
     dim, num_targets = features.shape[1], targets.shape[1]
     triangle = targets.new_zeros(0, 1 + dim + num_targets)
@@ -292,7 +292,7 @@ def _normalized(rows: Tensor, normalize: Normalize, eps: float) -> Tensor:
 
 
 def _decomposed(triangle: Tensor, num_targets: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Return singular vectors and values of the centred features, without those of rounding size, and their number."""
+    """Return the singular vectors and values of the centred features above rounding size, and their number."""
     features = triangle[1:, 1:-num_targets]
     left, values, right = torch.linalg.svd(features, full_matrices=False)
     if not len(values):
@@ -303,7 +303,7 @@ def _decomposed(triangle: Tensor, num_targets: int, num_rows: int) -> tuple[Tens
 
 
 def _solution(triangle: Tensor, num_targets: int) -> tuple[Tensor, Tensor]:
-    """Return weights (dim, q) of smallest norm and intercepts (q,) of the rows whose triangle this is."""
+    """Return weights (dim, q) of smallest norm and intercepts (q,) of the least squares of the rows of a triangle."""
     left, values, right, _ = _decomposed(triangle, num_targets, num_rows=len(triangle))
     weight = right.mT @ ((left.mT @ triangle[1:, -num_targets:]) / values[:, None])
     return weight, (triangle[0, -num_targets:] - triangle[0, 1:-num_targets] @ weight) / triangle[0, 0]
