@@ -1,7 +1,7 @@
-"""Entropy and rank of a set of vectors, and how invariant prompts are to their wording. All in float64, in nats.
+"""Entropy and rank of a set of vectors, and invariance of prompts to changes of their wording. All in float64, in nats.
 
-Rows are the tokens of one prompt, or one pooled vector per prompt. Padding never enters a value, on either side and
-whatever it holds. For every set, with p = sigma^2 / sum sigma^2 and q = sigma / sum sigma,
+Rows are the tokens of one prompt, or one pooled vector per prompt. Padding on either side never enters a value,
+whatever it contains. For every set, with p = sigma^2 / sum sigma^2 and q = sigma / sum sigma,
 
     participation_ratio = exp(S_2) <= exp(S_1) <= effective_rank <= rank <= min(rows, dim),
 
@@ -52,10 +52,10 @@ def renyi(shares: Tensor, alpha: float) -> Tensor:
 
 
 def renyi_of_matrices(matrices: Iterable[Tensor], alpha: float, *, frobenius: bool, size: Tensor | int) -> Tensor:
-    """Return the Renyi entropies (matrices, *n) of the eigenvalues of each matrix (*n, size, size) over their sum.
+    """Return the Renyi entropies (matrices, *n) of the eigenvalues of each matrix (*n, size, size).
 
-    Only positive eigenvalues count. With `frobenius` and alpha 2 the entropy is -log(sum K^2 / size^2) instead, which
-    is right only if the trace is the size.
+    Eigenvalues are divided by their sum. Only positive ones count. With `frobenius` and alpha 2 the entropy is
+    -log(sum K^2 / size^2) instead, which is right only if the trace equals the size.
     """
     if frobenius and alpha == 2:
         squares = torch.stack([matrix.square().sum((-2, -1)) for matrix in matrices])
@@ -75,7 +75,7 @@ def normalized(
     normalization: str,
     undefined: str,
 ) -> Tensor:
-    """Return the entropies divided as `normalization` asks, with NaN or an error for those with a problem."""
+    """Return the entropies divided as `normalization` says; those with a problem become NaN or raise."""
     if normalization == "raw":
         return checked(metric, values, problems, undefined)
     log_n = num_rows.clamp(min=1).double().log()
@@ -114,13 +114,13 @@ def matrix_entropy(
     normalization: Normalization = "raw",
     undefined: Undefined = "raise",
 ) -> PerSet:
-    """Return the Renyi entropy of order alpha, in nats, of the eigenvalues of ZZ' over their sum (alpha 1: Shannon).
+    """Return the Renyi entropy of order alpha, in nats, of the normalised eigenvalues of ZZ' (alpha 1: Shannon).
 
-    S_alpha = log(sum_i p_i^alpha) / (1 - alpha), with Z the rows and p_i the eigenvalues over their sum. Range [0, log
-    min(rows, dim)] for "raw": log N for N orthogonal rows of equal norm, 0 for rank one. Falls with alpha. Unchanged by
-    rotation, scaling, row order, sign flips of rows (not with `center` or `clamp`), zero padding of features and
-    stacking the rows twice. Unchanged by translation only with `center`. One token of huge norm sends the value to 0,
-    so compare it with and without `drop_first=1`.
+    S_alpha = log(sum_i p_i^alpha) / (1 - alpha), with Z the rows and p_i the eigenvalues of ZZ' divided by their sum.
+    Range [0, log min(rows, dim)] for "raw": log N for N orthogonal rows of equal norm, 0 for rank one. Falls with
+    alpha. Unchanged by rotation, scaling, row order, sign flips of rows (not with `center` or `clamp`), zero padding of
+    features and stacking the rows twice. Unchanged by translation only with `center`. One token of huge norm pulls the
+    value to 0, so compare it with and without `drop_first=1`.
 
     Args:
         rows: One set of vectors, or several in leading dimensions.
@@ -132,17 +132,17 @@ def matrix_entropy(
         side: With `clamp`, "smaller" takes the dim x dim matrix if there are more rows than dim.
         alpha2: "frobenius" computes alpha 2 as -log(sum K^2 / n^2), with n the size of the Gram matrix K. This is right
             only if the trace of K is n.
-        drop_first: Number of real rows to remove first. normalization: Divide by the logarithm of the number of rows
-        used (logN), of dim (logD), of the smaller of the two
-            (maxEntropy), or by both logarithms (logNlogD).
+        drop_first: Number of real rows to remove from the beginning.
+        normalization: Divide by the logarithm of the number of used rows (logN), of dim (logD), or of the smaller of
+            the two (maxEntropy). logNlogD divides by both logarithms.
         undefined: "raise", or "nan" for NaN instead of an error.
 
-    Source: Giraldo et al. 2014; Skean et al., arXiv 2502.02013, eq. 1. Their released code is center, unit, clamp,
-    side "smaller", and alpha2 "frobenius" for alpha 2.
+    Source: Giraldo et al. 2014; Skean et al., arXiv 2502.02013, eq. 1. The code of Skean et al. has `center`, `unit`,
+    `clamp`, side "smaller", and alpha2 "frobenius".
 
     Raises:
-        ValueError: a set without a row or with only zeros (with `center`: equal rows), with `unit` a zero row, or a
-            normalization by log 1; NaN there with `undefined="nan"`.
+        ValueError: a set without a row, or with only zero rows (with `center`: only equal rows). With `unit`, also a
+            set with a zero row. A normalization by log 1. Such a set is NaN with `undefined="nan"`.
     """
     check_option("side", side, "rows", "smaller")
     check_option("alpha2", alpha2, "spectrum", "frobenius")
@@ -166,10 +166,10 @@ def matrix_entropy(
 
 
 def dataset_entropy(pooled: Float[Tensor, "*n prompts dim"], **options: Any) -> PerSet:
-    """Return matrix_entropy, with its options, of one pooled vector per prompt.
+    """Return the `matrix_entropy` of pooled vectors, one for each prompt; `options` are passed on to it.
 
-    It grows with the number of prompts, so compare only equal numbers. The released code pools tokens that are centred
-    and scaled to norm 1 within each prompt, with clamp and side "smaller".
+    It grows with the number of prompts, so compare only sets of equally many prompts. The code of Skean et al. centres
+    tokens within each prompt, scales them to norm 1 and pools them. It has `clamp` and side "smaller".
 
     Source: Skean et al., arXiv 2502.02013, section 3.3.1.
     """
@@ -177,10 +177,10 @@ def dataset_entropy(pooled: Float[Tensor, "*n prompts dim"], **options: Any) -> 
 
 
 def effective_rank(rows: Rows, mask: Mask | None = None, *, undefined: Undefined = "raise", **options: Any) -> PerSet:
-    """Return the exponential of the entropy of the singular values (not squared) over their sum.
+    """Return the exponential of the Shannon entropy of the singular values divided by their sum, without squaring.
 
     Range [1, rank]: N for N orthogonal rows of equal norm, 1 for rank one. The options `center`, `unit` and
-    `drop_first`, the invariances and the undefined sets are those of matrix_entropy.
+    `drop_first`, the invariances and the undefined sets are those of `matrix_entropy`.
 
     Source: Roy & Vetterli 2007.
     """
@@ -190,9 +190,9 @@ def effective_rank(rows: Rows, mask: Mask | None = None, *, undefined: Undefined
 def rankme(
     rows: Rows, mask: Mask | None = None, *, eps: float = 1e-7, undefined: Undefined = "raise", **options: Any
 ) -> PerSet:
-    """Return effective_rank with `eps` added to each of the min(rows, dim) shares, which are not normalised again.
+    """Return `effective_rank` with `eps` added to each of the min(rows, dim) shares, which are not normalised again.
 
-    Range, options and undefined sets are those of effective_rank.
+    Range, options and undefined sets are those of `effective_rank`.
 
     Source: Garrido et al. 2023.
     """
@@ -205,7 +205,7 @@ def participation_ratio(
     """Return (sum sigma^2)^2 / sum sigma^4 = exp(S_2): about how many directions carry the variance.
 
     Range [1, rank]: N for N orthogonal rows of equal norm, 1 for rank one. Options and undefined sets are those of
-    effective_rank.
+    `effective_rank`.
     """
     return spectrum(rows, mask, **options).participation_ratio(undefined=undefined)
 
@@ -214,7 +214,7 @@ def participation_ratio(
 class Spectrum:
     """Singular values of each set, from which all entropies and ranks of this module follow."""
 
-    values: Float[Tensor, "*n rank"]  # descending, largest scaled to 1, rounding set to 0
+    values: Float[Tensor, "*n rank"]  # descending from 1, rounding set to 0
     num_rows: Int[Tensor, "*n"]
     dim: int
     problems: dict[str, Bool[Tensor, "*n"]] = field(default_factory=dict)
@@ -222,7 +222,7 @@ class Spectrum:
     def entropy(
         self, *, alpha: float = 1.0, normalization: Normalization = "raw", undefined: Undefined = "raise"
     ) -> PerSet:
-        """Return matrix_entropy of the sets."""
+        """Return the `matrix_entropy` of each set."""
         squares = self.values.square()
         values = renyi(squares / positive(squares.sum(-1, keepdim=True)), alpha)
         return normalized("matrix_entropy", values, self.problems, self.num_rows, self.dim, normalization, undefined)
@@ -281,8 +281,8 @@ def _prepared(
     return rows, num_rows, problems
 
 
-# How well states distinguish prompts, and how invariant they are to perturbed wording. Views of a prompt are pooled
-# vectors of perturbed copies of its text. Row i of every view belongs to prompt i.
+# How well states distinguish prompts, and how invariant they are to perturbations of the text. Views of a prompt are
+# pooled vectors of perturbed copies of its text. Row i of every view belongs to prompt i.
 
 View = Float[Tensor, "*n prompts dim"]
 Output = Literal["entropy", "rank"]
@@ -298,18 +298,18 @@ def infonce(
     form: Literal["ntxent", "cross"] = "ntxent",
     undefined: Undefined = "raise",
 ) -> PerSet:
-    """Return the cross-entropy of finding a prompt's other view among all views; lower is more invariant.
+    """Return the cross-entropy of identifying the other view of a prompt by its similarity; lower is more invariant.
 
-    "ntxent": each of the 2N rows of both views looks for its partner among the other 2N - 1 rows. Chance (all rows
+    "ntxent": each of the 2N rows of both views has to pick its partner among the other 2N - 1 rows. Chance (all rows
     equal) is log(2N - 1). The range with `unit` is [0, log(1 + (2N - 2) e^(2 / temperature))]. "cross": each row of A
-    looks for its partner among the N rows of B. Chance is log N, and log N minus the value is a lower bound of the
+    has to pick its partner among the N rows of B. Chance is log N, and log N minus the value is a lower bound of the
     mutual information of the views. `unit` scales rows to norm 1.
 
-    Unchanged by a joint rotation and by the order of prompts; for "ntxent" by a swap of the views; with `unit` by
-    scaling of rows.
+    Unchanged by a joint rotation and by the order of prompts. "ntxent" is unchanged by a swap of the views. With `unit`
+    the value is unchanged by scaling of rows.
 
-    Source: Chen et al. 2020 (NT-Xent); van den Oord et al. 2018. The released code of Skean et al. has unit False, and
-    in its later release form "cross".
+    Source: Chen et al. 2020 (NT-Xent); van den Oord et al. 2018. The code of Skean et al. has unit False. Its later
+    release has form "cross".
 
     Raises:
         ValueError: fewer than 2 prompts, an option out of range; with `unit` a zero row, or a row that is not finite
@@ -343,16 +343,16 @@ def dime(
 ) -> PerSet:
     """Return how much the joint entropy of two views grows if the prompts of one are shuffled: shared information.
 
-    Mean over permutations P of S_alpha(AA' o PBB'P') minus S_alpha(AA' o BB'), o entry by entry. Range about [0, log
-    N], sometimes slightly below 0. It is 0 if one view is the same for all prompts, or if the rows of each view are
-    orthogonal. It is a lower bound of the matrix mutual information if diagonals are constant, hence `unit`. Unchanged
-    by a rotation of either view and by a joint order of the prompts.
+    This is the mean over permutations P of S_alpha(AA' o PBB'P') minus S_alpha(AA' o BB'), where o is the elementwise
+    product. Range about [0, log N], sometimes slightly below 0. It is 0 if one view is the same for all prompts, or if
+    the rows of each view are orthogonal. It is a lower bound of the matrix mutual information if diagonals are
+    constant, which `unit` ensures. Unchanged by a rotation of either view and by a common reordering of the prompts.
 
-    `permutations` is the number of permutations drawn with `seed`, or gives them row by row. If there are more prompts
-    than dimensions, `side="smaller"` takes the dim x dim matrices and permutes features, which is another quantity.
-    `alpha2` and `normalization` are those of matrix_entropy.
+    `permutations` is the number of permutations drawn with `seed`, or a tensor with one permutation per row. If there
+    are more prompts than dimensions, `side="smaller"` takes the dim x dim matrices and permutes features, which is
+    another quantity. `alpha2` and `normalization` are those of `matrix_entropy`.
 
-    Source: Skean et al. 2023 (DiME). The released code of Skean et al. 2025 has unit False, side "smaller" and no seed.
+    Source: Skean et al. 2023 (DiME). The code of Skean et al. 2025 has unit False, side "smaller" and no seed.
 
     Raises:
         ValueError: fewer than 2 prompts, an option out of range; a view of zeros, with `unit` a zero row, or a row that
@@ -364,7 +364,7 @@ def dime(
     num_prompts, dim = view_a.shape[-2:]
     transposed = side == "smaller" and num_prompts > dim
     gram_a, gram_b = (products(view.mT if transposed else view) for view in (view_a, view_b))
-    if unit:  # rows have norm 1, or are zero if their norm overflowed float64
+    if unit:  # norms are 1, or 0 if they overflowed float64
         empty = [gram.diagonal(dim1=-2, dim2=-1).sum(-1) == 0 for gram in (gram_a, gram_b)]
     else:
         empty = [torch.count_nonzero(view, (-2, -1)) == 0 for view in (view_a, view_b)]
@@ -381,7 +381,7 @@ def dime(
 class LidarSums:
     """Running sums for `lidar` over batches of prompts.
 
-    Memory holds the scatter within prompts and the mean of each prompt, not the views.
+    They hold the scatter within prompts and the mean of each prompt, but not the views.
     """
 
     def __init__(self, views: Float[Tensor, "prompts views dim"] | None = None) -> None:
@@ -399,15 +399,15 @@ class LidarSums:
         """Add all views of further prompts.
 
         Raises:
-            ValueError: fewer than 2 views, or another number of views than before.
+            ValueError: fewer than 2 views, or a number of views that differs from the first batch.
         """
         views = widened(views)
         if views.shape[1] < 2 or (self.means and views.shape[1] != self.num_views):
             raise ValueError(f"expected at least 2 views of each prompt, as many as before, got {views.shape[1]}")
         self.num_views = views.shape[1]
-        # Differences x from the first view are exactly 0 for equal views; differences from a rounded mean are not. With
-        # t the sum of the x of n views, the scatter about the mean equals the scatter of the n - 1 rows x - t (1 -
-        # n^(-1/2)) / (n - 1) about 0.
+        # Differences x from the first view are exactly 0 for equal views. Differences from a rounded mean are not. With
+        # t the sum of the x over n views, the scatter about the mean equals the scatter about 0 of the n - 1 rows
+        # x - t (1 - n^(-1/2)) / (n - 1).
         diffs = views[:, 1:] - views[:, :1]
         total = diffs.sum(1)
         self.means.append(views[:, 0] + total / self.num_views)
@@ -416,9 +416,9 @@ class LidarSums:
         self.scatter = rows.mT @ rows + (0.0 if self.scatter is None else self.scatter)
 
     def scatter_over_delta(self, delta: float = 1e-4) -> float:
-        """Return the mean variance within prompts over delta.
+        """Return the mean variance within prompts divided by delta.
 
-        Below about 10, the value of `lidar` depends on delta as much as on the states.
+        If it is below about 10, the value of `lidar` depends on delta as much as on the states.
         """
         scatter = self.mean_scatter()
         return (scatter.trace() / (len(scatter) * delta)).item()
@@ -441,23 +441,22 @@ def lidar(
     normalization: Normalization = "raw",
     undefined: Undefined = "raise",
 ) -> PerSet:
-    """Return the entropy of the directions that distinguish prompts, relative to the scatter within a prompt's views.
+    """Return the entropy of the scatter between prompts, measured in units of the scatter between views of a prompt.
 
-    With B the scatter between the prompts' means and W the scatter within prompts plus delta I, the value is S_alpha of
-    the eigenvalues of W^(-1/2) B W^(-1/2) over their sum. Range [0, log min(N - 1, dim)]. "rank" is the exponential of
-    their Shannon entropy, with `eps` added to each of the dim shares, which are not normalised again.
+    Let B be the scatter of the prompts' means and W the scatter within prompts plus delta I. The value is S_alpha of
+    the eigenvalues of W^(-1/2) B W^(-1/2), divided by their sum. Range [0, log min(N - 1, dim)]. "rank" is the
+    exponential of their Shannon entropy, with `eps` added to each of the dim shares, which are not normalised again.
 
-    Without scatter within prompts, the value is matrix_entropy of the means with `center`, for any delta. With delta 0
-    it is unchanged by any invertible linear map of the features. With delta > 0 it is unchanged by rotation,
+    Without scatter within prompts, the value is `matrix_entropy` of the means with `center`, for any delta. With delta
+    0 it is unchanged by any invertible linear map of the features. With delta > 0 it is unchanged by rotation,
     translation and the order of prompts and views, but not by scaling, because delta is absolute.
-    `LidarSums.scatter_over_delta` reports how much delta weighs.
+    `LidarSums.scatter_over_delta` shows whether delta is small enough.
 
     Source: Thilak et al., arXiv 2312.04000 ("rank"); Skean et al., arXiv 2502.02013 ("entropy").
 
     Raises:
-        ValueError: fewer than 2 prompts or views, delta 0 with a scatter within prompts that has no inverse, an option
-        out
-            of range; or all means equal, or a value that is not finite (NaN there with `undefined="nan"`).
+        ValueError: fewer than 2 prompts or views, an option out of range, or delta 0 with a scatter within prompts that
+            has no inverse. Equal means of all prompts, or a value that is not finite (NaN with `undefined="nan"`).
     """
     check_option("output", output, "entropy", "rank")
     check_option("alpha2", alpha2, "spectrum", "frobenius")
@@ -467,7 +466,7 @@ def lidar(
         shape = views.shape[:-3]
         sets = map(LidarSums, views.reshape(math.prod(shape), *views.shape[-3:]))
     results = [_lidar(each, delta, alpha, output, eps, alpha2, normalization) for each in sets]
-    # Stacked on the device. A list of Python numbers would synchronise once for each value.
+    # Stack on the device. A list of Python numbers would synchronise once for each value.
     values = (torch.stack([value for value, _ in results]) if results else torch.empty(0)).double().reshape(shape)
     problems = {
         reason: torch.tensor([reason == other for _, other in results]).reshape(values.shape)
@@ -485,10 +484,10 @@ def _lidar(
     alpha2: Alpha2,
     normalization: Normalization,
 ) -> tuple[Tensor, str]:
-    """Return `lidar` of one set of views, and the reason if it has no value."""
+    """Return `lidar` of one set of views, and the reason if it is undefined, else an empty string."""
     scatter, means = sums.mean_scatter(), torch.cat(sums.means)
     num_prompts, dim = means.shape
-    # One cheap pass in the usual case: a non-finite view also makes the diagonal of the scatter non-finite.
+    # Usually one cheap pass suffices: a non-finite view also makes the diagonal of the scatter non-finite.
     if not (scatter.trace() + means.sum()).isfinite() and (not_finite(scatter) or not_finite(means)):
         return means.new_tensor(0.0), "a value is not finite"
     between = means - means[:1]
@@ -501,7 +500,7 @@ def _lidar(
     values = values.masked_fill(values < max(num_prompts, dim) * EPS * values[0], 0.0).square()
     shares = values / positive(values.sum())
     if output == "rank":
-        # The matrix has dim eigenvalues, of which at most num_prompts differ from 0. All dim shares get eps.
+        # The matrix has dim eigenvalues, of which at most num_prompts - 1 differ from 0. All dim shares get eps.
         spread = torch.cat([shares, shares.new_zeros(max(dim - len(shares), 0))]) + eps
         return torch.special.entr(spread).sum().exp(), ""
     if alpha2 == "frobenius" and alpha == 2:
@@ -514,7 +513,7 @@ def _lidar(
 
 
 def _factor(scatter: Tensor, delta: float, *, max_rank: int) -> Tensor:
-    """Return the lower Cholesky factor of the scatter within prompts plus delta I; its rank is at most `max_rank`."""
+    """Return the lower Cholesky factor of `scatter` + delta I; `max_rank` is the largest possible rank of `scatter`."""
     scatter.diagonal().add_(delta)
     factor, failed = torch.linalg.cholesky_ex(scatter)
     pivots = factor.diagonal().square()
@@ -527,7 +526,7 @@ def _factor(scatter: Tensor, delta: float, *, max_rank: int) -> Tensor:
 
 
 def _views(view_a: View, view_b: View, *, unit: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return both views as they are compared, and the undefined sets by reason."""
+    """Return both views in float64, scaled to norm 1 if `unit`, and the undefined sets by reason."""
     view_a, view_b = widened(view_a), widened(view_b)
     if view_a.shape != view_b.shape or view_a.shape[-2] < 2:
         shapes = f"{tuple(view_a.shape)} and {tuple(view_b.shape)}"
@@ -543,7 +542,7 @@ def _views(view_a: View, view_b: View, *, unit: bool) -> tuple[Tensor, Tensor, d
 
 
 def _permutations(permutations: int | Tensor, size: int, seed: int) -> Tensor:
-    """Return permutations (repeats, size)."""
+    """Return the permutations (repeats, size), drawn if `permutations` is a number."""
     if isinstance(permutations, Tensor):
         return permutations
     generator = torch.Generator().manual_seed(seed)

@@ -1,6 +1,6 @@
 """Geometry of the token sequence inside a layer, and of layers compared with each other. All computed in float64.
 
-Padding never enters a value, on either side and whatever it holds. Input that is not finite is undefined, like the
+Padding on either side never enters a value, whatever it contains. Metrics of non-finite input are undefined, as in the
 cases that each function names.
 """
 
@@ -60,7 +60,7 @@ def curvature_and_missing(
     drop_first: int = 0,
     undefined: Literal["raise", "nan", "skip"] = "raise",
 ) -> tuple[PerPrompt, Int[Tensor, "*n"]]:
-    """Return token_curvature, and how many angles of each prompt do not exist because a difference is zero."""
+    """Return `token_curvature`, and how many angles of each prompt do not exist because a difference is zero."""
     check_option("undefined", undefined, "raise", "nan", "skip")
     rows, real = real_rows(widened(tokens), mask, drop_first)
     broken = not_finite(rows)
@@ -87,11 +87,11 @@ def token_angle(
 ) -> PerPrompt:
     """Return the mean angle, in radians, between neighbouring token vectors after subtraction of their mean.
 
-    Range [0, pi]: two tokens are exactly pi apart. Unchanged by rotation, translation and positive scaling. Do not draw
-    it on one axis with token_curvature.
+    Range [0, pi]: exactly pi for two tokens. Unchanged by rotation, translation and positive scaling. Not comparable
+    with `token_curvature`, so do not draw both on one axis.
 
     Source: released as "curvature" by Skean et al. (OFSkean/information_flow, 2024-09). Their arccos gives NaN if
-    rounding leaves [-1, 1]; this function does not.
+    rounding moves a cosine out of [-1, 1]. This function does not.
 
     Raises:
         ValueError: fewer than two real tokens, or a token that equals the mean; NaN there with `undefined="nan"`.
@@ -112,7 +112,7 @@ def token_angle(
 
 
 def _angle(u: Tensor, w: Tensor) -> Tensor:
-    """Return the angle between unit vectors; unlike arccos it is exact near 0 and pi."""
+    """Return the angle between unit vectors; unlike arccos this formula is exact near 0 and pi."""
     return 2 * torch.atan2(torch.linalg.vector_norm(u - w, dim=-1), torch.linalg.vector_norm(u + w, dim=-1))
 
 
@@ -134,8 +134,8 @@ def pool(
     their mean, each scaled to norm 1, then averaged.
 
     Raises:
-        ValueError: a prompt without a real token, with a value that is not finite or (centered_unit_mean) with a token
-            equal to the mean; NaN there with `undefined="nan"`.
+        ValueError: a prompt without a real token, or with a value that is not finite. With "centered_unit_mean", also a
+            prompt with a token equal to the mean. Such a prompt is NaN with `undefined="nan"`.
     """
     check_option("pooling", pooling, "mean", "last", "cls", "centered_unit_mean")
     rows, real = real_rows(widened(tokens), mask)
@@ -195,22 +195,21 @@ def concept_alignment(
     """Return how parallel the differences delta_i = second_i - first_i of the word pairs of one category are.
 
     With u_i = delta_i / |delta_i|: `gram` holds <u_i, u_j>, and `mean` is its mean over i < j, in [-1 / (pairs - 1),
-    1]. `leave_one_out` is the mean of cos(delta_i, mean of the other deltas). `shuffled` is the mean of `mean` over
-    random derangements of the second words within the category: permutations in which no word keeps its partner. It is
-    not 0 if the two kinds of words have different means. `excess` = mean - shuffled is the part that comes from the
-    pairing. Shuffled pairs whose two words are the same point have no direction and are left out.
+    1]. `leave_one_out` is the mean of cos(delta_i, mean of the other deltas). `shuffled` is the average of `mean` over
+    random derangements of the second words: permutations in which no word keeps its partner. It is not 0 if the first
+    and the second words have different means. `excess` = mean - shuffled is the part that comes from the pairing.
+    Shuffled pairs whose two words are the same point have no direction and are left out.
 
-    Invariant to rotation, to a translation common to both words, to scaling, to the order of the pairs and to swapping
-    all first with all second words (`shuffled` up to the draw). Independent isotropic deltas have expectation 0 and
-    standard deviation sqrt(2 / (pairs (pairs - 1) dim)).
+    Invariant to rotation, to a common translation of all words, to scaling, and to the order of the pairs. Also
+    invariant to exchanging all first with all second words (`shuffled` up to the random draw). For independent
+    isotropic deltas `mean` has expectation 0 and standard deviation sqrt(2 / (pairs (pairs - 1) dim)).
 
-    Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), figure 3. It means cosines, although it never
-    writes the normalisation.
+    Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), figure 3. We take its inner products as
+    cosines, although the paper does not write the normalisation.
 
     Raises:
-        ValueError: fewer than 3 pairs, shapes that differ; a zero delta, a value that is not finite, or other deltas
-        that
-            cancel (leave_one_out): NaN there with `undefined="nan"`.
+        ValueError: fewer than 3 pairs, or shapes that differ. A zero delta, a value that is not finite, or, for
+            `leave_one_out`, other deltas that cancel (NaN there with `undefined="nan"`).
     """
     first, second = widened(first), widened(second)
     if first.shape != second.shape or first.shape[-2] < 3:
@@ -238,13 +237,13 @@ def concept_alignment(
 
 
 def _directions(deltas: Points) -> Points:
-    """Return deltas scaled to norm 1; 0 for a pair whose two words are one point."""
+    """Return deltas scaled to norm 1; 0 for a pair whose two words are the same point."""
     norms = torch.linalg.vector_norm(deltas, dim=-1, keepdim=True)
     return deltas / norms.where(norms > 0, 1.0)
 
 
 def _pair_cosines(directions: Points) -> Tensor:
-    """Return the mean cosine of each pair with the others."""
+    """Return the mean cosine of each direction with the others."""
     total = directions.sum(-2, keepdim=True)
     return ((directions * total).sum(-1) - directions.square().sum(-1)) / (directions.shape[-2] - 1)
 
@@ -282,7 +281,7 @@ def _derangements(size: int, count: int, seed: int) -> Iterator[Tensor]:
         yield order
 
 
-# Similarity of layers, and the beginning, middle and ending of a model according to it.
+# Similarity of layers, and the division of a model into beginning, middle and ending by it.
 
 MAX_ENTRIES = 2**24  # entries of the layers' Gram matrices in memory: 128 MB
 MIN_MIDDLE = 2  # layers: one layer has no similarity within itself
@@ -296,19 +295,18 @@ def cosine_similarity_matrix(
     mode: Literal["token", "flattened"] = "token",
     undefined: Undefined = "raise",
 ) -> Float[Tensor, "layers layers"]:
-    """Return the mean cosine between the states of the same token in two layers, for every two layers.
+    """Return the mean cosine between the states of the same token in two layers, for every pair of layers.
 
     Averaged within each prompt, then over prompts. Entries in [-1, 1], symmetric, unit diagonal, positive
-    semi-definite. `mode="flattened"` takes the cosine of all of a prompt's tokens as one vector. This is a mean
-    weighted by norms, so an attention sink token dominates it. Unchanged by a rotation common to all layers and by
-    positive scaling of a layer; in mode "token" also by scaling of single tokens.
+    semi-definite. `mode="flattened"` concatenates all tokens of a prompt and takes the cosine of these vectors. This is
+    a mean weighted by norms, so an attention sink token dominates it. Unchanged by a rotation common to all layers and
+    by positive scaling of a layer. In mode "token" also unchanged by positive scaling of single tokens.
 
     Source: Sun et al., arXiv 2407.09298. Their notebook has `mode="flattened"` without a mask, in batches of 8.
 
     Raises:
-        ValueError: a layer with a state that is zero, or a prompt without a real token; with `undefined="nan"` the row
-        and
-            column of that layer are NaN.
+        ValueError: a prompt without a real token (all NaN with `undefined="nan"`). A layer with a state that is zero or
+            not finite (NaN in its row and column).
     """
     check_option("mode", mode, "token", "flattened")
     rows, real = real_rows(widened(states), mask)
@@ -342,16 +340,16 @@ def linear_cka(
 ) -> Float[Tensor, "*n"]:
     """Return the similarity of two representations of the same rows: linear centred kernel alignment.
 
-    |Y'X|_F^2 / (|X'X|_F |Y'Y|_F) with centred columns. Range [0, 1], 1 for equal ones. `debiased` takes the unbiased
-    HSIC_1 in all three places. It may be negative and stays near 0 for independent data, where the plain form grows
-    with dim over rows. Unchanged by rotation, isotropic scaling and translation of either side, and by a joint order of
-    the rows.
+    |Y'X|_F^2 / (|X'X|_F |Y'Y|_F) with centred columns. Range [0, 1]: 1 for equal representations. All three norms
+    estimate an HSIC. `debiased` replaces them by the unbiased estimate HSIC_1. That form may be negative and is near 0
+    for independent data, where the plain form grows with dim / rows. Unchanged by rotation, isotropic scaling and
+    translation of either representation, and by a common reordering of the rows.
 
     Source: Kornblith et al. 2019; HSIC_1: Song et al. 2012.
 
     Raises:
-        ValueError: fewer than 2 rows (4 if debiased); constant x or y, or values that are not finite (NaN there with
-            `undefined="nan"`).
+        ValueError: fewer than 2 rows (4 if debiased). Equal rows in x or in y, or values that are not finite (NaN there
+            with `undefined="nan"`).
     """
     x, y = widened(x), widened(y)
     broken = not_finite(x) | not_finite(y)
@@ -364,9 +362,9 @@ def linear_cka(
 
 
 def _alignment(inner: Tensor, squares: Tensor, debiased: bool) -> tuple[Tensor, Tensor]:
-    """Return the alignment of centred layers, and which layers do not vary.
+    """Return the alignment of all pairs of centred layers, and a mask of the layers that do not vary.
 
-    `inner` holds the inner products of their Gram matrices, `squares` the diagonals of their Gram matrices.
+    `inner` holds the inner products of the layers' Gram matrices, `squares` the diagonals of these matrices.
 
     Raises:
         ValueError: too few rows.
@@ -377,13 +375,14 @@ def _alignment(inner: Tensor, squares: Tensor, debiased: bool) -> tuple[Tensor, 
     plain = inner.diagonal(dim1=-2, dim2=-1)
     if debiased:
         # HSIC_1(K, M) = [tr(KM) + 1'K1 1'M1 / ((m-1)(m-2)) - 2 / (m-2) 1'KM1] / (m (m-3)), K and M without diagonals.
-        # The constant factor cancels in the ratio. With centred columns the rows of XX' sum to 0, so those of K sum to
-        # minus the diagonal of XX', and no matrix without diagonal has to be formed.
+        # The constant factor cancels in the ratio. With centred columns each row of XX' sums to 0. So each row of K
+        # sums to minus the diagonal entry of XX', and K need not be formed.
         products, total = squares @ squares.mT, squares.sum(-1)
         totals = total[..., None] * total[..., None, :] / ((m - 1) * (m - 2))
         inner = inner - products + totals - 2 / (m - 2) * products
     scale = inner.diagonal(dim1=-2, dim2=-1)
-    flat = scale <= 1e-13 * plain  # rounding: rows at equal distances have debiased HSIC 0
+    # The debiased HSIC of rows at equal distances is 0 up to rounding.
+    flat = scale <= 1e-13 * plain
     scale = scale.masked_fill(flat, 1.0).sqrt()
     return inner / (scale[..., None] * scale[..., None, :]), flat
 
@@ -394,15 +393,14 @@ def linear_cka_matrix(
     debiased: bool = False,
     undefined: Undefined = "raise",
 ) -> Float[Tensor, "layers layers"]:
-    """Return `linear_cka` of every two layers, from their Gram matrices of rows, in float64.
+    """Return `linear_cka` of every pair of layers, from their Gram matrices of rows, in float64.
 
-    Works on a band of rows of all Gram matrices at a time, and computes each layer's Gram matrix only once. Symmetric,
-    unit diagonal; range and invariances as `linear_cka`.
+    Works on one band of rows of all Gram matrices at a time, and computes each entry of them only once. Symmetric, with
+    unit diagonal. Range and invariances are those of `linear_cka`.
 
     Raises:
-        ValueError: fewer than 2 rows (4 if debiased), a layer whose rows are all equal or hold a value that is not
-        finite;
-            with `undefined="nan"` the row and column of that layer are NaN.
+        ValueError: fewer than 2 rows (4 if debiased). A layer whose rows are all equal, or that has a value that is not
+            finite (NaN in its row and column with `undefined="nan"`).
     """
     states = widened(states)
     num_layers, m, _ = states.shape
@@ -424,9 +422,10 @@ def linear_cka_matrix(
 
 
 class LayerStages(NamedTuple):
-    """Sizes of the beginning, middle and ending of a model, and how far the middle stands out.
+    """Numbers of layers in the beginning, middle and ending of a model, and how far the middle stands out.
 
-    `contrast` is the mean similarity within the middle minus that of middle layers to all others, 0 without others.
+    `contrast` is the mean similarity within the middle minus the mean similarity of middle layers to all others. It is
+    0 if there are no others.
     """
 
     num_beginning: int
@@ -439,14 +438,14 @@ def layer_stages(similarity: Float[Tensor, "layers layers"]) -> LayerStages:
     """Return the beginning, middle and ending of the layers: the division that explains their similarities best.
 
     The middle is a run of at least 2 layers. Pairs with a layer in the middle are of two kinds: W pairs within it, of
-    mean similarity w, and A pairs across its ends, of mean similarity a. Separating the two kinds explains the sum of
-    squares (w - a)^2 W A / (W + A). The division with the largest sum and w > a wins. Ties go to the larger middle,
-    then to the earlier one. If no run is more similar within than to the others, as in a constant matrix, all layers
-    are the middle with a contrast of 0. Every division is tried.
+    mean similarity w, and A pairs across its ends, of mean similarity a. Separating the two kinds reduces the sum of
+    squared deviations from the mean by (w - a)^2 W A / (W + A). All divisions are tried, and the one with the largest
+    reduction and w > a wins. Ties go to the larger middle, then to the earlier one. If w > a for no run, as in a
+    constant matrix, all layers are the middle with a contrast of 0.
 
-    In float64. The diagonal does not count. Unchanged by adding a constant to all similarities and, except for the
-    contrast, by a positive factor. Reversing the layers reverses the result. If similarities are w within a run and a <
-    w everywhere else, the result is that run with contrast w - a.
+    In float64. The diagonal is ignored. Unchanged by adding a constant to all similarities and, except for the
+    contrast, by a positive factor. Reversing the layers reverses the result. If all similarities are w within a run and
+    a < w everywhere else, the result is that run with contrast w - a.
 
     Source: ours, after the groups of layers that Sun et al., arXiv 2407.09298, find by eye.
 

@@ -17,25 +17,26 @@ from lit_layers.functional._checks import finite_matrices, wide_matrices, zeroed
 # value at s times the largest one, then has an error of EPS / 2s of the largest. Measured: below 2e-13 if the spectrum
 # falls gradually to 1.7e-4, and up to 6e-12 if half of 1,000 values lie there and the others at 1.
 _MIN_SHARE = 3e-8  # of the largest eigenvalue
-# Entropies and ranks weigh each singular value s by itself or by its square. An error EPS / 2s of s changes the entropy
-# of n values by less than n EPS / 2s log(1 / s). Measured on states of language models: below 4e-11.
+# In entropies and ranks the weight of a singular value s is s or s^2, so small values matter less. An error EPS / 2s of
+# s changes the entropy of n values by less than n EPS / 2s log(1 / s). Measured on states of language models: below
+# 4e-11.
 ENTROPY_MIN_SHARE = 1e-12
-_MIN_TRACE = 1e-200  # below this, squares lose digits at the lower end of float64
+_MIN_TRACE = 1e-200  # below this, squares of small values underflow
 
 
 def singular_values(rows: Tensor, rank: Tensor | None = None, *, min_share: float = _MIN_SHARE) -> Tensor:
     """Return the singular values of each matrix (*n, rows, dim), the largest first.
 
     They are the roots of the eigenvalues of the smaller Gram matrix, which takes half the time of a singular value
-    decomposition on a CPU. Errors are below 2e-13 of the largest value, or 6e-12 if many values lie near the bound. A
-    matrix whose Gram matrix does not resolve its smallest values gets a singular value decomposition instead.
+    decomposition on a CPU. Errors are below 2e-13 of the largest value, or 6e-12 if many values are near the limit of
+    `min_share`. A matrix with smaller eigenvalues gets a singular value decomposition instead.
 
     Args:
         rows: The matrices.
-        rank: The largest number of values that differ from 0, (*n).
-        min_share: Smallest eigenvalue, as a share of the largest, that counts as resolved.
+        rank: Upper bound of the rank of each matrix, (*n); all further values are 0.
+        min_share: Smallest eigenvalue, as a share of the largest, that is accurate enough.
     """
-    # On a GPU the difference is larger, because it decomposes one matrix after another.
+    # On a GPU an SVD takes even longer in comparison, because it decomposes one matrix after another.
     wide = rows.detach() if rows.shape[-2] <= rows.shape[-1] else rows.detach().mT
     if not wide.numel():
         return wide.new_zeros(wide.shape[:-1])
@@ -48,7 +49,7 @@ def singular_values(rows: Tensor, rank: Tensor | None = None, *, min_share: floa
     good = good & (values >= min_share * values[..., :1]).logical_or(~index).all(-1)
     values = values.clamp(min=0.0).masked_fill(~index, 0.0).sqrt()
     if not good.all():
-        tall = wide[~good].mT.cpu().numpy()  # LAPACK takes less than a third of the time for the transpose
+        tall = wide[~good].mT.cpu().numpy()  # three times faster in LAPACK than `wide`
         values[~good] = torch.from_numpy(np.linalg.svd(tall, compute_uv=False)).to(values.device)
     return values
 
@@ -71,10 +72,10 @@ def eigenvalues(matrix: Float[Tensor, "*n size size"]) -> Float[Tensor, "*n size
 
 # Leading singular vectors.
 
-# Squaring halves the digits: eigenvectors of J'J in float64 are accurate to 1e-16 (s_1 / s)^2 over the gap. That
-# suffices except for tiny singular values. The code does not rely on it: errors are measured on J itself.
+# Squaring halves the digits: eigenvectors of J'J in float64 have an error of about 1e-16 (s_1 / s)^2 / gap. That is
+# enough except for tiny singular values. The code does not rely on this estimate: it measures errors on J itself.
 MIN_DIM = 64  # narrower matrices get a full decomposition, which takes the same time
-# Up to this width a full decomposition takes only twice the time. It replaces results whose bound is above TIGHT.
+# Up to the width NARROW, a full decomposition takes only twice the time. It replaces results whose bound exceeds TIGHT.
 NARROW = 256
 TIGHT = 1e-6
 EPS = torch.finfo(torch.float64).eps
@@ -83,9 +84,9 @@ EPS = torch.finfo(torch.float64).eps
 class Factors(NamedTuple):
     """Leading singular triples (*n): `left` and `right` (.., dim, count), `values` (.., count) descending.
 
-    `bounds` (.., count) are error bounds of `miscoupling` in the leading K = 1, 2, .. directions (p = 2), for any other
-    matrix. They bound the difference from the value with exact singular vectors of these matrices. They are infinite if
-    a tie leaves the vectors undetermined.
+    `bounds` (.., count) bound the error of `miscoupling` with p = 2 in the bases of these matrices, for K = 1, 2, ..
+    and any other matrix. The error is the difference from the value with exact singular vectors. The bounds are
+    infinite if a tie leaves the vectors undetermined.
     """
 
     left: Tensor
@@ -100,15 +101,15 @@ def singular_factors(
     """Return the leading `count` singular triples (None: all), with `bounds` of at most `tolerance` if float64 allows.
 
     For dim >= 64 and count up to a third of dim, they come from the leading eigenvectors of J'J in float64. All other
-    matrices get a full singular value decomposition in float64. So do matrices whose bound stays above `tolerance`, or
-    above 1e-6 for dim up to 256 (ties, tiny singular values). The same input gives the same output.
+    matrices get a full singular value decomposition in float64. So do matrices whose bound exceeds `tolerance`, or 1e-6
+    if dim is at most 256 (ties, tiny singular values). The same input gives the same output.
 
-    `values` have an error below `tolerance`^2 of themselves, which is not in `bounds`. Vectors are in float64 for dim
-    <= 512, for float64 input, or for a tolerance below 1e-5, which float32 vectors cannot hold. Otherwise they are in
+    The relative error of `values` is below `tolerance`^2 and not part of `bounds`. Vectors are in float64 for dim <=
+    512, for float64 input, or for a tolerance below 1e-5, which float32 vectors cannot reach. Otherwise they are in
     float32.
 
     The bounds assume that the decompositions of LAPACK (on a GPU cuSOLVER, with torch's default drivers) are backward
-    stable: which vectors are the leading ones is then right up to rounding. The error of each vector is measured.
+    stable. The selection of the leading vectors is then right up to rounding. The error of each vector is measured.
 
     Raises:
         ValueError: a non-finite matrix.
@@ -119,9 +120,10 @@ def singular_factors(
     count = count or dim
     flat = matrices.reshape(-1, dim, dim)
     number = torch.arange(1, count + 1, dtype=torch.float64, device=flat.device)
-    rounding = torch.finfo(dtype).eps * (number.sqrt() + 2)  # from rounding both bases and the values to `dtype`
+    rounding = torch.finfo(dtype).eps * (number.sqrt() + 2)  # of both bases and the values
     leading = dim >= MIN_DIM and 3 * count <= dim and len(flat) > 0
-    # About 2 GB. A CPU gains nothing from batches larger than its cache, so it takes 1 MB or one large matrix.
+    # A batch takes about 2 GB. On a CPU, leading eigenvectors gain nothing from batches larger than the cache, so it is
+    # 1 MB or one large matrix.
     entries = 2**17 if leading and flat.device.type == "cpu" else 2**31 // 60
     size = max(1, entries // dim**2)
     goal = min(tolerance, TIGHT) if dim <= NARROW else tolerance
@@ -132,7 +134,7 @@ def singular_factors(
             parts.append(_full_svd(piece, count))
             continue
         factors = _top_svd(piece, count)
-        failed = ~(factors.bounds[:, -1] + rounding[-1] <= goal)  # also where they are NaN
+        failed = ~(factors.bounds[:, -1] + rounding[-1] <= goal)  # also NaN bounds
         if bool(failed.any()):
             for part, whole in zip(factors, _full_svd(piece[failed], count), strict=True):
                 part[failed] = whole
@@ -143,7 +145,7 @@ def singular_factors(
 
 
 def _top_svd(matrices: Tensor, count: int) -> Factors:
-    """Return leading triples of matrices (n, dim, dim) in float64: eigenvectors v of J'J, and u = J v / s.
+    """Return the leading triples of matrices J (n, dim, dim) in float64: eigenvectors v of J'J, and u = J v / s.
 
     NaN for a matrix of zeros.
     """
@@ -151,7 +153,7 @@ def _top_svd(matrices: Tensor, count: int) -> Factors:
     images = matrices @ right
     values = torch.linalg.vector_norm(images, dim=-2)
     left = images / values[:, None]
-    # All further singular values are below this, by Weyl's inequality with the rounding error of J'J.
+    # By Weyl's inequality with the rounding error of J'J, all further singular values are below `further`.
     further = (squares[:, count].clamp(min=0) + matrices.shape[-1] * EPS * values[:, 0].square()).sqrt()
     bounds = _bounds(values, _residuals(matrices, left, values, right), further, count)
     return Factors(left, values, right, bounds)
@@ -160,21 +162,21 @@ def _top_svd(matrices: Tensor, count: int) -> Factors:
 def _leading_eigenvectors(gram: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the count + 1 largest eigenvalues of symmetric matrices (n, dim, dim), and `count` eigenvectors.
 
-    In descending order. NaN if LAPACK does not converge, as it may for a part of a spectrum with many equal values.
+    In descending order. NaN if LAPACK does not converge, which can happen if many eigenvalues are equal.
     """
     if gram.device.type != "cpu":
         values, vectors = torch.linalg.eigh(gram)
         return values[:, -count - 1 :].flip(-1), vectors[..., -count:].flip(-1)
-    from scipy.linalg import eigh  # neither torch nor numpy has a driver for a part of the spectrum
+    from scipy.linalg import eigh  # torch and numpy only have full decompositions
 
     last = gram.shape[-1] - 1
-    # All vectors take twice the time of a part at count = dim / 10, but 0.7 of it at dim / 3. For narrow matrices all
-    # vectors never take longer.
+    # Computing all vectors takes twice the time of computing `count` of them at count = dim / 10, but only 0.7 of that
+    # time at dim / 3. For narrow matrices all vectors never take longer.
     is_part = last >= NARROW and 5 * count <= last
     pairs: list[Any] = []
     for each in gram:
         try:
-            if is_part:  # the transpose has Fortran's memory order, so LAPACK works in place
+            if is_part:  # the transpose has LAPACK's memory order: no copy
                 pairs.append(eigh(each.numpy().T, subset_by_index=(last - count, last), overwrite_a=True))
             else:
                 pairs.append([part[..., -count - 1 :] for part in np.linalg.eigh(each.numpy())])
@@ -188,7 +190,7 @@ def _full_svd(matrices: Tensor, count: int) -> Factors:
     left, values, right = torch.linalg.svd(matrices)
     residuals = _residuals(matrices, left, values, right.mT)
     bounds = _bounds(values, residuals, residuals[:, -1], count)
-    # Copies, because views would keep both complete bases in memory.
+    # Copy, because views would keep both complete bases in memory.
     return Factors(left[..., :count].clone(), values[:, :count], right[..., :count, :].mT.clone(), bounds)
 
 
@@ -200,12 +202,12 @@ def _residuals(matrices: Tensor, left: Tensor, values: Tensor, right: Tensor) ->
 
 
 def _bounds(values: Tensor, residuals: Tensor, further: Tensor, count: int) -> Tensor:
-    """Return `Factors.bounds` of the leading `count` triples, by the theorem of Davis and Kahan.
+    """Return `Factors.bounds` of the leading `count` triples, by the Davis-Kahan theorem.
 
-    It is applied to the symmetric matrix [0 J'; J 0]. Its eigenvalues are the singular values, their negatives and
-    zero, and its eigenvectors are [v; u]. The sine of the angle between a triple and the exact one is at most its
-    residual over the distance to the other singular values. The computed ones are known up to their own residuals, and
-    all others are below `further` (n). As J is square, no negative eigenvalue is closer than zero.
+    The theorem is applied to the symmetric matrix [0 J'; J 0]. Its eigenvalues are the singular values and their
+    negatives, and its eigenvectors are [v; u]. The sine of the angle between a computed and an exact eigenvector is at
+    most the residual divided by the distance to the other singular values. The computed singular values are known up to
+    their own residuals, and all others are below `further` (n). Negative eigenvalues are farther away than `further`.
 
     For A = U' J1 V, `|A - A'|_F <= s_1(J1) (|U - U'|_F + |V - V'|_F)`, with `s_1(J1) <= |s_1,K|_2`.
     """
@@ -215,5 +217,6 @@ def _bounds(values: Tensor, residuals: Tensor, further: Tensor, count: int) -> T
     gaps = torch.minimum(under, above).minimum(values - further[:, None])
     sines = torch.where(gaps > residuals, residuals / gaps, math.inf)
     errors = math.sqrt(2) * sines[:, :count]  # |v - v'| <= sqrt(2) sin for unit vectors of equal sign
-    # |U - U'|_F and |V - V'|_F of the K leading vectors are each at most the root of the sum of their squared errors
-    return 2 * errors.square().cumsum(-1).sqrt()  # the factor 2 adds left and right
+    # |U - U'|_F and |V - V'|_F of the K leading vectors are each at most the root of the sum of their squared errors.
+    # The factor 2 adds left and right.
+    return 2 * errors.square().cumsum(-1).sqrt()

@@ -26,17 +26,17 @@ PerSet = Float[Tensor, "*n"]
 
 MIN_RANKS = 3  # to fit a slope
 _EPS = torch.finfo(torch.float64).eps
-# Error of a distance relative to the norms of its points: the root of a difference of squares keeps half the digits.
+# Error of a distance relative to the norms of its points. The root of a difference of squares has only half the digits.
 _DIST_EPS = 8 * _EPS**0.5
 
 
 def alpha_req(points: Points, *, fit_range: tuple[int, int] = (11, 100), undefined: Undefined = "raise") -> PerSet:
     """Return how fast the eigenvalues of the points' covariance fall: the alpha of lambda_i ~ i^-alpha.
 
-    At least 0: 0 for a flat spectrum, larger if fewer directions carry the variance. Minus the slope of log lambda_i
-    over log i, by least squares with weights 1 / i, so that each octave of ranks counts equally. The fit takes the
-    ranks of `fit_range`, both ends included, up to the rank of the covariance. Unchanged by rotation, translation and
-    scaling. Finite samples steepen the tail, so compare only sets with equally many points.
+    At least 0: 0 for a flat spectrum, larger if fewer directions carry the variance. It is minus the slope of log
+    lambda_i against log i, by least squares with weights 1 / i, so that each octave of ranks counts equally. The fit
+    takes the ranks i of `fit_range`, both ends included, up to the rank of the covariance. Unchanged by rotation,
+    translation and scaling. Finite samples steepen the tail, so compare only sets with equally many points.
 
     Source: Agrawal et al. 2022 (alpha-ReQ), with ranks and weights of Stringer et al. 2019; over training: Li et al.,
     arXiv 2509.23024.
@@ -71,10 +71,11 @@ def alpha_req(points: Points, *, fit_range: tuple[int, int] = (11, 100), undefin
 def two_nn_dimension(points: Points, *, discarded: float = 0.1, undefined: Undefined = "raise") -> PerSet:
     """Return the intrinsic dimension of the set that the points lie on, from distances to their two nearest neighbours.
 
-    Above 0. With mu = r2 / r1 of each point and F its empirical distribution function, the value is the slope through
-    the origin of -log(1 - F(mu)) over log mu. The largest `discarded` share of mu is left out. Points that are equal up
-    to rounding count once. Unchanged by rotation, translation, scaling and the order of points. In high dimension the
-    value is too low, more so for few points: compare only sets with equally many points.
+    Above 0. Let mu = r2 / r1 be the ratio of these distances for each point, and F its empirical distribution function.
+    The value is the slope of the line through the origin of -log(1 - F(mu)) against log mu. The largest `discarded`
+    share of mu is left out. Points that are equal up to rounding count once. Unchanged by rotation, translation,
+    scaling and the order of points. In high dimension the value is too low, especially for few points: compare only
+    sets with equally many points.
 
     Source: Facco et al. 2017, equations 3 to 5.
 
@@ -95,21 +96,21 @@ def two_nn_dimension(points: Points, *, discarded: float = 0.1, undefined: Undef
 def merged_distances(
     points: Float[Tensor, "points dim"], computed_in: torch.dtype
 ) -> tuple[Float[Tensor, "different different"], Int[Tensor, " points"]]:
-    """Return the distances between different points, infinite to the point itself, and each point's row in them.
+    """Return the distances between points after merging equal ones, and the index of each point among the merged ones.
 
-    Points are merged if rounding in the format `computed_in` could separate them. The states of two prompts that begin
-    alike differ only by rounding that depends on their position in memory. Ratios of such distances say nothing about
-    dimension.
+    The diagonal is infinite. Points are merged if they may differ only by rounding in the format `computed_in`. The
+    states of two prompts with the same beginning differ only by rounding that depends on their position in memory.
+    Ratios of such distances say nothing about dimension.
     """
-    # |x - y|^2 = |x|^2 + |y|^2 - 2 x'y loses fewer digits for points near the origin.
+    # Centre first: |x - y|^2 = |x|^2 + |y|^2 - 2 x'y loses fewer digits for points near the origin.
     shifted = centered(points, points.new_ones(len(points), dtype=torch.bool))
     dist = torch.cdist(shifted, shifted, compute_mode="use_mm_for_euclid_dist")
-    # The factor 32 allows for the errors that many blocks add up.
+    # The factor 32 allows for errors that accumulate over many blocks.
     rounding = 32 * torch.finfo(torch.promote_types(computed_in, torch.float32)).eps
     size = torch.maximum(points.norm(dim=-1), shifted.norm(dim=-1)) * max(rounding, _DIST_EPS)
     equal = (dist <= torch.maximum(size, size[:, None])).fill_diagonal_(True)
     first = equal.byte().argmax(-1)  # index of the earliest equal point
-    # Equality up to rounding is not transitive: follow the indices until each points to a point that points to itself.
+    # Equality up to rounding is not transitive: follow the indices until each leads to a point with its own index.
     while not torch.equal(first, first[first]):
         first = first[first]
     firsts, group = first.unique(return_inverse=True)
@@ -117,12 +118,12 @@ def merged_distances(
 
 
 def two_nn_of_distances(dist: Float[Tensor, "points points"], discarded: float = 0.1) -> Tensor:
-    """Return `two_nn_dimension` from distances of different points; NaN for fewer than 3 points or equal ratios."""
+    """Return `two_nn_dimension` from distances of different points; NaN for fewer than 3 points or only ratios of 1."""
     if len(dist) < 3:
         return dist.new_full((), math.nan)
     nearest = dist.topk(2, largest=False).values
     ratios = (nearest[:, 1] / nearest[:, 0]).log().sort().values
-    # At most len - 1 points: at the last one 1 - F is 0, which has no logarithm.
+    # Leave out at least the last point: there 1 - F is 0, which has no logarithm.
     num = min(max(2, round(len(dist) * (1 - discarded))), len(dist) - 1)
     share = torch.arange(1, num + 1, device=dist.device, dtype=dist.dtype) / len(dist)
     x, y = ratios[:num], -(1 - share).log()
@@ -130,7 +131,7 @@ def two_nn_of_distances(dist: Float[Tensor, "points points"], discarded: float =
 
 
 def anisotropy(points: Points, *, undefined: Undefined = "raise") -> PerSet:
-    """Return the mean cosine between two different points: how far the cloud lies to one side of the origin.
+    """Return the mean cosine over pairs of different points: how far all points lie in one direction from the origin.
 
     Range [-1 / (points - 1), 1]: 0 in expectation if directions are uniform, 1 if all directions are the same.
     Unchanged by rotation and by positive scaling of single points.
@@ -149,9 +150,9 @@ def anisotropy(points: Points, *, undefined: Undefined = "raise") -> PerSet:
 def uniformity(points: Points, *, undefined: Undefined = "raise") -> PerSet:
     """Return the logarithm of the mean of exp(-2 d^2) over pairs of points, d being the distance of their directions.
 
-    Range [-8, 0]: 0 if all directions are the same, -8 for two opposite directions. Lower if directions fill the sphere
-    more evenly; independent uniform directions in many dimensions tend to -4. Unchanged by rotation and by positive
-    scaling of single points.
+    Range [-8, 0]: 0 if all directions are the same, -8 for two opposite directions. The value is lower if directions
+    fill the sphere more evenly. For independent uniform directions it tends to -4 as the dimension grows. Unchanged by
+    rotation and by positive scaling of single points.
 
     Source: Wang and Isola 2020, arXiv 2005.10242, section 4.1 (t = 2), over pairs of different points.
 
@@ -167,7 +168,7 @@ def uniformity(points: Points, *, undefined: Undefined = "raise") -> PerSet:
 
 
 def _directions(points: Points) -> tuple[Points, dict[str, Tensor]]:
-    """Return the points scaled to norm 1, and the reasons why sets have no angles between points."""
+    """Return the points scaled to norm 1, and the undefined sets by reason."""
     points = widened(points)
     broken = not_finite(points)
     points = zeroed(points, broken)
@@ -188,10 +189,11 @@ def massive_activation(
 ) -> PerSet:
     """Return the largest absolute entry of a prompt's states divided by the median absolute entry.
 
-    At least 1. Unchanged by scaling and by the order of tokens and features; not by rotation. Models with massive
+    At least 1. Unchanged by scaling and by the order of tokens and features, but not by rotation. Models with massive
     activations reach 1,000 and more. `normal_massive_activation` gives the value for normal entries.
 
-    Source: Sun et al. 2024, arXiv 2402.17762 (an entry is massive above 100 and above 1,000 medians).
+    Source: Sun et al. 2024, arXiv 2402.17762. They call an entry massive if it is above 100 and above 1,000 times the
+    median.
 
     Raises:
         ValueError: no real token, a median of 0, values that are not finite (NaN there with `undefined="nan"`).
@@ -213,9 +215,8 @@ def massive_activation(
 def normal_massive_activation(count: Tensor) -> Tensor:
     """Return the `massive_activation` of `count` independent normal entries.
 
-    This is the median of their largest absolute value over the median absolute value.
-
-    The largest of n entries is below x with probability (2 Phi(x) - 1)^n, which is 1/2 at its median.
+    This is the median of their largest absolute value divided by the median absolute value of a normal entry. The
+    largest of n absolute values is below x with probability (2 Phi(x) - 1)^n, which is 1/2 at its median.
     """
     largest = torch.special.ndtri(torch.exp2(-1 / count.double()).add(1) / 2)
     return largest / torch.special.ndtri(torch.tensor(0.75, dtype=torch.float64, device=largest.device))
@@ -226,8 +227,8 @@ def block_influence(
 ) -> Float[Tensor, "*n"]:
     """Return 1 - cosine of the state before and after a block, for each token.
 
-    Range [0, 2]: 0 if a block keeps the direction, 1 if it returns a state at right angles. Unchanged by a rotation of
-    both and by positive scaling of either.
+    Range [0, 2]: 0 if a block keeps the direction, 1 if it returns an orthogonal state. Unchanged by a rotation of both
+    states and by positive scaling of either.
 
     Source: Men et al., ShortGPT, arXiv 2403.03853, equation 1.
 
@@ -241,22 +242,22 @@ def block_influence(
         "a state is not finite": ~(norms[0].isfinite() & norms[1].isfinite())[..., 0],
         "a state is zero": ((norms[0] == 0) | (norms[1] == 0))[..., 0],
     }
-    # 1 - cos = |u - v|^2 / 2 for unit vectors. The right side is exact near 0, where 1 - cos is only rounding.
+    # 1 - cos = |u - v|^2 / 2 for unit vectors. The right side is accurate near 0, where 1 - cos is only rounding.
     return checked("block_influence", (sides[0] - sides[1]).square().sum(-1) / 2, problems, undefined)
 
 
 def step_ratio(
     before: Float[Tensor, "*n dim"], after: Float[Tensor, "*n dim"], *, undefined: Undefined = "raise"
 ) -> Float[Tensor, "*n"]:
-    """Return the length of a block's update over the length of the state before it, for each token.
+    """Return the norm of a block's update divided by the norm of the state before the block, for each token.
 
-    At least 0. Unchanged by a rotation and by scaling of both states.
+    At least 0. Unchanged by a common rotation and by a common scaling of both states.
 
-    Source: ours, after the paths in Aubry et al., arXiv 2407.07810. Its fall over the layers is what Sun et al., arXiv
-    2502.05795, call the curse of depth.
+    Source: ours, after the paths in Aubry et al., arXiv 2407.07810. Sun et al., arXiv 2502.05795, call its decrease
+    over the layers the curse of depth.
 
     Raises:
-        ValueError: a state before that is zero, a state that is not finite (NaN there with `undefined="nan"`).
+        ValueError: a zero state before the block, or a state that is not finite (NaN there with `undefined="nan"`).
     """
     before, after = widened(before), widened(after)
     norm, step = (torch.linalg.vector_norm(state, dim=-1) for state in (before, after - before))

@@ -1,8 +1,8 @@
-"""How single tokens travel through the layers: straightness, growth, step lengths. All computed in float64.
+"""The paths of single tokens through the layers: straightness, growth, step lengths. All computed in float64.
 
 Trajectories are `(layers, *n, dim)`. Layer 0 is the input of the first block, so `L` blocks make `L + 1` layers. There
-is no mask argument: select the real tokens first, `states[:, mask]`. A state that is not finite is undefined, like the
-cases that each function names. `PathStats` gives the same numbers for states that arrive one layer after the other.
+is no mask argument: select the real tokens first, `states[:, mask]`. Metrics of non-finite states are undefined, as in
+the cases that each function names. `PathStats` computes the same metrics from states that arrive one layer at a time.
 """
 
 from collections.abc import Iterable
@@ -21,12 +21,12 @@ _EPS = torch.finfo(torch.float64).eps
 
 
 def line_shape_score(states: States, *, undefined: Undefined = "raise") -> PerToken:
-    """Return how crooked each trajectory is: the number of steps over the length of the sum of its unit steps.
+    """Return how crooked each trajectory is: the number of steps divided by the length of the sum of its unit steps.
 
     `LSS = L / |u^1 + ... + u^L|` with the unit steps `u^l = (x^l - x^(l-1)) / |x^l - x^(l-1)|`. Range [1, inf]: 1 if
-    and only if all steps have the same direction, sqrt(L) for orthogonal steps, about sqrt(L) for random steps in high
-    dimension, inf if the unit steps cancel. Unchanged by rotation, translation and positive scaling, by rescaling
-    single steps, by their order and by reversal in time.
+    and only if all steps have the same direction, inf if the unit steps cancel. It is sqrt(L) for orthogonal steps, and
+    about sqrt(L) for random steps in high dimension. Unchanged by rotation, translation and positive scaling, also of
+    single steps. Unchanged by reordering the steps and by reversing the path.
 
     Source: Gai & Zhang 2021, arXiv 2102.09235; Aubry et al., arXiv 2407.07810, section 3.2.
 
@@ -40,29 +40,28 @@ def line_shape_score(states: States, *, undefined: Undefined = "raise") -> PerTo
 
 
 def running_line_shape_score(states: States, *, undefined: Undefined = "raise") -> Float[Tensor, "steps *n"]:
-    """Return the line_shape_score of the first l steps of each trajectory, for l = 1..L; always 1 for l = 1.
+    """Return the `line_shape_score` of the first l steps of each trajectory, for l = 1..L; always 1 for l = 1.
 
-    Takes one pass. L calls of `line_shape_score` would take L^2 / 2 steps.
+    Computed in one pass. L calls of `line_shape_score` would take L^2 / 2 steps.
 
     Raises:
-        ValueError: as `line_shape_score`. With `undefined="nan"`, a step of length zero or a non-finite state makes
-        only
-            the values from there on NaN.
+        ValueError: as `line_shape_score`. With `undefined="nan"`, values before a step of length zero or a non-finite
+            state stay defined, and only later values are NaN.
     """
     return PathStats(states).running_line_shape_score(undefined)
 
 
 def growth_rates(states: States, *, undefined: Undefined = "raise") -> Float[Tensor, "steps *n"]:
-    """Return log(|x^l| / |x^(l-1)|) for l = 1..L: the exponents by which the norm grows, any real number.
+    """Return the growth rates log(|x^l| / |x^(l-1)|) of the norm for l = 1..L, any real numbers.
 
-    Their mean is (log|x^L| - log|x^0|) / L. Unchanged by rotation and scaling. Reversal in time flips sign and order.
+    Their mean is (log|x^L| - log|x^0|) / L. Unchanged by rotation and scaling. Reversing the path flips their signs and
+    their order.
 
     Source: Aubry et al., arXiv 2407.07810, section 3.3.
 
     Raises:
         ValueError: a state of norm zero (NaN in the two steps next to it with `undefined="nan"`), or a state that is
-        not
-            finite (NaN from there on).
+            not finite (NaN from there on).
     """
     return PathStats(states).growth_rates(undefined)
 
@@ -70,22 +69,23 @@ def growth_rates(states: States, *, undefined: Undefined = "raise") -> Float[Ten
 def expodistance(states: States, *, undefined: Undefined = "raise") -> PerToken:
     """Return how far the norms are from growing by one factor per block.
 
-    This is the standard deviation of the growth rates over |their mean|. Range [0, inf): 0 if and only if all rates are
-    equal and not 0. It is sqrt(L - 1) if one block does all the growing, the maximum while no rate is negative. It is
-    large if the norm ends near its start, so report the median over tokens in addition to the mean. Unchanged by
-    rotation, positive scaling, reversal in time and |x| -> |x|^c; not by translation.
+    This is the standard deviation of the growth rates divided by |their mean|. Range [0, inf): 0 if and only if all
+    rates are equal and not 0. If no rate is negative, the maximum is sqrt(L - 1), reached if all growth is in one
+    block. The value is large if the last norm is near the first one, so report the median over tokens in addition to
+    the mean. Unchanged by rotation, positive scaling, reversing the path and raising all norms to one power. It is
+    changed by translation.
 
-    Source: Aubry et al., arXiv 2407.07810, section 3.3; leaving the ratio unsquared is our choice.
+    Source: Aubry et al., arXiv 2407.07810, section 3.3. We do not square the ratio.
 
     Raises:
-        ValueError: a state of norm zero, a norm that returns to its start, fewer than two steps; NaN there with
+        ValueError: a state of norm zero, a last norm equal to the first one, or fewer than two steps; NaN there with
             `undefined="nan"`.
     """
     return PathStats(states).expodistance(undefined)
 
 
 def equidistance(states: States, *, undefined: Undefined = "raise") -> PerToken:
-    """Return how uneven the step lengths of each trajectory are: their standard deviation over their mean.
+    """Return how uneven the step lengths of each trajectory are: their standard deviation divided by their mean.
 
     Range [0, sqrt(L - 1)]: 0 if and only if all steps are equally long, sqrt(L - 1) if only one is not zero.
     Unchanged by rotation, translation, scaling and the order of the steps.
@@ -109,14 +109,14 @@ def step_norms(states: States) -> Float[Tensor, "steps *n"]:
 
 
 class PathStats:
-    """Statistics from which all metrics here follow, of trajectories whose states arrive one layer after the other.
+    """Statistics of trajectories from which all metrics above follow; the states may arrive one layer at a time.
 
     Attributes:
         norms: |x^l|, (layers, *n).
         broken: Whether a state up to this layer is not finite, (layers, *n).
         lengths: Length of each step, (steps, *n).
-        resultants: Length of the sum of the unit steps up to this one, (steps, *n).
-        stopped: Whether a step up to this one had length zero, (steps, *n).
+        resultants: Length of the sum of the unit steps up to and including this one, (steps, *n).
+        stopped: Whether this step or an earlier one has length zero, (steps, *n).
     """
 
     def __init__(self, states: Iterable[Float[Tensor, "*n dim"]]) -> None:
@@ -184,7 +184,7 @@ class PathStats:
     def _scores(self, metric: str, which: int | slice, undefined: Undefined) -> Tensor:
         count = torch.arange(1.0, len(self.resultants) + 1).to(self.resultants)
         count = count.reshape(-1, *[1] * (self.resultants.ndim - 1))
-        # Unit steps that cancel leave a rounding error. Without this, their score would be 1e16 instead of inf.
+        # Unit steps that cancel leave a rounding error. Without the masking, the score would be 1e16 instead of inf.
         resultants = self.resultants.masked_fill(self.resultants <= count * _EPS, 0.0)
         scores = (count / resultants).clamp(min=1.0)
         problems = {"a state is not finite": self.broken[1:][which], "a step has length zero": self.stopped[which]}
@@ -194,13 +194,13 @@ class PathStats:
 def _not_finite(states: Tensor, norms: PerToken) -> Tensor:
     """Return which states are not finite.
 
-    The norm shows this for narrower types than float64. In float64 the square of a finite value can overflow.
+    For types narrower than float64 the norm shows it. In float64 the norm of finite values can overflow.
     """
     return ~(norms.isfinite() if states.dtype != torch.float64 else states.isfinite().all(-1).to(norms.device))
 
 
 def _deviation(values: Tensor) -> PerToken:
-    """Return the standard deviation over steps; `Tensor.std` would warn if there is no token."""
+    """Return the standard deviation over steps. `Tensor.std` would warn if there is no token."""
     return (values - values.mean(0)).square().mean(0).sqrt()
 
 
@@ -217,16 +217,15 @@ class PrincipalPaths(NamedTuple):
 def principal_paths(states: Float[Tensor, "layers tokens dim"], *, undefined: Undefined = "raise") -> PrincipalPaths:
     """Return the states of every layer in the plane of the last layer's first two principal components, in float64.
 
-    Mean and axes are those of the last layer's tokens. The sign of each axis is chosen so that its largest loading by
-    size is positive. Unchanged by a translation of all states, and by rotation except for the signs of the axes.
-    Scaling scales the coordinates. Earlier layers need not lie in the plane: their coordinates are a projection.
+    Mean and axes are those of the last layer's tokens. The sign of each axis is chosen so that its entry of largest
+    magnitude is positive. Unchanged by a translation of all states, and by rotation except for the signs of the axes.
+    Scaling scales the coordinates. States outside the plane are projected to it.
 
     Source: Aubry et al., arXiv 2407.07810, whose axes have no fixed sign.
 
     Raises:
-        ValueError: a state that is not finite, or tokens of the last layer that lie on a line, so that there is no
-        second
-            axis (as for two tokens): all NaN with `undefined="nan"`.
+        ValueError: a state that is not finite, or tokens of the last layer that lie on a line and have no second axis,
+            such as two tokens (all NaN with `undefined="nan"`).
     """
     states = widened(states)
     broken = ~states.isfinite().all()

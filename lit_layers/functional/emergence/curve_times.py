@@ -146,9 +146,9 @@ def emergence_times(
         seed: Seed of the draws; the same input gives the same numbers.
 
     Raises:
-        ValueError: fewer than 6 values or more than 1,000, an infinite one, steps that do not increase or are negative,
-            standard errors that are negative or not finite where there is a value, fewer than 2 complete replicates, a
-            confidence outside (0, 1).
+        ValueError: fewer than 6 values or more than 1,000, or an infinite one. Steps that do not increase or are
+            negative. Standard errors that are negative or not finite where there is a value. Fewer than 2 complete
+            replicates. A confidence outside (0, 1).
     """
     curve = _Curve.checked(steps, values, stderr, replicates, confidence)
     rng = np.random.default_rng(seed)

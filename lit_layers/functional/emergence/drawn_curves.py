@@ -80,8 +80,8 @@ class Steps(NamedTuple):
 
     @classmethod
     def from_axis(cls, x: Array) -> "Steps":
-        # Cells divide the intervals between checkpoints. Where checkpoints are dense, steps can be told apart, so there
-        # are more cells.
+        # Cells divide the intervals between checkpoints. There are more cells where checkpoints are dense, because the
+        # values distinguish between steps there.
         x, span = np.append(x[: -1 : max(1, round(len(x) / LOCATIONS))], x[-1]), x[-1] - x[0]
         per = max(1, LOCATIONS // len(x))
         cells = np.repeat(np.diff(x) / per, per)
