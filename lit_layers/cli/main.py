@@ -18,7 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     is_own_process, argv = argv is None, sys.argv[1:] if argv is None else argv
     if is_own_process:
         _isolate_sys_path()
-    # Imported only now: modules of the working directory must not replace those that these imports load.
+    # Imported only now, so that modules of the working directory cannot replace what these imports load.
     from lit_layers.cli import READER_GONE, TERMINATED
     from lit_layers.cli.command_line import InputError, parse_command, refuse, run_verb
     from lit_layers.cli.process import reader_is_gone, stopping

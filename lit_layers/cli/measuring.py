@@ -78,11 +78,11 @@ class Checkpoints(MeasuringOptions):
     """Options that select checkpoints and the folder of the results.
 
     Args:
-        steps: which checkpoints of a series: all, a list such as 0,1,1000, {log_spaced: N}, pythia, {every: N}
+        steps: which checkpoints of a series: all, a list such as 0,1,1000, {every: N}, {log_spaced: N} (N of them,
+            evenly spaced in log step), or pythia (0, 1, 2, 4, ... 512, 1000, 2000, ...)
         revision: branch, tag or commit of the model on the Hub
         submodule: name of the submodule to measure in *.ckpt files (default: found from the tensor names)
-        untrained: a seed: replace the weights by random ones drawn with this seed; results are kept under a separate
-            name
+        untrained: seed of random weights that replace the model's own; the results get a separate name
         plan: measure only the first checkpoint of a series, and estimate the time for all of them
     """
 
@@ -134,8 +134,8 @@ def measure(
 ) -> int:
     """Run analyses on each model or series, and return the exit code.
 
-    `make` creates the analyses of a target. `report` prints one result and returns whether anything failed. With
-    `during_training` this function is called repeatedly while a training writes checkpoints, so it prints less.
+    `make` creates the analyses of a target. `report` prints one result and returns whether anything failed. Set
+    `during_training` to print less, for repeated calls while a training writes checkpoints.
 
     Raises:
         InputError: the model or series does not exist, or options do not apply to it.

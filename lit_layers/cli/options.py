@@ -42,7 +42,7 @@ from lit_layers.errors import InputError, did_you_mean
 from lit_layers.schema import refuse_outside
 
 trusted_modules: set[str] = set()  # named with --code
-# Not all of lightning and torch: demos download data, the server starts a process, torch.hub and torch.load run code.
+# Lightning's demos and server and all of torch are not listed: they download data, start processes or run code.
 MODULES = (
     *("lit_layers", "torch.nn", "torch.optim", "torch.distributed.fsdp", "transformers.models", "timm.models"),
     *(f"lightning.pytorch.{part}" for part in ("accelerators", "callbacks", "loggers", "plugins", "profilers")),
@@ -229,7 +229,7 @@ def _add_options(parser: Any, function: Callable[..., Any]) -> None:
         if _is_group(kind):
             _add_options(parser, kind)
             continue
-        if isinstance(allowed, type):  # this class defines the options
+        if isinstance(allowed, type):  # the arguments of this class become options
             parser.add_class_arguments(allowed, name, instantiate=False, fail_untyped=False, sub_configs=True)
             parser.set_defaults({f"{name}.{option}": value for option, value in default.items()})
             continue
@@ -261,7 +261,7 @@ def _is_group(kind: Any) -> bool:
 
 @contextlib.contextmanager
 def _input_errors() -> Iterator[None]:
-    """Convert errors raised by a recipe, by a class that it names or by user code to InputError."""
+    """Convert errors of a recipe, of a class that it names or of user code to InputError; an OSError stays as it is."""
     try:
         yield
     except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
@@ -297,7 +297,8 @@ def one_sentence(
 ) -> str:
     """Return a message of jsonargparse on one line, reworded for common mistakes.
 
-    If the parser of a nested class refused a value, that error is the cause of `error`; it is the more precise message.
+    If the parser of a nested class refused a value, its error is the cause of `error`. That message is more precise,
+    so it replaces `message`.
     """
     text = " ".join(message.split())
     where = re.match(r'Parser key "([^"]+)"', text)
@@ -363,7 +364,10 @@ def _packages(named: str) -> list[str]:
 
 
 def _refuse_functions(kind: type, options: Mapping[str, Any]) -> None:
-    """Refuse functions that a recipe passes to a class, except of `lit_layers.functional` and `--code` packages."""
+    """Refuse functions that a recipe passes to a class.
+
+    Functions of `lit_layers.functional` and of `--code` packages are allowed, and so are defaults of the class.
+    """
     pure = ("lit_layers.functional.", *(f"{package}." for package in trusted_modules))
     for name, value in options.items():
         for each in value if isinstance(value, list | tuple) else [value]:
@@ -398,7 +402,7 @@ def _instantiate(class_type: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 add_instantiator(_instantiate, object)  # `object`, since Analysis would import torch even for `--help`
-# Some defaults are no plain values, e.g. an enum of Timer and the device of weight averaging.
+# Write defaults that YAML cannot represent as text, e.g. an enum of Timer or the device of weight averaging.
 yaml.SafeDumper.add_multi_representer(object, lambda dumper, it: dumper.represent_str(str(getattr(it, "value", it))))
 OmegaConf.register_resolver("oc.env", _env_variable, replace=True)
 # Only fields annotated with a class are instantiated. Fields annotated with Any are left as they are.

@@ -15,14 +15,15 @@ class MeasuringOptions:
 
     Args:
         allow_suspect: also measure checkpoints that the audit of the series found suspect
-        offload: for a model that does not fit into memory, a folder on a disk: its blocks are read for each batch
-            (docs/offload.md)
+        offload: folder on a disk that holds the blocks of a model that does not fit into memory; they are read for each
+            batch (docs/offload.md)
         keep_downloads: false: remove each checkpoint of a series from the Hub's cache once it is measured
         shard: i/n: measure only every n-th checkpoint, from the i-th on, counted from 0
-        root: folder of the results (default: checkpoints/NAME OF MODEL, or a run's own folder).
+        root: folder of the results (default: checkpoints/NAME OF MODEL, or a run's own folder)
         device: where the model runs. auto: on a GPU if there is one
-        dtype: what weights are converted to. bfloat16: only products within blocks, with a sample checked in float32
-        engine: process: measure in this process. ray: by workers on a Ray cluster, or on this machine
+        dtype: dtype of the weights; bfloat16: float32 weights, with products inside blocks in bfloat16
+            (docs/interventions.md)
+        engine: process: measure in this process. ray: measure by workers of a Ray cluster, or of this machine
             (docs/clusters.md)
     """
 

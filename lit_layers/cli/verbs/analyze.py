@@ -27,9 +27,10 @@ class AnalysisOptions:
 
     Args:
         corpus: the text to measure on; recipes refer to it as ${corpus}
-        tokenizer: the tokenizer for this text; recipes refer to it as ${tokenizer}. If several models are compared,
-            each uses its own
-        metrics: what to measure: comma-separated names such as coupling,lens,prompt_entropy; use this or --analyses
+        tokenizer: the tokenizer for this text; recipes refer to it as ${tokenizer}. In a comparison of models, each
+            uses its own
+        metrics: what to measure: comma-separated names of analyses or metrics (docs/metrics.md), such as
+            coupling,lens,prompt_entropy; not together with --analyses
         analyses: what to measure, as a list of classes with options (default: the analyses of the training run,
             otherwise Trajectory, Representation and Coupling)
     """
@@ -58,8 +59,8 @@ def analyze(
         model: a folder with config.json and weights, or a name on the Hub; for a series: a folder of steps, a name on
             the Hub together with --steps, or a manifest
         series: use this instead of a model: a class that defines a series, with its own options
-        follow: measure the checkpoints in a folder, and new ones while a training writes them; ends with Ctrl-C, or
-            when the `fit` run without analyses that writes there has ended
+        follow: measure the checkpoints in a folder, and each new one that a training writes there. If the training is
+            a `fit` run without analyses, the command ends with it; otherwise end it with Ctrl-C or --patience
         patience: with --follow: end after this many seconds without a new checkpoint
     """
     command = Command(recipe)
@@ -121,12 +122,12 @@ class Command:
     def analyses(self, target: Target) -> list[Analysis]:
         """Return the analyses for a target, by default with the target's own tokenizer and corpus.
 
-        If the options name no analyses, the analyses of the training run are used. Values that the training has
-        measured are then not measured again, and new values extend its curves. Without a training run the default
-        analyses are used, on texts that fit the model's context length.
+        If the options name no analyses, corpus or tokenizer, the analyses of the training run are used. Values that the
+        training has measured are then not measured again, and new values extend its curves. Otherwise the default is
+        a few analyses on texts that fit the model's context length.
 
         Raises:
-            InputError: a tokenizer is needed, and the target has none.
+            InputError: a tokenizer is needed and the target has none, or no analyses are named for an image model.
         """
         options, trained, names = self.options, target.trained, self._names
         is_open = self._is_own and options.corpus == OWN_CORPUS and not options.analyses and not names

@@ -22,9 +22,10 @@ class ModelOptions:
     """Options for a correlation over models.
 
     Args:
-        data: use this instead of models: published coupling and leaderboard scores of 28 models
+        data: published: use the coupling and leaderboard scores of 28 language models from the paper, instead of
+            folders
         metric: the metric: ANALYSIS/METRIC of the measurements, or a column of the file. Append [tag=value,...] to
-            choose a variant: coupling/coupling[k=12]; k=0.1 is a share of the width
+            choose a variant, e.g. coupling/coupling[k=12]; a k below 1, such as 0.1, is a share of the width
         layer: the layer at which the metric is read: its index, or last (default: the value of the whole model,
             otherwise that of the last layer)
         score: the score: FILE.csv:COLUMN with one row per model; a scalar of training, e.g. validation/accuracy;
@@ -48,7 +49,7 @@ class LayerOptions:
 
     Args:
         metrics: the metrics, comma-separated: NAME or ANALYSIS/NAME; append [tag=value,...] to choose a variant
-        scores: the scores of layers: mteb, or a file with the columns model, task, layer, score
+        scores: the scores of layers: mteb, another metric, or a file with the columns model, task, layer, score
         with_layer_0: also include layer 0, the embedding output
     """
 
@@ -69,8 +70,8 @@ def correlate(
 ) -> int:
     """Correlate a metric with a score over models, and show how much model width explains by itself.
 
-    With --metrics and --scores: correlate metrics with task scores over the layers of each model, and show how good a
-    layer is that the metrics would choose.
+    With --metrics and --scores: correlate metrics with task scores over the layers of each model, and show the scores
+    of the layers that the metrics would choose.
 
     Args:
         models: folders of runs, of model comparisons, or folders of these; or one .csv or .parquet file with one row

@@ -33,8 +33,8 @@ def emerge(
             of these)
         metrics: use only these metrics: METRIC,... or ANALYSIS/METRIC,... (default: those in the result tables of a
             report)
-        where: use only curves with these tags or columns: --where.NAME=VALUE
-        seeds: the runs are seeds of one training: also find times for the curves over all seeds
+        where: use only curves with this value of a tag, or of a column of a table: --where.NAME=VALUE
+        seeds: the runs are seeds of one training: also find times for the mean curves over all seeds
         axis: unit of the time axis: optimizer steps or tokens
         confidence: confidence level of the intervals, and of the test whether a curve emerges
         settings: which settings to use if an analysis was measured with several, as in `lit-layers report`

@@ -55,22 +55,21 @@ class RunOptions:
     """Options of a training run that is measured.
 
     Args:
-        root: The run's folder, e.g. checkpoints/my_run.
-        if_exists: What to do if root already contains a run. Only the command line can ask for overwrite, a recipe
-            cannot.
-        resume: Continue exactly where a run stopped: last, or a step. With last, training starts from the beginning if
-            the folder has no run yet.
-        ckpt_path: Continue from a .ckpt file of a Lightning Trainer, in a new root, with its weights, optimizer and
-            step.
-        optimizer: The optimizer, by class_path and init_args; null uses the module's own, AdamW.
-        lr_scheduler: The learning rate scheduler, by class_path and init_args; null uses the module's own.
-        resume_every: Number of steps between checkpoints for resuming; null saves one only at the end and on SIGTERM.
-        steps: Steps to save and measure: pythia (0, 1, 2, 4, ... 512, 1000, 2000, ...), a list, {every: N} or {log: 2,
-            until: N, then_every: N}. A rule may be extended by single steps: {every: 500, also: [750]}.
-        corpus: The text; recipes refer to it as ${corpus}.
-        tokenizer: The tokenizer; recipes refer to it as ${tokenizer}.
-        analyses: What to measure at these steps, as a list of classes with options.
-        wandb: Send the run to W&B, as --config wandb_configs/default.yaml does.
+        root: the run's folder, e.g. checkpoints/my_run
+        if_exists: what to do if root already contains a run; overwrite works on the command line, not in a recipe
+        resume: continue exactly where a run stopped: last, or a step. With last, training starts at step 0 if the
+            folder has no run yet
+        ckpt_path: continue from a .ckpt file of a Lightning Trainer, in a new root, with its weights, optimizer and
+            step
+        optimizer: the optimizer, by class_path and init_args; null uses the module's own, AdamW
+        lr_scheduler: the learning rate scheduler, by class_path and init_args; null uses the module's own
+        resume_every: number of steps between checkpoints for resuming; null saves one only at the end and on SIGTERM
+        steps: steps to save and measure: pythia (0, 1, 2, 4, ... 512, 1000, 2000, ...), a list, {every: N} or {log: 2,
+            until: N, then_every: N}. A rule may be extended by single steps: {every: 500, also: [750]}
+        corpus: the text; recipes refer to it as ${corpus}
+        tokenizer: the tokenizer; recipes refer to it as ${tokenizer}
+        analyses: what to measure at these steps, as a list of classes with options
+        wandb: send the run to W&B, as --config wandb_configs/default.yaml does
     """
 
     root: Path
@@ -90,7 +89,7 @@ class RunOptions:
 class Run:
     """A measured training run: its trainer with all callbacks, and the files they write.
 
-    `stack` receives the lock of the run's folder before any file of the folder is read. `code` is the exit code.
+    `stack` holds the lock of the run's folder, taken before any file of the folder is read. `code` is the exit code.
     `last_step` is the last step of a training that had already finished. `show` updates the progress bar.
     """
 
@@ -143,7 +142,7 @@ class Run:
         given["enable_checkpointing"] = is_asked or given["enable_checkpointing"]
         trainer = _new_trainer(given, self.root)
         if isinstance(self.datamodule, LitStepData):
-            # These callbacks need the model before training begins, or save other weights than the trained ones.
+            # Refuse also callbacks that need the model before training begins or that save other weights.
             refuse_another_order(trainer, also=(BaseFinetuning, ModelPruning, WeightAveraging))
         if trainer.is_global_zero:
             process.set_threads(trainer.strategy.root_device, trainer.num_devices)
@@ -184,8 +183,9 @@ def fit(
 ) -> int:
     """Train from a recipe, and save and measure the model at each step of a schedule.
 
-    `lit-layers fit quickstart/gpt2` uses a recipe of the package, `--config FILE` your own. The report is written
-    however the run ends. Exit code: 0; 2 for wrong input; 3 if training diverged; 130 after Ctrl-C; 143 after SIGTERM.
+    `lit-layers fit quickstart/gpt2` uses a recipe of the package, `--config FILE` your own. The report is also
+    written if the run fails. Exit code: 0; 2 for wrong input; 3 if training diverged; 130 after Ctrl-C; 143 after
+    SIGTERM.
 
     Args:
         seed_everything: seed of all random number generators

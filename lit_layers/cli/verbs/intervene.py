@@ -36,31 +36,33 @@ class Interventions:
 
     Args:
         tokenizer: name or folder of the tokenizer (default: the model's own)
-        variants: which orders of blocks: all, or comma-separated names: baseline, middle_repeat, skip, parallel,
-            reverse, random, looped_parallel, skip_one, switch, or repeat_one, which is not included in all
-        schedule: a custom order, such as '1 2 (3,4,5) (3,4,5) 6'; separate several with ;
+        variants: which orders of blocks (docs/interventions.md): all, or comma-separated names: baseline,
+            middle_repeat, skip, parallel, reverse, random, looped_parallel, skip_one, switch, or repeat_one, which all
+            does not include
+        schedule: a custom order, such as '1 2 (3,4,5) (3,4,5) 6': blocks in parentheses run side by side, and their
+            outputs are averaged. Separate several orders with ;
         middles: how many middle blocks are changed: all possible numbers, or some, such as 1,5,9
         seeds: seeds of the random orders (default: 0 to 9)
         loops: how many times looped_parallel runs the middle blocks (default: 2 to 8)
         tasks: benchmarks to score: lambada, arc_challenge, hellaswag, winogrande, gsm8k, other tasks of lm-eval, or,
-            with --folder, those of docs/interventions.md (default: these five)
+            with --folder, those of docs/interventions.md (default: these five, if no other option says what to measure)
         folder: a folder of local data; its tasks.yaml gives the paths of the tasks, also for --glue and --finetune
             (default: the Hub)
-        limit: score only this many rows of each task, from its beginning
+        limit: score only the first rows of each task, at most this many
         max_new_tokens: largest number of tokens of a generated answer (default: 256)
-        corpus: a text: also measure loss, accuracy and divergence on its held-out part
-        states: also measure how far the hidden states after the changed blocks are from those of the full model, on the
-            same text or images
-        num_sequences: number of sequences of that text
-        num_tokens: tokens of each sequence, also for --speed (default: 128)
+        corpus: a text: measure loss, accuracy and divergence from the full model on its held-out part
+        states: with --corpus or --images: also measure how far the hidden states after the changed blocks are from
+            those of the full model
+        num_sequences: number of sequences of the --corpus text
+        num_tokens: tokens of each sequence of --corpus and --speed (default: 128)
         images: images to score, instead of texts, for an image classifier: digits, cifar10, a local path, ORG/NAME
         num_images: number of images of the test split
         image_size: size of the model's input in pixels (default: that of the image source)
-        normalisation: how pixels are normalised
-        speed: also measure the latency of each variant and of the full model
-        finetune: a recipe: train each changed model on a task, and score it before and after
-            (recipes/finetune/arc.yaml)
-        glue: a recipe: fine-tune an encoder on GLUE in each variant (recipes/glue/small_steps.yaml)
+        normalisation: mean and deviation of the pixels: those of imagenet, half (0.5), or those of the image source
+        speed: measure the latency of each variant and of the full model
+        finetune: a recipe such as recipes/finetune/arc.yaml: fine-tune each variant on a task, and score it before and
+            after
+        glue: a recipe such as recipes/glue/small_steps.yaml: fine-tune each variant of an encoder on GLUE
     """
 
     tokenizer: str | None = None
@@ -168,7 +170,7 @@ def _analyses(model: str, options: Interventions, target: Target) -> list[Analys
 
 
 def _refuse_another_kind(options: Interventions, target: Target) -> None:
-    """Refuse options for texts on an image model, and the reverse.
+    """Refuse options for texts on an image model, and options for images on a language model.
 
     This reads config.json only. A tokenizer named by the user would not turn an image model into a language model.
     """

@@ -43,17 +43,19 @@ def mteb(
         model: a folder with config.json and weights, or a name on the Hub; for a series: a folder of steps, a name on
             the Hub together with --steps, or a manifest
         tokenizer: name or folder of the tokenizer (default: the model's own)
-        tasks: which tasks: layerwise32, one kind of these (classification, clustering, pair_classification, reranking,
-            sts), local (all tasks in --folder), or comma-separated names
+        tasks: which tasks: layerwise32 (the 32 tasks of docs/mteb.md), only one kind of them (classification,
+            clustering, pair_classification, reranking or sts), local (all tasks in --folder), or comma-separated names
         layers: which layers: all, or indices such as 0,3,6; 0 is the embedding output
         folder: a folder of local data in the tasks' own layout (docs/mteb.md); it is searched before the Hub
-        modules: at which layers the pooling and normalisation of a sentence encoder's modules.json are used: at the
-            last one, at all, at none (default: last; none if --pooling is given)
-        pooling: how the states of a text are pooled into one vector; mean is over real tokens (default: mean)
-        states: which states: resid are the outputs of blocks; normed are all passed through the final norm; in hf only
-            the last one is
-        max_tokens: longer texts are truncated to this many tokens, and to the model's own limit
-        metrics: also measure label-free metrics on the first 1,000 texts of each task
+        modules: for a sentence encoder, the layers that use the pooling and normalisation of its modules.json: the last
+            one, all or none (default: last; none if --pooling is given)
+        pooling: how the states of a text become one vector: the last token, the mean of all, or the first (cls),
+            without padding (default: mean)
+        states: which states: resid, the outputs of blocks; normed, the same after the final norm; hf, after the final
+            norm at the last layer only
+        max_tokens: longer texts are truncated to this many tokens, or to the model's limit if that is smaller
+        metrics: also measure metrics that need no labels, such as entropy and rank, on the first 1,000 texts of each
+            task
         seed: seed of mteb's random draws; 42 is the default of mteb
     """
     version_of("mteb")  # fail early if it is not installed

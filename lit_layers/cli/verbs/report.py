@@ -36,7 +36,7 @@ def report(
         seeds: the runs are seeds of one training: draw their mean with an interval
         group: a field of the recipe, such as data.shuffle_tokens: runs with the same value are treated as seeds of one
             training
-        root: the page, or the folder for report.html (default: RUN/report.html; for several runs: runs.html)
+        root: file of the page, or folder for report.html (default: RUN/report.html; for several runs: runs.html)
         export: also write all numbers to this .parquet or .csv file
         pictures: also write every figure of the page as PNG, SVG and PDF to this folder
         wandb: also send to W&B the numbers that it does not have yet

@@ -26,7 +26,7 @@ def reproduce(file: Path, *, reduced: bool = False, root: Path | None = None) ->
 
     Args:
         file: a recipe, e.g. recipes/papers/coupling/fig1b.yaml; docs/papers.md lists them
-        reduced: measure at reduced sizes that a laptop can handle; the printed numbers cannot be expected then
+        reduced: measure at reduced sizes that a laptop can handle; the numbers then differ from the printed ones
         root: folder for all results (default: checkpoints/papers/PAPER/RECIPE; with --reduced: RECIPE-reduced)
     """
     file = find_recipe(file)

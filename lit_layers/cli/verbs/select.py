@@ -40,14 +40,16 @@ class SelectOptions:
         text: the column with the texts, or a format such as 'Subject: {subject}'
         label: the column with the labels
         regression: the labels are numbers to predict
-        folder: a folder of local data with a task of the catalogue (default: the Hub)
+        folder: a folder from which a task of the catalogue is read (default: the Hub)
         images: labelled images, instead of a task, for a vision model: digits, cifar10, a local path, ORG/NAME
         tokenizer: the tokenizer for the texts (default: the model's own)
         by: the score of a layer: accuracy (default) or log_loss of its probe; for a regression mean_squared_error
-        rule: when a layer is good enough (docs/select.md)
-        tolerance: how much of the score a layer may lose under this rule, in units of the score
-        pooling: how a layer's states are pooled into one vector (default: as in modules.json, otherwise last; cls for
-            images)
+        rule: which layer is good enough (docs/select.md); within_tolerance: the first whose score is at most the
+            tolerance worse than that of the last layer
+        tolerance: tolerance of the rule: in units of the score, or for fraction_of_last a share of the last layer's
+            score; knee and best have none
+        pooling: how a layer's states are pooled into one vector (default: as in a sentence encoder's modules.json,
+            otherwise last; cls for images)
         max_tokens: longer texts are truncated to this many tokens
         num_train: number of images for fitting probes and choosing the layer (default: all)
         num_test: number of images for the test scores (default: all)
