@@ -193,9 +193,9 @@ def parser_of(verb: Callable[..., Any]) -> RecipeParser:
     )
     parser.usage = f"{parser.prog} [options]"
     _add_options(parser, verb)
-    words = "a YAML recipe with values for these options; of several, later ones win"
+    words = "a YAML recipe with values for these options; a later recipe overrides earlier ones"
     parser.add_argument("-c", "--config", action=_RecipeFile, help=words)
-    words = "print a line for everything that is done, and tracebacks of failures"  # handled earlier, by `take_verbose`
+    words = "log each step, and tracebacks of failures"  # handled earlier, by `take_verbose`
     parser.add_argument(*VERBOSE, action="store_true", default=argparse.SUPPRESS, help=words)
     return parser
 

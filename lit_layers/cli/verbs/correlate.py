@@ -22,7 +22,7 @@ class ModelOptions:
     """Options for a correlation over models.
 
     Args:
-        data: published: use the coupling and leaderboard scores of 28 language models from the paper, instead of
+        data: published: use the coupling and leaderboard scores of the coupling paper's 28 language models, instead of
             folders
         metric: the metric: ANALYSIS/METRIC of the measurements, or a column of the file. Append [tag=value,...] to
             choose a variant, e.g. coupling/coupling[k=12]; a k below 1, such as 0.1, is a share of the width
