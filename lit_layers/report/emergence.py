@@ -37,7 +37,7 @@ from lit_layers.report.logged_numbers import shown_records
 from lit_layers.report.template import Block, block, fill
 
 LEAST_P = 1e-4  # smaller p-values are shown as < 1e-4
-MOST_ROWS = 60  # of a timeline or an order matrix; more are unreadable
+MOST_ROWS = 60  # rows of a timeline or an order matrix; more are unreadable
 
 
 def axis_text(number: float) -> str:
@@ -167,9 +167,9 @@ def _run_lines(clock: Clock, lines: Mapping[str, Series]) -> list[Series]:
 
 
 def order_matrix(clock: Clock, run: str) -> Chart:
-    """Return P(row is half-way before column) for the metrics that emerge in a run, earliest first.
+    """Return a heat map of the probability that the metric of a row is half-way before that of a column.
 
-    Only the earliest `MOST_ROWS` metrics are shown.
+    It shows the metrics that emerge in a run, earliest first, and at most `MOST_ROWS` of them.
     """
     emerged = emerged_curves(clock, run)[:MOST_ROWS]
     table = [[None if a is b else p_before(a, b)[0] for b in emerged] for a in emerged]
@@ -219,8 +219,8 @@ def write_emergence(
 ) -> list[Path]:
     """Write emergence.html, tables as .csv, and figures as .png, .svg and .pdf; return their paths, the page first.
 
-    The tables are times, order, layer_order, layers (only if `layers` is given) and agreement. Existing files with
-    these names are replaced.
+    The tables are times and order, and also layer_order, layers and agreement unless they are empty. Existing files
+    with these names are replaced.
 
     Raises:
         InputError: the folder cannot be written.

@@ -32,12 +32,12 @@ TRANSFORMERS_AXIS = "train/global_step"  # transformers adds it to each row that
 TABLE = "emergence"
 _TABLE_ROWS = 20_000  # takes 5 s; longer tables omit layer pairs, and W&B truncates at 200,000
 Scalars = Literal["plotted", "all"]  # which records become curves
-# Tags that distinguish variants of a metric; one variant is plotted.
+# Tags that distinguish variants of a metric, of which only one is plotted.
 _VARIANTS = ("statistic", "control", "drop_first", "normalization", "split", "of", "domain", "k")
 
 
 def measured_in(root: str | Path) -> tuple[list[Measurement], dict[tuple[str, str], str]]:
-    """Return a run's latest measurements, without suspect checkpoints, and the settings that have plain names."""
+    """Return a run's latest measurements, without suspect checkpoints, and the result of `plain_settings`."""
     measurements = records.read(Path(root) / "measurements.jsonl")
     return [m for m in latest(measurements) if not records.is_suspect(m)], plain_settings(measurements)
 
@@ -47,7 +47,7 @@ def curves_of(
 ) -> dict[str, Record]:
     """Return the records of one step that are logged as curves, by name, without layer pairs and single tokens.
 
-    With `scalars="plotted"`, each metric is logged in one variant only. Of each analysis only one metric has a curve
+    With `scalars="plotted"`, each metric is logged in one variant only, and only one metric of each analysis has curves
     per layer: the one listed first in docs/metrics.md.
     """
     curves = dict[str, Record]()
@@ -82,7 +82,7 @@ def shown_records(measurement: Measurement) -> list[Record]:
 
 
 def surfaces_of(measured: Iterable[Measurement], plain: dict[tuple[str, str], str]) -> dict[str, list[Measurement]]:
-    """Return the measurements for each picture of layers by steps, by picture name, reduced to its metric."""
+    """Return the measurements that each picture of layers by steps shows, with the records of its metric only."""
     found = defaultdict[str, list[Measurement]](list)
     for m in measured:
         of_layers = [record for record in shown_records(m) if record.layer is not None and record.other_layer is None]
@@ -150,7 +150,7 @@ class WandbRun:
             right, because W&B plots over the axis.
     """
 
-    # By run id: last row with measurements, and their step. Shared, since two networks may log to one run.
+    # Last row with measurements and their step, by run id. Two networks may log to one run, so writers share it.
     _last_rows: ClassVar[dict[str, tuple[int, int]]] = {}
 
     def __init__(self, run: Any, axis: str | None = None) -> None:
@@ -165,7 +165,7 @@ class WandbRun:
             self._run.define_metric(STEP)
 
     def row(self, step: int, values: Mapping[str, Any]) -> None:
-        """Queue the curves and pictures of one step."""
+        """Queue the curves and pictures of one step; without an axis, merge them into the open row if possible."""
         if self._is_shared and len(self._pending) > 1:  # a single one may be step 0, before the logger's first row
             self.flush()
         self._pending[step] = {**values, self._axis: step}
@@ -187,7 +187,7 @@ class WandbRun:
         self._run.log(end_of_run(root, f"{_SECTION}/{TABLE}"), commit=False)
 
     def flush(self) -> None:
-        """Write all pending steps after the user's last row."""
+        """Write all pending steps after the user's last row, or log a warning if the user passes row numbers."""
         if self._pending and not self._is_shared:
             self.join(max(self._pending))
         if not self._pending:

@@ -20,7 +20,8 @@ from lit_layers.report.template import Block, Captioned, Cells, Choice, Group, T
 from lit_layers.run_data import RunData
 
 _TOGETHER = 6  # largest number of whole-model variants in one figure
-_CHOSEN_FROM = ("monotonicity", "layer", "concept", "residual", "law", "stage")  # metric groups that share a block
+# The metrics of each of these groups share a block.
+_CHOSEN_FROM = ("monotonicity", "layer", "concept", "residual", "law", "stage")
 CONTROLS = ("random_labels", "relabelled_vocabulary")
 
 READOUT, TASKS = "interventions", "intervene"
@@ -56,7 +57,7 @@ def sections(
                     metrics=members,
                 )
                 (diagnostics if all(row.secondary for row in rows) else blocks).append(made)
-        if not blocks:  # a section with diagnostics only shows them as its figures
+        if not blocks:  # diagnostics become figures if there are no others
             blocks, diagnostics = diagnostics, []
         if blocks:
             about = {"name": analysis, "title": sentence(analysis), "note": analysis_note(analysis)}
@@ -131,7 +132,7 @@ def shapes(
     only whole-model values has no figure.
     """
     table: Any = part
-    table = table[table["metric"].isin([metric, look_up(metric).baseline])]  # smaller: every figure filters it again
+    table = table[table["metric"].isin([metric, look_up(metric).baseline])]  # fast to filter again
     unplaced = table[table[table.columns.intersection(records.AXES)].isna().all(axis=1)]
     rows, levels = tables.rows_of(table, metric), tables.rows_of(table, look_up(metric).baseline or "")
     runs = {run: rows[rows["run"] == run] for run in rows["run"].unique()} if comparing else {"": table}
@@ -296,7 +297,7 @@ def _kind(analysis: str) -> str:
     return next((each for each in (tables.GLUE, FINETUNE) if analysis.startswith(each)), TASKS)
 
 
-# By block title: the variants with this figure, and its drawing function.
+# The variants that a figure shows, and its drawing function, by block title.
 _KINDS: dict[str, tuple[Sequence[str], Callable[..., Chart]]] = {
     "Middle blocks changed": (MIDDLE_NAMES, plots.variant_curves),
     "Number of loops": ((LOOPED,), plots.loop_map),

@@ -192,7 +192,7 @@ def read_side_by_side(
 
     Raises:
         InputError: two runs have the same name, two seeds have equal values or different settings, a recipe lacks the
-            field, or a run cannot be read (see `curves_of`).
+            field, no metric has common steps, or a run cannot be read (see `curves_of`).
     """
     if seeds and group is not None:
         raise InputError("seeds: expected either seeds or group, got both")
@@ -396,8 +396,8 @@ def _order(content: SideBySide) -> Callable[[str, str], tuple[int, int]]:
 def last_values(content: SideBySide) -> pd.DataFrame:
     """Return a table with one row per metric at the last common step, with the value and interval of each group.
 
-    Columns are analysis, metric, layer, tags, step, and value, low and high of each group. Metrics with values per
-    layer are shown at the last common layer. With two groups there is also their difference.
+    Columns are analysis, metric, layer, tags, step, title, and value, low and high of each group. Metrics with values
+    per layer are shown at the last common layer. With two groups there is also their difference.
     """
     groups, rows = list(content.groups), list[dict[str, Any]]()
     last: dict[tuple[str, str, str], int | None] = {}

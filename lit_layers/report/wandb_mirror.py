@@ -210,7 +210,7 @@ class WandbMirror:
         """Stop the mirror after any error and log a sentence, so that training goes on.
 
         Raises:
-            InputError: the error occurred before the W&B run started.
+            InputError: one was raised before the W&B run started.
         """
         try:
             yield
@@ -259,7 +259,7 @@ def save_workspace(root: str | Path, target: str) -> str:
     """Create a workspace at ENTITY/PROJECT with the charts of a run, for all runs there; return its address.
 
     Raises:
-        InputError: `place` is not ENTITY/PROJECT, nothing was measured, or W&B cannot be reached or refuses it.
+        InputError: `target` is not ENTITY/PROJECT, nothing was measured, or W&B cannot be reached or refuses it.
     """
     entity, _, project = target.partition("/")
     if not entity or not project or "/" in project:
