@@ -65,7 +65,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Cells:
-    """A heat map: `values[frame][row][column]` over the keys (or checkpoints) of the axes; None was not measured."""
+    """A heat map: `values[frame][row][column]` over the keys (or checkpoints) of the axes; None if not measured."""
 
     values: Sequence[Sequence[Sequence[float | None]]]
     rows: Sequence[Any]
@@ -354,8 +354,9 @@ _ROW_FIELDS |= {"z": "datum.u ? 2.6 * datum.z : datum.z"}
 def rows_of(chart: Chart) -> list[dict[str, Any]]:
     """Return the cells and points of a chart as data rows.
 
-    Keys: k is the series index, i the row index, n the checkpoint index, f the frame index. x, y, l(ow), h(igh) and z
-    are values. t(ext) and w are tooltip texts, and q is the label next to a point. ci is the point's own colour.
+    Keys: k is the series index, i the row index, n the checkpoint index, f the frame index. x, y, l(ow) and h(igh) are
+    values. z is the value of a cell, v the value that its colour shows, and y0 and y1 are its edges. t(ext) is a
+    tooltip text, q the label next to a point, and ci the point's own colour.
     """
     rows = list[dict[str, Any]]()
     cells, several = chart.cells, len(chart.frames) > 1

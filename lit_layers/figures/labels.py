@@ -22,7 +22,7 @@ def analysis_note(name: str) -> str:
 
 
 def escape(text: object) -> str:
-    """Return text in which figures and HTML show every character literally."""
+    """Return text with `&`, `<` and `>` escaped, so that figures and HTML show them."""
     return html.escape(str(text), quote=False)
 
 
@@ -72,7 +72,7 @@ def count(number: float | None) -> str:
 
 
 def value(number: float | None) -> str:
-    """Return a number with three to four significant digits, or a dash for None and NaN."""
+    """Return a number as short text, below 1e-4 and from 1e5 on with an exponent; a dash for None and NaN."""
     if number is None or math.isnan(number):
         return DASH
     if math.isinf(number):

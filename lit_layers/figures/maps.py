@@ -72,7 +72,7 @@ def table_map(
     keys = sorted({point.tags[name] for point in points for name in (down, across)})
     cell = lambda p: (p.tags[down], p.tags[across])  # noqa: E731
     if not is_jacobian:
-        axes = key_axis("Place of the other token", keys, unit="%"), key_axis("Place of the token", keys, unit="%")
+        axes = key_axis("Position of the other token", keys, unit="%"), key_axis("Position of the token", keys, unit="%")
         title = f"{tables.title_of(metric, tags)}, {where}"
         return _pairs(title, points, cell, *axes, {"hover": "token at {y}%, other token at {x}%"})
     title = ", ".join(filter(None, [sentence(where), tables.variant_text(tags)]))
@@ -123,7 +123,7 @@ def frame_grids(
 
 
 def key_axis(title: str, keys: Sequence[Any], *, unit: str = "", most: int = 9) -> Axis:
-    """Return an axis of cells with at most about `most` labels, evenly spaced."""
+    """Return an axis of cells with at most `most` labels, evenly spaced."""
     labeled = keys[:: -(-len(keys) // most) or 1]
     return Axis(title=title, keys=keys, labels={key: f"{key}{unit}" for key in labeled}, grid=False)
 
@@ -211,8 +211,8 @@ def tag_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chosen]) -
     """Return a metric per layer and category of word pairs (tag `category`) or head (tag `head`) as one heat map.
 
     Layers go across, with a slider over checkpoints. Categories are sorted by group (tag `group`), `category_id` and
-    name; the mean over all of them comes first, if recorded. If values have both signs, blue is positive and brown
-    negative, and colours saturate at the largest value of any checkpoint. Missing values are blank.
+    name; the mean over all of them comes first, if recorded. If a value is negative, blue is positive and brown
+    negative, and colours saturate at the largest absolute value of any checkpoint. Missing values are blank.
 
     Raises:
         ValueError: the metric has no values per layer and category or head.
@@ -242,7 +242,7 @@ def tag_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chosen]) -
 
 
 def _category(point: Point) -> tuple[str, int, str]:
-    """Return id, sort number and name of a category or head; all are empty for the mean."""
+    """Return id, sort number and name of a category or head; id and name are empty for the mean."""
     if tables.HEAD in point.tags:
         return "", point.tags[tables.HEAD] + 1, f"head {point.tags[tables.HEAD]}"
     return str(point.tags.get("category_id", "")), 0, str(point.tags.get(tables.CATEGORY, ""))

@@ -43,7 +43,7 @@ __all__ = ["layer_profile", "list_profile", "models_in_rows"]
 
 FRAMES = 30  # largest number of slider positions
 _PROFILES = 16  # more lines in one figure cannot be distinguished
-# For models of different depth.
+# The x-axis for models of different depth.
 _DEPTHS = Axis(
     title="Depth (100 layer / number of layers)", labels={n: str(n) for n in (0, 25, 50, 75, 100)}, ends=(-3, 103)
 )
@@ -68,7 +68,7 @@ def level(x: Sequence[Any], value: float, name: str, *, color: str = MUTED, dash
 
 
 def levels_of(metric: str, x: Sequence[Any], **look: Any) -> list[Series]:
-    """Return the reference value that follows from a metric's definition as a line, or nothing."""
+    """Return a line at the reference value that follows from a metric's definition; empty if there is none."""
     row = look_up(metric)
     return [] if row.level is None else [level(x, row.level, row.level_name, **look)]
 
@@ -114,7 +114,8 @@ def layer_profile(
 
     Colours run from the first checkpoint to the last. If there are many checkpoints, evenly spaced ones are drawn. The
     first and the last have 95% intervals, if recorded. Models of different depth are drawn over depth in per cent, 100
-    l / L: 0 is the embedding, 100 the last layer. L comes from `num_layers`, or else is the last measured layer.
+    l / L: 0 is the embedding, 100 the last layer. L is the model's entry in `num_layers`, or the last measured layer if
+    that is larger.
 
     Dashed lines are rows tagged `reference`, metrics named in `baselines` that have values per layer, and rows whose
     tag `control` is named in `controls`. They are drawn at the last checkpoint, or for each model in its colour, unless
@@ -368,7 +369,7 @@ def ordinal_of(points: Iterable[Point]) -> str:
 
 
 def indexed(points: Iterable[Point], number: str) -> list[Point]:
-    """Return the points that have this ordinal, without reference values."""
+    """Return the points that have this ordinal (`layer`, `distance`, ...), without reference values."""
     return [point for point in points if point.index(number) is not None and point.reference is None]
 
 

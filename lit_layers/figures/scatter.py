@@ -103,7 +103,7 @@ class Scatter:
         return _padded(self.x), _padded(self.y)
 
     def line(self) -> tuple[list[float], list[float], list[float], list[float]] | None:
-        """Return the least-squares line and the 95% band of its mean as (x, y, low, high), or None if undefined."""
+        """Return the least-squares line and its 95% band as (x, y, low, high); None for a path, or if undefined."""
         if self.path:
             return None
         from lit_layers.functional.correlation import UndefinedError, fit_line, line_band  # slow: loads torch

@@ -66,7 +66,7 @@ class Point:
         return self.tags.get("reference")
 
     def index(self, ordinal: str) -> int | None:
-        """Return the layer, or the index under another ordinal such as `distance`."""
+        """Return the layer, or the value of another ordinal tag such as `distance`; None without it."""
         return self.layer if ordinal == "layer" else self.tags.get(ordinal)
 
 
@@ -205,7 +205,7 @@ def is_on_axes(point: Point) -> bool:
 
 
 def plainest(choices: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the plainest of some variants: a mean over all tokens, not normalized; otherwise the first one."""
+    """Return the variant that differs least from a mean over all tokens, not normalized; the first if several do."""
     return min(choices, key=lambda tags: sum(tags[name] != value for name, value in _PLAINEST.items() if name in tags))
 
 
@@ -527,7 +527,7 @@ def _checkpoint_medians(rows: Any, statistic: str) -> tuple[Any, str]:
     """Return one row per variant of one checkpoint or model, and a note on the tasks."""
     precision = rows["dtype"].fillna("float32") if "dtype" in rows else pd.Series("float32", index=rows.index)
     tasks = rows.groupby(precision)["task"].nunique().sort_index(ascending=False)
-    usual = tasks.idxmax()  # ties: float32, which is sorted first
+    usual = tasks.idxmax()  # float32 in a tie, because it comes first in this order
     others = [*rows.loc[precision != usual, "task"].unique()]  # scores of different precision are not mixed
     rows = rows[precision == usual]
     by = [*(name for name in tags_of(rows) if name not in ("task", "statistic", "seed")), "layer"]

@@ -113,7 +113,7 @@ class Training:
 
     @property
     def edges(self) -> list[float]:
-        """Boundaries of the cells around the positions: midpoints between them, and as far outside at both ends."""
+        """Boundaries of the cells: midpoints between positions; each end mirrors the boundary next to it."""
         places = self.places
         if len(places) < 2:
             return [places[0] - 0.5, places[0] + 0.5]
@@ -140,7 +140,7 @@ def log_step(value: float) -> float:
 def log_labels(values: Sequence[int]) -> dict[float, str]:
     """Return tick labels for some of these steps, by axis position, far enough apart for a narrow screen.
 
-    The first and the last step come first, then powers of two, then numbers with few digits.
+    The first and the last step have priority, then powers of two, then numbers with few digits before their zeros.
     """
     places, chosen = [*map(log_step, values)], list[int]()
     distance = (places[-1] - places[0]) / 6.5 if places else 0.0

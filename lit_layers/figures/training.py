@@ -43,7 +43,8 @@ def emergence_curves(
     all its variants. Lines per layer show one variant, which the title names.
 
     Args:
-        tags: selects a variant, e.g. `{"k": 12}`; None as a value means: without that tag. None: the plainest variant.
+        tags: selects a variant, e.g. `{"k": 12}`; the value None selects points without the tag. Default: the plainest
+            variant.
         baselines: metrics of the same analysis to compare with, e.g. `random_coupling`. Only their whole-model values
             are drawn; `layer_profile` draws their values per layer.
         allow_suspect: also draw checkpoints that an audit found suspect; all figures have this option.
@@ -159,9 +160,9 @@ def _binned(points: Any, name: str) -> Any:
 
 
 def _ordinal(points: Sequence[tables.Point]) -> tuple[str | None, Sequence[tables.Point]]:
-    """Return the ordinal with one line per value (layer, distance, ...), and its points.
+    """Return the ordinal (layer, distance, ...) that gets one line per value, and the points that have it.
 
-    Of lists of values only the first entry is used.
+    Only the first entry of a list of values is used.
     """
     if lined := [point for point in points if point.layer is not None]:
         first = min((point.tags["index"] for point in lined if "index" in point.tags), default=None)

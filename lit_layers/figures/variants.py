@@ -159,7 +159,7 @@ def models_by_middle(frame: pd.DataFrame, metric: str, *, variant: str, **chosen
     rows, series = rows_of(frame, metric, chosen.get("analysis")), list[Series]()
     number = "layer" if variant in BLOCK_NAMES else "middle"
     points = {run: last_of(variant_points(rows[rows["run"] == run], metric, **chosen)) for run in rows["run"].unique()}
-    # for `switch` the last layer tag is T - 1, since a block is switched with the next one
+    # the last layer tag of `switch` is T - 1, because a block is switched with the next one
     depths = {
         run: max((p.layer + (p.tags["variant"] == "switch") for p in part if p.layer), default=0)
         for run, part in points.items()
