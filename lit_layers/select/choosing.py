@@ -57,7 +57,7 @@ class Choice:
     rule: Rule
     tolerance: float
     validation: Mapping[int, Score]  # scores of layers 0 to L on the validation rows
-    baseline: float  # score on the validation rows of a prediction that ignores the text
+    baseline: float  # score on the validation rows of a prediction that ignores the input
     shares: Mapping[int, float]  # fraction of bootstrap resamples of validation rows that choose each layer 1 to L
     test: Mapping[int, Score]  # test scores of the chosen layer and the last layer
     difference: Score  # chosen layer minus last layer on test, paired over rows
@@ -65,7 +65,7 @@ class Choice:
 
     @property
     def baseline_name(self) -> str:
-        """Name of the baseline, a prediction that ignores the text."""
+        """Name of the baseline, a prediction that ignores the input."""
         return BASELINES[self.metric]
 
 
@@ -155,7 +155,7 @@ def choose(
 
 
 def _defined(rows: Tensor) -> Tensor:
-    """Drop rows of (layers, rows) whose class no training row has, because their log-loss is undefined."""
+    """Drop the columns of (layers, rows) that are not finite: the log-loss of a class without training rows."""
     return rows[:, rows.isfinite().all(0)]
 
 
@@ -223,7 +223,7 @@ def text_task(
     pooling: TextPooling = "last",
     max_tokens: int = 512,
 ) -> TaskFeatures:
-    """Return the features of a text task, from the catalogue or the user.
+    """Return the features of a text task of the catalogue or of the user.
 
     The texts of train, validation and test are passed through the model when their features are requested.
 
@@ -257,7 +257,9 @@ def image_task(
     validation_share: float = 0.2,
     seed: int = 0,
 ) -> TaskFeatures:
-    """Return the features of a labelled image set (`digits`, `cifar10`, a path, ...), normalised as in training.
+    """Return the features of a labelled image set: `digits`, `cifar10`, a path, ...
+
+    Pixels are normalised as in the model's training, or by the statistics of the image set if that is unknown.
 
     Raises:
         InputError: The model reads text, it has no class token for the pooling "cls", or the source does not exist.
