@@ -17,7 +17,7 @@ from lit_layers.functional import correlation
 from lit_layers.functional.correlation import Correlation, UndefinedError
 
 Column = NDArray[np.float64]
-CONFOUNDED = 0.5  # R² of the metric with a size or its baseline above which a warning is given
+CONFOUNDED = 0.5  # a warning is given if the R² of the metric with its baseline or a size is higher
 FEW = 10
 _FEWEST_DRAWN = 5  # fewest models for an interval; resamples of fewer mostly repeat two or three points
 
@@ -256,8 +256,8 @@ def _warnings(table: ModelTable, x: Column, corrected: Sequence[Row], rows: Sequ
 class Choice:
     """A rule that chooses a layer for each task without labels, and the scores at the layers it chooses.
 
-    `rule` is "min" or "max" of `metric`. If `metric` is None, it is the direction and the metric that are best on the
-    other models. `is_chosen` is true if this rule is the best one on the other models.
+    `rule` is the direction, "min" or "max" of `metric`. If `metric` is None, `rule` names the direction and the metric
+    that score highest on the other models. `is_chosen` is true if this rule scores highest on the other models.
     """
 
     metric: str | None
@@ -302,8 +302,8 @@ class LayerFindings:
 def correlate_layers(tables: LayerTables, *, resamples: int = 2000, seed: int = 0) -> LayerFindings:
     """Correlate each metric with the scores over the layers of each model, and evaluate choosing layers by it.
 
-    With several models, the chosen direction scores higher on the other models, and so does the metric chosen among
-    all. With one model, nothing is chosen.
+    The layer of a task is that of the smallest or largest value of a metric. With several models, the direction is
+    chosen that scores higher on the other models, and so is one of all metrics. With one model, nothing is chosen.
     """
     options, first = {"resamples": resamples, "seed": seed}, tables.first_layer
     models = []
@@ -341,7 +341,10 @@ def _correlated(model: ModelTables, key: str, first: int, options: Mapping[str, 
 def _choices(
     model: ModelTables, others: Sequence[ModelTables], keys: Sequence[str], first: int, options: Mapping[str, Any]
 ) -> list[Choice]:
-    """Return both directions of one metric, or among several metrics the rule that is best on the other models."""
+    """Return the choices by both directions of one metric, or by the best rule among several metrics.
+
+    The best rule is a metric and a direction that score highest on the other models.
+    """
     shared = _shared(model, keys, first)
     if shared is None:
         return []

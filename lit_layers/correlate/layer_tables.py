@@ -75,7 +75,8 @@ class LayerTables:
     common: list[str] = field(default_factory=list)  # metrics measured on the same texts for all tasks
     states: str | None = None
     source: str = ""
-    variants: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = field(default_factory=dict)  # option, metric; model
+    # By (option, metric), then by model.
+    variants: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = field(default_factory=dict)
 
 
 def read_layers(
@@ -141,7 +142,11 @@ def _model_tables(
     step: int | None,
     num_layers: int,
 ) -> ModelTables:
-    """Return the tables of one model, and set titles, states and variants, common to all models, in `tables`."""
+    """Return the tables of one model, and add its titles, states and variants to `tables`.
+
+    Raises:
+        _LeftOutError: The model has no scores or metrics at enough layers.
+    """
     matches, first = find_model(name, scores.models), tables.first_layer
     if len(matches) != 1:
         raise _LeftOutError("no scores")
@@ -300,7 +305,7 @@ def _source(query: MetricQuery, models: Sequence[RunModel], option: str) -> _Sou
 def _run_values(model: RunModel, query: MetricQuery) -> Iterable[tuple[Any, ...]]:
     """Yield the values of a metric in a run folder.
 
-    Records omit the tags of the default convention of hidden states and of raw normalization.
+    A query may name the default `states` or `normalization=raw`, although records omit these two tags.
     """
     for m in model.measurements:
         analysis, _, task = m.analysis.partition("/")

@@ -76,7 +76,7 @@ def split(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class RunModel:
-    """One model of a study: a training run at one step, or a pretrained model."""
+    """One model of a study: a training run with all its steps, or a pretrained model."""
 
     name: str
     folder: Path
@@ -101,8 +101,8 @@ class RunModel:
     def sizes(self) -> dict[str, float]:
         """Return the known sizes of the model, by the names in `SIZES`.
 
-        They come from the facts of the run or its measurements, or else from the model's configuration. The depth may
-        also come from the last layer measured.
+        They come from the facts of the run or of its measurements, or else from the options of its recipe. An unknown
+        depth is the last layer measured.
         """
         described = [self.about.get("model", {}), *(m.provenance for m in self.measurements), self.settings()]
         sizes = {}
