@@ -57,7 +57,7 @@ class Jobs(NamedTuple):
     Ranks share the jobs, so their results must be picklable.
 
     Args:
-        calls: functions without arguments, one per job. An iterator that one returns is collected in a list.
+        calls: functions without arguments, one per job. If a function returns an iterator, its items become a list.
         records: makes the records from the results in the order of the jobs. By default each result is a list of
             records.
     """
@@ -79,7 +79,7 @@ class Analysis(ABC):
     """One way to measure every layer of a model.
 
     `update` runs once per microbatch, on the rank that holds it. `compute` runs once per checkpoint, on the values of
-    all prompts. Both see the options of the preset. Neither knows of ranks, files or other analyses.
+    all prompts. On both, `self` has the options of its preset. Neither knows of ranks, files or other analyses.
 
     Subclasses are dataclasses. Their fields are the options of a recipe and, together with `name`, determine every
     number. Constructors are cheap, and data loads on first use. `name` is unique within a run, e.g. `probe/ag_news`.
@@ -87,7 +87,7 @@ class Analysis(ABC):
 
     name: str
     PRECISION: ClassVar[Precision] = "float32"  # precision of the model that `compute` and `jobs` receive
-    SEES: ClassVar[Literal["text", "images"] | None] = None  # the only kind of model that is accepted
+    SEES: ClassVar[Literal["text", "images"] | None] = None  # the input that a model must take; None: either
     NEXT_TOKEN: ClassVar[bool] = False  # whether only models that predict the next token are accepted
     LEAST: ClassVar[Mapping[str, float]] = {}  # smallest allowed value, by option
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # the options that each value of `preset` sets
@@ -104,7 +104,7 @@ class Analysis(ABC):
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         """Return the values of one microbatch.
 
-        Values are tensors whose last dimension is the prompts, or the tokens in their order.
+        The last dimension of each tensor is the prompts of the batch, or several rows per prompt in their order.
 
         Args:
             seen: the forward pass: `hidden` (layers + 1, prompts, tokens, dim), `mask` (prompts, tokens) and the blocks
@@ -140,8 +140,8 @@ class Analysis(ABC):
     def check(self, model: LayeredModel) -> None:
         """Check the options and the data against the model, before the first step.
 
-        The default loads every field that holds data. It refuses images that are preprocessed differently than in
-        training, and texts that are longer than the model reads.
+        The default loads every field that holds data. It refuses batches without the model's input, images that are
+        preprocessed differently than in training, and texts that are longer than the model reads.
 
         Raises:
             InputError: if something does not fit; the sentence names the option.

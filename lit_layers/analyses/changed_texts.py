@@ -37,7 +37,7 @@ from lit_layers.tasks.text_features import (
 )
 
 CHUNK = 64  # prompts per update of LiDAR's sums: 64 x 16 views x 4,096 x 8 B = 34 MB
-NEAR_DELTA = 10.0  # scatter within prompts over delta; below this, delta influences LiDAR
+NEAR_DELTA = 10.0  # ratio of the scatter within prompts to delta, below which delta influences LiDAR
 
 _LayerValues = tuple[int, dict[str, list[float]]]
 WITHIN = "lidar_within_over_delta"
@@ -45,21 +45,22 @@ WITHIN = "lidar_within_over_delta"
 
 @dataclass(kw_only=True)
 class Invariance(Analysis):
-    """InfoNCE, LiDAR and DiME of views of texts at every layer 0..L, and their means over layers 1..L (no layer).
+    """InfoNCE, LiDAR and DiME of views of texts at every layer 0..L, and their means over layers 1..L.
 
-    Each text gets `num_views` misprinted copies (`data.make_views`). Each copy passes the model once and gives one
-    pooled vector. `infonce` (lower is more invariant) and `dime` compare the first two views; `lidar` and `lidar_rank`
-    use all. `infonce_chance` is the loss of equal states. For form "cross", `infonce_share` is 1 - loss / log N.
-    `lidar_within_over_delta` is the mean variance within prompts over `delta`; the tag `num_layers_near_delta` counts
-    the layers where it is below 10 and LiDAR says little. `changed_fraction` is the share of words that a view changes.
+    Each text gets `num_views` misprinted copies, its views (`data.make_views`). The model runs once on each view, which
+    gives one pooled vector. `infonce` (lower is more invariant) and `dime` compare the first two views. `lidar` and
+    `lidar_rank` use all views. `infonce_chance` is the loss if all states are equal. For form "cross", `infonce_share`
+    is 1 - loss / log N. `lidar_within_over_delta` is the mean variance within prompts, divided by `delta`. The tag
+    `num_layers_near_delta` counts the layers where this ratio is below 10, at which LiDAR says little.
+    `changed_fraction` is the share of words that a view changes. Means over layers have no layer.
 
     Each value is one number for the whole set of prompts, with an interval from `num_halves` random halves;
     `..._of_half` is their mean. Values depend on the number of prompts, so compare them at equal `n`.
 
-    A layer where a metric is undefined has no record of it. Examples are layer 0 under pooling "cls", where all prompts
-    have the same vector, and layers at which fewer than half of the prompts have a vector. The mean over layers 1..L is
-    then NaN and counts such layers in the tag `num_undefined_layers`. Prompts without a vector at another layer are
-    left out everywhere and counted in `num_undefined`. The model runs in float32 or wider.
+    A layer where a metric is undefined has no record of it. One example is layer 0 under pooling "cls", where all
+    prompts have the same vector. Another is a layer at which fewer than half of the prompts have a vector. The mean
+    over layers 1..L is then NaN and counts such layers in the tag `num_undefined_layers`. Prompts without a vector at
+    another layer are left out everywhere and counted in `num_undefined`. The model runs in float32 or wider.
 
     Preset "released_code" computes what the code of Skean et al. (arXiv 2502.02013) computed in 2024-09.
 
@@ -245,7 +246,9 @@ NORMALIZATIONS: tuple[Normalization, ...] = ("raw", "maxEntropy")
 
 @dataclass(kw_only=True)
 class PromptStudies(Analysis):
-    """`prompt_entropy` of changed prompts at every layer, and its mean over layers 1..L (no layer), by tag `study`.
+    """`prompt_entropy` of changed prompts at every layer, and its mean over layers 1..L.
+
+    The tag `study` says how prompts are changed; the mean over layers has no layer.
 
     - "repetition": each token is replaced, with probability `p`, by one token drawn once from the prompt.
     - "randomness": each token is replaced, with probability `p`, by a random token of the vocabulary, excluding special
@@ -310,7 +313,7 @@ class PromptStudies(Analysis):
             of_study: dict[str, Any] = {"length": int(level)} if study == "length" else {"p": float(level)}
             for (normalization, dropped), values in entropies.items():
                 tags = {"study": study, **of_study, "normalization": normalization, "drop_first": dropped}
-                # Prompts of one token are undefined, and prompts of two tokens without the first.
+                # The entropy needs two tokens after `drop_first`; all values are NaN if no prompt has them.
                 if not values.isnan().all():
                     yield from summarize_layers("prompt_entropy", values, tags=tags | self.tags_of("states"))
 

@@ -23,17 +23,21 @@ class ConceptAlignment(Analysis):
     """Cosines between the differences of word pairs, per layer 0..L and category, and their means over categories.
 
     Each word is a text of its own, read at its last sub-token. Per layer, with the tag `category` (and `category_id`
-    and `group` if the file has them): `concept_alignment`, the mean cosine over pairs of differences; `leave_one_out`,
-    the mean cosine of each difference with the mean of the others; `shuffled`, the mean cosine after the second words
-    swap partners within the category; `excess` = concept_alignment - shuffled, the part due to the pairing.
+    and `group` if the file has them):
+
+    - `concept_alignment`, the mean cosine over pairs of differences;
+    - `leave_one_out`, the mean cosine of each difference with the mean of the others;
+    - `shuffled`, the mean cosine after the second words swap partners within the category;
+    - `excess` = concept_alignment - shuffled, the part due to the pairing.
 
     `n` counts word pairs. The tag `num_dropped` counts pairs whose words have the same token ids. `num_undefined`
     counts pairs whose states are not finite or coincide at this layer (at layer 0, words that end in the same
     sub-token). A category with fewer than 3 pairs left has no value at that layer.
 
     Records without a category are means over categories, with a bootstrap interval over these. The interval of one
-    category's `concept_alignment` is over its word pairs. Each pair enters twice, as either side. The interval is
-    therefore that of mean + 2 (a pair's mean with the others - mean), the linear part of the mean over two pairs.
+    category's `concept_alignment` is over its word pairs. A cosine belongs to two word pairs, so the interval is that
+    of the values mean + 2 (m_i - mean), where m_i is the mean cosine of pair i with the others. They are the
+    first-order terms of a mean over two pairs (a U-statistic).
 
     The model runs in float32 or wider. Memory: layers x words x width (25 x 3,000 x 1,024 x 4 B = 0.3 GB).
 

@@ -84,7 +84,7 @@ def _head_records(
             samples += [Sample(f"best_{metric}", each, layer, tags=tags) for layer, each in enumerate(best, 1)]
             missing = missing_tag("layers", sum(bool(each.isnan().all()) for each in best))
             whole = max(best, key=lambda each: each.nanmean().nan_to_num(-1).item())
-            whole = torch.full_like(whole, torch.nan) if missing else whole  # fewer layers: another quantity
+            whole = torch.full_like(whole, torch.nan) if missing else whole  # not comparable with the best of all
             samples.append(Sample(f"best_{metric}", whole, tags={**tags, **missing}))
         for layer, each in enumerate(blocks if heads else (), start=1):
             for head, column in enumerate(each.mT):
@@ -98,9 +98,9 @@ class AttentionPatterns(Analysis):
     """Attention patterns of each head: `attention_entropy`, `sink_mass` and `previous_token_score`.
 
     Each score is the mean over a prompt's real tokens after the first, as queries, then over prompts, with intervals.
-    Records at layer l belong to block l: the mean over its heads, each head (tag `head`, from 0; unless `heads:
-    false`), and `best_previous_token_score`, the head that scores highest. Means over blocks and the best head of the
-    model have no layer. `random_...` are the scores of uniform attention on the same tokens.
+    Records at layer l belong to block l. They are the mean over its heads, the value of each head (tag `head`, from 0;
+    not with `heads: false`), and `best_previous_token_score`, that of the highest head. Means over blocks and the best
+    head of the model have no layer. `random_...` are the scores of uniform attention on the same tokens.
 
     The weights are computed from the block's own queries, keys and masks. The block runs up to its attention on the
     states of the shared pass, which costs at most 0.4 of a pass. A block without attention has no records, and a model
@@ -194,9 +194,9 @@ def _head_means(metric: str, blocks: Sequence[Tensor], tags: Tags) -> Iterator[R
 class InContext(Analysis):
     """Gain from context: `in_context_score`, the loss at token `late` minus the loss at token `early`.
 
-    In nats, the mean over texts, with an interval. It is 0 for a model that makes no use of context, as before
-    training, and negative if context helps. Texts that end before `late` are counted in `num_undefined`. Beyond the
-    shared pass, it only costs the readout of two tokens per text.
+    The score is in nats and averaged over texts, with an interval. It is 0 for a model that makes no use of context, as
+    before training, and negative if context helps. Texts that end before `late` are counted in `num_undefined`. Beyond
+    the shared pass, it only costs the readout of two tokens per text.
 
     Source: Olsson et al. 2022, in-context learning score, at tokens 50 and 500.
 
@@ -240,11 +240,11 @@ class NgramAgreement(Analysis):
 
     The readout is the model's own norm and head.
 
-    It is averaged over `num_tokens` tokens of each prompt, evenly spread from the second on, then over prompts, with
-    intervals. Means over layers 1..L have no layer. `random_ngram_divergence`, for orders above 1, compares each token
-    with the n-gram of another token of the prompt. A divergence below it shows that the prediction uses the preceding
-    tokens. The tag `num_undefined_tokens` counts tokens whose context does not occur in the corpus, as counts are not
-    smoothed. The model runs in float32 or wider.
+    The divergence is averaged over `num_tokens` tokens of each prompt, evenly spread from the second on. It is then
+    averaged over prompts, with intervals. Means over layers 1..L have no layer. `random_ngram_divergence`, for orders
+    above 1, compares each token with the n-gram of another token of the prompt. A divergence below it shows that the
+    prediction uses the preceding tokens. The tag `num_undefined_tokens` counts tokens whose context does not occur in
+    the corpus, as counts are not smoothed. The model runs in float32 or wider.
 
     Source: as in `lit_layers.functional.ngram_divergence`.
 

@@ -32,23 +32,28 @@ from lit_layers.functional.jacobian.block_jacobians import block_jacobian, token
 from lit_layers.models.view import Batch, LayeredModel, Trajectory, convert_states, evenly_spread, final_norm
 from lit_layers.records import Record
 
-TOKENS = {"last": -1, "first": 0, "cls": 0, "last_patch": -1}  # "mean_patch" means several tokens
+TOKENS = {"last": -1, "first": 0, "cls": 0, "last_patch": -1}  # "mean_patch" is several tokens, not one
 
 
 @dataclass(kw_only=True)
 class Coupling(Analysis):
     """Depth-wise coupling of the blocks at one token, with its random baseline and the singular values.
 
-    For each K (tag `k`, a count): `coupling` (mean over pairs of different blocks), `coupling_with_diagonal`,
-    `coupling_by_distance` (tag `distance`), `coupling_pair` (layer = block of J1, other_layer = block that gives the
-    bases), `random_coupling` (expected for unrelated bases), `excess_coupling` (0 random, 1 shared), `min_gap` and
-    `num_tied` (Jacobians whose leading directions are not well determined). Per layer: `singular_value` (tag `index`),
-    `jacobian_norm`, `linearized_rollout`; and `spectrum_slope`, `spectrum_r_squared` of 1 / s_1 over depth.
+    For each number K of directions (tag `k`):
+
+    - `coupling`, the mean over pairs of different blocks, and `coupling_with_diagonal`, over all pairs;
+    - `coupling_by_distance` (tag `distance`);
+    - `coupling_pair`, where layer is the block of J1, and other_layer the block that gives the bases;
+    - `random_coupling`, expected for unrelated bases, and `excess_coupling` (0 random, 1 shared);
+    - `min_gap`, and `num_tied`, the number of Jacobians whose leading directions are not well determined.
+
+    Per layer: `singular_value` (tag `index`), `jacobian_norm`, `linearized_rollout`. Over depth: `spectrum_slope` and
+    `spectrum_r_squared` of 1 / s_1.
 
     An integer in `k` is a number of directions; a float is a share of the width. `token` is a position among the real
-    tokens. With "mean_patch", every metric (not the Jacobian) is averaged over `num_patches` evenly spread patches of
-    an image, or over all patches if that is None. The first `num_prompts` prompts are measured. `states="hf"` includes
-    the final norm in the last block.
+    tokens. With "mean_patch", every metric is computed at `num_patches` evenly spread patches of an image and averaged
+    over them, or over all patches if that is None. Jacobians are not averaged. The first `num_prompts` prompts are
+    measured. `states="hf"` includes the final norm in the last block.
 
     Preset "released_code" does what the authors' code does. For text, that is k 10, 30, 50, absolute values and "hf"
     states. For images, it is the same at the last patch of the first image, without the final norm. The authors' script
@@ -161,7 +166,7 @@ class _Blocks:
     def _factors_and_values(self, jacobian: Tensor) -> tuple[Tensor, Factors, dict[str, Tensor]]:
         """Return the Jacobian with zeros where it is undefined, its leading factors, and the values of this block."""
         options = self.options
-        finite, undefined = finite_or_zero(jacobian)  # (prompts,)
+        finite, undefined = finite_or_zero(jacobian)  # undefined: (prompts,)
         broken = ~jacobian.isfinite().all(-1).all(-1)
         factors = functional.singular_factors(finite, self.num_factors)
         norms = torch.linalg.matrix_norm(finite.to(factors.left.dtype))
@@ -180,7 +185,7 @@ class _Blocks:
         return finite, factors, values
 
     def _coupling_row(self, i: int, jacobian: Tensor, bases: Factors, undefined: Tensor) -> dict[str, Tensor]:
-        """Return the coupling of block `i` (from 0) in the bases of every block."""
+        """Return the miscoupling, 1 - coupling, of block `i` (from 0) in the bases of every block."""
         no_direction = undefined[:, i]
         rows = functional.miscoupling_of_factors(
             jacobian.masked_fill(no_direction[:, None, None], 0)[:, None].to(bases.left.dtype),
@@ -289,12 +294,13 @@ def _means(metric: str, values: Tensor, tokens: int, *, tags: Tags | None = None
 class CouplingMatrices(Analysis):
     """The matrices behind coupling: A = U' J1 V in the K leading directions of J2, at the last token.
 
-    `compression` has one record per entry: layer (block of J1), other_layer (block that gives the bases U, V), and the
-    tags `row`, `column` (1..K, in the order of J2's singular values), `k` and `prompt` (1..). A diagonal matrix of J1's
-    singular values means full coupling, a matrix of noise none.
+    `compression` has one record per entry. Its layer is the block of J1, its other_layer the block that gives the bases
+    U and V. Tags are `row` and `column` (1..K, in the order of J2's singular values), `k` and `prompt` (1..). A
+    diagonal matrix of J1's singular values means full coupling, a matrix of noise none.
 
-    The largest entry of each column of U is made positive, so that equal weights give equal signs. Signs of different
-    prompts are unrelated, so matrices are not averaged. A pair with a zero or non-finite Jacobian has no records.
+    The largest entry of each column of U is made positive, so that signs do not differ between runs on equal weights.
+    Signs of different prompts are unrelated, so matrices are not averaged. A pair with a zero or non-finite Jacobian
+    has no records.
 
     An integer `k` is a number of directions; a float is a share of the width. Each pair and prompt has K^2 records.
 

@@ -127,7 +127,7 @@ class JacobianLens(Analysis):
         return records
 
     def fit(self, model: LayeredModel, name: str, prompts: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        """Return the mean Jacobians (layers, dim, dim) of prompts in float64, and how many prompts each leaves out.
+        """Return the mean Jacobians (layers, dim, dim) over prompts in float64, and how many prompts each mean lacks.
 
         Prompts are left out if they are too short or their Jacobian is not finite. The mean is NaN if none is left.
         """
@@ -152,7 +152,7 @@ def _log_rank(logits: Tensor, rows: Rows) -> Tensor:
 
     A tie counts half. The rank is NaN if the logits are not finite.
     """
-    signs = (logits - logits.gather(1, rows.target[:, None])).sign_().sum(-1)  # larger minus smaller logits
+    signs = (logits - logits.gather(1, rows.target[:, None])).sign_().sum(-1)  # count of larger less smaller logits
     rank = (logits.shape[1] + 1 + signs) / 2
     defined = logits.amax(-1).isfinite() & logits.amin(-1).isfinite()
     return rank.where(defined, torch.nan).log().sum()
@@ -196,8 +196,8 @@ def jacobians_to_last_layer(blocks: Sequence[_Block], hidden: Tensor, positions:
 
     `J[l] @ h` maps h to the last layer: J[l] = 1/|V| sum over t in V and t' in V of d h_L[t'] / d h_l[t], where V are
     the `positions`. The effects on all positions t' are summed, and averaged over the changed positions t. In a causal
-    model the terms with t' < t are 0. Exact, by reverse mode, in the states' own dtype. A linear model h_L = A h_l at
-    each token gives A; blocks that add nothing give the identity.
+    model the terms with t' < t are 0. The Jacobians are exact, computed by reverse-mode differentiation in the dtype of
+    the states. A linear model h_L = A h_l at each token gives A. Blocks that add 0 to their input give the identity.
 
     Source: Gurnee et al., Verbalizable Representations Form a Global Workspace in Language Models, Transformer Circuits
     Thread 2026, and its reference implementation, which leaves out layer 0, the embedding.
@@ -213,7 +213,7 @@ def jacobians_to_last_layer(blocks: Sequence[_Block], hidden: Tensor, positions:
         for block in blocks[:-1]:
             states.append(block(states[-1]))
         jacobians = hidden.new_empty(len(blocks), dim, dim)
-        # Rows of J per pass: on a CPU, 8,192 cotangents stay near the cache; a GPU needs long products.
+        # Rows of J per pass: on a CPU, 8,192 cotangents nearly fit into the cache; a GPU needs large products.
         rows_at_once = max(1, (2**13 if hidden.device.type == "cpu" else 2**14) // tokens)
         for rows in torch.arange(dim, device=hidden.device).split(rows_at_once):
             # One unit vector at all positions of the last layer, (rows, 1, tokens, dim), pulled back block by block.

@@ -20,7 +20,7 @@ from lit_layers.records import Record
 
 @dataclass(kw_only=True)
 class OrderStates(Analysis):
-    """Cosine and norm ratio between the input of the last blocks after a changed middle and the usual input.
+    """Cosine and norm ratio between the input of the last blocks after a changed middle and in the full model.
 
     Each variant changes the middle M of T blocks and leaves the last N unchanged (see `Interventions`). The last blocks
     receive the state x after the changed middle; in the full model they receive y, the state at layer T - N.
@@ -31,7 +31,7 @@ class OrderStates(Analysis):
 
     For random orders, the mean over seeds is taken within each prompt. Tags are those of `Interventions`. Blocks run as
     in `running_order`, and the steps that orders share at their beginning run once per batch. The model runs in float32
-    or wider, all else in float64.
+    or wider; cosines and norms are in float64.
 
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298, A.4, asks why repeating a middle block harms
     more than skipping the middle; these numbers are ours.

@@ -161,8 +161,8 @@ class ReadoutAnalysis(Analysis):
     Args:
         batches: the data to measure on.
         dtype: "bfloat16" computes the matrix products inside blocks in bfloat16 (`BFloat16View`). All records then have
-            the tag `dtype`. The first prompts are also measured in float32 and give `bf16_difference` and
-            `bf16_largest_difference`.
+            the tag `dtype`. The first prompts are also measured in float32; `bf16_difference` and
+            `bf16_largest_difference` compare their losses (or, without labels, divergences).
     """
 
     PRECISION = "own"
@@ -208,10 +208,10 @@ class ReadoutAnalysis(Analysis):
 class Lens(ReadoutAnalysis):
     """The logit lens: final norm and head applied to every layer, 0 to L.
 
-    For a model that predicts the next token, per layer over all predicted tokens (every real token but the first of a
-    text): `logit_lens_loss` (nats per token), `logit_lens_accuracy` (top-1), `logit_lens_perplexity` = exp(loss), and
-    `kl_to_final` = KL(last layer, layer) in nats. At layer L these are the model's own loss, accuracy and perplexity,
-    and 0. Uniform logits have a perplexity of the vocabulary's size.
+    A model that predicts the next token is scored over all predicted tokens (every real token but the first of a text).
+    Per layer: `logit_lens_loss` (nats per token), `logit_lens_accuracy` (top-1), `logit_lens_perplexity` = exp(loss),
+    and `kl_to_final` = KL(last layer || layer) in nats. At layer L the first three are the model's own, and
+    `kl_to_final` is 0. Uniform logits have a perplexity of the vocabulary's size.
 
     For other models (classifiers, encoders, ViTs) the readout is their own pooler, norm and head. `kl_to_final` is over
     prompts, or over real tokens if the head acts on tokens. Loss and accuracy are against the batch's `labels`, if it
@@ -226,8 +226,8 @@ class Lens(ReadoutAnalysis):
 
     Args:
         batches: the data to measure on.
-        dtype: "bfloat16" computes the matrix products inside blocks in bfloat16, and also reports the loss of the first
-            prompts in float32.
+        dtype: "bfloat16" computes the matrix products inside blocks in bfloat16, and also reports how far the loss of
+            the first prompts is from that in float32.
     """
 
     name: str = "lens"
@@ -283,10 +283,12 @@ def _perplexity(loss: Record) -> Record:
 class Interventions(ReadoutAnalysis):
     """Layers as painters: loss, accuracy and divergence of a model whose blocks run in other orders.
 
-    For a model that predicts the next token, per variant over all predicted tokens (every real token but the first of a
-    text): `variant_loss` (nats per token), `variant_accuracy` (top-1) and `kl_to_full` = KL(full model || variant) in
-    nats. For other models (classifiers, encoders, ViTs) `kl_to_full` is over prompts, or over real tokens if the head
-    acts on tokens. Loss and accuracy are against the batch's `labels`, if it has them (-100 for no label).
+    A model that predicts the next token is scored over all predicted tokens (every real token but the first of a text).
+    Per variant: `variant_loss` (nats per token), `variant_accuracy` (top-1) and `kl_to_full` = KL(full model ||
+    variant) in nats. `variant_loss_difference` and `variant_accuracy_difference` are the differences from the full
+    model, within prompts; for random orders, only of the mean over seeds. For other models (classifiers, encoders,
+    ViTs) `kl_to_full` is over prompts, or over real tokens if the head acts on tokens. Loss and accuracy are against
+    the batch's `labels`, if it has them (-100 for no label).
 
     The tag `variant` names the order, `middle` counts the middle blocks, and `loops` counts the loops of
     looped_parallel. For skip_one, switch and repeat_one, the record's layer is the block. Random orders have records
@@ -296,7 +298,7 @@ class Interventions(ReadoutAnalysis):
 
     Every token has equal weight. `stderr`, the interval and `n` are over prompts, and `num_tokens` counts tokens
     (prompts for a pooling head). A prompt with nothing to predict, or with a value that is not finite, is left out and
-    counted in `num_undefined`. If no prompt is left, the value is NaN; for a single block there is no record. The
+    counted in `num_undefined`. If no prompt is left, the value is NaN; a record with a layer is left out instead. The
     log-softmax is in float32 or wider; the model runs in its own precision.
 
     The steps that orders share at their beginning run once per batch.
@@ -310,8 +312,8 @@ class Interventions(ReadoutAnalysis):
         seeds: seeds of random orders.
         loops: numbers of loops of looped_parallel.
         custom: further orders, written as `1 2 (3,4,5) 6`.
-        dtype: "bfloat16" computes the matrix products inside blocks in bfloat16, and also reports the loss of the first
-            prompts in float32.
+        dtype: "bfloat16" computes the matrix products inside blocks in bfloat16, and also reports how far the loss of
+            the first prompts is from that in float32.
     """
 
     name: str = "interventions"
@@ -374,7 +376,7 @@ def _variant_records(sums: Sums, indices: list[int], tags: Tags, layer: int | No
         if counts.any():
             yield from summarize_ratio(metric, values[indices].mean(0), counts, **fields)
             if metric != "kl_to_full" and tags["variant"] != "baseline" and "seed" not in tags:
-                difference = values[indices].mean(0) - values[0]  # what is hard for both cancels
+                difference = values[indices].mean(0) - values[0]  # paired: how hard a prompt is cancels
                 yield from summarize_ratio(f"{metric}_difference", difference, counts, **fields)
 
 

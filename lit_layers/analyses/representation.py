@@ -78,14 +78,14 @@ MISSING_ANGLES: Key = ("num_missing_angles", None, None)
 
 @dataclass(kw_only=True)
 class Representation(Analysis):
-    """Entropies, ranks and curvature of the states at every layer, and their means over layers 1..L (no layer).
+    """Entropies, ranks and curvature of the states at every layer, and their means over layers 1..L.
 
-    Computed on each prompt's tokens, then averaged over prompts: `prompt_entropy` (tag `normalization`),
-    `effective_rank`, `participation_ratio` and, optionally, `rankme`. Each is measured with all tokens and without the
-    first (tag `drop_first`), as one sink token of huge norm makes the entropy 0. `token_curvature` is over the defined
-    angles; the tag `num_missing_angles` counts the others. A prompt enters the mean over layers if it has a value at
-    each of them. The entropy of one token is undefined: prompts of one token are left out of `prompt_entropy` in every
-    normalization, and counted.
+    Means over layers have no layer. Computed on each prompt's tokens, then averaged over prompts: `prompt_entropy` (tag
+    `normalization`), `effective_rank`, `participation_ratio` and, optionally, `rankme`. Each is measured with all
+    tokens and without the first (tag `drop_first`), as one sink token of huge norm makes the entropy 0.
+    `token_curvature` is over the defined angles; the tag `num_missing_angles` counts the others. A prompt enters the
+    mean over layers if it has a value at each of them. The entropy of one token is undefined: prompts of one token are
+    left out of `prompt_entropy` in every normalization, and counted.
 
     Computed on one pooled vector per prompt: `dataset_entropy`, and `dataset_entropy_of_half`, the mean over
     `num_halves` random halves of the prompts. The spread over halves gives both intervals (delete-half jackknife), as
@@ -214,10 +214,10 @@ class Representation(Analysis):
 
 @dataclass(kw_only=True)
 class StateMetric(Analysis):
-    """A function of the hidden states at every layer, and its mean over layers 1..L (no layer).
+    """A function of the hidden states at every layer, and its mean over layers 1..L, a record without a layer.
 
-    The function takes the states of one layer in float64, `(points, dim) -> ()`, and returns NaN if undefined. Its name
-    is the name of the metric; a row of that name in `lit_layers.metrics` gives it a title.
+    The function takes the states of one layer in float64, `(points, dim) -> ()`, and returns NaN if undefined. The
+    metric has the function's name, and a row of that name in `lit_layers.metrics` gives it a title.
 
     The points are the real tokens of a prompt without the first `drop_first`. Values are averaged over prompts, with
     bootstrap intervals over them.
@@ -248,7 +248,7 @@ class StateMetric(Analysis):
         return getattr(self.metric, "__name__", "")
 
     def config(self) -> dict[str, Any]:
-        """Return the options, with a hash of the source of a foreign function: another source is another metric."""
+        """Return the options and, for a user's function, a hash of its source: another source is another metric."""
         whole = super().config()
         module = getattr(self.metric, "__module__", None) or ""
         whole["init_args"]["metric"] = f"{module}.{self.metric_name}"
@@ -334,10 +334,10 @@ class StateGeometry(Analysis):
     the tokens. Intervals come from `num_halves` random halves of the prompts, whose mean is the metric `NAME_of_half`;
     it differs from the value of all prompts because it uses fewer tokens.
 
-    Computed on each prompt, then averaged over prompts: `massive_activation` over all real tokens, with the value for
-    normally distributed entries (`random_massive_activation`); `block_influence` and `step_ratio` of the block that
-    ends there, averaged over tokens. The tag `num_undefined_tokens` counts tokens without a value. Means over layers
-    1..L have no layer.
+    Computed on each prompt, then averaged over prompts: `massive_activation` over all real tokens, and
+    `random_massive_activation`, its value for normally distributed entries. Computed in the same way: `block_influence`
+    and `step_ratio` of the block whose output is the layer, averaged over tokens. The tag `num_undefined_tokens` counts
+    tokens without a value. Means over layers 1..L have no layer.
 
     An untrained model is a baseline for all metrics: step 0 of a run, or `analyze --untrained`. States come from the
     shared pass: no block runs again. The model runs in float32 or wider.
@@ -441,8 +441,8 @@ def _set_values(points: Tensor, choices: list[Tensor], fit_range: tuple[int, int
 class PooledStates(Analysis):
     """The pooled state of each prompt at every layer, and the number of dimensions that the prompts span.
 
-    `pooled_dimension` is the participation ratio of the centred pooled states (prompts, dim): (sum l)^2 / sum l^2 over
-    the eigenvalues l of their covariance, from 1 to the smaller of prompts - 1 and dim. Intervals come from
+    `pooled_dimension` is the participation ratio of the centred pooled states (prompts, dim). It is (sum l)^2 / sum l^2
+    over the eigenvalues l of their covariance, between 1 and the smaller of prompts - 1 and dim. Intervals come from
     `num_halves` random halves of the prompts, whose mean is `pooled_dimension_of_half`. Means over layers 1..L have no
     layer.
 
@@ -489,15 +489,16 @@ class LayerSimilarity(Analysis):
     """Similarity of every two layers, 0 to L, and the beginning, middle and ending that it divides the model into.
 
     `layer_cosine` (tag `mode`) averages the cosine between a token's states at two layers within each prompt, then over
-    prompts ("token"). With "flattened", all of a prompt's tokens form one vector, so that tokens weigh by their norms.
+    prompts ("token"). With "flattened", all of a prompt's tokens form one vector, so that their norms weight them.
     `layer_cka` is the debiased linear centred kernel alignment; it may be negative and needs 4 rows. Both have records
     for `layer` and `other_layer` in either order.
 
     `num_beginning`, `num_middle`, `num_ending` and `block_contrast` describe the contiguous division of layers 1..L
     (without the embedding) by `layer_stages`. It uses the similarity named in the tag `of`, in its `mode`.
 
-    A layer without a value has none with any other layer, and then the division is NaN. A prompt that is not finite at
-    some layer is left out of the alignment; a layer at which most prompts are not finite has no alignment.
+    A layer that has no value with itself has none with any other layer, and the division is then NaN. A prompt that is
+    not finite at some layer is left out of the alignment; a layer at which most prompts are not finite has no
+    alignment.
 
     Prompts have equal weight in `layer_cosine`, which has intervals. `layer_cka` is over all rows together (tag
     `num_rows`), without intervals. Padding is never included. Options that differ from their defaults are tags. The

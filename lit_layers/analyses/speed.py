@@ -26,9 +26,9 @@ def measure_speed(
     The first variant is the full model, which runs unchanged.
 
     In each round every variant runs the first row of the batch, then the whole batch. Each round begins with another
-    variant, so that other load on the machine affects all variants alike. Changing the order is not timed. Memory is
-    the peak that torch's allocators held during one pass over the batch, according to torch's profiler, on a CPU as on
-    a GPU.
+    variant, so that other load on the machine affects all variants equally. Changing the order is not timed. Memory is
+    the peak that torch's allocators held during one pass over the batch. Torch's profiler reports it, on a CPU and on a
+    GPU.
     """
     view = LayeredModel(model)
     view.refuse_reordered()
@@ -50,7 +50,7 @@ def measure_speed(
                 one()
                 memory.append(peak_bytes(many))
             leave()
-            # Only the two calls in the middle are timed; the others enter and leave the order.
+            # Only the middle two calls are timed; the first sets the variant's order and the last restores the model's.
             calls[str(i)] = (partial(enter, variant), one, many, leave)
         seconds: Any = interleaved(calls, num_rounds=num_rounds, num_warm_up=num_warm_up, device=str(view.device))
     full = np.asarray(seconds["0"][1])

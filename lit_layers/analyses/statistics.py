@@ -3,8 +3,8 @@
 An undefined value of a prompt, layer or pair is NaN and enters no mean. A mean over prompts, tokens or rows is taken
 over the defined values, and a tag that begins with `num_undefined` counts the others. A mean over layers, blocks or
 pairs would change its meaning if one were missing, so a prompt has this mean only if all of them are defined. If no
-prompt has a value, a layer gets no record. The whole model then gets a record with value NaN, `n` 0 and the counts. An
-analysis fails only if nothing at all is defined.
+prompt has a value at a layer, the layer has no record. If no prompt has a value for the whole model, its record has the
+value NaN, `n` 0 and the counts. An analysis fails only if nothing at all is defined.
 
 Intervals of means come from a bootstrap over prompts. A number that is computed from a whole set of prompts gets its
 interval from the spread over random halves of the set (delete-half jackknife). Resampling with replacement would repeat
@@ -28,7 +28,7 @@ Tags = Mapping[str, str | int | float]
 TagDict = dict[str, str | int | float]
 Interval = tuple[float | None, float | None]
 NO_INTERVAL: Interval = (None, None)
-ROWS_AT_ONCE = 500  # x 2,000 resamples x 8 B = 8 MB, plus their sort order
+ROWS_AT_ONCE = 500  # samples resampled together: 500 x 2,000 resamples x 8 B = 8 MB, plus their sort order
 
 
 class Sample(NamedTuple):
@@ -212,8 +212,8 @@ def summarize_ratio(
     Every token has equal weight, whichever prompt it belongs to.
 
     Tokens of one prompt are not independent, so `stderr` and the bootstrap interval are over prompts. They are those of
-    the mean of the linearised ratio R + (sum - R count) / mean count. With equal counts that is the mean of the
-    prompts' means, and with one token each the mean of the values.
+    the mean of the linearised ratio R + (sum - R count) / mean count. If all counts are equal, these terms are the
+    prompts' own means sum / count.
 
     `n` counts prompts. A prompt whose count is 0, or whose sum is not finite, is left out and counted in
     `num_undefined`. With `empty_is_undefined=False`, only prompts whose sum is not finite are counted. The tag named
@@ -297,8 +297,8 @@ def layer_records(
 
     `values` is (layers + 1,) and `halves`, the values of random halves of the prompts, (layers + 1, halves). A layer
     whose value is NaN has no record. If it is one of 1..L, the mean is NaN, and its tag `num_undefined_layers` counts
-    such layers. `counted` maps names of tags to a flag per layer; each record's tag counts the flagged layers among its
-    own.
+    such layers. `counted` maps names of tags to a flag per layer. The tag of a record counts the flagged layers among
+    those that the record is computed from.
     """
     undefined = values.isnan()
     rows: list[Any] = [(layer, [layer]) for layer in (~undefined).nonzero()[:, 0].tolist()]

@@ -88,21 +88,21 @@ class TokenCoupling(Analysis):
     - `input_context`: `J[l][t, s]` in the bases of `J[l'][t', s]`, for an input s <= t, t'.
     - `output_context`: `J[l][t, s]` in the bases of `J[l'][t, s']`, for an output t >= s, s'.
 
-    For each K (tag `k`, a count), layer l and, if different, other_layer l': `token_coupling`,
+    For each number K of directions (tag `k`), layer l and, if different, other_layer l': `token_coupling`,
     `input_context_coupling`, `output_context_coupling`. Each is the mean over pairs of different tokens and over the
     fixed token, per prompt, then over prompts. Each comes with `random_..` (expected for unrelated bases) and
-    `excess_..` (0 random, 1 shared). It also comes as a table over tokens, `.._pair`, with tags `token` (of J1) and
-    `other_token` (of the bases). These are positions in per cent of the prompt, 0 for its first token and 100 for its
-    last, so that prompts of any length share a table. A prompt with fewer than `num_tokens` tokens enters only the
-    means, with all its tokens. `min_gap` and `num_tied` (Jacobians whose leading directions are not well determined)
-    complete the records.
+    `excess_..` (0 random, 1 shared). It also comes as a table over tokens, `.._pair`, with tags `token` (of l) and
+    `other_token` (of l', which gives the bases). These are positions in per cent of the prompt, 0 for its first token
+    and 100 for its last, so that prompts of any length share a table. A prompt with fewer than `num_tokens` tokens
+    enters only the means, with all its tokens. `min_gap` and `num_tied` (Jacobians whose leading directions are not
+    well determined) complete the records.
 
     Pairs with a zero or non-finite Jacobian are undefined. They are left out of the means over tokens and counted in
     the tag `num_undefined_pairs`. Prompts of one token have no pair; they are left out and counted in the tag
     `num_undefined`.
 
     `pairs` is "same" (each block with itself), "all", or a list of pairs (l, l'). `k`, `p` and `sign` are as in
-    `lit_layers.functional.coupling`. The context tables are limited to s <= t also in models without a causal mask.
+    `lit_layers.functional.coupling`. The context tables are limited to s <= t, even in models without a causal mask.
 
     Cost: one Jacobian and its decomposition per pair of tokens. That is n (n + 1) / 2 for n tokens, or n for only the
     table `token`: 36 or 8 per block and prompt at 8 tokens. At width 768 one takes 0.15 s on a CPU core, so a prompt of
@@ -141,9 +141,9 @@ class TokenCoupling(Analysis):
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         """Return the values of one prompt and its number of measured tokens.
 
-        Per pair of blocks and table: `means` (k, 3) of coupling, random and excess coupling, NaN for a prompt of one
-        token; `map` (k, tokens, tokens); and the number `undefined`. Over all Jacobians: `gaps` (k, number), and which
-        are `undefined`.
+        Per pair of blocks and table: `means` (k, 3) of coupling, random and excess coupling, `map` (k, tokens, tokens),
+        and the number `undefined`. The means are NaN for a prompt of one token. Over the Jacobians that give bases:
+        `gaps` (k, number of defined ones), and which are `undefined`.
         """
         model = seen.model
         positions = evenly_spread(0, int(seen.mask.sum()) - 1, self.num_tokens)
@@ -171,7 +171,7 @@ class TokenCoupling(Analysis):
         for i, (layer, other) in enumerate(pairs):
             for each in {layer, other} - blocks.keys():
                 blocks[each] = _Layer.read(seen, each, positions, most, context=context)
-            if other not in gaps:  # ties of J1 do not matter, as it enters as a matrix
+            if other not in gaps:  # only the directions of the bases can be tied
                 gaps[other] = blocks[other].gaps(counts)
             for table in self.tables:
                 three, num_undefined = self._coupling_table(blocks[layer], blocks[other], table, counts)
@@ -288,7 +288,7 @@ class _Layer(NamedTuple):
         return {"gaps": gaps, "undefined": self.undefined.cpu()}
 
 
-# Smallest distance of each group: single tokens up to 8, then two groups per octave.
+# Smallest distance of each group: a group per distance below 8, then two groups per octave.
 GROUPS = [*range(8), *(edge for octave in range(3, 24) for edge in (2**octave, 3 * 2 ** (octave - 1)))]
 _ENTRIES = 2**25  # entries of the Jacobians in memory: 128 MB in float32, 56 Jacobians of width 768
 
@@ -297,11 +297,11 @@ _ENTRIES = 2**25  # entries of the Jacobians in memory: 128 MB in float32, 56 Ja
 class CrossTokenInfluence(Analysis):
     """Size and rank of the Jacobians from tokens s <= t to the last real token t, per layer and distance t - s.
 
-    `influence_frobenius`, `influence_spectral`, `influence_participation_ratio` and `influence_entropy_rank`. With the
-    tag `token_distance`, they are averaged over the tokens of a group per prompt, then over prompts. The tag is the
-    smallest distance of the group; up to 8, each distance is a group, then 8-11, 12-15, 16-23, 24-31, and so on.
-    Without the tag, they are averaged over all measured s < t. Ranks of a zero Jacobian are undefined: they are left
-    out and counted in the tag `num_undefined_tokens`.
+    The metrics are `influence_frobenius`, `influence_spectral`, `influence_participation_ratio` and
+    `influence_entropy_rank`. Records with the tag `token_distance` are means over the tokens of a group within each
+    prompt, then over prompts. The tag is the smallest distance of the group. Each distance from 0 to 7 is a group,
+    followed by 8-11, 12-15, 16-23, 24-31, and so on. Records without the tag are means over all measured s < t. Ranks
+    of a zero Jacobian are undefined: they are left out and counted in the tag `num_undefined_tokens`.
 
     `num_inputs` is the most input tokens per prompt, spread evenly over log(1 + distance); None: all tokens.
 

@@ -34,8 +34,9 @@ class Trajectory(Analysis):
     the median over tokens.
 
     The tag `num_undefined_tokens` counts tokens without a value, over all prompts. A token is undefined if its state is
-    zero or not finite; its line shape is also undefined from a step of length zero on. A metric of the whole path is
-    NaN if no token has a value; the layers up to that point keep theirs.
+    zero or not finite. Its line shape is also undefined at the layer where a step of length zero ends, and at all later
+    layers. A metric of the whole path is NaN if no token has a value; the layers before the undefined ones keep their
+    records.
 
     `tokens="all"` measures the real tokens without the first `drop_first`; the first token is mostly a sink, whose path
     is unlike any other. `tokens="last"` measures only the last of these. The model runs in float32 or wider.
@@ -84,7 +85,7 @@ def _token_values(path: PathStats) -> dict[str, Tensor]:
         "growth_rate": path.growth_rates("nan"),
         "state_norm": norms.where(norms.isfinite(), torch.nan),
     }
-    if len(norms) > 2:  # a single block has no deviation of growth rates
+    if len(norms) > 2:  # expodistance needs two growth rates
         values["expodistance"] = path.expodistance("nan")[None]
     return values | {"step_norm": lengths.where(lengths.isfinite(), torch.nan)}
 
@@ -93,7 +94,7 @@ def _samples(metric: str, statistics: Tensor, tags: dict[str, Any]) -> Iterator[
     means, medians, missing = statistics  # (rows, prompts) each
     about, is_path = look_up(metric), is_in(metric, "path")
     rows: list[Any] = [(-1, None)] if is_path else []  # row and layer
-    if about.first_layer is not None:  # states have a row for layer 0, steps do not
+    if about.first_layer is not None:  # metrics of states have a row for layer 0, metrics of steps do not
         layers = enumerate(range(len(means)), start=min(1, about.first_layer))
         rows += [(row, layer) for layer, row in layers if layer >= about.first_layer]
     for row, layer in rows:
@@ -107,14 +108,16 @@ def _samples(metric: str, statistics: Tensor, tags: dict[str, Any]) -> Iterator[
 class PathsInPlane(Analysis):
     """Positions of tokens at every layer, in the plane of the last layer's first two principal components.
 
-    Per prompt or image: `path`, the coordinate of a token (tag `token`, its position among the real ones) at a layer
-    along an axis (tag `axis`, 1 or 2), and `path_variance`, the share of the last layer's variance along that axis.
-    Both have the tag `prompt`, from 1. `plane_variance` is the share along both axes, averaged over prompts.
+    Per prompt or image: `path` is the coordinate of a token at a layer along an axis. The tag `token` is the token's
+    position among the real ones, the tag `axis` is 1 or 2. `path_variance` is the share of the last layer's variance
+    along an axis. Both have the tag `prompt`, from 1. `plane_variance` is the share along both axes, averaged over
+    prompts.
 
-    Mean and axes are fitted to all real tokens of the prompt but the first `drop_first` (mostly a sink far from all
-    others; in an image, the class token). At most `num_tokens` of these, evenly spread, are recorded. Each prompt and
-    each checkpoint has its own axes. Only the first `num_prompts` prompts are measured. A prompt has no plane if it has
-    fewer than 3 tokens, or if its final states lie on a line or are not finite; the tag `num_undefined` counts these.
+    Mean and axes are fitted to all real tokens of the prompt but the first `drop_first`. The first token is mostly a
+    sink far from all others; in an image, it is the class token. At most `num_tokens` of the fitted tokens, evenly
+    spread, are recorded. Each prompt and each checkpoint has its own axes. Only the first `num_prompts` prompts are
+    measured. A prompt has no plane if it has fewer than 3 tokens, or if its final states lie on a line or are not
+    finite; the tag `num_undefined` counts these.
 
     `states="hf"` ends each path after the final norm. The model runs in float32 or wider.
 

@@ -33,13 +33,13 @@ class LabelProbe(ProbeAnalysis):
     The feature of a row is one vector per layer, tag `pooling`. "mean" averages its real tokens (in an image, only the
     patches: no class, distillation or register token). "cls" is the first token, and "last" the last real one (in an
     image, the last patch). Each of several poolings has its own probes. Layer 0 under "cls" is the same vector for
-    every image, so its probe only learns the class shares.
+    every image, so its probe only learns the class frequencies.
 
-    Per layer: `accuracy`, `log_loss` (nats) and `macro_f1` on the test rows. Rows tagged `reference="majority"` score
-    the class frequencies in training on the same rows. Rows tagged `control="random_labels"` come from probes fitted to
-    permuted labels. A training row that is equal to a test row, pixel for pixel or token for token, is left out;
-    `num_duplicates` counts these. Every label of the test rows must occur in training. A layer at which fewer than half
-    of all rows have finite features has no probe. A row whose features are not finite at another layer is left out
+    Per layer: `accuracy`, `log_loss` (nats) and `macro_f1` on the test rows. Records tagged `reference="majority"`
+    score the class frequencies in training on the same rows. Records tagged `control="random_labels"` come from probes
+    fitted to permuted labels. A training row that is equal to a test row, pixel for pixel or token for token, is left
+    out; `num_duplicates` counts these. Every label of the test rows must occur in training. A layer at which fewer than
+    half of all rows have finite features has no probe. A row whose features are not finite at another layer is left out
     everywhere and counted in `num_undefined`.
 
     Features are standardised, `c` multiplies the sum of the losses and `tolerance` applies to the gradient, as in
@@ -184,8 +184,8 @@ class AttentiveProbe(Analysis):
     than half of all rows have finite states has no probe. Rows whose states are not finite at another layer are left
     out everywhere and counted in `num_undefined`.
 
-    The states of one layer are in memory at a time (10,000 images x 65 tokens x 192 x 4 B = 0.5 GB). Each layer costs a
-    pass over the rows, after a first pass that finds non-finite states. The model runs in float32 or wider.
+    The states of one layer are in memory at a time (10,000 images x 65 tokens x 192 x 4 B = 0.5 GB). Each layer costs
+    one forward pass over the rows, after a first pass that finds non-finite states. The model runs in float32 or wider.
 
     Source: as in `lit_layers.functional.fit_attentive_probe`; layer by layer in Skean et al., Layer by Layer, arXiv
     2502.02013, figure 14.
@@ -224,7 +224,7 @@ class AttentiveProbe(Analysis):
         return {"finite": (seen.hidden.isfinite().all(-1) | ~seen.mask).all(-1).cpu()}
 
     def jobs(self, model: LayeredModel, train: Values, test: Values) -> Jobs:
-        """Return one job per layer, which passes the rows and fits the probe."""
+        """Return one job per layer, which runs the model on the rows and fits the probe."""
         problem = self._rows.problem(model)
         layers, used = comparable(torch.cat([train["finite"][:, problem.distinct], test["finite"]], dim=1))
         in_train, in_test = used.split([len(problem.train), len(problem.test)])

@@ -45,7 +45,7 @@ class Rows:
 
 
 class Pass(NamedTuple):
-    """Contexts of one length, which need no padding, and the rows that are read from them."""
+    """Contexts of one length for one forward pass, without padding, and the rows to read from their states."""
 
     input_ids: Tensor  # (batch, tokens)
     row: Tensor  # (k,) indices into the rows
@@ -98,9 +98,9 @@ def class_of(targets: Tensor, classes: Tensor) -> Tensor:
 
 
 def passes(rows: Rows, *, max_tokens: int, together: bool) -> Iterator[Pass]:
-    """Yield all rows, in passes of at most `max_tokens` tokens (or one context).
+    """Yield all rows, in forward passes of at most `max_tokens` tokens (or one context).
 
-    A context ends at its row's position. So the model sees nothing of the target, even if it is not causal, and does no
+    A context ends at its row's position. The model then cannot see the target, even if it is not causal, and does no
     work on later tokens. With `together`, all rows of a text are read from the context of its last row, which is valid
     for causal models.
     """
@@ -138,16 +138,16 @@ class NextTokenProbe(ProbeAnalysis):
 
     Per layer: `accuracy`, `log_loss` (nats) and `macro_f1` on the test rows whose target is a class, and `accuracy_all`
     on all test rows, where the others count as errors. `coverage` is the share of test rows whose target is a class.
-    Its tags count classes, rows and texts left out; `num_train_wanted` and `num_test_wanted` are the numbers of texts
-    requested, if fewer exist. Rows tagged `reference` are on the same test rows: "majority" (the class frequencies in
-    training) and, for a model that predicts the next token, "lm_head" (its own head over its vocabulary) and
-    "lm_head_closed" (its head over the classes, as the probe). Rows tagged `control="random_labels"` come from probes
-    fitted to permuted labels.
+    Its tags count the classes, the training rows, and the texts left out. `num_train_wanted` and `num_test_wanted` are
+    the numbers of texts requested, if fewer exist. Records tagged `reference` score other predictions on the same test
+    rows. "majority" is the class frequencies in training. For a model that predicts the next token, "lm_head" is its
+    own head over its vocabulary, and "lm_head_closed" its head over the classes, as for the probe. Records tagged
+    `control="random_labels"` come from probes fitted to permuted labels.
 
-    Intervals: Wilson's for shares, bootstrap over test rows for the rest. With several positions per text, whose rows
-    are not independent, all intervals are bootstrap over texts. `n` counts rows. A layer whose states are not finite
-    for most rows has no probe. A text with a row that is not finite at another layer is left out, and its rows are
-    counted in `num_undefined`. A layer whose probe did not converge has the tag `num_not_converged`.
+    Intervals: Wilson's for shares, bootstrap over test rows for the loss, none for `macro_f1`. With several positions
+    per text, whose rows are not independent, all intervals are bootstrap over texts. `n` counts rows. A layer whose
+    states are not finite for most rows has no probe. `num_undefined` counts the rows that are not finite at another
+    layer; all rows of their texts are left out. A layer whose probe did not converge has the tag `num_not_converged`.
 
     Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), section 2, whose settings are unpublished:
     these are ours.
@@ -167,7 +167,7 @@ class NextTokenProbe(ProbeAnalysis):
         self._problem  # noqa: B018
 
     def reads(self, model: LayeredModel) -> dict[str, RowsRead]:
-        """Return nothing: `jobs` passes the contexts itself, as it may have to draw rows again."""
+        """Return nothing: `jobs` runs the model on the contexts itself, as it may have to draw rows again."""
         return {}
 
     def jobs(self, model: LayeredModel) -> Jobs:
@@ -335,4 +335,4 @@ def _states(model: LayeredModel, rows: Rows, classes: Tensor | None, **how: Any)
         return states, None
     inverse = torch.cat(order).argsort()
     head = _Head(*(torch.cat(columns)[inverse] for columns in zip(*heads, strict=True)))
-    return states, head if head.log_loss.isfinite().all() else None  # else a layer before it is not finite
+    return states, head if head.log_loss.isfinite().all() else None  # else the last states are not finite either

@@ -22,28 +22,32 @@ from lit_layers.models.view import Batch, LayeredModel, Trajectory, final_norm, 
 from lit_layers.records import Record
 
 MAX_BYTES = 8 * 10**9  # most bytes of states in memory: 78,000 rows of 25 layers of width 1,024 in float32
-EPS = 1e-5  # of norms without an attribute for it: OlmoLayerNorm has this value in its code
+EPS = 1e-5  # eps of a norm that has no such attribute; OlmoLayerNorm has this value in its code
 
 
 @dataclass(kw_only=True)
 class NextTokenResidual(Analysis):
     """Least squares of the next token's vocabulary index on the states of all positions of all texts, per layer 0..L.
 
-    Per layer, with `n` counting rows (positions): `prediction_residual`, the mean squared residual over the variance,
-    in sample, in [0, 1]; `adjusted`, the same corrected for the number of features; `held_out`, fitted on the share
-    `split` of the texts and scored on the others; `rank` of the features. Records tagged
-    `control="relabelled_vocabulary"` permute the ids of the vocabulary by `seed`, which removes their order, roughly
-    that of frequency. Compare values only at equal numbers of rows and widths, or use `adjusted`.
+    Per layer, with `n` counting rows (positions):
+
+    - `prediction_residual`, the mean squared residual divided by the variance, in sample, in [0, 1];
+    - `adjusted`, the same corrected for the number of features;
+    - `held_out`, fitted on the share `split` of the texts and scored on the others;
+    - `rank` of the features.
+
+    Records tagged `control="relabelled_vocabulary"` permute the ids of the vocabulary by `seed`, which removes their
+    order, roughly that of frequency. Compare values only at equal numbers of rows and widths, or use `adjusted`.
 
     Without a layer, over layers 1..L: `residual_ratio`, rho of `exponential_law` on prediction_residual (below 1, the
-    residual shrinks by that factor per block), its `r_squared` and `pearson`. Models of fewer than 3 blocks, and curves
-    that touch 0, have none. A layer at which most texts are not finite has no records, and these values are then NaN. A
-    text that is not finite at another layer is left out everywhere and counted in `num_undefined`.
+    residual shrinks by that factor per block), its `r_squared` and `pearson`. A model of fewer than 3 blocks, or with a
+    residual of 0 at a layer, has none of the three. A layer at which most texts are not finite has no records, and the
+    three are NaN. A text that is not finite at another layer is left out everywhere and counted in `num_undefined`.
 
     Intervals and stderr of prediction_residual, adjusted and residual_ratio come from the spread over `num_halves`
     random halves of the texts, centred on the value (delete-half jackknife). Resampling with replacement would repeat
-    rows. The means over halves, of `num_half_texts` texts each, are `..._of_half`. There are no halves with fewer than
-    4 texts, or with too few rows for the width.
+    rows. The means over halves, of `num_half_texts` texts each, are `..._of_half`. Halves are not used if there are
+    fewer than 4 texts, or if a half has too few rows for the width.
 
     Rows are normalised by a new norm of the same kind and eps as the model's own. `states="hf"` measures the last layer
     after the final norm, without a further norm. The model runs in float32 or wider; all fits are in float64 on its
@@ -226,7 +230,7 @@ class _Rows(NamedTuple):
     """Positions with a next token, in the order of the texts that have one."""
 
     targets: Tensor  # (rows,) ids of the next tokens
-    text: Tensor  # (rows,) indices of the texts
+    text: Tensor  # (rows,) index of each row's text
     num_texts: int
 
     def where(self, used: Tensor) -> "_Rows":

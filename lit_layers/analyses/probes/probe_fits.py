@@ -145,12 +145,12 @@ def probe_jobs(
 
 
 RULES: dict[str, curves.Rule] = {"plateau_layer": "plateau", "best_layer": "best"}
-PLATEAU = 0.01  # largest gain of a step that is ignored: a point of accuracy, 0.01 nats
+PLATEAU = 0.01  # gains up to this from one layer to the next are ignored: a point of accuracy, 0.01 nats
 
 
 @dataclass(frozen=True, eq=False)
 class RowScores:
-    """A probe's score on each row. For a regression, `losses` are squared errors and the rest is None."""
+    """A probe's score on each row. For a regression, `losses` are squared errors and the other fields are None."""
 
     losses: Tensor  # (rows,) nats, infinite for a class without training rows; or squared errors
     hits: Tensor | None = None  # (rows,)
@@ -221,10 +221,10 @@ def score_records(
 def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Iterator[Record]:
     """Yield how the score rises over layers 1 to L, with intervals over test rows.
 
-    `curve` holds the layers from 1 on. The records are the monotonicity and the layers where the rise ends.
-    `plateau_layer` is the first layer after which no single step gains more than `PLATEAU`, and `best_layer` is the
-    first of the best layers. Their intervals show how much the choice depends on the test rows. If a layer is missing,
-    which the tag `num_undefined_layers` reports, all values are NaN.
+    `curve` holds the layers from 1 on. The records are the monotonicity, the layers where the rise ends, and
+    `inflection_layer`, which has no interval. `plateau_layer` is the first layer after which no single step gains more
+    than `PLATEAU`, and `best_layer` is the first of the best layers. Their intervals show how much the choice depends
+    on the test rows. If a layer is missing, which the tag `num_undefined_layers` reports, all values are NaN.
     """
     if "num_undefined_layers" in tags:
         names = (*(f"monotonicity_{name}" for name in curves.Monotonicity._fields), *RULES, "inflection_layer")
@@ -253,5 +253,5 @@ def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Ite
 
 
 def _widened(low: float, value: float, high: float) -> tuple[float | None, float | None]:
-    """Widen an interval to contain its value: with few rows, resampled curves are rougher than their mean."""
+    """Widen an interval to contain its value, which it can miss: resampled curves are rougher than the mean curve."""
     return (None, None) if math.isnan(low) or math.isnan(high) else (min(low, value), max(high, value))

@@ -48,8 +48,8 @@ class TaskTexts:
     A layer at which fewer than half of all rows have finite features has no probe. A row whose features are not finite
     at another layer is left out of every split and layer, and counted in `num_undefined`.
 
-    Several ranks share the texts, then the probes of the layers. If the vectors take more than 1 GB, each rank passes
-    all texts.
+    Several ranks share the texts, then the probes of the layers. If the vectors take more than 1 GB, each rank runs the
+    model on all texts.
 
     Args:
         task: a name of the catalogue, or a `ProbeTask`.
@@ -135,17 +135,17 @@ class Probe(TaskTexts, ProbeAnalysis):
     """A linear probe per layer, 0 to L, on a downstream task: logistic for classes, ridge for numbers.
 
     The feature of a text is one vector per layer: its "last" real token, the "mean" of its tokens, or the first
-    ("cls"). Each text passes the model once. Per layer and split (tag `split`): `accuracy`, `macro_f1` and `log_loss`
-    (nats), or `mean_squared_error` and `r_squared` (against predicting the training mean). Rows tagged
-    `reference="majority"` (or "mean") are the scores of the training labels' frequencies (or mean) on the same rows.
-    Rows tagged `control="random_labels"` are probes fitted to permuted labels. A test row of a class without training
-    rows counts as an error and is left out of the log-loss. Records without a layer describe how the test score rises:
-    `monotonicity_...` (tag `of`), the layer after which no single step gains more than 0.01 (`plateau_layer`), the best
-    layer, and the first inflection.
+    ("cls"). The model runs once on each text. Per layer and split (tag `split`): `accuracy`, `macro_f1` and `log_loss`
+    (nats), or `mean_squared_error` and `r_squared` (against predicting the training mean). Records tagged
+    `reference="majority"` (or "mean") score the training labels' frequencies (or mean) on the test rows. Records tagged
+    `control="random_labels"` come from probes fitted to permuted labels. A test row of a class without training rows
+    counts as an error and is left out of the log-loss. Records without a layer (tag `of`) describe how the test score
+    rises over layers: `monotonicity_...`, `plateau_layer`, `best_layer` and `inflection_layer`. No single step after
+    the plateau layer gains more than 0.01.
 
-    If `fit_on` is "train", `validation` is also scored: choose layers there. Test scores have intervals: Wilson's for
-    the accuracy, bootstrap over rows for the rest. Features are stored on disk, up to
-    1 GB of them in memory before. One layer at a time is read (100,000 x 768 x 4 B = 0.3 GB).
+    If `fit_on` is "train", `validation` is also scored: choose layers there. Test and validation scores have intervals:
+    Wilson's for the accuracy, none for `r_squared`, bootstrap over rows for the others. Features of up to 1 GB are
+    collected in memory before they are stored on disk. One layer at a time is read (100,000 x 768 x 4 B = 0.3 GB).
 
     Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), section 3.
 
@@ -332,7 +332,7 @@ class SampleSizeSweep(TaskTexts, ProbeAnalysis):
 
 
 def sizes(num_rows: int) -> list[int]:
-    """Return n/32, n/16, ..., n, rounded down, at least 2, without repetition."""
+    """Return those of n/32, n/16, ..., n, rounded down, that are at least 2, without repetition."""
     return sorted({max(2, int(num_rows * share)) for share in SHARES if num_rows * share >= 2} | {num_rows})
 
 
