@@ -51,5 +51,5 @@ class MeasuringOptions:
 
     @property
     def weights_dtype(self) -> Literal["float32", "float64"]:
-        """The dtype to which weights are converted; for bfloat16 float32, as analyses convert the blocks themselves."""
+        """The dtype of loaded weights: float32 if `dtype` is bfloat16, as analyses convert the blocks themselves."""
         return "float32" if self.dtype == "bfloat16" else self.dtype

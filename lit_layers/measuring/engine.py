@@ -16,7 +16,7 @@ import torch
 from lit_layers.errors import InputError
 from lit_layers.identity import refuse_other_versions, versions
 
-RETRIES = 3  # of a task whose worker is lost
+RETRIES = 3  # times that a task is repeated if its worker is lost
 FORWARDED = r"HF_(?!.*TOKEN)|LIT_LAYERS_|OMP_NUM_THREADS|TOKENIZERS_"  # variables for workers, without secrets
 
 _Sender = tuple[Sequence[str], Mapping[str, str], int]  # import path, versions of the code, number of threads
@@ -64,8 +64,8 @@ def _reply(ray: Any, task: Any) -> Any:
 def _worker_call(pickled: bytes, sender: _Sender, *arguments: Any) -> tuple[Any, Mapping[str, str]]:
     """Return the result and the versions of the code that produced it."""
     path, code, threads = sender
-    sys.path += [each for each in path if each not in sys.path]  # last: modules of --code
-    if versions() != code:  # the pickled task has other classes
+    sys.path += [each for each in path if each not in sys.path]  # at the end: modules of --code hide no others
+    if versions() != code:  # the classes of the pickled task would differ
         return None, versions()
     torch.set_num_threads(threads)  # as in the sending process, so that sums are rounded equally
     try:
@@ -118,7 +118,7 @@ def _largest(ray: Any, resource: str) -> float:
 
 
 def _resources(ray: Any, device: str) -> dict[str, int]:
-    """Return the resources of a task: a GPU if the cluster has any, else as many CPUs as this process has threads."""
+    """Return the resources of a task: a GPU if allowed and present, else as many CPUs as this process has threads."""
     if device == "cuda" and not _largest(ray, "GPU"):
         raise InputError("device: cuda was asked for and no machine of the Ray cluster has a GPU: use cpu or auto")
     if device != "cpu" and _largest(ray, "GPU"):

@@ -63,14 +63,14 @@ class DoesNotFit(InputError):
 
 @dataclass
 class SeriesResult:
-    """Results on a series; `failures` holds one sentence per checkpoint that could not be fetched or loaded."""
+    """Results on a series; `failures` holds one sentence per checkpoint that could not be measured."""
 
     audit: Audit
     left_out: list[Checkpoint] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)
     num_known: int = 0  # measurements that existed before
     failures: list[str] = field(default_factory=list)
-    settings: list[str] = field(default_factory=list)  # of the analyses whose data are available
+    settings: list[str] = field(default_factory=list)  # their names, for the analyses whose data are available
 
 
 def analyze_series(
@@ -88,8 +88,9 @@ def analyze_series(
     The series is audited first. A suspect checkpoint is left out, unless `allow_suspect` is set. Every measurement
     contains the verdict on its checkpoint; if a verdict changes, earlier measurements are corrected. A checkpoint is
     neither measured nor loaded again if its measurements exist for the same options, data, tokenizer and weight files.
-    A checkpoint that cannot be fetched is named in `failures`, and the others are measured. Downloaded weights are
-    audited once they are local, and the verdicts of the measurements are corrected at the end.
+    A single model is loaded to hash its weights, but not measured again. A checkpoint that cannot be fetched is named
+    in `failures`, and the others are measured. Downloaded weights are audited once they are local, and the verdicts of
+    the measurements are corrected at the end.
 
     Args:
         series: the checkpoints.
@@ -208,7 +209,7 @@ class _Measuring:
         return [one for one in listed if one not in suspects]
 
     def _unlisted(self) -> dict[str, str]:
-        """Return the reason for each checkpoint whose files cannot be listed; the others do not wait for them."""
+        """Return a reason for each checkpoint whose files cannot be listed, so that the others are measured."""
 
         def unlisted(checkpoint: Checkpoint) -> dict[str, str]:
             try:
@@ -307,7 +308,7 @@ class _Measuring:
                 checkpoint.source.drop()
 
     def _check(self, view: LayeredModel, analyses: Sequence[Analysis]) -> None:
-        """Check that the analyses fit before the first number."""
+        """Check that the analyses fit the model, before any number is computed."""
         if id(analyses) in self.fitting:
             return
         try:
@@ -377,7 +378,7 @@ def follow(folder: Path, measure: Callable[[list[int]], object], patience: float
     """Measure the steps in a folder, and again whenever a checkpoint is added.
 
     This ends after `patience` seconds without a new checkpoint (None: never), or when a training that was observed
-    there has ended. What cannot be measured is tried again at each scan.
+    there has ended. A checkpoint that cannot be measured is tried again at each scan.
 
     Raises:
         InputError: the error of the last scan.

@@ -191,10 +191,10 @@ def outcomes(
     *,
     weights_hash: str | None = None,
 ) -> Iterator[Outcome]:
-    """Yield the outcome of each analysis, on the first rank, as soon as all its rows have been passed.
+    """Yield the outcome of each analysis, on the first rank, once the model has run on all rows of the analysis.
 
-    Each rank passes a share of the microbatches and runs a share of the jobs. No collective runs inside an analysis, so
-    a failing analysis blocks no rank. Numbers do not depend on the number of ranks.
+    Each rank runs the model on a share of the microbatches, then runs a share of the jobs. No collective runs inside an
+    analysis, so a failing analysis blocks no rank. Numbers do not depend on the number of ranks.
     """
     ranks = ranks or OneProcess()
     views = _Views(model)
@@ -275,7 +275,7 @@ class _Reader:
 
 @dataclass
 class _Group:
-    """Analyses that read the same batches in the same precision, and so share one pass."""
+    """Analyses that read the same batches in the same precision, and therefore share one forward pass."""
 
     batches: Iterable[Batch]
     precision: Precision
@@ -297,7 +297,7 @@ class _Group:
                 reader.outcome.error, reader.outcome.failure = kind_and_words(failure), failure
 
     def _show(self, views: _Views, batch: Batch, count: int, due: list[tuple[_Reader, int, int, int]]) -> None:
-        """Pass a microbatch and give each analysis a copy; pass it again after an analysis changed the model."""
+        """Run the model on a microbatch and give each analysis a copy; run it again after an analysis changed it."""
         seen: Trajectory | None = None
         for position, (reader, i, start, stop) in enumerate(due):
             outcome, view = reader.outcome, views[self.precision]
@@ -321,7 +321,7 @@ class _Group:
 
 
 def _forward(view: LayeredModel, batch: Batch, sharing: list[Outcome]) -> Trajectory | None:
-    """Pass a microbatch for several analyses, which share its time equally, or its failure."""
+    """Run the model on a microbatch for several analyses: they share the time equally, or all get the failure."""
     shared, seen = Outcome(sharing[0].analysis), None
     with shared.attempt(view):
         seen = view.trajectory(batch)

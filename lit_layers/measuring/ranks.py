@@ -40,7 +40,7 @@ def ranks_of(world_size: int, *, timeout: datetime.timedelta = _TIMEOUT) -> "One
     if world_size == 1:
         return OneProcess()
     try:
-        if timeout < _TIMEOUT:  # kept open: destroyed, it could end before another rank has joined
+        if timeout < _TIMEOUT:  # tests that all call; the group stays open, as others may join later
             distributed.new_group(backend="gloo", timeout=timeout)
     except RuntimeError as error:
         raise InputError(

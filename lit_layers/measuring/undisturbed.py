@@ -27,9 +27,14 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Restore the model and all global state afterwards, so that training continues unchanged.
 
     Inside: evaluation mode, gradients enabled, no parameter requires a gradient (its `.grad` is None), fixed seeds, no
-    autocast, full float32 precision. Restored: the mode of every submodule, `.grad` (the same tensors with the same
-    values), `requires_grad`, the attention implementation, hooks, the random states of torch, CUDA, numpy and python,
-    the default dtype, and the precision of float32 products.
+    autocast, full float32 precision.
+
+    Restored afterwards:
+
+    - the mode of every submodule, hooks, and the attention implementation;
+    - `requires_grad` and `.grad` (the same tensors with the same values);
+    - the random states of torch, CUDA, numpy and python;
+    - the default dtype, and the precision of float32 products.
 
     Raises:
         DisturbedError: if a parameter or buffer was written to or replaced, or a hook was left behind; it names which.
