@@ -54,9 +54,10 @@ def curves_of(
     """Return the curves of a run's folder, of a table of scores by step, or of a folder of lm-eval results.
 
     Args:
-        source: a folder with measurements.jsonl; a .csv, .parquet or .jsonl table with a row per score; or a .json file
-            of lm-eval results, or a folder of these. A table has columns `step` and `value` (or `score`), optionally
-            `stderr`, `run` (or `model`), `analysis` (or `task`), `metric` and `layer`; all other columns are tags.
+        source: a folder with measurements.jsonl, a table with a row per score (.csv, .parquet or .jsonl), or lm-eval
+            results (a .json file, or a folder of these). A table has columns `step` and `value` (or `score`),
+            optionally `stderr`, `run` (or `model`), `analysis` (or `task`), `metric` and `layer`; all other columns are
+            tags.
         metrics: only these metrics, `METRIC` or `ANALYSIS/METRIC`; if empty, those shown in tables of results.
         where: tags, or columns of a table, that curves must match.
         axis: the axis of the curves, steps or tokens.
@@ -95,7 +96,7 @@ def curves_of(
 
 
 def _scalar_curves(run: run_data.RunData, axis: AxisName) -> list[StepCurve]:
-    """Return the curves of all scalars that training logged; long ones are averaged over bins of log time."""
+    """Return the curves of all scalars that training logged; long ones are averaged over logarithmic bins of rows."""
     points: dict[str, list[tuple[float, float, float]]] = {}
     for row in run.scalars:
         for name in row.keys() - {"step", "tokens"} if axis in row else ():
@@ -197,7 +198,7 @@ def _table_curves(table: Any, path: Path, axis: AxisName, where: Mapping[str, st
     )
     varying = lambda rows, name: rows[name].nunique(dropna=False) > 1  # noqa: E731
     by_run = [rows for _, rows in table.groupby(names["run"], dropna=False)] if names["run"] else [table]
-    # A column that is constant within each run is no tag.
+    # A column that is constant within each run tells no curves apart, so it is no tag.
     tags = [name for name in others if any(varying(rows, name) for rows in by_run)]
     keys = [*roles, *(["layer"] if "layer" in table else []), *tags]
     curves = []

@@ -28,7 +28,7 @@ STATISTICS = (MONOTONICITY, "monotonicity_fraction_increasing", "monotonicity_la
 CHOICES = ("plateau_layer", "best_layer")  # only for scores, as they need to know which values are better
 LAYER_COLUMNS = ("run", "analysis", "metric", "tags", "step", "statistic", "value", "low", "high")
 LAYER_COLUMNS = (*LAYER_COLUMNS, "num_layers", "num_undefined", "over")
-STILL = 0.05  # of the range over layers: smaller gains of a step are ignored
+STILL = 0.05  # share of the range over layers; smaller gains from one layer to the next are ignored
 _FEWEST, _DRAWS, _CONFIDENCE = 3, 1000, 0.95
 _TAILS = ((1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2)
 NORMAL_95 = 3.92  # width of a 95% interval in standard errors
@@ -105,9 +105,9 @@ def merge_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
 
 
 def seed_means(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
-    """Return the mean over runs of each curve that two runs or more share, without the checks of `merge_seeds`.
+    """Return the mean over runs of each curve that two runs or more share.
 
-    Single metrics of different runs may be equal everywhere.
+    Unlike `merge_seeds`, this does not refuse equal runs, as a single metric may be equal in different runs.
     """
     groups = grouped(curves, lambda curve: curve.key)
     merged = []
@@ -151,7 +151,7 @@ def refuse_odd_seeds(seeds: Sequence[StepCurve]) -> None:
 
 
 def differing_settings(curves: Iterable[tuple[str, StepCurve]]) -> dict[str, dict[str, list[str]]]:
-    """Return the analyses that were measured with several settings: the given names, by settings.
+    """Return the analyses measured with several settings; for each, the names given with its curves, by settings.
 
     Curves with unknown settings are ignored.
     """
@@ -253,7 +253,8 @@ def curve_of_points(
 ) -> StepCurve:
     """Return the curve of points (step, value, standard error).
 
-    Standard errors are used if every value has one; otherwise missing ones are counted.
+    The curve has standard errors only if every value has one. If only some have, `num_without_stderr` counts the
+    others.
     """
     at, values, stderr = np.array(points, dtype=np.float64).T
     has_error = np.isfinite(stderr[np.isfinite(values)])
@@ -273,8 +274,9 @@ def curve_of_points(
 def prompts_of_curve(at: Array, values: Array, rows: Mapping[int, ByPrompt]) -> Array | None:
     """Return the values of prompts (prompts, checkpoints), NaN where undefined.
 
-    None is returned if a checkpoint with a value lacks them, or numbers of prompts differ between checkpoints. At least
-    two prompts must be defined everywhere, and at least half of those that are defined anywhere.
+    None is returned if a checkpoint with a value lacks them, or if numbers of prompts differ between checkpoints. It is
+    also returned if fewer than two prompts, or fewer than half of those with any value, have a value at every
+    checkpoint.
     """
     known = np.isfinite(values)
     lengths = {len(rows[step]) if step in rows else 0 for step in at[known].tolist()}
@@ -311,7 +313,7 @@ class LayerCurve:
 
 
 def layer_curves(curves: Sequence[StepCurve], *, seed: int = 0) -> list[LayerCurve]:
-    """Return statistics over layers of each metric with 3 layers or more beyond the embedding, in the runs' order."""
+    """Return statistics over layers of each metric with 3 layers or more after the embedding, in the order of runs."""
     measured = {(curve.run, curve.analysis, curve.metric) for curve in curves}
     layered = [curve for curve in curves if curve.layer and "of" not in curve.tags and not _is_statistic(curve.metric)]
     groups = grouped(layered, lambda curve: (curve.run, curve.analysis, curve.metric, curve.tag_text))

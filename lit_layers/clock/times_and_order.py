@@ -31,8 +31,8 @@ Timed = tuple[StepCurve, EmergenceTimes]
 BEFORE = ("p_a_before_b", "paired")
 FEW_SEEDS = 3
 FEWEST_COMMON = 5  # curves that two runs must share for a comparison of their orders
-UNDECIDED = 0.05  # largest share of draws that may leave an order open; above it, the probability is NaN
-WIDEST = 0.25  # of the axis: a half-way point with a wider interval has a random rank in an order
+UNDECIDED = 0.05  # largest share of draws that may not decide an order; above it, the probability is NaN
+WIDEST = 0.25  # share of the log axis: a half-way point with a wider interval has a random rank in an order
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def times_of_run(run: str, measurements: Sequence[Measurement], root: Path) -> C
     """Return when each metric of a run emerges: for the whole model, or else at the last layer.
 
     The numbers equal those of `lit-layers emerge` and use the values of prompts that the run's folder `root` stores.
-    None is returned if no curve has `FEWEST_CHECKPOINTS`.
+    None is returned if no curve has `FEWEST_CHECKPOINTS` or emergence times.
     """
     curves = [curve for curve in curves_in(run, measurements) if len(curve.at) >= FEWEST_CHECKPOINTS]
     if not curves:
@@ -152,9 +152,9 @@ def model_curves(curves: Sequence[StepCurve]) -> list[StepCurve]:
 def probability_before(first: EmergenceTimes, second: EmergenceTimes, *, paired: bool = False) -> float:
     """Return the probability that the first curve is half-way before the second, over independent draws of both.
 
-    With `paired`, it is over joint draws of both, from `emergence_times` with the same `counts`. If a half-way point
-    has an open end, it may lie anywhere on that side of its draw. The probability is NaN if that leaves the order open
-    in more than `UNDECIDED` of the draws.
+    With `paired`, it is over joint draws of both, from `emergence_times` with the same `counts`. If the interval of a
+    half-way point is open at one end, the point may lie anywhere on that side of its draw. The probability is NaN if
+    the order is then undecided in more than `UNDECIDED` of the draws.
     """
     ahead, behind = _share_before(first, second, paired), _share_before(second, first, paired)
     is_open = any((*first.open_ends, *second.open_ends))
@@ -223,9 +223,10 @@ def emerged_curves(clock: Clock, run: str) -> list[tuple[StepCurve, EmergenceTim
 def agreement_table(clock: Clock) -> pd.DataFrame:
     """Return Spearman's correlation of the half-way points of each pair of runs, over curves that emerge in both.
 
-    A half-way point is left out if its interval is open or wider than `WIDEST` of the axis. A score that fluctuates by
-    more than its errors emerges anywhere. A pair is left out if it shares fewer than `FEWEST_COMMON` such curves, or if
-    all of a run's are half-way at the same step. The mean over seeds is left out, because it would agree with itself.
+    A half-way point is left out if its interval is open or wider than `WIDEST` of the axis. Such a point can be at any
+    step, for example if a score fluctuates by more than its errors. A pair is left out if it shares fewer than
+    `FEWEST_COMMON` curves, or if all of a run's curves are half-way at the same step. The mean over seeds is left out,
+    because it is made of the runs it would be compared with.
     """
     halfway = {
         run: {
