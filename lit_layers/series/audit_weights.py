@@ -23,16 +23,19 @@ LINE = 0.5
 TENSOR_LINE = 0.5  # the same limit for the detour of one tensor
 FAR_LESS = 0.6  # a detour counts only below this share of the next smallest detour
 RETURN = 0.6  # |w[c] - w[a]| over the larger of |w[b] - w[a]| and |w[c] - w[b]|, a < b < c: healthy from 0.67
-SWAP, SWAP_AT_END = 0.9, 0.8  # edges of the path after over before an exchange: healthy from 0.96, at the ends 0.85
-STRANGER = 0.9  # 1 - cosine to the nearer neighbour, over its median: healthy to 0.84, other trainings from 0.97
-UNLIKE, ALIKE = 0.3, 0.25  # cosine to a neighbour over the cosine of both neighbours; the least cosine of both
-# Cosine below which two steps may be of two trainings, which have at most 0.09; and how much faster weights change
-# between two groups of steps than within each.
+# Length of the changed edges after an exchange, relative to before: healthy from 0.96, at the ends from 0.85.
+SWAP, SWAP_AT_END = 0.9, 0.8
+# 1 - cosine to the nearer neighbour, relative to the median over all steps: healthy to 0.84, other trainings from 0.97.
+STRANGER = 0.9
+# A step is unlike its neighbours if their cosine is above ALIKE and its cosine to both is below UNLIKE times theirs.
+UNLIKE, ALIKE = 0.3, 0.25
+# STRANGERS: cosine below which two steps may be of two trainings, which have at most 0.09. FASTER: how much faster
+# weights must change between two groups of steps than within each.
 STRANGERS, FASTER = 0.15, 5.0
 JUMP = 5.0  # last move of a tensor over its previous move, relative to the median tensor: healthy to 1.6
 FARTHER = 1.2  # |w[-1] - w[-3]| over |w[-2] - w[-3]| of a tensor, relative to the median tensor
 OUTSIZED = 100.0  # norm of a matrix over the larger norm at both neighbours: a flipped exponent bit exceeds this
-SEVERAL = 16  # fewer equal values may be chance
+SEVERAL = 16  # a tensor of fewer values may be equal by chance
 HARDLY = 0.1  # share of changed values between neighbours below which equal checkpoints may be genuine
 COARSE = {"bfloat16": 2**-6, "float16": 2**-9}  # relative distances below these are rounding
 _FINE = 1e-5
@@ -143,7 +146,7 @@ class Path:
     def likeness_in(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the cosines of one tensor between steps, and <a, b> / min(|a|, |b|)^2.
 
-        The second stays at least 1 if weights only grow. Both are 1 for a tensor of zeros.
+        The second is at least 1 if later weights only add to the earlier ones. Both are 1 for a tensor of zeros.
         """
         inner, squares = self.products[name], np.diag(self.products[name])
         least, lengths = np.minimum.outer(squares, squares), np.sqrt(np.multiply.outer(squares, squares))
@@ -152,7 +155,7 @@ class Path:
 
     @property
     def turns(self) -> float:
-        """Length of the path of the weights' directions."""
+        """Length of the path of the normalized weights, up to a factor."""
         return float(np.sqrt(np.maximum(1 - np.diag(self.cosine, 1), 0)).sum())
 
     def drop(self, names: Collection[str]) -> "Path":
@@ -172,7 +175,7 @@ def _distances(products: np.ndarray) -> np.ndarray:
 
 
 def broken_values(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
-    """Find steps with NaN or infinite values, or with zeros in a tensor that was not zero before."""
+    """Find steps with NaN or infinite values, or with a tensor of zeros that was not zero before."""
     weighted: set[str] = set()
     for one in steps:
         facts = prints[one.name].tensors
@@ -201,8 +204,9 @@ def outsized_tensors(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerpri
 def copies(listed: Listed, prints: Mapping[str, Fingerprint], read: Sequence[Checkpoint]) -> Iterator[Finding]:
     """Find checkpoints with equal weights, by the hashes of their files or by the values that were read.
 
-    The last step and `main` are taken to be right. Among other equal checkpoints nothing shows which one is right.
-    Equal weights are only a note during warm-up, where the learning rate may be 0, and where training hardly moves.
+    The last step and `main` are taken to be right. All other equal checkpoints become suspect, as nothing shows which
+    one is right. Equal weights are only a note during warm-up, where the learning rate may be 0, and where weights
+    hardly change.
     """
     digests = {one.name: prints[one.name].digest for one in read}
 
@@ -236,7 +240,7 @@ def copies(listed: Listed, prints: Mapping[str, Fingerprint], read: Sequence[Che
 
 
 def is_still(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], group: Sequence[Checkpoint]) -> bool:
-    """Return whether the group is consecutive, and a neighbouring step changes almost no stored value."""
+    """Return whether the group is consecutive, and the step before or after it differs in few sampled values."""
     indices = sorted(steps.index(one) for one in group)
     if indices[-1] - indices[0] + 1 != len(indices):
         return False
@@ -346,8 +350,8 @@ def _comes_back(distance: np.ndarray) -> bool:
 
 def _detour(distance: np.ndarray, index: int) -> float:
     """Return the distance of a step's neighbours over the smaller distance from the step to one of them."""
-    longest = min(distance[index - 1, index], distance[index, index + 1])
-    return float(distance[index - 1, index + 1] / longest) if longest > 0 else np.inf
+    least = min(distance[index - 1, index], distance[index, index + 1])
+    return float(distance[index - 1, index + 1] / least) if least > 0 else np.inf
 
 
 def outlying_steps(path: Path) -> Iterator[Finding]:
@@ -471,7 +475,7 @@ def _tensors_out_of_line(path: Path, without: Collection[str]) -> Iterator[Findi
             is_off = _is_least(detours, index, TENSOR_LINE) or _is_unlike(path.likeness_in(name)[0], index)
             if least > path.rounding * path.norms[name][index] and is_off:
                 off.setdefault((index,), []).append(name)
-    before = off.get((count - 2,), ())  # their return to the path is not a jump of the last step
+    before = off.get((count - 2,), ())  # tensors off at the last but one step return at the last, which is no jump
     for name, indices in _jumping(path, {name: judged[name] for name in judged.keys() - {*before}}):
         off.setdefault(indices, []).append(name)
     for indices, names in sorted(off.items()):
@@ -484,8 +488,8 @@ def _tensors_out_of_line(path: Path, without: Collection[str]) -> Iterator[Findi
 def _jumping(path: Path, judged: Mapping[str, np.ndarray]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield tensors that move much more than the others between the last two steps, with the step off the path.
 
-    That step is the one farther from the step before both, compared with the other tensors. If the distances do not
-    tell, both steps are returned.
+    The step off the path is the one of the last two that is farther from the step before them, compared with the other
+    tensors. Both are yielded if the distances do not decide.
     """
     last = len(path.steps) - 1
     moved = {

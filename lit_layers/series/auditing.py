@@ -34,7 +34,7 @@ from lit_layers.series.checkpoint_sources import (
 from lit_layers.series.local_series import SUBMODULE
 
 Level = Literal["listing", "weights"]
-# Faults that no check of a level can find.
+# Faults that an audit of this level cannot find.
 UNSEEN: Mapping[Level, str] = {
     "listing": "anything but names, sizes and hashes of files, configurations and tokenizers",
     "weights": "weights scaled by one factor up to 2, averages of earlier and later steps, an update applied twice, "
@@ -48,8 +48,8 @@ class Audit:
     """The findings on one series. It is clean if all of them are notes.
 
     Level `listing` checks names, sizes and hashes of files, level `weights` also checks the values of the weights.
-    `levels` has the level of each checkpoint, `level` the lowest of them. `UNSEEN` lists faults that no check of a
-    level can find.
+    `levels` has the level of each checkpoint, `level` the lowest of them. `UNSEEN` lists faults that an audit of a
+    level cannot find.
     """
 
     series: str
@@ -99,8 +99,8 @@ def audit(
 ) -> Audit:
     """Compare the chosen steps of a series with each other, with its last step and with its main branch.
 
-    The Hub is asked for one file list per revision. Weights on this machine are hashed and read once, and the result
-    is cached in `memory`, or in the series' own folder if it has one.
+    One request per revision lists the files on the Hub. Weights on this machine are hashed and read once, and the
+    result is cached in `memory`, or in the series' own folder if it has one.
 
     Args:
         series: the series; its `steps` choose the checkpoints.
@@ -277,9 +277,9 @@ def differing(
 ) -> Iterator[Finding]:
     """Find checkpoints whose content differs from the most frequent one.
 
-    A change that lasts to the end, or holds from the beginning, for two steps or more is a note: trainings do that,
-    for example for a longer context. A change that is undone later, or only at the last step, is a fault. If two
-    contents are equally frequent, the checkpoints of both are suspect.
+    A change that lasts to the end, or holds from the beginning, for two steps or more is only a note. Trainings make
+    such changes, for example for a longer context. A change that is undone later, or only at the last step, is a fault.
+    If two contents are equally frequent, the checkpoints of both are suspect.
     """
     counts = Counter(content for _, content in contents)
     most = max(counts.values(), default=0)
@@ -333,7 +333,7 @@ def other_config(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
 
 
 def _config(text: str) -> Content:
-    from lit_layers.models.build import fill_defaults  # torch, which an audit of a listing need not wait for
+    from lit_layers.models.build import fill_defaults  # imports torch, which not every audit needs
 
     settings = fill_defaults(dict(json.loads(text))).items()
     kept = ((name, value) for name, value in settings if not name.startswith("_") and name not in _NO_EFFECT)
@@ -390,7 +390,7 @@ def other_size(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
 
 
 def mislabelled_steps(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
-    """Find steps whose own record names another step; a shift that most steps share is another way to count."""
+    """Find steps that record another step than their name; if most differ by the same number, that is no fault."""
     recorded = [(one, one.step, one.source.recorded_step()) for one in chosen]
     shifts = [(one, said - step) for one, step, said in recorded if said is not None and step is not None]
     usual = Counter(shift for _, shift in shifts).most_common(1)
@@ -417,7 +417,9 @@ class SeriesMeasurements:
     def refuse_another(
         self, checkpoints: Sequence[Checkpoint], weights: Callable[[Checkpoint], tuple[str, Any]]
     ) -> None:
-        """Refuse checkpoints of another model than the root's measurements, which would be mixed with or replaced.
+        """Refuse checkpoints of another model than that of the root's measurements.
+
+        Otherwise measurements of two models would form one curve, or replace each other.
 
         Raises:
             InputError: the root holds measurements of another series or model.
@@ -442,7 +444,7 @@ class SeriesMeasurements:
                 self.store.add(replace(m, provenance={**m.provenance, "audit": verdict}))
 
     def _current(self, checkpoint: Checkpoint) -> list[Measurement]:
-        """Return measurements of the checkpoint's current files; those made during training do not record files."""
+        """Return measurements of the checkpoint's current files, or of unknown files if made during training."""
         run, files = self.run_of(checkpoint), checkpoint.source.weights()
         of_step = (m for m in self.store if (m.run, m.step) == (run, checkpoint.step))
         return [m for m in of_step if m.provenance.get("weight_files") in (None, files)]
@@ -466,7 +468,7 @@ class SeriesMeasurements:
         if origin == home or not others:
             return
         there = next(iter(others.values()))[1]
-        # Step 0 is no evidence: many trainings begin with the same weights.
+        # Equal weights at step 0 prove nothing: many trainings begin with the same weights.
         common = next((one for one in reversed(checkpoints) if one.step != 0 and one.step in others), None)
         if common is not None and (common.step is None or os.path.basename(there) == os.path.basename(origin)):
             name, value = weights(common)

@@ -35,7 +35,7 @@ PATTERNS = {
 
 @dataclass(frozen=True)
 class StepName:
-    """The step that a name stands for, and the billions of tokens it mentions, which its author rounded."""
+    """The step in a name, and the tokens in it, which its author rounded to billions."""
 
     name: str
     step: int
@@ -73,7 +73,7 @@ class Grammar:
         self._pattern = re.compile(pattern)
 
     def parse(self, name: str) -> StepName | None:
-        """Return the step that a name stands for; None if the name does not match."""
+        """Return the step in a name; None if the name does not match."""
         match = self._pattern.fullmatch(name)
         if match is None:
             return None
@@ -99,9 +99,9 @@ ALL = "all"
 def choose(listed: Sequence[int], steps: Steps, where: str) -> list[int]:
     """Return the chosen steps among those listed, in order.
 
-    `steps` is `all`, a list, `{log_spaced: N}` (the first, the last and the steps nearest to N points evenly spaced in
-    log(1 + step)), or a training schedule (`pythia`, `{every: 1000}`, ...), of which the listed steps and the last
-    step are taken.
+    `steps` is `all`, a list, `{log_spaced: N}` or a training schedule (`pythia`, `{every: 1000}`, ...).
+    `{log_spaced: N}` chooses the steps nearest to N points evenly spaced in log(1 + step), with both ends. A schedule
+    chooses its steps that are listed, and the last listed step.
 
     Raises:
         InputError: a step of a list is not there, or `steps` has another form.
@@ -145,8 +145,8 @@ class Checkpoint:
     source: Source = field(repr=False)
     step: int | None = None
     tokens: int | None = None
-    has_series: bool = True  # False: a single model, whose results carry the name of their folder
-    run: str | None = None  # a run name that overrides both
+    has_series: bool = True  # False: a single model, whose run is named after the root
+    run: str | None = None  # name of the run; None: the name of the root's run, or of a model in a set
 
     def fetch(self) -> Path:
         """Return a local folder with the model, downloaded if necessary. Threads may call it."""

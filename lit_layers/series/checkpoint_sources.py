@@ -47,13 +47,13 @@ def formats(files: Mapping[str, ListedFile]) -> dict[Format, dict[str, ListedFil
 
 NUM_SAMPLES = 2048  # sampled values of each tensor: 500 tensors x 2048 x 4 B = 4 MB per checkpoint
 FOLDER = ".audit"
-_VERSION = 4  # of the cached fingerprints; increase it when their content changes
+_VERSION = 4  # version of the cached fingerprints; increase it when their content changes
 _VALUES = 2**20  # values read at a time
 
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """Facts on one tensor; `norm` is the Euclidean norm of its finite values, `num_broken` counts the others."""
+    """Facts about one tensor; `norm` is the Euclidean norm of its finite values, `num_broken` counts the others."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -298,7 +298,7 @@ class FolderSource(Source):
 
     def recorded_step(self) -> int | None:
         try:
-            state = json.loads((self.folder / "trainer_state.json").read_bytes())  # of the Trainer of transformers
+            state = json.loads((self.folder / "trainer_state.json").read_bytes())  # written by transformers' Trainer
             return int(state["global_step"])
         except (OSError, ValueError, LookupError, TypeError):
             return None

@@ -83,7 +83,7 @@ class StepFolders(_LocalSeries):
         until = None if schedule is None else Schedule(schedule).steps_to(found[-1].step, _beginning(run)[0])
         return Listing(
             tuple(self._checkpoint(step, FolderSource(folders[step.name], self.memory), run) for step in found),
-            expected=None if until is None else tuple(until),  # the run may have been interrupted
+            expected=None if until is None else tuple(until),  # up to the last step found, in case of an interruption
         )
 
 
@@ -123,7 +123,7 @@ class NetworkTensors:
             if name in own and shape and shape[0] == self.rows:
                 own[name] = own[name][: shape[0]]
         shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-        names = self.shapes.keys() | (shapes.keys() if prefix else set())  # at the top level others may have tensors
+        names = self.shapes.keys() | (shapes.keys() if prefix else set())  # without prefix: the file may hold others
         wrong = sorted(name for name in names if shapes.get(name) != self.shapes.get(name))
         if wrong:
             raise InputError(
@@ -287,7 +287,7 @@ class LightningSource(FolderSource):
 
 @functools.cache
 def _written(described: str) -> Scratch:
-    """Return a folder with the config.json of a network, without the padding of its vocabulary."""
+    """Write a network's config.json, without the padding of its vocabulary, to a temporary folder and return it."""
     settings, scratch = json.loads(described), Scratch()
     if "unpadded_vocab_size" in settings:
         settings["vocab_size"] = settings.pop("unpadded_vocab_size")

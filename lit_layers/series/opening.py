@@ -28,7 +28,7 @@ FOLDER = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
 @dataclass(frozen=True)
 @with_config(schema.STRICT)
 class Facts:
-    """One entry of a manifest: facts on the repositories whose names match. None means unknown.
+    """One entry of a manifest: facts about the repositories whose names match. None means unknown.
 
     Args:
         names: name patterns of the repositories.
@@ -78,10 +78,10 @@ def repositories_of(manifest: str | Path) -> list[str]:
 
 
 def known_facts(repo: str, manifest: str | Path | None = None) -> Facts:
-    """Return the first matching entry on a repository in a manifest; None: in the manifests of the package.
+    """Return the first entry for a repository in a manifest; if `manifest` is None, in those of the package.
 
     Raises:
-        InputError: the named manifest has no entry on the repository.
+        InputError: the named manifest has no entry for the repository.
     """
     for path in sorted(FOLDER.glob("*.yaml")) if manifest is None else [manifest]:
         for entry in entries_of(path):
